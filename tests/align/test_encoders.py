@@ -9,10 +9,12 @@ import pytest
 import timm
 import torch
 from torch.nn.functional import normalize
+from transformers import AutoModel, BertTokenizer, DistilBertConfig, MPNetConfig
 
 from open_clip_zerovl.align.encoders import open_tower
-from open_clip_zerovl.align.export import check_together
-from open_clip_zerovl.align.heads import check_head
+from open_clip_zerovl.align.export import check_together, export_aligned
+from open_clip_zerovl.align.heads import Heads, check_head
+from open_clip_zerovl.checkpoints.export import loading_notes
 from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.core.errors import UserError
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_run
@@ -75,6 +77,35 @@ def test_towers_of_an_open_clip_model_give_its_features_before_the_projection(ho
         assert torch.allclose(features, model.encode_text(tokenizer(TEXTS)), rtol=0, atol=1e-5)
     assert not torch.allclose(features.norm(dim=1), normalize(features).norm(dim=1))  # of their own length
     assert "proj" not in image.tensors and "text_projection" not in text.tensors
+
+
+@pytest.mark.parametrize("kind", ["mpnet", "distilbert"])
+def test_sentence_encoders_that_open_clip_has_no_entry_for_are_built_and_exported(home, tmp_path, kind):
+    folder = tmp_path / kind
+    pad, unknown, *words = (home / "bert" / "vocab.txt").read_text().splitlines()
+    (tmp_path / "vocab.txt").write_text("\n".join([unknown, pad, *words]) + "\n")
+    BertTokenizer(vocab=str(tmp_path / "vocab.txt")).save_pretrained(folder)
+    common = {"vocab_size": 100, "max_position_embeddings": 30, "pad_token_id": 1}  # as MPNet's
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    small = {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64}
+    config = MPNetConfig(**common, **sizes) if kind == "mpnet" else DistilBertConfig(**common, **small)
+    torch.manual_seed(0)
+    stock = AutoModel.from_config(config)
+    stock.save_pretrained(folder)
+    text = open_tower(f"hf:{folder}", "text", text_pool="mean")
+    assert text.tokenizer.context_length == (
+        28 if kind == "mpnet" else 30
+    )  # MPNet's positions begin after the padding token's number
+    inputs = text.tokenizer.tokenizer(TEXTS, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        states = stock.eval()(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).last_hidden_state
+    mask = inputs["attention_mask"][..., None]
+    expected = (states * mask).sum(dim=1) / mask.sum(dim=1)
+    assert torch.allclose(text.frozen(CPU, amp=False).texts(TEXTS), expected, rtol=0, atol=1e-5)
+    image = open_tower(f"timm:{home / 'timm'}", "image")
+    heads = Heads("mlp", (image.width, text.width), 12)
+    out = export_aligned(tmp_path / "out", image, text, heads, "mlp", (1.0, 1.0), metrics={})
+    assert f"does not build this text tower ({kind}) by itself" in "".join(loading_notes(out))
 
 
 @pytest.mark.parametrize(

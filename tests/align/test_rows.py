@@ -10,6 +10,7 @@ from open_clip_zerovl.align import rows as rows_module
 from open_clip_zerovl.align.encoders import open_tower
 from open_clip_zerovl.align.order import epoch_captions, epoch_order
 from open_clip_zerovl.align.rows import Features, Sources, cut_captions, embed_tower, identity, make_pairs, open_sources
+from open_clip_zerovl.align.settings import AlignFlags
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.embeddings import reading as reading_module
@@ -18,6 +19,7 @@ from open_clip_zerovl.embeddings.encoder import FrozenModel
 from support.tars import write_tar
 
 CPU = torch.device("cpu")
+FLAGS_OF_TWO = [AlignFlags(encode_batch=20, part=(number, 2)) for number in range(2)]
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def test_features_are_those_of_the_tower_and_stopped_or_shared_work_ends_with_th
     monkeypatch.setattr(reading_module, "UNIT_SAMPLES", 20)
     monkeypatch.setattr(store_module, "_FLUSH_SECONDS", 0.0)
     for tower, method in zip(towers, ("images", "texts"), strict=True):
-        whole = embed_tower(tower, sources, tmp_path / "whole", device=CPU, batch_size=20)
+        whole = embed_tower(tower, sources, tmp_path / "whole", AlignFlags(encode_batch=20), device=CPU)
         assert whole.done.all() and (whole.rows[f"1.{method}"].array != 0).all()
         calls, stock = [], getattr(FrozenModel, method)
 
@@ -53,16 +55,16 @@ def test_features_are_those_of_the_tower_and_stopped_or_shared_work_ends_with_th
         monkeypatch.setattr(FrozenModel, method, counted)
         monkeypatch.setattr(FrozenModel, "seconds_of", lambda self, timed: (1.0, 1.0))
         with pytest.raises(KeyboardInterrupt):
-            embed_tower(tower, sources, tmp_path / "stopped", device=CPU, batch_size=20)
+            embed_tower(tower, sources, tmp_path / "stopped", AlignFlags(encode_batch=20), device=CPU)
         done = sum(calls[:3])
-        embed_tower(tower, sources, tmp_path / "stopped", device=CPU, batch_size=20, part=(0, 2))
-        stopped = embed_tower(tower, sources, tmp_path / "stopped", device=CPU, batch_size=20, part=(1, 2))
+        embed_tower(tower, sources, tmp_path / "stopped", FLAGS_OF_TWO[0], device=CPU)
+        stopped = embed_tower(tower, sources, tmp_path / "stopped", FLAGS_OF_TWO[1], device=CPU)
         assert contents(stopped) == contents(whole)
         count = len(whole.rows[f"0.{method}"])
         assert sum(calls[4:]) <= count - done + 40  # at most the unit that was stopped comes again
         before = len(calls)
         said = []
-        embed_tower(tower, sources, tmp_path / "stopped", device=CPU, batch_size=20, say=said.append)
+        embed_tower(tower, sources, tmp_path / "stopped", AlignFlags(encode_batch=20), device=CPU, say=said.append)
         assert len(calls) == before and "its features of 140 samples are in" in said[0]
         monkeypatch.setattr(FrozenModel, method, stock)
 
@@ -128,7 +130,7 @@ def test_features_are_scaled_to_a_mean_square_of_one_and_read_from_memory_or_the
 
 def test_rows_that_are_no_numbers_are_refused(sources, towers, tmp_path):
     towers[1].module.transformer.embeddings.word_embeddings.weight.data.fill_(torch.nan)
-    with pytest.raises(UserError, match="makes no numbers"):
+    with pytest.raises(UserError, match="makes NaN or infinite embeddings"):
         embed_tower(towers[1], sources, tmp_path, device=CPU)
 
 

@@ -117,6 +117,8 @@ def test_a_sweep_ranks_the_pairings_and_a_second_run_reads_the_rows(request_of, 
     verdict = next(line for line in said if "Best: " in line)
     assert f"Best: {results[0].name}" in verdict and f"before {results[1].name}" in verdict
     assert ("counts" in verdict) != ("may turn the order round" in verdict)
+    page = (tmp_path / "out" / "align.html").read_text()
+    assert all(f"{one.rsum:.1f}" in page for one in results) and page.count("data:image/png") == 2
     model, _, _ = load_model(tmp_path / "out" / "model")
     assert model.visual(torch.zeros(1, 3, *results[0].image.preprocess_cfg["size"])).shape == (1, 16)
 

@@ -14,8 +14,8 @@ from open_clip_zerovl.align.encoders import open_tower
 from open_clip_zerovl.align.export import export_aligned
 from open_clip_zerovl.align.heads import Heads
 from open_clip_zerovl.align.rows import HeldOut, Pairs
+from open_clip_zerovl.align.settings import Recipe
 from open_clip_zerovl.align.train import (
-    Recipe,
     Task,
     backward,
     chunk_rows,
@@ -35,7 +35,7 @@ from support.fake_cuda import Waits, fake_cuda, to_fake_cuda
 
 CPU = torch.device("cpu")
 RECIPE = Recipe(
-    head="linear", embed_dim=12, loss="clip", sampling="random", positives="pair", cross_source_weight=1.0,
+    head="linear", embed_dim=12, loss="clip", positives="pair", cross_source_weight=1.0,
     batch_size=8, epochs=8, lr=1e-2, wd=1e-4, warmup_share=0.1, patience=0, seed=3,
 )  # fmt: skip
 TEXTS = ["a red house", "the blue cat", "a red house", "green sun of the moon", "a big tree", "the small dog"]
@@ -57,7 +57,7 @@ def test_the_heads_gradient_is_that_of_a_step_with_frozen_towers(
     """In fp64: towers once and heads on their features, against DGA with two micro-batches through the exported model."""
     image, text = open_tower(f"timm:{home / 'timm'}", "image"), open_tower(f"hf:{home / 'bert'}", "text")
     heads = Heads(head, (image.width, text.width), 12, loss, seed=1)
-    folder = export_aligned(tmp_path / "m", image, text, heads, head, SCALES, metrics={}, origin="a test")
+    folder = export_aligned(tmp_path / "m", image, text, heads, head, SCALES, metrics={})
     recipe = replace(RECIPE, loss=loss, head=head, positives=positives, cross_source_weight=cross_source_weight)
     criterion = make_loss(recipe, CPU)
     pixels = torch.randn(6, 3, 160, 160, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -70,7 +70,7 @@ def test_the_heads_gradient_is_that_of_a_step_with_frozen_towers(
     heads.double()
     with torch.no_grad():
         features = image.module.double()(pixels) * SCALES[0], text.module.double()(tokens) * SCALES[1]
-    value = backward(heads, criterion, *features, ids)
+    value = backward(heads, criterion, features, ids)
 
     model, _, _ = load_model(folder)
     model.double().train()
@@ -132,7 +132,7 @@ def task():
     "changes",
     [
         {},
-        {"sampling": "debiased", "loss": "siglip", "head": "mlp"},
+        {"debiased_sampling": True, "loss": "siglip", "head": "mlp"},
         {"positives": "both", "cross_source_weight": 0.5, "head": "glu", "patience": 3},
     ],
 )
@@ -196,9 +196,9 @@ def test_no_step_waits_for_a_gpu(loss):
         optimizer, criterion = make_optimizer(heads, recipe), make_loss(recipe, torch.device("cuda:0"))
         rows = [torch.empty(8, width, device="cuda:0") for width in (16, 10)]
         ids = {name: torch.empty(8, dtype=torch.long, device="cuda:0") for name in ("source", "caption", "image")}
-        take_step(heads, optimizer, criterion, *rows, ids)  # makes the optimizer's state
+        take_step(heads, optimizer, criterion, rows, ids)  # makes the optimizer's state
         with Waits() as waits:
-            take_step(heads, optimizer, criterion, *rows, ids)
+            take_step(heads, optimizer, criterion, rows, ids)
     assert waits.by_line() == {}
 
 

@@ -137,14 +137,14 @@ ODD = {
     f"{PROBE} file/x": r"file/x cannot be written",
     f"{ZERO} probe --output file/x.json": r"file/x\.json cannot be written",
     f"{ZERO} bombprobe": "too large to decode",
-    f"{ZERO} notatar": "not a readable, uncompressed tar|is no folder of class folders",
+    f"{ZERO} notatar": "not a readable, uncompressed tar|is not a folder of class folders",
     f"{ZERO} probe --template photo": "neither a caption with {} in the place of the class nor a file",
     f"{ZERO} probe --class-names karpathy.json": "does not name the 2 classes",
     f"{BIAS} --out file": r"file cannot be written \(Not a directory\)",
     f"{CLUSTER} a=a --out file/x": r"file/x cannot be written",
     f"export run/{EPOCH} file/x": r"cannot be written",
     f"convert run/{EPOCH} file/x": r"cannot be written",
-    f"export run/{EPOCH} file": "is no earlier export",
+    f"export run/{EPOCH} file": "is not an earlier export",
     # models
     "retrieval wordylayers --data set": "cannot load .*wordylayers",
     "retrieval wordymean --data set": "has a mean of 'x'",
@@ -152,8 +152,8 @@ ODD = {
     "retrieval zerowidth --data set": "cannot load",
     "retrieval cutweights --data set": "cannot load",
     "retrieval pickled --data set": "could run code",
-    "retrieval file --data set": "is no checkpoint",
-    "retrieval a/00000.tar --data set": "is no checkpoint|cannot be loaded",
+    "retrieval file --data set": "is not a checkpoint",
+    "retrieval a/00000.tar --data set": "is not a checkpoint|cannot be loaded",
     "retrieval /dev/zero --data set": "is neither a folder",
     f"retrieval {LONG} --data set": "File name too long",
     f"export binaryparams/{EPOCH} out": r"params\.txt cannot be read",
@@ -189,7 +189,7 @@ ODD = {
     f"{BIAS} --map-samples 0": "0 is too small",
     f"{BIAS} --seed {1 << 32}": "too large for a seed",
     f"{CLUSTER} a=a --out c3 --seed -1": "-1 is too small",
-    f"data index a --threads {'9' * 5000}": "is no whole number",
+    f"data index a --threads {'9' * 5000}": "is not a whole number",
 }
 
 

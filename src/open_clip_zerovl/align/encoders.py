@@ -95,20 +95,22 @@ class Tower:
 
     def words(self) -> str:
         """The tower in a line."""
+        line = f"{self.name}: features of width {self.width}"
         if self.side == "image":
-            return f"{self.name}: features of width {self.width}, pictures of {_pixels(self.preprocess_cfg['size'])} px"
+            return f"{line}, pictures of {' x '.join(map(str, self.size))} px"
         pooled = self.cfg.get("hf_pooler_type", "").split("_")[0]
-        return f"{self.name}: features of width {self.width}, {self.tokenizer.context_length} tokens" + (
-            f", pooling {pooled}" if pooled else ""
-        )
+        return f"{line}, {self.tokenizer.context_length} tokens" + (f", pooling {pooled}" if pooled else "")
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of an image tower's pictures."""
+        return size_of(self.preprocess_cfg)
 
 
-def _pixels(size: Any) -> str:
-    return (
-        " x ".join(map(str, size))
-        if isinstance(size, (tuple, list)) and size[0] != size[-1]
-        else str(size if isinstance(size, int) else size[0])
-    )
+def size_of(preprocess_cfg: Mapping[str, Any]) -> tuple[int, int]:
+    """Height and width in open_clip's preprocess_cfg."""
+    size = preprocess_cfg["size"]
+    return (size, size) if isinstance(size, int) else tuple(size)
 
 
 def _without_padding(tower: Any) -> Callable[[Tensor], Tensor]:
@@ -143,8 +145,8 @@ def open_tower(name: str, side: str, *, text_pool: str | None = None, context_le
         if colon and kind == "hf":
             if side == "image":
                 raise UserError(
-                    f"{name}: open_clip holds image towers of timm alone; timm has DINOv2, DINOv3 and SigLIP 2 as "
-                    "well: give --image timm:NAME"
+                    f"{name}: open_clip has no image towers of transformers, and timm has DINOv2, DINOv3 and SigLIP 2, too; "
+                    "give --image timm:NAME"
                 )
             return _hf(name, place, text_pool, context_length)
         return _of_open_clip(name, side)
@@ -187,20 +189,18 @@ def _visual(vision_cfg: dict[str, Any]) -> Any:
     return CustomTextCLIP(8, vision_cfg, _SMALL_TEXT).visual
 
 
-def _image_tower(name: str, visual: Any, cfg: dict[str, Any], preprocess: dict[str, Any], **more: Any) -> Tower:
+def _image_tower(
+    name: str, visual: Any, cfg: dict[str, Any], preprocess: dict[str, Any], quick_gelu: bool | None = None
+) -> Tower:
     if type(visual).__name__ == "TimmModel" and not cfg.get("timm_proj", "linear"):
         visual.trunk.reset_classifier(0)  # the classifier is this tower's projection
     module = tower_before_projection(visual)
     kind = {"TimmModel": "timm", "VisionTransformer": "vit", "ModifiedResNet": "resnet"}[type(visual).__name__]
     cfg = {**cfg, "output_tokens": False} if kind == "vit" else cfg
-    size = preprocess["size"]
-    height, width = (size, size) if isinstance(size, int) else size
     with torch.no_grad():
-        features = module.eval()(torch.zeros(1, 3, height, width)).shape[1]
-    if kind != "timm":
-        return Tower("image", name, kind, cfg, module, _towers_own(visual), features, preprocess, **more)
-    cfg = {key: value for key, value in cfg.items() if key not in ("timm_drop", "timm_drop_path")}
-    return Tower("image", name, kind, cfg, module, _towers_own(visual), features, preprocess)
+        width = module.eval()(torch.zeros(1, 3, *size_of(preprocess))).shape[1]
+    quick_gelu = None if kind == "timm" else quick_gelu
+    return Tower("image", name, kind, cfg, module, _towers_own(visual), width, preprocess, quick_gelu=quick_gelu)
 
 
 def _towers_own(tower: nn.Module) -> dict[str, Tensor]:

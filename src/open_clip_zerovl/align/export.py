@@ -40,7 +40,6 @@ def export_aligned(
     scales: tuple[float, float],
     *,
     metrics: Mapping[str, float],
-    origin: str,
 ) -> Path:
     """Write the model in open_clip's form.
 
@@ -48,7 +47,6 @@ def export_aligned(
         kind: of the heads, "linear" or "mlp".
         scales: by which image and text features were multiplied (`rows.Features`).
         metrics: for the model card.
-        origin: a sentence for the card that says where the weights come from.
 
     Raises:
         UserError: as `write_local_dir`; a folder whose model gives other embeddings than the heads.
@@ -74,6 +72,7 @@ def export_aligned(
     }
     spec = ModelSpec("aligned", model_cfg, image.preprocess_cfg)
     weights = {**towers, **of_head, **own}
+    origin = f"Heads ({kind}) trained on the frozen encoders {image.name} and {text.name}."
     card = ModelCard(spec, weights, origin, metrics={f"held-out_{key}": value for key, value in metrics.items()})
     folder = write_local_dir(origin, weights, spec, out, card=card, force=True)
     _verify(folder, image, text, heads, scales)
@@ -84,9 +83,7 @@ def export_aligned(
 def _verify(folder: Path, image: Tower, text: Tower, heads: Heads, scales: tuple[float, float]) -> None:
     """UserError where the folder's model embeds a picture or some texts otherwise than towers and heads."""
     model, _, tokenizer = load_model(folder)
-    size = image.preprocess_cfg["size"]
-    height, width = (size, size) if isinstance(size, int) else size
-    pixels = torch.rand(2, 3, height, width, generator=torch.Generator().manual_seed(0))
+    pixels = torch.rand(2, 3, *image.size, generator=torch.Generator().manual_seed(0))
     tokens = tokenizer(PROBE_TEXTS)
     for tower, head, scale, inputs, encode in (
         (image, heads.image, scales[0], pixels, model.encode_image),

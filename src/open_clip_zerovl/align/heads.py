@@ -21,6 +21,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import Purpose, seeded, stream_seed
 
 _FIRST = {"linear": ("",), "mlp": ("0.",), "glu": ("gate.", "value.", "skip.")}  # layers that see the features
+GATED_ALONE = "no tower of open_clip has a gated head, so no folder is written for it; train --head mlp for one"
 MOST_SCALE = math.log(100.0)  # of logit_scale, as open_clip clamps it
 START = {
     "clip": (math.log(1 / 0.07), None),
@@ -87,13 +88,6 @@ def check_head(kind: str, tower: Tower) -> None:
             f"--head mlp: open_clip gives {tower.name}'s {tower.side} tower a linear projection alone; give --head linear, or "
             f"an encoder of {'timm' if tower.side == 'image' else 'transformers'}"
         )
-
-
-def refuse_gated(kind: str) -> str | None:
-    """The sentence that says why heads of this kind are no folder for open_clip; None where they are."""
-    if kind != "glu":
-        return None
-    return "no tower of open_clip has a gated head, so no folder is written for it; train --head mlp for one"
 
 
 def folded(kind: str, weights: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,7 @@ from PIL import Image
 from torch import Tensor
 
 from open_clip_zerovl.align.encoders import Tower
+from open_clip_zerovl.align.settings import AlignFlags
 from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import Purpose, stream_seed
@@ -119,36 +120,33 @@ def embed_tower(
     tower: Tower,
     sources: Sources,
     folder: Path,
+    flags: AlignFlags | None = None,
     *,
     device: torch.device,
-    amp: bool = False,
-    dtype: str = "float16",
-    batch_size: int = 64,
-    workers: int = 0,
-    part: tuple[int, int] = (0, 1),
     say: Callable[[str], None] = lambda line: None,
 ) -> Store:
     """Embed the sources by a tower, or go on where an earlier call stopped; finished rows are only opened.
 
     Args:
         folder: ROWS.
-        dtype: of the stored features.
-        part: see `embeddings.embed.missing_units`.
+        flags: precision, batch, workers and part of the work.
         say: takes the line that tells size and time.
 
     Raises:
         UserError: too little room, a tower that makes no numbers of a sample, data that cannot be read at all.
     """
-    frozen = tower.frozen(device, amp)
+    flags = flags or AlignFlags()
+    batch_size, part = flags.encode_batch, flags.part
+    frozen = tower.frozen(device, flags.amp)
     image = tower.side == "image"
     count, captions = int(sources.begins[-1]), int(sources.starts[-1])
     rows, kind = (count, "images") if image else (captions, "texts")
-    arrays: dict[str, ArraySpec] = {f"0.{kind}": (dtype, (rows, tower.width)), f"1.{kind}": ("int64", (rows,))}
+    arrays: dict[str, ArraySpec] = {f"0.{kind}": (flags.dtype, (rows, tower.width)), f"1.{kind}": ("int64", (rows,))}
     described = [describe_source(source) for source in sources.opened]
     fingerprints = list(frozen.fingerprints.values())
     manifest = Manifest({"use": "align", "model": [tower.name], "fingerprints": fingerprints}, described, arrays)
     name = re.sub(r"[^A-Za-z0-9]+", "-", tower.name)[-40:].strip("-")
-    place = folder / f"{tower.side}-{name}-{dtype}-{fingerprints[0][:8]}"
+    place = folder / f"{tower.side}-{name}-{flags.dtype}-{fingerprints[0][:8]}"
     if not place.exists():
         require_room(folder, manifest)
     store = Store.create(place, manifest, cache=True)
@@ -161,7 +159,7 @@ def embed_tower(
         size = size_words(manifest.bytes)
         say(f"{tower.name}: {left:,} of {count:,} samples to encode, about {duration(seconds)}, {size} in {place}")
         ids = _PictureIds("identities", eye=thumbnail) if image else _CaptionIds("identities")
-        embed(store, [frozen, ids], samples, batch_size=batch_size, workers=workers, part=part, desc=tower.side)
+        embed(store, [frozen, ids], samples, batch_size=batch_size, workers=flags.workers, part=part, desc=tower.side)
     else:
         say(f"{tower.name}: its features of {count:,} samples are in {place}")
     return store
@@ -320,8 +318,3 @@ class Features:
         wanted, back = np.unique(index.cpu().numpy(), return_inverse=True)  # the map is read in one direction
         rows = self._rows[wanted].to(self._device)[torch.from_numpy(back).to(self._device)]
         return rows.float().mul_(self.scale)
-
-
-def same_rows(stores: Sequence[Store], name: str) -> np.ndarray:
-    """The identities of stores of one side, which are the same in all of them."""
-    return np.asarray(stores[0].rows[name].array)

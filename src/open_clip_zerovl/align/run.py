@@ -6,28 +6,22 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from open_clip_zerovl.align.encoders import Tower, open_tower
 from open_clip_zerovl.align.export import check_together, export_aligned
-from open_clip_zerovl.align.heads import Heads, check_head, refuse_gated
-from open_clip_zerovl.align.rows import Features, Pairs, Sources, cut_captions, embed_tower, make_pairs, open_sources
-from open_clip_zerovl.align.settings import AlignRequest
-from open_clip_zerovl.align.train import (
-    Outcome,
-    Recipe,
-    Task,
-    chunk_rows,
-    default_batch,
-    default_epochs,
-    train_heads,
-)
+from open_clip_zerovl.align.heads import GATED_ALONE, Heads, check_head
+from open_clip_zerovl.align.page import write_align_page
+from open_clip_zerovl.align.rows import Features, cut_captions, embed_tower, make_pairs, open_sources
+from open_clip_zerovl.align.settings import AlignRequest, Recipe
+from open_clip_zerovl.align.train import Outcome, Task, chunk_rows, default_batch, default_epochs, train_heads
 from open_clip_zerovl.checkpoints.loading import choose_device
 from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import UserError
@@ -36,11 +30,14 @@ from open_clip_zerovl.core.flags import conflicts, out_of_range
 from open_clip_zerovl.core.memory import available_bytes
 from open_clip_zerovl.embeddings.store import Store
 from open_clip_zerovl.evaluate.bias.resampling import Measure, interval, mean_over, resampled
-from open_clip_zerovl.evaluate.retrieval.metrics import QueryRanks, hit_probabilities, recall_bounds
+from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, hit_probabilities, recall_bounds
 from open_clip_zerovl.report.bounds import RECALL_KS
+from open_clip_zerovl.report.plot import require_matplotlib
 from open_clip_zerovl.report.tables import text_table
 
-DRAWS = 1000
+DRAWS = 1000  # of an interval
+DRAWN = 5  # pairings, on the page
+HEADER = ("image", "text", "widths", "I2T R@1", "T2I R@1", "RSUM", "95 %", "seeds", "epoch", "train")
 Say = Callable[[str], None]
 
 
@@ -49,34 +46,63 @@ class Result:
     """One pairing of encoders, with the best of its seeds.
 
     Attributes:
-        interval: of the held-out RSUM over queries.
-        of_seeds: RSUM of each seed.
+        of_seeds: held-out RSUM of each seed.
+        seconds: of all seeds' trainings.
+        interval: of the RSUM, 95 % of draws of the held-out pictures.
     """
 
     image: Tower
     text: Tower
-    outcome: Outcome
+    task: Task
     recipe: Recipe
-    scales: tuple[float, float]
+    outcome: Outcome
     of_seeds: list[float]
     seconds: float
     interval: tuple[float, float] = (0.0, 0.0)
 
     @property
     def name(self) -> str:
+        """Both encoders."""
         return f"{self.image.name} + {self.text.name}"
 
     @property
     def rsum(self) -> float:
+        """Held-out RSUM of the best seed."""
         return self.outcome.metrics["rsum"]
+
+    def measure(self) -> Measure:
+        """The RSUM as a measure over held-out pictures, with which their captions are drawn."""
+        held, ranks = self.task.pairs.held_out, self.outcome.ranks
+        units = dict(
+            zip(DIRECTIONS, (torch.arange(len(held.images)), torch.from_numpy(held.text_to_image)), strict=True)
+        )
+        hits = {way: hit_probabilities(ranks[way], RECALL_KS).sum(dim=0) for way in DIRECTIONS}
+        return mean_over([(units[way], hits[way]) for way in DIRECTIONS], len(held.images), 100.0)
+
+    def row(self) -> list[str]:
+        """Cells below HEADER."""
+        metrics, (low, high) = self.outcome.metrics, self.interval
+        first = [f"{100 * metrics[f'{way}_R@1']:.1f}" for way in DIRECTIONS]
+        seeds = " ".join(f"{score:.0f}" for score in self.of_seeds)
+        row = [self.image.name, self.text.name, f"{self.image.width}, {self.text.width}", *first]
+        row += [f"{self.rsum:.1f}", f"{low:.1f} to {high:.1f}", seeds, str(self.outcome.best_epoch)]
+        return [*row, duration(self.seconds)]
+
+    def record(self) -> dict[str, Any]:
+        """As JSON."""
+        named = {"image": self.image.name, "text": self.text.name, "widths": [self.image.width, self.text.width]}
+        scores = {"metrics": self.outcome.metrics, "interval": self.interval, "rsum of seeds": self.of_seeds}
+        training = {"best epoch": self.outcome.best_epoch, "checks": self.outcome.scores, "seconds": self.seconds}
+        return {**named, **scores, **training, "settings": vars(self.recipe)}
 
 
 def run_align(request: AlignRequest, say: Say = lambda line: print(line, flush=True)) -> list[Result]:
     """Align every pairing of the encoders and write the best one as a folder.
 
-        OUT/model/          the best pairing in open_clip's form (not of gated heads)
-        OUT/heads.safetensors, OUT/align.json, OUT/align.html      its heads; every pairing's scores; a page
-        OUT/rows/, OUT/trained/      stored features, and the states of trainings
+        OUT/model/                     the best pairing in open_clip's form (not with gated heads)
+        OUT/heads.safetensors          its heads
+        OUT/align.json, align.html     every pairing's scores and settings
+        OUT/rows/, OUT/trained/        stored features, and the states of trainings
 
     Returns:
         The pairings, the best one first; [] where only a part of the features was asked for.
@@ -85,281 +111,191 @@ def run_align(request: AlignRequest, say: Say = lambda line: print(line, flush=T
         UserError: encoders, data or settings that do not fit, before anything is embedded; what embedding, training and
             writing refuse.
     """
-    if wrong := [*out_of_range(request), *conflicts(request)]:
-        raise UserError(wrong[0])
-    device = choose_device(request.device)
-    check_writable(request.out, folder=True)
-    sources = open_sources(request.train_data, request.held_out)
-    if request.sampling == "debiased" and sources.training < 2:
-        raise UserError(f"--debiased-sampling needs several sources, and the data has one: {sources.names[0]}")
-    images = [open_tower(name, "image") for name in request.images]
-    texts = [
-        open_tower(name, "text", text_pool=request.text_pool, context_length=request.context_length)
-        for name in request.texts
-    ]
-    for image, text in itertools.product(images, texts):
-        check_head(request.head, image)
-        check_head(request.head, text)
-        check_together(image, text)
-    _announce(request, sources, images, texts, device, say)
-    stores = {id(tower): _embedded(request, tower, sources, device, say) for tower in (*images, *texts)}
-    if request.part != (0, 1):
-        say(
-            f"part {request.part[0]}/{request.part[1]} is encoded; when all parts are, call again without --part to train"
+    return Alignment(request, say).run()
+
+
+class Alignment:
+    """A call of `zerovl align`; see `run_align`.
+
+    Attributes:
+        stores: of each tower's features, by the tower's number.
+    """
+
+    def __init__(self, request: AlignRequest, say: Say) -> None:
+        if wrong := [*out_of_range(request), *conflicts(request)]:
+            raise UserError(wrong[0])
+        self.request, self.say, self.device = request, say, choose_device(request.device)
+        check_writable(request.out, folder=True)
+        require_matplotlib()
+        self.sources = open_sources(request.train_data, request.held_out)
+        self._require_sources(self.sources.names)
+        options: dict[str, Any] = {"text_pool": request.text_pool, "context_length": request.context_length}
+        self.images = [open_tower(name, "image") for name in request.images]
+        self.texts = [open_tower(name, "text", **options) for name in request.texts]
+        self.pairings = list(itertools.product(self.images, self.texts))
+        for image, text in self.pairings:
+            check_head(request.head, image)
+            check_head(request.head, text)
+            check_together(image, text)
+        self.stores: dict[int, Store] = {}
+
+    def run(self) -> list[Result]:
+        """See `run_align`."""
+        request = self.request
+        self._announce()
+        for tower in (*self.images, *self.texts):
+            self._embed(tower)
+        if request.part != (0, 1):
+            number, count = request.part
+            self.say(f"part {number}/{count} is encoded; when all parts are, call again without --part to train")
+            return []
+        task_of = self._tasks()
+        results = [self._train(image, text, task_of(image, text)) for image, text in self.pairings]
+        draws = resampled({one.name: one.measure() for one in results}, DRAWS, request.seed)
+        for one in results:
+            one.interval = interval(draws[one.name])
+        ranked = sorted(results, key=lambda one: -one.rsum)
+        facts = [f"held-out RSUM of chance: {self._chance(ranked[0].task):.1f}"]
+        if len(ranked) > 1:
+            best, second = ranked[:2]
+            low, high = interval(draws[best.name] - draws[second.name])
+            counts = "the difference counts" if low > 0 else "another held-out set may turn the order round"
+            by = f"{best.rsum - second.rsum:.1f} RSUM ({low:.1f} to {high:.1f} over pictures)"
+            facts.append(f"Best: {best.name}, {by} before {second.name}: {counts}")
+        self._write(ranked, facts)
+        return ranked
+
+    def _require_sources(self, names: Sequence[str]) -> None:
+        if self.request.debiased_sampling and len(names) < 2:
+            raise UserError(f"--debiased-sampling needs several sources, and the data has one: {names[0]}")
+
+    def _announce(self) -> None:
+        request, sources = self.request, self.sources
+        for tower in (*self.images, *self.texts):
+            self.say(f"{tower.side:6} {tower.words()}")
+        for tower in self.texts:
+            looked_at, cut = cut_captions(tower, sources)
+            if cut:
+                length = tower.tokenizer.context_length
+                self.say(
+                    f"       {cut:,} of {looked_at:,} captions are longer than its {length} tokens and are cut (an hf: encoder"
+                )
+                self.say("       takes more by --context-length)")
+        count = sources.begins[sources.training]
+        names = ", ".join(sources.names)
+        self.say(
+            f"data   {count:,} samples with {sources.starts[count]:,} captions of {sources.training} sources: {names}"
         )
-        return []
-    pairs, task_of = _pairs(request, sources, stores, images, texts, device, say)
-    results = [
-        _train(request, task_of(image, text), image, text, say) for image, text in itertools.product(images, texts)
-    ]
-    return _finish(request, sources, pairs, results, say)
+        self.say(f"held   {request.held_out or f'{request.held_out_share:.0%} of the pictures, at most 1,000'}")
+        how = f"loss {request.loss}, {request.sampling} batches, on {self.device}"
+        self.say(f"heads  {request.head}, to {request.embed_dim} numbers; {how}")
+        if request.head == "glu":
+            self.say(f"       {GATED_ALONE}")
 
-
-def _announce(
-    request: AlignRequest,
-    sources: Sources,
-    images: Sequence[Tower],
-    texts: Sequence[Tower],
-    device: torch.device,
-    say: Say,
-) -> None:
-    for tower in (*images, *texts):
-        say(f"{tower.side:6} {tower.words()}")
-    for tower in texts:
-        looked_at, cut = cut_captions(tower, sources)
-        if cut:
-            say(
-                f"       {cut:,} of {looked_at:,} captions are longer than its {tower.tokenizer.context_length} tokens and are "
-                "cut; --context-length gives an hf: encoder more"
+    def _embed(self, tower: Tower) -> None:
+        request = self.request
+        store = embed_tower(
+            tower,
+            self.sources,
+            request.rows or request.out / "rows",
+            request,
+            device=self.device,
+            say=lambda line: self.say(f"rows   {line}"),
+        )
+        tower.module.cpu()
+        if request.part == (0, 1) and not store.done.all():
+            lacking = int((~store.done).sum())
+            raise UserError(
+                f"{store.folder} lacks {lacking:,} samples that could not be read; mend the data, call again"
             )
-    count, captions = int(sources.begins[sources.training]), int(sources.starts[sources.begins[sources.training]])
-    say(
-        f"data   {count:,} samples with {captions:,} captions of {sources.training} sources: {', '.join(sources.names)}"
-    )
-    held = request.held_out or f"{request.held_out_share:.0%} of the pictures, at most 1,000"
-    say(f"held   {held}")
-    say(
-        f"heads  {request.head}, to {request.embed_dim} numbers; loss {request.loss}, {request.sampling} batches, on {device}"
-    )
-    if (refused := refuse_gated(request.head)) is not None:
-        say(f"       {refused}")
+        self.stores[id(tower)] = store
 
+    def _tasks(self) -> Callable[[Tower, Tower], Task]:
+        """The pairs, as a task of any two towers."""
+        request, stores = self.request, self.stores
+        picture_ids = np.array(stores[id(self.images[0])].rows["1.images"].array)
+        caption_ids = np.array(stores[id(self.texts[0])].rows["1.texts"].array)
+        pairs = make_pairs(self.sources, picture_ids, caption_ids, seed=request.seed, share=request.held_out_share)
+        held = pairs.held_out
+        line = f"pairs  {len(pairs.images):,} samples; held out {len(held.images):,} pictures with {len(held.texts):,} captions"
+        for count, why in ((pairs.lost, "without picture or caption"), (pairs.copies, "whose picture is held out")):
+            line += f"; {count:,} {why} left out" if count else ""
+        self.say(line)
+        self._require_sources(pairs.names)
+        room = available_bytes(self.device)
+        each = None if room is None else room // (4 * len(stores))
 
-def _embedded(request: AlignRequest, tower: Tower, sources: Sources, device: torch.device, say: Say) -> Store:
-    store = embed_tower(
-        tower,
-        sources,
-        request.rows_folder,
-        device=device,
-        amp=request.amp,
-        dtype=request.dtype,
-        batch_size=request.encode_batch,
-        workers=request.workers,
-        part=request.part,
-        say=lambda line: say(f"rows   {line}"),
-    )
-    tower.module.cpu()
-    if request.part == (0, 1) and not store.done.all():
-        raise UserError(
-            f"{store.folder} lacks {int((~store.done).sum()):,} samples that could not be read; mend the data and call again"
+        @cache
+        def features(number: int) -> Features:
+            image = any(id(tower) == number for tower in self.images)
+            name, wanted = ("0.images", pairs.images) if image else ("0.texts", pairs.texts)
+            return Features(stores[number], name, wanted, self.device, each)
+
+        def task(image: Tower, text: Tower) -> Task:
+            of = [stores[id(image)].digest, stores[id(text)].digest, self.sources.training, request.held_out_share]
+            digest = "-".join(map(str, of))
+            return Task(pairs, features(id(image)), features(id(text)), picture_ids, caption_ids, self.device, digest)
+
+        return task
+
+    def _train(self, image: Tower, text: Tower, task: Task) -> Result:
+        """The heads of one pairing, for each seed; the best seed's result."""
+        request = self.request
+        weights = Heads(request.head, (image.width, text.width), request.embed_dim).weights
+        batch = request.batch_size or default_batch(
+            self.device, weights, request.embed_dim, task.pairs.sizes, request.sampling
         )
-    return store
-
-
-def _pairs(
-    request: AlignRequest,
-    sources: Sources,
-    stores: dict[int, Store],
-    images: Sequence[Tower],
-    texts: Sequence[Tower],
-    device: torch.device,
-    say: Say,
-) -> tuple[Pairs, Callable[[Tower, Tower], Task]]:
-    """The pairs, and the task of two towers."""
-    picture_ids = np.array(stores[id(images[0])].rows["1.images"].array)
-    caption_ids = np.array(stores[id(texts[0])].rows["1.texts"].array)
-    pairs = make_pairs(sources, picture_ids, caption_ids, seed=request.seed, share=request.held_out_share)
-    held = pairs.held_out
-    line = f"pairs  {len(pairs.images):,} samples; held out {len(held.images):,} pictures with {len(held.texts):,} captions"
-    for count, why in ((pairs.lost, "without picture or caption"), (pairs.copies, "whose picture is held out")):
-        line += f"; {count:,} {why} left out" if count else ""
-    say(line)
-    if len(pairs.sizes) < 2 and request.sampling == "debiased":
-        raise UserError(
-            f"--debiased-sampling needs several sources, and only {pairs.names[0]} has pairs that can be used"
+        epochs = request.epochs or default_epochs(len(task.pairs.images), batch)
+        chunk = chunk_rows(batch, self.device)
+        in_loss, in_heads = (f"{6e-6 * count:.2g} M" for count in (batch * request.embed_dim, weights))
+        costs = f"a pair costs {in_loss} operations in the loss, {in_heads} in the heads"
+        self.say(
+            f"train  {image.name} + {text.name}: {weights:,} weights, {batch:,} pairs a step ({costs}), the logits"
         )
-    room = available_bytes(device)
-    each = None if room is None else room // (4 * (len(images) + len(texts)))
-    held_rows: dict[int, Features] = {}
-
-    def features(tower: Tower) -> Features:
-        if id(tower) not in held_rows:
-            name, wanted = ("0.images", pairs.images) if tower.side == "image" else ("0.texts", pairs.texts)
-            held_rows[id(tower)] = Features(stores[id(tower)], name, wanted, device, each)
-        return held_rows[id(tower)]
-
-    def task(image: Tower, text: Tower) -> Task:
-        digest = "-".join(
-            (stores[id(image)].digest, stores[id(text)].digest, str(sources.training), str(request.held_out_share))
+        self.say(
+            f"       {'in one piece' if chunk is None else f'{chunk:,} rows at a time'}, at most {epochs} epochs of "
+            f"{len(task.pairs.images) // batch:,} steps"
         )
-        return Task(pairs, features(image), features(text), picture_ids, caption_ids, device, digest)
-
-    return pairs, task
-
-
-def _train(request: AlignRequest, task: Task, image: Tower, text: Tower, say: Say) -> Result:
-    """The heads of one pairing, for each seed; the best seed's result."""
-    widths = (task.images.width, task.texts.width)
-    weights = Heads(request.head, widths, request.embed_dim).weights
-    chosen = default_batch(task.device, weights, request.embed_dim, task.pairs.sizes, request.sampling)
-    batch = request.batch_size or chosen
-    epochs = request.epochs or default_epochs(len(task.pairs.images), batch)
-    why = "" if request.batch_size else _why(task.device, batch, weights, request.embed_dim)
-    chunk = chunk_rows(batch, task.device)
-    say(
-        f"train  {image.name} + {text.name}: {weights:,} weights, {batch:,} pairs a step{why}, the logits "
-        f"{'in one piece' if chunk is None else f'{chunk:,} rows at a time'}, at most {epochs} epochs of "
-        f"{len(task.pairs.images) // batch:,} steps"
-    )
-    given: dict[str, Any] = {
-        name: getattr(request, name) for name in Recipe.__dataclass_fields__ if hasattr(request, name)
-    }
-    outcomes = []
-    for seed in range(request.seed, request.seed + request.seeds):
-        recipe = Recipe(**{**given, "batch_size": batch, "epochs": epochs, "seed": seed})
+        given = {each.name: getattr(request, each.name) for each in fields(Recipe)}
         slug = re.sub(r"[^A-Za-z0-9]+", "-", f"{image.name[-40:]}--{text.name[-40:]}").strip("-")
-        folder = request.out / "trained" / f"{slug}-{task.digest[:8]}{task.digest.split('-')[1][:8]}-{seed}"
-        outcome = train_heads(
-            task,
-            recipe,
-            folder,
-            checked=lambda epoch, score, loss: say(
-                f"       epoch {epoch:>3}: loss {loss:.3f}, held-out RSUM {score:.1f}"
-            ),
-        )
-        outcomes.append((outcome, recipe))
-    best, recipe = max(outcomes, key=lambda one: one[0].metrics["rsum"])
-    return Result(
-        image,
-        text,
-        best,
-        recipe,
-        (task.images.scale, task.texts.scale),
-        [one.metrics["rsum"] for one, _ in outcomes],
-        sum(one.seconds for one, _ in outcomes),
-    )
+        results: list[tuple[Outcome, Recipe]] = []
+        for seed in range(request.seed, request.seed + request.seeds):
+            recipe = Recipe(**{**given, "batch_size": batch, "epochs": epochs, "seed": seed})
+            folder = request.out / "trained" / f"{slug}-{task.digest[:8]}{task.digest.split('-')[1][:8]}-{seed}"
+            results.append((train_heads(task, recipe, folder, checked=self._say_check), recipe))
+        best, recipe = max(results, key=lambda one: one[0].metrics["rsum"])
+        scores = [one.metrics["rsum"] for one, _ in results]
+        return Result(image, text, task, recipe, best, scores, sum(one.seconds for one, _ in results))
 
+    def _say_check(self, epoch: int, score: float, loss: float) -> None:
+        self.say(f"       epoch {epoch:>3}: loss {loss:.3f}, held-out RSUM {score:.1f}")
 
-def _why(device: torch.device, batch: int, weights: int, embed_dim: int) -> str:
-    if device.type == "cuda":
-        return ""
-    return f" (a pair costs {6 * batch * embed_dim / 1e6:.2g} M operations in the loss, {6 * weights / 1e6:.2g} M in the heads)"
+    def _chance(self, task: Task) -> float:
+        links = task.pairs.held_out.text_to_image.tolist()
+        return recall_bounds(list(map(str, range(len(links)))), links)["rsum_chance"]
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What came out
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def _finish(request: AlignRequest, sources: Sources, pairs: Pairs, results: list[Result], say: Say) -> list[Result]:
-    draws = resampled({str(i): _measure(one, pairs) for i, one in enumerate(results)}, DRAWS, request.seed)
-    for i, one in enumerate(results):
-        one.interval = interval(draws[str(i)])
-    order = sorted(range(len(results)), key=lambda i: -results[i].rsum)
-    ranked = [results[i] for i in order]
-    chance = recall_bounds([str(i) for i in range(len(pairs.held_out.texts))], pairs.held_out.text_to_image)[
-        "rsum_chance"
-    ]
-    say(table(ranked))
-    verdict = "" if len(ranked) < 2 else _verdict(ranked, draws[str(order[0])] - draws[str(order[1])])
-    say(f"held-out RSUM of chance: {chance:.1f}{verdict}")
-    best = ranked[0]
-    metrics = best.outcome.metrics
-    save_file(
-        {name: value.cpu().contiguous() for name, value in best.outcome.heads.state_dict().items()},
-        request.out / "heads.safetensors",
-        metadata={"head": best.recipe.head, "scales": json.dumps(best.scales)},
-    )
-    if (refused := refuse_gated(request.head)) is None:
-        origin = f"Heads ({request.head}) trained on the frozen encoders {best.image.name} and {best.text.name}."
-        folder = export_aligned(
-            request.out / "model",
-            best.image,
-            best.text,
-            best.outcome.heads,
-            request.head,
-            best.scales,
-            metrics=metrics,
-            origin=origin,
-        )
-        say(
-            f"The model is in {folder}: open_clip opens it as local-dir:{folder}, and zerovl retrieval, search and train "
-            "--init-from take it"
-        )
-    else:
-        say(f"The heads are in {request.out / 'heads.safetensors'}: {refused}")
-    write_atomically(request.out / "align.json", json.dumps(_record(ranked, chance), indent=1) + "\n")
-    return ranked
-
-
-def _measure(result: Result, pairs: Pairs) -> Measure:
-    """The held-out RSUM as a measure over pictures, whose captions are drawn with them."""
-    links = torch.from_numpy(pairs.held_out.text_to_image)
-    ranks = result.outcome.ranks
-    units = {"image_to_text": torch.arange(len(pairs.held_out.images)), "text_to_image": links}
-    terms = [(units[way], _hits(ranks[way])) for way in units]
-    return mean_over(terms, len(pairs.held_out.images), 100.0)
-
-
-def _hits(ranks: QueryRanks) -> torch.Tensor:
-    return hit_probabilities(ranks, RECALL_KS).sum(dim=0)
-
-
-def _verdict(ranked: Sequence[Result], differences: NDArray) -> str:
-    low, high = interval(differences)
-    by = ranked[0].rsum - ranked[1].rsum
-    counts = "the difference counts" if low > 0 else "another held-out set may turn the order round"
-    return f"\nBest: {ranked[0].name}, {by:.1f} RSUM ({low:.1f} to {high:.1f} over pictures) before {ranked[1].name}: {counts}"
-
-
-def table(results: Sequence[Result]) -> str:
-    """The pairings with their held-out recall; RSUM with an interval of 95 % over pictures."""
-    header = ["image", "text", "widths", "I2T R@1", "T2I R@1", "RSUM", "95 %", "seeds", "epoch", "train"]
-    rows = []
-    for one in results:
-        metrics = one.outcome.metrics
-        rows.append(
-            [
-                one.image.name,
-                one.text.name,
-                f"{one.image.width}, {one.text.width}",
-                *(f"{100 * metrics[f'{way}_R@1']:.1f}" for way in ("image_to_text", "text_to_image")),
-                f"{one.rsum:.1f}",
-                "{:.1f} to {:.1f}".format(*one.interval),
-                " ".join(f"{score:.0f}" for score in one.of_seeds),
-                str(one.outcome.best_epoch),
-                duration(one.seconds),
-            ]
-        )
-    return text_table(header, rows, left=2)
-
-
-def _record(ranked: Sequence[Result], chance: float) -> dict[str, Any]:
-    return {
-        "chance": chance,
-        "pairings": [
-            {
-                "image": one.image.name,
-                "text": one.text.name,
-                "widths": [one.image.width, one.text.width],
-                "metrics": one.outcome.metrics,
-                "interval": one.interval,
-                "rsum of seeds": one.of_seeds,
-                "best epoch": one.outcome.best_epoch,
-                "checks": one.outcome.scores,
-                "seconds": one.seconds,
-                "settings": vars(one.recipe),
-            }
-            for one in ranked
-        ],
-    }
+    def _write(self, ranked: Sequence[Result], facts: Sequence[str]) -> None:
+        """Print and write what came out."""
+        out, best, rows = self.request.out, ranked[0], [one.row() for one in ranked]
+        self.say(text_table(HEADER, rows, left=2))
+        for fact in facts:
+            self.say(fact)
+        heads, scales = best.outcome.heads, (best.task.images.scale, best.task.texts.scale)
+        tensors = {name: value.cpu().contiguous() for name, value in heads.state_dict().items()}
+        file = out / "heads.safetensors"
+        save_file(tensors, file, metadata={"head": best.recipe.head, "scales": json.dumps(scales)})
+        if self.request.head == "glu":
+            self.say(f"The heads are in {file}: {GATED_ALONE}")
+        else:
+            metrics, kind = best.outcome.metrics, best.recipe.head
+            folder = export_aligned(out / "model", best.image, best.text, heads, kind, scales, metrics=metrics)
+            self.say(f"The model is in {folder}: open_clip opens it as local-dir:{folder};")
+            self.say("zerovl retrieval, search, export and train --init-from take it")
+        curves = {
+            f"{number}: {one.image.name[-18:]} + {one.text.name[-18:]}": one.outcome.scores
+            for number, one in enumerate(ranked[:DRAWN], start=1)
+        }
+        chance = self._chance(best.task)
+        write_align_page(Path(out / "align.html"), facts, HEADER, rows, curves, chance, vars(best.recipe))
+        record = {"chance": chance, "pairings": [one.record() for one in ranked]}
+        write_atomically(out / "align.json", json.dumps(record, indent=1) + "\n")

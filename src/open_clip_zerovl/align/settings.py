@@ -5,28 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from open_clip_zerovl.core.flags import (
-    NOT_NEGATIVE,
-    POSITIVE,
-    SHARE,
-    Requirement,
-    at_least,
-    flag,
-    natural,
-    part,
-    positive,
-    seed,
-)
+from open_clip_zerovl.core.flags import NOT_NEGATIVE, POSITIVE, SHARE, Requirement, flag, natural, part, positive, seed
 from open_clip_zerovl.losses.names import POSITIVES
 
 HEADS = ("linear", "mlp", "glu")
-LOSSES = ("clip", "siglip")
 POOLS = ("cls", "mean")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlignFlags:
-    """How two frozen encoders are aligned."""
+class Recipe:
+    """How heads are trained."""
 
     head: str = flag(
         "linear",
@@ -35,7 +23,7 @@ class AlignFlags:
         choices=HEADS,
     )
     embed_dim: int = flag(512, "width of the shared space", kind=positive, metavar="D")
-    loss: str = flag("clip", "softmax over the batch, or a sigmoid for each pair", choices=LOSSES)
+    loss: str = flag("clip", "softmax over the batch, or a sigmoid for each pair", choices=("clip", "siglip"))
     debiased_sampling: bool = flag(False, "each step's pairs come from one source")
     positives: str = flag("pair", "pairs with the same caption or picture count as positives", choices=POSITIVES)
     cross_source_weight: float = flag(
@@ -43,17 +31,15 @@ class AlignFlags:
         "how often a negative of another source counts",
         range=NOT_NEGATIVE,
         metavar="W",
-        needs=(
-            Requirement("batches of several sources: leave --debiased-sampling out", lambda g: not g.debiased_sampling),
-        ),
+        needs=(Requirement("batches of several sources: no --debiased-sampling", lambda g: not g.debiased_sampling),),
     )
-    batch_size: int | None = flag(
-        None,
+    batch_size: int = flag(
+        0,
         "pairs in a step (default: 32,768 on a GPU; on a CPU as many as cost no more than the heads)",
         kind=positive,
         metavar="N",
     )
-    epochs: int | None = flag(None, "at most (default: as many as make 2,000 steps, 10 to 200)", kind=positive)
+    epochs: int = flag(0, "at most (default: as many as make 2,000 steps, 10 to 200)", kind=positive)
     lr: float = flag(1e-3, "peak learning rate of AdamW", range=POSITIVE)
     wd: float = flag(1e-4, "weight decay of the heads' matrices", range=NOT_NEGATIVE)
     warmup_share: float = flag(0.05, "share of the steps in which the learning rate rises", range=SHARE)
@@ -61,6 +47,17 @@ class AlignFlags:
         5, "end when the held-out recall has not risen in so many of 20 checks; 0: never", kind=natural
     )
     seed: int = flag(0, "of the held-out pictures, the heads and the order", kind=seed)
+
+    @property
+    def sampling(self) -> str:
+        """Of `data.names.STRATEGIES`."""
+        return "debiased" if self.debiased_sampling else "random"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlignFlags(Recipe):
+    """How two frozen encoders are aligned."""
+
     seeds: int = flag(1, "heads trained, with seeds from --seed on; the best is kept", kind=positive)
     held_out_share: float = flag(0.1, "share of the pictures that is held out, at most 1,000", range=SHARE)
     text_pool: str | None = flag(
@@ -71,7 +68,7 @@ class AlignFlags:
     )
     rows: Path | None = flag(None, "folder of the stored features (default: OUT/rows)", kind=Path, metavar="DIR")
     dtype: str = flag("float16", "of the stored features", choices=("float16", "float32"))
-    encode_batch: int = flag(64, "samples encoded at once", kind=positive, range=at_least(1))
+    encode_batch: int = flag(64, "samples encoded at once", kind=positive)
     workers: int = flag(0, "loader processes while encoding", kind=natural)
     device: str = flag("auto", "cpu, cuda, ... (default: cuda where there is one)")
     amp: bool = flag(False, "encode in bf16")
@@ -96,13 +93,3 @@ class AlignRequest(AlignFlags):
     train_data: str
     held_out: str = ""
     out: Path
-
-    @property
-    def sampling(self) -> str:
-        """Of `data.names.STRATEGIES`."""
-        return "debiased" if self.debiased_sampling else "random"
-
-    @property
-    def rows_folder(self) -> Path:
-        """Folder of the stored features."""
-        return self.rows if self.rows is not None else self.out / "rows"

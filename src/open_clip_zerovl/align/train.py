@@ -18,7 +18,8 @@ from torch import Tensor
 
 from open_clip_zerovl.align.heads import MOST_SCALE, Heads
 from open_clip_zerovl.align.order import epoch_captions, epoch_order
-from open_clip_zerovl.align.rows import Features, HeldOut, Pairs
+from open_clip_zerovl.align.rows import Features, Pairs
+from open_clip_zerovl.align.settings import Recipe
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import save_atomically
 from open_clip_zerovl.core.memory import available_bytes
@@ -31,25 +32,6 @@ STEPS, EPOCHS = 2_000, (10, 200)  # of a training whose length nobody chose
 CHECKS = 20
 _MATRICES = 4  # of the logits' size that the loss holds at once, at most
 _ENCODED_AT_ONCE = 8192
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """How heads are trained; see `settings.AlignFlags`."""
-
-    head: str
-    embed_dim: int
-    loss: str
-    sampling: str
-    positives: str
-    cross_source_weight: float
-    batch_size: int
-    epochs: int
-    lr: float
-    wd: float
-    warmup_share: float
-    patience: int
-    seed: int
 
 
 @dataclass
@@ -162,10 +144,15 @@ def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
     return recipe.lr * 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
 
 
-def backward(heads: Heads, loss: ContrastiveLoss, images: Tensor, texts: Tensor, ids: Mapping[str, Tensor]) -> Tensor:
-    """The loss of N pairs of features, whose gradient is added to the heads'; the value without graph."""
-    image_features, text_features = heads(images, texts)
-    value: Any = loss(image_features, text_features, heads.logit_scale.exp(), heads.logit_bias, ids=ids)
+def backward(heads: Heads, loss: ContrastiveLoss, rows: Sequence[Tensor], ids: Mapping[str, Tensor]) -> Tensor:
+    """The loss of N pairs, whose gradient is added to the heads'; the value without graph.
+
+    Args:
+        rows: features of the pictures and of the texts, (N, F) each.
+        ids: see `ContrastiveLoss`.
+    """
+    features = heads(*rows)
+    value: Any = loss(*features, heads.logit_scale.exp(), heads.logit_bias, ids=ids)
     value.backward()
     return value.detach()
 
@@ -174,13 +161,12 @@ def take_step(
     heads: Heads,
     optimizer: torch.optim.Optimizer,
     loss: ContrastiveLoss,
-    images: Tensor,
-    texts: Tensor,
+    rows: Sequence[Tensor],
     ids: Mapping[str, Tensor],
 ) -> Tensor:
-    """One step of the optimizer. Nothing of it waits for a GPU."""
+    """One step of the optimizer; arguments as for `backward`. Nothing of it waits for a GPU."""
     optimizer.zero_grad(set_to_none=True)
-    value = backward(heads, loss, images, texts, ids)
+    value = backward(heads, loss, rows, ids)
     optimizer.step()
     with torch.no_grad():
         heads.logit_scale.clamp_(0, MOST_SCALE)
@@ -266,7 +252,8 @@ def _epoch(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(recipe, epoch * steps + step, recipe.epochs * steps)
         own = {name: numbers[step] for name, numbers in ids.items()}
-        total += take_step(heads, optimizer, loss, task.images[images[step]], task.texts[texts[step]], own)
+        rows = task.images[images[step]], task.texts[texts[step]]
+        total += take_step(heads, optimizer, loss, rows, own)
     return total, steps
 
 
@@ -280,10 +267,10 @@ def embeddings(head: torch.nn.Module, features: Features, rows: np.ndarray, devi
 
 
 def _score(heads: Heads, task: Task) -> tuple[dict[str, QueryRanks], dict[str, float]]:
-    held: HeldOut = task.pairs.held_out
+    held = task.pairs.held_out
     images = embeddings(heads.image, task.images, held.images, task.device)
     texts = embeddings(heads.text, task.texts, held.texts, task.device)
-    ranks = retrieval_ranks(images, texts, held.text_to_image)
+    ranks = retrieval_ranks(images, texts, held.text_to_image.tolist())
     return ranks, recalls(ranks)
 
 

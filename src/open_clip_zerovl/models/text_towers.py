@@ -1,9 +1,9 @@
-"""ModernBERT as a Hugging Face text tower, which open_clip 3.3 does not build by itself.
+"""ModernBERT, MPNet and DistilBERT as Hugging Face text towers, which open_clip 3.3 does not build by itself.
 
 open_clip finds a tower's attributes in `open_clip.hf_configs.arch_dict`, by the `model_type` of its config, and builds it with
-`open_clip.hf_model.AutoModel`. Its release 3.3 has no entry for ModernBERT, and asks every tower for `add_pooling_layer`, which
-ModernBERT's class does not take. `register_text_towers` adds the entry and puts `TowerModel` in AutoModel's place there. Other
-towers are built by the same calls as before. open_clip 4 has an entry; the rest of `TowerModel` holds there, too.
+`open_clip.hf_model.AutoModel`. Its release 3.3 has no entry for these three, and asks each for `add_pooling_layer`, which
+only MPNet's class takes. `register_text_towers` adds the entries and puts `TowerModel` in AutoModel's place there. Other towers
+are built by the same calls as before. open_clip 4 has an entry for ModernBERT; the rest of `TowerModel` holds there, too.
 
 An export of such a model loads in open_clip 3.3 after `import open_clip_zerovl`, which registers the tower (`import_note`).
 """
@@ -19,21 +19,29 @@ from transformers import AutoConfig, AutoModel
 
 from open_clip_zerovl.core.errors import UserError
 
-#: `model_type` -> the entry of `arch_dict`, as open_clip 4 has it, so that a config means the same on both lines.
-TEXT_TOWERS: dict[str, dict[str, Any]] = {
-    "modernbert": {
+
+def _entry(layers: str) -> dict[str, Any]:
+    return {
         "config_names": {
             "context_length": "max_position_embeddings",
             "vocab_size": "vocab_size",
             "width": "hidden_size",
             "heads": "num_attention_heads",
             "layers": "num_hidden_layers",
-            "layer_attr": "layers",
+            "layer_attr": layers,
             "token_embeddings_attr": "embeddings",
         },
         "pooler": "mean_pooler",
     }
+
+
+#: `model_type` -> the entry of `arch_dict`, ModernBERT's as open_clip 4 has it, so that a config means the same on both lines.
+TEXT_TOWERS: dict[str, dict[str, Any]] = {
+    "modernbert": _entry("layers"),
+    "mpnet": _entry("layer"),
+    "distilbert": _entry("layer"),
 }
+_WITH_POOLER = ("mpnet",)  # their classes take `add_pooling_layer`, so that open_clip's own call builds them
 IMPORT_LINE = "import open_clip_zerovl"
 
 
@@ -82,7 +90,7 @@ class TowerModel(AutoModel):
     @classmethod
     def from_config(cls, config: Any, **options: Any) -> nn.Module:
         """See AutoModel. UserError for a pooler that the tower has not."""
-        if config.model_type not in TEXT_TOWERS:
+        if config.model_type not in TEXT_TOWERS or config.model_type in _WITH_POOLER:
             return super().from_config(config, **options)
         return _prepared(super().from_config(config, **_without_pooler(config, options)))
 
@@ -90,7 +98,7 @@ class TowerModel(AutoModel):
     def from_pretrained(cls, source: Any, *arguments: Any, **options: Any) -> nn.Module:
         """See AutoModel. UserError for a pooler that the tower has not."""
         config = options.get("config") or AutoConfig.from_pretrained(source)
-        if config.model_type not in TEXT_TOWERS:
+        if config.model_type not in TEXT_TOWERS or config.model_type in _WITH_POOLER:
             return super().from_pretrained(source, *arguments, **options)
         return _prepared(super().from_pretrained(source, *arguments, **_without_pooler(config, options)))
 
