@@ -280,7 +280,7 @@ def test_report_lists_sources_and_retrieval_sets(tmp_path, caplog):
     assert lines["noto"] == ["noto", "30", "30", "3"] and lines["test/noto"] == ["test/noto", "6", "12", "1"]
     assert "cc12m: missing by reason: HTTP Error 404: Not Found 80" in text
     assert {h.name for h in find_datasets([tmp_path / "data"])} == {"noto", "sbu", "test/noto"}
-    for folder, sentence in (("data/test/noto/test", "has no shards"), ("gone", "gone is no folder")):
+    for folder, sentence in (("data/test/noto/test", "has no shards"), ("gone", "gone is not a folder")):
         with pytest.raises(UserError, match=sentence):
             report([tmp_path / folder])
     # All that a shell's pattern names: a folder without shards is a warning there.
