@@ -453,7 +453,7 @@ def make_model_file(draw: Draw, folder: Path) -> None:
     """One's own model: the JSON of a config, of which a value or bytes may be changed."""
     config = json.loads(json.dumps(MODEL))
     part = draw(st.sampled_from((config, config["vision_cfg"], config["text_cfg"])))
-    value = st.sampled_from((0, -1, 1.5, "x", None, [], {}, True, 17, 32))
+    value: Any = st.sampled_from((0, -1, 1.5, "x", None, [], {}, True, 17, 32))
     name = draw(st.sampled_from((*sorted(part), "timm_model_name", "hf_model_name", "pool_type", "custom_text", "x")))
     part[name] = draw(value)
     (folder / f"{folder.name}.json").write_bytes(json_bytes(draw, config))  # a model's name comes once
@@ -463,7 +463,7 @@ def make_model_file(draw: Draw, folder: Path) -> None:
 def frozen() -> FrozenModel:
     """The model as search and its like use it."""
     transform = image_transform(16, is_train=False)
-    towers = model().eval()
+    towers: Any = model().eval()
     return FrozenModel("fuzz-tiny", towers.encode_image, eye=transform, fingerprints={"image": "a", "text": "b"})
 
 

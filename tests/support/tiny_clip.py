@@ -43,7 +43,7 @@ def write_bert(folder: Path, *, words: list[str] = WORDS, width: int = 32) -> Pa
     vocab += [f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"]
     vocab = list(dict.fromkeys(vocab))
     (folder / "vocab.txt").write_text("\n".join(vocab) + "\n", encoding="utf-8")
-    BertTokenizer(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
+    BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
     BertConfig(vocab_size=len(vocab), **_sizes(width), max_position_embeddings=32).save_pretrained(folder)
     return folder
 
