@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml
 	@echo "Setting up $(VENV) (torch and its libraries, about 5.5 GB; once) ..."
 	test -x $(BIN)/python || { $(PYTHON) -m venv $(VENV) && touch $(VENV)/.zerovl; }
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet torch torchvision open_clip_torch --editable '.[demo,test,dev,docs]'
+	$(BIN)/python -m pip install --quiet torch torchvision open_clip_torch --editable '.[demo,test,trainers,dev,docs]'
 	@touch $@
 
 demo: $(STAMP) ## train on four emoji sources with debiased and random sampling, compare, export (about 8 minutes; ARGS="--epochs 40": training flags)

@@ -82,7 +82,7 @@ def build(out: Path) -> Path:
 
 
 def check_contents(wheel: Path) -> None:
-    """What the wheel must hold is compared with the checkout's `src/`, file by file."""
+    """Compare the wheel's files with those of the checkout's `src/`."""
     with zipfile.ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
     src = ROOT / "src"
@@ -93,7 +93,7 @@ def check_contents(wheel: Path) -> None:
 
 
 def required(distribution: str) -> dict[str, metadata.Distribution]:
-    """What a distribution requires here, directly or through others, without itself.
+    """The installed distributions that one requires, directly or through others, without itself.
 
     Raises:
         UserError: a required one is not installed.
@@ -145,9 +145,9 @@ def use(python: Path, folder: Path) -> None:
     """The commands of a user, in a folder that is not the checkout."""
     folder.mkdir()
     zerovl = str(python.with_name("zerovl"))
-    said = output([zerovl, "--version"], folder).strip()
-    if said != f"{PACKAGE} {__version__}":
-        raise UserError(f"zerovl --version says {said!r} instead of {PACKAGE} {__version__}")
+    shown = output([zerovl, "--version"], folder).strip()
+    if shown != f"{PACKAGE} {__version__}":
+        raise UserError(f"zerovl --version prints {shown!r} instead of {PACKAGE} {__version__}")
     output([zerovl, "--help"], folder)
     program = [str(python), "-m", "training.main"]
     if "--dga-steps" not in output([*program, "--help"], folder):

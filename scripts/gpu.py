@@ -1,4 +1,4 @@
-"""`make gpu`: what only a GPU can show, in 25 minutes on one GPU. A second call goes on where the first ended.
+"""`make gpu`: measurements that need a GPU, in 25 minutes on one GPU. A second call goes on where the first ended.
 
     python -m scripts.gpu [--wheels DIR] [--minutes 25] [--out docs/results] [--name NAME] [--only PART ...]
     python -m scripts.gpu --rehearse --out DIR        # all parts on the CPU, with tiny sizes
@@ -40,9 +40,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [
-    path for path in (str(ROOT / "src"), str(ROOT)) if path not in sys.path
-]  # works without an installation
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # works without an installation
 
 from scripts.gpu_page import page  # noqa: E402
 
@@ -52,13 +50,7 @@ EPOCHS = 20
 ABLATION = "random,debiased,weight-0.05,batch-64,dga-64,vit,token-drop"  # on the emoji, one rank
 
 # Module -> package. CARRIED are pure Python and can be brought as wheels; EXPECTED must be on the machine.
-CARRIED = {
-    "open_clip": "open_clip_torch",
-    "webdataset": "webdataset",
-    "braceexpand": "braceexpand",
-    "ftfy": "ftfy",
-    "wcwidth": "wcwidth",
-}
+CARRIED = {"open_clip": "open_clip_torch", **{name: name for name in ("webdataset", "braceexpand", "ftfy", "wcwidth")}}
 EXPECTED = {
     "torch": "torch", "torchvision": "torchvision", "timm": "timm", "transformers": "transformers", "numpy": "numpy",
     "pandas": "pandas", "PIL": "pillow", "safetensors": "safetensors", "tqdm": "tqdm", "tensorboard": "tensorboard",
@@ -138,7 +130,7 @@ class Results:
             return cls(file, json.loads(file.read_text(encoding="utf-8"))["parts"])
         except (ValueError, KeyError, TypeError) as failure:
             raise Stop(
-                f"{file} is no result of this program ({failure}); move it away, or give another --name"
+                f"{file} was not written by this program ({failure}); move it away, or give another --name"
             ) from None
 
     def part(self, name: str) -> dict[str, Any]:
@@ -179,7 +171,7 @@ def unpack_wheels(wheels: Path | None, site: Path) -> None:
     missing = missing_packages(site)
     if wheels is not None and missing:
         if not wheels.is_dir():
-            raise Stop(f"--wheels {wheels} is no folder; give the one that holds the .whl files")
+            raise Stop(f"--wheels {wheels} is not a folder; give the one that holds the .whl files")
         there = {path.name.split("-")[0].lower().replace("_", "-") for path in wheels.glob("*.whl")}
         carried = [package for package in missing.values() if package.lower().replace("_", "-") in there]
         if carried:

@@ -132,8 +132,8 @@ def plan(parts: Parts) -> str:
         return ""
     ratio = found["planned_seconds"] / found["real_seconds"]
     return (
-        f"## Plan\n\n`zerovl plan` said {found['planned_seconds']:.3f} s a step ({found['planned_compute_seconds']:.3f} s of "
-        f"computation) for {found['model']}, {found['micro_batch']} x {found['steps']} with {found['retained']} graphs kept, "
+        f"## Plan\n\n`zerovl plan` predicted {found['planned_seconds']:.3f} s a step ({found['planned_compute_seconds']:.3f} s "
+        f"of computation) for {found['model']}, {found['micro_batch']} x {found['steps']}, {found['retained']} graphs kept, "
         f"and {found['planned_peak_gib']:.1f} GiB. Training took {found['real_seconds']:.3f} s (median of "
         f"{found['logged_steps']} steps, {found['real_range'][0]:.3f} to {found['real_range'][1]:.3f}): planned / real = "
         f"{ratio:.2f}."

@@ -29,6 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, PICTURE = ROOT / "docs" / "quickstart.md", ROOT / "docs" / "figures" / "run.svg"
 COLUMNS = 110
+WIDE = "\N{NO-BREAK SPACE}" * 2  # a picture would draw two spaces as one
 # Lines of the training in the picture, by their beginning; of the progress line, which is drawn over, the last state.
 DRAWN = ("model ", "data ", "batch ", "run ", "optimizer ", "epoch ", "Done", "Best", "Page", "Next")
 
@@ -112,11 +113,20 @@ def printed_again(shown: Iterable[str], printed: Sequence[str]) -> list[str]:
 def terminal_svg(lines: Iterable[str]) -> str:
     """A picture of lines on a terminal; lines that are too long are wrapped."""
     rows = [row for line in lines for row in textwrap.wrap(line, COLUMNS, subsequent_indent="  ")]
-    texts = [f'<text x="20" y="{28 + 18 * number}">{html.escape(row)}</text>' for number, row in enumerate(rows)]
+    texts = [
+        f'<text x="20" y="{28 + 18 * number}">{html.escape(row.replace("  ", WIDE))}</text>'
+        for number, row in enumerate(rows)
+    ]
     size = f'{7.3 * COLUMNS + 40:g}" height="{18 * len(rows) + 24}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{size} font-family="monospace" font-size="12" xml:space="preserve">'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{size} font-family="monospace" font-size="12">'
     return "\n".join(
-        [head, f'<rect width="{size} rx="8" fill="#263238"/>', '<g fill="#eceff1">', *texts, "</g></svg>\n"]
+        [
+            head,
+            f'<rect width="{size} rx="8" fill="#263238"/>',
+            '<g fill="#eceff1">',
+            *texts,
+            "</g></svg>\n",
+        ]
     )
 
 
@@ -130,22 +140,22 @@ def run(page: Path, folder: Path, instead: Mapping[str, str], picture: Path) -> 
     """Run a page's commands in a folder, and draw its first training; returns the page with what was printed.
 
     Args:
-        instead: texts in the commands -> texts that replace them.
+        instead: texts of the page -> texts that replace them, in commands and outputs.
 
     Raises:
         SystemExit: a command failed, or did not print what the page shows.
     """
-    lines = page.read_text(encoding="utf-8").split("\n")
+    text = page.read_text(encoding="utf-8")
+    for old, new in instead.items():
+        text = text.replace(old, new)
+    lines = text.split("\n")
     for command in commands_of(lines):
-        words = command.words
-        for old, new in instead.items():
-            words = words.replace(old, new)
-        print(f"$ {words}", flush=True)
-        printed = output_of(words, folder)
+        print(f"$ {command.words}", flush=True)
+        printed = output_of(command.words, folder)
         again = printed_again([lines[n] for n in command.shown], printed)
         for number, line in zip(command.shown, again, strict=True):
             lines[number] = line
-        if "zerovl train" in words and not picture.exists():
+        if "zerovl train" in command.words and not picture.exists():
             picture.write_text(picture_of(command.words, printed), encoding="utf-8")
     return "\n".join(lines)
 
@@ -155,11 +165,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--folder", type=Path, default=ROOT / "build" / "quickstart", help="new or empty; default %(default)s"
     )
-    parser.add_argument(
-        "--instead", action="append", default=[], metavar="OLD=NEW", help="another text in the commands"
-    )
+    parser.add_argument("--instead", action="append", default=[], metavar="OLD=NEW", help="another text of the pages")
     parser.add_argument("--write", action="store_true", help="put what was printed into the page and its picture")
     options = parser.parse_args(argv)
+    if options.write and options.instead:
+        parser.error("--write is for the page as it stands; leave --instead out")
     options.folder.mkdir(parents=True, exist_ok=True)
     if any(options.folder.iterdir()):
         raise SystemExit(f"quickstart: {options.folder} is not empty; give another --folder")

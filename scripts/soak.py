@@ -28,7 +28,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 import traceback
@@ -40,6 +39,8 @@ import open_clip
 import torch
 from PIL import Image
 
+from open_clip_zerovl.shards.members import Sample
+from open_clip_zerovl.shards.writing import write_source
 from scripts.sections import replace_section
 from training.main import run_as_program
 
@@ -47,8 +48,9 @@ EPOCHS = 3
 LIMIT_SECONDS = 20.0  # a run must end within this time after a kill
 SILENT_SECONDS = 120.0  # a run without a new step for this time counts as hanging
 KILLS = (
-    "SIGKILL to a rank", "SIGTERM to a rank", "SIGINT to a rank", "SIGTERM to all processes", "SIGINT to all processes",
-    "SIGKILL to a loader worker", "SIGKILL to the launcher", "SIGKILL during a write", "disk full",
+    "SIGKILL to a rank", "SIGTERM to a rank", "SIGINT to a rank", "SIGHUP to a rank", "SIGTERM to all processes",
+    "SIGINT to all processes", "SIGHUP to all processes", "SIGKILL to a loader worker", "SIGKILL to the launcher",
+    "SIGKILL during a write", "disk full",
 )  # fmt: skip
 MODEL = {
     "embed_dim": 16,
@@ -67,22 +69,12 @@ MODEL = {
 
 def write_data(folder: Path) -> None:
     """A source of 96 samples in 8 shards, and the model's config."""
-    sizes = {}
-    (folder / "data").mkdir()
-    for shard in range(8):
-        with tarfile.open(folder / "data" / f"{shard}.tar", "w") as tar:
-            for number in range(12 * shard, 12 * shard + 12):
-                picture = io.BytesIO()
-                Image.new("RGB", (24, 20), (2 * number, 255 - 2 * number, 99)).save(picture, "PNG")
-                for name, content in (
-                    (f"{number:03d}.png", picture.getvalue()),
-                    (f"{number:03d}.txt", b"number %d" % number),
-                ):
-                    member = tarfile.TarInfo(name)
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
-        sizes[f"{shard}.tar"] = 12
-    (folder / "data" / "sizes.json").write_text(json.dumps(sizes))
+    samples = []
+    for number in range(96):
+        picture = io.BytesIO()
+        Image.new("RGB", (24, 20), (2 * number, 255 - 2 * number, 99)).save(picture, "PNG")
+        samples.append(Sample(f"{number:03d}", {"png": picture.getvalue(), "txt": b"number %d" % number}))
+    write_source(folder / "data", samples, shard_size=12)
     (folder / "soak-tiny.json").write_text(json.dumps(MODEL))
 
 
@@ -150,10 +142,7 @@ class Run:
                 torch.use_deterministic_algorithms(True)
                 sys.argv = ["training.main", *self.arguments()]
                 run_as_program()
-        for number in (
-            signal.SIGTERM,
-            signal.SIGINT,
-        ):  # a signal to all processes must not end the launcher before its ranks
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # the launcher ends after its ranks
             signal.signal(number, signal.SIG_IGN)
         os.write(done, f"{' '.join(map(str, pids))}\n".encode())
         statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
@@ -354,19 +343,15 @@ class Soak:
     def report(self) -> tuple[list[str], int]:
         """A table in Markdown, and how many runs hung or ended with other weights."""
         options = self.options
-        lines = [
-            "| kill | " + " | ".join(f"{ranks} rank{'s' * (ranks > 1)}" for ranks in options.ranks) + " | slowest end |"
-        ]
-        lines.append("|---|" + "--:|" * (len(options.ranks) + 1))
+        heads = [f"{ranks} rank{'s' * (ranks > 1)}" for ranks in options.ranks]
+        lines = [f"| kill | {' | '.join(heads)} | slowest end |", "|---|" + "--:|" * (len(heads) + 1)]
         for kind, by_ranks in self.seconds.items():
             times = [seconds for found in by_ranks.values() for seconds in found]
             ended_times = [seconds for seconds in times if seconds is not None]
             slowest = f"over {LIMIT_SECONDS:.0f} s" if None in times else f"{max(ended_times):.1f} s" if times else ""
             counts = " | ".join(str(len(by_ranks[ranks])) for ranks in options.ranks)
             lines.append(f"| {kind} | {counts} | {slowest} |")
-        hung = sum(
-            seconds is None for by_ranks in self.seconds.values() for found in by_ranks.values() for seconds in found
-        )
+        hung = sum(found.count(None) for by_ranks in self.seconds.values() for found in by_ranks.values())
         minutes = (time.monotonic() - self.begin) / 60
         disk = "a full tmpfs" if self.disk.mounted else "a limit on the size of files"
         lines.append("")

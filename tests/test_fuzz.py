@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from open_clip_zerovl.core.errors import UserError
+from scripts.fuzz import inputs
 from scripts.fuzz.readers import KINDS
 from scripts.fuzz.run import Failed, Tally, fuzz, outcome_of, prepare
 
@@ -52,3 +55,36 @@ def test_what_is_no_sentence_is_a_failure(tmp_path, monkeypatch):
                 pass
 
         outcome_of(endless, tmp_path)
+
+
+def damaged_header(folder):
+    """numpy reads a header of Python 2 by Python's tokenizer, whose error is no ValueError."""
+    (file,) = (folder / "cache").rglob("0.images.npy")
+    file.write_bytes(inputs.edited(file.read_bytes(), [("drop", 209_827, 13)]))
+    return KINDS["embeddings"][1]["stored"]
+
+
+def manifest_without_facts(folder):
+    (file,) = (folder / "cache").rglob("embeddings.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"facts": None}))
+    return KINDS["embeddings"][1]["stored"]
+
+
+def examples_of_other_entries(folder):
+    (folder / "run").mkdir()
+    (folder / "run" / "record.jsonl").write_text("\n".join(json.dumps(line | {"at": 0}) for line in inputs.RECORD))
+    picture = "data:image/png;base64,AAAA"
+    content = {"epoch": 1, "examples": [{"query": "a cat", "target": picture, "top": {"now": [{"pixels": picture}]}}]}
+    (folder / "run" / "examples.json").write_text(json.dumps(content))
+    return KINDS["run"][1]["zerovl report"]
+
+
+@pytest.mark.parametrize("damage", [damaged_header, manifest_without_facts, examples_of_other_entries])
+def test_what_the_fuzzer_found_is_a_sentence(damage, tmp_path):
+    (tmp_path / "pictures").mkdir()
+    for number in range(3):
+        (tmp_path / "pictures" / f"{number}.png").write_bytes(inputs.encoded("PNG", "RGB", 40, 30))
+    inputs.embed_collection(
+        inputs.open_collection(str(tmp_path / "pictures")), inputs.frozen(), cache=tmp_path / "cache"
+    )
+    assert outcome_of(damage(tmp_path), tmp_path) == "sentence"

@@ -12,7 +12,7 @@ _DEBIASED = {16: ("debiased", "random"), 40: ("long-debiased", "long-random")}
 _MIXUP = {16: ("mixed-bert", "debiased"), 40: ("mixup", "long-debiased")}
 #: Axis -> label -> epochs -> the comparison; and its measure.
 _PANELS = {
-    "difference in RSUM (grey: counts as none)": [
+    "difference in RSUM (an interval within the grey counts as no difference)": [
         ("debiased: unseen style", _DEBIASED, "score"),
         ("debiased: across trained sources", _DEBIASED, "across"),
         ("debiased: within a trained source", _DEBIASED, "within"),
@@ -62,6 +62,6 @@ def main_effects(row: Callable[[str, str, str], Row]) -> bytes:
     panels[0].axvspan(-MARGIN_RSUM, MARGIN_RSUM, color=INK, alpha=0.08, linewidth=0)
     named = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(named.values(), named, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    title = "Differences with their 95 % intervals (Student, over n paired seeds)"
+    title = "Debiased less random batches, and mixup less none: 95 % intervals (Student, over n paired seeds)"
     figure.suptitle(title, fontsize=10, x=0.01, horizontalalignment="left", color=INK)
     return png_bytes(figure)

@@ -267,7 +267,7 @@ def made_up_source(folder: Path, count: int, px: int) -> None:
 
 
 def _output(command: list[str]) -> str:
-    """What a command prints; it ends with status 0, or 1 where the plan finds something missing."""
+    """Run a command and return its output. Status 1 is allowed: `zerovl plan` found something missing."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode not in (0, 1):
         raise SystemExit(f"{' '.join(command[2:4])} ended with status {done.returncode}: {done.stderr[-2000:]}")

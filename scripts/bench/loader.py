@@ -92,7 +92,7 @@ def write_shards(folder: Path, shards: int, per_shard: int, image: Callable[[int
 
 @dataclass(frozen=True)
 class Work:
-    """What both loaders do to a sample.
+    """The work of both loaders on a sample.
 
     Attributes:
         transform: open_clip's, PIL image -> normalised floats.

@@ -43,7 +43,7 @@ def _square(svg: str) -> str:
     """The document with a square viewBox around the drawing, and without width and height."""
     found = re.search(r"<svg\b[^>]*>", svg)
     if found is None:
-        raise UserError(f"This is no SVG document: {svg[:80]!r}.")
+        raise UserError(f"This is not an SVG document: {svg[:80]!r}.")
     attributes = dict(re.findall(r'\b(viewBox|width|height)="([^"]*)"', found[0]))
     if "viewBox" in attributes:
         left, top, width, height = (float(x) for x in re.split(r"[\s,]+", attributes["viewBox"].strip()))

@@ -1,6 +1,6 @@
 """Drawings of npm packages as sources: fetched, drawn, split, and written as shards.
 
-What there is to make is a `DrawnData`: `emoji.EMOJI`, `icons.ICONS`.
+A `DrawnData` (`emoji.EMOJI`, `icons.ICONS`) describes the data.
 On disk (see docs/datasets.md):
 
     <source>/train-00000.tar ..., sizes.json, LICENSE      training pairs
@@ -175,7 +175,7 @@ def write_pairs(data: DrawnData, out: str | Path, folder: Path) -> int:
 
 
 def fingerprint_of(out: str | Path) -> str | None:
-    """What the data in a folder was made from, as a hash; None where it is not of `prepare_drawn`, or not whole."""
+    """Hash of the settings and packages of the data in a folder; None if `prepare_drawn` did not write or complete it."""
     manifest = _read_manifest(Path(out))
     return None if manifest is None else manifest["fingerprint"]
 

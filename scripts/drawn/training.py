@@ -57,7 +57,7 @@ def grouped(flags: Sequence[str]) -> list[list[str]]:
     """Each flag with its values; `--flag=value` as two words.
 
     Raises:
-        UserError: the first word is no flag.
+        UserError: the first word is not a flag.
     """
     groups: list[list[str]] = []
     for word in flags:
@@ -147,13 +147,8 @@ class TrainingRun:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
             self.words.unlink(missing_ok=True)
             self.asked.write_text(json.dumps(self._identity()) + "\n", encoding="utf-8")
-        place = [
-            "--logs",
-            str(self.folder.parent),
-            "--name",
-            self.folder.name,
-            *(["--resume", "latest"] if resume else []),
-        ]
+        place = ["--logs", str(self.folder.parent), "--name", self.folder.name]
+        place += ["--resume", "latest"] if resume else []
         if self.ranks > max(1, visible_gpus()):  # the comparison of ranks also runs where there are fewer GPUs
             place += ["--device", "cpu"]
         return start_training([*self.flags, *place], self.ranks, log=self.words, threads=1)

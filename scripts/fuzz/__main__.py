@@ -22,7 +22,7 @@ from scripts.sections import replace_section
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--examples", type=int, default=400, help="inputs of each kind")
-    parser.add_argument("--seconds", type=float, default=30, help="draw no further input of a kind after so long")
+    parser.add_argument("--seconds", type=float, default=30, help="time for each kind of input")
     parser.add_argument("--seed", type=int, help="draw other inputs than the fixed ones")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument(

@@ -25,10 +25,14 @@ import numpy as np
 import open_clip
 import torch
 from hypothesis import strategies as st
+from open_clip.transform import image_transform
 from PIL import Image
 
 from open_clip_zerovl.data.clusters import Clustering, save_clustering
+from open_clip_zerovl.data.collection import open_collection
 from open_clip_zerovl.data.schedule import Batching
+from open_clip_zerovl.embeddings.encoder import FrozenModel
+from open_clip_zerovl.evaluate.search.run import embed_collection
 from open_clip_zerovl.shards import index as tar_index
 from training.resume import Position, entry_of
 
@@ -314,7 +318,7 @@ def make_annotations(draw: Draw, folder: Path) -> None:
 
 
 def make_pairs(draw: Draw, folder: Path) -> None:
-    """What `zerovl data pack` reads besides tables and tars: JSON of three kinds, parquet, Arrow, and a folder with texts."""
+    """Further inputs of `zerovl data pack`: JSON of three kinds, parquet, Arrow, and a folder with texts."""
     import pyarrow
     import pyarrow.parquet
 
@@ -351,8 +355,12 @@ def make_pairs(draw: Draw, folder: Path) -> None:
     with pyarrow.ipc.new_stream(buffer, table.schema) as stream:
         stream.write_table(table)
     (folder / "pairs.arrow").write_bytes(edited(buffer.getvalue(), draw(EDITS)))
-    (place / "p.txt").write_bytes(edited("\n".join(texts).encode(), draw(EDITS)))
+    encoding = draw(st.sampled_from(("utf-8", "utf-8-sig", "utf-16", "utf-32", "latin-1")))
+    (place / "p.txt").write_bytes(edited("\n".join(texts).encode(encoding, "replace"), draw(EDITS)))
     (place / "q.json").write_bytes(json_bytes(draw, {"caption": "a cat"}))
+    (place / "r.png").write_bytes(encoded("PNG", "RGB", 40, 30))
+    no_file = place / draw(st.sampled_from(("r.txt", "s.png", "q.txt", "t.jpg", "report.html", "pack.json")))
+    draw(st.sampled_from((os.mkfifo, os.mkdir, lambda path: os.symlink("nowhere", path), Path.touch)))(no_file)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -411,6 +419,68 @@ def make_checkpoint(draw: Draw, folder: Path) -> None:
     (folder / "run" / "checkpoints").mkdir(parents=True)
     (folder / "run" / "checkpoints" / "epoch_1.pt").write_bytes(content)
     (folder / "run" / "params.txt").write_bytes(edited(b"model: fuzz-tiny\nprecision: fp32\n", draw(EDITS)))
+
+
+RECALLS = {f"{way}_R@{k}": 0.1 for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)}
+RECORD: tuple[dict[str, Any], ...] = (
+    {"kind": "start", "settings": {"lr": 0.1}, "sources": {"a": {"samples": 8}}, "model": "ViT", "loss_at_chance": 2.0},
+    {"kind": "step", "loss": 1.5, "lr": 0.1, "samples_per_second": 9.0, "waited": 0.1, "by_source": {"a": 1.5}},
+    {"kind": "retrieval", "metrics": {"set": {**RECALLS, "rsum": 60.0}}},
+    {"kind": "lost", "delivered": {"a": 7}, "lost": {"a": {"broken picture": 1}}},
+    {"kind": "end", "how": "done", "words": "Done"},
+)
+
+
+def make_record(draw: Draw, folder: Path) -> None:
+    """A run's folder: its record, of which an entry or bytes may be changed, and its examples."""
+    (folder / "run").mkdir()
+    lines = [json.dumps(entry | {"at": number / 4, "time": 1.0}) for number, entry in enumerate(RECORD)]
+    for number in draw(st.lists(st.integers(0, len(lines) - 1), max_size=2)):
+        line = json.loads(lines[number])
+        name = draw(st.sampled_from(sorted(line)))
+        inner = line[name] if isinstance(line[name], dict) and draw(st.booleans()) else line
+        inner[draw(st.sampled_from(sorted(inner)))] = draw(JSON)
+        lines[number] = json.dumps(line)
+    content = edited("\n".join(lines).encode(), draw(EDITS) if draw(st.booleans()) else [])
+    (folder / "run" / "record.jsonl").write_bytes(content)
+    shown = {"pixels": "data:image/png;base64,AAAA", "caption": "x", "score": 0.5, "source": "a", "right": True}
+    example = {"query": "a cat", "source": "a", "rank": {"now": 3}, "target": shown["pixels"], "top": {"now": [shown]}}
+    example |= draw(st.dictionaries(st.sampled_from(sorted(example)), JSON, max_size=1))
+    (folder / "run" / "examples.json").write_bytes(json_bytes(draw, {"epoch": 1, "examples": [example]}))
+
+
+def make_model_file(draw: Draw, folder: Path) -> None:
+    """One's own model: the JSON of a config, of which a value or bytes may be changed."""
+    config = json.loads(json.dumps(MODEL))
+    part = draw(st.sampled_from((config, config["vision_cfg"], config["text_cfg"])))
+    value: Any = st.sampled_from((0, -1, 1.5, "x", None, [], {}, True, 17, 32))
+    name = draw(st.sampled_from((*sorted(part), "timm_model_name", "hf_model_name", "pool_type", "custom_text", "x")))
+    part[name] = draw(value)
+    (folder / f"{folder.name}.json").write_bytes(json_bytes(draw, config))  # a model's name comes once
+
+
+@cache
+def frozen() -> FrozenModel:
+    """The model as search and its like use it."""
+    transform = image_transform(16, is_train=False)
+    towers: Any = model().eval()
+    return FrozenModel("fuzz-tiny", towers.encode_image, eye=transform, fingerprints={"image": "a", "text": "b"})
+
+
+def make_index(draw: Draw, folder: Path) -> None:
+    """Pictures and search's stored embeddings of them, of which one file may be changed."""
+    (folder / "pictures").mkdir()
+    for number in range(3):
+        (folder / "pictures" / f"{number}.png").write_bytes(encoded("PNG", "RGB", 40 + number, 30))
+    embed_collection(open_collection(str(folder / "pictures")), frozen(), cache=folder / "cache")
+    file = draw(st.sampled_from(sorted(path for path in (folder / "cache").rglob("*") if path.is_file())))
+    if file.suffix == ".json" and draw(st.booleans()):
+        content = json.loads(file.read_text())
+        place = draw(st.sampled_from((content, content["facts"], content["sources"][0], content["arrays"])))
+        place[draw(st.sampled_from(sorted(place)))] = draw(JSON)
+        file.write_bytes(json_bytes(draw, content))
+    else:
+        file.write_bytes(edited(file.read_bytes(), draw(EDITS)))
 
 
 def make_export(draw: Draw, folder: Path) -> None:

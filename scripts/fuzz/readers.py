@@ -23,6 +23,7 @@ from open_clip_zerovl.checkpoints.weights import read_epoch, read_state_dict
 from open_clip_zerovl.cli import program
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.annotations import read_karpathy
+from open_clip_zerovl.data.collection import open_collection
 from open_clip_zerovl.data.images import BadImage, crop_of, decode_image
 from open_clip_zerovl.data.labelled import open_probe_set
 from open_clip_zerovl.data.loader import MixtureLoader
@@ -31,6 +32,10 @@ from open_clip_zerovl.data.pixels import pictures
 from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.embeddings.store import Store
+from open_clip_zerovl.evaluate.search.run import embed_collection
+from open_clip_zerovl.models.build import check_model
+from open_clip_zerovl.models.model_file import register_model_file
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
 from open_clip_zerovl.prepare.pack.run import pack
 from open_clip_zerovl.prepare.public.gather import Work
@@ -191,6 +196,26 @@ def loading(where: str) -> Reader:
     return read
 
 
+def own_model(folder: Path) -> None:
+    """The checks of --model-config; open_clip itself builds the model."""
+    (file,) = folder.glob("*.json")
+    name = register_model_file(file)
+    check_model(name)
+
+
+def searching(folder: Path) -> None:
+    """Search's embeddings of a folder, made again where the stored ones are of something else."""
+    found = embed_collection(open_collection(str(folder / "pictures")), inputs.frozen(), cache=folder / "cache")
+    assert sum(len(block) for block in found.rows.blocks()) == 3
+
+
+def stored(folder: Path) -> None:
+    (place,) = (folder / "cache").iterdir()
+    for rows in Store.open(place, remedy="zerovl search").rows.values():
+        for _ in rows.blocks():
+            pass
+
+
 def picture(how: str) -> Reader:
     """`pil` and `arrays` are training's two paths, with crop and transform; `whole` decodes as evaluation does."""
 
@@ -301,6 +326,9 @@ KINDS: dict[str, tuple[Callable[[inputs.Draw, Path], None], dict[str, Reader]]] 
         },
     ),
     "exported folder": (inputs.make_export, {"evaluation": loading("exported")}),
+    "run": (inputs.make_record, {"zerovl report": command("report", "{}/run")}),
+    "model file": (inputs.make_model_file, {"training": own_model}),
+    "embeddings": (inputs.make_index, {"stored": stored, "search": searching}),
     "arrays": (
         inputs.make_arrays,
         {

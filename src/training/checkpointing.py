@@ -32,7 +32,7 @@ LATEST = "epoch_latest.pt"  # written by open_clip with --save-most-recent, whic
 
 
 def newest_whole(folder: str, remote: bool = False) -> str | None:
-    """The `get_latest_checkpoint` seam: the checkpoint that is furthest in training and not damaged.
+    """The `get_latest_checkpoint` hook: the checkpoint that is furthest in training and not damaged.
 
     open_clip takes the last name in sorting order: a leftover tmp.pt comes after all epochs, and so does any step checkpoint.
     It does not notice a damaged file. On a remote store (`--remote-sync`) progress is read from names only.
@@ -99,7 +99,8 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def require_room(folder: str | os.PathLike[str], model: torch.nn.Module) -> None:
-    """
+    """Refuse a disk without room for a checkpoint.
+
     Args:
         folder: of the run; it exists.
 

@@ -91,7 +91,6 @@ class Console(logging.StreamHandler):
             weights_follow: a checkpoint comes into the model that open_clip makes: its warning of random weights is wrong.
         """
         self.short, self._rank, self._weights_follow = True, rank, weights_follow
-        logging.root.setLevel(logging.INFO)  # as open_clip's main does, which comes after the data is opened
         # torch says this twice, in four lines; the summary says it in its line of the device.
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
         if self not in logging.root.handlers:

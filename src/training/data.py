@@ -1,4 +1,4 @@
-"""The `get_data` seam: the mixture instead of open_clip's shard pipeline, and retrieval sets besides its evaluation data."""
+"""The `get_data` hook: the mixture instead of open_clip's shard pipeline, and retrieval sets besides its evaluation data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `evaluate` seam: open_clip's own evaluation, then retrieval on `--retrieval-data`, logged in the same way."""
+"""The `evaluate` hook: open_clip's own evaluation, then retrieval on `--retrieval-data`, logged in the same way."""
 
 from __future__ import annotations
 

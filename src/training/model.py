@@ -7,7 +7,6 @@ import difflib
 import logging
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import open_clip
@@ -18,44 +17,42 @@ from open_clip_train.scheduler import assign_learning_rate
 from timm.optim import list_optimizers
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.models.build import create_model_and_transforms
-from open_clip_zerovl.models.text_towers import is_registered_here
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
-from open_clip_zerovl.recipe.apply import apply_methods
+from open_clip_zerovl.recipe.apply import build_model
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import parameter_groups
 from open_clip_zerovl.recipe.start import init_from
 from open_clip_zerovl.recipe.step import precision_on
-from open_clip_zerovl.recipe.towers import lock_text_layers, open_clip_locks_layers
 
 
 def create_model(
     config: RecipeConfig, args: argparse.Namespace, model_name: str, pretrained: str | None, **options: Any
 ) -> tuple[torch.nn.Module, Any, Any, CoinFlipMixup | None]:
-    """open_clip's model and transforms; then starting weights, checks, frozen towers, temperature, mixup, augmentation.
+    """open_clip's model and transforms with starting weights and the recipe's methods; see `recipe.apply.build_model`.
 
     Raises:
         UserError: weights that do not fit, a tower that does not support a flag.
     """
-    model, transform_train, transform_eval = create_model_and_transforms(model_name, pretrained, **options)
-    _check_precision(model, args.precision)
-    # open_clip's own transformer, not Hugging Face's
-    own_text = getattr(getattr(model, "text", None), "config", None) is None
-    if getattr(args, "lock_text", False) and own_text and not args.lock_text_freeze_layer_norm:
-        raise UserError(
-            "--lock-text of open_clip's own text transformer needs --lock-text-freeze-layer-norm: it always locks LayerNorms"
-        )
-    if config.init_from is not None:
-        logging.info(f"Starting from {config.init_from}:\n{init_from(model, config.init_from)}")
-    for tower, path in (("image", config.init_image), ("text", config.init_text)):
-        if path is not None:
-            loaded = load_pretrained_tower(model, tower, path)  # type: ignore[arg-type]
-            logging.info(f"Loaded {loaded.loaded} tensors of the {tower} tower from {path}; unused: {loaded.unused}")
-    transform_train, mixup = apply_methods(model, transform_train, config, seed=args.seed)
-    if (config.active or is_registered_here(model)) and not open_clip_locks_layers(model):
-        model.lock_text_tower = partial(lock_text_layers, model)
-    return model, transform_train, transform_eval, mixup
+
+    def start(model: torch.nn.Module) -> None:
+        _check_precision(model, args.precision)
+        # open_clip's own transformer, not Hugging Face's
+        own_text = getattr(getattr(model, "text", None), "config", None) is None
+        if getattr(args, "lock_text", False) and own_text and not args.lock_text_freeze_layer_norm:
+            raise UserError(
+                "--lock-text of open_clip's own text transformer needs --lock-text-freeze-layer-norm: it locks LayerNorms, too"
+            )
+        if config.init_from is not None:
+            logging.info(f"Starting from {config.init_from}:\n{init_from(model, config.init_from)}")
+        for tower, path in (("image", config.init_image), ("text", config.init_text)):
+            if path is not None:
+                loaded = load_pretrained_tower(model, tower, path)  # type: ignore[arg-type]
+                logging.info(
+                    f"Loaded {loaded.loaded} tensors of the {tower} tower from {path}; unused: {loaded.unused}"
+                )
+
+    return build_model(model_name, pretrained, config, seed=args.seed, start=start, **options)
 
 
 def check_contrastive(model: torch.nn.Module, name: str) -> None:
@@ -72,7 +69,7 @@ def check_contrastive(model: torch.nn.Module, name: str) -> None:
 
 
 def _check_precision(model: torch.nn.Module, precision: str) -> None:
-    """UserError for a precision that open_clip gives to a part of a tower only, which then fails in its first forward pass."""
+    """UserError for a precision to which open_clip casts only a part of the text tower: its first forward pass would fail."""
     text = getattr(getattr(model, "text", None), "transformer", None)
     if precision in ("bf16", "fp16") and hasattr(text, "config"):
         raise UserError(
@@ -96,7 +93,8 @@ def create_adamw(model: torch.nn.Module, weight_decay: float, **options: Any) ->
 
 
 def check_optimizer(args: argparse.Namespace) -> None:
-    """
+    """Refuse an optimizer that timm does not have.
+
     Raises:
         UserError: `--opt timm/NAME` with a name that timm does not know.
     """
@@ -136,7 +134,8 @@ def cosine_lr(
 
 
 def check_device(args: argparse.Namespace) -> None:
-    """
+    """Refuse a device that torch does not know.
+
     Raises:
         UserError: a `--device` that torch does not know.
     """

@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are one sentence, with the nearest flag for an unknown one."""
 
     def parse_args(self, args=None, namespace=None):
-        """As argparse's, but a word that open_clip's KEY=VALUE flags raise about gives a sentence."""
+        """As argparse's, with a sentence for a word that open_clip's KEY=VALUE flags cannot parse."""
         try:
             found = super().parse_args(args, namespace)
         except UserError:
@@ -167,7 +167,7 @@ def _own_model(file: str, given: str, default: str) -> str:
 
 
 def rank_here() -> str:
-    """The rank that a launcher has given this process, as it is written; "" without a launcher."""
+    """The rank that a launcher has given this process, as text; "" without a launcher."""
     return next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "")
 
 
@@ -202,7 +202,8 @@ def read_command(argv: Sequence[str]) -> Command:
 
 
 def _check_checkpoint(flag: str, path: str | None) -> None:
-    """
+    """Refuse a file of this machine that cannot be a checkpoint.
+
     Raises:
         UserError: a file of this machine that does not exist, or that no release of torch has written.
     """
@@ -219,7 +220,8 @@ def _check_checkpoint(flag: str, path: str | None) -> None:
 
 
 def require_new_name(args: argparse.Namespace) -> None:
-    """
+    """Refuse the name of an earlier run, except with `--resume latest`.
+
     Raises:
         UserError: a run of this name has a log, and is not to be resumed.
     """

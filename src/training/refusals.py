@@ -17,7 +17,7 @@ from open_clip_zerovl.recipe.flags import AllFlags
 
 
 class Later(NamedTuple):
-    """Flags that open_clip 4 has and 3.3 has not, and that a part of the recipe would pass over.
+    """Flags of open_clip 4 alone that a part of the recipe would ignore.
 
     Attributes:
         flags: as they are written; one was given where its value is not its default.

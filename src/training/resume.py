@@ -71,7 +71,7 @@ class Position:
         return Decision(**self.retained) if self.retained and same else None  # type: ignore[arg-type]
 
     def start_step(self, now: Position, steps: int = sys.maxsize) -> int:
-        """The step at which a run with the batching of `now` goes on. The log says what is approximate.
+        """The step at which a run with the batching of `now` goes on. The log names what is approximate.
 
         Args:
             steps: of the epoch, as `now` divides it. With a larger effective batch, or less data, it may end before this
@@ -119,7 +119,7 @@ class Position:
         return (own.effective_batch, own.world_size) == (other.effective_batch, other.world_size)
 
     def _changed_order(self, now: Position) -> list[tuple[str, str, str]]:
-        """The flags that decide the order of samples and are not as they were, with both values in words."""
+        """The changed flags among those that decide the order of samples, with both values in words."""
         pairs = [(flag, self.order.get(flag), value) for flag, value in sorted(now.order.items()) if self.order]
         return [(flag, _value(before), _value(value)) for flag, before, value in pairs if before != value]
 
@@ -288,7 +288,7 @@ def of_this_line(state: dict, model: torch.nn.Module, optimizer: torch.optim.Opt
 
 
 def _require_same_temperature(optimizer: dict, wanted: bool, path: str) -> None:
-    """UserError where the temperature's moments are in another parameter's units than this run's."""
+    """UserError where the temperature's moments belong to another parameter than this run's."""
     if marked_temperature(optimizer) != wanted:
         saved, here = ("without", "with") if wanted else ("with", "without")
         raise UserError(

@@ -56,6 +56,8 @@ def train(args: argparse.Namespace, config: AllFlags) -> int:
         line = check_host()
         if rank == 0 and (warning := line.LINE.untested(open_clip.__version__)) is not None:
             logging.warning(f"{warning[0].upper()}{warning[1:]}.")
+        if config.active and rank == 0:
+            logging.root.setLevel(logging.INFO)  # open_clip's main does so only after the data is opened
         if config.active and not (config.verbose or args.debug):
             console.shorten(rank, weights_follow=bool(args.resume or config.init_from))
         run = Run(args, config, line, console)
@@ -133,7 +135,7 @@ class Run:
         model.settle_device(args, recipe=config.active)
         if config.text_model is not None:
             self.model_name = with_text_model(args.model, config.text_model)
-        if config.sampling is not None and rank == 0:
+        if config.sampling is not None:
             logging.info(f"Opening {args.train_data}")
         self.inputs = data.open_inputs(config, args)
         if rank != 0 or args.name is None:
@@ -385,7 +387,7 @@ class Run:
 
 
 def words_of_main(error: Exception) -> str | None:
-    """The sentence in which open_clip's training program refuses its input, or for a file that it cannot open; else None."""
+    """A sentence for input that open_clip's training program refuses or a file that it cannot open; else None."""
     origin = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
     own = origin.parent == Path(host.__file__).parent and origin.name != "train.py"
     if own and isinstance(error, AssertionError | ImportError | RuntimeError | ValueError) and str(error):
@@ -408,8 +410,8 @@ def lock_folder(folder: Path, wait_seconds: float = WAIT_SECONDS) -> int:
     except OSError as error:
         raise UserError(f"the run's folder {folder} cannot be written ({error.strerror})") from error
     try:
-        # Not shared with forks: loader workers may outlive a process that was killed.
-        lock = partial(lock_file, file, wait=False, create=True, forked=False)
+        # A lock that is not shared with forks would be lost where this process reads the file: --remote-sync with fsspec.
+        lock = partial(lock_file, file, wait=False, create=True)
         if (held := lock()) is None:
             logging.warning(f"Waiting for the process that trains in {folder} to end.")
         while held is None:

@@ -152,7 +152,7 @@ class RunLog:
     # -----------------------------------------------------------------------------------------------------------------
 
     def end(self, how: str, words: str = "", at: float | None = None) -> None:
-        """Close the record and write the page; after a run that is done, say what there is and what comes next.
+        """Close the record and write the page; after a run that is done, print its results and the next command.
 
         Args:
             how: done, stopped or failed.
@@ -248,14 +248,14 @@ class Facts:
 
     @property
     def batch(self) -> str:
-        """The effective batch and what it is made of."""
+        """The effective batch and its factors."""
         parts = (self.args.batch_size, self.config.dga_steps, self.args.world_size)
         whole = parts[0] * parts[1] * parts[2]
         return f"{parts[0]} x {parts[1]} x {parts[2]} = {whole:,} pairs a step (micro-batch x DGA steps x ranks)"
 
     @property
     def loss_at_chance(self) -> float | None:
-        """The loss of a model that tells no pair from another, ln of the effective batch; None for losses of another form."""
+        """The loss of a model at chance, ln of the effective batch; None for losses of another form."""
         args, config = self.args, self.config
         if getattr(args, "siglip", False) or args.distill_model or config.teacher or config.captions_images:
             return None

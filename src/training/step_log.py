@@ -90,11 +90,11 @@ class BySource:
 
     def see(self, report: Report) -> None:
         """Add a step's pairs of all ranks. With one source, or without sources, nothing is recorded."""
-        if report.sources is None or report.pair_losses is None or (len(self.names) < 2 and report.twins is None):
+        if report.sources is None or report.pair_losses is None or (len(self.names) < 2 and report.duplicates is None):
             return
         losses = report.pair_losses.float()
-        self._twins = report.twins is not None
-        twins = report.twins.float() if report.twins is not None else torch.zeros_like(losses)
+        self._twins = report.duplicates is not None
+        twins = report.duplicates.float() if report.duplicates is not None else torch.zeros_like(losses)
         if self._sums is None:
             self._sums = torch.zeros(3, len(self.names), device=losses.device)
         # Added up step by step: fp32 rounds a single loss that is added to the sum of a million (by 0.3 % on average).

@@ -1,4 +1,4 @@
-"""Checks of open_clip's own data before its main starts, for mistakes that its pipeline would not name, or would wait on."""
+"""Checks of open_clip's own data before its main starts: mistakes that its pipeline would not name, or would hang on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TABLES = ("csv", "tsv")  # the endings by which open_clip knows them
 
 
 def check_stock_data(args: argparse.Namespace, *, training: bool) -> None:
-    """Make sure that the data of open_clip's own pipeline has the form that it expects, where it would not say so itself.
+    """Check the data of open_clip's own pipeline, where that itself would give no clear message.
 
     Args:
         args: open_clip's arguments.
@@ -109,7 +109,7 @@ def check_augmentation(settings: dict) -> None:
 
 
 def _check_shards(flag: str, path: str, args: argparse.Namespace) -> None:
-    """A shard that is not there makes open_clip's pipeline wait for ever; one that sizes.json lacks is a bare KeyError."""
+    """A missing shard makes open_clip's pipeline hang; a shard that sizes.json lacks raises a bare KeyError there."""
     weights = args.train_data_upsampling_factors if flag == "--train-data" and args.dataset_resampled else None
     try:
         shards = list(expand_urls(path, weights)[0])

@@ -1,4 +1,4 @@
-"""The end of a training process: a stop that is asked for, and the last steps of every process.
+"""The end of a training process: stop requests, and the last steps of every process.
 
 A run that is asked to stop saves a step checkpoint and leaves a marker for its launcher to start it again (`Preemption`).
 
@@ -49,7 +49,7 @@ _LOST_RANK = re.compile(
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A stop that is asked for
+# Stop requests
 # ---------------------------------------------------------------------------------------------------------------------
 
 

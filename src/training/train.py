@@ -1,4 +1,4 @@
-"""The `train_one_epoch` seam: K micro-batches -> decoupled gradient accumulation -> one optimizer step.
+"""The `train_one_epoch` hook: K micro-batches -> decoupled gradient accumulation -> one optimizer step.
 
 Schedules, epochs and logs count optimizer steps and effective samples.
 
@@ -190,7 +190,7 @@ class Trainer:
             self.epoch_end = replace(here, epoch=epoch + 1, read_as=None, retained=self._retained())
 
     def _lost(self, loader, at: float) -> None:
-        """Record what the loader has delivered and replaced, of all ranks at an epoch's end, else of this one."""
+        """Record the samples delivered and replaced, of all ranks at an epoch's end, else of this rank."""
         stats = getattr(loader, "stats", None)
         if stats is not None and self.log is not None:
             self.log.lost(at, stats.whole or stats.epoch)
@@ -238,15 +238,15 @@ class Trainer:
 
 
 def require_finite(model: torch.nn.Module, when: str) -> None:
-    """Make sure before a checkpoint is written that the weights can be used; the ranks, whose weights are equal, agree.
+    """Refuse weights that are not finite, before a checkpoint of them is written; ranks agree, since their weights are equal.
 
     Raises:
         UserError: a weight is NaN or infinite.
     """
     if not bool(torch.stack([parameter.detach().isfinite().all() for parameter in model.parameters()]).all()):
         raise UserError(
-            f"{when} the weights are not finite numbers; no checkpoint of them is written, and the last one before is kept: go "
-            "on from it with --resume latest and a lower --lr, --grad-clip-norm 1, or --precision amp_bf16 or fp32"
+            f"{when} the weights are not finite numbers; no checkpoint of them is written: continue from an earlier one with "
+            "--resume latest, or start again, with a lower --lr, --grad-clip-norm 1, or --precision amp_bf16 or fp32"
         )
 
 

@@ -169,8 +169,10 @@ def test_what_does_not_fit_is_refused_by_a_sentence(tmp_path, bert):
         return {key: value for key, value in weights.items() if part not in key}
 
     refused({**weights, "extra_loss.0.queue": torch.ones(3)}, r"1 tensors that have no place .*extra_loss\.0\.queue")
-    refused({**weights, "image_encoder.model.model.pre_logits.fc.weight": torch.ones(3)}, r"is no test_vit.*pre_logits")
-    refused(without("blocks.0.norm1.bias"), r"is no test_vit.* 1 tensors differ \(blocks\.0\.norm1\.bias")
+    refused(
+        {**weights, "image_encoder.model.model.pre_logits.fc.weight": torch.ones(3)}, r"is not a test_vit.*pre_logits"
+    )
+    refused(without("blocks.0.norm1.bias"), r"is not a test_vit.* 1 tensors differ \(blocks\.0\.norm1\.bias")
     refused(
         without("encoder.layer.0.output.dense.bias"), r"missing \(first: text\.transformer\.encoder\.layer\.0\.output"
     )
@@ -178,10 +180,10 @@ def test_what_does_not_fit_is_refused_by_a_sentence(tmp_path, bert):
     refused(without("text_encoder"), "has no text$")
     refused({**weights, "text_projection.linear.weight": torch.ones(8, 32)}, "differ in width: 24 for images, 8")
     refused({**weights, "loss.temperature": torch.ones(2)}, "must be one number")
-    refused(weights, "--image-size 100 is no multiple of the patches' 16 px; give 96", image_size=100)
+    refused(weights, "--image-size 100 is not a multiple of the patches' 16 px; give 96", image_size=100)
     refused(weights, "timm has no model 'test_vot'; did you mean test_vit", image_model="test_vot")
-    refused(weights, "is no ViT with a class token", image_model="test_resnet")
-    refused(weights, "is no vit_tiny", image_model="vit_tiny_patch16_224")
+    refused(weights, "is not a ViT with a class token", image_model="test_resnet")
+    refused(weights, "is not a vit_tiny", image_model="vit_tiny_patch16_224")
     refused(weights, "name them with --image-model", image_model=None)
     refused(weights, "normalization 'none' is not one of imagenet, half", normalization="none")
     refused(weights, "if that is missing, give the folder", text_model=str(tmp_path / "nowhere"))

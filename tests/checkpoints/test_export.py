@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from open_clip_zerovl.checkpoints.export import export_local_dir, relocation_note
+from open_clip_zerovl.checkpoints.export import export_local_dir, loading_notes
 from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.checkpoints.spec import read_model_spec
 from open_clip_zerovl.cli.program import main
@@ -218,13 +218,13 @@ def test_an_export_may_move_where_open_clip_allows_it(tmp_path, home):
     clip = export_local_dir(
         write_run(tmp_path / "clip-run", random_model("native-clip"), {"model": "native-clip"}), tmp_path / "clip"
     )
-    assert relocation_note(clip) is None
+    assert loading_notes(clip) == []
     load_model(shutil.move(clip, tmp_path / "clip-moved"))
 
     bert = export_local_dir(
         write_run(tmp_path / "bert-run", random_model("native-bert"), {"model": "native-bert"}), tmp_path / "bert"
     )
-    assert "hf_model_name" in (relocation_note(bert) or "")
+    assert "hf_model_name" in loading_notes(bert)[0]
     moved = Path(shutil.move(bert, tmp_path / "bert-moved"))
     with pytest.raises(UserError, match=r"was moved.*set hf_model_name"):
         load_model(moved)
@@ -248,7 +248,7 @@ def test_an_existing_folder_is_only_replaced_on_demand(tmp_path, home):
     # Somebody's own folder is not an export, --force or not.
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis.tex").write_text("x")
-    with pytest.raises(UserError, match="is no earlier export"):
+    with pytest.raises(UserError, match="is not an earlier export"):
         export_local_dir(second, tmp_path / "precious", force=True)
     (tmp_path / "empty").mkdir()
     export_local_dir(second, tmp_path / "empty")
@@ -296,7 +296,7 @@ def test_bad_checkpoints_are_refused_by_a_sentence(tmp_path, home):
     (good.parent / "cut.pt").write_bytes(good.read_bytes()[:1000])
     refused(good.parent / "cut.pt", "cannot be loaded|refused")
     (good.parent / "zero.pt").write_bytes(b"")
-    refused(good.parent / "zero.pt", "is no checkpoint: it is empty")
+    refused(good.parent / "zero.pt", "is not a checkpoint: it is empty")
 
     (tmp_path / "run" / "params.txt").unlink()
     refused(good, r"no params\.txt beside .*epoch_1\.pt names its model")

@@ -94,7 +94,7 @@ def test_what_hinders_a_push_is_said_before_the_work(hub, checkpoint, tmp_path, 
         assert progress == ["zerovl: loading open_clip"]
         return error
 
-    assert "'a b' is no name of a repository" in said("a b")
+    assert "'a b' is not the name of a repository" in said("a b")
     assert main(["export", str(checkpoint), str(tmp_path / "out"), "--private"]) == 2
     assert "--private needs --push-to-hub" in capsys.readouterr().err
     monkeypatch.setenv("HF_TOKEN", "reader")

@@ -284,7 +284,7 @@ def test_what_transformers_cannot_hold_is_refused_by_name(tmp_path, home):
         r"pools by 'avg', .*timm_pool": ({**timm, "timm_pool": "avg"}, bert, {}),
         "is an MLP .timm_proj": ({**timm, "timm_proj": "mlp"}, bert, {}),
         "projection has a bias": ({**timm, "timm_proj_bias": True}, bert, {}),
-        "ConvNeXt, is no plain ViT": ({**timm, "timm_model_name": "test_convnext", "timm_pool": "avg"}, bert, {}),
+        "ConvNeXt, is not a plain ViT": ({**timm, "timm_model_name": "test_convnext", "timm_pool": "avg"}, bert, {}),
         "beside CLIP's text tower": (timm, small, {}),
         "following tokens": (NATIVE_VISION, {**small, "no_causal_mask": True}, {"custom_text": True}),
         "pools by 'last'": (NATIVE_VISION, {**small, "pool_type": "last"}, {}),
@@ -324,6 +324,6 @@ def test_the_command_takes_an_exported_folder_and_carries_its_card(tmp_path, hom
     assert main([*command, "--force"]) == 0
     assert "license" not in (out / "README.md").read_text()
     assert main(["export", str(checkpoint), str(folder), "--format", "transformers", "--force"]) == 2
-    assert "no earlier export for transformers" in capsys.readouterr().err
+    assert "not an earlier export for transformers" in capsys.readouterr().err
     assert main([*command, "--force", "--license", "do as you like"]) == 2
-    assert "'do as you like' is no name" in capsys.readouterr().err
+    assert "'do as you like' is not a name" in capsys.readouterr().err

@@ -143,7 +143,7 @@ CONFIGS = {
     "no width": ('{"model_cfg": {"vision_cfg": {}, "text_cfg": {}}}', "has no 'embed_dim'"),
     "odd preprocessing": (
         '{"model_cfg": {"embed_dim": 8, "vision_cfg": {}, "text_cfg": {}}, "preprocess_cfg": 3}',
-        "no table",
+        "not a table",
     ),
 }
 
@@ -174,7 +174,7 @@ def test_a_file_that_is_no_checkpoint(tmp_path, content, capsys):
     (tmp_path / "notes.txt").write_bytes(content)
     assert main(["retrieval", str(tmp_path / "notes.txt"), "--data", str(tmp_path / "set")]) == 2
     said = capsys.readouterr().err
-    assert "notes.txt is no checkpoint" in said and "epoch_N.pt" in said and "code" not in said
+    assert "notes.txt is not a checkpoint" in said and "epoch_N.pt" in said and "code" not in said
 
 
 def test_a_checkpoint_that_claims_more_than_the_memory_is_told(tmp_path, monkeypatch):

@@ -11,7 +11,6 @@ import os
 import signal
 import struct
 import subprocess
-import sys
 import tarfile
 import time
 import zlib
@@ -32,7 +31,7 @@ from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.stats import JUDGED_SAMPLES, BatchReport, DataStats, DroppedSample, EpochStats
 from open_clip_zerovl.shards.index import open_index
-from support import ROOT, loading
+from support import ROOT, loading, warm
 from support.tars import encoded, noise_jpeg, png, write_source, write_tar
 
 SIZE = 12  # samples a shard; the bad one is number BAD of the first
@@ -349,7 +348,7 @@ def test_a_program_with_a_handler_of_its_own_ends_by_an_exception(tmp_path):
     """multiprocessing's exit sends each worker one SIGTERM and waits for it; a worker that ignores it is ended before."""
     source = write_source(tmp_path / "s", 0, 40, 40)
     script = ENDS_BY_AN_EXCEPTION.format(tests=str(ROOT / "tests"), source=source)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([warm.python(), "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "LookupError: unexpected" in done.stderr
 
 

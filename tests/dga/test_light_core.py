@@ -1,10 +1,9 @@
-"""`dga` and `losses` in a process that has torch, NumPy and what these two need, and nothing else of this project's dependencies."""
+"""`dga` and `losses` in a process that can import torch, NumPy and their dependencies, and nothing else."""
 
 import subprocess
 import sys
 
-# An import hook that knows the standard library, torch, NumPy and this package. torch looks for some optional packages of its own,
-# which are absent here, too.
+# Imports nothing but the standard library, torch, NumPy, what these two require, and this package.
 PROGRAM = """
 import importlib.abc, importlib.metadata, re, sys
 

@@ -29,6 +29,7 @@ from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss, reversed_partn
 from support.dense_loss import DenseLoss, sample_ids, set_by_set, teacher_features
 from support.dga_reference import TOLERANCE, batches, bert_clip, error, one_graph
 from support.programs import run_ranks
+from support.two_towers import Metric
 
 STEPS = 2
 EXACT = TOLERANCE[torch.float64]
@@ -427,19 +428,6 @@ def graphs_kept(rank: int, world_size: int) -> list[int]:
     free = (2 + others + 0.5) * graph.nbytes / AUTO_SHARE  # two graphs' worth is set aside for the step itself
     with mock.patch("open_clip_zerovl.dga.retain.available_bytes", lambda device: free):
         return [*kept, retention.graphs(sizes)]
-
-
-class Metric(ContrastiveLoss):
-    """InfoNCE on features that the loss itself projects."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.matrix = torch.nn.Parameter(torch.eye(16, dtype=torch.float64) + 0.1)
-        self.unused = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
-
-    def forward(self, image_features, text_features, logit_scale, output_dict=False):
-        sides = (torch.nn.functional.normalize(side @ self.matrix, dim=-1) for side in (image_features, text_features))
-        return super().forward(*sides, logit_scale, output_dict=output_dict)
 
 
 def learned_by_the_loss(rank: int, world_size: int) -> dict[str, torch.Tensor]:

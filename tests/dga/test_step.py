@@ -1,6 +1,7 @@
-"""Decoupled gradient accumulation in one process against one graph over the whole batch (ranks: test_dga_ranks.py).
+"""Decoupled gradient accumulation in one process against one graph over the whole batch.
 
-The bounds are invariant 1's: 1e-10 in fp64, 5e-5 in fp32, by the error that dga_reference.py defines, the worst parameter.
+Every kind of model is in test_exact.py, several ranks in test_ranks.py. The bounds are invariant 1's: 1e-10 in fp64, 5e-5 in
+fp32, by the error that support/dga_reference.py defines, the worst parameter.
 """
 
 import dataclasses
@@ -14,9 +15,8 @@ from functools import partial
 import open_clip
 import pytest
 import torch
-from open_clip.loss import ClipLoss, CoCaLoss, DistillClipLoss, SigLipLoss
+from open_clip.loss import ClipLoss, CoCaLoss, DistillClipLoss
 from torch import nn
-from torch.nn.functional import normalize
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.memory import LiveBytes
@@ -27,34 +27,19 @@ from open_clip_zerovl.losses import ContrastiveLoss, reversed_partner
 from support import ROOT
 from support.dga_reference import (
     CONTEXT,
+    SEED,
     TOLERANCE,
-    VOCABULARY,
+    accumulated,
     batches,
     bert_clip,
     error,
     errors,
     gradients,
-    one_graph,
-    vit,
+    reference,
 )
+from support.two_towers import stock_clip
 
 EXACT = TOLERANCE[torch.float64]
-SEED = 5
-
-
-def accumulated(model, loss, micro_batches, *, prepare=None, loss_inputs=None, **options):
-    """Losses and gradients of one step from the seed, and the random state it ends in."""
-    torch.manual_seed(SEED)
-    step = DecoupledGradientAccumulation(model, loss, **options)
-    losses = step.backward(micro_batches, prepare=prepare, **(loss_inputs or {}))
-    return losses, gradients(model)
-
-
-def reference(model, loss, micro_batches, **options):
-    torch.manual_seed(SEED)
-    return one_graph(model, loss, micro_batches, **options)
-
-
 # ---------------------------------------------------------------------------------------------------------- exactness
 
 
@@ -84,14 +69,6 @@ def test_every_gradient_is_that_of_one_graph(sizes, retain, dtype):
         torch.testing.assert_close(losses["logit_scale"], model.logit_scale.exp().detach())
 
 
-@pytest.mark.parametrize("retain", [0, 1, 3])
-def test_siglip_with_its_bias(retain):
-    model, micro_batches = bert_clip(bias=True), batches([3, 2, 4])
-    _, wanted = reference(model, SigLipLoss(), micro_batches)
-    _, found = accumulated(model, SigLipLoss(), micro_batches, retain=retain)
-    assert wanted["logit_bias"].abs() > 0 and error(found, wanted) <= EXACT
-
-
 def test_mixup_targets_and_input_mixup():
     """Images mixed with the reversed micro-batch in `prepare`, targets to match, over ragged micro-batches."""
     sizes, lam = [3, 4, 1], 0.7
@@ -108,55 +85,6 @@ def test_mixup_targets_and_input_mixup():
     assert error(found, wanted) <= EXACT
     _, unmixed = reference(model, ContrastiveLoss(), micro_batches, prepare=mix)
     assert error(found, unmixed) > 0.1  # the targets matter
-
-
-def test_open_clips_own_clip_and_a_model_that_is_not_open_clips():
-    class Towers(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.image = nn.Sequential(nn.Flatten(), nn.Dropout(0.2), nn.Linear(3 * 32 * 32, 8))
-            self.text = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Dropout(0.2))
-            self.scale = nn.Parameter(torch.tensor([2.0]))
-
-        def forward(self, image, text):
-            return {
-                "image_features": normalize(self.image(image), dim=-1),
-                "text_features": normalize(self.text(text).mean(1), dim=-1),
-                "logit_scale": self.scale.exp(),
-            }
-
-    torch.manual_seed(0)
-    text = {"context_length": CONTEXT, "vocab_size": VOCABULARY, "width": 32, "heads": 2, "layers": 2}
-    for model in (open_clip.CLIP(16, vit(), text, output_dict=True), Towers()):
-        model, micro_batches = model.double().train(), batches([3, 3, 2])
-        _, wanted = reference(model, ClipLoss(), micro_batches)
-        _, found = accumulated(model, ClipLoss(), micro_batches, retain=1)
-        assert error(found, wanted) <= EXACT
-
-
-def test_two_steps_of_training_follow_one_graph():
-    """The second step starts from the random state the first one left, and from its weights."""
-    models = [bert_clip(), bert_clip()]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
-    step = DecoupledGradientAccumulation(models[0], ContrastiveLoss())
-    states = [torch.Generator().manual_seed(SEED).get_state()] * 2
-    for number in range(3):
-        micro_batches = batches([3, 3], seed=number)
-        torch.set_rng_state(states[0])
-        step.backward(micro_batches)
-        states[0] = torch.get_rng_state()
-        torch.set_rng_state(states[1])
-        _, grads = one_graph(models[1], ClipLoss(), micro_batches)
-        states[1] = torch.get_rng_state()
-        for name, parameter in models[1].named_parameters():
-            parameter.grad = grads[name]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for found, wanted in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        # Adam divides key biases' rounding noise (true gradient 0) by its own size: compare what has a gradient.
-        if wanted.ndim > 1:
-            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
 
 
 def test_gradients_are_added_to_what_is_there():
@@ -294,50 +222,11 @@ def test_grad_scaler():
 # ------------------------------------------------------------------------------------------------- what models may hold
 
 
-def test_gradient_checkpointing():
-    model, micro_batches = bert_clip(), batches([3, 3])
-    _, wanted = reference(model, ClipLoss(), micro_batches)
-    model.set_grad_checkpointing()
-    for retain in (0, 1, 2):
-        _, found = accumulated(model, ClipLoss(), micro_batches, retain=retain, check="always")
-        assert error(found, wanted) <= EXACT
-
-
-class WithBatchNorm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.image = nn.Sequential(nn.Conv2d(3, 4, 8, 8), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 8))
-        self.text = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Flatten(), nn.BatchNorm1d(8 * CONTEXT, momentum=None))
-        self.logit_scale = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, image, text):
-        return {
-            "image_features": normalize(self.image(image), dim=-1),
-            "text_features": normalize(self.text(text), dim=-1)[:, :8],
-            "logit_scale": self.logit_scale.exp(),
-        }
-
-
-@pytest.mark.parametrize("retain", [0, 1, 3])
-def test_batch_norm_statistics_are_updated_once(retain):
-    torch.manual_seed(0)
-    model, once, micro_batches = WithBatchNorm().double(), WithBatchNorm().double(), batches([4, 3, 2])
-    once.load_state_dict(model.state_dict())
-    _, wanted = reference(once, ClipLoss(), micro_batches)
-    _, found = accumulated(model, ClipLoss(), micro_batches, retain=retain)
-    assert error(found, wanted) <= EXACT
-    for (name, buffer), expected in zip(model.named_buffers(), once.buffers(), strict=True):
-        assert torch.equal(buffer, expected), name
-    assert model.image[1].num_batches_tracked == 3
-
-
 @pytest.mark.parametrize("kind", ["bert", "clip"])
 @pytest.mark.parametrize("frozen", ["encode_text", "encode_image", "both"])
 def test_a_frozen_tower_runs_once(frozen, kind):
     """Dropout and token drop stay on in the frozen tower: the other tower's masks must not move when it is skipped."""
-    text = {"context_length": CONTEXT, "vocab_size": VOCABULARY, "width": 32, "heads": 2, "layers": 1}
-    torch.manual_seed(0)
-    model = bert_clip() if kind == "bert" else open_clip.CLIP(16, vit(), text, output_dict=True).double()
+    model = bert_clip() if kind == "bert" else stock_clip()
     model.visual.requires_grad_(frozen == "encode_text")
     for name, parameter in model.named_parameters():
         if not name.startswith(("visual", "logit_scale")):
@@ -369,14 +258,6 @@ def test_a_frozen_tower_that_cannot_be_skipped_is_told(caplog):
         _, found = accumulated(model, ClipLoss(), micro_batches, retain=0)
     assert error(found, wanted) <= EXACT
     assert "runs in both passes" in caplog.text
-
-
-def test_a_constant_temperature():
-    model, micro_batches = bert_clip(), batches([3, 2])
-    model.logit_scale.requires_grad_(False)
-    _, wanted = reference(model, ClipLoss(), micro_batches)
-    _, found = accumulated(model, ContrastiveLoss(), micro_batches)
-    assert "logit_scale" not in found and error(found, wanted) <= EXACT
 
 
 class Graphs:

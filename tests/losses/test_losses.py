@@ -1,6 +1,7 @@
 """ContrastiveLoss in one process against hand computation, autograd and open_clip's ClipLoss (ranks: dga/test_ranks.py)."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -27,47 +28,32 @@ def features(n, d=8, dtype=torch.float64, seed=0, alike=0.0):
     return images.to(dtype).requires_grad_(), texts.to(dtype).requires_grad_()
 
 
-def value_and_gradients(loss, images, texts, scale=20.0, **inputs):
-    scale = torch.tensor(scale, dtype=torch.promote_types(images.dtype, torch.float32), requires_grad=True)
-    value = loss(images, texts, scale, **inputs)
-    return value.detach(), *torch.autograd.grad(value, [images, texts, scale])
+def value_and_gradients(loss, images, texts, *scalars, **inputs):
+    """The loss and its gradients by images, texts, the scale (20 if none is given) and the bias (if one is given)."""
+    dtype = torch.promote_types(images.dtype, torch.float32)
+    scalars = [torch.tensor(value, dtype=dtype, requires_grad=True) for value in scalars or (20.0,)]
+    value = loss(images, texts, *scalars, **inputs)
+    return value.detach(), *torch.autograd.grad(value, [images, texts, *scalars])
 
 
 def relative(found, reference):
     return ((found.double() - reference.double()).norm() / reference.double().norm()).item()
 
 
-def test_gradient_by_hand_two_orthogonal_pairs():
-    # A.2 with s = 1, images = texts = unit vectors: every softmax is (p, 1-p) with p = e/(e+1).
-    # (P + Q - 2Y) = 2 [[p-1, 1-p], [1-p, p-1]]; times T and 1/(2N) = 1/4: rows (p-1)/2 * (1, -1); d/ds = p - 1.
-    p = math.e / (math.e + 1)
-    images, texts = (
-        torch.eye(2, dtype=torch.float64).requires_grad_(),
-        torch.eye(2, dtype=torch.float64).requires_grad_(),
-    )
-    value, image_grad, text_grad, scale_grad = value_and_gradients(ContrastiveLoss(), images, texts, 1.0)
-    expected = (p - 1) / 2 * torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=torch.float64)
-    assert value.item() == pytest.approx(-math.log(p), rel=1e-14)
+@pytest.mark.parametrize("lam", [None, 0.7], ids=["plain", "mixup"])
+def test_two_orthogonal_pairs_by_hand(lam):
+    # A.2 with s = 1, images = texts = unit vectors: every softmax is (p, 1-p) with p = e/(e+1), and with A.3 each row's target
+    # is (lam, 1-lam) over (itself, its partner). (P + Q - 2Y) = 2 [[p-lam, lam-p], [lam-p, p-lam]]; times T and 1/(2N) = 1/4:
+    # rows (p-lam)/2 * (1, -1); d/ds = p - lam.
+    p, weight = math.e / (math.e + 1), 1.0 if lam is None else lam
+    images, texts = (torch.eye(2, dtype=torch.float64).requires_grad_() for _ in range(2))
+    inputs = {} if lam is None else {"mixup_lambda": lam, "partner": reversed_partner([2])}
+    value, image_grad, text_grad, scale_grad = value_and_gradients(ContrastiveLoss(), images, texts, 1.0, **inputs)
+    expected = (p - weight) / 2 * torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=torch.float64)
+    assert value.item() == pytest.approx(-(weight * math.log(p) + (1 - weight) * math.log(1 - p)), rel=1e-14)
     torch.testing.assert_close(image_grad, expected, rtol=1e-14, atol=1e-15)
     torch.testing.assert_close(text_grad, expected, rtol=1e-14, atol=1e-15)
-    assert scale_grad.item() == pytest.approx(p - 1, rel=1e-14)
-
-
-def test_mixup_by_hand_two_orthogonal_pairs():
-    # A.3 with lambda = 0.7: each row's target is (0.7, 0.3) over (itself, its partner).
-    p, lam = math.e / (math.e + 1), 0.7
-    images, texts = (
-        torch.eye(2, dtype=torch.float64).requires_grad_(),
-        torch.eye(2, dtype=torch.float64).requires_grad_(),
-    )
-    value, image_grad, text_grad, scale_grad = value_and_gradients(
-        ContrastiveLoss(), images, texts, 1.0, mixup_lambda=lam, partner=reversed_partner([2])
-    )
-    expected = (p - lam) / 2 * torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=torch.float64)
-    assert value.item() == pytest.approx(-(lam * math.log(p) + (1 - lam) * math.log(1 - p)), rel=1e-14)
-    torch.testing.assert_close(image_grad, expected, rtol=1e-14, atol=1e-15)
-    torch.testing.assert_close(text_grad, expected, rtol=1e-14, atol=1e-15)
-    assert scale_grad.item() == pytest.approx(p - lam, rel=1e-14)
+    assert scale_grad.item() == pytest.approx(p - weight, rel=1e-14)
 
 
 @pytest.mark.parametrize("chunk_size", [None, 2, 5])
@@ -91,11 +77,14 @@ def test_mixup_is_the_papers_two_terms(chunk_size):
 
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 4, 13, 50])
-def test_equals_open_clips_loss(chunk_size):
-    images, texts = features(13)
-    ours = value_and_gradients(ContrastiveLoss(chunk_size=chunk_size), images, texts)
-    for found, reference in zip(ours, value_and_gradients(ClipLoss(), images, texts), strict=True):
-        assert relative(found, reference) <= 1e-12
+@pytest.mark.parametrize(
+    ("ours", "theirs", "scalars"), [(ContrastiveLoss, ClipLoss, (20.0,)), (SigmoidLoss, SigLipLoss, (5.0, -2.0))]
+)
+def test_equals_open_clips_loss(ours, theirs, scalars, chunk_size):
+    sides = features(13)
+    found = value_and_gradients(ours(chunk_size=chunk_size), *sides, *scalars)
+    for one, expected in zip(found, value_and_gradients(theirs(), *sides, *scalars), strict=True):
+        assert relative(one, expected) <= 1e-12
 
 
 def test_mixup_weight_of_one_is_no_mixup():
@@ -196,12 +185,9 @@ def test_called_as_open_clips_training_loop_calls_it():
     assert bias.grad.item() == 0.0  # a constant on all logits changes no softmax
     with torch.no_grad():
         assert not ContrastiveLoss()(images, texts, scale).requires_grad
-
-
-def test_only_wanted_gradients():
     images, texts = features(4)
     ContrastiveLoss()(images, texts.detach(), torch.tensor(20.0)).backward()
-    assert images.grad is not None and texts.grad is None
+    assert images.grad is not None and texts.grad is None  # only the wanted gradients
 
 
 def test_reversed_partner():
@@ -231,13 +217,16 @@ REFUSED = [
     ({}, {"partner": MIXED["partner"]}, "only partner"),
     ({}, {**MIXED, "mixup_lambda": 1.5}, "between 0 and 1, but is 1.5"),
     ({}, {**MIXED, "partner": MIXED["partner"][:3]}, r"\(4,\) int64"),
-    *(({}, {**MIXED, "partner": torch.tensor(wrong)}, "its own inverse") for wrong in ([1, 2, 3, 0], [4, 2, 1, 0], [-1, 2, 1, 0])),
+    ({}, {**MIXED, "partner": torch.tensor([1, 2, 3, 0])}, "its own inverse"),
+    ({}, {**MIXED, "partner": torch.tensor([4, 2, 1, 0])}, "its own inverse"),
+    ({}, {**MIXED, "partner": torch.tensor([-1, 2, 1, 0])}, "its own inverse"),
     ({"cross_source_weight": 0.0}, {}, r"cross_source_weight=0 needs ids\['source'\]"),
     ({"positives": "both"}, {"ids": {"caption": IDS4["caption"]}}, r"positives='both' needs ids\['image'\]"),
     ({}, {"ids": {"source": IDS4["source"].float()}}, r"ids\['source'\] must be \(4,\) int64"),
     ({"distill_weight": 0.5}, {}, "0 teachers' features are given"),
     ({}, {"teacher_features": TEACHERS}, "distill_weight is 0 and 2 teachers"),
     ({"distill_weight": 0.5}, {"teacher_features": teacher_features(3, 0)}, "4 rows each"),
+    ({}, MIXED, "mixup is not defined with the sigmoid loss"),
     ({"positives": "caption"}, {"ids": IDS4, **MIXED}, "mixup is not defined with positives='caption'"),
     ({"distill_weight": 0.5}, {"teacher_features": TEACHERS, **MIXED}, "no teacher has seen the mixed samples"),
     (
@@ -250,8 +239,9 @@ REFUSED = [
 @pytest.mark.parametrize(("options", "inputs", "message"), REFUSED)
 def test_refusals(options, inputs, message):
     images, texts = FOUR
+    loss = SigmoidLoss if "sigmoid" in message else ContrastiveLoss
     with pytest.raises(UserError, match=message):
-        ContrastiveLoss(**options)(**{"image_features": images, "text_features": texts, "logit_scale": SCALE, **inputs})
+        loss(**options)(**{"image_features": images, "text_features": texts, "logit_scale": SCALE, **inputs})
 
 
 OPTIONS = {
@@ -280,19 +270,68 @@ def option_inputs(options, b, seed=0):
     return inputs
 
 
+# The softmax and the sigmoid: (loss, its dense definition, scale and bias).
+KINDS = {
+    "softmax": (ContrastiveLoss, DenseLoss, (5.0,)),
+    "sigmoid": (SigmoidLoss, partial(DenseLoss, sigmoid=True), (5.0, -2.0)),
+}
+
+
 @pytest.mark.parametrize("chunk_size", [None, 1, 4])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options_are_their_dense_definition(name, chunk_size):
+def test_options_are_their_dense_definition(name, kind, chunk_size):
     """Against autograd on whole matrices. Chunks of one row with other sources left out: columns without any logit."""
-    options, (images, texts) = OPTIONS[name], features(13)
+    make, dense, scalars = KINDS[kind]
+    options, sides = OPTIONS[name], features(13)
     inputs = option_inputs(options, 13)
-    wanted = value_and_gradients(DenseLoss(**options), images, texts, 5.0, **inputs)
-    loss = ContrastiveLoss(chunk_size=chunk_size, **options)
-    for found, reference in zip(value_and_gradients(loss, images, texts, 5.0, **inputs), wanted, strict=True):
-        assert relative(found, reference) <= 1e-12
+    wanted = value_and_gradients(dense(**options), *sides, *scalars, **inputs)
+    loss = make(chunk_size=chunk_size, **options)
+    for number, (found, expected) in enumerate(
+        zip(value_and_gradients(loss, *sides, *scalars, **inputs), wanted, strict=True)
+    ):
+        if number == 4 and options.get("distill_weight") == 1.0:
+            assert found == expected == 0  # softmaxes alone: the bias changes nothing
+        else:
+            assert relative(found, expected) <= 1e-12
     assert loss.report.pair_losses.mean().item() == pytest.approx(wanted[0].item(), rel=1e-12)
-    plain = value_and_gradients(ContrastiveLoss(), images, texts, 5.0)
-    assert relative(plain[1], wanted[1]) >= 0.05  # the control: the option changes the gradient
+    plain = value_and_gradients(make(), *sides, *scalars)
+    # The control: the option changes the gradient.
+    assert relative(plain[1], wanted[1]) >= (0.05 if kind == "softmax" else 0.02)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("softmax", "other sources left out"), ("softmax", "all"), ("softmax", "two teachers alone"), ("sigmoid", None)],
+)
+def test_single_precision_at_scale_100(kind, name):
+    """Teachers' features in fp16 as a store holds them, against the same numbers in fp64. Most logits of the sigmoid are far on
+    the right side, where 1 - sigmoid would be rounded to zero."""
+    (make, dense, _), options, n = KINDS[kind], OPTIONS.get(name, {}), 300
+    single = [x.detach().float().requires_grad_() for x in features(n, d=32, alike=0.35)]
+    inputs = wide = {"ids": sample_ids(n, 0)}
+    if options.get("distill_weight"):
+        inputs = inputs | {"teacher_features": teacher_features(n, 0, dtype=torch.float16)}
+        wide = inputs | {"teacher_features": [tuple(x.double() for x in pair) for pair in inputs["teacher_features"]]}
+    wanted = value_and_gradients(
+        dense(**options), *(x.detach().double().requires_grad_() for x in single), 100.0, **wide
+    )
+    found = value_and_gradients(make(chunk_size=64, **options), *single, 100.0, **inputs)
+    for one, expected in zip(found, wanted, strict=True):
+        assert relative(one, expected) <= 2e-5
+
+
+@pytest.mark.parametrize(("kind", "name"), [*(("softmax", name) for name in OPTIONS), ("sigmoid", None)])
+def test_memory_is_not_quadratic(kind, name):
+    """Four times as many rows take four times the memory, not sixteen times."""
+    peaks, options = [], OPTIONS.get(name, {})
+    for n in (256, 1024):
+        sides = features(n, d=4, dtype=torch.float32)
+        inputs = option_inputs(options, n)
+        with PeakBytes() as seen:
+            value_and_gradients(KINDS[kind][0](chunk_size=32, **options), *sides, **inputs)
+        peaks.append(seen.peak)
+    assert peaks[1] <= 4.2 * peaks[0]
 
 
 def test_cross_source_weight_by_hand():
@@ -331,25 +370,6 @@ def test_mixup_within_sources_with_a_cross_source_weight():
         assert relative(found, reference) <= 1e-12
 
 
-@pytest.mark.parametrize("name", ["other sources left out", "all", "two teachers alone"])
-def test_options_in_single_precision(name):
-    """fp32, scale 100, teachers' features in fp16 as a cache holds them: against the same numbers in fp64."""
-    options, n = OPTIONS[name], 300
-    images, texts = features(n, d=32, alike=0.35)
-    single = [x.detach().float().requires_grad_() for x in (images, texts)]
-    inputs = {"ids": sample_ids(n, 0)}
-    wide = dict(inputs)
-    if options.get("distill_weight"):
-        inputs["teacher_features"] = teacher_features(n, 0, dtype=torch.float16)
-        wide["teacher_features"] = [tuple(x.double() for x in pair) for pair in inputs["teacher_features"]]
-    wanted = value_and_gradients(
-        DenseLoss(**options), *(x.detach().double().requires_grad_() for x in single), 100.0, **wide
-    )
-    found = value_and_gradients(ContrastiveLoss(chunk_size=64, **options), *single, 100.0, **inputs)
-    for one, reference in zip(found, wanted, strict=True):
-        assert relative(one, reference) <= 2e-5
-
-
 @pytest.mark.parametrize("columns", [7, 16, 40])
 def test_half_precision_teachers_are_widened_some_columns_at_a_time(monkeypatch, columns):
     """40 pairs of 7, 16 and all columns at once: the same loss and gradients as of the teachers in fp32 at once."""
@@ -373,32 +393,19 @@ def test_two_ids_are_joined_without_two_pairs_getting_one():
         assert relative(one, reference) <= 1e-12
 
 
-def test_report_of_sources_and_twins():
+def test_report_of_sources_and_duplicates():
     images, texts = features(5)
     ids = {"source": torch.tensor([0, 1, 0, 1, 1]), "caption": torch.tensor([7, 8, 9, 8, 7])}
     loss = ContrastiveLoss(positives="caption")
     loss(images, texts, torch.tensor(5.0), ids=ids)
     assert loss.report.sources.tolist() == [0, 1, 0, 1, 1]
-    assert loss.report.twins.tolist() == [True, True, False, True, True]
+    assert loss.report.duplicates.tolist() == [True, True, False, True, True]
     two_texts = {"source": ids["source"], "caption": torch.tensor([7, 8, 9, 8, 6, 1, 2, 3, 4, 2])}
     loss(images, torch.cat([texts, texts]), torch.tensor(5.0), ids=two_texts, texts_per_image=2)
-    assert loss.report.twins.tolist() == [False, True, False, True, True]  # by either of their captions
+    assert loss.report.duplicates.tolist() == [False, True, False, True, True]  # by either of their captions
     plain = ContrastiveLoss()
     plain(images, texts, torch.tensor(5.0))
-    assert plain.report.sources is None and plain.report.twins is None
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_need_no_quadratic_memory(name):
-    """Four times as many rows take four times the memory, not sixteen times."""
-    peaks = []
-    for n in (256, 1024):
-        images, texts = features(n, d=4, dtype=torch.float32)
-        inputs = option_inputs(OPTIONS[name], n)
-        with PeakBytes() as seen:
-            value_and_gradients(ContrastiveLoss(chunk_size=32, **OPTIONS[name]), images, texts, **inputs)
-        peaks.append(seen.peak)
-    assert peaks[1] <= 4.2 * peaks[0]
+    assert plain.report.sources is None and plain.report.duplicates is None
 
 
 @pytest.mark.slow  # the chunks' bookkeeping at 65,536 rows takes minutes; nothing is computed
@@ -409,59 +416,3 @@ def test_memory_at_65536_pairs_is_that_of_the_documentation(name, most_gib):
     assert whole < most_gib
     said = " ".join((ROOT / "docs" / "methods.md").read_text("utf-8").split())
     assert f"{made:.2f} GiB ({whole:.2f} with its inputs)" in said
-
-
-def with_bias(loss, images, texts, scale=5.0, bias=-2.0, **inputs):
-    scale, bias = (torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (scale, bias))
-    value = loss(images, texts, scale, bias, **inputs)
-    return value.detach(), *torch.autograd.grad(value, [images, texts, scale, bias])
-
-
-@pytest.mark.parametrize("chunk_size", [None, 1, 4, 50])
-def test_sigmoid_equals_open_clips(chunk_size):
-    images, texts = features(13)
-    wanted = with_bias(SigLipLoss(), images, texts)
-    for found, reference in zip(with_bias(SigmoidLoss(chunk_size=chunk_size), images, texts), wanted, strict=True):
-        assert relative(found, reference) <= 1e-12
-
-
-@pytest.mark.parametrize("chunk_size", [None, 1, 4])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_sigmoid_options_are_their_dense_definition(name, chunk_size):
-    options, (images, texts) = OPTIONS[name], features(13)
-    inputs = option_inputs(options, 13)
-    wanted = with_bias(DenseLoss(sigmoid=True, **options), images, texts, **inputs)
-    loss = SigmoidLoss(chunk_size=chunk_size, **options)
-    for number, (found, reference) in enumerate(zip(with_bias(loss, images, texts, **inputs), wanted, strict=True)):
-        if number == 4 and options.get("distill_weight") == 1.0:
-            assert found == reference == 0  # softmaxes alone: the bias changes nothing
-            continue
-        assert relative(found, reference) <= 1e-12
-    assert loss.report.pair_losses.mean().item() == pytest.approx(wanted[0].item(), rel=1e-12)
-    plain = with_bias(SigmoidLoss(), images, texts)
-    assert relative(plain[1], wanted[1]) >= 0.02  # the control: the option changes the gradient
-
-
-def test_sigmoid_in_single_precision_keeps_what_is_won():
-    """Scale 100: most logits are far on the right side, where 1 - sigmoid would be rounded to zero."""
-    images, texts = features(300, d=32, alike=0.35)
-    single = [x.detach().float().requires_grad_() for x in (images, texts)]
-    wanted = value_and_gradients(
-        DenseLoss(sigmoid=True), *(x.detach().double().requires_grad_() for x in single), 100.0
-    )
-    found = value_and_gradients(SigmoidLoss(chunk_size=64), *single, 100.0)
-    for one, reference in zip(found, wanted, strict=True):
-        assert relative(one, reference) <= 2e-5
-
-
-def test_sigmoid_needs_no_quadratic_memory_and_no_mixup():
-    peaks = []
-    for n in (256, 1024):
-        images, texts = features(n, d=4, dtype=torch.float32)
-        with PeakBytes() as seen:
-            value_and_gradients(SigmoidLoss(chunk_size=32), images, texts)
-        peaks.append(seen.peak)
-    assert peaks[1] <= 4.2 * peaks[0]
-    images, texts = features(4)
-    with pytest.raises(UserError, match="mixup is not defined with the sigmoid loss"):
-        SigmoidLoss()(images, texts, torch.tensor(1.0), mixup_lambda=0.5, partner=reversed_partner([4]))

@@ -19,7 +19,7 @@ from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.models.build import check_model, create_model_and_transforms, with_text_model
 from open_clip_zerovl.recipe.host_waits import without_host_waits
 from open_clip_zerovl.recipe.text_lengths import sort_texts, text_padding
-from open_clip_zerovl.recipe.towers import freeze
+from open_clip_zerovl.recipe.towers import freeze, lock_text_layers
 from support.dga_reference import TOLERANCE, error, gradients, one_graph
 from support.hf_towers import micro_batches_of, small_model
 from support.tiny_clip import random_model, write_modernbert, write_xlm_roberta
@@ -32,16 +32,17 @@ class Tower(NamedTuple):
     start: int  # the first token of a text
     pad: int
     mask: str
+    last_layer: tuple[str, ...]  # trained where all layers but one are locked
     texts: list[str]
 
 
 TOWERS = [
     Tower(
-        "XLM-RoBERTa-base", "FacebookAI/xlm-roberta-base", write_xlm_roberta, 0, 1, "<mask>",
+        "XLM-RoBERTa-base", "FacebookAI/xlm-roberta-base", write_xlm_roberta, 0, 1, "<mask>", ("encoder.layer.1.",),
         ["a small red cat", "猫", "the big round house with a tree and the moon"],
     ),
     Tower(
-        "ModernBERT-base", "answerdotai/ModernBERT-base", write_modernbert, 1, 3, "[MASK]",
+        "ModernBERT-base", "answerdotai/ModernBERT-base", write_modernbert, 1, 3, "[MASK]", ("layers.3.", "final_norm."),
         ["a small red cat", "the sun", "the big round house with a tree and the moon of a red dog"],
     ),
 ]  # fmt: skip
@@ -136,6 +137,13 @@ def test_sorted_texts_are_cut_at_their_own_padding(tower, small):
     with torch.no_grad():
         features = torch.cat([model.encode_text(part) for part in cut])
         torch.testing.assert_close(features, model.encode_text(tokens)[order], rtol=0, atol=1e-5)
+
+
+def test_layers_are_locked_where_the_tower_has_them(tower, small):
+    model = random_model(small)
+    lock_text_layers(model, unlocked_layers=1)
+    trained = {name for name, value in model.text.transformer.named_parameters() if value.requires_grad}
+    assert trained and all(name.startswith(tower.last_layer) for name in trained)
 
 
 def test_words_are_masked_and_replaced_by_the_towers_own(tower, small):

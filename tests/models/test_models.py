@@ -211,7 +211,11 @@ def test_text_models_that_cannot_serve_are_refused(bert, small, tmp_path):
     (no_tokenizer / "tokenizer.json").unlink()
     garbled = broken("garbled")
     (garbled / "config.json").write_text("{")
+    listed = broken("listed")
+    (listed / "config.json").write_text("[1]")
     cases = {
+        listed: "is not the config of a text tower",
+        broken("word", vocab_size="many"): "vocab_size must be a number",
         tmp_path / "absent": "does not exist",
         "some/where/deep": "does not exist",
         no_config: "no config.json",
@@ -264,7 +268,9 @@ def test_a_misspelt_folder_that_could_be_a_name_of_the_hub_is_told(monkeypatch, 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     name = with_text_model("zerovl-emoji", "brt")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"; brt is no folder here, so the hub was asked for it; did you mean bert\?\)"):
+    with pytest.raises(
+        UserError, match=r"; brt is not a folder here, so the hub was asked for it; did you mean bert\?\)"
+    ):
         create_model_and_transforms(name)
 
 

@@ -12,7 +12,6 @@ from open_clip_zerovl.checkpoints.transformers_folder import export_transformers
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.words import WordAugment
 from open_clip_zerovl.models.build import check_model
-from open_clip_zerovl.recipe.towers import lock_text_layers
 from support.hf_towers import small_model
 from support.tiny_clip import NATIVE_VISION, bert_text, random_model, register, write_run, write_xlm_roberta
 
@@ -52,13 +51,6 @@ def test_words_are_not_pieces_and_the_mask_takes_the_space_before_it(small):
     row = tokenizer(["the <mask> cat"])[0].tolist()
     words = tokenizer.tokenizer.convert_tokens_to_ids(["▁the", "<mask>", "▁cat"])
     assert row[:5] == [0, *words, 2] and set(row[5:]) == {PAD}
-
-
-def test_layers_are_locked_where_bert_has_them(small):
-    model = random_model(small)
-    lock_text_layers(model, unlocked_layers=1)
-    trained = {name for name, value in model.text.transformer.named_parameters() if value.requires_grad}
-    assert trained and all(name.startswith("encoder.layer.1.") for name in trained)
 
 
 def test_both_exports_hold_it(small, tmp_path):

@@ -92,15 +92,6 @@ def test_embeddings_of_another_use_are_never_thrown_away(tmp_path):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_stored_features_that_are_no_numbers_are_not_shown(tmp_path):
-    first = cache(tmp_path)
-    first.put(ORIGIN, torch.ones(4, WIDTH))
-    first._features.array[3, 5] = np.nan
-    with pytest.raises(UserError, match=r"features\.npy holds rows with NaN or infinite numbers"):
-        first.get(ORIGIN)
-    assert first.get(ORIGIN[1:]) is not None
-
-
 def written(folder, *contents, captions=None):
     """A source of one sample a shard."""
     shards = []

@@ -24,10 +24,11 @@ from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.shards import members
+from scripts import quickstart
 from scripts.drawn import __main__ as command
 from scripts.drawn import drawings, make, packages, vocabulary
 from scripts.drawn.emoji import EMOJI, concept_of, read_sources, split_concepts
-from scripts.drawn.make import load_drawn_split, prepare_drawn
+from scripts.drawn.make import load_drawn_split, prepare_drawn, write_pairs
 from scripts.drawn.packages import NpmPackage, fetch_npm_package, find_npm
 from support.npm import Registry, tarball
 
@@ -174,7 +175,7 @@ def test_blank_drawings_are_recognised_and_bad_ones_refused():
     assert not drawings.is_blank(drawings.rasterise(dot, 16))
     with pytest.raises(UserError, match="neither a viewBox nor a size"):
         drawings.rasterise("<svg></svg>", 16)
-    with pytest.raises(UserError, match="no SVG document"):
+    with pytest.raises(UserError, match="not an SVG document"):
         drawings.rasterise("hello", 16)
 
 
@@ -257,6 +258,23 @@ def test_the_training_pairs_as_a_table_and_pictures(registry, tmp_path, monkeypa
     assert pictures == [sample.files["png"] for sample in trained] and len({row["filepath"] for row in rows}) == len(
         rows
     )
+
+
+@pytest.mark.slow(reason="every command of the page, on 80 pairs: a minute and a half")
+@pytest.mark.timeout(600)
+def test_the_quick_start_runs_as_its_page_stands(registry, tmp_path):
+    folder = tmp_path / "folder"
+    prepare_drawn(EMOJI, folder / "data" / "emoji", px=16, held_out_per_source=1, vocab_size=300)
+    count = write_pairs(EMOJI, folder / "data" / "emoji", folder / "pairs")
+    first = "python -m scripts.drawn emoji --out data/emoji --pairs pairs"
+    few = {first: f"echo '{count} pairs are in pairs/pairs.csv'", "--batch-size 32": "--batch-size 2"}
+    row = "pictures/noto/noto-1f401.png,mouse2 (Animals & Nature),noto"
+    hit = "  1  0.726  test/0.tar/2db122b442130bdbb55e3951\n            clock2 (Travel & Places)"
+    assert all(text in quickstart.PAGE.read_text() for text in (row, hit))
+    few |= {"--test-share 0.1": "--test-share 0.5", row: "...", hit: "..."}  # other pictures
+    quickstart.run(quickstart.PAGE, folder, few, tmp_path / "run.svg")
+    assert (folder / "found.html").is_file() and (folder / "exported" / "open_clip_config.json").is_file()
+    assert "epoch 10/10" in (tmp_path / "run.svg").read_text()
 
 
 # ------------------------------------------------------------------------------------------------ called again

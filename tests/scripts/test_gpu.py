@@ -22,7 +22,7 @@ def program(*lines: str) -> gpu.Part:
     return gpu.Part("part", ("-c", "\n".join(["import json, sys", "have = sys.argv[1:]", *lines]), "{have}"))
 
 
-def told(values: dict) -> str:
+def result_line(values: dict) -> str:
     return f"print('RESULT ' + {json.dumps(values)!r}, flush=True)"
 
 
@@ -34,16 +34,16 @@ def run(part: gpu.Part, file, seconds: float = 60.0) -> gpu.Results:
 
 def test_what_a_stopped_part_measured_is_kept_and_not_measured_again(tmp_path):
     file = tmp_path / "gpu-x.json"
-    stopped = run(program(told(FIRST), "import time; time.sleep(60)"), file, seconds=3.0).parts["part"]
+    stopped = run(program(result_line(FIRST), "import time; time.sleep(60)"), file, seconds=3.0).parts["part"]
     assert stopped["status"].startswith("stopped at its limit")
     assert stopped["results"] == {"one": {"value": 1.5}}
-    done = run(program("assert have == ['one'], have", told(SECOND)), file).parts["part"]
+    done = run(program("assert have == ['one'], have", result_line(SECOND)), file).parts["part"]
     assert done["status"] == "done" and list(done["results"]) == ["one", "two"]
     assert done["seconds"] >= stopped["seconds"]  # both calls' time, rounded
 
 
 def test_a_part_that_fails_says_how(tmp_path):
-    failed = run(program(told(FIRST), "sys.exit('no such kernel')"), tmp_path / "gpu-x.json").parts["part"]
+    failed = run(program(result_line(FIRST), "sys.exit('no such kernel')"), tmp_path / "gpu-x.json").parts["part"]
     assert failed["status"] == "ended with status 1" and "no such kernel" in failed["last_words"][-1]
     assert "no such kernel" in page({"part": failed})
     assert gpu.exit_status([failed]) == 1
@@ -68,7 +68,7 @@ def test_what_a_machine_lacks_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(gpu.EXPECTED, "no_such_module", "no-such-package")
     with pytest.raises(gpu.Stop, match=r"has no no-such-package; fetch .* --wheels DIR"):
         gpu.unpack_wheels(None, tmp_path / "site")
-    with pytest.raises(gpu.Stop, match="is no folder"):
+    with pytest.raises(gpu.Stop, match="is not a folder"):
         gpu.unpack_wheels(tmp_path / "nowhere", tmp_path / "site")
 
 

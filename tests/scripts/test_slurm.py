@@ -78,7 +78,7 @@ class StandIn:
 
     @property
     def calls(self) -> str:
-        """What was asked of SLURM and of Python, beside srun."""
+        """The calls of SLURM and Python besides srun."""
         file = self.folder / "calls"
         return file.read_text() if file.exists() else ""
 
@@ -140,7 +140,7 @@ def wait_for(condition: Callable[[], object], seconds: float, what: str, every: 
         time.sleep(every)
 
 
-# What a launcher does when it is told to stop: the ranks need a while to save.
+# A launcher that is asked to stop: the ranks need a while to save.
 SAVES_WHEN_TOLD = "trap 'sleep 1; exit 85' USR1; touch {folder}/started; while :; do sleep 0.1; done"
 
 

@@ -7,6 +7,7 @@ import gzip
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,18 +47,26 @@ def read(cache: ShardCache, server, number: int, notes: list[str] | None = None)
         return Path(path).read_bytes() if path is not None else None
 
 
+def wait_until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def original(server, number: int) -> bytes:
     return (server.folder / f"{number:05d}.tar").read_bytes()
 
 
 def test_a_shard_is_fetched_once_and_indexed(server, tmp_path):
     cache = ShardCache(str(tmp_path / "cache"), GIB)
-    with cache.borrowed(server.url("00000.tar?token=secret"), patient()) as path:
+    url = server.url("00000.tar?token=secret")
+    with cache.borrowed(url, patient()) as path:
         assert len(list(locate_samples(path))) == 10
         assert Path(path).parent.joinpath(FOLDER, f"{Path(path).name}.npz").is_file()
         index = open_index(path)
         assert isinstance(index, TarIndex) and len(index) == 10
-        with cache.borrowed(server.url("00000.tar?token=secret"), patient()) as again:
+        with cache.borrowed(url, patient()) as again:
             assert again == path and Path(path).read_bytes() == original(server, 0)
     assert len(server.requests["00000.tar"]) == 1
     assert not any("secret" in file.read_text() for file in (tmp_path / "cache/.about").iterdir())
@@ -134,10 +143,7 @@ def test_a_process_that_dies_while_it_fetches_leaves_nothing_in_the_way(server, 
     server.faults["00000.tar"] = ["drip:100000"]
     child = FORK.Process(target=_borrow, args=(cache, server.url("00000.tar"), FORK.Barrier(1), FORK.Queue()))
     child.start()
-    deadline = time.monotonic() + 30
-    while not any(path.stat().st_size for path in folder.glob("*.part")):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: any(path.stat().st_size for path in folder.glob("*.part")))
     waiting = cache.borrowed(server.url("00000.tar"), patient(most_seconds=0.3))
     with pytest.raises(StalledShard, match="another process has been fetching it for 0.3 s"):
         waiting.__enter__()
@@ -193,10 +199,7 @@ def test_shards_are_fetched_ahead(server, tmp_path):
     server.faults["00000.tar"] = ["503"]  # the thread does not retry
     for number in (0, 1, 2):
         ahead.want(server.url(f"{number:05d}.tar"))
-    deadline = time.monotonic() + 30
-    while len(list((tmp_path / "cache").glob("*.tar"))) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: len(list((tmp_path / "cache").glob("*.tar"))) >= 2)
     ahead.close()
     for number in (0, 1, 2):
         assert read(cache, server, number) == original(server, number)

@@ -210,11 +210,7 @@ def test_shards_on_the_hugging_face_hub(monkeypatch, url, path):
     """Asked for with the user's token, which goes to the hub alone and not to the host that it redirects to."""
     hub = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    place = f"http://127.0.0.1:{hub.server_address[1]}"
-    monkeypatch.setattr(
-        "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
-        f"{place}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
-    )
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_address[1]}")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     try:
         check_openable(url)

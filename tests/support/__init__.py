@@ -1,4 +1,4 @@
-"""What several tests share: small sources and models, references, a hostile server, programs that tests start."""
+"""Shared parts of tests: small sources and models, references, a hostile server, programs that tests start."""
 
 from pathlib import Path
 

@@ -37,7 +37,10 @@ class DenseLoss(nn.Module):
         """One loss for each text of the images, summed."""
         ids, teachers, losses = targets.pop("ids", None), targets.pop("teacher_features", ()), []
         for number, texts in enumerate(text_features.chunk(texts_per_image)):
-            own_ids = ids and {**ids, "caption": ids["caption"].chunk(texts_per_image)[number]}
+            own_ids = ids and {
+                name: values.chunk(texts_per_image)[number] if name == "caption" else values
+                for name, values in ids.items()
+            }
             own = [(images, of_texts.chunk(texts_per_image)[number]) for images, of_texts in teachers]
             losses.append(self._of_pairs(image_features, texts, logit_scale, logit_bias, own_ids, own, **targets))
         return {"contrastive_loss": sum(losses)} if output_dict else sum(losses)

@@ -1,4 +1,4 @@
-"""What decoupled gradient accumulation is measured against: tiny real towers, and the same gradient from one graph.
+"""The reference for decoupled gradient accumulation: tiny real towers, and the same gradient from one graph.
 
 Shapes: `B` micro-batch, `K` micro-batches, `D` embedding width 16. Error of a parameter's gradient g against g_ref:
 |g - g_ref| / max(|g_ref|, 1e-6 * norm of all gradients), the largest over parameters (BERT's key biases have a true
@@ -20,11 +20,13 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig
 
+from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from support.dense_loss import set_by_set
 from support.tiny_clip import bert_text
 
 # From ARCHITECTURE, invariant 1.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-5}
+FEATURES = ("image_features", "text_features")
 CONTEXT = 12
 VOCABULARY = 64
 
@@ -105,11 +107,10 @@ def one_graph(
         if prepare is not None:
             images, texts = prepare(images, texts)
         with autocast():
-            outputs.append(model(images, texts))
-    features = {
-        "image_features": torch.cat([output["image_features"] for output in outputs]),
-        "text_features": set_by_set([output["text_features"] for output in outputs], texts_per_image),
-    }
+            found = model(images, texts)
+        outputs.append(found if isinstance(found, dict) else dict(zip(FEATURES, found, strict=True)))
+    sides = [[output[name] for output in outputs] for name in FEATURES]
+    features = dict(zip(FEATURES, (torch.cat(sides[0]), set_by_set(sides[1], texts_per_image)), strict=True))
     if texts_per_image > 1:
         loss_inputs["texts_per_image"] = texts_per_image
     features = {name: value.to(torch.promote_types(value.dtype, torch.float32)) for name, value in features.items()}
@@ -131,3 +132,28 @@ def errors(found: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, 
         name: ((found[name].double() - g.double()).norm() / max(g.double().norm().item(), 1e-6 * total)).item()
         for name, g in reference.items()
     }
+
+
+SEED = 5
+
+
+def reference(model: nn.Module, loss: Callable[..., Any], micro_batches: Sequence[Any], **options: Any) -> Any:
+    """`one_graph` from the seed."""
+    torch.manual_seed(SEED)
+    return one_graph(model, loss, micro_batches, **options)
+
+
+def accumulated(
+    model: nn.Module,
+    loss: Callable[..., Any],
+    micro_batches: Sequence[Any],
+    *,
+    prepare: Callable[..., Any] | None = None,
+    loss_inputs: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Losses and gradients of one decoupled step from the seed."""
+    torch.manual_seed(SEED)
+    step = DecoupledGradientAccumulation(model, loss, **options)
+    losses = step.backward(micro_batches, prepare=prepare, **(loss_inputs or {}))
+    return losses, gradients(model)

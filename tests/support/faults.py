@@ -1,4 +1,4 @@
-"""What may befall a training process in one of its optimizer steps, by name; `forking_training.py` installs them."""
+"""Faults of a training process in one of its optimizer steps, by name; `forking_training.py` installs them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _killed_after_the_first_step() -> None:
 
 
 def _auto_keeps(graphs: int) -> Callable[[], None]:
-    """The memory is such that `--dga-retain auto` would decide for so many graphs."""
+    """Memory for which `--dga-retain auto` decides to keep this number of graphs."""
 
     def install() -> None:
         Retention._fitting = lambda self, size: graphs

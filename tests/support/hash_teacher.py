@@ -34,6 +34,7 @@ class HashModel(torch.nn.Module):
     def __init__(self, salt: int) -> None:
         super().__init__()
         self.salt = torch.nn.Parameter(torch.tensor(float(salt)))
+        self.logit_scale = torch.nn.Parameter(torch.zeros(()))
         self.pictures = 0
 
     def encode_image(self, images: torch.Tensor) -> torch.Tensor:

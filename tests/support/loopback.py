@@ -1,4 +1,4 @@
-"""What the tests' web servers share: they answer on loopback, in threads, until their block ends."""
+"""The base of the tests' web servers, which answer on loopback, in threads, until their block ends."""
 
 from __future__ import annotations
 

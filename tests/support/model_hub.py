@@ -11,7 +11,7 @@ from support.loopback import Handler, Server, serving
 
 
 class ModelHub(Server):
-    """What the hub holds: {repository: {file: content}} and the number of commits. `fault` names what goes wrong next."""
+    """The repositories {repository: {file: content}} and the number of commits. `fault` names what goes wrong next."""
 
     def __init__(self) -> None:
         super().__init__(_Handler)

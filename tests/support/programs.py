@@ -22,7 +22,7 @@ COMMON = ["--model", "tiny", "--device", "cpu", "--precision", "fp32", "--log-ev
 
 
 def torchrun(ranks: int) -> list[str]:
-    """What stands between Python and a program that is to run in so many processes; nothing for one."""
+    """The arguments after Python that start a program in this number of processes; none for one."""
     return [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
 
 

@@ -1,4 +1,4 @@
-"""A web server on loopback that serves a folder of shards and misbehaves as told; it can be killed and come back."""
+"""A web server on loopback that serves a folder of shards and misbehaves on request; it can be killed and come back."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import open_clip
+import pytest
 import torch
 from PIL import Image
 from tokenizers import Tokenizer
@@ -19,7 +20,6 @@ from tokenizers.trainers import BpeTrainer
 from transformers import (
     BertConfig,
     BertTokenizer,
-    ModernBertConfig,
     PreTrainedTokenizerFast,
     XLMRobertaConfig,
     XLMRobertaTokenizer,
@@ -43,7 +43,7 @@ def write_bert(folder: Path, *, words: list[str] = WORDS, width: int = 32) -> Pa
     vocab += [f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"]
     vocab = list(dict.fromkeys(vocab))
     (folder / "vocab.txt").write_text("\n".join(vocab) + "\n", encoding="utf-8")
-    BertTokenizer(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
+    BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
     BertConfig(vocab_size=len(vocab), **_sizes(width), max_position_embeddings=32).save_pretrained(folder)
     return folder
 
@@ -63,6 +63,7 @@ def write_xlm_roberta(folder: Path, *, words: list[str] = WORDS, width: int = 32
 
 def write_modernbert(folder: Path, *, words: list[str] = WORDS, width: int = 32, dropout: float = 0.1) -> Path:
     """A folder as `from_pretrained` reads it: ModernBERT's config, layers of both kinds, a byte-level BPE, no weights."""
+    modern = pytest.importorskip("transformers.models.modernbert", reason="transformers before 4.48 has no ModernBERT")
     special = ["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"]
     bpe = Tokenizer(BPE())
     bpe.pre_tokenizer, bpe.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
@@ -76,7 +77,7 @@ def write_modernbert(folder: Path, *, words: list[str] = WORDS, width: int = 32,
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, model_max_length=8192, **names)
     tokenizer.save_pretrained(folder)
     ids = {name: getattr(tokenizer, f"{name}_id") for name in ("pad_token", "cls_token", "sep_token")}
-    ModernBertConfig(
+    modern.ModernBertConfig(
         vocab_size=len(tokenizer), hidden_size=width, intermediate_size=48, num_attention_heads=2,
         num_hidden_layers=4,  # all tokens, window, window, all tokens
         max_position_embeddings=128, local_attention=8,  # 4 tokens to either side
@@ -124,7 +125,7 @@ def random_model(name: str, *, seed: int = 0, **forced: object) -> torch.nn.Modu
 
 
 def write_run(folder: Path, weights: torch.nn.Module, params: dict[str, object], *, prefix: str = "") -> Path:
-    """What open_clip's main leaves of a run: params.txt and checkpoints/epoch_1.pt with an optimizer's state."""
+    """Write a run's folder as open_clip's main does: params.txt and checkpoints/epoch_1.pt with an optimizer's state."""
     (folder / "checkpoints").mkdir(parents=True)
     lines = "".join(f"{key}: {value}\n" for key, value in sorted(params.items()))
     (folder / "params.txt").write_text(lines, encoding="utf-8")

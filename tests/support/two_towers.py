@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
+from functools import partial
+
 import open_clip
 import torch
 from open_clip.loss import ClipLoss
 from torch import nn
 from torch.nn.functional import normalize
+from transformers import BatchEncoding
 
 from open_clip_zerovl.losses import ContrastiveLoss
-from support.dga_reference import CONTEXT, VOCABULARY, bert_clip
+from support.dga_reference import CONTEXT, FEATURES, VOCABULARY, batches, bert_clip, vit
 
 
 class TextText(nn.Module):
@@ -114,7 +118,7 @@ def noisy(image_features, text_features, logit_scale, output_dict):
 
 
 class LoRA(nn.Module):
-    """What peft puts in place of a linear layer: the frozen layer, and a dropout and two thin matrices beside it."""
+    """The layer that peft puts in place of a linear one: the frozen layer, and a dropout and two thin matrices beside it."""
 
     def __init__(self, layer, rank=2):
         super().__init__()
@@ -140,3 +144,131 @@ def lora_on(towers):
         for block in model.visual.transformer.resblocks:
             block.mlp.c_fc = LoRA(block.mlp.c_fc)
     return model
+
+
+class Own(nn.Module):
+    """Towers that are not open_clip's, with dropout and a temperature of shape (1,)."""
+
+    def __init__(self):
+        super().__init__()
+        self.image = nn.Sequential(nn.Flatten(), nn.Dropout(0.2), nn.Linear(3 * 32 * 32, 8))
+        self.text = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Dropout(0.2))
+        self.scale = nn.Parameter(torch.tensor([2.0]))
+
+    def forward(self, image, text):
+        return {
+            "image_features": normalize(self.image(image), dim=-1),
+            "text_features": normalize(self.text(text).mean(1), dim=-1),
+            "logit_scale": self.scale.exp(),
+        }
+
+
+class Tied(nn.Module):
+    """One table of tokens for both sides, one of which is frozen but for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = TextText(), TextText()
+        self.right.embedding.weight = self.left.embedding.weight
+        self.right.out.requires_grad_(False)
+
+    def forward(self, left, right):
+        return self.left.encode(left), self.right.encode(right)
+
+
+class ImageImage(nn.Module):
+    """One tower with batch norm for both sides."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 4, 8, 8), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 8),
+            nn.BatchNorm1d(8, momentum=None),
+        )  # fmt: skip
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, left, right):
+        sides = (normalize(self.body(side), dim=-1) for side in (left, right))
+        return dict(zip(FEATURES, sides, strict=True), logit_scale=self.scale.exp())
+
+
+def image_batches(sizes):
+    generator = torch.Generator().manual_seed(0)
+    return [tuple(torch.randn(2, n, 3, 32, 32, generator=generator, dtype=torch.float64)) for n in sizes]
+
+
+def stock_clip():
+    text = {"context_length": CONTEXT, "vocab_size": VOCABULARY, "width": 32, "heads": 2, "layers": 1}
+    return seeded(lambda: open_clip.CLIP(16, vit(), text, output_dict=True))
+
+
+def with_frozen(part, make=bert_clip):
+    """The model with a module or parameter of that name frozen."""
+    model = make()
+    (dict(model.named_modules()) | dict(model.named_parameters()))[part].requires_grad_(False)
+    return model
+
+
+def with_checkpointing():
+    model = bert_clip()
+    model.set_grad_checkpointing()
+    return model
+
+
+def norm_in_eval():
+    model = seeded(ImageImage)
+    model.body[1].eval()
+    return model
+
+
+# The scale of a loss for models that return a pair of features.
+FIXED_SCALE = {"logit_scale": torch.tensor(9.0)}
+Tokens = namedtuple("Tokens", "ids mask")
+
+
+def masked(ids):
+    return {"input_ids": ids, "attention_mask": (ids > 9).long()}
+
+
+# How a side's tokens may be given: (the tower's way to them, their form).
+FORMS = {
+    "tensor": (lambda side: side, lambda ids: ids),
+    "dict": (lambda side: side["input_ids"] * side["attention_mask"], masked),
+    "BatchEncoding": (lambda side: side.input_ids * side["attention_mask"], lambda ids: BatchEncoding(masked(ids))),
+    "tuple": (lambda side: side[0] * side[1], lambda ids: (ids, (ids > 9).long())),
+    "named tuple": (lambda side: side.ids * side.mask, lambda ids: Tokens(ids, (ids > 9).long())),
+    "nested": (lambda side: side["tokens"][0], lambda ids: {"tokens": [ids]}),
+}
+
+
+def text_text(form, pair):
+    tokens, wrap = FORMS[form]
+    return lambda: seeded(lambda: TextText(tokens, pair=pair)), lambda sizes: token_batches(sizes, wrap)
+
+
+# name -> (makes the model, makes micro-batches of these sizes)
+MODELS = {
+    "ViT and BERT": (bert_clip, batches),
+    "with a bias": (partial(bert_clip, bias=True), batches),
+    "checkpointing": (with_checkpointing, batches),
+    "open_clip.CLIP": (stock_clip, batches),
+    "not open_clip's": (lambda: seeded(Own), batches),
+    **{
+        f"frozen {part}": (partial(with_frozen, part), batches)
+        for part in ("visual", "text", "text.proj", "logit_scale")
+    },
+    "adapter in encode_image": (adapter_in_encode_image, batches),
+    "adapter in a hook": (adapter_in_a_hook, batches),
+    "shared projection": (shared_projection, batches),
+    "LoRA in the text tower": (partial(lora_on, ["text"]), batches),
+    "LoRA in both towers": (partial(lora_on, ["text", "image"]), batches),
+    "tied embeddings": (lambda: seeded(Tied), token_batches),
+    "two images": (lambda: seeded(ImageImage), image_batches),
+    "two images, norm in eval": (norm_in_eval, image_batches),
+    **{f"two texts, {form}, {pair=}": text_text(form, pair) for form in FORMS for pair in (False, True)},
+}
+
+
+def loss_for(model, loss):
+    """The loss, with a scale of its own if the model has none."""
+    return partial(loss, **FIXED_SCALE) if isinstance(model, Tied) or getattr(model, "pair", False) else loss

@@ -30,7 +30,7 @@ from training.checkpointing import StepCheckpoints, damage_of, newest_whole, rem
 from training.console import Console
 from training.params import parse
 from training.resume import Position
-from training.run import Run, lock_folder
+from training.run import LOCK, Run, lock_folder
 from training.stopping import Preemption
 from training.train import Trainer
 
@@ -227,6 +227,7 @@ def held(tmp_path):
     holder = os.fork()
     if holder == 0:
         lock_folder(folder)
+        (folder / LOCK).read_bytes()  # as open_clip's remote sync does, with fsspec
         os.write(done, b"x")
         os.read(os.pipe()[0], 1)  # waits for ever
 

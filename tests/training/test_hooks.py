@@ -22,7 +22,7 @@ from training.params import parse
 
 
 def main_with(line, *, without: str = "", unused: str = "", other: str = "") -> ModuleType:
-    """A stand-in for open_clip_train.main whose globals are the line's seams, with one thing wrong."""
+    """A stand-in for open_clip_train.main whose globals are the line's hooks, with one thing wrong."""
     module = ModuleType("open_clip_train.main")
     lines = []
     for name, parameters in line.NAMES.items():

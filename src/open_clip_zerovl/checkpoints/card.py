@@ -65,17 +65,17 @@ class ModelCard:
     """The contents of a card.
 
     Attributes:
-        weights: of the model.
+        weights: the model's.
         origin: a sentence that says where the weights come from.
         params: arguments of the run, by name.
         metrics: by name: `SET_image_to_text_R@1` ... `SET_rsum` become a table, others a list.
         notes: sentences for the end.
         library: the one that the folder is for, of `open_clip` and `transformers`.
-        licence: as a hub names it, such as `mit`.
+        licence: a hub's name of it, such as `mit`.
         title, body: of another card of the model, which replace what params, metrics and notes would give.
 
     Raises:
-        UserError: a licence that is no name.
+        UserError: a licence that is not a name.
     """
 
     spec: ModelSpec
@@ -92,7 +92,7 @@ class ModelCard:
     def __post_init__(self) -> None:
         if self.licence is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.+_-]*", self.licence):
             raise UserError(
-                f"the licence '{self.licence}' is no name as a hub takes it; give one such as mit, apache-2.0, cc-by-4.0"
+                f"the licence '{self.licence}' is not a name that a hub takes; give one such as mit, apache-2.0, cc-by-4.0"
             )
 
     def text(self, *, needs_import: bool = False, trainable: bool = True) -> str:

@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from open_clip_zerovl.checkpoints.card import ModelCard
-from open_clip_zerovl.checkpoints.export import check_destination, export_local_dir, write_local_dir
+from open_clip_zerovl.checkpoints.export import PROBE_TEXTS, check_destination, export_local_dir, write_local_dir
 from open_clip_zerovl.checkpoints.layouts import as_native_vit, native_vision_config, resample_positions
 from open_clip_zerovl.checkpoints.spec import ModelSpec, read_params
 from open_clip_zerovl.checkpoints.weights import read_state_dict
@@ -103,7 +103,7 @@ def convert_checkpoint(
     """Writes a checkpoint as a folder that stock open_clip loads, see `export_local_dir`.
 
     Args:
-        checkpoint: of the paper's released code, or of open_clip's training. With a `params.txt` beside the latter
+        checkpoint: a file of the paper's released code or of open_clip's training. With a `params.txt` beside the latter
             `image_model` and `text_model` are not needed.
         out_dir: the folder to make.
         image_model: the timm ViT (`vit_base_patch16_224.augreg_in21k`), or a model of open_clip that has one.
@@ -142,7 +142,9 @@ def convert_checkpoint(
     trained_side, patch = _trained_side(encoder.image, checkpoint)
     side = image_size or trained_side
     if side % patch:
-        raise UserError(f"--image-size {side} is no multiple of the patches' {patch} px; give {side // patch * patch}")
+        raise UserError(
+            f"--image-size {side} is not a multiple of the patches' {patch} px; give {side // patch * patch}"
+        )
     placed, vision_cfg = _placed(_at_size(encoder, side // patch), trunk, timm_name, side, checkpoint)
 
     text_folder = Path(text_model).expanduser()
@@ -187,7 +189,7 @@ def _spec(
 
 
 def _notes(encoder: DualEncoder, trained_side: int, side: int, normalization: str) -> list[str]:
-    """What the card says of the conversion."""
+    """The card's sentences on the conversion."""
     mean, std = NORMALIZATIONS[normalization]
     notes = [
         f"Images are normalised with mean {mean} and standard deviation {std}, as was asked for (`{normalization}`).",
@@ -277,14 +279,14 @@ def _timm_skeleton(image_model: str) -> tuple[timm.models.VisionTransformer, str
     with torch.device("meta"):
         trunk = timm.create_model(name, pretrained=False, num_classes=0)
     if not isinstance(trunk, timm.models.VisionTransformer) or trunk.cls_token is None:
-        raise UserError(f"'{name}' is no ViT with a class token, the only image tower that the paper released")
+        raise UserError(f"'{name}' is not a ViT with a class token, the only image tower that the paper released")
     return trunk, name
 
 
 def _trained_side(image: dict[str, Tensor], checkpoint: Path) -> tuple[int, int]:
     """Side in pixels of the images that the position embedding was made for, and of a patch."""
     if "pos_embed" not in image or "patch_embed.proj.weight" not in image:
-        raise UserError(f"the image tower of {checkpoint} has no pos_embed or patch_embed: it is no ViT of timm")
+        raise UserError(f"the image tower of {checkpoint} has no pos_embed or patch_embed: it is not a ViT of timm")
     patches, patch = image["pos_embed"].shape[1] - 1, image["patch_embed.proj.weight"].shape[-1]
     grid = math.isqrt(patches)
     if grid * grid != patches:
@@ -312,7 +314,7 @@ def _placed(
     )
     if wrong:
         raise UserError(
-            f"the image tower of {checkpoint} is no {timm_name}: {len(wrong)} tensors differ ({wrong[0]} ...)"
+            f"the image tower of {checkpoint} is not a {timm_name}: {len(wrong)} tensors differ ({wrong[0]} ...)"
         )
     placed = {f"text.transformer.{key}": tensor for key, tensor in encoder.text.items()}
     placed |= {"text.proj.weight": encoder.text_projection, "logit_scale": encoder.logit_scale}
@@ -339,7 +341,6 @@ def _placed(
 # ---------------------------------------------------------------------------------------------------------------------
 
 Encode = Callable[[Tensor], Tensor]
-_PROBE_TEXTS = ["a photo of a cat", "two dogs on a street, one of them brown", "x", "one two three four " * 20]
 
 
 def _own_towers(encoder: DualEncoder, timm_name: str, side: int, text_source: str) -> tuple[Encode, Encode]:
@@ -375,7 +376,7 @@ def _compare(folder: Path, image_tower: Encode, text_tower: Encode, tokenizer: C
     size = model.visual.image_size
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
     images = torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(0))
-    tokens = tokenizer(_PROBE_TEXTS)
+    tokens = tokenizer(PROBE_TEXTS)
     with torch.no_grad():
         for name, ours, theirs in (
             ("image", model.encode_image(images), image_tower(images)),

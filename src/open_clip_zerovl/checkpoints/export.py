@@ -1,6 +1,6 @@
 """Export: a training checkpoint as a `local-dir:` folder that open_clip opens without this package.
 
-A model with ModernBERT is the exception: open_clip 3.3 needs this package's import to build it (`import_sentence`).
+A model with ModernBERT is the exception: open_clip 3.3 needs this package's import to build it (`loading_notes`).
 
     open_clip_config.json         model_cfg (complete) and preprocess_cfg
     open_clip_model.safetensors   the weights, under open_clip's own names
@@ -9,7 +9,7 @@ A model with ModernBERT is the exception: open_clip 3.3 needs this package's imp
     README.md                     the model card: how to load it, recipe, sources, metrics (`card`)
 
 open_clip looks for the tokenizer in the folder, but for the text tower at `text_cfg.hf_model_name`. The export writes its
-absolute path there: after moving the folder, export again or edit that line (`relocation_note`).
+absolute path there: after moving the folder, export again or edit that line (`loading_notes`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
@@ -69,7 +68,7 @@ def export_local_dir(
         model, text_model: see `read_model_spec`; by default what the run's `params.txt` says.
         precision: `fp32`, `fp16` or `bf16` for the stored weights; None keeps the checkpoint's.
         licence: for the model card, as a hub names it (`mit`, `cc-by-4.0`).
-        force: replaces an earlier export in `out_dir`. A folder that is no export is never changed.
+        force: replaces an earlier export in `out_dir`. A folder that is not an export is never changed.
 
     Returns:
         The absolute path of the folder.
@@ -102,8 +101,8 @@ def write_local_dir(
     """Writes the folder of `export_local_dir` from weights under open_clip's names and a description of their model.
 
     Args:
-        origin: what the weights came from, for messages.
-        card: of the model.
+        origin: the weights' source, for messages.
+        card: the model card.
         beside: further files of the folder, name -> content.
 
     Raises:
@@ -114,16 +113,11 @@ def write_local_dir(
     check_destination(final, force)
     log.info("building %s and comparing its tensors with the checkpoint's", spec.name)
     built, tokenizer = assemble(Path(origin), spec, weights)
-    if precision is not None:
-        dtype = PRECISIONS[precision]
-        weights = {k: stored_as(k, v, dtype) for k, v in weights.items()}
-
+    dtype = None if precision is None else PRECISIONS[precision]
+    weights = {name: stored_as(name, tensor, dtype) for name, tensor in weights.items()}
     log.info("writing %.0f MB of weights", sum(tensor.nbytes for tensor in weights.values()) / 1e6)
     with new_folder(final) as folder:
-        # Cloned, since safetensors refuses shared storage (tied weights) and a memory-mapped checkpoint should not stay open.
-        save_file(
-            {k: v.clone().contiguous() for k, v in weights.items()}, folder / WEIGHTS_FILE, metadata={"format": "pt"}
-        )
+        save_weights(weights, folder / WEIGHTS_FILE)
         if spec.text_source is not None:
             built.text.config.save_pretrained(folder)
         if isinstance(tokenizer, HFTokenizer):
@@ -134,8 +128,6 @@ def write_local_dir(
         log.info("loading the folder with open_clip and comparing every tensor")
         _verify(folder, weights, tokenizer, spec)
         write_config(folder, _pointing_at(final, spec), preprocess_cfg)
-        # safetensors makes files that only their owner may read.
-        shutil.copymode(folder / CONFIG_FILE, folder / WEIGHTS_FILE)
         text = card.text(needs_import=is_registered_here(built))
         for name, content in {CARD_FILE: text, **(beside or {})}.items():
             (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
@@ -144,26 +136,17 @@ def write_local_dir(
 
 
 def loading_notes(folder: str | os.PathLike[str], *, moved: bool = True) -> list[str]:
-    """What a person who loads an exported folder has to know: an import before it, and what to do after it was `moved`."""
-    return [note for note in (import_sentence(folder), relocation_note(folder) if moved else None) if note]
-
-
-def import_sentence(folder: str | os.PathLike[str]) -> str | None:
-    """A sentence that says which import open_clip needs before it loads an exported folder; None where it needs none."""
-    file = Path(folder) / "config.json"  # the text tower's
-    return import_note(json.loads(file.read_text(encoding="utf-8")).get("model_type")) if file.is_file() else None
-
-
-def relocation_note(folder: str | os.PathLike[str]) -> str | None:
-    """A sentence that says what to do after moving an exported folder; None where nothing is needed (CLIP's own text tower)."""
-    config = read_config(Path(folder))
-    if not config["model_cfg"]["text_cfg"].get("hf_model_name"):
-        return None
-    return (
-        f"open_clip looks for the text tower at the absolute path in {CONFIG_FILE}: after moving {folder}, export it "
-        "again or set model_cfg.text_cfg.hf_model_name there to its new path (before a hub: to the hub's name of the "
-        "text tower)."
-    )
+    """Sentences for the person who loads an exported folder: the import before it, and the remedy after it was `moved`."""
+    tower = Path(folder) / "config.json"  # of a Hugging Face text tower
+    needed = import_note(json.loads(tower.read_text(encoding="utf-8")).get("model_type")) if tower.is_file() else None
+    notes = [] if needed is None else [needed]
+    if moved and read_config(Path(folder))["model_cfg"]["text_cfg"].get("hf_model_name"):
+        notes.append(
+            f"open_clip looks for the text tower at the absolute path in {CONFIG_FILE}: after moving {folder}, export it "
+            "again or set model_cfg.text_cfg.hf_model_name there to its new path (before a hub: to the hub's name of the "
+            "text tower)."
+        )
+    return notes
 
 
 @contextlib.contextmanager
@@ -195,9 +178,18 @@ def check_precision(precision: str | None) -> None:
         raise UserError(f"precision '{precision}' is not one of {', '.join(PRECISIONS)}")
 
 
-def stored_as(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight in the dtype of the stored file. UserError for a finite one that is too large for it."""
-    if not tensor.is_floating_point():
+def save_weights(weights: Mapping[str, Tensor], file: Path) -> None:
+    """Write a safetensors file with the permissions of any new file."""
+    file.touch()
+    mode = file.stat().st_mode  # safetensors makes files that only their owner may read
+    # Cloned, since safetensors refuses shared storage (tied weights) and a memory-mapped checkpoint should not stay open.
+    save_file({name: tensor.clone().contiguous() for name, tensor in weights.items()}, file, metadata={"format": "pt"})
+    file.chmod(mode)
+
+
+def stored_as(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A weight in the dtype of the stored file (None: its own). UserError for a finite one that is too large for it."""
+    if dtype is None or not tensor.is_floating_point():
         return tensor
     stored = tensor.to(dtype)
     if bool(tensor.isfinite().all()) and not bool(stored.isfinite().all()):
@@ -218,7 +210,7 @@ def check_destination(
     if not final.exists() or (final.is_dir() and not any(final.iterdir())):
         return
     if not final.is_dir() or not is_export(final):
-        raise UserError(f"{final} exists and is no earlier {kind}: choose another folder")
+        raise UserError(f"{final} exists and is not an earlier {kind}: choose another folder")
     if not force:
         raise UserError(f"{final} already holds an export: choose another folder, or replace it with --force")
 
@@ -233,7 +225,7 @@ def _pointing_at(folder: Path, spec: ModelSpec) -> dict[str, Any]:
 
 
 def _name_tokenizer_for_both(file: Path) -> None:
-    """Of a tokenizer without a class of its own: transformers 5 writes a name that 4 does not know; both know the older."""
+    """Replace the class name that transformers 5 writes for a tokenizer without a class of its own by one that 4 knows, too."""
     settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"

@@ -26,15 +26,15 @@ _WRITE = "make one with the right to write at the hub's settings, and give it by
 
 
 def check_hub(repo: str) -> None:
-    """Before the work: is the name one, is there a token, does the hub answer and know it, may it write.
+    """Check a push before the work: the name, the token, whether the hub answers, and the right to write.
 
     Raises:
-        UserError: one of them is not so, with what to do.
+        UserError: one of them is wrong; the sentence says what to do.
     """
     from huggingface_hub import HfApi, get_token
 
     if not _NAME.fullmatch(repo) or "--" in repo or ".." in repo:
-        raise UserError(f"'{repo}' is no name of a repository on a hub: give NAMESPACE/NAME")
+        raise UserError(f"'{repo}' is not the name of a repository on a hub: give NAMESPACE/NAME")
     if not get_token():
         raise UserError(f"there is no token for the hub, so {repo} cannot be written: {_WRITE}")
     known = _asked(lambda: HfApi().whoami(), repo)
@@ -48,7 +48,7 @@ def push_folder(folder: Path, repo: str, *, private: bool = False) -> str:
     Files of the repository that the folder does not have are kept; a card that is there is replaced (its history keeps it).
 
     Args:
-        folder: what `export_local_dir` or `export_transformers` wrote.
+        folder: written by `export_local_dir` or `export_transformers`.
         repo: NAMESPACE/NAME, or a name alone for the token's owner.
         private: for a repository that is made.
 
@@ -78,7 +78,7 @@ def push_folder(folder: Path, repo: str, *, private: bool = False) -> str:
 
 
 def _for_repository(folder: Path, repo: str) -> dict[str, bytes]:
-    """The files that are others in the repository than in the folder."""
+    """The files whose content differs between the repository and the folder."""
     changed = {}
     if (folder / CARD_FILE).is_file():
         card = (folder / CARD_FILE).read_text(encoding="utf-8")
@@ -95,7 +95,7 @@ def _for_repository(folder: Path, repo: str) -> dict[str, bytes]:
 
 
 def _holds(entry: object, content: bytes | None, path: Path) -> bool:
-    """Whether an entry of the hub's tree is this content, or else this file."""
+    """Whether an entry of the hub's tree has this content; None: that of the file."""
     size = len(content) if content is not None else path.stat().st_size
     if entry is None or getattr(entry, "size", None) != size:
         return False
@@ -111,7 +111,7 @@ def _holds(entry: object, content: bytes | None, path: Path) -> bool:
 
 
 def _asked(question: Callable[[], _Answer], repo: str) -> _Answer:
-    """The hub's answer. UserError for one that is an error, or none."""
+    """The hub's answer. UserError for an error, or if the hub cannot be reached."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     # Before huggingface_hub 1.0 requests' errors, since then httpx's; RuntimeError: of its uploader.
@@ -119,7 +119,7 @@ def _asked(question: Callable[[], _Answer], repo: str) -> _Answer:
     try:
         return question()
     except HFValidationError as error:
-        raise UserError(f"'{repo}' is no name of a repository on a hub ({first_line(error)})") from error
+        raise UserError(f"'{repo}' is not the name of a repository on a hub ({first_line(error)})") from error
     except OfflineModeIsEnabled as error:
         raise UserError(f"HF_HUB_OFFLINE forbids to push {repo}: unset it, or leave --push-to-hub out") from error
     except HfHubHTTPError as error:

@@ -167,7 +167,9 @@ def load_model(
     if model_name or text_model:
         if kind == "name":
             _name_and_tag(text)  # the error for a path that leads nowhere
-        raise UserError(f"a model name or a text tower goes with a training checkpoint, but '{text}' is no such file")
+        raise UserError(
+            f"a model name or a text tower goes with a training checkpoint, but '{text}' is not such a file"
+        )
     if kind == "folder":
         check_local_dir(path)
         # Without weights open_clip would go on with random ones.
@@ -182,7 +184,7 @@ def load_model(
         raise
     except pickle.UnpicklingError as error:
         raise UserError(
-            f"the weights of {text} are no plain file of tensors and were refused, since loading them could run code: "
+            f"the weights of {text} are not a plain file of tensors and were refused, since loading them could run code: "
             f"{unpickling_reason(error)}"
         ) from error
     except UNBUILDABLE as error:
@@ -212,7 +214,7 @@ def spec_of(
 
 
 def _kind_of(name_or_path: str | os.PathLike[str]) -> tuple[str, str, Path]:
-    """Which kind of model a name means ("checkpoint", "folder", "hub" or "name"), the name, and the name as a path."""
+    """The kind of model that a name means ("checkpoint", "folder", "hub" or "name"), the name, and the name as a path."""
     text = os.fspath(name_or_path)
     path = Path(text.removeprefix(LOCAL_DIR)).expanduser()
     if text.startswith(LOCAL_DIR) or path.is_dir():
@@ -227,7 +229,7 @@ class Encoder(EncoderFlags):
     """A model that encodes pictures and captions, and the settings of its loader.
 
     Attributes:
-        model: what `load_model` takes: an exported folder, a checkpoint, `NAME/pretrained`.
+        model: as for `load_model`: an exported folder, a checkpoint, `NAME/pretrained`.
     """
 
     model: str

@@ -30,7 +30,7 @@ MODEL_ENTRY = "model_config"  # of a checkpoint: the config of a model that is t
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What stock open_clip needs to rebuild a model, besides the weights."""
+    """The configs from which stock open_clip rebuilds a model; the weights come beside them."""
 
     name: str
     model_cfg: dict[str, Any]

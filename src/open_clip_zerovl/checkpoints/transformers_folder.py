@@ -21,7 +21,6 @@ import copy
 import json
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ import torch
 import torch.nn.functional as F
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 from PIL import Image
-from safetensors.torch import save_file
 from torch import Tensor
 
 from open_clip_zerovl.checkpoints.card import CARD_FILE, ModelCard, folder_card, run_card
@@ -43,6 +41,7 @@ from open_clip_zerovl.checkpoints.export import (
     check_destination,
     check_precision,
     new_folder,
+    save_weights,
     stored_as,
 )
 from open_clip_zerovl.checkpoints.loading import assemble, evaluation_transform, load_model, spec_of
@@ -61,6 +60,7 @@ INFERENCE_ONLY = (
     "transformers' dual encoder has no text tower that gives the first token's state itself, so a pooler passes it on, and the "
     "first step of an optimizer would destroy it. To train the model further, take the export for open_clip."
 )
+WEIGHTS = "model.safetensors"
 MODEL_TYPES = ("clip", "vision-text-dual-encoder")
 # What a tokenizer's file says of how the tokenizer was loaded.
 _OF_THIS_MACHINE = ("is_local", "local_files_only", "name_or_path")
@@ -116,11 +116,14 @@ def export_transformers(
     with new_folder(final) as folder:
         _save_processor(folder, opened, config.model_type)
         config.save_pretrained(folder)
-        _save_weights(tensors, folder, torch.float32)
+        save_weights(
+            {name: stored_as(name, tensor, torch.float32) for name, tensor in tensors.items()}, folder / WEIGHTS
+        )
         log.info("loading the folder with transformers and comparing embeddings, tokens and pixels")
         _verify(folder, opened)
         if precision is not None:
-            _save_weights(tensors, folder, PRECISIONS[precision])
+            dtype = PRECISIONS[precision]
+            save_weights({name: stored_as(name, tensor, dtype) for name, tensor in tensors.items()}, folder / WEIGHTS)
         (folder / CARD_FILE).write_text(card.text(trainable=trainable), encoding="utf-8")
     log.info("wrote %s", final)
     if not trainable:
@@ -134,7 +137,7 @@ def is_transformers_folder(folder: Path) -> bool:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    whole = all((folder / name).is_file() for name in ("model.safetensors", "preprocessor_config.json", CARD_FILE))
+    whole = all((folder / name).is_file() for name in (WEIGHTS, "preprocessor_config.json", CARD_FILE))
     return whole and isinstance(config, dict) and config.get("model_type") in MODEL_TYPES
 
 
@@ -186,14 +189,6 @@ def whole_model(model: ClipModel) -> tuple[Any, dict[str, Tensor], bool]:
     tensors |= {f"{prefixes[1]}{name}": tensor for name, tensor in text.tensors.items()}
     tensors |= {"visual_projection.weight": image.projection, "text_projection.weight": text.projection}
     return config, tensors | {"logit_scale": scale}, image.trainable and text.trainable
-
-
-def _save_weights(tensors: Mapping[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
-    """Writes model.safetensors. UserError for a weight that is too large for the dtype."""
-    stored = {name: stored_as(name, tensor, dtype).clone().contiguous() for name, tensor in tensors.items()}
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    # safetensors makes files that only their owner may read.
-    shutil.copymode(folder / "config.json", folder / "model.safetensors")
 
 
 # --- the processor ---------------------------------------------------------------------------------------------------

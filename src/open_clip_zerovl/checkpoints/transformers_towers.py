@@ -71,7 +71,7 @@ def image_tower(model: ClipModel) -> Tower:
     """The image tower of an open_clip model.
 
     Raises:
-        UserError: it is no ViT with a class token, or has something that transformers' ViT has not; the sentence names it.
+        UserError: it is not a ViT with a class token, or has something that transformers' ViT has not; the sentence names it.
     """
     visual = model.visual
     if isinstance(visual, VisionTransformer):
@@ -94,7 +94,7 @@ def image_tower(model: ClipModel) -> Tower:
         has_first_norm = False
         side, patch = _square(trunk.patch_embed.img_size, "images"), _square(trunk.patch_embed.patch_size, "patches")
     else:
-        refuse(f"its image tower {type(visual).__name__} is no ViT")
+        refuse(f"its image tower {type(visual).__name__} is not a ViT")
     sizes = {
         "image_size": side,
         "patch_size": patch,
@@ -138,7 +138,7 @@ def _vit(weights: Mapping[str, Tensor], sizes: Mapping[str, Any], projection: Te
     tensors, shape = _transformer(weights, "DINOv2")
     width, inner = shape["hidden_size"], shape.pop("intermediate_size")
     if inner % width:
-        refuse(f"the inner width {inner} of its image tower's MLPs is no multiple of the width {width}")
+        refuse(f"the inner width {inner} of its image tower's MLPs is not a multiple of the width {width}")
     tensors["embeddings.patch_embeddings.projection.bias"] = torch.zeros(width)
     tensors["embeddings.mask_token"] = torch.zeros(1, width)
     for number in range(shape["num_hidden_layers"]):
@@ -220,7 +220,7 @@ def _transformer(weights: Mapping[str, Tensor], layout: str) -> tuple[dict[str, 
     """The tensors of an open_clip transformer under the names of a layout, and its sizes as a config has them."""
     placed, unknown = renamed({name: tensor for name, tensor in weights.items() if name != "proj"}, "open_clip", layout)
     if unknown:
-        refuse(f"'{unknown[0]}' is no tensor of a plain block")
+        refuse(f"'{unknown[0]}' is not a tensor of a plain block")
     # An attention without biases is one with biases of zero.
     for key in [key for key in placed if key.startswith("encoder.") and key.endswith(".weight")]:
         placed.setdefault(key.removesuffix("weight") + "bias", torch.zeros(len(placed[key])))
@@ -248,7 +248,7 @@ def _check_blocks(blocks: nn.ModuleList, tower: str) -> None:
 def _check_timm(trunk: timm_vit.VisionTransformer, visual: TimmModel) -> None:
     kind = type(trunk).__name__
     if type(trunk) is not timm_vit.VisionTransformer:
-        refuse(f"its image tower, timm's {kind}, is no plain ViT")
+        refuse(f"its image tower, timm's {kind}, is not a plain ViT")
     if trunk.attn_pool is not None or trunk.global_pool == "map":
         refuse("its image tower pools by attention (timm_pool 'map')")
     if trunk.global_pool != "token" or not trunk.has_class_token:

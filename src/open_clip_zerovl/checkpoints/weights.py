@@ -65,7 +65,7 @@ def _read_content(checkpoint: Path) -> Any:
         return torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(checkpoint))
     except pickle.UnpicklingError as error:
         raise UserError(
-            f"{checkpoint} is no plain checkpoint of tensors and was refused, since loading it could run code: "
+            f"{checkpoint} is not a plain checkpoint of tensors and was refused, since loading it could run code: "
             f"{unpickling_reason(error)}"
         ) from error
     except UNREADABLE as error:
@@ -73,7 +73,7 @@ def _read_content(checkpoint: Path) -> Any:
 
 
 def _check_kind(checkpoint: Path) -> None:
-    """UserError for a file that is no checkpoint: a text, a picture, a safetensors file without its folder."""
+    """UserError for a file that is not a checkpoint: a text, a picture, a safetensors file without its folder."""
     if checkpoint.suffix == ".safetensors":
         raise UserError(f"{checkpoint} holds weights alone; give the exported folder that it lies in")
     try:
@@ -81,11 +81,11 @@ def _check_kind(checkpoint: Path) -> None:
     except OSError as error:
         raise UserError(f"checkpoint {checkpoint} cannot be opened ({error.strerror}); correct the path") from error
     if said is not None:
-        raise UserError(f"{checkpoint} is no checkpoint: it {said}; give a file that training wrote, as epoch_N.pt")
+        raise UserError(f"{checkpoint} is not a checkpoint: it {said}; give a file that training wrote, as epoch_N.pt")
 
 
 def unpickling_reason(error: pickle.UnpicklingError) -> str:
-    """What torch found in the file; its message begins with the advice to load it unchecked, which is left out."""
+    """torch's finding in a file, without the advice to load it unchecked with which the message begins."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     found = [line for line in lines[1:] if not line.startswith(("Please file", "Check the documentation"))]
     return (found or lines or [type(error).__name__])[0]

@@ -36,8 +36,9 @@ def pack(parser: argparse.ArgumentParser) -> Run:
         "inputs",
         nargs="+",
         metavar="[NAME=]INPUT",
-        help="a folder of pictures with .txt or .json beside them, a CSV, TSV or JSON lines, parquet, a `datasets` folder "
-        "(save_to_disk), tars of img2dataset or another program, a list of addresses; NAME makes it a source of its own",
+        help="a folder of pictures with .txt or .json beside them, or sorted into classes (CLASS/1.jpg), a CSV, TSV or JSON "
+        "lines, parquet, a `datasets` folder (save_to_disk), tars (img2dataset's, for example), a list of addresses; NAME "
+        "makes it a source of its own",
     )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
     parser.add_argument(
@@ -74,8 +75,8 @@ def _exclusions(arguments: argparse.Namespace) -> list[Any]:
         if arguments.near_distance is not None:
             raise UserError("--near-distance needs --drop-near, which names the sets to compare with")
         return []
-    from open_clip_zerovl.prepare.dedup.left_out import near_exclusion
     from open_clip_zerovl.prepare.dedup.near import NEAR
+    from open_clip_zerovl.prepare.dedup.overlap import near_exclusion
 
     within = NEAR if arguments.near_distance is None else arguments.near_distance
     threads, progress = arguments.threads, arguments.progress

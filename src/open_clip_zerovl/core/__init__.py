@@ -1,1 +1,1 @@
-"""What everything stands on: errors, files, random streams, memory, processes, lazy imports."""
+"""The ground floor: errors, files, random streams, memory, processes, lazy imports."""

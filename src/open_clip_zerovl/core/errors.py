@@ -84,9 +84,9 @@ def argparse_sentence(message: str, flags: Iterable[str], help_command: str, *, 
     """One sentence for argparse's message: for an unknown flag with the nearest known one.
 
     Args:
-        message: as `ArgumentParser.error` gets it.
-        flags: those that are known.
-        help_command: what lists them, or the commands.
+        message: the argument of `ArgumentParser.error`.
+        flags: the known flags.
+        help_command: the command that lists the flags, or the commands.
     """
     unknown = message.removeprefix("unrecognized arguments: ")
     if unknown == message:
@@ -100,7 +100,7 @@ def argparse_sentence(message: str, flags: Iterable[str], help_command: str, *, 
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first, or its kind where it says nothing."""
+    """The first line of an error's message, or the error's kind if the message is empty."""
     if isinstance(error, MemoryError):
         return "it asks for more memory than there is"
     return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -12,6 +12,7 @@ import secrets
 import stat
 import struct
 import tempfile
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ UNREADABLE = (
     struct.error,
     zipfile.BadZipFile,
     zlib.error,
+    tokenize.TokenError,  # of numpy, on a damaged header
 )
 
 
@@ -153,7 +155,7 @@ def locked(folder: str | os.PathLike[str], *, name: str = "lock", busy: str | No
     """One process at a time in the block; the folder is made if absent. The lock ends with the process that holds it.
 
     Args:
-        name: of the file in the folder that is locked.
+        name: the locked file's name in the folder.
         busy: the sentence for a lock that another process holds; None waits for it.
 
     Raises:

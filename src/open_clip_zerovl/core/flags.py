@@ -49,10 +49,10 @@ POSITIVE = Range("a positive number", lambda value, _: value > 0)
 
 @dataclass(frozen=True)
 class Requirement:
-    """Something without which a flag is refused: "--mixup-alpha needs --coin-flip-mixup".
+    """A flag that another flag needs: "--mixup-alpha needs --coin-flip-mixup".
 
     Attributes:
-        other: what the flag needs, the last words of the sentence.
+        other: the flag that is needed, as the end of the sentence.
         met: all flags' values -> whether it is given.
         flag: name of the flag itself in the sentence, if its option is not precise enough.
     """
@@ -64,12 +64,12 @@ class Requirement:
 
 @dataclass(frozen=True)
 class Contradiction:
-    """Something that a flag does not work with.
+    """A setting that a flag does not work with.
 
     Attributes:
         other: its name in the sentence; `{name}` is replaced by a flag's value.
         when: all flags' values -> whether it is given.
-        advice: what to do.
+        advice: how to resolve it.
         flag: name of the flag itself in the sentence, if its option is not precise enough.
     """
 
@@ -93,7 +93,7 @@ class Flag:
     """One flag, as declared by a field.
 
     Attributes:
-        name: of the field.
+        name: the field's name.
         option: its form on a command line.
         kind: converts a word to the value; bool is a switch, which takes the value back where the default is True.
         several: the flag may be given several times; its value is a sorted tuple without repetition.
@@ -215,7 +215,7 @@ def share(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number from 0 to 1")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from 0 to 1")
     return value
 
 
@@ -230,7 +230,7 @@ def part(text: str) -> tuple[int, int]:
 def _whole(text: str, least: int) -> int:
     # 18 digits are more than any count has; Python itself refuses to convert thousands of digits.
     if not text.removeprefix("-").isdecimal() or len(text) > 18:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number")
     if int(text) < least:
         raise argparse.ArgumentTypeError(f"{text} is too small; give {least} or more")
     return int(text)
@@ -240,7 +240,7 @@ def key_value(text: str) -> tuple[str, Any]:
     """A word of open_clip's `--aug-cfg`: `scale=(0.6,1.0)` is ("scale", (0.6, 1.0)); a value that is not Python is a string."""
     key, separator, value = text.partition("=")
     if not separator:
-        raise argparse.ArgumentTypeError(f"{text!r} is no key=value")
+        raise argparse.ArgumentTypeError(f"{text!r} is not key=value")
     try:
         return key, ast.literal_eval(value)
     except (ValueError, SyntaxError):
@@ -296,7 +296,7 @@ def _add(group: argparse._ActionsContainer, each: Flag, default: Any) -> None:
 
 
 def settings_from(section: type[Settings], parsed: argparse.Namespace, **more: Any) -> Settings:
-    """The settings whose flags `add_settings` has added; `more` are fields that are no flags, or not the parser's."""
+    """The settings whose flags `add_settings` has added; `more` are further fields, by name."""
     declared: Any = section
     values = {each.name: getattr(parsed, each.name) for each in flags_of(declared) if hasattr(parsed, each.name)}
     for each in flags_of(declared):
@@ -321,7 +321,7 @@ def conflicts(given: Any, names: Iterable[str] | None = None) -> Iterator[str]:
 
     Args:
         given: all flags' values.
-        names: of the flags to check; None: all that `given` declares.
+        names: names of the flags to check; None: all that `given` declares.
     """
     section: Any = type(given)
     for each in flags_of(section):

@@ -118,7 +118,7 @@ def start_training(
     """Start a training as a child of this process. It saves a checkpoint and ends when this process is killed.
 
     Args:
-        arguments, processes: as of `training_command`.
+        arguments, processes: see `training_command`.
         log: a file to which the training's words are appended.
         threads: CPU threads of a rank; None: torch's choice for one rank, an equal share of the cores for several.
 

@@ -53,7 +53,7 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
 class _Hook(importlib.abc.MetaPathFinder):
     """Finds one module by the other finders, and makes its loader call an action after the import.
 
-    It stays until the module is imported: `importlib.util.find_spec`, which asks where a module lies, is no import.
+    It stays until the module is imported: `importlib.util.find_spec`, which only asks where a module lies, does not import it.
     """
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:

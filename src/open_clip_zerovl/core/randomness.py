@@ -74,7 +74,7 @@ STREAMS_VERSION = 2
 
 @enum.unique
 class Purpose(enum.Enum):
-    """What random numbers are drawn for; comments name the rest of the key. A value is never reused for another purpose."""
+    """Purposes of random numbers; comments name the rest of the key. A value is never reused for another purpose."""
 
     SCHEDULE = "schedule"  # epoch: the order of the sources' steps
     DEAL = "deal"  # epoch, first and last leaf: how sources mix in a part of the epoch

@@ -1,4 +1,4 @@
-"""Which releases of open_clip this package runs on.
+"""The releases of open_clip on which this package runs.
 
 A line is the releases whose training program has the same names. One release of each line was read and tested; another of the
 same line is taken when its names are as expected (`training.hooks` looks), with a warning.
@@ -23,12 +23,12 @@ class Line:
 
     Attributes:
         name: "3.3.x".
-        versions: what its releases' versions begin with.
+        versions: the beginning of its releases' versions.
         read: the release that was read, and on which the tests run.
         released: whether the registry has it; if not, `read` is a state of open_clip's main branch.
-        precision: what `--precision` is where it is not given.
-        optimizers: what `--opt` takes besides timm/NAME.
-        reports: what `--report-to` takes.
+        precision: the default of `--precision`.
+        optimizers: values of `--opt` besides timm/NAME.
+        reports: values of `--report-to`.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Line:
     reports: tuple[str, ...]
 
     def untested(self, version: str) -> str | None:
-        """What to say of a release of this line whose minor number is not that of the one that was read; None of others."""
+        """The warning for a release of this line with another minor number than the tested one; None if it is the same."""
         if version.split(".")[:2] == self.read.split(".")[:2]:
             return None
         return (

@@ -16,7 +16,7 @@ def call_within(seconds: float | None, call: Callable[[], Result], name: str = "
 
     Args:
         seconds: the limit; None or 0 for none.
-        name: of the thread.
+        name: the thread's name.
 
     Raises:
         TimeoutError: the call takes longer.

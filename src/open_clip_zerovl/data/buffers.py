@@ -17,7 +17,7 @@ import struct
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -91,14 +91,6 @@ def _each(kind: type, function: Callable[[Any], Any], parts: Any) -> Any:
     return function(parts) if isinstance(parts, kind) else parts
 
 
-@dataclass
-class _Blocks:
-    """A worker's blocks, in its own process."""
-
-    made: list[torch.Tensor] = field(default_factory=list)
-    free: list[int] = field(default_factory=list)
-
-
 class BufferPool:
     """The blocks of a loader's workers, and the pipes by which they are given back.
 
@@ -110,11 +102,12 @@ class BufferPool:
         for ends in self._pipes:
             for end in ends:
                 os.set_blocking(end.fileno(), False)
-        self._blocks = _Blocks()
+        self._made: list[torch.Tensor] = []  # a worker's blocks, in its own process
+        self._free: list[int] = []  # numbers of those that nobody uses
         self._mapped: dict[tuple[int, int], torch.Tensor] = {}  # keeps received memory mapped
 
     def __getstate__(self) -> dict[str, Any]:  # for a spawned worker
-        return {**self.__dict__, "_blocks": _Blocks(), "_mapped": {}}
+        return {**self.__dict__, "_made": [], "_free": [], "_mapped": {}}
 
     def block(self, worker: int, like: torch.Tensor) -> tuple[int, torch.Tensor] | None:
         """(number, tensor) of a free block of shared memory, in the worker; None where it has _MOST_BLOCKS in use.
@@ -126,13 +119,12 @@ class BufferPool:
             UserError: the machine's shared memory is full.
         """
         self._collect(worker)
-        blocks = self._blocks
-        for number in blocks.free:
-            made = blocks.made[number]
+        for number in self._free:
+            made = self._made[number]
             if made.shape == like.shape and made.dtype == like.dtype and made.stride() == like.stride():
-                blocks.free.remove(number)
+                self._free.remove(number)
                 return number, made
-        if len(blocks.made) == _MOST_BLOCKS:
+        if len(self._made) == _MOST_BLOCKS:
             return None
         made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
         try:
@@ -145,8 +137,8 @@ class BufferPool:
                 f"loader worker keeps several ({first_line(error)}); start a container with a larger one (--shm-size=8g), or "
                 "lower --workers or --batch-size"
             ) from error
-        blocks.made.append(made)
-        return len(blocks.made) - 1, blocks.made[-1]
+        self._made.append(made)
+        return len(self._made) - 1, made
 
     def _collect(self, worker: int) -> None:
         """Read from the pipe which blocks are free again."""
@@ -156,7 +148,7 @@ class BufferPool:
                 words = os.read(descriptor, 4096 // _WORD.size * _WORD.size)
             except BlockingIOError:
                 return
-            self._blocks.free += [block for process, block in _WORD.iter_unpack(words) if process == os.getpid()]
+            self._free += [block for process, block in _WORD.iter_unpack(words) if process == os.getpid()]
 
     def receive(self, batch: PooledBatch) -> tuple[Any, ...]:
         """(images, *others), in the training process. The block is given back when no tensor uses its memory any more."""

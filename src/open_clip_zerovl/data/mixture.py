@@ -185,8 +185,8 @@ class Mixture(IterableDataset):
 
     Yields:
         (images (B, C, H, W), texts (B, L), `BatchReport`), with the third and fourth items of `Preprocessing` before the
-        report; in a loader's worker (`PooledBatch`, `BatchReport`); or a `UserError` in place of a
-        batch. `MixtureLoader` yields batches without it.
+        report; in a loader's worker (`PooledBatch`, `BatchReport`); or a `UserError` in place of a batch. `MixtureLoader`
+        yields batches without the report, and raises the error.
 
     Raises:
         UserError: an unknown `on_bad_sample` or pixel path.

@@ -97,7 +97,7 @@ def checked_order(order: Tensor, rows: int) -> Tensor:
     """`order` itself.
 
     Raises:
-        UserError: it is no permutation of 0..rows-1 on the host.
+        UserError: it is not a permutation of 0..rows-1 on the host.
     """
     if order.device.type != "cpu":
         raise UserError(

@@ -27,12 +27,12 @@ Outputs = dict[str, Tensor]
 
 
 class Repeat(NamedTuple):
-    """What the replay of a micro-batch needs besides its inputs.
+    """The random states and frozen towers that the replay of a micro-batch starts from.
 
     Attributes:
         start: the random state before its inputs were made.
-        between: that after a frozen image tower, from which the text tower started; None for another.
-        frozen: the FEATURES that it leaves out.
+        between: the state after a frozen image tower, from which the text tower started; None if that tower is trained.
+        frozen: the FEATURES that the replay leaves out.
     """
 
     start: RngState
@@ -171,7 +171,7 @@ def checked_outputs(outputs: Any, rows: dict[str, int]) -> Outputs:
     for name in [*rows, *(outputs.keys() & SCALARS)]:
         output = outputs[name]
         if not isinstance(output, Tensor) or not output.is_floating_point():
-            kind = output.dtype if isinstance(output, Tensor) else f"a {type(output).__name__}"
+            kind = str(output.dtype) if isinstance(output, Tensor) else f"a {type(output).__name__}"
             raise UserError(f"The model's {name} must be a floating point tensor, but is {kind}.")
         if name in rows and (output.ndim != 2 or len(output) != rows[name]):
             size = rows[name]

@@ -31,7 +31,7 @@ class Objective:
 
     Args:
         loss: see `DecoupledGradientAccumulation`.
-        device: of the features.
+        device: the features' device.
         ddp: the model's DDP wrapper, which averages gradients over its ranks; None for one process.
         scaler: multiplies the gradients.
 

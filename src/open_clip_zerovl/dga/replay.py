@@ -33,7 +33,7 @@ class ReplayError(UserError, RuntimeError):
 
 
 class BufferState:
-    """The buffers of a model as they are now: running statistics of norms, counters, moving averages."""
+    """A copy of a model's buffers: running statistics of norms, counters, moving averages."""
 
     def __init__(self, model: nn.Module) -> None:
         self._kept = [
@@ -44,7 +44,7 @@ class BufferState:
         ]
 
     def restore(self) -> None:
-        """Put back what has changed since."""
+        """Restore the buffers that have changed since."""
         with torch.no_grad():
             for module, name, buffer, value, version in self._kept:
                 module._buffers[name] = buffer

@@ -31,7 +31,7 @@ def most_graphs(k: int, world_size: int) -> int:
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision of "auto", for a later process of the same run to keep as many graphs.
+    """The decision of "auto". A later process of the same run adopts it, to keep the same number of graphs.
 
     R changes the order in which gradients are added: with another R they agree to rounding, and not bit for bit.
 
@@ -52,7 +52,7 @@ class Decision:
 
 
 class Retention:
-    """Decides R for each step: the given number, or, for "auto", as many as fit into the free memory.
+    """Decides R for each step: the given number, or, for "auto", the largest number that fits into the free memory.
 
     "auto" keeps one graph in the first step and measures it: on CUDA by the allocator, elsewhere by counting the bytes
     of tensors that a forward pass leaves alive. It decides R in the first step after an optimizer step, because the optimizer's
@@ -60,7 +60,7 @@ class Retention:
 
     Args:
         retain: R, or "auto".
-        parameters: those that the optimizer updates; a change shows that it has stepped (a GradScaler skips steps). Without
+        parameters: the optimizer's; a change shows that it has stepped (a GradScaler skips steps). Without
             them the second step decides.
         group: of the ranks that step together; None for the default one.
     """
@@ -107,7 +107,7 @@ class Retention:
         return min(most, 1 if self._auto is None else self._auto)
 
     def adopt(self, decision: Decision) -> None:
-        """Before the first step: keep as many graphs as an earlier process of this run, if they still fit on all ranks."""
+        """Before the first step: keep the number of graphs of an earlier process of this run, if all ranks have room."""
         if self._retain == "auto":
             self._adopted = decision
 
@@ -185,7 +185,7 @@ class Retention:
             self._transient_bytes = 2 * self._bytes_per_sample * max(sizes)  # the graph, and gradients within it
 
     def _optimizer_has_stepped(self) -> bool:
-        # Not all of them: a caller may train with gradients that its optimizer does not use.
+        # One is enough: a caller may train with gradients that its optimizer does not use.
         changed = [self._parameters[i]._version != version for i, version in self._versions.items()]
         return not changed or any(changed)
 

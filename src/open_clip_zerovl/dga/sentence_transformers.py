@@ -28,9 +28,9 @@ class DecoupledLoss(nn.Module):
         trainer = SentenceTransformerTrainer(model=model, args=args, train_dataset=dataset, loss=loss)
 
     Args:
-        loss: one that takes a batch's embeddings: it has `model` and `compute_loss_from_embeddings`.
+        loss: a loss on a batch's embeddings, with `model` and `compute_loss_from_embeddings`.
         mini_batch_size: samples of each column that are forwarded at once.
-        retain: mini-batches whose graph is kept, which are not forwarded twice; "auto" for as many as fit.
+        retain: mini-batches whose graph is kept, which are not forwarded twice; "auto" for the largest number that fits.
         check: compare replayed with cached embeddings "first", "always" or "never" (see `DecoupledGradientAccumulation`).
 
     Raises:
@@ -128,7 +128,7 @@ class _Head(nn.Module):
 
     def __init__(self, loss: Any, towers: _Columns) -> None:
         super().__init__()
-        self._held = (loss, towers)  # a tuple, so that the model is no part of this module
+        self._held = (loss, towers)  # a tuple, so that the model is not part of this module
 
     def forward(
         self, image_features: Tensor, text_features: Tensor, labels: Tensor | None, output_dict: bool

@@ -70,16 +70,16 @@ class _Step:
     Attributes:
         sizes: samples of each micro-batch.
         graphs: R.
-        inputs: of each micro-batch, on the device.
+        inputs: the micro-batches' inputs, copied to the device when they are taken.
         order: (C*b,) the place of each text, None where texts stand in their images' order.
         kept: retained micro-batch -> its outputs with graph; phase (3) removes them one by one.
-        repeats: micro-batch -> what its replay needs.
+        repeats: the states from which each micro-batch is replayed.
         features: (b, D) of images and (C*b, D) of texts, without graph, in fp32 at least.
         scalars: logit_scale, and logit_bias if the model has one, without graph, for each micro-batch.
-        versions: parameter and its version counter as the step begins, which rises when it is changed in place.
-        losses: detached, the loss' entries and "loss", their sum.
-        gradients: of that sum by features (b, D) and scalars.
-        own_gradients: of that sum by the loss' own parameters.
+        versions: each parameter and its version counter at the beginning of the step; a change in place raises the counter.
+        losses: the loss' entries and "loss", their sum, detached.
+        gradients: the sum's gradients by the features (b, D) and by the scalars.
+        own_gradients: the sum's gradients by the loss' own parameters.
     """
 
     sizes: list[int]
@@ -135,7 +135,7 @@ class DecoupledGradientAccumulation:
         autocast: a factory of the context of each forward pass, as open_clip_train's `get_autocast` returns. The loss is
             computed outside of it, on fp32 features (fp64 stays fp64).
         scaler: a GradScaler; gradients are multiplied by its scale, as by `scaler.scale(loss).backward()`.
-        retain: graphs kept from the first pass: 0 to K (K-1 over several ranks), or "auto" for as many as fit.
+        retain: graphs kept from the first pass: 0 to K (K-1 over several ranks), or "auto" for the largest number that fits.
         check: compare replayed with cached features "first" (in the first step that replays), "always" or "never".
         replay_rng: False draws new random masks in the replay, which gives a wrong gradient (the paper's Table 6).
 
@@ -246,8 +246,8 @@ class DecoupledGradientAccumulation:
     ) -> Tensor:
         """The loss of the effective batch, for a loop or trainer that calls `loss.backward()` itself.
 
-        This call makes phases (1) and (2); the backward pass of the returned number makes phase (3), once. Until then the
-        weights must stay as they are. What multiplies the number (a GradScaler, a share of accumulated steps) multiplies the
+        This call runs phases (1) and (2); the backward pass of the returned number runs phase (3), once. Until then the
+        weights must not change. A factor on the number (a GradScaler, a share of accumulated steps) multiplies the
         gradients. Without grad mode it is the loss alone, and nothing is kept.
 
         Args: as for `backward`.
@@ -282,7 +282,7 @@ class DecoupledGradientAccumulation:
         )
 
     def adopt(self, decision: Decision) -> None:
-        """With retain="auto", before the first step: keep as many graphs as an earlier process of the same run."""
+        """With retain="auto", before the first step: keep the number of graphs of an earlier process of the same run."""
         self._retention.adopt(decision)
 
     def decision(self) -> Decision | None:
@@ -302,7 +302,7 @@ class DecoupledGradientAccumulation:
         texts_per_image: int,
         graphs: int | None = None,
     ) -> _Step:
-        """(0) Check what is given. `graphs` are retained, or as many as `retain` asks for."""
+        """(0) Check the arguments. `graphs` are retained; None: the number that `retain` asks for."""
         if torch.is_inference_mode_enabled():
             raise UserError(
                 "decoupled gradient accumulation was called under torch.inference_mode(), where no graph is recorded; call it "
@@ -448,7 +448,7 @@ class DecoupledGradientAccumulation:
 
 
 class _Deferred(torch.autograd.Function):
-    """A number, (), whose backward pass calls a function once, with what the number was multiplied by."""
+    """A number, (), whose backward pass calls a function once, with the factor on the number."""
 
     @staticmethod
     def forward(ctx: Any, trigger: Tensor, value: Tensor, backward: Callable[[Tensor], None]) -> Tensor:

@@ -39,7 +39,7 @@ class Shown:
     Attributes:
         teachers: `Preprocessing.teachers`.
         in_shards: `Preprocessing.shard_teachers`.
-        pixel_path: which the run then takes.
+        pixel_path: the run's pixel path with these teachers.
     """
 
     teachers: StoredTeachers | None

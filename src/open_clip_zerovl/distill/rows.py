@@ -46,9 +46,9 @@ class TeacherRows:
 
     Args:
         store: of `open_teacher_folder`.
-        sources: of the run, in its order; each has its embeddings by name, or is a cluster of a source that has. Others in the
-            store are left alone.
-        augmentation: of the run, see `augmentation_of`.
+        sources: the run's sources; each has its embeddings under its name, or is a cluster of such a source. The store may
+            hold more.
+        augmentation: the run's, see `augmentation_of`.
         captions: the run's `--captions`: that of the store, or the fields together of which the store's are drawn.
 
     Raises:

@@ -55,7 +55,7 @@ _UNREADABLE = (*UNREADABLE, pickle.UnpicklingError)
 
 @dataclass(frozen=True)
 class StoredView:
-    """What is kept of a sample until it is shown.
+    """A sample's drawn view and its embeddings, kept until the sample is shown.
 
     Attributes:
         crop: (top, left, height, width) in pixels of the picture.
@@ -74,7 +74,7 @@ class InShards:
     """The teachers of such shards, for a mixture: `data.reading.ShardTeachers` and `data.views.StoredTeachers`.
 
     Args:
-        widths: of the teachers, in the order of their embeddings.
+        widths: the teachers' widths, in the order of their embeddings.
         captions: the run's `--captions`: None, or `txt` and `syn.json:syn_text`, one of them drawn or both in each step.
 
     Raises:
@@ -210,10 +210,10 @@ def _view_of(members: Mapping[str, bytes | None], draw: int, width: int) -> Stor
     crop, operations = augmentations[view][:2] if len(augmentations[view]) > 1 else (augmentations[view][0], None)
     top, left, height, wide = (int(number) for number in crop)
     if not (np.isfinite(images[view].astype(np.float32)).all() and np.isfinite(texts.astype(np.float32)).all()):
-        raise ValueError("its embeddings are no numbers")
+        raise ValueError("its embeddings are not finite")
     named = tuple((OPERATIONS[int(number)], float(magnitude)) for number, magnitude in operations or ())
     if not all(math.isfinite(magnitude) for _, magnitude in named):
-        raise ValueError("a magnitude of its augmentation is no number")
+        raise ValueError("a magnitude of its augmentation is not finite")
     return StoredView((top, left, height, wide), named, np.array(images[view]), np.array(texts))
 
 

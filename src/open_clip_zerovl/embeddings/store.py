@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import locked, write_atomically
+from open_clip_zerovl.core.files import UNREADABLE, locked, write_atomically
 from open_clip_zerovl.embeddings.fingerprint import difference_of_sources
 
 log = logging.getLogger(__name__)
@@ -77,6 +77,17 @@ class Manifest:
         """The size of the arrays on the disk."""
         return sum(_STORED_AS[dtype].itemsize * int(np.prod(shape)) for dtype, shape in self.arrays.values())
 
+    def check(self) -> None:
+        """ValueError where an entry is missing or of another type."""
+        facts, entries = isinstance(self.facts, dict), {"name": str, "marks": list, "sizes": list}
+        sources = all(isinstance(one.get(key), kind) for one in self.sources for key, kind in entries.items())
+        sizes = [size for size in self.sizes if not isinstance(size, int) or size < 0]
+        numbers = [
+            n for dtype, shape in self.arrays.values() for n in shape if dtype not in DTYPES or not isinstance(n, int)
+        ]
+        if not (facts and sources) or sizes or numbers:
+            raise ValueError("an entry is missing or of another type")
+
     def as_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
 
@@ -93,10 +104,12 @@ def read_manifest(folder: Path) -> Manifest | None:
         if content.pop("format") != FORMAT:
             raise UserError(f"{file} is of another release of this program; make the embeddings anew in another folder")
         arrays = {name: (dtype, tuple(shape)) for name, (dtype, shape) in content.pop("arrays").items()}
-        return Manifest(arrays=arrays, **content)
+        manifest = Manifest(arrays=arrays, **content)
+        manifest.check()
+        return manifest
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except UNREADABLE as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{file} cannot be read ({error}); make the embeddings anew in another folder") from error
@@ -346,7 +359,7 @@ def _mapped(path: Path, dtype: np.dtype, shape: tuple[int, ...], mode: str) -> n
         found = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError as error:
         raise UserError(f"{path} is gone; make the embeddings again") from error
-    except (OSError, ValueError, EOFError) as error:  # a file shorter than its header says cannot be mapped
+    except UNREADABLE as error:  # a file shorter than its header says cannot be mapped
         raise UserError(
             f"{path} cannot be read, it is cut short or damaged ({error}); copy it again, or make the embeddings again"
         ) from error

@@ -1,4 +1,4 @@
-"""A whole fine-tuning: a model and someone's own pairs in, a model out that has kept what it could.
+"""Fine-tuning from a model and one's own pairs to an exported model, with what it keeps of its former ability.
 
 pairs -> settings -> training -> the best epoch -> weights in between (WiSE-FT) -> report, gallery, exported model
 """

@@ -195,7 +195,7 @@ def _pictures(source: Source, lengths: set[int]) -> Iterator[tuple[str, bytes]]:
 def cut_captions(
     tokenizer: Callable[..., Tensor], context_length: int, sources: Sequence[Source], *, most: int = SAMPLED_CAPTIONS
 ) -> tuple[int, int, int]:
-    """(captions looked at, those that the model's context cuts, tokens of the longest), from the first samples of each source.
+    """(captions read, captions that the model's context cuts, tokens of the longest), from the first samples of each source.
 
     Args:
         tokenizer: open_clip's, which takes a `context_length`.

@@ -11,7 +11,7 @@ SETS = "NAME=SET::..."
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneFlags:
-    """How a fine-tuning is held out, scored and ended."""
+    """Held-out data, scoring and end of a fine-tuning."""
 
     retrieval_data: str | None = flag(
         None, "held-out pairs (default: the set that comes with --data, else a part of it)", metavar=SETS

@@ -1,4 +1,4 @@
-"""`zerovl finetune`: from a model and pairs to a model that finds them better, with what it cost.
+"""`zerovl finetune`: from a model and pairs to a model that retrieves them better, and the cost on other data.
 
 Files of the output folder, in the order in which they are made:
 
@@ -83,7 +83,7 @@ def run_finetune(request: Request, *, say: Say) -> Path:
 
 
 def _same_request(request: Request) -> None:
-    """Keep what is asked. UserError where the folder holds something else, or a training of another request."""
+    """Store the request. UserError where the folder holds other files, or a training of another request."""
     file = request.out / REQUEST
     asked, before = request.of_training(), _read(file)
     if before is None:
@@ -109,7 +109,7 @@ def _same_request(request: Request) -> None:
 
 
 def _flag(name: str, values: Mapping[str, Any]) -> str:
-    """A flag with its value, as it was or was not given."""
+    """A flag with its value; "no FLAG" where it was not given."""
     if values.get(name) is None:
         return f"no {name}"
     return f"{name}{'=' if name.startswith('--set') else ' '}{values[name]}"
@@ -227,7 +227,7 @@ def _micro_batch_that_fits(
 
 
 def _fixed_flags(request: Request, prepared: Prepared) -> Settings:
-    """The flags that follow from what is asked, not from how much data there is."""
+    """The flags that follow from the request, whatever the amount of data."""
     return {
         "model": prepared.before,
         "train-data": prepared.train_data,
@@ -252,7 +252,7 @@ def _training(request: Request, prepared: Prepared, settings: Sequence[Setting],
 
 
 def _announce(prepared: Prepared, settings: Sequence[Setting], say: Say) -> None:
-    """Say what is trained on and how, each setting with its reason."""
+    """Print the sources, notes on captions, and each setting with its reason."""
     for source in prepared.sources:
         say(f"source {source.name}: {source.num_samples:,} pictures ({source.layout})")
     tokenizer, length = _tokenizer(prepared.before)

@@ -73,7 +73,7 @@ class Setting:
 
 
 def choose_settings(facts: Facts, given: Settings) -> list[Setting]:
-    """All settings but those of the split of the batch (`split_batch`).
+    """All settings except the split of the batch (`split_batch`).
 
     Args:
         given: flags that replace the choice; those that are not chosen here follow at the end.

@@ -1,4 +1,4 @@
-"""A held-out part of pairs that have none, split off by picture: all samples with the same picture are on one side.
+"""Splits a held-out part off pairs that bring none, by picture: all samples of a picture are on one side.
 
     OUT/NAME/train-00000.tar, sizes.json       what is left of each source
     OUT/held-out/test/0.tar ...                the held-out pictures with all their captions, in CLIP_benchmark's layout
@@ -102,7 +102,7 @@ def _check_space(out: Path, total_bytes: int) -> None:
 
 
 def _write_rest(source: Source, folder: Path, held_out: Mapping[bytes, HeldOut], seed: int) -> int:
-    """Write what is not held out of a source, and note what is. Returns the samples written."""
+    """Write the samples of a source that are not held out, and collect those that are. Returns the samples written."""
 
     def rest() -> Iterator[Sample]:
         for sample, picture, captions in all_samples(source):

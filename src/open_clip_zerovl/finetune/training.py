@@ -98,7 +98,7 @@ def gave_up(scores: Mapping[int, float], patience: int) -> bool:
 
 
 def train(training: Training, say: Callable[[str], None]) -> tuple[int, Path]:
-    """Run the training to its end, or what is left of it.
+    """Run the training, or the rest of it, to its end.
 
     Args:
         say: is called with a line for each epoch.

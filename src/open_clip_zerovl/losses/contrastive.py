@@ -18,7 +18,6 @@ communication but the all-reduce of the parameters' gradients. That takes the me
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -58,8 +57,8 @@ class ContrastiveLoss(nn.Module):
             (A.1 speaks of other ranks' features only; the released gather detaches all.)
         cross_source_weight: how often a negative of another source counts in the softmax: its log is added to the pair's
             logit. 1 is plain InfoNCE, 0 leaves negatives of other sources out. `ids["source"]` tells the sources apart.
-        positives: which samples are each other's positives besides a pair's own two: "pair" none, "caption" those with
-            the same `ids["caption"]`, "image" those with the same `ids["image"]`, "both" those with either. A row's target
+        positives: samples that are positives in addition to the pair itself: "pair" none, "caption" those with the same
+            `ids["caption"]`, "image" those with the same `ids["image"]`, "both" those with either. A row's target
             is even over its positives (UniCL, CVPR 2022). A positive of another source has weight 1.
         distill_weight: W in (1 - W) * contrastive + W * distillation: the cross-entropy from the mean of the teachers'
             softmaxes to the student's, over the effective batch, both directions. With `cross_source_weight` the teachers'
@@ -67,7 +66,7 @@ class ContrastiveLoss(nn.Module):
         distill_temperature: of the teachers' softmaxes (MobileCLIP's teacher scale 100 is 0.01).
 
     Attributes:
-        report: each pair's loss, source and twins in the last call, for a log (`problem.Report`).
+        report: each pair's loss, source and duplicate positives in the last call, for a log (`problem.Report`).
 
     Raises:
         UserError: a value out of range, or one of the last four together with gather_grad=False.
@@ -242,7 +241,7 @@ class ContrastiveLoss(nn.Module):
             sigmoid=sigmoid,
             gather_grad=gather_grad,
             sources=sources,
-            twins=None if positives is None else positives.counts > 1,
+            duplicates=None if positives is None else positives.counts > 1,
         )
 
     def _teachers(
@@ -263,7 +262,7 @@ class ContrastiveLoss(nn.Module):
         return Teachers(found, self.distill_weight)
 
     def _needed_ids(self) -> dict[str, str]:
-        """Which ids the options need, and the option that needs each."""
+        """The ids that the options need -> the option that needs it."""
         needed = dict.fromkeys(_SHARED_IDS[self.positives], f"positives={self.positives!r}")
         if self.cross_source_weight != 1:
             needed["source"] = f"cross_source_weight={self.cross_source_weight:g}"
@@ -286,11 +285,6 @@ class ContrastiveLoss(nn.Module):
                     "with cross_source_weight a mixup partner must be of the row's own source, because a sample mixed from two "
                     "sources belongs to neither; pair rows within their source."
                 )
-
-    def extra_repr(self) -> str:
-        options = inspect.signature(ContrastiveLoss).parameters.values()
-        shown = [(option.name, getattr(self, option.name), option.default) for option in options]
-        return ", ".join(f"{name}={value!r}" for name, value, default in shown if value != default)
 
 
 class SigmoidLoss(ContrastiveLoss):

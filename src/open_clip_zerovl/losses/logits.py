@@ -37,7 +37,7 @@ class CrossSource:
         self._positives = positives
 
     def crossing(self, rows: slice) -> Tensor:
-        """Which pairs are negatives from another source: (rows, N) bool."""
+        """Mask of the negatives from another source, (rows, N) bool."""
         crossing = self._own[rows][:, None] != self._sources
         if self._positives is not None:
             crossing &= ~self._positives(rows)

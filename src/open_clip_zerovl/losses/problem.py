@@ -37,24 +37,24 @@ class Report:
     Attributes:
         pair_losses: (N,) of each pair: the mean of its image's and its text's loss. Their mean is the loss. With several texts
             of each image it is the sum over them.
-        sources: (N,) source of each sample, if it was given.
-        twins: (N,) bool, whether another sample is a positive of this one, if samples share positives.
+        sources: (N,) source of each sample; None if not given.
+        duplicates: (N,) bool, whether another sample is a positive of this one, if samples share positives.
     """
 
     pair_losses: Tensor | None = None
     sources: Tensor | None = None
-    twins: Tensor | None = None
+    duplicates: Tensor | None = None
 
     @classmethod
     def sum_of(cls, reports: Sequence[Report]) -> Report:
-        """Of a loss that is the sum of losses over the same samples."""
+        """The report of a sum of losses over the same samples."""
         first, *others = reports
-        summed = cls(first.pair_losses, first.sources, first.twins)
+        summed = cls(first.pair_losses, first.sources, first.duplicates)
         for other in others:
             assert summed.pair_losses is not None and other.pair_losses is not None
             summed.pair_losses = summed.pair_losses + other.pair_losses
-            if summed.twins is not None and other.twins is not None:
-                summed.twins = summed.twins | other.twins
+            if summed.duplicates is not None and other.duplicates is not None:
+                summed.duplicates = summed.duplicates | other.duplicates
         return summed
 
 
@@ -77,7 +77,8 @@ class ChunkedLoss(torch.autograd.Function):
         with torch.autocast(device_type, enabled=False), ieee_products(device_type):
             problem = make(image_features, text_features, logit_scale, logit_bias)
             value = problem.value()
-            report.pair_losses, report.sources, report.twins = problem.pair_losses, problem.sources, problem.twins
+            report.pair_losses = problem.pair_losses
+            report.sources, report.duplicates = problem.sources, problem.duplicates
             if grad_enabled and any(ctx.needs_input_grad[:4]):
                 image_grad, text_grad, scale_grad, bias_grad = problem.gradients()
                 # Kept in fp32 until `backward` has multiplied them by a loss scaler's factor: fp16 rounds small ones to zero.
@@ -110,13 +111,13 @@ class Problem:
     """Call `value()` (first sweep, with all communication), then `gradients()` (second sweep, without).
 
     Args:
-        logits: of the student.
+        logits: the student's.
         chunks: of local rows; one of them has its logits in memory at a time.
-        targets: of the softmaxes over the logits; without any the loss has no softmax.
+        targets: targets of the softmaxes over the logits; [] for a loss without softmax.
         share: the weight of the softmaxes in the loss, to which the targets sum.
         sigmoid: SigLIP's part of the loss, None without it.
         gather_grad: False: every gathered feature is a constant (Table 4's baseline).
-        sources, twins: for the report.
+        sources, duplicates: for the report.
     """
 
     def __init__(
@@ -130,11 +131,11 @@ class Problem:
         sigmoid: Sigmoid | None = None,
         gather_grad: bool = True,
         sources: Tensor | None = None,
-        twins: Tensor | None = None,
+        duplicates: Tensor | None = None,
     ) -> None:
         self.logits, self.ranks, self.chunks = logits, ranks, chunks
         self.targets, self.share, self.sigmoid, self.gather_grad = targets, share, sigmoid, gather_grad
-        self.sources, self.twins = sources, twins
+        self.sources, self.duplicates = sources, duplicates
         self.normalisers = Normalisers()
         self.only_logits: Tensor | None = None  # the logits, kept for the second sweep where one chunk holds all rows
 

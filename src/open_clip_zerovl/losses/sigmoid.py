@@ -22,8 +22,8 @@ class Sigmoid:
     Args:
         bias: b, shape ().
         mine: the local rows among all.
-        shared: which samples are each other's positives; None: a pair's own two.
-        offset: how often negatives of other sources count; None: as often as others.
+        shared: samples that are positives in addition to the pair itself; None for none.
+        offset: weight of negatives from other sources; None for 1.
         share: weight of this part in the loss, 0..1.
     """
 

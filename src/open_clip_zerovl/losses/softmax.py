@@ -16,7 +16,7 @@ from open_clip_zerovl.losses.gathering import Ranks
 
 @dataclass(frozen=True)
 class Normaliser:
-    """What a softmax over each row divides by, in two parts: `maximum` and `total`, both (rows,).
+    """The normaliser of a softmax over each row, in two parts: `maximum` and `total`, both (rows,).
 
         softmax(logits)[i, j] = exp(logits[i, j] - maximum[i]) / total[i]
 
@@ -34,7 +34,7 @@ class Normaliser:
 
     @classmethod
     def merged(cls, parts: Sequence[Normaliser]) -> Normaliser:
-        """Of parts of the same rows, each part over other columns."""
+        """The normaliser of rows whose columns were seen in parts."""
         maximum = torch.stack([part.maximum for part in parts]).amax(dim=0)
         total = torch.stack([part.total * (part.maximum - maximum).exp() for part in parts]).sum(dim=0)
         return cls(maximum, total)
@@ -68,7 +68,7 @@ class Normalisers:
 
     @classmethod
     def of(cls, chunks: Iterable[Tensor], ranks: Ranks) -> Normalisers:
-        """Of all chunks (rows, N) of this rank, in order."""
+        """The normalisers of all chunks (rows, N) of this rank, in order."""
         both = cls()
         for logits in chunks:
             both.see(logits)
@@ -113,7 +113,7 @@ class Normalisers:
         """P: the softmax of each of these local rows over the other side, (rows, N), in the logits' memory.
 
         Args:
-            rows: which local rows the logits are of.
+            rows: the logits' local rows.
             side: 0 where rows are images, 1 where rows are texts.
         """
         normaliser = self.over_texts if side == 0 else self.over_images

@@ -75,7 +75,7 @@ class Shared:
         self._even = share / self.counts.to(dtype)
 
     def related(self, rows: slice) -> Tensor:
-        """Which samples are positives of these local rows: (rows, N) bool."""
+        """Mask of the positives of these local rows, (rows, N) bool."""
         first, *others = (one[self._mine][rows][:, None] == one for one in self._ids)
         for other in others:
             first |= other

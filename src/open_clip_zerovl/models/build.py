@@ -161,6 +161,9 @@ def _holds_weights(folder: Path) -> bool:
     return any((folder / file).is_file() for file in TEXT_WEIGHTS)
 
 
+_SIZES = ("vocab_size", "max_position_embeddings", "pad_token_id")  # of a text tower's config, as far as given
+
+
 def _check_text_source(source: str, context_length: int, made_by: str) -> None:
     folder = _text_folder(source)
     if folder is None:
@@ -183,6 +186,9 @@ def _check_text_source(source: str, context_length: int, made_by: str) -> None:
         raise UserError(f"{folder} holds no config.json, so it is not the folder of an HF text tower") from None
     except ValueError as error:
         raise UserError(f"{folder / 'config.json'} is not valid JSON: {error}") from None
+    odd = [name for name in _SIZES if not isinstance(config, dict) or not isinstance(config.get(name), int | None)]
+    if odd:
+        raise UserError(f"{folder / 'config.json'} is not the config of a text tower: {odd[0]} must be a number")
     if config.get("model_type") not in arch_dict:
         known = ", ".join(sorted(arch_dict))
         raise UserError(f"{folder} holds a model of type {config.get('model_type')!r}; open_clip takes {known}")
@@ -266,7 +272,7 @@ def create_model_and_transforms(model_name: str, pretrained: str | None = None, 
         reason = " ".join(str(error).split())
         tower = _hub_text_tower(model_name) if isinstance(error, OSError) else None
         asked = (
-            "" if tower is None else f"; {tower} is no folder here, so the hub was asked for it{did_you_mean(tower)}"
+            "" if tower is None else f"; {tower} is not a folder here, so the hub was asked for it{did_you_mean(tower)}"
         )
         raise UserError(
             f"{model_name} cannot be built with its weights: {reason[:300]}{'...' if len(reason) > 300 else ''} "

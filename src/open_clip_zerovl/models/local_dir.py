@@ -31,7 +31,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"folder {folder} does not exist{seen_from}")
     file = folder / CONFIG_FILE
     if not file.is_file():
-        raise UserError(f"{folder} is no local-dir folder: {CONFIG_FILE} is missing")
+        raise UserError(f"{folder} is not a local-dir folder: {CONFIG_FILE} is missing")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
@@ -44,7 +44,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             raise UserError(f"{file} has no '{part}' in its 'model_cfg': it is not an open_clip config")
     preprocess_cfg = config.get("preprocess_cfg", {})
     if not isinstance(preprocess_cfg, dict):
-        raise UserError(f"{file} has a 'preprocess_cfg' that is no table of settings")
+        raise UserError(f"{file} has a 'preprocess_cfg' that is not a table of settings")
     for name in ("mean", "std"):
         values = preprocess_cfg.get(name)
         if values is not None and not (isinstance(values, list) and all(isinstance(v, (int, float)) for v in values)):

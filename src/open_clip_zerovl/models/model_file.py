@@ -61,6 +61,6 @@ def _check(config: object, path: str | os.PathLike[str]) -> None:
     for prefix, given, known in parts:
         for key in given:
             if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
+                near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
                 advice = f"did you mean {prefix + near[0]!r}?" if near else "correct it or take it out"
                 raise UserError(f"--model-config {path} has {prefix + key!r}, which open_clip does not know; {advice}")

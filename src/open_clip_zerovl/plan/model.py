@@ -28,18 +28,16 @@ from open_clip_zerovl.data.images import normalize, split_normalize
 from open_clip_zerovl.data.words import WordAugment
 from open_clip_zerovl.models.build import (
     check_model,
-    create_model_and_transforms,
     registered_config,
     registered_name,
     with_text_model,
 )
 from open_clip_zerovl.models.configs import ClipModel
 from open_clip_zerovl.plan.settings import PlanSettings
-from open_clip_zerovl.recipe.apply import apply_methods
+from open_clip_zerovl.recipe.apply import build_model
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import parameter_groups
 from open_clip_zerovl.recipe.step import autocast_of, prepare
-from open_clip_zerovl.recipe.towers import lock_text_layers
 
 _WEIGHTS = (".pt", ".pth", ".bin", ".safetensors")
 
@@ -111,9 +109,11 @@ def build(settings: PlanSettings, device: torch.device, precision: str) -> Plann
     with quiet():
         name = _model_name(settings)
         size = settings.force_image_size
-        model, transform, _ = create_model_and_transforms(
+        model, transform, _, mixup = build_model(
             name,
             None,
+            settings,
+            seed=settings.seed,
             precision=precision,
             device=device,
             force_patch_dropout=settings.token_drop,
@@ -129,11 +129,10 @@ def build(settings: PlanSettings, device: torch.device, precision: str) -> Plann
         )
         options = {} if settings.force_context_length is None else {"context_length": settings.force_context_length}
         tokenizer = open_clip.get_tokenizer(name, **options)
-    transform, mixup = apply_methods(model, transform, settings, seed=settings.seed)
     if settings.lock_image:
         model.lock_image_tower()
     if settings.lock_text:
-        lock_text_layers(model) if hasattr(getattr(model, "text", None), "config") else model.lock_text_tower()
+        model.lock_text_tower()
     if settings.grad_checkpointing:
         model.set_grad_checkpointing()
     normalizer = None

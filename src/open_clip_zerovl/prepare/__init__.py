@@ -1,1 +1,1 @@
-"""A module a dataset, `drawn` for drawings, `pack` for your own pairs: from what makers publish to webdataset shards."""
+"""Data preparation: public datasets, your own pairs, copies of test pictures, clusters."""

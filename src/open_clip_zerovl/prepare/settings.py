@@ -12,7 +12,7 @@ FEATURES = ("image", "text", "both")
 
 @dataclass(frozen=True)
 class ClusterSettings:
-    """How a source is divided, and what is written.
+    """Settings of a clustering and of its files.
 
     Attributes:
         min_size: smaller clusters are dissolved, so that fewer than K remain.
@@ -28,11 +28,11 @@ class ClusterSettings:
     clusters: int = flag(100, "number of clusters", kind=positive, metavar="K")
     min_size: int = flag(
         1,
-        "move the samples of clusters below N samples to others; N is the effective batch",
+        "move the samples of clusters below N samples to the nearest other ones; N is the effective batch",
         kind=positive,
         metavar="N",
     )
-    features: str = flag("image", "of which tower", choices=FEATURES)
+    features: str = flag("image", "tower of the features", choices=FEATURES)
     passes: int = flag(10, "passes of k-means over the features", kind=positive)
     seed: int = flag(0, "of k-means", kind=seed)
     preview: int = flag(25, "pictures a preview", kind=natural, metavar="N")

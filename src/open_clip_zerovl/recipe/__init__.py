@@ -11,6 +11,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "open_clip_zerovl.recipe.frozen_cache": ["FrozenCache"],
         "open_clip_zerovl.recipe.optimizer": ["optimizer_step", "parameter_groups"],
         "open_clip_zerovl.recipe.step": ["RecipeStep"],
-        "open_clip_zerovl.recipe.apply": ["apply_methods"],
+        "open_clip_zerovl.recipe.apply": ["apply_methods", "build_model"],
     },
 )

@@ -1,19 +1,52 @@
-"""The paper's methods applied to a built model, in one order for training and `zerovl plan`."""
+"""A model built with the paper's methods, in one order for training and `zerovl plan`."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from open_clip_zerovl.data.transforms import with_auto_augment
+from open_clip_zerovl.models.build import create_model_and_transforms
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import constant_temperature
 from open_clip_zerovl.recipe.text_lengths import text_padding
-from open_clip_zerovl.recipe.towers import check_token_drop, freeze
+from open_clip_zerovl.recipe.towers import check_token_drop, freeze, lock_text_layers, open_clip_locks_layers
+
+
+def build_model(
+    name: str,
+    pretrained: str | None,
+    methods: RecipeConfig,
+    *,
+    seed: int,
+    start: Callable[[nn.Module], None] | None = None,
+    **options: Any,
+) -> tuple[Any, Callable[..., Any], Callable[..., Any], CoinFlipMixup | None]:
+    """open_clip's model with the methods of a run; its `lock_text_tower` also unlocks layers of BERT.
+
+    Args:
+        name, pretrained, options: as for `models.build.create_model_and_transforms`.
+        seed: of mixup's draws.
+        start: loads starting weights, before towers are frozen.
+
+    Returns:
+        model, training transform, evaluation transform, mixup if asked for.
+
+    Raises:
+        UserError: weights that do not fit, a tower that does not support a method.
+    """
+    model, transform, evaluation = create_model_and_transforms(name, pretrained, **options)
+    if start is not None:
+        start(model)
+    transform, mixup = apply_methods(model, transform, methods, seed=seed)
+    if not open_clip_locks_layers(model):
+        model.lock_text_tower = partial(lock_text_layers, model)
+    return model, transform, evaluation, mixup
 
 
 def apply_methods(

@@ -72,7 +72,8 @@ def open_clip_options() -> frozenset[str]:
 
 
 def check_known(flags: Iterable[str], ours: Collection[str], help_command: str) -> None:
-    """
+    """Refuse flags that training does not have.
+
     Args:
         flags: given, without values.
         ours: all flags that open_clip has not.

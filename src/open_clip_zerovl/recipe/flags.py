@@ -101,6 +101,23 @@ def _ablation(ablation: str, other: str, when: Callable[[Any], bool], advice: st
     return Contradiction(other, lambda given: ablation in given.ablate and when(given), advice, f"--ablate {ablation}")
 
 
+# An ablation, what it contradicts, when, and the advice.
+_ABLATED_AND_OTHERS = (
+    ("no-replay", "--dga-retain {dga_retain} with --dga-steps {dga_steps}",
+     lambda given: isinstance(given.dga_retain, int) and given.dga_retain >= (given.dga_steps or 1),
+     "no micro-batch is forwarded twice, so that no mask is drawn anew; give --dga-retain 0"),
+    ("iid-draw", "--debiased-share {debiased_share}", lambda given: given.debiased_share < 1,
+     "its counts are exact each epoch; give one of them"),
+    ("mixup-both", "--sort-text", lambda given: given.sort_text,
+     "a picture and its text would be mixed with different partners; leave it out"),
+    ("mixup-embeddings", "--cache-frozen of the text tower", _caches_text, "mixed words have other features each step"),
+    ("temperature-parameter", "--temperature-constant", lambda given: given.temperature_constant,
+     "a constant has no parameter; give one of them"),
+    ("temperature-parameter", "--precision {precision}", lambda given: given.precision in ("pure_bf16", "pure_fp16"),
+     "the model then holds its logit scale in half precision, coarser than a step; take amp or amp_bf16"),
+)  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class SourceFlags:
     """Sources and their batches (sections 3.1, A.4)"""
@@ -242,44 +259,7 @@ class DgaFlags:
             _ablation_needs("mixup-both", _MIXUP),
             _ablation_needs("mixup-embeddings", _MIXUP),
         ),
-        contradicts=(
-            _ablation(
-                "no-replay",
-                "--dga-retain {dga_retain} with --dga-steps {dga_steps}",
-                lambda given: isinstance(given.dga_retain, int) and given.dga_retain >= (given.dga_steps or 1),
-                "no micro-batch is forwarded twice, so that no mask is drawn anew; give --dga-retain 0",
-            ),
-            _ablation(
-                "iid-draw",
-                "--debiased-share {debiased_share}",
-                lambda given: given.debiased_share < 1,
-                "its counts are exact each epoch; give one of them",
-            ),
-            _ablation(
-                "mixup-both",
-                "--sort-text",
-                lambda given: given.sort_text,
-                "a picture and its text would be mixed with different partners; leave it out",
-            ),
-            _ablation(
-                "mixup-embeddings",
-                "--cache-frozen of the text tower",
-                _caches_text,
-                "mixed words have other features each step",
-            ),
-            _ablation(
-                "temperature-parameter",
-                "--temperature-constant",
-                lambda given: given.temperature_constant,
-                "a constant has no parameter; give one of them",
-            ),
-            _ablation(
-                "temperature-parameter",
-                "--precision {precision}",
-                lambda given: given.precision in ("pure_bf16", "pure_fp16"),
-                "the model then holds its logit scale in half precision, coarser than a step; take amp or amp_bf16",
-            ),
-        ),
+        contradicts=tuple(_ablation(*row) for row in _ABLATED_AND_OTHERS),
     )
 
 

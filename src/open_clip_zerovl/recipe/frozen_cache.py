@@ -175,7 +175,7 @@ class FrozenCache:
         return images, texts
 
     def forget(self) -> None:
-        """Drop an announcement that no forward pass has used; called after each step.
+        """Drop an announcement that no forward pass has used; call after each step.
 
         The replay of decoupled gradient accumulation prepares its inputs but does not run a frozen tower again.
         """

@@ -57,7 +57,7 @@ class Mix:
         return self.both or not self.mixes_images
 
     def prepare(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
-        """Mix the images (B, C, H, W) of a micro-batch if they are to be; texts (B, L) are returned unchanged.
+        """Mix the images (B, C, H, W) of a micro-batch if this mix is for images; texts (B, L) are returned unchanged.
 
         Call it with the whole micro-batch, in both passes of `DecoupledGradientAccumulation` (as its `prepare`).
 

@@ -143,7 +143,7 @@ def as_temperatures(scales: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 def mark_temperature(optimizer: torch.optim.Optimizer, model: nn.Module, temperature_parameter: bool) -> None:
-    """Note in the optimizer's groups, and so in its checkpoints, which parameter the moments of logit scales are of."""
+    """Mark the optimizer's groups, and so its checkpoints, with the parameter whose moments logit scales have."""
     scales = {id(p) for name, p in model.named_parameters() if name.rpartition(".")[2] == "logit_scale"}
     for group in optimizer.param_groups:
         group.pop(MARK, None)
@@ -152,7 +152,7 @@ def mark_temperature(optimizer: torch.optim.Optimizer, model: nn.Module, tempera
 
 
 def marked_temperature(state: Mapping[str, Any]) -> bool:
-    """Whether the moments of logit scales in an optimizer's state are of the temperature itself."""
+    """True if the moments of logit scales in an optimizer's state belong to the temperature itself."""
     return any(MARK in group for group in state["param_groups"])
 
 

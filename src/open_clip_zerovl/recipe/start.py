@@ -45,7 +45,7 @@ class InitReport:
 
 
 def init_from(model: nn.Module, checkpoint: str | os.PathLike[str]) -> InitReport:
-    """Load into `model` each group of a checkpoint of which all tensor names and shapes match.
+    """Load into `model` each group of a checkpoint whose tensor names and shapes all match.
 
     A projection is loaded only together with its tower, because it does not fit another tower's features.
 
@@ -102,7 +102,7 @@ def _by_group(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def _misfit(own: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> str | None:
-    """Why `theirs` cannot replace `own`, or None."""
+    """The reason why `theirs` cannot replace `own`, or None."""
     if not theirs:
         return "the checkpoint has none"
     for kind, names in (("lacks", own.keys() - theirs.keys()), ("also has", theirs.keys() - own.keys())):

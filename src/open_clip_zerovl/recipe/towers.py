@@ -17,7 +17,9 @@ from torch import nn
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.recipe.flags import TOWERS
 
-_PATCH_DROPOUTS = (PatchDropout, timm.layers.PatchDropout, timm.layers.PatchDropoutWithIndices)
+# timm before 1.0.18 has no PatchDropoutWithIndices.
+_WITH_INDICES = getattr(timm.layers, "PatchDropoutWithIndices", timm.layers.PatchDropout)
+_PATCH_DROPOUTS = (PatchDropout, timm.layers.PatchDropout, _WITH_INDICES)
 GROUPS = ("image tower", "image projection", "text tower", "text projection", "logit_scale", "logit_bias")
 
 

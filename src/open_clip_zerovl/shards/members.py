@@ -40,9 +40,7 @@ CLIP_BENCHMARK_ORDER = ("webp", "png", "jpg", "jpeg")
 TEXT_EXTENSION = "txt"
 WANTED = frozenset((*IMAGE_EXTENSIONS, TEXT_EXTENSION))
 META = re.compile(r"__[^/]*__($|/)")  # members that webdataset skips
-_KEY_AND_SUFFIX = re.compile(
-    r"(?P<key>(?:.*/)?[^.]+)\.(?P<suffix>[^/]*)"
-)  # as webdataset divides a name, line breaks too
+_KEY_AND_SUFFIX = re.compile(r"(?P<key>(?:.*/)?[^.]+)\.(?P<suffix>[^/]*)")  # webdataset's rule, also for line breaks
 
 # What tarfile and the decompressors below it raise for corrupt bytes.
 _READ_ERRORS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import select
 import subprocess
@@ -91,12 +92,13 @@ def _on_the_hub(url: str) -> tuple[str, dict[str, str]]:
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers
 
-    found = re.fullmatch(r"hf:///?(datasets/)?(?!datasets/)([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", url)
+    found = re.fullmatch(r"hf://(datasets/)?(?!datasets/)([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", url)
     if found is None:
         raise UserError(f"shard {url} names no file on the hub; write hf://datasets/USER/NAME/FILE.tar")
     kind, repository, revision, file = found.groups()
     revision = unquote(revision or "main")  # refs%2Fpr%2F1
-    address = hf_hub_url(repository, file, repo_type="dataset" if kind else "model", revision=revision)
+    kind = "dataset" if kind else "model"
+    address = hf_hub_url(repository, file, repo_type=kind, revision=revision, endpoint=os.environ.get("HF_ENDPOINT"))
     return address, {name: value for name, value in build_hf_headers().items() if name == "authorization"}
 
 
@@ -169,14 +171,14 @@ def _from_store(file_system: Any, path: str, at: int, stall_seconds: float) -> T
 
 
 def _from_command(url: str, command_seconds: float) -> Transfer:
-    process = subprocess.Popen(url.removeprefix("pipe:"), shell=True, stdout=subprocess.PIPE)
+    process = subprocess.Popen(url.removeprefix("pipe:"), shell=True, stdout=subprocess.PIPE, bufsize=0)
     output = process.stdout
     assert output is not None
 
     def read(size: int) -> bytes:
         if command_seconds and not select.select([output], [], [], command_seconds)[0]:
             raise StalledShard(f"nothing came for {command_seconds:g} s")
-        return output.read1(size)
+        return output.read(size)  # no buffer, which `select` would not see: the bytes that are there
 
     def end() -> None:
         try:

@@ -338,7 +338,7 @@ def test_folder_of_classes(tmp_path: Path):
     assert images.labels == ["blue", "blue", "green", "green", "red", "red"]
     assert images.image(5).getpixel((0, 0))[0] > 150
     assert class_list(images, images) == ["blue", "green", "red"]
-    with pytest.raises(UserError, match="no folder of class folders"):
+    with pytest.raises(UserError, match="not a folder of class folders"):
         (tmp_path / "empty").mkdir()
         open_probe_set(tmp_path / "empty", "train")
     with pytest.raises(UserError, match="does not exist"):
@@ -468,7 +468,7 @@ def test_datasets_that_bring_their_split(tmp_path: Path, kind: str):
 def test_a_dataset_that_is_not_there_is_a_sentence(tmp_path: Path, kind: str):
     with pytest.raises(UserError, match=f"{kind} is not complete under .*nothing is downloaded here"):
         open_probe_set(f"{kind}:{tmp_path}", "train")
-    with pytest.raises(UserError, match="no dataset 'cifar'"):
+    with pytest.raises(UserError, match="unknown dataset 'cifar'"):
         open_probe_set(f"cifar:{tmp_path}", "train")
 
 

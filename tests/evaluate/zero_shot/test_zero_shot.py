@@ -125,6 +125,17 @@ def test_layouts(tmp_path):
     assert open_labelled_set(f"{tmp_path}/shards", ZeroShotSettings(label="json:kind")).names == ["cat", "dog"]
 
 
+def test_imagenets_folders_have_their_names(tmp_path):
+    labels = [f"n{10_000_000 + 7 * i}" for i in range(1000)]
+    write_classes(tmp_path / "imagenet", " ".join(labels), each=1)
+    opened = open_labelled_set(f"{tmp_path}/imagenet")
+    assert (
+        list(opened.classes) == labels
+        and opened.names[:2] == ["tench", "goldfish"]
+        and opened.names[-1] == "toilet paper"
+    )
+
+
 def test_templates_and_names_may_be_files(tmp_path):
     root = str(write_classes(tmp_path / "set", "x y"))
     (tmp_path / "t.txt").write_text("a {}\n\nthe {c} sign\n")
@@ -144,7 +155,7 @@ def test_templates_and_names_may_be_files(tmp_path):
         ({"template": ("empty.txt",)}, "there is no template in empty.txt"),
         ({"class_names": Path("empty.txt")}, "names.* the 2 classes .*it has 0 lines.* order of the labels: x, y"),
         ({"class_names": Path("empty.json")}, "does not name the 2 classes .KeyError: 'x'"),
-        ({"split": "x"}, "no folder of class folders"),
+        ({"split": "x"}, "not a folder of class folders"),
     ],
 )
 def test_what_does_not_fit_is_a_sentence(tmp_path, monkeypatch, given, sentence):

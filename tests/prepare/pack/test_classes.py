@@ -9,7 +9,8 @@ import pytest
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.labelled import open_probe_set
-from open_clip_zerovl.prepare.pack.report import commands, lines
+from open_clip_zerovl.evaluate.zero_shot.sets import open_labelled_set
+from open_clip_zerovl.prepare.pack.report import RELEASED, commands, lines
 from open_clip_zerovl.prepare.pack.rows import Columns
 from open_clip_zerovl.prepare.pack.samples import ZERO_SHOT_TEMPLATES
 from support.pairs import picture, samples_of
@@ -37,10 +38,12 @@ def test_classes_become_captions_and_both_splits_labelled_sets(packed, tmp_path)
         in printed
     )
     assert "classes    3, of 6 ('hat') to 6 ('hat') pictures" in printed
+    assert commands(found, tmp_path / "out")[1:] == [f"zerovl zero-shot {RELEASED} --data out={tmp_path}/out"]
     names = (tmp_path / "out/classnames.txt").read_text().splitlines()
     assert names == ["hat", "shoe", "sun hat"]
     templates = (tmp_path / "out/zeroshot_classification_templates.txt").read_text().splitlines()
     assert templates == [template.replace("{}", "{c}") for template in ZERO_SHOT_TEMPLATES]
+    assert list(open_labelled_set(str(tmp_path / "out")).names) == names  # as `zerovl zero-shot` reads it
     for split, role, count in (("train", "train", 13), ("test", "test", 5)):
         samples = samples_of(tmp_path / "out" / split)
         for sample in samples:

@@ -13,6 +13,7 @@ from PIL import Image
 from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.finetune.data import Found, find_data
+from open_clip_zerovl.prepare.pack.columns import public_name
 from open_clip_zerovl.prepare.pack.report import _tokenizer
 from open_clip_zerovl.prepare.pack.rows import Columns, texts_of
 from open_clip_zerovl.prepare.pack.split import Candidate, Exclusion
@@ -213,6 +214,10 @@ def test_paths_as_people_write_them(packed, tmp_path):
     (tmp_path / "list.csv").write_text("\n".join(rows) + "\n")
     found = packed(tmp_path / "list.csv", columns=Columns(pictures_in=folder))
     assert found["pictures"] == 3 and found["refused"] == {}
+    # Shards show neither folders of this machine nor what follows an address, which may be a key.
+    shown = {json.loads(sample.files["json"])["file"] for sample in samples_of(tmp_path / "out/train")}
+    assert shown == {"one.JPG", "two two.png", "sub\\three.png"}
+    assert public_name("https://host/a/b.jpg?key=1") == "https://host/a/b.jpg" and public_name("~/c.png") == "c.png"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.prepare.pack import run
 from open_clip_zerovl.prepare.pack.report import lines
 from open_clip_zerovl.prepare.pack.rows import Columns
 from open_clip_zerovl.prepare.public.gather import Work
@@ -177,7 +179,7 @@ MISTAKES: dict[str, tuple[str | Callable[[Path], Any], str] | tuple[str | Callab
         rf"state.json does not list the Arrow files{PYARROW}",
         {"form": "arrow"},
     ),
-    "no parquet": (files(x_parquet=b"PAR"), rf"is no parquet file, or a broken one{PYARROW}"),
+    "no parquet": (files(x_parquet=b"PAR"), rf"is not a parquet file, or a broken one{PYARROW}"),
     "a source of a folder": (
         two_pairs,
         r"has no column 'kind': give --source-column folder",
@@ -355,7 +357,7 @@ def test_a_folder_of_other_inputs_or_settings_is_refused(packed, tmp_path):
     with pytest.raises(UserError, match=r"out was made from in, whose files have changed since"):
         packed(given, seed=1)
     assert before == {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
-    with pytest.raises(UserError, match=r"other is not empty, and no pack.json in it says that this program wrote it"):
+    with pytest.raises(UserError, match=r"other is not empty, and no pack.json in it shows that this program wrote it"):
         packed(given, out="other")
     with pytest.raises(UserError, match=r"lies in .*in, which is read: give a folder elsewhere with --out"):
         packed(given, out="in/out")
@@ -440,6 +442,14 @@ def test_the_progress_bar_counts_every_row(packed, tmp_path, capsys):
     packed(table(tmp_path / "in", "image,caption\n0.png,x\n0.png,y\n1.png,\n2.png,z\n"), work=Work(threads=2))
     bars = capsys.readouterr().err.replace("\r", "\n").rstrip().splitlines()
     assert any(" 4pair [" in bar and "2 came; empty caption 1]" in bar for bar in bars)
+
+
+def test_work_that_takes_long_is_announced(capsys, monkeypatch):
+    monkeypatch.setattr(run, "SILENT_SECONDS", 0.05)
+    for seconds, printed in ((0.5, "counting ...\n"), (0, "")):
+        with run.announced("counting", True):
+            time.sleep(seconds)
+        assert capsys.readouterr().err == printed
 
 
 def test_source_names_in_any_script_and_those_of_the_outputs_own_files(packed, tmp_path):

@@ -60,7 +60,7 @@ def test_a_broken_line_keeps_its_number_and_a_broken_list_is_refused(tmp_path):
     assert rows[1].caption == "" and rows[2].where == "http://a.example/3.jpg"
     for content in (b"<html><body>Sign in</body></html>\n", b"", b"a\tb\nc\td\n"):
         listed.write_bytes(content)
-        with pytest.raises(UserError, match="is no list of captions and addresses"):
+        with pytest.raises(UserError, match="is not a list of captions and addresses"):
             list(tsv_rows(listed))
     listed.write_bytes(b"not gzip")
     with pytest.raises(UserError, match=r"is broken|is no list"):
@@ -133,7 +133,7 @@ def test_vg_takes_the_five_largest_boxes(tmp_path):
         '[{"regions": []}]',
     ):
         file.write_text(broken)
-        with pytest.raises(UserError, match="entry 0 of .* is no image with regions"):
+        with pytest.raises(UserError, match="entry 0 of .* is not an image with regions"):
             list(largest_phrases(file, file.name))
 
 
@@ -170,7 +170,7 @@ def test_vg_end_to_end_from_zips(tmp_path):
     assert prepare_vg(tmp_path / "vg", source=source, shard_size=25, work=again)["pairs"] == 200
     whole = prepare_vg(tmp_path / "fresh", source=source, shard_size=25, work=WORK)
     assert whole["shards"] == json.loads((tmp_path / "vg/manifest.json").read_text())["shards"]
-    with pytest.raises(UserError, match="No pictures among"):
+    with pytest.raises(UserError, match="No pictures beside the annotations: give VG_100K"):
         prepare_vg(tmp_path / "none", source=source[:1], work=WORK)
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
-from open_clip import SIMPLE_IMAGENET_TEMPLATES
+from open_clip import IMAGENET_CLASSNAMES, SIMPLE_IMAGENET_TEMPLATES
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import UNREADABLE
@@ -73,6 +73,8 @@ def open_labelled_set(where: str, settings: ZeroShotSettings | None = None) -> L
     names = [images.names.get(label) or _words(label) for label in classes]
     if settings.class_names is not None:
         names = _class_names(settings.class_names, classes)
+    elif len(classes) == len(IMAGENET_CLASSNAMES) and all(re.fullmatch(r"n\d{8}", label) for label in classes):
+        names = list(IMAGENET_CLASSNAMES)  # ImageNet's folders, in the order of their WordNet numbers
     return LabelledSet(images, classes, names, _templates(settings, root), sources)
 
 

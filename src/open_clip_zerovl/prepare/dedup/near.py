@@ -113,8 +113,7 @@ def hash_all(contents: Iterable[bytes], threads: int = 4) -> Iterator[tuple[byte
 class NearIndex:
     """Hashes of test pictures, asked for the nearest one.
 
-    The hashes of T = 25,000 test pictures are compared with all n asked ones, block by block. A pair within distance d differs
-    in at most d / 4 bits of one of the four words, which holds for few distinct pairs: only those are counted in full.
+    All T hashes are compared with all n asked ones, block by block.
     """
 
     def __init__(self, hashes: Sequence[Hashes] | Hashes) -> None:
@@ -147,13 +146,10 @@ class NearIndex:
         rows_at_once = max(1, _BLOCK_PAIRS // len(self))
         for start in range(0, len(asked), rows_at_once):
             block = asked[start : start + rows_at_once]
-            close = np.zeros((len(block), len(self)), dtype=bool)
+            away = np.zeros((len(block), len(self)), dtype=np.uint16)
             for word in range(_WORDS):
-                close |= np.bitwise_count(block[:, word, None] ^ self.words[word]) <= within // _WORDS
-            rows, tests = np.nonzero(close)
-            whole = np.bitwise_count(block[rows] ^ self.words[:, tests].T).sum(axis=1, dtype=np.int64)
-            kept = np.flatnonzero(whole <= within)
-            # Farthest first, so that the nearest (and of equally near ones the first) is written last.
-            for i in kept[np.lexsort((-tests[kept], -whole[kept]))]:
-                number[start + rows[i]], distance[start + rows[i]] = tests[i], whole[i]
+                away += np.bitwise_count(block[:, word, None] ^ self.words[word])
+            least = away.min(axis=1)
+            rows = np.flatnonzero(least <= within)
+            number[start + rows], distance[start + rows] = away[rows].argmin(axis=1), least[rows]
         return number, distance

@@ -1,4 +1,4 @@
-"""Training pictures that are in a test set: `zerovl data near`, and what `zerovl data pack --drop-near` compares with.
+"""Training pictures that are in a test set: `zerovl data near`, and `zerovl data pack --drop-near`.
 
 near.json    settings, counts, and each pair: source, shard, key; test set, key; distance
 near.html    pairs side by side, evenly chosen from the nearest to the farthest
@@ -6,6 +6,7 @@ near.html    pairs side by side, evenly chosen from the nearest to the farthest
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections import deque
@@ -33,6 +34,7 @@ from open_clip_zerovl.prepare.dedup.near import (
     hash_all,
     require_imagehash,
 )
+from open_clip_zerovl.prepare.pack.split import Candidate, Exclusion
 from open_clip_zerovl.report.html import thumbnail, write_page
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, image_of
 from open_clip_zerovl.shards.pictures import decoded, rgb
@@ -86,7 +88,7 @@ class ComparedSets:
 
 
 class Place(NamedTuple):
-    """Where a training picture is; without shards, `shard` is empty."""
+    """The place of a training picture; without shards, `shard` is empty."""
 
     source: str
     shard: str
@@ -108,7 +110,7 @@ class NearPair:
 
 @dataclass
 class Overlap:
-    """What was found.
+    """The pairs of near pictures, with counts.
 
     Attributes:
         tests: test set -> its pictures.
@@ -218,7 +220,7 @@ def _compare(source: Source, tests: ComparedSets, found: Overlap, threads: int, 
 
 
 def match(pictures: Iterator[tuple[Place, bytes]], tests: ComparedSets, found: Overlap, threads: int = 4) -> None:
-    """Compare training pictures with test sets, and add to what was found: counts, pairs, thumbnails of the first ones."""
+    """Compare training pictures with test sets, and add to `found`: counts, pairs, thumbnails of the first ones."""
     places: deque[Place] = deque()  # of the pictures that are being hashed
 
     def contents() -> Iterator[bytes]:
@@ -276,7 +278,7 @@ def write_overlap(found: Overlap, out: Path) -> None:
 
 
 def overlap_text(found: Overlap) -> str:
-    """What was found, in sentences."""
+    """The findings in sentences."""
     tests = ", ".join(f"{name} ({count:,} pictures)" for name, count in found.tests.items())
     lines = []
     for source, count in found.samples.items():
@@ -310,3 +312,33 @@ def run_overlap(
         print(f"{opened.unreadable} test pictures could not be decoded and were not compared.")
     print(f"Written: {out / 'near.html'}, {out / 'near.json'}")
     return found
+
+
+def near_exclusion(tests: str, out: Path, *, within: int = NEAR, threads: int = 4, progress: bool = True) -> Exclusion:
+    """The exclusion of training pictures that are near to a picture of test sets. Pictures that are held out stay.
+
+    The pictures that are left out are listed in `near.json` and shown on `near.html` in the folder `out`.
+
+    Args:
+        tests: `NAME=SET::NAME=SET`, as `open_test_sets` takes them.
+        within: largest distance of a copy (`near.NEAR`).
+
+    Raises:
+        UserError: a missing package, a set that cannot be read, a distance out of range.
+    """
+    check_distance(within)
+    sets = open_test_sets(tests, threads=threads, progress=progress)
+    names = ", ".join(sets.counts())
+    digest = hashlib.blake2b(sets.index.words.tobytes(), digest_size=8).hexdigest()
+
+    def keys(candidates: Iterator[Candidate]) -> Iterator[str]:
+        found = Overlap(sets.counts(), within)
+        bar = tqdm(candidates, desc=f"comparing with {names}", unit="picture", disable=not progress)
+        pictures = ((Place(c.source, "", c.key), c.content()) for c in bar if c.split == "train")
+        match(pictures, sets, found, threads)
+        write_overlap(found, out)
+        yield from dict.fromkeys(pair.key for pair in found.pairs)
+
+    return Exclusion(
+        f"near {names}", keys, f"{names}: {len(sets.pictures)} pictures {digest}, {BITS} bits, within {within}"
+    )

@@ -4,6 +4,6 @@ inputs -> columned, samples                 readers: rows of (picture, captions,
 collect                                     rows and pictures into a store: each picture once, decoded, with its pixels' hash
 split                                       a held-out set, and pictures that are left out
 write                                       shards
-report, page                                what came of it
-run                                         all of it
+report, page                                numbers, lines and a page
+run                                         the whole call
 """

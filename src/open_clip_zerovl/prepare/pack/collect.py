@@ -154,7 +154,7 @@ def sum_of(content: bytes) -> str:
 
 
 def is_address(place: str) -> bool:
-    """Whether a picture is fetched from the web."""
+    """True for a picture that is fetched from the web."""
     return place.lower().startswith(ADDRESS)
 
 

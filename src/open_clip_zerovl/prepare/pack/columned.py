@@ -15,7 +15,7 @@ from typing import IO, Any, BinaryIO, cast
 
 from open_clip_zerovl.core.csv_rows import CsvRows
 from open_clip_zerovl.core.errors import UserError, first_line
-from open_clip_zerovl.prepare.pack.columns import Chosen, Places, choose, guess_picture, listed
+from open_clip_zerovl.prepare.pack.columns import Chosen, Places, choose, guess_picture, listed, public_name
 from open_clip_zerovl.prepare.pack.rows import ADDRESS, PICTURE_SUFFIXES, Columns, PairRow, Reader
 from open_clip_zerovl.shards.archives import json_array, members, open_member
 from open_clip_zerovl.shards.foreign import encoding_of
@@ -59,15 +59,15 @@ class ColumnReader(Reader):
             captions = [fields.get(name) for name in chosen.captions]
             row = PairRow("", captions, file.name, line, fields.get(chosen.source) if chosen.source else None)
             if isinstance(picture, bytes) and picture:
-                yield row._replace(place=f"{file}#{line}", content=picture, name=name)
+                yield row._replace(place=f"{file}#{line}", content=picture, name=public_name(name))
             elif isinstance(picture, str):
-                yield row._replace(place=places.place(picture), name=picture.strip())
+                yield row._replace(place=places.place(picture), name=public_name(picture))
             else:
                 yield row._replace(refused="no picture named")
 
 
 class TableReader(ColumnReader):
-    """A CSV or TSV file, also gzipped; separator and columns are told from its first line."""
+    """A CSV or TSV file, also gzipped; separator and columns are found from its first line."""
 
     form = "table"
 
@@ -220,7 +220,7 @@ class ArrowReader(ColumnReader):
         self.form, self.path, self.files, self.wanted = form, path, files, wanted
         self.total = 0
         for file in files:
-            with self._reading(file, "is no {form} file, or a broken one") as table:
+            with self._reading(file, "is not a {form} file, or a broken one") as table:
                 schema, rows = (
                     (table.schema_arrow, table.metadata.num_rows)
                     if form == "parquet"
@@ -328,7 +328,7 @@ def saved_files(folder: Path) -> list[Path]:
 
 
 def is_coco(path: Path) -> bool:
-    """Whether a JSON file begins as MS-COCO's annotations do."""
+    """True for a JSON file that begins as MS-COCO's annotations do."""
     with opened_table(path) as file:
         beginning = file.read(_BEGINNING_BYTES)
     return beginning.lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"{") and _COCO_LISTS.search(beginning) is not None
@@ -373,6 +373,6 @@ def _separator(header: str) -> str:
 
 
 def _names_a_picture(field: str) -> bool:
-    """Whether a field is an address, or the name of a picture's file."""
+    """True for an address, and for the name of a picture's file."""
     field = field.strip().lower()
     return field.startswith(ADDRESS) or field.endswith(tuple(PICTURE_SUFFIXES))

@@ -42,10 +42,10 @@ def choose(where: str, names: Sequence[str], wanted: Columns, *, pictures: Seque
         where: the file, for messages.
         names: of all its columns.
         wanted: the columns that the command line names.
-        pictures: columns that hold pictures, where the file says so; the first is taken before any name is looked at.
+        pictures: columns that hold pictures by their type; the first is taken before any name is looked at.
 
     Raises:
-        UserError: a column that is not there, or none whose name says what it holds.
+        UserError: a column that is not there, or none with a name of a picture or a caption.
     """
     if wanted.picture is not None:
         picture: str | None = find(where, names, wanted.picture, "--picture-column")
@@ -84,7 +84,7 @@ def find(where: str, names: Sequence[str], name: str, flag: str) -> str:
 
 def _not_found(where: str, names: Sequence[str], picture: str | None, captions: Sequence[str]) -> str:
     """The sentence for a table without a column that is named like a picture, or like a caption, or both."""
-    missing = []
+    missing: list[tuple[str, str, Sequence[str]]] = []
     if picture is None:
         missing.append(("a picture (image, filepath, url ...)", "--picture-column", PICTURE_NAMES))
     if not captions:
@@ -126,6 +126,15 @@ def _plain(name: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------ paths
+
+
+def public_name(name: str) -> str:
+    """The name of a picture that shards may show: without the folders of an absolute path, or an address' query."""
+    name = name.strip()
+    if name.lower().startswith(ADDRESS):
+        return name.partition("?")[0]
+    return os.path.basename(name) if os.path.isabs(os.path.expanduser(name.removeprefix("file://"))) else name
+
 
 #: Rows of a file whose pictures are looked for before work begins: if none of them is there, the paths are wrong.
 LOOKED_AT = 200

@@ -97,7 +97,7 @@ def _form_of_file(path: Path) -> str:
 
 
 def _form_of_folder(path: Path) -> str:
-    """The form of a folder, from the endings of its first files and what lies beside pictures."""
+    """The form of a folder, from the endings of its first files and the texts beside pictures."""
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return "arrow"
     counts: Counter[str] = Counter()

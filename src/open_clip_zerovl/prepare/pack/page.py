@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from open_clip_zerovl.prepare.pack.report import commands, next_line
 from open_clip_zerovl.prepare.pack.store import Store, Stored
 from open_clip_zerovl.report.bounds import LOW_BEST, best_sentence
 from open_clip_zerovl.report.html import thumbnail, write_page
@@ -17,21 +18,14 @@ _SOURCES = 8
 _Figures = list[tuple[str | None, str]]
 
 
-def write_report_page(
-    path: Path,
-    report: dict[str, Any],
-    store: Store,
-    contents: Callable[[Stored], bytes],
-    next_line: str,
-    commands: Sequence[str],
-) -> None:
-    """Write the page.
+def write_report_page(out: Path, report: dict[str, Any], store: Store, contents: Callable[[Stored], bytes]) -> None:
+    """Write `report.html`.
 
     Args:
+        out: the folder of the shards.
         report: of `report.summarize`.
         store: with its samples split.
         contents: a sample's bytes.
-        next_line, commands: to type next.
     """
 
     def figures(samples: Iterable[tuple[Stored | None, str]]) -> _Figures:
@@ -39,10 +33,12 @@ def write_report_page(
 
     samples = []
     for one in report["written"][: 2 * _SOURCES]:
-        some = list(islice(store.samples(one["source"], one["split"]), _SAMPLES))
-        captions = [" / ".join(store.captions_of(one["source"], sample.key)) for sample in some]
+        some = [
+            (sample, " / ".join(texts))
+            for sample, texts, _ in islice(store.pairs(one["source"], one["split"]), _SAMPLES)
+        ]
         heading = f"{one['source']} {one['split']}: {len(some)} of {one['pictures']:,}"
-        samples.append((heading, figures(zip(some, captions, strict=True))))
+        samples.append((heading, figures(some)))
     often = [
         (
             store.sample(one["source"], one["key"]),
@@ -52,12 +48,12 @@ def write_report_page(
     ]
     best = report["repeated_captions"]["best_rsum"]
     write_page(
-        path,
+        out / "report.html",
         "pack.html",
         title="What was packed",
         report=report,
-        next_line=next_line,
-        commands=commands,
+        next_line=next_line(report),
+        commands=commands(report, out),
         samples=samples,
         often=figures(often),
         few_captions=best_sentence(best) if best < LOW_BEST else "",

@@ -123,7 +123,7 @@ def _write_csv(file: Any, header: Sequence[str], rows: Iterable[Sequence[Any]]) 
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(header)
     writer.writerows(rows)
-    text.detach()  # which writes what is left, and leaves the file open
+    text.detach()  # writes the rest, and leaves the file open
 
 
 # ------------------------------------------------------------------------------------------------------------ lines
@@ -209,7 +209,7 @@ def _size_line(sizes: dict[str, Any]) -> str:
 
 
 def _share(part: int, whole: int) -> str:
-    """How many captions are longer: "none is", "1.2 % are"."""
+    """The share of captions that are longer, with its verb: "none is", "1.2 % are"."""
     return "none is" if not part else f"{100 * part / whole:.1f} % are" if part / whole >= 0.001 else "some are"
 
 
@@ -225,7 +225,8 @@ def commands(report: dict[str, Any], out: Path) -> list[str]:
     tuned = shlex.quote(f"{out if out.name else out.absolute()}-tuned")
     found = [f"zerovl finetune --from {RELEASED} --data {shlex.quote(str(out))} --out {tuned}"]
     if too_few(report):
-        return [*found, *([f"zerovl retrieval {RELEASED} --data {shlex.quote(sets)}"] if sets else [])]
+        command = "zero-shot" if report["classes"] else "retrieval"
+        return [*found, *([f"zerovl {command} {RELEASED} --data {shlex.quote(sets)}"] if sets else [])]
     flags = ["--train-data", shlex.quote(train)]
     if len(folders["train"]) > 1:
         flags.append("--debiased-sampling")
@@ -250,7 +251,7 @@ def next_line(report: dict[str, Any]) -> str:
 
 
 def too_few(report: dict[str, Any]) -> bool:
-    """Whether there are too few training pictures to train a model from nothing."""
+    """True where there are too few training pictures to train a model from nothing."""
     return sum(one["pictures"] for one in report["written"] if one["split"] == "train") < FEWEST
 
 
@@ -277,7 +278,7 @@ def _tokenizer() -> Any:
     with gzip.open(
         Path(package.submodule_search_locations[0], "bpe_simple_vocab_16e6.txt.gz"), "rt", encoding="utf-8"
     ) as file:
-        merges = [tuple(line.split()) for line in list(file)[1 : _MERGES + 1]]
+        merges = [(first, second) for first, second in (line.split() for line in list(file)[1 : _MERGES + 1])]
     letters = pre_tokenizers.ByteLevel.alphabet()
     words = dict.fromkeys([*letters, *(f"{letter}</w>" for letter in letters), *("".join(merge) for merge in merges)])
     vocabulary = {word: number for number, word in enumerate(words)}
@@ -306,7 +307,7 @@ def _most_captions(store: Store) -> int:
 
 
 def _repeated_captions(store: Store) -> dict[str, Any]:
-    """How many pictures have a caption that another picture has too, and the captions with most pictures."""
+    """The number of pictures with a caption that another picture has too, and the captions with most pictures."""
     store.db.execute(
         "CREATE TEMP TABLE IF NOT EXISTS repeated AS SELECT text, COUNT(DISTINCT key) AS pictures FROM texts GROUP BY text "
         "HAVING COUNT(DISTINCT key) > 1"
@@ -335,7 +336,7 @@ def _best_rsum(store: Store) -> float:
 
 
 def _repeated_pictures(store: Store) -> dict[str, Any]:
-    """How many rows have the picture of an earlier row of their source, and the pictures with most rows."""
+    """The number of rows with the picture of an earlier row of their source, and the pictures with most rows."""
     store.db.execute(
         "CREATE TEMP TABLE IF NOT EXISTS often AS SELECT key, source, COUNT(*) AS n, COUNT(DISTINCT number) AS files FROM good "
         "GROUP BY source, key HAVING COUNT(*) > 1"

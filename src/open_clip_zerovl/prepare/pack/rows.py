@@ -18,7 +18,7 @@ from open_clip_zerovl.core.flags import flag
 from open_clip_zerovl.prepare.public.pictures import Failure
 from open_clip_zerovl.shards.foreign import LARGEST_PICTURE_BYTES, BadFile, read_foreign
 
-#: Endings of pictures, as a file's name has them; what a file is, its bytes say.
+#: Endings of the names of pictures; the format of a file is found from its bytes.
 PICTURE_SUFFIXES = frozenset(
     (
         *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp"),
@@ -35,7 +35,7 @@ class PairRow(NamedTuple):
 
     Attributes:
         place: of its picture: an address, or whatever the reader's `obtain` takes. Rows of one place have one picture.
-        captions: as the input has them: text, a list, nothing; `texts_of` says which captions they are.
+        captions: as the input has them: text, a list, nothing; `texts_of` makes captions of them.
         file, line: where the row stands, for messages; line 0 where the file is the row.
         source: the value of the source column; None where there is none.
         content: the picture's bytes where they come with the row, and the reader cannot find them again; else None.
@@ -109,7 +109,7 @@ class Reader(ABC):
         """The rows, the same at each call. UserError for an input of another form."""
 
     def obtain(self, place: str) -> bytes:
-        """The bytes of a picture that is no address; any thread may call it, and at any time. Failure where there is none."""
+        """The bytes of a picture of this input; any thread may call it, and at any time. Failure where there is none."""
         return read_file(place)
 
 
@@ -169,7 +169,7 @@ def _listed(text: str) -> Any:
 
 
 def is_utf8(text: str) -> bool:
-    """Whether a text holds no bytes of another encoding."""
+    """True for a text without bytes of another encoding."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -80,7 +80,7 @@ class PackSettings:
 
     @property
     def encoding(self) -> Encoding:
-        """How pictures are stored: their own bytes where these may stay."""
+        """Encoding of the pictures: their own bytes where these may stay."""
         return Encoding(
             shorter_side_px=None, min_side_px=self.min_side_px, longer_side_px=self.max_side_px, upright=True
         )
@@ -113,12 +113,12 @@ def pack(
     Args:
         inputs: files and folders; `NAME=INPUT` makes an input a source of its own.
         out: folder to write.
-        settings: what the shards depend on.
+        settings: of the shards.
         limits: of downloads.
         work: threads, retries; `progress` also prints the report.
 
     Raises:
-        UserError: an input that is not what it should be, a setting out of range, a folder of other inputs, or nothing to pack.
+        UserError: an input of another form, a setting out of range, a folder of other inputs, or nothing to pack.
     """
     out, settings, work = Path(out), settings or PackSettings(), work or Work()
     _check(inputs, settings, work)
@@ -214,8 +214,7 @@ def _finish(
         found["settings"] = state["settings"]
         reports.write_refused(store, out / "refused.csv")
         reports.write_origins(store, out / "origins.csv.gz")
-        further = reports.next_line(found), reports.commands(found, out)
-        write_report_page(out / "report.html", found, store, contents, *further)
+        write_report_page(out, found, store, contents)
     write_atomically(out / REPORT_FILE, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     return found
 
@@ -289,7 +288,7 @@ def _begin(out: Path, state: dict[str, Any]) -> bool:
         # A process that was killed while it wrote this file leaves a part of it.
         if out.is_dir() and not all(fnmatch(path.name, f".{PACK_FILE}.*.part") for path in out.iterdir()):
             raise UserError(
-                f"{out} is not empty, and no {PACK_FILE} in it says that this program wrote it: give a new folder"
+                f"{out} is not empty, and no {PACK_FILE} in it shows that this program wrote it: give a new folder"
             )
         _write_state(out, {**state, "complete": False})
         return False
@@ -297,7 +296,7 @@ def _begin(out: Path, state: dict[str, Any]) -> bool:
         known = json.loads(file.read_text(encoding="utf-8"))
         complete = bool(known.pop("complete"))
     except (ValueError, KeyError, AttributeError, RecursionError) as error:
-        raise UserError(f"{file} is not what this program writes ({error}): give a new folder") from error
+        raise UserError(f"{file} was not written by this program ({error}): give a new folder") from error
     wanted = json.loads(json.dumps(state))
     # Pictures that are read stay of use to these settings, or there are none.
     useful = _early(known) == _early(wanted) or _nothing_read(out / SCRATCH)
@@ -351,7 +350,7 @@ def _nothing(store: Store, readers: Sequence[Reader]) -> str:
     )
     passing = any(entry["transient"] for entry in found.values())
     advice = (
-        "the same command with --retry-failed tries again what may pass"
+        "the same command with --retry-failed tries again the failures that may pass"
         if passing
         else f"check the input, and which columns are read ({readers[0].columns})"
     )

@@ -59,7 +59,7 @@ class SampleReader(Reader):
         """Set `keys` and `columns` from the first JSON objects.
 
         Raises:
-            UserError: a key that is not there, or none whose name says that it holds captions.
+            UserError: a key that is not there, or none with a name of captions.
         """
         objects = [_object(table) for table in tables]
         # Columns are named for other inputs, a table's perhaps, where there is no JSON that could have them.

@@ -30,7 +30,7 @@ class Exclusion:
     Attributes:
         reason: a few words to count by ("near coco").
         keys: candidates, each picture of each source once -> keys of those to leave out, in all sources.
-        settings: what a later call on the same folder must say too.
+        settings: a description that must be the same in a later call on the folder.
     """
 
     reason: str

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import sqlite3
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ CREATE TABLE pictures (number INTEGER PRIMARY KEY, hash BLOB UNIQUE, input INT, 
 CREATE TABLE samples (source TEXT, key TEXT, position INT, picture INT, split TEXT, dropped TEXT);
 CREATE VIEW good AS SELECT rows.id AS row, file, line, source, label, key, number, place FROM rows JOIN pictures ON
     pictures.number = rows.picture WHERE key IS NOT NULL AND rows.reason IS NULL;
-CREATE VIEW texts AS SELECT good.row, source, key, captions.rowid AS place, text FROM good JOIN captions USING (row);
+CREATE VIEW texts AS SELECT good.row, source, key, label, captions.rowid AS place, text FROM good JOIN captions USING (row);
 CREATE VIEW written AS SELECT texts.*, position FROM samples JOIN texts USING (source, key) WHERE dropped IS NULL;
 """
 _INDICES = """
@@ -36,6 +37,9 @@ CREATE INDEX rows_by_picture ON rows (picture);
 CREATE INDEX captions_by_row ON captions (row);
 CREATE INDEX pictures_by_key ON pictures (key);
 """
+
+
+_STORED = "samples.key, pictures.number, extension, offset, size, pictures.place, input, sum, name"
 
 
 class Stored(NamedTuple):
@@ -151,25 +155,28 @@ class Store:
 
     def _stored(self, which: str, *parameters: str) -> Iterator[Stored]:
         cursor = self.db.execute(
-            "SELECT samples.key, pictures.number, extension, offset, size, place, input, sum, name FROM samples JOIN pictures "
-            f"ON pictures.number = samples.picture WHERE dropped IS NULL AND {which}",
+            f"SELECT {_STORED} FROM samples JOIN pictures ON pictures.number = samples.picture WHERE dropped IS NULL AND "
+            + which,
             parameters,
         )
         return (Stored(*row) for row in cursor)
 
-    def captions_of(self, source: str, key: str) -> list[str]:
-        """All captions of a picture in a source, each once, in the order of the rows."""
-        query = "SELECT text FROM texts WHERE key = ? AND source = ? ORDER BY row, place"
-        return list(dict.fromkeys(text for (text,) in self.db.execute(query, (key, source))))
+    def pairs(self, source: str, split: str) -> Iterator[tuple[Stored, list[str], str | None]]:
+        """The samples to be written, in their order, each with its captions in the order of the rows, and its class."""
+        cursor = self.db.execute(
+            f"SELECT {_STORED}, label, text FROM samples JOIN pictures ON pictures.number = samples.picture JOIN texts ON "
+            "texts.key = samples.key AND texts.source = samples.source WHERE dropped IS NULL AND samples.source = ? AND "
+            "split = ? ORDER BY position, samples.key, texts.row, texts.place",
+            (source, split),
+        )
+        for sample, rows in groupby(cursor, key=lambda row: row[:-2]):
+            found = list(rows)
+            yield Stored(*sample), list(dict.fromkeys(text for *_, text in found)), found[0][-2]
 
     def classes(self) -> dict[str, int]:
         """Class -> its pictures, in order of the names."""
         query = "SELECT label, COUNT(DISTINCT key) FROM good WHERE label IS NOT NULL GROUP BY label ORDER BY label"
         return dict(self.db.execute(query).fetchall())
-
-    def class_of(self, source: str, key: str) -> str | None:
-        """The class of a picture in a source, by its first row."""
-        return self.value("SELECT label FROM good WHERE key = ? AND source = ? ORDER BY row LIMIT 1", key, source)
 
     def value(self, query: str, *parameters: Any) -> Any:
         """The one value that a query gives."""

@@ -15,6 +15,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice, starmap
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,9 @@ def write_split(
     shards = -(-count // shard_size)
     bounds = [number * count // shards for number in range(shards + 1)]
     manifest.begin(here, dataset=source, split=split, made_from=made_from, settings=settings)
-    samples = store.samples(source, split)
+    pairs = store.pairs(source, split)
 
-    def sample_of(one: Stored, captions: list[str]) -> Sample:
+    def sample_of(one: Stored, captions: list[str], label: str | None) -> Sample:
         bar.update()
         text, about = "\n".join(captions), json.dumps({"file": one.name}) if one.name else None
         files = {
@@ -78,20 +79,21 @@ def write_split(
             **({"json": about.encode()} if about else {}),
         }
         if classes:
-            files["cls"] = str(classes[str(store.class_of(source, one.key))]).encode()
+            files["cls"] = str(classes[str(label)]).encode()
         return Sample(one.key, files)
 
     bar = tqdm(desc=f"writing {source} {split}", total=count, unit="pair", disable=not progress, delay=SILENT_SECONDS)
     for number in range(shards):
         name = f"{number}.tar" if split == "test" else f"{number:05d}.tar"
-        chunk = [next(samples) for _ in range(bounds[number], bounds[number + 1])]
+        chunk = list(islice(pairs, bounds[number + 1] - bounds[number]))
         known_record = manifest.read_record(here, name)
         if known_record is not None and known_record.pairs == len(chunk):
             bar.update(len(chunk))
             continue
-        captions = [store.captions_of(source, sample.key) for sample in chunk]
-        record = manifest.ShardRecord(name, bounds[number], len(chunk), len(chunk), sum(map(len, captions)))
-        manifest.write_recorded_shard(here, record, map(sample_of, chunk, captions))
+        record = manifest.ShardRecord(
+            name, bounds[number], len(chunk), len(chunk), sum(len(captions) for _, captions, _ in chunk)
+        )
+        manifest.write_recorded_shard(here, record, starmap(sample_of, chunk))
     bar.close()
     content = manifest.rebuild(here, shard_count=shards)
     if classes:
@@ -99,7 +101,7 @@ def write_split(
         lines = "".join(f"{template.replace('{}', '{c}')}\n" for template in templates)
         write_atomically(folder / "zeroshot_classification_templates.txt", lines)
     if split == "test":
-        # Last: a folder without nshards.txt is no retrieval set, so that an incomplete one is never scored.
+        # Last: only a folder with nshards.txt is a retrieval set, so that an incomplete one is never scored.
         write_atomically(here / "nshards.txt", f"{shards}\n")
         write_atomically(folder / "dataset_type.txt", "retrieval\n")
     counts = {
@@ -112,10 +114,10 @@ def write_split(
 
 
 def _digest(store: Store, source: str, split: str) -> str:
-    """A hash of all samples in their order: keys, captions, names of files."""
+    """A hash of all samples in their order: keys, captions, names of files, classes."""
     digest = hashlib.blake2b(digest_size=16)
-    for sample in store.samples(source, split):
-        digest.update("\n".join((sample.key, *store.captions_of(source, sample.key), sample.name, "")).encode())
+    for sample, captions, label in store.pairs(source, split):
+        digest.update("\n".join((sample.key, *captions, sample.name, label or "", "")).encode())
     return digest.hexdigest()
 
 

@@ -25,7 +25,7 @@ from open_clip_zerovl.prepare.public.spool import Spool
 
 @dataclass(frozen=True)
 class Work:
-    """How the rows are processed. The shards do not depend on it.
+    """Threads, retries and progress of a call. The shards do not depend on them.
 
     Attributes:
         threads: pictures fetched and encoded at the same time.

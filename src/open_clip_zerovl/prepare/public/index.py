@@ -107,7 +107,7 @@ def check_shards(
 
     Faults that are found:
 
-    - shards that are cut off or are no tars, and keys that come twice in a shard
+    - shards that are cut off or are not tars, and keys that come twice in a shard
     - samples without picture or caption, captions that are empty or not UTF-8
     - pictures that do not begin or end as their format does
     - shards that `sizes.json` or the manifest lists and that are missing
@@ -142,7 +142,7 @@ def check_shards(
         if sizes is not None and name not in sizes:
             found.fault("not in sizes.json")
         elif sizes is not None and sizes[name] != found.samples:
-            found.fault(f"holds {found.samples} samples, sizes.json says {sizes[name]}")
+            found.fault(f"holds {found.samples} samples, and {sizes[name]} in sizes.json")
         return found
 
     begin = time.perf_counter()

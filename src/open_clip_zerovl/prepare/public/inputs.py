@@ -1,7 +1,7 @@
 """The inputs of a dataset: official files, fetched or given with `--source`, packed or not; and stores of pictures.
 
 Pictures are read from their zips, so that nothing is unpacked.
-Addresses are those that the datasets' makers publish. Two datasets ask for a form or a sign-in; `BY_HAND` says where.
+Addresses are those that the datasets' makers publish. Two datasets ask for a form or a sign-in; `BY_HAND` names the places.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS
 _KARPATHY = "https://cs.stanford.edu/people/karpathy/deepimagesent/caption_datasets.zip"
 _VG = "https://homes.cs.washington.edu/~ranjay/visualgenome/data/dataset/region_descriptions.json.zip"
 
-#: Where the makers publish what each dataset is made from.
+#: Addresses at which the makers publish each dataset.
 OFFICIAL: dict[str, tuple[str, ...]] = {
     "sbu": ("https://www.cs.rice.edu/~vo9/sbucaptions/sbu-captions-all.tar.gz",),
     "cc12m": ("https://storage.googleapis.com/conceptual_12m/cc12m.tsv",),
@@ -80,26 +80,22 @@ def described(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 @contextmanager
 def annotated(
-    dataset: str, source: Sequence[str | Path] | None, out: Path, names: Sequence[str], *, pictures: str, progress: bool
+    dataset: str, source: Sequence[str | Path] | None, out: Path, names: Sequence[str], *, progress: bool
 ) -> Iterator[tuple[tuple[Path, str], PictureStore]]:
     """The annotation file of a dataset, as (path, name in an archive), and a store of its pictures.
 
     Args:
         dataset, source, progress: as for `locate`; downloads go into `out/downloads`.
         names: endings of the annotation file, the first one for messages.
-        pictures: the inputs to name where there are no pictures.
 
     Raises:
-        UserError: no annotations or no pictures, or an error of `locate`.
+        UserError: no annotations, or an error of `locate`.
     """
     paths = locate(dataset, source, out / "downloads", progress=progress)
-    shown = ", ".join(map(str, paths))
     found = find_member(paths, names[0]) or find_member([path for path in paths if path.suffix == ".json"], *names)
     if found is None:
-        raise UserError(f"No {names[0]} among {shown}: give it with --source.")
+        raise UserError(f"No {names[0]} among {', '.join(map(str, paths))}: give it with --source.")
     with closing(PictureStore(path for path in paths if path != found[0])) as store:
-        if not len(store):
-            raise UserError(f"No pictures among {shown}: give {pictures} with --source.")
         yield found, store
 
 
@@ -109,7 +105,8 @@ class PictureStore:
     def __init__(self, paths: Iterable[Path]) -> None:
         self._places: dict[str, Path | tuple[zipfile.ZipFile, str]] = {}
         self._archives = []
-        for path in paths:
+        self._paths = list(paths)
+        for path in self._paths:
             if path.is_dir():
                 for folder, _, names in os.walk(path):
                     for name in names:
@@ -122,8 +119,11 @@ class PictureStore:
                     if name.lower().endswith(_PICTURES) and "__MACOSX" not in name:
                         self._places[name.rpartition("/")[2]] = (archive, name)
 
-    def __len__(self) -> int:
-        return len(self._places)
+    def check(self, wanted: str) -> None:
+        """UserError, which names the wanted inputs, for a store without pictures."""
+        if not self._places:
+            places = f"in {', '.join(map(str, self._paths))}" if self._paths else "beside the annotations"
+            raise UserError(f"No pictures {places}: give {wanted} with --source.")
 
     def __call__(self, where: str) -> bytes:
         """The bytes of the picture with this file name; folders in `where` are ignored. Failure where there is none."""

@@ -59,12 +59,9 @@ def prepare_karpathy(
     if work.part != (0, 1):
         raise UserError(f"{dataset} is made in one piece: leave out --part.")
     work = replace(work, attempts=1)  # a retry does not bring a missing file
-    pictures = "their folders or zips"
-    with annotated(dataset, source, out, (json_name, ".json"), pictures=pictures, progress=work.progress) as (
-        found,
-        store,
-    ):
+    with annotated(dataset, source, out, (json_name, ".json"), progress=work.progress) as (found, store):
         images = read_karpathy(*found)
+        store.check("their folders or zips")
         made_from = {"files": described([found[0]]), "seed": seed}
         manifests = {}
         # The small sets first, so that a missing picture is noticed before hours of work on the training pairs.
@@ -134,7 +131,7 @@ def _retrieval_set(
             f"The {split} set of {dataset} lacks {sum(manifest['failures'].values())} of {len(images)} pictures ({lost}), and "
             "scores on a part of it cannot be compared: give all pictures with --source, and --retry-failed."
         )
-    # Last: a folder without nshards.txt is no retrieval set, so that an incomplete one is never scored.
+    # Last: only a folder with nshards.txt is a retrieval set, so that an incomplete one is never scored.
     write_atomically(out / split / "nshards.txt", f"{len(manifest['shards'])}\n")
     write_atomically(out / "dataset_type.txt", "retrieval\n")
     csv_name = "valid_anno.csv" if split == "test" else "val_anno.csv"

@@ -1,7 +1,7 @@
 """SBU, CC3M and CC12M (section 2.1, A.8): lists of captions and addresses to shards of the pairs that can still be fetched.
 
 CC's lists have one pair a line, CC3M's with the caption first, CC12M's with the address; neither has a header. The order of the
-columns is told from the lines, and a header that was added for another program is skipped. SBU has two official forms, packed
+columns is found from the lines, and a header that was added for another program is skipped. SBU has two official forms, packed
 or not: `sbu-captions-all.json` with the lists `image_urls` and `captions`, and the older text files
 `SBU_captioned_photo_dataset_urls.txt` and `..._captions.txt`, one entry a line.
 """
@@ -100,7 +100,7 @@ def _form(path: Path) -> tuple[int, bool]:
     if max(in_front, behind) < len(first) / 2 or not first:
         shown = "\t".join(first[0])[:80] if first else ""
         raise UserError(
-            f"{path} is no list of captions and addresses (its first line is {shown!r}): give the official .tsv, with one "
+            f"{path} is not a list of captions and addresses (its first line is {shown!r}): give the official .tsv, with one "
             "pair a line and a tab between."
         )
     has_header = not is_address(first[0][0]) and not is_address(first[0][-1])

@@ -1,4 +1,4 @@
-"""How a dataset was made: one record a shard, written when the shard is whole, and a manifest that sums up the records.
+"""Records and manifest of a dataset: a shard's record is written when the shard is whole, the manifest sums up the records.
 
     DIR/00000.tar ...           the shards
     DIR/records/00000.json      rows, pairs, bytes, sha256, numbers of the failed rows by reason
@@ -33,7 +33,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What one shard holds, and which rows failed.
+    """The counts of one shard, and its rows that failed.
 
     Attributes:
         shard: file name; there is no file if `pairs` is 0.
@@ -116,7 +116,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any] | None:
     if not isinstance(shards, dict) or not all(
         isinstance(entry, dict) and "sha256" in entry for entry in shards.values()
     ):
-        raise UserError(f"{file} is not what this program writes: remove it and call the command again.")
+        raise UserError(f"{file} was not written by this program: remove it and call the command again.")
     return manifest
 
 
@@ -152,7 +152,7 @@ def rebuild(folder: Path, *, shard_count: int | None = None) -> dict[str, Any]:
     """Write `manifest.json` and `sizes.json` from the records; returns the manifest.
 
     Args:
-        shard_count: number of all shards, where it is known; the manifest's `complete` says whether all of them are done.
+        shard_count: number of all shards, where it is known; the manifest's `complete` is true when all of them are done.
     """
     with locked(folder / RECORDS):
         manifest = _load(folder / MANIFEST_FILE)
@@ -186,7 +186,7 @@ def sole_writer(
     """Make this process the only one that writes a part of a folder.
 
     Args:
-        of: the folder that a refused process is told of; None for `folder`.
+        of: the folder in the sentence for a refused process; None for `folder`.
         advice: the end of that sentence.
 
     Raises:
@@ -203,7 +203,7 @@ def _load(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not valid JSON ({error}): remove it and call the command again.") from error
     if not isinstance(content, dict):
-        raise UserError(f"{file} is not what this program writes: remove it and call the command again.")
+        raise UserError(f"{file} was not written by this program: remove it and call the command again.")
     return content
 
 

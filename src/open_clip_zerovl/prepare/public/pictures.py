@@ -1,6 +1,6 @@
 """A picture as training shards store it (section 2.1): shorter side 256 pixels, own proportions, JPEG quality 95.
 
-Pictures are neither padded nor enlarged. They are rotated as their EXIF tag says, and transparency becomes white, so that a
+Pictures are neither padded nor enlarged. They are rotated by their EXIF tag, and transparency becomes white, so that a
 stored picture looks as on its web page.
 """
 
@@ -24,7 +24,7 @@ _REASONS = {"undecodable image": "broken picture", "oversized image": "picture t
 
 
 class Failure(Exception):
-    """Why a pair has no picture: `reason` is a short constant phrase to count by; `transient` says that a retry may help."""
+    """A pair has no picture. `reason` is a short constant phrase to count by; `transient` is true if a retry may help."""
 
     def __init__(self, reason: str, *, transient: bool = False) -> None:
         super().__init__(reason)
@@ -34,7 +34,7 @@ class Failure(Exception):
 
 @dataclass(frozen=True)
 class Encoding:
-    """How pictures are stored.
+    """Limits of the size of a stored picture, and its JPEG quality.
 
     Attributes:
         shorter_side_px: a picture with a longer shorter side is shrunk to it; None keeps the bytes of JPEG, PNG and WebP.
@@ -130,7 +130,7 @@ def _check_size(image: Image.Image, encoding: Encoding) -> None:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """The picture in RGB, turned as its EXIF tag says, on white where it is transparent."""
+    """The picture in RGB, turned by its EXIF tag, on white where it is transparent."""
     upright = ImageOps.exif_transpose(image)
     if upright.mode in ("RGBA", "LA", "PA") or "transparency" in upright.info:
         upright = upright.convert("RGBA")

@@ -45,8 +45,8 @@ def prepare_vg(
     if phrases_per_image < 1:
         raise UserError(f"phrases_per_image is {phrases_per_image}: it must be 1 or more.")
     names = ("region_descriptions.json", ".json", ".json.gz")
-    pictures = "VG_100K and VG_100K_2 (or images.zip and images2.zip)"
-    with annotated("vg", source, out, names, pictures=pictures, progress=work.progress) as (found, store):
+    with annotated("vg", source, out, names, progress=work.progress) as (found, store):
+        store.check("VG_100K and VG_100K_2 (or images.zip and images2.zip)")
         phrases = dict(largest_phrases(*found, limit=phrases_per_image))
         images = sorted(phrases)
         order = shuffled_apart([len(phrases[image]) for image in images], seed=seed)
@@ -84,7 +84,7 @@ def largest_phrases(path: Path, name: str, *, limit: int = PHRASES_PER_IMAGE) ->
                 image_id = int(image["image_id"] if "image_id" in image else image["id"])
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise UserError(
-                    f"entry {number} of {path} is no image with regions ({type(error).__name__} {error}): give Visual "
+                    f"entry {number} of {path} is not an image with regions ({type(error).__name__} {error}): give Visual "
                     "Genome's region_descriptions.json."
                 ) from error
             if areas:

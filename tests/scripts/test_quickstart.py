@@ -1,0 +1,44 @@
+"""The quick start: its page's commands run as they stand, and print what the page shows."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+import pytest
+
+from scripts import quickstart
+
+LINES = quickstart.PAGE.read_text(encoding="utf-8").split("\n")
+COMMANDS = [command.words for command in quickstart.commands_of(LINES)]
+
+
+def test_the_pages_commands_and_their_output_are_found():
+    assert [command.split()[0] for command in COMMANDS[:3]] == ["python", "head", "zerovl"]
+    train = COMMANDS[3]
+    assert train.count("\\\n") == 5 and train.endswith("--workers 0")
+    shown = quickstart.commands_of(LINES)[1].shown
+    assert LINES[shown[0]] == "filepath,title,site"
+
+
+def test_printed_lines_replace_shown_ones_with_other_numbers_only():
+    printed = ["a bar", "noto  1,341 pictures  5.3 MB", "Done in 7 s", "/tmp/x: table, 5 rows"]
+    shown = ["noto 12 pictures 1 MB", "Done in 333 s"]
+    assert quickstart.printed_again(shown, printed) == printed[1:3]
+    assert quickstart.printed_again(["/tmp/x: tab ..."], printed) == ["/tmp/x: tab ..."]
+    for wrong in (["noto 12 captions 1 MB"], ["Done in 3 s", "noto 12 pictures 1 MB"]):
+        with pytest.raises(SystemExit, match="was not printed"):
+            quickstart.printed_again(wrong, printed)
+
+
+def test_the_picture_shows_the_pages_training():
+    texts = ElementTree.parse(quickstart.PICTURE).getroot().iter("{http://www.w3.org/2000/svg}text")
+    rows = [text.text.replace(quickstart.WIDE, "  ") for text in texts]
+    assert rows[0] == f"$ {COMMANDS[3].splitlines()[0]}"
+    assert all(any(row.startswith(begin) for row in rows) for begin in quickstart.DRAWN)
+
+
+def test_a_command_that_fails_is_told(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```\n$ echo one \\\n    two\none two\n$ exit 3\n```\n")
+    with pytest.raises(SystemExit, match=r"ended with status 3:\nexit 3"):
+        quickstart.run(page, tmp_path, {}, tmp_path / "run.svg")
