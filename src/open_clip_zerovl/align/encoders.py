@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,13 +40,9 @@ from open_clip_zerovl.models.local_dir import no_code_from_data
 _SMALL_IMAGE = {"image_size": 8, "layers": 1, "width": 8, "head_width": 8, "patch_size": 8}
 _SMALL_TEXT = {"context_length": 4, "vocab_size": 8, "width": 8, "heads": 1, "layers": 1}
 _POOLERS = {"cls": "cls_last_hidden_state_pooler", "mean": "mean_pooler"}
-_OFFSET_POSITIONS = (
-    "roberta",
-    "xlm-roberta",
-    "mpnet",
-    "camembert",
-)  # their positions begin after the padding token's number
-_PROJECTIONS = ("proj", "text_projection", "head.proj.", "head.mlp.", "proj.", "text_projection.", "attnpool.c_proj.")
+# Text models whose positions begin after the padding token's number.
+_OFFSET_POSITIONS = ("roberta", "xlm-roberta", "mpnet", "camembert")
+_PROJECTION = re.compile(r"(proj|text_projection|head\.proj|head\.mlp|attnpool\.c_proj)(\..*)?")
 
 
 @dataclass(frozen=True)
@@ -85,12 +82,13 @@ class Tower:
             eye, mean, std = eye_of(transform)
             given |= {"image_tower": module, "eye": eye, "mean": mean, "std": std}
         else:
-            given |= {
-                "text_tower": _without_padding(module) if self.kind == "hf" else module,
-                "tokenizer": self.tokenizer,
-            }
-        inputs = self.tokenizer if self.side == "text" else transform
-        digest = module_digest(module, inputs=inputs, precision="amp_bf16" if amp else "fp32")
+            encode = _without_padding(module) if self.kind == "hf" else module
+            given |= {"text_tower": encode, "tokenizer": self.tokenizer}
+        digest = module_digest(
+            module,
+            inputs=transform if self.side == "image" else self.tokenizer,
+            precision="amp_bf16" if amp else "fp32",
+        )
         return FrozenModel(self.name, **given, fingerprints={self.side: digest})
 
     def words(self) -> str:
@@ -98,7 +96,7 @@ class Tower:
         line = f"{self.name}: features of width {self.width}"
         if self.side == "image":
             return f"{line}, pictures of {' x '.join(map(str, self.size))} px"
-        pooled = self.cfg.get("hf_pooler_type", "").split("_")[0]
+        pooled = (self.cfg.get("hf_pooler_type") or "").split("_")[0]
         return f"{line}, {self.tokenizer.context_length} tokens" + (f", pooling {pooled}" if pooled else "")
 
     @property
@@ -204,11 +202,7 @@ def _image_tower(
 
 
 def _towers_own(tower: nn.Module) -> dict[str, Tensor]:
-    return {
-        key: value
-        for key, value in tower.state_dict().items()
-        if not key.startswith(_PROJECTIONS[2:]) and key not in _PROJECTIONS
-    }
+    return {key: value for key, value in tower.state_dict().items() if not _PROJECTION.fullmatch(key)}
 
 
 def _hf(name: str, place: str, text_pool: str | None, context_length: int | None) -> Tower:
@@ -240,18 +234,11 @@ def _hf(name: str, place: str, text_pool: str | None, context_length: int | None
 def _sentence_transformer(source: str) -> tuple[str | None, int]:
     """Pooling (None: not named) and longest text of a model, by the configs of sentence-transformers and of its tokenizer."""
     pooling = _config(source, "1_Pooling/config.json")
-    older = {"cls_token": "cls", "mean_tokens": "mean"}
-    names = [
-        key.removeprefix("pooling_mode_")
-        for key, on in pooling.items()
-        if key.startswith("pooling_mode_") and on is True
-    ]
-    lengths = [
-        _config(source, "sentence_bert_config.json").get("max_seq_length"),
-        _config(source, "tokenizer_config.json").get("model_max_length"),
-    ]
-    mode = pooling.get("pooling_mode") or "+".join(older.get(name, name) for name in names) or None
-    return mode, int(min(length for length in (*lengths, DEFAULT_CONTEXT_LENGTH) if length))
+    older = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"}
+    modes = [older.get(key, key) for key, on in pooling.items() if key.startswith("pooling_mode_") and on is True]
+    lengths = [DEFAULT_CONTEXT_LENGTH, _config(source, "sentence_bert_config.json").get("max_seq_length")]
+    lengths.append(_config(source, "tokenizer_config.json").get("model_max_length"))
+    return pooling.get("pooling_mode") or "+".join(modes) or None, int(min(length for length in lengths if length))
 
 
 def _config(source: str, file: str) -> dict[str, Any]:
@@ -279,9 +266,8 @@ def _of_open_clip(name: str, side: str) -> Tower:
     spec = spec_of(name)
     quick = bool(spec.model_cfg.get("quick_gelu"))
     if side == "image":
-        return _image_tower(
-            name, model.visual, dict(spec.model_cfg["vision_cfg"]), dict(model.visual.preprocess_cfg), quick_gelu=quick
-        )
+        cfg, preprocess = dict(spec.model_cfg["vision_cfg"]), dict(model.visual.preprocess_cfg)
+        return _image_tower(name, model.visual, cfg, preprocess, quick)
     if "multimodal_cfg" in spec.model_cfg:
         raise UserError(
             f"{name} writes captions, and its text tower has no features of a whole text alone; give another --text"

@@ -51,27 +51,20 @@ def export_aligned(
     Raises:
         UserError: as `write_local_dir`; a folder whose model gives other embeddings than the heads.
     """
-    of_head: dict[str, Tensor] = {}
+    state = {name: value.detach().cpu() for name, value in heads.state_dict().items()}
+    weights: dict[str, Tensor] = {name: state[name] for name in ("logit_scale", "logit_bias") if name in state}
     cfgs = []
-    for tower, head, scale in ((image, heads.image, scales[0]), (text, heads.text, scales[1])):
-        weights = {name: value.detach().cpu() for name, value in head.state_dict().items()}
-        entries, tensors = placed(kind, tower, folded(kind, weights, scale))
+    for side, (tower, scale) in {"image": (image, scales[0]), "text": (text, scales[1])}.items():
+        own = {name.removeprefix(f"{side}."): value for name, value in state.items() if name.startswith(f"{side}.")}
+        entries, head = placed(kind, tower, folded(kind, own, scale))
         cfgs.append({**tower.cfg, **entries})
-        of_head |= tensors
+        prefix = "visual" if side == "image" else "text"
+        weights |= {f"{prefix}.{key}": value.cpu() for key, value in tower.tensors.items()} | head
     model_cfg = {"embed_dim": heads.embed_dim, "vision_cfg": cfgs[0], "text_cfg": cfgs[1], "custom_text": True}
-    if image.quick_gelu or text.quick_gelu:
-        model_cfg["quick_gelu"] = True
-    own = {"logit_scale": heads.logit_scale.detach().cpu()}
-    if heads.logit_bias is not None:
-        own["logit_bias"] = heads.logit_bias.detach().cpu()
-        model_cfg["init_logit_bias"] = float(own["logit_bias"])
-    towers = {
-        f"{prefix}.{key}": value.cpu()
-        for prefix, one in (("visual", image), ("text", text))
-        for key, value in one.tensors.items()
-    }
+    model_cfg["quick_gelu"] = bool(image.quick_gelu or text.quick_gelu)
+    if "logit_bias" in weights:
+        model_cfg["init_logit_bias"] = float(weights["logit_bias"])
     spec = ModelSpec("aligned", model_cfg, image.preprocess_cfg)
-    weights = {**towers, **of_head, **own}
     origin = f"Heads ({kind}) trained on the frozen encoders {image.name} and {text.name}."
     card = ModelCard(spec, weights, origin, metrics={f"held-out_{key}": value for key, value in metrics.items()})
     folder = write_local_dir(origin, weights, spec, out, card=card, force=True)
