@@ -307,7 +307,6 @@ def plan(sizes: Sizes, have: Sequence[str]) -> None:
         retained=planned["retained"],
         planned_seconds=planned["step_seconds"],
         planned_compute_seconds=planned["compute_seconds"],
-        loader_samples_per_second=planned["loader_rate"],
         planned_peak_gib=planned["peak_bytes"] / 2**30,
         real_seconds=statistics.median(real),
         real_range=[min(real), max(real)],

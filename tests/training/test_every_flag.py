@@ -82,7 +82,9 @@ TABLE: dict[str, list[tuple[str, str]]] = {
     "--val-frequency": [("0 --val-data {place}/pairs.csv", WORKS)],
     "--resume": [("latest", WORKS), ("/nowhere.pt", "/nowhere.pt")],
     "--precision": [
-        (name, WORKS) for name in ("amp", "amp_bf16", "amp_bfloat16", "bf16", "fp16", "pure_bf16", "pure_fp16", "fp32")
+        *((name, WORKS) for name in ("amp", "amp_bf16", "amp_bfloat16", "bf16", "pure_bf16", "fp32")),
+        # In fp16 alone AdamW's squared gradients are 0, and its first step divides by eps.
+        *((name, "the weights are not finite numbers") for name in ("fp16", "pure_fp16")),
     ],
     "--model": [("tiny", WORKS), ("tinny", "knows no model 'tinny'; did you mean")],
     "--pretrained": [("{place}/nowhere.pt", "nowhere.pt"), ("laion2b", "laion2b")],
