@@ -179,7 +179,7 @@ ODD = {
     "data report flatmanifest": "was not written by this program",
     "data index notatar": "is broken",
     "data cc3m --out d1 --source file": "is not a list of captions",
-    "data coco --out d2 --source karpathy.json": "no image of Karpathy's form",
+    "data coco --out d2 --source karpathy.json": "does not have the form of Karpathy's images",
     "plan --model local-dir:nope --train-data a=a": "folder nope does not exist",
     # numbers
     f"{SCORE} --batch-size 0": "0 is too small; give 1 or more",

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from open_clip.loss import ClipLoss
+from open_clip.loss import ClipLoss, SigLipLoss
 from torch import nn
 from torch.nn.functional import normalize
 from transformers import (
@@ -15,6 +15,8 @@ from transformers import (
     BertConfig,
     CLIPConfig,
     CLIPModel,
+    SiglipConfig,
+    SiglipModel,
     VisionTextDualEncoderConfig,
     VisionTextDualEncoderModel,
     ViTConfig,
@@ -24,7 +26,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.precision import ieee_products, product_precision
 from open_clip_zerovl.dga.replay import REPLAY_TOLERANCE, replay_tolerance
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, ReplayError
-from open_clip_zerovl.losses import ContrastiveLoss
+from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
 from open_clip_zerovl.losses.logits import Logits
 from support import ROOT
 from support.dga_reference import (
@@ -399,6 +401,11 @@ def dual_encoder():
     return VisionTextDualEncoderModel(config)
 
 
+def siglip():
+    text = {**TEXT, "projection_size": 16, "attention_dropout": 0.1}
+    return SiglipModel(SiglipConfig(text_config=text, vision_config={**VISION, "attention_dropout": 0.1}))
+
+
 def tokenized(size, generator):
     ids = torch.randint(3, VOCABULARY, (size, CONTEXT), generator=generator)
     lengths = torch.randint(3, CONTEXT + 1, (size, 1), generator=generator)
@@ -406,7 +413,7 @@ def tokenized(size, generator):
     return BatchEncoding({"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask})
 
 
-@pytest.mark.parametrize("make", [clip_model, dual_encoder])
+@pytest.mark.parametrize("make", [clip_model, dual_encoder, siglip])
 @pytest.mark.parametrize("frozen", [None, "vision_model", "text_model"])
 def test_hugging_face_models_in_the_documented_adapter(make, frozen):
     model = seeded(lambda: documented("HuggingFaceTowers")(make()))
@@ -417,9 +424,10 @@ def test_hugging_face_models_in_the_documented_adapter(make, frozen):
         (torch.randn(size, 3, 32, 32, generator=generator, dtype=torch.float64), tokenized(size, generator))
         for size in (3, 2, 4)
     ]
-    _, wanted = reference(model, ClipLoss(), micro_batches)
+    theirs, ours = (SigLipLoss(), SigmoidLoss()) if make is siglip else (ClipLoss(), ContrastiveLoss())
+    _, wanted = reference(model, theirs, micro_batches)
     for retain in (0, 1):
-        _, found = accumulated(model, ContrastiveLoss(), micro_batches, retain=retain)
+        _, found = accumulated(model, ours, micro_batches, retain=retain)
         assert error(found, wanted) <= EXACT
     with pytest.raises(UserError, match="adapter .docs/dga.md"):
         accumulated(seeded(make), ContrastiveLoss(), [(texts["input_ids"], images) for images, texts in micro_batches])
