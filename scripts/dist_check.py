@@ -209,12 +209,12 @@ def environment() -> dict[str, str]:
 
 
 def output(command: Sequence[str], folder: Path | None = None) -> str:
-    """Run a command as a user and return what it printed."""
+    """Run a command as a user and return its output."""
     return run(command, folder, environment())
 
 
 def run(command: Sequence[str], folder: Path | None = None, variables: dict[str, str] | None = None) -> str:
-    """Run a command, with this process's environment variables if none are given, and return what it printed.
+    """Run a command, with this process's environment variables if none are given, and return its output.
 
     Raises:
         UserError: it failed; its last lines are on standard error.

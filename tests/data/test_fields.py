@@ -165,13 +165,13 @@ def test_an_epoch_begun_with_another_split_keeps_each_samples_captions_together(
 
 
 @pytest.mark.parametrize("text", ["txt+", "+", "txt+txt", "txt++syn"])
-def test_fields_together_that_are_none_are_refused(text):
+def test_bad_names_of_fields_together_are_refused(text):
     with pytest.raises(UserError, match="each field beside another is given once"):
         caption_sets(text)
 
 
 @pytest.mark.parametrize("text", ["txt=0.5,syn=0.4", "txt=0.5,txt=0.5", "txt=x,syn=1", "=1", "txt=-1,syn=2"])
-def test_shares_that_are_none_are_refused(text):
+def test_bad_shares_are_refused(text):
     with pytest.raises(UserError, match="--captions"):
         caption_fields(text)
 

@@ -74,7 +74,7 @@ def test_a_url_is_asked_for_as_it_is_written(server):
         assert server.paths[-1] == f"/0.tar{query}"
 
 
-def test_a_slow_drip_that_ends_is_no_break(server):
+def test_a_slow_drip_that_ends_is_not_an_interruption(server):
     server.faults["0.tar"] = ["drip:150"]
     waits: list[Wait] = []
     assert read_all(server.url("0.tar"), patient(waits, stall_seconds=5)) == CONTENT and waits == []
