@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"demo: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\ndemo: interrupted; what is done is kept, and the same command goes on from there", file=sys.stderr)
+        print("\ndemo: interrupted; finished parts are kept, and the same command continues", file=sys.stderr)
         return 130
 
 

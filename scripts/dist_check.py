@@ -5,7 +5,7 @@
     install    the wheel into an empty environment, without an index: pip finds each declared requirement, or fails
     use        from another folder: zerovl, the training program's help, steps of training, the export of the result
 
-The environment holds this environment's copies of the packages that the wheel requires, directly or through others, as links:
+The environment holds this environment's copies of the packages that the wheel requires, directly or indirectly, as links:
 5 GB less to download. A package that is installed here but not required is not in it, so that an undeclared import fails.
 """
 
@@ -93,7 +93,7 @@ def check_contents(wheel: Path) -> None:
 
 
 def required(distribution: str) -> dict[str, metadata.Distribution]:
-    """The installed distributions that one requires, directly or through others, without itself.
+    """All installed distributions that a distribution requires, directly or indirectly, without itself.
 
     Raises:
         UserError: a required one is not installed.
@@ -209,12 +209,12 @@ def environment() -> dict[str, str]:
 
 
 def output(command: Sequence[str], folder: Path | None = None) -> str:
-    """Run a command as a user and return what it printed."""
+    """Run a command as a user and return its output."""
     return run(command, folder, environment())
 
 
 def run(command: Sequence[str], folder: Path | None = None, variables: dict[str, str] | None = None) -> str:
-    """Run a command, with this process's environment variables if none are given, and return what it printed.
+    """Run a command, with this process's environment variables if none are given, and return its output.
 
     Raises:
         UserError: it failed; its last lines are on standard error.

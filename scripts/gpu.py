@@ -12,7 +12,7 @@ Each part runs in processes of its own and ends within 8 minutes. Each result is
     loss               the loss alone at up to 1,048,576 pairs
     plan               `zerovl plan` compared with a training
     demo               the emoji demo, if its data exists (--emoji; `python -m scripts.drawn emoji` makes it)
-    ablation           some of the paper's tables in miniature, short runs of one seed, as many as fit into the time
+    ablation           some of the paper's tables in miniature, short runs of one seed, up to the time limit
 
 Results go to OUT/gpu-NAME.json and, as a page, to OUT/gpu-NAME.md; NAME is the GPU's. Nothing is installed or fetched: the
 machine's own torch (2.11 or newer), torchvision, timm, transformers and numpy are used as they are, and Python packages that
@@ -205,7 +205,7 @@ PYTEST_LINE = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR)\b")
 
 
 def command_of(part: Part, have: Sequence[str]) -> list[str]:
-    """The command, which leaves out what was measured before."""
+    """The command, without the keys that were measured before."""
     words = list(part.command)
     if "{have}" in words:
         place = words.index("{have}")
@@ -232,7 +232,7 @@ def measured_before(part: Part, record: dict[str, Any]) -> list[str]:
 
 
 def run_part(part: Part, results: Results, seconds: float, environment: dict[str, str], log: Path) -> None:
-    """Run a part for at most `seconds` and write each result; what was measured before is not measured again."""
+    """Run a part for at most `seconds` and write each result; earlier results are not measured again."""
     record = results.part(part.name)
     have = measured_before(part, record)
     before, start = record["seconds"], time.monotonic()

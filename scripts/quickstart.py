@@ -1,4 +1,4 @@
-"""Run the commands of docs/quickstart.md as they stand, and put what they print into the page.
+"""Run the commands of docs/quickstart.md as they stand, and put their output into the page.
 
     python -m scripts.quickstart [--folder build/quickstart] [--write] [--instead "--epochs 10=--epochs 1"]
 
@@ -137,13 +137,13 @@ def picture_of(command: str, printed: Sequence[str]) -> str:
 
 
 def run(page: Path, folder: Path, instead: Mapping[str, str], picture: Path) -> str:
-    """Run a page's commands in a folder, and draw its first training; returns the page with what was printed.
+    """Run a page's commands in a folder, and draw its first training; returns the page with the printed output.
 
     Args:
         instead: texts of the page -> texts that replace them, in commands and outputs.
 
     Raises:
-        SystemExit: a command failed, or did not print what the page shows.
+        SystemExit: a command failed, or its output differs from the page.
     """
     text = page.read_text(encoding="utf-8")
     for old, new in instead.items():
@@ -166,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--folder", type=Path, default=ROOT / "build" / "quickstart", help="new or empty; default %(default)s"
     )
     parser.add_argument("--instead", action="append", default=[], metavar="OLD=NEW", help="another text of the pages")
-    parser.add_argument("--write", action="store_true", help="put what was printed into the page and its picture")
+    parser.add_argument("--write", action="store_true", help="put the output into the page and its picture")
     options = parser.parse_args(argv)
     if options.write and options.instead:
         parser.error("--write is for the page as it stands; leave --instead out")
@@ -179,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         PAGE.write_text(page, encoding="utf-8")
         PICTURE.write_bytes(picture.read_bytes())
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    print(f"Every command printed what the page shows; {used.ru_utime + used.ru_stime:.0f} s of CPU time")
+    print(f"Every command printed the output that the page shows; {used.ru_utime + used.ru_stime:.0f} s of CPU time")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sections of documentation pages that a program writes: what stands between `<!-- NAME -->` and `<!-- /NAME -->`."""
+"""Sections of documentation pages that a program writes: the text between `<!-- NAME -->` and `<!-- /NAME -->`."""
 
 from __future__ import annotations
 

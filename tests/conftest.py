@@ -32,7 +32,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([*_OTHER, *map(str, (ROOT / "src", RO
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one line of open_clip are skipped on the others, and the reason names the line."""
+    """Tests of one line of open_clip are skipped on the other line, and the reason names the line."""
     marked = [(item, mark) for item in items if (mark := item.get_closest_marker("line")) is not None]
     if not marked:
         return
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def log_as_before() -> Iterator[None]:
-    """Take away what a test leaves at the root of the log: open_clip's main adds handlers, whose stream pytest then closes."""
+    """Remove the handlers that a test leaves at the root logger: open_clip's main adds some, whose stream pytest closes."""
     before, level = list(logging.root.handlers), logging.root.level
     yield
     for handler in [handler for handler in logging.root.handlers if handler not in before]:

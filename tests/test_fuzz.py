@@ -33,7 +33,7 @@ def test_a_few_of_each_kind(kind):
     fuzz(kind, Tally(), examples=4, seconds=20)
 
 
-def test_what_is_no_sentence_is_a_failure(tmp_path, monkeypatch):
+def test_an_error_without_a_sentence_is_a_failure(tmp_path, monkeypatch):
     def raising(error):
         def read(folder):
             raise error
@@ -80,7 +80,7 @@ def examples_of_other_entries(folder):
 
 
 @pytest.mark.parametrize("damage", [damaged_header, manifest_without_facts, examples_of_other_entries])
-def test_what_the_fuzzer_found_is_a_sentence(damage, tmp_path):
+def test_each_finding_of_the_fuzzer_gives_a_sentence(damage, tmp_path):
     (tmp_path / "pictures").mkdir()
     for number in range(3):
         (tmp_path / "pictures" / f"{number}.png").write_bytes(inputs.encoded("PNG", "RGB", 40, 30))

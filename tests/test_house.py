@@ -27,7 +27,7 @@ LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 
 @cache
 def modules(src: Path = SRC) -> dict[str, frozenset[str]]:
-    """Module name -> full names of what it imports, of all packages under a folder."""
+    """Module name -> full names of its imports, for all packages under a folder."""
     found = {}
     for file in sorted(src.rglob("*.py")):
         parts = file.relative_to(src).with_suffix("").parts

@@ -78,7 +78,7 @@ def test_signals_reach_the_program(tmp_path, number, status):
 def test_a_forked_process_of_the_tests_leaves_it_running():
     assert run(warm.python(), "-c", "").returncode == 0
     if (pid := os.fork()) == 0:
-        warm._end(os.getppid(), None, "")  # what is registered for the end of the tests
+        warm._end(os.getppid(), None, "")  # handlers registered for the end of the tests
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     assert run(warm.python(), "-c", "").returncode == 0

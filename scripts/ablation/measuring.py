@@ -1,7 +1,7 @@
 """Measures a finished run and writes its JSON.
 
 The score of most runs is the RSUM in the source that it was not trained on. Nothing of that source was in training, so that its
-training pairs count too: six to thirty times as many as its held-out test pairs. They are compared in pools of `POOL` pairs,
+training pairs count too: they number six to thirty times its held-out test pairs. They are compared in pools of `POOL` pairs,
 fixed and disjoint, whose RSUMs are averaged. Validation pairs, by which settings are chosen, are left out.
 """
 

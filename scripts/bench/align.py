@@ -106,7 +106,7 @@ def measure(batch: int, widths: Sequence[int], head: str, rounds: int, device: t
 
 
 def _seconds(way: Callable[[], Any], steps: int, device: torch.device) -> float:
-    """Of a step: CPU time of this process on a CPU, which other processes disturb less; wall time on a GPU."""
+    """Seconds of a step: CPU time of this process on a CPU, which other processes disturb less; wall time on a GPU."""
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     if device.type == "cuda":
         torch.cuda.synchronize()

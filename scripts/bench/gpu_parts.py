@@ -165,7 +165,7 @@ def contestants(setup: Setup, steps: int) -> dict[str, Way]:
 
 
 def graphs_kept(way: Way, sizes: list[int]) -> int | None:
-    """R of one of our ways, None for others."""
+    """R of one of our ways, None for another way."""
     dga = getattr(getattr(way, "func", None), "__self__", None)
     return None if dga is None else dga._retention.graphs(sizes)
 

@@ -257,7 +257,7 @@ def decoupled(setup: Setup, retain: int | str, loss_chunk: int | None) -> Way:
 
 
 def sorted_texts(micro_batches: Sequence[MicroBatch], padding: int) -> tuple[list[MicroBatch], Tensor]:
-    """The micro-batches with texts as `--sort-text` hands them on, and their order."""
+    """The micro-batches with texts in the order of `--sort-text`, and their order."""
     images, texts = zip(*micro_batches, strict=True)
     short, order = sort_texts(texts, padding)
     return list(zip(images, short, strict=True)), order

@@ -7,7 +7,7 @@ Both loaders read the same shards of synthetic JPEGs with the same transform (a 
 bicubic, normalised) and the same tokenizer, a BERT's. In the rows "augmented" both also apply AutoAugment after the crop and
 word augmentation before the tokenizer. Runs are interleaved and medians compared, because other programs share the machine.
 *per core* means per CPU second of the worker processes: it decides how many cores feed a GPU, and other programs hardly change
-it. *floor* is what our loader would deliver per core if it only decoded and transformed pictures, measured in the same rounds.
+it. *floor* is the rate of our loader per core if it only decoded and transformed pictures, measured in the same rounds.
 The first batches, in which workers start and fill their shuffle windows, are left out. The two loaders' images are compared in
 distribution: mean and standard deviation of their pixels and the share of high spatial frequencies.
 

@@ -53,7 +53,7 @@ def measured(call: Callable[[], dict], device: str) -> tuple[float, float, float
         ctypes.CDLL(None).malloc_trim(
             0
         )  # memory that an earlier call has freed must not count as resident before this one
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to what is resident now
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the memory that is resident now
         before = _status("RssAnon")
     start, start_cpu = time.perf_counter(), time.process_time()
     result = call()

@@ -2,10 +2,10 @@
 
     python -m scripts.bench.scale [--pairs 14e6,100e6,1.28e9,12.8e9] [--ranks 1024] [--workers 8] [--out FILE.json]
 
-For each strategy a fresh process does what a loader worker does at the start of an epoch and after a jump into its middle: the
-schedule, this reader's quota and what it has delivered, its part of each source's shards, the order of its first samples, and
-the first micro-batch's counts. Seconds and the growth of peak resident memory do not include imports. Four sources hold 6, 4,
-20 and 70 % of the pairs, in shards of 10,000 pairs, of 50,000 from 1.28 billion on.
+For each strategy a fresh process repeats the work of a loader worker at the start of an epoch and after a jump into its
+middle: the schedule, this reader's quota and the samples that it has delivered, its part of each source's shards, the order of
+its first samples, and the first micro-batch's counts. Seconds and the growth of peak resident memory do not include imports.
+Four sources hold 6, 4, 20 and 70 % of the pairs, in shards of 10,000 pairs, of 50,000 from 1.28 billion on.
 
 A row also has the sizes of sizes.json and of one shard's index (`shards/index`).
 

@@ -97,7 +97,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.device == "cuda" and args.ranks > torch.cuda.device_count():
         parser.error(f"--ranks {args.ranks} on CUDA needs as many GPUs, but there are {torch.cuda.device_count()}")
     if args.device == "cuda" and args.clock == "cpu":
-        parser.error("--clock cpu does not see what a GPU does")
+        parser.error("--clock cpu does not measure the work of a GPU")
     return args
 
 
@@ -171,7 +171,7 @@ def measure_steps(name: str, args: argparse.Namespace, device: torch.device, ran
         timed = measure_times(setup, contestants, batches[:steps], args)
         plain_flops = counts(setup, contestants["plain micro-batches"], batches[:steps]).flops
         for row, way in contestants.items():
-            # What is counted of a compiled model is its eager twin's: compiled code does not show what it computes.
+            # Passes and FLOPs of a compiled model are counted on its eager model: compiled code hides its operations.
             way = contestants[row.removesuffix(f", {COMPILED}")]
             counted = counts(setup, way, batches[:steps])
             record = {

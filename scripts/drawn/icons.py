@@ -24,7 +24,7 @@ from scripts.drawn.data import SPLITS, Drawing, DrawnData, Split
 from scripts.drawn.drawings import iconify_svg
 from scripts.drawn.packages import read_npm_package
 
-#: Families draw many icons twice, filled and in outline: the second is left out, so that no held-out icon has a twin.
+#: Families draw many icons twice, filled and in outline: the second is left out, so that no held-out icon has a duplicate.
 _VARIANTS = re.compile(r"-(outline|variant|variant-outline|box|box-outline|circle|circle-outline|off|off-outline)$")
 
 

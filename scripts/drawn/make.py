@@ -7,7 +7,7 @@ On disk (see docs/datasets.md):
     test/<source>/  val/<source>/                          the pairs held out of that source, for CLIP_benchmark
     test-across/<source>/  val-across/<source>/            every held-out concept as that source has it (if shared)
     bert/                                                  vocabulary and configuration of a small text tower
-    README.md, manifest.json                               the data card; what this data was made from
+    README.md, manifest.json                               the data card; the inputs of this data
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def prepare_drawn(
 def load_drawn_split(data: DrawnData, out: str | Path, split: str) -> dict[str, list[DrawnSample]]:
     """Source -> its pairs of all held-out concepts of a split, sorted by concept.
 
-    Where sources share concepts, a source also has its pairs of the concepts that are held out of others. They are in its
-    training set (`DrawnSample.held_out` is False) and are the partners for retrieval across sources. Of the emoji's 800
+    Where sources share concepts, a source also has its pairs of the concepts that are held out of other sources. They are in
+    its training set (`DrawnSample.held_out` is False) and are the partners for retrieval across sources. Of the emoji's 800
     held-out concepts, 200 are held out of each source. In `val` a source may lack a few concepts.
 
     Args:

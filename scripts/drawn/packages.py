@@ -109,7 +109,7 @@ def fetch_npm_package(
                 return target
     raise UserError(
         f"The npm package {package} could not be fetched in {attempts} attempts ({reason}): "
-        "check the connection to the npm registry and run the command again; what has been fetched is kept."
+        "check the connection to the npm registry and run the command again; fetched packages are kept."
     )
 
 
@@ -141,7 +141,7 @@ def _npm_pack(npm: list[str], package: NpmPackage, folder: str, timeout_seconds:
     if done.returncode == 0:
         return ""
     errors = [line for line in done.stderr.splitlines() if line.startswith(("npm error", "npm ERR!"))]
-    said = (errors or done.stderr.splitlines() or ["it said nothing"])[0]
+    said = (errors or done.stderr.splitlines() or ["it printed nothing"])[0]
     return f"npm ended with status {done.returncode}: {said[:200]}"
 
 

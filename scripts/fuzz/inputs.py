@@ -513,7 +513,7 @@ def make_arrays(draw: Draw, folder: Path) -> None:
     size = os.path.getsize(shards[0])
     clustering = Clustering("a", shards, (8, 8), labels, distances, np.eye(2, dtype=np.float32), (size, size))
     tar_index.open_index(shards[0])
-    tar_index._open.cache_clear()  # readers are to read what is stored
+    tar_index._open.cache_clear()  # readers must read the stored index
     for file in (save_clustering(clustering, folder / "clusters"), source / ".zerovl-index" / "0.tar.npz"):
         with np.load(file) as stored:
             arrays = dict(stored)

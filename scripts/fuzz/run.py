@@ -25,7 +25,7 @@ from scripts.fuzz import inputs
 from scripts.fuzz.readers import BAD_SAMPLE, KINDS, Reader
 
 LIMIT_SECONDS = 10
-LIMIT_BYTES = 2 << 30  # a reader's memory, on top of what the process already holds
+LIMIT_BYTES = 2 << 30  # a reader's memory, on top of the memory that the process already uses
 WORKS, SENTENCE = "works", "sentence"
 OUTCOMES = (WORKS, SENTENCE, BAD_SAMPLE)
 Tally = Counter[tuple[str, str, str]]  # (kind, reader, outcome)

@@ -125,7 +125,7 @@ def data_flags(recipe: Recipe, data: Path) -> Settings:
 
 
 def missing_for(recipe: Recipe, data: Path, settings: Settings) -> str | None:
-    """A sentence that names what the recipe needs and what is missing; None if nothing is."""
+    """A sentence that names the flags or data that the recipe lacks; None if it can start."""
     if (need := needed(recipe, settings)) is not None:
         return need
     own_data = recipe.program == "training" and "train-data" in settings
@@ -173,7 +173,7 @@ def crowded(hardware: Hardware, flags: Settings, cpus: int) -> str | None:
 
 
 def cores_of_a_node(options: argparse.Namespace, slurm: bool) -> int:
-    """CPU cores of a node: on SLURM as many as are asked for (train.sbatch asks for 16), else this machine's."""
+    """CPU cores of a node: on SLURM the requested number (train.sbatch requests 16), else this machine's."""
     if not slurm:
         return usable_cores()
     texts = [*options.sbatch, SBATCH.read_text(encoding="utf-8")]
@@ -250,7 +250,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="set or replace a flag of training; FLAG alone sets a switch, FLAG= removes a flag",
     )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", default=bool(os.environ.get("DRY_RUN")), help="only print")
-    parser.add_argument("--plan", action="store_true", help="zerovl plan: what is missing, how long, how much memory")
+    parser.add_argument("--plan", action="store_true", help="zerovl plan: missing inputs, time and memory")
     parser.add_argument("--assume", metavar="GPU[:COUNT]", help="plan for this hardware, such as v100:8")
     parser.add_argument("--gpus", type=int, help="GPUs a node (default: those of this machine); 0 trains on the CPU")
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of each GPU (default: as found here)")
@@ -274,7 +274,7 @@ def hardware_of(options: argparse.Namespace) -> Hardware:
 
 
 def submits(options: argparse.Namespace, hardware: Hardware) -> bool:
-    """Whether the run goes to SLURM. A dry run on several nodes shows what would be submitted even without sbatch.
+    """Whether the run goes to SLURM. A dry run on several nodes shows the sbatch command even without sbatch.
 
     Raises:
         SystemExit: the GPUs of a SLURM node are not known; several nodes without SLURM.

@@ -68,7 +68,7 @@ def find_recipe(name: str) -> str | None:
 
 
 def described(name: str) -> str:
-    """A recipe as a few lines: paper, metric, hardware, time, data, batch, what differs from the base, command."""
+    """A recipe as a few lines: paper, metric, hardware, time, data, batch, differences from the base, command."""
     recipe = RECIPES[name]
     given = [f"--{flag}" + (f" {value}" if value else "") for flag, value in recipe.flags.items() if value is not None]
     removed = [f"no --{flag}" for flag, value in recipe.flags.items() if value is None]

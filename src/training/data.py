@@ -114,7 +114,7 @@ def _tell_trained_pictures(sources: Sequence[Source], retrieval: Mapping[str, Re
             if count := held_out.in_files(source.shards):
                 logging.warning(
                     f"{count:,} of the {len(held_out):,} pictures of the retrieval set {name} lie in files that are trained on "
-                    f"(source {source.name}): its scores show what was memorised; hold a part out with "
+                    f"(source {source.name}): its scores measure memorisation; hold a part out with "
                     "`zerovl data pack --test-share 0.05`."
                 )
 

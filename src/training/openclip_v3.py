@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from open_clip_zerovl.core.releases import LINE_3
+from open_clip_zerovl.core.releases import OPENCLIP_V3
 
-LINE = LINE_3
+LINE = OPENCLIP_V3
 
 # The parameters of each function that main passes.
 NAMES: dict[str, tuple[str, ...]] = {

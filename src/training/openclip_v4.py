@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.releases import LINE_4
+from open_clip_zerovl.core.releases import OPENCLIP_V4
 from training.resume import of_this_line
 
-LINE = LINE_4
+LINE = OPENCLIP_V4
 SHARDED = ".metadata"  # a folder with this file is a sharded checkpoint (torch.distributed.checkpoint)
 
 # The parameters of each function that main passes.
@@ -128,8 +128,8 @@ class _Adapters:
         """Checks that the folder is a checkpoint of `--fsdp-checkpoint sharded`; open_clip loads it."""
         if not os.path.isfile(os.path.join(checkpoint_dir, SHARDED)):
             raise UserError(
-                f"--resume {checkpoint_dir} is a folder, but no sharded checkpoint ({SHARDED} is missing); give a checkpoint "
-                "file, such as RUN/checkpoints/epoch_N.pt"
+                f"--resume {checkpoint_dir} is a folder, but not a sharded checkpoint ({SHARDED} is missing); give a "
+                "checkpoint file, such as RUN/checkpoints/epoch_N.pt"
             )
         return self.stock_load_sharded(task, checkpoint_dir, **more)
 

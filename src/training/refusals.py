@@ -20,7 +20,7 @@ class Later(NamedTuple):
     """Flags of open_clip 4 alone that a part of the recipe would ignore.
 
     Attributes:
-        flags: as they are written; one was given where its value is not its default.
+        flags: in their written form; a flag counts as given if its value is not its default.
         recipe: the part of the recipe in the sentence.
         when: whether that part was asked for.
         advice: why, and what to do.

@@ -71,7 +71,7 @@ class Position:
         return Decision(**self.retained) if self.retained and same else None  # type: ignore[arg-type]
 
     def start_step(self, now: Position, steps: int = sys.maxsize) -> int:
-        """The step at which a run with the batching of `now` goes on. The log names what is approximate.
+        """The step at which a run with the batching of `now` goes on. The log names approximations.
 
         Args:
             steps: of the epoch, as `now` divides it. With a larger effective batch, or less data, it may end before this
@@ -103,14 +103,14 @@ class Position:
         words = f"Resuming step {self.step} of epoch {self.epoch} ({_shown(self.dealt)}) as step {step} ({_shown(now.dealt)}). "
         if self._same_batch(now):
             logging.info(
-                f"{words}The rest of this epoch is read as it was begun, by {self.dealt.workers} workers a rank, and then "
-                "divided as this run asks: each step shows the samples that it would have shown."
+                f"{words}The rest of this epoch is read by {self.dealt.workers} workers a rank, as before, and divided anew: "
+                "each step shows the same samples as without the change."
             )
         else:
             logging.warning(
-                f"{words}The count of samples goes on where it was. Which samples the rest of this epoch shows is approximate, "
-                "since other readers divide the shards: some come twice and as many not at all. From the next epoch on each is "
-                "seen once again. To be exact, give the batch and the ranks of the first bracket until the epoch ends."
+                f"{words}The sample count continues. The samples of the rest of this epoch are approximate, since other "
+                "readers divide the shards: some samples come twice, and as many are skipped. From the next epoch on each "
+                "sample comes once again. For an exact rest of the epoch give the batch and the ranks of the first bracket."
             )
         return step
 
@@ -299,7 +299,7 @@ def _require_same_temperature(optimizer: dict, wanted: bool, path: str) -> None:
 
 def _require_same_model(state: dict, own: dict, path: str, model_name: str) -> None:
     problems = [f"it lacks {name}" for name in own if name not in state]
-    problems += [f"it has {name}, which the model has not" for name in state if name not in own]
+    problems += [f"it has {name}, which the model lacks" for name in state if name not in own]
     problems += [
         f"{name} is {tuple(state[name].shape)} there and {tuple(own[name].shape)} here"
         for name in own

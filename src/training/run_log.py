@@ -82,7 +82,7 @@ class RunLog:
         )  # fmt: skip
 
     def doing(self, words: str) -> None:
-        """Show on the first rank what the run does now: in the terminal's progress line, or where there is none in a line."""
+        """Show the run's current activity on the first rank: in the terminal's progress line, or as a line of its own."""
         if self.args.rank == 0:
             self.console.progress.show(words)
             logging.info(words, extra=PROGRESS)
@@ -103,7 +103,7 @@ class RunLog:
         """Record a logged step.
 
         Args:
-            entries: `loss`, `by_source`, `lr`, `samples_per_second`, `waited`, `memory_bytes`, and any others.
+            entries: `loss`, `by_source`, `lr`, `samples_per_second`, `waited`, `memory_bytes`, and any other metrics.
         """
         if self.facts is None:
             return
@@ -212,7 +212,7 @@ class RunLog:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Peak memory of this process: on a GPU what its tensors took there, else its main memory."""
+    """Peak memory of this process: on a GPU the memory of its tensors, else its main memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -283,7 +283,9 @@ def summary(facts: Facts) -> list[str]:
     ]
     if args.log_path:
         path = os.path.normpath(args.log_path)
-        said.append(("log", f"{path} has all settings, the model, and what is not shown here (--verbose shows it)"))
+        said.append(
+            ("log", f"{path} has all settings, the model, and the messages not shown here (--verbose shows them)")
+        )
     return [f"{label:<{_LABEL}}{text}" for label, text in said]
 
 

@@ -74,7 +74,7 @@ def reporter_of(args: argparse.Namespace) -> Any:
 
 
 class BySource:
-    """The mean loss of each source's pairs since the last `take`, and how many of them had a twin (another positive).
+    """The mean loss of each source's pairs since the last `take`, and how many pairs had a duplicate positive.
 
     With one source a step the loss of a step jumps between sources; these numbers do not. Sums stay on the device until `take`,
     so that no step waits for them.
@@ -85,35 +85,35 @@ class BySource:
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = list(names)
-        self._sums: torch.Tensor | None = None  # (3, S): losses, pairs, pairs with a twin
-        self._twins = False
+        self._sums: torch.Tensor | None = None  # (3, S): losses, pairs, pairs with a duplicate positive
+        self._with_duplicates = False
 
     def see(self, report: Report) -> None:
         """Add a step's pairs of all ranks. With one source, or without sources, nothing is recorded."""
         if report.sources is None or report.pair_losses is None or (len(self.names) < 2 and report.duplicates is None):
             return
         losses = report.pair_losses.float()
-        self._twins = report.duplicates is not None
-        twins = report.duplicates.float() if report.duplicates is not None else torch.zeros_like(losses)
+        self._with_duplicates = report.duplicates is not None
+        duplicates = report.duplicates.float() if report.duplicates is not None else torch.zeros_like(losses)
         if self._sums is None:
             self._sums = torch.zeros(3, len(self.names), device=losses.device)
         # Added up step by step: fp32 rounds a single loss that is added to the sum of a million (by 0.3 % on average).
         of_step = torch.zeros_like(self._sums)
-        self._sums += of_step.index_add_(1, report.sources, torch.stack([losses, torch.ones_like(losses), twins]))
+        self._sums += of_step.index_add_(1, report.sources, torch.stack([losses, torch.ones_like(losses), duplicates]))
 
     def take(self) -> tuple[dict[str, float], str]:
-        """The metrics by name (`loss/SOURCE`, `twins/SOURCE`: a share), and the words for the log line; sums start again."""
+        """The metrics by name (`loss/SOURCE`, `duplicates/SOURCE`: a share), and words for the log line; resets the sums."""
         if self._sums is None:
             return {}, ""
         metrics, words = {}, []
-        for name, (loss, pairs, twins) in zip(self.names, self._sums.T.tolist(), strict=True):
+        for name, (loss, pairs, duplicates) in zip(self.names, self._sums.T.tolist(), strict=True):
             if not pairs:
                 continue
             metrics[f"loss/{name}"] = loss / pairs
             words.append(f"{name} {loss / pairs:#.5g}")
-            if self._twins:
-                metrics[f"twins/{name}"] = twins / pairs
-                words[-1] += f" ({twins:.0f} of {pairs:.0f} samples have a twin)"
+            if self._with_duplicates:
+                metrics[f"duplicates/{name}"] = duplicates / pairs
+                words[-1] += f" ({duplicates:.0f} of {pairs:.0f} samples have duplicates)"
         self._sums = None
         return metrics, " By source: " + ", ".join(words)
 

@@ -177,7 +177,7 @@ def run(program: Callable[[], int]) -> NoReturn:
             say(stop.code)
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
-        say("training.main: interrupted; what was saved before is kept")
+        say("training.main: interrupted; saved checkpoints are kept")
         status = INTERRUPTED_STATUS
     except BaseException as error:
         sentence = sentence_of(error)
@@ -200,7 +200,7 @@ def sentence_of(error: BaseException) -> str | None:
     if (sentence := place_sentence(error)) is not None:
         return f"{sentence}, then go on with --resume latest"
     if isinstance(error, RuntimeError) and _LOST_RANK.search(str(error)):
-        return f"another rank has ended, its own message says why ({first_line})"
+        return f"another rank has ended; its own message gives the reason ({first_line})"
     return None
 
 

@@ -209,7 +209,7 @@ class Trainer:
             if len(group) < self.config.dga_steps:
                 raise UserError(
                     f"the training data ended in step {index} of {steps}: {len(group)} of {self.config.dga_steps} "
-                    "micro-batches came; check --train-num-samples against what the shards hold"
+                    "micro-batches came; check --train-num-samples against the number of samples in the shards"
                 )
             yield group
         # Read the loader to its end: a persistent loader whose iterator is dropped before would fill its queue in vain.

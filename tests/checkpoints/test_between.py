@@ -1,4 +1,4 @@
-"""Weights between two models: the ends bit for bit, each kind of tensor, and what is refused by name."""
+"""Weights between two models: the ends bit for bit, each kind of tensor, and refusals by name."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_open_clip_training_checkpoints_convert_by_params_or_by_named_towers(tmp
 
 
 def test_a_timm_run_at_another_size_is_rescued(tmp_path, bert):
-    """What export must refuse (open_clip cannot rebuild it) convert takes over into open_clip's own ViT."""
+    """A model that export refuses, since open_clip cannot rebuild it, is converted to open_clip's own ViT."""
     vision = {**TIMM_VISION, "timm_proj_bias": False}
     name = register(tmp_path / "configs", "convert-forced", vision, {**bert_text(bert), "context_length": 25})
     model = random_model(name, force_image_size=128)

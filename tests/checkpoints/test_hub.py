@@ -19,7 +19,7 @@ from support.tiny_clip import NATIVE_VISION, bert_text, random_model, register, 
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """The stand-in hub as huggingface_hub's, with the token of one who may write."""
+    """The stub hub as huggingface_hub's, with the token of one who may write."""
     with model_hub() as hub:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.address)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
@@ -86,7 +86,7 @@ def test_stock_open_clip_loads_the_pushed_model_from_the_hub(hub, checkpoint, tm
     assert f"torch.Size([1, 12]) {random_model('hub-bert').logit_scale.item()}" in done.stdout
 
 
-def test_what_hinders_a_push_is_said_before_the_work(hub, checkpoint, tmp_path, capsys, monkeypatch):
+def test_an_impossible_push_is_refused_before_the_work(hub, checkpoint, tmp_path, capsys, monkeypatch):
     def said(repo: str = "me/model", *more: str) -> str:
         assert main(["export", str(checkpoint), str(tmp_path / "out"), "--push-to-hub", repo, *more]) == 2
         assert not (tmp_path / "out").exists() and not hub.repositories

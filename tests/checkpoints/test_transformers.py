@@ -101,7 +101,7 @@ def home(tmp_path_factory) -> Path:
 
 
 def ask_stranger(home: Path, jobs: list[tuple[Path, torch.Tensor]]) -> list[dict]:
-    """What a process with transformers alone finds in folders."""
+    """Results of a process with transformers alone that opens folders."""
     arguments = [",".join(str(home / f"{number}.png") for number in range(len(SIZES))), json.dumps(TEXTS)]
     for folder, pixels in jobs:
         torch.save(pixels, folder.parent / "pixels.pt")

@@ -1,4 +1,4 @@
-"""Nothing that comes with a model runs, and a folder or a file that is no model is told in a sentence."""
+"""No code that comes with a model runs; a folder or file that is not a model is refused with a sentence."""
 
 import argparse
 import json
@@ -153,7 +153,7 @@ def test_a_local_dir_without_a_whole_config(tmp_path, kind):
     content, words = CONFIGS[kind]
     if content is not None:
         (tmp_path / "open_clip_config.json").write_text(content)
-    for opened in (check_model, load_model):  # what training and plan ask first; what the other commands ask
+    for opened in (check_model, load_model):  # the first check of training and plan; the check of the other commands
         with pytest.raises(UserError, match=words):
             opened(LOCAL_DIR + str(tmp_path))
 
@@ -169,7 +169,7 @@ def test_a_relative_local_dir_that_is_elsewhere_says_where_it_was_looked_for(exp
 
 
 @pytest.mark.parametrize("content", [b"", b"just a text\n", b"\x89PNG\r\n\x1a\n" + bytes(600)])
-def test_a_file_that_is_no_checkpoint(tmp_path, content, capsys):
+def test_a_file_that_is_not_a_checkpoint(tmp_path, content, capsys):
     write_retrieval_set(tmp_path / "set", [1, 1])
     (tmp_path / "notes.txt").write_bytes(content)
     assert main(["retrieval", str(tmp_path / "notes.txt"), "--data", str(tmp_path / "set")]) == 2
@@ -177,7 +177,7 @@ def test_a_file_that_is_no_checkpoint(tmp_path, content, capsys):
     assert "notes.txt is not a checkpoint" in said and "epoch_N.pt" in said and "code" not in said
 
 
-def test_a_checkpoint_that_claims_more_than_the_memory_is_told(tmp_path, monkeypatch):
+def test_a_checkpoint_that_claims_more_than_the_memory_is_refused(tmp_path, monkeypatch):
     """A byte lost in a file of torch's old form makes a tensor of any size."""
     path = tmp_path / "old.pt"
     torch.save({"state_dict": {"a": torch.zeros(3)}}, path, _use_new_zipfile_serialization=False)

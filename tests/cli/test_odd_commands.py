@@ -216,7 +216,7 @@ def test_odd_input_ends_in_a_sentence(home, command, monkeypatch, capsys):
         f"{CLUSTER} a=a --out file/x",
     ],
 )
-def test_a_place_that_cannot_be_written_is_told_before_the_work(home, command, monkeypatch, capsys):
+def test_an_unwritable_place_is_refused_before_the_work(home, command, monkeypatch, capsys):
     monkeypatch.chdir(home)
     monkeypatch.setattr(
         "open_clip_zerovl.checkpoints.loading.load_model", lambda *_, **__: pytest.fail("loaded the model first")
@@ -246,7 +246,7 @@ def test_a_defect_keeps_its_traceback_and_a_missing_package_is_named(monkeypatch
     assert sentence_of(KeyError("a")) is None and sentence_of(UserError("a")) == "a"
 
 
-def test_a_reader_that_goes_away_is_no_error(home, monkeypatch, capfd):
+def test_a_reader_that_goes_away_is_not_an_error(home, monkeypatch, capfd):
     read, write = os.pipe()
     os.close(read)
     monkeypatch.chdir(home)
@@ -266,7 +266,7 @@ def test_memory_and_odd_system_errors_become_sentences():
     )
 
 
-def test_the_release_is_told(capsys):
+def test_version_prints_the_release(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0 and capsys.readouterr().out == f"open_clip_zerovl {__version__}\n"
@@ -292,7 +292,7 @@ def test_the_release_is_told(capsys):
     ],
 )
 def test_a_misspelt_command_or_flag_gets_one_sentence_with_the_nearest(capsys, line, sentence):
-    """Shortened flags are not taken: --test-shar would otherwise mean --test-share until another flag begins so."""
+    """Abbreviated flags are refused: else --test-shar would mean --test-share until another flag has the same prefix."""
     with pytest.raises(SystemExit) as ended:
         main(line.split())
     assert ended.value.code == 2

@@ -1,4 +1,4 @@
-"""docs/security.md says of every command what it reads and writes."""
+"""docs/security.md lists the inputs and outputs of every command."""
 
 from open_clip_zerovl.cli.program import ALL
 from support import ROOT

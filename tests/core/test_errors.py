@@ -22,9 +22,9 @@ KEY = "a\x1b[2J\x1b]0;title\x07\u202e"
         ("left\u202eright", r"left\u202eright"),
     ],
 )
-def test_what_no_terminal_should_be_sent_is_escaped(text, shown):
+def test_control_characters_are_escaped_for_a_terminal(text, shown):
     assert printable(text) == shown == str(UserError(text))
-    shown.encode()  # what was bytes that are no text can be printed
+    shown.encode()  # bytes that are not text have become printable
 
 
 def test_keys_of_tars_are_printed_escaped(tmp_path):

@@ -40,7 +40,7 @@ def save_arrays(path):
 
 
 @pytest.mark.parametrize("write", [write_text, save_tensor, save_arrays])
-def test_a_full_disk_keeps_what_was_there_and_is_told_in_a_sentence(tmp_path, write):
+def test_a_full_disk_keeps_the_former_file_and_gives_a_sentence(tmp_path, write):
     target = tmp_path / "file"
     target.write_bytes(b"old")
     with largest_file(4096), pytest.raises(UserError, match=r"file cannot be written \(File too large\).*is kept"):
@@ -57,7 +57,7 @@ def test_an_error_in_the_block_is_itself_and_writes_nothing(tmp_path):
     assert os.listdir(tmp_path / "a") == []
 
 
-def test_what_cannot_be_a_file_is_told_in_a_sentence(tmp_path):
+def test_an_impossible_path_gives_a_sentence(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"nothing was written"):
         write_atomically(tmp_path / "file" / "below", "x")

@@ -43,7 +43,7 @@ def collide(folder: Path) -> Path:
     return folder
 
 
-def test_what_else_is_called_training_is_never_taken_for_it(tmp_path):
+def test_another_module_called_training_is_never_started(tmp_path):
     """As far as the model's name, which is checked once everything is imported."""
     collide(tmp_path)
     path = os.pathsep.join([str(tmp_path / "elsewhere"), str(ROOT / "src")])
@@ -55,7 +55,7 @@ def test_what_else_is_called_training_is_never_taken_for_it(tmp_path):
     assert list(tmp_path.glob("logs/*")) == []
 
 
-def test_a_training_program_that_is_not_ours_is_told(tmp_path, monkeypatch):
+def test_a_foreign_training_program_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "_FOLDER", tmp_path)
     with pytest.raises(UserError, match="is not whole"):
         training_command([])
@@ -88,7 +88,7 @@ def test_gpus_is_taken_out_of_the_flags(words, gpus, rest):
 
 
 @pytest.mark.parametrize("words", [["--gpus"], ["--gpus", "some"], ["--gpus=0"], ["--gpus", "-1"]])
-def test_a_number_of_gpus_that_is_none(words):
+def test_a_bad_number_of_gpus_is_refused(words):
     with pytest.raises(UserError, match="give the number of processes, 1 or more"):
         take_gpus(words)
 
@@ -260,7 +260,7 @@ sys.exit(int(sys.argv[1]))
 
 @pytest.fixture
 def program(tmp_path, monkeypatch):
-    """A function that starts the stand-in with a word, and its log."""
+    """A function that starts the stub with a word, and its log."""
     monkeypatch.setattr(launch, "training_command", lambda words, processes: [sys.executable, "-c", PROGRAM, *words])
     return lambda word: start_training([word], log=tmp_path / "log", threads=1)
 

@@ -1,4 +1,4 @@
-"""Names handed on late, and model configs registered in whichever order open_clip and the package are imported."""
+"""Lazily exported names, and model configs registered in whichever order open_clip and the package are imported."""
 
 import subprocess
 import sys

@@ -58,11 +58,11 @@ def descendants(pid: int) -> list[int]:
     ("number", "saving_seconds", "everyone"),
     [
         (signal.SIGUSR1, 0.5, True),  # torchrun gets it, too, as from some schedulers
-        # torchrun kills its ranks 30 s after it was told to stop itself
+        # torchrun kills its ranks 30 s after it was asked to stop
         pytest.param(signal.SIGTERM, 34, False, marks=pytest.mark.slow(reason="waits for 34 seconds")),
     ],
 )
-def test_told_to_stop_the_ranks_have_the_time_they_need(tmp_path, number, saving_seconds, everyone):
+def test_ranks_that_are_asked_to_stop_have_the_time_they_need(tmp_path, number, saving_seconds, everyone):
     run = supervised(tmp_path, SLOW_TO_SAVE, *TORCHRUN, "program.py", str(saving_seconds))
     try:
         deadline = time.monotonic() + 60

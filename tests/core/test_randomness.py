@@ -1,4 +1,4 @@
-"""Random streams: what a seed means, and that no two purposes draw the same numbers."""
+"""Random streams: the numbers of a seed, and that no two purposes draw the same numbers."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def tokenizer(folder):
 
 
 def test_rates_are_the_papers(tokenizer):
-    """Of 200,000 distinct words 20 % are processed: 50 / 10 / 40 % masked, replaced, deleted; bounds of 5 deviations."""
+    """20 % of 200,000 distinct words are processed: 50 / 10 / 40 % masked, replaced, deleted; bounds of 5 deviations."""
     augment = WordAugment(tokenizer, 0.2)
     per_caption, captions = 50, 4000
     masked = replaced = kept = 0

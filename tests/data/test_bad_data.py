@@ -228,7 +228,7 @@ def test_a_rotten_sample(tmp_path, kind):
         assert grey is None or abs(pixels.double().mean().item() - grey) < 4
     else:
         assert loader.lost == {"s": {reason: 1}} and len(seen) == 2 * SIZE
-        assert set(seen) == set(everything) - {BAD}  # each of the others once, and one of them again
+        assert set(seen) == set(everything) - {BAD}  # each of the other samples once, and one of them again
         strict = loader_of(sources, on_bad_sample="fail")
         with pytest.raises(UserError, match=f"sample '000{BAD}' in .*0.tar .source 's'.") as raised:
             list(strict)
@@ -366,7 +366,7 @@ def test_a_source_of_which_nothing_is_left_ends_with_a_sentence(tmp_path):
 
 
 def test_one_bad_sample_that_is_all_that_a_reader_has(tmp_path):
-    """24 readers of one sample each: the stand-in comes from beyond the reader's own share."""
+    """24 readers of one sample each: the substitute comes from beyond the reader's own share."""
     members = good_members()
     members[2 * BAD] = (members[2 * BAD][0], b"rotten")
     (source,) = parse_sources(f"s={two_shards(tmp_path / 's', members)}")
@@ -395,7 +395,7 @@ def test_too_much_rot_ends_the_run(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("words, said", [(40, 1), (3, 0)])
-def test_captions_that_fill_the_context_are_told_once(tmp_path, caplog, words, said):
+def test_captions_that_fill_the_context_are_reported_once(tmp_path, caplog, words, said):
     shards = write_source(tmp_path / "a", 0, 12, 12, caption="word " * words)
     loader = loader_of(f"long={shards}", 3, workers=2, tokenizer=SimpleTokenizer(context_length=16))
     for _ in range(2):

@@ -18,7 +18,7 @@ from support.tars import write_source
 LIKE = torch.empty((4, 3, 8, 8), dtype=torch.uint8, memory_format=torch.channels_last, device="meta")
 
 
-class Lent(NamedTuple):
+class Pooled(NamedTuple):
     """A pool of one worker, whose block 0 is under way."""
 
     pool: BufferPool
@@ -32,50 +32,50 @@ class Lent(NamedTuple):
 
 
 @pytest.fixture
-def lent() -> Lent:
+def pooled() -> Pooled:
     pool = BufferPool(1)
     number, block = pool.block(0, LIKE)
     assert (number, block.shape, block.stride(), block.dtype) == (0, LIKE.shape, LIKE.stride(), LIKE.dtype)
-    return Lent(pool, block)
+    return Pooled(pool, block)
 
 
-def test_a_block_comes_back_when_its_last_tensor_is_gone(lent):
-    lent.block.copy_(torch.arange(lent.block.numel()).view(4, 3, 8, 8) % 256)
-    images, texts, name = lent.receive(torch.tensor([[5]]), "name")
-    assert torch.equal(images, lent.block) and images.stride() == lent.block.stride()
-    assert images.data_ptr() == lent.block.data_ptr() and texts.tolist() == [[5]] and name == "name"
+def test_a_block_comes_back_when_its_last_tensor_is_gone(pooled):
+    pooled.block.copy_(torch.arange(pooled.block.numel()).view(4, 3, 8, 8) % 256)
+    images, texts, name = pooled.receive(torch.tensor([[5]]), "name")
+    assert torch.equal(images, pooled.block) and images.stride() == pooled.block.stride()
+    assert images.data_ptr() == pooled.block.data_ptr() and texts.tolist() == [[5]] and name == "name"
     row = images[2]
     del images
-    assert lent.next_block() == 1  # `row` still reads block 0
+    assert pooled.next_block() == 1  # `row` still reads block 0
     del row
-    assert [lent.next_block(), lent.next_block()] == [0, 2]  # blocks 0 and 1 are under way
+    assert [pooled.next_block(), pooled.next_block()] == [0, 2]  # blocks 0 and 1 are under way
 
 
-def test_blocks_are_alike_or_new(lent):
-    lent.receive()  # dropped at once
+def test_blocks_are_alike_or_new(pooled):
+    pooled.receive()  # dropped at once
     for other in (LIKE[:3], LIKE.contiguous(), LIKE.to(torch.float32)):
-        number, block = lent.pool.block(0, other)
+        number, block = pooled.pool.block(0, other)
         assert number > 0 and block.stride() == other.stride() and block.dtype == other.dtype
-    assert lent.next_block() == 0
+    assert pooled.next_block() == 0
 
 
-def test_a_word_from_another_process_frees_nothing(lent):
+def test_a_word_from_another_process_frees_nothing(pooled):
     """A worker that took the place of a lost one has blocks of its own under the same numbers."""
-    buffers._give_back(lent.pool._pipes[0][1], os.getpid() + 1, 0, os.getpid())
-    assert lent.next_block() == 1
+    buffers._give_back(pooled.pool._pipes[0][1], os.getpid() + 1, 0, os.getpid())
+    assert pooled.next_block() == 1
 
 
-def test_beyond_the_last_block_batches_go_their_old_way(lent, monkeypatch):
+def test_beyond_the_last_block_batches_go_their_old_way(pooled, monkeypatch):
     monkeypatch.setattr(buffers, "_MOST_BLOCKS", 2)
-    assert lent.next_block() == 1 and lent.pool.block(0, LIKE) is None
+    assert pooled.next_block() == 1 and pooled.pool.block(0, LIKE) is None
 
 
-def test_a_full_pipe_and_a_closed_one_stop_nobody(lent):
-    receiver, sender = lent.pool._pipes[0]
+def test_a_full_pipe_and_a_closed_one_stop_nobody(pooled):
+    receiver, sender = pooled.pool._pipes[0]
     with pytest.raises(BlockingIOError):
         while True:
             os.write(sender.fileno(), b"\0" * 4095)
-    lent.receive()
+    pooled.receive()
     receiver.close()
     sender.close()
 
@@ -93,10 +93,10 @@ def test_a_batch_that_outlives_its_loader_writes_into_no_other_file(tmp_path):
     assert [path.stat().st_size for path in tmp_path.iterdir()] == [0] * 8
 
 
-def test_embeddings_in_bfloat16_travel_too(lent):
+def test_embeddings_in_bfloat16_travel_too(pooled):
     """`zerovl teacher --dtype bfloat16`: numpy has no such type."""
     sent = torch.tensor([0.1, -2.0, 3e30], dtype=torch.bfloat16)
-    _, _, (found, other) = lent.receive(torch.tensor([1]), (sent, torch.tensor([0.5])))
+    _, _, (found, other) = pooled.receive(torch.tensor([1]), (sent, torch.tensor([0.5])))
     assert found.dtype == torch.bfloat16 and torch.equal(found, sent) and other.dtype == torch.float32
 
 
@@ -111,32 +111,32 @@ def test_full_shared_memory_gets_a_sentence(monkeypatch):
         BufferPool(1).block(0, LIKE)
 
 
-def test_a_fork_that_drops_its_copy_frees_nothing(lent):
-    images, *_ = lent.receive()
+def test_a_fork_that_drops_its_copy_frees_nothing(pooled):
+    images, *_ = pooled.receive()
     child = os.fork()
     if child == 0:
         del images
         os._exit(0)
     os.waitpid(child, 0)
-    assert lent.next_block() == 1
+    assert pooled.next_block() == 1
     del images
-    assert lent.next_block() == 0
+    assert pooled.next_block() == 0
 
 
-def test_pinned_batches_free_their_block(lent, monkeypatch):
+def test_pinned_batches_free_their_block(pooled, monkeypatch):
     """Without a GPU nothing can be pinned; a copy stands in for it."""
     copied = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: copied.append(tensor) or tensor.clone())
-    lent.block.fill_(7)
+    pooled.block.fill_(7)
     others = torch.tensor([1]), None, (torch.tensor([2]), torch.tensor([3]))
-    pinned = PooledBatch.of(0, 0, lent.block, others).pin_memory()
+    pinned = PooledBatch.of(0, 0, pooled.block, others).pin_memory()
     assert len(copied) == 4
-    assert lent.next_block() == 1  # not free before it is received
-    images, texts, nothing, pair = lent.pool.receive(pinned)
+    assert pooled.next_block() == 1  # not free before it is received
+    images, texts, nothing, pair = pooled.pool.receive(pinned)
     assert [part.item() for part in pair] == [2, 3]
-    assert images.data_ptr() != lent.block.data_ptr() and images.unique().tolist() == [7]
+    assert images.data_ptr() != pooled.block.data_ptr() and images.unique().tolist() == [7]
     assert texts.tolist() == [1] and nothing is None
-    assert lent.next_block() == 0
+    assert pooled.next_block() == 0
 
 
 def _fill(book: BufferPool, conversation) -> None:

@@ -37,7 +37,7 @@ LABELS[:PER_SHARD][LABELS[:PER_SHARD] == 2] = 0  # none of the last one in the f
 
 
 def cluster(out: Path, data: str, labels: np.ndarray = LABELS) -> Path:
-    """What `zerovl cluster` leaves, with given labels."""
+    """The output of `zerovl cluster`, with given labels."""
     (source,) = parse_sources(data)
     out.mkdir(exist_ok=True)
     count = int(labels.max()) + 1
@@ -97,7 +97,7 @@ def test_every_step_is_one_cluster_and_every_sample_comes_once(place, workers, w
         assert len(numbers) == len(set(numbers))
         whole = np.bincount(LABELS) // batching.effective_batch * batching.effective_batch
         assert np.bincount(LABELS[numbers]).tolist() == whole.tolist()
-        if epoch == 1:  # what the first epoch left over comes in the second
+        if epoch == 1:  # samples left over by the first epoch come in the second
             assert set(range(SAMPLES)) - set(seen) <= set(numbers)
         seen += numbers
     # Negative controls: steps of the shards as one source are not pure, nor are these by other labels.
@@ -165,7 +165,7 @@ def test_a_shard_torn_after_the_start_is_stood_in_for(place):
         epoch_of(sources, Batching(2))
 
 
-def test_shards_that_moved_are_found_where_they_are_said_to_be(place, caplog):
+def test_moved_shards_are_found_in_the_given_folder(place, caplog):
     (place / "elsewhere").mkdir()
     before = steps_of(epoch_of(f"cc={place}/clusters", Batching(4)))
     shutil.move(place / "cc", place / "elsewhere/m@de")

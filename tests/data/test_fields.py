@@ -1,4 +1,4 @@
-"""Captions drawn between several fields of a sample: shares, draws that a resume repeats, and what is refused."""
+"""Captions drawn between several fields of a sample: shares, draws that a resume repeats, and refusals."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_each_field_is_shown_as_often_as_asked_and_a_missing_one_gives_its_share
     assert share(0, "syn 0 a") == pytest.approx(0.1, abs=0.08) and seen[0, "syn 0 b"] > 0
     assert [share(3, word) for word in ("txt", "syn")] == pytest.approx([0.5 / 0.7, 0.2 / 0.7], abs=0.11)
     assert share(5, "txt") == 1.0
-    assert not {sample for sample, _ in shown(folder)} & {7, 8}  # replaced by others
+    assert not {sample for sample, _ in shown(folder)} & {7, 8}  # replaced by other samples
 
 
 def test_draws_are_of_the_seed_epoch_and_sample_alone(folder):
@@ -115,7 +115,7 @@ TOGETHER = "txt + syn+other.json:long"
 
 
 def shown_together(folder, *, epoch=0, start=0, workers=0):
-    """(sample, its captions of one step), and what was lost, in the order of the epoch."""
+    """(sample, its captions of one step), and the lost samples, in the order of the epoch."""
     wanted = {"augment_caption": lambda caption, seed: f"{caption}|{seed % 10**6}", "with_content": True}
     loader = loader_of(folder, TOGETHER, workers=workers, preprocessing=wanted)
     loader.set_epoch(epoch, start)
@@ -165,13 +165,13 @@ def test_an_epoch_begun_with_another_split_keeps_each_samples_captions_together(
 
 
 @pytest.mark.parametrize("text", ["txt+", "+", "txt+txt", "txt++syn"])
-def test_fields_together_that_are_none_are_refused(text):
+def test_bad_names_of_fields_together_are_refused(text):
     with pytest.raises(UserError, match="each field beside another is given once"):
         caption_sets(text)
 
 
 @pytest.mark.parametrize("text", ["txt=0.5,syn=0.4", "txt=0.5,txt=0.5", "txt=x,syn=1", "=1", "txt=-1,syn=2"])
-def test_shares_that_are_none_are_refused(text):
+def test_bad_shares_are_refused(text):
     with pytest.raises(UserError, match="--captions"):
         caption_fields(text)
 

@@ -165,7 +165,7 @@ def test_every_policy_is_pils(photographs, policy):
     assert changed > 120
 
 
-def test_what_cannot_be_shown_is_pils_to_say(photographs):
+def test_undecodable_pictures_raise_the_error_of_pil(photographs):
     whole = file_of(photographs[0], "jpeg")
     for data in (
         b"",

@@ -1,4 +1,4 @@
-"""An epoch entered at a step yields, bit for bit, what the uninterrupted epoch yields from that step on."""
+"""An epoch entered at a step yields the same samples, bit for bit, as the uninterrupted epoch from that step on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A source on a server is the source on the disk: the same batches whatever befalls the way; what was waited for is said."""
+"""A source on a server is the source on the disk: the same batches whatever faults the network has; waits are logged."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def on_server(server) -> str:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_same_batches_and_what_was_waited_for(server, workers, caplog):
+def test_remote_batches_are_the_same_and_waits_are_logged(server, workers, caplog):
     whole = [epoch_of(loader_of(on_disk(server), workers=workers), epoch) for epoch in (0, 1)]
     server.faults.update({
         "cc/sizes.json": ["503"], "cc/00000.tar": ["503", "reset:9000"], "cc/00001.tar": ["cut:5000", "drip:40"],
@@ -83,7 +83,7 @@ def test_a_server_that_is_gone_ends_in_one_sentence(server):
     server.kill()
     with pytest.raises(
         UserError,
-        match=r"has not come \(no connection after \d retries in \d s\), nor have 3",
+        match=r"could not be fetched \(no connection after \d retries in \d s\), nor could 3",
     ):
         epoch_of(loader)
     strict = loader_of(
@@ -104,7 +104,9 @@ def test_one_shard_that_never_comes_is_replaced(server):
 
 def test_the_sizes_of_a_server_that_is_gone(server):
     server.faults["cc/sizes.json"] = ["503"] * 1000
-    with pytest.raises(UserError, match=r"sizes.json has not come within 2 s .*server answered 503 after \d retries"):
+    with pytest.raises(
+        UserError, match=r"sizes.json could not be fetched within 2 s .*server answered 503 after \d retries"
+    ):
         parse_sources(on_server(server), timeout_seconds=2)
     server.faults["cc/sizes.json"] = ["404"]
     with pytest.raises(UserError, match="4 remote shards of source 'cc' have no size"):
@@ -129,7 +131,7 @@ def s3(monkeypatch):
         servers[-1].stop()
 
         def start() -> None:
-            servers.append(moto.ThreadedMotoServer(port=port))  # what it holds is in this process
+            servers.append(moto.ThreadedMotoServer(port=port))  # its contents are in this process
             servers[-1].start()
 
         threading.Timer(seconds, start).start()
@@ -142,7 +144,7 @@ def s3(monkeypatch):
 @pytest.mark.slow  # moto and botocore take seconds to import, and are not among the test packages
 @pytest.mark.timeout(300)
 def test_shards_in_s3(s3, tmp_path):
-    """Through s3fs, from a stand-in of S3 on loopback that is killed and comes back."""
+    """Through s3fs, from a stub of S3 on loopback that is killed and comes back."""
     import fsspec
 
     disk = f"cc={write_source(tmp_path / 'cc', 0, 40, 10)}"

@@ -50,7 +50,7 @@ def shards_of(rng: np.random.Generator, total: int) -> list[int]:
 
 
 def check_readers(dealt: Assignment, counts: np.ndarray, sizes: list[int], seed: int, *, step: int) -> None:
-    """What readers deliver, from any step, and that their slices are each source's samples of the epoch, once each."""
+    """The samples that readers deliver, from any step; their slices are each source's samples of the epoch, once each."""
     schedule, batching = dealt.schedule, dealt.batching
     readers = [(rank, worker) for rank in range(batching.world_size) for worker in range(batching.workers)]
     quotas, before = [], np.zeros(len(sizes), dtype=int)
@@ -125,7 +125,7 @@ def test_every_sample_once_but_for_the_stated_remainder(batching, sizes, strateg
     assert (again.begin == (epoch + 1) * schedule.taken).all()  # the next epoch goes on where this one ends
 
 
-def test_sources_that_fill_few_steps_are_told():
+def test_a_sentence_names_sources_that_fill_few_steps():
     names = ["large", "small", "tiny"]
     schedule = source_schedule([6400, 640, 64], 64, strategy="debiased", seed=0, epoch=0)
     sentence = few_steps(schedule, names)

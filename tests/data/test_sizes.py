@@ -66,7 +66,7 @@ def test_no_command_is_run_for_the_sizes(tmp_path):
     pattern = f"pipe:cat {tmp_path}/d/{{00000..00001}}.tar | tee {marker}"
     (source,) = parse_sources(f"a={pattern}")
     assert source.sizes == (4, 3) and not marker.exists()
-    # Two tars in one command, a relative path, an unknown place: there is no telling, and nothing is run to find out.
+    # Two tars in one command, a relative path, an unknown place: the count is unknown, and no command is run to find it.
     for command in (
         f"cat {tmp_path}/d/00000.tar > copy.tar; touch {marker}",
         f"touch {marker}; cat d/00000.tar",
@@ -86,7 +86,7 @@ def test_a_host_that_never_answers_ends_in_a_sentence():
         server.bind(("127.0.0.1", 0))
         server.listen()
         begin = time.monotonic()
-        with pytest.raises(UserError, match=r"sizes\.json has not come within 1 s; .* raise --loader-timeout"):
+        with pytest.raises(UserError, match=r"sizes\.json could not be fetched within 1 s; .* raise --loader-timeout"):
             parse_sources(f"a=http://127.0.0.1:{server.getsockname()[1]}/d/00000.tar", timeout_seconds=1)
         assert time.monotonic() - begin < 20
 

@@ -1,4 +1,4 @@
-"""--train-data with names: parsing, sizes, weights, and the sentences for what is wrong."""
+"""--train-data with names: parsing, sizes, weights, and the sentences for mistakes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_sizes_come_from_each_shards_own_folder(tmp_path):
         ("a=s3://b/x", None),
     ],
 )
-def test_a_single_colon_between_sources_is_told(data, told):
+def test_a_single_colon_between_sources_is_refused(data, told):
     if told is None:
         check_separators(data)
     else:
@@ -58,7 +58,7 @@ def test_a_single_colon_between_sources_is_told(data, told):
         assert str(error.value).endswith(f"write {told}")
 
 
-def test_keys_with_dots_are_told(tmp_path, caplog):
+def test_keys_with_dots_give_a_warning(tmp_path, caplog):
     dotted = write_tar(tmp_path / "0.tar", [(f"a.{number}.png", b"x") for number in range(3)])
     assert count_tar_samples(dotted) == 1
     assert "so a.0.png is of the sample 'a', which has no picture then" in caplog.text
@@ -109,7 +109,7 @@ def test_weights_in_order_and_by_name(tmp_path):
         ("a={tmp}/none", None, "holds no samples"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_sentence(tmp_path, data, weights, words):
+def test_a_mistake_gives_one_sentence(tmp_path, data, weights, words):
     write_source(tmp_path / "a", 0, 4, 4)
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()

@@ -186,7 +186,7 @@ def test_rows_are_found_again_whatever_is_quoted_in_them(tmp_path_factory, capti
         ({"a.csv": 'filepath,title\na.png,"' + "x" * 200_000 + '"\n'}, "cannot be read as CSV .field larger"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_sentence(tmp_path, files, words):
+def test_a_mistake_gives_one_sentence(tmp_path, files, words):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=words):
@@ -226,7 +226,7 @@ STRAY = {
 
 
 @pytest.mark.parametrize("kind", STRAY)
-def test_odd_quoting_is_told_by_line_and_swallows_nothing(tmp_path, caplog, kind):
+def test_odd_quoting_is_reported_by_line_and_loses_no_row(tmp_path, caplog, kind):
     """A stray quote at the start of a caption swallowed the rows after it; a comma without quotes cut the caption."""
     lines, expected, words = STRAY[kind]
     write_pictures(tmp_path, 6)
@@ -253,7 +253,7 @@ def three_rows(tmp_path) -> Path:
 
 
 def test_too_many_open_files_are_no_fault_of_a_picture(three_rows, monkeypatch):
-    """They would lose any samples, others in each run."""
+    """They would lose arbitrary samples, different ones in each run."""
     sources = parse_sources(f"t={three_rows}")
 
     def refused(path):
@@ -272,7 +272,7 @@ def test_an_edit_while_training_ends_in_a_sentence(three_rows):
         captions_of_epochs(sources, 1)
 
 
-def test_a_table_beside_tars_is_none_of_the_sources_business(tmp_path):
+def test_a_table_beside_tars_is_ignored(tmp_path):
     write_source(tmp_path / "s", 0, 4, 4)
     (tmp_path / "s" / "notes.csv").write_text("anything")
     assert parse_sources(f"s={tmp_path}/s")[0].num_samples == 4

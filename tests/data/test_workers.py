@@ -1,4 +1,4 @@
-"""Loader workers: waits are told while they last, bad items raised as sentences, and signals of a scheduler outlived."""
+"""Loader workers: waits are reported while they last, bad items raise sentences, and workers survive a scheduler's signals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Slow:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_wait_is_told_while_it_lasts(tmp_path, short, caplog, workers):
+def test_a_wait_is_reported_while_it_lasts(tmp_path, short, caplog, workers):
     batches = iter(loader_of(tmp_path, Slow(), workers))
     next(batches)
     told = [record.getMessage() for record in caplog.records if "Waiting for data" in record.getMessage()]
@@ -51,7 +51,7 @@ def test_a_wait_is_told_while_it_lasts(tmp_path, short, caplog, workers):
     del batches
 
 
-def test_handling_a_batch_is_no_wait_and_the_thread_ends(tmp_path, short, caplog):
+def test_handling_a_batch_is_not_a_wait_and_the_thread_ends(tmp_path, short, caplog):
     for _ in loader_of(tmp_path, lambda image: torch.zeros(1), 0):
         time.sleep(0.4)
     time.sleep(0.2)

@@ -102,7 +102,7 @@ def test_what_is_refused():
     with pytest.raises(UserError, match="was backpropagated a second time"):
         loss.backward()
     scaled = DecoupledGradientAccumulation(model, ContrastiveLoss(), scaler=torch.amp.GradScaler("cpu"))
-    with pytest.raises(UserError, match=re.escape("leave scaler= out and scale what loss() returns")):
+    with pytest.raises(UserError, match=re.escape("leave scaler= out and scale the returned loss")):
         scaled.loss(micro_batches)
     with torch.inference_mode(), pytest.raises(UserError, match="under torch.inference_mode"):
         DecoupledGradientAccumulation(model, ContrastiveLoss()).loss(micro_batches)

@@ -39,7 +39,9 @@ def test_every_kind_of_model_is_exact(name):
                     parameter.grad is None for parameter in model.parameters()
                 )  # nothing happens before its backward
                 assert torch.equal(torch.get_rng_state(), drawn)
-                torch.rand(3)  # what a caller draws between the passes changes nothing, and is not drawn again
+                torch.rand(
+                    3
+                )  # random numbers that a caller draws between the passes change nothing, and are not drawn again
                 after = torch.get_rng_state()
                 found.backward()
                 assert torch.equal(torch.get_rng_state(), after)
@@ -52,4 +54,4 @@ def test_every_kind_of_model_is_exact(name):
             assert all(
                 torch.equal(found, expected) for found, expected in zip(model.buffers(), once.buffers(), strict=True)
             )
-    assert type(micro_batches[0][1]) is kind  # what was given is as it was
+    assert type(micro_batches[0][1]) is kind  # the input is unchanged

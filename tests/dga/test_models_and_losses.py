@@ -116,7 +116,7 @@ def test_a_loss_that_does_not_fit_gets_a_sentence():
     ]:
         with pytest.raises(UserError, match=message):
             accumulated(of, loss, inputs or batches([2, 2]))
-    with pytest.raises(TypeError, match="inside"):  # a defect of the loss stays what it is
+    with pytest.raises(TypeError, match="inside"):  # an error of the loss is raised unchanged
 
         def broken(**_):
             raise TypeError("inside")

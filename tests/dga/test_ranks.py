@@ -50,7 +50,7 @@ class Case:
     compile: bool = False
     deferred: bool = False  # the step is the backward pass of `loss()`
     adapter: bool = False  # the model in DDP is inside of a module that is not
-    shuffle_texts: bool = False  # texts in another order than images; without dropout, whose masks would be others
+    shuffle_texts: bool = False  # texts in another order than images; without dropout, whose masks would differ
     options: dict[str, Any] = field(default_factory=dict)  # of our loss and of its dense reference
     texts: int = 1  # of each image
 
@@ -61,7 +61,7 @@ class Case:
         return model.eval() if self.shuffle_texts else model
 
     def loss_inputs(self, rank: int, step: int) -> dict[str, Any]:
-        """What the loss of this rank gets besides features."""
+        """Inputs of this rank's loss besides features."""
         sizes, seed = self.sizes(rank), 1000 * step + rank
         inputs: dict[str, Any] = {}
         if self.options:
@@ -339,7 +339,7 @@ def reference(case: Case, world_size: int) -> list[dict[str, torch.Tensor]]:
 
 
 def run_cases(folder: str, names: list[str]) -> None:
-    """What this process of a group finds, into `RANK.pt`. With all the cases also what is not a case."""
+    """Write the results of this process of a group to `RANK.pt`; with all the cases also results that belong to no case."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     cases = CASES | SLOW_CASES | {name: case for name, (case, _) in CONTROLS.items()}
     found: dict[str, Any] = {name: run_case(cases[name], rank, world_size) for name in names}
@@ -348,7 +348,7 @@ def run_cases(folder: str, names: list[str]) -> None:
         found["refusals"] = refusals(rank, world_size)
         found["replay error"] = replay_error(rank, world_size)
         found["graphs kept"] = graphs_kept(rank, world_size)
-        found["what the loss learns"] = learned_by_the_loss(rank, world_size)
+        found["learned by the loss"] = learned_by_the_loss(rank, world_size)
     torch.save(found, os.path.join(folder, f"{rank}.pt"))
     dist.barrier()
     dist.destroy_process_group()
@@ -418,7 +418,7 @@ def replay_error(rank: int, world_size: int) -> str:
 
 
 def graphs_kept(rank: int, world_size: int) -> list[int]:
-    """By retain="auto", before it can decide and after; the second rank has memory for three graphs, others for five."""
+    """By retain="auto", before it can decide and after; the second rank has memory for three graphs, the rest for five."""
     sizes, retention = [2] * 6, Retention("auto", torch.device("cpu"), world_size)
     kept = [retention.graphs(sizes)]
     with retention.measured(2):
@@ -570,7 +570,7 @@ def test_what_the_loss_learns_is_averaged_over_ranks(ranks):
     wanted["unused"] = torch.zeros(2, dtype=torch.float64)
     for of_rank in found:
         for name in ("plain: ", "in DDP: "):
-            own = of_rank["what the loss learns"]
+            own = of_rank["learned by the loss"]
             mine = {key.removeprefix(name): value for key, value in own.items() if key.startswith(name)}
             assert error(mine, wanted) <= EXACT
 

@@ -27,7 +27,7 @@ SEED = 5
 
 
 class Towers(nn.Module):
-    """Two small towers. Subclasses change what a micro-batch may do."""
+    """Two small towers. Subclasses change the behaviour in a micro-batch."""
 
     def __init__(self):
         super().__init__()
@@ -291,7 +291,7 @@ def test_a_model_in_a_process_group_of_its_own_steps_while_other_ranks_do_not(tm
 
 
 def step_in_a_group(folder):
-    """What the first two of three ranks find, each with a loss of its own rows."""
+    """Results of the first two of three ranks, each with a loss of its own rows."""
     group = dist.new_group([0, 1])
     if (rank := dist.get_rank()) < 2:
         model = nn.parallel.DistributedDataParallel(seeded(Towers), process_group=group)

@@ -147,7 +147,7 @@ def test_without_replay_it_is_wrong(caplog):
 
 
 def open_clip_accumulation(model, loss, micro_batches):
-    """open_clip 3.3's --accum-freq, told in its order: cache all, then a loss per micro-batch with its part replaced."""
+    """open_clip 3.3's --accum-freq in its order: cache all, then a loss per micro-batch with its part replaced."""
     with torch.no_grad():
         cached = [model(*micro_batch) for micro_batch in micro_batches]
     for k, micro_batch in enumerate(micro_batches):
@@ -245,7 +245,7 @@ def test_a_frozen_tower_runs_once(frozen, kind):
     assert "encode_text" not in vars(model) and "encode_image" not in vars(model)  # put back
 
 
-def test_a_frozen_tower_that_cannot_be_skipped_is_told(caplog):
+def test_a_frozen_tower_that_cannot_be_skipped_gives_a_warning(caplog):
     class Own(open_clip.CustomTextCLIP):
         def forward(self, image, text):
             return super().forward(image, text)
@@ -261,7 +261,7 @@ def test_a_frozen_tower_that_cannot_be_skipped_is_told(caplog):
 
 
 class Graphs:
-    """A backend of torch.compile that runs what was traced as it is, and counts.
+    """A backend of torch.compile that runs the traced graph unchanged, and counts.
 
     Attributes:
         traced: graphs made.
@@ -379,7 +379,7 @@ def test_check_first_looks_at_the_first_replay_only():
 
 @pytest.mark.parametrize("passed", [[2, 2], None], ids=["scalars alone were compared", "the first check failed"])
 def test_the_check_is_done_only_when_replayed_features_have_passed(passed):
-    """A step that keeps all graphs compares no features, and a failed comparison is no check: the next replay is looked at."""
+    """A step that keeps all graphs compares no features; after a failed comparison the next replay is compared again."""
     model, calls = bert_clip(), [0]
 
     def unsteady(images, texts):
@@ -416,7 +416,7 @@ def test_one_row_that_differs_is_a_difference():
         check.verdict(0.005, torch.device("cpu"))
 
 
-def test_equal_nan_is_no_difference():
+def test_equal_nan_is_not_a_difference():
     """An overflow is the loss scaler's business, not the self-check's."""
     micro_batches = batches([3, 2])
     micro_batches[0][0][0] = math.nan

@@ -268,7 +268,7 @@ def test_a_teacher_that_makes_no_numbers_is_named(tmp_path, data, monkeypatch):
         embed_sources(data, [HashEncoder()], tmp_path / "out", SETTINGS, progress=False)
 
 
-def test_too_little_room_is_said_before(tmp_path, data, monkeypatch):
+def test_too_little_room_is_refused_before_the_work(tmp_path, data, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 100))
     with pytest.raises(UserError, match=r"the embeddings take 0\.0 MiB, and .* has 0\.0 MiB free"):
         embed_sources(data, [HashEncoder()], tmp_path / "out", SETTINGS, progress=False)

@@ -1,4 +1,4 @@
-"""Fingerprints: other weights, layers, tokenizers, transforms and files are told from the same ones."""
+"""Fingerprints: other weights, layers, tokenizers, transforms and files have other fingerprints; equal ones have the same."""
 
 from __future__ import annotations
 
@@ -86,6 +86,6 @@ SOURCE = {"name": "a", "marks": [["0.tar", 10, 111, "aa"], ["1.tar", 20, 222, "b
         ({"sizes": [4, 3]}, "of other sizes"),
     ],
 )
-def test_other_samples_are_told_by_name_and_a_copy_is_the_same(other, sentence):
+def test_other_samples_are_named_and_a_copy_is_the_same(other, sentence):
     found = difference_of_sources(SOURCE, {**SOURCE, **other})
     assert found is None if sentence is None else sentence in found

@@ -1,4 +1,4 @@
-"""Pairs of a fine-tuning: what a folder holds, the split by picture, pictures on both sides, captions that are cut."""
+"""Pairs of a fine-tuning: the contents of a folder, the split by picture, pictures on both sides, captions that are cut."""
 
 from __future__ import annotations
 

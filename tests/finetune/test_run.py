@@ -102,7 +102,7 @@ def test_refusals_come_before_the_training(made, tmp_path, refusal):
 
 
 def test_a_folder_is_not_kept_by_a_call_that_ended_with_a_mistake(made, tmp_path, refusal):
-    """The corrected call is judged by itself: no other --out is asked for, and what the mistaken one made is made anew."""
+    """The corrected call is judged by itself: it needs no other --out, and the files of the mistaken call are made anew."""
     held_out = tmp_path / "ft" / "data" / "held-out" / "test" / "0.tar"
     missing = refusal("--data", str(made / "mien"))
     assert f"--data {made / 'mien'} does not exist; did you mean {made / 'mine'}?" in missing

@@ -85,9 +85,9 @@ def test_training_takes_the_flags(samples, gpus):
     [
         (100, {"effective-batch": "128"}, r"batch of 128 is larger than the 100 pictures .*effective-batch=8 or less"),
         (100, {"batch-size": "64", "dga-steps": "2"}, "batch of 128 is larger than the 100 pictures"),
-        (5, {}, "there are 5 pictures to train on, and 16 are the least"),
+        (5, {}, "fine-tuning needs at least 16 pictures, and the data has 5"),
         (100, {"epochs": "many"}, "--set epochs=many must be a whole number"),
-        (100, {"epochs": None}, "--set epochs= takes away what a fine-tuning needs"),
+        (100, {"epochs": None}, "--set epochs= removes a setting that fine-tuning needs"),
         (100, {"model": "RN50"}, "--set model does not work with finetune, which decides it; give --from MODEL"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The watched training: the best epoch, the early end, what is kept on disk, and what is said of a failure."""
+"""The watched training: the best epoch, the early end, the checkpoints kept on disk, and the message of a failure."""
 
 from __future__ import annotations
 

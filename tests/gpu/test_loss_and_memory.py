@@ -50,4 +50,4 @@ def test_memory_of_eight_micro_batches_is_that_of_one(device, tmp_path):
     eight = harness.peak_bytes(setup, way, batches)
     two_graphs = harness.peak_bytes(setup, harness.decoupled(setup, 2, 128), batches)
     assert eight <= 1.2 * one
-    assert two_graphs > 1.4 * one  # what is measured are graphs
+    assert two_graphs > 1.4 * one  # the measured memory is that of graphs

@@ -87,7 +87,7 @@ def test_equals_open_clips_loss(ours, theirs, scalars, chunk_size):
         assert relative(one, expected) <= 1e-12
 
 
-def test_mixup_weight_of_one_is_no_mixup():
+def test_a_mixup_weight_of_one_mixes_nothing():
     images, texts = features(6)
     mixed = value_and_gradients(ContrastiveLoss(), images, texts, mixup_lambda=1.0, partner=reversed_partner([6]))
     for found, reference in zip(mixed, value_and_gradients(ContrastiveLoss(), images, texts), strict=True):

@@ -17,7 +17,7 @@ from open_clip_zerovl.data.words import WordAugment
 from open_clip_zerovl.dga import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.models.build import check_model, create_model_and_transforms, with_text_model
-from open_clip_zerovl.recipe.host_waits import without_host_waits
+from open_clip_zerovl.recipe.gpu_syncs import without_gpu_syncs
 from open_clip_zerovl.recipe.text_lengths import sort_texts, text_padding
 from open_clip_zerovl.recipe.towers import freeze, lock_text_layers
 from support.dga_reference import TOLERANCE, error, gradients, one_graph
@@ -97,7 +97,7 @@ def test_accumulation_is_exact_with_dropout_and_token_drop(tower, small, frozen,
     model = random_model(small).double().train()
     model.output_dict = True
     freeze(model, frozen)
-    without_host_waits(model)
+    without_gpu_syncs(model)
     parts = micro_batches_of(small, tower.texts)
     torch.manual_seed(7)
     _, reference = one_graph(model, ContrastiveLoss(), parts)
@@ -117,9 +117,9 @@ def test_accumulation_is_exact_with_dropout_and_token_drop(tower, small, frozen,
 def test_the_prepared_masks_give_the_same_features(tower, small):
     stock = random_model(small)
     ours = copy.deepcopy(stock)
-    without_host_waits(ours)
+    without_gpu_syncs(ours)
     hooks = len(ours.text.transformer._forward_pre_hooks)
-    without_host_waits(ours)  # once is enough
+    without_gpu_syncs(ours)  # once is enough
     assert hooks == len(ours.text.transformer._forward_pre_hooks) == 1
     tokens = open_clip.get_tokenizer(small)(tower.texts)
     assert (tokens != tower.pad).sum(dim=1).max() > 9  # beyond ModernBERT's window here, 4 tokens to either side

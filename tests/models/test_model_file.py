@@ -83,7 +83,7 @@ def test_evaluation_and_export_find_the_runs_file_or_take_it(tmp_path, capsys):
         ("bad-suffix.txt", CONFIG, "must be called NAME.json"),
     ],
 )
-def test_what_is_no_model_is_said_in_a_sentence(tmp_path, name, config, words):
+def test_a_file_that_is_not_a_model_gives_a_sentence(tmp_path, name, config, words):
     with pytest.raises(UserError, match=words) as caught:
         register_model_file(write(tmp_path / name, config))
     assert "\n" not in str(caught.value)

@@ -138,9 +138,7 @@ def test_with_text_model_is_idempotent_and_leaves_the_model_alone(bert, monkeypa
     assert with_text_model("zerovl-emoji", "org/some-bert") != name
 
 
-def test_a_folder_with_weights_loads_them_and_one_without_is_said_to_start_at_random(
-    bert, bert_with_weights, small, caplog
-):
+def test_a_folder_with_weights_loads_them_and_one_without_logs_a_random_start(bert, bert_with_weights, small, caplog):
     name = with_text_model(small, bert_with_weights)
     assert pretrained_text_of(name)
     model, _, _ = create_model_and_transforms(name)
@@ -260,7 +258,7 @@ def test_weights_that_cannot_be_had_end_with_a_sentence(monkeypatch, tmp_path, b
         create_model_and_transforms(name, "absent.pt")
 
 
-def test_a_misspelt_folder_that_could_be_a_name_of_the_hub_is_told(monkeypatch, tmp_path, bert):
+def test_a_misspelt_folder_that_could_be_a_hub_name_is_named(monkeypatch, tmp_path, bert):
     (tmp_path / "bert").symlink_to(bert)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"folder ./brt does not exist \(seen from .*\); did you mean bert\?"):

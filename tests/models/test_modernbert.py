@@ -23,7 +23,7 @@ from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.models.build import create_model_and_transforms, with_text_model
 from open_clip_zerovl.models.text_towers import TEXT_TOWERS, TowerModel, register_text_towers
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
-from open_clip_zerovl.recipe.host_waits import without_host_waits
+from open_clip_zerovl.recipe.gpu_syncs import without_gpu_syncs
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
 from open_clip_zerovl.recipe.towers import lock_text_layers, open_clip_locks_layers
 from support import warm
@@ -118,7 +118,7 @@ def test_a_pooler_that_it_has_not_is_refused(tower, tmp_path):
 
 
 def test_rotary_frequencies_stay_in_float32_where_the_model_is_cast(small):
-    """They are in no checkpoint: rounded to bfloat16 in training, they would be others in evaluation."""
+    """Checkpoints do not hold them: if training rounded them to bfloat16, they would differ in evaluation."""
     model = random_model(small)
     exact = {name: value.clone() for name, value in model.text.transformer.named_buffers()}
     assert exact and not any(name.endswith("inv_freq") for name in model.text.transformer.state_dict())
@@ -165,9 +165,9 @@ def test_mixed_word_embeddings_are_exact(small, prepared_first):
     _, reference = one_graph(Written(), ContrastiveLoss(), parts, **loss_inputs)
     mixup = CoinFlipMixup(texts="embeddings")
     if prepared_first:
-        without_host_waits(model)
+        without_gpu_syncs(model)
     mixup.attach(model)
-    without_host_waits(model)
+    without_gpu_syncs(model)
     dga = DecoupledGradientAccumulation(model, ContrastiveLoss(), retain=1)
     with mixup.applied(mix):
         dga.backward(parts, prepare=mix.prepare, **loss_inputs)

@@ -1,4 +1,4 @@
-"""`zerovl doctor`: versions against what is supported, a step on each device, limits; no check ends another."""
+"""`zerovl doctor`: versions against the supported ranges, a step on each device, limits; no check ends another."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def of_topic(findings, topic):
     return next(finding for finding in findings if finding.topic == topic)
 
 
-def test_on_this_machine_nothing_is_wrong_but_what_is(capsys, tmp_path):
+def test_on_this_machine_doctor_finds_no_unexpected_problem(capsys, tmp_path):
     status = main(["doctor", "--json", "--logs", str(tmp_path / "not" / "yet")])
     findings = json.loads(capsys.readouterr().out)
     problems = [finding for finding in findings if finding["problem"] is not None]
@@ -72,7 +72,7 @@ def test_the_open_clip_that_is_imported_counts(monkeypatch, version, problem):
     monkeypatch.setattr(open_clip, "__version__", version)
     finding = of_topic(doctor.package_versions(), "open_clip_torch")
     assert finding.seen.startswith(f"{version} ") and "4.x, tested at 4.2.0.dev0 of its main branch" in finding.seen
-    assert f"imported from {Path(open_clip.__file__).parent}" in finding.seen  # what is installed is another version
+    assert f"imported from {Path(open_clip.__file__).parent}" in finding.seen  # another version is installed
     assert (finding.problem is None) if problem is None else finding.problem.startswith(problem)
 
 
@@ -116,7 +116,7 @@ def test_a_wrong_gradient_is_found(monkeypatch):
     assert finding.problem is not None and "differs from one graph's" in finding.problem
 
 
-def test_a_check_that_fails_does_not_end_the_others(monkeypatch):
+def test_a_check_that_fails_does_not_end_the_other_checks(monkeypatch):
     monkeypatch.setattr(doctor, "dga_error", lambda device: 1 / 0)
     monkeypatch.setattr(doctor, "process_groups", lambda: 1 / 0)
     findings = doctor.examine()
@@ -146,7 +146,7 @@ def test_a_driver_without_a_gpu_that_torch_sees(monkeypatch, tmp_path):
     assert "driver 570.12" in finding.seen and finding.problem is not None and "CUDA_VISIBLE_DEVICES" in finding.problem
 
 
-def test_small_limits_are_said(monkeypatch, tmp_path):
+def test_small_limits_are_reported(monkeypatch, tmp_path):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**30, 2**30, 2**20))
     findings = doctor.limits(tmp_path)

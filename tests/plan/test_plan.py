@@ -1,4 +1,4 @@
-"""`zerovl plan`: what it says of data, batches and hardware, and that a measured micro-batch is one."""
+"""`zerovl plan`: its statements on data, batches and hardware, and that a measured micro-batch is a real one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Towers initialised from other runs, frozen, unlocked layer by layer; tokens dropped; what the optimizer is given."""
+"""Towers initialised from other runs, frozen, unlocked layer by layer; tokens dropped; the parameters of the optimizer."""
 
 import copy
 import math
@@ -240,14 +240,14 @@ def test_decoupled_accumulation_runs_a_frozen_tower_once(tower, projection):
 def test_a_frozen_model_is_copied_and_pickled_whole():
     model = bert_clip(torch.float32)
     freeze(model, ["text"], projection=False)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        twin.train()
-        assert not twin.text.transformer.training and twin.text.proj.training
-        twin.text.proj.eval()
-        twin.train()
-        assert twin.text.proj.training
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        copied.train()
+        assert not copied.text.transformer.training and copied.text.proj.training
+        copied.text.proj.eval()
+        copied.train()
+        assert copied.text.proj.training
         model.text.proj.eval()
-        twin.train()
+        copied.train()
         assert not model.text.proj.training  # the copy's train() does not reach the original
         model.train()
 

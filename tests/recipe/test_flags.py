@@ -13,7 +13,7 @@ from open_clip_zerovl.cli.plan import _parser as plan_parser
 from open_clip_zerovl.cli.plan import parse_plan
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import flags_of
-from open_clip_zerovl.core.releases import LINE_4, line_here
+from open_clip_zerovl.core.releases import OPENCLIP_V4, line_here
 from open_clip_zerovl.plan.settings import PlanFlags, PlanSettings
 from open_clip_zerovl.recipe.arguments import check_known, open_clip_options
 from open_clip_zerovl.recipe.flags import SECTIONS, AllFlags, OpenClipFlags, RecipeConfig, contradicted
@@ -48,7 +48,7 @@ def test_a_flag_is_declared_once():
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
                     said += [word.value for word in node.args if isinstance(word, ast.Constant)]
-    assert sorted(said) == ["--json"]  # what is no flag of training
+    assert sorted(said) == ["--json"]  # not a flag of training
 
 
 def test_training_and_plan_agree_on_every_flag_of_ours():
@@ -67,9 +67,9 @@ def test_training_and_plan_agree_on_every_flag_of_ours():
         assert settings[each.name] == (None if each.name == "dga_steps" else each.default), each.name
 
 
-# What open_clip 4 has otherwise than 3.3: flags that are gone, and more choices.
-GONE = ("--torchscript", "--trace", "--horovod") if line_here() is LINE_4 else ()
-MORE = {"--dataset-type": ("webdataset-audio", "synthetic-audio")} if line_here() is LINE_4 else {}
+# Differences of open_clip 4 from 3.3: removed flags, and more choices.
+GONE = ("--torchscript", "--trace", "--horovod") if line_here() is OPENCLIP_V4 else ()
+MORE = {"--dataset-type": ("webdataset-audio", "synthetic-audio")} if line_here() is OPENCLIP_V4 else {}
 
 
 def test_the_names_of_open_clips_flags_are_read_without_importing_its_program():
@@ -202,10 +202,12 @@ BY_A_PLAN_TOO = """
 --save-every-steps 5 --save-most-recent | --save-most-recent does not work with --save-every-steps
 --sampling random --debiased-sampling | --debiased-sampling and --sampling random contradict each other
 """
-OF_LINE_3 = "--sort-text --torchscript | --torchscript does not work with --sort-text" * (line_here() is not LINE_4)
+OF_OPENCLIP_V3 = "--sort-text --torchscript | --torchscript does not work with --sort-text" * (
+    line_here() is not OPENCLIP_V4
+)
 
 
-@pytest.mark.parametrize("case", [*filter(None, f"{REFUSED}{BY_A_PLAN_TOO}{OF_LINE_3}".splitlines())])
+@pytest.mark.parametrize("case", [*filter(None, f"{REFUSED}{BY_A_PLAN_TOO}{OF_OPENCLIP_V3}".splitlines())])
 def test_a_slip_or_a_contradiction_is_one_sentence(case):
     line, _, sentence = case.partition(" | ")
     with pytest.raises(UserError) as caught:
@@ -217,7 +219,7 @@ def test_a_slip_or_a_contradiction_is_one_sentence(case):
         assert str(caught.value).startswith(sentence)
 
 
-def test_what_a_flag_contradicts_is_not_said_without_it():
+def test_a_contradiction_is_not_reported_without_its_flag():
     assert list(contradicted(AllFlags(freeze=("image",), lock_text=True, model="RN50"))) == []
 
 

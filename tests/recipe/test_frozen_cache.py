@@ -143,7 +143,7 @@ def test_captions_that_change_with_the_epoch_are_refused(tmp_path):
     of(tmp_path / "cache", written(tmp_path / "data", b"one", captions="all"))
 
 
-def test_a_disk_without_space_is_told_before_training(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_before_training(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -282,7 +282,7 @@ def test_what_does_not_fit_a_cache_is_refused(tmp_path):
             wrong()
 
 
-# --- what it depends on ----------------------------------------------------------------------------------------------
+# --- its key ---------------------------------------------------------------------------------------------------------
 
 
 def test_augmented_images_are_refused():

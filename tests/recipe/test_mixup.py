@@ -119,10 +119,10 @@ def test_the_hook_leaves_names_and_copies_alone():
     names = list(model.state_dict())
     mixup = attached(model)
     assert list(model.state_dict()) == names
-    twin = copy.deepcopy(model).eval()
+    copied = copy.deepcopy(model).eval()
     texts = batches([4])[0][1]
     with torch.no_grad(), mixup.applied(Mix(False, 0.5)):
-        assert torch.equal(twin.encode_text(texts), bert_clip().eval().encode_text(texts))  # an EMA copy does not mix
+        assert torch.equal(copied.encode_text(texts), bert_clip().eval().encode_text(texts))  # an EMA copy does not mix
 
 
 def test_rows_in_low_precision_are_mixed_in_fp32():

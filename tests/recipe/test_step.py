@@ -141,7 +141,7 @@ def test_a_step_draws_the_mix_of_its_number(model, monkeypatch):
 
 
 def test_images_are_mixed_before_they_are_cast(model):
-    """lambda's sum is taken in fp32: mixing what is bf16 already rounds twice, and differs."""
+    """lambda's sum is taken in fp32: mixing bf16 numbers rounds twice, and differs."""
     stepper = Stepper(*planned_of(model, "pure_bf16"))
     planned = stepper.planned
     seen = what_it_sees(planned)

@@ -140,7 +140,7 @@ def test_the_scaled_gradient_is_that_of_tau():
 
 
 def test_checkpoints_are_stock_and_resume_to_the_bit(tmp_path):
-    """The model's state has open_clip's names and no others; the optimizer's says whose moments it has."""
+    """The model's state has open_clip's names alone; the optimizer's state names the parameter of its moments."""
     steps = [batches((4, 4), torch.float32, seed=seed) for seed in range(4)]
     whole, model = start(0.02, torch.float32), start(0.02, torch.float32)
     stock_names = set(model.state_dict())

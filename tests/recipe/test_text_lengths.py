@@ -60,7 +60,7 @@ def test_texts_are_sorted_and_cut():
     assert short.tolist() == [[0, 0, 0], [1, 9, 0], [1, 2, 9]]
     assert long.tolist() == [[1, 0, 2, 9, 0], [1, 2, 3, 4, 9]]
     (_, cut), _ = sort_texts([second[1:], first[2:]], 0)
-    assert cut.tolist() == [[1, 0, 2, 9]]  # up to the last token, and not as many as there are
+    assert cut.tolist() == [[1, 0, 2, 9]]  # up to the last token, not to the number of tokens
 
 
 @pytest.mark.parametrize("retain", [0, 1, 3])
@@ -117,7 +117,7 @@ def test_mixup_knows_the_partners_of_sorted_texts(mixes_images):
             step.take(micro_batches, 0)
         found[sort_text] = gradients(model)
     assert error(found[True], wanted) <= EXACT
-    assert mixes_images or error(found[False], wanted) > 1e-3  # unsorted, others are partners
+    assert mixes_images or error(found[False], wanted) > 1e-3  # unsorted, the partners differ
 
 
 def test_two_texts_an_image_are_sorted_together():
@@ -200,7 +200,7 @@ def test_a_causal_tower_takes_cut_texts(pooled):
 
 
 @pytest.mark.parametrize("order", [torch.arange(7), torch.zeros(12, dtype=torch.long), torch.arange(12.0)], ids=str)
-def test_an_order_that_is_none_is_refused(order):
+def test_an_order_that_is_not_a_permutation_is_refused(order):
     model = bert_clip()
     with pytest.raises(UserError, match=r"text_order must hold each of 0..11 once"):
         DecoupledGradientAccumulation(model, ContrastiveLoss()).backward(padded(), text_order=order)

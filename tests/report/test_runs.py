@@ -1,4 +1,4 @@
-"""A run's record and its page: positions that come once, damaged files, what the page shows and what it must not load."""
+"""A run's record and its page: positions that come once, damaged files, the contents of the page, and that it loads nothing."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_picture_from_elsewhere_and_an_odd_example_are_refused(tmp_path, odd):
         write_run_page(tmp_path)
 
 
-def test_without_matplotlib_it_is_told(tmp_path, monkeypatch):
+def test_a_missing_matplotlib_is_named(tmp_path, monkeypatch):
     def missing() -> None:
         raise UserError("the pictures need matplotlib")
 

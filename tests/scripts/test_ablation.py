@@ -33,7 +33,7 @@ from training.params import parse
 # --- flags and logs --------------------------------------------------------------------------------------------------
 
 
-def test_flags_replace_those_of_the_same_name_and_keep_the_others(tmp_path):
+def test_flags_replace_those_of_the_same_name_and_keep_the_rest(tmp_path):
     def flags(*more: str) -> list[str]:
         return drawn_flags(tmp_path, sampling="random", epochs=2, seed=0, more=more)
 
@@ -136,7 +136,7 @@ def test_open_clips_parser_takes_every_condition(name, tmp_path):
 
 
 def test_a_run_is_scored_in_the_source_that_it_does_not_see():
-    """Eight seeds leave each of four sources out twice, and the pilots are others."""
+    """Eight seeds leave each of four sources out twice, and the pilots have other seeds."""
     for name in ("debiased", "icons-debiased", "clusters", "one-random"):
         every = [*MINIATURES[CONDITIONS[name].miniature].sources]
         jobs = [Job(seed, name) for seed in protocol.SEEDS]
@@ -433,7 +433,7 @@ def test_every_second_caption_becomes_the_name_of_its_group(tmp_path):
         sources.write_groups(data, {"mdi": tmp_path / "others"})
 
 
-def test_mixtures_are_as_they_were_said_to_be(tmp_path):
+def test_mixtures_have_the_declared_construction(tmp_path):
     """Sources without a common concept; parts of one source by groups of pictures; one source 18 times as large."""
     data, names = tiny_emoji(tmp_path / "data", pairs=72), ["noto", "fluent", "openmoji"]
 

@@ -1,4 +1,4 @@
-"""The demo's data, from npm packages to shards, on tiny packages in the true formats and a stand-in for npm.
+"""The demo's data, from npm packages to shards, on tiny packages in the true formats and a stub for npm.
 
 Nothing here needs the network: `npm pack` is a script that copies tarballs which the tests write. The code under test
 finds, calls and checks it as it does the real one.
@@ -109,7 +109,7 @@ def fake_packages(folder: Path) -> dict[str, Path]:
 
 @pytest.fixture
 def registry(tmp_path, monkeypatch) -> Registry:
-    return Registry(tmp_path, fake_packages).stand_in(monkeypatch, PACKAGES)
+    return Registry(tmp_path, fake_packages).stub(monkeypatch, PACKAGES)
 
 
 @pytest.fixture
@@ -407,7 +407,7 @@ def test_split_of_many_sizes():
         assert len(held) == len(set(held)) == 2 * 4 * 7
         assert all(c in sources[name] for part in split.values() for name, cs in part.items() for c in cs)
         assert all(c in everywhere for cs in split["test"].values() for c in cs)
-        # Concepts that some source lacks are taken only when the others have run out.
+        # Concepts that some source lacks are taken only when the other concepts have run out.
         assert sum("only" in c for c in held) == max(0, 56 - len(everywhere))
         shuffled = {name: dict.fromkeys(sorted(sources[name])) for name in "dbca"}
         assert split_concepts(shuffled, held_out_per_source=7, seed=seed) == split

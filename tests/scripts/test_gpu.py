@@ -1,4 +1,4 @@
-"""scripts/gpu.py: results are kept as they come, a second call goes on, and the page says what was and was not measured."""
+"""scripts/gpu.py: results are kept as they come, a second call goes on, and the page names measured and missing parts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_what_a_machine_lacks_is_named(tmp_path, monkeypatch):
         gpu.unpack_wheels(tmp_path / "nowhere", tmp_path / "site")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="checks the message of a machine without a GPU")
 def test_without_a_gpu_it_says_how_to_rehearse(tmp_path, capsys):
     assert gpu.main(["--out", str(tmp_path), "--work", str(tmp_path)]) == 2
     assert "REHEARSE=1" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Icon families from npm packages to shards, on tiny packages in the true format and a stand-in for npm."""
+"""Icon families from npm packages to shards, on tiny packages in the true format and a stub for npm."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_split_holds_each_source_out_by_itself_and_keeps_half(tmp_path):
 
 
 def test_the_data_is_written_once_and_no_held_out_icon_is_trained_on(tmp_path, monkeypatch, capsys):
-    registry = Registry(tmp_path, fake_packages).stand_in(monkeypatch, PACKAGES)
+    registry = Registry(tmp_path, fake_packages).stub(monkeypatch, PACKAGES)
     out = tmp_path / "icons"
     small = {"px": 16, "shard_size": 5, "held_out_per_source": 2, "vocab_size": 300}
     card = prepare_drawn(ICONS, out, **small)

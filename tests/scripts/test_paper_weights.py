@@ -96,7 +96,7 @@ def test_the_verdict_keeps_its_margins():
     assert len({len(line) for line in table.splitlines() if line.startswith("|")}) == 1
 
 
-def test_what_is_missing_is_said_one_sentence_each(tmp_path, capsys):
+def test_each_missing_file_gives_one_sentence(tmp_path, capsys):
     assert (
         main([f"14m={tmp_path}/a.pth::100m={tmp_path}/b.pth", "--coco", f"{tmp_path}/k.json@{tmp_path}/pictures"]) == 2
     )
@@ -116,12 +116,12 @@ def test_what_is_missing_is_said_one_sentence_each(tmp_path, capsys):
         (["14m=a"], "no test set is given"),
     ],
 )
-def test_a_wrong_call_is_told(given, sentence, capsys):
+def test_a_wrong_call_gives_a_sentence(given, sentence, capsys):
     assert main(given) == 2
     assert sentence in capsys.readouterr().err
 
 
-def test_a_file_that_is_no_checkpoint_is_told(tmp_path, bert, capsys):
+def test_a_file_that_is_not_a_checkpoint_gives_a_sentence(tmp_path, bert, capsys):
     (tmp_path / "bad.pth").write_bytes(b"<html>404</html>")
     write_retrieval_set(tmp_path / "f30k", [5])
     given = [f"14m={tmp_path}/bad.pth", "--f30k", str(tmp_path / "f30k"), "--text-model", str(bert)]

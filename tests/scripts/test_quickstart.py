@@ -1,4 +1,4 @@
-"""The quick start: its page's commands run as they stand, and print what the page shows."""
+"""The quick start: its page's commands run as they stand, and print the page's output."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_picture_shows_the_pages_training():
     assert all(any(row.startswith(begin) for row in rows) for begin in quickstart.DRAWN)
 
 
-def test_a_command_that_fails_is_told(tmp_path):
+def test_a_failing_command_is_named(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("```\n$ echo one \\\n    two\none two\n$ exit 3\n```\n")
     with pytest.raises(SystemExit, match=r"ended with status 3:\nexit 3"):

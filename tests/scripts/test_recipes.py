@@ -149,7 +149,7 @@ def test_micro_batch_and_steps_make_the_effective_batch(name, hardware, expected
     assert micro_batch * steps * hardware.ranks == RECIPES[name].effective_batch
 
 
-def test_a_batch_that_does_not_divide_is_said_and_one_without_dga_refused(capsys):
+def test_an_indivisible_batch_gives_a_note_and_one_without_dga_is_refused(capsys):
     assert batching_of(RECIPES["gather"], Hardware(3, 32), {}) == (128, 3)
     assert "effective batch is 1152 instead of 1024 (3 ranks x 128 x 3)" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="needs 128 GPUs of this size, but there are 8: take dga-8 or dga-16"):
@@ -168,14 +168,14 @@ def test_a_dry_run_prints_the_command_and_what_is_missing(tmp_path):
     assert refused.returncode == 1 and f"{absent} are not there" in refused.stderr and not refused.stdout
 
 
-def test_empty_source_folders_are_told(tmp_path):
+def test_empty_source_folders_are_named(tmp_path):
     fill(tmp_path, "sbu", "vg", "cc3m", "cc12m")
     assert missing_for(RECIPES["train-14m"], tmp_path, {}) is None
     (tmp_path / "vg" / "00000.tar").unlink()
     assert missing_for(RECIPES["train-14m"], tmp_path, {}).startswith(f"{tmp_path}/vg holds no data; docs/datasets.md")
 
 
-def test_a_plan_without_data_or_gpu_is_told_at_once(tmp_path, monkeypatch):
+def test_a_plan_without_data_or_gpu_is_refused_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(paper_recipes, "gpu_memories", list)
     monkeypatch.setattr(paper_recipes, "run_line", lambda *_, **__: pytest.fail("measures on the CPU"))
     with pytest.raises(
@@ -184,7 +184,7 @@ def test_a_plan_without_data_or_gpu_is_told_at_once(tmp_path, monkeypatch):
         paper_recipes.main(["14m", "--plan", "--data", str(tmp_path)])
 
 
-def test_more_loader_processes_than_cores_are_told():
+def test_more_loader_processes_than_cores_are_reported():
     eight = Hardware(8, 32)
     assert crowded(eight, {"workers": "2"}, 16) is None
     assert crowded(eight, {"workers": "8"}, 16) == (
@@ -220,7 +220,7 @@ def test_settings_set_replace_and_leave_out_flags(tmp_path):
         ("accum-freq=2", "--accum-freq"),
     ],
 )
-def test_a_slip_in_a_setting_is_told_before_anything_is_started(tmp_path, slip, said):
+def test_a_slip_in_a_setting_is_refused_before_anything_is_started(tmp_path, slip, said):
     done = recipes("train-14m", "--dry-run", "--no-slurm", "--gpus", "8", "--data", tmp_path, *settings(slip))
     assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr
     assert str(PROGRAM) not in done.stdout
@@ -280,7 +280,7 @@ def test_with_sbatch_the_batch_file_is_submitted(tmp_path):
         (["finetune-coco", "--plan", "--assume", "v100:8", "--dry-run"], 0, "the run needs it: give --set init-from="),
     ],
 )
-def test_what_a_recipe_cannot_start_without_is_asked_for(tmp_path, words, status, said):
+def test_a_recipe_asks_for_its_missing_inputs(tmp_path, words, status, said):
     done = recipes(*words, "--data", tmp_path)
     assert done.returncode == status and said in done.stderr
 

@@ -50,7 +50,7 @@ from support import ROOT
         ("same", (20, 22, 21, 19, 23), HIGHER, CONTRADICTED),
         ("higher", (-20, -22, -21, -19, -23), LOWER, CONTRADICTED),
         ("lower", (-20, -22, -21, -19, -23), LOWER, REPRODUCED),
-        # A wide interval is no evidence of sameness.
+        # A wide interval is not evidence of sameness.
         ("same", (30, -28, 5, -12, 9), UNDECIDED, ""),
         ("higher", (30, -28, 5, -12, 9), UNDECIDED, ""),
         # A small difference counts as none, even where it is sure.
@@ -97,7 +97,7 @@ def test_the_three_intervals():
 
 
 def test_holms_correction_stops_at_the_first_row_that_fails():
-    """Of four at 5 %: 0.012 against 0.0125, 0.013 against 0.0167, 0.03 against 0.025; later ones are not looked at."""
+    """Four p at 5 %: 0.012 against 0.0125, 0.013 against 0.0167, 0.03 against 0.025; later ones are not compared."""
     assert holm({"a": 0.03, "b": 0.012, "c": 0.04, "d": 0.013}) == {"b", "d"}
     assert holm({"a": 0.0126, "b": 0.013, "c": 0.013, "d": 0.013}) == set() == holm({})
 
@@ -138,7 +138,7 @@ def scored(name: str, seed: int, score: float) -> dict:
     return record(name, seed, score=score, rsum={**record(name, seed)["rsum"], ALL_UNSEEN: score})
 
 
-def test_pairs_of_seeds_make_a_row_and_others_wait(tmp_path):
+def test_pairs_of_seeds_make_a_row_and_single_seeds_wait(tmp_path):
     runs = [record(name, seed) for name in ("random", "debiased") for seed in range(5)]
     rows = rows_from(tmp_path, *runs, record("debiased", 7))
     row = row_of(rows, "debiased - random")

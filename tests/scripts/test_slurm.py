@@ -1,4 +1,4 @@
-"""scripts/train.sbatch: its own decisions with stand-ins for SLURM's commands, and a real two-node SLURM on this machine.
+"""scripts/train.sbatch: its own decisions with stubs for SLURM's commands, and a real two-node SLURM on this machine.
 
 The real one is started by hand in a folder of its own: munged, slurmctld and two slurmd, ended with the test.
 """
@@ -45,8 +45,8 @@ def test_the_batch_file_parses_and_asks_slurm_for_what_it_relies_on():
 
 
 @dataclass
-class StandIn:
-    """A folder that train.sbatch takes for a job's, with SLURM's commands replaced by what a test says they do."""
+class Stub:
+    """A folder that train.sbatch takes for a job's, with stubs for SLURM's commands, whose behaviour a test sets."""
 
     folder: Path
 
@@ -90,47 +90,47 @@ class StandIn:
 
 
 @pytest.fixture
-def stand_in(tmp_path) -> StandIn:
-    return StandIn(tmp_path)
+def stub(tmp_path) -> Stub:
+    return Stub(tmp_path)
 
 
-def task_of(stand_in: StandIn, node: int) -> list[str]:
+def task_of(stub: Stub, node: int) -> list[str]:
     """The program that a task of srun becomes on a node, by the words that srun got."""
-    words = (stand_in.folder / "words").read_text().split("\0")[:-1]
+    words = (stub.folder / "words").read_text().split("\0")[:-1]
     environment = {**os.environ, "SLURM_NODEID": str(node), "SLURM_NNODES": "2"}
-    python = stand_in.folder / "commands" / "python"
+    python = stub.folder / "commands" / "python"
     python.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
     done = subprocess.run(words[words.index("bash") :], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
-def test_one_program_a_node_meets_at_the_first_ones_address(stand_in):
-    srun = f'printf "%s\\0" "$@" > {stand_in.folder}/words; echo "cores $SRUN_CPUS_PER_TASK"'
+def test_one_program_a_node_meets_at_the_first_ones_address(stub):
+    srun = f'printf "%s\\0" "$@" > {stub.folder}/words; echo "cores $SRUN_CPUS_PER_TASK"'
     environment = {"SLURM_CPUS_PER_TASK": "16"}
     given = ("--ranks", "4", "--", "--name", "a-run", "--lr", "1")
-    status, output = stand_in.run(*given, srun=srun, environment=environment)
+    status, output = stub.run(*given, srun=srun, environment=environment)
     # srun of 22.05 and later does not inherit --cpus-per-task.
     assert status == 0 and "cores 16" in output
-    words = (stand_in.folder / "words").read_text().split("\0")
+    words = (stub.folder / "words").read_text().split("\0")
     assert {"--ntasks=2", "--ntasks-per-node=1"} <= set(words)
     place = ["--nnodes=2", "--master-addr=10.0.0.1", "--master-port=24711"]
-    assert task_of(stand_in, 1) == [
+    assert task_of(stub, 1) == [
         "-m", "training.main", "--processes", "4", "--node-rank=1", *place, "--", "--name", "a-run", "--lr", "1", "--resume",
         "latest",
     ]  # fmt: skip
-    assert stand_in.calls == ""
+    assert stub.calls == ""
 
 
 @pytest.mark.parametrize(
     ("left", "status", "requeued"), [(True, 85, True), (False, 1, False), (True, 0, False), (False, 0, False)]
 )
-def test_only_a_run_that_left_its_marker_goes_back_into_the_queue(stand_in, left, status, requeued):
+def test_only_a_run_that_left_its_marker_goes_back_into_the_queue(stub, left, status, requeued):
     """Left by this start: with an earlier one's, a run that cannot start would go round for ever."""
-    stand_in.marker.touch()
-    srun = f"touch {stand_in.marker}; exit {status}" if left else f"exit {status}"
-    assert stand_in.run("--name", "a-run", srun=srun)[0] == status
-    assert ("scontrol requeue 4711" in stand_in.calls) == requeued
+    stub.marker.touch()
+    srun = f"touch {stub.marker}; exit {status}" if left else f"exit {status}"
+    assert stub.run("--name", "a-run", srun=srun)[0] == status
+    assert ("scontrol requeue 4711" in stub.calls) == requeued
 
 
 def wait_for(condition: Callable[[], object], seconds: float, what: str, every: float = 0.1) -> None:
@@ -141,51 +141,51 @@ def wait_for(condition: Callable[[], object], seconds: float, what: str, every: 
 
 
 # A launcher that is asked to stop: the ranks need a while to save.
-SAVES_WHEN_TOLD = "trap 'sleep 1; exit 85' USR1; touch {folder}/started; while :; do sleep 0.1; done"
+SAVES_WHEN_ASKED = "trap 'sleep 1; exit 85' USR1; touch {folder}/started; while :; do sleep 0.1; done"
 
 
-def test_short_of_time_the_ranks_are_told_and_the_job_goes_back(stand_in):
+def test_short_of_time_the_ranks_are_asked_to_stop_and_the_job_goes_back(stub):
     """Also where the ranks leave no marker: the signal came before their first step."""
-    srun = SAVES_WHEN_TOLD.format(folder=stand_in.folder)
-    process = stand_in.start("--name", "a-run", srun=srun)
-    wait_for((stand_in.folder / "started").exists, 10, "srun")
+    srun = SAVES_WHEN_ASKED.format(folder=stub.folder)
+    process = stub.start("--name", "a-run", srun=srun)
+    wait_for((stub.folder / "started").exists, 10, "srun")
     process.send_signal(signal.SIGUSR1)
     output, _ = process.communicate(timeout=30)
-    assert process.returncode == 85 and "scontrol requeue 4711" in stand_in.calls, output
+    assert process.returncode == 85 and "scontrol requeue 4711" in stub.calls, output
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_a_run_that_saves_each_epoch_only_goes_back_if_one_has_ended(stand_in, saved):
+def test_a_run_that_saves_each_epoch_only_goes_back_if_one_has_ended(stub, saved):
     """A rank that cannot save a step ends by SIGUSR1; without a new epoch it would go round for ever."""
-    checkpoints = stand_in.marker.parent / "checkpoints"
+    checkpoints = stub.marker.parent / "checkpoints"
     checkpoints.mkdir(parents=True)
     (checkpoints / "epoch_1.pt").touch()  # of an earlier start
     wrote = f"sleep 0.1; touch {checkpoints}/epoch_2.pt; " if saved else ""
-    started = stand_in.folder / "started"
-    process = stand_in.start(
+    started = stub.folder / "started"
+    process = stub.start(
         "--name", "a-run", srun=f"trap 'exit 138' USR1; {wrote}touch {started}; while :; do sleep 0.1; done"
     )
     wait_for(started.exists, 10, "srun")
     process.send_signal(signal.SIGUSR1)
     output, _ = process.communicate(timeout=30)
-    assert ("scontrol requeue 4711" in stand_in.calls) is saved, output
+    assert ("scontrol requeue 4711" in stub.calls) is saved, output
     assert ("ask for more --time" in output) is not saved and process.returncode == (138 if saved else 2)
 
 
-def test_ended_by_slurm_it_leaves_the_queue_to_slurm(stand_in):
+def test_ended_by_slurm_it_leaves_the_queue_to_slurm(stub):
     """SIGTERM: a preempted job is put back by SLURM, and a cancelled one must stay cancelled."""
-    srun = f"touch {stand_in.folder}/started; sleep 1; touch {stand_in.marker}; exit 85"
-    process = stand_in.start("--name", "a-run", srun=srun)
-    wait_for((stand_in.folder / "started").exists, 10, "srun")
+    srun = f"touch {stub.folder}/started; sleep 1; touch {stub.marker}; exit 85"
+    process = stub.start("--name", "a-run", srun=srun)
+    wait_for((stub.folder / "started").exists, 10, "srun")
     process.terminate()
     process.communicate(timeout=30)
-    assert process.returncode == 85 and "requeue" not in stand_in.calls
+    assert process.returncode == 85 and "requeue" not in stub.calls
 
 
-def test_what_cannot_work_is_refused(stand_in):
-    status, output = stand_in.run("--lr", "1")
+def test_what_cannot_work_is_refused(stub):
+    status, output = stub.run("--lr", "1")
     assert status == 2 and "give --name" in output
-    status, output = stand_in.run("--name", "a", environment={"SLURM_JOB_ID": ""})
+    status, output = stub.run("--name", "a", environment={"SLURM_JOB_ID": ""})
     assert status == 2 and "submit this with sbatch" in output
 
 
@@ -325,7 +325,7 @@ needs_slurm = pytest.mark.skipif(
 @needs_slurm
 @pytest.mark.slow  # four starts of two ranks each with SLURM's pauses between them: about three minutes on two cores
 @pytest.mark.timeout(900)
-def test_told_to_stop_and_requeued_by_slurm_it_ends_as_if_never_interrupted(slurm, settings):
+def test_a_run_requeued_by_slurm_ends_as_if_never_interrupted(slurm, settings):
     """Two nodes, one rank each. SIGUSR1 (short of time), then `scontrol requeue` (preemption), then to the end."""
     folder, values = settings
     assert slurm("sbatch", "--test-only", "--cpus-per-task=2", "--nodes=2", str(SBATCH), "--name", "a") == ""

@@ -149,7 +149,7 @@ def test_a_process_that_dies_while_it_fetches_leaves_nothing_in_the_way(server, 
         waiting.__enter__()
     child.kill()
     child.join()
-    # What it had reserved is given to others, and the shard is fetched by the next that asks.
+    # Its reserved space is free for other shards, and the next reader that asks fetches the shard.
     small = ShardCache(str(folder), 2 * len(original(server, 1)))
     assert read(small, server, 1) == original(server, 1) and not list(folder.glob("*.part"))
     assert read(cache, server, 0) == original(server, 0)
@@ -220,7 +220,7 @@ def test_a_command_is_cached_too(server, tmp_path):
 
 
 def test_a_compressed_shard_without_its_end_is_not_kept(tmp_path):
-    """Of a gzip file that ends within its first header tarfile says neither yes nor no: it raises EOFError."""
+    """tarfile raises EOFError on a gzip file that ends within its first header, and so neither accepts nor refuses it."""
     served = tmp_path / "served"
     served.mkdir()
     (served / "00000.tar").write_bytes(gzip.compress(os.urandom(4000))[:15])

@@ -27,7 +27,7 @@ def test_only_regular_files_up_to_a_size_are_read(tmp_path):
         with pytest.raises(BadFile) as raised:
             read_foreign(f"{tmp_path}/{name}", 99)
         assert raised.value.reason == reason and "\n" not in str(raised.value)
-    with pytest.raises(BadFile, match="no regular file"):
+    with pytest.raises(BadFile, match="not a regular file"):
         read_foreign("/dev/zero")
 
 

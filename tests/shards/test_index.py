@@ -24,7 +24,7 @@ MEMBERS = ["a.jpg", "a.txt", "b.txt", "b.png", "b.json", "c.JPG", "c.txt", "__me
 
 
 def by_streaming(source: Source, start: int) -> list:
-    """What reading gives through a pipe, which always begins at the tar's first byte."""
+    """Samples read through a pipe, which always begins at the tar's first byte."""
     piped = Source(source.name, (f"pipe:cat {source.shards[0]}",), source.sizes, captions=source.captions)
     return list(Reading(piped, 0).samples(0, start, start))
 

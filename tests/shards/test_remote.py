@@ -68,13 +68,13 @@ def test_a_broken_transfer_goes_on_at_its_byte(server, faults, reason, ranges):
 
 
 def test_a_url_is_asked_for_as_it_is_written(server):
-    """A signature may stand on what is escaped in it."""
+    """A signature may cover the escaped characters of a URL."""
     for query in ("?a=b%2Fc%27&d=%20", "?a=b/c&d=1+2", ""):
         assert len(read_all(server.url("0.tar") + query, patient())) == len(CONTENT)
         assert server.paths[-1] == f"/0.tar{query}"
 
 
-def test_a_slow_drip_that_ends_is_no_break(server):
+def test_a_slow_drip_that_ends_is_not_an_interruption(server):
     server.faults["0.tar"] = ["drip:150"]
     waits: list[Wait] = []
     assert read_all(server.url("0.tar"), patient(waits, stall_seconds=5)) == CONTENT and waits == []

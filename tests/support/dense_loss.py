@@ -1,4 +1,4 @@
-"""The contrastive losses written down whole, in one process, for autograd: what the chunked ones are measured against.
+"""The contrastive losses written down whole, in one process, for autograd: the reference for the chunked ones.
 
 Everything is a matrix (N, N) here: weights w_ij of the negatives, targets Y, softmaxes. Nothing is shared with the library.
 """

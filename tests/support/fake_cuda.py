@@ -8,7 +8,7 @@ finds
   boolean masks), copies from the GPU, copies to it that block, CPU index tensors,
 - parameters without gradient, and gradients of another dtype or device than their output's.
 
-Not seen: kernels, values, memory. Autograd's engine refuses to run without a CUDA context, so a stand-in walks the graph and
+Not seen: kernels, values, memory. Autograd's engine refuses to run without a CUDA context, so a stub walks the graph and
 leaves zeros in the leaves that it reaches.
 """
 
@@ -61,7 +61,7 @@ class Waits(TorchDispatchMode):
     """Counts what makes the host wait.
 
     Args:
-        read: what a value read from the GPU is.
+        read: the value that a read from the GPU returns.
 
     Attributes:
         found: how often each (kind, source line) waited.
@@ -165,7 +165,7 @@ def reached_from(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 @contextlib.contextmanager
 def fake_cuda(*, free_gib: int = 100, total_bytes: int = 141 * GIB) -> Iterator[FakeTensorMode]:
-    """Within, tensors are fake, `torch.cuda` answers what a step asks, and autograd's engine is the stand-in."""
+    """Within, tensors are fake, `torch.cuda` answers what a step asks, and autograd's engine is the stub."""
     allocated = [10 * GIB]
 
     def memory_allocated(device: Any = None) -> int:
@@ -183,7 +183,7 @@ def fake_cuda(*, free_gib: int = 100, total_bytes: int = 141 * GIB) -> Iterator[
         "torch.cuda.current_device": lambda: 0,
         "torch.cuda.manual_seed_all": lambda seed: None,
         "torch.cuda.amp.common.amp_definitely_not_available": lambda: False,
-        # transformers takes fake tensors for tracing, and would leave out what it does on a GPU
+        # transformers takes fake tensors for tracing, and would skip its GPU path
         "transformers.masking_utils.is_tracing": lambda *_, **__: False,
         "torch.Tensor.pin_memory": lambda tensor, *_: tensor,
         "torch.autograd.backward": Engine().backward,

@@ -91,7 +91,7 @@ def _kill_a_loader_worker() -> None:
 
 
 def _killed_after_the_first_step() -> None:
-    """Before it hears whether the others have been asked to stop."""
+    """Before it hears whether the other ranks have been asked to stop."""
     Preemption.agreed = lambda self, distributed: os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -8,7 +8,7 @@ asks it. A request is a JSON dict
     fault       name in `faults.FAULTS`, in `fault_rank` (0) and that process's `fault_step` (2)
     model_config  JSON file of a model to register
     cwd         folder to run in
-    output      file for what the processes print (default: standard error)
+    output      file for the output of the processes (default: standard error)
     limit       seconds after which what still runs is killed (600)
     after       likewise, counted from the end of the first rank (600)
 
@@ -72,7 +72,7 @@ def run(request: dict) -> dict:
             if found:
                 statuses[pid] = os.waitstatus_to_exitcode(status)
                 ended.append(time.monotonic())
-                # a rank that was ended from outside is no longer waited for by the others for longer than the limit
+                # the other ranks wait at most the limit for a rank that was ended from outside
                 deadline = min(deadline, ended[0] + request.get("after", 600))
         time.sleep(0.02)
     left = [pid for rank in ranks for pid in processes_of(rank)]

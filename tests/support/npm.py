@@ -36,7 +36,7 @@ class Registry:
         script.chmod(0o755)
         self.bin = script.parent
 
-    def stand_in(self, monkeypatch, packages: dict[str, NpmPackage]) -> Registry:
+    def stub(self, monkeypatch, packages: dict[str, NpmPackage]) -> Registry:
         """Put it in npm's place for this test; the made-up tarballs have other hashes."""
         monkeypatch.setenv("PATH", f"{self.bin}{os.pathsep}{os.environ['PATH']}")
         monkeypatch.setattr("scripts.drawn.packages.sleep", lambda seconds: None)

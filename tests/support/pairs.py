@@ -1,4 +1,4 @@
-"""The same small set of pairs in every form that `zerovl data pack` reads, and what was made of it."""
+"""The same small set of pairs in every form that `zerovl data pack` reads, and the packed result."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class ForkedTrainings:
         )
 
     def __call__(self, arguments: Sequence[str], output: Path, **request: object) -> tuple[dict, str]:
-        """Its answer to a request, and what the processes printed."""
+        """Its answer to a request, and the output of the processes."""
         assert self._program.stdin is not None and self._program.stdout is not None
         self._program.stdin.write(json.dumps({"arguments": arguments, "output": str(output), **request}) + "\n")
         self._program.stdin.flush()
@@ -103,7 +103,7 @@ def kill(program: subprocess.Popen) -> None:
 
 
 def wait_until(condition: Callable[[], object], program: subprocess.Popen, log: Path | None = None) -> None:
-    """Wait for a condition, as long as a program runs and at most 200 seconds."""
+    """Wait for a condition while a program runs, at most 200 seconds."""
     deadline = time.monotonic() + 200
     while not condition():
         assert program.poll() is None and time.monotonic() < deadline, (

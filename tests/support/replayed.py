@@ -19,7 +19,7 @@ def features_of(
 
     Args:
         entries: of each rank, what `training_script.py --gradient` kept of one step.
-        replay_masks: under the random masks that the ranks drew; False draws others.
+        replay_masks: under the random masks that the ranks drew; False draws other masks.
     """
     outputs: list[dict[str, Tensor]] = []
     for number, entry in enumerate(entries):

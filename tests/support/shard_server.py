@@ -95,7 +95,7 @@ class ShardServer:
             "changed" (another ETag).
         fault: what befalls all other requests; "" is none.
         requests: name -> the first byte that each request asked for.
-        paths: what the requests asked for, as they wrote it.
+        paths: the requested paths, as the requests wrote them.
         ranges: whether range requests are understood.
     """
 

@@ -1,13 +1,13 @@
 """A Python that starts in no time: tests run programs by it as by `sys.executable`, in processes of their own.
 
 Most of a short program's time is the import of torch, torchvision, timm, transformers and open_clip. A server imports them once
-(`IMPORTED`; nothing of this project) and forks for each program. `python()` is the path of a stand-in for `sys.executable`:
+(`IMPORTED`; nothing of this project) and forks for each program. `python()` is the path of a stub for `sys.executable`:
 
     subprocess.run([warm.python(), "-m", "training.main", ...], cwd=..., env=..., capture_output=True)
 
-The stand-in hands its command line, folder, environment and standard streams to the server, passes signals on to the forked
+The stub hands its command line, folder, environment and standard streams to the server, passes signals on to the forked
 process, and ends as that ends; if it is killed, so is the process. A torchrun that it runs takes it for its ranks. Not for
-tests of what is imported when, of variables that those libraries read at import, or of a session's or parent's end: the process
+tests of the time of imports, of variables that those libraries read at import, or of a session's or parent's end: the process
 is the server's child.
 """
 
@@ -40,7 +40,7 @@ _python: str | None = None
 
 
 def python() -> str:
-    """The stand-in's path. The first call starts the server, which ends with this process."""
+    """The stub's path. The first call starts the server, which ends with this process."""
     global _python
     if _python is None:
         import subprocess
@@ -72,7 +72,7 @@ def _end(owner: int, server: Any, folder: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The stand-in, which imports the standard library alone
+# The stub, which imports the standard library alone
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -130,7 +130,7 @@ def serve(listener: socket.socket) -> dict | None:
                     _tell(children.pop(pid), os.waitstatus_to_exitcode(status))
         for pid, connection in list(children.items()):
             if connection in ready:
-                for number in _received(connection) or [signal.SIGKILL]:  # without its stand-in it ends too
+                for number in _received(connection) or [signal.SIGKILL]:  # without its stub it ends too
                     os.kill(pid, number)
         if listener in ready:
             connection, _ = listener.accept()
@@ -160,7 +160,7 @@ def _received(connection: socket.socket) -> bytes:
 
 
 def _tell(connection: socket.socket, status: int) -> None:
-    with contextlib.suppress(OSError):  # the stand-in was killed
+    with contextlib.suppress(OSError):  # the stub was killed
         connection.sendall(struct.pack("!i", status))
     connection.close()
 
@@ -170,7 +170,7 @@ def become(request: dict, base: list[str], python: str) -> None:
 
     Args:
         base: `sys.path` without PYTHONPATH and the program's folder.
-        python: the stand-in's path.
+        python: the stub's path.
     """
     import runpy
 

@@ -1,4 +1,4 @@
-"""Step checkpoints: which are deleted, which is found again, what is refused; and that one process writes at a time."""
+"""Step checkpoints: which are deleted, which is found again, refusals; and that one process writes at a time."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_another_order_in_the_middle_of_an_epoch_is_refused(flag, value, words):
 
 
 def test_what_decides_the_order_of_samples_is_in_the_position():
-    """Each of these flags, given otherwise in the middle of an epoch, is one that `start_step` can refuse by name."""
+    """`start_step` can refuse each of these flags by name where its value changes in the middle of an epoch."""
     usual = {
         "seed": 0,
         "batch_size": 8,
@@ -211,13 +211,15 @@ def test_another_split_of_the_same_effective_batch_is_read_as_the_epoch_was_begu
         assert TAKEN.start_step(TAKEN) == 10 and TAKEN.read_on(TAKEN) is TAKEN and not caplog.text
         now = replace(TAKEN, step=0, batching=Batching(24))
         assert TAKEN.start_step(now) == 10
-    assert all(words in caplog.text for words in ("24 = 8 x 3 x 1", "24 = 24 x 1 x 1", "read as it was begun"))
+    assert all(words in caplog.text for words in ("24 = 8 x 3 x 1", "24 = 24 x 1 x 1", "is read by"))
     begun = TAKEN.read_on(now)
     assert begun.dealt == Batching(8, 3, 1, 2) and begun.batching == Batching(24)
     # stopped again in this epoch and resumed with a third split
     third = replace(now, batching=Batching(4, 6))
     assert replace(begun, step=12).read_on(third).dealt == Batching(8, 3, 1, 2)
-    assert TAKEN.read_on(replace(now, batching=Batching(24, 1, 2))).dealt == Batching(24, 1, 2)  # approximate, and said
+    assert TAKEN.read_on(replace(now, batching=Batching(24, 1, 2))).dealt == Batching(
+        24, 1, 2
+    )  # approximate, and logged
 
 
 @pytest.fixture
@@ -261,7 +263,7 @@ def test_two_runs_with_one_made_up_name(held, monkeypatch):
         run.create_model("ViT-B-32")
 
 
-def test_a_disk_without_room_for_a_checkpoint_is_told_before_the_first_step(tmp_path, monkeypatch):
+def test_a_disk_without_room_for_a_checkpoint_is_reported_before_the_first_step(tmp_path, monkeypatch):
     model = torch.nn.Linear(1 << 10, 1 << 10)  # 4 MiB of weights, 8 MiB of moments
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=11 * 2**20))
     with pytest.raises(UserError, match="has 11 MiB free, and a checkpoint of this run takes about 12 MiB"):

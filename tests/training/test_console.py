@@ -1,4 +1,4 @@
-"""What a run shows: the progress line of a terminal, which messages the short form has, and times in words."""
+"""The console of a run: the progress line of a terminal, which messages the short form has, and times in words."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_weights_that_follow_are_not_called_random(quiet_root):
         handler.close()
 
 
-def test_more_loader_processes_than_cores_are_told_in_the_summary(monkeypatch):
+def test_more_loader_processes_than_cores_are_reported_in_the_summary(monkeypatch):
     monkeypatch.setattr("training.run_log.usable_cores", lambda: 2)
     args = argparse.Namespace(device="cpu", precision="fp32", workers=4, world_size=1)
     assert _device(args) == "1 x cpu, fp32, 4 loader processes a rank (on 2 CPU cores: --workers 2 is enough)"

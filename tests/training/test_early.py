@@ -1,4 +1,4 @@
-"""What is told before torch is loaded, and what a run is told of its own settings: device, precision, warm-up, sources."""
+"""Messages before torch is loaded, and warnings of a run's settings: device, precision, warm-up, sources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from training.params import parse
 
 HEAVY = ("torch", "timm", "transformers", "open_clip", "pandas", "numpy")
 
-# `python -m training.main ARGUMENTS` in this process, then what it has imported.
+# `python -m training.main ARGUMENTS` in this process, then its imports.
 PROGRAM = f"""
 import runpy, sys
 try:
@@ -65,13 +65,15 @@ def test_a_device_that_torch_does_not_know_is_refused():
     ("device", "precision", "recipe", "gpu", "taken", "told"),
     [
         ("cuda", "amp", True, False, "fp32", ["no cuda device here: this run trains on the CPU", "fp32 is taken"]),
-        ("cpu", "amp", False, False, "amp", ["give --precision fp32"]),  # open_clip's own run keeps what it was given
+        ("cpu", "amp", False, False, "amp", ["give --precision fp32"]),  # open_clip's own run keeps its precision
         ("cpu", "fp32", True, False, "fp32", []),
         ("cpu", "amp_bf16", True, False, "amp_bf16", []),
         ("cuda:0", "amp", True, True, "amp", []),
     ],
 )
-def test_a_missing_gpu_and_amp_on_a_cpu_are_told(device, precision, recipe, gpu, taken, told, monkeypatch, caplog):
+def test_a_missing_gpu_and_amp_on_a_cpu_give_a_warning(
+    device, precision, recipe, gpu, taken, told, monkeypatch, caplog
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     args = Namespace(device=device, precision=precision)
     settle_device(args, recipe=recipe)
@@ -97,13 +99,13 @@ def sources(tmp_path):
     return f"a={write_source(tmp_path / 'a', 0, 40, 10)}"
 
 
-def test_debiased_sampling_of_one_source_is_told(sources, tmp_path, told):
+def test_debiased_sampling_of_one_source_gives_a_warning(sources, tmp_path, told):
     words = "Debiased sampling has one source only, a; name several"
     assert any(words in message for message in told("--train-data", sources))
     assert not told("--train-data", f"{sources}::b={write_source(tmp_path / 'b', 100, 40, 10)}")
 
 
-def test_a_retrieval_set_in_the_files_of_a_source_is_told(sources, tmp_path, told):
+def test_a_retrieval_set_in_the_files_of_a_source_gives_a_warning(sources, tmp_path, told):
     other = write_source(tmp_path / "b", 100, 40, 10)
     table = tmp_path / "pairs.csv"
     for i in range(4):
@@ -133,7 +135,7 @@ def test_a_retrieval_set_in_the_files_of_a_source_is_told(sources, tmp_path, tol
         (["--skip-scheduler"], False),
     ],
 )
-def test_a_warmup_longer_than_the_run_is_told(sources, monkeypatch, caplog, given, told):
+def test_a_warmup_longer_than_the_run_gives_a_warning(sources, monkeypatch, caplog, given, told):
     loader = SimpleNamespace(num_batches=10)
     monkeypatch.setattr(training_data, "_mixture_data", lambda *_: SimpleNamespace(dataloader=loader))
     args, config = parse(["--train-data", sources, "--epochs", "3", "--lr", "1e-3", *given])

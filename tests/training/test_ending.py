@@ -49,7 +49,7 @@ class Trainings:
     def __call__(
         self, fault: str | None, *extra: str, name: str | None = None, every: int | None = 2, status=None, **request
     ) -> tuple[dict, str, Path]:
-        """What the run came to, what it printed, and its folder; `status` is that of its one rank."""
+        """The end of a run, its output and its folder; `status` is that of its one rank."""
         self.count += 1
         name = name or f"run{self.count}"
         request = {
@@ -134,7 +134,7 @@ def test_a_process_ends_where_nothing_can_be_printed(program, status):
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), "is full (CUDA out of memory. Tried); lower"),
         (OSError(errno.ENOSPC, "No space left", "a.pt"), "a.pt: No space left; make room there or choose another"),
-        (RuntimeError("Connection closed by peer [::1]"), "another rank has ended, its own message says why"),
+        (RuntimeError("Connection closed by peer [::1]"), "another rank has ended; its own message gives the reason"),
         (ZeroDivisionError("1 / 0"), None),
     ],
 )
@@ -219,7 +219,7 @@ def test_what_is_saved_most_recently_is_resumed_from(train):
     assert printed.count("Train Epoch: 0 [") == STEPS - 2 and printed.count("Train Epoch: 1 [") == STEPS
 
 
-def test_without_logs_nothing_is_said_to_be_saved(train):
+def test_without_logs_no_message_claims_a_checkpoint(train):
     _, printed, _ = train("sigterm", "--logs", "none", name="unlogged", status=143)
     assert "nothing is saved: --logs none" in printed
     assert not (train.folder / "none" / "unlogged" / "requeue").exists()
@@ -256,7 +256,7 @@ def test_a_run_goes_on_after_damage_and_another_seed_is_refused_in_the_middle_of
     split = ["--batch-size", "8", "--dga-steps", "1", "--workers", "0"]
     _, printed, _ = train(None, "--resume", "latest", *split, name="damaged", status=0)
     assert "does not match" in printed
-    assert "The rest of this epoch is read as it was begun" in printed
+    assert "The rest of this epoch is read by" in printed
     assert printed.count("Train Epoch: 0 [") == STEPS - 4
     assert not list((folder / "checkpoints").glob(".*")) and not steps[1].exists()
 

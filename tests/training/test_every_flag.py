@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.releases import LINE_4, line_here
+from open_clip_zerovl.core.releases import OPENCLIP_V4, line_here
 from support.programs import ForkedTrainings
 from support.tars import png, write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
@@ -163,7 +163,7 @@ TABLE: dict[str, list[tuple[str, str]]] = {
 }  # fmt: skip
 
 
-# What open_clip 4 has otherwise: flags that 3.3 has and it has not, and its own.
+# Differences of open_clip 4: flags of 3.3 that it lacks, and its own.
 GONE = ("--torchscript", "--trace", "--horovod")
 IGNORED = {  # of models and data that are not the recipe's: nothing reads them
     "--audio-ext": "wav", "--audio-fill": "pad", "--audio-trunc": "trunc", "--audio-fusion": "",
@@ -182,7 +182,7 @@ SOURCES, STEP, DECAY = (
     "does not work with the recipe's step",
     "--no-embedding-decay",
 )
-OF_LINE_4: dict[str, list[tuple[str, str]]] = {
+OF_OPENCLIP_V4: dict[str, list[tuple[str, str]]] = {
     **{option: [(value, WORKS)] for option, value in IGNORED.items()},
     "--torchcompile": [
         ("--torchcompile-strategy model", WORKS), ("", "--torchcompile-strategy task compiles open_clip's own step"),
@@ -223,8 +223,8 @@ NEWEST = {
     "--force-naflex-patch-interp": [("", f"--force-naflex-patch-interp {STEP}")],
     "--torchcompile-pass-break": [("", WORKS)],
 }
-if line_here() is LINE_4:
-    TABLE = {option: cases for option, cases in TABLE.items() if option not in GONE} | OF_LINE_4
+if line_here() is OPENCLIP_V4:
+    TABLE = {option: cases for option, cases in TABLE.items() if option not in GONE} | OF_OPENCLIP_V4
     TABLE |= {option: cases for option, cases in NEWEST.items() if option in open_clip_parser()._option_string_actions}
 
 
@@ -265,7 +265,7 @@ def place(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def train(place):
-    """Runs training with some arguments: exit status (None: hung), and what it printed."""
+    """Runs training with some arguments: exit status (None: hung), and its output."""
     trainings = ForkedTrainings()
     count = 0
 
@@ -287,7 +287,7 @@ def train(place):
 
 
 def problem(status: int | None, said: str, outcome: str) -> str | None:
-    """What is wrong with how a run ended; None if it is as the table has it."""
+    """The difference of a run's end from the table; None without one."""
     if status is None:
         return "hangs"
     if "Traceback (most recent call last)" in said:

@@ -1,4 +1,4 @@
-"""An epoch of the whole training loop on the first of eight fake GPUs: what it waits for, beside what is logged."""
+"""An epoch of the whole training loop on the first of eight fake GPUs: its waits for the GPU besides those of the log."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_an_epoch_over_eight_ranks_waits_only_where_it_must(sort_text, tmp_path,
     )
     mixup = CoinFlipMixup(seed=1)  # both coins in three steps
     mixup.attach(model)
-    # The check, which reads once in the first step that replays, would take what is read for differences.
+    # The check, which reads once in the first step that replays, would take the values read for differences.
     config = RecipeConfig(
         sampling="debiased", dga_steps=K, dga_check="never", coin_flip_mixup=True, loss_chunk=5, sort_text=sort_text
     )

@@ -1,4 +1,4 @@
-"""What is replaced in open_clip's main: a line of releases whose names and signatures are known, each really used."""
+"""Replacements in open_clip's main: a line of releases whose names and signatures are known, each really used."""
 
 from argparse import Namespace
 from importlib import metadata
@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 
 import open_clip_zerovl
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.releases import INSTALL, LINE_3, LINE_4, line_here, line_of
+from open_clip_zerovl.core.releases import INSTALL, OPENCLIP_V3, OPENCLIP_V4, line_here, line_of
 from support.tars import write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, register
 from training import hooks, model, openclip_v3, openclip_v4, run
@@ -22,7 +22,7 @@ from training.params import parse
 
 
 def main_with(line, *, without: str = "", unused: str = "", other: str = "") -> ModuleType:
-    """A stand-in for open_clip_train.main whose globals are the line's hooks, with one thing wrong."""
+    """A stub for open_clip_train.main whose globals are the line's hooks, with one thing wrong."""
     module = ModuleType("open_clip_train.main")
     lines = []
     for name, parameters in line.NAMES.items():
@@ -62,8 +62,8 @@ def test_what_is_installed_is_the_release_that_was_tested():
         Requirement(text) for text in metadata.requires("open_clip_zerovl") if text.startswith("open_clip_torch")
     ]
     assert wanted.specifier == Requirement(INSTALL.removeprefix("pip install ").strip("'")).specifier
-    assert wanted.specifier.contains(LINE_3.read) and LINE_3.released
-    assert not wanted.specifier.contains(LINE_4.read, prereleases=True) and not LINE_4.released
+    assert wanted.specifier.contains(OPENCLIP_V3.read) and OPENCLIP_V3.released
+    assert not wanted.specifier.contains(OPENCLIP_V4.read, prereleases=True) and not OPENCLIP_V4.released
 
 
 @pytest.mark.parametrize(
@@ -110,10 +110,10 @@ def september(tmp_path, monkeypatch):
     main = ModuleType(host.__name__)
     vars(main).update({"__file__": host.__file__, "__package__": host.__package__})
     exec(compile(source, host.__file__, "exec"), vars(main))
-    stock, main.traits, main.handed_on = main.get_data, SimpleNamespace(generative=False), []
+    stock, main.traits, main.forwarded = main.get_data, SimpleNamespace(generative=False), []
 
     def get_data(args, preprocess_fns, epoch=0, tokenizer=None, model_traits=None):
-        main.handed_on.append((model_traits, args.from_traits))
+        main.forwarded.append((model_traits, args.from_traits))
         return stock(args, preprocess_fns, epoch=epoch, tokenizer=tokenizer)
 
     main.get_data, main.get_model_traits = get_data, lambda model: main.traits
@@ -125,7 +125,7 @@ def september(tmp_path, monkeypatch):
     return main
 
 
-@pytest.mark.line("3.3", reason="its source is what is changed")
+@pytest.mark.line("3.3", reason="the test changes its source")
 @pytest.mark.parametrize("loss", ["", "--siglip"])
 @pytest.mark.parametrize("generative", [False, True])
 def test_main_of_september_trains_and_its_captioners_are_refused(september, tmp_path, capsys, generative, loss):
@@ -136,7 +136,7 @@ def test_main_of_september_trains_and_its_captioners_are_refused(september, tmp_
     if generative:  # open_clip's MaMMUT2 and CoCa2: their caption loss would be lost without a word
         assert status == 2 and "--model september does not work with the recipe's step: it also learns to write" in said
     else:
-        assert status == 0 and september.handed_on == [(september.traits, True)], said
+        assert status == 0 and september.forwarded == [(september.traits, True)], said
 
 
 def test_a_parameter_that_a_replacement_does_not_take_is_refused(monkeypatch):

@@ -238,7 +238,7 @@ BAD_INPUT = {
     ),
     "no weights": (
         "--train-data {data} --batch-size 4 --pretrained {folder}/words.pt",
-        "words.pt is no file of weights",
+        "words.pt is not a file of weights",
     ),
     "not timm": (
         "--train-data {data} --batch-size 4 --init-image {folder}/foreign.pt",

@@ -21,7 +21,7 @@ RANKS, DGA_STEPS, MICRO_BATCH = 2, 4, 3
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory):
-    """What two real ranks recorded of their first steps: inputs, random state, weights, gradients."""
+    """The records of two real ranks of their first steps: inputs, random state, weights, gradients."""
     folder = tmp_path_factory.mktemp("together")
     words = [*WORDS, "sample", *"0123456789", *(f"##{digit}" for digit in "0123456789")]
     text = bert_text(write_bert(folder / "bert", words=words))

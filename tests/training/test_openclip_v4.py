@@ -1,4 +1,4 @@
-"""What is of open_clip 4 alone: its own flags beside the recipe's, models of sounds, sharded checkpoints."""
+"""Features of open_clip 4 alone: its own flags beside the recipe's, models of sounds, sharded checkpoints."""
 
 from argparse import Namespace
 from types import SimpleNamespace
@@ -41,7 +41,7 @@ def test_a_sharded_checkpoint_is_open_clips_to_find_and_to_load(tmp_path):
     assert filled(str(folder))["get_latest_checkpoint"]("x", remote=True) == "ours of x"
 
     load = filled(None)["load_sharded_checkpoint"]
-    with pytest.raises(UserError, match=r"epoch_2 is a folder, but no sharded checkpoint \(.metadata is missing\)"):
+    with pytest.raises(UserError, match=r"epoch_2 is a folder, but not a sharded checkpoint \(.metadata is missing\)"):
         load(None, str(folder))
     (folder / openclip_v4.SHARDED).touch()
     assert load(None, str(folder)) == "open_clip's load_sharded_checkpoint"

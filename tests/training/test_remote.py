@@ -44,7 +44,7 @@ def place(tmp_path_factory):
 
 @contextmanager
 def sabotage(server: ShardServer, after: int):
-    """Kill the server when so many shards have been asked for, for a while."""
+    """Kill the server for a while after this number of requested shards."""
     done = threading.Event()
 
     def run() -> None:
@@ -110,5 +110,5 @@ def test_a_server_that_stays_gone_ends_the_run(place):
         printed = train("gone", server.url().rstrip("/"), 1, "--loader-timeout", "5", status=2)
     assert time.monotonic() - begin < 90
     (sentence,) = [line for line in printed.splitlines() if "training.main: error:" in line]
-    assert re.search(r"reach: shard http\S+ has not come \(server answered 503 after \d retries in \d s\)", sentence)
+    assert re.search(r"shard http\S+ could not be fetched \(server answered 503 after \d retries in \d s\)", sentence)
     assert "Traceback" not in printed

@@ -103,7 +103,7 @@ OF_A = replace(TAKEN, sources="a (100)", order={"--seed": 1, "--sampling": "debi
         (TAKEN, {}, None, 10, ""),
         (TAKEN, {"batching": Batching(32, 1, 1, 4)}, None, 20, "approximate"),  # goes on at the same sample count
         (TAKEN, {"batching": Batching(16, 1, 4, 4)}, None, 10, "approximate"),
-        # Larger batches of several sources leave more over, and their epoch may be shorter than what was done of it.
+        # Larger batches of several sources leave more over, and their epoch may be shorter than the part that is done.
         (TAKEN, {"batching": Batching(64, 1, 2, 4)}, 4, 4, "approximate"),
         (replace(TAKEN, step=0), {"step": 10}, 9, 0, ""),
         (OF_A, {"step": 0}, None, 10, ""),

@@ -63,7 +63,7 @@ def test_an_epoch_says_it_once_without_its_first_step(clock, caplog, wait, said)
 
 
 def test_a_run_says_the_same_of_its_epochs_once(caplog, monkeypatch, clock):
-    """Fifteen epochs said `give --workers` fifteen times, and five said the long sentence about chance."""
+    """Without this, fifteen epochs logged `give --workers` fifteen times, and five the long sentence about chance."""
     run_log = RunLog(ARGS, argparse.Namespace(), argparse.Namespace(short=True))
     for name in ("step", "logged", "eta"):
         monkeypatch.setattr(run_log, name, lambda *_: "")
@@ -102,8 +102,8 @@ def test_losses_by_source_are_means_since_they_were_last_taken():
     by_source.see(Report(torch.tensor([1.0, 2.0, 6.0]), torch.tensor([0, 0, 1]), torch.tensor([True, False, False])))
     by_source.see(Report(torch.tensor([3.0, 4.0]), torch.tensor([0, 1]), torch.tensor([True, True])))
     metrics, line = by_source.take()
-    assert metrics == pytest.approx({"loss/sbu": 2.0, "twins/sbu": 2 / 3, "loss/vg": 5.0, "twins/vg": 0.5})
-    assert line == " By source: sbu 2.0000 (2 of 3 samples have a twin), vg 5.0000 (1 of 2 samples have a twin)"
+    assert metrics == pytest.approx({"loss/sbu": 2.0, "duplicates/sbu": 2 / 3, "loss/vg": 5.0, "duplicates/vg": 0.5})
+    assert line == " By source: sbu 2.0000 (2 of 3 samples have duplicates), vg 5.0000 (1 of 2 samples have duplicates)"
     assert by_source.take() == ({}, "")
 
 
@@ -118,7 +118,7 @@ def test_the_mean_of_a_million_pairs_is_not_rounded():
     assert metrics["loss/sbu"] == pytest.approx(total / (100 * 16_384), rel=1e-5)
 
 
-def test_one_source_is_not_told_apart():
+def test_a_single_source_is_not_logged_by_itself():
     by_source = BySource(["sbu"])
     by_source.see(Report(torch.tensor([1.0]), torch.tensor([0])))
     assert by_source.take() == ({}, "")

@@ -1,4 +1,4 @@
-"""What open_clip's own data pipeline would fail on late is found before its main starts, and what it can read passes."""
+"""Data on which open_clip's own pipeline would fail late is refused before its main starts; readable data passes."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_augmentation_settings():
 
 @pytest.fixture
 def run(data, capsys):
-    """Run the program on the table; the exit status, and what it said on standard error."""
+    """Run the program on the table; the exit status and its standard error."""
     for name, width in (("tiny", 24), ("teacher", 40)):
         config = {"embed_dim": width, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT}
         (data / f"{name}.json").write_text(json.dumps(config))
@@ -235,7 +235,7 @@ NOT_A_CHECKPOINT = {
 
 
 @pytest.mark.parametrize("kind", NOT_A_CHECKPOINT)
-def test_a_checkpoint_that_is_none(run, data, kind):
+def test_a_file_that_is_not_a_checkpoint_is_refused(run, data, kind):
     content, words = NOT_A_CHECKPOINT[kind]
     path = data / "no.pt"
     path.mkdir() if content is None else path.write_text(content)

@@ -49,7 +49,7 @@ def arguments_of(folder, data, name, *extra):
 
 
 def recorded(folder, name, arguments, ranks):
-    """Each of the first steps, as its ranks recorded it, with a student that has its weights; and what the run printed."""
+    """Each of the first steps, as its ranks recorded it, with a student that has its weights; and the output of the run."""
     done = launch("ours", folder / "tiny.json", arguments, ranks=ranks, gradient=folder / name, cwd=folder)
     open_clip.add_model_config(str(folder / "tiny.json"))
     steps = list(zip(*(torch.load(f"{folder}/{name}.{rank}", weights_only=True) for rank in range(ranks)), strict=True))

@@ -73,7 +73,7 @@ def open_ends(before: Encoder, after: Encoder) -> Ends:
     _require_same(names, "model_cfg", specs[0].model_cfg, specs[1].model_cfg, _PLACES | _TRAINING)
     model, preprocess, tokenizer, device = before.load()
     other, _, other_tokenizer, _ = after.load()
-    # Of the models as built: a config leaves out what the model fills in, such as the size of its pictures.
+    # Compare the built models: a config leaves out values that the model fills in, such as the size of its pictures.
     transforms: list[Any] = [each.visual.preprocess_cfg for each in (model, other)]
     _require_same(names, "preprocess_cfg", transforms[0], transforms[1], frozenset())
     configs = [

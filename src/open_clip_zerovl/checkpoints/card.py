@@ -1,4 +1,4 @@
-"""The README.md of an exported folder: how to load the model, what it is, how it was trained, what was measured.
+"""The README.md of an exported folder: how to load the model, its description, its training and its scores.
 
 `card.md.j2` is the text. A card holds only facts that were read: from the run's `params.txt`, from the `results.jsonl` that
 open_clip writes beside the checkpoints, and from the model's config. Its owner gives the licence, or the card names none.
@@ -68,7 +68,7 @@ class ModelCard:
         weights: the model's.
         origin: a sentence that says where the weights come from.
         params: arguments of the run, by name.
-        metrics: by name: `SET_image_to_text_R@1` ... `SET_rsum` become a table, others a list.
+        metrics: by name: `SET_image_to_text_R@1` ... `SET_rsum` become a table, other metrics a list.
         notes: sentences for the end.
         library: the one that the folder is for, of `open_clip` and `transformers`.
         licence: a hub's name of it, such as `mit`.

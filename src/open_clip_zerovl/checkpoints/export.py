@@ -65,7 +65,7 @@ def export_local_dir(
     Args:
         checkpoint: open_clip's `epoch_N.pt`. Beside it, `params.txt` and `results.jsonl` fill the model card.
         out_dir: the folder to make.
-        model, text_model: see `read_model_spec`; by default what the run's `params.txt` says.
+        model, text_model: see `read_model_spec`; by default from the run's `params.txt`.
         precision: `fp32`, `fp16` or `bf16` for the stored weights; None keeps the checkpoint's.
         licence: for the model card, as a hub names it (`mit`, `cc-by-4.0`).
         force: replaces an earlier export in `out_dir`. A folder that is not an export is never changed.
@@ -173,7 +173,7 @@ def _is_export(folder: Path) -> bool:
 
 
 def check_precision(precision: str | None) -> None:
-    """UserError for a precision of stored weights that is none of PRECISIONS; None keeps what they have."""
+    """UserError unless the precision of stored weights is one of PRECISIONS or None, which keeps their own."""
     if precision is not None and precision not in PRECISIONS:
         raise UserError(f"precision '{precision}' is not one of {', '.join(PRECISIONS)}")
 
@@ -200,7 +200,7 @@ def stored_as(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 def check_destination(
     final: Path, force: bool, *, is_export: Callable[[Path], bool] = _is_export, kind: str = "export"
 ) -> None:
-    """UserError unless the folder can be written there and replaces nothing but an earlier export, that with `force` only.
+    """UserError where the folder cannot be written or exists; `force` allows it to replace an earlier export.
 
     Args:
         is_export: whether a folder holds an export of this kind.

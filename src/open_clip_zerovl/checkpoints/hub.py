@@ -56,7 +56,7 @@ def push_folder(folder: Path, repo: str, *, private: bool = False) -> str:
         The address of the commit.
 
     Raises:
-        UserError: as `check_hub`; the push failed, or the hub does not hold what was pushed.
+        UserError: as `check_hub`; the push failed, or the hub does not hold the pushed files.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 

@@ -50,7 +50,7 @@ _OUTSIDE = (
 def renamed(weights: Mapping[str, Tensor], source: str, target: str) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors of a ViT or a text transformer under another layout's names, and the names that have no place there.
 
-    In the layout "timm" and "DINOv2" class token and positions have leading dimensions of one, which others lack.
+    In the layout "timm" and "DINOv2" class token and positions have leading dimensions of one, which the other layouts lack.
     """
     old, new = LAYOUTS.index(source), LAYOUTS.index(target)
     placed: dict[str, Tensor] = {}

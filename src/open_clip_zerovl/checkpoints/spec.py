@@ -84,8 +84,8 @@ def read_model_spec(
     """The complete model and preprocessing configs of a training checkpoint.
 
     Honours the run's arguments that change either: `--model`, `--text-model`, `--siglip`, `--force-image-size`,
-    `--force-context-length`, `--force-custom-text`, `--force-quick-gelu`, the `--image-*` preprocessing and what a
-    `--pretrained` tag brings. `--force-patch-dropout` is a setting of the training and is left behind.
+    `--force-context-length`, `--force-custom-text`, `--force-quick-gelu`, the `--image-*` preprocessing and the
+    preprocessing of a `--pretrained` tag. `--force-patch-dropout` is a setting of the training and is left behind.
 
     Args:
         model: open_clip's name of the model; by default the run's.
@@ -130,7 +130,7 @@ def named_model_spec(name: str, pretrained: str | None = None) -> ModelSpec:
 
 
 def _spec_of(name: str, params: Mapping[str, Any], text_model: str | None) -> ModelSpec:
-    """The configs of a model by name, with what the arguments of a run change in them."""
+    """The configs of a model by name, with the changes that the arguments of a run make."""
     name, model_cfg, base_preprocess = _registered(name, params.get("pretrained"), text_model)
 
     vision_cfg, text_cfg = model_cfg["vision_cfg"], model_cfg["text_cfg"]

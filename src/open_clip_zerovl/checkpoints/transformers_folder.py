@@ -62,14 +62,14 @@ INFERENCE_ONLY = (
 )
 WEIGHTS = "model.safetensors"
 MODEL_TYPES = ("clip", "vision-text-dual-encoder")
-# What a tokenizer's file says of how the tokenizer was loaded.
+# Entries of a tokenizer's file on the way in which the tokenizer was loaded.
 _OF_THIS_MACHINE = ("is_local", "local_files_only", "name_or_path")
 _RESAMPLE = {"bilinear": 2, "bicubic": 3}  # PIL's numbers
 
 
 @dataclass(frozen=True)
 class _Opened:
-    """A checkpoint or an exported folder, and what its card says."""
+    """A checkpoint or an exported folder, and the facts of its card."""
 
     model: ClipModel
     tokenizer: HFTokenizer | SimpleTokenizer
@@ -91,10 +91,10 @@ def export_transformers(
     """Writes a checkpoint as a folder for transformers: `AutoModel.from_pretrained(FOLDER)` and `AutoProcessor`.
 
     Args:
-        source: what `load_model` takes: `epoch_N.pt`, a folder that `zerovl export` or `zerovl convert` wrote for open_clip, or
+        source: as for `load_model`: `epoch_N.pt`, a folder that `zerovl export` or `zerovl convert` wrote for open_clip, or
             open_clip's `NAME/TAG`.
         out_dir: the folder to make.
-        model, text_model: of a checkpoint, see `read_model_spec`; by default what the run's `params.txt` says.
+        model, text_model: of a checkpoint, see `read_model_spec`; by default from the run's `params.txt`.
         precision: `fp32`, `fp16` or `bf16` for the stored weights; they are loaded as float32. None keeps float32.
         licence: for the card, as a hub names it (`mit`, `cc-by-4.0`).
         force: replaces an earlier export for transformers in `out_dir`.
@@ -103,7 +103,7 @@ def export_transformers(
         The absolute path of the folder.
 
     Raises:
-        UserError: as `export_local_dir`; a model that transformers cannot hold, with what it is that it has no place for.
+        UserError: as `export_local_dir`; a model with a part that transformers cannot represent; the message names it.
     """
     final = absolute(out_dir)
     check_precision(precision)
@@ -132,7 +132,7 @@ def export_transformers(
 
 
 def is_transformers_folder(folder: Path) -> bool:
-    """Whether a folder holds what `export_transformers` writes."""
+    """Whether a folder is an export of `export_transformers`."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -237,7 +237,7 @@ def _save_processor(folder: Path, opened: _Opened, model_type: str) -> None:
 
 
 def _tokenizer(tokenizer: HFTokenizer | SimpleTokenizer, model_type: str) -> Any:
-    """transformers' tokenizer. UserError for an option of open_clip's that it has not."""
+    """transformers' tokenizer. UserError for an option of open_clip's that it does not have."""
     if (model_type == "clip") != isinstance(tokenizer, SimpleTokenizer):
         refuse(f"its tokenizer {type(tokenizer).__name__} does not go with its text tower")
     if isinstance(tokenizer, SimpleTokenizer):

@@ -61,7 +61,7 @@ class Tower:
 
 
 def refuse(what: str) -> NoReturn:
-    """UserError: the model has something that transformers has no place for."""
+    """UserError for a part of the model that transformers cannot represent."""
     raise UserError(
         f"transformers cannot hold this model: {what}; the format open_clip, which is the default, takes every model"
     )
@@ -71,7 +71,7 @@ def image_tower(model: ClipModel) -> Tower:
     """The image tower of an open_clip model.
 
     Raises:
-        UserError: it is not a ViT with a class token, or has something that transformers' ViT has not; the sentence names it.
+        UserError: it is not a ViT with a class token, or has a part that transformers' ViT lacks; the sentence names it.
     """
     visual = model.visual
     if isinstance(visual, VisionTransformer):
@@ -110,7 +110,7 @@ def text_tower(model: ClipModel) -> Tower:
     """The text tower of an open_clip model.
 
     Raises:
-        UserError: a tower or a pooling that transformers has not; the sentence names it.
+        UserError: a tower or a pooling that transformers lacks; the sentence names it.
     """
     text = getattr(model, "text", model)  # CLIP itself holds the parts of its text tower
     if isinstance(text, HFTextEncoder):

@@ -29,7 +29,7 @@ class CsvRow:
             cannot be read.
         line: number of its first line, from 1.
         fields: its columns.
-        odd: what is odd about it, "" for nothing.
+        odd: the fault of its quoting in words, "" for none.
     """
 
     offset: int
@@ -86,7 +86,7 @@ class CsvRows:
                 odd = "a stray quote"
             if not odd and self._has_stray_quote():
                 odd = "a stray quote"
-            if odd:  # the first line is the row; the others are read again
+            if odd:  # the first line is the row; the other lines are read again
                 self._waiting.extendleft(reversed(self._taken[1:]))
                 del self._taken[1:]
                 reader = self._reader()

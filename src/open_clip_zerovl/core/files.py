@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from open_clip_zerovl.core.errors import UserError, first_line, nearest
 
-if TYPE_CHECKING:  # what a command line is told comes before numpy is loaded
+if TYPE_CHECKING:  # numpy loads slowly; a command line gets its error messages without it
     import numpy as np
 
-#: What numpy, torch, zipfile and pickle raise on bytes that are not what they should be, or not all of it, beside
-#: `pickle.UnpicklingError`, which is torch's refusal of what could run code.
+#: Errors that numpy, torch, zipfile and pickle raise on wrong or truncated bytes, besides `pickle.UnpicklingError`, with which
+#: torch refuses a file that could run code.
 UNREADABLE = (
     OSError,
     ValueError,
@@ -209,11 +209,11 @@ def regular_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """An existing file, open for reading. A pipe might never be written to, and a device might never end: both are refused.
 
     Raises:
-        OSError: as `open`, and for what is no regular file.
+        OSError: as `open`, and for a path that is not a regular file.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file but a pipe, a device or a folder", os.fspath(path))
+            raise OSError(errno.EINVAL, "it is not a regular file but a pipe, a device or a folder", os.fspath(path))
         yield file
 
 
@@ -282,7 +282,7 @@ def did_you_mean(path: str | os.PathLike[str], otherwise: str = "") -> str:
 
 
 def _refused(path: str | os.PathLike[str], error: OSError) -> UserError:
-    kept = "what was there before is kept" if os.path.exists(path) else "nothing was written"
+    kept = "the former file is kept" if os.path.exists(path) else "nothing was written"
     return UserError(
         f"{path} cannot be written ({error.strerror or error}); {kept}: make room, or choose another place"
     )

@@ -16,7 +16,7 @@ _ROUNDED = {"tf32": torch.float16, "bf16": torch.bfloat16}
 
 
 def product_precision(device_type: str) -> torch.dtype:
-    """The dtype whose bits of mantissa products of fp32 matrices on "cuda" or "cpu" keep of their factors."""
+    """The effective precision of fp32 matmuls on "cuda" or "cpu", as the dtype with as many mantissa bits."""
     backend = _backend(device_type)
     if backend is None:
         return torch.float32

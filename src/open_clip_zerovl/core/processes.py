@@ -1,4 +1,4 @@
-"""Processes: ending with the one that started them, stopping a training from outside, and what it then leaves behind.
+"""Processes: ending with the parent process, stopping a training from outside, and the usable CPU cores.
 
 SIGTERM, SIGUSR1 and SIGHUP (a lost terminal) are passed on to the ranks of a training as SIGUSR1, which asks them to agree on a
 step, save it and end. Ctrl-C is passed on as it is, once each time it is pressed. torchrun gets none of them: it would kill the
@@ -26,7 +26,9 @@ SLURM_RANKS = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _POLL_SECONDS = 0.2
-_PATIENCE = 2  # Ctrl-C: the first asks to save, the second to end; after more torchrun is asked to end the ranks
+_INTERRUPTS_PASSED_ON = (
+    2  # Ctrl-C: the first asks to save, the second to end; after more torchrun is asked to end the ranks
+)
 
 
 def end_with_parent(number: int, parent: int | None = None) -> None:
@@ -74,7 +76,7 @@ def supervise(
                 remind_at = time.monotonic() + REMIND_SECONDS
             if stop.interrupts > passed_on:
                 passed_on = stop.interrupts
-                if ranks and passed_on <= _PATIENCE:
+                if ranks and passed_on <= _INTERRUPTS_PASSED_ON:
                     _send(signal.SIGINT, ranks)
                 else:
                     child.terminate()

@@ -67,8 +67,8 @@ def _index(device: torch.device) -> tuple[torch.device, ...]:
     return () if device.type == "mps" else (device,)  # torch.mps knows one device and takes no argument
 
 
-#: Version of what a seed means. A run cannot go on in the middle of an epoch that was begun with another version. In version 1
-#: two purposes could share a stream.
+#: Version of the random streams of a seed. A run cannot go on in the middle of an epoch that was begun with another version. In
+#: version 1 two purposes could share a stream.
 STREAMS_VERSION = 2
 
 
@@ -77,10 +77,10 @@ class Purpose(enum.Enum):
     """Purposes of random numbers; comments name the rest of the key. A value is never reused for another purpose."""
 
     SCHEDULE = "schedule"  # epoch: the order of the sources' steps
-    DEAL = "deal"  # epoch, first and last leaf: how sources mix in a part of the epoch
-    PIECES = "pieces"  # epoch, source: the order of pieces of shards
+    ASSIGNMENT = "deal"  # epoch, first and last leaf: how sources mix in a part of the epoch
+    SLICES = "pieces"  # epoch, source: the order of shard slices
     ORDER = "order"  # epoch, source, reader, block: the shuffle window
-    SUBSTITUTES = "substitutes"  # source, position: which pieces replace a lost one
+    SUBSTITUTES = "substitutes"  # source, position: which slices replace a lost one
     CAPTION = "caption"  # source, sample: which of several captions is shown first
     CAPTION_FIELD = "caption field"  # source, position: which of several fields' captions is shown
     IMAGE = "image"  # source, position: augmentation of the picture

@@ -49,15 +49,15 @@ class Line:
         )
 
 
-LINE_3 = Line(
+OPENCLIP_V3 = Line(
     "3.3.x", "3.3.", "3.3.0", released=True, precision="amp", optimizers=("adamw",),
     reports=("tensorboard", "wandb", "all"),
 )  # fmt: skip
-LINE_4 = Line(
+OPENCLIP_V4 = Line(
     "4.x", "4.", "4.2.0.dev0", released=False, precision="amp_bf16", optimizers=("adamw", "nadamw"),
     reports=("tensorboard", "wandb", "trackio", "all"),
 )  # fmt: skip
-LINES = (LINE_3, LINE_4)
+LINES = (OPENCLIP_V3, OPENCLIP_V4)
 
 
 def supported() -> str:
@@ -94,4 +94,4 @@ def version_here() -> str | None:
 def line_here() -> Line:
     """The line of the open_clip that would be imported; 3.3 where it is of none, which is refused where it is imported."""
     version = version_here() or ""
-    return next((line for line in LINES if version.startswith(line.versions)), LINE_3)
+    return next((line for line in LINES if version.startswith(line.versions)), OPENCLIP_V3)

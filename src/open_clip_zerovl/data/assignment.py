@@ -105,7 +105,7 @@ class _Deck:
 
     def _stream(self, low: int, high: int) -> np.random.Generator:
         """The stream of the node that holds the leaves low .. high - 1."""
-        return stream(self.key[0], Purpose.DEAL, self.key[1], low, high)
+        return stream(self.key[0], Purpose.ASSIGNMENT, self.key[1], low, high)
 
 
 @dataclass(frozen=True)

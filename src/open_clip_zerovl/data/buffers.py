@@ -1,4 +1,4 @@
-"""Batches of images in reused shared memory: a loader worker lends a block, the training process gives it back.
+"""Batches of images in reused shared memory: a loader worker fills a block of the pool, and the training process frees it.
 
 A DataLoader copies each batch into a new segment of shared memory, which the system fills with zeros and maps page by page into
 both processes. Here a worker writes its images into a block that it keeps:
@@ -42,7 +42,7 @@ class PooledBatch:
         block: number of the block.
         images: tensor over the block's memory.
         others: the other items of the batch, which are small and go through the queue.
-        pinned: images and others in pinned memory, copied by the DataLoader's pinning thread; None without it.
+        pinned: images and `others` in pinned memory, copied by the DataLoader's pinning thread; None without it.
     """
 
     worker: int

@@ -44,7 +44,7 @@ class Collection:
         name: the folder or source, as given.
         files: in the order in which they are read.
         shards: the source and the number of each file's shard; None where each file is a picture.
-        lost: pictures whose files could not be looked at.
+        lost: pictures whose files could not be examined.
     """
 
     name: str
@@ -128,7 +128,7 @@ def _file(path: str, shown: str, data: str) -> File:
     try:
         seen = os.stat(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} of {data} cannot be looked at ({error}); local files are searched") from error
+        raise UserError(f"{path} of {data} cannot be examined ({error}); only local files are searched") from error
     return File(path, shown, seen.st_size, seen.st_mtime_ns)
 
 

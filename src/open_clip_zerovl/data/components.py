@@ -8,7 +8,7 @@
     benchmark      a retrieval set in CLIP_benchmark's layout (dataset_type.txt, test/nshards.txt, test/0.tar)
     folder         any other folder
 
-A component is looked at once, by `kind_of`, before anything is read.
+`kind_of` examines a component once, before anything is read.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Component:
 
 
 def kind_of(text: str) -> Component:
-    """The component that a text names. Only a folder's own entries are looked at; a path need not exist.
+    """The component that a text names. It examines a folder's own entries only; a path need not exist.
 
     Raises:
         UserError: a folder with several tables.

@@ -90,7 +90,7 @@ def _decode_jpeg(data: bytes, crop: Crop | None) -> np.ndarray | None:
 
 
 def pictures(transform: Any, path: str) -> tuple[Callable[[Any], torch.Tensor], Callable[[bytes, Crop | None], Any]]:
-    """(transform, decoder) of a pixel path; the transform takes what the decoder yields.
+    """(transform, decoder) of a pixel path; the transform takes the decoder's output.
 
     Where "arrays" is not possible, a warning says so and the pair is that of "pil".
 

@@ -166,10 +166,10 @@ class Reading:
         failed = self.policy.failed
         if len(failed) >= min(_GONE_SHARDS, len(self.source.shards)):
             shard, why = next(iter(failed.items()))
-            others = f", nor have {len(failed) - 1} others that were asked for after it" if len(failed) > 1 else ""
+            others = f", nor could {len(failed) - 1} shards that were requested after it" if len(failed) > 1 else ""
             raise UserError(
-                f"source {self.source.name!r} is out of reach: shard {shard} has not come ({why}){others}; check where it "
-                "comes from, and go on with --resume latest"
+                f"source {self.source.name!r} is unreachable: shard {shard} could not be fetched ({why}){others}; check its "
+                "host, and go on with --resume latest"
             ) from error
 
     def _open(self, shard: int, start: int, position: int) -> Generator[RawSample, None, None]:

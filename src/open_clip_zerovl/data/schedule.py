@@ -297,7 +297,7 @@ def epoch_slices(sizes: Sequence[int], schedule: Schedule, source: int, *, resam
     """
     starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
     total = int(starts[-1])
-    rng = stream(schedule.seed, Purpose.PIECES, schedule.epoch, source)
+    rng = stream(schedule.seed, Purpose.SLICES, schedule.epoch, source)
     begin = int(schedule.begin[source])
     end = begin + int(schedule.taken[source])
     if resampled:

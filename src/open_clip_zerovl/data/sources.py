@@ -52,8 +52,8 @@ class Source:
         table: the scanned table, of a source that is one.
         captions: of CAPTIONS, for images with several; FIELD=SHARE,... (`names.caption_fields`); None shows the whole text of a
             sample.
-        picked: for a cluster of samples in shards that hold others too, as `clusters.Cluster.picked`; None for a source that
-            is all that its shards hold.
+        picked: for a cluster in shards that also hold samples of other clusters, as `clusters.Cluster.picked`; None for a
+            source that has all samples of its shards.
     """
 
     name: str
@@ -96,8 +96,8 @@ def parse_sources(
 
     Args:
         train_data: `name=shards::name=shards`, see the module's text.
-        weights: `1::2::0.5`, one weight a component in their order, or `vg=2::sbu=0.5` by name (the others keep 1). The weight
-            of a clustering is that of each of its clusters; a cluster may also be named (`cc12m-007=2`).
+        weights: `1::2::0.5`, one weight a component in their order, or `vg=2::sbu=0.5` by name (other components keep 1). The
+            weight of a clustering is that of each of its clusters; a cluster may also be named (`cc12m-007=2`).
         captions: FIELD=SHARE,... draws each time from which field of a sample its caption comes (`names.caption_fields`).
             "one-per-epoch" shows one caption of an image an epoch, all of them in turn; "all" makes each caption a sample
             of its own. Several captions are the lines of a `txt`, or the rows of a table with one image. None shows a `txt`

@@ -22,9 +22,9 @@ _WORD_MARKS = "\u0120\u2581"
 class WordAugment:
     """Masks, replaces or deletes words of a caption, before it is tokenized.
 
-    Each word is processed with probability `share`, independently of the others. A caption never becomes empty: where all its
-    words would be deleted, one of them, drawn at random, stays as it was. Other words keep their spelling; runs of white space
-    become one space, which is how open_clip's tokenizers read them.
+    Each word is processed with probability `share`, independently of the other words. A caption never becomes empty: where all
+    its words would be deleted, one of them, drawn at random, stays as it was. Other words keep their spelling; runs of white
+    space become one space, which is how open_clip's tokenizers read them.
 
     The object holds strings only, so that it can be pickled for loader workers.
 

@@ -88,7 +88,7 @@ class Towers:
     def first_pass(
         self, take: Callable[[], tuple[Any, Any]], rows: dict[str, int], frozen: set[str], *, graph: bool
     ) -> tuple[Outputs, Repeat]:
-        """The outputs for a micro-batch, with graph or without, and what a replay of it needs.
+        """The outputs for a micro-batch, with graph or without, and the state that its replay needs.
 
         Args:
             take: gives the micro-batch's two inputs; it may draw random numbers.
@@ -156,7 +156,7 @@ def checked_outputs(outputs: Any, rows: dict[str, int]) -> Outputs:
         seen = sorted(outputs) if isinstance(outputs, dict) else type(outputs).__name__
         raise UserError(
             "The model must return a dict with image_features, text_features and logit_scale, or a pair of features, but "
-            f"returned {seen}; create open_clip models with output_dict=True, and put others in an adapter (docs/dga.md)."
+            f"returned {seen}; create open_clip models with output_dict=True, or wrap the model in an adapter (docs/dga.md)."
         )
     extra = sorted(outputs.keys() - {*FEATURES, *SCALARS})
     if extra:

@@ -71,7 +71,7 @@ class Objective:
             UserError: a loss that cannot be called so, returns something else, or trains a tensor that is not its parameter.
         """
         if self._world_size > 1 and isinstance(self._module, open_clips("ClipLoss", "SigLipLoss")):
-            # open_clip's gathers assume equal sizes; with others its averages over ranks would weigh rows differently.
+            # open_clip's gathers assume equal sizes; with unequal ones its averages over ranks would weigh rows differently.
             sizes = gathered_sizes(len(values[IMAGES]), self._world_size, self._device, self._group)
             if min(sizes) != max(sizes):
                 raise UserError(
@@ -130,7 +130,7 @@ class Objective:
         if reason is not None:
             raise UserError(
                 f"{name} does not fit: it is called as loss({', '.join(f'{key}=' for key in arguments)}), and {reason}. "
-                "Give a loss that takes these names (functools.partial sets others)."
+                "Give a loss that takes these names (functools.partial sets other parameters)."
             )
         result = self._loss(**arguments)
         losses = result if isinstance(result, dict) else {"contrastive_loss": result}

@@ -124,7 +124,7 @@ class ReplayCheck:
             any_bad, replayed, compared = (bool(number) for number in anywhere.tolist())
         self._seen = []
         if any_bad and not bad:
-            raise ReplayError("Another rank's replayed outputs differ from its cached ones; its message says where.")
+            raise ReplayError("Another rank's replayed outputs differ from its cached ones; its message names them.")
         if bad:
             raise ReplayError(_difference(bad, tolerance))
         # A step that keeps all graphs compares scalars only: features are still due, which costs nothing until one replays.

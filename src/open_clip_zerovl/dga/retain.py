@@ -194,7 +194,7 @@ class Retention:
         return self._smallest(self._fitting(size) if self._optimizer_has_stepped() else 0) or None
 
     def _fitting(self, size: int) -> int:
-        """R from the free memory: one graph is part of the measured peak; others may fill AUTO_SHARE of the rest."""
+        """R from the free memory: one graph is part of the measured peak; further graphs may fill AUTO_SHARE of the rest."""
         free = available_bytes(self._device)
         graph = self._bytes_per_sample * size
         if free is None:
@@ -207,7 +207,7 @@ class Retention:
             count = 1 + max(0, int((AUTO_SHARE * free - self._transient_bytes) // graph))
             log.info(
                 "This rank has memory to keep the graphs of %d of a step's %d micro-batches (%.1f MiB each, %.0f MiB free); "
-                "the others are forwarded twice.",
+                "the other micro-batches are forwarded twice.",
                 min(count, most_graphs(len(self._sizes), self._world_size)),
                 len(self._sizes),
                 graph / 2**20,

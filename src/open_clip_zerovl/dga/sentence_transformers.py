@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 
-Column = Mapping[str, Any]  # what the tokenizer returns for a column of a batch; tensors have a row a sample
+Column = Mapping[str, Any]  # the tokenizer's output for a column of a batch; tensors have a row a sample
 
 
 class DecoupledLoss(nn.Module):
@@ -106,7 +106,7 @@ class DecoupledLoss(nn.Module):
 
 
 class _Columns(nn.Module):
-    """The model on the columns of a mini-batch: the first, and the others, whose embeddings stand side by side."""
+    """The model on the columns of a mini-batch; the embeddings of all columns but the first are concatenated."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -208,7 +208,7 @@ class DecoupledGradientAccumulation:
                 forwarded twice take at most 5 % of its memory together, else in each pass. Further parts are handed to
                 `prepare` as they are.
             prepare: `(images, texts, ...) -> (images, texts)` on the device, in both passes (dtype, normalisation, input
-                mixup). It must not change what it is given, and be deterministic but for torch's random numbers, which the
+                mixup). It must not change its inputs, and must be deterministic but for torch's random numbers, which the
                 replay repeats.
             text_order: (b,) int64, a permutation of 0..b-1: text j of this rank's step (micro-batches in order) belongs to
                 image text_order[j]. None: text j belongs to image j. Not for a model in which a row's text features depend on
@@ -260,9 +260,7 @@ class DecoupledGradientAccumulation:
                 the backward pass, if it is called a second time or the weights have changed.
         """
         if self._objective.scaled:
-            raise UserError(
-                "loss() was called of an accumulation with a scaler; leave scaler= out and scale what loss() returns."
-            )
+            raise UserError("loss() does not work with scaler=; leave scaler= out and scale the returned loss.")
         learns = torch.is_grad_enabled()
         with self._undone_on_failure():
             step = self._begun(micro_batches, prepare, text_order, texts_per_image, graphs=None if learns else 0)
@@ -413,7 +411,7 @@ class DecoupledGradientAccumulation:
         if lost is not None:
             raise UserError(
                 f"The model computes no gradient for {self._name_of(lost)}: its features come without graph from every "
-                "micro-batch. Take torch.no_grad() and detach() out of its forward, or freeze what is not to be trained."
+                "micro-batch. Take torch.no_grad() and detach() out of its forward, or freeze parameters that need no training."
             )
 
     def _name_of(self, parameter: nn.Parameter) -> str:

@@ -1,4 +1,4 @@
-"""`zerovl teacher`: frozen teachers look once at V views of each picture and at each caption; their embeddings are stored.
+"""`zerovl teacher`: frozen teachers embed V views of each picture and each caption once; the embeddings are stored.
 
     shard --> sample --> V views (the student's transform, uint8) --> each teacher's size and normalisation --> embeddings
 

@@ -23,7 +23,7 @@ COMMAND = "zerovl teacher"
 
 
 def open_teacher_folder(folder: str | Path) -> Store:
-    """A folder of finished embeddings by teachers. UserError where it is none, or is damaged."""
+    """A folder of finished embeddings by teachers. UserError for any other folder, or a damaged one."""
     store = Store.open(folder, remedy=COMMAND)
     if "starts" not in store.rows:
         raise UserError(f"{folder} holds embeddings of another kind; make teachers' embeddings with `{COMMAND}`")
@@ -131,7 +131,10 @@ class TeacherRows:
         picture = view_picture(transform, image, seed=facts["seed"], source=stored, sample=row, view=view)
         row += self._begins[stored]
         first = int(self._starts[row])
-        several = facts["captions"] not in (None, "all")  # of a sample; otherwise each has one, whatever its number
+        several = facts["captions"] not in (
+            None,
+            "all",
+        )  # captions of a sample; with None or all each sample has one, whatever its number
         shown = [first + several * number for number, _ in sample.shown]
         places: list[tuple[Rows, Any]] = [
             (array, index)

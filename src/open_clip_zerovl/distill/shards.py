@@ -9,7 +9,7 @@
                       000.pth.gz is the same as a gzipped torch file (the bfloat16 release)
 
 D is the sum of the teachers' widths, whose embeddings lie side by side: 768 + 768 in the data sets that were published. The
-layout follows what the public repository apple/ml-mobileclip reads (`training/dr`, its patch of open_clip).
+public repository apple/ml-mobileclip reads the same layout (`training/dr`, its patch of open_clip).
 
 The student sees picture i through stored augmentation v, at its own size and interpolation, beside embedding v.
 """

@@ -285,7 +285,7 @@ class Store:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], *, remedy: str) -> Store:
-        """A folder of finished embeddings, checked but for the rows' values, of which some are looked at.
+        """A folder of finished embeddings, checked; of the rows' values only some are checked.
 
         Args:
             remedy: the command that makes such embeddings, for messages.

@@ -154,7 +154,7 @@ def refuse_test_pictures(sources: Sequence[Source], sets: dict[str, RetrievalSet
         key, where = pictures[0]
         raise UserError(
             f"{len(pictures)} of the {len(sets[name])} pictures of {name} are trained on (first: {key}, in {where}), so that "
-            "its scores would be memory; take them out of the training data"
+            "its scores would measure memorisation; take them out of the training data"
         )
 
 

@@ -18,7 +18,7 @@ class FinetuneFlags:
     )
     kept: str | None = flag(None, "retrieval sets of the ability to keep, such as coco=/data/coco", metavar=SETS)
     patience: int = flag(
-        5, "end when the held-out score has not risen for so many epochs; 0: never", kind=natural, metavar="EPOCHS"
+        5, "end after EPOCHS without a better held-out score; 0: never", kind=natural, metavar="EPOCHS"
     )
     seed: int = flag(0, "of the split and the training", kind=seed)
     compare_pictures: bool = flag(

@@ -33,7 +33,7 @@ class Request(FinetuneFlags, CurveFlags):
     given: Settings = field(default_factory=dict, kw_only=True)
 
     def of_training(self) -> dict[str, Any]:
-        """The arguments that decide the training; the others may differ in a later call on the same folder."""
+        """The arguments that decide the training; the other arguments may differ in a later call on the same folder."""
         return {
             "--from": self.start.model,
             "--data": self.data,

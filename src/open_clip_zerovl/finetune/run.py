@@ -2,12 +2,12 @@
 
 Files of the output folder, in the order in which they are made:
 
-    request.json                     what was asked; a later call that asks the same goes on
+    request.json                     the arguments; a later call with the same arguments goes on
     data/                            a held-out part and the rest, where the data brings no held-out set
     before/                          the model it starts from, unless an exported folder was given
     compared.json                    the sets whose pictures are not among those to train on
     settings.json                    every flag of the training with its reason
-    run/, training.log               the training's own folder, and what it printed
+    run/, training.log               the training's own folder and its output
     model/                           the chosen model, for open_clip's local-dir:, with its interpolation.json, .png, .html
     gallery.html, report.html        hits and misses before and after; all numbers
     finetune.json                    the same for programs; written last
@@ -104,7 +104,7 @@ def _same_request(request: Request) -> None:
         if asked.get(name) != before.get(name):
             raise UserError(
                 f"{request.out} holds a fine-tuning with {_flag(name, before)}, and this call asks for {_flag(name, asked)}; "
-                "give what it was called with to go on, or another --out"
+                "repeat the arguments of the first call to go on, or give another --out"
             )
 
 
@@ -259,7 +259,7 @@ def _announce(prepared: Prepared, settings: Sequence[Setting], say: Say) -> None
     looked, cut, longest = pairs.cut_captions(tokenizer, length, prepared.sources)
     if cut:
         say(
-            f"note: {cut:,} of {looked:,} captions looked at are longer than the model's {length} tokens (the longest has "
+            f"note: {cut:,} of {looked:,} sampled captions are longer than the model's {length} tokens (the longest has "
             f"{longest}) and are cut; say first what matters most in a caption"
         )
     for name, dataset in pairs.sets_of(prepared.new).items():

@@ -85,10 +85,10 @@ def choose_settings(facts: Facts, given: Settings) -> list[Setting]:
         if flag in OWN:
             raise UserError(f"--set {flag} does not work with finetune, which decides it; give {OWN[flag]}")
         if value is None and flag in NEEDED:
-            raise UserError(f"--set {flag}= takes away what a fine-tuning needs; give it a value")
+            raise UserError(f"--set {flag}= removes a setting that fine-tuning needs; give it a value")
     if facts.samples < FEWEST_SAMPLES:
         raise UserError(
-            f"there are {facts.samples} pictures to train on, and {FEWEST_SAMPLES} are the least; give more pairs"
+            f"fine-tuning needs at least {FEWEST_SAMPLES} pictures, and the data has {facts.samples}; give more pairs"
         )
     batch, batch_reason = _effective_batch(facts, given)
     epochs = _positive(given, "epochs") or _epochs(facts.samples)
@@ -106,7 +106,7 @@ def choose_settings(facts: Facts, given: Settings) -> list[Setting]:
         Setting("wd", "0.1", "WiSE-FT's and FLYP's"),
         Setting("beta2", "0.98", "CLIP's and ZeroVL's"),
         Setting("eps", "1e-6", "CLIP's and ZeroVL's"),
-        Setting("grad-clip-norm", "1.0", "one odd batch cannot throw the weights far"),
+        Setting("grad-clip-norm", "1.0", "limits the effect of one odd batch on the weights"),
         Setting(
             "warmup-share", f"{share:.3g}", f"{share * steps:.0f} of {steps:,} steps; AdamW needs about {WARMUP_STEPS}"
         ),
@@ -144,7 +144,7 @@ def split_batch(batch: int, facts: Facts, given: Settings, fitting: int | None) 
     share = max(1, batch // facts.ranks)
     size = _positive(given, "batch-size") or min(fitting or CPU_MICRO_BATCH, share)
     steps = _positive(given, "dga-steps") or max(1, round(share / size))
-    where = f"what a GPU's memory holds of {share}" if fitting is not None else "enough for a CPU"
+    where = f"the part of {share} that fits into a GPU's memory" if fitting is not None else "enough for a CPU"
     split = f"{size} x {steps}{f' x {facts.gpus} GPUs' if facts.gpus > 1 else ''} = {size * steps * facts.ranks}"
     return [
         Setting("batch-size", str(size), AS_ASKED if "batch-size" in given else where),
@@ -221,8 +221,8 @@ def _sampling(facts: Facts, debiased: bool, smallest: int, batch: int) -> tuple[
 
 def _precision(facts: Facts) -> tuple[str, str]:
     if not facts.gpus:
-        return "fp32", "the CPU multiplies nothing faster"
-    return ("amp_bf16", "the GPU multiplies bf16") if facts.bf16 else ("amp", "the GPU multiplies no bf16")
+        return "fp32", "lower precision is not faster on a CPU"
+    return ("amp_bf16", "the GPU has bf16 matmuls") if facts.bf16 else ("amp", "the GPU has no bf16 matmuls")
 
 
 def _workers(facts: Facts) -> tuple[str, str]:

@@ -1,6 +1,6 @@
 """Splits a held-out part off pairs that bring none, by picture: all samples of a picture are on one side.
 
-    OUT/NAME/train-00000.tar, sizes.json       what is left of each source
+    OUT/NAME/train-00000.tar, sizes.json       the remaining samples of each source
     OUT/held-out/test/0.tar ...                the held-out pictures with all their captions, in CLIP_benchmark's layout
     OUT/split.json                             written last
 
@@ -27,7 +27,7 @@ from open_clip_zerovl.shards.writing import SIZES_FILE, write_retrieval_set, wri
 
 SPLIT_FILE = "split.json"
 HELD_OUT_SHARE = 0.1  # of the pictures
-MOST_HELD_OUT = 1_000  # pictures, as many as in Flickr30K's test set
+MOST_HELD_OUT = 1_000  # pictures, the size of Flickr30K's test set
 SHARD_SAMPLES = 10_000
 FEWEST_PICTURES = 40
 FEWEST_HELD_OUT = 10

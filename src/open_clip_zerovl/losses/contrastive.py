@@ -53,8 +53,8 @@ class ContrastiveLoss(nn.Module):
         rank, world_size: as in open_clip; `world_size` > 1 needs an initialised process group of that size.
         gather_grad: False gives the paper's Table 4 baseline without gradient-reserved gather, as its released code
             computes it over several ranks. Every gathered feature is a constant, also the rank's own: a feature gets P - Y
-            through its own softmax and nothing through the others'. This gradient is wrong, for that comparison only.
-            (A.1 speaks of other ranks' features only; the released gather detaches all.)
+            through its own softmax and nothing through the softmaxes of other rows. This gradient is wrong, for that comparison
+            only. (A.1 speaks of other ranks' features only; the released gather detaches all.)
         cross_source_weight: how often a negative of another source counts in the softmax: its log is added to the pair's
             logit. 1 is plain InfoNCE, 0 leaves negatives of other sources out. `ids["source"]` tells the sources apart.
         positives: samples that are positives in addition to the pair itself: "pair" none, "caption" those with the same

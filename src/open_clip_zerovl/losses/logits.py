@@ -23,7 +23,7 @@ class CrossSource:
     """The offset o_ij = log w of pairs from two sources: their negatives count w times in the softmax.
 
     Args:
-        weight: w; 0 leaves them out, 1 is no offset.
+        weight: w; 0 leaves them out, 1 gives an offset of 0.
         sources: (N,) the source of each sample of all ranks.
         mine: the local rows among all.
         positives: local rows -> (rows, N) bool, pairs that are positives and get no offset; None: no positive is of two

@@ -1,4 +1,4 @@
-"""Both softmaxes of a matrix of which one chunk of rows exists at a time: over each image's texts, and over each text's images.
+"""Both softmaxes of a matrix, one chunk of rows in memory at a time: over each image's texts, and over each text's images.
 
 Shapes: `b` local rows, `N` rows of all ranks.
 """

@@ -262,7 +262,7 @@ def create_model_and_transforms(model_name: str, pretrained: str | None = None, 
         raise
     except (KeyError, pickle.UnpicklingError) as error:  # of torch's unpickler
         raise UserError(
-            f"--pretrained {pretrained} is no file of weights; give a checkpoint that training wrote"
+            f"--pretrained {pretrained} is not a file of weights; give a checkpoint that training wrote"
         ) from error
     except (OSError, RuntimeError, ValueError) as error:
         if "loading state_dict" in str(error):

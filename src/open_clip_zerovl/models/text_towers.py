@@ -76,7 +76,7 @@ def import_note(model_type: str | None) -> str | None:
 
 
 class TowerModel(AutoModel):
-    """transformers' AutoModel as open_clip calls it; towers of TEXT_TOWERS get what training them exactly needs.
+    """transformers' AutoModel as open_clip calls it; towers of TEXT_TOWERS get the settings that exact training needs.
 
     - No `add_pooling_layer`: they have no pooler.
     - torch's own attention: with another package for it, ModernBERT takes the padding out of a batch, for which the host waits
@@ -84,19 +84,19 @@ class TowerModel(AutoModel):
     - `reference_compile` off: transformers before 5.1 compiles ModernBERT's parts on a GPU in the first forward pass.
     - float32, in which open_clip builds its other towers, whatever a config says; `--precision` comes after.
     - Rotary frequencies stay in float32 where the model is cast. They are not in the checkpoint, so that a model trained with
-      rounded ones would be evaluated with others.
+      rounded frequencies would be evaluated with unrounded ones.
     """
 
     @classmethod
     def from_config(cls, config: Any, **options: Any) -> nn.Module:
-        """See AutoModel. UserError for a pooler that the tower has not."""
+        """See AutoModel. UserError for a pooler that the tower does not have."""
         if config.model_type not in TEXT_TOWERS or config.model_type in _WITH_POOLER:
             return super().from_config(config, **options)
         return _prepared(super().from_config(config, **_without_pooler(config, options)))
 
     @classmethod
     def from_pretrained(cls, source: Any, *arguments: Any, **options: Any) -> nn.Module:
-        """See AutoModel. UserError for a pooler that the tower has not."""
+        """See AutoModel. UserError for a pooler that the tower does not have."""
         config = options.get("config") or AutoConfig.from_pretrained(source)
         if config.model_type not in TEXT_TOWERS or config.model_type in _WITH_POOLER:
             return super().from_pretrained(source, *arguments, **options)

@@ -178,7 +178,7 @@ def make_plan(settings: PlanSettings, *, say: Say = lambda line: None) -> Plan:
     hardware = find_hardware(settings)
     assumed = hardware.kind == "assumed"
     say("opening the data")
-    with quiet():  # the plan itself lists what is wrong
+    with quiet():  # the plan itself lists the problems
         data = check_data(settings)
     if settings.stock_pipeline and settings.train_data is not None:
         data.notes.append("--train-data names no source: training takes open_clip's own data pipeline, not timed here.")
@@ -199,7 +199,7 @@ def make_plan(settings: PlanSettings, *, say: Say = lambda line: None) -> Plan:
         gpu, _ = parse_hardware(settings.assume or "")
         plan.compute_seconds = costs.seconds_on(gpu, batching, retained)
         if not gpu.bf16 and "bf" in settings.precision:
-            data.notes.append(f"A {gpu.label} multiplies no bf16: give --precision amp.")
+            data.notes.append(f"A {gpu.label} has no bf16 matmuls: give --precision amp.")
     elif fits:
         say("taking steps")
         try:
@@ -230,7 +230,7 @@ def find_hardware(settings: PlanSettings) -> Hardware:
     present = torch.cuda.device_count() if torch.cuda.is_available() and settings.device.startswith("cuda") else 0
     if settings.gpus is not None and settings.gpus > present:
         raise UserError(
-            f"--gpus {settings.gpus} asks for more than the {present} GPUs here; plan for others with --assume v100:"
+            f"--gpus {settings.gpus} asks for more than the {present} GPUs here; plan for other GPUs with --assume v100:"
             f"{settings.gpus}"
         )
     if present == 0:

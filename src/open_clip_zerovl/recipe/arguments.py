@@ -76,7 +76,7 @@ def check_known(flags: Iterable[str], ours: Collection[str], help_command: str) 
 
     Args:
         flags: given, without values.
-        ours: all flags that open_clip has not.
+        ours: all flags that open_clip lacks.
 
     Raises:
         UserError: a flag that training does not have; open_clip's may be abbreviated.

@@ -1,4 +1,4 @@
-"""The flags of training, each declared once: default, type, choices, range, help, and what it contradicts.
+"""The flags of training, each declared once: default, type, choices, range, help, and the flags that it contradicts.
 
 From the declarations follow the parsers of `python -m training.main` and `zerovl plan`, the fields of `RecipeConfig` and
 `PlanSettings`, and the checks of both (see `core.flags`). Nothing here imports torch, so that a help text or a refusal is
@@ -101,7 +101,7 @@ def _ablation(ablation: str, other: str, when: Callable[[Any], bool], advice: st
     return Contradiction(other, lambda given: ablation in given.ablate and when(given), advice, f"--ablate {ablation}")
 
 
-# An ablation, what it contradicts, when, and the advice.
+# An ablation, the flags that it contradicts, when, and the advice.
 _ABLATED_AND_OTHERS = (
     ("no-replay", "--dga-retain {dga_retain} with --dga-steps {dga_steps}",
      lambda given: isinstance(given.dga_retain, int) and given.dga_retain >= (given.dga_steps or 1),
@@ -192,7 +192,7 @@ class SourceFlags:
     )
     shard_cache_gib: float = flag(
         100.0,
-        "GiB that --shard-cache may take; what was not read for longest makes room",
+        "GiB that --shard-cache may take; the least recently read shards make room",
         metavar="N",
         range=POSITIVE,
         needs=(Requirement("--shard-cache", lambda given: given.shard_cache is not None),),
@@ -200,7 +200,7 @@ class SourceFlags:
     )
     loader_timeout: float = flag(
         600.0,
-        "stop when no batch comes for this time, and name what is being read; 0 waits forever",
+        "stop when no batch comes for this time, and name the shard that is being read; 0 waits forever",
         metavar="SECONDS",
         range=Range("seconds, or 0", lambda value, _: value >= 0),
         needs=(_NAMED_SOURCES,),
@@ -277,7 +277,7 @@ class LossFlags:
             Contradiction(
                 "--sampling {strategy}",
                 lambda given: given.strategy != "random" and given.debiased_share == 1,
-                "a batch from one source has no negatives of others; give --sampling random, or --debiased-share",
+                "a batch from one source has no negatives from other sources; give --sampling random, or --debiased-share",
             ),
             _no_mixup("a sample mixed from two sources belongs to neither"),
             _DETACHED_GATHER,
@@ -729,7 +729,7 @@ class AllFlags(OpenClipFlags, RecipeConfig):
         """Our flags' values and open_clip's namespace in one record; a flag that another release lacks counts as not given.
 
         Args:
-            typed: open_clip's flags that were typed; open_clip derives the values of some others from the model.
+            typed: open_clip's flags that were typed; open_clip derives the values of some other flags from the model.
         """
         known = {each.name: getattr(stock, each.name, each.default) for each in flags_of(OpenClipFlags)}
         changed = {each.name: ours[each.name] for each in flags_of(RecipeConfig) if ours[each.name] != each.default}

@@ -235,7 +235,7 @@ class _TextMixing:
         assert transformer is not None
         return [
             transformer.get_input_embeddings().register_forward_hook(self.mix_embeddings),
-            # First, since another hook may give the mask another form (`host_waits`).
+            # First, since another hook may give the mask another form (`gpu_syncs`).
             transformer.register_forward_pre_hook(self.unite_masks, with_kwargs=True, prepend=True),
         ]
 

@@ -10,7 +10,7 @@ The temperature tau is learned in one of two parameters:
 
 The model holds s in both cases, so that its checkpoints stay open_clip's. In the second case s is replaced by tau and its
 gradient by d loss / d tau = -(d loss / d s) / tau while gradients are clipped and the optimizer steps; then s = -ln tau is put
-back. The optimizer thus does with tau what it would do if tau were the parameter: its moments are those of tau. They are in the
+back. The optimizer thus treats tau as if it were the parameter: its moments are those of tau. They are in the
 checkpoint, and an entry in the optimizer's group says so.
 """
 

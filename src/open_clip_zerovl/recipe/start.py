@@ -1,4 +1,4 @@
-"""Starting weights from another run (section 4.2), group by group, with a report of what was loaded."""
+"""Starting weights from another run (section 4.2), group by group, with a report of the loaded groups."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from open_clip_zerovl.dga.retain import Decision
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
-from open_clip_zerovl.recipe.host_waits import without_host_waits
+from open_clip_zerovl.recipe.gpu_syncs import without_gpu_syncs
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
 from open_clip_zerovl.recipe.optimizer import mark_temperature, optimizer_step
 from open_clip_zerovl.recipe.text_lengths import sort_texts, text_padding
@@ -141,7 +141,7 @@ class RecipeStep:
         replay_rng: bool = True,
         adopted: Decision | None = None,
     ) -> None:
-        without_host_waits(unwrapped(model)[0])
+        without_gpu_syncs(unwrapped(model)[0])
         self.model, self.loss, self.optimizer, self.scaler = model, loss, optimizer, scaler
         self.mixup, self.cache, self.grad_clip_norm = mixup, cache, grad_clip_norm
         self.temperature_parameter = temperature_parameter

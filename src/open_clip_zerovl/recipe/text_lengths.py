@@ -73,7 +73,7 @@ def text_padding(model: nn.Module) -> int:
     tower = getattr(model, "text", None)
     if not isinstance(tower, nn.Module):
         raise UserError(
-            f"--sort-text cuts texts, and the text tower of {type(model).__name__} takes none but of its full length; build "
+            f"--sort-text cuts texts, and the text tower of {type(model).__name__} takes texts of its full length only; build "
             "the model with --force-custom-text, which keeps its weights' meaning."
         )
     padding = getattr(getattr(tower, "config", tower), "pad_token_id", getattr(tower, "pad_id", None))

@@ -98,8 +98,8 @@ def open_clip_locks_layers(model: nn.Module) -> bool:
     """Whether open_clip's own `model.lock_text_tower(unlocked_layers=n)` works: it must find the tower's layers.
 
     open_clip 3.3 has a table of their names that lacks those of BERT, so it raises KeyError there; use `lock_text_layers`
-    instead. It also knows LayerNorms by the name that BERT gives them, and ModernBERT gives them others. open_clip 4 finds the
-    layers of any tower, and counts the projection as the first of n.
+    instead. It also knows LayerNorms by the name that BERT gives them, and ModernBERT gives them other names. open_clip 4
+    finds the layers of any tower, and counts the projection as the first of n.
     """
     text = getattr(model, "text", None)
     config = getattr(text, "config", None)

@@ -49,7 +49,7 @@ def png_bytes(figure: Any) -> bytes:
 
 
 def plain(text: str) -> str:
-    """Text from data for a chart, where matplotlib would read what stands between two dollar signs as a formula."""
+    """Text from data for a chart, where matplotlib would read the text between two dollar signs as a formula."""
     return text.replace("$", r"\$")
 
 

@@ -8,7 +8,7 @@
     end         the process ends                       how: done, stopped or failed; words
 
 `at` is the position in training, in epochs: 3.25 is a quarter into the fourth. It holds for any batch and any number of ranks.
-A process that goes on from a checkpoint first takes back what lies after it, so that each position comes once.
+A process that goes on from a checkpoint first removes the later lines, so that each position comes once.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _as_line(line: Mapping[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The value with None for numbers that JSON has not."""
+    """The value with None for numbers that JSON cannot represent."""
     if isinstance(value, Mapping):
         return {str(key): _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

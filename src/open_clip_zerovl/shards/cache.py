@@ -7,7 +7,7 @@ one.
     DIR/.zerovl-index/3f9c2a71-00012.tar.npz  its index (`tar.index`), built when the shard is complete
 
 Processes coordinate by locks on these files (flock), which end with the process that holds them. A shard is locked while it is
-read. Shards that no process reads are removed to make room for others, least recently used first.
+read. Shards that no process reads are removed to make room for new ones, least recently used first.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class FetchAhead:
 
     def __init__(self, cache: ShardCache, policy: RetryPolicy) -> None:
         self._cache = cache
-        self._patience = replace(policy, retries=0, command_retries=0, waits=lambda _: None, failed={})
+        self._policy = replace(policy, retries=0, command_retries=0, waits=lambda _: None, failed={})
         self._wanted: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True, name="shards ahead").start()
 
@@ -251,8 +251,8 @@ class FetchAhead:
 
     def _run(self) -> None:
         while (url := self._wanted.get()) is not None:
-            with contextlib.suppress(UserError, OSError, StalledShard), self._cache.borrowed(url, self._patience):
-                self._patience.failed.clear()
+            with contextlib.suppress(UserError, OSError, StalledShard), self._cache.borrowed(url, self._policy):
+                self._policy.failed.clear()
 
 
 @dataclass(frozen=True)

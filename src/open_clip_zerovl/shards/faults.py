@@ -55,12 +55,12 @@ class FolderCheck:
 
     @property
     def samples(self) -> int:
-        """Of all shards."""
+        """Samples of all shards."""
         return sum(shard.samples for shard in self.shards)
 
     @property
     def size_bytes(self) -> int:
-        """Of all shards."""
+        """Bytes of all shards."""
         return sum(shard.size_bytes for shard in self.shards)
 
     @property

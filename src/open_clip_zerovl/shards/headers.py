@@ -1,8 +1,8 @@
 """The members of a tar from its headers alone: names, offsets and sizes, as fast as the disk gives them.
 
 Everything that reads a tar by its headers walks it here: counting, the index, checks, retrieval and probe sets. Headers of
-plain files, which nearly all members of a shard are, are parsed here. `tarfile` reads the others: long names, large sizes, pax,
-sparse files, links. It takes several times as long, since it makes an object of twenty attributes for each member.
+plain files, which nearly all members of a shard are, are parsed here. `tarfile` reads the other members: long names, large
+sizes, pax, sparse files, links. It takes several times as long, since it makes an object of twenty attributes for each member.
 
 `members.group` puts members together to samples.
 """

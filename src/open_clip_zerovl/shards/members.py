@@ -222,7 +222,7 @@ def _regular(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
         last = member.offset
         if member.isreg() and not member.issparse():
             yield member
-        tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every header otherwise
+        tar.members = []  # type: ignore[attr-defined]  # else tarfile would keep every header
 
 
 @contextmanager

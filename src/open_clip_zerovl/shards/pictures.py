@@ -35,7 +35,7 @@ class BadPicture(Exception):
 
 
 def decoded(data: bytes, use: Callable[[Image.Image], Result]) -> Result:
-    """Open a picture, of which only the header is read, and return `use(picture)`.
+    """Open a picture by its header alone, and return `use(picture)`.
 
     Args:
         data: encoded bytes.

@@ -184,7 +184,7 @@ class RemoteStream:
 
     def read(self, size: int) -> bytes:
         """The next `size` bytes, fewer at the end."""
-        # A source of which few samples are asked for rests for minutes, which is not a stall of its server.
+        # A source with few requested samples rests for minutes, which is not a stall of its server.
         idle = time.monotonic() - self._left
         self._since, self._began = self._since + idle, self._began + idle
         try:

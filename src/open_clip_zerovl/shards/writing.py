@@ -72,7 +72,7 @@ def write_source(
     if not samples:
         raise UserError(f"There is not a single sample to write into {folder}.")
     shard_count = -(-len(samples) // shard_size)
-    # Sizes differ by at most one sample, so that no shard is much smaller than the others.
+    # Sizes differ by at most one sample, so that no shard is much smaller than the other shards.
     bounds = [k * len(samples) // shard_count for k in range(shard_count + 1)]
     sizes = {}
     for k in range(shard_count):

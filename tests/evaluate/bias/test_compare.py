@@ -149,7 +149,7 @@ def test_queries_of_one_concept_are_drawn_together():
     assert wide > 3 * narrow
 
 
-def test_units_that_are_told_are_those_with_queries():
+def test_reported_units_are_those_with_queries():
     sides = {}
     for name, bias in (("a", 1.0), ("b", 0.5)):
         own = {
@@ -161,7 +161,7 @@ def test_units_that_are_told_are_those_with_queries():
     assert compare_runs(sides, draws=100).units == len(asked)
 
 
-def test_what_the_probe_cannot_split_is_told_before_anything_is_encoded():
+def test_samples_that_the_probe_cannot_split_are_refused_before_encoding():
     names = ["a"] * 20 + ["b"] * 20
     check_source_probe(names, [f"c{i % 5}" for i in range(40)])
     for concepts in (["x"] * 40, ["x"] * 20 + list("vwxyz") * 4):  # all in one fold; none of a's left to fit on
@@ -193,7 +193,7 @@ def test_seeds_are_paired():
 # -- two sides -------------------------------------------------------------------------------------------------------
 
 
-def test_a_debiased_side_is_told_from_a_biased_one_and_not_from_its_like():
+def test_a_debiased_side_differs_from_a_biased_one_and_not_from_its_like():
     def runs(bias: float, first: int) -> list:
         return [measure_run(sources(bias=bias, noise=1.0, seed=seed), 30.0) for seed in range(first, first + 3)]
 
@@ -314,7 +314,7 @@ def test_what_cannot_be_compared_is_a_sentence(tmp_path: Path, clip_runs, capsys
 
 
 @pytest.mark.parametrize("command", ["compare", "bias"])
-def test_models_that_cannot_be_found_are_told_before_any_is_encoded(tmp_path: Path, clip_runs, capsys, command):
+def test_missing_models_are_refused_before_encoding(tmp_path: Path, clip_runs, capsys, command):
     a, b = (write_pairs(tmp_path / name, seed) for seed, name in enumerate("ab"))
     gone = clip_runs[1].replace("epoch_1", "epoch_7")
     asked = ["--data", f"a={a}::b={b}", "--out", str(tmp_path / "out"), "--device", "cpu"]

@@ -99,7 +99,7 @@ def test_the_probe_finds_a_planted_mark_and_nothing_where_there_is_none():
 
 
 def test_the_probe_is_reproducible_and_keeps_a_concept_on_one_side():
-    # Each concept comes in both sources with nearly one embedding: a probe that may see the twin learns the wrong source
+    # Each concept comes in both sources with nearly one embedding: a probe that may see the duplicate learns the wrong source
     # by heart, one that may not is at chance.
     concepts = [i // 2 for i in range(200)]
     features = unit(100, 64).repeat_interleave(2, dim=0) + 0.001 * unit(200, 64, seed=1)

@@ -1,4 +1,4 @@
-"""`zerovl interpolate`: the curve against retrieval by hand, the rules, the folder, and what is refused."""
+"""`zerovl interpolate`: the curve against retrieval by hand, the rules, the folder, and refusals."""
 
 from __future__ import annotations
 

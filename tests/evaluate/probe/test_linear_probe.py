@@ -295,7 +295,7 @@ def test_the_fifth_that_chooses_c_holds_a_fifth_of_each_class():
         stratified_fifth(np.arange(8), 0)
 
 
-def test_of_equally_good_cs_the_middle_is_taken_and_a_tie_of_all_is_told(caplog):
+def test_the_middle_of_equally_good_cs_is_taken_and_a_tie_of_all_is_reported(caplog):
     assert middle_of_best({1e-5: 0.5, 1e-3: 0.7, 1e-2: 0.7, 1e-1: 0.7, 10.0: 0.6}) == 1e-2
     assert middle_of_best({1e-5: 1.0, 1.0: 1.0}) == 1e-5
     # Far apart, so that any C separates them on the fifth; with the smallest C the fit itself is next to nothing.
@@ -361,11 +361,11 @@ def test_features_of_other_pictures_under_the_same_names_are_not_used(tmp_path: 
 
 
 @pytest.mark.timeout(60)
-def test_a_pipe_among_the_pictures_is_told_and_not_waited_for(tmp_path: Path):
+def test_a_pipe_among_the_pictures_is_refused_without_a_wait(tmp_path: Path):
     for label in ("a", "b"):
         (tmp_path / label).mkdir()
         os.mkfifo(tmp_path / label / "0.png")
-    with pytest.raises(UserError, match="it is no regular file but a pipe"):
+    with pytest.raises(UserError, match="it is not a regular file but a pipe"):
         open_probe_set(tmp_path, "train").image(0)
 
 

@@ -94,7 +94,7 @@ def test_a_collapsed_model_scores_chance_and_not_its_place_in_the_file(chunk_siz
 
 
 def test_a_tie_counts_by_the_places_left():
-    # One better, then the positive tied with two others: ranks 2, 3, 4 alike.
+    # One better, then the positive tied with two other items: ranks 2, 3, 4 alike.
     scores = torch.tensor([[0.5, 0.9, 0.5, 0.5, 0.1]] + [[0.0] * 5] * 4)
     scores[1:, 1:] = torch.eye(4)
     metrics = retrieval_metrics_from_scores(scores, range(5), ks=(1, 2, 3, 4))
@@ -187,7 +187,7 @@ def test_equals_clip_benchmarks_recall_on_features(noise):
         i2t, t2i = clip_benchmark_recalls(image, text, links, k)
         assert metrics[f"image_to_text_R@{k}"] == pytest.approx(i2t, abs=PARITY)
         assert metrics[f"text_to_image_R@{k}"] == pytest.approx(t2i, abs=PARITY)
-    # Negative control: with the captions' pictures mixed up the numbers are others.
+    # Negative control: with the captions' pictures mixed up the numbers differ.
     wrong = retrieval_metrics(image, text, links.flip(0))
     assert abs(wrong["rsum"] - metrics["rsum"]) > 1
 

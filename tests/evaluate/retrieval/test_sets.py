@@ -1,4 +1,4 @@
-"""`zerovl retrieval` on annotations beside pictures, over ranks, and what it writes: JSON, CSV, the gallery."""
+"""`zerovl retrieval` on annotations beside pictures, over ranks, and its files: JSON, CSV, the gallery."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_pictures_that_are_not_in_the_folder_are_named(tmp_path, sets):
 
 
 @pytest.mark.timeout(60)
-def test_a_pipe_or_device_among_the_pictures_is_told_and_not_waited_for(tmp_path):
+def test_a_pipe_or_device_among_the_pictures_is_refused_without_a_wait(tmp_path):
     (tmp_path / "train2014").mkdir()
     os.mkfifo(tmp_path / "train2014" / "a.png")
     sentence = {"raw": "a cat", "sentid": 1}
@@ -239,7 +239,7 @@ def test_a_pipe_or_device_among_the_pictures_is_told_and_not_waited_for(tmp_path
             os.mkfifo(tmp_path / "train2014" / "a.png")
         else:
             (tmp_path / "train2014" / "a.png").symlink_to("/dev/zero")
-        with pytest.raises(UserError, match="it is no regular file but a pipe"):
+        with pytest.raises(UserError, match="it is not a regular file but a pipe"):
             found.read_image(0)
 
 

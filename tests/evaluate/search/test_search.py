@@ -155,7 +155,7 @@ def test_shards_and_tables_are_searched_too(home, photos, tmp_path, capsys):
             for path in good[shard::2]:
                 add_file(tar, f"{path.stem}.{path.suffix[1:].lower()}", path.read_bytes())
                 add_file(tar, f"{path.stem}.txt", f"picture {path.stem}\nin other words".encode())
-                if path.suffix == ".png":  # as `zerovl data pack` writes it; a folder name is no file's name
+                if path.suffix == ".png":  # as `zerovl data pack` writes it; a folder's name is not a picture's
                     add_file(tar, f"{path.stem}.json", json.dumps({"filename": path.name, "file": 7}).encode())
     found = search(home, f"mine={tmp_path / 'shards'}", tmp_path / "cache", best=3)
     wanted = [Path(hit.picture) for hit in alone.hits]
@@ -199,7 +199,7 @@ def test_the_command_shows_models_side_by_side_and_writes_its_files(home, photos
 
 
 @pytest.mark.timeout(60)
-def test_what_cannot_be_searched_is_said_in_a_sentence(home, photos, tmp_path, capsys, monkeypatch):
+def test_an_impossible_search_gives_a_sentence(home, photos, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(photos)
     for empty in ("nothing", "bad"):
         (tmp_path / empty).mkdir()
@@ -212,8 +212,8 @@ def test_what_cannot_be_searched_is_said_in_a_sentence(home, photos, tmp_path, c
         ([".", " "], "there is nothing to search for"),
         ([".", "", "--image", "broken.jpg"], "has an image that cannot be decoded"),
         ([".", "", "--image", "absent.jpg"], "absent.jpg does not exist; correct --image"),
-        ([".", "", "--image", "pipe"], "no regular file but a pipe"),
-        ([".", "", "--image", "/dev/zero"], "no regular file but a"),
+        ([".", "", "--image", "pipe"], "not a regular file but a pipe"),
+        ([".", "", "--image", "/dev/zero"], "not a regular file but a"),
         ([".", "a", "--page", "."], "cannot be written"),
         (["../bad", "a"], "none of the 1 pictures"),
     ):

@@ -1,4 +1,4 @@
-"""Every form of input gives the same pairs; what a picture, a caption and a held-out set are."""
+"""Every form of input gives the same pairs; the rules for pictures, captions and held-out sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was packed is trained on and evaluated, by the command that is printed."""
+"""Packed data is trained on and evaluated by the printed commands."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ def test_clip_benchmark_reads_the_test_set(tmp_path):
     assert [len(captions) for _, captions in samples] == [7, 5] and samples[0][0].size == (400, 300)
 
 
-def test_a_test_set_that_lacks_a_picture_is_no_test_set(tmp_path):
+def test_a_test_set_that_lacks_a_picture_is_refused(tmp_path):
     file, folder = karpathy(tmp_path)
     picture = folder / "val2014" / f"COCO_val2014_{104:012d}.jpg"
     content = picture.read_bytes()

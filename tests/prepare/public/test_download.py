@@ -206,7 +206,7 @@ prepare_list("cc3m", sys.argv[1], source=[sys.argv[2]], shard_size=25, limits=Li
 
 @pytest.mark.slow  # processes that are killed; the crashes and the spool below hold each step
 def test_killed_and_resumed_no_pair_is_lost_or_doubled(server, tmp_path):
-    """SIGKILL twice at different depths, then to the end: byte for byte what an undisturbed call writes."""
+    """SIGKILL twice at different depths, then to the end: the files equal those of an undisturbed call byte for byte."""
     kinds = ["good", "good", "missing", "moved", "truncated"]
     listed = tmp_path / "list.tsv"
     rows = [f"caption {i}\t{server.url(kinds[i % 5], 4000 + i)}\n" for i in range(150)]
@@ -234,7 +234,7 @@ def test_killed_and_resumed_no_pair_is_lost_or_doubled(server, tmp_path):
         source=[str(listed)], shard_size=25, limits=Limits(total_seconds=5, private_redirects=True), work=work
     )
     resumed = prepare_list("cc3m", tmp_path / "out", **arguments)
-    # 150 rows and 30 redirects; the kills cost no more than what was under way.
+    # 150 rows and 30 redirects; the kills cost no more than the transfers under way.
     assert server.requests.total() - before < 180 - 100 + 2 * 16 + 10
     assert sorted(captions(tmp_path / "out")) == sorted(f"caption {i}" for i in range(150) if i % 5 in (0, 1, 3))
     assert resumed == prepare_list("cc3m", tmp_path / "undisturbed", **arguments)

@@ -102,7 +102,7 @@ def map_picture(report: BiasReport) -> bytes:
     owners = np.array([report.samples[row].source for row in report.map_rows])
     figure = new_figure(8.4, 3.9 * len(report.models) + 0.4)
     grid = figure.subplots(len(report.models), 2, squeeze=False)
-    # In shuffled order: drawn source by source, the last one would cover the others.
+    # In shuffled order: drawn source by source, the last source would cover the other sources.
     order = np.random.default_rng(0).permutation(len(owners))
     shades = np.array([colours[owner] for owner in owners], dtype=object)
     for (name, one), line in zip(report.models.items(), grid, strict=True):

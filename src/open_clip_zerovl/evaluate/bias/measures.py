@@ -46,7 +46,7 @@ def mean_log_p_negatives(
 
     For image queries `p_jk = exp(s I_j.T_k) / sum_l exp(s I_j.T_l)`, where the sum runs over the batch, positive included; text
     queries sum over images. The lower the mean of a group, the less its pairs contribute to the gradient. A model that tells
-    sources apart pushes the other-source negatives down without learning what they show.
+    sources apart pushes the other-source negatives down without learning their content.
 
     Args:
         image_features, text_features: (N, D).

@@ -164,7 +164,7 @@ def embedding_map(features: Tensor, *, seed: int = 0) -> np.ndarray:
         raise UserError(f"a map of {len(features)} samples shows nothing; take at least 5")
     if not torch.isfinite(features).all():
         raise UserError("the model gives embeddings that are not finite numbers; its training has diverged")
-    if features.std(dim=0).max() < ALIKE:  # PCA divides by the spread, and t-SNE crashes on what comes of it
+    if features.std(dim=0).max() < ALIKE:  # PCA divides by the spread, and t-SNE crashes on the quotient
         log.warning("All embeddings are alike, the model has collapsed: the map shows one point.")
         return np.zeros((len(features), 2))
     tsne = TSNE(init="pca", perplexity=min(30.0, (len(features) - 1) / 3), random_state=seed)

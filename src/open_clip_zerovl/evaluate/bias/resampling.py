@@ -2,8 +2,8 @@
 
 A unit is drawn as a whole: all queries of one concept, in all pools, since they are not independent. Only queries are drawn;
 the candidates that a query is ranked against do not change. All models are measured on the same draws, so that
-the interval of a difference leaves out what makes a test set hard for all of them. (`scipy.stats.bootstrap` draws for each
-statistic anew, and one at a time.)
+the interval of a difference leaves out the difficulty of a test set that all of them share. (`scipy.stats.bootstrap` draws
+for each statistic anew, and one at a time.)
 
 Legend: `U` units, `R` draws, `T` terms of a measure.
 """

@@ -259,7 +259,7 @@ def recalls(ranks: Mapping[str, QueryRanks], ks: Sequence[int] = RECALL_KS) -> d
 def hit_probabilities(ranks: QueryRanks, ks: Sequence[int]) -> Tensor:
     """Probability that a positive is in the top K of each query, over all orders of tied items; (len(ks), Q), float64.
 
-    With g items scored above the best positive and p positives and t others scored like it, the top K has s = K - g
+    With g items scored above the best positive and p positives and t other items scored like it, the top K has s = K - g
     places left for the p + t tied items, and misses all p positives with probability
     t/(p+t) * (t-1)/(p+t-1) * ... (s factors). `ks` ascend.
     """

@@ -269,7 +269,7 @@ class ArrowReader(ColumnReader):
             raise UserError(f"{file} {why} ({first_line(error)}): write or fetch it again") from error
 
     def _choose(self, file: Path, schema: Any) -> Chosen:
-        """The columns; where none is named, one that holds pictures' bytes comes before names are looked at."""
+        """The columns; unless they are named, a column of pictures' bytes takes precedence over guesses from names."""
         types = pyarrow().types
 
         def holds_bytes(kind: Any) -> bool:

@@ -42,7 +42,7 @@ def choose(where: str, names: Sequence[str], wanted: Columns, *, pictures: Seque
         where: the file, for messages.
         names: of all its columns.
         wanted: the columns that the command line names.
-        pictures: columns that hold pictures by their type; the first is taken before any name is looked at.
+        pictures: columns that hold pictures by their type; the first takes precedence over guesses from names.
 
     Raises:
         UserError: a column that is not there, or none with a name of a picture or a caption.
@@ -64,7 +64,7 @@ def choose(where: str, names: Sequence[str], wanted: Columns, *, pictures: Seque
         if given is None
     ]
     words = f"picture {picture!r}, caption {listed(captions)}" + (
-        f" (guessed; name others with {' and '.join(guessed)})" if guessed else ""
+        f" (guessed; choose other columns with {' and '.join(guessed)})" if guessed else ""
     )
     return Chosen(picture, captions, source, words)
 

@@ -56,7 +56,7 @@ class PackSettings:
         min_side_px: smaller pictures are refused.
         test_share: share of each source's pictures that is held out.
         shard_size: samples a shard at most.
-        seed: of the order, and of what is held out.
+        seed: of the order and of the choice of held-out pictures.
         exclusions: pictures to leave out.
     """
 
@@ -75,7 +75,7 @@ class PackSettings:
     min_side_px: int = flag(16, "refuse smaller pictures", option="--min-side", kind=positive, metavar="PX")
     test_share: float = flag(0.0, "hold out this share of each source's pictures (default: 0, none)", metavar="SHARE")
     shard_size: int = flag(10_000, "pictures a shard", kind=positive)
-    seed: int = flag(0, "of the order and of what is held out", kind=seed)
+    seed: int = flag(0, "of the order and of the choice of held-out pictures", kind=seed)
     exclusions: Sequence[Exclusion] = ()
 
     @property
@@ -340,7 +340,7 @@ def _write_state(out: Path, state: dict[str, Any]) -> None:
 
 
 def _nothing(store: Store, readers: Sequence[Reader]) -> str:
-    """The sentence for inputs of which no row can be used."""
+    """The sentence for inputs without a usable row."""
     found = reports.refused(store)
     if not found:
         return f"{', '.join(str(reader.path) for reader in readers)} has no rows: check the input"

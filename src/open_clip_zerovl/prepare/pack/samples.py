@@ -73,7 +73,7 @@ class SampleReader(Reader):
             self.keys = guess_captions(names)
         if not self.keys:
             raise UserError(
-                f"no key of {where} is called as one with captions is (caption, title, text ...); their keys are "
+                f"no key of {where} has a name for captions (caption, title, text ...); their keys are "
                 f"{listed(names)}: name the one with --caption-column"
             )
         guessed = " (guessed; name another with --caption-column)" if self.wanted.captions is None else ""
@@ -313,7 +313,7 @@ def _read(path: str) -> bytes:
 
 
 def _object(content: bytes) -> dict[str, Any] | None:
-    """The object of a JSON file; None where it is none."""
+    """The object of a JSON file; None where the file holds another value."""
     try:
         found = json.loads(content)
     except (ValueError, RecursionError):

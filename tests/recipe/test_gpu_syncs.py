@@ -4,7 +4,7 @@ import pytest
 import torch
 from open_clip.transformer import PatchDropout
 
-from open_clip_zerovl.recipe.host_waits import DevicePatchDropout, without_host_waits
+from open_clip_zerovl.recipe.gpu_syncs import DevicePatchDropout, without_gpu_syncs
 from support.dga_reference import CONTEXT, bert_clip
 
 
@@ -13,7 +13,7 @@ def test_patch_dropout_keeps_the_same_tokens(exclude):
     tokens = torch.randn(3, 17, 8)
     for training in (True, False):
         stock, ours = (kind(0.25, exclude_first_token=exclude).train(training) for kind in (PatchDropout, PatchDropout))
-        without_host_waits(ours)
+        without_gpu_syncs(ours)
         assert type(ours) is DevicePatchDropout
         results = []
         for module in (stock, ours):
@@ -26,8 +26,8 @@ def test_patch_dropout_keeps_the_same_tokens(exclude):
 def test_bert_sees_the_same_tokens(padded):
     """With padding bit for bit; without, transformers takes another kernel."""
     stock, ours = bert_clip().eval(), bert_clip().eval()
-    without_host_waits(ours)
-    without_host_waits(ours)  # once is enough
+    without_gpu_syncs(ours)
+    without_gpu_syncs(ours)  # once is enough
     assert len(ours.text.transformer._forward_pre_hooks) == 1
     texts = torch.randint(1, 60, (4, CONTEXT))
     if padded:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 
-def without_host_waits(model: nn.Module) -> None:
+def without_gpu_syncs(model: nn.Module) -> None:
     """Replace code that waits in `model`. Call it before the first forward pass and before the model is compiled.
 
     - Hugging Face's BERT, RoBERTa and XLM-RoBERTa read whether a batch has padding, to leave the mask out if there is none.
