@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -30,6 +32,17 @@ def sources(home):
 @pytest.fixture
 def towers(home):
     return [open_tower(f"timm:{home / 'timm'}", "image"), open_tower(f"hf:{home / 'bert'}", "text")]
+
+
+def test_held_out_sets_are_named_as_for_the_other_commands(home):
+    """Without a name, and as shards without the layout of CLIP_benchmark."""
+    for given, place in ((home / "held", home / "held" / "test"), (f"flat={home / 'b'}", home / "b")):
+        opened = open_sources(f"a={home / 'a'}", str(given)).opened
+        assert [one.name for one in opened[1:]] == [str(given).rpartition("/")[2] if "=" not in str(given) else "flat"]
+        assert {Path(shard).parent for shard in opened[1].shards} == {place}
+    for given in ("captions.json@pictures", "pairs.csv@pictures"):
+        with pytest.raises(UserError, match="align reads held-out pairs from shards"):
+            open_sources(f"a={home / 'a'}", given)
 
 
 def contents(store):
