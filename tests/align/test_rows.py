@@ -147,6 +147,15 @@ def test_rows_that_are_no_numbers_are_refused(sources, towers, tmp_path):
         embed_tower(towers[1], sources, tmp_path, device=CPU)
 
 
+def test_features_beyond_half_precision_are_refused_while_they_are_made(sources, towers, tmp_path, monkeypatch):
+    stock = FrozenModel.texts
+    monkeypatch.setattr(FrozenModel, "texts", lambda self, captions: stock(self, captions) * 1e6)
+    with pytest.raises(UserError, match=r"embeddings up to .*, too large for torch.float16; store them in float32"):
+        embed_tower(towers[1], sources, tmp_path, device=CPU)
+    store = embed_tower(towers[1], sources, tmp_path, AlignFlags(dtype="float32"), device=CPU)
+    assert np.isfinite(store.rows["0.texts"].array).all()
+
+
 def test_captions_that_the_context_cuts_are_counted(home, sources):
     assert cut_captions(open_tower(f"hf:{home / 'bert'}", "text"), sources) == (240, 0)
     looked_at, cut = cut_captions(open_tower(f"hf:{home / 'bert'}", "text", context_length=8), sources)
