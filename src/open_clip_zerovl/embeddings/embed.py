@@ -67,8 +67,8 @@ def embed(
         Samples that could not be shown: source -> reason -> count.
 
     Raises:
-        UserError: a sample that cannot be read, where the collection is strict; a model whose embedding of one is not finite, or
-            too large for the store's dtype.
+        UserError: a sample that cannot be read, where the collection is strict; a model whose embedding of one is not finite,
+            or too large for the store's dtype.
     """
     units = missing_units(store, collection.sizes, part)
     eyes = [model.eye for model in models if model.eye is not None]
