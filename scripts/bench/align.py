@@ -71,7 +71,7 @@ def measure(batch: int, widths: Sequence[int], head: str, rounds: int, device: t
     recipe = Recipe(head=head, embed_dim=widths[2], batch_size=batch, epochs=1, lr=1e-4, wd=0.0, patience=0, seed=SEED)
     store = [torch.randn(4 * batch, width, device=device).half() for width in widths[:2]]
     heads = Heads(head, (widths[0], widths[1]), widths[2], seed=SEED).to(device)
-    optimizer, loss = make_optimizer(heads, recipe), make_loss(recipe, device)
+    optimizer, loss = make_optimizer(heads, recipe), make_loss(recipe, chunk_rows(recipe.batch_size, device))
     index = torch.randperm(4 * batch, device=device)[:batch]
     ready = [held[index].float() for held in store]
 

@@ -19,13 +19,13 @@ from open_clip_zerovl.core.files import lock_file
 
 PREFIX = "zerovl-run-"
 LOCK = "lock"  # held by the process that made the folder, as long as it lives
-LONGEST = 60  # characters of TMPDIR: the path of a socket has at most 107, of which 45 follow
+LONGEST = 55  # bytes of TMPDIR: the path of a socket has at most 107, of which 52 follow (multiprocessing's listeners)
 
 
 def use_scratch_folder() -> None:
     """Make this process and those that it starts use a temporary folder of their own, which is removed at exit."""
     place = Path(tempfile.gettempdir())
-    if place.name.startswith(PREFIX) or len(str(place)) > LONGEST:  # made by the process that started this one
+    if place.name.startswith(PREFIX) or len(os.fsencode(place)) > LONGEST:  # made by the process that started this one
         return
     remove_leftovers(place)
     try:

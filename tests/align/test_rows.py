@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -30,6 +32,17 @@ def sources(home):
 @pytest.fixture
 def towers(home):
     return [open_tower(f"timm:{home / 'timm'}", "image"), open_tower(f"hf:{home / 'bert'}", "text")]
+
+
+def test_held_out_sets_are_named_as_for_the_other_commands(home):
+    """Without a name, and as shards without the layout of CLIP_benchmark."""
+    for given, place in ((home / "held", home / "held" / "test"), (f"flat={home / 'b'}", home / "b")):
+        opened = open_sources(f"a={home / 'a'}", str(given)).opened
+        assert [one.name for one in opened[1:]] == [str(given).rpartition("/")[2] if "=" not in str(given) else "flat"]
+        assert {Path(shard).parent for shard in opened[1].shards} == {place}
+    for given in ("captions.json@pictures", "pairs.csv@pictures"):
+        with pytest.raises(UserError, match="align reads held-out pairs from shards"):
+            open_sources(f"a={home / 'a'}", given)
 
 
 def contents(store):
@@ -132,6 +145,15 @@ def test_rows_that_are_no_numbers_are_refused(sources, towers, tmp_path):
     towers[1].module.transformer.embeddings.word_embeddings.weight.data.fill_(torch.nan)
     with pytest.raises(UserError, match="makes NaN or infinite embeddings"):
         embed_tower(towers[1], sources, tmp_path, device=CPU)
+
+
+def test_features_beyond_half_precision_are_refused_while_they_are_made(sources, towers, tmp_path, monkeypatch):
+    stock = FrozenModel.texts
+    monkeypatch.setattr(FrozenModel, "texts", lambda self, captions: stock(self, captions) * 1e6)
+    with pytest.raises(UserError, match=r"embeddings up to .*, too large for torch.float16; store them in float32"):
+        embed_tower(towers[1], sources, tmp_path, device=CPU)
+    store = embed_tower(towers[1], sources, tmp_path, AlignFlags(dtype="float32"), device=CPU)
+    assert np.isfinite(store.rows["0.texts"].array).all()
 
 
 def test_captions_that_the_context_cuts_are_counted(home, sources):

@@ -59,7 +59,7 @@ def test_the_heads_gradient_is_that_of_a_step_with_frozen_towers(
     heads = Heads(head, (image.width, text.width), 12, loss, seed=1)
     folder = export_aligned(tmp_path / "m", image, text, heads, head, SCALES, metrics={})
     recipe = replace(RECIPE, loss=loss, head=head, positives=positives, cross_source_weight=cross_source_weight)
-    criterion = make_loss(recipe, CPU)
+    criterion = make_loss(recipe)
     pixels = torch.randn(6, 3, 160, 160, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     tokens = text.tokenizer(TEXTS)
     ids = {
@@ -166,6 +166,36 @@ def test_a_training_that_was_killed_goes_on_to_the_same_bits(task, tmp_path, mon
     assert len(calls) > finished and other.scores != whole.scores
 
 
+@pytest.mark.parametrize(("before", "after", "taken"), [(3, None, 3), (3, 5, 3), (None, 3, 3), (5, 3, 3)])
+def test_a_resumed_training_keeps_its_chunk_where_memory_allows(task, tmp_path, monkeypatch, before, after, taken):
+    """Chunks of another size add up in another order, so that the free memory of the day would change bits."""
+    stock, chunks = train_module.make_loss, []
+
+    def noted(recipe, chunk):
+        chunks.append(chunk)
+        return stock(recipe, chunk)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_module, "make_loss", noted)
+    monkeypatch.setattr(train_module, "chunk_rows", lambda *_: before)
+    with pytest.raises(KeyboardInterrupt):
+        train_heads(task, RECIPE, tmp_path, checked=killed)
+    monkeypatch.setattr(train_module, "chunk_rows", lambda *_: after)
+    train_heads(task, RECIPE, tmp_path)
+    assert chunks == [before, taken]
+
+
+def test_a_damaged_state_is_a_sentence(task, tmp_path):
+    train_heads(task, replace(RECIPE, epochs=1), tmp_path)
+    state = tmp_path / "state.pt"
+    for content in (state.read_bytes()[:500], b"no state"):
+        state.write_bytes(content)
+        with pytest.raises(UserError, match=r"state.pt cannot be read .*; remove it to train from the beginning"):
+            train_heads(task, RECIPE, tmp_path)
+
+
 def test_training_finds_what_the_two_sides_share_and_keeps_the_best_check(task, tmp_path):
     checked = []
     outcome = train_heads(task, replace(RECIPE, epochs=30), tmp_path, checked=lambda *one: checked.append(one))
@@ -193,7 +223,7 @@ def test_no_step_waits_for_a_gpu(loss):
     recipe = replace(RECIPE, loss=loss, positives="both", cross_source_weight=0.5, head="mlp")
     with fake_cuda():
         heads = to_fake_cuda(Heads("mlp", (16, 10), 12, loss))
-        optimizer, criterion = make_optimizer(heads, recipe), make_loss(recipe, torch.device("cuda:0"))
+        optimizer, criterion = make_optimizer(heads, recipe), make_loss(recipe)
         rows = [torch.empty(8, width, device="cuda:0") for width in (16, 10)]
         ids = {name: torch.empty(8, dtype=torch.long, device="cuda:0") for name in ("source", "caption", "image")}
         take_step(heads, optimizer, criterion, rows, ids)  # makes the optimizer's state

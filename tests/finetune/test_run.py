@@ -184,7 +184,7 @@ def test_a_whole_fine_tuning_and_later_calls(made, tmp_path, capsys):
     assert "with --set lr=5e-4, and this call asks for --set lr=1e-3; give" in capsys.readouterr().err
     assert main(arguments(made, out, f"--kept=old={made / 'old'}", "--keep=0")) == 0
     kept = capsys.readouterr().out
-    assert "old (kept)" in kept and "No kept set" not in kept
+    assert "old (kept)" in kept and "No --kept set" not in kept
     assert (out / "training.log").read_bytes() == log
 
 

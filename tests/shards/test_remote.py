@@ -226,6 +226,8 @@ def test_a_url_that_names_no_file_on_the_hub_is_refused():
     for url in ("hf://datasets/user/photos", "hf://0.tar"):
         with pytest.raises(UserError, match="write hf://datasets/USER/NAME/FILE.tar"):
             check_openable(url)
+    with pytest.raises(UserError, match="names no repository of the hub .*'us er/photos'"):
+        check_openable("hf://datasets/us er/photos/0.tar")
 
 
 def test_a_command_is_run_again_and_what_is_known_dropped(tmp_path):

@@ -6,12 +6,14 @@ import argparse
 import contextlib
 import json
 import logging
+import multiprocessing
 import os
 import shutil
 import signal
 import stat
 import tempfile
 from dataclasses import asdict, replace
+from multiprocessing.connection import Listener
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -284,6 +286,27 @@ def test_a_model_of_ones_own_is_read_wherever_its_run_is(tmp_path):
         if where == "run":
             (folder / f"{name}.json").write_text(json.dumps(config))
         assert read_model_spec(folder / "checkpoints" / "epoch_1.pt").model_cfg["embed_dim"] == 24
+
+
+@pytest.mark.parametrize("length", [scratch.LONGEST, scratch.LONGEST + 1])
+def test_a_socket_has_room_below_the_temporary_folder(length):
+    """In a fork: multiprocessing's listener, by which loader workers hand over their batches, binds to a path."""
+    place = tempfile.mkdtemp(dir="/tmp")
+    place += "/" + "p" * (length - len(place) - 1)
+    os.mkdir(place)
+    child = os.fork()
+    if child == 0:
+        tempfile.tempdir = place
+        multiprocessing.process.current_process()._config.pop("tempdir", None)  # of an earlier test
+        try:
+            scratch.use_scratch_folder()
+            Listener(family="AF_UNIX").close()
+            os._exit(10 + (tempfile.gettempdir() != place))
+        finally:
+            os._exit(1)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    shutil.rmtree(os.path.dirname(place))
+    assert status == 10 + (length <= scratch.LONGEST)
 
 
 @pytest.mark.parametrize("killed", [True, False])

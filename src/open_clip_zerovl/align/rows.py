@@ -28,6 +28,8 @@ from open_clip_zerovl.align.settings import AlignFlags
 from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import Purpose, stream_seed
+from open_clip_zerovl.data.components import kind_of
+from open_clip_zerovl.data.retrieval import parse_retrieval_data
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.embeddings.embed import embed, missing_units, require_room, size_words
 from open_clip_zerovl.embeddings.encoder import FrozenModel
@@ -106,12 +108,26 @@ class Sources:
 
 
 def open_sources(train_data: str, held_out: str) -> Sources:
-    """The sources that are trained on, and those of held-out sets. UserError as `parse_sources`."""
+    """The sources that are trained on, and those of held-out sets.
+
+    Args:
+        held_out: sets as `parse_retrieval_data` takes them, of shards.
+
+    Raises:
+        UserError: as `parse_sources` and `parse_retrieval_data`; a held-out set of annotations.
+    """
     training = parse_sources(train_data, captions=CAPTIONS)
     held: tuple[Source, ...] = ()
     if held_out:
-        tests = [part.partition("=") for part in held_out.split("::")]
-        named = "::".join(f"{name}={Path(folder) / 'test'}" for name, _, folder in tests)
+        sets = parse_retrieval_data(held_out)
+        for place in sets.values():
+            if (found := kind_of(str(place))).kind == "annotations" or found.beside is not None:
+                raise UserError(
+                    f"--retrieval-data {place}: align reads held-out pairs from shards (`zerovl data coco` and `f30k` write "
+                    "them) or a table beside its pictures"
+                )
+        places = {name: place / "test" if (place / "test").is_dir() else place for name, place in sets.items()}
+        named = "::".join(f"{name}={place}" for name, place in places.items())
         held = parse_sources(named, captions=CAPTIONS, evaluation=True)
     return Sources((*training, *held), len(training))
 

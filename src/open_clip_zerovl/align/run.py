@@ -233,6 +233,7 @@ class Alignment:
 
         def task(image: Tower, text: Tower) -> Task:
             of = [stores[id(image)].digest, stores[id(text)].digest, self.sources.training, request.held_out_share]
+            of += [] if request.held_out else [request.seed]  # which also draws the held-out pictures
             digest = "-".join(map(str, of))
             return Task(pairs, features(id(image)), features(id(text)), picture_ids, caption_ids, self.device, digest)
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,8 +21,8 @@ from open_clip_zerovl.align.heads import MOST_SCALE, Heads
 from open_clip_zerovl.align.order import epoch_captions, epoch_order
 from open_clip_zerovl.align.rows import Features, Pairs
 from open_clip_zerovl.align.settings import Recipe
-from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import save_atomically
+from open_clip_zerovl.core.errors import UserError, first_line
+from open_clip_zerovl.core.files import UNREADABLE, save_atomically
 from open_clip_zerovl.core.memory import available_bytes
 from open_clip_zerovl.evaluate.retrieval.metrics import QueryRanks, recalls, retrieval_ranks
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
@@ -79,6 +80,7 @@ class _State:
     scores: list[tuple[int, float, float]] = field(default_factory=list)
     seconds: float = 0.0
     finished: bool = False
+    chunk: int | None = None  # of the loss
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -113,11 +115,11 @@ def chunk_rows(batch_size: int, device: torch.device) -> int | None:
     return max(64, room // 2 // (_MATRICES * 4 * batch_size))
 
 
-def make_loss(recipe: Recipe, device: torch.device) -> ContrastiveLoss:
-    """The exact loss of a recipe's batches."""
+def make_loss(recipe: Recipe, chunk: int | None = None) -> ContrastiveLoss:
+    """The exact loss of a recipe's batches, with this many rows of the logits at once."""
     kind = SigmoidLoss if recipe.loss == "siglip" else ContrastiveLoss
     return kind(
-        chunk_size=chunk_rows(recipe.batch_size, device),
+        chunk_size=chunk,
         positives=recipe.positives,
         cross_source_weight=recipe.cross_source_weight,
     )
@@ -188,8 +190,11 @@ def train_heads(
     device = task.device
     heads = Heads(recipe.head, (task.images.width, task.texts.width), recipe.embed_dim, recipe.loss, recipe.seed)
     heads.to(device)
-    optimizer, loss = make_optimizer(heads, recipe), make_loss(recipe, device)
-    state = _resumed(folder, task, recipe, heads, optimizer)
+    optimizer, chunk = make_optimizer(heads, recipe), chunk_rows(recipe.batch_size, device)
+    state = _resumed(folder, task, recipe, heads, optimizer) or _State(chunk=chunk)
+    if chunk is not None and (state.chunk is None or state.chunk > chunk):
+        state.chunk = chunk  # less memory is free than there was; another chunk rounds in another way
+    loss = make_loss(recipe, state.chunk)
     every = max(1, recipe.epochs // CHECKS)
     total, count = torch.zeros((), device=device), 0
     begin = time.monotonic() - state.seconds
@@ -278,12 +283,17 @@ def _identity(task: Task, recipe: Recipe) -> str:
     return f"{task.digest} {recipe}"
 
 
-def _resumed(folder: Path, task: Task, recipe: Recipe, heads: Heads, optimizer: torch.optim.Optimizer) -> _State:
-    """The state of an earlier call with the same rows and recipe, loaded; else a new one."""
+def _resumed(folder: Path, task: Task, recipe: Recipe, heads: Heads, optimizer: torch.optim.Optimizer) -> _State | None:
+    """The state of an earlier call with the same rows and recipe, loaded; None without one. UserError for a damaged file."""
     file = folder / "state.pt"
-    stored = torch.load(file, map_location=task.device, weights_only=True) if file.is_file() else {}
-    if stored.get("of") != _identity(task, recipe):
-        return _State()
+    try:
+        stored = torch.load(file, map_location=task.device, weights_only=True) if file.is_file() else {}
+        if stored.get("of") != _identity(task, recipe):
+            return None
+    except (*UNREADABLE, pickle.UnpicklingError) as error:
+        raise UserError(
+            f"{file} cannot be read ({first_line(error)}); remove it to train from the beginning"
+        ) from error
     heads.load_state_dict(stored["heads"])
     optimizer.load_state_dict(stored["optimizer"])
     return _State(**stored["state"])

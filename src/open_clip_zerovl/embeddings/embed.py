@@ -67,7 +67,8 @@ def embed(
         Samples that could not be shown: source -> reason -> count.
 
     Raises:
-        UserError: a sample that cannot be read, where the collection is strict; a model whose embedding of one is not finite.
+        UserError: a sample that cannot be read, where the collection is strict; a model whose embedding of one is not finite,
+            or too large for the store's dtype.
     """
     units = missing_units(store, collection.sizes, part)
     eyes = [model.eye for model in models if model.eye is not None]
@@ -97,22 +98,28 @@ def embed(
 def _encode(store: Store, number: int, model: FrozenModel, batch: Batch, size: int) -> None:
     images, texts = store.rows.get(f"{number}.images"), store.rows.get(f"{number}.texts")
     if images is not None and batch.rows:
-        found = _finite(
-            torch.cat([model.images(part).cpu() for part in batch.pictures[number].split(size)]), model, batch
-        )
+        parts = [model.images(part).cpu() for part in batch.pictures[number].split(size)]
+        found = _finite(torch.cat(parts), images.dtype, model, batch)
         images[batch.rows] = found.reshape(len(batch.rows), *images.array.shape[1:])
     if texts is not None and batch.captions:
         parts = [model.texts(batch.captions[at : at + size]).cpu() for at in range(0, len(batch.captions), size)]
-        texts[batch.caption_rows] = _finite(torch.cat(parts), model, batch)
+        texts[batch.caption_rows] = _finite(torch.cat(parts), texts.dtype, model, batch)
 
 
-def _finite(rows: Tensor, model: FrozenModel, batch: Batch) -> Tensor:
-    if not bool(torch.isfinite(rows).all()):
+def _finite(rows: Tensor, dtype: torch.dtype, model: FrozenModel, batch: Batch) -> Tensor:
+    """The rows as they are stored."""
+    stored = rows.to(dtype)
+    if not bool(torch.isfinite(stored).all()):
+        if bool(torch.isfinite(rows).all()):
+            raise UserError(
+                f"the model {model.name} makes embeddings up to {float(rows.abs().max()):g}, too large for {dtype}; "
+                "store them in float32 (--dtype)"
+            )
         raise UserError(
             f"the model {model.name} makes NaN or infinite embeddings of a sample between numbers {batch.rows[0]} and "
             f"{batch.rows[-1]}: its training has diverged; look at its weights, or leave --amp out"
         )
-    return rows
+    return stored
 
 
 # ---------------------------------------------------------------------------------------------------------------------

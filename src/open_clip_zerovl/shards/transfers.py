@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.core.threads import call_within
 from open_clip_zerovl.shards.urls import HTTP, is_command
 
@@ -98,7 +98,12 @@ def _on_the_hub(url: str) -> tuple[str, dict[str, str]]:
     kind, repository, revision, file = found.groups()
     revision = unquote(revision or "main")  # refs%2Fpr%2F1
     kind = "dataset" if kind else "model"
-    address = hf_hub_url(repository, file, repo_type=kind, revision=revision, endpoint=os.environ.get("HF_ENDPOINT"))
+    try:
+        address = hf_hub_url(
+            repository, file, repo_type=kind, revision=revision, endpoint=os.environ.get("HF_ENDPOINT")
+        )
+    except ValueError as error:  # of huggingface_hub, for a name that no repository can have
+        raise UserError(f"shard {url} names no repository of the hub ({first_line(error).rstrip('.')})") from error
     return address, {name: value for name, value in build_hf_headers().items() if name == "authorization"}
 
 

@@ -112,6 +112,8 @@ def test_layouts(tmp_path):
         split: open_labelled_set(f"{tmp_path}/split", ZeroShotSettings(split=split)) for split in ("test", "train")
     }
     assert {split: len(one.images) for split, one in splits.items()} == {"test": 4, "train": 10}
+    with pytest.raises(UserError, match="has no folder 'val', but test, train: choose one of them with --split"):
+        open_labelled_set(f"{tmp_path}/split", ZeroShotSettings(split="val"))  # not both as if they were sources
     for source, classes in (("shop", "a b"), ("web", "b c")):
         write_classes(tmp_path / "two" / source, classes)
     two = open_labelled_set(f"{tmp_path}/two")
@@ -138,6 +140,9 @@ def test_imagenets_folders_have_their_names(tmp_path):
 
 def test_templates_and_names_may_be_files(tmp_path):
     root = str(write_classes(tmp_path / "set", "x y"))
+    (own := tmp_path / "set" / "zeroshot_classification_templates.txt").write_text("\n")
+    with pytest.raises(UserError, match=f"there is no template in {own}; give one"):
+        open_labelled_set(root)
     (tmp_path / "t.txt").write_text("a {}\n\nthe {c} sign\n")
     (tmp_path / "names.txt").write_text("kilo {} gram\nyard\n")
     (tmp_path / "names.json").write_text('{"y": "yard", "x": "kilo {} gram", "z": "no"}')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,29 @@ def uneven(folder: Path) -> Path:
 def test_folders_that_are_not_of_classes_get_a_sentence(make, settings, sentence, packed, tmp_path):
     with pytest.raises(UserError, match=sentence):
         packed(make(tmp_path / "in"), **settings)
+
+
+def test_pictures_without_a_class_may_stand_beside_classes(packed, tmp_path):
+    """A table beside class folders: as a source of its own, and in one source, where a picture keeps the class it has."""
+    table = tmp_path / "table.csv"
+    given = class_folders(tmp_path / "in")
+    table.write_text("image,caption\nin/hat/0.png,a hat in the sun\nloose.png,a picture of its own\n")
+    (tmp_path / "loose.png").write_bytes(picture(100))
+    packed(f"t={table}", f"c={given}", out="two")
+    assert (tmp_path / "two/c/classnames.txt").exists() and not (tmp_path / "two/t/classnames.txt").exists()
+    assert not any("cls" in sample.files for sample in samples_of(tmp_path / "two/t/train"))
+    assert all("cls" in sample.files for sample in samples_of(tmp_path / "two/c/train"))
+    packed(table, given, out="one")
+    labels = {sample.files["txt"].decode(): sample.files.get("cls") for sample in samples_of(tmp_path / "one/train")}
+    assert labels["a picture of its own"] is None and labels["a hat in the sun\na photo of a hat."] == b"0"
+
+
+def test_a_class_whose_name_is_not_utf8_is_refused_row_by_row(packed, tmp_path):
+    given = class_folders(tmp_path / "in")
+    os.rename(given / "shoe", os.fsencode(given) + b"/caf\xe9")
+    found = packed(given)
+    assert found["pictures"] == 12 and list(found["classes"]) == ["hat", "sun hat"]
+    assert sum(entry["rows"] for entry in found["refused"].values()) == 6
 
 
 def test_templates_need_classes(packed, tmp_path):

@@ -218,6 +218,9 @@ def test_paths_as_people_write_them(packed, tmp_path):
     shown = {json.loads(sample.files["json"])["file"] for sample in samples_of(tmp_path / "out/train")}
     assert shown == {"one.JPG", "two two.png", "sub\\three.png"}
     assert public_name("https://host/a/b.jpg?key=1") == "https://host/a/b.jpg" and public_name("~/c.png") == "c.png"
+    assert public_name("https://me:secret@host/a/b@c.jpg") == "https://host/a/b@c.jpg"
+    assert public_name("https://host/a//b@c.jpg") == "https://host/a//b@c.jpg"
+    assert public_name(r"C:\Users\me\d.jpg") == "d.jpg" and public_name(r"train\e.jpg") == r"train\e.jpg"
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from open_clip_zerovl.evaluate.settings import ZeroShotSettings
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS
 
 TEMPLATES_FILE = "zeroshot_classification_templates.txt"
+SPLITS = ("train", "val", "valid", "validation", "test")
 #: CLIP's short list of seven, which its authors found to be nearly as good as all eighty.
 CLIP_TEMPLATES = tuple(template("{}") for template in SIMPLE_IMAGENET_TEMPLATES)
 
@@ -56,7 +57,8 @@ def open_labelled_set(where: str, settings: ZeroShotSettings | None = None) -> L
     """Index a labelled set; see the module's text for what `where` may be.
 
     Raises:
-        UserError: what `open_probe_set` refuses, a template without a place for the class, class names that do not fit.
+        UserError: what `open_probe_set` refuses, a folder of other splits than the one asked for, a template without a place
+            for the class, class names that do not fit.
     """
     settings = settings or ZeroShotSettings()
     root = place = Path(where).expanduser()
@@ -64,6 +66,10 @@ def open_labelled_set(where: str, settings: ZeroShotSettings | None = None) -> L
         place = root / settings.split
     split = "train" if settings.split == "train" else "test"
     parts = _sources_of(place)
+    if parts and place == root and (others := [part.name for part in parts if part.name in SPLITS]):
+        raise UserError(
+            f"{root} has no folder {settings.split!r}, but {', '.join(others)}: choose one of them with --split"
+        )
     places = [str(part) for part in parts] or [str(place) if place != root else where]
     opened = [open_probe_set(one, split, label=settings.label) for one in places]
     images = opened[0] if not parts else _joined(place, opened)
@@ -128,7 +134,8 @@ def _templates(settings: ZeroShotSettings, root: Path) -> tuple[str, ...]:
     """The templates of `--template`, captions or files of them; else the set's own; else CLIP's short list."""
     given: list[str] = []
     beside = root / TEMPLATES_FILE
-    for one in settings.template or ([str(beside)] if beside.is_file() else CLIP_TEMPLATES):
+    places = settings.template or ((str(beside),) if beside.is_file() else CLIP_TEMPLATES)
+    for one in places:
         if "{" in one:
             given.append(one)
             continue
@@ -142,5 +149,5 @@ def _templates(settings: ZeroShotSettings, root: Path) -> tuple[str, ...]:
     if wrong := [one for one in given if not re.search(r"\{c?\}", one)]:
         raise UserError(f"the template {wrong[0]!r} has no place for the class; write {{}} there: 'a photo of a {{}}'")
     if not given:
-        raise UserError(f"there is no template in {', '.join(settings.template)}; give one: 'a photo of a {{}}'")
+        raise UserError(f"there is no template in {', '.join(places)}; give one: 'a photo of a {{}}'")
     return tuple(given)

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 from open_clip_zerovl.core.errors import UserError, nearest
 from open_clip_zerovl.prepare.pack.rows import ADDRESS, Columns, PairRow
@@ -129,10 +129,12 @@ def _plain(name: str) -> str:
 
 
 def public_name(name: str) -> str:
-    """The name of a picture that shards may show: without the folders of an absolute path, or an address' query."""
+    """The name of a picture that shards may show: without the folders of an absolute path, or an address' user and query."""
     name = name.strip()
     if name.lower().startswith(ADDRESS):
-        return name.partition("?")[0]
+        return re.sub(r"^(\w+://)[^/]*@", r"\1", name.partition("?")[0])
+    if PureWindowsPath(name).is_absolute():
+        return PureWindowsPath(name).name
     return os.path.basename(name) if os.path.isabs(os.path.expanduser(name.removeprefix("file://"))) else name
 
 

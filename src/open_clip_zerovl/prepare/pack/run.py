@@ -199,12 +199,13 @@ def _finish(
         "made_from": {"inputs": state["inputs"]},
         "settings": state["settings"],
         "shard_size": settings.shard_size,
-        "classes": {name: number for number, name in enumerate(store.classes())},
         "templates": next((reader.classes for reader in readers if reader.classes), ()),
         "progress": progress,
     }
+    classes = {label: number for number, label in enumerate(store.classes())}
+    of_source = {name: classes if store.has_classes(name) else {} for name in names}
     written = [
-        write_split(store, contents, out / name if several else out, name, split, **about)
+        write_split(store, contents, out / name if several else out, name, split, classes=of_source[name], **about)
         for name in names
         for split in ("train", "test")
         if store.count(name, split)

@@ -101,9 +101,10 @@ class Store:
     ) -> None:
         """Keep a row of an input: its source, the number of its picture, its captions; or why it is refused."""
         self.row_count += 1
+        label = row.label and _shown(row.label)
         self.db.execute(
             "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (self.row_count, input, _shown(row.file), row.line, source, picture, reason or None, row.label),
+            (self.row_count, input, _shown(row.file), row.line, source, picture, reason or None, label),
         )
         self.db.executemany("INSERT INTO captions VALUES (?, ?)", [(self.row_count, text) for text in captions])
 
@@ -162,7 +163,10 @@ class Store:
         return (Stored(*row) for row in cursor)
 
     def pairs(self, source: str, split: str) -> Iterator[tuple[Stored, list[str], str | None]]:
-        """The samples to be written, in their order, each with its captions in the order of the rows, and its class."""
+        """The samples to be written, in their order, each with its captions in the order of the rows, and its class.
+
+        The class is the first one that a row gives the picture; None where no row does.
+        """
         cursor = self.db.execute(
             f"SELECT {_STORED}, label, text FROM samples JOIN pictures ON pictures.number = samples.picture JOIN texts ON "
             "texts.key = samples.key AND texts.source = samples.source WHERE dropped IS NULL AND samples.source = ? AND "
@@ -171,12 +175,17 @@ class Store:
         )
         for sample, rows in groupby(cursor, key=lambda row: row[:-2]):
             found = list(rows)
-            yield Stored(*sample), list(dict.fromkeys(text for *_, text in found)), found[0][-2]
+            label = next((label for *_, label, _ in found if label is not None), None)
+            yield Stored(*sample), list(dict.fromkeys(text for *_, text in found)), label
 
     def classes(self) -> dict[str, int]:
         """Class -> its pictures, in order of the names."""
         query = "SELECT label, COUNT(DISTINCT key) FROM good WHERE label IS NOT NULL GROUP BY label ORDER BY label"
         return dict(self.db.execute(query).fetchall())
+
+    def has_classes(self, source: str) -> bool:
+        """True for a source of which a picture has a class."""
+        return bool(self.value("SELECT EXISTS (SELECT 1 FROM good WHERE label IS NOT NULL AND source = ?)", source))
 
     def value(self, query: str, *parameters: Any) -> Any:
         """The one value that a query gives."""

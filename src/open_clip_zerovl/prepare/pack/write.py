@@ -55,7 +55,7 @@ def write_split(
         folder: of the source; the split is a folder in it.
         made_from, settings: for the manifest.
         shard_size: samples a shard at most.
-        classes: class -> its number; {} where pictures have none.
+        classes: class -> its number; {} where no picture of the source has one.
         templates: for zero-shot classification.
         progress: show a bar.
     """
@@ -78,8 +78,8 @@ def write_split(
             TEXT_EXTENSION: text.encode(),
             **({"json": about.encode()} if about else {}),
         }
-        if classes:
-            files["cls"] = str(classes[str(label)]).encode()
+        if label is not None:
+            files["cls"] = str(classes[label]).encode()
         return Sample(one.key, files)
 
     bar = tqdm(desc=f"writing {source} {split}", total=count, unit="pair", disable=not progress, delay=SILENT_SECONDS)
