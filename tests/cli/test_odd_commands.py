@@ -285,7 +285,7 @@ def test_version_prints_the_release(capsys):
         ("quux", "there is no command 'quux'; `zerovl --help` lists the commands"),
         ("data pack x --out y --test-shar 0.1", "there is no flag --test-shar; did you mean --test-share?"),
         ("search a b c d --zzzz", "there is no flag --zzzz; `zerovl search --help` lists the flags"),
-        ("export a b c", "'c' belongs to no flag; write it as --flag value"),
+        ("export a b c", "unexpected argument 'c'; write it as --flag value"),
         ("retrieval m", "the following arguments are required: --data; `zerovl retrieval --help` lists the flags"),
         ("", "the following arguments are required: COMMAND; `zerovl --help` lists the commands"),
         ("data", "the following arguments are required: DATASET; `zerovl data --help` lists the commands"),

@@ -80,15 +80,15 @@ def test_columns_and_separator_by_flags(tmp_path):
         (
             "words;file",
             CsvFormat(),
-            "'filepath' and 'title' or 'image' and 'caption' once each; it has 'words;file'; name",
+            "'filepath' and 'title' or 'image' and 'caption', each once; its header has 'words;file'; name",
         ),
         (
             "filepath,title",
             CsvFormat("a", "b"),
-            "the columns 'a' and 'b' once each; it has 'filepath', 'title'; name the",
+            "the columns 'a' and 'b', each once; its header has 'filepath', 'title'; name other",
         ),
-        ("filepath,words", CsvFormat("file"), "'file' and 'title' or 'file' and 'caption' once each"),
-        ("image,caption,caption", CsvFormat(), "once each; it has 'image', 'caption', 'caption'"),
+        ("filepath,words", CsvFormat("file"), "'file' and 'title' or 'file' and 'caption', each once"),
+        ("image,caption,caption", CsvFormat(), "each once; its header has 'image', 'caption', 'caption'"),
     ],
 )
 def test_columns_are_the_given_ones_or_one_sentence_names_all_that_lack(tmp_path, header, style, columns):
@@ -180,7 +180,7 @@ def test_rows_are_found_again_whatever_is_quoted_in_them(tmp_path_factory, capti
     "files, words",
     [
         ({"a.csv": "filepath,title\n"}, "holds no rows below its header"),
-        ({"a.csv": ""}, "does not have the columns .*; it has nothing"),
+        ({"a.csv": ""}, "needs the columns .*; its header has nothing"),
         ({"a.csv": "filepath,title\n", "b.tsv": "x"}, "holds 2 tables .a.csv, b.tsv ....; name the one"),
         ({"a.txt": ""}, "holds no [*].tar shards"),
         ({"a.csv": 'filepath,title\na.png,"' + "x" * 200_000 + '"\n'}, "cannot be read as CSV .field larger"),

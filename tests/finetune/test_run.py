@@ -167,7 +167,7 @@ def test_a_whole_fine_tuning_and_later_calls(made, tmp_path, capsys):
         assert {key: points[point][key] for key in by_hand} == pytest.approx(by_hand, abs=1e-9)
         assert f"{by_hand['rsum']:.1f} " in said.out
     assert points[1]["rsum"] > points[0]["rsum"]
-    assert by_hand["images"] == 10 and "No kept set was given" in said.out
+    assert by_hand["images"] == 10 and "No --kept set was given" in said.out
 
     model, _, _ = open_clip.create_model_and_transforms(f"local-dir:{out / 'model'}")
     assert model.encode_text(open_clip.get_tokenizer(f"local-dir:{out / 'model'}")(["a red cat"])).shape == (1, 128)

@@ -143,7 +143,7 @@ REFUSED = """
 --qqqqq | there is no flag --qqqqq; `python -m training.main --help` lists the flags
 --debiased-draw iid | --debiased-draw is now --ablate iid-draw
 --mixup-of=both | --mixup-of is now --ablate mixup-both
-word | 'word' belongs to no flag; write it as --flag value
+word | unexpected argument 'word'; write it as --flag value
 --dga-steps many | argument --dga-steps: invalid int value: 'many'; `python
 --epochs many | argument --epochs: invalid int value: 'many'; `python
 --dga-retain some | argument --dga-retain: 'some' is neither a number from 0 on nor auto; `python

@@ -60,7 +60,7 @@ def parse_plan(argv: Sequence[str]) -> dict[str, Any]:
     if known.model is None:
         raise UserError("zerovl plan: --model is required, as for training; `zerovl plan --help` lists the flags")
     if rest and not _is_flag(rest[0]):
-        raise UserError(f"zerovl plan: {rest[0]!r} belongs to no flag; write it as --flag value")
+        raise UserError(f"zerovl plan: unexpected argument {rest[0]!r}; write it as --flag value")
     values = {name: value for name, value in values_of(known).items() if value is not None}
     reasons = {each.option: each.planned for each in flags_of(AllFlags) if isinstance(each.planned, str)}
     passed_over = dict.fromkeys(word.partition("=")[0] for word in rest if _is_flag(word))

@@ -94,7 +94,7 @@ def argparse_sentence(message: str, flags: Iterable[str], help_command: str, *, 
     words = unknown.split()
     word = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
     if not word.startswith("-"):
-        return f"{word!r} belongs to no flag; write it as --flag value"
+        return f"unexpected argument {word!r}; write it as --flag value"
     near = nearest(word, flags)
     return f"there is no flag {word}; " + (f"did you mean {near}?" if near else f"`{help_command}` lists the {lists}")
 

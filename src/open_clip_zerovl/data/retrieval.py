@@ -213,7 +213,7 @@ def open_retrieval_set(path: str | os.PathLike[str], split: str = "test") -> Ret
         raise UserError(f"retrieval set {text} is remote, and its images are read by position; copy it to a disk")
     found = kind_of(text)
     if not os.path.exists(found.path) and "{" not in found.path:
-        raise UserError(f"retrieval set {found.path} does not exist")
+        raise UserError(f"retrieval set {found.path} does not exist; correct the path")
     if os.path.isfile(found.path) and found.kind == "shards" and not found.path.lower().endswith(".tar"):
         raise UserError(
             f"{text} is not a retrieval set in a known format; known: a folder of webdataset shards, or a list of them "

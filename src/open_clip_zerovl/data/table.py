@@ -262,6 +262,6 @@ def _columns(path: str, header: Sequence[str], style: CsvFormat) -> tuple[int, i
     known = " or ".join(dict.fromkeys(f"{image!r} and {caption!r}" for image, caption, _ in layouts))
     seen = ", ".join(repr(name) for name in header[:20]) or "nothing"
     raise UserError(
-        f"the header of {path} does not have the columns {known} once each; it has {seen}; name the columns with "
-        "--csv-img-key and --csv-caption-key"
+        f"{path} needs the columns {known}, each once; its header has {seen}; name other columns with --csv-img-key "
+        "and --csv-caption-key"
     )

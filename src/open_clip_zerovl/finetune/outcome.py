@@ -81,7 +81,7 @@ def _reading_notes(curve: Curve) -> list[str]:
         "The epoch and the point were chosen on the new sets, so that their numbers are a little better than on other data.",
     ]
     if not curve.kept:
-        notes.append("Without a kept set the loss of former ability is not measured; call again with --kept NAME=SET.")
+        notes.append("No --kept set was given, so forgetting was not measured; call again with --kept NAME=SET.")
     if curve.chosen.alpha == 0:
         notes.append("No point is better than the model before: more pairs, or another --set lr, may help.")
     return notes

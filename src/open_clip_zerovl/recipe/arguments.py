@@ -44,7 +44,7 @@ def settings_of(words: Sequence[str]) -> Settings:
             last = values[flag] = values.get(flag, []) if flag in REPEATED else []
             last += [value] if equals else []
         elif last is None:
-            raise UserError(f"{word!r} belongs to no flag; training flags begin with --")
+            raise UserError(f"unexpected argument {word!r}; training flags begin with --")
         else:
             last.append(word)
     return {flag: shlex.join(own) if len(own) > 1 else "".join(own) for flag, own in values.items()}

@@ -229,7 +229,7 @@ def test_models_and_sides_are_named():
 @pytest.mark.parametrize(
     ("models", "sentence"),
     [
-        ("a=x", "needs two sides or more"),
+        ("a=x", "needs at least two models"),
         ("a=x,y b=z", "a has 2, b has 1; give each side the same number"),
         ("a=x a=y", "needs a name of its own"),
         ("a/export b/export", "needs a name of its own"),

@@ -184,7 +184,10 @@ INFINITE = {"filename": "x.jpg", "split": "test", "cocoid": 1, "sentences": [{"r
         (None, "does not exist"),
         ({"images": [{"id": 1}]}, r"entry 0 of .*set\.json does not have the form of Karpathy's images"),
         ({"images": [INFINITE]}, r"entry 0 of .*set\.json does not have the form of Karpathy's images \(OverflowError"),
-        ("file,title\nx,a cat\n", "'filepath' and 'title' or 'image' and 'caption' once each; it has 'file', 'title'"),
+        (
+            "file,title\nx,a cat\n",
+            "'filepath' and 'title' or 'image' and 'caption', each once; its header has 'file', 'title'",
+        ),
         ([], "holds no rows"),
         ([(NAME, 1)], "row 1: the row has fewer fields"),
         (

@@ -88,7 +88,7 @@ MISTAKES: dict[str, tuple[str | Callable[[Path], Any], str] | tuple[str | Callab
     "an address": (lambda folder: "https://host/x.csv", r"https:/+host/x.csv is an address: fetch it first"),
     "empty folder": (
         lambda folder: folder.mkdir() or folder,
-        r"holds neither pictures, a table, parquet files nor tars, but nothing",
+        r"contains no pictures, table, parquet files or tars \(found: nothing\)",
     ),
     "spreadsheet": (files(pairs_xlsx=b"PK"), r"is a spreadsheet: save it as CSV in UTF-8"),
     "unknown file": (files(pairs_dat=b"image,caption\n"), r"has no known ending: name its form with --format"),

@@ -144,7 +144,7 @@ def run_compare(
 def check_sides(runs: dict[str, int]) -> None:
     """UserError for fewer than two sides, or sides of different numbers of runs. `runs`: side -> its runs."""
     if len(runs) < 2:
-        raise UserError("a comparison needs two sides or more; name them A=MODEL B=MODEL")
+        raise UserError("zerovl compare needs at least two models; write them as A=MODEL B=MODEL")
     if len(set(runs.values())) != 1:
         counts = ", ".join(f"{name} has {count}" for name, count in runs.items())
         raise UserError(

@@ -142,7 +142,7 @@ def _form_of_folder(path: Path) -> str:
         return "classes" if levels else "folder"  # whose reader refuses it for want of captions
     seen = ", ".join(f"{count} {suffix or 'without ending'}" for suffix, count in others.most_common(4)) or "nothing"
     raise UserError(
-        f"{path} holds neither pictures, a table, parquet files nor tars, but {seen}: give the folder or file of your pairs"
+        f"{path} contains no pictures, table, parquet files or tars (found: {seen}): give the folder or file of your pairs"
     )
 
 
