@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,11 +13,12 @@ from hypothesis import strategies as st
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import stream
 from open_clip_zerovl.data.assignment import Assignment, draw_without_replacement, hypergeometric
-from open_clip_zerovl.data.sample_stream import LocalOrder
+from open_clip_zerovl.data.sample_stream import LocalOrder, Substitutes
 from open_clip_zerovl.data.schedule import (
     MIXED,
     STRATEGIES,
     Batching,
+    ShardSlice,
     epoch_slices,
     few_steps,
     source_schedule,
@@ -30,6 +32,12 @@ batchings = st.builds(
     world_size=st.integers(1, 4),
     workers=st.integers(1, 5),
 )
+
+
+def test_a_whole_batch_that_rounding_lowers_is_a_step():
+    """0.1 * 4 + 0.6 * 6 samples fill a batch of 4, and are 0.9999999999999999 batches in floating point."""
+    schedule = source_schedule([4, 6], 4, strategy="random", seed=0, epoch=0, weights=[0.1, 0.6])
+    assert (schedule.steps, schedule.taken.sum()) == (1, 4)
 
 
 def counts_of(dealt: Assignment) -> np.ndarray:
@@ -372,3 +380,20 @@ def test_no_stream_is_drawn_from_twice_on_the_way_to_a_leaf(monkeypatch):
 def test_weights_and_the_length_of_an_epoch(sizes, effective_batch, options, taken):
     schedule = source_schedule(sizes, effective_batch, strategy="debiased", seed=0, epoch=0, **options)
     assert schedule.taken.tolist() == taken and schedule.steps == sum(taken) // effective_batch
+
+
+def test_every_lost_sample_of_every_source_draws_its_own_replacement():
+    """The shards that replace 40 lost samples, of 100: others for another source or seed, and the same ones again."""
+    slices = [ShardSlice(shard, 0, 1, shard) for shard in range(100)]
+
+    def drawn(seed: int, index: int) -> list[int]:
+        def samples(shard: int, offset: int, position: int):
+            yield shard
+
+        substitutes = Substitutes(SimpleNamespace(seed=seed, index=index, samples=samples), slices)
+        return [substitutes.get(slices[position], 0, 0) for position in range(40)]
+
+    one = drawn(0, 0)
+    assert len(set(one)) > 20 and drawn(0, 0) == one
+    for another in (drawn(0, 1), drawn(1, 0)):
+        assert sum(a == b for a, b in zip(one, another, strict=True)) < 8
