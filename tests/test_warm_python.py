@@ -25,7 +25,14 @@ def run(python: str, *arguments: str, **options) -> subprocess.CompletedProcess:
     return subprocess.run([python, *arguments], capture_output=True, text=True, timeout=60, **options)
 
 
-@pytest.mark.parametrize("arguments", [("-c", SHOW, "a b"), ("-m", "shown.it", "a b"), ("shown/it.py", "a b", "--c")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("-c", SHOW, "a b"),
+        ("-m", "shown.it", "a b"),
+        pytest.param(("shown/it.py", "a b", "--c"), marks=pytest.mark.slow),
+    ],
+)  # slow: Python itself is started beside each
 def test_a_program_sees_what_python_would_show_it(tmp_path, arguments):
     (tmp_path / "shown").mkdir()
     (tmp_path / "shown" / "it.py").write_text(SHOW)

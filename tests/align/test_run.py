@@ -44,7 +44,9 @@ def embeddings_of_a_stranger(folder, tmp_path):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(("head", "loss"), [("linear", "clip"), ("mlp", "siglip")])
+@pytest.mark.parametrize(
+    ("head", "loss"), [("linear", "clip"), pytest.param("mlp", "siglip", marks=pytest.mark.slow)]
+)  # slow: another process of imports
 def test_the_folder_has_the_recall_of_the_training_and_a_stranger_loads_it(request_of, home, tmp_path, head, loss):
     """Features in fp32: pictures and captions through the whole model rank as the stored rows through the heads."""
     said = []

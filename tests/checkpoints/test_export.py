@@ -74,7 +74,10 @@ def embeddings(model, preprocess, tokenizer, image: Path) -> dict[str, torch.Ten
         }
 
 
-@pytest.mark.parametrize("name", ["native-bert", "timm-bert", "native-clip"])
+# slow: a process of imports each
+@pytest.mark.parametrize(
+    "name", ["timm-bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("native-bert", "native-clip"))]
+)
 def test_a_stranger_loads_the_export_and_sees_the_same_embeddings(tmp_path, home, name):
     model = random_model(name)
     params = {"model": name, "image_mean": [0.1, 0.2, 0.3], "image_std": None, "image_resize_mode": "squash"}

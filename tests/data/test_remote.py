@@ -42,7 +42,7 @@ def on_server(server) -> str:
     return f"cc={server.url('cc/')}{{00000..0000{SHARDS - 1}}}.tar"
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])  # slow: waits once more
 def test_remote_batches_are_the_same_and_waits_are_logged(server, workers, caplog):
     whole = [epoch_of(loader_of(on_disk(server), workers=workers), epoch) for epoch in (0, 1)]
     server.faults.update({

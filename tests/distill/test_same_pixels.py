@@ -230,6 +230,7 @@ def test_a_damaged_table_of_captions_gets_a_sentence(place, tmp_path):
         open_teacher_folder(tmp_path / "teacher")
 
 
+@pytest.mark.slow  # whole trainings once more; that both decoders give the same pixels is shown by tests/data/test_pixels.py
 def test_pils_path_too(place, tmp_path):
     _, data, _ = place
     settings = TeacherSettings(views=2, image_size=16, aug_cfg={"scale": (0.3, 1.0)}, pixel_path="pil")

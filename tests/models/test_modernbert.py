@@ -207,6 +207,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow  # nine seconds of imports; the registration on import is shown by tests/core/test_lazy.py
 def test_an_export_loads_in_another_process_after_one_import(small, tmp_path, capsys):
     model = random_model(small)
     checkpoint = write_run(tmp_path / "run", model, {"model": small})

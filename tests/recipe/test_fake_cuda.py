@@ -183,7 +183,13 @@ def unexpected(waits, allowed):
     return found
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+# In the fast tests each setting comes once; slow: those that come together with another one.
+TOGETHER = ("ModernBERT", "GradScaler", "pure bf16", "texts sorted", "frozen text", "frozen text, cached")
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=[pytest.mark.slow] * (name in TOGETHER)) for name in RECIPES]
+)
 def test_a_step_waits_nowhere(recipe, names, tmp_path):
     options = dict(RECIPES[recipe])
     first, *later = watched_steps(names[options.pop("model", "native and BERT")], tmp_path, **options)

@@ -299,6 +299,7 @@ def test_decoupled_accumulation_gives_the_one_graph_gradient(mixes_images, retai
     assert error(gradients(model), reference) > 0.01
 
 
+@pytest.mark.slow  # compiles; tests/recipe/test_step.py counts the traces of a compiled step with each coin
 def test_compiled_graphs_take_any_lambda():
     """Two graphs, texts mixed or not, however many lambdas come; equal to the eager model's output."""
     from torch._dynamo.testing import CompileCounterWithBackend  # here: the ranks' processes need not load it

@@ -199,7 +199,7 @@ def test_compiled_blocks_give_the_gradient_of_one_graph():
     assert error(gradients(model), wanted) <= 1e-10
 
 
-@pytest.mark.parametrize("frozen", [(), ("text",)])
+@pytest.mark.parametrize("frozen", [(), pytest.param(("text",), marks=pytest.mark.slow)])  # slow: compiles once more
 def test_a_compiled_recipe_traces_nothing_after_a_step_with_each_coin(model, frozen):
     torch._dynamo.reset()
     traced, mixes, counts = [], [], []

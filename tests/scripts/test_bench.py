@@ -14,6 +14,8 @@ from transformers import BertConfig
 from open_clip_zerovl.core.memory import PeakBytes
 from scripts.bench import harness, loss, step
 
+pytestmark = pytest.mark.slow  # runs the benchmark's program
+
 STEPS = 3
 
 

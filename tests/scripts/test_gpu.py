@@ -32,6 +32,7 @@ def run(part: gpu.Part, file, seconds: float = 60.0) -> gpu.Results:
     return gpu.Results.read(file)
 
 
+@pytest.mark.slow  # two processes of a benchmark
 def test_what_a_stopped_part_measured_is_kept_and_not_measured_again(tmp_path):
     file = tmp_path / "gpu-x.json"
     stopped = run(program(result_line(FIRST), "import time; time.sleep(60)"), file, seconds=3.0).parts["part"]
