@@ -111,6 +111,7 @@ def test_a_sample_is_augmented_alike_wherever_it_is_read(train_data):
     common = by_id[0].keys() & by_id[1].keys()
     assert len(common) > 100
     assert all(torch.equal(by_id[0][i], by_id[1][i]) for i in common)
+    assert len({tuple(image.tolist()) for image in by_id[0].values()}) == len(by_id[0])  # no two samples share a draw
 
 
 def test_items_are_reordered_without_reading_further_ahead_than_the_window():
