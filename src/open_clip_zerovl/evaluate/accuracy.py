@@ -32,9 +32,8 @@ def accuracies(scores: Tensor, targets: Tensor) -> dict[str, Any]:
     own = scores.gather(1, targets[:, None])  # (N, 1)
     above, tied = (scores > own).sum(dim=1), (scores == own).sum(dim=1)
 
-    def top(
-        k: int,
-    ) -> Tensor:  # (N,) the probability that the class is among the first k of a random order of tied ones
+    def top(k: int) -> Tensor:
+        """(N,) the probability that the class is among the first k, where ties have a random order."""
         return ((k - above) / tied).clamp(0, 1).double()
 
     right = top(1)

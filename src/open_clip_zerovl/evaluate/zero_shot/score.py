@@ -80,7 +80,9 @@ def score_labelled(
     found = {**metrics(torch.arange(len(targets))), "classes": len(dataset.classes)}
     found["most_confused"] = most_confused(confusion_counts(scores, targets), shown)
     if dataset.sources is not None:
-        places = {name: [i for i, one in enumerate(dataset.sources) if one == name] for name in dataset.sources}
+        places: dict[str, list[int]] = {}
+        for number, source in enumerate(dataset.sources):
+            places.setdefault(source, []).append(number)
         found["sources"] = {name: metrics(torch.tensor(rows)) for name, rows in places.items()}
     return found
 
