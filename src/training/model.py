@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import logging
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from open_clip_train.scheduler import assign_learning_rate
 from timm.optim import list_optimizers
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.rates import warmup_cosine
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
 from open_clip_zerovl.recipe.apply import build_model
 from open_clip_zerovl.recipe.flags import RecipeConfig
@@ -112,16 +112,11 @@ def cosine_lr(
 ) -> Callable[[int], float]:
     """open_clip's warm-up and cosine with a floor (section 2.2: 1e-4 down to 1e-5): sets and returns the rate of a step.
 
-    The rate rises linearly over `warmup_length` steps to `base_lr`, then falls along half a cosine to `lr_min` at `steps`. With
-    `lr_min=0` this is open_clip's own schedule.
+    See `core.rates.warmup_cosine`.
     """
 
     def adjust(step: int) -> float:
-        if step < warmup_length:
-            lr = base_lr * (step + 1) / warmup_length
-        else:
-            progress = (step - warmup_length) / max(1, steps - warmup_length)
-            lr = lr_min + 0.5 * (1 + math.cos(math.pi * min(1.0, progress))) * (base_lr - lr_min)
+        lr = warmup_cosine(step, steps, base_lr, warmup_length, lr_min)
         assign_learning_rate(optimizer, lr)
         return lr
 

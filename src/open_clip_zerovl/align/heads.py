@@ -22,7 +22,6 @@ from open_clip_zerovl.core.randomness import Purpose, seeded, stream_seed
 
 _FIRST = {"linear": ("",), "mlp": ("0.",), "glu": ("gate.", "value.", "skip.")}  # layers that see the features
 GATED_ALONE = "no tower of open_clip has a gated head, so no folder is written for it; train --head mlp for one"
-MOST_SCALE = math.log(100.0)  # of logit_scale, as open_clip clamps it
 START = {
     "clip": (math.log(1 / 0.07), None),
     "siglip": (math.log(10.0), -10.0),

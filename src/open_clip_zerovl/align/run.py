@@ -155,14 +155,16 @@ class Alignment:
         for one in results:
             one.interval = interval(draws[one.name])
         ranked = sorted(results, key=lambda one: -one.rsum)
-        facts = [f"held-out RSUM of chance: {self._chance(ranked[0].task):.1f}"]
+        links = ranked[0].task.pairs.held_out.text_to_image.tolist()
+        chance = recall_bounds(list(map(str, range(len(links)))), links)["rsum_chance"]
+        facts = [f"held-out RSUM of chance: {chance:.1f}"]
         if len(ranked) > 1:
             best, second = ranked[:2]
             low, high = interval(draws[best.name] - draws[second.name])
             counts = "the difference counts" if low > 0 else "another held-out set may turn the order round"
             by = f"{best.rsum - second.rsum:.1f} RSUM ({low:.1f} to {high:.1f} over pictures)"
             facts.append(f"Best: {best.name}, {by} before {second.name}: {counts}")
-        self._write(ranked, facts)
+        self._write(ranked, facts, chance)
         return ranked
 
     def _require_sources(self, names: Sequence[str]) -> None:
@@ -271,11 +273,7 @@ class Alignment:
     def _say_check(self, epoch: int, score: float, loss: float) -> None:
         self.say(f"       epoch {epoch:>3}: loss {loss:.3f}, held-out RSUM {score:.1f}")
 
-    def _chance(self, task: Task) -> float:
-        links = task.pairs.held_out.text_to_image.tolist()
-        return recall_bounds(list(map(str, range(len(links)))), links)["rsum_chance"]
-
-    def _write(self, ranked: Sequence[Result], facts: Sequence[str]) -> None:
+    def _write(self, ranked: Sequence[Result], facts: Sequence[str], chance: float) -> None:
         """Print and write what came out."""
         out, best, rows = self.request.out, ranked[0], [one.row() for one in ranked]
         self.say(text_table(HEADER, rows, left=2))
@@ -296,7 +294,6 @@ class Alignment:
             f"{number}: {one.image.name[-18:]} + {one.text.name[-18:]}": one.outcome.scores
             for number, one in enumerate(ranked[:DRAWN], start=1)
         }
-        chance = self._chance(best.task)
         write_align_page(Path(out / "align.html"), facts, HEADER, rows, curves, chance, vars(best.recipe))
         record = {"chance": chance, "pairings": [one.record() for one in ranked]}
         write_atomically(out / "align.json", json.dumps(record, indent=1) + "\n")

@@ -17,15 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from open_clip_zerovl.align.heads import MOST_SCALE, Heads
+from open_clip_zerovl.align.heads import Heads
 from open_clip_zerovl.align.order import epoch_captions, epoch_order
 from open_clip_zerovl.align.rows import Features, Pairs
 from open_clip_zerovl.align.settings import Recipe
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.core.files import UNREADABLE, save_atomically
 from open_clip_zerovl.core.memory import available_bytes
+from open_clip_zerovl.core.rates import warmup_cosine
 from open_clip_zerovl.evaluate.retrieval.metrics import QueryRanks, recalls, retrieval_ranks
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
+from open_clip_zerovl.recipe.optimizer import optimizer_step, parameter_groups
 
 GPU_BATCH = 32_768
 SMALLEST_BATCH = 256
@@ -37,7 +39,7 @@ _ENCODED_AT_ONCE = 8192
 
 @dataclass
 class Task:
-    """What two encoders' heads are trained on.
+    """The data on which the heads of two encoders are trained.
 
     Attributes:
         picture_ids, caption_ids: identity of each row.
@@ -132,18 +134,12 @@ def make_loss(recipe: Recipe, chunk: int | None = None) -> ContrastiveLoss:
 
 def make_optimizer(heads: Heads, recipe: Recipe) -> torch.optim.Optimizer:
     """AdamW; only matrices decay."""
-    matrices = [p for p in heads.parameters() if p.ndim == 2]
-    rest = [p for p in heads.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": recipe.wd}, {"params": rest, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.98), fused=True)
+    return torch.optim.AdamW(parameter_groups(heads, recipe.wd), lr=recipe.lr, betas=(0.9, 0.98), fused=True)
 
 
 def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
     """A linear rise, then a cosine to 0 at the last of all steps."""
-    rise = max(1, round(recipe.warmup_share * steps))
-    if step < rise:
-        return recipe.lr * (step + 1) / rise
-    return recipe.lr * 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
+    return warmup_cosine(step, steps, recipe.lr, max(1, round(recipe.warmup_share * steps)))
 
 
 def backward(heads: Heads, loss: ContrastiveLoss, rows: Sequence[Tensor], ids: Mapping[str, Tensor]) -> Tensor:
@@ -169,9 +165,7 @@ def take_step(
     """One step of the optimizer; arguments as for `backward`. Nothing of it waits for a GPU."""
     optimizer.zero_grad(set_to_none=True)
     value = backward(heads, loss, rows, ids)
-    optimizer.step()
-    with torch.no_grad():
-        heads.logit_scale.clamp_(0, MOST_SCALE)
+    optimizer_step(heads, optimizer)
     return value
 
 

@@ -26,9 +26,8 @@ SLURM_RANKS = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _POLL_SECONDS = 0.2
-_INTERRUPTS_PASSED_ON = (
-    2  # Ctrl-C: the first asks to save, the second to end; after more torchrun is asked to end the ranks
-)
+# Ctrl-C: the first asks to save, the second to end; after more torchrun is asked to end the ranks.
+_INTERRUPTS_PASSED_ON = 2
 
 
 def end_with_parent(number: int, parent: int | None = None) -> None:

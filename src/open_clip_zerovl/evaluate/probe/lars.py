@@ -30,6 +30,7 @@ from tqdm import tqdm
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import save_atomically
 from open_clip_zerovl.core.randomness import STREAMS_VERSION, Purpose, stream_seed
+from open_clip_zerovl.core.rates import warmup_cosine
 from open_clip_zerovl.data.labelled import ProbeSet
 from open_clip_zerovl.evaluate.accuracy import class_indices
 from open_clip_zerovl.evaluate.probe.features import (
@@ -92,10 +93,7 @@ def lars(head: nn.Sequential, settings: LarsSettings) -> Lars:
 
 def learning_rate(step: int, steps: int, base: float, warmup_share: float) -> float:
     """The learning rate of step 0..steps-1: linear warm-up to `base` over `warmup_share` of the steps, then a cosine to 0."""
-    warmup = round(warmup_share * steps)
-    if step < warmup:
-        return base * (step + 1) / warmup
-    return base * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+    return warmup_cosine(step, steps, base, round(warmup_share * steps))
 
 
 def train_lars(
