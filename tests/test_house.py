@@ -123,7 +123,7 @@ def test_the_page_names_every_room():
     ("module", "line", "sentence"),
     [
         ("shards.members", "from open_clip_zerovl.data.sources import Source", "does not stand below shards"),
-        ("data.sources", "from open_clip_zerovl.prepare.pack import run", "does not stand below data"),
+        ("data.sources", "from open_clip_zerovl.prepare.pack import packing", "does not stand below data"),
         ("core.errors", "def f():\n    import training.main", "does not stand below core"),
         ("shards.members", "from open_clip_zerovl.shards.index import TarIndex", "in a circle"),
     ],

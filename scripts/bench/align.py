@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from open_clip_zerovl.align.heads import Heads
-from open_clip_zerovl.align.settings import Recipe
+from open_clip_zerovl.align.request import Recipe
 from open_clip_zerovl.align.train import chunk_rows, make_loss, make_optimizer, take_step
 from open_clip_zerovl.core.memory import PeakBytes
 from open_clip_zerovl.report.tables import markdown_table

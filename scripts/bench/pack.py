@@ -18,7 +18,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from open_clip_zerovl.prepare.pack import run
+from open_clip_zerovl.prepare.pack import packing
 from open_clip_zerovl.prepare.public.gather import Work
 from open_clip_zerovl.prepare.public.pictures import Encoding, encode_picture
 from open_clip_zerovl.shards.members import image_of, read_samples
@@ -54,19 +54,19 @@ def alone(pictures: Sequence[bytes], longer_side_px: int | None) -> dict[str, fl
 def packed(folder: Path, out: Path, longer_side_px: int | None, threads: int) -> tuple[float, float, float]:
     """CPU seconds of a call; seconds, and CPU seconds, from the last picture to its end."""
     ends: list[tuple[float, float]] = []
-    collected = run.Collecting.run
+    collected = packing.Collecting.run
 
-    def timed(self: run.Collecting) -> None:
+    def timed(self: packing.Collecting) -> None:
         collected(self)
         ends.append((time.perf_counter(), time.process_time()))
 
-    run.Collecting.run = timed  # type: ignore[method-assign]
+    packing.Collecting.run = timed  # type: ignore[method-assign]
     begin = time.process_time()
     try:
-        settings = run.PackSettings(max_side_px=longer_side_px, test_share=0.1)
-        run.pack([str(folder)], out, settings, work=Work(threads=threads, progress=False))
+        settings = packing.PackSettings(max_side_px=longer_side_px, test_share=0.1)
+        packing.pack([str(folder)], out, settings, work=Work(threads=threads, progress=False))
     finally:
-        run.Collecting.run = collected  # type: ignore[method-assign]
+        packing.Collecting.run = collected  # type: ignore[method-assign]
     (last, last_cpu), cpu = ends[0], time.process_time()
     return cpu - begin, time.perf_counter() - last, cpu - last_cpu
 

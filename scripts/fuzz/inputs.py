@@ -32,7 +32,7 @@ from open_clip_zerovl.data.clusters import Clustering, save_clustering
 from open_clip_zerovl.data.collection import open_collection
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.embeddings.encoder import FrozenModel
-from open_clip_zerovl.evaluate.search.run import embed_collection
+from open_clip_zerovl.evaluate.search.ranking import embed_collection
 from open_clip_zerovl.shards import index as tar_index
 from training.resume import Position, entry_of
 

@@ -33,11 +33,11 @@ from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.embeddings.store import Store
-from open_clip_zerovl.evaluate.search.run import embed_collection
+from open_clip_zerovl.evaluate.search.ranking import embed_collection
 from open_clip_zerovl.models.build import check_model
 from open_clip_zerovl.models.model_file import register_model_file
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
-from open_clip_zerovl.prepare.pack.run import pack
+from open_clip_zerovl.prepare.pack.packing import pack
 from open_clip_zerovl.prepare.public.gather import Work
 from open_clip_zerovl.prepare.public.index import check_shards, index_shards
 from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, encode_picture

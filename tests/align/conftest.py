@@ -13,7 +13,7 @@ from PIL import Image
 from timm.models._hub import save_for_hf
 from transformers import AutoConfig, AutoModel
 
-from open_clip_zerovl.align.settings import AlignRequest
+from open_clip_zerovl.align.request import AlignRequest
 from support.tars import write_tar
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_bert, write_run
 

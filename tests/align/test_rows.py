@@ -11,8 +11,8 @@ import torch
 from open_clip_zerovl.align import rows as rows_module
 from open_clip_zerovl.align.encoders import open_tower
 from open_clip_zerovl.align.order import epoch_captions, epoch_order
+from open_clip_zerovl.align.request import AlignFlags
 from open_clip_zerovl.align.rows import Features, Sources, cut_captions, embed_tower, identity, make_pairs, open_sources
-from open_clip_zerovl.align.settings import AlignFlags
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.embeddings import reading as reading_module

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from open_clip_zerovl.align.run import run_align
+from open_clip_zerovl.align.alignment import run_align
 from open_clip_zerovl.checkpoints.loading import Encoder, load_model
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError

@@ -24,9 +24,9 @@ from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.files import locked
 from open_clip_zerovl.core.launch import CPU_MICRO_BATCH
 from open_clip_zerovl.finetune.data import open_sources
+from open_clip_zerovl.finetune.finetuning import _announce, _before, _micro_batch_that_fits
+from open_clip_zerovl.finetune.proposal import Facts, choose_settings
 from open_clip_zerovl.finetune.request import Prepared, Request
-from open_clip_zerovl.finetune.run import _announce, _before, _micro_batch_that_fits
-from open_clip_zerovl.finetune.settings import Facts, choose_settings
 from open_clip_zerovl.models.build import with_text_model
 from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.writing import write_retrieval_set as write_packed_set

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.finetune.settings import AS_ASKED, Facts, as_flags, choose_settings, split_batch
+from open_clip_zerovl.finetune.proposal import AS_ASKED, Facts, as_flags, choose_settings, split_batch
 from open_clip_zerovl.recipe.arguments import as_arguments, parse_settings, settings_of
 from training.params import parse
 

@@ -22,6 +22,7 @@ from open_clip_zerovl.data.clusters import Clustering, save_clustering
 from open_clip_zerovl.plan import estimate as plan_estimate
 from open_clip_zerovl.plan import measure as plan_measure
 from open_clip_zerovl.plan import model as plan_model
+from open_clip_zerovl.plan.batching import PlanSettings, choose_batching
 from open_clip_zerovl.plan.data import check_data, schedule_steps
 from open_clip_zerovl.plan.estimate import UTILISATION, count_costs
 from open_clip_zerovl.plan.gpus import (
@@ -37,7 +38,6 @@ from open_clip_zerovl.plan.gpus import (
 from open_clip_zerovl.plan.make import Plan, make_plan
 from open_clip_zerovl.plan.model import build
 from open_clip_zerovl.plan.report import WIDTH, report
-from open_clip_zerovl.plan.settings import PlanSettings, choose_batching
 from support import ROOT
 from support.tars import png, write_source, write_tar
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, bert_text, register, write_bert, write_retrieval_set

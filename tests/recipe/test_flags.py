@@ -14,7 +14,7 @@ from open_clip_zerovl.cli.plan import parse_plan
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import flags_of
 from open_clip_zerovl.core.releases import OPENCLIP_V4, line_here
-from open_clip_zerovl.plan.settings import PlanFlags, PlanSettings
+from open_clip_zerovl.plan.batching import PlanFlags, PlanSettings
 from open_clip_zerovl.recipe.arguments import check_known, open_clip_options
 from open_clip_zerovl.recipe.flags import SECTIONS, AllFlags, OpenClipFlags, RecipeConfig, contradicted
 from support import ROOT

@@ -12,9 +12,9 @@ from open_clip.loss import SigLipLoss
 from open_clip_zerovl.core.randomness import Purpose, seed_step, stream_seed
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
+from open_clip_zerovl.plan.batching import PlanSettings
 from open_clip_zerovl.plan.measure import Stepper
 from open_clip_zerovl.plan.model import PlannedModel, build
-from open_clip_zerovl.plan.settings import PlanSettings
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import parameter_groups

@@ -10,7 +10,7 @@ from open_clip_zerovl.core.lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "open_clip_zerovl.align.run": ["run_align"],
-        "open_clip_zerovl.align.settings": ["AlignFlags", "AlignRequest"],
+        "open_clip_zerovl.align.alignment": ["run_align"],
+        "open_clip_zerovl.align.request": ["AlignFlags", "AlignRequest"],
     },
 )

@@ -24,7 +24,7 @@ from PIL import Image
 from torch import Tensor
 
 from open_clip_zerovl.align.encoders import Tower
-from open_clip_zerovl.align.settings import AlignFlags
+from open_clip_zerovl.align.request import AlignFlags
 from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import Purpose, stream_seed

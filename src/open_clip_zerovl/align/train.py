@@ -19,8 +19,8 @@ from torch import Tensor
 
 from open_clip_zerovl.align.heads import Heads
 from open_clip_zerovl.align.order import epoch_captions, epoch_order
+from open_clip_zerovl.align.request import Recipe
 from open_clip_zerovl.align.rows import Features, Pairs
-from open_clip_zerovl.align.settings import Recipe
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.core.files import UNREADABLE, save_atomically
 from open_clip_zerovl.core.memory import available_bytes

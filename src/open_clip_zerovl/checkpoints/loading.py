@@ -23,7 +23,7 @@ from open_clip.transform import PreprocessCfg, image_transform_v2
 from safetensors import SafetensorError
 from torch import Tensor
 
-from open_clip_zerovl.checkpoints.settings import EncoderFlags
+from open_clip_zerovl.checkpoints.encoder_flags import EncoderFlags
 from open_clip_zerovl.checkpoints.spec import ModelSpec, named_model_spec, read_model_spec, write_config
 from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, no_alarm, read_state_dict, unpickling_reason
 from open_clip_zerovl.core.errors import UserError, first_line

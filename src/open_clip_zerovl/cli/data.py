@@ -25,8 +25,8 @@ class _PackWork(Work):
 
 def pack(parser: argparse.ArgumentParser) -> Run:
     """`zerovl data pack`."""
+    from open_clip_zerovl.prepare.pack.packing import PackSettings
     from open_clip_zerovl.prepare.pack.rows import Columns
-    from open_clip_zerovl.prepare.pack.run import PackSettings
 
     parser.description = (
         "Pictures and captions in the form in which they are, to webdataset shards with sizes.json, a held-out set and a "
@@ -52,7 +52,7 @@ def pack(parser: argparse.ArgumentParser) -> Run:
     add_settings(parser.add_argument_group("work"), _PackWork, Limits, without=("part",))
 
     def run(arguments: argparse.Namespace) -> None:
-        from open_clip_zerovl.prepare.pack.run import pack as pack_inputs
+        from open_clip_zerovl.prepare.pack.packing import pack as pack_inputs
 
         settings = settings_from(
             PackSettings,

@@ -104,7 +104,7 @@ def linear_probe(parser: argparse.ArgumentParser) -> Run:
     add_settings(parser, LarsSettings)
 
     def run(arguments: argparse.Namespace) -> None:
-        from open_clip_zerovl.evaluate.probe.run import run_linear_probe
+        from open_clip_zerovl.evaluate.probe.linear_probe import run_linear_probe
 
         settings = settings_from(LarsSettings, arguments)
         arguments.batch_size = arguments.micro_batch
@@ -199,7 +199,7 @@ def search(parser: argparse.ArgumentParser) -> Run:
     add_settings(parser, SearchSettings)
 
     def run(arguments: argparse.Namespace) -> None:
-        from open_clip_zerovl.evaluate.search.run import run_search
+        from open_clip_zerovl.evaluate.search.ranking import run_search
 
         settings = settings_from(SearchSettings, arguments, words=arguments.words)
         run_search(encoders_of(arguments), arguments.data, settings)

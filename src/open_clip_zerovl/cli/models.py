@@ -10,16 +10,16 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from open_clip_zerovl.align.settings import AlignFlags
-from open_clip_zerovl.checkpoints.settings import EncoderFlags
+from open_clip_zerovl.align.request import AlignFlags
+from open_clip_zerovl.checkpoints.encoder_flags import EncoderFlags
 from open_clip_zerovl.cli.program import Run
 from open_clip_zerovl.cli.shared import MODEL, add_encoder, encoder_of, own_model
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import add_settings, positive, redeclared, settings_from, share
-from open_clip_zerovl.distill.settings import TeacherFlags
+from open_clip_zerovl.distill.teacher_flags import TeacherFlags
 from open_clip_zerovl.evaluate.settings import PLAIN_ALPHA, CurveFlags, RetrievalSettings
 from open_clip_zerovl.finetune.flags import SETS, FinetuneFlags
-from open_clip_zerovl.prepare.settings import ClusterSettings
+from open_clip_zerovl.prepare.cluster_flags import ClusterSettings
 
 
 def finetune(parser: argparse.ArgumentParser) -> Run:
@@ -55,8 +55,8 @@ def finetune(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("training", nargs="*", metavar="-- FLAGS", help="training flags")
 
     def run(arguments: argparse.Namespace) -> None:
+        from open_clip_zerovl.finetune.finetuning import run_finetune
         from open_clip_zerovl.finetune.request import Request
-        from open_clip_zerovl.finetune.run import run_finetune
         from open_clip_zerovl.recipe.arguments import parse_settings, settings_of
 
         request = settings_from(
@@ -299,7 +299,7 @@ def cluster(parser: argparse.ArgumentParser) -> Run:
     add_encoder(parser, _ClusterEncoder)
 
     def run(arguments: argparse.Namespace) -> None:
-        from open_clip_zerovl.prepare.clusters.run import cluster_source
+        from open_clip_zerovl.prepare.clusters.cluster_source import cluster_source
 
         encoder, settings = encoder_of(arguments, arguments.model), settings_from(ClusterSettings, arguments)
         cluster_source(arguments.data, encoder, arguments.out, settings)
@@ -366,8 +366,8 @@ def align(parser: argparse.ArgumentParser) -> Run:
     add_settings(parser, AlignFlags)
 
     def run(arguments: argparse.Namespace) -> None:
-        from open_clip_zerovl.align.run import run_align
-        from open_clip_zerovl.align.settings import AlignRequest
+        from open_clip_zerovl.align.alignment import run_align
+        from open_clip_zerovl.align.request import AlignRequest
         from open_clip_zerovl.finetune.data import find_data
 
         found = find_data(arguments.data)

@@ -28,9 +28,9 @@ class _Parser(argparse.ArgumentParser):
 def run_plan(words: Sequence[str]) -> int:
     """Print the plan of a training with these words; 1 if something is missing."""
     values = parse_plan(words)
+    from open_clip_zerovl.plan.batching import PlanSettings
     from open_clip_zerovl.plan.make import make_plan
     from open_clip_zerovl.plan.report import report
-    from open_clip_zerovl.plan.settings import PlanSettings
 
     as_json = values.pop("json")
     settings = PlanSettings(**values)
@@ -78,7 +78,7 @@ def _is_flag(word: str) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from open_clip_zerovl.plan.settings import PlanFlags
+    from open_clip_zerovl.plan.batching import PlanFlags
 
     parser = _Parser(
         prog="zerovl plan",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from open_clip_zerovl.checkpoints.settings import EncoderFlags
+from open_clip_zerovl.checkpoints.encoder_flags import EncoderFlags
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import add_settings, settings_from
 

@@ -30,7 +30,7 @@ from open_clip_zerovl.core.files import check_writable
 from open_clip_zerovl.data.images import split_normalize
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.transforms import with_auto_augment
-from open_clip_zerovl.distill.settings import TeacherFlags
+from open_clip_zerovl.distill.teacher_flags import TeacherFlags
 from open_clip_zerovl.embeddings.embed import announce, embed, missing_units, require_room
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.fingerprint import describe_source

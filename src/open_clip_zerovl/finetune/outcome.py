@@ -17,8 +17,8 @@ from open_clip_zerovl.evaluate.interpolation.interpolate import CurveSettings, s
 from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet, write_gallery
 from open_clip_zerovl.evaluate.retrieval.score import score_set
 from open_clip_zerovl.finetune import data as pairs
+from open_clip_zerovl.finetune.proposal import Setting
 from open_clip_zerovl.finetune.request import Prepared, Request, Say
-from open_clip_zerovl.finetune.settings import Setting
 from open_clip_zerovl.finetune.training import Training
 from open_clip_zerovl.models.local_dir import LOCAL_DIR
 from open_clip_zerovl.report.html import write_page

@@ -6,6 +6,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "open_clip_zerovl.plan.make": ["Plan", "make_plan"],
-        "open_clip_zerovl.plan.settings": ["PlanSettings"],
+        "open_clip_zerovl.plan.batching": ["PlanSettings"],
     },
 )

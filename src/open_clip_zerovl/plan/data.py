@@ -17,7 +17,7 @@ from open_clip_zerovl.data.names import NAME
 from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.schedule import Batching, few_steps
 from open_clip_zerovl.data.sources import Source, count_tar_samples, parse_sources
-from open_clip_zerovl.plan.settings import PlanSettings
+from open_clip_zerovl.plan.batching import PlanSettings
 from open_clip_zerovl.shards.urls import local_path
 from open_clip_zerovl.shards.writing import read_sizes
 

@@ -25,12 +25,12 @@ from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.dga.retain import AUTO_SHARE
 from open_clip_zerovl.distill.opening import open_teachers
 from open_clip_zerovl.models.local_dir import no_code_from_data
+from open_clip_zerovl.plan.batching import PlanFlags, PlanSettings, choose_batching
 from open_clip_zerovl.plan.data import DataCheck, Missing, check_data, schedule_steps
 from open_clip_zerovl.plan.estimate import UTILISATION, Costs, count_costs
 from open_clip_zerovl.plan.gpus import CPU_MICRO_BATCH, GIB, USABLE_SHARE, graphs_room, parse_hardware
 from open_clip_zerovl.plan.measure import StepTime, measure_step
 from open_clip_zerovl.plan.model import build, is_file_name, quiet, weights_to_fetch
-from open_clip_zerovl.plan.settings import PlanFlags, PlanSettings, choose_batching
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.recipe.step import precision_on
 

@@ -24,8 +24,8 @@ from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
+from open_clip_zerovl.plan.batching import PlanSettings
 from open_clip_zerovl.plan.model import PlannedModel
-from open_clip_zerovl.plan.settings import PlanSettings
 from open_clip_zerovl.recipe.step import MicroBatch, RecipeStep
 
 STEP_SECONDS = 30.0  # for timing steps, after the first

@@ -33,7 +33,7 @@ from open_clip_zerovl.models.build import (
     with_text_model,
 )
 from open_clip_zerovl.models.configs import ClipModel
-from open_clip_zerovl.plan.settings import PlanSettings
+from open_clip_zerovl.plan.batching import PlanSettings
 from open_clip_zerovl.recipe.apply import build_model
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import parameter_groups

@@ -39,8 +39,8 @@ from open_clip_zerovl.evaluate.probe.lars import (
     linear_head,
     train_lars,
 )
+from open_clip_zerovl.evaluate.probe.linear_probe import confusion_picture
 from open_clip_zerovl.evaluate.probe.logistic import fit_logistic, middle_of_best, stratified_fifth
-from open_clip_zerovl.evaluate.probe.run import confusion_picture
 from support.tars import png, write_tar
 
 COLOURS = {"red": (200, 40, 40), "green": (40, 200, 40), "blue": (40, 40, 200)}

@@ -18,7 +18,7 @@ from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.embeddings import reading
 from open_clip_zerovl.embeddings.encoder import FrozenModel
-from open_clip_zerovl.evaluate.search.run import SearchSettings, nearest, run_search
+from open_clip_zerovl.evaluate.search.ranking import SearchSettings, nearest, run_search
 from support.tars import add_file
 from support.tiny_clip import picture
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from open_clip_zerovl.prepare.pack.run import PackSettings, pack
+from open_clip_zerovl.prepare.pack.packing import PackSettings, pack
 from open_clip_zerovl.prepare.public.gather import Work
 
 QUIET = Work(threads=4, progress=False)

@@ -17,7 +17,7 @@ import pytest
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.prepare.pack import run
+from open_clip_zerovl.prepare.pack import packing
 from open_clip_zerovl.prepare.pack.report import lines
 from open_clip_zerovl.prepare.pack.rows import Columns
 from open_clip_zerovl.prepare.public.gather import Work
@@ -425,7 +425,7 @@ def test_the_command_line_ends_in_the_command_to_type(tmp_path, capsys, monkeypa
     # Before torch is loaded: in a moment, then, and with the name that was meant.
     assert main(["data", "pack", "my pts", "--out", "out"]) == 2
     assert "my pts does not exist; did you mean my pets?" in capsys.readouterr().err
-    program = "import open_clip_zerovl.prepare.pack.run, sys; sys.exit('torch' in sys.modules)"
+    program = "import open_clip_zerovl.prepare.pack.packing, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
@@ -445,9 +445,9 @@ def test_the_progress_bar_counts_every_row(packed, tmp_path, capsys):
 
 
 def test_work_that_takes_long_is_announced(capsys, monkeypatch):
-    monkeypatch.setattr(run, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(packing, "SILENT_SECONDS", 0.05)
     for seconds, printed in ((0.5, "counting ...\n"), (0, "")):
-        with run.announced("counting", True):
+        with packing.announced("counting", True):
             time.sleep(seconds)
         assert capsys.readouterr().err == printed
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.prepare.pack import collect, run, write
+from open_clip_zerovl.prepare.pack import collect, packing, write
+from open_clip_zerovl.prepare.pack.packing import PackSettings, pack
 from open_clip_zerovl.prepare.pack.rows import Columns
-from open_clip_zerovl.prepare.pack.run import PackSettings, pack
 from open_clip_zerovl.prepare.public.gather import Gathering, Work
 from open_clip_zerovl.prepare.public.manifest import sole_writer
 from support.hostile_server import hostile_server
@@ -56,9 +56,9 @@ def undisturbed(tmp_path_factory):
         (write.manifest, "write_recorded_shard", 3),
         (write.manifest, "write_record", 2),
         (write, "write_atomically", 0),
-        (run.reports, "write_refused", 0),
-        (run, "write_atomically", 2),
-        (run.shutil, "rmtree", 0),
+        (packing.reports, "write_refused", 0),
+        (packing, "write_atomically", 2),
+        (packing.shutil, "rmtree", 0),
     ],
 )
 def test_a_kill_at_any_step_is_mended(module, name, call, undisturbed, tmp_path, monkeypatch):
@@ -116,13 +116,13 @@ def test_a_retry_that_is_killed_is_mended_by_any_call(packed, tmp_path, monkeypa
 
 def test_a_picture_that_changes_meanwhile_ends_the_call(packed, tmp_path, monkeypatch):
     given = as_folder(tmp_path / "in", make_pairs(8))
-    original = run.hold_out
+    original = packing.hold_out
 
     def changing(store, share):
         (given / "a/000.png").write_bytes(picture(77))
         original(store, share)
 
-    monkeypatch.setattr(run, "hold_out", changing)
+    monkeypatch.setattr(packing, "hold_out", changing)
     with pytest.raises(UserError, match=r"a/000.png has changed since it was read: leave the inputs as they are"):
         packed(given)
 
@@ -136,7 +136,7 @@ def test_threads_do_not_change_the_bytes(undisturbed, tmp_path):
 def test_one_process_writes_a_folder(packed, tmp_path, monkeypatch):
     given = as_csv(tmp_path / "in", make_pairs(6))
     with monkeypatch.context() as patch:
-        kill_in(patch, run.reports, "summarize", 0)
+        kill_in(patch, packing.reports, "summarize", 0)
         with pytest.raises(Killed):
             packed(given)
     held = sole_writer(tmp_path / "out/.pack", "pack")

@@ -8,9 +8,9 @@ import shlex
 import pytest
 
 from open_clip_zerovl.finetune.data import find_data
+from open_clip_zerovl.prepare.pack.packing import PackSettings, pack
 from open_clip_zerovl.prepare.pack.report import commands
 from open_clip_zerovl.prepare.pack.rows import Columns
-from open_clip_zerovl.prepare.pack.run import PackSettings, pack
 from open_clip_zerovl.prepare.public.gather import Work
 from support.pairs import as_csv, make_pairs
 from support.programs import COMMON, launch

@@ -38,9 +38,9 @@ from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.fingerprint import describe_source
 from open_clip_zerovl.embeddings.sources import SourceSamples
 from open_clip_zerovl.embeddings.store import ArraySpec, Manifest, Rows, Store, difference, read_manifest
+from open_clip_zerovl.prepare.cluster_flags import ClusterSettings as ClusterSettings
 from open_clip_zerovl.prepare.clusters.folders import train_data, write_clusters, write_previews
 from open_clip_zerovl.prepare.clusters.kmeans import dissolve_small, size_report, size_text, spherical_kmeans
-from open_clip_zerovl.prepare.settings import ClusterSettings as ClusterSettings
 from open_clip_zerovl.shards.index import open_index
 from open_clip_zerovl.shards.members import ShardError
 from open_clip_zerovl.shards.urls import local_path

@@ -19,8 +19,8 @@ from open_clip_zerovl.align.encoders import Tower, open_tower
 from open_clip_zerovl.align.export import check_together, export_aligned
 from open_clip_zerovl.align.heads import GATED_ALONE, Heads, check_head
 from open_clip_zerovl.align.page import write_align_page
+from open_clip_zerovl.align.request import AlignRequest, Recipe
 from open_clip_zerovl.align.rows import Features, cut_captions, embed_tower, make_pairs, open_sources
-from open_clip_zerovl.align.settings import AlignRequest, Recipe
 from open_clip_zerovl.align.train import Outcome, Task, chunk_rows, default_batch, default_epochs, train_heads
 from open_clip_zerovl.checkpoints.loading import choose_device
 from open_clip_zerovl.core.durations import duration

@@ -39,8 +39,8 @@ from open_clip_zerovl.evaluate.retrieval.metrics import recall_bounds
 from open_clip_zerovl.evaluate.settings import RetrievalSettings
 from open_clip_zerovl.finetune import data as pairs
 from open_clip_zerovl.finetune.outcome import RESULT, write_outcome
+from open_clip_zerovl.finetune.proposal import Facts, Setting, as_flags, choose_settings, split_batch
 from open_clip_zerovl.finetune.request import Prepared, Request, Say
-from open_clip_zerovl.finetune.settings import Facts, Setting, as_flags, choose_settings, split_batch
 from open_clip_zerovl.finetune.split import SPLIT_FILE, split_off
 from open_clip_zerovl.finetune.training import Training, train
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR
