@@ -1,4 +1,4 @@
-"""`zerovl data pack`: makes shards of inputs, or goes on with a call that was interrupted.
+"""`zerovl data pack`: makes shards of inputs, or continues with a call that was interrupted.
 
 Finished work is kept at three levels, so that a call may be killed at any moment: a picture in its spool (`.pack/`), a shard
 with its record, and `pack.json`, which marks the end of the work. The same inputs and settings give the same bytes.
