@@ -32,7 +32,7 @@ from open_clip_zerovl.recipe.optimizer import optimizer_step, parameter_groups
 GPU_BATCH = 32_768
 SMALLEST_BATCH = 256
 STEPS, EPOCHS = 2_000, (10, 200)  # of a training whose length nobody chose
-CHECKS = 20
+CHECKS = 20  # at most
 _MATRICES = 4  # of the logits' size that the loss holds at once, at most
 _ENCODED_AT_ONCE = 8192
 
@@ -189,7 +189,7 @@ def train_heads(
     if chunk is not None and (state.chunk is None or state.chunk > chunk):
         state.chunk = chunk  # less memory is free than there was; another chunk rounds in another way
     loss = make_loss(recipe, state.chunk)
-    every = max(1, recipe.epochs // CHECKS)
+    every = math.ceil(recipe.epochs / CHECKS)
     total, count = torch.zeros((), device=device), 0
     begin = time.monotonic() - state.seconds
     while not state.finished:
