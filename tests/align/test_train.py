@@ -140,6 +140,7 @@ def task():
         {},
         {"debiased_sampling": True, "loss": "siglip", "head": "mlp"},
         {"positives": "both", "cross_source_weight": 0.5, "head": "glu", "patience": 3},
+        {"feature_mixup": 0.5},
     ],
 )
 def test_a_training_that_was_killed_goes_on_to_the_same_bits(task, tmp_path, monkeypatch, changes):
@@ -212,6 +213,25 @@ def test_training_finds_what_the_two_sides_share_and_keeps_the_best_check(task, 
     )
     assert outcome.metrics["rsum"] > 400  # chance is 160
     assert {epoch: score for epoch, score, _ in checked}[outcome.best_epoch] == outcome.metrics["rsum"]
+
+
+def test_both_features_of_a_pair_are_mixed_by_one_weight_with_the_pair_opposite(task, tmp_path, monkeypatch):
+    seen = []
+
+    def kept(recipe):
+        monkeypatch.setattr(train_module, "take_step", lambda *given: seen.append(given[3]) or torch.zeros(()))
+        train_heads(task, replace(recipe, epochs=1), tmp_path / str(recipe.feature_mixup))
+
+    kept(RECIPE)
+    kept(replace(RECIPE, feature_mixup=0.5))
+    plain, mixed = seen[:10], seen[10:]
+    weights = []
+    for own, found in zip(plain, mixed, strict=True):
+        share = ((found[0] - own[0]).norm() / (own[0].flip(0) - own[0]).norm()).item()
+        for side in range(2):
+            assert torch.allclose(found[side], (1 - share) * own[side] + share * own[side].flip(0), rtol=0, atol=1e-5)
+        weights.append(share)
+    assert len(set(weights)) == 10 and 0 <= min(weights) < 0.2 < 0.8 < max(weights) <= 1
 
 
 def test_training_ends_where_the_held_out_recall_has_not_risen(task, tmp_path, monkeypatch):

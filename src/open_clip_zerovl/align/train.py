@@ -24,6 +24,7 @@ from open_clip_zerovl.align.rows import Features, Pairs
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.core.files import UNREADABLE, save_atomically
 from open_clip_zerovl.core.memory import available_bytes
+from open_clip_zerovl.core.randomness import Purpose, stream
 from open_clip_zerovl.core.rates import warmup_cosine
 from open_clip_zerovl.evaluate.retrieval.metrics import QueryRanks, recalls, retrieval_ranks
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
@@ -247,11 +248,15 @@ def _epoch(
     images, texts = everywhere(pairs.images), everywhere(shown)
     ids = {name: everywhere(numbers) for name, numbers in needed.items() if numbers is not None}
     total, steps = torch.zeros((), device=device), len(order)
+    alpha = recipe.feature_mixup
+    of_partner = stream(recipe.seed, Purpose.ALIGN_MIXUP, epoch).beta(alpha, alpha, steps) if alpha else None
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(recipe, epoch * steps + step, recipe.epochs * steps)
         own = {name: numbers[step] for name, numbers in ids.items()}
-        rows = task.images[images[step]], task.texts[texts[step]]
+        rows = [task.images[images[step]], task.texts[texts[step]]]
+        if of_partner is not None:  # partners are the batch in reverse, as in the recipe's mixup
+            rows = [row.lerp(row.flip(0), float(of_partner[step])) for row in rows]
         total += take_step(heads, optimizer, loss, rows, own)
     return total, steps
 

@@ -44,7 +44,7 @@ class Sigmoid:
         return each.sum(dim=1), each.sum(dim=0)
 
     def derivative(self, missed: Tensor, rows: slice) -> Tensor:
-        """N times the derivative of the loss by the logits (rows, N), in the memory of `missed`; the same for images and texts."""
+        """N times the derivative of the loss by the logits (rows, N), in the memory of `missed`; the same for both sides."""
         each = missed.sigmoid_()
         self._negate_positives(each, rows)
         return self._weigh(each, rows)

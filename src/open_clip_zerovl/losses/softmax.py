@@ -29,7 +29,7 @@ class Normaliser:
 
     @classmethod
     def of(cls, logits: Tensor, dim: int, out: Tensor | None = None) -> tuple[Normaliser, Tensor]:
-        """The normaliser, and the softmax before its division by `total`: in `out`, which may be the logits, or in new memory."""
+        """The normaliser, and the softmax before its division by `total`: in `out`, which may be the logits, or new memory."""
         maximum = logits.amax(dim=dim)
         exponentials = torch.sub(logits, maximum.unsqueeze(dim), out=out).exp_()
         return cls(maximum, exponentials.sum(dim=dim)), exponentials
