@@ -38,6 +38,7 @@ class Request(FinetuneFlags, CurveFlags):
             "--from": self.start.model,
             "--data": self.data,
             "--retrieval-data": self.retrieval_data,
+            "--context-length": self.context_length,
             "--seed": self.seed,
             **{f"--set {flag}": value for flag, value in self.given.items()},
         }
