@@ -182,8 +182,16 @@ def test_a_whole_fine_tuning_and_later_calls(made, tmp_path, capsys):
     assert "finished before" in again.err and again.out.endswith(said.out)
     assert main(arguments(made, out, "--set", "lr=1e-3")) == 2
     assert "with --set lr=5e-4, and this call asks for --set lr=1e-3; give" in capsys.readouterr().err
-    assert main(arguments(made, out, f"--kept=old={made / 'old'}", "--keep=0")) == 0
+    for number in range(12):
+        place = tmp_path / "things" / THINGS[number % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{number}.png").write_bytes(drawn(number).files["png"])
+    more = [f"--kept=old={made / 'old'}", "--keep=0", f"--zero-shot-data=things={tmp_path / 'things'}"]
+    assert main(arguments(made, out, *more)) == 0
     kept = capsys.readouterr().out
+    shares = json.loads((out / "finetune.json").read_text())["zero_shot"]["things"]
+    assert len(shares) == 3 and all(own["images"] == 12 for own in shares.values())
+    assert "Zero-shot top-1 on things (12 pictures, 2 classes, chance 50.0 %): before " in kept
     assert "old (kept)" in kept and "No --kept set" not in kept
     assert (out / "training.log").read_bytes() == log
 

@@ -92,6 +92,20 @@ def expand_shards(pattern: str) -> tuple[str, ...]:
             )
         return shards
     try:
-        return tuple(braceexpand.braceexpand(pattern))
+        shards = tuple(braceexpand.braceexpand(pattern))
+        _refuse_parquet(pattern, shards)
+        return shards
     except ValueError as error:  # its UnbalancedBracesError
         raise UserError(f"the braces of {pattern!r} do not match; write {{00000..00099}}") from error
+
+
+def _refuse_parquet(pattern: str, shards: tuple[str, ...]) -> None:
+    """UserError for parquet files, with the command that makes shards of their rows: only a tar has samples to seek."""
+    if not (found := [shard for shard in shards if shard.lower().endswith((".parquet", ".pq"))]):
+        return
+    remote, given = REMOTE.match(pattern), found[0] if len(shards) == 1 else os.path.dirname(found[0])
+    fetch = "fetch it (`hf download` for hf://), then " if remote else ""
+    raise UserError(
+        f"{pattern} is parquet, and training reads tars; {fetch}make shards of its rows with `zerovl data pack "
+        f"{'FILE' if remote else given} --out DIR`"
+    )

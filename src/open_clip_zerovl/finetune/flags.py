@@ -17,6 +17,12 @@ class FinetuneFlags:
         None, "held-out pairs (default: the set that comes with --data, else a part of it)", metavar=SETS
     )
     kept: str | None = flag(None, "retrieval sets of the ability to keep, such as coco=/data/coco", metavar=SETS)
+    zero_shot_data: str | None = flag(
+        None,
+        "labelled sets, new classes or ones to keep, whose zero-shot accuracy before and after is in the table (default: the "
+        "held-out set of class folders)",
+        metavar=SETS,
+    )
     context_length: int | None = flag(
         None,
         'read captions of N tokens, more than the model\'s (`zerovl train --context-length`); "before" is the model with '

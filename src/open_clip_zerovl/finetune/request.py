@@ -45,7 +45,8 @@ class Request(FinetuneFlags, CurveFlags):
 
     def of_curve(self) -> dict[str, Any]:
         """The arguments that decide the curve."""
-        return {"kept": self.kept, "alphas": list(self.alphas), "rule": self.rule, "keep": self.kept_share}
+        more = {} if self.zero_shot_data is None else {"zero-shot": self.zero_shot_data}
+        return {**more, "kept": self.kept, "alphas": list(self.alphas), "rule": self.rule, "keep": self.kept_share}
 
 
 @dataclass(frozen=True)
