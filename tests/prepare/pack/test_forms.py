@@ -263,7 +263,7 @@ def test_tokens_are_counted_as_open_clip_makes_them():
 
 
 def test_parquet_at_an_address_packs_as_the_files_do(packed, tmp_path):
-    """Pictures as Hugging Face stores them; a damaged row is refused and counted; a broken transfer goes on."""
+    """Pictures as Hugging Face stores them; a damaged row is refused and counted; a broken transfer is retried."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     pairs, rows = make_pairs(10), []
     for number, pair in enumerate(pairs):
@@ -279,7 +279,7 @@ def test_parquet_at_an_address_packs_as_the_files_do(packed, tmp_path):
         address = f"x={server.url('{0..1}.parquet')}"
         server.faults["1.parquet"] = ["cut:100"]
         assert packed(address, out="remote", **SPLIT)["refused"].keys() == found["refused"].keys()
-        assert server.requests == {"0.parquet": [0], "1.parquet": [0, 100]}
+        assert {name: len(asked) for name, asked in server.requests.items()} == {"0.parquet": 1, "1.parquet": 2}
         for tar in (tmp_path / "local").rglob("*.tar"):
             assert tar.read_bytes() == (tmp_path / "remote" / tar.relative_to(tmp_path / "local")).read_bytes()
         shutil.rmtree(tmp_path / "remote.parquet")
