@@ -160,7 +160,8 @@ def _before(request: Request, say: Say) -> str:
     if not (out / CONFIG_FILE).is_file():
         say(f"exporting {model} to {out}")
         spec = request.start.spec()
-        network, _, tokenizer, _ = replace(request.start, device="cpu").load()
+        loaded: Any = replace(request.start, device="cpu").load()
+        network, tokenizer = loaded[0], loaded[2]
         if length is not None:
             lengthen(network, length, tokenizer.context_length)
             spec.model_cfg["text_cfg"]["context_length"] = length
@@ -272,7 +273,9 @@ def _announce(prepared: Prepared, settings: Sequence[Setting], say: Say) -> None
         images = [number for number, own in enumerate(texts) for _ in own]
         best = recall_bounds([text for own in texts for text in own], images)["rsum_best"]
         if best < LOW_BEST:
-            say(f"note: {name}: {best_sentence(best)} Here: --set positives=caption.")
+            alone = any(source.classes for source in prepared.sources)
+            here = "Training does so by itself." if alone else "Here: --set positives=caption."
+            say(f"note: {name}: {best_sentence(best)} {here}")
     say("settings (--set FLAG=VALUE replaces one):")
     for setting in settings:
         say(str(setting))

@@ -105,7 +105,7 @@ def stretch_positions(model: Any, length: int) -> None:
     model.context_length = tower.context_length = tower.num_pos = length
 
 
-def _parameter(rows: Tensor, like: nn.Parameter) -> nn.Parameter:
+def _parameter(rows: Tensor, like: Tensor) -> nn.Parameter:
     return nn.Parameter(rows.detach(), requires_grad=like.requires_grad)
 
 
