@@ -138,6 +138,8 @@ class Run:
         if config.sampling is not None:
             logging.info(f"Opening {args.train_data}")
         self.inputs = data.open_inputs(config, args)
+        self.config = data.with_positives(config, self.inputs.sources)
+        args.positives = self.config.positives
         if rank != 0 or args.name is None:
             return
         self.lock = lock_folder(self.folder)
@@ -264,6 +266,8 @@ class Run:
             logging.info(f"Building {self.args.model}")
         created = model.create_model(self.config, self.args, self.model_name, pretrained, **options)
         self.model, transform_train, transform_eval, self.mixup = created
+        if self.config.context_length is not None:
+            self.args.force_context_length = self.config.context_length  # main's tokenizer, and exports by params.txt
         if self.own_step:
             model.check_contrastive(self.model, self.args.model)
         if self.config.active and self.args.rank == 0 and self.args.train_data and self.args.logs.lower() != "none":

@@ -23,7 +23,7 @@ from open_clip_zerovl.data.stats import EpochStats
 from open_clip_zerovl.models.configs import context_length_of
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.report.record import Record, read_record
-from open_clip_zerovl.report.run_page import PAGE, best_words, write_run_page
+from open_clip_zerovl.report.run_page import PAGE, accuracy_words, best_words, write_run_page
 from training.console import PROGRESS, Console
 
 REDRAW_SECONDS = 0.5
@@ -121,6 +121,10 @@ class RunLog:
         """Record an evaluation on the retrieval sets."""
         self._add("retrieval", epoch, metrics=metrics)
 
+    def zero_shot(self, epoch: int, metrics: Mapping[str, Mapping[str, float]]) -> None:
+        """Record an evaluation on the labelled sets."""
+        self._add("zero-shot", epoch, metrics=metrics)
+
     def eta(self, epoch: int, index: int) -> str:
         """The time that the rest of the steps takes at this process's mean pace; "" before it is known."""
         if self.facts is None or not self._steps_here:
@@ -190,7 +194,8 @@ class RunLog:
         checkpoint = os.path.join(folder, "checkpoints", f"epoch_{self.args.epochs}.pt")
         lines[0] += f" Checkpoint: {checkpoint}."
         if self._record is not None:
-            lines += filter(None, [best_words(read_record(folder)["retrieval"])])
+            record = read_record(folder)
+            lines += filter(None, [best_words(record["retrieval"]), accuracy_words(record["zero-shot"])])
         if page is not None:
             lines.append(f"Page of the run: {page}.")
         lines.append(f"Next: zerovl export {checkpoint} {os.path.join(folder, 'exported')}")

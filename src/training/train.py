@@ -49,7 +49,7 @@ def create_loss(
     Args:
         model: for open_clip's own function, where it takes one.
     """
-    asked = {name: getattr(config, name) for name in ("cross_source_weight", "positives")}
+    asked = {"cross_source_weight": config.cross_source_weight, "positives": config.positives or "pair"}
     if config.teacher is not None:
         asked |= {name: getattr(config, name) for name in ("distill_weight", "distill_temperature")}
     if args.siglip:

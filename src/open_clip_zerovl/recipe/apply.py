@@ -11,6 +11,8 @@ from torch import nn
 
 from open_clip_zerovl.data.transforms import with_auto_augment
 from open_clip_zerovl.models.build import create_model_and_transforms
+from open_clip_zerovl.models.configs import context_length_of
+from open_clip_zerovl.models.long_context import lengthen
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import constant_temperature
@@ -32,7 +34,7 @@ def build_model(
     Args:
         name, pretrained, options: as for `models.build.create_model_and_transforms`.
         seed: of mixup's draws.
-        start: loads starting weights, before towers are frozen.
+        start: loads starting weights, before positions are stretched and towers are frozen.
 
     Returns:
         model, training transform, evaluation transform, mixup if asked for.
@@ -43,6 +45,8 @@ def build_model(
     model, transform, evaluation = create_model_and_transforms(name, pretrained, **options)
     if start is not None:
         start(model)
+    if methods.context_length is not None:
+        lengthen(model, methods.context_length, context_length_of(name, model))
     transform, mixup = apply_methods(model, transform, methods, seed=seed)
     if not open_clip_locks_layers(model):
         model.lock_text_tower = partial(lock_text_layers, model)

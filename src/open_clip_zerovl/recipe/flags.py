@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
@@ -284,19 +284,23 @@ class LossFlags:
         ),
         planned=False,
     )
-    positives: str = flag(
-        "pair",
-        "samples that share the target evenly: those with the same caption, the same image, or either (both)",
+    positives: str | None = flag(
+        None,
+        "samples that share the target evenly: those with the same caption, the same image, or either (both) (default: caption "
+        "where a source was packed from folders of classes, else pair)",
         choices=POSITIVES,
         needs=(_NAMED_SOURCES,),
-        contradicts=(
-            _no_mixup("a mixed sample has two captions and pictures"),
-            Contradiction(
-                "--teacher with --distill-weight 1",
-                lambda given: given.teacher is not None and given.distill_weight == 1,
-                "the loss then has no contrastive part, whose targets these are; give a smaller --distill-weight",
-            ),
-            _DETACHED_GATHER,
+        contradicts=tuple(
+            replace(each, when=lambda given, when=each.when: given.positives != "pair" and when(given))  # type: ignore[misc]
+            for each in (
+                _no_mixup("a mixed sample has two captions and pictures"),
+                Contradiction(
+                    "--teacher with --distill-weight 1",
+                    lambda given: given.teacher is not None and given.distill_weight == 1,
+                    "the loss then has no contrastive part, whose targets these are; give a smaller --distill-weight",
+                ),
+                _DETACHED_GATHER,
+            )
         ),
         planned=False,
     )
@@ -384,6 +388,20 @@ class TowerFlags:
     )
     init_image: str | None = flag(None, "start the image tower from raw timm weights", metavar="FILE")
     init_text: str | None = flag(None, "start the text tower from raw HF weights", metavar="FILE|DIR")
+    context_length: int | None = flag(
+        None,
+        "read captions of N tokens, more than the model's: trained positions are stretched, the first 20 kept (Long-CLIP)",
+        metavar="N",
+        range=at_least(1),
+        contradicts=(
+            _beside(
+                "force_context_length",
+                "that is open_clip's, which builds a tower of N positions, shorter ones too, and interpolates all; give one",
+            ),
+            _beside("distill_model", "open_clip's teacher would get texts that are too long; leave one of them out"),
+            _beside("torchscript", "a scripted model keeps its shapes; leave one of them out"),
+        ),
+    )
     freeze: tuple[str, ...] = flag(
         (),
         "keep this tower and its projection constant (auxiliary encoder)",
@@ -522,8 +540,14 @@ class RetrievalFlags:
         "retrieval sets (CLIP_benchmark's layout, JSON@PICTURES, CSV@PICTURES) whose recall and RSUM are logged while training",
         metavar="NAME=DIR::...",
     )
+    zero_shot_data: str | None = flag(
+        None,
+        "labelled sets (folders of classes, CLIP_benchmark's layout) whose zero-shot accuracy is logged while training",
+        metavar="NAME=DIR::...",
+        planned=False,
+    )
     retrieval_frequency: int = flag(
-        1, "epochs between retrieval evaluations", metavar="EPOCHS", range=at_least(1, "epoch"), planned=False
+        1, "epochs between evaluations on these sets", metavar="EPOCHS", range=at_least(1, "epoch"), planned=False
     )
     retrieval_transform: str = flag(
         "checkpoint",
