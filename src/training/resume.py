@@ -13,6 +13,7 @@ import pickle
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import zip_longest
 from typing import Any
 
 import fsspec
@@ -285,6 +286,33 @@ def of_this_line(state: dict, model: torch.nn.Module, optimizer: torch.optim.Opt
         "state": {number: kept[id(p)] for number, p in enumerate(own) if id(p) in kept},
         "param_groups": optimizer.state_dict()["param_groups"],
     }
+
+
+def require_same_rates(checkpoint: dict, optimizer: torch.optim.Optimizer | None, path: str) -> None:
+    """UserError where the groups of a checkpoint's optimizer have other rates than this run's.
+
+    An optimizer that loads a state takes its rates without a word.
+
+    Args:
+        optimizer: of this run; None where it has open_clip's groups.
+    """
+    state = checkpoint.get("optimizer")
+    if not isinstance(state, dict):
+        return
+    own = [] if optimizer is None else optimizer.state_dict()["param_groups"]
+    saved, here = (
+        [(group.get("part"), group["lr_scale"]) for group in groups if "lr_scale" in group]
+        for groups in (state["param_groups"], own)
+    )
+    for before, now in zip_longest(saved, here):
+        if before is None or now is None or before[0] != now[0] or not math.isclose(before[1], now[1]):
+            words = [
+                "no such group" if each is None else f"{each[0]} at {each[1]:.3g} x --lr" for each in (before, now)
+            ]
+            raise UserError(
+                f"--resume {path} has {words[0]} where this run has {words[1]}: --lr-image, --lr-text, --lr-head or "
+                "--layer-decay are not as they were; give them as they were, or start a new run with --init-from"
+            )
 
 
 def _require_same_temperature(optimizer: dict, wanted: bool, path: str) -> None:

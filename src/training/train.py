@@ -33,6 +33,7 @@ from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
 from open_clip_zerovl.recipe.flags import AllFlags, RecipeConfig
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
+from open_clip_zerovl.recipe.optimizer import described_groups
 from open_clip_zerovl.recipe.step import MicroBatch, RecipeStep
 from training.checkpointing import StepCheckpoints
 from training.resume import Position
@@ -160,8 +161,21 @@ class Trainer:
             counted = list(zip(sources, taken, strict=True))
             bare = getattr(model, "module", model)
             from_checkpoint = args.resume if self.resumed is not None or epoch else None
+            groups = described_groups(optimizer)
             self.log.begin(
-                Facts(args, self.config, bare, loss, counted, loader.num_samples, steps, epoch, start, from_checkpoint)
+                Facts(
+                    args,
+                    self.config,
+                    bare,
+                    loss,
+                    counted,
+                    loader.num_samples,
+                    steps,
+                    epoch,
+                    start,
+                    from_checkpoint,
+                    groups,
+                )
             )
         for index, micro_batches in enumerate(self._groups(loader, start, steps), start=start):
             step = steps * epoch + index
