@@ -2,8 +2,8 @@
 
     python -m scripts.bench.lora [--rank 16] [--micro-batch 128] [--steps 4] [--rounds 15] [--out FILE.json]
 
-Trained numbers, AdamW's bytes and peak bytes of a step of K micro-batches are those of ViT-B/16 with BERT-base at 25 tokens under
-bf16, counted without computing (see `scripts.bench.memory`). The time is that of a step and AdamW's on the harness's small
+Trained numbers, AdamW's bytes and peak bytes of a step of K micro-batches are of of ViT-B/16 with BERT-base at 25 tokens and
+bf16, counted without computing (see `scripts.bench.memory`). The CPU time is that of a step and AdamW's on the harness's small
 model, as a ratio to the step of whole towers just before; median over rounds, with range.
 """
 
@@ -49,7 +49,7 @@ def counted(name: str, rank: int | None, micro_batch: int, steps: int) -> tuple[
 
 
 def ratios(name: str, rank: int, steps: int, rounds: int) -> list[float]:
-    """Seconds of a step with adapters over those of the step of whole towers before it."""
+    """CPU seconds of a step with adapters over those of the step of whole towers before it."""
     setups, ways = [], []
     for each in (None, rank):
         setup = Setup(model_of(name, each), torch.device("cpu"))
@@ -64,7 +64,7 @@ def ratios(name: str, rank: int, steps: int, rounds: int) -> list[float]:
         ways.append(way)
     batches = make_batches(name, setups[0].inner, [16] * steps, seed=0)
     times = [
-        [seconds(setup, way, batches, "wall") for setup, way in zip(setups, ways, strict=True)]
+        [seconds(setup, way, batches, "cpu") for setup, way in zip(setups, ways, strict=True)]
         for _ in range(rounds + 1)
     ]
     return [adapted / whole for whole, adapted in times[1:]]
@@ -90,7 +90,7 @@ def main() -> None:
             for label, rank, time in (("whole towers", None, times[0]), (f"--lora {args.rank}", args.rank, times[1]))
             for trained, moments, peak in (counted(large, rank, args.micro_batch, args.steps),)
         ]
-    header = ["", "trained", "AdamW's moments, GiB", "peak of a step with them, GiB", "time of a step"]
+    header = ["", "trained", "AdamW's moments, GiB", "peak of a step with them, GiB", "CPU time of a step"]
     write(rows, markdown_table(header, rows), args.out)
 
 
