@@ -19,6 +19,7 @@ from typing import Any
 import fsspec
 import torch
 
+from open_clip_zerovl.checkpoints.adapters import is_adapter
 from open_clip_zerovl.checkpoints.weights import unpickling_reason
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.core.files import UNREADABLE
@@ -338,4 +339,5 @@ def _require_same_model(state: dict, own: dict, path: str, model_name: str) -> N
             f"--resume {path} is a checkpoint of another model than --model {model_name}: {problems[0]}"
             + (f" (and {len(problems) - 1} more differences)" if len(problems) > 1 else "")
             + "; give the model it was trained with"
+            + (", and --lora and --lora-on as they were" if any(map(is_adapter, (*state, *own))) else "")
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import sys
@@ -44,6 +45,7 @@ from support.tiny_clip import (
     write_bert,
     write_run,
 )
+from training.resume import load_checkpoint
 
 
 def native_clip():
@@ -68,10 +70,10 @@ def adapted(make, rank=2, on="both"):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-@pytest.mark.parametrize("make", [bert_clip, native_clip])
-def test_gradients_under_decoupled_accumulation_are_exact(make, checkpointing):
+@pytest.mark.parametrize(("make", "on"), [(bert_clip, "both"), (bert_clip, "image"), (native_clip, "both")])
+def test_gradients_under_decoupled_accumulation_are_exact(make, on, checkpointing):
     """fp64, dropout and token drop on; without replay it fails. Of the towers, only adapters have gradients."""
-    model, micro_batches = adapted(make), batches([3, 2, 2])
+    model, micro_batches = adapted(make, on=on), batches([3, 2, 2])
     if checkpointing:
         model.set_grad_checkpointing()
     _, wanted = reference(model, ClipLoss(), micro_batches)
@@ -167,6 +169,8 @@ def test_a_merged_export_equals_the_adapted_model_and_stock_open_clip_loads_it(t
                 assert (getattr(other, encode)(inputs, normalize=True) - wanted).abs().max() <= 1e-6
         assert (before - wanted).abs().max() > 1e-3  # the adapters have an effect
     assert stock.logit_scale == model.logit_scale
+    with pytest.raises(UserError, match="another model .* and --lora and --lora-on as they were"):
+        load_checkpoint(base, argparse.Namespace(model=name), str(checkpoint))
     torch.save({"state_dict": model.state_dict()}, tmp_path / "bare.pt")
     with pytest.raises(UserError, match="holds adapters of --lora without their scale"):
         load_model(tmp_path / "bare.pt", model_name=name)
