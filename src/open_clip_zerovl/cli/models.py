@@ -15,11 +15,12 @@ from open_clip_zerovl.checkpoints.encoder_flags import EncoderFlags
 from open_clip_zerovl.cli.program import Run
 from open_clip_zerovl.cli.shared import MODEL, add_encoder, encoder_of, own_model
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.flags import add_settings, positive, redeclared, settings_from, share
+from open_clip_zerovl.core.flags import add_settings, flags_of, positive, redeclared, settings_from, share
 from open_clip_zerovl.distill.teacher_flags import TeacherFlags
 from open_clip_zerovl.evaluate.settings import PLAIN_ALPHA, CurveFlags, RetrievalSettings
 from open_clip_zerovl.finetune.flags import SETS, FinetuneFlags
 from open_clip_zerovl.prepare.cluster_flags import ClusterSettings
+from open_clip_zerovl.recipe.flags import TuningFlags
 
 
 def finetune(parser: argparse.ArgumentParser) -> Run:
@@ -50,6 +51,7 @@ def finetune(parser: argparse.ArgumentParser) -> Run:
         help="set or replace a training flag, or effective-batch; FLAG alone sets a switch, FLAG= removes a flag",
     )  # fmt: skip
     add_settings(parser, FinetuneFlags)
+    add_settings(parser.add_argument_group("as for train"), TuningFlags)
     add_settings(parser.add_argument_group("weights in between, as for interpolate"), CurveFlags)
     add_encoder(parser)
     parser.add_argument("training", nargs="*", metavar="-- FLAGS", help="training flags")
@@ -59,13 +61,21 @@ def finetune(parser: argparse.ArgumentParser) -> Run:
         from open_clip_zerovl.finetune.request import Request
         from open_clip_zerovl.recipe.arguments import parse_settings, settings_of
 
+        tuned = {
+            each.option.removeprefix("--"): (each.default, getattr(arguments, each.name))
+            for each in flags_of(TuningFlags)
+        }
         request = settings_from(
             Request,
             arguments,
             start=encoder_of(arguments, arguments.start),
             data=arguments.data,
             out=arguments.out.expanduser().absolute(),
-            given={**parse_settings(arguments.set), **settings_of(arguments.training)},
+            given={
+                **{flag: str(value) for flag, (default, value) in tuned.items() if value != default},
+                **parse_settings(arguments.set),
+                **settings_of(arguments.training),
+            },
         )
         run_finetune(request, say=lambda line: print(f"finetune: {line}", file=sys.stderr, flush=True))
 
