@@ -1,6 +1,5 @@
 """`DecoupledGradientAccumulation.loss`, whose backward pass a trainer calls (every kind of model: test_exact.py)."""
 
-import copy
 import re
 
 import pytest
@@ -10,12 +9,9 @@ from open_clip.loss import ClipLoss
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
-from support import ROOT
 from support.dga_reference import (
-    CONTEXT,
     SEED,
     TOLERANCE,
-    VOCABULARY,
     batches,
     bert_clip,
     error,
@@ -121,50 +117,3 @@ def test_weights_that_change_before_the_backward_pass_are_noticed(retain):
         loss.backward()
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(now, before) for now, before in zip(model.buffers(), buffers, strict=True))
-
-
-@pytest.mark.slow  # a training by two programs; the gradient of `loss` is tested above
-def test_the_documented_trainer_of_hugging_face(tmp_path):
-    """Its weights after three steps, one of a smaller batch, are those of its loss on the whole batch."""
-    pytest.importorskip("accelerate", reason="accelerate is not installed, which the trainer needs")
-    from transformers import CLIPConfig, CLIPModel, Trainer, TrainingArguments
-
-    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
-    text = sizes | dict(vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, bos_token_id=1, eos_token_id=2)
-    config = CLIPConfig(text_config=text, vision_config=sizes | dict(image_size=32, patch_size=16), projection_dim=8)
-    page = (ROOT / "docs" / "dga.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    scope = {"ContrastiveLoss": ContrastiveLoss, "DecoupledGradientAccumulation": DecoupledGradientAccumulation}
-    for name in ("HuggingFaceTowers", "LargeBatchTrainer"):
-        code = next(block for block in blocks if f"class {name}" in block)
-        exec(compile(code.replace("32", "3"), "docs/dga.md", "exec"), scope)
-
-    class Whole(Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            images = inputs.pop("pixel_values")
-            return ContrastiveLoss()(**scope["HuggingFaceTowers"](model)(images, inputs))
-
-    torch.manual_seed(0)
-    start = CLIPModel(config).double()
-    ids = torch.randint(3, VOCABULARY, (19, CONTEXT))
-    rows = [{"pixel_values": torch.randn(3, 32, 32).double(), "input_ids": row} for row in ids]
-    found = []
-    for kind in (Whole, scope["LargeBatchTrainer"]):
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path),
-            per_device_train_batch_size=8,
-            num_train_epochs=1,
-            learning_rate=1e-3,
-            save_strategy="no",
-            report_to="none",
-            use_cpu=True,
-            disable_tqdm=True,
-            remove_unused_columns=False,
-        )
-        trainer = kind(model=copy.deepcopy(start), args=arguments, train_dataset=rows)
-        trainer.train()
-        assert trainer.state.global_step == 3
-        found.append(dict(trainer.model.named_parameters()))
-    moved = max((found[0][name] - value).abs().max().item() for name, value in start.named_parameters())
-    assert moved > 1e-4
-    assert max((found[0][name] - found[1][name]).abs().max().item() for name in found[0]) < 1e-9

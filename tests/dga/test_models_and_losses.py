@@ -421,7 +421,7 @@ def test_hugging_face_models_in_the_documented_adapter(make, frozen):
         getattr(model.model, frozen).requires_grad_(False)
     generator = torch.Generator().manual_seed(1)
     micro_batches = [
-        (torch.randn(size, 3, 32, 32, generator=generator, dtype=torch.float64), tokenized(size, generator))
+        ({"pixel_values": torch.randn(size, 3, 32, 32, generator=generator).double()}, tokenized(size, generator))
         for size in (3, 2, 4)
     ]
     theirs, ours = (SigLipLoss(), SigmoidLoss()) if make is siglip else (ClipLoss(), ContrastiveLoss())
@@ -430,7 +430,11 @@ def test_hugging_face_models_in_the_documented_adapter(make, frozen):
         _, found = accumulated(model, ours, micro_batches, retain=retain)
         assert error(found, wanted) <= EXACT
     with pytest.raises(UserError, match="adapter .docs/dga.md"):
-        accumulated(seeded(make), ContrastiveLoss(), [(texts["input_ids"], images) for images, texts in micro_batches])
+        accumulated(
+            seeded(make),
+            ContrastiveLoss(),
+            [(texts["input_ids"], images["pixel_values"]) for images, texts in micro_batches],
+        )
 
 
 @pytest.mark.parametrize("image", [False, True], ids=["text", "both towers"])
