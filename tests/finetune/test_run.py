@@ -264,7 +264,7 @@ def test_a_killed_call_goes_on_and_ends_as_one_that_was_not(made, tmp_path, keep
     results = [json.loads((out / "finetune.json").read_text()) for out in (killed, whole)]
     assert ("90 new pairs and 20% old ones (22 of past): 1.25 times the samples" in results[0]["table"]) == keeps
     assert ("distillation from the model before" in results[0]["table"]) == keeps
-    assert ("past: 22 of 30 samples" in (whole / "training.log").read_text()) == keeps
+    assert ("112 samples an epoch: mine 90, past 22;" in (whole / "training.log").read_text()) == keeps
     assert results[0]["epochs"] == results[1]["epochs"] and results[0]["best epoch"] == results[1]["best epoch"]
     models = [open_clip.create_model_and_transforms(f"local-dir:{out / 'model'}")[0] for out in (killed, whole)]
     for key, tensor in models[0].state_dict().items():

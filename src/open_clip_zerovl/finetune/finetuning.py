@@ -71,8 +71,6 @@ def run_finetune(request: Request, *, say: Say) -> Path:
     with locked(out, busy=f"another process is fine-tuning in {out}; wait for it, or choose another --out"):
         _same_request(request)
         prepared = _prepare(request, say)
-        if request.keep_teacher:
-            store_teacher(request, prepared, say)
         settings, ranks = _settings(request, prepared, say)
         training = _training(request, prepared, settings, ranks)
         result = _read(out / RESULT)
@@ -81,6 +79,8 @@ def run_finetune(request: Request, *, say: Say) -> Path:
             print(result["table"])
             return out / "model"
         _announce(prepared, settings, say)
+        if request.keep_teacher and not training.is_over():
+            store_teacher(request, prepared, say)
         epoch, checkpoint = train(training, say)
         write_outcome(request, prepared, settings, training, epoch, checkpoint, say)
     return out / "model"
@@ -201,7 +201,8 @@ def _facts(request: Request, prepared: Prepared) -> Facts:
         WordAugment(_tokenizer(prepared.before)[0])
     except UserError:
         masks = False
-    return Facts(sum(sources.values()), sources, masks, gpus, bf16, usable_cores())
+    old = 0.0 if prepared.factors is None else request.share_kept
+    return Facts(sum(sources.values()), sources, masks, gpus, bf16, usable_cores(), old)
 
 
 def _tokenizer(before: str) -> tuple[Any, int]:
