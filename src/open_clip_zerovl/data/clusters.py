@@ -19,6 +19,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -239,6 +240,7 @@ class Clustering:
 def save_clustering(clustering: Clustering, out: Path) -> Path:
     """Write `assignment.npz` into the folder `out`, without pickle; returns its path."""
     path = out / ASSIGNMENT_FILE
+    copies: dict[str, Any] = {} if clustering.copies is None else {"copies": clustering.copies}
     with atomic_file(path) as file:
         np.savez_compressed(
             file,
@@ -249,7 +251,7 @@ def save_clustering(clustering: Clustering, out: Path) -> Path:
             labels=clustering.labels,
             distances=clustering.distances,
             centroids=clustering.centroids,
-            **({} if clustering.copies is None else {"copies": clustering.copies}),
+            **copies,
         )
     return path
 
