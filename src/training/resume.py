@@ -71,11 +71,11 @@ class Position:
         return Decision(**self.retained) if self.retained and same else None  # type: ignore[arg-type]
 
     def start_step(self, now: Position, steps: int = sys.maxsize) -> int:
-        """The step at which a run with the batching of `now` goes on. The log names approximations.
+        """The step at which a run with the batching of `now` continues. The log names approximations.
 
         Args:
             steps: of the epoch, as `now` divides it. With a larger effective batch, or less data, it may end before this
-                position: the run then goes on with the next epoch.
+                position: the run then continues with the next epoch.
 
         Raises:
             UserError: the position is in the middle of an epoch whose samples `now` would show in another order.

@@ -305,7 +305,7 @@ class Run:
         return found
 
     def newest_checkpoint(self, path: str, remote: bool = False) -> str | None:
-        """The file that `--resume latest` goes on from; None where there is none."""
+        """The file that `--resume latest` continues from; None where there is none."""
         return checkpointing.newest_whole(path, remote)
 
     def load_checkpoint(self, file_path: str, map_location: Any = None) -> dict:
@@ -398,7 +398,7 @@ def words_of_main(error: Exception) -> str | None:
 def lock_folder(folder: Path, wait_seconds: float = WAIT_SECONDS) -> int:
     """A descriptor that holds a lock on a run's folder until it is closed or this process ends: one process writes there.
 
-    A file system without locks is logged, and the run goes on without.
+    A file system without locks is logged, and the run continues without.
 
     Raises:
         UserError: another process holds the lock for longer than `wait_seconds`, or the folder cannot be written.

@@ -59,7 +59,7 @@ class RunLog:
     # -----------------------------------------------------------------------------------------------------------------
 
     def begin(self, facts: Facts) -> None:
-        """Print the summary, and open the record at the position where the run begins or goes on."""
+        """Print the summary, and open the record at the position where the run begins or continues."""
         if self.args.rank != 0:
             return
         self.facts = facts
@@ -231,8 +231,8 @@ class Facts:
         model: without DDP.
         sources: with the samples that an epoch takes of each; none for open_clip's own data.
         epoch_samples, steps: of an epoch.
-        epoch, start: where the run begins or goes on.
-        resumed: the checkpoint that it goes on from.
+        epoch, start: where the run begins or continues.
+        resumed: the checkpoint that it continues from.
     """
 
     args: argparse.Namespace

@@ -26,7 +26,7 @@ def finetune(parser: argparse.ArgumentParser) -> Run:
     """`zerovl finetune`."""
     parser.description = (
         "Chooses every setting for a thousand to some million pairs and says why; trains both towers, keeps the best epoch on "
-        "held-out pairs, and takes weights between before and after (WiSE-FT). The same call goes on where one was stopped."
+        "held-out pairs, and takes weights between before and after (WiSE-FT). The same call continues where one was stopped."
     )
     parser.epilog = (
         "Training flags (zerovl train --help) replace the chosen ones: --set lr=5e-6, or all of them after --."
@@ -260,7 +260,7 @@ def teacher(parser: argparse.ArgumentParser) -> Run:
     parser.description = (
         "Each picture under several augmentations (views) and each caption through one or several frozen models, kept on disk. "
         "Training with --teacher DIR shows the same views and distils from the embeddings. Give the augmentation and the image "
-        "size of the training to come. A call that was stopped goes on when it is made again."
+        "size of the training to come. A call that was stopped continues when it is made again."
     )
     parser.add_argument("models", nargs="+", metavar="MODEL", help="teachers, each as for retrieval")
     parser.add_argument("--train-data", required=True, metavar="NAME=SHARDS::...", help="named sources, as in training")
@@ -350,7 +350,7 @@ def align(parser: argparse.ArgumentParser) -> Run:
     """`zerovl align`."""
     parser.description = (
         "Encodes pairs once by frozen encoders and trains heads on the stored features: a retrieval model in the time of some "
-        "epochs of matrix products. The same call goes on where one was stopped."
+        "epochs of matrix products. The same call continues where one was stopped."
     )
     image = "timm:NAME or a folder of timm's, an exported folder, a checkpoint, NAME/TAG; several are compared"
     text = (

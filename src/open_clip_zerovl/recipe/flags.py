@@ -522,7 +522,7 @@ class CheckpointFlags:
 
     save_every_steps: int | None = flag(
         None,
-        "write a checkpoint every STEPS optimizer steps; --resume latest goes on exactly from the newest",
+        "write a checkpoint every STEPS optimizer steps; --resume latest continues exactly from the newest",
         metavar="STEPS",
         range=at_least(1, "step"),
         needs=(_NAMED_SOURCES, _OWN_STEP),

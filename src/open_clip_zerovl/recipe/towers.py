@@ -120,7 +120,7 @@ def lock_text_layers(model: nn.Module, unlocked_layers: int = 0, freeze_layer_no
         freeze_layer_norm: also lock the LayerNorms of locked layers.
 
     Raises:
-        UserError: a text tower that is not Hugging Face's or whose layers are not to be found, or too many layers.
+        UserError: a text tower that is not Hugging Face's or whose layers cannot be found, or too many layers.
     """
     transformer = getattr(getattr(model, "text", None), "transformer", None)
     if not isinstance(transformer, nn.Module) or not hasattr(transformer, "config"):
