@@ -76,7 +76,7 @@ def measure(batch: int, widths: Sequence[int], head: str, rounds: int, device: t
     ready = [held[index].float() for held in store]
 
     def gathered() -> list[Tensor]:
-        return [held[index].float().mul_(1.0) for held in store]
+        return [held.index_select(0, index).float().mul_(1.0) for held in store]
 
     ways: dict[str, Callable[[], Any]] = {
         "products": lambda: matrix_products(heads, ready),

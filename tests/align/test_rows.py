@@ -160,6 +160,9 @@ def test_captions_that_the_context_cuts_are_counted(home, sources):
     assert cut_captions(open_tower(f"hf:{home / 'bert'}", "text"), sources) == (240, 0)
     looked_at, cut = cut_captions(open_tower(f"hf:{home / 'bert'}", "text", context_length=8), sources)
     assert (looked_at, cut) == (240, 120)  # the second caption of each picture is nine tokens long, the first eight
+    tower = open_tower(f"hf:{home / 'bert'}", "text", context_length=8)
+    tower.tokenizer.tokenizer.pad_token = tower.tokenizer.tokenizer.sep_token  # a text ends as it is padded
+    assert cut_captions(tower, sources) == (240, 120)
 
 
 def test_a_picture_that_cannot_be_read_is_left_out(home, towers, tmp_path):

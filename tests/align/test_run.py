@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
+import shutil
 import subprocess
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
+from open_clip_zerovl.align import alignment
 from open_clip_zerovl.align.alignment import run_align
 from open_clip_zerovl.checkpoints.loading import Encoder, load_model
 from open_clip_zerovl.cli.program import main
@@ -72,12 +77,15 @@ def test_the_folder_has_the_recall_of_the_training_and_a_stranger_loads_it(reque
     assert record["pairings"][0]["metrics"] == result.outcome.metrics
 
 
-def test_the_command_writes_a_model_for_transformers_and_for_training(home, tmp_path, capsys):
+def test_the_command_writes_a_model_for_transformers_and_for_training(home, tmp_path, capsys, monkeypatch):
     """Native towers of open_clip: linear heads become CLIP's own projections."""
+    loaded = []
+    monkeypatch.setattr(alignment, "load_model", lambda name: loaded.append(name) or load_model(name))
     checkpoint = str(home / "native" / "checkpoints" / "epoch_1.pt")
     words = ["--image", checkpoint, "--text", checkpoint, "--data", f"a={home / 'a'}", "--out", str(tmp_path / "out")]
     words += ["--epochs", "2", "--batch-size", "16", "--embed-dim", "24", "--device", "cpu"]
     assert main(["align", *words]) == 0, capsys.readouterr().err
+    assert loaded == [checkpoint]  # once for both towers
     out = capsys.readouterr().out
     assert "held   10% of the pictures" in out and "50 samples; held out 10 pictures" in out
     folder = tmp_path / "out" / "model"
@@ -92,8 +100,54 @@ def test_the_command_writes_a_model_for_transformers_and_for_training(home, tmp_
     assert "takes" in (error := capsys.readouterr().err) or "a linear projection alone; give --head linear" in error
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("pool", "sentence"), [("cls", None), ("mean", "pools the text at the first token")])
+def test_transformers_dual_encoder_holds_linear_heads_on_its_encoders(request_of, tmp_path, capsys, pool, sentence):
+    """Slow: `test_transformers.py` has each part."""
+    run_align(request_of(tmp_path / "out", epochs=1, text_pool=pool), lambda line: None)
+    command = ["export", str(tmp_path / "out" / "model"), str(tmp_path / "hf"), "--format", "transformers"]
+    assert main(command) == (2 if sentence else 0)
+    if sentence:
+        assert sentence in capsys.readouterr().err
+    else:
+        config = json.loads((tmp_path / "hf" / "config.json").read_text())
+        assert config["architectures"] == ["VisionTextDualEncoderModel"]
+
+
+@pytest.mark.slow
+def test_a_training_goes_on_from_an_aligned_model(request_of, home, tmp_path):
+    """All parameters, in DGA steps of one source. Slow: a training program."""
+    run_align(request_of(tmp_path / "out", epochs=30, patience=0, batch_size=32, lr=1e-2), lambda line: None)
+    aligned = tmp_path / "out" / "model"
+    other = shutil.copytree(aligned, tmp_path / "other") / "open_clip_model.safetensors"  # the same form, other weights
+    save_file({name: torch.rand_like(value.float()) / 10 for name, value in load_file(other).items()}, other)
+    losses = []
+    for name, start in (("aligned", ["--init-from", str(aligned)]), ("other", [])):
+        words = ["--model", f"local-dir:{other.parent}", *start, "--train-data", f"a={home / 'a'}::b={home / 'b'}"]
+        words += ["--debiased-sampling", "--batch-size", "8", "--dga-steps", "2", "--epochs", "1", "--workers", "0"]
+        words += ["--precision", "fp32", "--device", "cpu", "--lr", "1e-4", "--name", name, "--log-every-n-steps", "1"]
+        command = [warm.python(), "-m", "open_clip_zerovl.cli", "train", *words]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        log = (tmp_path / "logs" / name / "out.log").read_text()
+        losses.append(float(re.findall(r"Contrastive_loss: ([\d.]+)", log)[0]))
+        assert len(re.findall(r"tensors  loaded", log)) == (5 if start else 0)  # both towers and projections, the scale
+    assert losses[0] < math.log(16) - 0.4 < losses[1]
+    before, after = (load_model(str(one))[0] for one in (aligned, tmp_path / "logs/aligned/checkpoints/epoch_1.pt"))
+    moved = {name for name, value in after.state_dict().items() if not torch.equal(value, before.state_dict()[name])}
+    assert all(
+        any(name.startswith(part) for name in moved) for part in ("visual.trunk", "visual.head", "text.transformer")
+    )
+
+
 def test_gated_heads_are_kept_and_refused_for_stock_by_name(request_of, tmp_path):
     said = []
+    (tmp_path / "out" / "model").mkdir(parents=True)
+    with pytest.raises(
+        UserError, match=r"--head glu writes no model, and .*/model is of other heads; give another --out"
+    ):
+        run_align(request_of(tmp_path / "out", head="glu"), said.append)
+    (tmp_path / "out" / "model").rmdir()
     (result,) = run_align(request_of(tmp_path / "out", head="glu"), said.append)
     assert not (tmp_path / "out" / "model").exists()
     assert sum("no tower of open_clip has a gated head" in line and "train --head mlp" in line for line in said) == 2
@@ -160,14 +214,21 @@ def test_parts_are_encoded_by_several_calls(request_of, tmp_path, monkeypatch):
             "--cross-source-weight needs batches of several sources",
         ),
         ({"lr": 0.0}, "--lr 0.0 is out of range"),
+        ({"feature_mixup": 1.0, "positives": "both"}, "--feature-mixup needs --positives pair"),
         ({"batch_size": 1000}, "zero steps of the effective batch of 1000"),
         ({"images": ("timm:nowhere",)}, "the encoder timm:nowhere cannot be loaded"),
     ],
 )
-def test_what_cannot_be_aligned_is_refused(request_of, home, tmp_path, changes, sentence):
-    changes = {key: value.format(home=home) if isinstance(value, str) else value for key, value in changes.items()}
+def test_what_cannot_be_aligned_is_refused_before_anything_is_encoded(
+    request_of, home, tmp_path, monkeypatch, changes, sentence
+):
+    def encoded(*_, **__):
+        raise AssertionError("refused too late")
+
+    monkeypatch.setattr(alignment, "embed_tower", encoded)
+    given = {key: value.format(home=home) if isinstance(value, str) else value for key, value in changes.items()}
     with pytest.raises(UserError, match=sentence):
-        run_align(request_of(tmp_path / "out", **changes), lambda line: None)
+        run_align(request_of(tmp_path / "out", **given), lambda line: None)
 
 
 def test_captions_that_are_cut_are_announced(request_of, tmp_path):

@@ -8,11 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import normalize
 
 from open_clip_zerovl.align import train as train_module
 from open_clip_zerovl.align.encoders import open_tower
 from open_clip_zerovl.align.export import export_aligned
 from open_clip_zerovl.align.heads import Heads
+from open_clip_zerovl.align.order import epoch_order
 from open_clip_zerovl.align.request import Recipe
 from open_clip_zerovl.align.rows import HeldOut, Pairs
 from open_clip_zerovl.align.train import (
@@ -29,6 +31,7 @@ from open_clip_zerovl.align.train import (
 )
 from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.schedule import MIXED
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.recipe.towers import freeze
 from support.fake_cuda import Waits, fake_cuda, to_fake_cuda
@@ -43,30 +46,33 @@ SCALES = (0.5, 2.0)  # powers of two: folding them into the weights rounds nothi
 
 
 @pytest.mark.parametrize(
-    ("head", "loss", "positives", "cross_source_weight"),
+    ("head", "loss", "positives", "cross_source_weight", "debiased"),
     [
-        ("linear", "clip", "pair", 1.0),
-        ("mlp", "clip", "both", 0.3),
-        ("mlp", "siglip", "caption", 1.0),
-        ("linear", "siglip", "pair", 0.5),
+        ("linear", "clip", "pair", 1.0, False),
+        ("mlp", "clip", "both", 0.3, False),
+        ("mlp", "siglip", "caption", 1.0, False),
+        ("linear", "siglip", "pair", 0.5, False),
+        ("linear", "clip", "both", 1.0, True),
+        ("mlp", "siglip", "image", 1.0, True),
     ],
 )
 def test_the_heads_gradient_is_that_of_a_step_with_frozen_towers(
-    home, tmp_path, head, loss, positives, cross_source_weight
+    home, tmp_path, head, loss, positives, cross_source_weight, debiased
 ):
     """In fp64: towers once and heads on their features, against DGA with two micro-batches through the exported model."""
+    order, of_step = epoch_order((7, 6), 6, sampling="debiased" if debiased else "random", seed=3, epoch=0)
+    batch = order[0]
+    assert (len(set((batch >= 7).tolist())) == 1) == debiased == (of_step[0] != MIXED)
     image, text = open_tower(f"timm:{home / 'timm'}", "image"), open_tower(f"hf:{home / 'bert'}", "text")
     heads = Heads(head, (image.width, text.width), 12, loss, seed=1)
     folder = export_aligned(tmp_path / "m", image, text, heads, head, SCALES, metrics={})
     recipe = replace(RECIPE, loss=loss, head=head, positives=positives, cross_source_weight=cross_source_weight)
     criterion = make_loss(recipe)
-    pixels = torch.randn(6, 3, 160, 160, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    tokens = text.tokenizer(TEXTS)
-    ids = {
-        "source": torch.tensor([0, 0, 1, 1, 1, 0]),
-        "caption": torch.tensor([5, 6, 5, 7, 8, 9]),
-        "image": torch.tensor([1, 2, 3, 3, 4, 5]),
-    }
+    pixels = torch.randn(13, 3, 160, 160, dtype=torch.float64, generator=torch.Generator().manual_seed(0))[batch]
+    tokens = text.tokenizer([TEXTS[number % 6] for number in batch])
+    of_sample = {"source": np.arange(13) >= 7, "caption": np.arange(13) % 6 % 5, "image": np.arange(13) // 2}
+    ids = {name: torch.from_numpy(numbers[batch]).long() for name, numbers in of_sample.items()}
+    assert all(len(ids[name].unique()) < 6 for name in ("caption", "image"))  # with positives to find
     heads.double()
     with torch.no_grad():
         features = image.module.double()(pixels) * SCALES[0], text.module.double()(tokens) * SCALES[1]
@@ -134,12 +140,13 @@ def task():
         {},
         {"debiased_sampling": True, "loss": "siglip", "head": "mlp"},
         {"positives": "both", "cross_source_weight": 0.5, "head": "glu", "patience": 3},
+        {"feature_mixup": 0.5},
     ],
 )
 def test_a_training_that_was_killed_goes_on_to_the_same_bits(task, tmp_path, monkeypatch, changes):
     recipe = replace(RECIPE, **changes)
     whole = train_heads(task, recipe, tmp_path / "whole")
-    monkeypatch.setattr(train_module, "CHECKS", 4)  # of 8 epochs, so that the kill loses one
+    monkeypatch.setattr(train_module, "CHECKS", 5)  # four of 8 epochs, so that the kill loses one
     whole = train_heads(task, recipe, tmp_path / "whole-4")
     stock, calls = train_module.take_step, []
 
@@ -198,10 +205,33 @@ def test_a_damaged_state_is_a_sentence(task, tmp_path):
 
 def test_training_finds_what_the_two_sides_share_and_keeps_the_best_check(task, tmp_path):
     checked = []
-    outcome = train_heads(task, replace(RECIPE, epochs=30), tmp_path, checked=lambda *one: checked.append(one))
-    assert checked == outcome.scores and outcome.metrics["rsum"] == max(score for _, score, _ in checked)
+    outcome = train_heads(task, replace(RECIPE, epochs=39), tmp_path, checked=lambda *one: checked.append(one))
+    assert (
+        len(checked) == 20
+        and checked == outcome.scores
+        and outcome.metrics["rsum"] == max(score for _, score, _ in checked)
+    )
     assert outcome.metrics["rsum"] > 400  # chance is 160
     assert {epoch: score for epoch, score, _ in checked}[outcome.best_epoch] == outcome.metrics["rsum"]
+
+
+def test_both_features_of_a_pair_are_mixed_by_one_weight_with_the_pair_opposite(task, tmp_path, monkeypatch):
+    seen = []
+
+    def kept(recipe):
+        monkeypatch.setattr(train_module, "take_step", lambda *given: seen.append(given[3]) or torch.zeros(()))
+        train_heads(task, replace(recipe, epochs=1), tmp_path / str(recipe.feature_mixup))
+
+    kept(RECIPE)
+    kept(replace(RECIPE, feature_mixup=0.5))
+    plain, mixed = seen[:10], seen[10:]
+    weights = []
+    for own, found in zip(plain, mixed, strict=True):
+        share = ((found[0] - own[0]).norm() / (own[0].flip(0) - own[0]).norm()).item()
+        for side in range(2):
+            assert torch.allclose(found[side], (1 - share) * own[side] + share * own[side].flip(0), rtol=0, atol=1e-5)
+        weights.append(share)
+    assert len(set(weights)) == 10 and 0 <= min(weights) < 0.2 < 0.8 < max(weights) <= 1
 
 
 def test_training_ends_where_the_held_out_recall_has_not_risen(task, tmp_path, monkeypatch):
@@ -266,6 +296,25 @@ def test_epochs_and_chunk_follow_from_steps_and_memory(monkeypatch):
     assert chunk_rows(32768, CPU) == 1024  # four matrices of 1024 x 32768 floats are half a GiB
     monkeypatch.setattr(train_module, "available_bytes", lambda device: None)
     assert chunk_rows(1 << 20, CPU) is None
+
+
+@pytest.mark.parametrize("kind", ["linear", "glu"])
+def test_the_embeddings_have_unit_length_and_its_gradient(kind):
+    """A row of zeros, which has no direction, is among them."""
+    heads = Heads(kind, (6, 5), 4).double()
+    rows = [torch.randn(3, width, dtype=torch.float64) for width in (6, 5)]
+    rows[0][1] = 0.0
+    found = heads(*rows)
+    expected = [normalize(head(x), dim=-1) for head, x in zip((heads.image, heads.text), rows, strict=True)]
+    weights = [torch.randn_like(one) for one in expected]
+    grads = [
+        torch.autograd.grad(
+            sum((one * w).sum() for one, w in zip(of, weights, strict=True)), list(heads.parameters())[1:]
+        )
+        for of in (found, expected)
+    ]
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-14) for a, b in zip(found, expected, strict=True))
+    assert all((a - b).norm() <= 1e-12 * b.norm() for a, b in zip(*grads, strict=True))
 
 
 def test_heads_start_by_seed_and_leave_the_process_generator_alone():

@@ -22,12 +22,13 @@ from open_clip_zerovl.align.page import write_align_page
 from open_clip_zerovl.align.request import AlignRequest, Recipe
 from open_clip_zerovl.align.rows import Features, cut_captions, embed_tower, make_pairs, open_sources
 from open_clip_zerovl.align.train import Outcome, Task, chunk_rows, default_batch, default_epochs, train_heads
-from open_clip_zerovl.checkpoints.loading import choose_device
+from open_clip_zerovl.checkpoints.loading import choose_device, load_model
 from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.core.flags import conflicts, out_of_range
 from open_clip_zerovl.core.memory import available_bytes
+from open_clip_zerovl.data.schedule import source_schedule
 from open_clip_zerovl.embeddings.store import Store
 from open_clip_zerovl.evaluate.bias.resampling import Measure, interval, mean_over, resampled
 from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, hit_probabilities, recall_bounds
@@ -129,9 +130,19 @@ class Alignment:
         require_matplotlib()
         self.sources = open_sources(request.train_data, request.held_out)
         self._require_sources(self.sources.names)
+        if request.batch_size:  # refused here if the data is too small even with the pictures that are held out
+            sizes = np.diff(self.sources.begins)[: self.sources.training].tolist()
+            source_schedule(
+                sizes, request.batch_size, strategy=request.sampling, seed=0, epoch=0, names=self.sources.names
+            )
+        if request.head == "glu" and (request.out / "model").exists():
+            raise UserError(
+                f"--head glu writes no model, and {request.out / 'model'} is of other heads; give another --out"
+            )
+        load = cache(load_model)
         options: dict[str, Any] = {"text_pool": request.text_pool, "context_length": request.context_length}
-        self.images = [open_tower(name, "image") for name in request.images]
-        self.texts = [open_tower(name, "text", **options) for name in request.texts]
+        self.images = [open_tower(name, "image", load=load) for name in request.images]
+        self.texts = [open_tower(name, "text", load=load, **options) for name in request.texts]
         self.pairings = list(itertools.product(self.images, self.texts))
         for image, text in self.pairings:
             check_head(request.head, image)

@@ -122,7 +122,14 @@ def _without_padding(tower: Any) -> Callable[[Tensor], Tensor]:
 
 
 @no_code_from_data()
-def open_tower(name: str, side: str, *, text_pool: str | None = None, context_length: int | None = None) -> Tower:
+def open_tower(
+    name: str,
+    side: str,
+    *,
+    text_pool: str | None = None,
+    context_length: int | None = None,
+    load: Callable[[str], Any] = load_model,
+) -> Tower:
     """The tower of an encoder.
 
     Args:
@@ -130,6 +137,7 @@ def open_tower(name: str, side: str, *, text_pool: str | None = None, context_le
         side: "image" or "text".
         text_pool: "cls" or "mean", of an `hf:` encoder; None: as its sentence-transformers config says, else "cls".
         context_length: tokens of an `hf:` encoder's texts; None: its own, at most 77.
+        load: `load_model`, or one that keeps its models, so that both towers of a model come from one loading.
 
     Raises:
         UserError: an encoder that cannot be found, or whose tower open_clip cannot hold.
@@ -147,7 +155,7 @@ def open_tower(name: str, side: str, *, text_pool: str | None = None, context_le
                     "give --image timm:NAME"
                 )
             return _hf(name, place, text_pool, context_length)
-        return _of_open_clip(name, side)
+        return _of_open_clip(name, side, load)
     except UserError:
         raise
     except UNBUILDABLE as error:
@@ -260,9 +268,9 @@ def _text_tower(name: str, text: Any, cfg: dict[str, Any], **more: Any) -> Tower
     return Tower("text", name, kind, cfg, module, own, features, tokenizer=tokenizer, **more)
 
 
-def _of_open_clip(name: str, side: str) -> Tower:
+def _of_open_clip(name: str, side: str, load: Callable[[str], Any]) -> Tower:
     """A tower of an open_clip model."""
-    model, _, _ = load_model(name)
+    model, _, _ = load(name)
     spec = spec_of(name)
     quick = bool(spec.model_cfg.get("quick_gelu"))
     if side == "image":

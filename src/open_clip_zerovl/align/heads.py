@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from open_clip_zerovl.align.encoders import Tower
@@ -26,6 +28,23 @@ START = {
     "clip": (math.log(1 / 0.07), None),
     "siglip": (math.log(10.0), -10.0),
 }  # logit_scale and logit_bias, as open_clip's
+
+
+class _Unit(torch.autograd.Function):
+    """Rows of unit length. The gradient in two passes over the rows, where `F.normalize` takes eleven: (g - y <g, y>) / |x|."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        length = x.norm(dim=-1, keepdim=True).clamp_min_(1e-12)
+        y = x / length
+        ctx.save_for_backward(y, length)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        y, length = ctx.saved_tensors
+        return torch.addcmul(grad, y, (grad * y).sum(dim=-1, keepdim=True), value=-1.0).div_(length)
 
 
 class GatedHead(nn.Module):
@@ -72,7 +91,7 @@ class Heads(nn.Module):
 
     def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
         """Features (b, F) each -> embeddings of unit length (b, D) each."""
-        return F.normalize(self.image(images), dim=-1), F.normalize(self.text(texts), dim=-1)
+        return _Unit.apply(self.image(images)), _Unit.apply(self.text(texts))
 
     @property
     def weights(self) -> int:

@@ -33,6 +33,18 @@ class Recipe:
         metavar="W",
         needs=(Requirement("batches of several sources: no --debiased-sampling", lambda g: not g.debiased_sampling),),
     )
+    feature_mixup: float = flag(
+        0.0,
+        "FuseMix: mix the features of two pairs, both sides by one weight of each step from Beta(A, A); 0: none",
+        range=NOT_NEGATIVE,
+        metavar="A",
+        needs=(
+            Requirement(
+                "--positives pair and --cross-source-weight 1: a mixed pair has two captions, pictures and sources",
+                lambda g: g.positives == "pair" and g.cross_source_weight == 1,
+            ),
+        ),
+    )
     batch_size: int = flag(
         0,
         "pairs in a step (default: 32,768 on a GPU; on a CPU as many as cost no more than the heads)",
@@ -44,7 +56,7 @@ class Recipe:
     wd: float = flag(1e-4, "weight decay of the heads' matrices", range=NOT_NEGATIVE)
     warmup_share: float = flag(0.05, "share of the steps in which the learning rate rises", range=SHARE)
     patience: int = flag(
-        5, "end when the held-out recall has not risen in so many of 20 checks; 0: never", kind=natural
+        5, "end when the held-out recall has not risen in so many of at most 20 checks; 0: never", kind=natural
     )
     seed: int = flag(0, "of the held-out pictures, the heads and the order", kind=seed)
 

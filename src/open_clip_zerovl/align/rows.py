@@ -194,9 +194,11 @@ def cut_captions(tower: Tower, sources: Sources) -> tuple[int, int]:
         texts += own[: -(-_SAMPLED_CAPTIONS // sources.training)]
     if not texts:
         return 0, 0
-    wide = tower.tokenizer(texts, context_length=tower.tokenizer.context_length + 1)
+    length = tower.tokenizer.context_length
+    own, wide = (tower.tokenizer(texts, context_length=length + more) for more in (0, 1))
     padding = getattr(getattr(tower.tokenizer, "tokenizer", None), "pad_token_id", None) or 0
-    return len(texts), int((wide[:, -1] != padding).sum())
+    # A cut text that ends with a token of its own moves it; where that token also pads, nothing else shows the cut.
+    return len(texts), int(((own != wide[:, :-1]).any(dim=1) | (wide[:, -1] != padding)).sum())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -330,7 +332,7 @@ class Features:
     def __getitem__(self, index: Tensor) -> Tensor:
         """The rows of an index (b,) on the device: (b, F)."""
         if self._held is not None:
-            return self._held[index].float().mul_(self.scale)
+            return self._held.index_select(0, index).float().mul_(self.scale)
         wanted, back = np.unique(index.cpu().numpy(), return_inverse=True)  # the map is read in one direction
         rows = self._rows[wanted].to(self._device)[torch.from_numpy(back).to(self._device)]
         return rows.float().mul_(self.scale)

@@ -24,6 +24,7 @@ from open_clip_zerovl.align.rows import Features, Pairs
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.core.files import UNREADABLE, save_atomically
 from open_clip_zerovl.core.memory import available_bytes
+from open_clip_zerovl.core.randomness import Purpose, stream
 from open_clip_zerovl.core.rates import warmup_cosine
 from open_clip_zerovl.evaluate.retrieval.metrics import QueryRanks, recalls, retrieval_ranks
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
@@ -32,7 +33,7 @@ from open_clip_zerovl.recipe.optimizer import optimizer_step, parameter_groups
 GPU_BATCH = 32_768
 SMALLEST_BATCH = 256
 STEPS, EPOCHS = 2_000, (10, 200)  # of a training whose length nobody chose
-CHECKS = 20
+CHECKS = 20  # at most
 _MATRICES = 4  # of the logits' size that the loss holds at once, at most
 _ENCODED_AT_ONCE = 8192
 
@@ -189,7 +190,7 @@ def train_heads(
     if chunk is not None and (state.chunk is None or state.chunk > chunk):
         state.chunk = chunk  # less memory is free than there was; another chunk rounds in another way
     loss = make_loss(recipe, state.chunk)
-    every = max(1, recipe.epochs // CHECKS)
+    every = math.ceil(recipe.epochs / CHECKS)
     total, count = torch.zeros((), device=device), 0
     begin = time.monotonic() - state.seconds
     while not state.finished:
@@ -247,11 +248,15 @@ def _epoch(
     images, texts = everywhere(pairs.images), everywhere(shown)
     ids = {name: everywhere(numbers) for name, numbers in needed.items() if numbers is not None}
     total, steps = torch.zeros((), device=device), len(order)
+    alpha = recipe.feature_mixup
+    of_partner = stream(recipe.seed, Purpose.ALIGN_MIXUP, epoch).beta(alpha, alpha, steps) if alpha else None
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(recipe, epoch * steps + step, recipe.epochs * steps)
         own = {name: numbers[step] for name, numbers in ids.items()}
-        rows = task.images[images[step]], task.texts[texts[step]]
+        rows = [task.images[images[step]], task.texts[texts[step]]]
+        if of_partner is not None:  # partners are the batch in reverse, as in the recipe's mixup
+            rows = [row.lerp(row.flip(0), float(of_partner[step])) for row in rows]
         total += take_step(heads, optimizer, loss, rows, own)
     return total, steps
 

@@ -30,6 +30,8 @@ _IN_BLOCK = (
     ("norm2.", "ln_2.", "layer_norm2.", "norm2."),
     ("mlp.fc1.", "mlp.c_fc.", "mlp.fc1.", "mlp.fc1."),
     ("mlp.fc2.", "mlp.c_proj.", "mlp.fc2.", "mlp.fc2."),
+    ("ls1.gamma", "ls_1.gamma", "", "layer_scale1.lambda1"),
+    ("ls2.gamma", "ls_2.gamma", "", "layer_scale2.lambda1"),
 )
 _OUTSIDE = (
     ("cls_token", "class_embedding", "embeddings.class_embedding", "embeddings.cls_token"),
@@ -120,4 +122,5 @@ def native_vision_config(trunk: Any, image_size_px: int) -> dict[str, Any]:
         "mlp_ratio": block.mlp.fc1.out_features / trunk.embed_dim,
         "no_ln_pre": True,
         "norm_kwargs": {"eps": trunk.norm.eps},
+        "ls_init_value": 1.0 if hasattr(block.ls1, "gamma") else None,
     }

@@ -1,7 +1,7 @@
 """open_clip's towers as models of transformers: their configs, and their tensors under the names that hubs hold.
 
     image tower                                           model of transformers
-    timm's plain ViT; open_clip's without `ln_pre`        Dinov2Model, which is one with layers scaled by 1
+    timm's plain ViT, DINOv2's; open_clip's, no `ln_pre`  Dinov2Model; layers without a scale are scaled by 1
     open_clip's ViT                                       CLIPVisionModel
     open_clip's causal text transformer                   CLIPTextModel
     BERT, RoBERTa, XLM-RoBERTa, pooled at the first token the same, with its pooler
@@ -142,7 +142,8 @@ def _vit(weights: Mapping[str, Tensor], sizes: Mapping[str, Any], projection: Te
     tensors["embeddings.patch_embeddings.projection.bias"] = torch.zeros(width)
     tensors["embeddings.mask_token"] = torch.zeros(1, width)
     for number in range(shape["num_hidden_layers"]):
-        tensors |= {f"encoder.layer.{number}.layer_scale{part}.lambda1": torch.ones(width) for part in (1, 2)}
+        for part in (1, 2):
+            tensors.setdefault(f"encoder.layer.{number}.layer_scale{part}.lambda1", torch.ones(width))
     return Tower(Dinov2Config(mlp_ratio=inner // width, **shape, **sizes), tensors, projection)
 
 
@@ -262,8 +263,6 @@ def _check_timm(trunk: timm_vit.VisionTransformer, visual: TimmModel) -> None:
         if type(block) is not timm_vit.Block:
             refuse(f"its image tower has blocks of another kind ({type(block).__name__})")
         plain += [
-            block.ls1,
-            block.ls2,
             block.attn.q_norm,
             block.attn.k_norm,
             getattr(block.attn, "norm", nn.Identity()),

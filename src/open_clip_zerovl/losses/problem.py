@@ -137,7 +137,10 @@ class Problem:
         self.targets, self.share, self.sigmoid, self.gather_grad = targets, share, sigmoid, gather_grad
         self.sources, self.duplicates = sources, duplicates
         self.normalisers = Normalisers()
-        self.only_logits: Tensor | None = None  # the logits, kept for the second sweep where one chunk holds all rows
+        self.only_logits: Tensor | None = (
+            None  # the logits, kept for the second sweep where one chunk holds all local rows
+        )
+        self.only_missed: Tensor | None = None  # the sigmoids' arguments, likewise
 
     def value(self) -> Tensor:
         """Mean loss over the N pairs of all ranks. Keeps both softmaxes' normalisers for the gradients."""
@@ -148,16 +151,21 @@ class Problem:
             of_rows[rows].add_(parts[0], alpha=sign)
             of_columns.add_(parts[1], alpha=sign)
 
+        only = len(self.chunks) == 1
+        whole = only and self.ranks.world_size == 1
         for rows in self.chunks:
             if self.sigmoid is not None:
-                add(self.sigmoid.losses(self.logits.chunk(rows, side=0, offset=False), rows), rows)
+                missed = self.sigmoid.missed(self.logits.chunk(rows, side=0, offset=False), rows)
+                add(self.sigmoid.losses(missed, rows), rows)
+                self.only_missed = missed if only and not self.targets else None
+                del missed  # before the next chunk is made: one chunk in memory at a time
             if self.targets:
                 logits = self.logits.chunk(rows, side=0)  # (chunk, N)
-                self.normalisers.see(logits)
                 for targets in self.targets:
                     add(targets.inner(logits, rows), rows, -1.0)
-                self.only_logits = logits if len(self.chunks) == 1 else None
-                del logits  # before the next chunk is made: one chunk in memory at a time
+                self.normalisers.see(logits, keep=whole)
+                self.only_logits = logits if only and not whole else None
+                del logits
         images, texts = self.normalisers.gather(self.ranks, rows=[of_rows], columns=[of_columns])
         self.pair_losses = (images + texts) / 2
         if self.targets:
@@ -174,7 +182,7 @@ class Problem:
             image_sums, scale_sum = self._sweep(0, text_sums)
         else:
             image_sums, scale_sum = self._sweep(0)
-            self.only_logits = None
+            self.only_logits = self.only_missed = None
             text_sums, text_scale_sum = self._sweep(1)
             if not self.gather_grad:  # without Q each direction holds only its own half of d/ds
                 scale_sum = scale_sum + text_scale_sum
@@ -192,7 +200,7 @@ class Problem:
         scale_sum = own.new_zeros(())
         for rows in self.chunks:
             weights = self._weights(rows, side)  # (chunk, N)
-            sums[rows] = weights @ others
+            torch.mm(weights, others, out=sums[rows])
             scale_sum += (own[rows] * sums[rows]).sum()
             if other_sums is not None:
                 other_sums.addmm_(weights.T, own[rows])
@@ -203,15 +211,21 @@ class Problem:
         """P + Q - Y_rows - Y_columns of local rows, (rows, N), and 2N times the derivative of the sigmoids' losses."""
         of_sigmoids = None
         if self.sigmoid is not None:
-            of_sigmoids = self.sigmoid.derivative(self.logits.chunk(rows, side, offset=False), rows).mul_(2.0)
+            missed = self.only_missed
+            if missed is None:
+                missed = self.sigmoid.missed(self.logits.chunk(rows, side, offset=False), rows)
+            of_sigmoids = self.sigmoid.derivative(missed, rows).mul_(2.0)
             if side == 0:
                 self.bias_sum += of_sigmoids.sum()
             if not self.targets:
                 return of_sigmoids
-        logits = self.logits.chunk(rows, side) if self.only_logits is None else self.only_logits
-        weights = self.normalisers.over_others(logits.clone(), rows, side)
-        if self.gather_grad:
-            weights.add_(self.normalisers.over_own(logits, side))
+        if (both := self.normalisers.both()) is not None:
+            weights = both[0].add_(both[1])
+        else:
+            logits = self.logits.chunk(rows, side) if self.only_logits is None else self.only_logits
+            weights = self.normalisers.over_others(logits.clone(), rows, side)
+            if self.gather_grad:
+                weights.add_(self.normalisers.over_own(logits, side))
         if self.share != 1:
             weights.mul_(self.share)
         for targets in self.targets:

@@ -32,24 +32,25 @@ class Sigmoid:
     ) -> None:
         self._bias, self._mine, self._shared, self._offset, self._share = bias, mine, shared, offset, share
 
-    def losses(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+    def losses(self, missed: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """N times this part of the loss: sums over the texts for each image row (rows,), over the rows for each text (N,).
 
         Args:
-            logits: s <I_i, T_j> of these local image rows, (rows, N); overwritten.
+            missed: of these local image rows; it is not changed.
         """
-        each = logsigmoid(self._missed(logits, rows).neg_()).neg_()
+        each = logsigmoid(missed.neg_()).neg_()
+        missed.neg_()
         self._weigh(each, rows)
         return each.sum(dim=1), each.sum(dim=0)
 
-    def derivative(self, logits: Tensor, rows: slice) -> Tensor:
-        """N times the derivative of the loss by these logits (rows, N), in their memory; the same for images and texts."""
-        each = self._missed(logits, rows).sigmoid_()
+    def derivative(self, missed: Tensor, rows: slice) -> Tensor:
+        """N times the derivative of the loss by the logits (rows, N), in the memory of `missed`; the same for both sides."""
+        each = missed.sigmoid_()
         self._negate_positives(each, rows)
         return self._weigh(each, rows)
 
-    def _missed(self, logits: Tensor, rows: slice) -> Tensor:
-        """-y z, positive where a pair is classified wrongly; in the logits' memory."""
+    def missed(self, logits: Tensor, rows: slice) -> Tensor:
+        """-y z of s <I_i, T_j> (rows, N), positive where a pair is classified wrongly; in the logits' memory."""
         missed = logits.add_(self._bias)
         self._negate_positives(missed, rows)
         return missed

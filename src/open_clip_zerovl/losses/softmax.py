@@ -28,9 +28,11 @@ class Normaliser:
     total: Tensor
 
     @classmethod
-    def of(cls, logits: Tensor, dim: int) -> Normaliser:
+    def of(cls, logits: Tensor, dim: int, out: Tensor | None = None) -> tuple[Normaliser, Tensor]:
+        """The normaliser, and the softmax before its division by `total`: in `out`, which may be the logits, or new memory."""
         maximum = logits.amax(dim=dim)
-        return cls(maximum, (logits - maximum.unsqueeze(dim)).exp_().sum(dim=dim))
+        exponentials = torch.sub(logits, maximum.unsqueeze(dim), out=out).exp_()
+        return cls(maximum, exponentials.sum(dim=dim)), exponentials
 
     @classmethod
     def merged(cls, parts: Sequence[Normaliser]) -> Normaliser:
@@ -63,6 +65,7 @@ class Normalisers:
     """
 
     def __init__(self) -> None:
+        self._kept: tuple[Tensor, Tensor] | None = None
         self._over_texts: list[Normaliser] = []
         self._over_images: Normaliser | None = None
 
@@ -75,11 +78,18 @@ class Normalisers:
         both.gather(ranks)
         return both
 
-    def see(self, logits: Tensor) -> None:
-        """Add the next chunk (rows, N) of this rank; it is not changed."""
-        self._over_texts.append(Normaliser.of(logits, dim=1))
-        part = Normaliser.of(logits, dim=0)
-        self._over_images = part if self._over_images is None else Normaliser.merged([self._over_images, part])
+    def see(self, logits: Tensor, *, keep: bool = False) -> None:
+        """Add the next chunk (rows, N) of this rank; it is not changed.
+
+        Args:
+            keep: the chunk holds all rows of all ranks: both softmaxes are kept for `both`, one of them in the logits' memory.
+        """
+        rows, of_texts = Normaliser.of(logits, dim=1)
+        columns, of_images = Normaliser.of(logits, dim=0, out=logits if keep else None)
+        if keep:
+            self._kept = of_texts, of_images
+        self._over_texts.append(rows)
+        self._over_images = columns if self._over_images is None else Normaliser.merged([self._over_images, columns])
 
     def gather(self, ranks: Ranks, *, rows: Sequence[Tensor] = (), columns: Sequence[Tensor] = ()) -> list[Tensor]:
         """Complete both over the ranks, in two collectives that also carry the given tensors; without chunks only these.
@@ -108,6 +118,14 @@ class Normalisers:
             self.over_texts = Normaliser(*whole[:2])
             self._mine = ranks.mine
         return [*whole[len(whole) - len(rows) :], *parts.sum(dim=0)[len(seen) - len(columns) :]]
+
+    def both(self) -> tuple[Tensor, Tensor] | None:
+        """P and Q (N, N) of the one chunk that was kept, once; None without."""
+        if self._kept is None:
+            return None
+        of_texts, of_images = self._kept
+        self._kept = None
+        return of_texts.div_(self.over_texts.total[:, None]), of_images.div_(self.over_images.total)
 
     def over_others(self, logits: Tensor, rows: slice, side: int) -> Tensor:
         """P: the softmax of each of these local rows over the other side, (rows, N), in the logits' memory.
