@@ -164,7 +164,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     pairs = [int(n) for n in args.pairs.split(",")]
     if args.kept:
-        table = [[str(n), name, f"{mib:.1f}"] for n in pairs for name, mib in kept_mib(n, args.width, args.chunk).items()]
+        table = [
+            [str(n), name, f"{mib:.1f}"] for n in pairs for name, mib in kept_mib(n, args.width, args.chunk).items()
+        ]
         print(markdown_table(["pairs", "loss", "kept, MiB"], table))
         return
     if not args.options:

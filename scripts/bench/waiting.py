@@ -36,7 +36,16 @@ def commands(data: Path, demo: Path, out: Path) -> dict[str, list[str]]:
     search += ["--device", "cpu", "--cache", str(out / "cache"), "--page", str(out / "search.html")]
     return {
         "train": ["train", "--model", "zerovl-emoji", "--text-model", str(data / "bert"), "--train-data", named, *run],
-        "compare": ["compare", f"a={checkpoint}", f"b={other}", "--data", held_out, *labels, "--out", str(out / "compare")],
+        "compare": [
+            "compare",
+            f"a={checkpoint}",
+            f"b={other}",
+            "--data",
+            held_out,
+            *labels,
+            "--out",
+            str(out / "compare"),
+        ],
         "search, first call": search,
         "search, second call": search,
         "export": ["export", str(checkpoint), str(out / "export"), "--text-model", str(data / "bert")],
@@ -90,7 +99,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                     found.setdefault(name, []).append(measured(words, environment))
     print("| command | first line, s | first step or end, s | CPU, s |\n|---|--:|--:|--:|")
     for name, rows in found.items():
-        print(f"| {name} | " + " | ".join(f"{statistics.median(column):.1f}" for column in zip(*rows, strict=True)) + " |")
+        print(
+            f"| {name} | " + " | ".join(f"{statistics.median(column):.1f}" for column in zip(*rows, strict=True)) + " |"
+        )
 
 
 if __name__ == "__main__":

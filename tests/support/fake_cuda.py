@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import transformers.masking_utils
@@ -190,6 +191,8 @@ def fake_cuda(*, free_gib: int = 100, total_bytes: int = 141 * GIB) -> Iterator[
         "torch.autograd.backward": Engine().backward,
         "torch.autograd.grad": Engine().grad,
     }
+    if not hasattr(torch.backends.mkldnn, "matmul"):  # before torch 2.9
+        pytest.skip("torch 2.6 aborts the process on fake CUDA tensors")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
         if not hasattr(transformers.masking_utils, "is_tracing"):  # transformers 4
