@@ -73,8 +73,8 @@ SILENT = (
     "retrieval",
     "search",
     "teacher",
+    "zero-shot",
 )
-SILENT += ("zero-shot",)
 TAKE_WORDS = ("train", "plan")  # their flags are those of training, for which they have parsers of their own
 #: Commands of earlier versions -> where they are now.
 MOVED = {f"data {drawings}": f"python -m scripts.drawn {drawings} --out DIR" for drawings in ("emoji", "icons")}
