@@ -182,8 +182,16 @@ def test_a_whole_fine_tuning_and_later_calls(made, tmp_path, capsys):
     assert "finished before" in again.err and again.out.endswith(said.out)
     assert main(arguments(made, out, "--set", "lr=1e-3")) == 2
     assert "with --set lr=5e-4, and this call asks for --set lr=1e-3; give" in capsys.readouterr().err
-    assert main(arguments(made, out, f"--kept=old={made / 'old'}", "--keep=0")) == 0
+    for number in range(12):
+        place = tmp_path / "things" / THINGS[number % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{number}.png").write_bytes(drawn(number).files["png"])
+    more = [f"--kept=old={made / 'old'}", "--keep=0", f"--zero-shot-data=things={tmp_path / 'things'}"]
+    assert main(arguments(made, out, *more)) == 0
     kept = capsys.readouterr().out
+    shares = json.loads((out / "finetune.json").read_text())["zero_shot"]["things"]
+    assert len(shares) == 3 and all(own["images"] == 12 for own in shares.values())
+    assert "Zero-shot top-1 on things (12 pictures, 2 classes, chance 50.0 %): before " in kept
     assert "old (kept)" in kept and "No --kept set" not in kept
     assert (out / "training.log").read_bytes() == log
 
@@ -218,7 +226,7 @@ def test_a_killed_call_goes_on_and_ends_as_one_that_was_not(made, tmp_path):
 
 
 def test_a_tag_of_open_clip_becomes_a_folder_to_start_from(tmp_path, monkeypatch):
-    name = register(tmp_path, "finetuned-tiny", NATIVE_VISION, CLIP_TEXT, quick_gelu=True)
+    name = register(tmp_path, "finetuned-tiny", NATIVE_VISION, {**CLIP_TEXT, "context_length": 32}, quick_gelu=True)
     model = random_model(name, seed=5)
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     tags = {"mine": {"url": "", "mean": (0.5,) * 3, "std": (0.25,) * 3, "quick_gelu": True}}
@@ -230,6 +238,12 @@ def test_a_tag_of_open_clip_becomes_a_folder_to_start_from(tmp_path, monkeypatch
     assert _before(request, said.append) == folder and len(said) == 1  # a second call finds it
     found, _, _ = open_clip.create_model_and_transforms(folder)
     assert tuple(found.visual.preprocess_cfg["mean"]) == (0.5,) * 3
-    picture, text = torch.randn(1, 3, 32, 32), torch.arange(16)[None]
+    picture, text = torch.randn(1, 3, 32, 32), torch.arange(32)[None]
     for own, theirs in zip(found(picture, text), model(picture, text), strict=True):
         assert torch.equal(own, theirs)
+
+    longer = Request(Encoder(folder, device="cpu"), "x=/data", tmp_path / "longer", context_length=40)
+    folder = _before(longer, said.append)
+    assert open_clip.get_tokenizer(folder)(["a"]).shape == (1, 40)
+    positions = open_clip.create_model(folder).positional_embedding
+    assert len(positions) == 40 and torch.equal(positions[:20], model.positional_embedding[:20])

@@ -30,7 +30,7 @@ import numpy as np
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.clusters import Clustering, open_clusters
 from open_clip_zerovl.data.components import Component, expand_shards, kind_of
-from open_clip_zerovl.data.names import CAPTIONS, NAME, check_separators, field_names, is_captions
+from open_clip_zerovl.data.names import CAPTIONS, CLASS_NAMES, NAME, check_separators, field_names, is_captions
 from open_clip_zerovl.data.sizes import listed_sizes
 from open_clip_zerovl.data.table import EXTENSIONS, CsvFormat, CsvTable, block_sizes, open_table
 from open_clip_zerovl.shards.index import open_index
@@ -73,6 +73,13 @@ class Source:
     def starts(self) -> np.ndarray:
         """(shards + 1,) samples before each shard; the last entry is the samples of all shards."""
         return np.concatenate([[0], np.cumsum(self.sizes, dtype=np.int64)])
+
+    @property
+    def classes(self) -> bool:
+        """Whether the source was packed from folders of classes, whose pictures share the class's captions."""
+        first = local_path(self.shards[0]) if self.shards and self.table is None else None
+        # beside the shards or, as for the other words of a packed source, above its splits
+        return first is not None and any((place / CLASS_NAMES).is_file() for place in list(Path(first).parents)[:2])
 
     @property
     def layout(self) -> str:

@@ -2,7 +2,7 @@
 
 Files of the output folder, in the order in which they are made:
 
-    request.json                     the arguments; a later call with the same arguments goes on
+    request.json                     the arguments; a later call with the same arguments continues
     data/                            a held-out part and the rest, where the data brings no held-out set
     before/                          the model it starts from, unless an exported folder was given
     compared.json                    the sets whose pictures are not among those to train on
@@ -44,6 +44,7 @@ from open_clip_zerovl.finetune.request import Prepared, Request, Say
 from open_clip_zerovl.finetune.split import SPLIT_FILE, split_off
 from open_clip_zerovl.finetune.training import Training, train
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR
+from open_clip_zerovl.models.long_context import lengthen
 from open_clip_zerovl.recipe.arguments import Settings, as_arguments
 from open_clip_zerovl.report.bounds import LOW_BEST, best_sentence
 from open_clip_zerovl.report.plot import require_matplotlib
@@ -150,16 +151,21 @@ def _compare_pictures(request: Request, sources: Sequence[Source], data: str, sa
 
 
 def _before(request: Request, say: Say) -> str:
-    """The model to start from as `local-dir:FOLDER`; checkpoints and tags are exported first."""
-    model = request.start.model
+    """The model to start from as `local-dir:FOLDER`; checkpoints, tags and a model with longer captions are exported first."""
+    model, length = request.start.model, request.context_length
     folder = Path(model.removeprefix(LOCAL_DIR)).expanduser()
-    if (folder / CONFIG_FILE).is_file():
+    if (folder / CONFIG_FILE).is_file() and length is None:
         return LOCAL_DIR + str(folder.absolute())
     out = request.out / "before"
     if not (out / CONFIG_FILE).is_file():
         say(f"exporting {model} to {out}")
         spec = request.start.spec()
-        weights = replace(request.start, device="cpu").load()[0].state_dict()
+        loaded: Any = replace(request.start, device="cpu").load()
+        network, tokenizer = loaded[0], loaded[2]
+        if length is not None:
+            lengthen(network, length, tokenizer.context_length)
+            spec.model_cfg["text_cfg"]["context_length"] = length
+        weights = network.state_dict()
         card = ModelCard(spec, weights, origin="The model that a fine-tuning started from.")
         write_local_dir(model, weights, spec, out, card=card)
     return LOCAL_DIR + str(out.absolute())
@@ -260,14 +266,16 @@ def _announce(prepared: Prepared, settings: Sequence[Setting], say: Say) -> None
     if cut:
         say(
             f"note: {cut:,} of {looked:,} sampled captions are longer than the model's {length} tokens (the longest has "
-            f"{longest}) and are cut; say first what matters most in a caption"
+            f"{longest}) and are cut; give --context-length {longest}, or say first what matters most in a caption"
         )
     for name, dataset in pairs.sets_of(prepared.new).items():
         texts = [sample.captions[: RetrievalSettings.captions_per_image] for sample in dataset.samples]
         images = [number for number, own in enumerate(texts) for _ in own]
         best = recall_bounds([text for own in texts for text in own], images)["rsum_best"]
         if best < LOW_BEST:
-            say(f"note: {name}: {best_sentence(best)} Here: --set positives=caption.")
+            alone = any(source.classes for source in prepared.sources)
+            here = "Training does so by itself." if alone else "Here: --set positives=caption."
+            say(f"note: {name}: {best_sentence(best)} {here}")
     say("settings (--set FLAG=VALUE replaces one):")
     for setting in settings:
         say(str(setting))

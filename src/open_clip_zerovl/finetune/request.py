@@ -38,13 +38,15 @@ class Request(FinetuneFlags, CurveFlags):
             "--from": self.start.model,
             "--data": self.data,
             "--retrieval-data": self.retrieval_data,
+            "--context-length": self.context_length,
             "--seed": self.seed,
             **{f"--set {flag}": value for flag, value in self.given.items()},
         }
 
     def of_curve(self) -> dict[str, Any]:
         """The arguments that decide the curve."""
-        return {"kept": self.kept, "alphas": list(self.alphas), "rule": self.rule, "keep": self.kept_share}
+        more = {} if self.zero_shot_data is None else {"zero-shot": self.zero_shot_data}
+        return {**more, "kept": self.kept, "alphas": list(self.alphas), "rule": self.rule, "keep": self.kept_share}
 
 
 @dataclass(frozen=True)
