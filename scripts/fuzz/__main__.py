@@ -46,7 +46,7 @@ def main() -> int:
     ]
     print("\n".join(lines))
     if options.out is not None:
-        replace_section(options.out, "fuzz", lines)
+        replace_section(options.out, "fuzz", lines[-1:])
         rows = options.out.parent / "results" / "fuzz.csv"
         rows.parent.mkdir(exist_ok=True)
         rows.write_text("\n".join(csv_lines(tally)) + "\n", encoding="utf-8")

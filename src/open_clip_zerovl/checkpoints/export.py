@@ -7,6 +7,7 @@ A model with ModernBERT is the exception: open_clip 3.3 needs this package's imp
     config.json                   of the Hugging Face text tower, where the model has one
     tokenizer.json ...            its tokenizer; a model with CLIP's own BPE needs none, open_clip brings it
     README.md                     the model card: how to load it, recipe, sources, metrics (`card`)
+    lora/                         of a run with --lora, whose weights are merged: the adapters alone, for peft
 
 open_clip looks for the tokenizer in the folder, but for the text tower at `text_cfg.hf_model_name`. The export writes its
 absolute path there: after moving the folder, export again or edit that line (`loading_notes`).
@@ -31,10 +32,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from open_clip_zerovl.checkpoints.adapters import FOLDER, merged, write_adapters
 from open_clip_zerovl.checkpoints.card import CARD_FILE, ModelCard, run_card
 from open_clip_zerovl.checkpoints.loading import assemble
 from open_clip_zerovl.checkpoints.spec import ModelSpec, read_model_spec, write_config
-from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, read_state_dict
+from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, read_unmerged
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.core.files import check_writable, scratch_folder
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR, no_code_from_data, read_config
@@ -82,10 +84,14 @@ def export_local_dir(
     checkpoint = Path(checkpoint)
     check_destination(absolute(out_dir), force)
     log.info("reading %s", checkpoint)
-    weights = read_state_dict(checkpoint)
+    unmerged, adapters = read_unmerged(checkpoint)
+    weights = merged(unmerged, adapters, checkpoint)
     spec = read_model_spec(checkpoint, model=model, text_model=text_model)
     card = run_card(checkpoint, spec, weights, licence=licence)
-    return write_local_dir(checkpoint, weights, spec, out_dir, card=card, precision=precision, force=force)
+    folder = write_local_dir(checkpoint, weights, spec, out_dir, card=card, precision=precision, force=force)
+    if adapters is not None:
+        write_adapters(unmerged, adapters, folder / FOLDER)
+    return folder
 
 
 @no_code_from_data()

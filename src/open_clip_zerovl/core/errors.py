@@ -21,7 +21,7 @@ class UserError(ValueError):
 def printable(text: str) -> str:
     """Text from data, made safe for a terminal: control characters and bytes that are not text become escapes.
 
-    A key in a tar may hold a terminal's escape sequence, which is shown as "a\\x1b[2J", or a byte that is no UTF-8, which is
+    A key in a tar may hold a terminal's escape sequence, which is shown as "a\\x1b[2J", or a byte that is not UTF-8, which is
     shown as "a\\udcff".
     """
     if text.isprintable():

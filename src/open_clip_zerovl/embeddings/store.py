@@ -8,7 +8,7 @@
 shown. Files are mapped, not loaded, and take their whole space when they are made.
 
 A folder without embeddings.json counts as empty: this file is written last. A sample is marked as done after its rows have
-reached the disk, so that a killed call goes on with the samples that lack their marks.
+reached the disk, so that a killed call continues with the samples that lack their marks.
 """
 
 from __future__ import annotations

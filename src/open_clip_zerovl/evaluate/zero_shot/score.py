@@ -34,14 +34,16 @@ ROWS_AT_ONCE = 4096  # of the scores in float64
 SHOWN_CLASSES = 40  # of a set, in the terminal; the JSON holds all
 
 
-def class_features(captions: Sequence[Sequence[str]], encode: Callable[[list[str]], Tensor]) -> Tensor:
+def class_features(
+    captions: Sequence[Sequence[str]], encode: Callable[[list[str]], Tensor], *, progress: bool = True
+) -> Tensor:
     """(C, D) one vector a class: the normalised mean over its captions.
 
     Args:
         captions: for each class.
         encode: captions -> embeddings (b, D), L2-normalised.
     """
-    bar = tqdm(captions, desc="captions of the classes", unit="class", leave=False)
+    bar = tqdm(captions, desc="captions of the classes", unit="class", leave=False, disable=not progress)
     return torch.stack([F.normalize(encode(list(own)).cpu().mean(dim=0), dim=0) for own in bar])
 
 
@@ -52,19 +54,28 @@ def classify(images: Tensor, classes: Tensor) -> Tensor:
 
 
 def score_labelled(
-    model: FrozenModel, dataset: LabelledSet, folder: Path, *, batch_size: int, workers: int, name: str
+    model: FrozenModel,
+    dataset: LabelledSet,
+    folder: Path,
+    *,
+    batch_size: int,
+    workers: int,
+    name: str,
+    progress: bool = True,
 ) -> dict[str, Any]:
     """`accuracies` of a model on one set, with classes by name; `sources`: the metrics of each source.
 
     Args:
         folder: folder for the pictures' embeddings.
         name: name of the set, for the progress bar.
+        progress: show bars.
 
     Raises:
         UserError: a picture that cannot be read, embeddings that are not finite.
     """
-    images = picture_features(model, dataset.images, folder, batch_size=batch_size, workers=workers, name=name)
-    scores = classify(images, class_features(dataset.captions(), model.texts))
+    reading: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "progress": progress}
+    images = picture_features(model, dataset.images, folder, name=name, **reading)
+    scores = classify(images, class_features(dataset.captions(), model.texts, progress=progress))
     targets = class_indices(dataset.images.labels, dataset.classes)
 
     named_by = Counter(dataset.names)  # as CLIP's names of ImageNet, two classes may have one name
