@@ -225,7 +225,7 @@ def require_new_name(args: argparse.Namespace) -> None:
     """Refuse the name of an earlier run, except with `--resume latest`.
 
     Raises:
-        UserError: a run of this name has a log, and is not to be resumed.
+        UserError: a run of this name has a log, and `--resume latest` is not given.
     """
     if args.name is None or args.resume == "latest":
         return

@@ -33,6 +33,7 @@ from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
 from open_clip_zerovl.recipe.flags import AllFlags, RecipeConfig
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
+from open_clip_zerovl.recipe.optimizer import described_groups
 from open_clip_zerovl.recipe.step import MicroBatch, RecipeStep
 from training.checkpointing import StepCheckpoints
 from training.resume import Position
@@ -159,10 +160,10 @@ class Trainer:
             taken = mixture.schedule(epoch).taken.tolist() if mixture is not None else ()
             counted = list(zip(sources, taken, strict=True))
             bare = getattr(model, "module", model)
-            from_checkpoint = args.resume if self.resumed is not None or epoch else None
-            self.log.begin(
-                Facts(args, self.config, bare, loss, counted, loader.num_samples, steps, epoch, start, from_checkpoint)
-            )
+            resumed = args.resume if self.resumed is not None or epoch else None
+            counts = (loader.num_samples, steps, epoch, start)
+            facts = Facts(args, self.config, bare, loss, counted, *counts, resumed, described_groups(optimizer))
+            self.log.begin(facts)
         for index, micro_batches in enumerate(self._groups(loader, start, steps), start=start):
             step = steps * epoch + index
             if first_of_process and index == start:

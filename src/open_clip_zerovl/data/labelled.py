@@ -1,6 +1,6 @@
 """Labelled images for the linear probe (section 5.3, A.7): folders of classes, torchvision's datasets, webdataset shards.
 
-What `open_probe_set` reads:
+`open_probe_set` reads:
 
     DIR                         a folder of class folders, `DIR/CLASS/picture.jpg` (ImageNet ...)
     DIR or DIR/{000..146}.tar   webdataset shards with `key.jpg` and `key.cls` (a number, as CLIP_benchmark writes them),

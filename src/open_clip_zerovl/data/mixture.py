@@ -10,7 +10,7 @@ without communication.
 
     rank     a training process, 0..W-1
     worker   a loader process of a rank, 0..V-1
-    reader   what one worker reads in an epoch: reader r of a rank delivers its micro-batches r, r + V, r + 2V ...
+    reader   the work of one worker in an epoch: reader r of a rank delivers its micro-batches r, r + V, r + 2V ...
 
 All randomness derives from (seed, epoch, source, position): the same seed gives the same batches.
 """

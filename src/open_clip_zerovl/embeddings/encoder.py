@@ -163,8 +163,8 @@ def tower_before_projection(visual: Any) -> nn.Module:
     """The image tower without its projection: images (b, 3, H, W) -> features (b, F). It shares the weights of `visual`.
 
     Args:
-        visual: `model.visual` of an open_clip model: a timm tower, open_clip's own ViT (CoCa's too), or CLIP's ResNet. Of a
-            ResNet's attention pool only the output projection is left out.
+        visual: `model.visual` of an open_clip model: a timm tower, open_clip's own ViT (CoCa's too), or CLIP's ResNet. Only
+            the output projection of a ResNet's attention pool is left out.
 
     Raises:
         UserError: another kind of tower; a timm tower whose attention pool ends in a projection of its own.

@@ -71,7 +71,7 @@ def folder_name(*parts: Any) -> str:
 
 
 class _Pictures:
-    """The images of a set as a collection (`embeddings.reading.Collection`), a file stands for some thousand images."""
+    """The images of a set as a collection (`embeddings.reading.Collection`), some thousand images a file."""
 
     def __init__(self, images: ProbeSet) -> None:
         self.images = images

@@ -2,7 +2,7 @@
 
 Files of the output folder, in the order in which they are made:
 
-    request.json                     the arguments; a later call with the same arguments goes on
+    request.json                     the arguments; a later call with the same arguments continues
     data/                            a held-out part and the rest, where the data brings no held-out set
     before/                          the model it starts from, unless an exported folder was given
     compared.json                    the sets whose pictures are not among those to train on

@@ -14,6 +14,7 @@ from open_clip_zerovl.models.build import create_model_and_transforms
 from open_clip_zerovl.models.configs import context_length_of
 from open_clip_zerovl.models.long_context import lengthen
 from open_clip_zerovl.recipe.flags import RecipeConfig
+from open_clip_zerovl.recipe.lora import add_lora
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import constant_temperature
 from open_clip_zerovl.recipe.text_lengths import text_padding
@@ -56,7 +57,7 @@ def build_model(
 def apply_methods(
     model: nn.Module, transform: Callable[..., Any], methods: RecipeConfig, *, seed: int
 ) -> tuple[Callable[..., Any], CoinFlipMixup | None]:
-    """Check token drop, freeze towers, make the temperature constant, attach mixup, check that texts can be cut.
+    """Check token drop, add adapters, freeze towers, make the temperature constant, attach mixup, check that texts can be cut.
 
     Call it before DDP and compile.
 
@@ -72,6 +73,8 @@ def apply_methods(
     """
     if methods.token_drop is not None:
         check_token_drop(model, methods.token_drop)
+    if methods.lora is not None:
+        add_lora(model, methods.lora, methods.lora_on)
     if methods.freeze:
         count = freeze(model, methods.freeze)
         logging.info(f"Frozen: {' and '.join(methods.freeze)} ({count / 1e6:.1f} M parameters).")

@@ -455,6 +455,74 @@ class TowerFlags:
     )
 
 
+_ADAMW = Contradiction(
+    "--opt {opt}", lambda given: given.opt.lower() != "adamw", "it is a way of making adamw's groups of parameters"
+)
+
+
+def _rate(of: str) -> Any:
+    return flag(
+        None,
+        f"learning rate of {of} (default: --lr); it follows the schedule of --lr in proportion",
+        metavar="LR",
+        range=POSITIVE,
+        planned=False,
+        needs=(Requirement("--lr above 0", lambda given: given.lr is None or given.lr > 0),),
+        contradicts=(_ADAMW,),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningFlags:
+    """Adapters, and learning rates by part"""
+
+    lora: int | None = flag(
+        None,
+        "train adapters of rank R on the linear layers of the towers, whose own weights stay as they are; projections and "
+        "temperature train whole (needs peft)",
+        metavar="R",
+        range=at_least(1),
+        contradicts=(
+            *(
+                Contradiction(
+                    f"--lock-{tower}",
+                    lambda given, tower=tower: getattr(given, f"lock_{tower}"),  # type: ignore[misc]
+                    "the weights of both towers are constant already; leave it out",
+                )
+                for tower in TOWERS
+            ),
+            Contradiction(
+                "--freeze of the same tower",
+                lambda given: bool(given.freeze) and given.lora_on in ("both", *given.freeze),
+                "give --lora-on the other tower",
+            ),
+        ),
+    )
+    lora_on: str = flag(
+        "both",
+        "towers with adapters; the other one stays as it is",
+        choices=(*TOWERS, "both"),
+        needs=(Requirement("--lora", lambda given: given.lora is not None),),
+    )
+
+    lr_image: float | None = _rate("the image tower")
+    lr_text: float | None = _rate("the text tower")
+    lr_head: float | None = _rate("projections and temperature")
+    layer_decay: float | None = flag(
+        None,
+        "multiply the rate of each layer of both towers by FACTOR for each layer above it, as BEiT does",
+        metavar="FACTOR",
+        range=SHARE,
+        planned=False,
+        contradicts=(_ADAMW,),
+    )
+
+    @property
+    def own_rates(self) -> bool:
+        """Whether parts of the model have learning rates of their own."""
+        return any(each is not None for each in (self.lr_image, self.lr_text, self.lr_head, self.layer_decay))
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFlags:
     """Optimisation (sections 2.2, A.9)"""
@@ -463,13 +531,7 @@ class OptimizerFlags:
     no_embedding_decay: bool = flag(
         False,
         "exempt class tokens, position and token embeddings from weight decay, which open_clip decays",
-        contradicts=(
-            Contradiction(
-                "--opt {opt}",
-                lambda given: given.opt.lower() != "adamw",
-                "it is a way of making adamw's groups of parameters",
-            ),
-        ),
+        contradicts=(_ADAMW,),
     )
     warmup_share: float | None = flag(
         None,
@@ -512,7 +574,7 @@ class CheckpointFlags:
 
     save_every_steps: int | None = flag(
         None,
-        "write a checkpoint every STEPS optimizer steps; --resume latest goes on exactly from the newest",
+        "write a checkpoint every STEPS optimizer steps; --resume latest continues exactly from the newest",
         metavar="STEPS",
         range=at_least(1, "step"),
         needs=(_NAMED_SOURCES, _OWN_STEP),
@@ -578,7 +640,7 @@ class ConsoleFlags:
 
 
 SECTIONS = (
-    SourceFlags, DgaFlags, LossFlags, TeacherFlags, AugmentationFlags, TowerFlags, OptimizerFlags, CheckpointFlags,
+    SourceFlags, DgaFlags, LossFlags, TeacherFlags, AugmentationFlags, TowerFlags, TuningFlags, OptimizerFlags, CheckpointFlags,
     RetrievalFlags, ConsoleFlags,
 )  # fmt: skip
 
@@ -589,6 +651,7 @@ class RecipeConfig(
     RetrievalFlags,
     CheckpointFlags,
     OptimizerFlags,
+    TuningFlags,
     TowerFlags,
     AugmentationFlags,
     TeacherFlags,

@@ -1,7 +1,7 @@
 """`record.jsonl` in a run's folder: the course of a training, one JSON object a line; `examples.json`: its last retrievals.
 
     kind        when                                   besides `kind`, `at` and `time`
-    start       a process begins or goes on            settings, sources, model, batch
+    start       a process begins or continues            settings, sources, model, batch
     step        an optimizer step is logged            loss, lr, samples_per_second, waited, memory_bytes, by_source
     retrieval   an epoch was evaluated                 metrics: set -> metric -> value
     zero-shot   an epoch was evaluated                 metrics: set -> top1, top1_chance
@@ -9,7 +9,7 @@
     end         the process ends                       how: done, stopped or failed; words
 
 `at` is the position in training, in epochs: 3.25 is a quarter into the fourth. It holds for any batch and any number of ranks.
-A process that goes on from a checkpoint first removes the later lines, so that each position comes once.
+A process that continues from a checkpoint first removes the later lines, so that each position comes once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Record:
 
     Args:
         folder: folder of the run, which exists.
-        at: the position from which the run begins or goes on, in epochs. What is recorded after it is taken back.
+        at: the position from which the run begins or continues, in epochs. What is recorded after it is taken back.
     """
 
     def __init__(self, folder: str | os.PathLike[str], at: float) -> None:

@@ -66,6 +66,7 @@ def write_run_page(folder: str | os.PathLike[str]) -> Path:
         examples=examples,
         data=_data(sources, record["lost"]),
         settings=[(f"--{key.replace('_', '-')}", value) for key, value in (start.get("settings") or {}).items()],
+        groups=start.get("groups"),
         resumed=[f"{line['at']:.4g}" for line in record["start"][1:]],
     )
 

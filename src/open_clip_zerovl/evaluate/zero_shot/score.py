@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from open_clip_zerovl.checkpoints.loading import Encoder
-from open_clip_zerovl.core.files import check_writable, write_atomically
+from open_clip_zerovl.core.files import check_writable, scratch_folder, write_atomically
 from open_clip_zerovl.data.retrieval import parse_retrieval_data
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.evaluate.accuracy import accuracies, class_indices, confusion_counts, in_percent, most_confused
@@ -117,12 +117,12 @@ def run_zero_shot(encoder: Encoder, data: str, settings: ZeroShotSettings | None
     sets = {name: open_labelled_set(str(where), settings) for name, where in parse_retrieval_data(data).items()}
     model = FrozenModel.load(encoder)
     results = {}
-    with tempfile.TemporaryDirectory(prefix="zerovl-zero-shot-") as passing:
+    with scratch_folder(tempfile.gettempdir(), "zerovl-zero-shot-") as passing:
         for name, dataset in sets.items():
             results[name] = score_labelled(
                 model,
                 dataset,
-                settings.cache or Path(passing),
+                settings.cache or passing,
                 batch_size=encoder.batch_size,
                 workers=encoder.workers,
                 name=name,
