@@ -226,6 +226,7 @@ class Trainer:
             "--sampling": config.sampling,
             "--ablate iid-draw": config.draw == "iid" or None,
             "--debiased-share": config.debiased_share if config.debiased_share < 1 else None,
+            "--hard-negatives": _near(config.hard_negatives, sources),
             "--source-order": config.source_order,
             "--train-data-upsampling-factors": "::".join(f"{source.weight:g}" for source in sources),
             "--captions": config.captions,
@@ -236,6 +237,12 @@ class Trainer:
         batching = Batching(args.batch_size, config.dga_steps, args.world_size, max(1, args.workers))
         names = ", ".join(f"{source.name} ({source.num_samples})" for source in sources)
         return Position(epoch, 0, batching, names, order)
+
+
+def _near(share: float, sources: Sequence[Source]) -> str | None:
+    """The share of --hard-negatives with a mark of each clustering; None without it."""
+    marks = " ".join(source.neighbours.digest for source in sources if source.neighbours is not None)
+    return f"{share:g} of the clusters {marks}" if share else None
 
 
 def require_finite(model: torch.nn.Module, when: str) -> None:

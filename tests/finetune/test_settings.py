@@ -52,6 +52,7 @@ def test_sources_tokenizer_and_machine_decide():
     two = {"a": 5_000, "b": 3_000}
     assert chosen(facts(8_000, sources=two))["sampling"] == "debiased"
     assert chosen(facts(8_000, sources={"a": 7_900, "b": 100}))["sampling"] == "random"
+    assert chosen(facts(8_000, sources=two, old_share=0.2))["sampling"] == "random"
     assert chosen(facts(8_000))["text-augment"] is None and chosen(facts(8_000, masks=True))["text-augment"] == "0.2"
     assert [chosen(facts(8_000, gpus=gpus, bf16=bf16))["precision"] for gpus, bf16 in ((0, False), (1, True), (1, False))] == [
         "fp32", "amp_bf16", "amp",

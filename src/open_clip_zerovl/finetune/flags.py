@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from open_clip_zerovl.core.flags import at_least, flag, natural, seed
+from open_clip_zerovl.core.flags import at_least, flag, natural, seed, share
 
 SETS = "NAME=SET::..."
 
@@ -29,6 +29,15 @@ class FinetuneFlags:
         "stretched positions",
         metavar="N",
         range=at_least(1),
+    )
+    keep_data: str | None = flag(
+        None,
+        "old pairs, named sources as in --data, that are trained on beside the new ones so that the model forgets less",
+        metavar="NAME=SHARDS::...",
+    )
+    keep_share: float | None = flag(None, "share of --keep-data in an epoch (default 0.2)", kind=share, metavar="SHARE")
+    keep_teacher: bool = flag(
+        False, "half of the loss is distillation from the model before, whose embeddings of all pairs are stored first"
     )
     patience: int = flag(
         5, "end after EPOCHS without a better held-out score; 0: never", kind=natural, metavar="EPOCHS"

@@ -49,6 +49,7 @@ class Facts:
         gpus: visible GPUs that train; 0 for the CPU.
         bf16: whether these multiply bf16.
         cores: CPU cores.
+        old_share: share of --keep-data in an epoch.
     """
 
     samples: int
@@ -57,6 +58,7 @@ class Facts:
     gpus: int
     bf16: bool
     cores: int
+    old_share: float = 0.0
 
     @property
     def ranks(self) -> int:
@@ -218,6 +220,8 @@ def _save_every_steps(steps_an_epoch: int) -> tuple[str | None, str]:
 
 
 def _sampling(facts: Facts, debiased: bool, smallest: int, batch: int) -> tuple[str, str]:
+    if facts.old_share:
+        return "random", f"each batch holds about {facts.old_share:.0%} of old pairs"
     if len(facts.sources) == 1:
         return "random", "there is one source"
     if debiased:

@@ -105,7 +105,8 @@ def schedule_steps(settings: PlanSettings, data: DataCheck, effective_batch: int
     if len(data.counted) < len(data.sources):  # some sizes are not known
         return
     order = None if settings.source_order is None else tuple(settings.source_order.split("::"))
-    sampling = Sampling(settings.strategy, settings.draw, settings.debiased_share, order, total)
+    near = settings.hard_negatives
+    sampling = Sampling(settings.strategy, settings.draw, settings.debiased_share, order, total, hard_negatives=near)
     try:
         schedule = schedule_of(data.counted, effective_batch, sampling, seed=settings.seed, epoch=0)
     except UserError as error:  # a source, or all together, does not fill one effective batch
@@ -130,6 +131,7 @@ def _check_sources(settings: PlanSettings, train_data: str, found: DataCheck) ->
         captions=settings.captions,
         on_bad_sample=settings.on_bad_sample,
         timeout_seconds=settings.loader_timeout,
+        neighbours=settings.hard_negatives > 0,
     )
     absent: dict[str, str] = {}
     try:
