@@ -11,7 +11,6 @@ import argparse
 import logging
 import os
 import re
-import shutil
 import subprocess
 import zipfile
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 from open_clip_zerovl.core.errors import UserError, first_line
-from open_clip_zerovl.core.files import UNREADABLE, save_atomically
+from open_clip_zerovl.core.files import UNREADABLE, free_space, save_atomically
 from training.resume import Position, entry_of
 
 _NAME = re.compile(r"(?:epoch_(?P<done>\d+)|step_(?P<epoch>\d+)_(?P<step>\d+))\.pt")
@@ -109,7 +108,7 @@ def require_room(folder: str | os.PathLike[str], model: torch.nn.Module) -> None
     """
     weights = sum(p.numel() * p.element_size() for p in (*model.parameters(), *model.buffers()))
     needed = weights + 2 * sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    free = shutil.disk_usage(folder).free
+    _, free = free_space(folder)
     if free < needed:
         raise UserError(
             f"the disk of {folder} has {free / 2**20:,.0f} MiB free, and a checkpoint of this run takes about "

@@ -36,6 +36,7 @@ def test_a_folder_of_timm_gives_timms_features(home):
 
 @pytest.mark.parametrize("pool", ["mean", "cls"])
 def test_a_sentence_transformer_is_pooled_as_it_says_itself(home, tmp_path, pool):
+    pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.models import Pooling, Transformer
 
@@ -84,7 +85,7 @@ def test_sentence_encoders_that_open_clip_has_no_entry_for_are_built_and_exporte
     folder = tmp_path / kind
     pad, unknown, *words = (home / "bert" / "vocab.txt").read_text().splitlines()
     (tmp_path / "vocab.txt").write_text("\n".join([unknown, pad, *words]) + "\n")
-    BertTokenizer(vocab=str(tmp_path / "vocab.txt")).save_pretrained(folder)
+    BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(folder)
     common = {"vocab_size": 100, "max_position_embeddings": 30, "pad_token_id": 1}  # as MPNet's
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     small = {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64}

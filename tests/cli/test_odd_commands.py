@@ -17,6 +17,7 @@ import pytest
 
 from open_clip_zerovl import __version__
 from open_clip_zerovl.checkpoints.export import export_local_dir
+from open_clip_zerovl.cli import program
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError, sentence_of
 from support.tars import png, write_source, write_tar
@@ -298,3 +299,17 @@ def test_a_misspelt_command_or_flag_gets_one_sentence_with_the_nearest(capsys, l
         main(line.split())
     assert ended.value.code == 2
     assert capsys.readouterr() == ("", f"zerovl: error: {sentence}\n")
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_command_that_waits_for_torch_shows_a_line_first(monkeypatch, capsys, loaded):
+    """Only where torch is still to be imported, and before the command runs."""
+    seen = []
+    run = lambda arguments: seen.append(capsys.readouterr().err)  # noqa: E731
+    monkeypatch.setattr(program, "function_of", lambda name: lambda parser: run)
+    monkeypatch.setitem(sys.modules, "torch", sys) if loaded else monkeypatch.delitem(
+        sys.modules, "torch", raising=False
+    )
+    assert main(["compare"]) == 0 and main(["report"]) == 0
+    assert seen == ["" if loaded else "zerovl compare: loading torch and open_clip ...\n", ""]
+    assert set(program.SILENT) <= set(program.ALL)

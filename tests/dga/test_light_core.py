@@ -22,8 +22,14 @@ def required(name, found):
                 required(re.match(r"[\\w.-]+", line)[0], found)
     return found
 
+def files_of(name):
+    try:
+        return importlib.metadata.files(name) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+
 allowed = required("torch", set()) | required("numpy", set())
-tops = {top for top, owners in importlib.metadata.packages_distributions().items() if allowed & {plain(o) for o in owners}}
+tops = {path.parts[0].removesuffix(".py") for name in allowed for path in files_of(name)}
 tops |= {"open_clip_zerovl", *sys.stdlib_module_names}
 
 class Absent(importlib.abc.MetaPathFinder):

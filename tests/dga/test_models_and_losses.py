@@ -3,6 +3,7 @@
 import copy
 import functools
 import re
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -295,14 +296,18 @@ def test_retain_auto_decides_where_an_optimizer_leaves_parameters_out():
 # ------------------------------------------------------------------------------------------------------- fp32 products
 
 
+NEW_FLAGS = hasattr(torch.backends.mkldnn, "matmul")  # fp32_precision, of torch 2.9
+
+
 @pytest.fixture
 def fp32_flags():
     """torch's flags as they are at first, before and after."""
 
     def reset():
         torch.set_float32_matmul_precision("highest")
-        for flags in (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
-            flags.fp32_precision = "none"
+        if NEW_FLAGS:
+            for flags in (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+                flags.fp32_precision = "none"
 
     reset()
     yield
@@ -328,12 +333,12 @@ def flags():
     ):
         try:
             found.append(read())
-        except RuntimeError:  # flags of both kinds that disagree
+        except (RuntimeError, AttributeError):  # flags of both kinds that disagree; an older torch
             found.append("unreadable")
     return found
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", [name for name in SETTINGS if NEW_FLAGS or "fp32_precision" not in name])
 def test_products_of_the_loss_are_ieee_fp32(setting, fp32_flags):
     SETTINGS[setting]()
     before = flags()
@@ -413,7 +418,13 @@ def tokenized(size, generator):
     return BatchEncoding({"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask})
 
 
-@pytest.mark.parametrize("make", [clip_model, dual_encoder, siglip])
+CLIP_IN_FP64 = pytest.mark.skipif(
+    version("transformers").startswith("4."),
+    reason="transformers 4 writes the least fp64 number of CLIP's mask in fp32",
+)
+
+
+@pytest.mark.parametrize("make", [pytest.param(clip_model, marks=CLIP_IN_FP64), dual_encoder, siglip])
 @pytest.mark.parametrize("frozen", [None, "vision_model", "text_model"])
 def test_hugging_face_models_in_the_documented_adapter(make, frozen):
     model = seeded(lambda: documented("HuggingFaceTowers")(make()))

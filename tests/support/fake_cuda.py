@@ -21,8 +21,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
+import transformers.masking_utils
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
@@ -189,8 +191,12 @@ def fake_cuda(*, free_gib: int = 100, total_bytes: int = 141 * GIB) -> Iterator[
         "torch.autograd.backward": Engine().backward,
         "torch.autograd.grad": Engine().grad,
     }
+    if not hasattr(torch.backends.mkldnn, "matmul"):  # before torch 2.9
+        pytest.skip("torch 2.6 aborts the process on fake CUDA tensors")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
+        if not hasattr(transformers.masking_utils, "is_tracing"):  # transformers 4
+            del answers["transformers.masking_utils.is_tracing"]
         for name, answer in answers.items():
             stack.enter_context(mock.patch(name, answer))
         stack.enter_context(mode)

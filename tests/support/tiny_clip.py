@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,9 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.decoders import Metaspace as MetaspaceDecoder
+from tokenizers.models import BPE, Unigram
+from tokenizers.pre_tokenizers import ByteLevel, Metaspace
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 from transformers import (
@@ -23,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     XLMRobertaConfig,
     XLMRobertaTokenizer,
+    XLMRobertaTokenizerFast,
 )
 
 from support.tars import write_tar
@@ -55,7 +58,13 @@ def write_xlm_roberta(folder: Path, *, words: list[str] = WORDS, width: int = 32
     pieces = [f"\u2581{word}" for word in words] + list("\u2581abcdefghijklmnopqrstuvwxyzäöü猫犬赤い")
     vocab = [(word, 0.0) for word in special] + [(piece, -1.0 - 0.01 * i) for i, piece in enumerate(pieces)]
     vocab.append(("<mask>", 0.0))
-    XLMRobertaTokenizer(vocab=vocab).save_pretrained(folder)
+    if version("transformers").startswith("4."):  # its own class asks for the package sentencepiece
+        pieces = Tokenizer(Unigram(vocab, unk_id=3))
+        pieces.pre_tokenizer, pieces.decoder = Metaspace(), MetaspaceDecoder()
+        pieces.post_processor = TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)])
+        XLMRobertaTokenizerFast(tokenizer_object=pieces).save_pretrained(folder)
+    else:
+        XLMRobertaTokenizer(vocab=vocab).save_pretrained(folder)
     places = {"max_position_embeddings": 80, "type_vocab_size": 1}  # 78 places after the offset of 2
     XLMRobertaConfig(vocab_size=len(vocab), **_sizes(width), **places).save_pretrained(folder)
     return folder

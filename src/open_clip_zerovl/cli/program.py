@@ -61,6 +61,20 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "data near": ("data:near", "training pictures that are in a test set, found by perceptual hashes"),
     },
 }
+#: Commands that show nothing of their own before they have imported torch and open_clip, which takes some seconds.
+SILENT = (
+    "align",
+    "bias",
+    "cluster",
+    "compare",
+    "finetune",
+    "interpolate",
+    "linear-probe",
+    "retrieval",
+    "search",
+    "teacher",
+    "zero-shot",
+)
 TAKE_WORDS = ("train", "plan")  # their flags are those of training, for which they have parsers of their own
 #: Commands of earlier versions -> where they are now.
 MOVED = {f"data {drawings}": f"python -m scripts.drawn {drawings} --out DIR" for drawings in ("emoji", "icons")}
@@ -104,7 +118,10 @@ def run_parsed(name: str, words: Sequence[str]) -> int | None:
     line = ALL[name][1]
     parser = Parser(prog=f"zerovl {name}", description=f"{line[:1].upper()}{line[1:]}.")
     run: Run = function_of(name)(parser)
-    return run(parser.parse_args(words))
+    arguments = parser.parse_args(words)
+    if name in SILENT and "torch" not in sys.modules:
+        print(f"zerovl {name}: loading torch and open_clip ...", file=sys.stderr, flush=True)
+    return run(arguments)
 
 
 def find_command(words: Sequence[str]) -> tuple[str, list[str]]:

@@ -300,6 +300,14 @@ def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> Non
         raise _refused(path, error) from error
 
 
+def free_space(folder: str | os.PathLike[str]) -> tuple[Path, int]:
+    """The nearest existing folder at or above `folder`, and the free bytes of its disk."""
+    place = Path(folder).absolute()
+    while not place.exists():
+        place = place.parent
+    return place, shutil.disk_usage(place).free
+
+
 def did_you_mean(path: str | os.PathLike[str], otherwise: str = "") -> str:
     """A sentence's end for a path that does not exist: "; did you mean PATH?".
 

@@ -18,10 +18,10 @@ _ROUNDED = {"tf32": torch.float16, "bf16": torch.bfloat16}
 def product_precision(device_type: str) -> torch.dtype:
     """The effective precision of fp32 matmuls on "cuda" or "cpu", as the dtype with as many mantissa bits."""
     backend = _backend(device_type)
-    if backend is None:
-        return torch.float32
     if hasattr(backend, "fp32_precision"):
         return _ROUNDED.get(backend.fp32_precision, torch.float32)
+    if device_type == "cpu":  # before torch 2.9
+        return torch.bfloat16 if torch.get_float32_matmul_precision() == "medium" else torch.float32
     return torch.float16 if getattr(backend, "allow_tf32", False) else torch.float32
 
 
@@ -32,7 +32,7 @@ def ieee_products(device_type: str) -> Iterator[None]:
         yield
         return
     backend = _backend(device_type)
-    if device_type == "cuda" and _older_flags_agree():
+    if not hasattr(backend, "fp32_precision") or (device_type == "cuda" and _older_flags_agree()):
         before = torch.get_float32_matmul_precision()
         kept = _backend("cpu")
         of_cpu = getattr(kept, "fp32_precision", None)

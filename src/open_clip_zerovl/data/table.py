@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import logging
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -134,6 +135,8 @@ class CsvTable:
         text = os.pread(descriptor, abs(length), offset).decode("utf-8", "surrogateescape")
         if length < 0:
             return as_it_stands(text, self.separator)
+        if sys.version_info < (3, 11):  # its csv refuses a NUL
+            text = text.replace("\0", "\ufffd")
         return next(csv.reader([text], delimiter=self.separator), [])
 
     def image_path(self, image: str) -> str:

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -20,6 +19,7 @@ from tqdm import tqdm
 
 from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import free_space
 from open_clip_zerovl.data.workers import read_batches
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.reading import Batch, Batches, Collection, units_of
@@ -129,10 +129,7 @@ def _finite(rows: Tensor, dtype: torch.dtype, model: FrozenModel, batch: Batch) 
 
 def require_room(folder: Path, manifest: Manifest) -> None:
     """UserError where the embeddings do not fit on the disk of a folder that need not exist yet."""
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    place, free = free_space(folder)
     if manifest.bytes > free:
         raise UserError(
             f"the embeddings take {size_words(manifest.bytes)}, and {place} has {size_words(free)} free; take fewer views, or "

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.core.files import free_space, write_atomically
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.finetune.data import HELD_OUT, Found, all_samples, digest_of
 from open_clip_zerovl.shards.members import Sample
@@ -90,10 +90,7 @@ def _digests(sources: Sequence[Source], seed: int) -> tuple[set[bytes], int]:
 
 
 def _check_space(out: Path, total_bytes: int) -> None:
-    place = out
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    place, free = free_space(out)
     if total_bytes > 0.95 * free:
         raise UserError(
             f"holding pictures out copies the data, {total_bytes / 2**30:.1f} GiB, and {place} has {free / 2**30:.1f} GiB "

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from huggingface_hub import constants
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import free_space
 from open_clip_zerovl.core.launch import CPU_MICRO_BATCH
 from open_clip_zerovl.core.memory import available_bytes
 from open_clip_zerovl.core.processes import usable_cores
@@ -317,10 +317,7 @@ def _check_files(settings: PlanSettings, data: DataCheck) -> None:
 def _check_disk(plan: Plan) -> None:
     if plan.estimate or plan.settings.logs.lower() == "none":
         return
-    folder = Path(plan.settings.logs).absolute()
-    while not folder.exists():
-        folder = folder.parent
-    plan.free_disk_bytes = shutil.disk_usage(folder).free
+    folder, plan.free_disk_bytes = free_space(plan.settings.logs)
     needed = plan.costs.state_bytes * plan.checkpoints
     if needed > plan.free_disk_bytes:
         plan.data.missing.append(

@@ -7,11 +7,14 @@ to 2K times a step. Both replacements compute the same as the original code.
 from __future__ import annotations
 
 import inspect
+from importlib.metadata import version
 from typing import Any
 
 import open_clip.transformer
 import torch
 from torch import Tensor, nn
+
+_TRANSFORMERS_4 = version("transformers").startswith("4.")
 
 
 def without_gpu_syncs(model: nn.Module) -> None:
@@ -51,12 +54,15 @@ def _reads_both_masks(module: nn.Module) -> bool:
 
 
 def _prepared_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """(B, L) numbers, 0 for padding -> (B, 1, L, L) booleans: which token attends to which."""
+    """(B, L) numbers, 0 for padding -> (B, 1, L, L) booleans: which token attends to which.
+
+    transformers 4 takes (B, L, L), makes numbers of them and adds the dimension of the heads itself.
+    """
     mask = kwargs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         return None
-    length = mask.shape[1]
-    return args, kwargs | {"attention_mask": mask.bool()[:, None, None, :].expand(-1, 1, length, -1)}
+    seen = mask.bool()[:, None, :].expand(-1, mask.shape[1], -1)
+    return args, kwargs | {"attention_mask": seen if _TRANSFORMERS_4 else seen[:, None]}
 
 
 def _both_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
