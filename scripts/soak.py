@@ -91,7 +91,39 @@ def processes_of(session: int) -> list[int]:
     return found
 
 
-class Run:
+class Fork:
+    """A session of processes that a fork of this program leads."""
+
+    launcher: int
+
+    def lead(self, output: Path) -> None:
+        """Called by the fork: make the session; what its processes print goes to a file."""
+        os.setsid()
+        atexit._clear()  # the fork must not run this program's exit handlers
+        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+
+    def ended(self) -> bool:
+        return not processes_of(self.launcher)
+
+    def wait(self, limit_seconds: float) -> float | None:
+        """Seconds until all its processes have ended; None if they did not within the limit and were killed."""
+        begin = time.monotonic()
+        while not self.ended():
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self.launcher, os.WNOHANG)
+            if time.monotonic() > begin + limit_seconds:
+                for pid in processes_of(self.launcher):
+                    os.kill(pid, signal.SIGKILL)
+                return None
+            time.sleep(0.02)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.launcher, 0)
+        return time.monotonic() - begin
+
+
+class Run(Fork):
     """One start of a training, under a launcher."""
 
     def __init__(self, folder: Path, name: str, ranks: int, *, limit_bytes: int | None = None) -> None:
@@ -119,11 +151,7 @@ class Run:
             raise SystemExit("soak: the launcher could not start its ranks; its message is above")
 
     def _launch(self, port: int, done: int, limit_bytes: int | None) -> None:
-        os.setsid()
-        atexit._clear()  # the fork must not run this program's exit handlers
-        output = os.open(self.folder / f"{self.name}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
+        self.lead(self.folder / f"{self.name}.out")
         pids = []
         for rank in range(self.ranks):
             pids.append(os.fork())
@@ -159,24 +187,6 @@ class Run:
     def steps(self) -> int:
         """Optimizer steps in the log, of all starts of this run."""
         return self.log.read_text().count("Train Epoch") if self.log.exists() else 0
-
-    def ended(self) -> bool:
-        return not processes_of(self.launcher)
-
-    def wait(self, limit_seconds: float) -> float | None:
-        """Seconds until all its processes have ended; None if they did not within the limit and were killed."""
-        begin = time.monotonic()
-        while not self.ended():
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(self.launcher, os.WNOHANG)
-            if time.monotonic() > begin + limit_seconds:
-                for pid in processes_of(self.launcher):
-                    os.kill(pid, signal.SIGKILL)
-                return None
-            time.sleep(0.02)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.launcher, 0)
-        return time.monotonic() - begin
 
     def wait_for_steps(self, new_steps: int) -> bool:
         """Wait for this many new steps; False if the run has ended before."""

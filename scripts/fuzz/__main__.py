@@ -37,15 +37,16 @@ def main() -> int:
         for kind in options.kinds:
             fuzz(kind, tally, examples=options.examples, seconds=options.seconds, number=options.seed)
     minutes = (time.monotonic() - begin) / 60
+    seeded = "" if options.seed is None else f" --seed {options.seed}"
     lines = [
         *table(tally),
         "",
         f"{sum(tally.values()):,} readings in {minutes:.1f} minutes (`python -m scripts.fuzz --examples {options.examples} "
-        f"--seconds {options.seconds:g}`), none of which ended in another way.",
+        f"--seconds {options.seconds:g}{seeded}`), none of which ended in another way.",
     ]
     print("\n".join(lines))
     if options.out is not None:
-        replace_section(options.out, "fuzz", lines)
+        replace_section(options.out, "fuzz", lines[-1:])
         rows = options.out.parent / "results" / "fuzz.csv"
         rows.parent.mkdir(exist_ok=True)
         rows.write_text("\n".join(csv_lines(tally)) + "\n", encoding="utf-8")

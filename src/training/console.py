@@ -55,7 +55,7 @@ class ProgressLine:
             self._write("\r\x1b[K")
 
     def end(self) -> None:
-        """Take the line away for good."""
+        """Remove the line."""
         self.clear()
         self._text = ""
 
@@ -64,7 +64,7 @@ class ProgressLine:
             assert self._stream is not None
             self._stream.write(text)
             self._stream.flush()
-        except (OSError, ValueError):  # the terminal is gone; training goes on
+        except (OSError, ValueError):  # the terminal is gone; training continues
             self.possible = False
 
 

@@ -6,7 +6,7 @@ import argparse
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,8 @@ from open_clip_zerovl.distill.opening import open_teachers, shown_by
 from open_clip_zerovl.distill.shards import PREFIX, InShards
 from open_clip_zerovl.embeddings.fingerprint import tower_digest
 from open_clip_zerovl.embeddings.store import Store
-from open_clip_zerovl.recipe.flags import AllFlags
+from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet, open_labelled_set
+from open_clip_zerovl.recipe.flags import AllFlags, contradicted
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache, require_deterministic
 from open_clip_zerovl.shards.cache import ShardCache
 from training.console import DETAIL
@@ -68,12 +69,42 @@ class RetrievalData:
 
 
 @dataclass(frozen=True)
+class ZeroShotData:
+    """`data["zero-shot"]`.
+
+    Attributes:
+        transform: of pictures.
+    """
+
+    sets: dict[str, LabelledSet]
+    transform: Callable[..., Any]
+
+
+@dataclass(frozen=True)
 class Inputs:
     """The data that the command line names, opened and checked before open_clip's main makes a run folder."""
 
     sources: tuple[Source, ...] = ()
     teachers: Store | InShards | None = None
     retrieval: dict[str, RetrievalSet] = field(default_factory=dict)
+    labelled: dict[str, LabelledSet] = field(default_factory=dict)
+
+
+def with_positives(config: AllFlags, sources: Sequence[Source]) -> AllFlags:
+    """The flags with `--positives caption` where none was given and the captions of a source are those of classes.
+
+    Pictures of a class would be each other's negatives. A flag that does not work with it wins, with a warning.
+    """
+    classes = [source.name for source in sources if source.classes]
+    if config.positives is not None or not classes or not config.own_step:
+        return replace(config, positives=None) if config.positives == "pair" else config
+    told = f"Pictures of a class share its captions (source {', '.join(classes)})"
+    settled = replace(config, positives="caption")
+    if against := next(contradicted(settled, ["positives"]), None):
+        logging.warning(f"{told} and are each other's negatives: {against}.")
+        return config
+    logging.info(f"{told}: --positives caption; give --positives pair for one positive each.")
+    return settled
 
 
 def open_inputs(config: AllFlags, args: argparse.Namespace) -> Inputs:
@@ -93,6 +124,7 @@ def open_inputs(config: AllFlags, args: argparse.Namespace) -> Inputs:
             table_format=_table_format(args),
             on_bad_sample=config.on_bad_sample,
             timeout_seconds=config.loader_timeout,
+            neighbours=config.hard_negatives > 0,
         )
         if config.sampling == "debiased" and len(sources) == 1:
             logging.warning(f"Debiased sampling has one source only, {sources[0].name}; name several sources.")
@@ -104,7 +136,10 @@ def open_inputs(config: AllFlags, args: argparse.Namespace) -> Inputs:
     paths = parse_retrieval_data(config.retrieval_data) if config.retrieval_data else {}
     retrieval = {name: open_retrieval_set(path) for name, path in paths.items()}
     _tell_trained_pictures(sources, retrieval)
-    return Inputs(sources, teachers, retrieval)
+    labelled = parse_retrieval_data(config.zero_shot_data) if config.zero_shot_data else {}
+    return Inputs(
+        sources, teachers, retrieval, {name: open_labelled_set(str(place)) for name, place in labelled.items()}
+    )
 
 
 def _tell_trained_pictures(sources: Sequence[Source], retrieval: Mapping[str, RetrievalSet]) -> None:
@@ -157,7 +192,11 @@ def get_data(
         _check_warmup(config, args, loader.num_batches // args.accum_freq * args.epochs)
     if inputs.retrieval:
         data["retrieval"] = _retrieval_data(config, inputs, args, transform_eval, paper_transform)
-        data.setdefault(PLACEHOLDER_KEY, data["retrieval"])
+    if inputs.labelled:
+        data["zero-shot"] = ZeroShotData(inputs.labelled, transform_eval)
+    for kind in ("retrieval", "zero-shot"):
+        if kind in data:
+            data.setdefault(PLACEHOLDER_KEY, data[kind])
     return data
 
 
@@ -217,7 +256,7 @@ def _mixture_data(config: AllFlags, inputs: Inputs, args: argparse.Namespace, tr
             augment_caption=WordAugment(tokenizer, config.text_augment) if config.text_augment is not None else None,
             pixel_path=shown.pixel_path,
             with_origin=own_step,
-            with_content=config.positives != "pair",
+            with_content=config.positives not in (None, "pair"),
             teachers=shown.teachers,
             shard_teachers=shown.in_shards,
         ),
@@ -280,6 +319,7 @@ def _sampling(config: AllFlags, args: argparse.Namespace) -> Sampling:
         source_order=tuple(config.source_order.split("::")) if config.source_order else None,
         epoch_samples=args.train_num_samples,
         resampled=args.dataset_resampled,
+        hard_negatives=config.hard_negatives,
     )
 
 

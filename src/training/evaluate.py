@@ -1,4 +1,4 @@
-"""The `evaluate` hook: open_clip's own evaluation, then retrieval on `--retrieval-data`, logged in the same way."""
+"""The `evaluate` hook: open_clip's own evaluation, then `--retrieval-data` and `--zero-shot-data`, logged in the same way."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import argparse
 import json
 import logging
 import os
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +17,16 @@ from open_clip_train.distributed import is_master
 from open_clip_train.precision import get_autocast
 
 from open_clip_zerovl.data.retrieval import retrieval_batches
-from open_clip_zerovl.evaluate.retrieval.encode import encode_retrieval
+from open_clip_zerovl.embeddings.encoder import FrozenModel
+from open_clip_zerovl.evaluate.accuracy import in_percent
+from open_clip_zerovl.evaluate.retrieval.encode import encode_retrieval, evaluating
 from open_clip_zerovl.evaluate.retrieval.examples import RetrievalExample
 from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet
 from open_clip_zerovl.evaluate.retrieval.metrics import recall_bounds, recalls, retrieval_ranks
+from open_clip_zerovl.evaluate.zero_shot.score import score_labelled
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.report.record import write_examples
-from training.data import RetrievalData
+from training.data import RetrievalData, ZeroShotData
 from training.run_log import RunLog
 from training.step_log import reporter_of
 
@@ -37,7 +42,8 @@ def evaluate(
     tb_writer=None,
     tokenizer=None,
 ) -> dict[str, Any]:
-    """open_clip's metrics of this epoch, and `NAME_image_to_text_R@1` ... `NAME_rsum` of each retrieval set.
+    """open_clip's metrics of this epoch, `NAME_image_to_text_R@1` ... `NAME_rsum` of each retrieval set, and `NAME_top1`,
+    `NAME_top5` (of more than five classes) and `NAME_mean_per_class` of each labelled set.
 
     Only the first rank evaluates, as in open_clip; the other ranks wait at main's barrier.
 
@@ -46,33 +52,47 @@ def evaluate(
         stock: open_clip's own evaluation of its data.
         model: without DistributedDataParallel.
     """
-    stock_data = {key: value for key, value in data.items() if not isinstance(value, RetrievalData)}
+    stock_data = {key: value for key, value in data.items() if not isinstance(value, RetrievalData | ZeroShotData)}
     metrics = stock(stock_data)
-    retrieval = data.get("retrieval")
     due = epoch % config.retrieval_frequency == 0 or epoch == args.epochs
-    if retrieval is None or not due or not is_master(args):
+    if not {"retrieval", "zero-shot"} & data.keys() or not due or not is_master(args):
         return metrics
+    how: dict[str, Any] = {}
+    ours: dict[str, Any] = {"epoch": epoch}
+    towers = {
+        "device": torch.device(args.device),
+        "autocast": get_autocast(args.precision, device_type=torch.device(args.device).type),
+        "input_dtype": get_input_dtype(args.precision),
+    }
+    if "retrieval" in data:
+        how = {"retrieval_transform": config.retrieval_transform, "retrieval_captions": config.retrieval_captions}
+        ours |= _retrieval(data["retrieval"], args, log, model, tokenizer, epoch, towers)
+    if "zero-shot" in data:
+        ours |= _zero_shot(data["zero-shot"], args, log, model, tokenizer, epoch, towers)
+    _log(ours, how, epoch, args, data, tb_writer)
+    return {**metrics, **ours}
+
+
+def _retrieval(
+    data: RetrievalData,
+    args: argparse.Namespace,
+    log: RunLog,
+    model: Any,
+    tokenizer: Any,
+    epoch: int,
+    towers: dict[str, Any],
+) -> dict[str, float]:
+    """Metrics of each retrieval set, recorded with examples."""
     by_set: dict[str, dict[str, float]] = {}
     bounds: dict[str, dict[str, float]] = {}
     examples: list[RetrievalExample] = []
-    kept = retrieval.captions_per_image
-    how = {"retrieval_transform": config.retrieval_transform, "retrieval_captions": config.retrieval_captions}
-    for name, dataset in retrieval.sets.items():
+    kept = data.captions_per_image
+    for name, dataset in data.sets.items():
         log.doing(f"Evaluating on the {len(dataset):,} pictures of {name}")
-        features = encode_retrieval(
-            model,
-            retrieval_batches(
-                dataset,
-                retrieval.transform,
-                captions_per_image=kept,
-                batch_size=args.batch_size,
-                num_workers=args.workers,
-            ),
-            tokenizer,
-            device=torch.device(args.device),
-            autocast=get_autocast(args.precision, device_type=torch.device(args.device).type),
-            input_dtype=get_input_dtype(args.precision),
+        batches = retrieval_batches(
+            dataset, data.transform, captions_per_image=kept, batch_size=args.batch_size, num_workers=args.workers
         )
+        features = encode_retrieval(model, batches, tokenizer, **towers)
         ranks = retrieval_ranks(*features)
         by_set[name] = recalls(ranks)
         captions = [text for sample in dataset.samples for text in sample.captions[:kept]]
@@ -82,13 +102,47 @@ def evaluate(
         )
         if args.save_logs:
             examples += GallerySet(name, dataset, kept, *features, ranks, by_set[name]).examples()
-    ours: dict[str, Any] = {"epoch": epoch}
-    ours.update({f"{name}_{key}": value for name, metrics in by_set.items() for key, value in metrics.items()})
     log.retrieval(epoch, {name: {**own, **bounds[name]} for name, own in by_set.items()})
     if args.save_logs:
         write_examples(os.path.join(args.logs, args.name), epoch, examples)
-    _log(ours, how, epoch, args, data, tb_writer)
-    return {**metrics, **ours}
+    return {f"{name}_{key}": value for name, metrics in by_set.items() for key, value in metrics.items()}
+
+
+def _zero_shot(
+    data: ZeroShotData,
+    args: argparse.Namespace,
+    log: RunLog,
+    model: Any,
+    tokenizer: Any,
+    epoch: int,
+    towers: dict[str, Any],
+) -> dict[str, float]:
+    """Accuracies of each labelled set, recorded."""
+    frozen = FrozenModel.of(
+        "training", (model, data.transform, tokenizer, towers["device"]), context=towers["autocast"],
+        input_dtype=towers["input_dtype"], fingerprints={"image": f"epoch {epoch}"},
+    )  # fmt: skip
+    by_set: dict[str, dict[str, Any]] = {}
+    with evaluating(model), tempfile.TemporaryDirectory(prefix="zerovl-zero-shot-") as folder:
+        for name, dataset in data.sets.items():
+            log.doing(f"Zero-shot classification of the {len(dataset.images):,} pictures of {name}")
+            by_set[name] = score_labelled(
+                frozen,
+                dataset,
+                Path(folder),
+                batch_size=args.batch_size,
+                workers=args.workers,
+                name=name,
+                progress=False,
+            )
+            own = by_set[name]
+            logging.info(
+                f"Eval Epoch: {epoch} {name} zero-shot top-1: {in_percent(own)} % of {own['images']:,} pictures, chance "
+                f"{100 * own['chance']:.1f} %"
+            )
+    log.zero_shot(epoch, {name: {"top1": own["top1"], "top1_chance": own["chance"]} for name, own in by_set.items()})
+    kept = ("top1", "top5", "mean_per_class")
+    return {f"{name}_{key}": own[key] for name, own in by_set.items() for key in kept if key in own}
 
 
 def _log(

@@ -21,7 +21,7 @@ from open_clip_zerovl.models.tower_weights import load_pretrained_tower
 from open_clip_zerovl.recipe.apply import build_model
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
-from open_clip_zerovl.recipe.optimizer import parameter_groups
+from open_clip_zerovl.recipe.optimizer import Rates, described_groups, parameter_groups, scale_rates
 from open_clip_zerovl.recipe.start import init_from
 from open_clip_zerovl.recipe.step import precision_on
 
@@ -83,13 +83,24 @@ def _check_precision(model: torch.nn.Module, precision: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def create_adamw(model: torch.nn.Module, weight_decay: float, **options: Any) -> torch.optim.Optimizer:
-    """AdamW on groups that exempt class tokens and embeddings from decay.
+def create_adamw(
+    model: torch.nn.Module, config: RecipeConfig, weight_decay: float, lr: float, **options: Any
+) -> torch.optim.Optimizer:
+    """AdamW on groups with rates of their own, or that exempt class tokens and embeddings from decay. Groups are logged.
 
     Args:
-        options: `lr`, `betas`, `eps`.
+        options: `betas`, `eps`.
     """
-    return torch.optim.AdamW(parameter_groups(model, weight_decay, exempt_embeddings=True), **options)
+    rates = Rates(lr, config.lr_image, config.lr_text, config.lr_head, config.layer_decay) if config.own_rates else None
+    groups = parameter_groups(model, weight_decay, exempt_embeddings=config.no_embedding_decay, rates=rates)
+    optimizer = torch.optim.AdamW(groups, lr=lr, **options)
+    if rates is not None:
+        scale_rates(optimizer)
+        for part, scale, decay, tensors, numbers in described_groups(optimizer):
+            logging.info(
+                f"Group {part}: lr {scale * lr:.3g}, weight decay {decay:g}, {tensors} tensors, {numbers:,} numbers"
+            )
+    return optimizer
 
 
 def check_optimizer(args: argparse.Namespace) -> None:

@@ -190,7 +190,9 @@ def read_command(argv: Sequence[str]) -> Command:
     if (
         not args.train_data
         and not args.dataset_type.startswith("synthetic")
-        and not (args.val_data or args.imagenet_val or args.imagenet_v2 or config.retrieval_data)
+        and not (
+            args.val_data or args.imagenet_val or args.imagenet_v2 or config.retrieval_data or config.zero_shot_data
+        )
     ):
         raise UserError("there is nothing to do: give --train-data, or data to evaluate on (--retrieval-data ...)")
     if config.sampling is not None:
@@ -223,7 +225,7 @@ def require_new_name(args: argparse.Namespace) -> None:
     """Refuse the name of an earlier run, except with `--resume latest`.
 
     Raises:
-        UserError: a run of this name has a log, and is not to be resumed.
+        UserError: a run of this name has a log, and `--resume latest` is not given.
     """
     if args.name is None or args.resume == "latest":
         return

@@ -1,7 +1,7 @@
 """Flags of open_clip that do not work with the recipe, by theme.
 
-What a single flag of ours needs or contradicts is declared with that flag (`recipe.flags`); so are ranges. Mistakes that
-open_clip's main reports in a sentence of its own are left to it (`run.Run`).
+The requirements and contradictions of a single flag of ours are declared with that flag (`recipe.flags`); so are
+ranges. Mistakes that open_clip's main reports in a sentence of its own are left to it (`run.Run`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OF_SOFTMAX = ("detached-gather", "mixup-both", "mixup-embeddings", "no-replay", 
 
 
 def _scripted_and_changed(f: AllFlags) -> bool:
-    changed = (f.lock_image, f.lock_text, f.freeze, f.cache_frozen, f.coin_flip_mixup, f.temperature_constant)
+    changed = (f.lock_image, f.lock_text, f.freeze, f.cache_frozen, f.coin_flip_mixup, f.temperature_constant, f.lora)
     return f.torchscript and any((*changed, f.token_drop, f.init_from, f.init_image, f.init_text))
 
 
@@ -100,7 +100,7 @@ REFUSALS = (
     ),
     _refusal(
         "--torchscript",
-        "--lock-*, --freeze, --cache-frozen, --coin-flip-mixup, --temperature-constant, --token-drop or --init-*",
+        "--lock-*, --freeze, --cache-frozen, --coin-flip-mixup, --temperature-constant, --lora, --token-drop or --init-*",
         _scripted_and_changed,
         "they change the model after it is made, and a scripted one can no longer be changed; --torchcompile can",
     ),
@@ -123,6 +123,7 @@ LATER = (
         "--fsdp --use-naflex --force-naflex-vision --force-naflex-patch-interp", THE_STEP, lambda f: f.own_step,
         "it takes a model as it is, in DistributedDataParallel; leave it out",
     ),
+    Later("--fsdp", "--lora", lambda f: f.lora is not None, "it shards a model of one precision; leave it out"),
     Later(
         "--image-key --text-key --json-text-key --json-text-key-probs --max-image-pixels --length-bucketing "
         "--naflex-max-text-tokens", "named sources", lambda f: f.mixture,
@@ -130,7 +131,8 @@ LATER = (
     ),
     Later(
         "--opt-kwargs --opt-fallback-list --text-layer-decay --image-layer-decay --audio-layer-decay --wd-exclude",
-        "--no-embedding-decay", lambda f: f.no_embedding_decay, "each makes its own groups of parameters; give one of them",
+        "--no-embedding-decay, --lr-image, --lr-text, --lr-head or --layer-decay",
+        lambda f: f.no_embedding_decay or f.own_rates, "each makes its own groups of parameters; give one of them",
     ),
 )  # fmt: skip
 NEEDS = (

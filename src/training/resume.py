@@ -13,11 +13,13 @@ import pickle
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import zip_longest
 from typing import Any
 
 import fsspec
 import torch
 
+from open_clip_zerovl.checkpoints.adapters import is_adapter
 from open_clip_zerovl.checkpoints.weights import unpickling_reason
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.core.files import UNREADABLE
@@ -71,11 +73,11 @@ class Position:
         return Decision(**self.retained) if self.retained and same else None  # type: ignore[arg-type]
 
     def start_step(self, now: Position, steps: int = sys.maxsize) -> int:
-        """The step at which a run with the batching of `now` goes on. The log names approximations.
+        """The step at which a run with the batching of `now` continues. The log names approximations.
 
         Args:
             steps: of the epoch, as `now` divides it. With a larger effective batch, or less data, it may end before this
-                position: the run then goes on with the next epoch.
+                position: the run then continues with the next epoch.
 
         Raises:
             UserError: the position is in the middle of an epoch whose samples `now` would show in another order.
@@ -287,6 +289,33 @@ def of_this_line(state: dict, model: torch.nn.Module, optimizer: torch.optim.Opt
     }
 
 
+def require_same_rates(checkpoint: dict, optimizer: torch.optim.Optimizer | None, path: str) -> None:
+    """UserError where the groups of a checkpoint's optimizer have other rates than this run's.
+
+    An optimizer that loads a state takes its rates without a word.
+
+    Args:
+        optimizer: of this run; None where it has open_clip's groups.
+    """
+    state = checkpoint.get("optimizer")
+    if not isinstance(state, dict):
+        return
+    own = [] if optimizer is None else optimizer.state_dict()["param_groups"]
+    saved, here = (
+        [(group.get("part"), group["lr_scale"]) for group in groups if "lr_scale" in group]
+        for groups in (state["param_groups"], own)
+    )
+    for before, now in zip_longest(saved, here):
+        if before is None or now is None or before[0] != now[0] or not math.isclose(before[1], now[1]):
+            words = [
+                "no such group" if each is None else f"{each[0]} at {each[1]:.3g} x --lr" for each in (before, now)
+            ]
+            raise UserError(
+                f"--resume {path} has {words[0]} where this run has {words[1]}: --lr-image, --lr-text, --lr-head or "
+                "--layer-decay are not as they were; give them as they were, or start a new run with --init-from"
+            )
+
+
 def _require_same_temperature(optimizer: dict, wanted: bool, path: str) -> None:
     """UserError where the temperature's moments belong to another parameter than this run's."""
     if marked_temperature(optimizer) != wanted:
@@ -310,4 +339,5 @@ def _require_same_model(state: dict, own: dict, path: str, model_name: str) -> N
             f"--resume {path} is a checkpoint of another model than --model {model_name}: {problems[0]}"
             + (f" (and {len(problems) - 1} more differences)" if len(problems) > 1 else "")
             + "; give the model it was trained with"
+            + (", and --lora and --lora-on as they were" if any(map(is_adapter, (*state, *own))) else "")
         )

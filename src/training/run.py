@@ -21,6 +21,7 @@ import open_clip_train.main as host
 import torch
 from open_clip_train.distributed import world_info_from_env
 
+from open_clip_zerovl.checkpoints.adapters import ENTRY
 from open_clip_zerovl.checkpoints.spec import MODEL_ENTRY
 from open_clip_zerovl.core.errors import UserError, first_line, place_sentence
 from open_clip_zerovl.core.files import lock_file
@@ -31,6 +32,7 @@ from open_clip_zerovl.models.build import check_model, create_model_and_transfor
 from open_clip_zerovl.models.local_dir import no_code_from_data
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
+from open_clip_zerovl.recipe.lora import lora_entry
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from training import checkpointing, data, evaluate, model, resume, stopping
 from training.console import Console, say
@@ -95,7 +97,7 @@ class Run:
         self.resumes_latest = args.resume == "latest"  # main puts the file's name in its place
         self.own_step = config.own_step
         self.own_schedule = config.lr_min is not None or config.warmup_share is not None
-        self.own_adamw = config.no_embedding_decay
+        self.own_adamw = config.no_embedding_decay or config.own_rates
         self.preemption = stopping.Preemption()
         self._handlers = ExitStack()
         # set by `open`
@@ -105,6 +107,7 @@ class Run:
         self.fresh = False
         # set by the hooks, in main's order
         self.model: torch.nn.Module | None = None
+        self.optimizer: torch.optim.Optimizer | None = None  # where `own_adamw`
         self.mixup: CoinFlipMixup | None = None
         self.resumed: resume.Position | None = None
         self.cache: FrozenCache | None = None
@@ -138,6 +141,8 @@ class Run:
         if config.sampling is not None:
             logging.info(f"Opening {args.train_data}")
         self.inputs = data.open_inputs(config, args)
+        self.config = data.with_positives(config, self.inputs.sources)
+        args.positives = self.config.positives
         if rank != 0 or args.name is None:
             return
         self.lock = lock_folder(self.folder)
@@ -264,6 +269,10 @@ class Run:
             logging.info(f"Building {self.args.model}")
         created = model.create_model(self.config, self.args, self.model_name, pretrained, **options)
         self.model, transform_train, transform_eval, self.mixup = created
+        if self.config.context_length is not None:
+            self.args.force_context_length = self.config.context_length  # main's tokenizer, and exports by params.txt
+        if self.config.lora is not None:
+            self.entries = {**self.entries, ENTRY: lora_entry(self.model, self.config.lora)}
         if self.own_step:
             model.check_contrastive(self.model, self.args.model)
         if self.config.active and self.args.rank == 0 and self.args.train_data and self.args.logs.lower() != "none":
@@ -280,7 +289,8 @@ class Run:
     def create_adamw(self, **options: Any) -> torch.optim.Optimizer:
         """(lr, betas, eps) -> optimizer, where `own_adamw`."""
         assert self.model is not None  # main makes the optimizer after it
-        return model.create_adamw(self.model, self.args.wd, **options)
+        self.optimizer = model.create_adamw(self.model, self.config, self.args.wd, **options)
+        return self.optimizer
 
     def cosine_lr(self, optimizer: torch.optim.Optimizer, base_lr: float, warmup_length: int, steps: int, **_: Any):
         """As open_clip's, where `own_schedule`."""
@@ -305,7 +315,7 @@ class Run:
         return found
 
     def newest_checkpoint(self, path: str, remote: bool = False) -> str | None:
-        """The file that `--resume latest` goes on from; None where there is none."""
+        """The file that `--resume latest` continues from; None where there is none."""
         return checkpointing.newest_whole(path, remote)
 
     def load_checkpoint(self, file_path: str, map_location: Any = None) -> dict:
@@ -315,6 +325,7 @@ class Run:
             logging.info(f"Reading {file_path}")
         file_path = self._undamaged(file_path)
         checkpoint = resume.load_checkpoint(self.model, self.args, file_path, map_location)
+        resume.require_same_rates(checkpoint, self.optimizer, file_path)
         position = resume.read_position(checkpoint)
         if position is not None and position.step and (not self.own_step or self.config.sampling is None):
             raise UserError(
@@ -398,7 +409,7 @@ def words_of_main(error: Exception) -> str | None:
 def lock_folder(folder: Path, wait_seconds: float = WAIT_SECONDS) -> int:
     """A descriptor that holds a lock on a run's folder until it is closed or this process ends: one process writes there.
 
-    A file system without locks is logged, and the run goes on without.
+    A file system without locks is logged, and the run continues without.
 
     Raises:
         UserError: another process holds the lock for longer than `wait_seconds`, or the folder cannot be written.

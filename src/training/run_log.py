@@ -23,7 +23,7 @@ from open_clip_zerovl.data.stats import EpochStats
 from open_clip_zerovl.models.configs import context_length_of
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.report.record import Record, read_record
-from open_clip_zerovl.report.run_page import PAGE, best_words, write_run_page
+from open_clip_zerovl.report.run_page import PAGE, accuracy_words, best_words, write_run_page
 from training.console import PROGRESS, Console
 
 REDRAW_SECONDS = 0.5
@@ -59,7 +59,7 @@ class RunLog:
     # -----------------------------------------------------------------------------------------------------------------
 
     def begin(self, facts: Facts) -> None:
-        """Print the summary, and open the record at the position where the run begins or goes on."""
+        """Print the summary, and open the record at the position where the run begins or continues."""
         if self.args.rank != 0:
             return
         self.facts = facts
@@ -79,6 +79,7 @@ class RunLog:
             "start", at, model=facts.args.model, batch=facts.batch, epochs=facts.args.epochs, steps=facts.steps,
             loss_at_chance=facts.loss_at_chance, sources={source.name: source.num_samples for source, _ in facts.sources},
             settings={name: str(value) for name, value in self.config.given.items()}, resumed=facts.resumed,
+            groups=[(part, f"{scale:.3g}", f"{decay:g}", n, f"{size:,}") for part, scale, decay, n, size in facts.groups],
         )  # fmt: skip
 
     def doing(self, words: str) -> None:
@@ -120,6 +121,10 @@ class RunLog:
     def retrieval(self, epoch: int, metrics: Mapping[str, Mapping[str, float]]) -> None:
         """Record an evaluation on the retrieval sets."""
         self._add("retrieval", epoch, metrics=metrics)
+
+    def zero_shot(self, epoch: int, metrics: Mapping[str, Mapping[str, float]]) -> None:
+        """Record an evaluation on the labelled sets."""
+        self._add("zero-shot", epoch, metrics=metrics)
 
     def eta(self, epoch: int, index: int) -> str:
         """The time that the rest of the steps takes at this process's mean pace; "" before it is known."""
@@ -190,7 +195,8 @@ class RunLog:
         checkpoint = os.path.join(folder, "checkpoints", f"epoch_{self.args.epochs}.pt")
         lines[0] += f" Checkpoint: {checkpoint}."
         if self._record is not None:
-            lines += filter(None, [best_words(read_record(folder)["retrieval"])])
+            record = read_record(folder)
+            lines += filter(None, [best_words(record["retrieval"]), accuracy_words(record["zero-shot"])])
         if page is not None:
             lines.append(f"Page of the run: {page}.")
         lines.append(f"Next: zerovl export {checkpoint} {os.path.join(folder, 'exported')}")
@@ -231,8 +237,9 @@ class Facts:
         model: without DDP.
         sources: with the samples that an epoch takes of each; none for open_clip's own data.
         epoch_samples, steps: of an epoch.
-        epoch, start: where the run begins or goes on.
-        resumed: the checkpoint that it goes on from.
+        epoch, start: where the run begins or continues.
+        resumed: the checkpoint that it continues from.
+        groups: of the optimizer, see `recipe.optimizer.described_groups`.
     """
 
     args: argparse.Namespace
@@ -245,6 +252,7 @@ class Facts:
     epoch: int
     start: int
     resumed: str | None
+    groups: Sequence[tuple[str, float, float, int, int]] = ()
 
     @property
     def batch(self) -> str:
@@ -343,6 +351,10 @@ def _loss(facts: Facts) -> str:
 def _optimizer(facts: Facts) -> str:
     args, config = facts.args, facts.config
     words = f"{args.opt}, lr {args.lr:g}, weight decay {args.wd:g}"
+    if config.own_rates:
+        parts = (("image tower", config.lr_image), ("text tower", config.lr_text), ("heads", config.lr_head))
+        words += "".join(f", of {part} {lr:g}" for part, lr in parts if lr is not None)
+        words += f", x {config.layer_decay:g} a layer" if config.layer_decay is not None else ""
     words += f", betas {args.beta1:g} and {args.beta2:g}" if args.beta1 is not None else ""
     if args.skip_scheduler:
         return words

@@ -15,10 +15,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from open_clip_zerovl.core.files import lock_file
+from open_clip_zerovl.core.files import SCRATCH_LOCK, lock_file, remove_scratch_folders
 
 PREFIX = "zerovl-run-"
-LOCK = "lock"  # held by the process that made the folder, as long as it lives
 LONGEST = 55  # bytes of TMPDIR: the path of a socket has at most 107, of which 52 follow (multiprocessing's listeners)
 
 
@@ -27,10 +26,10 @@ def use_scratch_folder() -> None:
     place = Path(tempfile.gettempdir())
     if place.name.startswith(PREFIX) or len(os.fsencode(place)) > LONGEST:  # made by the process that started this one
         return
-    remove_leftovers(place)
+    remove_scratch_folders(place, PREFIX)
     try:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-        lock_file(folder / LOCK, create=True, forked=False)
+        lock_file(folder / SCRATCH_LOCK, create=True, forked=False)
     except OSError:  # a full disk, a file system without locks
         return
     with contextlib.suppress(OSError, KeyError):  # a user without a name; as torch itself names its cache
@@ -38,15 +37,6 @@ def use_scratch_folder() -> None:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(place / f"torchinductor_{user}"))
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     atexit.register(_remove, folder, os.getpid())
-
-
-def remove_leftovers(place: Path) -> None:
-    """Remove folders of trainings whose process has ended without removing them."""
-    for lock in place.glob(f"{PREFIX}*/{LOCK}"):
-        with contextlib.suppress(OSError):  # another user's
-            if (descriptor := lock_file(lock, wait=False, forked=False)) is not None:
-                shutil.rmtree(lock.parent, ignore_errors=True)
-                os.close(descriptor)
 
 
 def _remove(folder: Path, process: int) -> None:

@@ -33,6 +33,7 @@ from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
 from open_clip_zerovl.recipe.flags import AllFlags, RecipeConfig
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
+from open_clip_zerovl.recipe.optimizer import described_groups
 from open_clip_zerovl.recipe.step import MicroBatch, RecipeStep
 from training.checkpointing import StepCheckpoints
 from training.resume import Position
@@ -49,7 +50,7 @@ def create_loss(
     Args:
         model: for open_clip's own function, where it takes one.
     """
-    asked = {name: getattr(config, name) for name in ("cross_source_weight", "positives")}
+    asked = {"cross_source_weight": config.cross_source_weight, "positives": config.positives or "pair"}
     if config.teacher is not None:
         asked |= {name: getattr(config, name) for name in ("distill_weight", "distill_temperature")}
     if args.siglip:
@@ -159,10 +160,10 @@ class Trainer:
             taken = mixture.schedule(epoch).taken.tolist() if mixture is not None else ()
             counted = list(zip(sources, taken, strict=True))
             bare = getattr(model, "module", model)
-            from_checkpoint = args.resume if self.resumed is not None or epoch else None
-            self.log.begin(
-                Facts(args, self.config, bare, loss, counted, loader.num_samples, steps, epoch, start, from_checkpoint)
-            )
+            resumed = args.resume if self.resumed is not None or epoch else None
+            counts = (loader.num_samples, steps, epoch, start)
+            facts = Facts(args, self.config, bare, loss, counted, *counts, resumed, described_groups(optimizer))
+            self.log.begin(facts)
         for index, micro_batches in enumerate(self._groups(loader, start, steps), start=start):
             step = steps * epoch + index
             if first_of_process and index == start:
@@ -225,6 +226,7 @@ class Trainer:
             "--sampling": config.sampling,
             "--ablate iid-draw": config.draw == "iid" or None,
             "--debiased-share": config.debiased_share if config.debiased_share < 1 else None,
+            "--hard-negatives": _near(config.hard_negatives, sources),
             "--source-order": config.source_order,
             "--train-data-upsampling-factors": "::".join(f"{source.weight:g}" for source in sources),
             "--captions": config.captions,
@@ -235,6 +237,12 @@ class Trainer:
         batching = Batching(args.batch_size, config.dga_steps, args.world_size, max(1, args.workers))
         names = ", ".join(f"{source.name} ({source.num_samples})" for source in sources)
         return Position(epoch, 0, batching, names, order)
+
+
+def _near(share: float, sources: Sequence[Source]) -> str | None:
+    """The share of --hard-negatives with a mark of each clustering; None without it."""
+    marks = " ".join(source.neighbours.digest for source in sources if source.neighbours is not None)
+    return f"{share:g} of the clusters {marks}" if share else None
 
 
 def require_finite(model: torch.nn.Module, when: str) -> None:

@@ -244,7 +244,7 @@ def test_training_ends_where_the_held_out_recall_has_not_risen(task, tmp_path, m
 
 def test_a_loss_that_is_no_number_ends_with_a_sentence(task, tmp_path):
     task.images.rows[3] = torch.nan
-    with pytest.raises(UserError, match=r"the loss is no number after epoch 1; give a lower --lr than 0\.01"):
+    with pytest.raises(UserError, match=r"the loss is not finite after epoch 1; give a lower --lr than 0\.01"):
         train_heads(task, RECIPE, tmp_path)
 
 

@@ -13,8 +13,10 @@ import open_clip
 import pytest
 import torch
 from PIL import Image
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from open_clip_zerovl.checkpoints import export as export_module
 from open_clip_zerovl.checkpoints.export import export_local_dir, loading_notes
 from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.checkpoints.spec import read_model_spec
@@ -255,6 +257,31 @@ def test_an_existing_folder_is_only_replaced_on_demand(tmp_path, home):
         export_local_dir(second, tmp_path / "precious", force=True)
     (tmp_path / "empty").mkdir()
     export_local_dir(second, tmp_path / "empty")
+
+
+def test_an_export_without_room_gets_a_sentence_and_keeps_the_earlier_one(tmp_path, home, monkeypatch):
+    """safetensors has an error of its own for a full disk; a process killed between two renames leaves the earlier export."""
+    checkpoint = write_run(tmp_path / "run", random_model("native-clip"), {"model": "native-clip"})
+    folder = export_local_dir(checkpoint, tmp_path / "export")
+    config = (folder / "open_clip_config.json").read_bytes()
+
+    def full(*_, **__):
+        raise SafetensorError("Error while serializing: I/O error: File too large (os error 27)")
+
+    monkeypatch.setattr(export_module, "save_file", full)
+    (tmp_path / ".export.killed").mkdir()
+    folder.rename(tmp_path / ".export.killed" / "replaced")
+    with pytest.raises(UserError, match=r"export cannot be written \(Error while serializing.*make room"):
+        export_local_dir(checkpoint, folder)
+    assert (folder / "open_clip_config.json").read_bytes() == config
+
+
+def test_a_checkpoint_with_nan_is_not_exported(tmp_path, home):
+    model = random_model("native-clip")
+    with torch.no_grad():
+        model.text_projection[0, 0] = float("nan")
+    with pytest.raises(UserError, match="'text_projection' of native-clip holds NaN or infinite numbers"):
+        export_local_dir(write_run(tmp_path / "run", model, {"model": "native-clip"}), tmp_path / "export")
 
 
 def test_a_failed_export_leaves_nothing_behind(tmp_path, home):

@@ -12,7 +12,13 @@ import pytest
 import torch
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import atomic_file, remove_scratch, save_atomically, write_atomically
+from open_clip_zerovl.core.files import (
+    atomic_file,
+    remove_scratch,
+    save_atomically,
+    scratch_folder,
+    write_atomically,
+)
 
 
 @contextmanager
@@ -87,3 +93,22 @@ def test_scratch_of_killed_processes_is_removed_and_that_of_other_files_kept(tmp
     assert len(list(tmp_path.glob(".*.part"))) == 2
     remove_scratch(tmp_path / "a[1].json")
     assert [file.name.startswith(".a1.json.") for file in tmp_path.iterdir()] == [True]
+
+
+def test_the_next_write_removes_what_killed_processes_left_and_nothing_that_is_being_written(tmp_path):
+    (tmp_path / ".a.1.00000000.part").touch()
+    with atomic_file(tmp_path / "a"):
+        write_atomically(tmp_path / "a", "second")
+        assert len(list(tmp_path.glob(".a.*.part"))) == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_scratch_folder_is_removed_by_the_next_one_once_its_process_has_ended(tmp_path):
+    killed = "import os, sys; from open_clip_zerovl.core.files import scratch_folder\n"
+    killed += "with scratch_folder(sys.argv[1], 'x-'): os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", killed, str(tmp_path)], check=False)
+    (left,) = tmp_path.iterdir()
+    with scratch_folder(tmp_path, "x-") as folder:
+        assert not left.exists()
+        subprocess.run([sys.executable, "-c", killed, str(tmp_path)], check=False)
+        assert folder.exists() and len(list(tmp_path.iterdir())) == 2  # it is in use

@@ -26,8 +26,9 @@ from torchvision import transforms
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data import shard_reader
-from open_clip_zerovl.data.reading import MAX_CAPTION_CHARACTERS
-from open_clip_zerovl.data.schedule import Batching
+from open_clip_zerovl.data.reading import MAX_CAPTION_CHARACTERS, Reading
+from open_clip_zerovl.data.sample_stream import SliceReader
+from open_clip_zerovl.data.schedule import Batching, ShardSlice
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.stats import JUDGED_SAMPLES, BatchReport, DataStats, DroppedSample, EpochStats
 from open_clip_zerovl.shards.index import open_index
@@ -206,6 +207,17 @@ def two_shards(folder: Path, members: Members | None = None) -> Path:
     write_tar(folder / "1.tar", good_members(SIZE))
     sizes_as(SIZE)(folder / "0.tar")
     return folder
+
+
+def test_samples_of_a_torn_slice_are_replaced_at_their_own_places(tmp_path):
+    """The place decides augmentation and caption: a slice from the middle of a shard keeps its positions in the cycle."""
+    folder = two_shards(tmp_path / "a")
+    truncate(folder / "0.tar", 3)
+    (source,) = parse_sources(f"a={folder}")
+    slices = [ShardSlice(0, 2, 6, 100), ShardSlice(1, 1, 5, 104)]
+    samples = list(SliceReader(Reading(source, 0, fail=False), slices, slices).samples())
+    assert [sample.place for sample in samples] == list(range(100, 108))
+    assert [sample.stands_for is not None for sample in samples] == [False] + 3 * [True] + 4 * [False]
 
 
 @pytest.mark.timeout(60)

@@ -141,8 +141,15 @@ def test_a_step_outside_the_epoch_is_refused(rotten):
             loader.set_epoch(0, step)
 
 
-def test_the_nearest_good_place_replaces_a_bad_one_wherever_the_share_is_entered():
-    bad, fault = {3, 4, 5, 8, 9}, Fault("bad", "is bad")
+@pytest.mark.parametrize(
+    ("bad", "expected"),
+    [
+        ({3, 4, 5, 8, 9}, [0, 1, 2, 2, 6, 6, 6, 7, 7, 7]),
+        ({1, 2}, [0, 0, 3, 3, 4, 5, 6, 7, 8, 9]),  # the first sample is as far back as there are any
+    ],
+)
+def test_the_nearest_good_place_replaces_a_bad_one_wherever_the_share_is_entered(bad, expected):
+    fault = Fault("bad", "is bad")
     raw = [RawSample(b"", ((0, ""),), 0, i, str(i), "shard", fault if i in bad else None) for i in range(10)]
     slices = SimpleNamespace(
         samples=lambda first: iter(raw[first:]), reading=SimpleNamespace(fail=False), epoch_slices=()
@@ -151,7 +158,7 @@ def test_the_nearest_good_place_replaces_a_bad_one_wherever_the_share_is_entered
     for begin in range(10):
         share = SampleStream(slices, in_turn, begin)
         shown = [share.take(lambda sample: sample.position)[1] for _ in range(begin, 10)]
-        assert shown == [0, 1, 2, 2, 6, 6, 6, 7, 7, 7][begin:]
+        assert shown == expected[begin:]
 
 
 def test_a_sample_that_replaces_another_is_augmented_for_that_place(rotten):

@@ -97,6 +97,9 @@ def test_weights_in_order_and_by_name(tmp_path):
         ("a={tmp}/a::a={tmp}/a", None, "two sources are called 'a'"),
         ("a={tmp}/a/{{0000", None, "braces .* do not match|do not exist"),
         ("a={tmp}/empty", None, "holds no [*].tar shards; .* `zerovl data pack .*/empty --out DIR`"),
+        ("a={tmp}/x.parquet", None, "is parquet, .* with `zerovl data pack {tmp}/x.parquet --out DIR`"),
+        ("a={tmp}/p/{{0..3}}.parquet", None, "`zerovl data pack {tmp}/p --out DIR`"),
+        ("a=hf://datasets/me/it/{{0..3}}.parquet", None, "data pack 'hf://datasets/me/it/{.*}.parquet' --out DIR`"),
         ("a={tmp}/a", "1::2", "gives 2 weights for 1 sources"),
         ("a={tmp}/a", "0", "is not a positive number"),
         ("a={tmp}/a", "x", "is not a positive number"),
@@ -117,7 +120,7 @@ def test_a_mistake_gives_one_sentence(tmp_path, data, weights, words):
     write_source(tmp_path / "badsizes", 0, 4, 4)
     (tmp_path / "badsizes" / "sizes.json").write_text(json.dumps(["00000.tar"]))
     write_tar(tmp_path / "none" / "0.tar", [])
-    with pytest.raises(UserError, match=words) as raised:
+    with pytest.raises(UserError, match=words.replace("{tmp}", str(tmp_path))) as raised:
         parse_sources(data.format(tmp=tmp_path), weights)
     assert "\n" not in str(raised.value)
 

@@ -113,6 +113,26 @@ def test_a_bad_item_is_raised_after_the_batches_before_it(workers: int):
     assert seen == list(range(6))
 
 
+class Untransferable:
+    def __reduce__(self):
+        raise RuntimeError("unable to resize file </torch_1_2_3> to the right size: No space left on device (28)")
+
+
+class FullMemory(ItemSet):
+    def read(self, index: int) -> Untransferable:
+        return Untransferable()
+
+    def __len__(self) -> int:
+        return 2
+
+
+@pytest.mark.timeout(60)
+def test_a_batch_that_cannot_be_handed_over_ends_the_reading():
+    """As with a full /dev/shm: the worker's queue drops such a batch, and the reader would wait for ever."""
+    with pytest.raises(UserError, match=r"a loader worker was lost .*; if memory or /dev/shm is full, lower --workers"):
+        list(read_batches(FullMemory(), list, num_workers=1))
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_iterator_that_is_left_early_prints_nothing(tmp_path, monkeypatch, workers):
     unraisable = []

@@ -450,7 +450,8 @@ def test_hugging_face_models_in_the_documented_adapter(make, frozen):
 
 @pytest.mark.parametrize("image", [False, True], ids=["text", "both towers"])
 def test_lora_by_peft(image):
-    peft = pytest.importorskip("peft", reason="peft is not installed: pip install --no-deps peft accelerate")
+    import peft
+
     model, micro_batches = bert_clip(), batches([3, 2, 2])
     model.requires_grad_(False)
     model.logit_scale.requires_grad_(True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -84,3 +86,14 @@ def test_a_file_that_is_cut_short_of_another_shape_or_gone_gets_a_sentence(tmp_p
     file.unlink()
     with pytest.raises(UserError, match=r"rows\.npy is gone"):
         Store(tmp_path, about, mode=mode)
+
+
+def test_a_manifest_whose_lists_differ_in_length_gets_a_sentence(tmp_path):
+    filled(tmp_path, manifest())
+    file = tmp_path / "embeddings.json"
+    content = json.loads(file.read_text())
+    content["sources"][0]["marks"].pop()
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"embeddings\.json cannot be read .*make the embeddings anew"):
+        Store.open(tmp_path, remedy="zerovl teacher")
+    assert not Store.create(tmp_path, manifest(), cache=True).done.any()  # a cache is made anew

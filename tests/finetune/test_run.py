@@ -23,8 +23,10 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.files import locked
 from open_clip_zerovl.core.launch import CPU_MICRO_BATCH
+from open_clip_zerovl.data.mixture import Sampling, schedule_of
 from open_clip_zerovl.finetune.data import open_sources
-from open_clip_zerovl.finetune.finetuning import _announce, _before, _micro_batch_that_fits
+from open_clip_zerovl.finetune.finetuning import _announce, _before, _micro_batch_that_fits, _training
+from open_clip_zerovl.finetune.keeping import with_old_pairs
 from open_clip_zerovl.finetune.proposal import Facts, choose_settings
 from open_clip_zerovl.finetune.request import Prepared, Request
 from open_clip_zerovl.models.build import with_text_model
@@ -41,6 +43,7 @@ from support.tiny_clip import (
     write_retrieval_set,
     write_run,
 )
+from training.params import parse
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 220)}
 THINGS = ("cat", "dog", "house", "tree", "sun", "moon", "face")
@@ -116,6 +119,50 @@ def test_a_folder_is_not_kept_by_a_call_that_ended_with_a_mistake(made, tmp_path
     assert held_out.read_bytes() == anew
 
 
+def test_old_pairs_and_the_model_before_reach_the_training(made, tmp_path):
+    write_source(tmp_path / "past", [drawn(number) for number in range(200, 230)], shard_size=20)
+    request = Request(
+        Encoder("x"),
+        f"mine={made / 'mine'}",
+        tmp_path / "out",
+        keep_data=f"past={tmp_path / 'past'}",
+        keep_teacher=True,
+    )
+    new = open_sources(request.data)
+    sources, train_data, factors = with_old_pairs(request, request.data, new)
+    for strategy in ("random", "debiased"):
+        schedule = schedule_of(sources, 5, Sampling(strategy), seed=0, epoch=0)
+        assert schedule.taken.tolist() == [100, 25]  # a fifth
+    plain, _, _ = with_old_pairs(replace(request, keep_data=None), request.data, new)
+    assert schedule_of(plain, 5, Sampling("random"), seed=0, epoch=0).taken.tolist() == [100]  # negative control
+    prepared = Prepared("local-dir:/m", train_data, f"old={made / 'old'}", sources, (), factors)
+    training = _training(request, prepared, choose_settings(Facts(125, {"mine": 100}, False, 0, False, 2), {}), 1)
+    _, config = parse(training.arguments)
+    given = dict(zip(training.arguments[::2], training.arguments[1::2], strict=True))
+    assert given["--train-data"] == f"mine={made / 'mine'}::past={tmp_path / 'past'}"
+    assert given["--train-data-upsampling-factors"].startswith("past=0.8333")
+    assert config.teacher == str(tmp_path / "out/teacher") and config.distill_weight == 0.5
+    assert {"--keep-share": 0.2, "--keep-teacher": True}.items() <= request.of_training().items()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--keep-share=0.3"], "--keep-share 0.3 needs --keep-data NAME=SHARDS"),
+        (["--keep-data=mine={mine}", "--keep-share=1"], "--keep-share 1 must lie between 0 and 1"),
+        (
+            ["--keep-data=mine={mine}", "--set=train-data-upsampling-factors=2"],
+            "both decide the weights of the sources",
+        ),
+        (["--keep-data=mine={mine}"], "two sources are called 'mine'"),
+        (["--keep-teacher", "--set=teacher=/d"], "--set teacher and --keep-teacher both name a teacher"),
+        (["--keep-teacher", "--set=force-image-size=8"], "--set force-image-size does not work with --keep-teacher"),
+    ],
+)
+def test_what_keeping_refuses(made, refusal, flags, words):
+    assert words in refusal(*(flag.format(mine=made / "mine") for flag in flags))
+
+
 @pytest.mark.parametrize("distinct", [1, 40])
 def test_held_out_pictures_that_share_captions_get_a_sentence(made, tmp_path, distinct):
     """No model ranks one of 40 equal captions before another: R@1, R@5 and R@10 are 1/40, 5/40 and 10/40."""
@@ -182,20 +229,32 @@ def test_a_whole_fine_tuning_and_later_calls(made, tmp_path, capsys):
     assert "finished before" in again.err and again.out.endswith(said.out)
     assert main(arguments(made, out, "--set", "lr=1e-3")) == 2
     assert "with --set lr=5e-4, and this call asks for --set lr=1e-3; give" in capsys.readouterr().err
-    assert main(arguments(made, out, f"--kept=old={made / 'old'}", "--keep=0")) == 0
+    for number in range(12):
+        place = tmp_path / "things" / THINGS[number % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{number}.png").write_bytes(drawn(number).files["png"])
+    more = [f"--kept=old={made / 'old'}", "--keep=0", f"--zero-shot-data=things={tmp_path / 'things'}"]
+    assert main(arguments(made, out, *more)) == 0
     kept = capsys.readouterr().out
+    shares = json.loads((out / "finetune.json").read_text())["zero_shot"]["things"]
+    assert len(shares) == 3 and all(own["images"] == 12 for own in shares.values())
+    assert "Zero-shot top-1 on things (12 pictures, 2 classes, chance 50.0 %): before " in kept
     assert "old (kept)" in kept and "No --kept set" not in kept
     assert (out / "training.log").read_bytes() == log
 
 
 @pytest.mark.slow  # three trainings: 60 s
 @pytest.mark.timeout(600)
-def test_a_killed_call_goes_on_and_ends_as_one_that_was_not(made, tmp_path):
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_killed_call_goes_on_and_ends_as_one_that_was_not(made, tmp_path, keeps):
+    """With `keeps` beside old pairs and with the model before as a teacher."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
+    write_source(tmp_path / "past", [drawn(number) for number in range(200, 230)], shard_size=20)
+    more = [f"--keep-data=past={tmp_path / 'past'}", "--keep-teacher", f"--kept=old={made / 'old'}"] * keeps
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def start(out: Path) -> subprocess.Popen:
-        line = [sys.executable, "-m", "open_clip_zerovl.cli", *arguments(made, out)]
+        line = [sys.executable, "-m", "open_clip_zerovl.cli", *arguments(made, out, *more)]
         return subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     first = start(killed)
@@ -211,6 +270,9 @@ def test_a_killed_call_goes_on_and_ends_as_one_that_was_not(made, tmp_path):
         if out == killed:
             assert "going on after epoch" in said
     results = [json.loads((out / "finetune.json").read_text()) for out in (killed, whole)]
+    assert ("90 new pairs and 20% old ones (22 of past): 1.25 times the samples" in results[0]["table"]) == keeps
+    assert ("distillation from the model before" in results[0]["table"]) == keeps
+    assert ("112 samples an epoch: mine 90, past 22;" in (whole / "training.log").read_text()) == keeps
     assert results[0]["epochs"] == results[1]["epochs"] and results[0]["best epoch"] == results[1]["best epoch"]
     models = [open_clip.create_model_and_transforms(f"local-dir:{out / 'model'}")[0] for out in (killed, whole)]
     for key, tensor in models[0].state_dict().items():
@@ -218,7 +280,7 @@ def test_a_killed_call_goes_on_and_ends_as_one_that_was_not(made, tmp_path):
 
 
 def test_a_tag_of_open_clip_becomes_a_folder_to_start_from(tmp_path, monkeypatch):
-    name = register(tmp_path, "finetuned-tiny", NATIVE_VISION, CLIP_TEXT, quick_gelu=True)
+    name = register(tmp_path, "finetuned-tiny", NATIVE_VISION, {**CLIP_TEXT, "context_length": 32}, quick_gelu=True)
     model = random_model(name, seed=5)
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     tags = {"mine": {"url": "", "mean": (0.5,) * 3, "std": (0.25,) * 3, "quick_gelu": True}}
@@ -230,6 +292,12 @@ def test_a_tag_of_open_clip_becomes_a_folder_to_start_from(tmp_path, monkeypatch
     assert _before(request, said.append) == folder and len(said) == 1  # a second call finds it
     found, _, _ = open_clip.create_model_and_transforms(folder)
     assert tuple(found.visual.preprocess_cfg["mean"]) == (0.5,) * 3
-    picture, text = torch.randn(1, 3, 32, 32), torch.arange(16)[None]
+    picture, text = torch.randn(1, 3, 32, 32), torch.arange(32)[None]
     for own, theirs in zip(found(picture, text), model(picture, text), strict=True):
         assert torch.equal(own, theirs)
+
+    longer = Request(Encoder(folder, device="cpu"), "x=/data", tmp_path / "longer", context_length=40)
+    folder = _before(longer, said.append)
+    assert open_clip.get_tokenizer(folder)(["a"]).shape == (1, 40)
+    positions = open_clip.create_model(folder).positional_embedding
+    assert len(positions) == 40 and torch.equal(positions[:20], model.positional_embedding[:20])

@@ -52,6 +52,7 @@ def test_sources_tokenizer_and_machine_decide():
     two = {"a": 5_000, "b": 3_000}
     assert chosen(facts(8_000, sources=two))["sampling"] == "debiased"
     assert chosen(facts(8_000, sources={"a": 7_900, "b": 100}))["sampling"] == "random"
+    assert chosen(facts(8_000, sources=two, old_share=0.2))["sampling"] == "random"
     assert chosen(facts(8_000))["text-augment"] is None and chosen(facts(8_000, masks=True))["text-augment"] == "0.2"
     assert [chosen(facts(8_000, gpus=gpus, bf16=bf16))["precision"] for gpus, bf16 in ((0, False), (1, True), (1, False))] == [
         "fp32", "amp_bf16", "amp",
@@ -103,3 +104,24 @@ def test_command_lines_as_settings():
     assert as_arguments(settings) == [*words[:-1], "--lr", "1e-4"]
     with pytest.raises(UserError, match="unexpected argument '1e-4'"):
         settings_of(["1e-4"])
+
+
+def test_adapters_have_a_rate_of_their_own(monkeypatch):
+    """`--lora` is a flag of the command; projections keep the rate of full fine-tuning."""
+    from open_clip_zerovl.cli.program import main
+    from open_clip_zerovl.finetune import finetuning
+
+    asked = []
+    monkeypatch.setattr(finetuning, "run_finetune", lambda request, say: asked.append(request.given))
+    command = "finetune --from m --data d --out o --lora 16 --lora-on image --layer-decay 0.8 --set wd=0.2"
+    assert main(command.split()) in (None, 0)
+    assert asked == [{"lora": "16", "lora-on": "image", "layer-decay": "0.8", "wd": "0.2"}]
+    values = chosen(facts(10_000), **{flag.replace("-", "_"): value for flag, value in asked[0].items()})
+    assert values["lr"] == "0.0001" and values["lr-head"] == "1e-05" and values["lora"] == "16"
+    _, config = parse(
+        as_arguments({"model": "ViT-B-32", "train-data": "mine=/data", **values, "effective-batch": None})
+    )
+    assert (config.lora, config.lora_on, config.lr_head, config.layer_decay) == (16, "image", 1e-5, 0.8)
+    assert chosen(facts(10_000), lora="16", lr_head="2e-5")["lr-head"] == "2e-5" and "lr-head" not in chosen(
+        facts(10_000)
+    )

@@ -79,6 +79,11 @@ def test_evaluation_and_export_find_the_runs_file_or_take_it(tmp_path, capsys):
             "'vision_cfg.layrs', .*; did you mean 'vision_cfg.layers'",
         ),
         ("bad-tower.json", {**CONFIG, "vision_cfg": {"depth": 2}}, "has 'vision_cfg.depth', .*; correct it"),
+        (
+            "bad-size.json",
+            {**CONFIG, "vision_cfg": {"head_width": 0}},
+            "has 'vision_cfg.head_width' 0; give a size of 1",
+        ),
         ("ViT-B-32.json", CONFIG, "there is another model called ViT-B-32"),
         ("bad-suffix.txt", CONFIG, "must be called NAME.json"),
     ],

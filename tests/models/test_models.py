@@ -20,6 +20,7 @@ from open_clip_zerovl.models import configs as models
 from open_clip_zerovl.models.build import check_model, create_model_and_transforms, pretrained_text_of, with_text_model
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
 from scripts.drawn.vocabulary import write_bert
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, register
 
 PAPER = ("zerovl-ViT-B-16-BERT-base", "zerovl-ViT-B-32-BERT-base", "zerovl-ViT-S-16-BERT-base")
 CAPTIONS = ["a red car on a road", "two dogs in the snow", "the moon above a tower"]
@@ -354,3 +355,12 @@ def test_tower_weights_that_do_not_fit_change_nothing(small, tmp_path):
     with pytest.raises(UserError, match="is not a HF model"):
         load_pretrained_tower(open_clip.create_model("ViT-S-32-alt"), "text", tmp_path / "short.pt")
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("content", [b"training.main: loading", b"\x80\x02}q", b"u", b""])
+def test_a_file_that_holds_no_weights_gets_a_sentence(tmp_path, content):
+    """torch's unpickler takes a text for instructions, and fails on them in many ways."""
+    name = register(tmp_path / "configs", "models-tiny", NATIVE_VISION, CLIP_TEXT)
+    (tmp_path / "words.pt").write_bytes(content)
+    with pytest.raises(UserError, match=r"words\.pt is not a file of weights|cannot be built with its weights"):
+        create_model_and_transforms(name, str(tmp_path / "words.pt"))

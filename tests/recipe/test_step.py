@@ -13,7 +13,7 @@ from open_clip_zerovl.core.randomness import Purpose, seed_step, stream_seed
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
 from open_clip_zerovl.plan.batching import PlanSettings
-from open_clip_zerovl.plan.measure import Stepper
+from open_clip_zerovl.plan.measure import recipe_step
 from open_clip_zerovl.plan.model import PlannedModel, build
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
@@ -83,15 +83,15 @@ def test_training_and_plan_prepare_and_step_alike(model, precision):
     for program in ("training", "plan"):
         planned, settings = planned_of(model, precision, grad_clip_norm=1.0)
         seen.append(what_it_sees(planned))
-        stepper = Stepper(planned, settings)
-        for group in stepper.optimizer.param_groups:
+        taken = recipe_step(planned, settings, retain=1)
+        for group in taken.optimizer.param_groups:
             group["lr"] = 1e-3  # a plan's own is zero
         if program == "training":
-            train(planned, settings, stepper.optimizer)
+            train(planned, settings, taken.optimizer)
         else:
             for step, group in enumerate(groups_of(planned)):
                 seed_step(SEED, step, 0)
-                stepper.take(group, retain=1)
+                taken.take(group, step)
         weights.append(planned.model.state_dict())
     assert len(seen[0]) == len(seen[1]) == STEPS * (2 * K - 1) * 2
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(*seen, strict=True))
@@ -104,7 +104,7 @@ def test_training_and_plan_prepare_and_step_alike(model, precision):
 def test_each_rank_draws_masks_of_its_own(model, rank):
     """Else samples in the same row on two ranks would lose the same tokens."""
     planned, settings = planned_of(model, "fp32")
-    train(planned, settings, Stepper(planned, settings).optimizer, rank)
+    train(planned, settings, planned.optimizer(settings), rank)
     assert torch.initial_seed() == stream_seed(SEED, Purpose.MODEL, STEPS - 1, rank)
 
 
@@ -130,8 +130,8 @@ def test_a_step_draws_the_mix_of_its_number(model, monkeypatch):
     planned, settings = planned_of(model, "fp32")
     drawn, draw = [], planned.mixup.draw
     monkeypatch.setattr(planned.mixup, "draw", lambda: drawn.append(draw()) or drawn[-1])
-    stepper = Stepper(planned, settings)
-    recipe = RecipeStep(planned.model, ContrastiveLoss(), stepper.optimizer, precision="fp32", mixup=planned.mixup,
+    optimizer = planned.optimizer(settings)
+    recipe = RecipeStep(planned.model, ContrastiveLoss(), optimizer, precision="fp32", mixup=planned.mixup,
                         normalize=planned.normalize)  # fmt: skip
     recipe.take(groups_of(planned)[0], 5)
     wanted = CoinFlipMixup(1.0, seed=SEED)
@@ -142,12 +142,12 @@ def test_a_step_draws_the_mix_of_its_number(model, monkeypatch):
 
 def test_images_are_mixed_before_they_are_cast(model):
     """lambda's sum is taken in fp32: mixing bf16 numbers rounds twice, and differs."""
-    stepper = Stepper(*planned_of(model, "pure_bf16"))
-    planned = stepper.planned
+    planned, settings = planned_of(model, "pure_bf16")
+    taken = recipe_step(planned, settings, retain=K)
     seen = what_it_sees(planned)
     groups = groups_of(planned)
-    for group in groups:
-        stepper.take(group, retain=K)
+    for step, group in enumerate(groups):
+        taken.take(group, step)
     planned.mixup.seek(0)
     mixed = 0
     for step, group in enumerate(groups):
@@ -176,7 +176,7 @@ def test_the_loss_that_the_flags_ask_for(line, kind, chunk_size):
     assert type(loss) is kind and (loss.rank, loss.world_size) == (1, 2)
     assert (getattr(loss, "chunk_size", None) or None) == chunk_size  # of open_clip 4's own loss 0: all rows
     if kind is not SigLipLoss:
-        assert (loss.positives, loss.cross_source_weight) == (config.positives, config.cross_source_weight)
+        assert (loss.positives, loss.cross_source_weight) == (config.positives or "pair", config.cross_source_weight)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

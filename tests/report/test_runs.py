@@ -25,9 +25,9 @@ def test_the_retrieval_chart_of_one_epoch_has_that_epoch_and_begins_at_zero(monk
     """By itself matplotlib shows a single point among fractions of an epoch and of one RSUM."""
     monkeypatch.setattr(plot, "png_bytes", lambda figure: figure)
     lines = [{"at": 3, "metrics": {"coco": {"rsum": 120.0}}}]
-    (axes,) = charts.retrieval_picture(lines, {"coco": "red"}).axes
+    (axes,) = charts.evaluation_picture(lines, {"coco": "red"}).axes
     assert list(axes.get_xticks()) == [3] and axes.get_ylim()[0] == 0 and axes.get_ylim()[1] > 120
-    (axes,) = charts.retrieval_picture([*lines, {"at": 5, "metrics": {"coco": {"rsum": 140.0}}}], {"coco": "red"}).axes
+    (axes,) = charts.evaluation_picture([*lines, {"at": 5, "metrics": {"coco": {"rsum": 140.0}}}], {"coco": "red"}).axes
     assert axes.get_ylim()[0] > 100
 
 
@@ -189,7 +189,7 @@ def test_chance_stands_on_the_page_of_a_run_that_learned_nothing(tmp_path, monke
     monkeypatch.setattr(plot, "png_bytes", lambda figure: figure)
     steps, colours = read_record(tmp_path)["step"], {"shop": "#332288", "web": "#DDCC77"}
     (loss,) = charts.loss_picture(steps, colours, 2.77).axes
-    (retrieval,) = charts.retrieval_picture(read_record(tmp_path)["retrieval"], colours).axes
+    (retrieval,) = charts.evaluation_picture(read_record(tmp_path)["retrieval"], colours).axes
     marked = [line.get_color() for line in loss.lines if line.get_marker() == "o"]
     assert marked == ["#332288", plot.INK]  # what matplotlib would not draw; the source's colour is that of its set
     assert retrieval.lines[0].get_color() == "#332288"

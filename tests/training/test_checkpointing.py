@@ -22,6 +22,7 @@ import torch
 
 from open_clip_zerovl.checkpoints.spec import MODEL_ENTRY, read_model_spec
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import remove_scratch_folders
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.dga.retain import Decision
@@ -325,7 +326,7 @@ def test_temporary_folders_of_killed_trainings_are_removed_by_the_next(tmp_path,
     if killed:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    scratch.remove_leftovers(tmp_path)
+    remove_scratch_folders(tmp_path, scratch.PREFIX)
     assert len(left) == 1 and left[0].exists() != killed
     if not killed:
         os.kill(child, signal.SIGKILL)

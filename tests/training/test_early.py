@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.sources import parse_sources
 from support.tars import png, write_source
 from training import data as training_data
 from training.model import check_device, settle_device
@@ -103,6 +104,25 @@ def test_debiased_sampling_of_one_source_gives_a_warning(sources, tmp_path, told
     words = "Debiased sampling has one source only, a; name several"
     assert any(words in message for message in told("--train-data", sources))
     assert not told("--train-data", f"{sources}::b={write_source(tmp_path / 'b', 100, 40, 10)}")
+
+
+def test_classes_take_their_captions_as_positives(sources, tmp_path, caplog):
+    """A flag that was given wins; one that does not work with it is named; other data changes nothing."""
+
+    def settled(*words: str) -> tuple[str | None, bool]:
+        caplog.clear()
+        args, config = parse(["--train-data", sources, "--batch-size", "4", *words])
+        found = training_data.with_positives(config, parse_sources(args.train_data))
+        assert (found is config) or found != config
+        return found.positives, "Pictures of a class share its captions (source a)" in caplog.text
+
+    assert settled() == (None, False)
+    (tmp_path / "classnames.txt").write_text("hat\nshoe\n")
+    caplog.set_level("INFO")
+    assert settled() == ("caption", True)
+    assert settled("--positives", "pair") == (None, False) and settled("--positives", "image") == ("image", False)
+    assert settled("--positives", "pair", "--coin-flip-mixup")[0] is None
+    assert settled("--coin-flip-mixup") == (None, True) and "does not work with --positives" in caplog.text
 
 
 def test_a_retrieval_set_in_the_files_of_a_source_gives_a_warning(sources, tmp_path, told):

@@ -13,6 +13,7 @@ import torch
 
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.evaluate.retrieval.score import RetrievalSettings, run_retrieval
+from open_clip_zerovl.evaluate.zero_shot.score import run_zero_shot
 from support.programs import COMMON, flat_tensors, launch, state_of
 from support.tars import png, write_source, write_tar
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, WORDS, bert_text, write_bert, write_retrieval_set
@@ -111,11 +112,19 @@ def metrics_of(folder: Path, name: str) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+def write_classes(folder: Path) -> Path:
+    for label, shades in (("cat", (10, 90, 200)), ("dog", (40, 120, 230))):
+        (folder / label).mkdir(parents=True)
+        for shade in shades:
+            (folder / label / f"{shade}.png").write_bytes(png((shade, 255 - shade, 7)))
+    return folder
+
+
 def test_retrieval_while_training_floor_of_the_schedule_and_resume(workplace):
     folder, data, *_ = workplace
     write_retrieval_set(folder / "pairs", [2, 1, 7, *[1] * 37])
     words = f"""--train-data {data} --debiased-sampling --workers 0 --lr 1e-3 --lr-min 2e-4 --retrieval-frequency 2
-    --retrieval-data mine={folder}/pairs"""
+    --retrieval-data mine={folder}/pairs --zero-shot-data things={write_classes(folder / "classes")}"""
     arguments, config = [*COMMON, *words.split()], folder / "bert" / "tiny.json"
     launch("ours", config, [*arguments, "--batch-size=8", "--epochs=3", "--name=retrieval"], cwd=folder)
     metrics = metrics_of(folder, "retrieval")
@@ -127,6 +136,9 @@ def test_retrieval_while_training_floor_of_the_schedule_and_resume(workplace):
         "Retrieval: mine (40 images, 45 captions); the first 5 captions of each image; transform: the checkpoint's own"
     )
     assert words in log
+    assert [(row["epoch"], "things_top1" in row) for row in metrics] == [(2, True), (3, True)]
+    assert "things zero-shot top-1: " in log and "% of 6 pictures, chance 50.0 %" in log
+    assert "Zero-shot top-1 after epoch 3: things" in (folder / "logs" / "retrieval" / "run.html").read_text()
     rates = [float(rate) for rate in re.findall(r"LR: (\S+)", log)]
     assert max(rates) == pytest.approx(1e-3, abs=1e-5) and min(rates[2:]) >= 2e-4 and rates[-1] < 2.5e-4
     assert "Mixture (debiased)" in log and "  c: 32 of 33 samples in 7 shards" in log
@@ -143,6 +155,10 @@ def test_retrieval_while_training_floor_of_the_schedule_and_resume(workplace):
     found = run_retrieval(encoder, f"mine={folder}/pairs", settings)["mine"]
     assert (found.pop("images"), found.pop("captions")) == (40, 47)
     logged = {key: last[f"mine_{key}"] for key in found if not key.startswith("rsum_")}  # bounds belong to the set
+    classified = run_zero_shot(encoder, f"things={folder}/classes")["things"]
+    assert [last[f"things_{key}"] for key in ("top1", "mean_per_class")] == pytest.approx(
+        [classified[key] for key in ("top1", "mean_per_class")]
+    )
     assert "rsum" in logged and {key: found[key] for key in logged} == pytest.approx(logged)
 
 

@@ -60,6 +60,7 @@ def test_gradient_of_all_methods_on_two_ranks_is_that_of_one_graph(steps):
     coins = set()
     mixup = CoinFlipMixup(1.0, seed=3)  # what each rank draws by itself
     for entries in steps:
+        assert not torch.equal(entries[0]["rng"], entries[1]["rng"])  # each rank draws masks of its own
         mix = mixup.draw()
         coins.add(mix.mixes_images)
         reference, loss = one_graph(entries, mix)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from open_clip_zerovl.align.encoders import Tower, open_tower
 from open_clip_zerovl.align.export import check_together, export_aligned
@@ -293,7 +293,7 @@ class Alignment:
         heads, scales = best.outcome.heads, (best.task.images.scale, best.task.texts.scale)
         tensors = {name: value.cpu().contiguous() for name, value in heads.state_dict().items()}
         file = out / "heads.safetensors"
-        save_file(tensors, file, metadata={"head": best.recipe.head, "scales": json.dumps(scales)})
+        write_atomically(file, save(tensors, metadata={"head": best.recipe.head, "scales": json.dumps(scales)}))
         if self.request.head == "glu":
             self.say(f"The heads are in {file}: {GATED_ALONE}")
         else:

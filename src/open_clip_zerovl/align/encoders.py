@@ -1,4 +1,4 @@
-"""A frozen tower from the name of an encoder, as open_clip holds it: what is embedded is what the exported model computes.
+"""A frozen tower from the name of an encoder, in open_clip's form: its embeddings are those of the exported model.
 
     timm:NAME|FOLDER         an image tower of timm
     hf:NAME|FOLDER           a text tower of transformers or sentence-transformers, pooled by its own config
@@ -234,7 +234,7 @@ def _hf(name: str, place: str, text_pool: str | None, context_length: int | None
     places -= config.pad_token_id + 1 if config.model_type in _OFFSET_POSITIONS else 0
     length = context_length or min(own_length, places)
     if length > places:
-        raise UserError(f"--context-length {length}: {name} has {places} positions; give at most so many")
+        raise UserError(f"--context-length {length}: {name} has {places} positions; give at most {places}")
     cfg |= {"hf_model_pretrained": False, "context_length": length}
     return _text_tower(name, text, cfg)
 

@@ -21,7 +21,7 @@ TOLERANCE = 1e-4  # of an embedding's entries: exported model and heads on featu
 
 
 def check_together(image: Tower, text: Tower) -> None:
-    """UserError for towers of which one has QuickGELU and the other GELU, which a model of open_clip has for both."""
+    """Raise a UserError if one tower has QuickGELU and the other GELU: a model of open_clip has one of them for both."""
     both = (image.quick_gelu, text.quick_gelu)
     if None not in both and both[0] != both[1]:
         named = (image.name, text.name) if image.quick_gelu else (text.name, image.name)
@@ -74,7 +74,7 @@ def export_aligned(
 
 @torch.no_grad()
 def _verify(folder: Path, image: Tower, text: Tower, heads: Heads, scales: tuple[float, float]) -> None:
-    """UserError where the folder's model embeds a picture or some texts otherwise than towers and heads."""
+    """Raise a UserError if the folder's model embeds a picture or some texts differently from towers and heads."""
     model, _, tokenizer = load_model(folder)
     pixels = torch.rand(2, 3, *image.size, generator=torch.Generator().manual_seed(0))
     tokens = tokenizer(PROBE_TEXTS)

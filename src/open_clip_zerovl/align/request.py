@@ -56,7 +56,7 @@ class Recipe:
     wd: float = flag(1e-4, "weight decay of the heads' matrices", range=NOT_NEGATIVE)
     warmup_share: float = flag(0.05, "share of the steps in which the learning rate rises", range=SHARE)
     patience: int = flag(
-        5, "end when the held-out recall has not risen in so many of at most 20 checks; 0: never", kind=natural
+        5, "end when the held-out recall has not risen in N of at most 20 checks; 0: never", kind=natural
     )
     seed: int = flag(0, "of the held-out pictures, the heads and the order", kind=seed)
 

@@ -103,7 +103,7 @@ class Sources:
 
     @property
     def names(self) -> list[str]:
-        """Of the sources that are trained on."""
+        """Names of the sources that are trained on."""
         return [source.name for source in self.opened[: self.training]]
 
 
@@ -182,7 +182,7 @@ def embed_tower(
 
 
 def cut_captions(tower: Tower, sources: Sources) -> tuple[int, int]:
-    """(captions looked at, those that the text tower's context cuts), from the first samples of each source."""
+    """(captions counted, captions that the text tower's context cuts), from the first samples of each source."""
     texts: list[str] = []
     for source in sources.opened[: sources.training]:
         samples = SourceSamples([source], images=False, strict=False)
@@ -249,7 +249,7 @@ class Pairs:
 def make_pairs(
     sources: Sources, picture_ids: np.ndarray, caption_ids: np.ndarray, *, seed: int, share: float = 0.1
 ) -> Pairs:
-    """The pairs of some sources, of which given sets or a share of the pictures are held out.
+    """The pairs of some sources; given sets, or a share of the pictures, are held out.
 
     Args:
         picture_ids, caption_ids: (n,) and (T,), 0 where there is none.

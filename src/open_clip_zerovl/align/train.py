@@ -201,7 +201,7 @@ def train_heads(
             continue
         mean = float(total) / count
         if not math.isfinite(mean):
-            raise UserError(f"the loss is no number after epoch {state.epoch}; give a lower --lr than {recipe.lr:g}")
+            raise UserError(f"the loss is not finite after epoch {state.epoch}; give a lower --lr than {recipe.lr:g}")
         score = _score(heads, task)[1]["rsum"]
         total, count = torch.zeros((), device=device), 0
         state.scores.append((state.epoch, score, mean))

@@ -7,6 +7,7 @@ A model with ModernBERT is the exception: open_clip 3.3 needs this package's imp
     config.json                   of the Hugging Face text tower, where the model has one
     tokenizer.json ...            its tokenizer; a model with CLIP's own BPE needs none, open_clip brings it
     README.md                     the model card: how to load it, recipe, sources, metrics (`card`)
+    lora/                         of a run with --lora, whose weights are merged: the adapters alone, for peft
 
 open_clip looks for the tokenizer in the folder, but for the text tower at `text_cfg.hf_model_name`. The export writes its
 absolute path there: after moving the folder, export again or edit that line (`loading_notes`).
@@ -15,10 +16,10 @@ absolute path there: after moving the folder, export again or edit that line (`l
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -27,21 +28,24 @@ from typing import Any
 import open_clip
 import torch
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from open_clip_zerovl.checkpoints.adapters import FOLDER, merged, write_adapters
 from open_clip_zerovl.checkpoints.card import CARD_FILE, ModelCard, run_card
 from open_clip_zerovl.checkpoints.loading import assemble
 from open_clip_zerovl.checkpoints.spec import ModelSpec, read_model_spec, write_config
-from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, read_state_dict
-from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import check_writable
+from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, read_unmerged
+from open_clip_zerovl.core.errors import UserError, first_line
+from open_clip_zerovl.core.files import check_writable, scratch_folder
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR, no_code_from_data, read_config
 from open_clip_zerovl.models.text_towers import import_note, is_registered_here
 
 log = logging.getLogger(__name__)
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+REPLACED = "replaced"  # an earlier export, until the new one has its place
 # Texts on which the run's tokenizer and the exported one are compared: case, accents, another script, too many words.
 PROBE_TEXTS = ["A photo of a cat.", "Ünïcode café naïve", "猫 кот", "one two three " * 40]
 
@@ -80,10 +84,14 @@ def export_local_dir(
     checkpoint = Path(checkpoint)
     check_destination(absolute(out_dir), force)
     log.info("reading %s", checkpoint)
-    weights = read_state_dict(checkpoint)
+    unmerged, adapters = read_unmerged(checkpoint)
+    weights = merged(unmerged, adapters, checkpoint)
     spec = read_model_spec(checkpoint, model=model, text_model=text_model)
     card = run_card(checkpoint, spec, weights, licence=licence)
-    return write_local_dir(checkpoint, weights, spec, out_dir, card=card, precision=precision, force=force)
+    folder = write_local_dir(checkpoint, weights, spec, out_dir, card=card, precision=precision, force=force)
+    if adapters is not None:
+        write_adapters(unmerged, adapters, folder / FOLDER)
+    return folder
 
 
 @no_code_from_data()
@@ -153,13 +161,21 @@ def loading_notes(folder: str | os.PathLike[str], *, moved: bool = True) -> list
 def new_folder(final: Path) -> Iterator[Path]:
     """A folder beside `final`, which takes its name and place when the block ends without an error; else nothing is left."""
     final.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{final.name}.", dir=final.parent) as workshop:
-        folder = Path(workshop) / final.name
+    for kept in final.parent.glob(f".{glob.escape(final.name)}.*/{REPLACED}"):
+        if not final.exists():  # a process was killed between the two renames below
+            os.rename(kept, final)
+    with scratch_folder(final.parent, f".{final.name}.") as workshop:
+        folder = workshop / final.name
         folder.mkdir()
-        yield folder
+        try:
+            yield folder
+        except SafetensorError as error:  # a full disk, which safetensors does not call an OSError
+            raise UserError(
+                f"{final} cannot be written ({first_line(error)}): make room, or choose another place"
+            ) from error
         if final.exists():
             # The old folder is kept until the new one is complete; it is deleted with the temporary folder.
-            os.rename(final, Path(workshop) / "replaced")
+            os.rename(final, workshop / REPLACED)
         os.rename(folder, final)
 
 
@@ -240,6 +256,11 @@ def _verify(
     model, _, _ = open_clip.create_model_and_transforms(name)
     for key, tensor in model.state_dict().items():
         if not torch.equal(tensor, weights[key].to(tensor.dtype)):
+            if not bool(tensor.isfinite().all()):
+                raise UserError(
+                    f"'{key}' of {spec.name} holds NaN or infinite numbers: its training has diverged; export an earlier "
+                    "checkpoint"
+                )
             raise UserError(f"the export of {spec.name} does not give back '{key}' as the checkpoint holds it")
     exported_tokenizer = open_clip.get_tokenizer(name)
     for text in PROBE_TEXTS:

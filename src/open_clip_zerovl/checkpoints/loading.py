@@ -30,6 +30,7 @@ from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.core.files import did_you_mean
 from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH, ClipModel
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR, check_local_dir, no_code_from_data
+from open_clip_zerovl.models.long_context import stretch_positions
 
 Preprocess = Callable[[Any], Tensor]
 Tokenizer = Callable[[list[str]], Tensor]
@@ -73,7 +74,10 @@ def _skeleton(spec: ModelSpec) -> ClipModel:
         write_config(Path(folder), spec.model_cfg, spec.preprocess_cfg)
         try:
             with no_alarm():
-                return open_clip.create_model(LOCAL_DIR + folder, load_weights=False, pretrained_text=False)
+                model = open_clip.create_model(LOCAL_DIR + folder, load_weights=False, pretrained_text=False)
+            if spec.text_source is not None:  # its own config knows nothing of --context-length
+                stretch_positions(model, spec.model_cfg["text_cfg"].get("context_length", 0))
+            return model
         except UserError:
             raise
         except UNBUILDABLE as error:

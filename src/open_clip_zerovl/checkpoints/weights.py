@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from open_clip_zerovl.checkpoints.adapters import ENTRY, merged
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.core.files import UNREADABLE, no_checkpoint
 
@@ -21,14 +22,21 @@ WEIGHTS_FILE = "open_clip_model.safetensors"
 
 
 def read_state_dict(checkpoint: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The weights of a checkpoint under open_clip's own names: without `module.` (DDP) and `_orig_mod.` (compile).
+    """The weights of a checkpoint under open_clip's own names, adapters of --lora merged.
 
     Only tensors and plain containers are loaded (`weights_only=True`); a pickle that wants to run code is refused.
 
     Raises:
         UserError: no such file, a file that does not load so, or one without weights.
     """
-    checkpoint = Path(checkpoint)
+    return merged(*read_unmerged(Path(checkpoint)), Path(checkpoint))
+
+
+def read_unmerged(checkpoint: Path) -> tuple[dict[str, Tensor], Any]:
+    """The weights with adapters as training keeps them, without `module.` (DDP) and `_orig_mod.` (compile); entry of adapters.
+
+    Errors as `read_state_dict`.
+    """
     content = _read_content(checkpoint)
     weights = content.get("state_dict", content) if isinstance(content, dict) else None
     if not isinstance(weights, Mapping) or not weights or not all(isinstance(v, Tensor) for v in weights.values()):
@@ -39,7 +47,7 @@ def read_state_dict(checkpoint: str | os.PathLike[str]) -> dict[str, Tensor]:
         if name in plain:
             raise UserError(f"{checkpoint} holds '{name}' twice, with and without a wrapper's prefix")
         plain[name] = tensor
-    return plain
+    return plain, content.get(ENTRY)
 
 
 def read_epoch(checkpoint: str | os.PathLike[str]) -> int | None:

@@ -30,7 +30,7 @@ def pack(parser: argparse.ArgumentParser) -> Run:
 
     parser.description = (
         "Pictures and captions in the form in which they are, to webdataset shards with sizes.json, a held-out set and a "
-        "report. Called again, it goes on where it stopped."
+        "report. Called again, it continues where it stopped."
     )
     parser.add_argument(
         "inputs",
@@ -85,7 +85,7 @@ def _exclusions(arguments: argparse.Namespace) -> list[Any]:
 
 def _add_dataset(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        f"{parser.description} Writes webdataset shards with sizes.json and a manifest. Called again, it goes on where it "
+        f"{parser.description} Writes webdataset shards with sizes.json and a manifest. Called again, it continues where it "
         "stopped. docs/datasets.md has the pairs, disk and hours to expect."
     )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")

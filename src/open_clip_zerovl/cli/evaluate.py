@@ -74,8 +74,8 @@ def zero_shot(parser: argparse.ArgumentParser) -> Run:
 def linear_probe(parser: argparse.ArgumentParser) -> Run:
     """`zerovl linear-probe`."""
     parser.description = (
-        "Linear probe (paper 5.3) on the image tower's features before the projection. An interrupted call goes on when it is "
-        "made again with the same --out."
+        "Linear probe (paper 5.3) on the image tower's features before the projection. Repeat an interrupted call with the "
+        "same --out: it continues."
     )
     parser.add_argument("model", metavar="MODEL", help=MODEL)
     add_encoder(parser, without=("batch_size",))
@@ -188,7 +188,7 @@ def search(parser: argparse.ArgumentParser) -> Run:
     """`zerovl search`."""
     parser.description = (
         "Pictures are embedded once and kept; changed ones, and those for another model, are embedded again. A call that was "
-        "stopped goes on when it is made again."
+        "stopped continues when it is made again."
     )
     parser.add_argument("models", nargs="+", metavar="[NAME=]MODEL", help=MODELS)
     parser.add_argument(

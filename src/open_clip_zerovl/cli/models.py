@@ -15,18 +15,19 @@ from open_clip_zerovl.checkpoints.encoder_flags import EncoderFlags
 from open_clip_zerovl.cli.program import Run
 from open_clip_zerovl.cli.shared import MODEL, add_encoder, encoder_of, own_model
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.flags import add_settings, positive, redeclared, settings_from, share
+from open_clip_zerovl.core.flags import add_settings, flags_of, positive, redeclared, settings_from, share
 from open_clip_zerovl.distill.teacher_flags import TeacherFlags
 from open_clip_zerovl.evaluate.settings import PLAIN_ALPHA, CurveFlags, RetrievalSettings
 from open_clip_zerovl.finetune.flags import SETS, FinetuneFlags
 from open_clip_zerovl.prepare.cluster_flags import ClusterSettings
+from open_clip_zerovl.recipe.flags import TuningFlags
 
 
 def finetune(parser: argparse.ArgumentParser) -> Run:
     """`zerovl finetune`."""
     parser.description = (
         "Chooses every setting for a thousand to some million pairs and says why; trains both towers, keeps the best epoch on "
-        "held-out pairs, and takes weights between before and after (WiSE-FT). The same call goes on where one was stopped."
+        "held-out pairs, and takes weights between before and after (WiSE-FT). The same call continues where one was stopped."
     )
     parser.epilog = (
         "Training flags (zerovl train --help) replace the chosen ones: --set lr=5e-6, or all of them after --."
@@ -50,6 +51,7 @@ def finetune(parser: argparse.ArgumentParser) -> Run:
         help="set or replace a training flag, or effective-batch; FLAG alone sets a switch, FLAG= removes a flag",
     )  # fmt: skip
     add_settings(parser, FinetuneFlags)
+    add_settings(parser.add_argument_group("as for train"), TuningFlags)
     add_settings(parser.add_argument_group("weights in between, as for interpolate"), CurveFlags)
     add_encoder(parser)
     parser.add_argument("training", nargs="*", metavar="-- FLAGS", help="training flags")
@@ -59,13 +61,21 @@ def finetune(parser: argparse.ArgumentParser) -> Run:
         from open_clip_zerovl.finetune.request import Request
         from open_clip_zerovl.recipe.arguments import parse_settings, settings_of
 
+        tuned = {
+            each.option.removeprefix("--"): (each.default, getattr(arguments, each.name))
+            for each in flags_of(TuningFlags)
+        }
         request = settings_from(
             Request,
             arguments,
             start=encoder_of(arguments, arguments.start),
             data=arguments.data,
             out=arguments.out.expanduser().absolute(),
-            given={**parse_settings(arguments.set), **settings_of(arguments.training)},
+            given={
+                **{flag: str(value) for flag, (default, value) in tuned.items() if value != default},
+                **parse_settings(arguments.set),
+                **settings_of(arguments.training),
+            },
         )
         run_finetune(request, say=lambda line: print(f"finetune: {line}", file=sys.stderr, flush=True))
 
@@ -260,7 +270,7 @@ def teacher(parser: argparse.ArgumentParser) -> Run:
     parser.description = (
         "Each picture under several augmentations (views) and each caption through one or several frozen models, kept on disk. "
         "Training with --teacher DIR shows the same views and distils from the embeddings. Give the augmentation and the image "
-        "size of the training to come. A call that was stopped goes on when it is made again."
+        "size of the training to come. A call that was stopped continues when it is made again."
     )
     parser.add_argument("models", nargs="+", metavar="MODEL", help="teachers, each as for retrieval")
     parser.add_argument("--train-data", required=True, metavar="NAME=SHARDS::...", help="named sources, as in training")
@@ -350,7 +360,7 @@ def align(parser: argparse.ArgumentParser) -> Run:
     """`zerovl align`."""
     parser.description = (
         "Encodes pairs once by frozen encoders and trains heads on the stored features: a retrieval model in the time of some "
-        "epochs of matrix products. The same call goes on where one was stopped."
+        "epochs of matrix products. The same call continues where one was stopped."
     )
     image = "timm:NAME or a folder of timm's, an exported folder, a checkpoint, NAME/TAG; several are compared"
     text = (

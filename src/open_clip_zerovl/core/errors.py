@@ -21,7 +21,7 @@ class UserError(ValueError):
 def printable(text: str) -> str:
     """Text from data, made safe for a terminal: control characters and bytes that are not text become escapes.
 
-    A key in a tar may hold a terminal's escape sequence, which is shown as "a\\x1b[2J", or a byte that is no UTF-8, which is
+    A key in a tar may hold a terminal's escape sequence, which is shown as "a\\x1b[2J", or a byte that is not UTF-8, which is
     shown as "a\\udcff".
     """
     if text.isprintable():
@@ -57,6 +57,13 @@ def place_sentence(error: BaseException) -> str | None:
     return f"{where}{error.strerror}; {_ADVICE[error.errno]}"
 
 
+# Words of RuntimeErrors for want of memory: of torch's CPU kernels, and of a thread that has no room for its stack.
+_NO_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory", "could not create a primitive", "could not create a memory object",
+    "can't start new thread",
+)  # fmt: skip
+
+
 def sentence_of(error: BaseException) -> str | None:
     """The sentence for an error that needs no traceback: a `UserError`, a file, full memory. None for a bug in the program."""
     if isinstance(error, UserError):
@@ -64,7 +71,7 @@ def sentence_of(error: BaseException) -> str | None:
     first_line = _short((str(error).splitlines() or [""])[0])
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for it
         return f"the device's memory is full ({first_line}); lower the batch size"
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or any(words in first_line for words in _NO_MEMORY):
         return (
             f"the machine's memory is full{f' ({first_line})' if first_line else ''}; lower the batch size or --workers"
         )

@@ -45,14 +45,16 @@ UNREADABLE = (
     tokenize.TokenError,  # of numpy, on a damaged header
 )
 
+SCRATCH_LOCK = "lock"  # in a temporary folder; held by the process that made it, as long as it lives
+
 
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """An open binary file that takes the name `path` when the block ends without an error.
 
     A reader sees the old content or the new one, never a part, even when the process is killed or the machine loses power. The
-    content is first written beside its destination, as `.NAME.PROCESS.RANDOM.part`. Missing folders are made. The file gets the
-    permissions of any new file (0666 less the umask).
+    content is first written beside its destination, as `.NAME.PROCESS.RANDOM.part`; such files that killed processes have left
+    are removed. Missing folders are made. The file gets the permissions of any new file (0666 less the umask).
 
         with atomic_file("a/b.npz") as file:
             np.savez(file, x=x)
@@ -70,7 +72,11 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     scratch = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        raw = _Scratch(scratch, "xb")
+        remove_scratch(target)
+        try:
+            raw = _Scratch(cast(int, lock_file(scratch, create=True)), "wb")
+        except OSError:  # also of a file system without locks
+            raw = _Scratch(scratch, "wb")
     except OSError as error:
         raise _refused(path, error) from error
     try:
@@ -96,10 +102,37 @@ def write_atomically(path: str | os.PathLike[str], content: bytes | str) -> None
 
 
 def remove_scratch(path: str | os.PathLike[str]) -> None:
-    """Remove what `atomic_file` has left beside `path` in processes that were killed. No other process may be writing it."""
+    """Remove what `atomic_file` has left beside `path` in processes that were killed; a living process locks its file."""
     target = Path(os.path.realpath(path))
     for scratch in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
-        scratch.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another user's
+            if (descriptor := lock_file(scratch, wait=False)) is not None:
+                scratch.unlink(missing_ok=True)
+                os.close(descriptor)
+
+
+@contextlib.contextmanager
+def scratch_folder(place: str | os.PathLike[str], prefix: str) -> Iterator[Path]:
+    """A temporary folder in `place` for the block; the next one with this prefix removes it where its process was killed."""
+    remove_scratch_folders(Path(place), prefix)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=place) as folder:
+        descriptor = None
+        with contextlib.suppress(OSError):  # a file system without locks
+            descriptor = lock_file(Path(folder, SCRATCH_LOCK), create=True, forked=False)
+        try:
+            yield Path(folder)
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+
+def remove_scratch_folders(place: Path, prefix: str) -> None:
+    """Remove temporary folders whose process, which locks their file SCRATCH_LOCK, has ended without removing them."""
+    for lock in place.glob(f"{glob.escape(prefix)}*/{SCRATCH_LOCK}"):
+        with contextlib.suppress(OSError):  # another user's
+            if (descriptor := lock_file(lock, wait=False, forked=False)) is not None:
+                shutil.rmtree(lock.parent, ignore_errors=True)
+                os.close(descriptor)
 
 
 def save_atomically(content: Any, path: str | os.PathLike[str], **options: Any) -> None:

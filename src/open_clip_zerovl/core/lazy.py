@@ -1,7 +1,7 @@
 """Late imports: a package's public names are imported on first use, and model configs are registered when open_clip is loaded.
 
-torch, timm and transformers take seconds to import, and a help text needs none of them. So `import open_clip_zerovl` and
-`import open_clip_zerovl.cli` import none of them. A package's public name is imported when it is first used (PEP 562). The
+torch, timm and transformers take seconds to import, and a help text does not need them. So `import open_clip_zerovl` and
+`import open_clip_zerovl.cli` do not import them. A package's public name is imported when it is first used (PEP 562). The
 model configs are registered at once where open_clip is loaded already, else by a hook right after it is.
 """
 

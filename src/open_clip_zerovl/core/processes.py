@@ -1,7 +1,7 @@
 """Processes: ending with the parent process, stopping a training from outside, and the usable CPU cores.
 
 SIGTERM, SIGUSR1 and SIGHUP (a lost terminal) are passed on to the ranks of a training as SIGUSR1, which asks them to agree on a
-step, save it and end. Ctrl-C is passed on as it is, once each time it is pressed. torchrun gets none of them: it would kill the
+step, save it and end. Ctrl-C is passed on as it is, once each time it is pressed. torchrun does not get them: it would kill the
 ranks after 30 s, and an optimizer step with its checkpoint can take longer.
 """
 

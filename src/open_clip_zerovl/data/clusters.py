@@ -17,8 +17,9 @@ import logging
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,9 +76,30 @@ def open_clusters(path: Path, moved_to: str | None = None, *, strict: bool = Fal
     clustering = load_clustering(path)
     if moved_to is None and path.is_dir() and (folders := cluster_folders(path)):
         return clustering.source, _written(clustering, path, folders)
+    clustering = _found(clustering, path, moved_to, strict)
+    return clustering.source, _picked(clustering, clustering.shards)
+
+
+def open_neighbours(path: Path, moved_to: str | None = None, *, strict: bool = False) -> Clustering:
+    """The clustering with the paths that its shards have now, for a source whose clusters are hard negatives.
+
+    Raises:
+        UserError: as `open_clusters`; copies were not looked for.
+    """
+    clustering = load_clustering(path)
+    if clustering.copies is None:
+        raise UserError(
+            f"{path} does not list the copies of {clustering.source}, which would be false negatives of each other; cluster "
+            "again with --same-above 0.95"
+        )
+    return _found(clustering, path, moved_to, strict)
+
+
+def _found(clustering: Clustering, path: Path, moved_to: str | None, strict: bool) -> Clustering:
+    """The clustering with the present paths of its shards, which are checked."""
     shards = clustering.shards if moved_to is None else _moved(clustering, moved_to)
     _check_shards(clustering, shards, path, strict)
-    return clustering.source, _picked(clustering, shards)
+    return replace(clustering, shards=shards)
 
 
 def cluster_folders(folder: Path) -> list[Path]:
@@ -177,6 +199,8 @@ def _require_consistent(clustering: Clustering) -> None:
         raise ValueError("its labels are not one whole number a sample")
     if clustering.distances.shape != labels.shape:
         raise ValueError("its distances are not one a sample")
+    if clustering.copies is not None and (clustering.copies.shape, clustering.copies.dtype) != (labels.shape, np.bool_):
+        raise ValueError("its copies are not one truth value a sample")
     if centroids.ndim != 2 or (len(labels) and not 0 <= labels.min() <= labels.max() < len(centroids)):
         raise ValueError("its labels are not numbers of its centroids")
 
@@ -195,6 +219,7 @@ class Clustering:
         distances: (n,) 1 - cosine to the centroid.
         centroids: (K, D) of unit length.
         shard_bytes: size of each shard in bytes, by which a changed shard is noticed.
+        copies: (n,) whether a sample is a copy of an earlier one of its cluster; None if copies were not looked for.
     """
 
     source: str
@@ -204,6 +229,7 @@ class Clustering:
     distances: NDArray[np.float32]
     centroids: NDArray[np.float32]
     shard_bytes: tuple[int, ...]
+    copies: NDArray[np.bool_] | None = None
 
     @property
     def counts(self) -> NDArray[np.int64]:
@@ -214,6 +240,7 @@ class Clustering:
 def save_clustering(clustering: Clustering, out: Path) -> Path:
     """Write `assignment.npz` into the folder `out`, without pickle; returns its path."""
     path = out / ASSIGNMENT_FILE
+    copies: dict[str, Any] = {} if clustering.copies is None else {"copies": clustering.copies}
     with atomic_file(path) as file:
         np.savez_compressed(
             file,
@@ -224,6 +251,7 @@ def save_clustering(clustering: Clustering, out: Path) -> Path:
             labels=clustering.labels,
             distances=clustering.distances,
             centroids=clustering.centroids,
+            **copies,
         )
     return path
 
@@ -244,6 +272,7 @@ def load_clustering(path: str | Path) -> Clustering:
             content["distances"],
             content["centroids"],
             tuple(int(size) for size in content["shard_bytes"]),
+            content.get("copies"),
         )
         _require_consistent(clustering)
         return clustering

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,7 +92,25 @@ def expand_shards(pattern: str) -> tuple[str, ...]:
                 f"pictures with `zerovl data pack {pattern} --out DIR`"
             )
         return shards
+    shards = expand_braces(pattern)
+    _refuse_parquet(pattern, shards)
+    return shards
+
+
+def expand_braces(pattern: str) -> tuple[str, ...]:
+    """`{0..2}.tar` as three names. UserError for braces that do not match."""
     try:
         return tuple(braceexpand.braceexpand(pattern))
     except ValueError as error:  # its UnbalancedBracesError
         raise UserError(f"the braces of {pattern!r} do not match; write {{00000..00099}}") from error
+
+
+def _refuse_parquet(pattern: str, shards: tuple[str, ...]) -> None:
+    """UserError for parquet files, with the command that makes shards of their rows: only a tar has samples to seek."""
+    if not (found := [shard for shard in shards if shard.lower().endswith((".parquet", ".pq"))]):
+        return
+    given = pattern if REMOTE.match(pattern) or len(shards) == 1 else os.path.dirname(found[0])
+    raise UserError(
+        f"{pattern} is parquet, and training reads tars; make shards of its rows with `zerovl data pack {shlex.quote(given)} "
+        "--out DIR`"
+    )

@@ -1,6 +1,6 @@
 """Labelled images for the linear probe (section 5.3, A.7): folders of classes, torchvision's datasets, webdataset shards.
 
-What `open_probe_set` reads:
+`open_probe_set` reads:
 
     DIR                         a folder of class folders, `DIR/CLASS/picture.jpg` (ImageNet ...)
     DIR or DIR/{000..146}.tar   webdataset shards with `key.jpg` and `key.cls` (a number, as CLIP_benchmark writes them),
@@ -28,6 +28,7 @@ from PIL import Image
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.components import expand_shards
 from open_clip_zerovl.data.images import BadImage, read_picture
+from open_clip_zerovl.data.names import CLASS_NAMES
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, image_of, indexed_members
 
 ROLES = ("train", "test")
@@ -260,7 +261,7 @@ def _class(content: bytes, name: str, where: str) -> str:
 def _class_names(folder: Path) -> dict[str, str]:
     """Class number -> name, from `classnames.txt` (one name a line), in the folder or, as CLIP_benchmark has it, above it."""
     for place in (folder, folder.parent):
-        file = place / "classnames.txt"
+        file = place / CLASS_NAMES
         if file.is_file():
             return {str(i): name for i, name in enumerate(file.read_text(encoding="utf-8").splitlines())}
     return {}

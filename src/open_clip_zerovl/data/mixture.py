@@ -10,7 +10,7 @@ without communication.
 
     rank     a training process, 0..W-1
     worker   a loader process of a rank, 0..V-1
-    reader   what one worker reads in an epoch: reader r of a rank delivers its micro-batches r, r + V, r + 2V ...
+    reader   the work of one worker in an epoch: reader r of a rank delivers its micro-batches r, r + V, r + 2V ...
 
 All randomness derives from (seed, epoch, source, position): the same seed gives the same batches.
 """
@@ -35,6 +35,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import Purpose, preserved, reseed, reseed_torch, stream, stream_seed
 from open_clip_zerovl.data.assignment import Assignment
 from open_clip_zerovl.data.buffers import BufferPool, PooledBatch
+from open_clip_zerovl.data.hard_negatives import batches_of_epoch, check_neighbours, slices_of_reader
 from open_clip_zerovl.data.images import batch_layout, collate_images, crop_of
 from open_clip_zerovl.data.names import POLICIES
 from open_clip_zerovl.data.pixels import PixelTransform, pictures
@@ -69,6 +70,7 @@ class Sampling:
         source_order: names of the sources in the order of sequential sampling; None for the order given.
         epoch_samples: length of an epoch in samples; None for all samples of the sources.
         resampled: draw shards with replacement.
+        hard_negatives: share of each effective batch that is filled with near samples; 0 for none.
     """
 
     strategy: str = "debiased"
@@ -77,6 +79,7 @@ class Sampling:
     source_order: tuple[str, ...] | None = None
     epoch_samples: int | None = None
     resampled: bool = False
+    hard_negatives: float = 0.0
 
 
 def schedule_of(
@@ -85,7 +88,8 @@ def schedule_of(
     """`source_schedule` of `Source` records, whose order may be given by name.
 
     Raises:
-        UserError: what `source_schedule` refuses; a source order that names an unknown source or leaves one out.
+        UserError: what `source_schedule` and `check_neighbours` refuse; a source order that names an unknown source or leaves
+            one out.
     """
     names = [source.name for source in sources]
     order = None
@@ -96,7 +100,7 @@ def schedule_of(
                 f"{'::'.join(names)}"
             )
         order = [names.index(name) for name in sampling.source_order]
-    return source_schedule(
+    schedule = source_schedule(
         [source.num_samples for source in sources],
         effective_batch,
         strategy=sampling.strategy,
@@ -109,6 +113,9 @@ def schedule_of(
         source_order=order,
         names=names,
     )
+    if sampling.hard_negatives:
+        check_neighbours([source.neighbours for source in sources], names, schedule, sampling.hard_negatives)
+    return schedule
 
 
 @dataclass(frozen=True)
@@ -295,11 +302,17 @@ class Mixture(IterableDataset):
         source, epoch = self.sources[index], schedule.epoch
         quota = int(reader.quota[index])
         slices = epoch_slices(source.sizes, schedule, index, resampled=self.sampling.resampled)
-        mine = stretch_of(slices, int(reader.before[index]), quota)
         window = int(self.shuffle_window_samples * schedule.taken[index] / schedule.taken.sum())
+        window = max(window, self.batching.micro_batch)
+        if source.neighbours is not None and self.sampling.hard_negatives:
+            batches = batches_of_epoch(source.neighbours, schedule, index, self.sampling.hard_negatives)
+            mine = slices_of_reader(batches, source.starts, schedule, index, self.batching, self.rank, reader.number)
+            window = 0  # the slices have their order
+        else:
+            mine = stretch_of(slices, int(reader.before[index]), quota)
         of_all = self.rank * self.batching.workers + reader.number  # the reader's number over all ranks
         draws = partial(stream, self.seed, Purpose.ORDER, epoch, index, of_all)
-        order = LocalOrder(quota, max(window, self.batching.micro_batch), draws)
+        order = LocalOrder(quota, window, draws)
         reading = Reading(
             source,
             index,

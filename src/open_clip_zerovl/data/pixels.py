@@ -252,7 +252,7 @@ class ArrayAutoAugment:
         return _tensor(shown)
 
     def _policies(self, height: int, width: int) -> list[list[tuple[str, float, float, bool]]]:
-        """For each policy its operations: (name, probability, strength, whether the strength has a random sign)."""
+        """The operations of each policy: (name, probability, strength, whether the strength has a random sign)."""
         found = self._sizes.get((height, width))
         if found is None:
             space: dict[str, Any] = self.step._augmentation_space(10, (height, width))

@@ -205,7 +205,7 @@ def open_retrieval_set(path: str | os.PathLike[str], split: str = "test") -> Ret
         split: test, val or train.
 
     Raises:
-        UserError: a path that does not exist or is of no known form, a missing or wrong number of shards, a shard that is no
+        UserError: a path that does not exist or is of no known form, a missing or wrong number of shards, a shard that is not a
             tar, annotations of another form, a sample without captions or image; the sentence names file and key.
     """
     text = os.path.expanduser(os.fspath(path))

@@ -125,20 +125,19 @@ class ShardReader:
     def _by_index(self, path: str, own: np.ndarray | None, start: int, size: int) -> Iterator[Member]:
         """`members` by the tar's index. With `--captions all` each caption of an image is a sample of its own."""
         index = open_index(path)
-        numbers = np.arange(len(index)) if own is None else own
-        readable = int(np.searchsorted(numbers, len(index)))
+        readable = len(index) if own is None else int(np.searchsorted(own, len(index)))
         first, skipped, count = start, 0, readable
         each = self.source.captions == "all"
         if each:
             ends = np.concatenate([[0], np.cumsum(index.captions)])
             first = int(np.searchsorted(ends, start, side="right")) - 1
             skipped, count = start - int(ends[first]), int(ends[-1])
-        rows = [
+        rows = (
             (index.key(number), _extent(index.text, number), _extent(index.image, number))
-            for number in numbers[first:readable].tolist()
-        ]
+            for number in (range(first, readable) if own is None else own[first:readable].tolist())
+        )
         with opened(path) as descriptor:
-            for key, *extents in rows if own is None else _read_ahead(descriptor, rows):
+            for key, *extents in rows if own is None else _read_ahead(descriptor, list(rows)):
                 text, image = (_content(descriptor, extent) for extent in extents)
                 members = {TEXT_EXTENSION: text, IMAGE_EXTENSIONS[0]: image}
                 if not each:

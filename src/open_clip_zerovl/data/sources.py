@@ -28,9 +28,10 @@ from typing import NamedTuple
 import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.clusters import Clustering, open_clusters
+from open_clip_zerovl.data.clusters import Clustering, open_clusters, open_neighbours
 from open_clip_zerovl.data.components import Component, expand_shards, kind_of
-from open_clip_zerovl.data.names import CAPTIONS, NAME, check_separators, field_names, is_captions
+from open_clip_zerovl.data.hard_negatives import Neighbours
+from open_clip_zerovl.data.names import CAPTIONS, CLASS_NAMES, NAME, check_separators, field_names, is_captions
 from open_clip_zerovl.data.sizes import listed_sizes
 from open_clip_zerovl.data.table import EXTENSIONS, CsvFormat, CsvTable, block_sizes, open_table
 from open_clip_zerovl.shards.index import open_index
@@ -54,6 +55,7 @@ class Source:
             sample.
         picked: for a cluster in shards that also hold samples of other clusters, as `clusters.Cluster.picked`; None for a
             source that has all samples of its shards.
+        neighbours: near samples, of a clustering that is opened as one source.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Source:
     table: CsvTable | None = None
     captions: str | None = None
     picked: np.ndarray | None = None
+    neighbours: Neighbours | None = None
 
     @property
     def num_samples(self) -> int:
@@ -73,6 +76,13 @@ class Source:
     def starts(self) -> np.ndarray:
         """(shards + 1,) samples before each shard; the last entry is the samples of all shards."""
         return np.concatenate([[0], np.cumsum(self.sizes, dtype=np.int64)])
+
+    @property
+    def classes(self) -> bool:
+        """Whether the source was packed from folders of classes, whose pictures share the class's captions."""
+        first = local_path(self.shards[0]) if self.shards and self.table is None else None
+        # beside the shards or, as for the other words of a packed source, above its splits
+        return first is not None and any((place / CLASS_NAMES).is_file() for place in list(Path(first).parents)[:2])
 
     @property
     def layout(self) -> str:
@@ -91,6 +101,7 @@ def parse_sources(
     on_bad_sample: str = "replace",
     timeout_seconds: float = 600,
     evaluation: bool = False,
+    neighbours: bool = False,
 ) -> tuple[Source, ...]:
     """Read `--train-data` (and `--train-data-upsampling-factors`) into sources with counted shards.
 
@@ -107,6 +118,7 @@ def parse_sources(
             a `sizes.json` lists as lost, both with a warning.
         timeout_seconds: time that the `sizes.json` of remote shards may take; 0 for any time.
         evaluation: the sources are read to evaluate a model, and may be retrieval sets; training refuses those.
+        neighbours: a clustering is one source with `Source.neighbours`, and not a source for each cluster.
 
     Raises:
         UserError: an empty component, a name given twice, missing shards, an unreadable `sizes.json`, remote shards without
@@ -118,7 +130,7 @@ def parse_sources(
             f"unknown --captions {captions!r}; use one of {', '.join(CAPTIONS)}, FIELD=SHARE,FIELD=SHARE or FIELD+FIELD"
         )
     check_separators(train_data)
-    how = _Opening(captions, table_format, on_bad_sample == "fail", timeout_seconds, evaluation)
+    how = _Opening(captions, table_format, on_bad_sample == "fail", timeout_seconds, evaluation, neighbours)
     sources: dict[str, Source] = {}
     members: dict[str, list[str]] = {}  # component -> its sources
     for position, component in enumerate(train_data.split("::"), start=1):
@@ -144,6 +156,7 @@ class _Opening(NamedTuple):
     strict: bool
     timeout_seconds: float
     evaluation: bool
+    neighbours: bool
 
 
 def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Source]]:
@@ -151,7 +164,7 @@ def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Sour
     found = kind_of(pattern)
     path = found.path
     if found.kind == "clusters":
-        return _open_clusters(name, found, how)
+        return (_open_neighbours if how.neighbours else _open_clusters)(name, found, how)
     if found.kind == "annotations" or (found.kind == "table" and found.beside is not None):
         raise UserError(
             f"{pattern!r} names annotations, which `zerovl retrieval` and --retrieval-data take; a source is a folder of "
@@ -176,6 +189,14 @@ def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Sour
         check_openable(shard)
     name = name or _folder_name(shards[0])
     return name, [_of_shards(name, shards, found.beside, how)]
+
+
+def _open_neighbours(name: str | None, component: Component, how: _Opening) -> tuple[str, list[Source]]:
+    clustering = open_neighbours(Path(component.path), component.beside, strict=how.strict)
+    name = name or clustering.source
+    source = replace(clustered_source(clustering, how.table_format), name=name, captions=how.captions)
+    assert clustering.copies is not None
+    return name, [replace(source, neighbours=Neighbours(clustering.labels, clustering.copies))]
 
 
 def _open_clusters(name: str | None, component: Component, how: _Opening) -> tuple[str, list[Source]]:
@@ -224,10 +245,10 @@ def table_source(name: str, path: str, style: CsvFormat | None = None) -> Source
     return _of_table(name, open_table(path, style))
 
 
-def clustered_source(clustering: Clustering) -> Source:
+def clustered_source(clustering: Clustering, style: CsvFormat | None = None) -> Source:
     """The source that was clustered, with all its samples in the order of the labels. UserError for an unreadable table."""
     if clustering.shards[0].lower().endswith(EXTENSIONS):
-        return table_source(clustering.source, clustering.shards[0])
+        return table_source(clustering.source, clustering.shards[0], style)
     return Source(clustering.source, clustering.shards, clustering.sizes)
 
 

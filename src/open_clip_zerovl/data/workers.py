@@ -7,7 +7,7 @@ and the calling process raises it (`read_batches`, `MixtureLoader`).
 from __future__ import annotations
 
 import logging
-import multiprocessing
+import multiprocessing.queues
 import os
 import signal
 import threading
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, Dataset
 
-from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.core.processes import end_with_parent
 
 FIRST_WARNING_SECONDS = 30.0  # of a wait
@@ -61,6 +61,16 @@ def _begin_worker(_worker: int, *, parent: int | None) -> None:
             signal.signal(number, signal.SIG_IGN)
     if parent is not None:
         end_with_parent(signal.SIGKILL, parent)
+    # By default the thread that hands over batches drops one that it cannot hand over, and the caller waits for it for ever.
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
+
+
+def _end_worker(error: BaseException, _batch: object) -> None:
+    logging.error(
+        "A loader worker cannot hand over a batch (%s): where memory or /dev/shm is full, lower --workers, or start the "
+        "container with --shm-size=8g.", first_line(error)
+    )  # fmt: skip
+    os._exit(1)
 
 
 def stall_watchdog(items: Iterator[Item], sentence: Callable[[float, int], str]) -> Iterator[Item]:
@@ -134,9 +144,22 @@ def read_batches(dataset: Dataset, collate: Callable[[Sequence[Any]], Any], **lo
         loader_options: keyword arguments of torch's DataLoader.
 
     Raises:
-        UserError: the first bad item, after the batches before it.
+        UserError: the first bad item, after the batches before it; a worker process that was lost.
     """
-    for batch in DataLoader(dataset, collate_fn=_Collate(collate), worker_init_fn=worker_start(), **loader_options):
+    loader = DataLoader(dataset, collate_fn=_Collate(collate), worker_init_fn=worker_start(), **loader_options)
+    batches = iter(loader)
+    while True:
+        try:
+            batch = next(batches, None)
+        except RuntimeError as error:
+            if not first_line(error).startswith("DataLoader worker (pid"):
+                raise
+            raise UserError(
+                f"a loader worker was lost ({first_line(error).split('. ')[0].rstrip('.')}); if memory or /dev/shm is full, "
+                "lower --workers"
+            ) from error
+        if batch is None:
+            return
         if isinstance(batch, UserError):
             raise batch
         yield batch

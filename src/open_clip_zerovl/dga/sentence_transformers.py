@@ -95,7 +95,7 @@ class DecoupledLoss(nn.Module):
         return self._step[1:]
 
     def get_config_dict(self) -> dict[str, Any]:
-        """For the model card."""
+        """The loss' settings for the model card."""
         own: dict[str, Any] = getattr(self.loss, "get_config_dict", dict)()
         return {"loss": type(self.loss).__name__, **own, "mini_batch_size": self.mini_batch_size}
 

@@ -2,6 +2,6 @@
 
     collection (reading, sources) --pictures, captions--> encoders (encoder) --rows--> a folder of mapped arrays (store)
 
-`embed` does the work unit by unit, goes on after a kill, and shares it over processes. `fingerprint` tells one model, transform
-or file from another.
+`embed` does the work unit by unit, continues after a kill, and shares it over processes. `fingerprint` distinguishes models,
+transforms and files.
 """

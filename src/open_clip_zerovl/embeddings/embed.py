@@ -55,7 +55,7 @@ def embed(
     progress: bool = True,
     desc: str = "embeddings",
 ) -> dict[str, dict[str, int]]:
-    """Write the rows that a store lacks. A call that was killed goes on when it is made again.
+    """Write the rows that a store lacks. A call that was killed continues when it is made again.
 
     Args:
         store: made with "r+"; its arrays `N.images` and `N.texts` are the outputs of model N.

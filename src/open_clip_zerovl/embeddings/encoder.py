@@ -63,20 +63,19 @@ class FrozenModel:
         precision = "amp_bf16" if amp else "fp32"
         inputs = {"image": preprocess, "text": tokenizer}
         digests = {tower: tower_digest(network, tower, inputs=inputs[tower], precision=precision) for tower in inputs}
-        eye, mean, std = eye_of(preprocess)
-        return cls(
+        return cls.of(
             str(encoder.model),
-            network.encode_image,
-            network.encode_text,
-            tokenizer,
-            device,
-            eye,
-            mean,
-            std,
+            (network, preprocess, tokenizer, device),
             context=autocast(device, amp),
             fingerprints=digests,
             logit_scale=network.logit_scale.exp().item(),
         )
+
+    @classmethod
+    def of(cls, name: str, loaded: tuple[Any, Callable[..., Tensor], Any, torch.device], **more: Any) -> FrozenModel:
+        """A loaded model, as `Encoder.load` gives it: network, evaluation transform, tokenizer, device; `more`: attributes."""
+        network, preprocess, tokenizer, device = loaded
+        return cls(name, network.encode_image, network.encode_text, tokenizer, device, *eye_of(preprocess), **more)
 
     @torch.no_grad()
     def images(self, pixels: Tensor) -> Tensor:
@@ -164,8 +163,8 @@ def tower_before_projection(visual: Any) -> nn.Module:
     """The image tower without its projection: images (b, 3, H, W) -> features (b, F). It shares the weights of `visual`.
 
     Args:
-        visual: `model.visual` of an open_clip model: a timm tower, open_clip's own ViT (CoCa's too), or CLIP's ResNet. Of a
-            ResNet's attention pool only the output projection is left out.
+        visual: `model.visual` of an open_clip model: a timm tower, open_clip's own ViT (CoCa's too), or CLIP's ResNet. Only
+            the output projection of a ResNet's attention pool is left out.
 
     Raises:
         UserError: another kind of tower; a timm tower whose attention pool ends in a projection of its own.

@@ -8,7 +8,7 @@
 shown. Files are mapped, not loaded, and take their whole space when they are made.
 
 A folder without embeddings.json counts as empty: this file is written last. A sample is marked as done after its rows have
-reached the disk, so that a killed call goes on with the samples that lack their marks.
+reached the disk, so that a killed call continues with the samples that lack their marks.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class Manifest:
         """ValueError where an entry is missing or of another type."""
         facts, entries = isinstance(self.facts, dict), {"name": str, "marks": list, "sizes": list}
         sources = all(isinstance(one.get(key), kind) for one in self.sources for key, kind in entries.items())
+        sources = sources and all(len(one["marks"]) == len(one["sizes"]) for one in self.sources)
         sizes = [size for size in self.sizes if not isinstance(size, int) or size < 0]
         numbers = [
             n for dtype, shape in self.arrays.values() for n in shape if dtype not in DTYPES or not isinstance(n, int)

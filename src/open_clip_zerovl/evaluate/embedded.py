@@ -32,6 +32,7 @@ def embedded(
     batch_size: int = 64,
     workers: int = 0,
     desc: str | None = None,
+    progress: bool = True,
 ) -> tuple[Store, int]:
     """The embeddings of a collection by one model: read from a folder, and completed where rows are missing or out of date.
 
@@ -43,7 +44,7 @@ def embedded(
         name: name of the collection.
         captions: number of its captions; 0 embeds pictures alone.
         workers: loader processes.
-        desc: for the progress bar.
+        desc: for the progress bar, which `progress` shows.
 
     Returns:
         The store, with `0.images` (n, D) and `0.texts` (captions, D) in float32, and how many samples this call embedded.
@@ -60,7 +61,7 @@ def embedded(
         folder, Manifest({"use": use, "fingerprints": list(fingerprints)}, [source], arrays), cache=True
     )
     if left := int((~store.done).sum()):
-        embed(store, [model], collection, batch_size=batch_size, workers=workers, desc=desc or name)
+        embed(store, [model], collection, batch_size=batch_size, workers=workers, desc=desc or name, progress=progress)
     return store, left
 
 
@@ -70,7 +71,7 @@ def folder_name(*parts: Any) -> str:
 
 
 class _Pictures:
-    """The images of a set as a collection (`embeddings.reading.Collection`), a file stands for some thousand images."""
+    """The images of a set as a collection (`embeddings.reading.Collection`), some thousand images a file."""
 
     def __init__(self, images: ProbeSet) -> None:
         self.images = images
@@ -84,14 +85,21 @@ class _Pictures:
 
 
 def picture_features(
-    model: FrozenModel, images: ProbeSet, folder: Path, *, batch_size: int, workers: int = 0, name: str = "features"
+    model: FrozenModel,
+    images: ProbeSet,
+    folder: Path,
+    *,
+    batch_size: int,
+    workers: int = 0,
+    name: str = "features",
+    progress: bool = True,
 ) -> Tensor:
     """Embeddings (N, D) of a labelled set, on the CPU; computed once and kept below `folder`.
 
     The name of their folder has a hash of the model's digest, of the set and of its files' sizes and times.
 
     Args:
-        name: name of the set, for the folder and the progress bar.
+        name: name of the set, for the folder and the progress bar, which `progress` shows.
 
     Raises:
         UserError: an image that cannot be read, embeddings that are not finite.
@@ -110,5 +118,6 @@ def picture_features(
         batch_size=batch_size,
         workers=workers,
         desc=f"{name} features",
+        progress=progress,
     )
     return store.rows["0.images"][:]

@@ -2,8 +2,9 @@
 
 Files of the output folder, in the order in which they are made:
 
-    request.json                     the arguments; a later call with the same arguments goes on
+    request.json                     the arguments; a later call with the same arguments continues
     data/                            a held-out part and the rest, where the data brings no held-out set
+    teacher/                         with --keep-teacher: embeddings of all pairs by the model before
     before/                          the model it starts from, unless an exported folder was given
     compared.json                    the sets whose pictures are not among those to train on
     settings.json                    every flag of the training with its reason
@@ -38,12 +39,14 @@ from open_clip_zerovl.data.words import WordAugment
 from open_clip_zerovl.evaluate.retrieval.metrics import recall_bounds
 from open_clip_zerovl.evaluate.settings import RetrievalSettings
 from open_clip_zerovl.finetune import data as pairs
+from open_clip_zerovl.finetune.keeping import check_keeping, keeping_notes, store_teacher, teacher_flags, with_old_pairs
 from open_clip_zerovl.finetune.outcome import RESULT, write_outcome
 from open_clip_zerovl.finetune.proposal import Facts, Setting, as_flags, choose_settings, split_batch
 from open_clip_zerovl.finetune.request import Prepared, Request, Say
 from open_clip_zerovl.finetune.split import SPLIT_FILE, split_off
 from open_clip_zerovl.finetune.training import Training, train
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR
+from open_clip_zerovl.models.long_context import lengthen
 from open_clip_zerovl.recipe.arguments import Settings, as_arguments
 from open_clip_zerovl.report.bounds import LOW_BEST, best_sentence
 from open_clip_zerovl.report.plot import require_matplotlib
@@ -77,6 +80,8 @@ def run_finetune(request: Request, *, say: Say) -> Path:
             print(result["table"])
             return out / "model"
         _announce(prepared, settings, say)
+        if request.keep_teacher and not training.is_over():
+            store_teacher(request, prepared, say)
         epoch, checkpoint = train(training, say)
         write_outcome(request, prepared, settings, training, epoch, checkpoint, say)
     return out / "model"
@@ -94,7 +99,7 @@ def _same_request(request: Request) -> None:
         return
     if asked != before and not (request.out / "run").exists():
         # Nothing was trained: the call ended with a mistake, and this one is perhaps its correction.
-        for made in ("data", "before"):
+        for made in ("data", "before", "teacher"):
             shutil.rmtree(request.out / made, ignore_errors=True)
         for made in (COMPARED, SETTINGS):
             (request.out / made).unlink(missing_ok=True)
@@ -125,6 +130,7 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def _prepare(request: Request, say: Say) -> Prepared:
+    check_keeping(request)
     found = pairs.find_data(request.data)
     sources, notes = pairs.open_sources(found.train_data), []
     new = request.retrieval_data or found.held_out
@@ -134,9 +140,11 @@ def _prepare(request: Request, say: Say) -> Prepared:
         found = split_off(sources, request.out / "data", seed=request.seed)
         sources, new = pairs.open_sources(found.train_data), found.held_out
         notes.append(f"Held out: a part of the data, split off by picture with seed {request.seed}.")
+    sources, train_data, factors = with_old_pairs(request, found.train_data, sources)
+    notes += keeping_notes(request, sources, factors)
     _compare_pictures(request, sources, "::".join(filter(None, (new, request.kept))), say)
     before = _before(request, say)
-    return Prepared(before, found.train_data, new, sources, tuple(notes))
+    return Prepared(before, train_data, new, sources, tuple(notes), factors)
 
 
 def _compare_pictures(request: Request, sources: Sequence[Source], data: str, say: Say) -> None:
@@ -150,16 +158,21 @@ def _compare_pictures(request: Request, sources: Sequence[Source], data: str, sa
 
 
 def _before(request: Request, say: Say) -> str:
-    """The model to start from as `local-dir:FOLDER`; checkpoints and tags are exported first."""
-    model = request.start.model
+    """The model to start from as `local-dir:FOLDER`; checkpoints, tags and a model with longer captions are exported first."""
+    model, length = request.start.model, request.context_length
     folder = Path(model.removeprefix(LOCAL_DIR)).expanduser()
-    if (folder / CONFIG_FILE).is_file():
+    if (folder / CONFIG_FILE).is_file() and length is None:
         return LOCAL_DIR + str(folder.absolute())
     out = request.out / "before"
     if not (out / CONFIG_FILE).is_file():
         say(f"exporting {model} to {out}")
         spec = request.start.spec()
-        weights = replace(request.start, device="cpu").load()[0].state_dict()
+        loaded: Any = replace(request.start, device="cpu").load()
+        network, tokenizer = loaded[0], loaded[2]
+        if length is not None:
+            lengthen(network, length, tokenizer.context_length)
+            spec.model_cfg["text_cfg"]["context_length"] = length
+        weights = network.state_dict()
         card = ModelCard(spec, weights, origin="The model that a fine-tuning started from.")
         write_local_dir(model, weights, spec, out, card=card)
     return LOCAL_DIR + str(out.absolute())
@@ -182,7 +195,7 @@ def _settings(request: Request, prepared: Prepared, say: Say) -> tuple[list[Sett
 
 
 def _facts(request: Request, prepared: Prepared) -> Facts:
-    sources = {source.name: source.num_samples for source in prepared.sources}
+    sources = {source.name: round(source.num_samples * source.weight) for source in prepared.sources}
     gpus = 0 if request.start.device == "cpu" else visible_gpus()
     bf16 = False
     if gpus:
@@ -194,7 +207,8 @@ def _facts(request: Request, prepared: Prepared) -> Facts:
         WordAugment(_tokenizer(prepared.before)[0])
     except UserError:
         masks = False
-    return Facts(sum(sources.values()), sources, masks, gpus, bf16, usable_cores())
+    old = 0.0 if prepared.factors is None else request.share_kept
+    return Facts(sum(sources.values()), sources, masks, gpus, bf16, usable_cores(), old)
 
 
 def _tokenizer(before: str) -> tuple[Any, int]:
@@ -231,6 +245,7 @@ def _fixed_flags(request: Request, prepared: Prepared) -> Settings:
     return {
         "model": prepared.before,
         "train-data": prepared.train_data,
+        "train-data-upsampling-factors": prepared.factors,
         "retrieval-data": prepared.new,
         "seed": str(request.seed),
         "save-frequency": "1",
@@ -240,7 +255,8 @@ def _fixed_flags(request: Request, prepared: Prepared) -> Settings:
 
 
 def _training(request: Request, prepared: Prepared, settings: Sequence[Setting], ranks: int) -> Training:
-    flags = {**_fixed_flags(request, prepared), **as_flags(settings)}
+    teacher = teacher_flags(request) if request.keep_teacher else {}
+    flags = {**_fixed_flags(request, prepared), **teacher, **as_flags(settings)}
     return Training(
         request.out,
         as_arguments(flags),
@@ -260,14 +276,16 @@ def _announce(prepared: Prepared, settings: Sequence[Setting], say: Say) -> None
     if cut:
         say(
             f"note: {cut:,} of {looked:,} sampled captions are longer than the model's {length} tokens (the longest has "
-            f"{longest}) and are cut; say first what matters most in a caption"
+            f"{longest}) and are cut; give --context-length {longest}, or say first what matters most in a caption"
         )
     for name, dataset in pairs.sets_of(prepared.new).items():
         texts = [sample.captions[: RetrievalSettings.captions_per_image] for sample in dataset.samples]
         images = [number for number, own in enumerate(texts) for _ in own]
         best = recall_bounds([text for own in texts for text in own], images)["rsum_best"]
         if best < LOW_BEST:
-            say(f"note: {name}: {best_sentence(best)} Here: --set positives=caption.")
+            alone = any(source.classes for source in prepared.sources)
+            here = "Training does so by itself." if alone else "Here: --set positives=caption."
+            say(f"note: {name}: {best_sentence(best)} {here}")
     say("settings (--set FLAG=VALUE replaces one):")
     for setting in settings:
         say(str(setting))

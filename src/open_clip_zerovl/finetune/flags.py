@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from open_clip_zerovl.core.flags import flag, natural, seed
+from open_clip_zerovl.core.flags import at_least, flag, natural, seed, share
 
 SETS = "NAME=SET::..."
 
@@ -17,6 +17,28 @@ class FinetuneFlags:
         None, "held-out pairs (default: the set that comes with --data, else a part of it)", metavar=SETS
     )
     kept: str | None = flag(None, "retrieval sets of the ability to keep, such as coco=/data/coco", metavar=SETS)
+    zero_shot_data: str | None = flag(
+        None,
+        "labelled sets, new classes or ones to keep, whose zero-shot accuracy before and after is in the table (default: the "
+        "held-out set of class folders)",
+        metavar=SETS,
+    )
+    context_length: int | None = flag(
+        None,
+        'read captions of N tokens, more than the model\'s (`zerovl train --context-length`); "before" is the model with '
+        "stretched positions",
+        metavar="N",
+        range=at_least(1),
+    )
+    keep_data: str | None = flag(
+        None,
+        "old pairs, named sources as in --data, that are trained on beside the new ones so that the model forgets less",
+        metavar="NAME=SHARDS::...",
+    )
+    keep_share: float | None = flag(None, "share of --keep-data in an epoch (default 0.2)", kind=share, metavar="SHARE")
+    keep_teacher: bool = flag(
+        False, "half of the loss is distillation from the model before, whose embeddings of all pairs are stored first"
+    )
     patience: int = flag(
         5, "end after EPOCHS without a better held-out score; 0: never", kind=natural, metavar="EPOCHS"
     )

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import shlex
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from open_clip_zerovl.checkpoints.between import open_ends
+from open_clip_zerovl.checkpoints.between import Ends, open_ends
 from open_clip_zerovl.checkpoints.export import loading_notes
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.data.names import CLASS_NAMES
+from open_clip_zerovl.data.retrieval import parse_retrieval_data
+from open_clip_zerovl.embeddings.encoder import FrozenModel
+from open_clip_zerovl.evaluate.accuracy import in_percent as shares_of
 from open_clip_zerovl.evaluate.interpolation.curve import Curve, in_percent, recall_table
 from open_clip_zerovl.evaluate.interpolation.interpolate import CurveSettings, score_curve, write_between
 from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet, write_gallery
 from open_clip_zerovl.evaluate.retrieval.score import score_set
+from open_clip_zerovl.evaluate.zero_shot.score import score_labelled
+from open_clip_zerovl.evaluate.zero_shot.sets import open_labelled_set
 from open_clip_zerovl.finetune import data as pairs
 from open_clip_zerovl.finetune.proposal import Setting
 from open_clip_zerovl.finetune.request import Prepared, Request, Say
@@ -55,8 +62,9 @@ def write_outcome(
             scored = score_set(loaded, f"{name}, {label}", dataset, asked.retrieval, encoder=scorer)
             assert scored is not None
             shown.append(scored)
+    accuracies = zero_shot_accuracies(request, prepared, curve, ends, scorer)
     write_gallery(out / "gallery.html", shown, model="before and after fine-tuning")
-    notes = [*prepared.notes, *_reading_notes(curve)]
+    notes = [*prepared.notes, *_reading_notes(curve), *zero_shot_sentences(accuracies)]
     facts = [f"From {request.start.model} on {request.data}.", *notes]
     scores = {0: curve.points[0].mean_rsum(training.sets), **training.scores()}
     write_report(out / "report.html", facts, settings, scores, epoch, curve, training.sets)
@@ -66,12 +74,50 @@ def write_outcome(
         "best epoch": epoch,
         "checkpoint": str(checkpoint),
         "epochs": {str(number): score for number, score in training.scores().items()},
+        "zero_shot": accuracies,
         "curve": {"asked": request.of_curve(), **curve.as_dict()},
         "model": str(model),
         "table": f"{table}\n{next_command(model, prepared.new, request.kept)}",
     }
     write_atomically(out / RESULT, json.dumps(content, indent=2) + "\n")
     print(content["table"])
+
+
+def zero_shot_accuracies(
+    request: Request, prepared: Prepared, curve: Curve, ends: Ends, scorer: Encoder
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Labelled set -> the names of `Curve.labelled` -> its accuracies; {} where no set is labelled."""
+    places = parse_retrieval_data(request.zero_shot_data or prepared.new)
+    sets = {
+        name: open_labelled_set(str(place))
+        for name, place in places.items()
+        if request.zero_shot_data or (Path(str(place)) / CLASS_NAMES).is_file()
+    }
+    found: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in sets}
+    by_alpha: dict[tuple[str, float], dict[str, Any]] = {}
+    for label, point in curve.labelled.items() if sets else ():
+        loaded = (ends.at(point.alpha), ends.preprocess, ends.tokenizer, ends.device)
+        model = FrozenModel.of(label, loaded, fingerprints={"image": label})
+        for name, dataset in sets.items():
+            if (name, point.alpha) not in by_alpha:
+                with tempfile.TemporaryDirectory(prefix="zerovl-zero-shot-") as passing:
+                    by_alpha[name, point.alpha] = score_labelled(
+                        model, dataset, Path(passing), batch_size=scorer.batch_size, workers=scorer.workers, name=name
+                    )
+            found[name][label] = by_alpha[name, point.alpha]
+    return found
+
+
+def zero_shot_sentences(accuracies: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
+    """A sentence on each labelled set, for the table and the report."""
+    return [
+        f"Zero-shot top-1 on {name} ({own['images']:,} pictures, {own['classes']} classes, chance "
+        f"{100 * own['chance']:.1f} %): "
+        + ", ".join(f"{label} {shares_of(one)} %" for label, one in by_label.items())
+        + "."
+        for name, by_label in accuracies.items()
+        for own in [by_label["before"]]
+    ]
 
 
 def _reading_notes(curve: Curve) -> list[str]:

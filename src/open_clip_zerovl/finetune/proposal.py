@@ -19,11 +19,15 @@ WARMUP_STEPS = 50  # 1 / (1 - beta2) of AdamW's second moment
 STEPS_BETWEEN_SAVES = 250
 MANY_SAMPLES, VERY_MANY_SAMPLES = 200_000, 2_000_000
 AS_ASKED = "as asked"
+FULL_LR = "what ZeroVL (5.2) and FLYP fine-tune with; pre-training's 1e-4 to 1e-3 erases more"
+LORA_LR = "of adapters, which begin at zero: ten times that of whole weights"
+BOTH_TRAIN = "both towers train: FLYP found this best, from 4 examples a class to ImageNet"
 # Flags that a fine-tuning sets itself -> the flag of `zerovl finetune` in their place.
 OWN = {
     **dict.fromkeys(("model", "pretrained", "init-from", "text-model"), "--from MODEL"),
     "train-data": "--data",
     "retrieval-data": "--retrieval-data, outside of --set",
+    "context-length": "--context-length, outside of --set",
     "seed": "--seed, outside of --set",
     **dict.fromkeys(("logs", "name", "resume"), "--out"),
     **dict.fromkeys(
@@ -45,6 +49,7 @@ class Facts:
         gpus: visible GPUs that train; 0 for the CPU.
         bf16: whether these multiply bf16.
         cores: CPU cores.
+        old_share: share of --keep-data in an epoch.
     """
 
     samples: int
@@ -53,6 +58,7 @@ class Facts:
     gpus: int
     bf16: bool
     cores: int
+    old_share: float = 0.0
 
     @property
     def ranks(self) -> int:
@@ -97,11 +103,13 @@ def choose_settings(facts: Facts, given: Settings) -> list[Setting]:
     share = min(0.2, max(0.025, WARMUP_STEPS / steps))
     smallest = min(facts.sources.values())
     debiased = len(facts.sources) > 1 and smallest >= batch
-    lr = float(given.get("lr") or 1e-5)
+    lora = given.get("lora") is not None
+    lr = float(given.get("lr") or (1e-4 if lora else 1e-5))
     chosen = [
         Setting("effective-batch", str(batch), batch_reason),
         Setting("epochs", str(epochs), _epochs_reason(facts.samples)),
-        Setting("lr", f"{lr:g}", "what ZeroVL (5.2) and FLYP fine-tune with; pre-training's 1e-4 to 1e-3 erases more"),
+        Setting("lr", f"{lr:g}", LORA_LR if lora else FULL_LR),
+        *([Setting("lr-head", "1e-05", "projections train whole, as in full fine-tuning")] if lora else []),
         Setting("lr-min", f"{lr / 10:g}", "a tenth of the rate, the share of the paper's pre-training (A.9)"),
         Setting("wd", "0.1", "WiSE-FT's and FLYP's"),
         Setting("beta2", "0.98", "CLIP's and ZeroVL's"),
@@ -110,7 +118,7 @@ def choose_settings(facts: Facts, given: Settings) -> list[Setting]:
         Setting(
             "warmup-share", f"{share:.3g}", f"{share * steps:.0f} of {steps:,} steps; AdamW needs about {WARMUP_STEPS}"
         ),
-        Setting("freeze", None, "both towers train: FLYP found this best, from 4 examples a class to ImageNet"),
+        Setting("freeze", None, "adapters train, and the towers' own weights are constant" if lora else BOTH_TRAIN),
         Setting(
             "captions", "one-per-epoch", "a picture is shown once an epoch, so that it is not a negative of itself"
         ),
@@ -212,6 +220,8 @@ def _save_every_steps(steps_an_epoch: int) -> tuple[str | None, str]:
 
 
 def _sampling(facts: Facts, debiased: bool, smallest: int, batch: int) -> tuple[str, str]:
+    if facts.old_share:
+        return "random", f"each batch holds about {facts.old_share:.0%} of old pairs"
     if len(facts.sources) == 1:
         return "random", "there is one source"
     if debiased:

@@ -13,6 +13,8 @@ from open_clip_zerovl.evaluate.settings import CurveFlags
 from open_clip_zerovl.finetune.flags import FinetuneFlags
 from open_clip_zerovl.recipe.arguments import Settings
 
+KEEP_SHARE = 0.2
+
 Say = Callable[[str], None]
 
 
@@ -32,19 +34,28 @@ class Request(FinetuneFlags, CurveFlags):
     out: Path
     given: Settings = field(default_factory=dict, kw_only=True)
 
+    @property
+    def share_kept(self) -> float:
+        """The share of --keep-data in an epoch."""
+        return KEEP_SHARE if self.keep_share is None else self.keep_share
+
     def of_training(self) -> dict[str, Any]:
         """The arguments that decide the training; the other arguments may differ in a later call on the same folder."""
         return {
             "--from": self.start.model,
             "--data": self.data,
             "--retrieval-data": self.retrieval_data,
+            "--context-length": self.context_length,
             "--seed": self.seed,
+            **({"--keep-data": self.keep_data, "--keep-share": self.share_kept} if self.keep_data else {}),
+            **({"--keep-teacher": True} if self.keep_teacher else {}),
             **{f"--set {flag}": value for flag, value in self.given.items()},
         }
 
     def of_curve(self) -> dict[str, Any]:
         """The arguments that decide the curve."""
-        return {"kept": self.kept, "alphas": list(self.alphas), "rule": self.rule, "keep": self.kept_share}
+        more = {} if self.zero_shot_data is None else {"zero-shot": self.zero_shot_data}
+        return {**more, "kept": self.kept, "alphas": list(self.alphas), "rule": self.rule, "keep": self.kept_share}
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,7 @@ class Prepared:
         train_data, new: for `--train-data` and `--retrieval-data`.
         sources: opened.
         notes: sentences for the report.
+        factors: for `--train-data-upsampling-factors`: a weight for each source of old pairs.
     """
 
     before: str
@@ -63,3 +75,4 @@ class Prepared:
     new: str
     sources: tuple[Source, ...]
     notes: tuple[str, ...]
+    factors: str | None = None

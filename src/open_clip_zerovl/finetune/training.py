@@ -1,7 +1,7 @@
 """The training of a fine-tuning: a process of its own, watched by the scores that it writes after each epoch.
 
 It ends early where the score has not risen for some epochs; of its checkpoints the best and the newest are kept. A call that
-was killed goes on where its training stopped.
+was killed continues where its training stopped.
 """
 
 from __future__ import annotations

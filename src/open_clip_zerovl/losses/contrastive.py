@@ -144,7 +144,7 @@ class ContrastiveLoss(nn.Module):
             teacher_features: (image features, text features) of each teacher, (b, D_t) and (C*b, D_t), L2-normalised, on
                 any device, in any precision (fp16 and bf16 are gathered and kept so); as many teachers on each rank.
             texts_per_image: C. The loss is the sum of C losses, each of the images and one text of each of them: texts of
-                another number are no negatives (as MobileCLIP trains with a caption and a synthetic one). All options apply
+                another number are not negatives (as MobileCLIP trains with a caption and a synthetic one). All options apply
                 to each of these losses.
 
         Raises:

@@ -14,6 +14,7 @@ import logging
 import os
 import pickle
 import re
+import struct
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -260,7 +261,10 @@ def create_model_and_transforms(model_name: str, pretrained: str | None = None, 
         created = open_clip.create_model_and_transforms(model_name, pretrained, **options)
     except (torch.OutOfMemoryError, UserError):
         raise
-    except (KeyError, pickle.UnpicklingError) as error:  # of torch's unpickler
+    except (LookupError, EOFError, AttributeError, AssertionError, struct.error, pickle.UnpicklingError) as error:
+        if not (pretrained and os.path.isfile(pretrained)):
+            raise
+        # Of torch's unpickler, which takes a text for instructions.
         raise UserError(
             f"--pretrained {pretrained} is not a file of weights; give a checkpoint that training wrote"
         ) from error

@@ -18,6 +18,18 @@ from open_clip_zerovl.core.errors import UserError
 _TOP = {"embed_dim", "vision_cfg", "text_cfg", "quick_gelu", "custom_text", "init_logit_scale", "init_logit_bias"}
 _TOP |= {"nonscalar_logit_scale", "multimodal_cfg", "output_dict", "cast_dtype"}
 
+_SIZES = {
+    "embed_dim",
+    "image_size",
+    "patch_size",
+    "width",
+    "head_width",
+    "layers",
+    "heads",
+    "vocab_size",
+    "context_length",
+}
+
 
 def register_model_file(path: str | os.PathLike[str]) -> str:
     """Register a model config with open_clip and return its name, the file's without `.json`; again changes nothing.
@@ -59,7 +71,9 @@ def _check(config: object, path: str | os.PathLike[str]) -> None:
         for part, kind in towers:
             parts.append((f"{part}.", config[part], {"hf_tokenizer_name", *(field.name for field in fields(kind))}))
     for prefix, given, known in parts:
-        for key in given:
+        for key, value in given.items():
+            if key in _SIZES and isinstance(value, int) and value < 1:
+                raise UserError(f"--model-config {path} has {prefix + key!r} {value}; give a size of 1 or more")
             if key not in known:
                 near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
                 advice = f"did you mean {prefix + near[0]!r}?" if near else "correct it or take it out"

@@ -59,7 +59,6 @@ class DataCheck:
         opened: the sources that training could read, in order.
         counted: the sources whose number of pairs is known, in order.
         retrieval: name -> counts of the set, or its problem.
-        elsewhere: things that this machine lacks, if the plan is for other hardware.
         steps: optimizer steps of an epoch.
     """
 
@@ -69,32 +68,29 @@ class DataCheck:
     retrieval: dict[str, str] = field(default_factory=dict)
     missing: list[Missing] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    elsewhere: list[Missing] = field(default_factory=list)
     steps: int = 0
 
 
 def check_data(settings: PlanSettings) -> DataCheck:
-    """Open all data of a run. With `--assume` and `--train-num-samples` sources may be absent.
+    """Open all data of a run; with `--assume` and `--train-num-samples` none of it, which may be on another machine.
 
     Raises:
         UserError: bad input: two sources of one name, weights that do not fit.
     """
     found = DataCheck()
-    if settings.train_data is None:
-        found.sources.append(SourceCheck("all", "not here", settings.train_num_samples, "assumed"))
-        found.counted = (Source("all", ("not here",), (settings.train_num_samples or 0,)),)
-    else:
-        _check_sources(settings, settings.train_data, found)
+    if settings.assume is not None and settings.train_num_samples is not None:
+        found.sources.append(SourceCheck("all", "not opened", settings.train_num_samples, "assumed"))
+        found.counted = (Source("all", ("not opened",), (settings.train_num_samples,)),)
+        return found
+    _check_sources(settings, settings.train_data or "", found)
     for name, path in parse_retrieval_data(settings.retrieval_data).items() if settings.retrieval_data else ():
         try:
             opened = open_retrieval_set(path)
             found.retrieval[name] = f"{len(opened):,} images, {opened.num_captions():,} captions"
         except UserError as error:
             found.retrieval[name] = "not here"
-            absent = not Path(path).exists()
-            what = f"{name}: there is no {path}" if absent else f"{name}: {error}"
-            lacking = found.elsewhere if absent and settings.assume is not None else found.missing
-            lacking.append(Missing(what, _made_by(name, Path(path))))
+            what = f"{name}: {error}" if Path(path).exists() else f"{name}: there is no {path}"
+            found.missing.append(Missing(what, _made_by(name, Path(path))))
     return found
 
 
@@ -109,7 +105,8 @@ def schedule_steps(settings: PlanSettings, data: DataCheck, effective_batch: int
     if len(data.counted) < len(data.sources):  # some sizes are not known
         return
     order = None if settings.source_order is None else tuple(settings.source_order.split("::"))
-    sampling = Sampling(settings.strategy, settings.draw, settings.debiased_share, order, total)
+    near = settings.hard_negatives
+    sampling = Sampling(settings.strategy, settings.draw, settings.debiased_share, order, total, hard_negatives=near)
     try:
         schedule = schedule_of(data.counted, effective_batch, sampling, seed=settings.seed, epoch=0)
     except UserError as error:  # a source, or all together, does not fill one effective batch
@@ -134,6 +131,7 @@ def _check_sources(settings: PlanSettings, train_data: str, found: DataCheck) ->
         captions=settings.captions,
         on_bad_sample=settings.on_bad_sample,
         timeout_seconds=settings.loader_timeout,
+        neighbours=settings.hard_negatives > 0,
     )
     absent: dict[str, str] = {}
     try:
@@ -153,7 +151,7 @@ def _check_sources(settings: PlanSettings, train_data: str, found: DataCheck) ->
     for source in sources:
         _add_source(settings, source, found)
     for component, reason in absent.items():
-        _add_absent(settings, component, reason, found)
+        _add_absent(component, reason, found)
 
 
 def _add_source(settings: PlanSettings, source: Source, found: DataCheck) -> None:
@@ -226,20 +224,16 @@ def _first_sample(source: Source) -> str | None:
     return str(first) if isinstance(first, UserError) else None
 
 
-def _add_absent(settings: PlanSettings, component: str, reason: str, found: DataCheck) -> None:
+def _add_absent(component: str, reason: str, found: DataCheck) -> None:
     match = NAME.fullmatch(component)
     where = match["shards"] if match else component
     name, folder = (match["name"] if match else Path(where).name or where), _folder(where)
-    row = SourceCheck(name, state="broken" if folder.exists() else "not here")
-    found.sources.append(row)
+    found.sources.append(SourceCheck(name, state="broken" if folder.exists() else "not here"))
     if folder.exists():
         what, _, advice = reason.rpartition("; ")
         found.missing.append(Missing(f"{name}: {what}", advice))
         return
-    lacking = found.missing
-    if settings.assume is not None and settings.train_num_samples is not None:
-        row.state, lacking = "assumed", found.elsewhere
-    lacking.append(Missing(f"{name}: there is no {folder}", _made_by(name, folder)))
+    found.missing.append(Missing(f"{name}: there is no {folder}", _made_by(name, folder)))
 
 
 def _folder(where: str) -> Path:

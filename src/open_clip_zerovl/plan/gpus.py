@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.launch import CPU_MICRO_BATCH as CPU_MICRO_BATCH
 
 
 @dataclass(frozen=True)
@@ -47,23 +45,12 @@ GPUS = {
 USABLE_SHARE = 0.92  # of a GPU's memory; the rest is CUDA's context and fragmentation
 
 
-GIB, MIB = 2**30, 2**20
+GIB = 2**30
 GRAPHS_SHARE = 0.9  # of the usable memory that `--dga-retain auto` fills (dga.retain.AUTO_SHARE)
 SMALLEST_MICRO_BATCH = 128  # below it a fast GPU waits for the host to launch the thousand kernels of a forward pass
 NEARLY_FASTEST = 1.01  # micro-batches within 1 % of the least cost count as equal; the largest is taken
 # Largest relative difference of the effective batch from the one asked for, where the micro-batch does not divide it.
 NEAR_BATCH = 1 / 8
-
-# Bytes of a step in bf16 autocast, counted by `plan.estimate.count_costs`: (model, token drop, frozen tower, captions of a
-# picture in a step) -> MiB of a graph for each sample, and GiB of weights, optimizer, gradients and half-precision copies.
-GRAPHS: dict[tuple[str, str | None, str | None, int], tuple[float, float]] = {
-    ("zerovl-ViT-B-16-BERT-base", None, None, 1): (74.9, 3.24),
-    ("zerovl-ViT-B-16-BERT-base", "0.25", None, 1): (59.8, 3.24),
-    ("zerovl-ViT-B-32-BERT-base", None, None, 1): (28.3, 3.27),
-    ("zerovl-ViT-B-32-BERT-base", None, "text", 1): (16.2, 1.89),
-    ("zerovl-ViT-B-16-288-BERT-base", None, None, 1): (105.2, 3.24),
-    ("ViT-B-16", None, None, 2): (89.6, 2.46),
-}
 
 
 @dataclass(frozen=True)
@@ -124,16 +111,6 @@ def fastest_batch(
 def graphs_room(memory_gib: float) -> float:
     """Bytes of a GPU's memory that a step with `--dga-retain auto` fills."""
     return GRAPHS_SHARE * USABLE_SHARE * memory_gib * GIB
-
-
-def micro_batch_for(memory_gib: float) -> int:
-    """The micro-batch of ViT-B/16 + BERT-base for a GPU: 128 for 32 GiB as in the paper, in proportion, a power of two.
-
-    A board sold with 32 GB reports a little less, hence the tolerance of 5 %.
-    """
-    if memory_gib <= 0:
-        raise UserError(f"a GPU cannot have {memory_gib:g} GiB of memory; give its memory in GiB")
-    return max(1, 2 ** math.floor(math.log2(4 * memory_gib * 1.05)))
 
 
 def parse_hardware(text: str) -> tuple[Gpu, int]:

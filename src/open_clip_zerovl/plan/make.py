@@ -18,20 +18,19 @@ from huggingface_hub import constants
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import free_space
-from open_clip_zerovl.core.flags import flags_of
+from open_clip_zerovl.core.launch import CPU_MICRO_BATCH
 from open_clip_zerovl.core.memory import available_bytes
 from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.dga.retain import AUTO_SHARE
 from open_clip_zerovl.distill.opening import open_teachers
 from open_clip_zerovl.models.local_dir import no_code_from_data
-from open_clip_zerovl.plan.batching import PlanFlags, PlanSettings, choose_batching
+from open_clip_zerovl.plan.batching import PlanSettings, choose_batching
 from open_clip_zerovl.plan.data import DataCheck, Missing, check_data, schedule_steps
 from open_clip_zerovl.plan.estimate import UTILISATION, Costs, count_costs
-from open_clip_zerovl.plan.gpus import CPU_MICRO_BATCH, GIB, USABLE_SHARE, graphs_room, parse_hardware
+from open_clip_zerovl.plan.gpus import GIB, USABLE_SHARE, graphs_room, parse_hardware
 from open_clip_zerovl.plan.measure import StepTime, measure_step
 from open_clip_zerovl.plan.model import build, is_file_name, quiet, weights_to_fetch
-from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.recipe.step import precision_on
 
 Say = Callable[[str], None]
@@ -133,17 +132,12 @@ class Plan:
         return self.steps * self.step_seconds / 3600
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as plain values, for JSON."""
+        """All figures as plain values, for JSON."""
         batching, data = self.batching, self.data
-        planned = [each.name for each in flags_of(AllFlags) if each.planned is True]
-        names = [*planned, *(each.name for each in flags_of(PlanFlags)), "passed_over"]
-        given = {name: value for name in names if (value := getattr(self.settings, name)) not in (None, False, (), {})}
         return {
-            "settings": given,
-            "hardware": dataclasses.asdict(self.hardware),
-            "costs": dataclasses.asdict(self.costs),
             **{name: getattr(self, name) for name in _FIGURES},
-            **{name: [dataclasses.asdict(one) for one in getattr(data, name)] for name in _LISTED},
+            **{name: dataclasses.asdict(getattr(self, name)) for name in ("hardware", "costs")},
+            **{name: [dataclasses.asdict(one) for one in getattr(data, name)] for name in ("sources", "missing")},
             "retrieval": data.retrieval,
             "notes": data.notes,
             "epoch_steps": data.steps,
@@ -158,7 +152,6 @@ class Plan:
         }
 
 
-_LISTED = ("sources", "missing", "elsewhere")
 _FIGURES = (
     "estimate", "parameters", "retained", "compute_seconds", "data_seconds", "free_disk_bytes", "peak_bytes", "sample_flops",
     "checkpoints", "step_seconds", "steps", "samples_per_second", "hours",
@@ -186,8 +179,8 @@ def make_plan(settings: PlanSettings, *, say: Say = lambda line: None) -> Plan:
     precision = _precision(settings, hardware, device, data)
     say("building the model with random weights")
     planned = build(settings, device, precision)
-    _check_weights(settings, data)
-    _check_teachers(settings, data)
+    if not assumed:
+        _check_files(settings, data)
     say("counting FLOPs and bytes of a step")
     costs = count_costs(planned, settings.loss_chunk)
     batching = _choose_batching(settings, hardware, costs)
@@ -301,32 +294,24 @@ def _too_large(plan: Plan) -> Missing:
     )
 
 
-def _check_weights(settings: PlanSettings, data: DataCheck) -> None:
-    """Files of weights that are not there, and pretrained ones that the run would fetch."""
-    lacking = data.missing if settings.assume is None else data.elsewhere
+def _check_files(settings: PlanSettings, data: DataCheck) -> None:
+    """Weights and teachers that are not there, and pretrained weights that the run would fetch."""
     for name in ("init_from", "init_image", "init_text", "pretrained"):
         path, flag = getattr(settings, name), f"--{name.replace('_', '-')}"
         if path and (name != "pretrained" or is_file_name(path)) and not Path(path).exists():
-            lacking.append(Missing(f"{flag}: there is no {path}", f"correct the path, or leave {flag} out"))
+            data.missing.append(Missing(f"{flag}: there is no {path}", f"correct the path, or leave {flag} out"))
     for what, advice in weights_to_fetch(settings).items():
-        if constants.HF_HUB_OFFLINE and settings.assume is None:
+        if constants.HF_HUB_OFFLINE:
             data.missing.append(Missing(f"{what} is not in the Hugging Face cache, and HF_HUB_OFFLINE is set", advice))
         else:
             data.notes.append(f"Not in the Hugging Face cache, to be fetched: {what} (without a hub: {advice}).")
-
-
-def _check_teachers(settings: PlanSettings, data: DataCheck) -> None:
-    """Check the embeddings of `--teacher`."""
-    if settings.teacher is None:
-        return
-    data.notes.append("Neither reading the teachers' embeddings nor their part of the loss is counted.")
-    try:
-        open_teachers(settings.teacher, settings.captions)
-    except UserError as error:
-        lacking = data.missing if settings.assume is None else data.elsewhere
-        sources = settings.train_data or "NAME=SHARDS"
-        advice = f"zerovl teacher MODEL --train-data '{sources}' --out {settings.teacher}, with this run's augmentation"
-        lacking.append(Missing(f"teachers: {str(error).partition('; ')[0]}", advice))
+    if settings.teacher is not None:
+        try:
+            open_teachers(settings.teacher, settings.captions)
+        except UserError as error:
+            advice = f"zerovl teacher MODEL --train-data '{settings.train_data}' --out {settings.teacher}"
+            advice += ", with this run's augmentation"
+            data.missing.append(Missing(f"teachers: {str(error).partition('; ')[0]}", advice))
 
 
 def _check_disk(plan: Plan) -> None:

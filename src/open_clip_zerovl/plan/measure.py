@@ -49,33 +49,20 @@ class StepTime:
     wait_seconds: float
 
 
-class Stepper:
-    """One rank's optimizer steps, taken by training's `RecipeStep`, one for each number of graphs retained."""
-
-    def __init__(self, planned: PlannedModel, settings: PlanSettings) -> None:
-        self.planned, self.settings = planned, settings
-        self.optimizer = planned.optimizer(settings)
-        fp16 = planned.precision == "amp"
-        self.scaler = torch.amp.GradScaler(device=planned.device.type) if fp16 else None
-        self._steps: dict[int, RecipeStep] = {}
-        self._count = 0
-
-    def take(self, micro_batches: Sequence[MicroBatch], retain: int) -> None:
-        """Take one step."""
-        if retain not in self._steps:
-            self._steps[retain] = RecipeStep(
-                self.planned.model,
-                _loss(self.planned, self.settings),
-                self.optimizer,
-                precision=self.planned.precision,
-                scaler=self.scaler,
-                normalize=self.planned.normalize,
-                mixup=self.planned.mixup,
-                grad_clip_norm=self.settings.grad_clip_norm,
-                retain=retain,
-            )
-        self._steps[retain].take(micro_batches, self._count)
-        self._count += 1
+def recipe_step(planned: PlannedModel, settings: PlanSettings, retain: int) -> RecipeStep:
+    """Training's optimizer step for one rank, with R graphs retained and a learning rate of zero."""
+    fp16 = planned.precision == "amp"
+    return RecipeStep(
+        planned.model,
+        _loss(planned, settings),
+        planned.optimizer(settings),
+        precision=planned.precision,
+        scaler=torch.amp.GradScaler(device=planned.device.type) if fp16 else None,
+        normalize=planned.normalize,
+        mixup=planned.mixup,
+        grad_clip_norm=settings.grad_clip_norm,
+        retain=retain,
+    )
 
 
 def measure_step(
@@ -92,7 +79,7 @@ def measure_step(
     """
     device, k = planned.device, min(LARGEST_K, batching.dga_steps)
     kept = round(retained * k / batching.dga_steps) or min(1, retained)
-    stepper = Stepper(planned, settings)
+    step = recipe_step(planned, settings, kept)
     seconds: list[float] = []
     waits: list[float] = []
     with _micro_batches(planned, settings, batching, sources) as stream:
@@ -101,7 +88,7 @@ def measure_step(
             start = time.perf_counter()
             micro_batches = list(itertools.islice(stream, k))
             fetched = time.perf_counter()
-            stepper.take(micro_batches, kept)
+            step.take(micro_batches, len(seconds))
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             if end is None:  # the first step starts loaders, makes the optimizer's state, chooses kernels
@@ -109,7 +96,7 @@ def measure_step(
                 continue
             waits.append((fetched - start) / k)
             seconds.append(time.perf_counter() - fetched)
-    stepper.optimizer.zero_grad(set_to_none=True)
+    step.optimizer.zero_grad(set_to_none=True)
     return StepTime(k, kept, statistics.median(seconds), statistics.mean(waits))
 
 

@@ -25,7 +25,6 @@ def report(plan: Plan) -> str:
         "batch": [_batch(plan)],
         "step": _step(plan),
         "memory": [_memory(plan)],
-        "loaders": _loaders(plan),
         "run": _run(plan),
         "disk": [_disk(plan)],
         "notes": plan.data.notes,
@@ -36,11 +35,8 @@ def report(plan: Plan) -> str:
     for label, texts in sections.items():
         parts = [part for text in texts for part in ([text] if "\0" in text else _wrapped(text, WIDTH - LABEL))]
         lines += [f"{label * (n == 0):<{LABEL}}{part}".replace("\0", "").rstrip() for n, part in enumerate(parts)]
-    for title, missing in (("Not on this machine:", plan.data.elsewhere), ("Missing:", plan.data.missing)):
-        lines += ["", title, *_listed(missing)] if missing else []
-    if not plan.data.missing:
-        lines += ["", "Nothing else is missing." if plan.data.elsewhere else "Nothing is missing."]
-    return "\n".join(lines)
+    missing = ["Missing:", *_listed(plan.data.missing)] if plan.data.missing else ["Nothing is missing."]
+    return "\n".join([*lines, "", *missing])
 
 
 def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
@@ -145,29 +141,7 @@ def _memory(plan: Plan) -> str:
     size, hardware = _size(plan.peak_bytes), plan.hardware
     if not plan.estimate:
         return f"{size} counted in tensors, of {hardware.free_gib:.1f} GiB free"
-    text = f"ESTIMATE {size} of {hardware.memory_gib:g} GiB a GPU, counted in tensors"
-    roomy = plan.peak_bytes < 0.4 * hardware.memory_gib * GIB and plan.settings.dga_retain != "auto"
-    if roomy and plan.settings.batch_size is None and plan.batching.dga_steps > 1:
-        text += "; there is room for --dga-retain auto or a larger --batch-size"
-    return text
-
-
-def _loaders(plan: Plan) -> list[str]:
-    workers, ranks, cores = plan.settings.workers, plan.hardware.ranks, plan.hardware.cores
-    if plan.estimate:
-        rate = plan.samples_per_second
-        each = rate / (ranks * max(1, workers))
-        return [f"{ranks} x {workers} loader processes must deliver {rate:,.0f} samples/s, {each:,.0f} each"]
-    if plan.data_seconds is None or workers == 0:
-        return []
-    if cores and workers * ranks > cores:
-        advice = f"give --workers {max(1, cores // ranks)}"
-        return [f"{ranks} x {workers} loader processes share {cores} cores: {advice}"]
-    if plan.data_seconds < 0.02 * plan.compute_seconds:
-        return ["the loaders keep up"]
-    return [
-        "the loaders do not keep up: give more --workers, with a core each, or store smaller pictures (zerovl data)"
-    ]
+    return f"ESTIMATE {size} of {hardware.memory_gib:g} GiB a GPU, counted in tensors"
 
 
 def _run(plan: Plan) -> list[str]:

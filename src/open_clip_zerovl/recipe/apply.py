@@ -11,7 +11,10 @@ from torch import nn
 
 from open_clip_zerovl.data.transforms import with_auto_augment
 from open_clip_zerovl.models.build import create_model_and_transforms
+from open_clip_zerovl.models.configs import context_length_of
+from open_clip_zerovl.models.long_context import lengthen
 from open_clip_zerovl.recipe.flags import RecipeConfig
+from open_clip_zerovl.recipe.lora import add_lora
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import constant_temperature
 from open_clip_zerovl.recipe.text_lengths import text_padding
@@ -32,7 +35,7 @@ def build_model(
     Args:
         name, pretrained, options: as for `models.build.create_model_and_transforms`.
         seed: of mixup's draws.
-        start: loads starting weights, before towers are frozen.
+        start: loads starting weights, before positions are stretched and towers are frozen.
 
     Returns:
         model, training transform, evaluation transform, mixup if asked for.
@@ -43,6 +46,8 @@ def build_model(
     model, transform, evaluation = create_model_and_transforms(name, pretrained, **options)
     if start is not None:
         start(model)
+    if methods.context_length is not None:
+        lengthen(model, methods.context_length, context_length_of(name, model))
     transform, mixup = apply_methods(model, transform, methods, seed=seed)
     if not open_clip_locks_layers(model):
         model.lock_text_tower = partial(lock_text_layers, model)
@@ -52,7 +57,7 @@ def build_model(
 def apply_methods(
     model: nn.Module, transform: Callable[..., Any], methods: RecipeConfig, *, seed: int
 ) -> tuple[Callable[..., Any], CoinFlipMixup | None]:
-    """Check token drop, freeze towers, make the temperature constant, attach mixup, check that texts can be cut.
+    """Check token drop, add adapters, freeze towers, make the temperature constant, attach mixup, check that texts can be cut.
 
     Call it before DDP and compile.
 
@@ -68,6 +73,8 @@ def apply_methods(
     """
     if methods.token_drop is not None:
         check_token_drop(model, methods.token_drop)
+    if methods.lora is not None:
+        add_lora(model, methods.lora, methods.lora_on)
     if methods.freeze:
         count = freeze(model, methods.freeze)
         logging.info(f"Frozen: {' and '.join(methods.freeze)} ({count / 1e6:.1f} M parameters).")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
@@ -139,6 +139,34 @@ class SourceFlags:
         metavar="SHARE",
         range=Range("above 0 and up to 1", lambda value, _: 0 < value <= 1),
         needs=(_DEBIASED,),
+    )
+    hard_negatives: float = flag(
+        0.0,
+        "fill this share of each effective batch with near samples, of the clusters of `zerovl cluster --same-above 0.95`",
+        metavar="SHARE",
+        range=Range("a share from 0 to 1", lambda value, _: 0 <= value <= 1),
+        needs=(_NAMED_SOURCES,),
+        contradicts=(
+            _beside("dataset_resampled", "each sample comes once an epoch; leave one of them out"),
+            Contradiction(
+                "--debiased-share {debiased_share}",
+                lambda given: given.debiased_share < 1,
+                "near samples come in steps of one source; give one of them",
+            ),
+            Contradiction(
+                "--ablate iid-draw", lambda given: "iid-draw" in given.ablate, "each sample comes once an epoch"
+            ),
+            Contradiction(
+                "--captions {captions}",
+                lambda given: given.captions not in (None, "one-per-epoch"),
+                "single samples are found by an index of whole txt members; leave it out, or give one-per-epoch",
+            ),
+            Contradiction(
+                "--teacher {teacher}",
+                lambda given: (given.teacher or "").startswith("shards:"),
+                "the embeddings in shards are not indexed; store a teacher's with `zerovl teacher`",
+            ),
+        ),
     )
     source_order: str | None = flag(
         None,
@@ -284,19 +312,23 @@ class LossFlags:
         ),
         planned=False,
     )
-    positives: str = flag(
-        "pair",
-        "samples that share the target evenly: those with the same caption, the same image, or either (both)",
+    positives: str | None = flag(
+        None,
+        "samples that share the target evenly: those with the same caption, the same image, or either (both) (default: caption "
+        "where a source was packed from folders of classes, else pair)",
         choices=POSITIVES,
         needs=(_NAMED_SOURCES,),
-        contradicts=(
-            _no_mixup("a mixed sample has two captions and pictures"),
-            Contradiction(
-                "--teacher with --distill-weight 1",
-                lambda given: given.teacher is not None and given.distill_weight == 1,
-                "the loss then has no contrastive part, whose targets these are; give a smaller --distill-weight",
-            ),
-            _DETACHED_GATHER,
+        contradicts=tuple(
+            replace(each, when=lambda given, when=each.when: given.positives != "pair" and when(given))  # type: ignore[misc]
+            for each in (
+                _no_mixup("a mixed sample has two captions and pictures"),
+                Contradiction(
+                    "--teacher with --distill-weight 1",
+                    lambda given: given.teacher is not None and given.distill_weight == 1,
+                    "the loss then has no contrastive part, whose targets these are; give a smaller --distill-weight",
+                ),
+                _DETACHED_GATHER,
+            )
         ),
         planned=False,
     )
@@ -384,6 +416,20 @@ class TowerFlags:
     )
     init_image: str | None = flag(None, "start the image tower from raw timm weights", metavar="FILE")
     init_text: str | None = flag(None, "start the text tower from raw HF weights", metavar="FILE|DIR")
+    context_length: int | None = flag(
+        None,
+        "read captions of N tokens, more than the model's: trained positions are stretched, the first 20 kept (Long-CLIP)",
+        metavar="N",
+        range=at_least(1),
+        contradicts=(
+            _beside(
+                "force_context_length",
+                "that is open_clip's, which builds a tower of N positions, shorter ones too, and interpolates all; give one",
+            ),
+            _beside("distill_model", "open_clip's teacher would get texts that are too long; leave one of them out"),
+            _beside("torchscript", "a scripted model keeps its shapes; leave one of them out"),
+        ),
+    )
     freeze: tuple[str, ...] = flag(
         (),
         "keep this tower and its projection constant (auxiliary encoder)",
@@ -437,6 +483,74 @@ class TowerFlags:
     )
 
 
+_ADAMW = Contradiction(
+    "--opt {opt}", lambda given: given.opt.lower() != "adamw", "it is a way of making adamw's groups of parameters"
+)
+
+
+def _rate(of: str) -> Any:
+    return flag(
+        None,
+        f"learning rate of {of} (default: --lr); it follows the schedule of --lr in proportion",
+        metavar="LR",
+        range=POSITIVE,
+        planned=False,
+        needs=(Requirement("--lr above 0", lambda given: given.lr is None or given.lr > 0),),
+        contradicts=(_ADAMW,),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningFlags:
+    """Adapters, and learning rates by part"""
+
+    lora: int | None = flag(
+        None,
+        "train adapters of rank R on the linear layers of the towers, whose own weights stay as they are; projections and "
+        "temperature train whole (needs peft)",
+        metavar="R",
+        range=at_least(1),
+        contradicts=(
+            *(
+                Contradiction(
+                    f"--lock-{tower}",
+                    lambda given, tower=tower: getattr(given, f"lock_{tower}"),  # type: ignore[misc]
+                    "the weights of both towers are constant already; leave it out",
+                )
+                for tower in TOWERS
+            ),
+            Contradiction(
+                "--freeze of the same tower",
+                lambda given: bool(given.freeze) and given.lora_on in ("both", *given.freeze),
+                "give --lora-on the other tower",
+            ),
+        ),
+    )
+    lora_on: str = flag(
+        "both",
+        "towers with adapters; the other one stays as it is",
+        choices=(*TOWERS, "both"),
+        needs=(Requirement("--lora", lambda given: given.lora is not None),),
+    )
+
+    lr_image: float | None = _rate("the image tower")
+    lr_text: float | None = _rate("the text tower")
+    lr_head: float | None = _rate("projections and temperature")
+    layer_decay: float | None = flag(
+        None,
+        "multiply the rate of each layer of both towers by FACTOR for each layer above it, as BEiT does",
+        metavar="FACTOR",
+        range=SHARE,
+        planned=False,
+        contradicts=(_ADAMW,),
+    )
+
+    @property
+    def own_rates(self) -> bool:
+        """Whether parts of the model have learning rates of their own."""
+        return any(each is not None for each in (self.lr_image, self.lr_text, self.lr_head, self.layer_decay))
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFlags:
     """Optimisation (sections 2.2, A.9)"""
@@ -445,13 +559,7 @@ class OptimizerFlags:
     no_embedding_decay: bool = flag(
         False,
         "exempt class tokens, position and token embeddings from weight decay, which open_clip decays",
-        contradicts=(
-            Contradiction(
-                "--opt {opt}",
-                lambda given: given.opt.lower() != "adamw",
-                "it is a way of making adamw's groups of parameters",
-            ),
-        ),
+        contradicts=(_ADAMW,),
     )
     warmup_share: float | None = flag(
         None,
@@ -494,7 +602,7 @@ class CheckpointFlags:
 
     save_every_steps: int | None = flag(
         None,
-        "write a checkpoint every STEPS optimizer steps; --resume latest goes on exactly from the newest",
+        "write a checkpoint every STEPS optimizer steps; --resume latest continues exactly from the newest",
         metavar="STEPS",
         range=at_least(1, "step"),
         needs=(_NAMED_SOURCES, _OWN_STEP),
@@ -522,8 +630,14 @@ class RetrievalFlags:
         "retrieval sets (CLIP_benchmark's layout, JSON@PICTURES, CSV@PICTURES) whose recall and RSUM are logged while training",
         metavar="NAME=DIR::...",
     )
+    zero_shot_data: str | None = flag(
+        None,
+        "labelled sets (folders of classes, CLIP_benchmark's layout) whose zero-shot accuracy is logged while training",
+        metavar="NAME=DIR::...",
+        planned=False,
+    )
     retrieval_frequency: int = flag(
-        1, "epochs between retrieval evaluations", metavar="EPOCHS", range=at_least(1, "epoch"), planned=False
+        1, "epochs between evaluations on these sets", metavar="EPOCHS", range=at_least(1, "epoch"), planned=False
     )
     retrieval_transform: str = flag(
         "checkpoint",
@@ -554,7 +668,7 @@ class ConsoleFlags:
 
 
 SECTIONS = (
-    SourceFlags, DgaFlags, LossFlags, TeacherFlags, AugmentationFlags, TowerFlags, OptimizerFlags, CheckpointFlags,
+    SourceFlags, DgaFlags, LossFlags, TeacherFlags, AugmentationFlags, TowerFlags, TuningFlags, OptimizerFlags, CheckpointFlags,
     RetrievalFlags, ConsoleFlags,
 )  # fmt: skip
 
@@ -565,6 +679,7 @@ class RecipeConfig(
     RetrievalFlags,
     CheckpointFlags,
     OptimizerFlags,
+    TuningFlags,
     TowerFlags,
     AugmentationFlags,
     TeacherFlags,

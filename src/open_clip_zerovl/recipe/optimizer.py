@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch import nn
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.losses.names import TEMPERATURE_RANGE
+from open_clip_zerovl.recipe.towers import group_of, layers_of
 
 MARK = "temperature_parameter"  # entry of an optimizer's group: the logit scale in it has the moments of tau
 
@@ -45,32 +47,108 @@ EMBEDDING_PARAMETERS = frozenset(
 )
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, *, exempt_embeddings: bool = False) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Rates:
+    """Learning rates of the parts of a model. None: `lr`; without `layer_decay` a tower has one rate.
+
+    The rate of a tower's layer is the tower's times `layer_decay` to the number of layers above it, as in BEiT and timm: 1 for
+    the top block, one more for each block below, and for the embeddings below the lowest. Projections, logit scale and pooling
+    above the blocks have the whole rate. A tower's last norm belongs to its top block, as in timm.
+    """
+
+    lr: float
+    image: float | None = None
+    text: float | None = None
+    head: float | None = None
+    layer_decay: float | None = None
+
+    def of(self, model: nn.Module) -> dict[str, tuple[int, int, str, float]]:
+        """Name of each trainable parameter -> order of its part, layer, part in words, its rate as a multiple of `lr`.
+
+        Raises:
+            UserError: a rate of a part of which nothing is trained; a tower whose layers are not known.
+        """
+        rates = {"image tower": self.image, "text tower": self.text, "heads": self.head}
+        parts, found = list(rates), dict[str, tuple[int, int, str, float]]()
+        layers = layers_of(model) if self.layer_decay is not None else {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                part = group if (group := group_of(name)) in rates else "heads"
+                layer, top = layers.get(name, (0, 0))
+                scale = (rates[part] or self.lr) / self.lr * (self.layer_decay or 1) ** (top - layer)
+                words = f"{part}, layer {layer} of {top}" if top else part
+                found[name] = (parts.index(part), layer, words, scale)
+        for order, (part, rate) in enumerate(rates.items()):
+            if rate is not None and all(order != each[0] for each in found.values()):
+                option = {"heads": "head"}.get(part, part.removesuffix(" tower"))
+                raise UserError(
+                    f"--lr-{option} {rate:g} has no effect, since nothing of the {part} is trained; leave it out"
+                )
+        return found
+
+
+def parameter_groups(
+    model: nn.Module, weight_decay: float, *, exempt_embeddings: bool = False, rates: Rates | None = None
+) -> list[dict[str, Any]]:
     """The two parameter groups of open_clip's training program: no decay, decay; trainable parameters only.
 
     Args:
-        model: plain, or in DistributedDataParallel.
+        model: plain, or in DistributedDataParallel; plain with `rates`.
         weight_decay: of the second group; the paper's is 1e-3.
         exempt_embeddings: also exempt EMBEDDING_PARAMETERS and the weights of every `nn.Embedding`. False gives open_clip's
             groups, with the same parameters in the same order, so that its optimizer states load.
+        rates: divides both groups by rate. A group then has `part`, its name, and `lr_scale`, which `scale_rates` applies.
 
     Raises:
-        UserError: a negative weight decay, or nothing to train.
+        UserError: a negative weight decay, or nothing to train; as `Rates.of`.
     """
     if weight_decay < 0:
         raise UserError(f"the weight decay must not be negative, but is {weight_decay}.")
     tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    spared: list[nn.Parameter] = []
-    decayed: list[nn.Parameter] = []
+    parts = {} if rates is None else rates.of(model)
+    found: dict[tuple, list[nn.Parameter]] = (
+        {} if rates else {((), False): [], ((), True): []}
+    )  # (part, decayed) -> ...
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         embedding = id(parameter) in tables or name.rpartition(".")[2] in EMBEDDING_PARAMETERS
         spare = _spared_by_open_clip(name, parameter) or (exempt_embeddings and embedding)
-        (spared if spare else decayed).append(parameter)
-    if not spared and not decayed:
+        found.setdefault((parts.get(name, ()), not spare), []).append(parameter)
+    if not any(found.values()):
         raise UserError("no parameter of the model is trainable, so there is nothing to optimise.")
-    return [{"params": spared, "weight_decay": 0.0}, {"params": decayed, "weight_decay": weight_decay}]
+    return [
+        {"params": found[key], "weight_decay": weight_decay if decayed else 0.0}
+        | ({"part": part[2], "lr_scale": part[3]} if part else {})
+        for key in sorted(found)
+        for part, decayed in (key,)
+    ]
+
+
+def scale_rates(optimizer: torch.optim.Optimizer) -> None:
+    """Let each step multiply the rate of a group by its `lr_scale`; a schedule goes on setting one rate for all groups."""
+    scheduled: list[float] = []
+
+    def scale(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        scheduled[:] = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * group["lr_scale"]
+
+    def restore(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group, lr in zip(optimizer.param_groups, scheduled, strict=True):
+            group["lr"] = lr
+
+    optimizer.register_step_pre_hook(scale)
+    optimizer.register_step_post_hook(restore)
+
+
+def described_groups(optimizer: torch.optim.Optimizer) -> list[tuple[str, float, float, int, int]]:
+    """Part, multiple of the learning rate, weight decay, tensors and numbers of each group made with `Rates`; else empty."""
+    return [
+        (group["part"], group["lr_scale"], group["weight_decay"], len(group["params"]), sum(p.numel() for p in group["params"]))
+        for group in optimizer.param_groups
+        if "lr_scale" in group
+    ]  # fmt: skip
 
 
 def constant_temperature(model: nn.Module) -> None:

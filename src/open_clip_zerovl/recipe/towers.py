@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import timm.layers
 from open_clip.hf_configs import arch_dict
 from open_clip.transformer import PatchDropout
+from timm.models._manipulate import group_with_matcher
 from torch import nn
 
 from open_clip_zerovl.core.errors import UserError
@@ -20,6 +22,14 @@ from open_clip_zerovl.recipe.flags import TOWERS
 # timm before 1.0.18 has no PatchDropoutWithIndices.
 _WITH_INDICES = getattr(timm.layers, "PatchDropoutWithIndices", timm.layers.PatchDropout)
 _PATCH_DROPOUTS = (PatchDropout, timm.layers.PatchDropout, _WITH_INDICES)
+# Layers of open_clip's and Hugging Face's transformers, for timm's `group_with_matcher`.
+_LAYERS = {
+    "stem": r".*?\b(?:conv1|ln_pre|shared|class_embedding|cls_emb|\w*embeddings?|embed_tokens)\b",
+    "blocks": [
+        (r".*?\.(?:resblocks|layers?|block|h)\.(\d+)\.", None),
+        (r".*\b(?:ln_post|ln_final|final_norm|final_layer_norm)\b", (99999,)),  # timm's mark: with the block before it
+    ],
+}
 GROUPS = ("image tower", "image projection", "text tower", "text projection", "logit_scale", "logit_bias")
 
 
@@ -33,6 +43,30 @@ def group_of(name: str) -> str:
     own = name.removeprefix("text.")
     projection = own == "text_projection" or own.startswith(("text_projection.", "proj."))
     return "text projection" if projection else "text tower"
+
+
+def layers_of(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """The layer of each parameter of both towers, and the layer above the top block: 0 for embeddings, then the blocks.
+
+    timm's towers say it themselves (`group_matcher`); open_clip's and Hugging Face's transformers follow `_LAYERS`.
+
+    Raises:
+        UserError: a tower of which something is trained, and whose blocks are not to be found.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for tower in TOWERS:
+        names = {name: p.requires_grad for name, p in model.named_parameters() if group_of(name) == f"{tower} tower"}
+        trunk: Any = getattr(getattr(model, "visual", None), "trunk", None) if tower == "image" else None
+        of_timm = hasattr(trunk, "group_matcher")
+        prefix = "visual.trunk." if of_timm else ""
+        named = [(name.removeprefix(prefix), None) for name in names]
+        # A name that matches nothing is above all layers.
+        layers = group_with_matcher([*named, ("", None)], trunk.group_matcher() if of_timm else _LAYERS, reverse=True)
+        top = layers.pop("")
+        if top < 2 and any(names.values()):
+            raise UserError(f"--layer-decay does not find the layers of the {tower} tower; leave it out")
+        found |= {prefix + name: (layer, top) for name, layer in layers.items()}
+    return found
 
 
 def freeze(model: nn.Module, towers: Iterable[str], *, projection: bool = True) -> int:
@@ -120,7 +154,7 @@ def lock_text_layers(model: nn.Module, unlocked_layers: int = 0, freeze_layer_no
         freeze_layer_norm: also lock the LayerNorms of locked layers.
 
     Raises:
-        UserError: a text tower that is not Hugging Face's or whose layers are not to be found, or too many layers.
+        UserError: a text tower that is not Hugging Face's or whose layers cannot be found, or too many layers.
     """
     transformer = getattr(getattr(model, "text", None), "transformer", None)
     if not isinstance(transformer, nn.Module) or not hasattr(transformer, "config"):

@@ -1,14 +1,15 @@
 """`record.jsonl` in a run's folder: the course of a training, one JSON object a line; `examples.json`: its last retrievals.
 
     kind        when                                   besides `kind`, `at` and `time`
-    start       a process begins or goes on            settings, sources, model, batch
+    start       a process begins or continues            settings, sources, model, batch
     step        an optimizer step is logged            loss, lr, samples_per_second, waited, memory_bytes, by_source
     retrieval   an epoch was evaluated                 metrics: set -> metric -> value
+    zero-shot   an epoch was evaluated                 metrics: set -> top1, top1_chance
     lost        an epoch ends, or the run stops in it  delivered, lost: source -> samples; source -> reason -> samples
     end         the process ends                       how: done, stopped or failed; words
 
 `at` is the position in training, in epochs: 3.25 is a quarter into the fourth. It holds for any batch and any number of ranks.
-A process that goes on from a checkpoint first removes the later lines, so that each position comes once.
+A process that continues from a checkpoint first removes the later lines, so that each position comes once.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 
 RECORD, EXAMPLES = "record.jsonl", "examples.json"
 _SAME = 1e-9  # positions closer than this are the same one, computed in two ways
-_KINDS = ("start", "step", "retrieval", "lost", "end")
+_KINDS = ("start", "step", "retrieval", "zero-shot", "lost", "end")
 
 
 class Record:
@@ -40,7 +41,7 @@ class Record:
 
     Args:
         folder: folder of the run, which exists.
-        at: the position from which the run begins or goes on, in epochs. What is recorded after it is taken back.
+        at: the position from which the run begins or continues, in epochs. What is recorded after it is taken back.
     """
 
     def __init__(self, folder: str | os.PathLike[str], at: float) -> None:
@@ -78,7 +79,7 @@ def read_record(folder: str | os.PathLike[str]) -> dict[str, list[dict[str, Any]
         raise UserError(place_sentence(error) or f"{path} cannot be read ({error})") from error
     found: dict[str, dict[Any, dict[str, Any]]] = {kind: {} for kind in _KINDS}
     for number, line in enumerate(lines):
-        once = line["kind"] in ("step", "retrieval")
+        once = line["kind"] in ("step", "retrieval", "zero-shot")
         found[line["kind"]][round(line["at"] / _SAME / 10) if once else number] = line
     return {kind: sorted(entries.values(), key=lambda line: line["at"]) for kind, entries in found.items()}
 
@@ -155,7 +156,7 @@ def _fits(line: Mapping[str, Any]) -> bool:
     try:
         for name in ("settings", "sources", "by_source"):
             dict.keys(line.get(name) or {})
-        for own in (line["metrics"] if line["kind"] == "retrieval" else {}).values():
+        for own in (line["metrics"] if line["kind"] in ("retrieval", "zero-shot") else {}).values():
             dict.keys(own)
         counts = [line.get("delivered") or {}, *(line.get("lost") or {}).values()]
         return isinstance(line.get("how", ""), str) and all(isinstance(n, int) for own in counts for n in own.values())

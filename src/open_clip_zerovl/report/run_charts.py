@@ -65,18 +65,21 @@ def loss_picture(steps: Lines, sources: Mapping[str, str], chance: float = math.
     )
 
 
-def retrieval_picture(evaluations: Lines, colours: Mapping[str, str]) -> bytes:
-    """RSUM of each retrieval set over the epochs.
+def evaluation_picture(
+    evaluations: Lines, colours: Mapping[str, str], key: str = "rsum", label: str = "RSUM", scale: float = 1
+) -> bytes:
+    """A metric of each set over the epochs, with its level by chance, `KEY_chance`: RSUM of retrieval sets, or another.
 
     Args:
         colours: name of a set -> colour.
+        scale: factor of the recorded numbers.
     """
     lines, levels = [], {}
     for name in dict.fromkeys(name for line in evaluations for name in line["metrics"]):
         own = [line for line in evaluations if name in line["metrics"]]
-        sums = [number(line["metrics"][name].get("rsum")) for line in own]
+        sums = [scale * number(line["metrics"][name].get(key)) for line in own]
         lines.append(Line(name, [line["at"] for line in own], sums, colours[name], {"marker": "o"}))
-        levels[f"{name}: chance"] = number(own[-1]["metrics"][name].get("rsum_chance")), colours[name]
+        levels[f"{name}: chance"] = scale * number(own[-1]["metrics"][name].get(f"{key}_chance")), colours[name]
 
     def finish(axes: Any) -> None:
         draw_levels(axes, levels)
@@ -85,7 +88,7 @@ def retrieval_picture(evaluations: Lines, colours: Mapping[str, str]) -> bytes:
             axes.set_xticks(list(places))
             axes.set_ylim(bottom=0, top=1.1 * axes.get_ylim()[1])
 
-    return line_chart(lines, x="epochs", y="RSUM", size=(8.6, 3.2), finish=finish)
+    return line_chart(lines, x="epochs", y=label, size=(8.6, 3.2), finish=finish)
 
 
 def course_picture(steps: Lines) -> bytes:

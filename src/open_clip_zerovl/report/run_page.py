@@ -15,7 +15,7 @@ from open_clip_zerovl.report.bounds import bounds_remarks
 from open_clip_zerovl.report.html import write_page
 from open_clip_zerovl.report.plot import SOURCE_COLOURS, colours_of
 from open_clip_zerovl.report.record import read_examples, read_record
-from open_clip_zerovl.report.run_charts import course_picture, loss_picture, number, retrieval_picture
+from open_clip_zerovl.report.run_charts import course_picture, evaluation_picture, loss_picture, number
 
 PAGE = "run.html"
 _STATES = {"done": "Ended as planned.", "stopped": "Stopped, and can go on.", "failed": "Ended by an error."}
@@ -40,10 +40,12 @@ def write_run_page(folder: str | os.PathLike[str]) -> Path:
     check_writable(folder / PAGE)
     if not record["start"]:
         raise UserError(f"{folder / 'record.jsonl'} does not say how the run began; its file is cut off")
-    start, steps, evaluations = record["start"][-1], record["step"], record["retrieval"]
+    start, steps, evaluations, labelled = record["start"][-1], record["step"], record["retrieval"], record["zero-shot"]
     sources = start.get("sources") or {}
     # One palette for all charts of the page: a retrieval set of a source's name has its colour.
-    colours = colours_of([*sources, *(name for line in evaluations for name in line["metrics"])], SOURCE_COLOURS)
+    colours = colours_of(
+        [*sources, *(name for line in [*evaluations, *labelled] for name in line["metrics"])], SOURCE_COLOURS
+    )
     epoch, examples = read_examples(folder)
     return write_page(
         folder / PAGE,
@@ -56,13 +58,15 @@ def write_run_page(folder: str | os.PathLike[str]) -> Path:
         loss=steps
         and loss_picture(steps, {name: colours[name] for name in sources}, number(start.get("loss_at_chance"))),
         course=steps and course_picture(steps),
-        retrieval=evaluations and retrieval_picture(evaluations, colours),
+        retrieval=evaluations and evaluation_picture(evaluations, colours),
+        zero_shot=labelled and evaluation_picture(labelled, colours, "top1", "zero-shot top-1, %", 100),
         evaluated=_best_and_last(evaluations),
         loss_words=_loss_at_end(steps, number(start.get("loss_at_chance"))),
         examples_epoch=epoch,
         examples=examples,
         data=_data(sources, record["lost"]),
         settings=[(f"--{key.replace('_', '-')}", value) for key, value in (start.get("settings") or {}).items()],
+        groups=start.get("groups"),
         resumed=[f"{line['at']:.4g}" for line in record["start"][1:]],
     )
 
@@ -90,6 +94,17 @@ def best_words(evaluations: Sequence[Mapping[str, Any]]) -> str:
     return " ".join([f"Best RSUM: {sums} after epoch {best['at']:.0f}.", *remarks])
 
 
+def accuracy_words(evaluations: Sequence[Mapping[str, Any]]) -> str:
+    """The last zero-shot evaluation in a sentence; "" where there is none."""
+    if not evaluations:
+        return ""
+    shares = ", ".join(
+        f"{name} {100 * number(own.get('top1')):.1f} % (chance {100 * number(own.get('top1_chance')):.1f} %)"
+        for name, own in evaluations[-1]["metrics"].items()
+    )
+    return f"Zero-shot top-1 after epoch {evaluations[-1]['at']:.0f}: {shares}."
+
+
 def _loss_at_end(steps: Sequence[Mapping[str, Any]], chance: float) -> str:
     """A sentence where the last losses are about that of chance; "" where they are lower, or chance is not known."""
     last = [number(step.get("loss")) for step in steps[-max(1, len(steps) // 20) :]]
@@ -109,7 +124,7 @@ def _lead(record: Mapping[str, list[dict[str, Any]]]) -> str:
         words += [_STATES.get(ends[-1].get("how", ""), ""), str(ends[-1].get("words") or "")]
     else:
         words.append("The record has no end: the run is going on, or was killed.")
-    return " ".join(filter(None, [*words, best_words(record["retrieval"])]))
+    return " ".join(filter(None, [*words, best_words(record["retrieval"]), accuracy_words(record["zero-shot"])]))
 
 
 def _best_and_last(evaluations: Sequence[Mapping[str, Any]]) -> list[tuple[tuple[str, str], dict[str, float]]]:

@@ -1,7 +1,7 @@
 """The bytes of a shard wherever it lies: a file, a store that fsspec opens (https:, s3:, hf: ...), or a command (pipe:).
 
-A broken transfer is retried, after a wait that doubles with each retry, and goes on at the byte where it broke. It does so by a
-range request; for a command, or a server without range requests, it reads from the beginning and drops the bytes that it has.
+A broken transfer is retried, after a wait that doubles with each retry, and continues at the byte where it broke, by a range
+request; for a command, or a server without range requests, it reads from the beginning and drops the bytes that it has.
 The result is every byte of the shard, each once.
 
     bytes 0 .. 69,999 come, the connection is lost, "Range: bytes=70000-" brings the rest
@@ -226,7 +226,7 @@ class RemoteStream:
         self._broke(Broken(reason), time.monotonic())
 
     def _begin(self) -> Transfer:
-        """A transfer that goes on at `position`."""
+        """A transfer that continues at `position`."""
         transfer = self.policy.begin(self.url, self.position)
         try:
             if self.position and None not in (self.identity, transfer.identity) and transfer.identity != self.identity:

@@ -213,7 +213,8 @@ def reason_of(error: BaseException) -> tuple[str, bool]:
     # fsspec raises FileNotFoundError for any answer of a server to a question about a file; the answer is among the causes.
     status = next((found for each in causes if isinstance(found := getattr(each, "status", None), int)), None)
     if status is not None and status >= 400:
-        return f"server answered {status}", status >= 500 or status in _PASSING_STATUS
+        needed = ", which asks for a token: for the hub `hf auth login` or HF_TOKEN" if status == 401 else ""
+        return f"server answered {status}{needed}", status >= 500 or status in _PASSING_STATUS
     if isinstance(error, FileNotFoundError):
         return "no such file", False
     if isinstance(error, (PermissionError, IsADirectoryError, NotADirectoryError)):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.finetune.data import Found, find_data
@@ -22,6 +24,7 @@ from open_clip_zerovl.prepare.public.index import check_shards
 from open_clip_zerovl.shards.members import image_of, read_samples
 from support.hostile_server import hostile_server, photo
 from support.pairs import ARROW_FORMS, FORMS, as_csv, as_folder, make_pairs, picture, samples_of
+from support.shard_server import shard_server
 
 #: Settings of most calls.
 SPLIT: dict[str, Any] = {"test_share": 0.25, "shard_size": 4}
@@ -257,3 +260,29 @@ def test_tokens_are_counted_as_open_clip_makes_them():
     texts += ["", "it's 3.5km/h -- they\u2019re \u201cquoted\u201d", "supercalifragilistic, antidisestablishment"]
     counts = [len(one.ids) for one in _tokenizer().encode_batch(texts)]
     assert counts == [len(SimpleTokenizer().encode(text)) for text in texts]
+
+
+def test_parquet_at_an_address_packs_as_the_files_do(packed, tmp_path):
+    """Pictures as Hugging Face stores them; a damaged row is refused and counted; a broken transfer is retried."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pairs, rows = make_pairs(10), []
+    for number, pair in enumerate(pairs):
+        content = b"no picture" if number == 4 else pair.content
+        rows.append({"image": {"bytes": content, "path": pair.name}, "caption": pair.captions[0]})
+    (tmp_path / "here").mkdir()
+    for number in range(2):
+        table = pyarrow.Table.from_pylist(rows[5 * number : 5 * number + 5])
+        parquet.write_table(table, tmp_path / f"here/{number}.parquet", row_group_size=2)
+    found = packed(f"x={tmp_path / 'here'}", out="local", **SPLIT)
+    assert found["pictures"] == 9 and sum(entry["rows"] for entry in found["refused"].values()) == 1
+    with shard_server(tmp_path / "here") as server:
+        address = f"x={server.url('{0..1}.parquet')}"
+        server.faults["1.parquet"] = ["cut:100"]
+        assert packed(address, out="remote", **SPLIT)["refused"].keys() == found["refused"].keys()
+        assert {name: len(asked) for name, asked in server.requests.items()} == {"0.parquet": 1, "1.parquet": 2}
+        for tar in (tmp_path / "local").rglob("*.tar"):
+            assert tar.read_bytes() == (tmp_path / "remote" / tar.relative_to(tmp_path / "local")).read_bytes()
+        shutil.rmtree(tmp_path / "remote.parquet")
+        assert packed(address, out="remote", **SPLIT)["pictures"] == 9  # fetched again it is the same input
+        with pytest.raises(UserError, match=r"9\.parquet cannot be fetched \(.*404"):
+            packed(f"x={server.url('9.parquet')}", out="none")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sqlite3
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,17 @@ def test_a_kill_at_any_step_is_mended(module, name, call, undisturbed, tmp_path,
             pack([str(given)], tmp_path / "out", SETTINGS, work=WORK)
     pack([str(given)], tmp_path / "out", SETTINGS, work=WORK)
     assert _files(tmp_path / "out") == wanted
+
+
+def test_a_full_disk_under_the_tables_gets_a_sentence(undisturbed, tmp_path, monkeypatch):
+    """SQLite has an error of its own for it."""
+
+    def full(*_, **__):
+        raise sqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr(packing, "Store", full)
+    with pytest.raises(UserError, match=r"Writing into .*out failed \(disk I/O error\)"):
+        pack([str(undisturbed[0])], tmp_path / "out", SETTINGS, work=WORK)
 
 
 def _files(out: Path) -> dict[str, bytes]:

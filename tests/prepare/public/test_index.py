@@ -122,6 +122,15 @@ def test_a_file_of_nine_gigabytes_is_read_from_its_header():
     assert list(walk_tar(read_at, total)) == [Member("big.jpg", 512, 9 << 30)]
 
 
+def test_a_header_that_claims_more_than_its_shard_asks_for_no_memory(tmp_path, monkeypatch):
+    member, asked, stock = tarfile.TarInfo("a.txt"), [], os.pread
+    member.size = 8 << 30
+    (tmp_path / "0.tar").write_bytes(member.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
+    monkeypatch.setattr(os, "pread", lambda *words: (asked.append(words[1]), stock(*words))[1])
+    (found,) = check_shards(tmp_path, progress=False).shards
+    assert max(asked) <= 1536 and any("cut off" in fault for fault in found.faults)
+
+
 def test_index_counts_as_training_does(tmp_path):
     write_source(tmp_path / "s", 0, 57, 10, sizes=False)
     names = ["__meta__/x.json", "k.jpg", "k.txt", "k.jpg", "d/e.f.txt", "README"]
@@ -192,6 +201,11 @@ def test_index_of_a_store_behind_a_url(tmp_path):
     assert json.loads(store.cat("/bucket/s/sizes.json")) == {"00000.tar": 10, "00001.tar": 10, "00002.tar": 5}
     with pytest.raises(UserError, match="nosuch://bucket/s cannot be opened"):
         index_shards("nosuch://bucket/s", progress=False)
+
+
+def test_shards_on_the_hub_are_counted_where_they_were_made():
+    with pytest.raises(UserError, match=r"hf://datasets/a/b is on the hub, .* upload its sizes.json"):
+        index_shards("hf://datasets/a/b", progress=False)
 
 
 def test_check_finds_every_kind_of_fault(tmp_path):

@@ -2,9 +2,9 @@
 
 - `mean_log_p_negatives` (figure 4): the mean of `log p_jk` over negative pairs. p is the softmax of eq. 2, which is the
   stop-gradient weight of a negative pair in eq. 3.
-- `source_probe_accuracy`: figure 3 shows embeddings that separate by source; a linear probe says how far they do.
+- `source_probe_accuracy`: figure 3 shows embeddings that separate by source; a linear probe measures how far they do.
 
-What that costs, as RSUM of retrieval, is in `pools`.
+`pools` measures the cost of it, as RSUM of retrieval.
 
 Legend: `N` pairs, `B` pairs of one batch, `D` embedding width, `S` sources. Features are
 L2-normalised, float, on any device; row i of images and row i of texts are a pair.

@@ -64,7 +64,7 @@ class Curve:
     reason: str
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The curve as a dict for JSON."""
         return {
             "new": list(self.new),
             "kept": list(self.kept),

@@ -107,7 +107,7 @@ def train_lars(
     state_file: Path,
     evaluate: Callable[[nn.Module], float],
 ) -> tuple[nn.Sequential, list[dict[str, float]]]:
-    """Train the linear head. Each epoch is saved; a call after an interruption goes on after the last whole epoch.
+    """Train the linear head. Each epoch is saved; a call after an interruption continues after the last whole epoch.
 
     Order, augmentation and initial weights are functions of (seed, epoch, image). On the CPU in fp32 a resumed run therefore
     ends with the weights of a run never interrupted, bit for bit.

@@ -49,7 +49,7 @@ def run_linear_probe(
     Args:
         encoder: the checkpoint; its `batch_size` is the number of images in the tower at once.
         train, test: labelled sets, see `data.labelled.open_probe_set`.
-        out: folder of the results, the cached features and the state that a later call goes on from.
+        out: folder of the results, the cached features and the state that a later call continues from.
         way: `paper` or `quick`, see the module's text.
         settings: settings of the paper's way; the quick way takes its seed.
         label: where shards keep the class.

@@ -129,7 +129,7 @@ def stratified_fifth(targets: np.ndarray, seed: int) -> tuple[np.ndarray, np.nda
 
 
 def middle_of_best(accuracy: dict[float, float]) -> float:
-    """The middle one of the Cs with the best accuracy; of two middle ones the smaller, which penalises more."""
+    """The middle one of the Cs with the best accuracy; if two are in the middle, the smaller one, which penalises more."""
     best = max(accuracy.values())
     tied = sorted(c for c, value in accuracy.items() if value == best)
     return tied[(len(tied) - 1) // 2]

@@ -20,7 +20,7 @@ from open_clip_zerovl.models.configs import ClipModel
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """`model.eval()` inside; afterwards each module has its own mode again (a frozen tower stays in eval)."""
     training = {module: module.training for module in model.modules()}
     model.eval()
@@ -69,7 +69,7 @@ def encode_retrieval(
     text_features: list[Tensor] = []
     text_to_image: list[int] = []
     seen = 0
-    with _evaluating(model):
+    with evaluating(model):
         for images, captions in batches:
             if len(images) != len(captions):
                 raise UserError(f"a batch holds {len(images)} images but captions for {len(captions)}")

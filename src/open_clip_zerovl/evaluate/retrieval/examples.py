@@ -74,7 +74,7 @@ def retrieval_examples(
 
 
 def best_of(scores: Tensor, k: int) -> list[int]:
-    """Indices of the k largest scores, the best first; of equal ones the first comes first."""
+    """Indices of the k largest scores, best first; equal scores keep their order."""
     return torch.argsort(scores, descending=True, stable=True)[:k].tolist()
 
 

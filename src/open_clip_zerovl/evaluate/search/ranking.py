@@ -112,7 +112,7 @@ def run_search(encoders: Mapping[str, Encoder], data: str, settings: SearchSetti
 
 
 def nearest(blocks: Iterable[Tensor], query: Tensor, best: int) -> list[tuple[int, float]]:
-    """(row, cosine) of the `best` features (P, D) nearest to a query (D,), best first; of equal ones the first comes first.
+    """(row, cosine) of the `best` features (P, D) nearest to a query (D,), best first; equal cosines keep their order.
 
     Args:
         blocks: the features, some thousand rows at a time. A row of zeros, of a picture that cannot be shown, is left out.

@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from open_clip_zerovl.checkpoints.loading import Encoder
-from open_clip_zerovl.core.files import check_writable, write_atomically
+from open_clip_zerovl.core.files import check_writable, scratch_folder, write_atomically
 from open_clip_zerovl.data.retrieval import parse_retrieval_data
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.evaluate.accuracy import accuracies, class_indices, confusion_counts, in_percent, most_confused
@@ -34,14 +34,16 @@ ROWS_AT_ONCE = 4096  # of the scores in float64
 SHOWN_CLASSES = 40  # of a set, in the terminal; the JSON holds all
 
 
-def class_features(captions: Sequence[Sequence[str]], encode: Callable[[list[str]], Tensor]) -> Tensor:
+def class_features(
+    captions: Sequence[Sequence[str]], encode: Callable[[list[str]], Tensor], *, progress: bool = True
+) -> Tensor:
     """(C, D) one vector a class: the normalised mean over its captions.
 
     Args:
         captions: for each class.
         encode: captions -> embeddings (b, D), L2-normalised.
     """
-    bar = tqdm(captions, desc="captions of the classes", unit="class", leave=False)
+    bar = tqdm(captions, desc="captions of the classes", unit="class", leave=False, disable=not progress)
     return torch.stack([F.normalize(encode(list(own)).cpu().mean(dim=0), dim=0) for own in bar])
 
 
@@ -52,19 +54,28 @@ def classify(images: Tensor, classes: Tensor) -> Tensor:
 
 
 def score_labelled(
-    model: FrozenModel, dataset: LabelledSet, folder: Path, *, batch_size: int, workers: int, name: str
+    model: FrozenModel,
+    dataset: LabelledSet,
+    folder: Path,
+    *,
+    batch_size: int,
+    workers: int,
+    name: str,
+    progress: bool = True,
 ) -> dict[str, Any]:
     """`accuracies` of a model on one set, with classes by name; `sources`: the metrics of each source.
 
     Args:
         folder: folder for the pictures' embeddings.
         name: name of the set, for the progress bar.
+        progress: show bars.
 
     Raises:
         UserError: a picture that cannot be read, embeddings that are not finite.
     """
-    images = picture_features(model, dataset.images, folder, batch_size=batch_size, workers=workers, name=name)
-    scores = classify(images, class_features(dataset.captions(), model.texts))
+    reading: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "progress": progress}
+    images = picture_features(model, dataset.images, folder, name=name, **reading)
+    scores = classify(images, class_features(dataset.captions(), model.texts, progress=progress))
     targets = class_indices(dataset.images.labels, dataset.classes)
 
     named_by = Counter(dataset.names)  # as CLIP's names of ImageNet, two classes may have one name
@@ -106,12 +117,12 @@ def run_zero_shot(encoder: Encoder, data: str, settings: ZeroShotSettings | None
     sets = {name: open_labelled_set(str(where), settings) for name, where in parse_retrieval_data(data).items()}
     model = FrozenModel.load(encoder)
     results = {}
-    with tempfile.TemporaryDirectory(prefix="zerovl-zero-shot-") as passing:
+    with scratch_folder(tempfile.gettempdir(), "zerovl-zero-shot-") as passing:
         for name, dataset in sets.items():
             results[name] = score_labelled(
                 model,
                 dataset,
-                settings.cache or Path(passing),
+                settings.cache or passing,
                 batch_size=encoder.batch_size,
                 workers=encoder.workers,
                 name=name,

@@ -49,7 +49,7 @@ class LabelledSet:
     sources: Sequence[str] | None = None
 
     def captions(self) -> list[list[str]]:
-        """For each class, its caption in each template."""
+        """The captions of each class, one for each template."""
         return [[name.join(re.split(r"\{c?\}", one)) for one in self.templates] for name in self.names]
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -101,6 +102,29 @@ def dissolve_small(
         labels[moved], distances[moved] = left[cosines.argmax(axis=1)], 1 - cosines.max(axis=1)
         counts = np.bincount(labels, minlength=len(centroids))
     return np.searchsorted(left, labels).astype(np.int32), distances, centroids[left]
+
+
+def find_copies(
+    tables: Sequence[Features], labels: NDArray, above: float, *, chunk_samples: int = 4096
+) -> NDArray[np.bool_]:
+    """(n,) the copies: samples whose cosine to an earlier sample of their cluster is above `above` in one of the tables.
+
+    The time grows with the squared size of the clusters.
+
+    Args:
+        tables: features (n, D), such as those of pictures and those of captions.
+        labels: (n,) cluster of each sample.
+    """
+    copies = np.zeros(len(labels), bool)
+    counts = np.bincount(labels)
+    for members in np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1]):
+        for table in tables:
+            own = np.asarray(table[members], np.float32)
+            for begin in range(0, len(own), chunk_samples):
+                end = begin + chunk_samples
+                earlier = np.tril(own[begin:end] @ own[:end].T, begin - 1)  # of row i the columns below i
+                copies[members[begin:end]] |= (earlier > above).any(axis=1)
+    return copies
 
 
 def size_report(counts: NDArray) -> dict[str, Any]:

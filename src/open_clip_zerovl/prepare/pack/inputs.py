@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import did_you_mean
+from open_clip_zerovl.core.files import atomic_file, did_you_mean
+from open_clip_zerovl.data.components import expand_braces
 from open_clip_zerovl.prepare.pack.columned import (
     ArrowReader,
     CocoReader,
@@ -21,6 +24,9 @@ from open_clip_zerovl.prepare.pack.columned import (
 )
 from open_clip_zerovl.prepare.pack.rows import PICTURE_SUFFIXES, Columns, Reader
 from open_clip_zerovl.prepare.pack.samples import ClassReader, FolderReader, TarReader, class_levels, walk
+from open_clip_zerovl.shards.remote import open_url
+from open_clip_zerovl.shards.transfers import Unreachable
+from open_clip_zerovl.shards.urls import REMOTE, is_command, local_path
 
 FORMATS = ("folder", "classes", "table", "json", "parquet", "arrow", "webdataset")
 
@@ -44,6 +50,35 @@ def named_input(text: str) -> tuple[str | None, Path]:
     return None, Path(text).expanduser()
 
 
+def fetched(text: str, folder: Path, say: Callable[[str], None]) -> str:
+    """An input as it is; parquet files at https:, hf:// or another address (with braces) as the folder they are fetched into.
+
+    Files that are there from an earlier call are kept.
+
+    Raises:
+        UserError: a file that cannot be fetched after retries.
+    """
+    named = _NAMED.fullmatch(text)
+    name, address = (f"{named[1]}=", named[2]) if named and REMOTE.match(named[2]) else ("", text)
+    if local_path(address) is not None or is_command(address) or not address.lower().endswith(_ENDINGS["parquet"]):
+        return text
+    place = folder / hashlib.blake2b(address.encode(), digest_size=8).hexdigest()
+    for number, url in enumerate(expand_braces(address)):
+        file = place / f"{number:05d}-{url.rpartition('/')[2]}"
+        if file.is_file():
+            continue
+        say(f"fetching {url} to {file}")
+        try:
+            with open_url(url) as content, atomic_file(file) as kept:
+                shutil.copyfileobj(content, kept, 1 << 20)
+        except Unreachable as error:
+            raise UserError(
+                f"{url} cannot be fetched ({error}); check it, and call again: fetched files are kept"
+            ) from error
+        os.utime(file, (0, 0))  # fetched again it is the same input
+    return f"{name}{place}"
+
+
 def open_input(path: Path, wanted: Columns, form: str | None = None, templates: Sequence[str] | None = None) -> Reader:
     """The reader of an input.
 
@@ -57,7 +92,10 @@ def open_input(path: Path, wanted: Columns, form: str | None = None, templates: 
         UserError: no such input, one of no known form or of several forms, or an error that the reader raises.
     """
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", str(path).replace(":/", "://", 1)) and not path.exists():
-        raise UserError(f"{path} is an address: fetch it first, and give the file (a list of addresses is a file too)")
+        raise UserError(
+            f"{path} is an address: fetch it first, and give the file (a list of addresses is a file too; parquet "
+            "files are fetched)"
+        )
     if not path.exists():
         raise UserError(f"{path} does not exist" + did_you_mean(path, ": correct the path"))
     path = path.absolute()

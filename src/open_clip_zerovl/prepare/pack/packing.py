@@ -1,4 +1,4 @@
-"""`zerovl data pack`: makes shards of inputs, or goes on with a call that was interrupted.
+"""`zerovl data pack`: makes shards of inputs, or continues with a call that was interrupted.
 
 Finished work is kept at three levels, so that a call may be killed at any moment: a picture in its spool (`.pack/`), a shard
 with its record, and `pack.json`, which marks the end of the work. The same inputs and settings give the same bytes.
@@ -10,9 +10,10 @@ import hashlib
 import json
 import os
 import shutil
+import sqlite3
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -24,7 +25,7 @@ from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.core.flags import flag, positive, seed
 from open_clip_zerovl.prepare.pack import report as reports
 from open_clip_zerovl.prepare.pack.collect import Collecting, Contents, is_address
-from open_clip_zerovl.prepare.pack.inputs import FORMATS, named_input, open_input
+from open_clip_zerovl.prepare.pack.inputs import FORMATS, fetched, named_input, open_input
 from open_clip_zerovl.prepare.pack.page import write_report_page
 from open_clip_zerovl.prepare.pack.rows import Columns, Reader, SourceNames, source_name
 from open_clip_zerovl.prepare.pack.split import Exclusion, exclude, hold_out
@@ -123,7 +124,8 @@ def pack(
     out, settings, work = Path(out), settings or PackSettings(), work or Work()
     _check(inputs, settings, work)
     check_writable(out, folder=True)
-    named = [named_input(text) for text in inputs]
+    say = print if work.progress else lambda _: None
+    named = [named_input(fetched(text, out.with_name(f"{out.name}.parquet"), say)) for text in inputs]
     readers = [open_input(path, settings.columns, settings.form, settings.templates) for _, path in named]
     if settings.templates and not any(reader.classes for reader in readers):
         raise UserError("--template needs an input of class folders (CLASS/PICTURE), and none is one")
@@ -150,19 +152,17 @@ def pack(
     with manifest.sole_writer(scratch, "pack", of=out, advice="wait for it"):
         for scratch_file in out.rglob(".*.part"):  # which a process that was killed has left
             scratch_file.unlink(missing_ok=True)
-        store = Store(scratch / "rows.sqlite", seed=settings.seed)
         try:
-            collecting = Collecting(
-                readers, sources, store, scratch, encoding=settings.encoding, limits=limits or Limits(), work=work
-            )
-            collecting.run()
-            found = _finish(out, state, settings, store, readers, Contents(readers, scratch), work.progress)
-        except OSError as error:
+            with closing(Store(scratch / "rows.sqlite", seed=settings.seed)) as store:
+                collecting = Collecting(
+                    readers, sources, store, scratch, encoding=settings.encoding, limits=limits or Limits(), work=work
+                )
+                collecting.run()
+                found = _finish(out, state, settings, store, readers, Contents(readers, scratch), work.progress)
+        except (OSError, sqlite3.Error) as error:
             raise UserError(
                 f"Writing into {out} failed ({error}): mend that and call the command again; finished work is kept."
             ) from error
-        finally:
-            store.close()
             (scratch / "rows.sqlite").unlink(missing_ok=True)
     _write_state(out, {**state, "complete": True})
     passing = [entry["rows"] for entry in found["refused"].values() if entry["transient"]]

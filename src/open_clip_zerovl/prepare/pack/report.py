@@ -180,6 +180,8 @@ def _refused_lines(report: dict[str, Any]) -> list[str]:
 def _length_line(report: dict[str, Any]) -> str:
     tokens, most = report["tokens"], report["captions_per_picture"]
     cut = f"{_share(tokens['cut'], tokens['captions'])} longer than the {CONTEXT} that are read"
+    if tokens["cut"]:
+        cut += f"; --context-length {tokens['max']} reads them whole"
     line = f"captions   median {tokens['median']} tokens of CLIP (95 % up to {tokens['p95']}, longest {tokens['max']}; {cut})"
     return line + (f"; up to {most} a picture" if most > 1 else "")
 
@@ -232,6 +234,8 @@ def commands(report: dict[str, Any], out: Path) -> list[str]:
         flags.append("--debiased-sampling")
     if sets:
         flags += ["--retrieval-data", shlex.quote(sets)]
+    if sets and report["classes"] and len(folders["test"]) == 1:
+        flags += ["--zero-shot-data", shlex.quote(sets)]
     if report["captions_per_picture"] > 1:
         flags += ["--captions", "one-per-epoch"]
     if report["classes"] or report["repeated_captions"]["best_rsum"] < LOW_BEST:

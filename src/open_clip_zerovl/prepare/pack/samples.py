@@ -213,7 +213,7 @@ def picture_files(path: Path) -> Iterator[Path]:
 class TarReader(SampleReader):
     """Local shards, of img2dataset or of any other program.
 
-    Of a plain tar a picture is found again by its offset; of a compressed one it comes with its row.
+    A picture in a plain tar is found again by its offset; one in a compressed tar comes with its row.
     """
 
     form = "webdataset"

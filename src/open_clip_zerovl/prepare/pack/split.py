@@ -25,7 +25,7 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Pictures that are to be left out.
+    """Pictures to leave out.
 
     Attributes:
         reason: a few words to count by ("near coco").

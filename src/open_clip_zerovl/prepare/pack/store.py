@@ -43,7 +43,7 @@ _STORED = "samples.key, pictures.number, extension, offset, size, pictures.place
 
 
 class Stored(NamedTuple):
-    """A sample that is to be written.
+    """A sample to write.
 
     Attributes:
         key: of the sample.
@@ -184,7 +184,7 @@ class Store:
         return dict(self.db.execute(query).fetchall())
 
     def has_classes(self, source: str) -> bool:
-        """True for a source of which a picture has a class."""
+        """True if a picture of the source has a class."""
         return bool(self.value("SELECT EXISTS (SELECT 1 FROM good WHERE label IS NOT NULL AND source = ?)", source))
 
     def value(self, query: str, *parameters: Any) -> Any:

@@ -22,6 +22,7 @@ from typing import Any
 from tqdm import tqdm
 
 from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.data.names import CLASS_NAMES
 from open_clip_zerovl.prepare.pack.store import Store, Stored
 from open_clip_zerovl.prepare.public import manifest
 from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample
@@ -97,7 +98,7 @@ def write_split(
     bar.close()
     content = manifest.rebuild(here, shard_count=shards)
     if classes:
-        write_atomically(folder / "classnames.txt", "".join(f"{name}\n" for name in classes))
+        write_atomically(folder / CLASS_NAMES, "".join(f"{name}\n" for name in classes))
         lines = "".join(f"{template.replace('{}', '{c}')}\n" for template in templates)
         write_atomically(folder / "zeroshot_classification_templates.txt", lines)
     if split == "test":

@@ -193,8 +193,8 @@ def fetch_file(
 ) -> Path:
     """Fetch one large file (an annotation file, a zip of pictures), from where an earlier call stopped; returns its path.
 
-    Until it is whole it is called `NAME.part`. An existing file is not fetched again. Of several processes that share a dataset
-    the first one fetches, and the other ones wait and find the file.
+    Until it is whole it is called `NAME.part`. An existing file is not fetched again. If several processes share a
+    dataset, the first one fetches, and the other ones wait and find the file.
 
     Args:
         attempts: largest number of attempts.

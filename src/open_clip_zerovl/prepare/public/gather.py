@@ -128,7 +128,7 @@ class Gathering:
         self.bar.set_postfix_str(f"{self.pairs} came" + (f"; {lost}" if lost else ""), refresh=refresh)
 
     def _fetch(self, batch: Spool, number: int, row: Any) -> None:
-        """In a thread: put one result for a row into the queue, its picture or an error."""
+        """Put one result for a row into the queue, its picture or an error (in a thread)."""
         try:
             self.results.put((batch, number, self._picture(row)))
         except BaseException as error:  # for the calling thread, which raises it unless it is a Failure

@@ -53,6 +53,11 @@ def index_shards(folder: str, *, threads: int = 8, progress: bool = True) -> dic
     Raises:
         UserError: no such folder, no shards in it, a broken shard, or no package that opens such URLs.
     """
+    if folder.startswith("hf://"):
+        raise UserError(
+            f"{folder} is on the hub, where sizes.json comes by an upload: run `zerovl data index` on a local copy of the "
+            "shards, and upload its sizes.json beside them"
+        )
     remote = _REMOTE.match(folder) is not None
     store, root, _ = file_system_of(folder if remote else str(_local(folder).absolute()), _STALL_SECONDS)
     names = sorted(path.rpartition("/")[2] for path in store.glob(f"{glob.escape(root.rstrip('/'))}/*.tar"))
@@ -161,7 +166,7 @@ def _check_shard(path: Path, found: ShardCheck, decode: bool) -> None:
         found.size_bytes = os.fstat(file.fileno()).st_size
 
         def read_at(offset: int, size: int) -> bytes:
-            return os.pread(file.fileno(), size, offset)
+            return os.pread(file.fileno(), min(size, found.size_bytes), offset)  # a damaged header may claim any size
 
         members = walk_tar(read_at, found.size_bytes)
         try:

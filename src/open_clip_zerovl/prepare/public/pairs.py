@@ -7,8 +7,8 @@ pictures give the same bytes. A call may be killed at any moment, since its work
 2. a whole shard is written under another name and renamed;
 3. then its record is written, which marks it as done, and the spool is removed.
 
-A call on the same folder skips shards with records, goes on with shards with spools, and makes the remaining shards. No pair is
-lost or written twice, because a shard is always written as a whole, from its rows.
+A call on the same folder skips shards with records, continues with shards with spools, and makes the remaining shards. No pair
+is lost or written twice, because a shard is always written as a whole, from its rows.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Spool:
         self._append({"row": row, "reason": reason, "transient": transient}, b"")
 
     def forget_transient(self) -> None:
-        """Treat rows with a transient failure as not tried. Of several records of a row the last one counts."""
+        """Treat rows with a transient failure as not tried. The last record of a row counts."""
         self.outcomes = {row: outcome for row, outcome in self.outcomes.items() if not outcome.transient}
 
     def read(self, row: int) -> bytes:

@@ -1,0 +1,74 @@
+"""Low-rank adapters in a checkpoint: merged into the weights that they adapt, or written alone in peft's layout.
+
+A run with --lora keeps a layer's weight as LAYER.base_layer.weight and its adapter as LAYER.lora_A.default.weight (R, in) and
+LAYER.lora_B.default.weight (out, R). Merged, LAYER.weight is W + (alpha / R) B A. peft is not needed for either.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from open_clip_zerovl.core.errors import UserError
+
+ENTRY = "lora"  # of a checkpoint: rank, alpha, and the names of the other trained parameters
+FOLDER = "lora"  # of an export: the adapters alone
+_A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name belongs to an adapter."""
+    return name.endswith((_A, _B))
+
+
+def merged(weights: Mapping[str, Tensor], entry: Any, origin: Path) -> dict[str, Tensor]:
+    """The weights with their adapters added in double precision, under open_clip's own names.
+
+    Args:
+        entry: `ENTRY` of the checkpoint.
+
+    Raises:
+        UserError: adapters without a usable entry.
+    """
+    if not any(is_adapter(name) for name in weights):
+        return dict(weights)
+    alpha = entry.get("alpha") if isinstance(entry, Mapping) else None
+    if not isinstance(alpha, int | float):
+        raise UserError(f"{origin} holds adapters of --lora without their scale; give a checkpoint that training wrote")
+    found = {}
+    for name, tensor in weights.items():
+        if is_adapter(name):
+            continue
+        layer, last = name.rpartition(".")[::2]
+        layer = layer.removesuffix(".base_layer")
+        if last in ("weight", "in_proj_weight") and f"{layer}{_A}" in weights:
+            down, up = weights[f"{layer}{_A}"].double(), weights[f"{layer}{_B}"].double()
+            tensor = (tensor.double() + alpha / len(down) * up @ down).to(tensor.dtype)
+        found[name.replace(".base_layer", "")] = tensor
+    return found
+
+
+def write_adapters(weights: Mapping[str, Tensor], entry: Mapping[str, Any], folder: Path) -> None:
+    """Write adapters and other trained parameters for peft: `PeftModel.from_pretrained(OPEN_CLIP_MODEL, FOLDER)`.
+
+    With adapters of packed attention the config is left out, without which peft refuses the folder: peft 0.21.2 adds the
+    adapter of nn.MultiheadAttention's output projection twice.
+    """
+    layers = sorted(name.removesuffix(_A) for name in weights if name.endswith(_A))
+    kept = {
+        f"base_model.model.{name.replace('.default.', '.')}": tensor.clone().contiguous()
+        for name, tensor in weights.items()
+        if is_adapter(name) or name in entry["trained"]
+    }
+    folder.mkdir()
+    if not any(layer.endswith(".base_layer.out_proj") for layer in layers):
+        config = {"peft_type": "LORA", "r": entry["rank"], "lora_alpha": entry["alpha"], "bias": "none"}
+        config["target_modules"] = "|".join(map(re.escape, layers))
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(kept, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,250 @@
+"""Low-rank adapters: exact gradients, nothing else of a tower changes, merged on export, resumed bit for bit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from copy import deepcopy
+
+import open_clip
+import peft
+import pytest
+import torch
+from open_clip.loss import ClipLoss
+
+from open_clip_zerovl.checkpoints.adapters import ENTRY, FOLDER, is_adapter
+from open_clip_zerovl.checkpoints.export import export_local_dir
+from open_clip_zerovl.checkpoints.loading import load_model
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.losses import ContrastiveLoss
+from open_clip_zerovl.recipe.lora import add_lora, lora_entry
+from open_clip_zerovl.recipe.towers import group_of
+from support.dga_reference import (
+    CONTEXT,
+    SEED,
+    VOCABULARY,
+    accumulated,
+    batches,
+    bert_clip,
+    error,
+    gradients,
+    reference,
+    vit,
+)  # fmt: skip
+from support.programs import COMMON, flat_tensors, launch, state_of
+from support.tars import write_source
+from support.tiny_clip import (
+    CLIP_TEXT,
+    NATIVE_VISION,
+    TIMM_VISION,
+    bert_text,
+    random_model,
+    register,
+    write_bert,
+    write_run,
+)
+from training.resume import load_checkpoint
+
+
+def native_clip():
+    text = {"context_length": CONTEXT, "vocab_size": VOCABULARY, "width": 32, "heads": 2, "layers": 1}
+    return open_clip.CLIP(16, vit(), text, output_dict=True).double().train()
+
+
+def resnet_clip():
+    return open_clip.CLIP(16, {"layers": [1, 1, 1, 1], "width": 8, "image_size": 32}, {**CLIP_TEXT, "vocab_size": 64})
+
+
+def adapted(make, rank=2, on="both"):
+    """The model with adapters that have an effect."""
+    torch.manual_seed(0)
+    model = make()
+    add_lora(model, rank, on)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_adapter(name):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize(("make", "on"), [(bert_clip, "both"), (bert_clip, "image"), (native_clip, "both")])
+def test_gradients_under_decoupled_accumulation_are_exact(make, on, checkpointing):
+    """fp64, dropout and token drop on; without replay it fails. Of the towers, only adapters have gradients."""
+    model, micro_batches = adapted(make, on=on), batches([3, 2, 2])
+    if checkpointing:
+        model.set_grad_checkpointing()
+    _, wanted = reference(model, ClipLoss(), micro_batches)
+    assert all(is_adapter(name) or not group_of(name).endswith(" tower") for name in wanted)
+    assert "logit_scale" in wanted and all(bool(gradient.any()) for gradient in wanted.values())
+    for retain in (0, 1):
+        _, found = accumulated(model, ContrastiveLoss(), micro_batches, retain=retain, check="always")
+        assert error(found, wanted) <= 1e-10
+    _, redrawn = accumulated(model, ContrastiveLoss(), micro_batches, retain=0, replay_rng=False)
+    assert error(redrawn, wanted) > 0.01
+
+
+# model, tower with adapters -> its adapted layers
+LAYERS = [
+    (bert_clip, "both", 2 * (2 + 2) + 2 * 6),  # packed attention has two adapters
+    (bert_clip, "image", 8),
+    (bert_clip, "text", 12),
+    (native_clip, "text", 4),  # whose layers have the image tower's names without their prefix
+    (lambda: open_clip.CustomTextCLIP(24, TIMM_VISION, {**CLIP_TEXT, "vocab_size": 64}), "image", 6 * 4),
+]
+
+
+@pytest.mark.parametrize(("make", "on", "count"), LAYERS)
+def test_adapters_lie_on_each_linear_layer_of_the_chosen_towers(make, on, count):
+    torch.manual_seed(0)
+    plain = make().eval()
+    model = deepcopy(plain)
+    add_lora(model, 4, on)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if is_adapter(name)}
+    assert len(shapes) == 2 * count and all(4 in shape for shape in shapes.values())
+    assert on == "both" or {group_of(name) for name in shapes} == {f"{on} tower"}
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == (is_adapter(name) or not group_of(name).endswith(" tower")), name
+    assert set(lora_entry(model, 4)["trained"]) == {
+        n for n, p in plain.named_parameters() if not group_of(n).endswith(" tower")
+    }
+    side = model.visual.image_size
+    images = torch.randn(2, 3, *(side if isinstance(side, tuple) else (side, side)), dtype=plain.logit_scale.dtype)
+    torch.testing.assert_close(model.encode_image(images), plain.encode_image(images), rtol=1e-6, atol=1e-7)
+
+
+def test_packed_attention_leaves_its_weights_alone():
+    """peft's own adapter of nn.MultiheadAttention changes them by rounding in each pass (negative control)."""
+
+    def moved(model) -> bool:
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        for _ in range(3):
+            model.encode_image(torch.randn(1, 3, 32, 32))
+        return any(not torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+    model = adapted(lambda: native_clip().float())
+    held = list(model.parameters())
+    assert not moved(model) and all(a is b for a, b in zip(held, model.parameters(), strict=True))
+    stock = native_clip().float()
+    config = peft.LoraConfig(r=2, target_modules=r"visual\..*\.attn", init_lora_weights=False)
+    assert moved(peft.inject_adapter_in_model(config, stock))
+
+
+def lora_run(folder, name, make, **params):
+    """A run's folder with a checkpoint of an adapted model; the model without adapters, the adapted one, the checkpoint."""
+    base = make()
+    model = adapted(lambda: deepcopy(base), rank=3)
+    with torch.no_grad():
+        model.logit_scale.add_(0.5)
+    checkpoint = write_run(folder / "run", model.eval(), {"model": name, **params})
+    torch.save(torch.load(checkpoint) | {ENTRY: lora_entry(model, 3)}, checkpoint)
+    return base, model, checkpoint
+
+
+@pytest.mark.parametrize("kind", ["native", "timm and BERT"])
+def test_a_merged_export_equals_the_adapted_model_and_stock_open_clip_loads_it(tmp_path, kind):
+    if kind == "native":
+        name = register(tmp_path / "configs", "lora-native", NATIVE_VISION, CLIP_TEXT)
+    else:
+        text = bert_text(write_bert(tmp_path / "bert"))
+        name = register(tmp_path / "configs", "lora-bert", TIMM_VISION, text)
+    base, model, checkpoint = lora_run(tmp_path, name, lambda: random_model(name))
+    folder = export_local_dir(checkpoint, tmp_path / "exported")
+    side = model.visual.image_size
+    images = torch.randn(3, 3, *(side if isinstance(side, tuple) else (side, side)))
+    texts = torch.randint(5, 20, (3, 12 if kind != "native" else 16))
+    stock = open_clip.create_model_and_transforms(f"local-dir:{folder}")[0].eval()
+    others = [stock, load_model(checkpoint)[0]]
+    if kind == "native":  # peft itself would add adapters of packed attention twice
+        assert [file.name for file in (folder / FOLDER).iterdir()] == ["adapter_model.safetensors"]
+    else:
+        others.append(peft.PeftModel.from_pretrained(deepcopy(base), folder / FOLDER).eval())
+        assert others[-1].base_model.model.logit_scale == model.logit_scale
+    for encode, inputs in (("encode_image", images), ("encode_text", texts)):
+        with torch.no_grad():
+            wanted, before = (getattr(each, encode)(inputs, normalize=True) for each in (model, base))
+            for other in others:
+                assert (getattr(other, encode)(inputs, normalize=True) - wanted).abs().max() <= 1e-6
+        assert (before - wanted).abs().max() > 1e-3  # the adapters have an effect
+    assert stock.logit_scale == model.logit_scale
+    with pytest.raises(UserError, match="another model .* and --lora and --lora-on as they were"):
+        load_checkpoint(base, argparse.Namespace(model=name), str(checkpoint))
+    torch.save({"state_dict": model.state_dict()}, tmp_path / "bare.pt")
+    with pytest.raises(UserError, match="holds adapters of --lora without their scale"):
+        load_model(tmp_path / "bare.pt", model_name=name)
+
+
+def test_refused_towers_and_a_missing_peft(monkeypatch):
+    with pytest.raises(
+        UserError, match="--lora is for transformers of linear layers, and the image tower has visual.bn1"
+    ):
+        add_lora(resnet_clip(), 2, "image")
+    model = bert_clip()
+    layer = model.text.transformer.encoder.layer[0].output.dense
+    layer.forward = None
+    model.text.transformer.encoder.layer[0].output.forward = lambda hidden, inputs: inputs + hidden @ layer.weight.T
+    with pytest.raises(UserError, match="--lora cannot train text.transformer.encoder.layer.0.output.dense"):
+        add_lora(model, 2, "text")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UserError, match=r"--lora needs peft, .* pip install 'open_clip_zerovl\[lora\]'"):
+        add_lora(bert_clip(), 2, "both")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--lora 0", "--lora 0 is out of range; give at least 1"),
+        ("--lora-on text", "--lora-on needs --lora"),
+        ("--lora 4 --lock-image", "--lock-image does not work with --lora: the weights of both towers are constant"),
+        ("--lora 4 --freeze text", "--freeze of the same tower does not work with --lora: give --lora-on the other"),
+        ("--lora 4 --torchscript", "--torchscript does not work with .*--lora"),
+    ],
+)
+def test_refused_flags(words, message):
+    from training.params import parse
+
+    with pytest.raises(UserError, match=message):
+        parse(["--train-data", "a=/x", *words.split()])
+    assert parse(["--train-data", "a=/x", *["--lora", "4", "--lora-on", "image", "--freeze", "text"]])[1].lora == 4
+
+
+def test_one_step_changes_adapters_and_heads_alone():
+    model = adapted(bert_clip)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    torch.manual_seed(SEED)
+    ClipLoss()(**model(*batches([4])[0])).backward()
+    torch.optim.AdamW(model.parameters(), lr=0.1).step()
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == set(gradients(model))
+
+
+@pytest.mark.slow(reason="two runs of training; the fast tests hold its parts")
+def test_a_run_resumes_bit_for_bit_and_keeps_its_base(tmp_path):
+    bert = write_bert(tmp_path / "bert")
+    config = {"embed_dim": 24, "vision_cfg": {**NATIVE_VISION, "patch_dropout": 0.25}, "text_cfg": bert_text(bert)}
+    (tmp_path / "tiny.json").write_text(json.dumps(config))
+    open_clip.add_model_config(tmp_path / "tiny.json")
+    start = write_run(tmp_path / "base", random_model("tiny"), {"model": "tiny"})
+    data = f"a={write_source(tmp_path / 'a', 0, 40, 20)}"
+    words = f"""--train-data {data} --batch-size 4 --dga-steps 2 --epochs 1 --workers 0 --init-from {start} --lora 3
+    --save-every-steps 2 --lr 1e-3 --lr-head 1e-4 --layer-decay 0.8"""
+    arguments = [*COMMON, *words.split()]
+    launch("ours", tmp_path / "tiny.json", [*arguments, "--name", "whole"], cwd=tmp_path)
+    shutil.copytree(tmp_path / "logs" / "whole", tmp_path / "logs" / "broken")
+    checkpoints = tmp_path / "logs" / "broken" / "checkpoints"
+    (checkpoints / "epoch_1.pt").unlink()
+    (checkpoints / "step_0000_00000004.pt").unlink()
+    resumed = [*arguments, "--name", "broken", "--resume", "latest"]
+    other = [word if word != "1e-4" else "2e-4" for word in resumed]
+    assert "heads at 0.1 x --lr" in launch("ours", tmp_path / "tiny.json", other, cwd=tmp_path, status=2).stderr
+    launch("ours", tmp_path / "tiny.json", resumed, cwd=tmp_path)
+    whole, broken = (flat_tensors(state_of(tmp_path, name)) for name in ("whole", "broken"))
+    assert whole.keys() == broken.keys() and all(torch.equal(whole[key], broken[key]) for key in whole)
+    base = torch.load(start)["state_dict"]
+    for name, tensor in state_of(tmp_path, "whole")["state_dict"].items():
+        plain = name.replace(".base_layer", "")
+        constant = group_of(name).endswith(" tower") and not is_adapter(name)
+        assert is_adapter(name) or torch.equal(tensor, base[plain]) == constant, name
+    export_local_dir(tmp_path / "logs" / "whole" / "checkpoints" / "epoch_1.pt", tmp_path / "exported")

@@ -1,0 +1,160 @@
+"""Learning rates by part and layer (--lr-image, --lr-text, --lr-head, --layer-decay)."""
+
+from __future__ import annotations
+
+import argparse
+
+import open_clip
+import pytest
+import torch
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.recipe.flags import RecipeConfig
+from open_clip_zerovl.recipe.optimizer import Rates, described_groups, parameter_groups
+from open_clip_zerovl.recipe.towers import layers_of
+from support.dga_reference import CONTEXT, VOCABULARY, bert_clip
+from support.tiny_clip import CLIP_TEXT, TIMM_VISION
+from training.model import cosine_lr, create_adamw
+from training.resume import require_same_rates
+
+
+def timm_clip():
+    """timm's ViT of 6 blocks and open_clip's text transformer of 2."""
+    return open_clip.CustomTextCLIP(24, TIMM_VISION, {**CLIP_TEXT, "vocab_size": VOCABULARY})
+
+
+def plain_clip():
+    text = {"context_length": CONTEXT, "vocab_size": VOCABULARY, "width": 32, "heads": 2, "layers": 3}
+    return open_clip.CLIP(16, {"layers": 4, "width": 32, "head_width": 16, "patch_size": 8, "image_size": 32}, text)
+
+
+# model, parameter -> number of layers above it; None for a parameter without layers
+LAYERS = [
+    (timm_clip, "visual.trunk.cls_token", 7),
+    (timm_clip, "visual.trunk.patch_embed.proj.weight", 7),
+    (timm_clip, "visual.trunk.blocks.0.attn.qkv.weight", 6),
+    (timm_clip, "visual.trunk.blocks.5.mlp.fc2.bias", 1),
+    (timm_clip, "visual.trunk.norm.weight", 1),
+    (timm_clip, "visual.head.proj.weight", None),
+    (timm_clip, "text.token_embedding.weight", 3),
+    (timm_clip, "text.transformer.resblocks.1.attn.in_proj_weight", 1),
+    (timm_clip, "text.text_projection", None),
+    (plain_clip, "visual.conv1.weight", 5),
+    (plain_clip, "visual.transformer.resblocks.3.mlp.c_fc.weight", 1),
+    (plain_clip, "transformer.resblocks.0.ln_1.weight", 3),
+    (plain_clip, "positional_embedding", 4),
+    (plain_clip, "ln_final.weight", 1),
+    (plain_clip, "logit_scale", None),
+    (bert_clip, "text.transformer.embeddings.word_embeddings.weight", 3),
+    (bert_clip, "text.transformer.encoder.layer.0.output.dense.weight", 2),
+    (bert_clip, "text.transformer.encoder.layer.1.attention.self.query.bias", 1),
+]
+
+
+@pytest.mark.parametrize("make", [timm_clip, plain_clip, bert_clip])
+def test_layer_decay_of_each_layer(make):
+    model = make()
+    scales = {name: scale for name, (*_, scale) in Rates(1e-4, layer_decay=0.5).of(model).items()}
+    assert scales.keys() == dict(model.named_parameters()).keys()
+    cases = [(name, above) for one, name, above in LAYERS if one is make]
+    assert len(cases) >= 3
+    for name, above in cases:
+        assert scales[name] == 0.5 ** (above or 0), name
+        assert (name in layers_of(model)) == (above is not None)
+
+
+def test_groups_have_the_rates_of_their_parts_and_hold_each_parameter_once():
+    model = bert_clip()
+    groups = parameter_groups(model, 0.1, rates=Rates(1e-4, image=1e-5, head=1e-3))
+    assert [(group["part"], round(group["lr_scale"], 9), group["weight_decay"]) for group in groups] == [
+        (part, scale, decay)
+        for part, scale in (("image tower", 0.1), ("text tower", 1.0), ("heads", 10.0))
+        for decay in (0.0, 0.1)
+    ]
+    assert sorted(id(p) for group in groups for p in group["params"]) == sorted(map(id, model.parameters()))
+    stock = parameter_groups(model, 0.1)
+    assert [set(group) for group in stock] == [{"params", "weight_decay"}] * 2  # open_clip's, as ever
+    spared = {id(p) for p in stock[0]["params"]}
+    assert spared == {id(p) for group in groups if not group["weight_decay"] for p in group["params"]}
+    model.visual.requires_grad_(False)
+    assert [group["part"] for group in parameter_groups(model, 0.1, rates=Rates(1e-4, text=1e-5))[::2]] == [
+        "text tower", "heads",
+    ]  # fmt: skip
+    with pytest.raises(UserError, match="--lr-image 1e-05 has no effect, since nothing of the image tower is trained"):
+        parameter_groups(model, 0.1, rates=Rates(1e-4, image=1e-5))
+    resnet = {"layers": [1, 1, 1, 1], "width": 8, "image_size": 32}
+    convolutions = open_clip.CLIP(16, resnet, {**CLIP_TEXT, "vocab_size": VOCABULARY})
+    with pytest.raises(UserError, match="--layer-decay does not find the layers of the image tower"):
+        parameter_groups(convolutions, 0.1, rates=Rates(1e-4, layer_decay=0.5))
+
+
+def adamw(model, lr=1e-2, **flags):
+    return create_adamw(model, RecipeConfig(**flags), 0.1, lr=lr, betas=(0.9, 0.98), eps=1e-6)
+
+
+def trained(scale: float, **flags) -> dict[str, torch.Tensor]:
+    """The changes of weights after three steps of warm-up and cosine with the same gradients."""
+    model = bert_clip()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = adamw(model, 1e-2 * scale, **flags)
+    schedule = cosine_lr(optimizer, 1e-2 * scale, 1, 5, lr_min=1e-3 * scale)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(3):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        schedule(step)
+        optimizer.step()
+        assert len({group["lr"] for group in optimizer.param_groups}) == 1
+    return {name: p.detach() - before[name] for name, p in model.named_parameters()}
+
+
+def test_a_part_trains_as_a_whole_model_with_its_rate():
+    """Every part follows the schedule, floor included, at its own rate; without the flag it would not (last lines)."""
+    found = trained(1, lr_image=5e-3, lr_head=1e-2, no_embedding_decay=True)
+    half, whole = trained(0.5, no_embedding_decay=True), trained(1, no_embedding_decay=True)
+    for name, change in found.items():
+        image = name.startswith("visual.") and name != "visual.proj"
+        torch.testing.assert_close(change, (half if image else whole)[name], rtol=1e-12, atol=1e-15)
+        assert not image or not torch.allclose(change, whole[name])
+
+
+def test_a_resume_with_other_rates_is_refused():
+    """torch would load the rates of the checkpoint and say nothing."""
+    saved = {"optimizer": adamw(bert_clip(), lr_image=1e-3, layer_decay=0.5).state_dict()}
+    require_same_rates(saved, adamw(bert_clip(), lr_image=1e-3, layer_decay=0.5), "a.pt")
+    require_same_rates(saved, adamw(bert_clip(), lr=2e-2, lr_image=2e-3, layer_decay=0.5), "a.pt")
+    plain = {"optimizer": adamw(bert_clip(), no_embedding_decay=True).state_dict()}
+    require_same_rates(plain, None, "a.pt")
+    for checkpoint, other, words in (
+        (
+            saved,
+            {"lr_image": 2e-3, "layer_decay": 0.5},
+            "has image tower, layer 0 of 3 at 0.0125 x --lr where .* 0.025 x",
+        ),
+        (saved, {"lr_image": 1e-3}, "where this run has image tower at 0.1 x --lr"),
+        (saved, None, "where this run has no such group: --lr-image, --lr-text"),
+        (plain, {"lr_head": 1e-3}, "has no such group where this run has image tower at 1 x"),
+    ):
+        with pytest.raises(UserError, match=words):
+            require_same_rates(checkpoint, other and adamw(bert_clip(), **other), "a.pt")
+    loaded = adamw(bert_clip(), lr_image=2e-3, layer_decay=0.5)
+    loaded.load_state_dict(saved["optimizer"])
+    assert described_groups(loaded)[0][1] == 0.0125  # a negative control
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--lr-image 0", "--lr-image 0.0 is out of range; give a positive number"),
+        ("--layer-decay 1.5", "--layer-decay 1.5 is out of range"),
+        ("--lr-text 1e-4 --lr 0", "--lr-text needs --lr above 0"),
+        ("--lr-head 1e-4 --opt timm/lamb --eps 1e-6 --lr 1e-3", "--opt timm/lamb does not work with --lr-head"),
+    ],
+)
+def test_refused_flags(words, message):
+    from training.params import parse
+
+    with pytest.raises(UserError, match=message):
+        parse(["--train-data", "a=/x", *words.split()])
+    args, config = parse(["--train-data", "a=/x", "--lr-image", "1e-5"])
+    assert isinstance(args, argparse.Namespace) and config.own_rates and config.lr_image == 1e-5
