@@ -231,7 +231,9 @@ def test_what_cannot_be_aligned_is_refused_before_anything_is_encoded(
         run_align(request_of(tmp_path / "out", **given), lambda line: None)
 
 
-def test_captions_that_are_cut_are_announced(request_of, tmp_path):
+def test_cut_captions_and_rows_on_the_disk_are_announced(request_of, tmp_path, monkeypatch):
     said = []
+    monkeypatch.setattr(alignment, "available_bytes", lambda device: 1)
     run_align(request_of(tmp_path / "out", rows=None, context_length=8), said.append)
     assert any("120 of 240 captions are longer than its 8 tokens" in line for line in said)
+    assert sum("does not fit in memory: each step reads its rows from the disk" in line for line in said) == 2

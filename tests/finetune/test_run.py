@@ -228,7 +228,7 @@ def test_a_whole_fine_tuning_and_later_calls(made, tmp_path, capsys):
     again = capsys.readouterr()
     assert "finished before" in again.err and again.out.endswith(said.out)
     assert main(arguments(made, out, "--set", "lr=1e-3")) == 2
-    assert "with --set lr=5e-4, and this call asks for --set lr=1e-3; give" in capsys.readouterr().err
+    assert "with --set lr=5e-4, and this call asks for --set lr=1e-3; repeat the" in capsys.readouterr().err
     for number in range(12):
         place = tmp_path / "things" / THINGS[number % 2]
         place.mkdir(parents=True, exist_ok=True)

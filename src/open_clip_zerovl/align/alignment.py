@@ -242,7 +242,12 @@ class Alignment:
         def features(number: int) -> Features:
             image = any(id(tower) == number for tower in self.images)
             name, wanted = ("0.images", pairs.images) if image else ("0.texts", pairs.texts)
-            return Features(stores[number], name, wanted, self.device, each)
+            found = Features(stores[number], name, wanted, self.device, each)
+            if found.mapped:
+                self.say(
+                    f"       {stores[number].folder.name} does not fit in memory: each step reads its rows from the disk"
+                )
+            return found
 
         def task(image: Tower, text: Tower) -> Task:
             of = [stores[id(image)].digest, stores[id(text)].digest, self.sources.training, request.held_out_share]

@@ -316,14 +316,15 @@ class Features:
     Attributes:
         scale: 1 / the root of the mean square of some rows' entries, by which all are multiplied. Features of any size thus
             train with one learning rate; the exported head takes the factor into its first layer.
+        mapped: whether they are too many for the memory.
     """
 
     def __init__(self, store: Store, name: str, wanted: np.ndarray, device: torch.device, room: int | None) -> None:
         self._rows, self._device = store.rows[name], device
         some = self._rows[np.sort(wanted[:: max(1, len(wanted) // 8192)])].float()
         self.scale = 1.0 / max(float(some.square().mean().sqrt()), 1e-12)
-        fits = room is None or self._rows.array.nbytes < room
-        self._held = torch.cat(list(self._rows.blocks())).to(device) if fits else None
+        self.mapped = room is not None and self._rows.array.nbytes >= room
+        self._held = None if self.mapped else torch.cat(list(self._rows.blocks())).to(device)
 
     @property
     def width(self) -> int:
