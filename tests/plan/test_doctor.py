@@ -44,7 +44,7 @@ def test_on_this_machine_doctor_finds_no_unexpected_problem(capsys, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "version", "advice"),
-    [("timm", "0.9.2", "'timm>=1.0.21'"), ("webdataset", "2.0.0", "'webdataset<2,>=0.2.86'")],
+    [("torchvision", "0.9.2", "'torchvision>=0.21'"), ("webdataset", "2.0.0", "'webdataset<2,>=0.2.86'")],
 )
 def test_a_package_of_another_version_is_named_with_what_to_install(monkeypatch, tmp_path, name, version, advice):
     assert of_topic(doctor.package_versions(), name).problem is None  # a negative control
