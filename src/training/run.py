@@ -142,7 +142,8 @@ class Run:
             logging.info(f"Opening {args.train_data}")
         self.inputs = data.open_inputs(config, args)
         self.config = data.with_positives(config, self.inputs.sources)
-        args.positives = self.config.positives
+        if self.config is not config:
+            args.positives = self.config.positives
         if rank != 0 or args.name is None:
             return
         self.lock = lock_folder(self.folder)

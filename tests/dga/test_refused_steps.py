@@ -228,6 +228,17 @@ def test_a_hook_that_is_not_linear_in_the_gradient_is_refused(hook):
     step.backward(batches([3]))  # one micro-batch: its gradient is the whole one
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bound", [1e-4, 1e-2, 1.0, 100.0])
+def test_a_clamp_is_refused_in_each_dtype_and_a_mask_is_not(dtype, bound):
+    model = seeded(Towers).to(dtype)
+    model.text.weight.register_hook(lambda g: g * (torch.arange(g.numel()).view_as(g) % 2))
+    GradientHooks(model).check()
+    model.text.weight.register_hook(lambda g: g.clamp(-bound, bound))
+    with pytest.raises(UserError, match=r"hook on the gradient of text\.weight is not linear"):
+        GradientHooks(model).check()
+
+
 def test_a_hook_after_accumulation_is_refused():
     model = seeded(Towers)
     model.text.weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.clamp_(-1e-3, 1e-3))

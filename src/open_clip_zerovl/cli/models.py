@@ -309,7 +309,7 @@ def cluster(parser: argparse.ArgumentParser) -> Run:
     add_encoder(parser, _ClusterEncoder)
 
     def run(arguments: argparse.Namespace) -> None:
-        from open_clip_zerovl.prepare.clusters.cluster_source import cluster_source
+        from open_clip_zerovl.prepare.clusters.splitting import cluster_source
 
         encoder, settings = encoder_of(arguments, arguments.model), settings_from(ClusterSettings, arguments)
         cluster_source(arguments.data, encoder, arguments.out, settings)

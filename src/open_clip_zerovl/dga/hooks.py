@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import RngState
 
-_SIZES = (1e-4, 1e3)  # of the gradients that a hook is tried on, within fp16: a clamp acts on one of them
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+# Of the gradients that a hook is tried on, within fp16: wherever a clamp cuts, it cuts gradients of some size, and leaves more
+# of them than rounding does.
+_SIZES = tuple(10.0**power for power in range(-4, 4))
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # of the hook's results
 
 
 class GradientHooks:
@@ -46,7 +48,7 @@ class GradientHooks:
 
 
 def _is_linear(hook: Callable[[Tensor], Any], parameter: nn.Parameter) -> bool:
-    """Whether hook(a + b) = hook(a) + hook(b) for a small and a large gradient. A hook without result changes nothing."""
+    """Whether hook(a + b) = hook(a) + hook(b) for gradients of several sizes. A hook without result changes nothing."""
     kept = RngState.capture(parameter.device)
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(parameter.shape, generator=generator).to(parameter) for _ in range(2)]
@@ -59,9 +61,11 @@ def _is_linear(hook: Callable[[Tensor], Any], parameter: nn.Parameter) -> bool:
         with torch.no_grad():
             for size in _SIZES:
                 one, other = (value * size for value in values)
-                whole, parts = applied(one + other), applied(one) + applied(other)
-                bound = _TOLERANCE.get(parameter.dtype, 3e-2) * (one.norm() + other.norm())
-                if not (whole - parts).norm() <= bound:
+                whole, first, second = applied(one + other), applied(one), applied(other)
+                # Relative to the results: a clamp's are small beside large gradients. The rest is the rounding of those.
+                bound = _TOLERANCE.get(parameter.dtype, 3e-2) * (whole.norm() + first.norm() + second.norm())
+                rounding = 4 * torch.finfo(parameter.dtype).eps * (one.norm() + other.norm())
+                if not (whole - (first + second)).norm() <= bound + rounding:
                     return False
     finally:
         kept.restore()

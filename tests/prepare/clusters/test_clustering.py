@@ -23,9 +23,9 @@ from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.fingerprint import describe_source
-from open_clip_zerovl.prepare.clusters.cluster_source import ClusterSettings, cluster_source
 from open_clip_zerovl.prepare.clusters.folders import train_data, write_clusters
 from open_clip_zerovl.prepare.clusters.kmeans import dissolve_small, find_copies, size_report, spherical_kmeans
+from open_clip_zerovl.prepare.clusters.splitting import ClusterSettings, cluster_source
 from open_clip_zerovl.prepare.public.index import check_shards
 from open_clip_zerovl.shards.members import read_samples
 from support.programs import COMMON, launch
