@@ -41,7 +41,7 @@ from PIL import Image
 
 from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.writing import write_source
-from scripts.sections import replace_section
+from scripts.sections import replace_section, write_table
 from training.main import run_as_program
 
 EPOCHS = 3
@@ -286,7 +286,8 @@ def main() -> int:
     lines, faults = outcome.report()
     print("\n".join(lines))
     if options.out is not None:
-        replace_section(options.out, "soak", lines)
+        write_table(options.out.parent / "results" / "soak.csv", lines)
+        replace_section(options.out, "soak", lines[-1:])
     return int(faults > 0)
 
 

@@ -43,7 +43,7 @@ from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.cli.program import main as zerovl
 from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.writing import write_source
-from scripts.sections import replace_section
+from scripts.sections import replace_section, write_table
 from scripts.soak import LIMIT_SECONDS, MODEL, Fork, processes_of, tensors
 
 KILLS = (
@@ -344,7 +344,8 @@ def main() -> int:
     lines = soak.report()
     print("\n".join(lines))
     if options.out is not None:
-        replace_section(options.out, "soak-commands", lines)
+        write_table(options.out.parent / "results" / "soak-commands.csv", lines)
+        replace_section(options.out, "soak-commands", lines[-1:])
     return int(bool(soak.faults))
 
 
