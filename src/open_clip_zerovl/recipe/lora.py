@@ -110,7 +110,8 @@ def _require_effect(model: Any, names: list[str]) -> None:
     """UserError where a forward pass does not call an adapted layer: its tower reads the bare weight."""
     called: set[str] = set()
     hooks = [model.get_submodule(name).register_forward_hook(lambda *_, name=name: called.add(name)) for name in names]
-    first = next(model.parameters())
+    # open_clip's fp16 and bf16 cast linear layers and convolutions alone; pictures have their dtype
+    first = next(p for name, p in model.named_parameters() if is_adapter(name))
     side, training = model.visual.image_size, {module: module.training for module in model.modules()}
     shape = (side, side) if isinstance(side, int) else side
     model.eval()
