@@ -243,7 +243,7 @@ def load_checkpoint(model: torch.nn.Module, args: argparse.Namespace, file_path:
     state = {name.removeprefix(PREFIX): value for name, value in state.items()}
     _require_same_model(state, model.state_dict(), file_path, args.model)
     if "state_dict" in checkpoint:
-        trains = getattr(args, "train_data", None) or getattr(args, "dataset_type", None) == "synthetic"
+        trains = _trains(args)
         # open_clip's main reads the optimizer's state of each checkpoint that counts epochs
         usable = "optimizer" not in checkpoint and not (trains and "epoch" in checkpoint)
         optimizer = checkpoint.get("optimizer")
@@ -289,8 +289,14 @@ def of_this_line(state: dict, model: torch.nn.Module, optimizer: torch.optim.Opt
     }
 
 
-def require_same_rates(checkpoint: dict, optimizer: torch.optim.Optimizer | None, path: str) -> None:
-    """UserError where the groups of a checkpoint's optimizer have other rates than this run's.
+def _trains(args: argparse.Namespace) -> bool:
+    return bool(getattr(args, "train_data", None)) or getattr(args, "dataset_type", None) == "synthetic"
+
+
+def require_same_rates(
+    checkpoint: dict, optimizer: torch.optim.Optimizer | None, args: argparse.Namespace, path: str
+) -> None:
+    """UserError where the groups of a checkpoint's optimizer have other rates than this run's, if this run trains.
 
     An optimizer that loads a state takes its rates without a word.
 
@@ -298,7 +304,7 @@ def require_same_rates(checkpoint: dict, optimizer: torch.optim.Optimizer | None
         optimizer: of this run; None where it has open_clip's groups.
     """
     state = checkpoint.get("optimizer")
-    if not isinstance(state, dict):
+    if not isinstance(state, dict) or not _trains(args):
         return
     own = [] if optimizer is None else optimizer.state_dict()["param_groups"]
     saved, here = (

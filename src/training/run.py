@@ -326,7 +326,7 @@ class Run:
             logging.info(f"Reading {file_path}")
         file_path = self._undamaged(file_path)
         checkpoint = resume.load_checkpoint(self.model, self.args, file_path, map_location)
-        resume.require_same_rates(checkpoint, self.optimizer, file_path)
+        resume.require_same_rates(checkpoint, self.optimizer, self.args, file_path)
         position = resume.read_position(checkpoint)
         if position is not None and position.step and (not self.own_step or self.config.sampling is None):
             raise UserError(

@@ -118,13 +118,16 @@ def test_a_part_trains_as_a_whole_model_with_its_rate():
         assert not image or not torch.allclose(change, whole[name])
 
 
+TRAINS = argparse.Namespace(train_data="a=a.tar", dataset_type="auto")
+
+
 def test_a_resume_with_other_rates_is_refused():
     """torch would load the rates of the checkpoint and say nothing."""
     saved = {"optimizer": adamw(bert_clip(), lr_image=1e-3, layer_decay=0.5).state_dict()}
-    require_same_rates(saved, adamw(bert_clip(), lr_image=1e-3, layer_decay=0.5), "a.pt")
-    require_same_rates(saved, adamw(bert_clip(), lr=2e-2, lr_image=2e-3, layer_decay=0.5), "a.pt")
+    require_same_rates(saved, adamw(bert_clip(), lr_image=1e-3, layer_decay=0.5), TRAINS, "a.pt")
+    require_same_rates(saved, adamw(bert_clip(), lr=2e-2, lr_image=2e-3, layer_decay=0.5), TRAINS, "a.pt")
     plain = {"optimizer": adamw(bert_clip(), no_embedding_decay=True).state_dict()}
-    require_same_rates(plain, None, "a.pt")
+    require_same_rates(plain, None, TRAINS, "a.pt")
     for checkpoint, other, words in (
         (
             saved,
@@ -136,7 +139,9 @@ def test_a_resume_with_other_rates_is_refused():
         (plain, {"lr_head": 1e-3}, "has no such group where this run has image tower at 1 x"),
     ):
         with pytest.raises(UserError, match=words):
-            require_same_rates(checkpoint, other and adamw(bert_clip(), **other), "a.pt")
+            require_same_rates(checkpoint, other and adamw(bert_clip(), **other), TRAINS, "a.pt")
+    evaluates = argparse.Namespace(train_data=None, dataset_type="auto")
+    require_same_rates(saved, None, evaluates, "a.pt")  # it has no optimizer
     loaded = adamw(bert_clip(), lr_image=2e-3, layer_decay=0.5)
     loaded.load_state_dict(saved["optimizer"])
     assert described_groups(loaded)[0][1] == 0.0125  # a negative control
