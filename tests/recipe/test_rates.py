@@ -11,7 +11,7 @@ import torch
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.recipe.optimizer import Rates, described_groups, parameter_groups
-from open_clip_zerovl.recipe.towers import layers_of
+from open_clip_zerovl.recipe.towers import checkpoint_without_reentry, layers_of
 from support.dga_reference import CONTEXT, VOCABULARY, bert_clip
 from support.tiny_clip import CLIP_TEXT, TIMM_VISION
 from training.model import cosine_lr, create_adamw
@@ -163,3 +163,15 @@ def test_refused_flags(words, message):
         parse(["--train-data", "a=/x", *words.split()])
     args, config = parse(["--train-data", "a=/x", "--lr-image", "1e-5"])
     assert isinstance(args, argparse.Namespace) and config.own_rates and config.lr_image == 1e-5
+
+
+def test_checkpointed_layers_above_constant_embeddings_train():
+    """Reentrant checkpoints, the default of transformers 4, give such layers no gradient."""
+    model = bert_clip()
+    model.text.transformer.embeddings.requires_grad_(False)
+    checkpoint_without_reentry(model)
+    model.set_grad_checkpointing()
+    model.encode_text(torch.randint(3, VOCABULARY, (2, CONTEXT))).square().sum().backward()
+    layers = model.text.transformer.encoder.layer
+    assert layers[0].gradient_checkpointing
+    assert all(parameter.grad is not None for parameter in layers.parameters())

@@ -18,7 +18,13 @@ from open_clip_zerovl.recipe.lora import add_lora
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import constant_temperature
 from open_clip_zerovl.recipe.text_lengths import text_padding
-from open_clip_zerovl.recipe.towers import check_token_drop, freeze, lock_text_layers, open_clip_locks_layers
+from open_clip_zerovl.recipe.towers import (
+    check_token_drop,
+    checkpoint_without_reentry,
+    freeze,
+    lock_text_layers,
+    open_clip_locks_layers,
+)
 
 
 def build_model(
@@ -49,6 +55,7 @@ def build_model(
     if methods.context_length is not None:
         lengthen(model, methods.context_length, context_length_of(name, model))
     transform, mixup = apply_methods(model, transform, methods, seed=seed)
+    checkpoint_without_reentry(model)
     if not open_clip_locks_layers(model):
         model.lock_text_tower = partial(lock_text_layers, model)
     return model, transform, evaluation, mixup

@@ -143,6 +143,22 @@ def open_clip_locks_layers(model: nn.Module) -> bool:
     return named and "layer_attr" in arch_dict.get(getattr(config, "model_type", ""), {}).get("config_names", {})
 
 
+def checkpoint_without_reentry(model: nn.Module) -> None:
+    """Let gradient checkpointing of a Hugging Face text tower give gradients where the embeddings are constant.
+
+    The default of transformers 4, reentrant checkpoints, gives none to a layer whose input needs none: adapters, or the layers
+    that `--lock-text-unlocked-layers` trains, would stay as they are.
+    """
+    text: Any = getattr(model, "text", None)
+    if hasattr(getattr(text, "transformer", None), "gradient_checkpointing_enable"):
+        vars(text)["set_grad_checkpointing"] = partial(_enable_checkpointing, text.transformer)
+
+
+def _enable_checkpointing(transformer: Any, enable: bool = True) -> None:
+    if enable:
+        transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
 def lock_text_layers(model: nn.Module, unlocked_layers: int = 0, freeze_layer_norm: bool = True) -> None:
     """open_clip's `lock_text_tower` for Hugging Face text towers, BERT included (open_clip 3.3 raises KeyError there).
 
