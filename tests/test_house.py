@@ -16,8 +16,7 @@ FLOORS = (
     ("dga", "data", "checkpoints"),
     ("embeddings",),
     ("recipe", "distill", "evaluate", "prepare"),
-    ("plan", "training", "align"),
-    ("finetune",),
+    ("plan", "training", "align", "finetune"),
     ("cli",),
 )
 # Documented import paths that only hand names on.

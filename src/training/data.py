@@ -98,12 +98,12 @@ def with_positives(config: AllFlags, sources: Sequence[Source]) -> AllFlags:
     classes = [source.name for source in sources if source.classes]
     if config.positives is not None or not classes or not config.own_step:
         return replace(config, positives=None) if config.positives == "pair" else config
-    told = f"Pictures of a class share its captions (source {', '.join(classes)})"
+    finding = f"Pictures of a class share its captions (source {', '.join(classes)})"
     settled = replace(config, positives="caption")
     if against := next(contradicted(settled, ["positives"]), None):
-        logging.warning(f"{told} and are each other's negatives: {against}.")
+        logging.warning(f"{finding} and are each other's negatives: {against}.")
         return config
-    logging.info(f"{told}: --positives caption; give --positives pair for one positive each.")
+    logging.info(f"{finding}: --positives caption; give --positives pair for one positive each.")
     return settled
 
 

@@ -99,6 +99,7 @@ def test_weights_in_order_and_by_name(tmp_path):
         ("a={tmp}/empty", None, "holds no [*].tar shards; .* `zerovl data pack .*/empty --out DIR`"),
         ("a={tmp}/x.parquet", None, "is parquet, .* with `zerovl data pack {tmp}/x.parquet --out DIR`"),
         ("a={tmp}/p/{{0..3}}.parquet", None, "`zerovl data pack {tmp}/p --out DIR`"),
+        ("a=p{{0..3}}.parquet", None, "`zerovl data pack \\. --out DIR`"),
         ("a=hf://datasets/me/it/{{0..3}}.parquet", None, "data pack 'hf://datasets/me/it/{.*}.parquet' --out DIR`"),
         ("a={tmp}/a", "1::2", "gives 2 weights for 1 sources"),
         ("a={tmp}/a", "0", "is not a positive number"),

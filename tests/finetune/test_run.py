@@ -101,7 +101,10 @@ def test_refusals_come_before_the_training(made, tmp_path, refusal):
     assert "batch of 512 is larger than the 90 pictures to train on" in large
     dirty = refusal(f"--retrieval-data=x={made / 'mine'}", out="dirty")
     assert "100 of the 100 pictures of x are trained on" in dirty
+    absent = tmp_path / "flowers"
+    assert f"{absent} does not exist" in refusal(f"--zero-shot-data=new={absent}", out="absent")
     assert not list(tmp_path.glob("*/run"))
+    assert not (tmp_path / "absent" / "before").exists()
 
 
 def test_a_folder_is_not_kept_by_a_call_that_ended_with_a_mistake(made, tmp_path, refusal):

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.memory import PeakBytes
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss, reversed_partner
+from open_clip_zerovl.losses.problem import Problem
 from scripts.bench.loss import OPTIONS as BENCH_OPTIONS
 from scripts.bench.loss import peak_gib
 from support import ROOT
@@ -298,6 +299,23 @@ def test_options_are_their_dense_definition(name, kind, chunk_size):
     plain = value_and_gradients(make(), *sides, *scalars)
     # The control: the option changes the gradient.
     assert relative(plain[1], wanted[1]) >= (0.05 if kind == "softmax" else 0.02)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("softmax", "all"), ("sigmoid", "all"), ("sigmoid", None)])
+def test_gradients_twice_are_the_same(kind, name):
+    """The first call overwrites the matrices that `value` has kept; the second one computes them."""
+    make, _, scalars = KINDS[kind]
+    found = []
+
+    def twice(problem):
+        found.extend([gradients(problem), gradients(problem)])
+        return found[0]
+
+    gradients, options = Problem.gradients, OPTIONS.get(name, {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Problem, "gradients", twice)
+        value_and_gradients(make(**options), *features(13), *scalars, **option_inputs(options, 13))
+    assert all(relative(again, first) <= 1e-12 for first, again in zip(*found, strict=True) if first.abs().max())
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def _refuse_parquet(pattern: str, shards: tuple[str, ...]) -> None:
     """UserError for parquet files, with the command that makes shards of their rows: only a tar has samples to seek."""
     if not (found := [shard for shard in shards if shard.lower().endswith((".parquet", ".pq"))]):
         return
-    given = pattern if REMOTE.match(pattern) or len(shards) == 1 else os.path.dirname(found[0])
+    given = pattern if REMOTE.match(pattern) or len(shards) == 1 else os.path.dirname(found[0]) or "."
     raise UserError(
         f"{pattern} is parquet, and training reads tars; make shards of its rows with `zerovl data pack {shlex.quote(given)} "
         "--out DIR`"

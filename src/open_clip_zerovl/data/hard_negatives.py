@@ -74,12 +74,13 @@ def check_neighbours(
                 f"an epoch takes {taken} of the {size} samples of source {name!r}, and --hard-negatives shows each at most "
                 "once an epoch; lower its weight or --train-num-samples to at most one pass"
             )
-        copies, room = int(neighbours.copies.sum()), taken - taken // batch * near
-        if copies > room:
+        copies, steps = int(neighbours.copies.sum()), taken // batch
+        if copies > (room := taken - steps * near):
+            most = int(1000 * (max(0, taken - copies) // steps) / batch) / 1000  # never rounded up to a sample more
+            lower = f"give a share of at most {most:g}, or " if near_samples(most, batch) >= 2 else ""
             raise UserError(
                 f"{copies} of the {size} samples of source {name!r} are copies, and --hard-negatives {share:g} leaves room for "
-                f"{room} of them; give a share of at most {int(100 * (1 - copies / taken)) / 100:g}, or cluster with a larger "
-                "--same-above"
+                f"{room} of them; {lower}cluster with a larger --same-above"
             )
 
 

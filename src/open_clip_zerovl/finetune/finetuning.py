@@ -40,7 +40,7 @@ from open_clip_zerovl.evaluate.retrieval.metrics import recall_bounds
 from open_clip_zerovl.evaluate.settings import RetrievalSettings
 from open_clip_zerovl.finetune import data as pairs
 from open_clip_zerovl.finetune.keeping import check_keeping, keeping_notes, store_teacher, teacher_flags, with_old_pairs
-from open_clip_zerovl.finetune.outcome import RESULT, write_outcome
+from open_clip_zerovl.finetune.outcome import RESULT, labelled_sets, write_outcome
 from open_clip_zerovl.finetune.proposal import Facts, Setting, as_flags, choose_settings, split_batch
 from open_clip_zerovl.finetune.request import Prepared, Request, Say
 from open_clip_zerovl.finetune.split import SPLIT_FILE, split_off
@@ -143,6 +143,7 @@ def _prepare(request: Request, say: Say) -> Prepared:
     sources, train_data, factors = with_old_pairs(request, found.train_data, sources)
     notes += keeping_notes(request, sources, factors)
     _compare_pictures(request, sources, "::".join(filter(None, (new, request.kept))), say)
+    labelled_sets(request, new)  # a mistake ends the call here, not after hours of training
     before = _before(request, say)
     return Prepared(before, train_data, new, sources, tuple(notes), factors)
 

@@ -22,7 +22,7 @@ from open_clip_zerovl.evaluate.interpolation.interpolate import CurveSettings, s
 from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet, write_gallery
 from open_clip_zerovl.evaluate.retrieval.score import score_set
 from open_clip_zerovl.evaluate.zero_shot.score import score_labelled
-from open_clip_zerovl.evaluate.zero_shot.sets import open_labelled_set
+from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet, open_labelled_set
 from open_clip_zerovl.finetune import data as pairs
 from open_clip_zerovl.finetune.proposal import Setting
 from open_clip_zerovl.finetune.request import Prepared, Request, Say
@@ -83,16 +83,20 @@ def write_outcome(
     print(content["table"])
 
 
+def labelled_sets(request: Request, new: str) -> dict[str, LabelledSet]:
+    """The sets of --zero-shot-data, else the held-out ones of class folders. UserError for a set that cannot be opened."""
+    return {
+        name: open_labelled_set(str(place))
+        for name, place in parse_retrieval_data(request.zero_shot_data or new).items()
+        if request.zero_shot_data or (place / CLASS_NAMES).is_file()
+    }
+
+
 def zero_shot_accuracies(
     request: Request, prepared: Prepared, curve: Curve, ends: Ends, scorer: Encoder
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Labelled set -> the names of `Curve.labelled` -> its accuracies; {} where no set is labelled."""
-    places = parse_retrieval_data(request.zero_shot_data or prepared.new)
-    sets = {
-        name: open_labelled_set(str(place))
-        for name, place in places.items()
-        if request.zero_shot_data or (Path(str(place)) / CLASS_NAMES).is_file()
-    }
+    sets = labelled_sets(request, prepared.new)
     found: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in sets}
     by_alpha: dict[tuple[str, float], dict[str, Any]] = {}
     for label, point in curve.labelled.items() if sets else ():

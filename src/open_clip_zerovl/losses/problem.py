@@ -137,10 +137,9 @@ class Problem:
         self.targets, self.share, self.sigmoid, self.gather_grad = targets, share, sigmoid, gather_grad
         self.sources, self.duplicates = sources, duplicates
         self.normalisers = Normalisers()
-        self.only_logits: Tensor | None = (
-            None  # the logits, kept for the second sweep where one chunk holds all local rows
-        )
-        self.only_missed: Tensor | None = None  # the sigmoids' arguments, likewise
+        # Where one chunk holds all local rows, the second sweep takes these matrices of the first, once, and overwrites them.
+        self.only_logits: Tensor | None = None
+        self.only_missed: Tensor | None = None  # the sigmoids' arguments
 
     def value(self) -> Tensor:
         """Mean loss over the N pairs of all ranks. Keeps both softmaxes' normalisers for the gradients."""
@@ -182,7 +181,6 @@ class Problem:
             image_sums, scale_sum = self._sweep(0, text_sums)
         else:
             image_sums, scale_sum = self._sweep(0)
-            self.only_logits = self.only_missed = None
             text_sums, text_scale_sum = self._sweep(1)
             if not self.gather_grad:  # without Q each direction holds only its own half of d/ds
                 scale_sum = scale_sum + text_scale_sum
@@ -211,7 +209,7 @@ class Problem:
         """P + Q - Y_rows - Y_columns of local rows, (rows, N), and 2N times the derivative of the sigmoids' losses."""
         of_sigmoids = None
         if self.sigmoid is not None:
-            missed = self.only_missed
+            missed, self.only_missed = self.only_missed, None
             if missed is None:
                 missed = self.sigmoid.missed(self.logits.chunk(rows, side, offset=False), rows)
             of_sigmoids = self.sigmoid.derivative(missed, rows).mul_(2.0)
@@ -222,7 +220,9 @@ class Problem:
         if (both := self.normalisers.both()) is not None:
             weights = both[0].add_(both[1])
         else:
-            logits = self.logits.chunk(rows, side) if self.only_logits is None else self.only_logits
+            logits, self.only_logits = self.only_logits, None
+            if logits is None:
+                logits = self.logits.chunk(rows, side)
             weights = self.normalisers.over_others(logits.clone(), rows, side)
             if self.gather_grad:
                 weights.add_(self.normalisers.over_own(logits, side))

@@ -79,9 +79,10 @@ class Normalisers:
         return both
 
     def see(self, logits: Tensor, *, keep: bool = False) -> None:
-        """Add the next chunk (rows, N) of this rank; it is not changed.
+        """Add the next chunk (rows, N) of this rank.
 
         Args:
+            logits: the chunk; with `keep` it is overwritten.
             keep: the chunk holds all rows of all ranks: both softmaxes are kept for `both`, one of them in the logits' memory.
         """
         rows, of_texts = Normaliser.of(logits, dim=1)

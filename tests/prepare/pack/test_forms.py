@@ -16,6 +16,7 @@ from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.finetune.data import Found, find_data
 from open_clip_zerovl.prepare.pack.columns import public_name
+from open_clip_zerovl.prepare.pack.packing import PackSettings, pack
 from open_clip_zerovl.prepare.pack.report import _tokenizer
 from open_clip_zerovl.prepare.pack.rows import Columns, texts_of
 from open_clip_zerovl.prepare.pack.split import Candidate, Exclusion
@@ -204,6 +205,14 @@ def test_addresses_are_fetched_and_failures_counted_and_tried_again(packed, tmp_
     captions = {sample.files["txt"].decode(): sample.files["jpg"] for sample in samples_of(tmp_path / "out/train")}
     assert captions["caption 0\ncaption 0 again"] == photo(0)
     assert not check_shards(tmp_path / "out/train", hashes=True, decode=True, progress=False).faults
+
+
+def test_the_present_folder_is_an_output(packed, tmp_path, monkeypatch):
+    given = as_folder(tmp_path / "in", make_pairs())
+    known = packed(given, **SPLIT)["pictures"]
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert pack([str(given)], ".", PackSettings(**SPLIT), work=Work(progress=False))["pictures"] == known
 
 
 def test_paths_as_people_write_them(packed, tmp_path):

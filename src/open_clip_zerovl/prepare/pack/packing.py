@@ -125,7 +125,8 @@ def pack(
     _check(inputs, settings, work)
     check_writable(out, folder=True)
     say = print if work.progress else lambda _: None
-    named = [named_input(fetched(text, out.with_name(f"{out.name}.parquet"), say)) for text in inputs]
+    beside = f"{os.path.abspath(out)}.parquet"  # the path "." has no name to add to
+    named = [named_input(fetched(text, Path(beside), say)) for text in inputs]
     readers = [open_input(path, settings.columns, settings.form, settings.templates) for _, path in named]
     if settings.templates and not any(reader.classes for reader in readers):
         raise UserError("--template needs an input of class folders (CLASS/PICTURE), and none is one")
