@@ -471,7 +471,7 @@ def test_an_unseen_source_is_scored_on_all_its_pairs(tmp_path):
 def test_real_runs_are_trained_measured_and_reported(tmp_path):
     real = ablation_in(tmp_path, {**QUICK, "epochs": "1"})
     tiny_emoji(real.data["emoji"], pairs=200)
-    names = ["contexts-debiased", "gather", "clusters", "auxiliary", "student-half", "repeated-positives"]
+    names = ["contexts-debiased", "gather", "clusters", "auxiliary", "student-half", "repeated", "repeated-positives"]
     assert run.run_all(real, real.plan([0], names), 2) == {}
     records = rows.read_records(real.out)
     for name in names:

@@ -113,7 +113,8 @@ def as_native_vit(image: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def native_vision_config(trunk: Any, image_size_px: int) -> dict[str, Any]:
     """open_clip's `vision_cfg` for its own ViT with the shape of timm's VisionTransformer `trunk`."""
     block = trunk.blocks[0]
-    return {
+    scale = {"ls_init_value": 1.0} if hasattr(block.ls1, "gamma") else {}
+    return scale | {
         "image_size": image_size_px,
         "patch_size": trunk.patch_embed.patch_size[0],
         "layers": len(trunk.blocks),
@@ -122,5 +123,4 @@ def native_vision_config(trunk: Any, image_size_px: int) -> dict[str, Any]:
         "mlp_ratio": block.mlp.fc1.out_features / trunk.embed_dim,
         "no_ln_pre": True,
         "norm_kwargs": {"eps": trunk.norm.eps},
-        "ls_init_value": 1.0 if hasattr(block.ls1, "gamma") else None,
     }
