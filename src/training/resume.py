@@ -308,7 +308,7 @@ def require_same_rates(
         return
     own = [] if optimizer is None else optimizer.state_dict()["param_groups"]
     saved, here = (
-        [(group.get("part"), group["lr_scale"]) for group in groups if "lr_scale" in group]
+        [(group.get("part"), group["rate_scale"]) for group in groups if "rate_scale" in group]
         for groups in (state["param_groups"], own)
     )
     for before, now in zip_longest(saved, here):

@@ -66,7 +66,7 @@ def test_layer_decay_of_each_layer(make):
 def test_groups_have_the_rates_of_their_parts_and_hold_each_parameter_once():
     model = bert_clip()
     groups = parameter_groups(model, 0.1, rates=Rates(1e-4, image=1e-5, head=1e-3))
-    assert [(group["part"], round(group["lr_scale"], 9), group["weight_decay"]) for group in groups] == [
+    assert [(group["part"], round(group["rate_scale"], 9), group["weight_decay"]) for group in groups] == [
         (part, scale, decay)
         for part, scale in (("image tower", 0.1), ("text tower", 1.0), ("heads", 10.0))
         for decay in (0.0, 0.1)
@@ -103,6 +103,8 @@ def trained(scale: float, **flags) -> dict[str, torch.Tensor]:
         for parameter in model.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
         schedule(step)
+        for group in optimizer.param_groups:
+            group["lr"] *= group.get("lr_scale", 1.0)  # as the schedules of open_clip 4 do
         optimizer.step()
         assert len({group["lr"] for group in optimizer.param_groups}) == 1
     return {name: p.detach() - before[name] for name, p in model.named_parameters()}

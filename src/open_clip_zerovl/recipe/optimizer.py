@@ -97,7 +97,7 @@ def parameter_groups(
         weight_decay: of the second group; the paper's is 1e-3.
         exempt_embeddings: also exempt EMBEDDING_PARAMETERS and the weights of every `nn.Embedding`. False gives open_clip's
             groups, with the same parameters in the same order, so that its optimizer states load.
-        rates: divides both groups by rate. A group then has `part`, its name, and `lr_scale`, which `scale_rates` applies.
+        rates: divides both groups by rate. A group then has `part`, its name, and `rate_scale`, which `scale_rates` applies.
 
     Raises:
         UserError: a negative weight decay, or nothing to train; as `Rates.of`.
@@ -119,20 +119,23 @@ def parameter_groups(
         raise UserError("no parameter of the model is trainable, so there is nothing to optimise.")
     return [
         {"params": found[key], "weight_decay": weight_decay if decayed else 0.0}
-        | ({"part": part[2], "lr_scale": part[3]} if part else {})
+        | ({"part": part[2], "rate_scale": part[3]} if part else {})
         for key in sorted(found)
         for part, decayed in (key,)
     ]
 
 
 def scale_rates(optimizer: torch.optim.Optimizer) -> None:
-    """Let each step multiply the rate of a group by its `lr_scale`; a schedule goes on setting one rate for all groups."""
+    """Let each step multiply the rate of a group by its `rate_scale`; a schedule sets one rate for all groups.
+
+    The key is not timm's `lr_scale`, which the schedules of open_clip 4 apply themselves: the scale would count twice.
+    """
     scheduled: list[float] = []
 
     def scale(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         scheduled[:] = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * group["lr_scale"]
+            group["lr"] = group["lr"] * group["rate_scale"]
 
     def restore(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group, lr in zip(optimizer.param_groups, scheduled, strict=True):
@@ -144,11 +147,11 @@ def scale_rates(optimizer: torch.optim.Optimizer) -> None:
 
 def described_groups(optimizer: torch.optim.Optimizer) -> list[tuple[str, float, float, int, int]]:
     """Part, multiple of the learning rate, weight decay, tensors and numbers of each group made with `Rates`; else empty."""
+    groups = [group for group in optimizer.param_groups if "rate_scale" in group]
     return [
-        (group["part"], group["lr_scale"], group["weight_decay"], len(group["params"]), sum(p.numel() for p in group["params"]))
-        for group in optimizer.param_groups
-        if "lr_scale" in group
-    ]  # fmt: skip
+        (one["part"], one["rate_scale"], one["weight_decay"], len(one["params"]), sum(p.numel() for p in one["params"]))
+        for one in groups
+    ]
 
 
 def constant_temperature(model: nn.Module) -> None:
