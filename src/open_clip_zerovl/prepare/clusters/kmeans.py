@@ -104,6 +104,9 @@ def dissolve_small(
     return np.searchsorted(left, labels).astype(np.int32), distances, centroids[left]
 
 
+_MOST_COSINES = 2**24  # at once, 64 MiB: a cluster of many samples is compared by fewer rows at a time
+
+
 def find_copies(
     tables: Sequence[Features], labels: NDArray, above: float, *, chunk_samples: int = 4096
 ) -> NDArray[np.bool_]:
@@ -120,8 +123,9 @@ def find_copies(
     for members in np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1]):
         for table in tables:
             own = np.asarray(table[members], np.float32)
-            for begin in range(0, len(own), chunk_samples):
-                end = begin + chunk_samples
+            rows = min(chunk_samples, max(1, _MOST_COSINES // len(own))) if len(own) else 1
+            for begin in range(0, len(own), rows):
+                end = begin + rows
                 earlier = np.tril(own[begin:end] @ own[:end].T, begin - 1)  # of row i the columns below i
                 copies[members[begin:end]] |= (earlier > above).any(axis=1)
     return copies
