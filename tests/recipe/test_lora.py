@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 from copy import deepcopy
+from pathlib import Path
 
 import open_clip
 import peft
@@ -154,14 +156,20 @@ def lora_run(folder, name, make, **params):
 
 
 @pytest.mark.parametrize("kind", ["native", "timm and BERT"])
-def test_a_merged_export_equals_the_adapted_model_and_stock_open_clip_loads_it(tmp_path, kind):
+def test_a_merged_export_equals_the_adapted_model_and_stock_open_clip_loads_it(tmp_path, kind, monkeypatch):
     if kind == "native":
         name = register(tmp_path / "configs", "lora-native", NATIVE_VISION, CLIP_TEXT)
     else:
         text = bert_text(write_bert(tmp_path / "bert"))
         name = register(tmp_path / "configs", "lora-bert", TIMM_VISION, text)
     base, model, checkpoint = lora_run(tmp_path, name, lambda: random_model(name))
+    complete: list[bool] = []
+    rename = os.rename
+    monkeypatch.setattr(
+        os, "rename", lambda old, new: [complete.append((Path(old) / FOLDER).is_dir()), rename(old, new)][1]
+    )
     folder = export_local_dir(checkpoint, tmp_path / "exported")
+    assert complete == [True]  # no folder without its adapters has the export's name, even if the process is killed
     side = model.visual.image_size
     images = torch.randn(3, 3, *(side if isinstance(side, tuple) else (side, side)))
     texts = torch.randint(5, 20, (3, 12 if kind != "native" else 16))

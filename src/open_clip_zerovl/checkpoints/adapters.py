@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
@@ -54,8 +54,9 @@ def merged(weights: Mapping[str, Tensor], entry: Any, origin: Path) -> dict[str,
     return found
 
 
-def write_adapters(weights: Mapping[str, Tensor], entry: Mapping[str, Any], folder: Path) -> None:
-    """Write adapters and other trained parameters for peft: `PeftModel.from_pretrained(OPEN_CLIP_MODEL, FOLDER)`.
+def adapter_files(weights: Mapping[str, Tensor], entry: Mapping[str, Any]) -> dict[str, bytes | str]:
+    """Adapters and other trained parameters as files in `FOLDER`, name -> content, for peft:
+    `PeftModel.from_pretrained(OPEN_CLIP_MODEL, FOLDER)`.
 
     With adapters of packed attention the config is left out, without which peft refuses the folder: peft 0.21.2 adds the
     adapter of nn.MultiheadAttention's output projection twice.
@@ -66,9 +67,9 @@ def write_adapters(weights: Mapping[str, Tensor], entry: Mapping[str, Any], fold
         for name, tensor in weights.items()
         if is_adapter(name) or name in entry["trained"]
     }
-    folder.mkdir()
+    files: dict[str, bytes | str] = {f"{FOLDER}/adapter_model.safetensors": save(kept, metadata={"format": "pt"})}
     if not any(layer.endswith(".base_layer.out_proj") for layer in layers):
         config = {"peft_type": "LORA", "r": entry["rank"], "lora_alpha": entry["alpha"], "bias": "none"}
         config["target_modules"] = "|".join(map(re.escape, layers))
-        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file(kept, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        files[f"{FOLDER}/adapter_config.json"] = json.dumps(config, indent=2) + "\n"
+    return files

@@ -32,7 +32,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from open_clip_zerovl.checkpoints.adapters import FOLDER, merged, write_adapters
+from open_clip_zerovl.checkpoints.adapters import adapter_files, merged
 from open_clip_zerovl.checkpoints.card import CARD_FILE, ModelCard, run_card
 from open_clip_zerovl.checkpoints.loading import assemble
 from open_clip_zerovl.checkpoints.spec import ModelSpec, read_model_spec, write_config
@@ -88,10 +88,10 @@ def export_local_dir(
     weights = merged(unmerged, adapters, checkpoint)
     spec = read_model_spec(checkpoint, model=model, text_model=text_model)
     card = run_card(checkpoint, spec, weights, licence=licence)
-    folder = write_local_dir(checkpoint, weights, spec, out_dir, card=card, precision=precision, force=force)
-    if adapters is not None:
-        write_adapters(unmerged, adapters, folder / FOLDER)
-    return folder
+    beside = None if adapters is None else adapter_files(unmerged, adapters)
+    return write_local_dir(
+        checkpoint, weights, spec, out_dir, card=card, precision=precision, force=force, beside=beside
+    )
 
 
 @no_code_from_data()
@@ -138,6 +138,7 @@ def write_local_dir(
         write_config(folder, _pointing_at(final, spec), preprocess_cfg)
         text = card.text(needs_import=is_registered_here(built))
         for name, content in {CARD_FILE: text, **(beside or {})}.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
     log.info("wrote %s", final)
     return final

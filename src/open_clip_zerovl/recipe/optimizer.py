@@ -106,9 +106,9 @@ def parameter_groups(
         raise UserError(f"the weight decay must not be negative, but is {weight_decay}.")
     tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     parts = {} if rates is None else rates.of(model)
-    found: dict[tuple, list[nn.Parameter]] = (
-        {} if rates else {((), False): [], ((), True): []}
-    )  # (part, decayed) -> ...
+    found: dict[tuple, list[nn.Parameter]] = {}  # (part, decayed) -> its parameters
+    if rates is None:
+        found = {((), False): [], ((), True): []}  # open_clip's two groups, also where one is empty
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -118,10 +118,9 @@ def parameter_groups(
     if not any(found.values()):
         raise UserError("no parameter of the model is trainable, so there is nothing to optimise.")
     return [
-        {"params": found[key], "weight_decay": weight_decay if decayed else 0.0}
+        {"params": found[part, decayed], "weight_decay": weight_decay if decayed else 0.0}
         | ({"part": part[2], "rate_scale": part[3]} if part else {})
-        for key in sorted(found)
-        for part, decayed in (key,)
+        for part, decayed in sorted(found)
     ]
 
 
