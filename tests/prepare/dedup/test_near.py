@@ -25,7 +25,7 @@ from support.tars import write_tar
 pytest.importorskip("imagehash")
 
 
-# What is done to a picture, and how far from it the copy may be.
+# The alteration of a picture, and the largest distance of the copy.
 MOST = {
     "JPEG, quality 30": 10,
     "half size": 12,
