@@ -1,4 +1,4 @@
-"""Small encoders in folders and pairs of which colours tell what is in the picture; an alignment of them."""
+"""Small encoders in folders, pairs whose captions name the picture's colour, and an alignment of the encoders."""
 
 from __future__ import annotations
 

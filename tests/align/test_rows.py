@@ -91,7 +91,7 @@ def test_other_weights_of_the_same_name_get_rows_of_their_own(sources, towers, t
 
 
 def counted_sources(counts, captions, training):
-    """Sources of these numbers of samples, each sample with so many captions."""
+    """Sources of these numbers of samples, each sample with this number of captions."""
     made = [Source(f"s{i}", (f"{i}.tar",), (count,)) for i, count in enumerate(counts)]
     opened = Sources(tuple(made), training)
     opened.__dict__["starts"] = np.cumsum([0, *captions])
@@ -208,7 +208,7 @@ def test_an_epoch_shows_each_sample_once_at_most_and_a_debiased_step_one_source(
         else:
             assert not any(pure)
     assert seen.max() == 1
-    # What is left over comes first in the next epoch: over epochs all samples of a source are shown equally often.
+    # The remainder comes first in the next epoch: over epochs all samples of a source are shown equally often.
     totals = seen.sum(axis=0)
     assert all(np.ptp(totals[source_of == source]) <= 1 for source in range(3))
     other, _ = epoch_order(sizes, batch, sampling=sampling, seed=4, epoch=0)

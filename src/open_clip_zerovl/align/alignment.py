@@ -48,8 +48,8 @@ class Result:
 
     Attributes:
         of_seeds: held-out RSUM of each seed.
-        seconds: of all seeds' trainings.
-        interval: of the RSUM, 95 % of draws of the held-out pictures.
+        seconds: duration of the trainings of all seeds.
+        interval: of the RSUM; it holds 95 % of the draws of held-out pictures.
     """
 
     image: Tower
@@ -106,7 +106,7 @@ def run_align(request: AlignRequest, say: Say = lambda line: print(line, flush=T
         OUT/rows/, OUT/trained/        stored features, and the states of trainings
 
     Returns:
-        The pairings, the best one first; [] where only a part of the features was asked for.
+        The pairings, the best one first; [] if only a part of the features was asked for.
 
     Raises:
         UserError: encoders, data or settings that do not fit, before anything is embedded; what embedding, training and
@@ -119,7 +119,7 @@ class Alignment:
     """A call of `zerovl align`; see `run_align`.
 
     Attributes:
-        stores: of each tower's features, by the tower's number.
+        stores: tower number -> its stored features.
     """
 
     def __init__(self, request: AlignRequest, say: Say) -> None:
@@ -290,7 +290,7 @@ class Alignment:
         self.say(f"       epoch {epoch:>3}: loss {loss:.3f}, held-out RSUM {score:.1f}")
 
     def _write(self, ranked: Sequence[Result], facts: Sequence[str], chance: float) -> None:
-        """Print and write what came out."""
+        """Print and write the results."""
         out, best, rows = self.request.out, ranked[0], [one.row() for one in ranked]
         self.say(text_table(HEADER, rows, left=2))
         for fact in facts:

@@ -52,14 +52,14 @@ class Tower:
     Attributes:
         side: "image" or "text".
         name: as given.
-        kind: of its projection in open_clip: "timm", "vit", "resnet", "hf" or "clip".
+        kind: the kind of its projection in open_clip: "timm", "vit", "resnet", "hf" or "clip".
         cfg: open_clip's vision_cfg or text_cfg.
         module: pictures or tokens -> features (b, F).
         tensors: the tower's weights under open_clip's names, without its projection.
         width: F.
-        preprocess_cfg: of an image tower, open_clip's.
-        tokenizer: of a text tower.
-        quick_gelu: whether the model that the tower comes from has QuickGELU; None where it has no such choice.
+        preprocess_cfg: open_clip's settings of an image tower's transform.
+        tokenizer: the tokenizer of a text tower.
+        quick_gelu: whether the model that the tower comes from has QuickGELU; None if it has no such choice.
     """
 
     side: str
@@ -250,7 +250,7 @@ def _sentence_transformer(source: str) -> tuple[str | None, int]:
 
 
 def _config(source: str, file: str) -> dict[str, Any]:
-    """A JSON file of a model's folder or of the hub; {} where it has none."""
+    """A JSON file of a model's folder or of the hub; {} if it has none."""
     from transformers.utils import cached_file
 
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}

@@ -44,7 +44,7 @@ def export_aligned(
     """Write the model in open_clip's form.
 
     Args:
-        kind: of the heads, "linear" or "mlp".
+        kind: the kind of the heads, "linear" or "mlp".
         scales: by which image and text features were multiplied (`rows.Features`).
         metrics: for the model card.
 

@@ -75,8 +75,8 @@ class Heads(nn.Module):
     """Both heads and the temperature.
 
     Args:
-        widths: of the image's and the text's features.
-        seed: of the initial weights.
+        widths: the widths of the image's and the text's features.
+        seed: the seed of the initial weights.
     """
 
     def __init__(self, kind: str, widths: tuple[int, int], embed_dim: int, loss: str = "clip", seed: int = 0) -> None:
@@ -119,7 +119,7 @@ def placed(kind: str, tower: Tower, weights: Mapping[str, Tensor]) -> tuple[dict
 
     Args:
         kind: "linear" or "mlp".
-        weights: of a head, `folded`.
+        weights: the weights of a head, `folded`.
     """
     if tower.kind == "timm":
         names = {

@@ -14,7 +14,7 @@ POOLS = ("cls", "mean")
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How heads are trained."""
+    """Training settings of heads."""
 
     head: str = flag(
         "linear",
@@ -68,7 +68,7 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class AlignFlags(Recipe):
-    """How two frozen encoders are aligned."""
+    """Settings of an alignment of two frozen encoders."""
 
     seeds: int = flag(1, "heads trained, with seeds from --seed on; the best is kept", kind=positive)
     held_out_share: float = flag(0.1, "share of the pictures that is held out, at most 1,000", range=SHARE)
@@ -91,7 +91,7 @@ class AlignFlags(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class AlignRequest(AlignFlags):
-    """Everything that is asked of an alignment.
+    """A request for an alignment: encoders, data, output and settings.
 
     Attributes:
         images, texts: encoders, named as for `encoders.open_tower`.

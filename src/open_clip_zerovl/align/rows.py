@@ -3,9 +3,9 @@
     ROWS/image-NAME-HASH/    0.images (n, F) --dtype    1.images (n,) identity of each picture
     ROWS/text-NAME-HASH/     0.texts (T, F) --dtype     1.texts (T,) identity of each caption
 
-`n` samples and `T` captions of all sources, `F` width of a tower. An identity is a hash: of a picture's 32 x 32 thumbnail, of a
-caption's text. It is 0 where there is no picture or caption. Equal identities are the same picture or caption: copies of a
-held-out picture are not trained on, and `--positives` finds positives.
+`n` samples and `T` captions of all sources, `F` width of a tower. An identity is a hash of a picture's 32 x 32
+thumbnail, or of a caption's text. It is 0 where there is no picture or caption. Equal identities are the same picture
+or caption: copies of a held-out picture are not trained on, and `--positives` finds positives.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class Pairs:
         texts: rows of all their captions, sample by sample.
         first: (m + 1,) where each sample's captions begin in `texts`.
         sizes: samples of each source that has any.
-        names: of these sources.
+        names: the names of these sources.
         held_out: of which no picture is among `images`.
         lost: samples without a picture or without a caption.
         copies: samples left out because their picture is held out.
@@ -253,7 +253,7 @@ def make_pairs(
 
     Args:
         picture_ids, caption_ids: (n,) and (T,), 0 where there is none.
-        seed, share: of the pictures that are held out where no sets are given: the same pictures for any encoders.
+        seed, share: they choose the held-out pictures if no sets are given: the same pictures for any encoders.
 
     Raises:
         UserError: too few pictures, or no picture in the sets.
@@ -311,7 +311,7 @@ class Features:
 
     Args:
         rows: of `0.images` or `0.texts`.
-        wanted: the rows that will be asked for, by which the mean square is measured.
+        wanted: the rows that will be read; their mean square is measured.
 
     Attributes:
         scale: 1 / the root of the mean square of some rows' entries, by which all are multiplied. Features of any size thus

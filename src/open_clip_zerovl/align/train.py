@@ -44,7 +44,7 @@ class Task:
 
     Attributes:
         picture_ids, caption_ids: identity of each row.
-        digest: of the rows, by which a stopped training is known again.
+        digest: the digest of the rows, which identifies a stopped training.
     """
 
     pairs: Pairs
@@ -63,7 +63,7 @@ class Outcome:
     Attributes:
         heads: at the best check.
         scores: (epoch, held-out RSUM, mean loss since the check before) of each check.
-        ranks: of the held-out queries, by the best heads.
+        ranks: the ranks of the held-out queries, by the best heads.
         seconds: of training.
     """
 
@@ -87,7 +87,7 @@ class _State:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What follows from data and device
+# Chosen by data and device
 # ---------------------------------------------------------------------------------------------------------------------
 
 

@@ -94,7 +94,7 @@ def export_transformers(
         source: as for `load_model`: `epoch_N.pt`, a folder that `zerovl export` or `zerovl convert` wrote for open_clip, or
             open_clip's `NAME/TAG`.
         out_dir: the folder to make.
-        model, text_model: of a checkpoint, see `read_model_spec`; by default from the run's `params.txt`.
+        model, text_model: see `read_model_spec`; by default from the run's `params.txt`.
         precision: `fp32`, `fp16` or `bf16` for the stored weights; they are loaded as float32. None keeps float32.
         licence: for the card, as a hub names it (`mit`, `cc-by-4.0`).
         force: replaces an earlier export for transformers in `out_dir`.
@@ -132,7 +132,7 @@ def export_transformers(
 
 
 def is_transformers_folder(folder: Path) -> bool:
-    """Whether a folder is an export of `export_transformers`."""
+    """True if a folder is an export of `export_transformers`."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -283,7 +283,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _verify(folder: Path, opened: _Opened) -> None:
-    """Loads the folder with transformers and compares it with the model. UserError where they differ."""
+    """Loads the folder with transformers and compares it with the model. UserError if they differ."""
     from transformers import AutoModel, AutoProcessor
 
     name, model, tokenizer = opened.spec.name, opened.model, opened.tokenizer

@@ -40,7 +40,7 @@ from open_clip_zerovl.embeddings.store import Manifest, Store, read_manifest
 
 @dataclass(frozen=True)
 class TeacherSettings(TeacherFlags):
-    """How pictures are augmented, as in the training to come, and how embeddings are stored."""
+    """Settings of the augmentation, which later trainings repeat, and of the stored embeddings."""
 
     def transform(self) -> Callable[[Any], Tensor]:
         """Picture -> view (3, S, S) uint8: the student's training transform up to its normalisation."""

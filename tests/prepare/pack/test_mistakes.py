@@ -82,7 +82,7 @@ def files(**contents: bytes) -> Callable[[Path], Path]:
 PYARROW = r"|missing: `pip install"
 BOXES = b'{"images": [{"id": 1, "file_name": "1.png"}], "annotations": [{"image_id": 1, "bbox": []}]}'
 
-#: What is made (a text: a table with it), the sentence, settings.
+#: The input (a text: a table with it), the sentence, settings.
 MISTAKES: dict[str, tuple[str | Callable[[Path], Any], str] | tuple[str | Callable[[Path], Any], str, dict]] = {
     "nothing there": (lambda folder: folder / "none.csv", r"none.csv does not exist: correct the path"),
     "an address": (lambda folder: "https://host/x.csv", r"https:/+host/x.csv is an address: fetch it first"),
@@ -310,7 +310,7 @@ def paths_with_umlauts(folder: Path, first: str, second: str) -> Path:
     return given
 
 
-#: What is made, pictures that are packed, refused rows by reason.
+#: The input, the number of packed pictures, refused rows by reason.
 REFUSED: dict[str, tuple[Callable[[Path], Path], int, dict[str, int]]] = {
     "lines that are no objects": (odd_json_lines, 1, {"no JSON object": 2, "no picture named": 2}),
     "a torn tar": (torn_tar, 9, {"truncated shard": 1}),

@@ -255,7 +255,7 @@ def next_line(report: dict[str, Any]) -> str:
 
 
 def too_few(report: dict[str, Any]) -> bool:
-    """True where there are too few training pictures to train a model from nothing."""
+    """True if there are too few training pictures to train a model from nothing."""
     return sum(one["pictures"] for one in report["written"] if one["split"] == "train") < FEWEST
 
 
