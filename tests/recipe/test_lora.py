@@ -75,7 +75,7 @@ def adapted(make, rank=2, on="both"):
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize(("make", "on"), [(bert_clip, "both"), (bert_clip, "image"), (native_clip, "both")])
 def test_gradients_under_decoupled_accumulation_are_exact(make, on, checkpointing):
-    """fp64, dropout and token drop on; without replay it fails. Of the towers, only adapters have gradients."""
+    """fp64, dropout and token drop on; without replay it fails. Only the adapters of the towers have gradients."""
     model, micro_batches = adapted(make, on=on), batches([3, 2, 2])
     if checkpointing:
         checkpoint_without_reentry(model)

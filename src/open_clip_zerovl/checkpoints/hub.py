@@ -1,6 +1,6 @@
 """An exported folder on a hub, through huggingface_hub: `zerovl export --push-to-hub REPO`.
 
-All files go up in one commit, so that a push that is cut off leaves the repository as it was. After it the hub is asked for its
+All files go up in one commit, so that a push that is cut off leaves the repository as it was. Then the hub returns its
 files, and each is compared with the folder's by size and hash; only then the push counts as done.
 
 Two files differ from the folder's: the card loads the model by the repository's name, and `hf_model_name` and
@@ -95,7 +95,7 @@ def _for_repository(folder: Path, repo: str) -> dict[str, bytes]:
 
 
 def _holds(entry: object, content: bytes | None, path: Path) -> bool:
-    """Whether an entry of the hub's tree has this content; None: that of the file."""
+    """True if an entry of the hub's tree has this content; None: that of the file."""
     size = len(content) if content is not None else path.stat().st_size
     if entry is None or getattr(entry, "size", None) != size:
         return False
@@ -114,8 +114,8 @@ def _asked(question: Callable[[], _Answer], repo: str) -> _Answer:
     """The hub's answer. UserError for an error, or if the hub cannot be reached."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
-    # Before huggingface_hub 1.0 requests' errors, also for a token that it does not know; since then httpx's.
-    # RuntimeError: of its uploader.
+    # Before huggingface_hub 1.0 requests' errors, also for an unknown token; since then httpx's. Its uploader raises
+    # RuntimeError.
     failures: tuple[type[Exception], ...] = (*HfHubHTTPError.__bases__, OSError, RuntimeError, ValueError)
     try:
         return question()
