@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -120,7 +121,9 @@ def test_the_prepared_masks_give_the_same_features(tower, small):
     without_gpu_syncs(ours)
     hooks = len(ours.text.transformer._forward_pre_hooks)
     without_gpu_syncs(ours)  # once is enough
-    assert hooks == len(ours.text.transformer._forward_pre_hooks) == 1
+    taken = "sliding_window_mask" not in inspect.signature(ours.text.transformer.forward).parameters
+    # ModernBERT of transformers before 5.1 does not read its mask.
+    assert hooks == len(ours.text.transformer._forward_pre_hooks) == int(taken)
     tokens = open_clip.get_tokenizer(small)(tower.texts)
     assert (tokens != tower.pad).sum(dim=1).max() > 9  # beyond ModernBERT's window here, 4 tokens to either side
     with torch.no_grad():
