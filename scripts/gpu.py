@@ -16,7 +16,7 @@ Each part runs in processes of its own and ends within 8 minutes. Each result is
 
 Results go to OUT/gpu-NAME.json and, as a page, to OUT/gpu-NAME.md; NAME is the GPU's. Nothing is installed or fetched: the
 machine's own torch (2.11 or newer), torchvision, timm, transformers and numpy are used as they are, and Python packages that
-it lacks are unpacked from the wheels in --wheels into WORK/site. To fetch the wheels where there is a network:
+it lacks are unpacked from the wheels in --wheels into WORK/site. To fetch the wheels on a machine with a network:
 
     python -m pip download --no-deps -d DIR open_clip_torch==3.3.0 "webdataset<=0.2.86" braceexpand ftfy wcwidth
 """

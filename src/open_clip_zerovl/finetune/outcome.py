@@ -95,7 +95,7 @@ def labelled_sets(request: Request, new: str) -> dict[str, LabelledSet]:
 def zero_shot_accuracies(
     request: Request, prepared: Prepared, curve: Curve, ends: Ends, scorer: Encoder
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """Labelled set -> the names of `Curve.labelled` -> its accuracies; {} where no set is labelled."""
+    """Labelled set -> the names of `Curve.labelled` -> its accuracies; {} if no set is labelled."""
     sets = labelled_sets(request, prepared.new)
     found: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in sets}
     by_alpha: dict[tuple[str, float], dict[str, Any]] = {}

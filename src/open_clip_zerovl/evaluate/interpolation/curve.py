@@ -1,6 +1,6 @@
 """Scores of the models between two ends, and the rule that chooses one of them.
 
-A point's `new` is the mean RSUM of the sets of the new ability, `kept` that of the sets whose ability is to be kept.
+A point's `new` is the mean RSUM of the sets of the new ability, `kept` that of the kept sets.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Point:
         return sum(self.metrics[name]["rsum"] for name in names) / len(names)
 
     def mean_chance(self, names: Sequence[str]) -> float:
-        """The mean RSUM of random orders on some sets; NaN where it is not known."""
+        """The mean RSUM of random orders on some sets; NaN if it is not known."""
         return sum(self.metrics[name].get("rsum_chance", math.nan) for name in names) / len(names)
 
 
@@ -153,7 +153,7 @@ def choose(
         points: in the order of their alphas.
         rule: `kept`: the best new score among the points whose kept score is at least `kept_share` of that before (alpha 0
             is always among them). `mean`: the best mean of the new and the kept score. `new`: the best new score. None:
-            `kept` where there are kept sets, else `new`. A tie goes to the point nearest to the model before.
+            `kept` if there are kept sets, else `new`. A tie goes to the point nearest to the model before.
 
     Raises:
         UserError: an unknown rule, or one that needs kept sets without them.
