@@ -7,7 +7,7 @@ OpenMoji (new ability: RSUM) or photographs in classes (train, validation, test 
 percent). The old ability is the mean RSUM on the three sources. Fixed before any fine-tuning:
 
 - Learning rate: of RATES the one with the best new ability on validation, OpenMoji, the pilot seed. LoRA has a grid three times
-  higher, as adapters begin at zero. Kept data and kept teacher change data and loss and not the weights that train, so that
+  higher, as adapters begin at zero; both grew by a third rate when the second was the best of both. Kept data and kept teacher change data and loss and not the weights that train, so that
   they take the rate of full fine-tuning; photographs take the rates of OpenMoji, since the model is the same.
 - Each run has EPOCHS; `zerovl finetune` keeps the one with the best score on held-out pairs, as ever.
 - Rows `ARM` are the model after training. Rows `ARM + curve` (WiSE-FT) are, of ALPHAS, the weights with the best new ability
@@ -50,7 +50,7 @@ from scripts.drawn.training import TrainingRun, drawn_flags
 
 OLD, NEW = ("noto", "twemoji", "fluent"), "openmoji"
 BASES, BASE_EPOCHS, EPOCHS = 3, 12, {"emoji": 5, "photographs": 4}
-RATES = {"full": (3e-4, 1e-3), "LoRA": (1e-3, 3e-3)}
+RATES = {"full": (3e-4, 1e-3, 3e-3), "LoRA": (1e-3, 3e-3, 1e-2)}
 ARMS = ("full", "LoRA", "kept data", "kept teacher")
 LORA_RANK = 8
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
