@@ -7,8 +7,9 @@ OpenMoji (new ability: RSUM) or photographs in classes (train, validation, test 
 percent). The old ability is the mean RSUM on the three sources. Fixed before any fine-tuning:
 
 - Learning rate: of RATES the one with the best new ability on validation, OpenMoji, the pilot seed. LoRA has a grid three times
-  higher, as adapters begin at zero; both grew by a third rate when the second was the best of both. Kept data and kept teacher change data and loss and not the weights that train, so that
-  they take the rate of full fine-tuning; photographs take the rates of OpenMoji, since the model is the same.
+  higher, as adapters begin at zero; both grids grew by a third rate when the second was the best of both. Kept data and kept
+  teacher change data and loss and not the weights that train, so that they take the rate of full fine-tuning; photographs take
+  the rates of OpenMoji, since the model is the same.
 - Each run has EPOCHS; `zerovl finetune` keeps the one with the best score on held-out pairs, as ever.
 - Rows `ARM` are the model after training. Rows `ARM + curve` (WiSE-FT) are, of ALPHAS, the weights with the best new ability
   on validation among those that keep 99 % of the old ability on validation. Both are scored on the test splits.

@@ -68,7 +68,7 @@ def prepare_drawn(
     vocab_size: int = 2048,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Fetch, draw, split and write the data; nothing is done where it is complete and has these settings.
+    """Fetch, draw, split and write the data; nothing is done if it is complete and has these settings.
 
     Packages and drawn pictures are kept in `OUT/.cache`, so that a call after an interruption goes on. The data is written
     aside and moved into place when whole.
@@ -312,5 +312,5 @@ def _read_manifest(out: Path) -> dict[str, Any] | None:
 
 
 def _is_whole(out: Path, manifest: Mapping[str, Any]) -> bool:
-    """Whether every file of the manifest exists and has its size."""
+    """True if every file of the manifest exists and has its size."""
     return all((out / name).is_file() and (out / name).stat().st_size == n for name, n in manifest["files"].items())

@@ -128,12 +128,12 @@ class TrainingRun:
 
     @property
     def was_asked_for(self) -> bool:
-        """Whether the run in the folder was started with these flags."""
+        """True if the run in the folder was started with these flags."""
         return self.asked.is_file() and json.loads(self.asked.read_text(encoding="utf-8")) == self._identity()
 
     @property
     def is_finished(self) -> bool:
-        """Whether the last checkpoint exists and the run had these flags."""
+        """True if the last checkpoint exists and the run had these flags."""
         return self.checkpoint.is_file() and self.was_asked_for
 
     def start(self, *, resume: bool = False) -> TrainingProcess:

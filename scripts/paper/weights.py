@@ -61,7 +61,7 @@ class Comparison:
 
     @property
     def obstacle(self) -> str | None:
-        """Why the numbers cannot be compared; None where they can."""
+        """Why the numbers cannot be compared; None if they can."""
         found, wanted = (self.ours["images"], self.ours["captions"]), SIZES[self.set_name]
         if found == wanted:
             return None
@@ -69,7 +69,7 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether the sets are the same and all numbers within the margins."""
+        """True if the sets are the same and all numbers within the margins."""
         return self.obstacle is None and not self.apart
 
     @property

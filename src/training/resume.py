@@ -76,7 +76,8 @@ class Position:
         """The step at which a run with the batching of `now` continues. The log names approximations.
 
         Args:
-            steps: of the epoch, as `now` divides it. With a larger effective batch, or less data, it may end before this
+            steps: number of steps of the epoch, as `now` divides it. With a larger effective batch, or less data, it
+                may end before this
                 position: the run then continues with the next epoch.
 
         Raises:
@@ -296,12 +297,12 @@ def _trains(args: argparse.Namespace) -> bool:
 def require_same_rates(
     checkpoint: dict, optimizer: torch.optim.Optimizer | None, args: argparse.Namespace, path: str
 ) -> None:
-    """UserError where the groups of a checkpoint's optimizer have other rates than this run's, if this run trains.
+    """UserError if the groups of a checkpoint's optimizer have other rates than this run's, if this run trains.
 
     An optimizer that loads a state takes its rates without a word.
 
     Args:
-        optimizer: of this run; None where it has open_clip's groups.
+        optimizer: this run's; None if it has open_clip's groups.
     """
     state = checkpoint.get("optimizer")
     if not isinstance(state, dict) or not _trains(args):
@@ -323,7 +324,7 @@ def require_same_rates(
 
 
 def _require_same_temperature(optimizer: dict, wanted: bool, path: str) -> None:
-    """UserError where the temperature's moments belong to another parameter than this run's."""
+    """UserError if the temperature's moments belong to another parameter than this run's."""
     if marked_temperature(optimizer) != wanted:
         saved, here = ("without", "with") if wanted else ("with", "without")
         raise UserError(

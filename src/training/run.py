@@ -316,7 +316,7 @@ class Run:
         return found
 
     def newest_checkpoint(self, path: str, remote: bool = False) -> str | None:
-        """The file that `--resume latest` continues from; None where there is none."""
+        """The file that `--resume latest` continues from; None if there is none."""
         return checkpointing.newest_whole(path, remote)
 
     def load_checkpoint(self, file_path: str, map_location: Any = None) -> dict:

@@ -53,7 +53,7 @@ def check_stock_data(args: argparse.Namespace, *, training: bool) -> None:
 
 
 def _check_accuracy() -> None:
-    """UserError where open_clip's accuracy fails: 3.3 makes floats of arrays with one element, which numpy 2.4 refuses."""
+    """UserError if open_clip's accuracy fails: 3.3 makes floats of arrays with one element, which numpy 2.4 refuses."""
     try:
         accuracy(torch.eye(2), torch.arange(2))
     except TypeError as error:
@@ -99,7 +99,7 @@ def check_augmentation(settings: dict) -> None:
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # open_clip says it again when it makes the transform
+            warnings.simplefilter("ignore")  # open_clip logs it again when it makes the transform
             image_transform(32, is_train=True, aug_cfg=settings or None)
     except (TypeError, ValueError, AssertionError) as error:
         given = " ".join(f"{name}={value}" for name, value in settings.items())

@@ -69,7 +69,7 @@ def clip_benchmark(home: Path, out: Path, task: str, *more: str) -> dict[str, fl
 
 @old_numpy
 def test_zero_shot_classification_of_an_exported_folder(tmp_path, home):
-    """The program's accuracy is what stock open_clip's own pieces give by hand."""
+    """The program's accuracy equals that of stock open_clip's functions, called by hand."""
     metrics = clip_benchmark(home, tmp_path / "o.json", "zeroshot_classification", "--num_workers", "0")
     model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{home / 'export'}")
     tokenizer = open_clip.get_tokenizer(f"local-dir:{home / 'export'}")

@@ -89,7 +89,7 @@ def test_a_stranger_loads_the_export_and_sees_the_same_embeddings(tmp_path, home
     modes = {path.name: oct(path.stat().st_mode & 0o777) for path in folder.iterdir()}
     assert len(set(modes.values())) == 1, modes  # the weights, too, are readable for whom the config is
 
-    # What the training process itself would have computed.
+    # The training process itself would have computed this.
     _, _, preprocess = open_clip.create_model_and_transforms(
         name, pretrained_text=False, image_mean=(0.1, 0.2, 0.3), image_resize_mode="squash"
     )

@@ -1,4 +1,4 @@
-"""Training as a command: our program whatever else is called `training`, its processes, its signals, its exit status."""
+"""Training as a command: our program among others named `training`, its processes, its signals, its exit status."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ZEROVL = [sys.executable, "-m", "open_clip_zerovl.cli", "train"]
 
 
 def collide(folder: Path) -> Path:
-    """A current folder with all that could be taken for the training program or what it needs."""
+    """A current folder with modules that have the names of the training program and of its imports."""
     for name in ("training", "elsewhere/training"):
         (folder / name).mkdir(parents=True)
         for module in ("__init__", "__main__", "main", "early", "params"):

@@ -61,7 +61,7 @@ def clusters_of(ids: list[int]) -> set[int]:
 
 
 def is_pure(steps: list[list[int]]) -> bool:
-    """Whether each step's samples are of one cluster."""
+    """True if each step's samples are of one cluster."""
     return all(len(clusters_of(ids)) == 1 for ids in steps)
 
 

@@ -41,8 +41,8 @@ SETTINGS = TeacherSettings(
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Two sources, one of which is three clusters of mixed shards, each picture with up to three captions; and what a teacher
-    of the student's size and one of another size made of them."""
+    """Two sources, one of which is three clusters of mixed shards, each picture with up to three captions; and how a
+    teacher of the student's size and one of another size made of them."""
     folder = tmp_path_factory.mktemp("pixels")
     for name, first in (("a", 0), ("b", 100)):
         for shard in range(3):

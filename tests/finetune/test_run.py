@@ -218,7 +218,7 @@ def test_a_whole_fine_tuning_and_later_calls(made, tmp_path, capsys):
     assert "settings (--set FLAG=VALUE replaces one)" in said.err and "epoch 3 of 3: RSUM" in said.err
     result = json.loads((out / "finetune.json").read_text())
 
-    # The table is what `zerovl retrieval` says by hand.
+    # The table equals the output of `zerovl retrieval`.
     held_out = f"held-out={out / 'data' / 'held-out'}"
     points = {point["alpha"]: point["results"]["held-out"] for point in result["curve"]["points"]}
     alpha = result["curve"]["chosen"]["alpha"]

@@ -1,4 +1,4 @@
-"""Settings of a fine-tuning: what follows from the data and the machine, what replaces it, and that training takes them."""
+"""Settings of a fine-tuning: chosen by data and machine, replaced by flags, and accepted by training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipes' table and their launcher, by the real programs: what they start, stopping, killing, going on, the report."""
+"""The recipes' table and their launcher, by the real programs: commands, stopping, killing, continuing, the report."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def fill(data: Path, *folders: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What would be started
+# The command that would be started
 # ---------------------------------------------------------------------------------------------------------------------
 
 

@@ -288,7 +288,7 @@ def test_each_line_of_the_log_comes_once(train):
 
 
 def test_a_run_shows_what_it_will_do_and_where_it_is(train):
-    """Ten lines and not hundreds; the log file has the rest. At its end it says what there is, and what to type next."""
+    """Ten lines and not hundreds; the log file has the rest. At its end it lists the results and the next command."""
     pairs = train.folder / "shown"
     write_retrieval_set(pairs, [1, 2, 1, 1])
     _, printed, folder = train(None, "--epochs", "1", "--retrieval-data", f"r={pairs}", name="shown", status=0)

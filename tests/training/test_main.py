@@ -140,7 +140,7 @@ def test_retrieval_while_training_floor_of_the_schedule_and_resume(workplace):
     launch("ours", config, [*arguments, *more.split(), "--name=resumed"], ranks=2, cwd=folder)
     last = metrics_of(folder, "resumed")[-1]
     assert (last["epoch"], last["retrieval_transform"], last["retrieval_captions"]) == (4, "paper", "all")
-    # What training logged is what `zerovl retrieval` measures of its checkpoint with the same transform.
+    # `zerovl retrieval` measures the logged scores from the checkpoint with the same transform.
     open_clip.add_model_config(str(config))
     encoder = Encoder(str(folder / "logs" / "resumed" / "checkpoints" / "epoch_4.pt"), device="cpu")
     settings = RetrievalSettings(captions_per_image=None, paper_transform=True)

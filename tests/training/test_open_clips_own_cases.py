@@ -1,6 +1,6 @@
 """open_clip's own training cases (tests/test_training_simple.py of v3.3.0) with --dga-steps 2 added, on tiny models.
 
-The same flags and synthetic data. The mT5 tower is built from a config: there are no weights of it without the hub.
+The same flags and synthetic data. The mT5 tower is built from a config: its weights are on the hub only.
 """
 
 from __future__ import annotations

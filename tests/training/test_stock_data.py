@@ -160,7 +160,7 @@ def test_what_open_clip_refuses_in_a_sentence_is_shown_as_one(run, data, words):
 
 
 def test_a_run_that_fails_before_its_first_step_leaves_its_name_free(run, data):
-    (data / "p" / "1.png").unlink()  # not the first image, which is looked at beforehand
+    (data / "p" / "1.png").unlink()  # not the first image, which is checked beforehand
     status, said = run("--train-data", "here.csv", "--batch-size", "8", name="first")
     assert status == 2 and "p/1.png: No such file or directory; correct the path" in said
     assert not (data / "logs" / "first").exists()

@@ -5,7 +5,7 @@ The released layout, under `state_dict`:
     image_encoder.model.model.*     timm ViT without classifier; its feature is the class token after the last norm
     text_encoder.model.model.*      Hugging Face BERT; its feature is the [CLS] of the last hidden state
     image_projection.linear.weight  (D, image width), text_projection.linear.weight (D, text width), no bias
-    loss.temperature                a temperature, clamped to 0.001..0.5 where it is used; absent where it was constant
+    loss.temperature                a temperature, clamped to 0.001..0.5 where it is used; absent if it was constant
 
 open_clip's own layout (`visual.trunk.*`, `text.transformer.*`, also with `module.` and `_orig_mod.` prefixes) is split into the
 same pieces. A tensor that has no place is refused, unless no embedding depends on it; the card then names it.
@@ -206,7 +206,7 @@ def _notes(encoder: DualEncoder, trained_side: int, side: int, normalization: st
 
 
 def _is_released(weights: dict[str, Tensor]) -> bool:
-    """Whether a checkpoint has the layout of the paper's released code."""
+    """True if a checkpoint has the layout of the paper's released code."""
     return any(key.startswith("image_encoder.") for key in weights)
 
 

@@ -10,7 +10,7 @@ from open_clip_zerovl.core.flags import flag, natural, positive
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderFlags:
-    """How a model is described, where no run's `params.txt` lies beside its checkpoint, and how it encodes.
+    """Flags that describe a model without a `params.txt` beside its checkpoint, and flags of its encoding.
 
     Attributes:
         device: see `choose_device`.

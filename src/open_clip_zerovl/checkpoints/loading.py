@@ -88,7 +88,7 @@ def _skeleton(spec: ModelSpec) -> ClipModel:
 
 
 def tokenizer_of(spec: ModelSpec) -> HFTokenizer | SimpleTokenizer:
-    """The model's tokenizer. UserError where open_clip would give another one without saying so."""
+    """The model's tokenizer. UserError if open_clip would give another one without saying so."""
     text_cfg = spec.model_cfg["text_cfg"]
     source = spec.tokenizer_source
     if source is None:
@@ -244,7 +244,7 @@ class Encoder(EncoderFlags):
         return *load_model(self.model, model_name=self.model_name, text_model=self.text_model, device=device), device
 
     def check(self) -> None:
-        """UserError where the model cannot be found or described. No weights are read, so that this comes before long work."""
+        """UserError if the model cannot be found or described. No weights are read, so that this comes before long work."""
         if not self.model.startswith("hf-hub:"):
             self.spec()
 
@@ -257,7 +257,7 @@ class Encoder(EncoderFlags):
 def assemble(
     checkpoint: Path, spec: ModelSpec, weights: dict[str, Tensor]
 ) -> tuple[ClipModel, HFTokenizer | SimpleTokenizer]:
-    """The model of a spec with a checkpoint's weights, and its tokenizer. UserError where they do not fit."""
+    """The model of a spec with a checkpoint's weights, and its tokenizer. UserError if they do not fit."""
     model = _skeleton(spec)
     _check_weights(weights, model, checkpoint, spec)
     tokenizer = tokenizer_of(spec)

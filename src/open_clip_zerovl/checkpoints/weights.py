@@ -51,13 +51,13 @@ def read_unmerged(checkpoint: Path) -> tuple[dict[str, Tensor], Any]:
 
 
 def read_epoch(checkpoint: str | os.PathLike[str]) -> int | None:
-    """The epoch after which open_clip saved a checkpoint, None where it does not say. Errors as `read_state_dict`."""
+    """The epoch after which open_clip saved a checkpoint, None if it does not say. Errors as `read_state_dict`."""
     epoch = read_entry(checkpoint, "epoch")
     return epoch if isinstance(epoch, int) else None
 
 
 def read_entry(checkpoint: str | os.PathLike[str], name: str) -> Any:
-    """An entry of a checkpoint besides its weights, None where there is none. Errors as `read_state_dict`."""
+    """An entry of a checkpoint besides its weights, None if there is none. Errors as `read_state_dict`."""
     content = _read_content(Path(checkpoint))
     return content.get(name) if isinstance(content, dict) else None
 

@@ -29,7 +29,7 @@ _FOLDER = Path(__file__).resolve().parents[2]
 _MARK = "open_clip_zerovl"
 CPU_MICRO_BATCH = 16  # samples at once on a CPU, where nobody gives a number
 _STOP_SECONDS = 600.0  # for a step and its checkpoint
-_LAST_LINES = 40  # of a log, in which an error is looked for
+_LAST_LINES = 40  # of a log, which are searched for an error
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The command
@@ -82,7 +82,7 @@ class TrainingProcess:
     log: Path
 
     def is_running(self) -> bool:
-        """Whether the training has not ended yet."""
+        """True if the training has not ended yet."""
         return self.process.poll() is None
 
     def ask_to_stop(self) -> None:
@@ -174,18 +174,18 @@ def gpu_memories(environment: Mapping[str, str] = os.environ) -> list[float]:
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
-    """How many NVIDIA GPUs a process sees; see `gpu_memories`."""
+    """The number of NVIDIA GPUs that a process sees; see `gpu_memories`."""
     return len(gpu_memories(environment))
 
 
 def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun, srun or mpirun has started this process as one of several ranks."""
+    """True if torchrun, srun or mpirun has started this process as one of several ranks."""
     sizes = ("WORLD_SIZE", "SLURM_NTASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
     return any(environment.get(name, "").isdecimal() and int(environment[name]) > 1 for name in sizes)
 
 
 def ranks_here(asked: int | None, device: str, environment: Mapping[str, str] = os.environ) -> int:
-    """How many processes train on this machine.
+    """The number of training processes on this machine.
 
     Args:
         asked: their number; None: one for each visible GPU.

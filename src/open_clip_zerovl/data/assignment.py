@@ -116,7 +116,7 @@ class Assignment:
     the readers: all mixed micro-batches of rank 0's first reader in time, then those of the next reader.
 
     Args:
-        schedule: of the epoch.
+        schedule: the schedule of the epoch.
         batching: B, K, W, and V readers a rank.
         leaf_samples: labels of a leaf of the deck.
     """

@@ -89,7 +89,7 @@ def class_list(train: ProbeSet, test: ProbeSet) -> list[str]:
 
 
 def open_probe_set(spec: str | os.PathLike[str], role: str, *, label: str = "cls") -> ProbeSet:
-    """Index a labelled set; see the module's text for what `spec` may be.
+    """Index a labelled set; the module's text lists the forms of `spec`.
 
     Args:
         role: `train` or `test`; it chooses the split of a dataset that has splits of its own.
@@ -223,7 +223,7 @@ _DATASETS: dict[str, Callable[[Path, str], Listing]] = {
 
 
 def _read_shards(spec: str, shards: Sequence[Path], label: str) -> ProbeSet:
-    """The images of shards. Only tar headers and classes are read here; an image is read when it is asked for."""
+    """The images of shards. Only tar headers and classes are read here; an image is read on access."""
     kind, _, name = label.partition(":")
     if kind not in ("cls", "json") or (kind == "json") != bool(name):
         raise UserError(f"the class of a shard's sample is in 'cls' or in 'json:FIELD', not in {label!r}")

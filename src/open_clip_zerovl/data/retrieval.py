@@ -55,7 +55,7 @@ class RetrievalSample:
     """An image, as a range of bytes of a file, and its captions (at least one).
 
     Attributes:
-        key: of a tar's sample, or the id of the image in annotations.
+        key: the key of a tar's sample, or the id of the image in annotations.
         size_bytes: -1 for the rest of the file, of an image that is a file of its own.
     """
 
@@ -71,7 +71,7 @@ class RetrievalSet:
     """The images and captions of one split.
 
     Attributes:
-        path: of the set, for messages.
+        path: the path of the set, for messages.
         split: test, val or train.
         samples: one for each image.
     """
@@ -201,7 +201,7 @@ def open_retrieval_set(path: str | os.PathLike[str], split: str = "test") -> Ret
     """Indexes a retrieval set.
 
     Args:
-        path: of a set, see the module's text; for annotations `ANNOTATIONS@PICTURES` names the folder of pictures.
+        path: a set, see the module's text; `ANNOTATIONS@PICTURES` names the folder of an annotation file's pictures.
         split: test, val or train.
 
     Raises:

@@ -55,7 +55,7 @@ def listed_sizes(shards: Sequence[str], file: str | None = None, *, seconds: flo
 
 
 def _name_and_place(shard: str) -> tuple[str, str | None]:
-    """File name of a shard, and the path or URL of the `sizes.json` beside it; None where that is unknown."""
+    """File name of a shard, and the path or URL of the `sizes.json` beside it; None if that is unknown."""
     if shard.startswith("pipe:"):
         words = [word for word in _words(shard[len("pipe:") :]) if _TAR.search(word)]
         if len(words) != 1:

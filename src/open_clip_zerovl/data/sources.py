@@ -79,7 +79,7 @@ class Source:
 
     @property
     def classes(self) -> bool:
-        """Whether the source was packed from folders of classes, whose pictures share the class's captions."""
+        """True if the source was packed from folders of classes, whose pictures share the class's captions."""
         first = local_path(self.shards[0]) if self.shards and self.table is None else None
         # beside the shards or, as for the other words of a packed source, above its splits
         return first is not None and any((place / CLASS_NAMES).is_file() for place in list(Path(first).parents)[:2])
@@ -241,7 +241,7 @@ def _of_table(name: str, table: CsvTable, captions: str | None = None) -> Source
 
 
 def table_source(name: str, path: str, style: CsvFormat | None = None) -> Source:
-    """A table as a source, each row a sample. UserError where it cannot be read."""
+    """A table as a source, each row a sample. UserError if it cannot be read."""
     return _of_table(name, open_table(path, style))
 
 
@@ -304,7 +304,7 @@ def count_tar_captions(path: str | Path) -> int:
 
 
 def _folder_name(shard: str) -> str:
-    """The name of a shard's folder. UserError where it cannot be a source's name."""
+    """The name of a shard's folder. UserError if it cannot be a source's name."""
     folder = os.path.basename(os.path.dirname(shard if REMOTE.match(shard) else os.path.abspath(shard)))
     if not re.fullmatch(r"[^\W_][\w.-]*", folder):
         raise UserError(f"the folder of {shard!r} gives no source name; name the source: name={shard}")

@@ -52,7 +52,7 @@ class TableSample(NamedTuple):
     """One sample of a table: its rows.
 
     Attributes:
-        numbers: of its rows, from 0 below the header.
+        numbers: row numbers, from 0 below the header.
         rows: fields of each row.
         image: the picture's path, as the first row names it.
         captions: bytes of each row's caption, without rows that have none.
@@ -71,7 +71,7 @@ class CsvTable:
     """A scanned table.
 
     Attributes:
-        path: of the table.
+        path: the path of the table.
         separator: between columns.
         columns: the header.
         image_column, caption_column: their numbers.

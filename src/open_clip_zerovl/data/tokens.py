@@ -77,7 +77,7 @@ class _CompiledTokenizer:
 
 
 def is_plain(text: str) -> bool:
-    """Whether ftfy and HTML's entities leave a text alone: printable ASCII without &."""
+    """True if ftfy and HTML's entities leave a text alone: printable ASCII without &."""
     return text.isascii() and text.isprintable() and "&" not in text
 
 

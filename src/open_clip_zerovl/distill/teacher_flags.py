@@ -14,7 +14,7 @@ DTYPES = ("float16", "bfloat16")
 
 @dataclass(frozen=True)
 class TeacherFlags:
-    """How pictures are augmented, as in the training to come (by its flags), and how embeddings are stored.
+    """Flags of the augmentation, which are those of the later training, and of the stored embeddings.
 
     Attributes:
         views: V.

@@ -40,14 +40,14 @@ class RetrievalSettings:
 
 @dataclass(frozen=True)
 class RetrievalFiles:
-    """Files to write; None for those not wanted."""
+    """Files to write; None for a file that is not requested."""
 
     json: Path | None = flag(None, "also write the metrics as JSON", option="--output", metavar="FILE.json")
     csv: Path | None = flag(None, "also write the metrics as CSV, one line a set", metavar="FILE.csv")
     gallery: Path | None = flag(None, "also show hits and misses as one HTML page", metavar="FILE.html")
 
     def check(self) -> None:
-        """UserError where one of them cannot be written."""
+        """UserError if one of them cannot be written."""
         for path in (self.json, self.csv, self.gallery):
             if path is not None:
                 check_writable(path)

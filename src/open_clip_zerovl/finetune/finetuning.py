@@ -88,7 +88,7 @@ def run_finetune(request: Request, *, say: Say) -> Path:
 
 
 def _same_request(request: Request) -> None:
-    """Store the request. UserError where the folder holds other files, or a training of another request."""
+    """Store the request. UserError if the folder holds other files, or a training of another request."""
     file = request.out / REQUEST
     asked, before = request.of_training(), _read(file)
     if before is None:
@@ -181,7 +181,7 @@ def _before(request: Request, say: Say) -> str:
 
 
 def _settings(request: Request, prepared: Prepared, say: Say) -> tuple[list[Setting], int]:
-    """The settings of the run and its ranks: of an earlier call, or chosen now."""
+    """The settings of the run and its ranks, from an earlier call or chosen now."""
     file = request.out / SETTINGS
     kept = _read(file)
     if kept is not None:

@@ -92,7 +92,7 @@ def labelled_sets(new: str, asked: str | None = None) -> dict[str, LabelledSet]:
 def zero_shot_accuracies(
     request: Request, prepared: Prepared, curve: Curve, ends: Ends, scorer: Encoder
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """Labelled set -> the names of `Curve.labelled` -> its accuracies; {} where no set is labelled."""
+    """Labelled set -> the names of `Curve.labelled` -> its accuracies; {} if no set is labelled."""
     sets = labelled_sets(prepared.new, request.zero_shot_data)
     found: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in sets}
     by_alpha: dict[tuple[str, float], dict[str, Any]] = {}

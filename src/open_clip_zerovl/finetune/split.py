@@ -48,7 +48,7 @@ def split_off(
 
     Args:
         sources: with all captions of a picture (`data.open_sources`).
-        share, most: of the pictures; at least FEWEST_HELD_OUT.
+        share, most: share and largest number of held-out pictures; at least FEWEST_HELD_OUT.
 
     Raises:
         UserError: too few pictures, or a disk that holds no copy of the data.

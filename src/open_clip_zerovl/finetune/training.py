@@ -29,9 +29,9 @@ class Training:
 
     Attributes:
         out: the fine-tuning's folder.
-        arguments: of the training program, without those of its folder.
+        arguments: arguments of the training program, without those of its folder.
         processes: ranks.
-        epochs: of a run that is not stopped early.
+        epochs: number of epochs of a run that is not stopped early.
         patience: epochs without a better score after which it is stopped; 0 for never.
         sets: held-out sets, whose mean RSUM or zero-shot top-1 in percent is the score.
         measure: key of SCORES.
@@ -77,11 +77,11 @@ class Training:
         return epoch, saved[epoch]
 
     def is_over(self) -> bool:
-        """Whether the last epoch is saved, or the score has not risen for `patience` epochs."""
+        """True if the last epoch is saved, or the score has not risen for `patience` epochs."""
         return self.epochs in self.saved() or self.gave_up()
 
     def gave_up(self) -> bool:
-        """Whether the score has not risen for `patience` epochs."""
+        """True if the score has not risen for `patience` epochs."""
         return gave_up(self.scores(), self.patience)
 
     def prune(self) -> None:
@@ -93,7 +93,7 @@ class Training:
 
 
 def gave_up(scores: Mapping[int, float], patience: int) -> bool:
-    """Whether the last `patience` of the epochs brought no better score."""
+    """True if the last `patience` of the epochs brought no better score."""
     if not patience or not scores:
         return False
     best = max(scores, key=lambda epoch: (scores[epoch], -epoch))

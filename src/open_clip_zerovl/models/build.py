@@ -212,7 +212,7 @@ def _check_text_source(source: str, context_length: int, made_by: str) -> None:
 
 
 def _vocabulary_size(folder: Path) -> int:
-    """How many tokens the folder's tokenizer has; 0 if its format does not list them."""
+    """The number of tokens of the folder's tokenizer; 0 if its format does not list them."""
     if (file := folder / "tokenizer.json").is_file():
         content = json.loads(file.read_text(encoding="utf-8"))
         vocabulary = content.get("model", {}).get("vocab")

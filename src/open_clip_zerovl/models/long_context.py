@@ -44,7 +44,7 @@ def stretched(positions: Tensor, length: int) -> Tensor:
 
 
 def lengthen(model: Any, length: int, tokens: int | None = None) -> bool:
-    """Make an open_clip model read texts of `length` tokens, in place; its positions are stretched where they are too few.
+    """Make an open_clip model read texts of `length` tokens, in place; its positions are stretched if they are too few.
 
     Call it after weights are loaded and before towers are frozen, wrapped or compiled.
 
@@ -82,7 +82,7 @@ def lengthen(model: Any, length: int, tokens: int | None = None) -> bool:
 
 
 def text_positions(model: Any) -> int | None:
-    """The number of text tokens for which an open_clip model has learned positions; None where positions are computed."""
+    """The number of text tokens for which an open_clip model has learned positions; None if positions are computed."""
     tower = getattr(model, "text", model)
     if (table := _hugging_face_table(tower)) is not None:
         return table.num_embeddings - _before_the_first(table)

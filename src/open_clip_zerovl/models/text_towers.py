@@ -60,13 +60,13 @@ def register_text_towers() -> None:
 
 
 def is_registered_here(model: nn.Module) -> bool:
-    """Whether an open_clip model has a text tower of TEXT_TOWERS, so that open_clip 3.3 needs this package to build it."""
+    """True if an open_clip model has a text tower of TEXT_TOWERS, for which open_clip 3.3 needs this package."""
     config = getattr(getattr(model, "text", None), "config", None)
     return getattr(config, "model_type", None) in TEXT_TOWERS
 
 
 def import_note(model_type: str | None) -> str | None:
-    """The sentence that says which import an export needs, by its text tower's `model_type`; None where it needs none."""
+    """The sentence that says which import an export needs, by its text tower's `model_type`; None if it needs none."""
     if model_type not in TEXT_TOWERS:
         return None
     return (

@@ -279,7 +279,7 @@ def dga_error(device) -> tuple[float, float]:
 
 
 def process_groups() -> Iterator[Finding]:
-    """gloo, and NCCL where there are GPUs: a group of one process that sums a tensor."""
+    """gloo, and NCCL if there are GPUs: a group of one process sums a tensor."""
     import torch
     import torch.distributed as dist
 

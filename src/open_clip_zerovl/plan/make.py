@@ -71,7 +71,7 @@ class Plan:
         parameters: number of all parameters, and of the trained ones.
         retained: R, graphs kept in a step.
         compute_seconds: seconds of an optimizer step of one rank, without waiting for data.
-        data_seconds: the wait for its data; None where nothing was read.
+        data_seconds: the wait for its data; None if nothing was read.
         timed: the step that was taken here.
         free_disk_bytes: free space of --logs, None for assumed hardware.
     """
@@ -166,7 +166,7 @@ def make_plan(settings: PlanSettings, *, say: Say = lambda line: None) -> Plan:
         say: is called with a few words at the start of each stage.
 
     Raises:
-        UserError: bad input. What is missing is listed in the plan instead.
+        UserError: bad input. Missing data and programs are listed in the plan instead.
     """
     hardware = find_hardware(settings)
     assumed = hardware.kind == "assumed"
@@ -236,7 +236,7 @@ def find_hardware(settings: PlanSettings) -> Hardware:
 
 
 def _precision(settings: PlanSettings, hardware: Hardware, device: torch.device, data: DataCheck) -> str:
-    """The precision in which the step is counted and taken; where it is not the one asked for, a note says so."""
+    """The precision in which the step is counted and taken; a note names it if the run's precision is another one."""
     precision = settings.precision
     if hardware.kind == "assumed":
         if precision == "fp32":

@@ -40,7 +40,7 @@ def build_model(
 
     Args:
         name, pretrained, options: as for `models.build.create_model_and_transforms`.
-        seed: of mixup's draws.
+        seed: the seed of mixup's draws.
         start: loads starting weights, before positions are stretched and towers are frozen.
 
     Returns:
@@ -72,7 +72,7 @@ def apply_methods(
 
     Args:
         transform: of training images.
-        seed: of mixup's draws.
+        seed: the seed of mixup's draws.
 
     Returns:
         The transform (with AutoAugment if asked for), and the mixup if asked for.

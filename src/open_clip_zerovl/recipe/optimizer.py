@@ -94,7 +94,7 @@ def parameter_groups(
 
     Args:
         model: plain, or in DistributedDataParallel; plain with `rates`.
-        weight_decay: of the second group; the paper's is 1e-3.
+        weight_decay: weight decay of the second group; the paper's is 1e-3.
         exempt_embeddings: also exempt EMBEDDING_PARAMETERS and the weights of every `nn.Embedding`. False gives open_clip's
             groups, with the same parameters in the same order, so that its optimizer states load.
         rates: divides both groups by rate. A group then has `part`, its name, and `rate_scale`, which `scale_rates` applies.

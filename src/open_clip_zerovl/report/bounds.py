@@ -13,7 +13,7 @@ def bounds_remarks(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """A sentence for each set whose score is not above chance, and for each set where no model can score high.
 
     Args:
-        results: set -> `rsum`, and `rsum_chance`, `rsum_chance_upper`, `rsum_best` where they are known.
+        results: set -> `rsum`, and `rsum_chance`, `rsum_chance_upper`, `rsum_best` if they are known.
     """
     found = []
     for name, metrics in results.items():

@@ -23,7 +23,7 @@ THUMBNAIL_PX = 160
 
 
 def write_page(path: str | os.PathLike[str], template: str, folder: Path = TEMPLATES, /, **values: Any) -> Path:
-    """Write a page; arguments as for `render`. UserError where the file cannot be written."""
+    """Write a page; arguments as for `render`. UserError if the file cannot be written."""
     write_atomically(path, render(template, folder, **values))
     return Path(path)
 

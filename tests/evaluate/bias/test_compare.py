@@ -273,7 +273,7 @@ COLOURS = ("red", "green", "blue")
 
 
 def write_pairs(folder: Path, seed: int, *, count: int = 36, table: bool = False) -> Path:
-    """Pairs of one colour each, with json or columns: what they show, and whether they were held out."""
+    """Pairs of one colour each, with json or columns that give the colour and the held-out pairs."""
     rng = np.random.default_rng(seed)
     members, rows = [], ["filepath\ttitle\tshows\tkept"]
     folder.mkdir(parents=True)

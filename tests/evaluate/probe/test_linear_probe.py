@@ -387,7 +387,7 @@ def test_shards_with_numbers_and_with_json(tmp_path: Path):
     write_tar(tmp_path / "bare" / "0.tar", [("a.png", png((0, 0, 0)))])
     with pytest.raises(UserError, match="'a' has no .cls"):
         open_probe_set(tmp_path / "bare", "train")
-    # What would be lost without a word: a class without its image, samples with equal keys, a tar cut off between samples.
+    # Silent losses: a class without its image, samples with equal keys, a tar cut off between samples.
     write_tar(tmp_path / "bare" / "0.tar", [("a.cls", b"1"), ("b.png", png((0, 0, 0))), ("b.cls", b"2")])
     with pytest.raises(UserError, match="'a' has no image"):
         open_probe_set(tmp_path / "bare", "train")

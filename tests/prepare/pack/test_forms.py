@@ -226,7 +226,7 @@ def test_paths_as_people_write_them(packed, tmp_path):
     (tmp_path / "list.csv").write_text("\n".join(rows) + "\n")
     found = packed(tmp_path / "list.csv", columns=Columns(pictures_in=folder))
     assert found["pictures"] == 3 and found["refused"] == {}
-    # Shards show neither folders of this machine nor what follows an address, which may be a key.
+    # Shards show neither folders of this machine nor the query of an address, which may be a key.
     shown = {json.loads(sample.files["json"])["file"] for sample in samples_of(tmp_path / "out/train")}
     assert shown == {"one.JPG", "two two.png", "sub\\three.png"}
     assert public_name("https://host/a/b.jpg?key=1") == "https://host/a/b.jpg" and public_name("~/c.png") == "c.png"

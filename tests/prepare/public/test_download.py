@@ -38,7 +38,7 @@ from support.hostile_server import hostile_server, photo
 LIMITS = Limits(idle_seconds=0.5, total_seconds=1.0, max_bytes=1_000_000, private_redirects=True)
 WORK = Work(threads=16, attempts=2, backoff_seconds=0.01, progress=False)
 
-#: What each kind of address comes to.
+#: The outcome of each kind of address.
 EXPECTED = {
     "good": None,
     "png": None,
@@ -87,7 +87,7 @@ def captions(folder: Path) -> list[str]:
     return [s.files["txt"].decode() for shard in sorted(folder.glob("*.tar")) for s in read_samples(shard)]
 
 
-# ----------------------------------------------------------------------------------------------------- what comes
+# ----------------------------------------------------------------------------------------------------- contents
 
 
 def test_every_kind_of_answer_is_counted_by_its_reason(server, make, tmp_path):
@@ -247,7 +247,7 @@ def test_killed_and_resumed_no_pair_is_lost_or_doubled(server, tmp_path):
 def test_a_crash_between_any_two_steps_of_a_shard_is_mended(server, make, tmp_path, monkeypatch, crash_in, after):
     urls = [server.url("good", i) for i in range(8)]
     original = getattr(manifest, crash_in)
-    # It hashes the list too: the shard's own hash is what shall crash.
+    # It hashes the list too: the shard's own hash shall crash.
     monkeypatch.setattr("open_clip_zerovl.prepare.public.lists.described", lambda paths: ["the list"])
 
     def crash(*args):
@@ -360,7 +360,7 @@ def quarter_turn() -> bytes:
 
 
 GREY = Image.new("L", (40, 30), 90)
-#: A picture -> its size as a JPEG of at most 256 pixels on the shorter side, and the colour of a pixel where it is known.
+#: A picture -> its size as a JPEG of at most 256 pixels on the shorter side, and the colour of a pixel if it is known.
 STORED = {
     "wide": (photo(0, 1000, 500), (512, 256), None),
     "tall": (photo(0, 500, 1001), (256, 513), None),

@@ -1,6 +1,6 @@
 """Scores of the models between two ends, and the rule that chooses one of them.
 
-A point's `new` is the mean score of the sets of the new ability, `kept` that of the sets whose ability is to be kept. The score
+A point's `new` is the mean score of the sets of the new ability, `kept` that of the kept sets. The score
 of a set is its RSUM; of classes, whose pictures share captions, it is zero-shot top-1 in percent.
 """
 
@@ -47,7 +47,7 @@ class Point:
         return 100 * self.accuracies[name]["top1"] if name in self.accuracies else self.metrics[name]["rsum"]
 
     def chance(self, name: str) -> float:
-        """The score of random orders, or of guessing, on a set; NaN where it is not known."""
+        """The score of random orders, or of guessing, on a set; NaN if it is not known."""
         own = self.accuracies.get(name)
         return self.metrics[name].get("rsum_chance", math.nan) if own is None else 100 * own["chance"]
 
@@ -167,7 +167,7 @@ def choose(
         points: in the order of their alphas.
         rule: `kept`: the best new score among the points whose kept score is at least `kept_share` of that before (alpha 0
             is always among them). `mean`: the best mean of the new and the kept score. `new`: the best new score. None:
-            `kept` where there are kept sets, else `new`. A tie goes to the point nearest to the model before.
+            `kept` if there are kept sets, else `new`. A tie goes to the point nearest to the model before.
 
     Raises:
         UserError: an unknown rule, or one that needs kept sets without them.

@@ -38,7 +38,7 @@ class CurveSettings(CurveFlags):
     """Sets to score, and the rule that chooses a point.
 
     Attributes:
-        new, kept: retrieval sets as `parse_retrieval_data` reads them: of the new ability, and of the one to keep.
+        new, kept: retrieval sets (form: `parse_retrieval_data`) of the new ability, and of the ability to keep.
         retrieval: split and captions of all sets.
 
     Raises:
@@ -81,7 +81,7 @@ def score_curve(
         say: is called with a line for each point.
 
     Raises:
-        UserError: sets that cannot be read, and what `score_set` refuses.
+        UserError: sets that cannot be read, and the errors of `score_set`.
     """
     sets, new, kept = settings.open()
     points = []
@@ -142,7 +142,7 @@ def write_between(
 
 
 def _public(name: str) -> str:
-    """A model's name without the folders above it: of a checkpoint its run and its file."""
+    """A model's name without the folders above it; for a checkpoint the names of its run and its file."""
     path = Path(name.removeprefix("local-dir:"))
     if path.parent.name == "checkpoints":
         return f"{path.parent.parent.name}/{path.name}"

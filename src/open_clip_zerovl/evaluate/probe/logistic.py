@@ -108,8 +108,8 @@ def fit_logistic(features: Tensor, targets: Tensor, *, seed: int = 0, grid: Sequ
 def stratified_fifth(targets: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows of a random fifth of each class, and the other rows: (N,) class indices -> rows held out, rows left.
 
-    Each class keeps at least one row. What does not divide by five is carried on to the next class: of three classes with two
-    images each, one image is held out.
+    Each class keeps at least one row. Rows that five does not divide are added to the next class: of three classes with
+    two images each, one image is held out.
 
     Raises:
         UserError: no row could be held out.

@@ -35,7 +35,7 @@ def spherical_kmeans(
         features: of unit length.
         clusters: K.
         passes: over the features.
-        seed: of the draws.
+        seed: the seed of the draws.
         chunk_samples: samples in memory at once.
 
     Raises:

@@ -106,9 +106,9 @@ def open_input(path: Path, wanted: Columns, form: str | None = None, templates: 
 
     Args:
         path: a file or a folder.
-        wanted: columns.
-        form: of FORMATS; None to look.
-        templates: of the captions of classes.
+        wanted: the chosen columns.
+        form: one of FORMATS; None detects it.
+        templates: the templates of the captions of classes.
 
     Raises:
         UserError: no such input, one of no known form or of several forms, or an error that the reader raises.
