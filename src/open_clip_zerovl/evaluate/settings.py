@@ -211,7 +211,7 @@ class CurveFlags:
     )
     kept_share: float = flag(
         0.99,
-        "share of BEFORE's score on the kept sets that is to be kept",
+        "share of BEFORE's score on the kept sets that the chosen point keeps at least",
         option="--keep",
         kind=share,
         metavar="SHARE",
