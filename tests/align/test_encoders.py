@@ -117,7 +117,7 @@ def test_sentence_encoders_that_open_clip_has_no_entry_for_are_built_and_exporte
         ("hf:{home}/bert", "text", {"context_length": 99}, "--context-length 99: .* has 32 positions"),
         ("hf:{home}/nowhere", "text", {}, "the encoder hf:.*nowhere cannot be loaded"),
         ("timm:no_such_model", "image", {}, "the encoder timm:no_such_model cannot be loaded"),
-        ("{home}/nowhere", "image", {}, "is neither a folder"),
+        ("{home}/nowhere", "image", {}, "is not a model; give a folder"),
     ],
 )
 def test_an_encoder_that_does_not_fit_is_refused(home, name, side, options, sentence):
@@ -129,7 +129,7 @@ def test_a_head_or_a_pair_that_open_clip_has_no_place_for_is_refused(home, tmp_p
     checkpoint = str(home / "native" / "checkpoints" / "epoch_1.pt")
     native = open_tower(checkpoint, "image")
     with pytest.raises(
-        UserError, match="gives .* image tower a linear projection alone; give --head linear, or an encoder of timm"
+        UserError, match="gives .* image tower only a linear projection; give --head linear, or an encoder of timm"
     ):
         check_head("mlp", native)
     check_head("linear", native)

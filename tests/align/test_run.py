@@ -97,7 +97,7 @@ def test_the_command_writes_a_model_for_transformers_and_for_training(home, tmp_
     report = init_from(model, folder)
     assert report.left == {} and "text projection" in report.loaded
     assert main(["align", *words, "--head", "mlp"]) == 2
-    assert "takes" in (error := capsys.readouterr().err) or "a linear projection alone; give --head linear" in error
+    assert "takes" in (error := capsys.readouterr().err) or "only a linear projection; give --head linear" in error
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_gated_heads_are_kept_and_refused_for_stock_by_name(request_of, tmp_path
     said = []
     (tmp_path / "out" / "model").mkdir(parents=True)
     with pytest.raises(
-        UserError, match=r"--head glu writes no model, and .*/model is of other heads; give another --out"
+        UserError, match=r"--head glu writes no model, and .*/model is from a call with other heads; give another --out"
     ):
         run_align(request_of(tmp_path / "out", head="glu"), said.append)
     (tmp_path / "out" / "model").rmdir()
@@ -215,7 +215,7 @@ def test_parts_are_encoded_by_several_calls(request_of, tmp_path, monkeypatch):
         ),
         ({"lr": 0.0}, "--lr 0.0 is out of range"),
         ({"feature_mixup": 1.0, "positives": "both"}, "--feature-mixup needs --positives pair"),
-        ({"batch_size": 1000}, "zero steps of the effective batch of 1000"),
+        ({"batch_size": 1000}, "fewer than one effective batch of 1000"),
         ({"images": ("timm:nowhere",)}, "the encoder timm:nowhere cannot be loaded"),
     ],
 )

@@ -137,7 +137,7 @@ class Alignment:
             )
         if request.head == "glu" and (request.out / "model").exists():
             raise UserError(
-                f"--head glu writes no model, and {request.out / 'model'} is of other heads; give another --out"
+                f"--head glu writes no model, and {request.out / 'model'} is from a call with other heads; give another --out"
             )
         load = cache(load_model)
         options: dict[str, Any] = {"text_pool": request.text_pool, "context_length": request.context_length}

@@ -103,7 +103,7 @@ def check_head(kind: str, tower: Tower) -> None:
     """UserError for a head of two layers on a tower that open_clip gives none."""
     if kind == "mlp" and tower.kind not in ("timm", "hf"):
         raise UserError(
-            f"--head mlp: open_clip gives {tower.name}'s {tower.side} tower a linear projection alone; give --head linear, or "
+            f"--head mlp: open_clip gives {tower.name}'s {tower.side} tower only a linear projection; give --head linear, or "
             f"an encoder of {'timm' if tower.side == 'image' else 'transformers'}"
         )
 
