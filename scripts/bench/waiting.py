@@ -3,7 +3,7 @@
     python -m scripts.bench.waiting --data data/emoji --demo demo [--rounds 3] [--source OTHER_CHECKOUT]
 
 It runs the commands on the data and the runs of `make demo`, in processes of their own; each row is the median of the rounds.
-With --source it measures the package of another checkout. `scripts.bench.pack` measures packing.
+With --source it measures the package of another checkout.
 """
 
 from __future__ import annotations

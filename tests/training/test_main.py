@@ -16,7 +16,7 @@ from open_clip_zerovl.evaluate.retrieval.score import RetrievalSettings, run_ret
 from open_clip_zerovl.evaluate.zero_shot.score import run_zero_shot
 from support.programs import COMMON, flat_tensors, launch, state_of
 from support.tars import png, write_source, write_tar
-from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, WORDS, bert_text, write_bert, write_retrieval_set
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, WORDS, bert_text, write_bert, write_classes, write_retrieval_set
 from training.data import get_data, open_inputs
 from training.main import main
 from training.params import parse
@@ -112,19 +112,11 @@ def metrics_of(folder: Path, name: str) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def write_classes(folder: Path) -> Path:
-    for label, shades in (("cat", (10, 90, 200)), ("dog", (40, 120, 230))):
-        (folder / label).mkdir(parents=True)
-        for shade in shades:
-            (folder / label / f"{shade}.png").write_bytes(png((shade, 255 - shade, 7)))
-    return folder
-
-
 def test_retrieval_while_training_floor_of_the_schedule_and_resume(workplace):
     folder, data, *_ = workplace
     write_retrieval_set(folder / "pairs", [2, 1, 7, *[1] * 37])
     words = f"""--train-data {data} --debiased-sampling --workers 0 --lr 1e-3 --lr-min 2e-4 --retrieval-frequency 2
-    --retrieval-data mine={folder}/pairs --zero-shot-data things={write_classes(folder / "classes")}"""
+    --retrieval-data mine={folder}/pairs --zero-shot-data things={write_classes(folder / "classes", "cat dog", each=3)}"""
     arguments, config = [*COMMON, *words.split()], folder / "bert" / "tiny.json"
     launch("ours", config, [*arguments, "--batch-size=8", "--epochs=3", "--name=retrieval"], cwd=folder)
     metrics = metrics_of(folder, "retrieval")

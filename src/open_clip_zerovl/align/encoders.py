@@ -1,7 +1,8 @@
 """A frozen tower from the name of an encoder, in open_clip's form: its embeddings are those of the exported model.
 
     timm:NAME|FOLDER         an image tower of timm
-    hf:NAME|FOLDER           a text tower of transformers or sentence-transformers, pooled by its own config
+    hf:NAME|FOLDER           a vision model of transformers, as it pools itself; or a text tower of transformers or
+                             sentence-transformers, pooled by its own config
     NAME/TAG, FOLDER, *.pt   either tower of an open_clip model
 
 `F` width of the features, which come before any projection.
@@ -24,6 +25,8 @@ from torch import Tensor, nn
 
 from open_clip_zerovl.checkpoints.loading import UNBUILDABLE, load_model, spec_of, tokenizer_of
 from open_clip_zerovl.checkpoints.spec import ModelSpec
+from open_clip_zerovl.checkpoints.transformers_folder import preprocess_of
+from open_clip_zerovl.checkpoints.transformers_towers import PooledVision
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.embeddings.encoder import (
     FrozenModel,
@@ -37,8 +40,8 @@ from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH
 from open_clip_zerovl.models.local_dir import no_code_from_data
 
 # The other tower of a model that is built for one of them.
-_SMALL_IMAGE = {"image_size": 8, "layers": 1, "width": 8, "head_width": 8, "patch_size": 8}
-_SMALL_TEXT = {"context_length": 4, "vocab_size": 8, "width": 8, "heads": 1, "layers": 1}
+SMALL_IMAGE = {"image_size": 8, "layers": 1, "width": 8, "head_width": 8, "patch_size": 8}
+SMALL_TEXT = {"context_length": 4, "vocab_size": 8, "width": 8, "heads": 1, "layers": 1}
 _POOLERS = {"cls": "cls_last_hidden_state_pooler", "mean": "mean_pooler"}
 # Text models whose positions begin after the padding token's number.
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "mpnet", "camembert")
@@ -52,7 +55,7 @@ class Tower:
     Attributes:
         side: "image" or "text".
         name: as given.
-        kind: the kind of its projection in open_clip: "timm", "vit", "resnet", "hf" or "clip".
+        kind: of its projection in open_clip: "timm", "vit", "resnet", "hf" or "clip"; "vision" where it has no such tower.
         cfg: open_clip's vision_cfg or text_cfg.
         module: pictures or tokens -> features (b, F).
         tensors: the tower's weights under open_clip's names, without its projection.
@@ -149,12 +152,9 @@ def open_tower(
                 raise UserError(f"{name} is an image encoder of timm; give it as --image, and a text encoder as --text")
             return _timm(name, place)
         if colon and kind == "hf":
-            if side == "image":
-                raise UserError(
-                    f"{name}: open_clip cannot use image encoders of transformers; give --image timm:NAME (timm has "
-                    "DINOv2, DINOv3 and SigLIP 2)"
-                )
-            return _hf(name, place, text_pool, context_length)
+            folder = Path(place).expanduser()
+            source = str(folder.absolute()) if folder.is_dir() else place
+            return _hf_vision(name, source) if side == "image" else _hf_text(name, source, text_pool, context_length)
         return _of_open_clip(name, side, load)
     except UserError:
         raise
@@ -192,7 +192,7 @@ def _timm(name: str, place: str) -> Tower:
 
 
 def _visual(vision_cfg: dict[str, Any]) -> Any:
-    return CustomTextCLIP(8, vision_cfg, _SMALL_TEXT).visual
+    return CustomTextCLIP(8, vision_cfg, SMALL_TEXT).visual
 
 
 def _image_tower(
@@ -213,8 +213,27 @@ def _towers_own(tower: nn.Module) -> dict[str, Tensor]:
     return {key: value for key, value in tower.state_dict().items() if not _PROJECTION.fullmatch(key)}
 
 
-def _hf(name: str, place: str, text_pool: str | None, context_length: int | None) -> Tower:
-    source = str(Path(place).expanduser().absolute()) if Path(place).expanduser().is_dir() else place
+def _hf_vision(name: str, source: str) -> Tower:
+    from transformers import AutoConfig, AutoImageProcessor, AutoModel
+
+    config = AutoConfig.from_pretrained(source)
+    config = getattr(config, "vision_config", config)  # of a dual encoder
+    model, found = AutoModel.from_pretrained(source, config=config, output_loading_info=True)
+    if found["missing_keys"]:
+        raise UserError(
+            f"{name} holds no weights of {sorted(found['missing_keys'])[0]}; give an encoder with all of them"
+        )
+    preprocess = preprocess_of(AutoImageProcessor.from_pretrained(source))
+    visual = PooledVision(model.float().eval(), preprocess)
+    with torch.no_grad():
+        pooled = model(pixel_values=torch.zeros(1, 3, *size_of(preprocess))).get("pooler_output")
+    if pooled is None or pooled.shape != (1, getattr(config, "hidden_size", 0)):
+        raise UserError(f"{name}, a {config.model_type}, pools no vector of its pictures; give another encoder")
+    cfg = {"hf_model_name": Path(source).name, "image_size": preprocess["size"]}
+    return Tower("image", name, "vision", cfg, visual, {}, pooled.shape[1], preprocess)
+
+
+def _hf_text(name: str, source: str, text_pool: str | None, context_length: int | None) -> Tower:
     pool, own_length = _sentence_transformer(source)
     pool = text_pool or pool or "cls"
     if pool not in _POOLERS:
@@ -224,7 +243,7 @@ def _hf(name: str, place: str, text_pool: str | None, context_length: int | None
         )
     cfg = {"hf_model_name": source, "hf_tokenizer_name": source, "hf_model_pretrained": True}
     cfg |= {"hf_pooler_type": _POOLERS[pool], "hf_proj_type": "linear"}
-    text = CustomTextCLIP(8, _SMALL_IMAGE, cfg).text
+    text = CustomTextCLIP(8, SMALL_IMAGE, cfg).text
     config = text.config
     if getattr(config, "pad_token_id", None) is None:
         raise UserError(
@@ -282,7 +301,7 @@ def _of_open_clip(name: str, side: str, load: Callable[[str], Any]) -> Tower:
         )
     cfg = copy.deepcopy(spec.model_cfg["text_cfg"])
     if not hasattr(model, "text"):
-        built = CustomTextCLIP(spec.model_cfg["embed_dim"], _SMALL_IMAGE, cfg, quick_gelu=quick)
+        built = CustomTextCLIP(spec.model_cfg["embed_dim"], SMALL_IMAGE, cfg, quick_gelu=quick)
         weights = convert_to_custom_text_state_dict(model.state_dict())
         built.text.load_state_dict({key[5:]: value for key, value in weights.items() if key.startswith("text.")})
         return _text_tower(name, built.text, cfg, quick_gelu=quick)

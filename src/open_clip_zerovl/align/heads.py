@@ -100,10 +100,11 @@ class Heads(nn.Module):
 
 
 def check_head(kind: str, tower: Tower) -> None:
-    """UserError for a head of two layers on a tower that open_clip gives none."""
+    """UserError for a head of two layers on a tower that the exported model gives none."""
     if kind == "mlp" and tower.kind not in ("timm", "hf"):
+        library = "transformers" if tower.kind == "vision" else "open_clip"
         raise UserError(
-            f"--head mlp: open_clip gives {tower.name}'s {tower.side} tower only a linear projection; give --head linear, or "
+            f"--head mlp: {library} gives {tower.name}'s {tower.side} tower only a linear projection; give --head linear, or "
             f"an encoder of {'timm' if tower.side == 'image' else 'transformers'}"
         )
 

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from open_clip_zerovl.core.flags import NOT_NEGATIVE, POSITIVE, SHARE, Requirement, flag, natural, part, positive, seed
+from open_clip_zerovl.core.flags import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    Requirement,
+    flag,
+    key_value,
+    natural,
+    part,
+    positive,
+    redeclared,
+    seed,
+)
 from open_clip_zerovl.losses.names import POSITIVES
+from open_clip_zerovl.recipe.flags import TeacherFlags
 
 HEADS = ("linear", "mlp", "glu")
 POOLS = ("cls", "mean")
@@ -35,16 +49,24 @@ class Recipe:
     )
     feature_mixup: float = flag(
         0.0,
-        "FuseMix: mix the features of two pairs, both sides by one weight of each step from Beta(A, A); 0: none",
+        "FuseMix: mix the features of one half of a batch with the other's, both sides by one weight of each step from "
+        "Beta(A, A); 0: none",
         range=NOT_NEGATIVE,
         metavar="A",
         needs=(
             Requirement(
-                "--positives pair and --cross-source-weight 1: a mixed pair has two captions, pictures and sources",
-                lambda g: g.positives == "pair" and g.cross_source_weight == 1,
+                "--positives pair, --cross-source-weight 1 and no --teacher: a mixed pair has two of each",
+                lambda g: g.positives == "pair" and g.cross_source_weight == 1 and g.teacher is None,
             ),
         ),
     )
+    teacher: str | None = flag(
+        None,
+        "learn from the embeddings that `zerovl teacher --captions one-per-epoch` has stored in DIR, on its views",
+        metavar="DIR",
+    )
+    distill_weight: float = redeclared(TeacherFlags, "distill_weight", 1.0)
+    distill_temperature: float = redeclared(TeacherFlags, "distill_temperature", 0.01)
     batch_size: int = flag(
         0,
         "pairs in a step (default: 32,768 on a GPU; on a CPU as many as cost no more than the heads)",
@@ -72,6 +94,21 @@ class AlignFlags(Recipe):
 
     seeds: int = flag(1, "heads trained, with seeds from --seed on; the best is kept", kind=positive)
     held_out_share: float = flag(0.1, "share of the pictures that is held out, at most 1,000", range=SHARE)
+    views: int = flag(
+        1,
+        "train on V augmented views of each picture in place of the picture as it is",
+        kind=positive,
+        metavar="V",
+        needs=(Requirement("no --teacher, which brings its own views", lambda g: g.teacher is None),),
+    )
+    aug_cfg: dict[str, Any] = flag(
+        dict,
+        "augmentation of the views: open_clip's, such as scale=(0.4,1.0)",
+        kind=key_value,
+        nargs="*",
+        metavar="KEY=VALUE",
+        needs=(Requirement("--views or --teacher", lambda g: g.views > 1 or g.teacher is not None),),
+    )
     text_pool: str | None = flag(
         None, "pooling of an hf: encoder (default: that of its sentence-transformers config, else cls)", choices=POOLS
     )

@@ -114,16 +114,22 @@ def _asked(question: Callable[[], _Answer], repo: str) -> _Answer:
     """The hub's answer. UserError for an error, or if the hub cannot be reached."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
-    # Before huggingface_hub 1.0 requests' errors, since then httpx's; its uploader raises RuntimeError.
-    unreachable: tuple[type[Exception], ...] = (*HfHubHTTPError.__bases__, OSError, RuntimeError, ValueError)
+    # Before huggingface_hub 1.0 requests' errors, also for an unknown token; since then httpx's. Its uploader raises
+    # RuntimeError.
+    failures: tuple[type[Exception], ...] = (*HfHubHTTPError.__bases__, OSError, RuntimeError, ValueError)
     try:
         return question()
     except HFValidationError as error:
         raise UserError(f"'{repo}' is not the name of a repository on a hub ({first_line(error)})") from error
     except OfflineModeIsEnabled as error:
         raise UserError(f"HF_HUB_OFFLINE forbids to push {repo}: unset it, or leave --push-to-hub out") from error
-    except HfHubHTTPError as error:
-        status = getattr(error.response, "status_code", None)
+    except failures as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status is None:
+            raise UserError(
+                f"the hub cannot be reached, or stopped answering ({type(error).__name__}: {first_line(error)}); {repo} is as "
+                "it was: push again when the network is back"
+            ) from error
         if status == 401:
             raise UserError(f"the hub does not know the token, so {repo} cannot be written: {_WRITE}") from error
         if status in (403, 404):
@@ -132,8 +138,3 @@ def _asked(question: Callable[[], _Answer], repo: str) -> _Answer:
                 "the right to write there; nothing was pushed"
             ) from error
         raise UserError(f"the hub refuses {repo} ({status}: {first_line(error)}); nothing was pushed") from error
-    except unreachable as error:
-        raise UserError(
-            f"the hub cannot be reached, or stopped answering ({type(error).__name__}: {first_line(error)}); {repo} is as it "
-            "was: push again when the network is back"
-        ) from error

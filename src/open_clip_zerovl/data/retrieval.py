@@ -167,7 +167,7 @@ def retrieval_batches(
 
 
 def parse_retrieval_data(spec: str) -> dict[str, Path]:
-    """`"coco=/data/coco::f30k=/data/f30k"` -> {"coco": Path, "f30k": Path}, in open_clip's `::` syntax.
+    """`"coco=/data/coco::f30k=/data/f30k"` -> {"coco": Path, "f30k": Path}, in open_clip's `::` syntax; labelled sets, too.
 
     A set without a name takes that of its folder, of its file of annotations without the ending, or of its shards' folder.
 
@@ -181,17 +181,17 @@ def parse_retrieval_data(spec: str) -> dict[str, Path]:
         if not equals or "/" in name:
             name, path = "", entry.strip()
         if not path:
-            raise UserError(f"retrieval data '{spec}' has an empty entry: write name=folder::name=folder")
+            raise UserError(f"the list of sets '{spec}' has an empty entry: write name=folder::name=folder")
         folder = Path(path).expanduser()
         if not name:
             named = Path(kind_of(str(folder)).path).absolute() if not folder.is_dir() else folder.absolute()
             named = named.parent if named.suffix == ".tar" or "{" in named.name else named
             name = re.sub(r"\.(json|csv|tsv)$", "", named.name, flags=re.IGNORECASE)
         if not _NAME.fullmatch(name):
-            raise UserError(f"'{name}' cannot name a retrieval set: use letters, digits, '.', '_' and '-'")
+            raise UserError(f"'{name}' cannot name a set: use letters, digits, '.', '_' and '-'")
         if name in sets:
             raise UserError(
-                f"two retrieval sets are named '{name}' ({sets[name]} and {folder}): name them, a={sets[name]}::b=..."
+                f"two sets are named '{name}' ({sets[name]} and {folder}): name them, a={sets[name]}::b=..."
             )
         sets[name] = folder
     return sets

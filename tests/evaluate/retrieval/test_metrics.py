@@ -265,8 +265,8 @@ def test_parsing_of_retrieval_data():
         ("", "empty entry"),
         ("a=/x::", "empty entry"),
         ("a=", "empty entry"),
-        ("a=/x::a=/y", "two retrieval sets are named 'a'"),
-        ("/x/coco::/y/coco", "two retrieval sets are named 'coco'"),
+        ("a=/x::a=/y", "two sets are named 'a'"),
+        ("/x/coco::/y/coco", "two sets are named 'coco'"),
         ("a b=/x", "'a b' cannot name"),
     ],
 )

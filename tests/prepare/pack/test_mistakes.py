@@ -19,7 +19,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.prepare.pack import packing
 from open_clip_zerovl.prepare.pack.report import lines
-from open_clip_zerovl.prepare.pack.rows import Columns
+from open_clip_zerovl.prepare.pack.rows import UNMARKED, Columns
 from open_clip_zerovl.prepare.public.gather import Work
 from support.pairs import as_csv, as_folder, as_jsonl, as_tars, make_pairs, picture, samples_of, write_pictures
 from support.tars import write_tar
@@ -60,6 +60,13 @@ def json_without_captions(folder: Path) -> Path:
 
 def two_pairs(folder: Path) -> Path:
     return as_folder(folder, make_pairs(2))
+
+
+def captions_in(folder: Path, encoding: str) -> Path:
+    given = two_pairs(folder)
+    for file in given.rglob("*.txt"):
+        file.write_bytes("gr\u00f6\u00dfe".encode(encoding))
+    return given
 
 
 def tars_of(members: dict[str, bytes]) -> Callable[[Path], Path]:
@@ -125,6 +132,14 @@ MISTAKES: dict[str, tuple[str | Callable[[Path], Any], str] | tuple[str | Callab
     "lines that end in a carriage return": (
         "image,caption\r0.png,a cat\r1.png,a dog\r",
         "lines that end in a carriage return alone, .*: save it as CSV with line ends of Unix",
+    ),
+    "captions in Latin-1 alone": (
+        lambda folder: captions_in(folder, "latin-1"),
+        r"caption not UTF-8 in 2 \(first a.000.png\); probably Latin-1: convert the file to UTF-8 \(iconv -f CP1252 -t UTF-8",
+    ),
+    "captions in UTF-16 alone": (
+        lambda folder: captions_in(folder, "utf-16-le"),
+        r"NULs in the caption \(UTF-16 without its mark\?\) in 2 .*; convert the file to UTF-8 \(iconv -f UTF-16LE",
     ),
     "utf-16 without a mark": (
         files(pairs_csv="image,caption\n0.png,x\n".encode("utf-16-le")),
@@ -258,6 +273,12 @@ def one_bad_encoding(folder: Path) -> Path:
     return table(folder, "image,caption\n0.png,caf\udce9\n1.png,tea\n")  # a byte of Latin-1
 
 
+def json_lines_in_latin_1(folder: Path) -> Path:
+    return table(
+        folder, '{"image": "0.png", "caption": "caf\udce9"}\n{"image": "1.png", "caption": "tea"}\n', "p.jsonl"
+    )
+
+
 def odd_json_lines(folder: Path) -> Path:
     rows = [
         '{"image": "0.png", "caption": "x"}',
@@ -320,10 +341,11 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], int, dict[str, int]]] = {
         1,
         {"text cannot be read": 2, "text too large": 1, "picture missing": 1},
     ),
-    "byte-order marks and none": (texts_in_five_encodings, 4, {"caption not UTF-8": 2}),
+    "byte-order marks and none": (texts_in_five_encodings, 4, {"caption not UTF-8": 1, UNMARKED: 1}),
     "paths in UTF-16": (lambda folder: paths_with_umlauts(folder, "utf-16", "utf-16-le"), 2, {}),
     "a path in Latin-1": (lambda folder: paths_with_umlauts(folder, "utf-8", "latin-1"), 1, {"path not UTF-8": 1}),
     "a caption in Latin-1": (one_bad_encoding, 1, {"caption not UTF-8": 1}),
+    "a JSON line in Latin-1": (json_lines_in_latin_1, 1, {"caption not UTF-8": 1}),
 }
 
 
@@ -338,7 +360,10 @@ def test_a_row_that_cannot_be_used_is_refused_and_the_rest_packed(kind, packed, 
         assert captions == ["gr\u00f6\u00dfe\nzwei"] * 3 + ["plain"]
     if kind == "a caption in Latin-1":
         printed = "\n".join(lines(found, tmp_path / "out"))
-        assert "1 caption not UTF-8: pairs.csv line 2; save the table as UTF-8 (iconv -f CP1252" in printed
+        assert (
+            "1 caption not UTF-8: pairs.csv line 2; probably Latin-1: convert the file to UTF-8 (iconv -f CP1252"
+            in printed
+        )
         for words in ("1 row, which is in refused.csv", "1 shard ", "repeated   no caption, no picture"):
             assert words in printed
 

@@ -173,7 +173,7 @@ class JsonReader(ColumnReader):
             for line, text in enumerate(table, start=1):
                 if text.strip():
                     try:
-                        yield line, json.loads(text.decode("utf-8-sig"))
+                        yield line, json.loads(text.decode("utf-8-sig", "surrogateescape"))
                     except (ValueError, RecursionError):
                         yield line, None
 

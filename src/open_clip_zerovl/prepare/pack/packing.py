@@ -353,11 +353,11 @@ def _nothing(store: Store, readers: Sequence[Reader]) -> str:
         for reason, entry in list(found.items())[:4]
     )
     passing = any(entry["transient"] for entry in found.values())
-    advice = (
-        "the same command with --retry-failed tries again the failures that may pass"
-        if passing
-        else f"check the input, and which columns are read ({readers[0].columns})"
-    )
+    advice = next((reports.ADVICE[reason] for reason in found if reason in reports.ADVICE), None)
+    if passing:
+        advice = "the same command with --retry-failed tries again the failures that may pass"
+    elif advice is None:
+        advice = f"check the input, and which columns are read ({readers[0].columns})"
     return f"none of the {store.row_count:,} rows can be used: {why}; {advice}"
 
 

@@ -27,6 +27,7 @@ PICTURE_SUFFIXES = frozenset(
 )
 ADDRESS = ("http://", "https://")
 
+UNMARKED = "NULs in the caption (UTF-16 without its mark?)"  # the reason of a refused row
 _TEXT_KEYS = ("raw", "caption", "text", "sentence")  # of captions that are objects: {"raw": "a dog", "tokens": [...]}
 
 
@@ -138,7 +139,9 @@ def texts_of(values: Sequence[Any]) -> tuple[list[str], str]:
         text = " ".join(value.split())
         if not text:
             continue
-        if not is_utf8(text) or "\0" in text:  # NULs are those of UTF-16 without a mark
+        if "\0" in text:
+            return [], UNMARKED
+        if not is_utf8(text):
             return [], "caption not UTF-8"
         texts[text] = None
     return list(texts), "" if texts else problem
