@@ -88,6 +88,7 @@ def test_training_takes_the_flags(samples, gpus):
         (100, {"batch-size": "64", "dga-steps": "2"}, "batch of 128 is larger than the 100 pictures"),
         (5, {}, "fine-tuning needs at least 16 pictures, and the data has 5"),
         (100, {"epochs": "many"}, "--set epochs=many must be a whole number"),
+        (100, {"lr": "fast"}, "--set lr=fast must be a number above 0, as 1e-5"),
         (100, {"epochs": None}, "--set epochs= removes a setting that fine-tuning needs"),
         (100, {"model": "RN50"}, "--set model does not work with finetune, which decides it; give --from MODEL"),
     ],

@@ -36,6 +36,7 @@ from open_clip_zerovl.core.launch import visible_gpus
 from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.words import WordAugment
+from open_clip_zerovl.evaluate.interpolation.curve import require_possible
 from open_clip_zerovl.evaluate.retrieval.metrics import recall_bounds
 from open_clip_zerovl.evaluate.settings import RetrievalSettings
 from open_clip_zerovl.finetune import data as pairs
@@ -94,7 +95,7 @@ def _same_request(request: Request) -> None:
     if before is None:
         others = [entry.name for entry in request.out.iterdir() if entry.name != "lock"]
         if others:
-            raise UserError(f"{request.out} holds {others[0]} and no fine-tuning; choose an empty --out")
+            raise UserError(f"{request.out} holds {others[0]}, which is not of a fine-tuning; give an empty --out")
         write_atomically(file, json.dumps(asked, indent=2) + "\n")
         return
     if asked != before and not (request.out / "run").exists():
@@ -108,8 +109,8 @@ def _same_request(request: Request) -> None:
     for name in {**asked, **before}:  # in the order of the flags
         if asked.get(name) != before.get(name):
             raise UserError(
-                f"{request.out} holds a fine-tuning with {_flag(name, before)}, and this call asks for {_flag(name, asked)}; "
-                "repeat the arguments of the first call to go on, or give another --out"
+                f"{request.out} holds a fine-tuning with {_flag(name, before)}, but this call has {_flag(name, asked)}; "
+                "to continue it repeat the arguments of the first call, else give another --out"
             )
 
 
@@ -131,6 +132,7 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 def _prepare(request: Request, say: Say) -> Prepared:
     check_keeping(request)
+    require_possible(request.rule, bool(request.kept))
     found = pairs.find_data(request.data)
     sources, notes = pairs.open_sources(found.train_data), []
     new = request.retrieval_data or found.held_out

@@ -47,7 +47,7 @@ class FinetuneFlags:
     patience: int = flag(
         5, "end after EPOCHS without a better held-out score; 0: never", kind=natural, metavar="EPOCHS"
     )
-    seed: int = flag(0, "of the split and the training", kind=seed)
+    seed: int = flag(0, "seed of the split and the training", kind=seed)
     compare_pictures: bool = flag(
         True, "do not look for held-out pictures among those to train on", option="--skip-overlap"
     )

@@ -133,17 +133,17 @@ def test_rules(rule, share, alpha):
 
 def test_rules_without_kept_sets():
     assert choose(points(*ROWS), ["n"], [], kept_share=0.9).chosen.alpha == 0.75
-    with pytest.raises(UserError, match="--rule mean weighs the kept sets, and there are none"):
+    with pytest.raises(UserError, match="--rule mean needs retrieval sets of the ability to keep"):
         choose(points(*ROWS), ["n"], [], "mean", kept_share=0.9)
 
 
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        (["--kept=k=SET"], "give its sets too: --data"),
-        (["--data=n=SET", "--alpha=0.3"], "give --alphas, or leave --data out"),
+        (["--kept=k=SET"], "--kept needs --data NAME=SET"),
+        (["--data=n=SET", "--alpha=0.3"], "which chooses alpha; give --alphas, or leave one out"),
         (["--data=n=SET", "--kept=n=SET"], "both new and kept"),
-        (["--data=n=SET", "--rule=kept"], "there are none; give --kept"),
+        (["--data=n=SET", "--rule=kept"], "needs retrieval sets of the ability to keep; give --kept"),
         (["--data=n=/nowhere"], "retrieval set /nowhere does not exist"),
     ],
 )

@@ -202,7 +202,7 @@ def require_possible(rule: str | None, has_kept: bool) -> None:
     if rule is not None and rule not in RULES:
         raise UserError(f"--rule {rule!r} is unknown; give one of {', '.join(RULES)}")
     if rule in ("kept", "mean") and not has_kept:
-        raise UserError(f"--rule {rule} weighs the kept sets, and there are none; give --kept, or --rule new")
+        raise UserError(f"--rule {rule} needs retrieval sets of the ability to keep; give --kept, or --rule new")
 
 
 def in_percent(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -124,7 +124,7 @@ def open_input(path: Path, wanted: Columns, form: str | None = None, templates: 
     found = form or (_form_of_file(path) if path.is_file() else _form_of_folder(path))
     if found in ("folder", "classes"):
         if not path.is_dir():
-            raise UserError(f"{path} is a file, and --format {found} wants a folder of pictures")
+            raise UserError(f"{path} is a file, and --format {found} needs a folder of pictures")
         return FolderReader(path, wanted) if found == "folder" else ClassReader(path, wanted, templates)
     if found == "arrow":
         return ArrowReader(found, path, [path] if path.is_file() else saved_files(path), wanted)
@@ -137,7 +137,7 @@ def open_input(path: Path, wanted: Columns, form: str | None = None, templates: 
         return TarReader(path, files, wanted)
     if len(files) > 1:
         raise UserError(
-            f"{path} holds {len(files)} tables ({files[0].name}, {files[1].name} ...): give the one or those that are wanted"
+            f"{path} holds {len(files)} tables ({files[0].name}, {files[1].name} ...): give the table or the tables to pack"
         )
     if found == "table":
         return TableReader(files[0], wanted)
@@ -184,7 +184,7 @@ def _form_of_folder(path: Path) -> str:
         )
     if counts["webdataset"] and (pictures or tables):
         raise UserError(
-            f"{path} holds tars, and {'pictures' if pictures else 'tables'} too: say which with --format webdataset or "
+            f"{path} holds tars, and {'pictures' if pictures else 'tables'} too: choose with --format webdataset or "
             f"--format {'folder' if pictures and not tables else tables[0]}"
         )
     # img2dataset writes a parquet of the addresses beside its tars, and beside its folders of pictures.
@@ -192,7 +192,7 @@ def _form_of_folder(path: Path) -> str:
         if here:
             return form
     if len(tables) > 1:
-        raise UserError(f"{path} holds CSV and JSON tables: give the one that is wanted")
+        raise UserError(f"{path} holds CSV and JSON tables: give one of them")
     if tables:
         return tables[0]
     if counts["arrow"]:
