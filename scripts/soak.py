@@ -259,7 +259,7 @@ def tensors(value: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def same(first: Path, second: Path) -> bool:
-    """Whether two checkpoints hold the same tensors of weights and optimizer, bit for bit."""
+    """True if two checkpoints hold the same tensors of weights and optimizer, bit for bit."""
     ours, theirs = (dict(tensors(torch.load(path, weights_only=True))) for path in (first, second))
     return (
         ours.keys() == theirs.keys() and len(ours) > 20 and all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -38,10 +38,10 @@ class Bias:
     """The bias of the gradient without replay.
 
     Attributes:
-        epoch, dropout: of the model.
-        bias: |mean without - mean with| / |mean with|, chance taken off; 0 where it is within chance.
+        epoch, dropout: epoch and dropout of the model.
+        bias: |mean without - mean with| / |mean with|, chance taken off; 0 if it is within chance.
         chance: the length that chance alone gives, over the same.
-        cosine: of the two means.
+        cosine: cosine of the two means.
     """
 
     epoch: int

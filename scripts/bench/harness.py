@@ -334,7 +334,7 @@ def keep_heap() -> bool:
 
 
 def seconds(setup: Setup, way: Way, micro_batches: Sequence[MicroBatch], clock: str) -> float:
-    """Seconds of one step, which all ranks start together: of the wall clock, or of this process' CPU time."""
+    """Seconds of one step, which all ranks start together: wall time, or this process's CPU time."""
     setup.zero_grad()
     if setup.world_size > 1:
         dist.barrier()

@@ -105,7 +105,7 @@ def peak_gib(
     teachers: int = 2,
     teacher_width: int = 768,
 ) -> tuple[float, float]:
-    """GiB at the peak of a loss with these options of OPTIONS: of the loss, and with its inputs."""
+    """Peak GiB of a loss with these options of OPTIONS, without and with its inputs."""
     with FakeTensorMode():
         features = [torch.empty(pairs, width, requires_grad=True) for _ in range(2)]
         ids = {name: torch.empty(pairs, dtype=torch.long) for name in ("source", "caption", "image")}

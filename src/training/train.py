@@ -78,7 +78,7 @@ class Trainer:
         preemption: asked after every step whether the run is to stop.
         resumed: the position of the checkpoint from which this run was resumed, if it has one.
         mixup: draws a mix per step, if mixup is on.
-        cache: of a frozen tower's features, if there is one.
+        cache: stored features of a frozen tower, or None.
         log: the run's console lines and record.
         entries: added to each step checkpoint.
 

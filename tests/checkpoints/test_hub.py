@@ -17,6 +17,11 @@ from support.model_hub import model_hub
 from support.tiny_clip import NATIVE_VISION, bert_text, random_model, register, write_bert, write_run
 
 
+def new_session():
+    """Let huggingface_hub before 1.0 read HF_HUB_OFFLINE again, which its session keeps."""
+    getattr(huggingface_hub.utils, "reset_sessions", lambda: None)()
+
+
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """The stub hub as huggingface_hub's, with the token of one who may write."""
@@ -26,7 +31,9 @@ def hub(monkeypatch, tmp_path):
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True, raising=False)
         monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
         monkeypatch.setenv("HF_TOKEN", "writer")
+        new_session()
         yield hub
+        new_session()
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +114,7 @@ def test_an_impossible_push_is_refused_before_the_work(hub, checkpoint, tmp_path
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "the hub cannot be reached" in said()
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    new_session()
     assert "HF_HUB_OFFLINE forbids to push me/model" in said()
 
 

@@ -163,7 +163,7 @@ def test_a_stranger_loads_the_exports_and_sees_the_same_embeddings(tmp_path, hom
         assert (other["image"] - found["image"]).abs().max() > 1e-2 and (
             other["text"] - found["full"]
         ).abs().max() > 1e-2
-        # What its own processor makes of the pictures, in steps of 1/255.
+        # The pictures by its own processor, in steps of 1/255.
         deviation = torch.tensor(model.visual.preprocess_cfg["std"]).reshape(3, 1, 1)
         differences = [((a - b) * deviation * 255).abs() for a, b in zip(ours, found["pixels"], strict=True)]
         assert max(difference.max() for difference in differences) < 2.01

@@ -1,4 +1,4 @@
-"""The corruption suite: every kind of rot, what becomes of it, and that a run never hangs or drifts (docs/reading.md)."""
+"""The corruption suite: every kind of damage, its outcome, and that a run never hangs or drifts (docs/reading.md)."""
 
 from __future__ import annotations
 
@@ -421,7 +421,7 @@ def test_the_books_are_judged_over_all_ranks():
     losses = [DroppedSample(0, "short shard", "", "s", "", number) for number in range(600)]
     one = DataStats(["a"], 0.1)
     one.open_epoch([JUDGED_SAMPLES * 10])
-    one.add(BatchReport({0: 1000}, losses))  # 60 % of what this rank has seen so far
+    one.add(BatchReport({0: 1000}, losses))  # 60 % of the samples that this rank has read
     healthy = EpochStats({"a": 999_000})
     one.close_epoch([one.epoch, healthy])
     uniform = EpochStats({"a": 125_000}, {"a": {"no image": 30_000}})

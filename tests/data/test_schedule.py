@@ -383,7 +383,7 @@ def test_weights_and_the_length_of_an_epoch(sizes, effective_batch, options, tak
 
 
 def test_every_lost_sample_of_every_source_draws_its_own_replacement():
-    """The shards that replace 40 lost samples, of 100: others for another source or seed, and the same ones again."""
+    """The shards that replace 40 lost samples, of 100: different ones for another source or seed, and the same ones again."""
     slices = [ShardSlice(shard, 0, 1, shard) for shard in range(100)]
 
     def drawn(seed: int, index: int) -> list[int]:

@@ -158,7 +158,7 @@ def test_a_batch_stays_where_the_caller_keeps_it():
     assert not {id(side) for side in seen} & {id(side) for pair in micro_batches for side in pair}
 
 
-# ---------------------------------------------------------------------------------------------- what the caller is doing
+# ---------------------------------------------------------------------------------------------- modes of the caller
 
 
 def test_under_no_grad_it_works_and_under_inference_mode_it_is_refused():

@@ -185,7 +185,7 @@ def test_stock_names_pass(name):
 def test_a_name_that_is_not_registered_ends_with_a_sentence(name, words):
     with pytest.raises(UserError, match=words):
         check_model(name)
-    # What would have happened: CLIP's BPE tokenizer, without a word.
+    # The silent alternative: CLIP's BPE tokenizer.
     assert isinstance(open_clip.get_tokenizer(name), open_clip.SimpleTokenizer)
 
 

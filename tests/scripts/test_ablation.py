@@ -503,7 +503,7 @@ def test_real_runs_are_trained_measured_and_reported(tmp_path):
         assert found["loss_curve"] and found["cpu_seconds"] > 1 and 0 <= found["probe_images"] <= 1
         score = CONDITIONS[name].score
         assert found["score"] == found["rsum"][ALL_UNSEEN if score == "unseen" else score]
-    # The frame is a source to a model that is asked for it: noise pictures have nothing else in common.
+    # A model can recognise the source by the frame: noise pictures have only it in common.
     assert records["contexts-debiased"][0]["probe_chance"] == 0.5
     assert 0 <= records["clusters"][0]["shared_information"] <= 1
     assert len(records["auxiliary"][0]["score_by_epoch"]) == 1

@@ -53,7 +53,7 @@ from support import ROOT
         # A wide interval is not evidence of sameness.
         ("same", (30, -28, 5, -12, 9), UNDECIDED, ""),
         ("higher", (30, -28, 5, -12, 9), UNDECIDED, ""),
-        # A small difference counts as none, even where it is sure.
+        # A small difference counts as none, even if it is certain.
         ("same", (3, 2, 4, 3, 2), NO_DIFFERENCE, REPRODUCED),
         ("higher", (3, 2, 4, 3, 2), NO_DIFFERENCE, ""),
         # Beyond zero, not beyond the margin: a difference, but no contradiction of "the same".

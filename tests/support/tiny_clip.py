@@ -153,6 +153,16 @@ def picture(rng: np.random.Generator, format: str = "PNG") -> bytes:
     return buffer.getvalue()
 
 
+def write_classes(root: Path, classes: str, each: int = 2) -> Path:
+    """Folders CLASS/NUMBER.png of random pictures. Returns root."""
+    rng = np.random.default_rng(len(classes))
+    for label in classes.split():
+        (root / label).mkdir(parents=True)
+        for i in range(each):
+            (root / label / f"{i}.png").write_bytes(picture(rng))
+    return root
+
+
 def captions(rng: np.random.Generator, count: int) -> list[str]:
     return [" ".join(rng.choice(WORDS, size=6)) for _ in range(count)]
 

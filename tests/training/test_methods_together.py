@@ -58,7 +58,7 @@ def one_graph(entries, mix: Mix, *, replay_masks: bool = True) -> tuple[dict[str
 def test_gradient_of_all_methods_on_two_ranks_is_that_of_one_graph(steps):
     """fp32, 5e-5 as in invariant 1; other masks (negative control) miss it by far."""
     coins = set()
-    mixup = CoinFlipMixup(1.0, seed=3)  # what each rank draws by itself
+    mixup = CoinFlipMixup(1.0, seed=3)  # the draws of each rank
     for entries in steps:
         assert not torch.equal(entries[0]["rng"], entries[1]["rng"])  # each rank draws masks of its own
         mix = mixup.draw()

@@ -29,7 +29,7 @@ def write_align_page(
         header, rows: the table of pairings.
         curves: a pairing's name -> its checks; of those that are drawn.
         chance: RSUM of random orders.
-        settings: of the best pairing's training.
+        settings: the settings of the best pairing's training.
     """
 
     def finish(axes: Any) -> None:

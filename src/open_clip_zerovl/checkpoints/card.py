@@ -66,7 +66,7 @@ class ModelCard:
 
     Attributes:
         weights: the model's.
-        origin: a sentence that says where the weights come from.
+        origin: a sentence about the source of the weights.
         params: arguments of the run, by name.
         metrics: by name: `SET_image_to_text_R@1` ... `SET_rsum` become a table, other metrics a list.
         notes: sentences for the end.
@@ -187,8 +187,12 @@ def _public(name: str) -> str:
 
 def _model_facts(spec: ModelSpec, weights: Mapping[str, Tensor]) -> list[tuple[str, str]]:
     vision, text = spec.model_cfg["vision_cfg"], spec.model_cfg["text_cfg"]
-    image_tower = vision.get("timm_model_name") or (
-        f"open_clip ViT, {vision.get('layers')} layers, width {vision.get('width')}, patch {vision.get('patch_size')}"
+    image_tower = (
+        vision.get("timm_model_name")
+        or vision.get("hf_model_name")
+        or (
+            f"open_clip ViT, {vision.get('layers')} layers, width {vision.get('width')}, patch {vision.get('patch_size')}"
+        )
     )
     source = spec.text_source
     text_tower = (Path(source).name if source else None) or (

@@ -23,7 +23,7 @@ _SPLIT = {  # transformers has the attention's first map in three parts
     "CLIP": ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj."),
     "DINOv2": ("attention.attention.query.", "attention.attention.key.", "attention.attention.value."),
 }
-# Names, or beginnings that end in a dot, in each of LAYOUTS; "" where a layout has no such tensor.
+# Names, or beginnings that end in a dot, in each of LAYOUTS; "" if a layout has no such tensor.
 _IN_BLOCK = (
     ("norm1.", "ln_1.", "layer_norm1.", "norm1."),
     ("attn.proj.", "attn.out_proj.", "self_attn.out_proj.", "attention.output.dense."),
@@ -82,7 +82,7 @@ def resample_positions(positions: Tensor, grid: int) -> Tensor:
     """A ViT's position embedding for another number of patches: bicubic with antialiasing, as timm and open_clip resize.
 
     Args:
-        positions: (1, 1 + G*G, width): of the class token, which is kept, and of a square of patches.
+        positions: (1, 1 + G*G, width), for the class token, which is kept, and for a square of patches.
         grid: patches a side of the result.
 
     Returns:
@@ -104,7 +104,7 @@ def as_native_vit(image: Mapping[str, Tensor]) -> dict[str, Tensor]:
     bias = "patch_embed.proj.bias"
     placed, unknown = renamed({key: tensor for key, tensor in image.items() if key != bias}, "timm", "open_clip")
     if unknown:
-        raise UserError(f"'{unknown[0]}' has no place in open_clip's own ViT, which the image size asks for")
+        raise UserError(f"'{unknown[0]}' is not part of open_clip's own ViT, which another image size needs")
     position = placed["positional_embedding"].clone()  # (1 + patches, width)
     position[1:] += image.get(bias, 0)
     return placed | {"positional_embedding": position}

@@ -43,7 +43,7 @@ class Collection:
     Attributes:
         name: the folder or source, as given.
         files: in the order in which they are read.
-        shards: the source and the number of each file's shard; None where each file is a picture.
+        shards: the source and the number of each file's shard; None if each file is a picture.
         lost: pictures whose files could not be examined.
     """
 
@@ -53,7 +53,7 @@ class Collection:
     lost: int = 0
 
     def pictures(self, number: int) -> Iterator[tuple[str, bytes | None]]:
-        """The pictures of file `number`: key ("" where the file is one) and encoded bytes, None for one that is not there.
+        """The pictures of file `number`: key ("" if the file is one) and encoded bytes, None for one that is not there.
 
         Raises:
             UserError: a shard that cannot be read.

@@ -66,7 +66,7 @@ class Sampling:
     Attributes:
         strategy: of STRATEGIES.
         draw: of DRAWS, for debiased sampling.
-        debiased_share: of each source's samples, in steps of that source alone.
+        debiased_share: share of each source's samples in steps of that source alone.
         source_order: names of the sources in the order of sequential sampling; None for the order given.
         epoch_samples: length of an epoch in samples; None for all samples of the sources.
         resampled: draw shards with replacement.

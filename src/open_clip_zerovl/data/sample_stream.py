@@ -155,7 +155,7 @@ class Substitutes:
         return self._drawn[1]
 
     def _read(self, part: ShardSlice, offset: int) -> RawSample | None:
-        """Sample `offset` of a part's shard, None where it cannot be read. The shard stays open for the next sample."""
+        """Sample `offset` of a part's shard, None if it cannot be read. The shard stays open for the next sample."""
         if offset >= self._readable.get(part.shard, offset + 1):
             return None
         position = part.position + offset - part.start

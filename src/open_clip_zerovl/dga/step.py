@@ -71,7 +71,7 @@ class _Step:
         sizes: samples of each micro-batch.
         graphs: R.
         inputs: the micro-batches' inputs, copied to the device when they are taken.
-        order: (C*b,) the place of each text, None where texts stand in their images' order.
+        order: (C*b,) the place of each text, None if texts stand in their images' order.
         kept: retained micro-batch -> its outputs with graph; phase (3) removes them one by one.
         repeats: the states from which each micro-batch is replayed.
         features: (b, D) of images and (C*b, D) of texts, without graph, in fp32 at least.
@@ -284,7 +284,7 @@ class DecoupledGradientAccumulation:
         self._retention.adopt(decision)
 
     def decision(self) -> Decision | None:
-        """How many graphs retain="auto" keeps, for `adopt`; None before it has decided, and for a given R.
+        """The number of graphs that retain="auto" keeps, for `adopt`; None before it has decided, and for a given R.
 
         Call it between two steps after `zero_grad`, on every rank.
         """
@@ -431,7 +431,7 @@ class DecoupledGradientAccumulation:
             raise
 
     def _synchronises(self, step: _Step, k: int) -> bool:
-        """Whether DDP averages gradients in the backward pass of micro-batch k, for which it prepares in the forward pass.
+        """True if DDP averages gradients in the backward pass of micro-batch k; it prepares for that in the forward pass.
 
         DDP of one rank may keep all graphs. Its reducer expects a forward and its backward pass to be adjacent, which they are
         not then, and it has nothing to average: it never synchronises.

@@ -40,18 +40,25 @@ from open_clip_zerovl.embeddings.store import Manifest, Store, read_manifest
 
 @dataclass(frozen=True)
 class TeacherSettings(TeacherFlags):
-    """How pictures are augmented, as in the training to come, and how embeddings are stored."""
+    """Settings of the augmentation, which later trainings repeat, and of the stored embeddings."""
 
     def transform(self) -> Callable[[Any], Tensor]:
         """Picture -> view (3, S, S) uint8: the student's training transform up to its normalisation."""
-        cfg = PreprocessCfg(size=self.image_size, interpolation=self.interpolation)
-        try:
-            transform = image_transform_v2(cfg, is_train=True, aug_cfg=self.aug_cfg)
-        except TypeError as error:  # a key that open_clip does not know
-            raise UserError(f"--aug-cfg has a key that open_clip does not know ({error})") from error
-        if self.auto_augment is not None:
-            transform = with_auto_augment(transform, self.auto_augment)
-        return split_normalize(transform)[0]
+        return view_transform(self.image_size, self.interpolation, self.aug_cfg, self.auto_augment)
+
+
+def view_transform(
+    size: int | tuple[int, int], interpolation: str, aug_cfg: dict[str, Any], auto_augment: str | None = None
+) -> Callable[[Any], Tensor]:
+    """open_clip's training transform up to its normalisation: picture -> view (3, H, W) uint8."""
+    cfg = PreprocessCfg(size=size, interpolation=interpolation)
+    try:
+        transform = image_transform_v2(cfg, is_train=True, aug_cfg=aug_cfg)
+    except TypeError as error:  # a key that open_clip does not know
+        raise UserError(f"--aug-cfg has a key that open_clip does not know ({error})") from error
+    if auto_augment is not None:
+        transform = with_auto_augment(transform, auto_augment)
+    return split_normalize(transform)[0]
 
 
 def embed_sources(

@@ -128,7 +128,7 @@ def _finite(rows: Tensor, dtype: torch.dtype, model: FrozenModel, batch: Batch) 
 
 
 def require_room(folder: Path, manifest: Manifest) -> None:
-    """UserError where the embeddings do not fit on the disk of a folder that need not exist yet."""
+    """UserError if the embeddings do not fit on the disk of a folder that need not exist yet."""
     place, free = free_space(folder)
     if manifest.bytes > free:
         raise UserError(
@@ -144,7 +144,7 @@ def announce(
 
     Args:
         samples: still to be embedded.
-        captions: of a sample, on average.
+        captions: mean number of captions per sample.
     """
     seconds = 0.0
     for model in models:

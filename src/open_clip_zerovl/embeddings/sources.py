@@ -34,7 +34,7 @@ class Views:
     Attributes:
         transform: picture -> view (3, S, S) uint8.
         count: V.
-        seed: of the augmentations.
+        seed: the seed of the augmentations.
         pixel_path: of training.
     """
 
@@ -57,7 +57,7 @@ class SourceSamples:
 
     Args:
         images, captions: which of the two are read; a sample that lacks one of them is lost.
-        views: of each picture; None for the picture as it is.
+        views: number of views of each picture; None for the picture as it is.
         strict: a sample or shard that cannot be shown is an error.
     """
 

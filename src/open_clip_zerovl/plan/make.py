@@ -26,7 +26,7 @@ from open_clip_zerovl.dga.retain import AUTO_SHARE
 from open_clip_zerovl.distill.opening import open_teachers
 from open_clip_zerovl.models.local_dir import no_code_from_data
 from open_clip_zerovl.plan.batching import PlanSettings, choose_batching
-from open_clip_zerovl.plan.data import DataCheck, Missing, check_data, schedule_steps
+from open_clip_zerovl.plan.data_check import DataCheck, Missing, check_data, schedule_steps
 from open_clip_zerovl.plan.estimate import UTILISATION, Costs, count_costs
 from open_clip_zerovl.plan.gpus import GIB, USABLE_SHARE, graphs_room, parse_hardware
 from open_clip_zerovl.plan.measure import StepTime, measure_step
@@ -71,7 +71,7 @@ class Plan:
         parameters: number of all parameters, and of the trained ones.
         retained: R, graphs kept in a step.
         compute_seconds: seconds of an optimizer step of one rank, without waiting for data.
-        data_seconds: the wait for its data; None where nothing was read.
+        data_seconds: the wait for its data; None if nothing was read.
         timed: the step that was taken here.
         free_disk_bytes: free space of --logs, None for assumed hardware.
     """
@@ -166,7 +166,7 @@ def make_plan(settings: PlanSettings, *, say: Say = lambda line: None) -> Plan:
         say: is called with a few words at the start of each stage.
 
     Raises:
-        UserError: bad input. What is missing is listed in the plan instead.
+        UserError: bad input. Missing data and programs are listed in the plan instead.
     """
     hardware = find_hardware(settings)
     assumed = hardware.kind == "assumed"
@@ -223,7 +223,7 @@ def find_hardware(settings: PlanSettings) -> Hardware:
     present = torch.cuda.device_count() if torch.cuda.is_available() and settings.device.startswith("cuda") else 0
     if settings.gpus is not None and settings.gpus > present:
         raise UserError(
-            f"--gpus {settings.gpus} asks for more than the {present} GPUs here; plan for other GPUs with --assume v100:"
+            f"--gpus {settings.gpus} is more than the {present} GPUs of this machine; plan for other GPUs with --assume v100:"
             f"{settings.gpus}"
         )
     if present == 0:
@@ -236,7 +236,7 @@ def find_hardware(settings: PlanSettings) -> Hardware:
 
 
 def _precision(settings: PlanSettings, hardware: Hardware, device: torch.device, data: DataCheck) -> str:
-    """The precision in which the step is counted and taken; where it is not the one asked for, a note says so."""
+    """The precision in which the step is counted and taken; a note names it if the run's precision is another one."""
     precision = settings.precision
     if hardware.kind == "assumed":
         if precision == "fp32":

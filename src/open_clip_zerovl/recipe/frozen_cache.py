@@ -43,11 +43,11 @@ class FrozenCache:
 
     Args:
         folder: made if absent. A cache of another model in it is made anew, with a line in the log.
-        sources: of the mixture, in its order.
+        sources: sources of the mixture, in its order.
         tower: "image" or "text".
         width: D.
-        fingerprint: of the tower and its input, see `embeddings.fingerprint.tower_digest`.
-        dtype: of the files: float32, or float16 with half the size and a relative error of 5e-4.
+        fingerprint: hash of the tower and its input, see `embeddings.fingerprint.tower_digest`.
+        dtype: type of the stored numbers: float32, or float16 with half the size and a relative error of 5e-4.
 
     Raises:
         UserError: an unknown tower or dtype, a folder that cannot be written or has too little space, or texts that change

@@ -53,7 +53,7 @@ class Mix:
 
     @property
     def mixes_texts(self) -> bool:
-        """Whether texts are mixed."""
+        """True if texts are mixed."""
         return self.both or not self.mixes_images
 
     def prepare(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,11 +240,11 @@ class _TextMixing:
         ]
 
     def mix_embeddings(self, _: nn.Module, inputs: tuple[Any, ...], embeddings: Tensor) -> Tensor | None:
-        """Word embeddings (B, L, width) mixed with the partner's; None where texts are not mixed."""
+        """Word embeddings (B, L, width) mixed with the partner's; None if texts are not mixed."""
         return None if self.weight is None else mix_rows(embeddings, self.weight)
 
     def unite_masks(self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any] | None:
-        """The attention mask (B, L) with the partner's places; None where texts are not mixed."""
+        """The attention mask (B, L) with the partner's places; None if texts are not mixed."""
         if self.weight is None:
             return None
         mask = named["attention_mask"]

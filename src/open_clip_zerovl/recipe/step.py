@@ -110,12 +110,12 @@ class RecipeStep:
     Args:
         model: plain, compiled or in DistributedDataParallel, on its device and in training mode.
         loss, retain, check, replay_rng: see `DecoupledGradientAccumulation`.
-        optimizer: of the model's trainable parameters.
+        optimizer: holds the model's trainable parameters.
         precision: open_clip's `--precision`.
         scaler: a GradScaler if `precision` is amp.
         normalize: for uint8 images, if they are normalised on the device.
         mixup: attached to the model.
-        cache: of a frozen tower's features, attached to the model.
+        cache: stored features of a frozen tower, attached to the model.
         grad_clip_norm: largest norm of all gradients together.
         temperature_parameter: step on the temperature itself (`recipe.optimizer`).
         sort_text: sort a step's texts by length and cut them (`recipe.text_lengths`); not with a cache of text features.

@@ -19,7 +19,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.prepare.pack import packing
 from open_clip_zerovl.prepare.pack.report import lines
-from open_clip_zerovl.prepare.pack.rows import Columns
+from open_clip_zerovl.prepare.pack.rows import UNMARKED, Columns
 from open_clip_zerovl.prepare.public.gather import Work
 from support.pairs import as_csv, as_folder, as_jsonl, as_tars, make_pairs, picture, samples_of, write_pictures
 from support.tars import write_tar
@@ -62,6 +62,13 @@ def two_pairs(folder: Path) -> Path:
     return as_folder(folder, make_pairs(2))
 
 
+def captions_in(folder: Path, encoding: str) -> Path:
+    given = two_pairs(folder)
+    for file in given.rglob("*.txt"):
+        file.write_bytes("gr\u00f6\u00dfe".encode(encoding))
+    return given
+
+
 def tars_of(members: dict[str, bytes]) -> Callable[[Path], Path]:
     return lambda folder: write_tar(folder / "0.tar", list(members.items()))
 
@@ -82,7 +89,7 @@ def files(**contents: bytes) -> Callable[[Path], Path]:
 PYARROW = r"|missing: `pip install"
 BOXES = b'{"images": [{"id": 1, "file_name": "1.png"}], "annotations": [{"image_id": 1, "bbox": []}]}'
 
-#: What is made (a text: a table with it), the sentence, settings.
+#: The input (a text: a table with it), the sentence, settings.
 MISTAKES: dict[str, tuple[str | Callable[[Path], Any], str] | tuple[str | Callable[[Path], Any], str, dict]] = {
     "nothing there": (lambda folder: folder / "none.csv", r"none.csv does not exist: correct the path"),
     "an address": (lambda folder: "https://host/x.csv", r"https:/+host/x.csv is an address: fetch it first"),
@@ -126,19 +133,27 @@ MISTAKES: dict[str, tuple[str | Callable[[Path], Any], str] | tuple[str | Callab
         "image,caption\r0.png,a cat\r1.png,a dog\r",
         "lines that end in a carriage return alone, .*: save it as CSV with line ends of Unix",
     ),
+    "captions in Latin-1 alone": (
+        lambda folder: captions_in(folder, "latin-1"),
+        r"caption not UTF-8 in 2 \(first a.000.png\); probably Latin-1: convert the file to UTF-8 \(iconv -f CP1252 -t UTF-8",
+    ),
+    "captions in UTF-16 alone": (
+        lambda folder: captions_in(folder, "utf-16-le"),
+        r"NULs in the caption \(UTF-16 without its mark\?\) in 2 .*; convert the file to UTF-8 \(iconv -f UTF-16LE",
+    ),
     "utf-16 without a mark": (
         files(pairs_csv="image,caption\n0.png,x\n".encode("utf-16-le")),
         r"is not UTF-8 text \(UTF-16 without its mark\?\)",
     ),
     "paths that do not exist": (
         "image,caption\nimages/0.png,x\nimages/1.png,y\n",
-        r"none of the 2 pictures that .*pairs.csv names first exists; that of line 2 was looked for at "
+        r"none of the first 2 pictures of .*pairs.csv exists; that of line 2 should be "
         r"/.*/images/0.png; a file of that name lies in .*: give --pictures-in",
     ),
     "pictures elsewhere": (pictures_elsewhere, r"a file of that name lies in .*/images: give --pictures-in .*/images$"),
     "pictures nowhere": (
         "image,caption\nz/7.png,x\n",
-        r"paths are taken as relative to .*: give the folder that they are relative to with --pictures-in",
+        r"relative paths start at .*: if the pictures are elsewhere, give their folder with --pictures-in",
     ),
     "captions are numbers": (
         lambda folder: table(folder, '{"image": "0.png", "text": 3}\n{"image": "1.png", "text": 4}\n', "pairs.jsonl"),
@@ -160,9 +175,9 @@ MISTAKES: dict[str, tuple[str | Callable[[Path], Any], str] | tuple[str | Callab
     ),
     "tars and pictures": (
         tars_and_pictures,
-        r"holds tars, and pictures too: say which with --format webdataset or --format folder",
+        r"holds tars, and pictures too: choose with --format webdataset or --format folder",
     ),
-    "two tables": (files(a_csv=b"x", b_csv=b"x"), r"holds 2 tables \(a.csv, b.csv ...\): give the one"),
+    "two tables": (files(a_csv=b"x", b_csv=b"x"), r"holds 2 tables \(a.csv, b.csv ...\): give the table or"),
     "wrong format": (two_pairs, r"holds no file of --format parquet", {"form": "parquet"}),
     "json without captions": (json_without_captions, r"no key of the JSON files of .* their keys are 'label', 'id'"),
     "tars without pictures": (
@@ -258,6 +273,12 @@ def one_bad_encoding(folder: Path) -> Path:
     return table(folder, "image,caption\n0.png,caf\udce9\n1.png,tea\n")  # a byte of Latin-1
 
 
+def json_lines_in_latin_1(folder: Path) -> Path:
+    return table(
+        folder, '{"image": "0.png", "caption": "caf\udce9"}\n{"image": "1.png", "caption": "tea"}\n', "p.jsonl"
+    )
+
+
 def odd_json_lines(folder: Path) -> Path:
     rows = [
         '{"image": "0.png", "caption": "x"}',
@@ -310,7 +331,7 @@ def paths_with_umlauts(folder: Path, first: str, second: str) -> Path:
     return given
 
 
-#: What is made, pictures that are packed, refused rows by reason.
+#: The input, the number of packed pictures, refused rows by reason.
 REFUSED: dict[str, tuple[Callable[[Path], Path], int, dict[str, int]]] = {
     "lines that are no objects": (odd_json_lines, 1, {"no JSON object": 2, "no picture named": 2}),
     "a torn tar": (torn_tar, 9, {"truncated shard": 1}),
@@ -320,10 +341,11 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], int, dict[str, int]]] = {
         1,
         {"text cannot be read": 2, "text too large": 1, "picture missing": 1},
     ),
-    "byte-order marks and none": (texts_in_five_encodings, 4, {"caption not UTF-8": 2}),
+    "byte-order marks and none": (texts_in_five_encodings, 4, {"caption not UTF-8": 1, UNMARKED: 1}),
     "paths in UTF-16": (lambda folder: paths_with_umlauts(folder, "utf-16", "utf-16-le"), 2, {}),
     "a path in Latin-1": (lambda folder: paths_with_umlauts(folder, "utf-8", "latin-1"), 1, {"path not UTF-8": 1}),
     "a caption in Latin-1": (one_bad_encoding, 1, {"caption not UTF-8": 1}),
+    "a JSON line in Latin-1": (json_lines_in_latin_1, 1, {"caption not UTF-8": 1}),
 }
 
 
@@ -338,7 +360,10 @@ def test_a_row_that_cannot_be_used_is_refused_and_the_rest_packed(kind, packed, 
         assert captions == ["gr\u00f6\u00dfe\nzwei"] * 3 + ["plain"]
     if kind == "a caption in Latin-1":
         printed = "\n".join(lines(found, tmp_path / "out"))
-        assert "1 caption not UTF-8: pairs.csv line 2; save the table as UTF-8 (iconv -f CP1252" in printed
+        assert (
+            "1 caption not UTF-8: pairs.csv line 2; probably Latin-1: convert the file to UTF-8 (iconv -f CP1252"
+            in printed
+        )
         for words in ("1 row, which is in refused.csv", "1 shard ", "repeated   no caption, no picture"):
             assert words in printed
 
@@ -348,16 +373,16 @@ def test_a_folder_of_other_inputs_or_settings_is_refused(packed, tmp_path):
     other = as_csv(tmp_path / "other", make_pairs(6))
     packed(given, seed=1)
     before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
-    with pytest.raises(UserError, match=r"out was made with seed 1, and now it is 2: give a new folder, or call it as"):
+    with pytest.raises(UserError, match=r"out was made with seed 1, and this call has 2: give a new folder, or repeat"):
         packed(given, seed=2)
-    with pytest.raises(UserError, match=r"out was made from in, and now it is pairs.csv: give a new folder"):
+    with pytest.raises(UserError, match=r"out was made from in, and this call has pairs.csv: give a new folder"):
         packed(other, seed=1)
     (given / "a/000.txt").write_text("another caption")
     (given / "new.png").write_bytes(picture(99))
     with pytest.raises(UserError, match=r"out was made from in, whose files have changed since"):
         packed(given, seed=1)
     assert before == {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
-    with pytest.raises(UserError, match=r"other is not empty, and no pack.json in it shows that this program wrote it"):
+    with pytest.raises(UserError, match=r"other is not empty and has no pack.json, so this program did not write it"):
         packed(given, out="other")
     with pytest.raises(UserError, match=r"lies in .*in, which is read: give a folder elsewhere with --out"):
         packed(given, out="in/out")
@@ -386,7 +411,7 @@ def test_after_a_mistake_the_same_folder_is_taken(packed, tmp_path):
     assert packed(given, columns=chosen)["pictures"] == 2
     # No picture was read here, so that nothing is lost by other columns or sizes.
     (tmp_path / "in/pairs.csv").rename(tmp_path / "pairs.csv")
-    with pytest.raises(UserError, match="none of the 2 pictures that .* names first exists"):
+    with pytest.raises(UserError, match="none of the first 2 pictures of .* exists"):
         packed(tmp_path / "pairs.csv", out="more", columns=Columns(captions=("text",)), test_share=0.1)
     chosen = Columns(captions=("text",), pictures_in=tmp_path / "in")
     assert packed(tmp_path / "pairs.csv", out="more", columns=chosen, seed=3)["pictures"] == 2

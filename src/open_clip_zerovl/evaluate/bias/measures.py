@@ -58,7 +58,7 @@ def mean_log_p_negatives(
 
     Returns:
         `image_to_text`, `text_to_image` and `mean` (of both), each a dict of `all`, `same_source`, `other_source`; and
-        `by_source`: for each source of the query such a dict, the mean of both directions. A value is None where a group
+        `by_source`: for each source of the query such a dict, the mean of both directions. A value is None if a group
         has no pair.
 
     Raises:

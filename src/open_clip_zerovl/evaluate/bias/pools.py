@@ -30,7 +30,7 @@ MIXED_POOL_NOTE = (
     "The mixed pool rewards a model that recognises sources: it has to search only the pairs of the query's source. So a less "
     "biased model can score lower there even if it matches contents better."
 )
-#: What each kind of pool rewards.
+#: The ability that each kind of pool rewards.
 POOL_NOTES = {
     "within": "Within: pictures and captions of one source. The source is the same for all, so that only content counts.",
     "across": "Across: pictures of one source, captions of another, matched by concept. Who relies on the source fails here.",
@@ -92,7 +92,7 @@ class PoolHits:
 
     @property
     def size(self) -> int:
-        """Pictures of the pool, among which each caption is looked for."""
+        """Pictures of the pool, from which each caption retrieves."""
         return len(self.images)
 
 

@@ -64,7 +64,7 @@ def run_retrieval(
         For each set, its metrics and the counts `images` and `captions`; {} on all ranks but the first.
 
     Raises:
-        UserError: bad data, settings or files, a checkpoint that cannot be loaded; on every rank where one finds it.
+        UserError: bad data, settings or files, a checkpoint that cannot be loaded; on every rank if one finds it.
     """
     settings, files = settings or RetrievalSettings(), files or RetrievalFiles()
     # The cheap checks come before the model is loaded.
@@ -148,7 +148,7 @@ def _write(
     results: dict[str, dict[str, float]],
     shown: list[GallerySet],
 ) -> None:
-    """Write the files that are wanted."""
+    """Write the requested files."""
     how = {
         "model": model,
         "split": settings.split,
@@ -211,7 +211,7 @@ def encode_on_ranks(
     if ranks.world_size == 1:
         return encode_retrieval(model, batches(dataset), tokenizer, device=device)
     part = dataset.part(ranks.rank, ranks.world_size)
-    own: Features | str | None = None  # stays None where there are fewer images than ranks
+    own: Features | str | None = None  # remains None if there are fewer images than ranks
     try:
         if len(part):
             own = encode_retrieval(model, batches(part), tokenizer, device=device)

@@ -54,7 +54,7 @@ class SetPicture:
     size_bytes: int = -1
 
     def read(self) -> bytes:
-        """Its encoded bytes. UserError where the file cannot be read."""
+        """Its encoded bytes. UserError if the file cannot be read."""
         try:
             with regular_file(self.file) as file:
                 file.seek(self.offset_bytes)
@@ -68,7 +68,7 @@ class ComparedSets:
     """The pictures of one or several test sets, with an index of their hashes.
 
     Attributes:
-        pictures: of all sets, those that can be decoded.
+        pictures: number of pictures in all sets that can be decoded.
         index: their hashes, with and without uniform borders.
         owners: the number of the picture of each hash.
         unreadable: pictures that cannot be decoded, left out.
@@ -261,7 +261,7 @@ def _thumbnail(content: bytes) -> str:
 
 
 def write_overlap(found: Overlap, out: Path) -> None:
-    """Write `near.json` and `near.html` into a folder. UserError where they cannot be written."""
+    """Write `near.json` and `near.html` into a folder. UserError if they cannot be written."""
     write_atomically(out / "near.json", json.dumps(found.to_json(), indent=1) + "\n")
     ranked = sorted(found.thumbnails, key=lambda number: found.pairs[number].distance)
     chosen = ranked if len(ranked) <= SHOWN else [ranked[i * len(ranked) // SHOWN] for i in range(SHOWN)]

@@ -29,9 +29,9 @@ class Collecting:
         readers: the inputs.
         names: how rows get the names of their sources.
         store: empty.
-        folder: of the spools.
+        folder: the folder of the spools.
         encoding: how pictures are stored.
-        limits: of downloads.
+        limits: the limits of downloads.
         work: threads, attempts.
     """
 

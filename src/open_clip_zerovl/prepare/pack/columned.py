@@ -173,7 +173,7 @@ class JsonReader(ColumnReader):
             for line, text in enumerate(table, start=1):
                 if text.strip():
                     try:
-                        yield line, json.loads(text.decode("utf-8-sig"))
+                        yield line, json.loads(text.decode("utf-8-sig", "surrogateescape"))
                     except (ValueError, RecursionError):
                         yield line, None
 
@@ -289,7 +289,7 @@ class ArrowReader(ColumnReader):
 
 
 def pyarrow() -> Any:
-    """The package. UserError where it is missing."""
+    """The package. UserError if it is missing."""
     try:
         import pyarrow as package
         import pyarrow.parquet
@@ -336,7 +336,7 @@ def is_coco(path: Path) -> bool:
 
 @contextmanager
 def opened_table(path: Path) -> Iterator[IO[bytes]]:
-    """The plain bytes of a table, gzipped or not, in UTF-8 where it has a byte-order mark.
+    """The plain bytes of a table, gzipped or not, converted to UTF-8 if it has a byte-order mark.
 
     Raises:
         UserError: a zip, or a file that cannot be read.

@@ -16,7 +16,7 @@ import numpy as np
 
 from open_clip_zerovl.core.errors import printable
 from open_clip_zerovl.core.files import atomic_file
-from open_clip_zerovl.prepare.pack.rows import Reader
+from open_clip_zerovl.prepare.pack.rows import UNMARKED, Reader
 from open_clip_zerovl.prepare.pack.store import Store
 from open_clip_zerovl.report.bounds import LOW_BEST, RECALL_KS, best_sentence
 
@@ -25,8 +25,12 @@ _SHOWN_EXAMPLES = 3
 RELEASED = "ViT-B-32/laion2b_s34b_b79k"
 FEWEST = 10_000  # pictures for a training from nothing
 TOKENIZED = 2_000  # captions whose tokens are counted
-_AS_UTF8 = "; save the table as UTF-8 (iconv -f CP1252 -t UTF-8 OLD.csv > NEW.csv)"
-_ADVICE = {"caption not UTF-8": _AS_UTF8, "path not UTF-8": _AS_UTF8}
+_AS_UTF8 = "probably Latin-1: convert the file to UTF-8 (iconv -f CP1252 -t UTF-8 OLD > NEW)"
+ADVICE = {  # reason of refused rows -> remedy
+    "caption not UTF-8": _AS_UTF8,
+    "path not UTF-8": _AS_UTF8,
+    UNMARKED: "convert the file to UTF-8 (iconv -f UTF-16LE, or UTF-16BE, -t UTF-8 OLD > NEW)",
+}
 CONTEXT = 77  # tokens that open_clip's models read, begin and end included
 _MERGES = 48_894  # of CLIP's vocabulary of 49,408
 _WORDS = r"(?i)'s|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}|[^\s\p{L}\p{N}]+"
@@ -171,7 +175,8 @@ def _refused_lines(report: dict[str, Any]) -> list[str]:
     for reason, entry in refused[:shown_reasons]:
         shown = ", ".join(example["at"] for example in entry["examples"][:_SHOWN_EXAMPLES])
         more = " ..." if entry["rows"] > _SHOWN_EXAMPLES else ""
-        found.append(f"  {entry['rows']:>7,} {reason}: {shown}{more}{_ADVICE.get(reason, '')}")
+        advice = f"; {ADVICE[reason]}" if reason in ADVICE else ""
+        found.append(f"  {entry['rows']:>7,} {reason}: {shown}{more}{advice}")
     if rest := refused[shown_reasons:]:
         found.append(f"  {sum(entry['rows'] for _, entry in rest):>7,} for {len(rest)} other reasons")
     return found
@@ -255,7 +260,7 @@ def next_line(report: dict[str, Any]) -> str:
 
 
 def too_few(report: dict[str, Any]) -> bool:
-    """True where there are too few training pictures to train a model from nothing."""
+    """True if there are too few training pictures to train a model from nothing."""
     return sum(one["pictures"] for one in report["written"] if one["split"] == "train") < FEWEST
 
 

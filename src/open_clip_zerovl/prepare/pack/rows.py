@@ -27,6 +27,7 @@ PICTURE_SUFFIXES = frozenset(
 )
 ADDRESS = ("http://", "https://")
 
+UNMARKED = "NULs in the caption (UTF-16 without its mark?)"  # the reason of a refused row
 _TEXT_KEYS = ("raw", "caption", "text", "sentence")  # of captions that are objects: {"raw": "a dog", "tokens": [...]}
 
 
@@ -34,14 +35,14 @@ class PairRow(NamedTuple):
     """One row of an input.
 
     Attributes:
-        place: of its picture: an address, or whatever the reader's `obtain` takes. Rows of one place have one picture.
+        place: an address of its picture, or a key for the reader's `obtain`. Rows of one place have one picture.
         captions: as the input has them: text, a list, nothing; `texts_of` makes captions of them.
         file, line: where the row stands, for messages; line 0 where the file is the row.
-        source: the value of the source column; None where there is none.
-        content: the picture's bytes where they come with the row, and the reader cannot find them again; else None.
-        refused: why the row cannot be read at all; "" where it can.
-        name: of the picture's file, as the input has it; "" where it has none.
-        label: the picture's class; None where there are no classes.
+        source: the value of the source column; None if there is none.
+        content: the picture's bytes if the row holds them and the reader cannot find them again; else None.
+        refused: why the row cannot be read at all; "" if it can.
+        name: the name of the picture's file, as the input has it; "" if it has none.
+        label: the picture's class; None if there are no classes.
     """
 
     place: str
@@ -78,21 +79,21 @@ class Columns:
         metavar="COL",
     )
     pictures_in: Path | None = flag(None, "folder that relative paths lead from (default: the table's)", metavar="DIR")
-    separator: str | None = flag(None, "between columns (default: found in the first line)", metavar="CHAR")
+    separator: str | None = flag(None, "character between columns (default: found in the first line)", metavar="CHAR")
 
 
 class Reader(ABC):
     """One input in one form.
 
     Attributes:
-        path: of the input.
+        path: the path of the input.
         form: its name in messages.
-        columns: the columns that are read, in words; "" where there are none.
-        files: the files whose names, sizes and times say whether the input is still the same.
+        columns: the columns that are read, in words; "" if there are none.
+        files: the files by whose names, sizes and times a changed input is detected.
         names_pictures: whether rows name files of pictures that are not among `files`.
-        total: number of rows; None where counting would take long.
+        total: number of rows; None if counting would take long.
         notes: oddities of rows that are read nevertheless, in words; known once they are read.
-        classes: templates for zero-shot classification where pictures have classes; () where they have none.
+        classes: templates for zero-shot classification; () if pictures have no classes.
     """
 
     path: Path
@@ -109,12 +110,12 @@ class Reader(ABC):
         """The rows, the same at each call. UserError for an input of another form."""
 
     def obtain(self, place: str) -> bytes:
-        """The bytes of a picture of this input; any thread may call it, and at any time. Failure where there is none."""
+        """The bytes of a picture of this input; any thread may call it, and at any time. Failure if there is none."""
         return read_file(place)
 
 
 def read_file(path: str | Path, *, most_bytes: int = LARGEST_PICTURE_BYTES, kind: str = "picture") -> bytes:
-    """The bytes of a file that holds a picture or captions. Failure where there is none, or none that `read_foreign` reads."""
+    """The bytes of a file that holds a picture or captions. Failure if `read_foreign` finds or reads none."""
     try:
         return read_foreign(path, most_bytes)
     except BadFile as error:
@@ -122,7 +123,7 @@ def read_file(path: str | Path, *, most_bytes: int = LARGEST_PICTURE_BYTES, kind
 
 
 def texts_of(values: Sequence[Any]) -> tuple[list[str], str]:
-    """The captions in the cells of a row, each once, white space made single; and why there are none.
+    """The captions in the cells of a row, each once, white space made single; and the reason if there are none.
 
     A cell holds a caption, a list of captions, an object with the caption, or the text of a JSON or Python list.
     """
@@ -138,7 +139,9 @@ def texts_of(values: Sequence[Any]) -> tuple[list[str], str]:
         text = " ".join(value.split())
         if not text:
             continue
-        if not is_utf8(text) or "\0" in text:  # NULs are those of UTF-16 without a mark
+        if "\0" in text:
+            return [], UNMARKED
+        if not is_utf8(text):
             return [], "caption not UTF-8"
         texts[text] = None
     return list(texts), "" if texts else problem
@@ -190,8 +193,8 @@ class SourceNames:
     """Names of the sources of one input: its own, or the values of the source column.
 
     Args:
-        name: of the input.
-        column: the source column; None where all rows are of one source.
+        name: the name of the input.
+        column: the source column; None if all rows are of one source.
         known: name -> value of the sources so far, shared by all inputs.
     """
 

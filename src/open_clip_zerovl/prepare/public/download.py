@@ -230,7 +230,7 @@ def fetch_file(
 
 
 def _go_on(url: str, part: Path, idle_seconds: float, progress: bool) -> None:
-    """Fetch the rest of a file, or all of it where the host gives no parts."""
+    """Fetch the rest of a file, or all of it if the host serves no parts."""
     transfer = begin_transfer(
         url, part.stat().st_size if part.is_file() else 0, stall_seconds=idle_seconds, command_seconds=0
     )

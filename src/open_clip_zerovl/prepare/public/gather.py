@@ -51,7 +51,7 @@ class Gathering:
         fetch: a row -> its picture, or Failure; called from many threads, and again after a transient failure.
         finish: called in the calling thread with each batch when all its rows have come or failed.
         work: threads and attempts.
-        title, total_rows: of the progress bar.
+        title, total_rows: text and length of the progress bar.
     """
 
     def __init__(

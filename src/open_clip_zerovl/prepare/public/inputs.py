@@ -57,7 +57,7 @@ def locate(dataset: str, source: Sequence[str | Path] | None, folder: Path, *, p
     Args:
         dataset: a key of OFFICIAL or BY_HAND.
         source: paths that were given; None to fetch.
-        folder: of the downloads.
+        folder: the folder of the downloads.
 
     Raises:
         UserError: a path that does not exist, or a file that cannot be fetched.
@@ -126,7 +126,7 @@ class PictureStore:
             raise UserError(f"No pictures {places}: give {wanted} with --source.")
 
     def __call__(self, where: str) -> bytes:
-        """The bytes of the picture with this file name; folders in `where` are ignored. Failure where there is none."""
+        """The bytes of the picture with this file name; folders in `where` are ignored. Failure if there is none."""
         place = self._places.get(where.rpartition("/")[2])
         if place is None:
             raise Failure("picture missing", transient=True)  # a later call may name more folders

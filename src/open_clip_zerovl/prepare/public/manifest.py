@@ -39,7 +39,7 @@ class ShardRecord:
         shard: file name; there is no file if `pairs` is 0.
         first_row, rows: number of its first row in the list, and how many rows it was made from.
         pairs, captions: samples in it, and lines of text (a retrieval set has several an image).
-        size_bytes, sha256: of the tar.
+        size_bytes, sha256: size and hash of the tar.
         failures: reason -> numbers of the rows that failed.
         transient_reasons: the reasons for which a retry may help.
     """
@@ -109,7 +109,7 @@ def read_record(folder: Path, shard: str) -> ShardRecord | None:
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any] | None:
-    """The manifest of a folder, None where there is none. UserError for a file of another form."""
+    """The manifest of a folder, None if there is none. UserError for a file of another form."""
     file = Path(folder) / MANIFEST_FILE
     manifest = _load(file) if file.is_file() else None
     shards = (manifest or {}).get("shards", {})
@@ -136,15 +136,15 @@ def begin(folder: Path, *, dataset: str, split: str, made_from: Mapping[str, Any
         known = read_manifest(folder)
         if known is None:
             if any(folder.glob("*.tar")):
-                raise UserError(f"{folder} holds shards that no manifest of ours lists: give a new folder.")
+                raise UserError(f"{folder} holds shards without a manifest of this program: give a new folder.")
             head.update(complete=False, rows=0, pairs=0, captions=0, size_bytes=0, failures={}, shards={})
             _write_again(folder / MANIFEST_FILE, json.dumps(head, indent=1) + "\n")
             return
     for name, value in head.items():
         if known.get(name) != value:
             raise UserError(
-                f"{folder} was begun with {name} {_short(known.get(name))}, and now it is {_short(value)}: "
-                "give a new folder, or call it as before."
+                f"{folder} was begun with {name} {_short(known.get(name))}, and this call has {_short(value)}: "
+                "give a new folder, or repeat the earlier call."
             )
 
 
@@ -152,7 +152,7 @@ def rebuild(folder: Path, *, shard_count: int | None = None) -> dict[str, Any]:
     """Write `manifest.json` and `sizes.json` from the records; returns the manifest.
 
     Args:
-        shard_count: number of all shards, where it is known; the manifest's `complete` is true when all of them are done.
+        shard_count: number of all shards, if it is known; the manifest's `complete` is true when all of them are done.
     """
     with locked(folder / RECORDS):
         manifest = _load(folder / MANIFEST_FILE)

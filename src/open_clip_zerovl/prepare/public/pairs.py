@@ -151,7 +151,7 @@ class _Shards:
         return number + 1
 
     def _is_done(self, record: manifest.ShardRecord, rows: list[Row]) -> bool:
-        """True where a shard with a record stays as it is. UserError where it was made from another number of rows."""
+        """True where a shard with a record stays as it is. UserError if it was made from another number of rows."""
         if self.work.retry_failed and record.transient_reasons:
             return False
         if record.rows != len(rows):
@@ -218,7 +218,7 @@ def shuffled_apart(counts: Sequence[int], *, seed: int) -> list[tuple[int, int]]
 
     Args:
         counts: number of texts of each picture.
-        seed: of the shuffles.
+        seed: the seed of the shuffles.
 
     Returns:
         (picture, text) index pairs, `sum(counts)` of them. A pure function of the arguments.

@@ -34,7 +34,7 @@ def prepare_vg(
     Args:
         source: `region_descriptions.json` (also zipped) and the pictures, as folders or zips; without it they are fetched.
         phrases_per_image: phrases of the largest boxes, at most.
-        seed: of the order of the samples.
+        seed: the seed of the order of the samples.
         shard_size: rows a shard.
         work: threads, retries, sharing.
 

@@ -1,6 +1,6 @@
 """The data of a planned run: counts, the first and last shard, one sample of each source; the counts of retrieval sets.
 
-Missing data raises nothing: each missing thing becomes a `Missing`, with what to do about it.
+Missing data raises nothing: each missing thing becomes a `Missing` with its remedy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MADE_BY_US = ("sbu", "vg", "cc3m", "cc12m", "coco", "f30k")  # by `zerovl data N
 
 @dataclass(frozen=True)
 class Missing:
-    """Something that the run needs and lacks, and what to do about it."""
+    """Something that the run needs and lacks, with its remedy."""
 
     what: str
     advice: str
