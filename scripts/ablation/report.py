@@ -70,12 +70,12 @@ class Page:
     @property
     def mixtures(self) -> str:
         """A table of mixtures: the signs that can be read before a training, and the gain of debiased batches."""
-        header = ("trained on", "pictures", "captions", "chance", "negatives of other sources", "gain, RSUM", "verdict")
+        header = ("trained on", "pictures", "captions", "other sources", "gain, RSUM")
         lines = []
         for one in self.raw_probe:
             row = self.row(one["run"], one["against"])
-            shares = [f"{100 * one[key]:.0f} %" for key in ("pictures", "captions", "chance", "other_source")]
-            lines.append((one["mixture"], *shares, row.words, row.verdict))
+            shares = [f"{100 * one[key]:.0f} %" for key in ("pictures", "captions", "other_source")]
+            lines.append((one["mixture"], *shares, row.judged))
         return markdown_table(header, lines)
 
     def other_sources(self, run: str, against: str) -> str:

@@ -133,7 +133,7 @@ def test_wrong_inputs_get_a_sentence():
     for wrong, message in [
         ((images, {"input_ids": images, "words": ["a", "b"]}), "Micro-batch 0 must be a pair .* but holds a str"),
         ((images, {"a": images, "b": texts}), r"an input's tensors have \[2, 3\] rows"),
-        ((images, {"a": texts}), "has 3 and 2"),
+        ((images, {"a": texts}), "the numbers are 3 and 2"),
         ((images, torch.tensor(1)), "but holds a tensor without rows"),
         ((images, {}), r"an input's tensors have \[\] rows"),
         ((images,), "is a tuple of 1"),
