@@ -91,7 +91,7 @@ def test_a_point_without_sets(made, tmp_path, alpha, end, capsys):
 
 
 def test_ones_own_model_is_named_by_its_file(made, tmp_path):
-    for end in "ab":  # runs that do not say which model they trained
+    for end in "ab":  # runs that do not name the model they trained
         shutil.copytree(made / end, tmp_path / end)
         (tmp_path / end / "params.txt").unlink()
     config = ["--model-config", made / "interpolated-tiny.json"]

@@ -431,7 +431,7 @@ def test_the_command_line_ends_in_the_command_to_type(tmp_path, capsys, monkeypa
     printed = capsys.readouterr().out.splitlines()
     finetune = "zerovl finetune --from ViT-B-32/laion2b_s34b_b79k --data 'my out' --out 'my out-tuned'"
     assert printed[-3:] == [
-        "next (so few pictures, below 10,000, allow a fine-tuning or an evaluation, no training from nothing):",
+        "next (with fewer than 10,000 pictures fine-tune or evaluate; a training from nothing needs more):",
         finetune,
         "zerovl retrieval ViT-B-32/laion2b_s34b_b79k --data 'my-out=my out'",
     ]
