@@ -67,6 +67,8 @@ SILENT = (
     "bias",
     "cluster",
     "compare",
+    "data near",
+    "data report",
     "finetune",
     "interpolate",
     "linear-probe",
