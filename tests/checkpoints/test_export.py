@@ -132,16 +132,6 @@ def test_wrappers_prefixes_are_taken_off(tmp_path, home, prefix):
         assert torch.equal(value, model.state_dict()[key])
 
 
-def test_checkpoint_export_and_folder_load_alike(tmp_path, home):
-    checkpoint = write_run(tmp_path / "run", random_model("native-bert"), {"model": "native-bert"})
-    folder = export_local_dir(checkpoint, tmp_path / "export")
-    reference = embeddings(*load_model(checkpoint), home / "image.png")
-    for source in (folder, str(folder), f"local-dir:{folder}"):
-        found = embeddings(*load_model(source), home / "image.png")
-        for tower in ("image", "text"):
-            assert torch.allclose(found[tower], reference[tower], rtol=0, atol=EMBEDDING)
-
-
 def test_arguments_of_the_run_reach_the_export(tmp_path, home):
     """Each `params.txt` entry that changes the model or its preprocessing."""
     forced = {"force_image_size": 48, "force_quick_gelu": True, "force_custom_text": True, "force_context_length": 20}

@@ -26,7 +26,7 @@ from open_clip_zerovl.core.launch import CPU_MICRO_BATCH
 from open_clip_zerovl.data.mixture import Sampling, schedule_of
 from open_clip_zerovl.finetune.data import open_sources
 from open_clip_zerovl.finetune.finetuning import _announce, _before, _micro_batch_that_fits, _training
-from open_clip_zerovl.finetune.keeping import with_old_pairs
+from open_clip_zerovl.finetune.keeping import store_teacher, with_old_pairs
 from open_clip_zerovl.finetune.proposal import Facts, choose_settings
 from open_clip_zerovl.finetune.request import Prepared, Request
 from open_clip_zerovl.models.build import with_text_model
@@ -165,6 +165,16 @@ def test_old_pairs_and_the_model_before_reach_the_training(made, tmp_path):
 )
 def test_what_keeping_refuses(made, refusal, flags, words):
     assert words in refusal(*(flag.format(mine=made / "mine") for flag in flags))
+
+
+def test_the_memory_of_the_teacher_is_free_before_the_training(made, tmp_path, monkeypatch):
+    done: list[str] = []
+    folder = export_local_dir(made / "start" / "checkpoints" / "epoch_1.pt", tmp_path / "before")
+    monkeypatch.setattr("open_clip_zerovl.finetune.keeping.embed_sources", lambda *_, **__: done.append("embedded"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("freed"))
+    prepared = Prepared(f"local-dir:{folder}", "", "", (), ())
+    store_teacher(Request(Encoder("x"), "", tmp_path / "out", keep_teacher=True), prepared, lambda line: None)
+    assert done == ["embedded", "freed"]
 
 
 @pytest.mark.parametrize("distinct", [1, 40])

@@ -123,6 +123,7 @@ def test_adapters_have_a_rate_of_their_own(monkeypatch):
         as_arguments({"model": "ViT-B-32", "train-data": "mine=/data", **values, "effective-batch": None})
     )
     assert (config.lora, config.lora_on, config.lr_head, config.layer_decay) == (16, "image", 1e-5, 0.8)
+    assert "lr-head" not in chosen(facts(10_000), lora="16", opt="timm/lamb")  # training has one rate for it
     assert chosen(facts(10_000), lora="16", lr_head="2e-5")["lr-head"] == "2e-5" and "lr-head" not in chosen(
         facts(10_000)
     )

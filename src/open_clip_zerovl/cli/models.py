@@ -16,6 +16,7 @@ from open_clip_zerovl.cli.program import Run
 from open_clip_zerovl.cli.shared import MODEL, add_encoder, encoder_of, own_model
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import add_settings, flags_of, positive, redeclared, settings_from, share
+from open_clip_zerovl.core.lazy import load_open_clip
 from open_clip_zerovl.distill.teacher_flags import TeacherFlags
 from open_clip_zerovl.evaluate.settings import PLAIN_ALPHA, CurveFlags, RetrievalSettings
 from open_clip_zerovl.finetune.flags import SETS, FinetuneFlags
@@ -154,6 +155,7 @@ def _show_progress() -> None:
     logger.setLevel(logging.INFO)
     logger.handlers = [_ProgressLines()]
     logger.info("loading open_clip")
+    load_open_clip()
 
 
 def _print_loading(done: str, folder: Path, notes: list[str]) -> None:

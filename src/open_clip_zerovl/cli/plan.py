@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from open_clip_zerovl.core.errors import UserError, argparse_sentence
 from open_clip_zerovl.core.flags import add_flags, flags_of
+from open_clip_zerovl.core.lazy import load_open_clip
 from open_clip_zerovl.recipe.arguments import check_known
 from open_clip_zerovl.recipe.flags import SECTIONS, AllFlags, OpenClipFlags, values_of
 
@@ -28,6 +29,7 @@ class _Parser(argparse.ArgumentParser):
 def run_plan(words: Sequence[str]) -> int:
     """Print the plan of a training with these words; 1 if something is missing."""
     values = parse_plan(words)
+    load_open_clip()
     from open_clip_zerovl.plan.batching import PlanSettings
     from open_clip_zerovl.plan.make import make_plan
     from open_clip_zerovl.plan.report import report

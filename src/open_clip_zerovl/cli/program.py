@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from open_clip_zerovl import __version__
 from open_clip_zerovl.core.errors import argparse_sentence, nearest, sentence_of
+from open_clip_zerovl.core.lazy import load_open_clip
 
 Run = Callable[[argparse.Namespace], int | None]
 
@@ -123,6 +124,7 @@ def run_parsed(name: str, words: Sequence[str]) -> int | None:
     arguments = parser.parse_args(words)
     if name in SILENT and "torch" not in sys.modules:
         print(f"zerovl {name}: loading torch and open_clip ...", file=sys.stderr, flush=True)
+        load_open_clip()
     return run(arguments)
 
 

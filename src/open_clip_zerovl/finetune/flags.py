@@ -35,7 +35,12 @@ class FinetuneFlags:
         "old pairs, named sources as in --data, that are trained on beside the new ones so that the model forgets less",
         metavar="NAME=SHARDS::...",
     )
-    keep_share: float | None = flag(None, "share of --keep-data in an epoch (default 0.2)", kind=share, metavar="SHARE")
+    keep_share: float | None = flag(
+        None,
+        "share of an epoch's pairs that are of --keep-data (default 0.2); it changes the training, --keep the choice after it",
+        kind=share,
+        metavar="SHARE",
+    )
     keep_teacher: bool = flag(
         False, "half of the loss is distillation from the model before, whose embeddings of all pairs are stored first"
     )

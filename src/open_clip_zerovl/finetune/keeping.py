@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import key_value
 from open_clip_zerovl.data.names import PIXEL_PATH
@@ -98,6 +100,7 @@ def store_teacher(request: Request, prepared: Prepared, say: Say) -> None:
     say(f"storing the embeddings of {settings.views} views of each picture by the model before")
     encoder = replace(request.start, model=str(folder))
     embed_sources(prepared.train_data, [encoder], request.out / TEACHER, settings, progress=False)
+    torch.cuda.empty_cache()  # this process lives on beside the training, whose micro-batch fills the GPU
 
 
 def teacher_flags(request: Request) -> Settings:

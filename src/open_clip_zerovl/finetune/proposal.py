@@ -104,13 +104,13 @@ def choose_settings(facts: Facts, given: Settings) -> list[Setting]:
     share = min(0.2, max(0.025, WARMUP_STEPS / steps))
     smallest = min(facts.sources.values())
     debiased = len(facts.sources) > 1 and smallest >= batch
-    lora = given.get("lora") is not None
+    lora, adamw = given.get("lora") is not None, given.get("opt") in (None, "adamw")  # other optimizers have one rate
     lr = _rate(given.get("lr") or (1e-4 if lora else 1e-5))
     chosen = [
         Setting("effective-batch", str(batch), batch_reason),
         Setting("epochs", str(epochs), _epochs_reason(facts.samples)),
         Setting("lr", f"{lr:g}", LORA_LR if lora else FULL_LR),
-        *([Setting("lr-head", "1e-05", "projections train whole, as in full fine-tuning")] if lora else []),
+        *([Setting("lr-head", "1e-05", "projections train whole, as in full fine-tuning")] if lora and adamw else []),
         Setting("lr-min", f"{lr / 10:g}", "a tenth of the rate, the share of the paper's pre-training (A.9)"),
         Setting("wd", "0.1", "WiSE-FT's and FLYP's"),
         Setting("beta2", "0.98", "CLIP's and ZeroVL's"),
