@@ -141,6 +141,7 @@ def test_rules_without_kept_sets():
     ("more", "sentence"),
     [
         (["--kept=k=SET"], "--kept needs --data NAME=SET"),
+        (["--rule=new"], "--rule needs --data NAME=SET"),
         (["--data=n=SET", "--alpha=0.3"], "which chooses alpha; give --alphas, or leave one out"),
         (["--data=n=SET", "--kept=n=SET"], "both new and kept"),
         (["--data=n=SET", "--rule=kept"], "needs retrieval sets of the ability to keep; give --kept"),

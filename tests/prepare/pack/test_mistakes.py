@@ -399,7 +399,7 @@ def test_inputs_that_changed_at_the_same_size_are_refused(form, packed, tmp_path
 
 
 def test_after_a_mistake_the_same_folder_is_taken(packed, tmp_path):
-    """Other columns where nothing could be used; another split where no shard was written, without reading pictures again."""
+    """Other columns if nothing could be used; another split if no shard was written, without reading pictures again."""
     given = table(tmp_path / "in", "image,caption,text\n0.png,,x\n1.png,,y\n")
     with pytest.raises(UserError, match="none of the 2 rows can be used"):
         packed(given)
