@@ -85,7 +85,7 @@ def zerovl(*words: str, log: Path) -> float:
 
 
 def fine_tuned(args: argparse.Namespace, task: str, arm: str, rate: float, seed: int) -> dict[str, Any]:
-    """The record of a run, with its scores at each alpha: of an earlier call, or made now."""
+    """The record of a run, with its scores at each alpha, from an earlier call or made now."""
     file = args.out / f"{task}-{arm.replace(' ', '-')}-{rate:g}-{seed}.json"
     if not file.is_file():
         before, old = str(base(args, seed).checkpoint), "::".join(f"{name}={args.data / name}" for name in OLD)

@@ -57,7 +57,7 @@ class Page:
         self.seeds = [len(by_seed) for by_seed in records.values() if by_seed]
 
     def row(self, run: str, against: str, measure: str = "score") -> Row:
-        """The row of a comparison's measure; the measure "score" is of the held-out pairs where not all were scored."""
+        """The row of a comparison's measure; the measure "score" is of the held-out pairs if not all were scored."""
         measures = ("score", HELD_OUT) if measure == "score" else (measure,)
         return next(row for row in self.rows if row.name == f"{run} - {against}" and row.measure in measures)
 

@@ -424,7 +424,7 @@ def test_memory_does_not_grow_with_k():
 
 
 def test_an_earlier_decision_of_auto_holds_while_it_fits(monkeypatch, caplog):
-    """A run that is resumed keeps as many graphs as before, or says that it cannot."""
+    """A resumed run keeps the number of graphs, or warns that it cannot."""
     model, micro_batches = bert_clip(), batches([4, 4, 4, 2])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 

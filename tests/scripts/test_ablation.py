@@ -234,7 +234,7 @@ def test_runs_come_seed_by_seed_behind_their_bases_and_are_kept(quick):
     assert run.run_all(quick, jobs, 1) == {}
     order = Recorder.seen
     assert order.index("mixed-bert-seed1") < order.index("auxiliary-seed1") and len(order) == 10
-    # Measured runs are kept, and their checkpoints are gone once nothing is to be built on them.
+    # Measured runs are kept, and their checkpoints are gone once nothing needs them.
     assert quick.plan([0, 1], names) == []
     assert not list((quick.out / "runs" / "auxiliary-seed0").rglob("*.pt"))
     assert list((quick.out / "runs" / "start-seed0").rglob("*.pt"))  # `go-on-random` is still to come
@@ -334,7 +334,7 @@ def test_finished_runs_of_another_machine_are_taken_over(quick, tmp_path):
         taken.calls = getattr(taken, "calls", 0) + 1
         return ablation_in(tmp_path, {**QUICK, **choices}, out=f"out {taken.calls}").take_over(runs)
 
-    # A setting that became a choice after the run: its flags say the value, then among the flags that all runs share.
+    # A setting that became a choice after the run: its flags give the value, then among the flags that all runs share.
     older = quick.asked(Job(0, "gather"))
     assert older["choices"].pop("lr-64") == "1e-3" == older["flags"].pop() and older["flags"].pop() == "--lr"
     older["flags"] = ["--lr", "1e-3", *older["flags"]]

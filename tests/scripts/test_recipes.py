@@ -287,7 +287,7 @@ def test_the_plan_gets_the_recipes_flags_and_chooses_the_batch_itself(tmp_path):
 
 
 def test_stored_teachers_are_asked_for(tmp_path):
-    """Their embeddings lie in DATA/teacher, where nothing else is said."""
+    """Their embeddings lie in DATA/teacher by default."""
     recipe = RECIPES["distill-14m"]
     assert training_flags(recipe, "distill-14m", tmp_path, Hardware(8, 32), {})["teacher"] == f"{tmp_path}/teacher"
     fill(tmp_path, *recipe.sources)

@@ -213,7 +213,7 @@ def test_an_optimizers_state_of_open_clip_3_goes_on_in_the_groups_of_4():
         parameter.grad = torch.ones_like(parameter)
     old.step()  # now the moments differ from those of `optimizer`
     with pytest.raises(ValueError, match=f"^{OTHER_GROUPS}"):
-        optimizer.load_state_dict(old.state_dict())  # a negative control, and how torch says it
+        optimizer.load_state_dict(old.state_dict())  # a negative control, with torch's message
     optimizer.load_state_dict(of_this_line(old.state_dict(), model, optimizer))
     for (name, before), after in zip(old_model.named_parameters(), model.parameters(), strict=True):
         assert old.state[before].keys() == optimizer.state[after].keys(), name

@@ -62,7 +62,7 @@ class Result:
     Attributes:
         of_seeds: held-out RSUM of each seed.
         seconds: duration of the trainings of all seeds.
-        interval: of the RSUM; it holds 95 % of the draws of held-out pictures.
+        interval: interval of the RSUM that holds 95 % of the draws of held-out pictures.
     """
 
     image: Tower
@@ -134,7 +134,7 @@ class Alignment:
     Attributes:
         teacher: stored ones, of `--teacher`.
         views: on which the heads of each image tower are trained, by the tower's number.
-        stores: of each tower's features, and of its views' if there are any, by the tower's number.
+        stores: tower number -> its stored features, with its views' if there are any.
     """
 
     def __init__(self, request: AlignRequest, say: Say) -> None:

@@ -4,7 +4,7 @@
     ROWS/views-NAME-HASH/    0.images (n, V, F)         1.images (n, V), of the sources that are trained on
     ROWS/text-NAME-HASH/     0.texts (T, F) --dtype     1.texts (T,) identity of each caption
 
-`n` samples and `T` captions of all sources, `V` views, `F` width of a tower. An identity is a hash: of a picture's 32 x 32
+`n` samples and `T` captions of all sources, `V` views, `F` width of a tower. An identity is a hash of a picture's 32 x 32
 thumbnail, of a caption's text. It is 0 where there is no picture or caption. Equal identities are the same picture or caption:
 copies of a held-out picture are not trained on, and `--positives` finds positives.
 """

@@ -104,7 +104,7 @@ class RetrievalSet:
         return sum(sample.file in held for sample in self.samples)
 
     def read_image(self, index: int) -> Image.Image:
-        """The image as RGB. UserError with file and key where it cannot be read or decoded."""
+        """The image as RGB. UserError with file and key if it cannot be read or decoded."""
         sample = self.samples[index]
         try:
             return read_picture(sample.file, sample.offset_bytes, sample.size_bytes)

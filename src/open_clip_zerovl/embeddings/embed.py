@@ -155,8 +155,8 @@ def announce(
         print(f"{model.name}: {', '.join(speeds)} on {model.device}")
     sources, size = len(store.manifest.sources), size_words(store.manifest.bytes)
     print(
-        f"{samples:,} samples, {views} views each, of {sources} sources are left to embed by {len(models)} models: about "
-        f"{duration(seconds)} of the models' time (reading comes beside it), {size} in {store.folder}"
+        f"to embed: {samples:,} samples of {sources} source(s), {views} views each, by {len(models)} model(s): about "
+        f"{duration(seconds)} of the models' time, plus reading; {size} in {store.folder}"
     )
 
 

@@ -219,7 +219,7 @@ def cut_captions(
 
 
 def all_classes(data: str) -> bool:
-    """Whether all sets have classes, as `zerovl data pack` writes them: their pictures share captions, which caps RSUM."""
+    """True if all sets have classes, as `zerovl data pack` writes them: their pictures share captions, which caps RSUM."""
     return all((place / CLASS_NAMES).is_file() for place in parse_retrieval_data(data).values())
 
 

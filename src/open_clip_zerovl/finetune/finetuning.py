@@ -115,7 +115,7 @@ def _same_request(request: Request) -> None:
 
 
 def _flag(name: str, values: Mapping[str, Any]) -> str:
-    """A flag with its value; "no FLAG" where it was not given."""
+    """A flag with its value; "no FLAG" if it was not given."""
     if values.get(name) is None:
         return f"no {name}"
     return f"{name}{'=' if name.startswith('--set') else ' '}{values[name]}"

@@ -87,7 +87,7 @@ def fetched(text: str, folder: Path, say: Callable[[str], None]) -> str:
 
 
 def _require_same(url: str, file: Path, identity: str | None, say: Callable[[str], None]) -> bool:
-    """False where the server does not answer. UserError where it has another file than the one that was fetched."""
+    """False if the server does not answer. UserError if it has another file than the one that was fetched."""
     try:
         now = identity_of(url, RetryPolicy())
     except Unreachable as error:
