@@ -143,7 +143,7 @@ def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
             arm: max((r for r in records if r["arm"] == arm), key=lambda r: r["points"][-1]["val_new"])["lr"]
             for arm in RATES
         }
-        runs = [(task, seed) for seed in SEEDS["emoji"] for task in SEEDS if seed in SEEDS[task]]
+        runs = sorted(((task, seed) for task in SEEDS for seed in SEEDS[task]), key=lambda run: run[1] >= BASES)
         jobs = [(task, arm, best.get(arm, best["full"]), seed) for task, seed in runs for arm in ARMS]
         return records + list(pool.map(lambda one: fine_tuned(args, *one), jobs))
 
