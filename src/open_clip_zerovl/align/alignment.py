@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,10 @@ from safetensors.torch import save
 from open_clip_zerovl.align.encoders import Tower, open_tower
 from open_clip_zerovl.align.export import TRANSFORMERS_ALONE, check_together, export_aligned
 from open_clip_zerovl.align.heads import GATED_ALONE, Heads
-from open_clip_zerovl.align.page import write_align_page
 from open_clip_zerovl.align.request import AlignRequest, Recipe
 from open_clip_zerovl.align.rows import (
     Features,
     Sources,
-    cut_captions,
     embed_tower,
     make_pairs,
     open_sources,
@@ -41,12 +38,13 @@ from open_clip_zerovl.core.flags import conflicts, out_of_range
 from open_clip_zerovl.core.memory import available_bytes
 from open_clip_zerovl.data.schedule import source_schedule
 from open_clip_zerovl.distill.rows import open_teacher_folder, widths_of
-from open_clip_zerovl.embeddings.sources import augmentation_of
+from open_clip_zerovl.embeddings.sources import augmentation_of, cut_captions
 from open_clip_zerovl.embeddings.store import Rows, Store
 from open_clip_zerovl.evaluate.bias.resampling import Measure, interval, mean_over, resampled
 from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, hit_probabilities, recall_bounds
 from open_clip_zerovl.report.bounds import RECALL_KS
-from open_clip_zerovl.report.plot import require_matplotlib
+from open_clip_zerovl.report.html import write_page
+from open_clip_zerovl.report.plot import FAINT, MODEL_COLOURS, Line, draw_levels, line_chart, require_matplotlib
 from open_clip_zerovl.report.tables import text_table
 
 DRAWS = 1000  # of an interval
@@ -204,9 +202,9 @@ class Alignment:
         for tower in (*self.images, *self.texts):
             self.say(f"{tower.side:6} {tower.words()}")
         for tower in self.texts:
-            looked_at, cut = cut_captions(tower, sources)
+            length = tower.tokenizer.context_length
+            looked_at, cut, _ = cut_captions(tower.tokenizer, length, sources.opened[: sources.training])
             if cut:
-                length = tower.tokenizer.context_length
                 self.say(
                     f"       {cut:,} of {looked_at:,} captions are longer than its {length} tokens and are cut (an hf: encoder"
                 )
@@ -279,6 +277,7 @@ class Alignment:
                 self.sources.training,
                 request.held_out_share,
             ]
+            of += [len(pairs.images), len(pairs.texts)]  # a tower of the same call may lack samples
             of += [] if request.held_out else [request.seed]  # which also draws the held-out pictures
             pictures, *views = (store.rows["0.images"] for store in stores[id(image)])
             texts = stores[id(text)][0].rows["0.texts"]
@@ -342,10 +341,30 @@ class Alignment:
             else:
                 self.say(f"The model is in {folder}: open_clip opens it as local-dir:{folder};")
                 self.say("zerovl retrieval, search, export and train --init-from take it")
-        curves = {
-            f"{number}: {one.image.name[-18:]} + {one.text.name[-18:]}": one.outcome.scores
-            for number, one in enumerate(ranked[:DRAWN], start=1)
-        }
-        write_align_page(Path(out / "align.html"), facts, HEADER, rows, curves, chance, vars(best.recipe))
+
+        def lines(column: int) -> list[Line]:  # of the checks, beside their epoch
+            names = [
+                f"{n}: {one.image.name[-18:]} + {one.text.name[-18:]}" for n, one in enumerate(ranked[:DRAWN], start=1)
+            ]
+            checks = [list(zip(*one.outcome.scores, strict=True)) for one in ranked[:DRAWN]]
+            drawn = zip(names, checks, MODEL_COLOURS, strict=False)
+            return [Line(name, of[0], of[column], colour, {"marker": "o"}) for name, of, colour in drawn]
+
+        write_page(
+            out / "align.html",
+            "align.html",
+            title="An alignment",
+            facts=facts,
+            header=HEADER,
+            rows=rows,
+            training=line_chart(
+                lines(1),
+                x="epoch",
+                y="RSUM, held out",
+                finish=lambda axes: draw_levels(axes, {"chance": (chance, FAINT)}),
+            ),
+            losses=line_chart(lines(2), x="epoch", y="loss"),
+            settings=[(name.replace("_", " "), str(value)) for name, value in vars(best.recipe).items()],
+        )
         record = {"chance": chance, "pairings": [one.record() for one in ranked]}
         write_atomically(out / "align.json", json.dumps(record, indent=1) + "\n")
