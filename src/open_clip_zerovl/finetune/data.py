@@ -20,7 +20,7 @@ from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import did_you_mean, regular_file
-from open_clip_zerovl.data.names import NAME, is_named
+from open_clip_zerovl.data.names import CLASS_NAMES, NAME, is_named
 from open_clip_zerovl.data.retrieval import RetrievalSet, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import Source, parse_sources
@@ -181,6 +181,11 @@ def _pictures(source: Source, lengths: set[int]) -> Iterator[tuple[str, bytes]]:
                 if offset >= 0 and size in lengths:
                     file.seek(offset)
                     yield f"sample {index.key(number)} of {shard}", file.read(size)
+
+
+def all_classes(data: str) -> bool:
+    """Whether all sets have classes, as `zerovl data pack` writes them: their pictures share captions, which caps RSUM."""
+    return all((place / CLASS_NAMES).is_file() for place in parse_retrieval_data(data).values())
 
 
 def sets_of(data: str) -> dict[str, RetrievalSet]:
