@@ -270,22 +270,17 @@ class Alignment:
         teachers = [(features(images, 1.0), features(texts, 1.0)) for images, texts in zip(*taught, strict=True)]
 
         def task(image: Tower, text: Tower) -> Task:
-            digests = [store.digest for store in (stores[id(image)][0], *stores[id(text)], *stores[id(image)][1:])]
-            of = [
-                *digests,
-                *([self.teacher.digest] if self.teacher else []),
-                self.sources.training,
-                request.held_out_share,
-            ]
+            plain, *further = stores[id(image)]
+            words = stores[id(text)][0]
+            pictures, texts = plain.rows["0.images"], words.rows["0.texts"]
+            of: list[Any] = [one.digest for one in (plain, words, *further, *filter(None, [self.teacher]))]
+            of += [self.sources.training, request.held_out_share]
             of += [len(pairs.images), len(pairs.texts)]  # a tower of the same call may lack samples
             of += [] if request.held_out else [request.seed]  # which also draws the held-out pictures
-            pictures, *views = (store.rows["0.images"] for store in stores[id(image)])
-            texts = stores[id(text)][0].rows["0.texts"]
             scale = unit_scale(pictures, pairs.images)
             sides = features(pictures, scale), features(texts, unit_scale(texts, pairs.texts))
-            shown = features(views[0], scale) if views else None
-            digest = "-".join(map(str, of))
-            return Task(pairs, *sides, picture_ids, caption_ids, self.device, digest, shown, teachers)
+            shown = features(further[0].rows["0.images"], scale) if further else None
+            return Task(pairs, *sides, picture_ids, caption_ids, self.device, "-".join(map(str, of)), shown, teachers)
 
         return task
 
@@ -343,12 +338,12 @@ class Alignment:
                 self.say("zerovl retrieval, search, export and train --init-from take it")
 
         def lines(column: int) -> list[Line]:  # of the checks, beside their epoch
-            names = [
-                f"{n}: {one.image.name[-18:]} + {one.text.name[-18:]}" for n, one in enumerate(ranked[:DRAWN], start=1)
-            ]
-            checks = [list(zip(*one.outcome.scores, strict=True)) for one in ranked[:DRAWN]]
-            drawn = zip(names, checks, MODEL_COLOURS, strict=False)
-            return [Line(name, of[0], of[column], colour, {"marker": "o"}) for name, of, colour in drawn]
+            found = []
+            for number, (one, colour) in enumerate(zip(ranked[:DRAWN], MODEL_COLOURS, strict=False), start=1):
+                name = f"{number}: {one.image.name[-18:]} + {one.text.name[-18:]}"
+                checks = list(zip(*one.outcome.scores, strict=True))
+                found.append(Line(name, checks[0], checks[column], colour, {"marker": "o"}))
+            return found
 
         write_page(
             out / "align.html",
