@@ -378,7 +378,7 @@ def test_the_model_card_tells_what_was_read_and_nothing_of_the_machine(tmp_path,
     assert "- imagenet-zeroshot-val-top1: 0.2500" in card
     assert "0.75" not in card
     assert "/secret" not in card and str(tmp_path) not in card and str(home) not in card
-    assert "started from checkpoint: old.pt" in card and "It loads in stock" in card and "open_clip_zerovl" not in card
+    assert "- `--init-from`: old.pt" in card and "It loads in stock" in card and "open_clip_zerovl" not in card
     results.write_text("{")
     with pytest.raises(UserError, match=r"results\.jsonl, line 1 is not JSON"):
         export_local_dir(checkpoint, tmp_path / "other")

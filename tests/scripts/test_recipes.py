@@ -21,7 +21,7 @@ import timm
 import torch
 
 from open_clip_zerovl.checkpoints.export import export_local_dir
-from open_clip_zerovl.checkpoints.layouts import as_native_vit, native_vision_config, resample_positions
+from open_clip_zerovl.checkpoints.layouts import as_native_vit, native_vision_config
 from open_clip_zerovl.cli import evaluate
 from open_clip_zerovl.core.processes import children_of
 from open_clip_zerovl.models.build import with_text_model
@@ -337,7 +337,7 @@ def test_the_288_px_model_takes_what_convert_writes_and_its_export_loads_in_stoc
     config = open_clip.get_model_config(name)
     assert config["vision_cfg"] == native_vision_config(trunk, 288)
     weights = trunk.state_dict()
-    weights["pos_embed"] = resample_positions(weights["pos_embed"], 288 // 16)
+    weights["pos_embed"] = timm.layers.resample_abs_pos_embed(weights["pos_embed"], [288 // 16, 288 // 16])
     converted = {key: value.shape for key, value in as_native_vit(weights).items()}
     torch.manual_seed(0)
     model = open_clip.create_model(with_text_model(name, bert), pretrained_text=False)
