@@ -228,12 +228,3 @@ def test_a_damaged_table_of_captions_gets_a_sentence(place, tmp_path):
     starts.flush()
     with pytest.raises(UserError, match=r"starts\.npy does not say where the captions of each sample begin"):
         open_teacher_folder(tmp_path / "teacher")
-
-
-@pytest.mark.slow  # whole trainings once more; that both decoders give the same pixels is shown by tests/data/test_pixels.py
-def test_pils_path_too(place, tmp_path):
-    _, data, _ = place
-    settings = TeacherSettings(views=2, image_size=16, aug_cfg={"scale": (0.3, 1.0)}, pixel_path="pil")
-    store = embed_sources(data, [HashEncoder()], tmp_path / "pil", settings, progress=False)
-    for images, _, _, embeddings in batches(data, store, settings=settings):
-        assert torch.equal(embeddings[0], as_kept(hashed(images, 1)))

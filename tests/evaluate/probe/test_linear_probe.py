@@ -18,7 +18,6 @@ from PIL import Image
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from timm.optim.lars import Lars
 from torch import nn
 from torchvision.transforms import ToTensor
 
@@ -129,16 +128,6 @@ def test_lars_step_equals_one_by_hand(batch_norm):
     # timm adds eps = 1e-8 to the gradient's norm.
     torch.testing.assert_close(head[1].weight.detach(), weight, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(head[1].bias.detach(), bias, rtol=1e-6, atol=1e-9)
-
-
-def test_timms_default_would_not_adapt_at_weight_decay_zero():
-    """The control of the test above: without `always_adapt` the very same call is SGD."""
-    parameter = nn.Parameter(torch.full((2, 2), 3.0))
-    parameter.grad = torch.full((2, 2), 0.5)
-    Lars([parameter], lr=1.0, momentum=0.9, weight_decay=0.0).step()
-    torch.testing.assert_close(parameter.detach(), torch.full((2, 2), 2.5))
-    weight = lars(linear_head(3, 2), LarsSettings()).param_groups[0]
-    assert weight["always_adapt"] and weight["weight_decay"] == 0
 
 
 def test_the_head_begins_as_torchs_linear_layer_does():

@@ -97,16 +97,6 @@ def test_a_collapsed_model_scores_chance_and_not_its_place_in_the_file(chunk_siz
         assert metrics[f"image_to_text_R@{k}"] == pytest.approx(1 - miss, abs=1e-9)
 
 
-def test_a_tie_counts_by_the_places_left():
-    # One better, then the positive tied with two other items: ranks 2, 3, 4 alike.
-    scores = torch.tensor([[0.5, 0.9, 0.5, 0.5, 0.1]] + [[0.0] * 5] * 4)
-    scores[1:, 1:] = torch.eye(4)
-    metrics = metrics_of_scores(scores, range(5), ks=(1, 2, 3, 4))
-    others = 4  # the other four images find their caption first
-    for k, own in ((1, 0), (2, 1 / 3), (3, 2 / 3), (4, 1)):
-        assert metrics[f"image_to_text_R@{k}"] == pytest.approx((others + own) / 5, abs=1e-12)
-
-
 def test_ties_equal_the_mean_over_all_orders():
     """Against a brute force: expected hits over random orders of a matrix full of ties."""
     generator = torch.Generator().manual_seed(3)

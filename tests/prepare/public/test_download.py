@@ -6,10 +6,8 @@ import dataclasses
 import io
 import json
 import os
-import signal
 import socket
 import subprocess
-import sys
 import time
 import zipfile
 from collections import Counter
@@ -27,7 +25,7 @@ from open_clip_zerovl.prepare.public.download import Downloader, Limits, fetch_f
 from open_clip_zerovl.prepare.public.index import check_shards
 from open_clip_zerovl.prepare.public.inputs import PictureStore
 from open_clip_zerovl.prepare.public.lists import prepare_list
-from open_clip_zerovl.prepare.public.manifest import read_manifest, sha256_of
+from open_clip_zerovl.prepare.public.manifest import sha256_of
 from open_clip_zerovl.prepare.public.pairs import Work
 from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, encode_picture
 from open_clip_zerovl.prepare.public.spool import Spool
@@ -190,57 +188,6 @@ def test_two_processes_share_a_list(server, make, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------ interrupted
-
-KILLED = """
-import importlib.util, sys, types
-# Without the package's own __init__, which loads torch: the call shall be killed at work, not while it starts.
-package = types.ModuleType("open_clip_zerovl")
-package.__path__ = importlib.util.find_spec("open_clip_zerovl").submodule_search_locations
-sys.modules["open_clip_zerovl"] = package
-from open_clip_zerovl.prepare.public.lists import prepare_list
-from open_clip_zerovl.prepare.public.download import Limits
-from open_clip_zerovl.prepare.public.pairs import Work
-prepare_list("cc3m", sys.argv[1], source=[sys.argv[2]], shard_size=25, limits=Limits(total_seconds=5, private_redirects=True),
-           work=Work(threads=4, attempts=1, progress=False))
-"""
-
-
-@pytest.mark.slow  # processes that are killed; the crashes and the spool below hold each step
-def test_killed_and_resumed_no_pair_is_lost_or_doubled(server, tmp_path):
-    """SIGKILL twice at different depths, then to the end: the files equal those of an undisturbed call byte for byte."""
-    kinds = ["good", "good", "missing", "moved", "truncated"]
-    listed = tmp_path / "list.tsv"
-    rows = [f"caption {i}\t{server.url(kinds[i % 5], 4000 + i)}\n" for i in range(150)]
-    listed.write_text("".join(rows), encoding="utf-8")
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "out"), str(listed)]
-    server.delay_seconds = 0.02
-    try:
-        for served in (40, 60):
-            while server.served.acquire(blocking=False):
-                pass
-            process = subprocess.Popen(command)
-            for _ in range(served):
-                assert server.served.acquire(timeout=60), "the call made no requests"
-            process.send_signal(signal.SIGKILL)
-            assert process.wait() == -signal.SIGKILL
-            assert (tmp_path / "out" / "manifest.json").is_file() and not (read_manifest(tmp_path / "out") or {})[
-                "complete"
-            ]
-    finally:
-        server.delay_seconds = 0.0
-    assert any((tmp_path / "out/records").glob("*.spool"))  # or the test has shown nothing
-    before = server.requests.total()
-    work = Work(threads=4, attempts=1, progress=False)
-    arguments = dict(
-        source=[str(listed)], shard_size=25, limits=Limits(total_seconds=5, private_redirects=True), work=work
-    )
-    resumed = prepare_list("cc3m", tmp_path / "out", **arguments)
-    # 150 rows and 30 redirects; the kills cost no more than the transfers under way.
-    assert server.requests.total() - before < 180 - 100 + 2 * 16 + 10
-    assert sorted(captions(tmp_path / "out")) == sorted(f"caption {i}" for i in range(150) if i % 5 in (0, 1, 3))
-    assert resumed == prepare_list("cc3m", tmp_path / "undisturbed", **arguments)
-    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
-    assert not [p for p in (tmp_path / "out").rglob("*") if p.suffix in (".spool", ".part")]
 
 
 @pytest.mark.parametrize("crash_in", ["write_shard", "sha256_of", "write_record"])
