@@ -31,10 +31,16 @@ Result = TypeVar("Result")
 
 
 def walk(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """(folder, its files) of a folder and those below it, in order; hidden ones are left out."""
+    """(folder, its files) of a folder and those below it, in order; hidden ones and links to a folder above are left out."""
     for folder, folders, names in os.walk(path, followlinks=True):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        below = (Path(folder, name) for name in folders if not name.startswith("."))
+        folders[:] = sorted(one.name for one in below if not (one.is_symlink() and _leads_up(one)))
         yield folder, sorted(name for name in names if not name.startswith("."))
+
+
+def _leads_up(link: Path) -> bool:
+    target = link.resolve()
+    return any(above.resolve() == target for above in link.absolute().parents)
 
 
 def picture_files(path: Path) -> Iterator[Path]:
