@@ -185,7 +185,6 @@ def test_what_does_not_fit_is_refused_by_a_sentence(tmp_path, bert):
     refused(weights, "is not a ViT with a class token", image_model="test_resnet")
     refused(weights, "is not a vit_tiny", image_model="vit_tiny_patch16_224")
     refused(weights, "name them with --image-model", image_model=None)
-    refused(weights, "normalization 'none' is not one of imagenet, half", normalization="none")
     refused(weights, "if that is missing, give the folder", text_model=str(tmp_path / "nowhere"))
     refused({"visual.proj": torch.ones(1)}, "zerovl export --model NAME")
     native = random_model(register(tmp_path / "configs", "convert-native", NATIVE_VISION, bert_text(bert)))

@@ -361,14 +361,14 @@ def test_the_model_card_tells_what_was_read_and_nothing_of_the_machine(tmp_path,
     assert "# my-run (native-bert)" in card
     assert "after epoch 1 of 3" in card
     assert "- effective batch: 512 = 64 a micro-batch x 4 accumulated x 2 ranks" in card
-    assert "- sampling of sources: debiased" in card
-    assert "- mixup alpha: 0.1" in card
+    assert "- `--sampling`: debiased" in card
+    assert "- `--mixup-alpha`: 0.1" in card
     assert "- sbu, weight 1\n- cc3m, weight 2" in card
     assert "| coco | 5.0 | 25.0 | 50.0 | 5.0 | 25.0 | 50.0 | 160.0 |" in card
     assert "- imagenet-zeroshot-val-top1: 0.2500" in card
     assert "0.75" not in card
     assert "/secret" not in card and str(tmp_path) not in card and str(home) not in card
-    assert "started from checkpoint: old.pt" in card and "It loads in stock" in card and "open_clip_zerovl" not in card
+    assert "- `--init-from`: old.pt" in card and "It loads in stock" in card and "open_clip_zerovl" not in card
     results.write_text("{")
     with pytest.raises(UserError, match=r"results\.jsonl, line 1 is not JSON"):
         export_local_dir(checkpoint, tmp_path / "other")

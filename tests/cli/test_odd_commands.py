@@ -270,10 +270,6 @@ def test_version_prints_the_release(capsys):
         ("pack x --out y", "there is no command 'pack'; did you mean `zerovl data pack`?"),
         ("retreival m", "there is no command 'retreival'; did you mean `zerovl retrieval`?"),
         ("data pak x", "there is no command 'pak'; did you mean `zerovl data pack`?"),
-        (
-            "data emoji --out d",
-            "`zerovl data emoji` is now `python -m scripts.drawn emoji --out DIR`, in a clone",
-        ),
         ("quux", "there is no command 'quux'; `zerovl --help` lists the commands"),
         ("data pack x --out y --test-shar 0.1", "there is no flag --test-shar; did you mean --test-share?"),
         ("search a b c d --zzzz", "there is no flag --zzzz; `zerovl search --help` lists the flags"),

@@ -11,7 +11,7 @@ import pytest
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sizes import listed_sizes
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.plan.dataset_report import find_datasets
+from open_clip_zerovl.prepare.public.counts import find_datasets
 from open_clip_zerovl.prepare.public.index import check_shards
 from open_clip_zerovl.shards.urls import check_quotes, is_command
 from open_clip_zerovl.shards.writing import parse_sizes, read_sizes

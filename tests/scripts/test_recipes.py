@@ -20,7 +20,7 @@ import timm
 import torch
 from open_clip.model import CLIPVisionCfg, _build_vision_tower
 
-from open_clip_zerovl.checkpoints.layouts import as_native_vit, native_vision_config, resample_positions
+from open_clip_zerovl.checkpoints.layouts import as_native_vit, native_vision_config
 from open_clip_zerovl.cli import evaluate
 from open_clip_zerovl.core.processes import children_of
 from scripts.paper import recipes as paper_recipes
@@ -329,7 +329,7 @@ def test_the_288_px_model_takes_what_convert_writes():
         visual = _build_vision_tower(config["embed_dim"], CLIPVisionCfg(**config["vision_cfg"]))
     assert config["vision_cfg"] == native_vision_config(trunk, 288)
     weights = trunk.state_dict()
-    weights["pos_embed"] = resample_positions(weights["pos_embed"], 288 // 16)
+    weights["pos_embed"] = timm.layers.resample_abs_pos_embed(weights["pos_embed"], [288 // 16, 288 // 16])
     converted = {key: value.shape for key, value in as_native_vit(weights).items()}
     own = {key: value.shape for key, value in visual.state_dict().items() if key != "proj"}
     assert own == converted and visual.proj.shape == (768, 512)

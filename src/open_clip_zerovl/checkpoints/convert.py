@@ -35,7 +35,7 @@ from transformers import AutoConfig
 
 from open_clip_zerovl.checkpoints.card import ModelCard
 from open_clip_zerovl.checkpoints.export import PROBE_TEXTS, check_destination, export_local_dir, write_local_dir
-from open_clip_zerovl.checkpoints.layouts import as_native_vit, native_vision_config, resample_positions
+from open_clip_zerovl.checkpoints.layouts import as_native_vit, native_vision_config
 from open_clip_zerovl.checkpoints.spec import ModelSpec, read_params
 from open_clip_zerovl.checkpoints.weights import read_state_dict
 from open_clip_zerovl.core.errors import UserError, first_line, nearest
@@ -124,8 +124,6 @@ def convert_checkpoint(
     """
     checkpoint = Path(checkpoint)
     check_destination(Path(os.path.abspath(Path(out_dir).expanduser())), force)
-    if normalization not in NORMALIZATIONS:
-        raise UserError(f"normalization '{normalization}' is not one of {', '.join(NORMALIZATIONS)}")
     log.info("reading %s", checkpoint)
     weights = read_state_dict(checkpoint)
     if not _is_released(weights) and image_model is None and read_params(checkpoint):
@@ -298,7 +296,7 @@ def _at_size(encoder: DualEncoder, grid: int) -> DualEncoder:
     """The encoder with the position embedding of `grid` patches a side."""
     if encoder.image["pos_embed"].shape[1] == 1 + grid * grid:
         return encoder
-    resized = resample_positions(encoder.image["pos_embed"], grid)
+    resized = timm.layers.resample_abs_pos_embed(encoder.image["pos_embed"], [grid, grid])
     return replace(encoder, image={**encoder.image, "pos_embed": resized})
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
@@ -76,23 +74,6 @@ def renamed(weights: Mapping[str, Tensor], source: str, target: str) -> tuple[di
                 tensor = tensor if target in ("open_clip", "CLIP") else tensor.reshape(1, -1, tensor.shape[-1])
             placed[f"{stem}{row[new]}{name.removeprefix(row[old])}"] = tensor
     return placed, unknown
-
-
-def resample_positions(positions: Tensor, grid: int) -> Tensor:
-    """A ViT's position embedding for another number of patches: bicubic with antialiasing, as timm and open_clip resize.
-
-    Args:
-        positions: (1, 1 + G*G, width), for the class token, which is kept, and for a square of patches.
-        grid: patches a side of the result.
-
-    Returns:
-        (1, 1 + grid*grid, width) in the dtype given.
-    """
-    token, patches = positions[:, :1], positions[:, 1:]
-    side = round(patches.shape[1] ** 0.5)
-    square = patches.reshape(1, side, side, -1).permute(0, 3, 1, 2).float()
-    resized = F.interpolate(square, size=(grid, grid), mode="bicubic", antialias=True, align_corners=False)
-    return torch.cat([token, resized.permute(0, 2, 3, 1).reshape(1, grid * grid, -1).to(positions.dtype)], dim=1)
 
 
 def as_native_vit(image: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -149,7 +149,7 @@ def report(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR")
 
     def run(arguments: argparse.Namespace) -> None:
-        from open_clip_zerovl.plan.dataset_report import report as table
+        from open_clip_zerovl.prepare.public.counts import report as table
 
         print(table(arguments.folders))
 

@@ -142,19 +142,13 @@ def _add_writing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace an earlier export that is there")
 
 
-class _ProgressLines(logging.Handler):
-    """Prints log records on stderr."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Print one record."""
-        print(f"zerovl: {record.getMessage()}", file=sys.stderr, flush=True)
-
-
 def _show_progress() -> None:
     """Print a line on stderr at once, since imports take seconds, and from then on the progress lines of `checkpoints`."""
     logger = logging.getLogger("open_clip_zerovl.checkpoints")
     logger.setLevel(logging.INFO)
-    logger.handlers = [_ProgressLines()]
+    lines = logging.StreamHandler()
+    lines.setFormatter(logging.Formatter("zerovl: %(message)s"))
+    logger.handlers = [lines]
     logger.info("loading open_clip")
     load_open_clip()
 

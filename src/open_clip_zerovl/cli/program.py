@@ -79,8 +79,6 @@ SILENT = (
     "zero-shot",
 )
 TAKE_WORDS = ("train", "plan")  # their flags are those of training, for which they have parsers of their own
-#: Commands of earlier versions -> where they are now.
-MOVED = {f"data {drawings}": f"python -m scripts.drawn {drawings} --out DIR" for drawings in ("emoji", "icons")}
 ALL = {name: command for group in COMMANDS.values() for name, command in group.items()}
 
 
@@ -146,9 +144,7 @@ def find_command(words: Sequence[str]) -> tuple[str, list[str]]:
     if name in ALL:
         return name, list(words[2 if prefix else 1 :])
     program = f"zerovl {prefix}".strip()
-    if name in MOVED:
-        sentence = f"`zerovl {name}` is now `{MOVED[name]}`, in a clone"
-    elif not word or word.startswith("-"):
+    if not word or word.startswith("-"):
         found = f", and {word} is not one" if word else ""
         sentence = f"`{program}` needs a command{found}; `{program} --help` lists the commands"
     else:

@@ -114,12 +114,6 @@ class RetrievalSet:
             raise UserError(f"{sample.file}: the image of sample '{sample.key}' cannot be read ({error})") from error
 
 
-def check_captions_per_image(captions_per_image: int | None) -> None:
-    """UserError for a number below 1; None means all captions."""
-    if captions_per_image is not None and captions_per_image < 1:
-        raise UserError(f"captions_per_image must be at least 1, or None for all, got {captions_per_image}")
-
-
 Item = tuple[Tensor, tuple[str, ...]]
 Batch = tuple[Tensor, list[tuple[str, ...]]]
 
@@ -163,7 +157,6 @@ def retrieval_batches(
     Raises:
         UserError: an image that cannot be read, named by file and key.
     """
-    check_captions_per_image(captions_per_image)
     transformed = _TransformedSet(dataset, preprocess, captions_per_image)
     yield from read_batches(transformed, _collate, batch_size=batch_size, num_workers=num_workers)
 

@@ -179,8 +179,6 @@ class SearchSettings:
     output: Path | None = flag(None, "also write the hits as JSON", metavar="FILE.json")
 
     def __post_init__(self) -> None:
-        if self.best < 1:
-            raise UserError(f"the number of pictures to show must be 1 or more, but is {self.best}.")
         if not self.words.strip() and self.image is None:
             raise UserError("there is nothing to search for: give words, or a picture by --image")
 

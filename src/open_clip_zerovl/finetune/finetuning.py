@@ -238,8 +238,7 @@ def _micro_batch_that_fits(
         )
     plan = json.loads(done.stdout)
     if plan["missing"]:
-        first = plan["missing"][0]
-        raise UserError(f"the training lacks something: {first['what']}; {first['advice']}")
+        raise UserError(f"the training lacks something: {plan['missing'][0]}")
     whole = duration(3600 * plan["hours"])
     say(f"one step takes {duration(plan['step_seconds'])}, all {plan['steps']:,} about {whole}")
     return plan["batching"]["micro_batch"]

@@ -27,7 +27,7 @@ from open_clip_zerovl.dga.retain import AUTO_SHARE
 from open_clip_zerovl.distill.opening import open_teachers
 from open_clip_zerovl.models.local_dir import no_code_from_data
 from open_clip_zerovl.plan.batching import PlanSettings, choose_batching
-from open_clip_zerovl.plan.data_check import DataCheck, Missing, check_data, schedule_steps
+from open_clip_zerovl.plan.data_check import DataCheck, check_data, schedule_steps
 from open_clip_zerovl.plan.estimate import UTILISATION, Costs, count_costs
 from open_clip_zerovl.plan.gpus import GIB, USABLE_SHARE, graphs_room, parse_hardware
 from open_clip_zerovl.plan.measure import StepTime, measure_step
@@ -73,7 +73,7 @@ class Plan:
         parameters: number of all parameters, and of the trained ones.
         retained: R, graphs kept in a step.
         compute_seconds: seconds of an optimizer step of one rank, without waiting for data.
-        data_seconds: the wait for its data; None if nothing was read.
+        data_seconds: the wait for its data; 0 where no step was taken here.
         timed: the step that was taken here.
         free_disk_bytes: free space of --logs, None for assumed hardware.
     """
@@ -86,7 +86,7 @@ class Plan:
     parameters: tuple[int, int]
     retained: int
     compute_seconds: float = 0.0
-    data_seconds: float | None = None
+    data_seconds: float = 0.0
     timed: StepTime | None = None
     free_disk_bytes: int | None = None
 
@@ -116,8 +116,8 @@ class Plan:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of one optimizer step, with the wait for its data if that was measured."""
-        return self.compute_seconds + (self.data_seconds or 0.0)
+        """Seconds of one optimizer step, with the wait for its data."""
+        return self.compute_seconds + self.data_seconds
 
     @property
     def steps(self) -> int:
@@ -139,9 +139,8 @@ class Plan:
         return {
             **{name: getattr(self, name) for name in _FIGURES},
             **{name: dataclasses.asdict(getattr(self, name)) for name in ("hardware", "costs")},
-            **{name: [dataclasses.asdict(one) for one in getattr(data, name)] for name in ("sources", "missing")},
-            "retrieval": data.retrieval,
-            "notes": data.notes,
+            "sources": [dataclasses.asdict(one) for one in data.sources],
+            **{name: getattr(data, name) for name in ("retrieval", "missing", "notes")},
             "epoch_steps": data.steps,
             "batching": {
                 "micro_batch": batching.micro_batch,
@@ -195,7 +194,7 @@ def make_plan(settings: PlanSettings, *, say: Say = lambda line: None) -> Plan:
         plan.compute_seconds = costs.seconds_on(gpu, batching, retained)
         if not gpu.bf16 and "bf" in settings.precision:
             data.notes.append(f"A {gpu.label} has no bf16 matmuls: give --precision amp.")
-    elif fits:
+    elif fits and data.opened:
         say("taking steps")
         try:
             plan.timed = step = measure_step(planned, settings, batching, retained, data.opened)
@@ -205,7 +204,7 @@ def make_plan(settings: PlanSettings, *, say: Say = lambda line: None) -> Plan:
             taken = Batching(batching.micro_batch, step.dga_steps, 1)
             more = costs.step_flops(batching, retained) / costs.step_flops(taken, step.retained)
             plan.compute_seconds = step.seconds * more
-            plan.data_seconds = step.wait_seconds * batching.dga_steps if data.opened else None
+            plan.data_seconds = step.wait_seconds * batching.dga_steps
     if not fits:
         data.missing.append(_too_large(plan))
     data.notes += _align_note(plan, planned.model)
@@ -271,7 +270,7 @@ def _choose_batching(settings: PlanSettings, hardware: Hardware, costs: Costs) -
 
 
 def _schedule(settings: PlanSettings, data: DataCheck, batching: Batching) -> None:
-    """Fill in the steps of an epoch; add a note if the batch or the warm-up differs from the request."""
+    """Fill in the steps of an epoch; add a note if the batch differs from the request."""
     schedule_steps(settings, data, batching.effective_batch)
     wanted = settings.effective_batch
     if wanted is not None and batching.effective_batch != wanted:
@@ -279,21 +278,14 @@ def _schedule(settings: PlanSettings, data: DataCheck, batching: Batching) -> No
             f"The effective batch is {batching.effective_batch:,} instead of {wanted:,}, which {batching.world_size} ranks "
             f"with micro-batches of {batching.micro_batch} do not divide."
         )
-    steps = data.steps * settings.epochs
-    if settings.warmup > steps and not {"--warmup-share", "--skip-scheduler"} & set(settings.passed_over):
-        data.notes.append(
-            f"--warmup {settings.warmup} is longer than the run's {steps} steps: the learning rate never reaches --lr; give "
-            "--warmup-share 0.025."
-        )
 
 
-def _too_large(plan: Plan) -> Missing:
+def _too_large(plan: Plan) -> str:
     b, k = plan.batching.micro_batch, plan.batching.dga_steps
     smaller = f"--batch-size {b // 2} --dga-steps {2 * k}, the same effective batch" if b > 1 else "a smaller model"
-    return Missing(
+    return (
         f"memory: micro-batches of {b} with {max(1, plan.retained)} graphs kept need {plan.peak_bytes / GIB:.1f} GiB, but "
-        f"only {plan.hardware.room_bytes / GIB:.1f} GiB are usable",
-        f"{smaller}, or --grad-checkpointing",
+        f"only {plan.hardware.room_bytes / GIB:.1f} GiB are usable; {smaller}, or --grad-checkpointing"
     )
 
 
@@ -302,10 +294,10 @@ def _check_files(settings: PlanSettings, data: DataCheck) -> None:
     for name in ("init_from", "init_image", "init_text", "pretrained"):
         path, flag = getattr(settings, name), f"--{name.replace('_', '-')}"
         if path and (name != "pretrained" or is_file_name(path)) and not Path(path).exists():
-            data.missing.append(Missing(f"{flag}: there is no {path}", f"correct the path, or leave {flag} out"))
+            data.missing.append(f"{flag}: there is no {path}; correct the path, or leave {flag} out")
     for what, advice in weights_to_fetch(settings).items():
         if constants.HF_HUB_OFFLINE:
-            data.missing.append(Missing(f"{what} is not in the Hugging Face cache, and HF_HUB_OFFLINE is set", advice))
+            data.missing.append(f"{what} is not in the Hugging Face cache, and HF_HUB_OFFLINE is set; {advice}")
         else:
             data.notes.append(f"Not in the Hugging Face cache, to be fetched: {what} (without a hub: {advice}).")
     if settings.teacher is not None:
@@ -313,8 +305,7 @@ def _check_files(settings: PlanSettings, data: DataCheck) -> None:
             open_teachers(settings.teacher, settings.captions)
         except UserError as error:
             advice = f"zerovl teacher MODEL --train-data '{settings.train_data}' --out {settings.teacher}"
-            advice += ", with this run's augmentation"
-            data.missing.append(Missing(f"teachers: {str(error).partition('; ')[0]}", advice))
+            data.missing.append(f"teachers: {str(error).partition('; ')[0]}; {advice}, with this run's augmentation")
 
 
 def _align_note(plan: Plan, model: torch.nn.Module) -> list[str]:
@@ -345,9 +336,7 @@ def _check_disk(plan: Plan) -> None:
     needed = plan.costs.state_bytes * plan.checkpoints
     if needed > plan.free_disk_bytes:
         plan.data.missing.append(
-            Missing(
-                f"disk: {plan.checkpoints} checkpoints take {needed / GIB:.1f} GiB, {folder} has "
-                f"{plan.free_disk_bytes / GIB:.1f} GiB free",
-                "--logs on another disk, --save-frequency 5, or --delete-previous-checkpoint",
-            )
+            f"disk: {plan.checkpoints} checkpoints take {needed / GIB:.1f} GiB, {folder} has "
+            f"{plan.free_disk_bytes / GIB:.1f} GiB free; give --logs on another disk, --save-frequency 5, or "
+            "--delete-previous-checkpoint"
         )

@@ -754,7 +754,7 @@ class OpenClipFlags:
     eps: float | None = flag(None, metavar="X", range=NOT_NEGATIVE, planned=False)
     momentum: float | None = flag(None, metavar="X", range=BETA, planned=False)
     wd: float = flag(0.2, metavar="X", range=NOT_NEGATIVE)
-    warmup: int = flag(10000, metavar="N", range=NOT_NEGATIVE)
+    warmup: int = flag(10000, metavar="N", range=NOT_NEGATIVE, planned=False)
     skip_scheduler: bool = flag(False, planned=False)
     opt: str = flag(
         "adamw",

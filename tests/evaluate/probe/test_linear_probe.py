@@ -284,14 +284,14 @@ def test_the_fifth_that_chooses_c_holds_a_fifth_of_each_class():
         stratified_fifth(np.arange(8), 0)
 
 
-def test_the_middle_of_equally_good_cs_is_taken_and_a_tie_of_all_is_reported(caplog):
+def test_the_middle_of_equally_good_cs_is_taken():
     assert middle_of_best({1e-5: 0.5, 1e-3: 0.7, 1e-2: 0.7, 1e-1: 0.7, 10.0: 0.6}) == 1e-2
     assert middle_of_best({1e-5: 1.0, 1.0: 1.0}) == 1e-5
     # Far apart, so that any C separates them on the fifth; with the smallest C the fit itself is next to nothing.
     targets = torch.arange(40) % 2
     features = torch.stack([10.0 * targets, torch.randn(40, generator=torch.Generator().manual_seed(0))], 1)
     fit = fit_logistic(features, targets)
-    assert set(fit.split_accuracy.values()) == {1.0} and "is a guess" in caplog.text
+    assert set(fit.split_accuracy.values()) == {1.0}
     assert 1e-3 < fit.chosen_c < 10
 
 

@@ -31,6 +31,7 @@ from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, encode_p
 from open_clip_zerovl.prepare.public.spool import Spool
 from open_clip_zerovl.shards.archives import open_member
 from open_clip_zerovl.shards.members import read_samples
+from open_clip_zerovl.shards.remote import RetryPolicy
 from support.hostile_server import hostile_server, photo
 
 LIMITS = Limits(idle_seconds=0.5, total_seconds=1.0, max_bytes=1_000_000, private_redirects=True)
@@ -376,13 +377,14 @@ def test_a_large_file_is_resumed_where_it_stopped(tmp_path):
     with HTTPServer(("127.0.0.1", 0), Handler) as files:
         Thread(target=files.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{files.server_address[1]}/annotations.zip"
-        path = fetch_file(url, tmp_path / "annotations.zip", backoff_seconds=0.01, progress=False)
+        policy = RetryPolicy(retries=2, first_wait_seconds=0.01, stall_seconds=1)
+        path = fetch_file(url, tmp_path / "annotations.zip", policy=policy, progress=False)
         assert path.read_bytes() == content
         assert asked == [None, "bytes=120000-", "bytes=240000-"]
         assert fetch_file(url, path, progress=False) == path and len(asked) == 3
         files.shutdown()
     with pytest.raises(UserError, match=r"could not be fetched .* --source"):
-        fetch_file(url, tmp_path / "other", attempts=2, backoff_seconds=0.01, idle_seconds=1, progress=False)
+        fetch_file(url, tmp_path / "other", policy=policy, progress=False)
 
 
 def test_wrong_certificates_are_refused_unless_allowed(tmp_path):

@@ -58,10 +58,6 @@ class SourceFeatures:
     concepts: Sequence[str | None]
     held_out: Sequence[bool]
 
-    def __post_init__(self) -> None:
-        if len({len(self.image_features), len(self.text_features), len(self.concepts), len(self.held_out)}) != 1:
-            raise UserError("a source's features, concepts and held-out marks must have one length")
-
     def held_out_rows(self) -> list[int]:
         """Rows of the held-out pairs."""
         return [row for row, held_out in enumerate(self.held_out) if held_out]

@@ -42,7 +42,7 @@ class CurveSettings(CurveFlags):
         retrieval: split and captions of all sets.
 
     Raises:
-        UserError: an alpha or a share out of range.
+        UserError: a rule that needs kept sets, without them.
     """
 
     new: str
@@ -50,10 +50,6 @@ class CurveSettings(CurveFlags):
     retrieval: RetrievalSettings = field(default_factory=RetrievalSettings)
 
     def __post_init__(self) -> None:
-        if wrong := [alpha for alpha in self.alphas if not 0 <= alpha <= 1]:
-            raise UserError(f"alpha {wrong[0]:g} is not between the two models; give 0 (before) to 1 (after)")
-        if not 0 <= self.kept_share <= 1:
-            raise UserError(f"--keep {self.kept_share:g} is not a share of the score before; give 0 to 1")
         require_possible(self.rule, bool(self.kept))
 
     def open(self) -> tuple[dict[str, RetrievalSet], tuple[str, ...], tuple[str, ...]]:

@@ -94,11 +94,6 @@ def fit_logistic(features: Tensor, targets: Tensor, *, seed: int = 0, grid: Sequ
             c = factor if math.isnan(best) or candidates is grid else best * factor
             accuracy[c] = float((fit(rest, c)[0].predict(x[held]) == y[held]).mean())
         best = middle_of_best(accuracy)
-    if len(set(accuracy.values())) == 1:
-        log.warning(
-            "Every C gives %.1f %% on the held-out fifth of the training images (%d images), so that C = %g is a guess; "
-            "give more images.", 100 * accuracy[best], len(held), best,
-        )  # fmt: skip
     classifier, converged = fit(np.arange(len(x)), best)
     if not converged:
         log.warning("L-BFGS did not converge in 1000 steps at C = %g; the accuracy may be a little low.", best)

@@ -24,8 +24,9 @@ from open_clip_zerovl.prepare.pack.columned import (
     is_coco,
     saved_files,
 )
-from open_clip_zerovl.prepare.pack.rows import PICTURE_SUFFIXES, Columns, Reader
-from open_clip_zerovl.prepare.pack.samples import ClassReader, FolderReader, TarReader, class_levels, walk
+from open_clip_zerovl.prepare.pack.rows import Columns, Reader
+from open_clip_zerovl.prepare.pack.samples import ClassReader, FolderReader, TarReader, class_levels
+from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES, walk
 from open_clip_zerovl.shards.remote import RemoteStream, RetryPolicy, identity_of
 from open_clip_zerovl.shards.transfers import Unreachable
 from open_clip_zerovl.shards.urls import REMOTE, is_command, local_path

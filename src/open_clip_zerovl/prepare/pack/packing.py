@@ -33,7 +33,7 @@ from open_clip_zerovl.prepare.pack.store import Store
 from open_clip_zerovl.prepare.pack.write import SILENT_SECONDS, write_split
 from open_clip_zerovl.prepare.public import manifest
 from open_clip_zerovl.prepare.public.download import Limits
-from open_clip_zerovl.prepare.public.gather import Work, check_work
+from open_clip_zerovl.prepare.public.gather import Work
 from open_clip_zerovl.prepare.public.pictures import Encoding
 
 PACK_FILE = "pack.json"
@@ -119,10 +119,10 @@ def pack(
         work: threads, retries; `progress` also prints the report.
 
     Raises:
-        UserError: an input of another form, a setting out of range, a folder of other inputs, or nothing to pack.
+        UserError: an input of another form, --test-share out of range, a folder of other inputs, or nothing to pack.
     """
     out, settings, work = Path(out), settings or PackSettings(), work or Work()
-    _check(inputs, settings, work)
+    _check(inputs, settings)
     check_writable(out, folder=True)
     say = print if work.progress else lambda _: None
     beside = f"{os.path.abspath(out)}.parquet"  # the path "." has no name to add to
@@ -164,6 +164,7 @@ def pack(
             raise UserError(
                 f"Writing into {out} failed ({error}): mend that and call the command again; finished work is kept."
             ) from error
+        finally:
             (scratch / "rows.sqlite").unlink(missing_ok=True)
     _write_state(out, {**state, "complete": True})
     passing = [entry["rows"] for entry in found["refused"].values() if entry["transient"]]
@@ -234,17 +235,11 @@ def announced(words: str, progress: bool) -> Iterator[None]:
         timer.cancel()
 
 
-def _check(inputs: Sequence[str], settings: PackSettings, work: Work) -> None:
-    check_work(work, settings.shard_size)
+def _check(inputs: Sequence[str], settings: PackSettings) -> None:
     if not inputs:
         raise UserError("there is no input: give a folder or a file of pictures and captions")
     if not 0 <= settings.test_share < 1:
         raise UserError(f"--test-share is {settings.test_share:g}: it must be 0 or more, and less than 1")
-    if settings.form is not None and settings.form not in FORMATS:
-        raise UserError(f"--format {settings.form!r} is unknown: it is one of {', '.join(FORMATS)}")
-    for option, value in (("--min-side", settings.min_side_px), ("--max-side", settings.max_side_px)):
-        if value is not None and value < 1:
-            raise UserError(f"{option} is {value}: it must be 1 or more")
 
 
 def _refuse_inside(out: Path, readers: Sequence[Reader]) -> None:

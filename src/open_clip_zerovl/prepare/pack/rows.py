@@ -18,13 +18,6 @@ from open_clip_zerovl.core.flags import flag
 from open_clip_zerovl.prepare.public.pictures import Failure
 from open_clip_zerovl.shards.foreign import LARGEST_PICTURE_BYTES, BadFile, read_foreign
 
-#: Endings of the names of pictures; the format of a file is found from its bytes.
-PICTURE_SUFFIXES = frozenset(
-    (
-        *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp"),
-        *(".tif", ".tiff", ".avif", ".jp2", ".ppm", ".pgm", ".ico"),
-    )
-)
 ADDRESS = ("http://", "https://")
 
 UNMARKED = "NULs in the caption (UTF-16 without its mark?)"  # the reason of a refused row
