@@ -39,7 +39,7 @@ class Bias:
 
     Attributes:
         epoch, dropout: epoch and dropout of the model.
-        bias: |mean without - mean with| / |mean with|, chance taken off; 0 where it is within chance.
+        bias: |mean without - mean with| / |mean with|, chance taken off; 0 if it is within chance.
         chance: the length that chance alone gives, over the same.
         cosine: cosine of the two means.
     """

@@ -202,7 +202,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--image-model", default=IMAGE_MODEL, metavar="NAME", help="timm's name (default %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("build/paper-weights"), help="default %(default)s")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda where there is one)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda if available)")
     parser.add_argument("--workers", type=int, default=4, help="loader processes (default %(default)s)")
     parser.add_argument("--batch-size", type=int, default=64, help="images at once (default %(default)s)")
     return parser

@@ -106,7 +106,7 @@ def test_the_command_writes_a_model_for_transformers_and_for_training(home, tmp_
     report = init_from(model, folder)
     assert report.left == {} and "text projection" in report.loaded
     assert main(["align", *words, "--head", "mlp"]) == 2
-    assert "takes" in (error := capsys.readouterr().err) or "a linear projection alone; give --head linear" in error
+    assert "takes" in (error := capsys.readouterr().err) or "only a linear projection; give --head linear" in error
 
 
 @pytest.mark.slow
@@ -174,7 +174,7 @@ def test_vision_models_of_transformers_become_its_dual_encoder(request_of, home,
     for name in ("rsum", "image_to_text_R@1", "text_to_image_R@5"):
         assert scored[name] == pytest.approx(result.outcome.metrics[name], abs=1e-5)
     with pytest.raises(
-        UserError, match=r"model is of other heads or for another library than this call's; give another"
+        UserError, match=r"model has other heads than this call, or is for another library; give another"
     ):
         run_align(request_of(tmp_path / "out"), said.append)
 
@@ -208,7 +208,7 @@ def test_gated_heads_are_kept_and_refused_for_stock_by_name(request_of, tmp_path
     said = []
     (tmp_path / "out" / "model").mkdir(parents=True)
     with pytest.raises(
-        UserError, match=r"out/model is of other heads or for another library than this call's; give another --out"
+        UserError, match=r"out/model has other heads than this call, or is for another library; give another --out"
     ):
         run_align(request_of(tmp_path / "out", head="glu"), said.append)
     (tmp_path / "out" / "model").rmdir()
@@ -281,7 +281,7 @@ def test_parts_are_encoded_by_several_calls(request_of, tmp_path, monkeypatch):
         ({"feature_mixup": 1.0, "positives": "both"}, "--feature-mixup needs --positives pair"),
         ({"views": 2, "teacher": "taught"}, "--views needs no --teacher, which brings its own views"),
         ({"distill_weight": 0.5}, "--distill-weight needs --teacher"),
-        ({"batch_size": 1000}, "zero steps of the effective batch of 1000"),
+        ({"batch_size": 1000}, "fewer than one effective batch of 1000"),
         ({"images": ("timm:nowhere",)}, "the encoder timm:nowhere cannot be loaded"),
     ],
 )

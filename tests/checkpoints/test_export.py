@@ -331,9 +331,9 @@ def test_models_that_cannot_be_loaded_are_refused_by_a_sentence(tmp_path, home):
     refused("ViT-B-32", "names no weights: write ViT-B-32/TAG, with a tag of .*laion2b_s34b_b79k")
     refused("ViT-B/32/none", "no weights 'none' of ViT-B-32")
     refused("ViT-B-32/openai", "trained with QuickGELU, which ViT-B-32 lacks: write ViT-B-32-quickgelu/openai")
-    refused("ViT-B-99/openai", "neither a folder with open_clip_config.json, nor a checkpoint file")
-    refused("no-such-thing", "neither a folder")
-    refused(tmp_path, "goes with a training checkpoint", model_name="ViT-B-32")
+    refused("ViT-B-99/openai", "is not a model; give a folder with open_clip_config.json, a checkpoint file")
+    refused("no-such-thing", "is not a model")
+    refused(tmp_path, "is given for a training checkpoint only", model_name="ViT-B-32")
     folder = export_local_dir(
         write_run(tmp_path / "run", random_model("native-clip"), {"model": "native-clip"}), tmp_path / "export"
     )

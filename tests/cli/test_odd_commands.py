@@ -145,7 +145,7 @@ ODD = {
     "retrieval pickled --data set": "could run code",
     "retrieval file --data set": "is not a checkpoint",
     "retrieval a/00000.tar --data set": "is not a checkpoint|cannot be loaded",
-    "retrieval /dev/zero --data set": "is neither a folder",
+    "retrieval /dev/zero --data set": "is not a model; give a folder",
     f"retrieval {LONG} --data set": "File name too long",
     f"export binaryparams/{EPOCH} out": r"params\.txt cannot be read",
     f"export oddparams/{EPOCH} out": r"params\.txt of .* holds a value",
@@ -279,8 +279,10 @@ def test_version_prints_the_release(capsys):
         ("search a b c d --zzzz", "there is no flag --zzzz; `zerovl search --help` lists the flags"),
         ("export a b c", "unexpected argument 'c'; write it as --flag value"),
         ("retrieval m", "the following arguments are required: --data; `zerovl retrieval --help` lists the flags"),
-        ("", "the following arguments are required: COMMAND; `zerovl --help` lists the commands"),
-        ("data", "the following arguments are required: DATASET; `zerovl data --help` lists the commands"),
+        ("", "`zerovl` needs a command; `zerovl --help` lists the commands"),
+        ("--verison", "`zerovl` needs a command, and --verison is not one; `zerovl --help` lists the commands"),
+        ("data", "`zerovl data` needs a command; `zerovl data --help` lists the commands"),
+        ("data nosuch", "there is no command 'nosuch'; `zerovl data --help` lists the commands"),
     ],
 )
 def test_a_misspelt_command_or_flag_gets_one_sentence_with_the_nearest(capsys, line, sentence):
@@ -297,9 +299,10 @@ def test_a_command_that_waits_for_torch_shows_a_line_first(monkeypatch, capsys, 
     seen = []
     run = lambda arguments: seen.append(capsys.readouterr().err)  # noqa: E731
     monkeypatch.setattr(program, "function_of", lambda name: lambda parser: run)
+    monkeypatch.setattr(program, "load_open_clip", lambda: seen.append("loads"))
     monkeypatch.setitem(sys.modules, "torch", sys) if loaded else monkeypatch.delitem(
         sys.modules, "torch", raising=False
     )
     assert main(["compare"]) == 0 and main(["report"]) == 0
-    assert seen == ["" if loaded else "zerovl compare: loading torch and open_clip ...\n", ""]
+    assert seen == (["", ""] if loaded else ["loads", "zerovl compare: loading torch and open_clip ...\n", ""])
     assert set(program.SILENT) <= set(program.ALL)

@@ -261,7 +261,7 @@ def test_a_training_that_is_started_tells_how_it_ended(program):
     training = program("0")
     training.check()
     assert not training.is_running()
-    with pytest.raises(UserError, match=r"ended with status 3: too much and more \(all of it: .*log\)"):
+    with pytest.raises(UserError, match=r"ended with status 3: too much and more \(the whole output: .*log\)"):
         program("3").check()
 
 

@@ -210,7 +210,7 @@ def test_a_sample_that_the_teachers_could_not_be_shown_is_named_when_training_re
     rows = np.load(stored / "0.texts.npy", mmap_mode="r+")
     rows[7] = 0
     rows.flush()
-    with pytest.raises(UserError, match=r"could not be shown sample '0007' of source 'a'"):
+    with pytest.raises(UserError, match=r"has no embedding of sample '0007' of source 'a'"):
         rows_of(stored, data).show(
             RawSample(b"", ((0, ""),), 0, 7, "0007", ""),
             None,

@@ -23,7 +23,7 @@ from open_clip_zerovl.plan import estimate as plan_estimate
 from open_clip_zerovl.plan import measure as plan_measure
 from open_clip_zerovl.plan import model as plan_model
 from open_clip_zerovl.plan.batching import PlanSettings, choose_batching
-from open_clip_zerovl.plan.data import check_data, schedule_steps
+from open_clip_zerovl.plan.data_check import check_data, schedule_steps
 from open_clip_zerovl.plan.estimate import UTILISATION, count_costs
 from open_clip_zerovl.plan.gpus import GIB, GPUS, fastest_batch, graphs_room, parse_hardware
 from open_clip_zerovl.plan.make import Plan, make_plan
@@ -84,6 +84,7 @@ def test_flags_of_training_are_passed_over_in_either_form():
     [
         ("--train-data a=/x", "--model"),
         ("--model m", "give --train-data"),
+        ("--modle m", "there is no flag --modle; did you mean --model?"),
         ("--model m --train-data a=/x --epochs 0", "--epochs 0"),
         ("--model m --train-data a=/x --epochs two", "invalid int"),
         ("--model m --train-data a=/x --token-drop 1.5", "--token-drop 1.5"),
@@ -95,7 +96,7 @@ def test_flags_of_training_are_passed_over_in_either_form():
         ("--model m --train-data a=/x --assume v100:many", "no number of GPUs"),
         ("--model m --train-data a=/x --assume v100:2 --gpus 2", "both give a number"),
         ("--model zerovl-emojo --train-data a=/x --device cpu", "did you mean zerovl-emoji"),
-        ("--model m --train-data a=/x --gpus 64 --device cpu", "--gpus 64 asks for more than the 0 GPUs"),
+        ("--model m --train-data a=/x --gpus 64 --device cpu", "--gpus 64 is more than the 0 GPUs"),
     ],
 )
 def test_bad_input_ends_with_status_2_and_a_sentence(line, words, capsys):

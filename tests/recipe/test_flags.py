@@ -146,7 +146,7 @@ REFUSED = """
 word | unexpected argument 'word'; write it as --flag value
 --dga-steps many | argument --dga-steps: invalid int value: 'many'; `python
 --epochs many | argument --epochs: invalid int value: 'many'; `python
---dga-retain some | argument --dga-retain: 'some' is neither a number from 0 on nor auto; `python
+--dga-retain some | argument --dga-retain: 'some' is not a value of this flag; give auto, or a number of at least 0; `python
 --aug-cfg scale | --aug-cfg is not understood
 --aug-cfg scale=(0.6, | --aug-cfg is not understood
 --token-drop 0.5 --force-patch-dropout 0.5 | --force-patch-dropout 0.5 does not work with --token-drop: they are

@@ -215,7 +215,10 @@ def test_refused_towers_and_a_missing_peft(monkeypatch):
         ("--lora 0", "--lora 0 is out of range; give at least 1"),
         ("--lora-on text", "--lora-on needs --lora"),
         ("--lora 4 --lock-image", "--lock-image does not work with --lora: the weights of both towers are constant"),
-        ("--lora 4 --freeze text", "--freeze of the same tower does not work with --lora: give --lora-on the other"),
+        (
+            "--lora 4 --freeze text",
+            "--freeze of a tower with adapters does not work with --lora: give --lora-on the other",
+        ),
         ("--lora 4 --torchscript", "--torchscript does not work with .*--lora"),
     ],
 )

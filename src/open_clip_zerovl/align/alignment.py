@@ -162,7 +162,7 @@ class Alignment:
         }
         held = request.out / "model"
         if held.exists() and forms != {("open_clip", "transformers")[is_transformers_folder(held)]}:
-            raise UserError(f"{held} is of other heads or for another library than this call's; give another --out")
+            raise UserError(f"{held} has other heads than this call, or is for another library; give another --out")
         self.teacher = None if request.teacher is None else open_teacher_folder(request.teacher)
         self.views = {id(tower): views_of(tower, self.sources, request, self.teacher) for tower in self.images}
         self.stores: dict[int, list[Store]] = {}

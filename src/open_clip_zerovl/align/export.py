@@ -50,8 +50,8 @@ def check_together(image: Tower, text: Tower, head: str, loss: str) -> None:
     if None not in both and both[0] != both[1]:
         named = (image.name, text.name) if image.quick_gelu else (text.name, image.name)
         raise UserError(
-            f"{named[0]} was trained with QuickGELU and {named[1]} without, and a model of open_clip has one for both towers; "
-            "give two that agree, or one of them from timm or transformers"
+            f"{named[0]} was trained with QuickGELU and {named[1]} without, but both towers of an open_clip model have the "
+            "same activation; give two encoders that agree, or take one of them from timm or transformers"
         )
 
 

@@ -153,8 +153,8 @@ def embed_tower(
     Args:
         folder: ROWS.
         flags: precision, batch, workers and part of the work.
-        views: of each picture; None for the picture as it is.
-        say: takes the line that tells size and time.
+        views: number of views of each picture; None for the picture as it is.
+        say: is called with the line about size and time.
 
     Raises:
         UserError: too little room, a tower that makes no numbers of a sample, data that cannot be read at all.
@@ -285,7 +285,9 @@ def make_pairs(
     else:
         held = usable & np.isin(picture_ids, _drawn(picture_ids[usable], seed, share))
     if not held.any():
-        raise UserError("the held-out sets have no picture with a caption; give others, or leave them out")
+        raise UserError(
+            "the held-out sets have no picture with a caption; give other sets, or leave --retrieval-data out"
+        )
     chosen = usable & trained & ~np.isin(picture_ids, picture_ids[held])
     copies = int((usable & trained & ~held).sum() - chosen.sum())
     counts = [int(chosen[begin:end].sum()) for begin, end in itertools.pairwise(begins)]

@@ -66,7 +66,7 @@ class ModelCard:
 
     Attributes:
         weights: the model's.
-        origin: a sentence that says where the weights come from.
+        origin: a sentence about the source of the weights.
         params: arguments of the run, by name.
         metrics: by name: `SET_image_to_text_R@1` ... `SET_rsum` become a table, other metrics a list.
         notes: sentences for the end.

@@ -130,7 +130,7 @@ def convert_checkpoint(
     weights = read_state_dict(checkpoint)
     if not _is_released(weights) and image_model is None and read_params(checkpoint):
         if image_size is not None:
-            raise UserError("--image-size goes with --image-model; without it the run's params.txt tells the size")
+            raise UserError("--image-size needs --image-model; without both, the run's params.txt gives the size")
         # The export compares every tensor and the tokens itself.
         return export_local_dir(checkpoint, out_dir, text_model=text_model, force=force)
     if image_model is None or text_model is None:
@@ -237,8 +237,8 @@ def split_weights(weights: dict[str, Tensor], checkpoint: Path) -> DualEncoder:
     if unknown:
         kind = "the released ZeroVL layout" if released else "an open_clip model with timm and Hugging Face towers"
         raise UserError(
-            f"{checkpoint} holds {len(unknown)} tensors that have no place in {kind} (first: {', '.join(unknown[:3])}); "
-            "write a checkpoint of another open_clip model with zerovl export --model NAME"
+            f"{checkpoint} holds {len(unknown)} tensors that are not part of {kind} (first: {', '.join(unknown[:3])}); "
+            "for a checkpoint of another open_clip model use zerovl export --model NAME"
         )
     needed = [piece for piece in layout.values() if piece != "temperature"]
     if missing := [piece for piece in needed if not towers.get(piece) and piece not in singles]:

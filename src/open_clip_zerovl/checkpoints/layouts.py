@@ -104,7 +104,7 @@ def as_native_vit(image: Mapping[str, Tensor]) -> dict[str, Tensor]:
     bias = "patch_embed.proj.bias"
     placed, unknown = renamed({key: tensor for key, tensor in image.items() if key != bias}, "timm", "open_clip")
     if unknown:
-        raise UserError(f"'{unknown[0]}' has no place in open_clip's own ViT, which the image size asks for")
+        raise UserError(f"'{unknown[0]}' is not part of open_clip's own ViT, which another image size needs")
     position = placed["positional_embedding"].clone()  # (1 + patches, width)
     position[1:] += image.get(bias, 0)
     return placed | {"positional_embedding": position}

@@ -15,7 +15,7 @@ from open_clip_zerovl.core.flags import add_settings, natural, positive, redecla
 from open_clip_zerovl.prepare.public.download import Limits
 from open_clip_zerovl.prepare.public.gather import Work
 
-NEAR_HELP = "largest distance of a copy, of 256 bits (default 56; docs/data.md says why)"
+NEAR_HELP = "largest distance of a copy, of 256 bits (default 56; see docs/data.md)"
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _url_list(name: str, parser: argparse.ArgumentParser) -> Run:
 def _annotated(name: str, parser: argparse.ArgumentParser) -> Run:
     """A dataset of annotations and archives of pictures."""
     _add_dataset(parser)
-    parser.add_argument("--seed", type=seed, default=0, help="for the order of the samples (default %(default)s)")
+    parser.add_argument("--seed", type=seed, default=0, help="seed of the order of the samples (default %(default)s)")
     add_settings(parser, Work, without=("attempts", "part"))
 
     def run(arguments: argparse.Namespace) -> None:

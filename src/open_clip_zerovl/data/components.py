@@ -23,7 +23,7 @@ import braceexpand
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.clusters import find_clustering
-from open_clip_zerovl.data.table import EXTENSIONS, find_table
+from open_clip_zerovl.data.table import EXTENSIONS, PACKED, find_table
 from open_clip_zerovl.shards.urls import REMOTE
 from open_clip_zerovl.shards.writing import RETRIEVAL_MARK, read_sizes
 
@@ -86,6 +86,11 @@ def expand_shards(pattern: str) -> tuple[str, ...]:
         listed = {name for name in read_sizes(pattern) or () if name.endswith(".tar") and "/" not in name}
         names = {path.name for path in Path(pattern).glob("*.tar")} | listed
         shards = tuple(str(Path(pattern, name)) for name in sorted(names))
+        if not shards and os.path.isfile(os.path.join(pattern, PACKED)):
+            made = sorted(f"{path.parent.name}={path}" for path in Path(pattern).glob("*/train")) or [
+                f"NAME={pattern}/train"
+            ]
+            raise UserError(f"{pattern} is a folder of `zerovl data pack`; name its sources: {'::'.join(made)}")
         if not shards:
             raise UserError(
                 f"folder {pattern} holds no *.tar shards; name a folder of webdataset shards, or make shards of its "

@@ -254,7 +254,9 @@ def _read_table(component: Component, split: str) -> list[RetrievalSample]:
             raise UserError(f"{where}: the row has fewer fields than the header")
         key = sample.rows[0][numbers["image_id"]] if "image_id" in numbers else sample.image
         if len(images := {row[table.image_column] for row in sample.rows}) > 1:
-            raise UserError(f"{where}: image_id {key} is {' and '.join(sorted(images))}")
+            raise UserError(
+                f"{where}: image_id {key} has two pictures, {' and '.join(sorted(images))}; give each picture its own id"
+            )
         ids = [row[numbers["caption_id"]] for row in sample.rows] if "caption_id" in numbers else []
         if len(set(ids)) < len(ids):
             raise UserError(f"{where}: a caption_id of image {key} appears twice ({', '.join(ids)})")
@@ -302,8 +304,8 @@ def _find_pictures(component: Component, names: Sequence[str]) -> list[Path]:
     count = f"of the {len(names)} pictures of {annotations}"
     if doubtful:
         raise UserError(
-            f"{len(doubtful)} {count} are in two folders, and are not the same there (first: {doubtful[0][0]} and "
-            f"{doubtful[0][1]}): name the one folder, {annotations.name}@FOLDER"
+            f"{len(doubtful)} {count} are in two folders with different contents (first: {doubtful[0][0]} and "
+            f"{doubtful[0][1]}): name the right folder, {annotations.name}@FOLDER"
         )
     if missing:
         raise UserError(
@@ -322,7 +324,7 @@ def _read_benchmark(component: Component, split: str) -> list[RetrievalSample]:
     folder = Path(component.path)
     kind = _read_text(folder / RETRIEVAL_MARK).lower()
     if kind != "retrieval":
-        raise UserError(f"{folder / RETRIEVAL_MARK} says '{kind}', a retrieval set says 'retrieval'")
+        raise UserError(f"{folder / RETRIEVAL_MARK} holds '{kind}', but that of a retrieval set holds 'retrieval'")
     count_file = folder / split / SHARD_COUNT
     if not count_file.parent.is_dir():
         splits = sorted(entry.name for entry in folder.iterdir() if (entry / SHARD_COUNT).is_file())

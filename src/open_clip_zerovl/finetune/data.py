@@ -23,7 +23,7 @@ from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import did_you_mean, regular_file
-from open_clip_zerovl.data.names import NAME, is_named
+from open_clip_zerovl.data.names import CLASS_NAMES, NAME, is_named
 from open_clip_zerovl.data.retrieval import RetrievalSet, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import Source, parse_sources
@@ -216,6 +216,11 @@ def cut_captions(
     places = torch.arange(1, wide.shape[1] + 1)
     lengths = ((wide != padding) * places).amax(dim=1)
     return len(texts), int((lengths > context_length).sum()), int(lengths.max())
+
+
+def all_classes(data: str) -> bool:
+    """Whether all sets have classes, as `zerovl data pack` writes them: their pictures share captions, which caps RSUM."""
+    return all((place / CLASS_NAMES).is_file() for place in parse_retrieval_data(data).values())
 
 
 def sets_of(data: str) -> dict[str, RetrievalSet]:

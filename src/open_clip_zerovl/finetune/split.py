@@ -118,7 +118,9 @@ def _write_rest(source: Source, folder: Path, held_out: Mapping[bytes, HeldOut],
         # New keys: those of two shards may be alike.
         sizes[name] = write_shard(folder / name, (replace(one, key=f"{n:06d}") for n, one in enumerate(part)))
     if not sizes:
-        raise UserError(f"all pictures of source {source.name!r} are held out; give it more, or leave it out")
+        raise UserError(
+            f"all pictures of source {source.name!r} are held out; give it more pictures, or leave the source out"
+        )
     write_atomically(folder / SIZES_FILE, json.dumps(sizes, indent=1) + "\n")
     return sum(sizes.values())
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.lazy import load_open_clip
 from open_clip_zerovl.core.releases import INSTALL, line_of, supported, version_here
 
 if TYPE_CHECKING:
@@ -143,6 +144,7 @@ def open_clip_release() -> Finding:
     if version is None:
         return Finding(HOST, f"not installed; {wanted}", INSTALL)
     try:
+        load_open_clip()
         import open_clip
 
         version = open_clip.__version__
@@ -226,11 +228,15 @@ def devices() -> list[Finding]:
             what += f", {torch.cuda.get_device_properties(device).total_memory / GIB:.1f} GiB"
             what += ", bf16" if torch.cuda.is_bf16_supported() else ", no bf16"
         seen = f"{what}, {free:.1f} GiB free"
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # on a busy machine a second one waits 100 times longer than so small a model computes
         try:
             error, seconds = dga_error(device)
         except Exception as reason:  # as above: whatever the device raises is the finding
             found.append(Finding(name, seen, f"a training step fails: {in_a_sentence(reason)}"))
             continue
+        finally:
+            torch.set_num_threads(threads)
         problem = None
         if not error <= TOLERANCE:
             problem = f"DGA's gradient differs from one graph's by {error:.1e}, more than {TOLERANCE:.0e}; report it"

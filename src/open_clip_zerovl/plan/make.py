@@ -26,7 +26,7 @@ from open_clip_zerovl.dga.retain import AUTO_SHARE
 from open_clip_zerovl.distill.opening import open_teachers
 from open_clip_zerovl.models.local_dir import no_code_from_data
 from open_clip_zerovl.plan.batching import PlanSettings, choose_batching
-from open_clip_zerovl.plan.data import DataCheck, Missing, check_data, schedule_steps
+from open_clip_zerovl.plan.data_check import DataCheck, Missing, check_data, schedule_steps
 from open_clip_zerovl.plan.estimate import UTILISATION, Costs, count_costs
 from open_clip_zerovl.plan.gpus import GIB, USABLE_SHARE, graphs_room, parse_hardware
 from open_clip_zerovl.plan.measure import StepTime, measure_step
@@ -223,7 +223,7 @@ def find_hardware(settings: PlanSettings) -> Hardware:
     present = torch.cuda.device_count() if torch.cuda.is_available() and settings.device.startswith("cuda") else 0
     if settings.gpus is not None and settings.gpus > present:
         raise UserError(
-            f"--gpus {settings.gpus} asks for more than the {present} GPUs here; plan for other GPUs with --assume v100:"
+            f"--gpus {settings.gpus} is more than the {present} GPUs of this machine; plan for other GPUs with --assume v100:"
             f"{settings.gpus}"
         )
     if present == 0:

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable
 
 from open_clip_zerovl.core.durations import duration
-from open_clip_zerovl.plan.data import Missing
+from open_clip_zerovl.plan.data_check import Missing
 from open_clip_zerovl.plan.estimate import UTILISATION
 from open_clip_zerovl.plan.gpus import GIB
 from open_clip_zerovl.plan.make import Plan

@@ -36,12 +36,12 @@ class ClusterSettings:
     same_above: float | None = flag(
         None,
         "list the samples whose cosine to an earlier sample of their cluster is above this as copies, which --hard-negatives "
-        "of training leaves out (0.95, say)",
+        "of training leaves out (for example 0.95)",
         kind=share,
         metavar="COSINE",
     )
     passes: int = flag(10, "passes of k-means over the features", kind=positive)
-    seed: int = flag(0, "of k-means", kind=seed)
+    seed: int = flag(0, "seed of k-means", kind=seed)
     preview: int = flag(25, "pictures a preview", kind=natural, metavar="N")
     reshard: bool = flag(False, "write each cluster as shards (as much disk again)")
     shard_size: int = 10_000

@@ -520,7 +520,7 @@ class TuningFlags:
                 for tower in TOWERS
             ),
             Contradiction(
-                "--freeze of the same tower",
+                "--freeze of a tower with adapters",
                 lambda given: bool(given.freeze) and given.lora_on in ("both", *given.freeze),
                 "give --lora-on the other tower",
             ),

@@ -157,7 +157,7 @@ def test_two_pictures_of_one_name_are_not_told_apart_by_chance(tmp_path):
     table = tmp_path / "d" / "pairs.csv"
     table.write_text("filepath,title\n1.png,a cat\n")
     with pytest.raises(
-        UserError, match=r"1 of the 1 pictures .* are in two folders, .*: name the one folder, pairs.csv@FOLDER"
+        UserError, match=r"1 of the 1 pictures .* are in two folders .*: name the right folder, pairs.csv@FOLDER"
     ):
         open_retrieval_set(table)
     assert open_retrieval_set(f"{table}@{tmp_path / 'd' / 'val'}").samples[0].file.read_bytes() == whole

@@ -270,7 +270,7 @@ def test_a_table_is_clustered_as_shards_of_the_same_pairs_are(clustered, model, 
         read = [raw.caption.encode() for n in range(len(source.shards)) for raw in Reading(source, 0).samples(n, 0, 0)]
         assert read == [s.files["txt"] for n in range(len(own.shards)) for s in samples_of(own, n)]
     assert len({str(describe_source(source)) for source in parse_sources(in_table)}) == 3
-    with pytest.raises(UserError, match="makes the rows of an image one sample"):
+    with pytest.raises(UserError, match="makes one sample of all rows of an image"):
         parse_sources(in_table, captions="one-per-epoch")
     table.write_text(table.read_text() + "k0.png\tone more\n")
     with pytest.raises(UserError, match="when it was clustered"):

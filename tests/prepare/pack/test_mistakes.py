@@ -147,13 +147,13 @@ MISTAKES: dict[str, tuple[str | Callable[[Path], Any], str] | tuple[str | Callab
     ),
     "paths that do not exist": (
         "image,caption\nimages/0.png,x\nimages/1.png,y\n",
-        r"none of the 2 pictures that .*pairs.csv names first exists; that of line 2 was looked for at "
+        r"none of the first 2 pictures of .*pairs.csv exists; that of line 2 should be "
         r"/.*/images/0.png; a file of that name lies in .*: give --pictures-in",
     ),
     "pictures elsewhere": (pictures_elsewhere, r"a file of that name lies in .*/images: give --pictures-in .*/images$"),
     "pictures nowhere": (
         "image,caption\nz/7.png,x\n",
-        r"paths are taken as relative to .*: give the folder that they are relative to with --pictures-in",
+        r"relative paths start at .*: if the pictures are elsewhere, give their folder with --pictures-in",
     ),
     "captions are numbers": (
         lambda folder: table(folder, '{"image": "0.png", "text": 3}\n{"image": "1.png", "text": 4}\n', "pairs.jsonl"),
@@ -175,9 +175,9 @@ MISTAKES: dict[str, tuple[str | Callable[[Path], Any], str] | tuple[str | Callab
     ),
     "tars and pictures": (
         tars_and_pictures,
-        r"holds tars, and pictures too: say which with --format webdataset or --format folder",
+        r"holds tars, and pictures too: choose with --format webdataset or --format folder",
     ),
-    "two tables": (files(a_csv=b"x", b_csv=b"x"), r"holds 2 tables \(a.csv, b.csv ...\): give the one"),
+    "two tables": (files(a_csv=b"x", b_csv=b"x"), r"holds 2 tables \(a.csv, b.csv ...\): give the table or"),
     "wrong format": (two_pairs, r"holds no file of --format parquet", {"form": "parquet"}),
     "json without captions": (json_without_captions, r"no key of the JSON files of .* their keys are 'label', 'id'"),
     "tars without pictures": (
@@ -373,16 +373,16 @@ def test_a_folder_of_other_inputs_or_settings_is_refused(packed, tmp_path):
     other = as_csv(tmp_path / "other", make_pairs(6))
     packed(given, seed=1)
     before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
-    with pytest.raises(UserError, match=r"out was made with seed 1, and now it is 2: give a new folder, or call it as"):
+    with pytest.raises(UserError, match=r"out was made with seed 1, and this call has 2: give a new folder, or repeat"):
         packed(given, seed=2)
-    with pytest.raises(UserError, match=r"out was made from in, and now it is pairs.csv: give a new folder"):
+    with pytest.raises(UserError, match=r"out was made from in, and this call has pairs.csv: give a new folder"):
         packed(other, seed=1)
     (given / "a/000.txt").write_text("another caption")
     (given / "new.png").write_bytes(picture(99))
     with pytest.raises(UserError, match=r"out was made from in, whose files have changed since"):
         packed(given, seed=1)
     assert before == {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
-    with pytest.raises(UserError, match=r"other is not empty, and no pack.json in it shows that this program wrote it"):
+    with pytest.raises(UserError, match=r"other is not empty and has no pack.json, so this program did not write it"):
         packed(given, out="other")
     with pytest.raises(UserError, match=r"lies in .*in, which is read: give a folder elsewhere with --out"):
         packed(given, out="in/out")
@@ -411,7 +411,7 @@ def test_after_a_mistake_the_same_folder_is_taken(packed, tmp_path):
     assert packed(given, columns=chosen)["pictures"] == 2
     # No picture was read here, so that nothing is lost by other columns or sizes.
     (tmp_path / "in/pairs.csv").rename(tmp_path / "pairs.csv")
-    with pytest.raises(UserError, match="none of the 2 pictures that .* names first exists"):
+    with pytest.raises(UserError, match="none of the first 2 pictures of .* exists"):
         packed(tmp_path / "pairs.csv", out="more", columns=Columns(captions=("text",)), test_share=0.1)
     chosen = Columns(captions=("text",), pictures_in=tmp_path / "in")
     assert packed(tmp_path / "pairs.csv", out="more", columns=chosen, seed=3)["pictures"] == 2

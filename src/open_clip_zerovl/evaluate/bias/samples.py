@@ -136,7 +136,7 @@ def _field(sample: StoredSample, field: str, flag: str, where: str) -> Any:
         return json.loads(sample.files["json"])[field]
     except (KeyError, ValueError, TypeError) as error:
         raise UserError(
-            f"sample {sample.key} of {where} has no field {field!r} in its json (of a table: no such column); leave {flag} "
+            f"sample {sample.key} of {where} has no field {field!r} in its json (in a table: no such column); leave {flag} "
             "out, or name another"
         ) from error
 

@@ -53,8 +53,8 @@ def fit_logistic(features: Tensor, targets: Tensor, *, seed: int = 0, grid: Sequ
     """L-BFGS logistic regression (scikit-learn). C is chosen on a held-out fifth, then the fit is repeated on all images.
 
     After the grid, its best C divided and multiplied by sqrt(10) are tried. Among several Cs with the best accuracy the middle
-    one is taken: the ends of the grid, which fit nothing or penalise nothing, are the worst guesses. Where all Cs are equally
-    good, a warning says so. Features are standardised, so that one grid serves any tower.
+    one is taken: the ends of the grid, which fit nothing or penalise nothing, are the worst guesses. If all Cs are equally
+    good, a warning is logged. Features are standardised, so that one grid serves any tower.
 
     Args:
         features: (N, F) on the CPU.

@@ -64,7 +64,7 @@ def run_retrieval(
         For each set, its metrics and the counts `images` and `captions`; {} on all ranks but the first.
 
     Raises:
-        UserError: bad data, settings or files, a checkpoint that cannot be loaded; on every rank where one finds it.
+        UserError: bad data, settings or files, a checkpoint that cannot be loaded; on every rank if one finds it.
     """
     settings, files = settings or RetrievalSettings(), files or RetrievalFiles()
     # The cheap checks come before the model is loaded.

@@ -61,7 +61,7 @@ class PackSettings:
         exclusions: pictures to leave out.
     """
 
-    form: str | None = flag(None, "form of the inputs (default: look at each)", option="--format", choices=FORMATS)
+    form: str | None = flag(None, "form of the inputs (default: detected)", option="--format", choices=FORMATS)
     columns: Columns = field(default_factory=Columns)
     templates: tuple[str, ...] | None = flag(
         None,
@@ -76,7 +76,7 @@ class PackSettings:
     min_side_px: int = flag(16, "refuse smaller pictures", option="--min-side", kind=positive, metavar="PX")
     test_share: float = flag(0.0, "hold out this share of each source's pictures (default: 0, none)", metavar="SHARE")
     shard_size: int = flag(10_000, "pictures a shard", kind=positive)
-    seed: int = flag(0, "of the order and of the choice of held-out pictures", kind=seed)
+    seed: int = flag(0, "seed of the order and of the choice of held-out pictures", kind=seed)
     exclusions: Sequence[Exclusion] = ()
 
     @property
@@ -129,7 +129,7 @@ def pack(
     named = [named_input(fetched(text, Path(beside), say)) for text in inputs]
     readers = [open_input(path, settings.columns, settings.form, settings.templates) for _, path in named]
     if settings.templates and not any(reader.classes for reader in readers):
-        raise UserError("--template needs an input of class folders (CLASS/PICTURE), and none is one")
+        raise UserError("--template needs a folder of classes (CLASS/PICTURE), and no input is one")
     _refuse_inside(out, readers)
     state = {
         "pack": _FORMAT,
@@ -290,7 +290,7 @@ def _begin(out: Path, state: dict[str, Any]) -> bool:
         # A process that was killed while it wrote this file leaves a part of it.
         if out.is_dir() and not all(fnmatch(path.name, f".{PACK_FILE}.*.part") for path in out.iterdir()):
             raise UserError(
-                f"{out} is not empty, and no {PACK_FILE} in it shows that this program wrote it: give a new folder"
+                f"{out} is not empty and has no {PACK_FILE}, so this program did not write it: give a new folder"
             )
         _write_state(out, {**state, "complete": False})
         return False
@@ -306,7 +306,7 @@ def _begin(out: Path, state: dict[str, Any]) -> bool:
         _write_state(out, {**state, "complete": False})
         return False
     if known != wanted:
-        raise UserError(f"{out} was made {_difference(known, wanted)}: give a new folder, or call it as before")
+        raise UserError(f"{out} was made {_difference(known, wanted)}: give a new folder, or repeat the earlier call")
     return complete and (out / REPORT_FILE).is_file()
 
 
@@ -328,12 +328,14 @@ def _difference(known: dict[str, Any], wanted: dict[str, Any]) -> str:
         before = ", ".join(str(one.get("input")) for one in known.get("inputs", []))
         now = ", ".join(one["input"] for one in wanted["inputs"])
         return (
-            f"from {before}, and now it is {now}" if before != now else f"from {before}, whose files have changed since"
+            f"from {before}, and this call has {now}"
+            if before != now
+            else f"from {before}, whose files have changed since"
         )
     old, new = known.get("settings", {}), wanted["settings"]
     for name, value in new.items():
         if old.get(name) != value:
-            return f"with {name} {json.dumps(old.get(name))}, and now it is {json.dumps(value)}"
+            return f"with {name} {json.dumps(old.get(name))}, and this call has {json.dumps(value)}"
     return "by another version of this program"
 
 

@@ -79,7 +79,7 @@ class Columns:
         metavar="COL",
     )
     pictures_in: Path | None = flag(None, "folder that relative paths lead from (default: the table's)", metavar="DIR")
-    separator: str | None = flag(None, "between columns (default: found in the first line)", metavar="CHAR")
+    separator: str | None = flag(None, "character between columns (default: found in the first line)", metavar="CHAR")
 
 
 class Reader(ABC):
@@ -89,7 +89,7 @@ class Reader(ABC):
         path: the path of the input.
         form: its name in messages.
         columns: the columns that are read, in words; "" if there are none.
-        files: the files whose names, sizes and times say whether the input is still the same.
+        files: the files by whose names, sizes and times a changed input is detected.
         names_pictures: whether rows name files of pictures that are not among `files`.
         total: number of rows; None if counting would take long.
         notes: oddities of rows that are read nevertheless, in words; known once they are read.

@@ -116,7 +116,7 @@ class FolderReader(SampleReader):
         if not self.texts:
             first = str(self.pictures[0].relative_to(path)) if self.pictures else "none"
             raise UserError(
-                f"{path} has {len(self.pictures)} pictures and no captions: none has a text of its name beside it; write the "
+                f"{path} has {len(self.pictures)} pictures and no captions: no text file has the name of a picture; write the "
                 f"caption of {first} into {os.path.splitext(first)[0]}.txt, give a table of pictures and captions, or sort the "
                 "pictures into folders of classes, CLASS/PICTURE or SOURCE/CLASS/PICTURE"
             )
@@ -166,7 +166,7 @@ class ClassReader(Reader):
         levels = class_levels(str(file.relative_to(path)) for file in self.files)
         if levels is None:
             raise UserError(
-                f"{path} has no pictures, or not all in folders CLASS/PICTURE, or SOURCE/CLASS/PICTURE: sort them so"
+                f"{path} has no pictures, or some are not in folders CLASS/PICTURE or SOURCE/CLASS/PICTURE: sort them"
             )
         self.upper = levels > 1
         if wanted.source is not None and (wanted.source != FOLDER_COLUMN or not self.upper):

@@ -136,15 +136,15 @@ def begin(folder: Path, *, dataset: str, split: str, made_from: Mapping[str, Any
         known = read_manifest(folder)
         if known is None:
             if any(folder.glob("*.tar")):
-                raise UserError(f"{folder} holds shards that no manifest of ours lists: give a new folder.")
+                raise UserError(f"{folder} holds shards without a manifest of this program: give a new folder.")
             head.update(complete=False, rows=0, pairs=0, captions=0, size_bytes=0, failures={}, shards={})
             _write_again(folder / MANIFEST_FILE, json.dumps(head, indent=1) + "\n")
             return
     for name, value in head.items():
         if known.get(name) != value:
             raise UserError(
-                f"{folder} was begun with {name} {_short(known.get(name))}, and now it is {_short(value)}: "
-                "give a new folder, or call it as before."
+                f"{folder} was begun with {name} {_short(known.get(name))}, and this call has {_short(value)}: "
+                "give a new folder, or repeat the earlier call."
             )
 
 
