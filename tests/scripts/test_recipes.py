@@ -39,11 +39,7 @@ from support import ROOT, warm
 from support.programs import ForkedTrainings, kill, wait_until
 from support.reinforced import members_of
 from support.tars import write_source, write_tar
-from support.tiny_clip import (
-    WORDS,
-    write_bert,
-    write_retrieval_set,
-)
+from support.tiny_clip import NUMBERED, write_bert, write_retrieval_set
 
 PROGRAM = ROOT / "src" / "training" / "main.py"
 RECIPES_PROGRAM = [sys.executable, "-m", "scripts.paper.recipes"]
@@ -346,8 +342,7 @@ def test_the_288_px_model_takes_what_convert_writes():
 def workplace(tmp_path_factory) -> Path:
     """A DATA folder with all sources and sets of the recipes, small, and a BERT folder."""
     folder = tmp_path_factory.mktemp("recipes")
-    digits = ["sample", *"0123456789", *(f"##{digit}" for digit in "0123456789")]
-    write_bert(folder / "bert", words=[*WORDS, *digits])
+    write_bert(folder / "bert", words=NUMBERED)
     sources = ("sbu", "vg", "cc3m", "cc12m", "web", "coco/train", "f30k/train", "cc3m-long", "cc3m-short")
     for number, source in enumerate(sources):
         write_source(folder / "data" / source, 1000 * number, 40, 20)
