@@ -149,7 +149,7 @@ class TrainingRun:
             self.asked.write_text(json.dumps(self._identity()) + "\n", encoding="utf-8")
         place = ["--logs", str(self.folder.parent), "--name", self.folder.name]
         place += ["--resume", "latest"] if resume else []
-        if self.ranks > max(1, visible_gpus()):  # the comparison of ranks also runs where there are fewer GPUs
+        if self.ranks > max(1, visible_gpus()):  # the comparison of ranks also runs with fewer GPUs
             place += ["--device", "cpu"]
         return start_training([*self.flags, *place], self.ranks, log=self.words, threads=1)
 

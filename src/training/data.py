@@ -101,7 +101,7 @@ def with_positives(config: AllFlags, sources: Sequence[Source]) -> AllFlags:
     finding = f"Pictures of a class share its captions (source {', '.join(classes)})"
     settled = replace(config, positives="caption")
     if against := next(contradicted(settled, ["positives"]), None):
-        logging.warning(f"{finding} and are each other's negatives: {against}.")
+        logging.warning(f"{finding} and count as negatives of each other: {against}.")
         return config
     logging.info(f"{finding}: --positives caption; give --positives pair for one positive each.")
     return settled

@@ -217,7 +217,7 @@ def _check_checkpoint(flag: str, path: str | None) -> None:
         )
     if (wrong := no_checkpoint(path)) is not None:
         raise UserError(
-            f"{flag} {path} is not a checkpoint: it {wrong}; give a file that training wrote, as epoch_N.pt"
+            f"{flag} {path} is not a checkpoint: it {wrong}; give a file that training wrote, such as epoch_N.pt"
         )
 
 

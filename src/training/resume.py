@@ -62,7 +62,7 @@ class Position:
         return self.read_as or self.batching
 
     def read_on(self, now: Position) -> Position:
-        """`now`, in an epoch whose rest is to be read as this position's epoch was begun, so that each sample comes once."""
+        """`now`, in an epoch whose rest is read as this position's epoch was begun, so that each sample comes once."""
         if self.dealt == now.dealt or not self._same_batch(now):
             return now
         return replace(now, read_as=self.dealt)
@@ -97,7 +97,7 @@ class Position:
             flag, before, value = changed[0]
             raise UserError(
                 f"the checkpoint was taken in the middle of epoch {self.epoch} with {flag} {before}, and this run has {value}: "
-                f"the remaining batches would contain different samples; give {flag} as it was, resume from an epoch's end, or "
+                f"the remaining batches would contain different samples; give {flag} as before, resume from an epoch's end, or "
                 "start a new run with --init-from"
             )
         step = min(self.step * self.batching.effective_batch // now.batching.effective_batch, steps)
@@ -319,7 +319,7 @@ def require_same_rates(
             ]
             raise UserError(
                 f"--resume {path} has {words[0]} where this run has {words[1]}: --lr-image, --lr-text, --lr-head or "
-                "--layer-decay are not as they were; give them as they were, or start a new run with --init-from"
+                "--layer-decay have changed; give them as before, or start a new run with --init-from"
             )
 
 
@@ -328,8 +328,8 @@ def _require_same_temperature(optimizer: dict, wanted: bool, path: str) -> None:
     if marked_temperature(optimizer) != wanted:
         saved, here = ("without", "with") if wanted else ("with", "without")
         raise UserError(
-            f"--resume {path} was trained {saved} --ablate temperature-parameter, this run is {here} it, and the optimizer's "
-            "moments of one do not fit the other; give it as it was, or start a new run with --init-from"
+            f"--resume {path} was trained {saved} --ablate temperature-parameter, and this run is {here} it, for which the "
+            "optimizer's moments do not fit; give the flag as before, or start a new run with --init-from"
         )
 
 

@@ -194,8 +194,8 @@ class Run:
                 raise
             raise UserError(
                 f"--resume {self.args.resume} has an optimizer's state for other groups of parameters than this run: "
-                "--opt, --lock-*, --freeze or --no-embedding-decay are not as they were, or another line of open_clip "
-                "wrote it; give them as they were, or start a new run with --init-from"
+                "--opt, --lock-*, --freeze or --no-embedding-decay have changed, or another line of open_clip "
+                "wrote it; give them as before, or start a new run with --init-from"
             ) from error
         if status not in (None, 0):
             raise UserError(f"open_clip's main gave up with status {status}; its message is above")

@@ -64,7 +64,7 @@ def test_a_vision_model_of_transformers_gives_its_pooled_output_and_becomes_a_du
     dual = AutoModel.from_pretrained(folder).eval()
     assert type(dual).__name__ == "VisionTextDualEncoderModel"  # the export itself compares its embeddings
     for words in (("linear", "siglip"), ("mlp", "clip")):
-        with pytest.raises(UserError, match="logit_bias|transformers gives .* a linear projection alone"):
+        with pytest.raises(UserError, match="logit_bias|transformers gives .* only a linear projection"):
             check_together(tower, text, *words)
     mean = open_tower(f"hf:{home / 'bert'}", "text", text_pool="mean")
     with pytest.raises(
@@ -176,7 +176,7 @@ def test_sentence_encoders_that_open_clip_has_no_entry_for_are_built_and_exporte
         ("hf:{home}/bert", "text", {"context_length": 99}, "--context-length 99: .* has 32 positions"),
         ("hf:{home}/nowhere", "text", {}, "the encoder hf:.*nowhere cannot be loaded"),
         ("timm:no_such_model", "image", {}, "the encoder timm:no_such_model cannot be loaded"),
-        ("{home}/nowhere", "image", {}, "is neither a folder"),
+        ("{home}/nowhere", "image", {}, "is not a model; give a folder"),
     ],
 )
 def test_an_encoder_that_does_not_fit_is_refused(home, name, side, options, sentence):
@@ -188,7 +188,7 @@ def test_a_head_or_a_pair_that_open_clip_has_no_place_for_is_refused(home, tmp_p
     checkpoint = str(home / "native" / "checkpoints" / "epoch_1.pt")
     native = open_tower(checkpoint, "image")
     with pytest.raises(
-        UserError, match="gives .* image tower a linear projection alone; give --head linear, or an encoder of timm"
+        UserError, match="gives .* image tower only a linear projection; give --head linear, or an encoder of timm"
     ):
         check_head("mlp", native)
     check_head("linear", native)

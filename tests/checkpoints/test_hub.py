@@ -62,12 +62,7 @@ def test_a_push_is_one_commit_with_a_card(hub, checkpoint, tmp_path, capsys, for
     files = hub.repositories["me/model"]
     assert set(files) == {path.name for path in (tmp_path / "out").iterdir()}
     card = files["README.md"].decode()
-    assert (
-        f"library_name: {format}" in card
-        and "license: mit" in card
-        and "- sbu" in card
-        and "- learning rate: 0.1" in card
-    )
+    assert f"library_name: {format}" in card and "license: mit" in card and "- sbu" in card and "- `--lr`: 0.1" in card
     assert "| coco | 50.0 | 50.0 | 50.0 | 50.0 | 50.0 | 50.0 | 300.0 |" in card and "/path/to" not in card
     assert ('from_pretrained("me/model")' if format == "transformers" else '"hf-hub:me/model"') in card
     assert str(tmp_path) not in b"".join(content for name, content in files.items() if name.endswith("n")).decode()

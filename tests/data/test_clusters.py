@@ -105,15 +105,6 @@ def test_every_step_is_one_cluster_and_every_sample_comes_once(place, workers, w
     assert any(len(set(np.roll(LABELS, 1)[ids])) > 1 for ids in steps)
 
 
-def test_an_epoch_is_entered_at_any_step(place):
-    sources = parse_sources(f"cc={place}/clusters")
-    batching = Batching(3, 2, 2, 2)
-    whole = steps_of(epoch_of(sources, batching, 1, workers=2), 2)
-    for step in (1, 7, len(whole) - 1):
-        assert steps_of(epoch_of(sources, batching, 1, start_step=step, workers=2), 2) == whole[step:]
-    assert steps_of(epoch_of(sources, batching, 0, workers=2), 2) != whole
-
-
 def test_clusters_written_anew_hold_the_same_samples(place):
     through_index = parse_sources(f"cc={place}/clusters")
     write_clusters(load_clustering(place / "clusters"), place / "clusters", shard_size=20, progress=False)

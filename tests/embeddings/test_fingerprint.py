@@ -54,10 +54,13 @@ def test_the_fingerprint_of_clips_own_tokenizer_is_the_same_in_each_process():
     assert one == other != tower_digest(model, "text", inputs=SimpleTokenizer(context_length=11))
 
 
-def test_towers_of_the_same_tensors_and_another_activation_have_digests_of_their_own(tmp_path):
+@pytest.mark.parametrize("changed", ["quick_gelu", "head_width"])
+def test_towers_of_the_same_tensors_and_another_function_have_digests_of_their_own(tmp_path, changed):
+    configs = {"plain": (NATIVE_VISION, False), "quick_gelu": (NATIVE_VISION, True)}
+    configs["head_width"] = ({**NATIVE_VISION, "head_width": 8}, False)
     plain, quick = (
-        random_model(register(tmp_path, f"digest-{quick}", NATIVE_VISION, CLIP_TEXT, quick_gelu=quick))
-        for quick in (False, True)
+        random_model(register(tmp_path, f"digest-{kind}", configs[kind][0], CLIP_TEXT, quick_gelu=configs[kind][1]))
+        for kind in ("plain", changed)
     )
     quick.load_state_dict(plain.state_dict())
     transform = image_transform(32, is_train=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -121,9 +120,8 @@ def test_the_prepared_masks_give_the_same_features(tower, small):
     without_gpu_syncs(ours)
     hooks = len(ours.text.transformer._forward_pre_hooks)
     without_gpu_syncs(ours)  # once is enough
-    taken = "sliding_window_mask" not in inspect.signature(ours.text.transformer.forward).parameters
-    # ModernBERT of transformers before 5.1 does not read its mask.
-    assert hooks == len(ours.text.transformer._forward_pre_hooks) == int(taken)
+    prepared = type(ours.text.transformer).__name__ != "ModernBertModel"
+    assert hooks == len(ours.text.transformer._forward_pre_hooks) == int(prepared)
     tokens = open_clip.get_tokenizer(small)(tower.texts)
     assert (tokens != tower.pad).sum(dim=1).max() > 9  # beyond ModernBERT's window here, 4 tokens to either side
     with torch.no_grad():

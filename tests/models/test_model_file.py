@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 
 import open_clip
@@ -18,6 +19,7 @@ from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, write_run
 from training.params import parse
 
 CONFIG = {"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": {**CLIP_TEXT, "vocab_size": 49408}}
+TEXTS = torch.arange(1, 33).reshape(2, 16)
 
 
 def write(file: Path, config: object = CONFIG) -> Path:
@@ -63,6 +65,20 @@ def test_evaluation_and_export_find_the_runs_file_or_take_it(tmp_path, capsys):
     assert held["vision_cfg"]["width"] == NATIVE_VISION["width"]
     for source in (tmp_path / "given", tmp_path / "out", checkpoint):
         assert torch.equal(load_model(source)[0].visual.proj, model.visual.proj)
+
+
+def test_two_runs_whose_files_have_one_name_keep_their_own_models(tmp_path):
+    """In one process, as for `zerovl compare`: both fit the same tensors, and differ in their heads."""
+    other = deepcopy(CONFIG)
+    other["text_cfg"]["heads"] *= 2
+    checkpoints, wanted = [], []
+    for name, config in (("a", CONFIG), ("b", other)):
+        model = random_model(register_model_file(write(tmp_path / f"heads-{name}.json", config)))
+        checkpoints.append(write_run(tmp_path / name, model, {"model": "heads", "model_config": "heads.json"}))
+        write(tmp_path / name / "heads.json", config)
+        wanted.append(model.eval().encode_text(TEXTS))
+    for checkpoint, embeddings in zip([*checkpoints, checkpoints[0]], [*wanted, wanted[0]], strict=True):
+        assert torch.equal(load_model(checkpoint)[0].encode_text(TEXTS), embeddings)
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,14 @@ REFUSED = {
         "with --train-data-upsampling-factors 1::2::3 is not understood",
     ),
     "folder": ({"train_data": "s"}, "name it to read it as a source: --train-data NAME=s"),
-    "separator": ({"train_data": "here.csv"}, r"no column 'filepath' but 'filepath,title' where columns end at '\t'"),
+    "no known ending": (
+        {"train_data": "nowhere"},
+        "--train-data nowhere does not end in .tar, .csv or .tsv; correct the path, or name a source",
+    ),
+    "no known ending, to evaluate on": ({"val_data": "s"}, "--val-data s does not end in .tar, .csv or .tsv; correct"),
+    "separator": ({"train_data": "here.csv"}, r"no column 'filepath'; split at '\t' its columns are 'filepath,title'"),
     "column": ({"train_data": "here.csv", "csv_separator": ",", "csv_caption_key": "x"}, "give --csv-caption-key"),
-    "image": ({"train_data": "p/beside.tsv"}, "begins with the image 0.png, which does not exist from"),
+    "image": ({"train_data": "p/beside.tsv"}, "the first image of --train-data p/beside.tsv, 0.png, does not exist in"),
     "no rows": ({"train_data": "empty.tsv"}, "--train-data empty.tsv has no rows"),
 }
 

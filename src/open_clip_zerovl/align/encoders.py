@@ -55,7 +55,7 @@ class Tower:
     Attributes:
         side: "image" or "text".
         name: as given.
-        kind: of its projection in open_clip: "timm", "vit", "resnet", "hf" or "clip"; "vision" where it has no such tower.
+        kind: kind of its projection in open_clip: "timm", "vit", "resnet", "hf" or "clip"; "vision" if it has no such tower.
         cfg: open_clip's vision_cfg or text_cfg.
         module: pictures or tokens -> features (b, F).
         tensors: the tower's weights under open_clip's names, without its projection.
@@ -138,7 +138,7 @@ def open_tower(
     Args:
         name: see the module's text.
         side: "image" or "text".
-        text_pool: "cls" or "mean", of an `hf:` encoder; None: as its sentence-transformers config says, else "cls".
+        text_pool: "cls" or "mean" for an `hf:` encoder; None takes that of its sentence-transformers config, else "cls".
         context_length: tokens of an `hf:` encoder's texts; None: its own, at most 77.
         load: `load_model`, or one that keeps its models, so that both towers of a model come from one loading.
 
@@ -182,8 +182,8 @@ def _timm(name: str, place: str) -> Tower:
     rebuilt = {key: value.shape for key, value in _visual(cfg).state_dict().items()}
     if rebuilt != {key: value.shape for key, value in visual.state_dict().items()}:
         raise UserError(
-            f"{name} was built with arguments of its own, and open_clip builds timm's {architecture} by its name alone, with "
-            "other tensors; give a model that timm builds so"
+            f"{name} was built with special arguments, but open_clip builds timm's {architecture} from its name alone, which "
+            "gives other tensors; give a model that timm builds from its name"
         )
     preprocess = {"size": size, "mean": list(data["mean"]), "std": list(data["std"]), "mode": "RGB"}
     preprocess["interpolation"] = data["interpolation"]
@@ -247,7 +247,7 @@ def _hf_text(name: str, source: str, text_pool: str | None, context_length: int 
     config = text.config
     if getattr(config, "pad_token_id", None) is None:
         raise UserError(
-            f"{name} names no padding token, by which open_clip's text towers find the end of a text; take another encoder"
+            f"{name} has no padding token, and open_clip's text towers find the end of a text by it; give another encoder"
         )
     places = getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT_LENGTH
     places -= config.pad_token_id + 1 if config.model_type in _OFFSET_POSITIONS else 0
@@ -297,7 +297,7 @@ def _of_open_clip(name: str, side: str, load: Callable[[str], Any]) -> Tower:
         return _image_tower(name, model.visual, cfg, preprocess, quick)
     if "multimodal_cfg" in spec.model_cfg:
         raise UserError(
-            f"{name} writes captions, and its text tower has no features of a whole text alone; give another --text"
+            f"{name} writes captions, and its text tower has no features of a whole text; give another --text"
         )
     cfg = copy.deepcopy(spec.model_cfg["text_cfg"])
     if not hasattr(model, "text"):

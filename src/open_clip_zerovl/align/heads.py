@@ -104,7 +104,7 @@ def check_head(kind: str, tower: Tower) -> None:
     if kind == "mlp" and tower.kind not in ("timm", "hf"):
         library = "transformers" if tower.kind == "vision" else "open_clip"
         raise UserError(
-            f"--head mlp: {library} gives {tower.name}'s {tower.side} tower a linear projection alone; give --head linear, or "
+            f"--head mlp: {library} gives {tower.name}'s {tower.side} tower only a linear projection; give --head linear, or "
             f"an encoder of {'timm' if tower.side == 'image' else 'transformers'}"
         )
 

@@ -80,7 +80,7 @@ class Recipe:
     patience: int = flag(
         5, "end when the held-out recall has not risen in N of at most 20 checks; 0: never", kind=natural
     )
-    seed: int = flag(0, "of the held-out pictures, the heads and the order", kind=seed)
+    seed: int = flag(0, "seed of the held-out pictures, the heads and the order", kind=seed)
 
     @property
     def sampling(self) -> str:
@@ -110,16 +110,16 @@ class AlignFlags(Recipe):
         needs=(Requirement("--views or --teacher", lambda g: g.views > 1 or g.teacher is not None),),
     )
     text_pool: str | None = flag(
-        None, "of an hf: encoder (default: as its sentence-transformers config says, else cls)", choices=POOLS
+        None, "pooling of an hf: encoder (default: that of its sentence-transformers config, else cls)", choices=POOLS
     )
     context_length: int | None = flag(
         None, "tokens of an hf: encoder's texts (default: its own, at most 77)", kind=positive
     )
     rows: Path | None = flag(None, "folder of the stored features (default: OUT/rows)", kind=Path, metavar="DIR")
-    dtype: str = flag("float16", "of the stored features", choices=("float16", "float32"))
+    dtype: str = flag("float16", "number format of the stored features", choices=("float16", "float32"))
     encode_batch: int = flag(64, "samples encoded at once", kind=positive)
     workers: int = flag(0, "loader processes while encoding", kind=natural)
-    device: str = flag("auto", "cpu, cuda, ... (default: cuda where there is one)")
+    device: str = flag("auto", "cpu, cuda, ... (default: cuda if available)")
     amp: bool = flag(False, "encode in bf16")
     part: tuple[int, int] = flag(
         (0, 1), "encode every N-th part alone and end: N calls share the work", kind=part, metavar="I/N"

@@ -29,7 +29,7 @@ def check_hub(repo: str) -> None:
     """Check a push before the work: the name, the token, whether the hub answers, and the right to write.
 
     Raises:
-        UserError: one of them is wrong; the sentence says what to do.
+        UserError: one of them is wrong, with the remedy.
     """
     from huggingface_hub import HfApi, get_token
 
@@ -43,7 +43,7 @@ def check_hub(repo: str) -> None:
 
 
 def push_folder(folder: Path, repo: str, *, private: bool = False) -> str:
-    """Writes an exported folder to a repository in one commit; the repository is made where it is not there.
+    """Writes an exported folder to a repository in one commit; the repository is made if it is missing.
 
     Files of the repository that the folder does not have are kept; a card that is there is replaced (its history keeps it).
 

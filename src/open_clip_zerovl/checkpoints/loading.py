@@ -51,7 +51,7 @@ UNBUILDABLE = (
 
 
 def choose_device(name: str | torch.device = "auto", *, local_rank: int = 0) -> torch.device:
-    """A device of this machine: `auto` takes GPU `local_rank` where there are GPUs, else the CPU.
+    """A device of this machine: `auto` takes GPU `local_rank` if there are GPUs, else the CPU.
 
     Raises:
         UserError: a device that torch does not know, or that is not here.
@@ -63,7 +63,7 @@ def choose_device(name: str | torch.device = "auto", *, local_rank: int = 0) -> 
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UserError(
-            f"the device '{name}' cannot be used ({first_line(error)}); give cpu, cuda or cuda:N, or leave it out"
+            f"the device '{name}' cannot be used ({first_line(error)}); give another one, such as cpu, or leave it out"
         ) from error
     return device
 
@@ -88,7 +88,7 @@ def _skeleton(spec: ModelSpec) -> ClipModel:
 
 
 def tokenizer_of(spec: ModelSpec) -> HFTokenizer | SimpleTokenizer:
-    """The model's tokenizer. UserError if open_clip would give another one without saying so."""
+    """The model's tokenizer. UserError if open_clip would silently give another one."""
     text_cfg = spec.model_cfg["text_cfg"]
     source = spec.tokenizer_source
     if source is None:
@@ -172,7 +172,7 @@ def load_model(
         if kind == "name":
             _name_and_tag(text)  # the error for a path that leads nowhere
         raise UserError(
-            f"a model name or a text tower goes with a training checkpoint, but '{text}' is not such a file"
+            f"a model name or a text tower is given for a training checkpoint only, and '{text}' is not one; leave it out"
         )
     if kind == "folder":
         check_local_dir(path)
@@ -279,7 +279,7 @@ def _name_and_tag(text: str) -> tuple[str, str]:
     name = name.replace("/", "-")
     if name not in known:
         raise UserError(
-            f"'{text}' is neither a folder with {CONFIG_FILE}, nor a checkpoint file, nor open_clip's NAME/TAG"
+            f"'{text}' is not a model; give a folder with {CONFIG_FILE}, a checkpoint file, or open_clip's NAME/TAG"
             + did_you_mean(text)
         )
     if tag not in list_pretrained_tags_by_model(name):

@@ -100,24 +100,26 @@ def read_model_spec(
     if not name:
         raise UserError(f"no params.txt beside {checkpoint} names its model: give the model's name")
     if params.get("model_config") and not model:
-        _register_own(str(params["model_config"]), checkpoint)
+        name = _register_own(str(params["model_config"]), checkpoint)
     return _spec_of(str(name), params, text_model or params.get("text_model"))
 
 
-def _register_own(file: str, checkpoint: Path) -> None:
-    """Register a run's own model config, from the copy in its folder, wherever that is now, else from the checkpoint."""
+def _register_own(file: str, checkpoint: Path) -> str:
+    """Register a run's own model config, from the copy in its folder, wherever that is now, else from the checkpoint.
+
+    Returns:
+        The model's name; without a config the file's.
+    """
     name = Path(file).name
-    if get_model_config(Path(file).stem) is not None:
-        return
     for path in (checkpoint.parent.parent / name, checkpoint.parent / name, Path(file)):
         if path.is_file():
-            register_model_file(path)
-            return
+            return register_model_file(path, rename=True)
     if isinstance(config := read_entry(checkpoint, MODEL_ENTRY), dict):
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder, name)
             copy.write_text(json.dumps(config), encoding="utf-8")
-            register_model_file(copy)
+            return register_model_file(copy, rename=True)
+    return Path(file).stem
 
 
 def named_model_spec(name: str, pretrained: str | None = None) -> ModelSpec:

@@ -52,7 +52,7 @@ class Tower:
     """A tower as a model of transformers.
 
     Attributes:
-        config: its config; `model_type` says which model it is.
+        config: its config, with `model_type`.
         tensors: its state dict.
         projection: (D, width), of the model's pooled output.
         trainable: whether an optimizer can go on from these weights; False for `straight_pooler`.

@@ -23,7 +23,7 @@ from open_clip_zerovl.recipe.flags import SECTIONS, AllFlags, OpenClipFlags, val
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         sentence = argparse_sentence(message, self._option_string_actions, "zerovl plan --help")
-        raise UserError(f"zerovl plan: {sentence}")
+        raise UserError(sentence)
 
 
 def run_plan(words: Sequence[str]) -> int:
@@ -59,14 +59,14 @@ def parse_plan(argv: Sequence[str]) -> dict[str, Any]:
                 f"--model {known.model} and --model-config {known.model_config} are two models: give one of them"
             )
         known.model = name
-    if known.model is None:
-        raise UserError("zerovl plan: --model is required, as for training; `zerovl plan --help` lists the flags")
     if rest and not _is_flag(rest[0]):
-        raise UserError(f"zerovl plan: unexpected argument {rest[0]!r}; write it as --flag value")
+        raise UserError(f"unexpected argument {rest[0]!r}; write it as --flag value")
     values = {name: value for name, value in values_of(known).items() if value is not None}
     reasons = {each.option: each.planned for each in flags_of(AllFlags) if isinstance(each.planned, str)}
     passed_over = dict.fromkeys(word.partition("=")[0] for word in rest if _is_flag(word))
     check_known([*passed_over], [each.option for each in flags_of(AllFlags)], "zerovl train --help")
+    if known.model is None:
+        raise UserError("--model is required; `zerovl plan --help` lists the flags")
     values["passed_over"] = tuple(f"{flag} ({reasons[flag]})" if flag in reasons else flag for flag in passed_over)
     if "effective_batch" in values:
         values.setdefault("dga_retain", "auto")  # B, K and R are chosen together

@@ -312,7 +312,7 @@ def did_you_mean(path: str | os.PathLike[str], otherwise: str = "") -> str:
     """A sentence's end for a path that does not exist: "; did you mean PATH?".
 
     Args:
-        otherwise: the end where no entry of the path's folder has a similar name.
+        otherwise: the end if no entry of the path's folder has a similar name.
     """
     path = Path(path).expanduser()
     try:

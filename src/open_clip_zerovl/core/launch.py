@@ -109,7 +109,9 @@ class TrainingProcess:
         if status in (PREEMPTED_STATUS, 128 + signal.SIGTERM, -signal.SIGTERM):
             raise UserError("the training was stopped; call the same command again to go on")
         if status != 0:
-            raise UserError(f"the training ended with status {status}: {last_error(self.log)} (all of it: {self.log})")
+            raise UserError(
+                f"the training ended with status {status}: {last_error(self.log)} (the whole output: {self.log})"
+            )
 
 
 def start_training(
@@ -161,7 +163,7 @@ def gpu_memories(environment: Mapping[str, str] = os.environ) -> list[float]:
     lines = done.stdout.splitlines() if done.returncode == 0 else []
     found = [
         int(line) / 1024 if line.strip().isdecimal() else 0.0 for line in lines
-    ]  # "[N/A]" where it is shared with the CPU
+    ]  # "[N/A]" if it is shared with the CPU
     if named is None or not found:
         return found
     visible: list[float] = []
@@ -214,8 +216,9 @@ def ranks_here(asked: int | None, device: str, environment: Mapping[str, str] = 
     if asked > max(1, visible):
         only = environment.get("CUDA_VISIBLE_DEVICES")
         seen = f"{visible} GPU{'s are' if visible > 1 else ' is'} visible here" if visible else "no GPU is visible here"
+        fewer = f"give at most {visible}" if visible else "leave --gpus out"
         raise UserError(
-            f"--gpus {asked}: {seen}{'' if only is None else f' (CUDA_VISIBLE_DEVICES={only})'}; give at most that many, or "
-            "--device cpu for that many processes on the CPU"
+            f"--gpus {asked}: {seen}{'' if only is None else f' (CUDA_VISIBLE_DEVICES={only})'}; "
+            f"{fewer}, or give --device cpu for {asked} processes on the CPU"
         )
     return asked

@@ -56,7 +56,7 @@ class ProbeSet:
         return len(self.labels)
 
     def image(self, index: int) -> Image.Image:
-        """Image `index` as RGB. UserError with the set and the index where it cannot be read."""
+        """Image `index` as RGB. UserError with the set and the index if it cannot be read."""
         try:
             return self.read(index).convert("RGB")
         except (BadImage, OSError) as error:
@@ -234,9 +234,8 @@ def _read_shards(spec: str, shards: Sequence[Path], label: str) -> ProbeSet:
         if place is None:
             raise UserError(f"{where} has no image ({', '.join(IMAGE_EXTENSIONS)}); mend or remove it")
         if content is None:
-            raise UserError(
-                f"{where} has no .{kind}; the class is looked for in {label!r}: say where it is (cls, or json:FIELD)"
-            )
+            other = "json:FIELD" if kind == "cls" else "cls"
+            raise UserError(f"{where} has no .{kind} with its class; if the class is elsewhere, give --label {other}")
         labels.append(_class(content, name, f"{key}.{kind} of {shard}"))
         places.append((shard, *place))
     if not labels:

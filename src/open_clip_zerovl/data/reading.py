@@ -5,7 +5,7 @@
 Sample number i of a shard is the same whether the shard is streamed from its first byte or entered through its index. The seed
 determines the sample that replaces a lost one. An epoch can therefore be entered at any step (invariant 4).
 
-    a bad sample (no caption, say)                    is yielded with its `Fault`; `sample_stream` shows a neighbour instead
+    a bad sample (such as no caption)                 is yielded with its `Fault`; `sample_stream` shows a neighbour instead
     a shard that gives fewer samples than counted     raises ShardError; `sample_stream` takes as many samples of other slices
     (missing, torn, miscounted)                       of the source and marks them with a `DroppedSample`
 """

@@ -82,5 +82,5 @@ def _extension(image: str) -> str:
 
 
 def _key(row: int, image: str) -> str:
-    """A key without dots or slashes, unique in its table, that tells the row and the picture."""
+    """A key without dots or slashes, unique in its table, made of row and picture."""
     return f"{row + 1:08d}-{re.sub(r'[^A-Za-z0-9_-]+', '-', Path(image).stem)[:60]}".rstrip("-")

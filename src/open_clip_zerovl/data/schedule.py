@@ -144,7 +144,7 @@ def source_schedule(
     total_steps = int(share.sum() / effective_batch + 1e-9)
     if total_steps == 0:
         raise UserError(
-            f"an epoch of {int(share.sum())} samples has zero steps of the effective batch of {effective_batch}; "
+            f"an epoch has {int(share.sum())} samples, fewer than one effective batch of {effective_batch}; "
             "lower --batch-size or --dga-steps"
         )
     if strategy == "random":

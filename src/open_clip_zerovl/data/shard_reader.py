@@ -79,7 +79,7 @@ class ShardReader:
                 try:
                     yield from self._of_tar(path, shard, start)
                     return
-                except tarfile.ReadError as error:  # compressed, or no tar; streaming reads it or says why not
+                except tarfile.ReadError as error:  # compressed, or not a tar; streaming reads it or raises
                     if self.source.picked is not None:
                         raise ShardError("unreadable shard", str(error)) from error
             yield from self._streamed(url, start, self.source.sizes[shard])

@@ -113,7 +113,7 @@ def parse_sources(
             "one-per-epoch" shows one caption of an image an epoch, all of them in turn; "all" makes each caption a sample
             of its own. Several captions are the lines of a `txt`, or the rows of a table with one image. None shows a `txt`
             or a row as it is.
-        table_format: how tables are written, where their header does not say.
+        table_format: format of tables, if their header does not show it.
         on_bad_sample: "fail" refuses torn shards. "replace" counts the samples before the tear, and treats missing shards that
             a `sizes.json` lists as lost, both with a warning.
         timeout_seconds: time that the `sizes.json` of remote shards may take; 0 for any time.
@@ -207,8 +207,8 @@ def _open_clusters(name: str | None, component: Component, how: _Opening) -> tup
     if first.lower().endswith(EXTENSIONS):
         if how.captions == "one-per-epoch":
             raise UserError(
-                f"'--captions one-per-epoch' makes the rows of an image one sample, and the clusters of {first} are of single "
-                "rows; leave it out"
+                f"'--captions one-per-epoch' makes one sample of all rows of an image, but the clusters of {first} consist of "
+                "single rows; leave it out"
             )
         table = open_table(first, how.table_format, strict=how.strict)
     found = []
@@ -307,7 +307,7 @@ def _folder_name(shard: str) -> str:
     """The name of a shard's folder. UserError if it cannot be a source's name."""
     folder = os.path.basename(os.path.dirname(shard if REMOTE.match(shard) else os.path.abspath(shard)))
     if not re.fullmatch(r"[^\W_][\w.-]*", folder):
-        raise UserError(f"the folder of {shard!r} gives no source name; name the source: name={shard}")
+        raise UserError(f"the name of the folder of {shard!r} cannot be a source's name; write NAME={shard}")
     return folder
 
 
@@ -324,10 +324,10 @@ def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: 
         )
     lost = [shard for shard in missing if how.strict or shard not in known]
     if lost or len(missing) == len(shards):
-        raise UserError(
-            f"{len(missing)} of {len(shards)} shards of source {name!r} do not exist, first {missing[0]}; "
-            "correct the path or the range"
-        )
+        gone = f"source {name!r}: {missing[0]} does not exist"
+        if len(shards) > 1:
+            gone = f"{len(missing)} of {len(shards)} shards of source {name!r} do not exist, first {missing[0]}"
+        raise UserError(f"{gone}; correct the path or the range")
     if missing:
         logging.warning(
             f"Source {name}: {len(missing)} of {len(shards)} shards that sizes.json lists do not exist, first {missing[0]}; "

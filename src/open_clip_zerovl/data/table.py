@@ -27,10 +27,11 @@ from open_clip_zerovl.shards.foreign import encoding_of
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, opened
 
 EXTENSIONS = (".csv", ".tsv")
+PACKED = "pack.json"  # marks an output of `zerovl data pack`, whose table lists refused rows
 BLOCK_SAMPLES = 64  # a block of rows takes the place of a shard: blocks are shuffled, then rows in the window
 _PICTURES = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)
 _NAMED_LINES = 5  # of each mistake, in messages
-# Columns of a layout: image, caption, and the one whose equal values say that rows show the same image.
+# Columns of a layout: image, caption, and the one that is equal in rows of the same image.
 LAYOUTS = (("filepath", "title", "filepath"), ("image", "caption", "image_id"))
 
 
@@ -153,7 +154,7 @@ def find_table(component: str) -> str | None:
     if component.lower().endswith(EXTENSIONS):
         return component
     folder = Path(component)
-    if not folder.is_dir() or any(folder.glob("*.tar")):
+    if not folder.is_dir() or (folder / PACKED).is_file() or any(folder.glob("*.tar")):
         return None
     tables = sorted(path for path in folder.iterdir() if path.suffix.lower() in EXTENSIONS)
     if len(tables) > 1:
@@ -265,6 +266,6 @@ def _columns(path: str, header: Sequence[str], style: CsvFormat) -> tuple[int, i
     known = " or ".join(dict.fromkeys(f"{image!r} and {caption!r}" for image, caption, _ in layouts))
     seen = ", ".join(repr(name) for name in header[:20]) or "nothing"
     raise UserError(
-        f"{path} needs the columns {known}, each once; its header has {seen}; name other columns with --csv-img-key "
-        "and --csv-caption-key"
+        f"{path} needs the columns {known}, each once; its header has {seen}; rename them, or name them in training "
+        "with --csv-img-key and --csv-caption-key"
     )

@@ -31,7 +31,7 @@ from open_clip_zerovl.data.images import split_normalize
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.transforms import with_auto_augment
 from open_clip_zerovl.distill.teacher_flags import TeacherFlags
-from open_clip_zerovl.embeddings.embed import announce, embed, missing_units, require_room
+from open_clip_zerovl.embeddings.embed import embed, missing_units, require_room, size_words
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.fingerprint import describe_source
 from open_clip_zerovl.embeddings.sources import SourceSamples, Views, augmentation_of
@@ -109,8 +109,7 @@ def embed_sources(
     store = Store.create(out, manifest, given={"starts": starts})
     if progress:
         left = sum(samples.sizes[file] for unit in missing_units(store, samples.sizes, settings.part) for file in unit)
-        captions = int(starts[-1]) / max(1, len(starts) - 1)
-        announce(store, teachers, left, views=settings.views, captions=captions, batch_size=encoders[0].batch_size)
+        print(f"{left:,} samples are left to embed, {settings.views} views each, {size_words(manifest.bytes)} in {out}")
     lost = embed(
         store,
         teachers,

@@ -17,6 +17,8 @@ from open_clip_zerovl.shards.urls import local_path
 
 _EDGE_BYTES = 1 << 16  # of a file, at both ends, that its mark digests
 _SCALES = ("logit_scale", "logit_bias")
+# Settings of layers on which features do not depend, besides those of random layers, which evaluation turns off.
+_NOT_OF_OUTPUTS = {"training", "grad_checkpointing", "gradient_checkpointing", "output_dict", "name_or_path"}
 
 Mark = list[Any]
 
@@ -36,15 +38,31 @@ def tower_digest(model: nn.Module, tower: str, *, inputs: Any, precision: str = 
         for name, tensor in model.state_dict().items()
         if name not in _SCALES and name.startswith("visual.") == (tower == "image")
     }
-    # Layers without tensors differ, too: GELU and QuickGELU.
-    layers = [plain_repr(child) for name, child in model.named_children() if (name == "visual") == (tower == "image")]
+    layers = [
+        [name, *_settings(module)]
+        for name, module in model.named_modules()
+        if (name.split(".")[0] == "visual") == (tower == "image")
+    ]
     path = pixel_path if tower == "image" else ""
     return _digest(own, [tower, precision, layers, _described(inputs), path])
 
 
 def module_digest(module: nn.Module, *, inputs: Any, precision: str = "fp32") -> str:
     """`tower_digest` of a module that is a whole tower."""
-    return _digest(module.state_dict(), [precision, plain_repr(module), _described(inputs)])
+    return _digest(
+        module.state_dict(),
+        [precision, [[name, *_settings(part)] for name, part in module.named_modules()], _described(inputs)],
+    )
+
+
+def _settings(module: nn.Module) -> list[Any]:
+    """A layer without its children: its class and its settings, which tensors do not show (activation, number of heads)."""
+    found = {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str) and name[0] != "_" and name not in _NOT_OF_OUTPUTS
+    }
+    return [type(module).__name__, sorted(found.items())]
 
 
 def _digest(tensors: dict[str, torch.Tensor], facts: Any) -> str:

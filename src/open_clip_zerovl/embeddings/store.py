@@ -224,8 +224,8 @@ class Store:
                         return old
                     if old is not None and old.manifest.facts.get("use") != manifest.facts.get("use"):
                         raise UserError(
-                            f"{folder} holds embeddings for the use of {old.manifest.facts.get('use')}, which may have taken "
-                            "days; give another folder, or remove it"
+                            f"{folder} holds embeddings for {old.manifest.facts.get('use')}, which are not replaced; give "
+                            "another folder, or remove it"
                         )
                     return cls._made(folder, manifest, given or {}, old)
                 stored = read_manifest(folder)
@@ -304,7 +304,7 @@ class Store:
             if not own.all():
                 raise UserError(
                     f"the embeddings in {path} are not finished: {int((~own).sum())} of {len(own)} samples of source "
-                    f"{source['name']!r} are missing; call `{remedy}` with the same words again"
+                    f"{source['name']!r} are missing; repeat the call of `{remedy}`"
                 )
         for rows in store.rows.values():
             rows.check()

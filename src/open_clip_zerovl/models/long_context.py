@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from open_clip_zerovl.core.errors import UserError
 
 KEPT_POSITIONS = 20
+CONSTANT = "note: with --lora the stretched positions are constant; adapters alone learn the longer captions"
 
 
 def stretched(positions: Tensor, length: int) -> Tensor:
@@ -42,13 +43,16 @@ def stretched(positions: Tensor, length: int) -> Tensor:
     return torch.cat([kept, rows.to(positions.dtype)])
 
 
-def lengthen(model: Any, length: int, tokens: int | None = None) -> None:
+def lengthen(model: Any, length: int, tokens: int | None = None) -> bool:
     """Make an open_clip model read texts of `length` tokens, in place; its positions are stretched if they are too few.
 
     Call it after weights are loaded and before towers are frozen, wrapped or compiled.
 
     Args:
         tokens: the length of the model's texts until now; None: the tower's positions.
+
+    Returns:
+        Whether positions were stretched: the tower had fewer.
 
     Raises:
         UserError: a length that is not above `tokens`, a tower without learned positions for text tokens alone.
@@ -74,6 +78,7 @@ def lengthen(model: Any, length: int, tokens: int | None = None) -> None:
             else f"the first {KEPT_POSITIONS} are kept, the rest are stretched."
         )
     )
+    return length > positions
 
 
 def text_positions(model: Any) -> int | None:

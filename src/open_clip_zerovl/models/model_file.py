@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import os
+import shutil
+import tempfile
 from dataclasses import fields
 from pathlib import Path
 
@@ -31,8 +34,11 @@ _SIZES = {
 }
 
 
-def register_model_file(path: str | os.PathLike[str]) -> str:
+def register_model_file(path: str | os.PathLike[str], *, rename: bool = False) -> str:
     """Register a model config with open_clip and return its name, the file's without `.json`; again changes nothing.
+
+    Args:
+        rename: append a mark of the content to the name if this process has another model of that name.
 
     Raises:
         UserError: no such file, no JSON, a key that is missing or that open_clip does not know, or the name of another model.
@@ -48,11 +54,13 @@ def register_model_file(path: str | os.PathLike[str]) -> str:
     if file.suffix != ".json" or not name or any(mark in name for mark in "/:"):
         raise UserError(f"--model-config {path} must be called NAME.json: NAME is the model's")
     _check(config, path)
-    known = get_model_config(name)
-    if known is not None and known != config:
-        raise UserError(f"--model-config {path}: there is another model called {name}; give the file another name")
-    if known is None:
-        open_clip.add_model_config(file)
+    if get_model_config(name) not in (None, config):
+        if not rename:
+            raise UserError(f"--model-config {path}: there is another model called {name}; give the file another name")
+        name += f"-{hashlib.sha256(file.read_bytes()).hexdigest()[:8]}"
+    if get_model_config(name) is None:
+        with tempfile.TemporaryDirectory() as folder:
+            open_clip.add_model_config(shutil.copy(file, Path(folder, f"{name}.json")))
     return name
 
 

@@ -12,7 +12,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import free_space
 from open_clip_zerovl.core.lazy import load_open_clip
 from open_clip_zerovl.core.releases import INSTALL, line_of, supported, version_here
 
@@ -106,8 +106,7 @@ def page(findings: Iterable[Finding]) -> str:
 def python_version() -> list[Finding]:
     """This interpreter and machine."""
     seen = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    problem = None if sys.version_info >= (3, 10) else "3.10 or newer is needed; make the environment with one"
-    return [Finding("python", seen, problem)]
+    return [Finding("python", seen)]
 
 
 def package_versions() -> list[Finding]:
@@ -127,10 +126,9 @@ def package_versions() -> list[Finding]:
         for extra in USERS_EXTRAS
         if one not in required and one.marker is not None and one.marker.evaluate({"extra": extra})
     }
-    found += [
-        open_clip_release() if one.name.replace("-", "_") == HOST else _package(one, optional=False) for one in required
-    ]
-    return found + [_package(one, optional=True) for one in extras.values() if _is_installed(one.name)]
+    for one in required:
+        found += [open_clip_release()] if one.name.replace("-", "_") == HOST else _package(one, optional=False)
+    return found + [finding for one in extras.values() for finding in _package(one, optional=True)]
 
 
 def open_clip_release() -> Finding:
@@ -162,15 +160,7 @@ def open_clip_release() -> Finding:
     return Finding(HOST, seen, problem)
 
 
-def _is_installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def _package(needed: Requirement, *, optional: bool) -> Finding:
+def _package(needed: Requirement, *, optional: bool) -> list[Finding]:
     wanted = f"supported: {needed.specifier}" if str(needed.specifier) else "any version"
     if optional:
         wanted += ", optional"
@@ -178,11 +168,10 @@ def _package(needed: Requirement, *, optional: bool) -> Finding:
     try:
         seen = metadata.version(needed.name)
     except metadata.PackageNotFoundError:
-        return Finding(needed.name, f"not installed; {wanted}", f"pip install {quoted}")
+        return [] if optional else [Finding(needed.name, f"not installed; {wanted}", f"pip install {quoted}")]
     inside = needed.specifier.contains(seen, prereleases=True)
-    return Finding(
-        needed.name, f"{seen:16} {wanted}", None if inside else f"{seen} is not supported; pip install {quoted}"
-    )
+    problem = None if inside else f"{seen} is not supported; pip install {quoted}"
+    return [Finding(needed.name, f"{seen:16} {wanted}", problem)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -323,10 +312,8 @@ def limits(logs: Path) -> list[Finding]:
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = f"`ulimit -n {min(most, 65_536) if most > 0 else 65_536}` before the run allows more"
     found.append(Finding("open files", f"{files:,}", few if 0 < files < LEAST_OPEN_FILES else None))
-    folder = logs.absolute()
-    while not folder.is_dir():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free / GIB
+    folder, free_bytes = free_space(logs)
+    free = free_bytes / GIB
     advice = "a checkpoint of the paper's model takes 2.2 GiB; choose another --logs"
     found.append(Finding("disk for --logs", f"{free:.1f} GiB free", advice if free < LEAST_DISK_GIB else None))
     if not os.access(folder, os.W_OK):

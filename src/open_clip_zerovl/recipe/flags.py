@@ -274,6 +274,12 @@ class DgaFlags:
             _beside("torchscript", "a scripted model cannot be changed"),
         ),
     )
+    equal_tokens: bool = flag(
+        False,
+        "divide sorted texts into micro-batches of equal numbers of tokens: the text tower's largest graph shrinks",
+        planned="texts are planned at the tokenizer's length",
+        needs=(Requirement("--sort-text", lambda given: given.sort_text),),
+    )
     loss_chunk: int | None = flag(
         None, "rows of the logit matrix alive at once (default: all)", metavar="ROWS", range=at_least(1, "row")
     )
@@ -520,7 +526,7 @@ class TuningFlags:
                 for tower in TOWERS
             ),
             Contradiction(
-                "--freeze of the same tower",
+                "--freeze of a tower with adapters",
                 lambda given: bool(given.freeze) and given.lora_on in ("both", *given.freeze),
                 "give --lora-on the other tower",
             ),
@@ -748,7 +754,7 @@ class OpenClipFlags:
     eps: float | None = flag(None, metavar="X", range=NOT_NEGATIVE, planned=False)
     momentum: float | None = flag(None, metavar="X", range=BETA, planned=False)
     wd: float = flag(0.2, metavar="X", range=NOT_NEGATIVE)
-    warmup: int = flag(10000, metavar="N", range=NOT_NEGATIVE)
+    warmup: int = flag(10000, metavar="N", range=NOT_NEGATIVE, planned=False)
     skip_scheduler: bool = flag(False, planned=False)
     opt: str = flag(
         "adamw",

@@ -48,7 +48,7 @@ def group_of(name: str) -> str:
 def layers_of(model: nn.Module) -> dict[str, tuple[int, int]]:
     """The layer of each parameter of both towers, and the layer above the top block: 0 for embeddings, then the blocks.
 
-    timm's towers say it themselves (`group_matcher`); open_clip's and Hugging Face's transformers follow `_LAYERS`.
+    timm's towers define it (`group_matcher`); open_clip's and Hugging Face's transformers follow `_LAYERS`.
 
     Raises:
         UserError: a tower of which something is trained, and whose blocks are not to be found.

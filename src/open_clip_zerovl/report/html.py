@@ -1,6 +1,6 @@
 """The one builder of HTML pages: a template of `templates/` and the data that it shows give a self-contained page.
 
-A page is one file without scripts: pictures are embedded, nothing is loaded from elsewhere. Templates escape what data says.
+A page is one file without scripts: pictures are embedded, nothing is loaded from elsewhere. Templates escape all data.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def loss_picture(steps: Lines, sources: Mapping[str, str], chance: float = math.
 
     Args:
         sources: name -> colour.
-        chance: the loss of a model that tells no pair from another; NaN if it is not known.
+        chance: the loss of a model that cannot tell pairs apart; NaN if it is not known.
     """
     at = np.array([step["at"] for step in steps])
     losses = np.array([number(step.get("loss")) for step in steps])

@@ -216,7 +216,7 @@ def _regular(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     for member in tar:
         if member.offset <= last or member.size < 0:  # a corrupt header could make tarfile loop
             raise tarfile.ReadError(f"a header at byte {member.offset} points backwards")
-        claimed = tar.offset - member.offset  # to the next header; a sparse member's size says something else
+        claimed = tar.offset - member.offset  # to the next header; a sparse member's size is another number
         if claimed > _LARGEST_MEMBER_BYTES:  # past the end of a stream tarfile would read on, a block at a time
             raise tarfile.ReadError(f"a header at byte {member.offset} claims {claimed} bytes")
         last = member.offset

@@ -143,9 +143,9 @@ class RemoteStream:
         total, identity, md5: see `Transfer`; known once the transfer has begun.
     """
 
-    def __init__(self, url: str, policy: RetryPolicy) -> None:
+    def __init__(self, url: str, policy: RetryPolicy, position: int = 0) -> None:
         self.url, self.policy = url, policy
-        self.position = 0
+        self.position = position
         self.total: int | None = None
         self.identity: str | None = None
         self.md5: str | None = None
@@ -153,7 +153,7 @@ class RemoteStream:
         self._lost_seconds = 0.0
         self._reasons: dict[str, int] = {}  # reason -> retries
         self._in_a_row = 0  # retries since the last progress
-        self._kept = 0  # position at the last progress
+        self._kept = position  # at the last progress
         self._since = time.monotonic()  # time of the last progress
         self._began, self._began_at = 0.0, 0  # time and position at which the transfer began
         self._left = self._since  # time at which the reader was last served

@@ -258,8 +258,8 @@ def test_models_and_sides_are_named():
         ("a=x,y b=z", "a has 2, b has 1; give each side the same number"),
         ("a=x a=y", "needs a name of its own"),
         ("a/export b/export", "needs a name of its own"),
-        ("x.pt,y.pt b=z,w", "needs a name of its own and its runs"),
-        ("a=x,,y b=z,v,w", "needs a name of its own and its runs"),
+        ("x.pt,y.pt b=z,w", "needs a name of its own and a model"),
+        ("a=x,,y b=z,v,w", "needs a name of its own and a model"),
     ],
 )
 def test_sides_without_a_name_of_their_own_or_as_many_runs(models, sentence, capsys, tmp_path):
@@ -349,7 +349,7 @@ def test_missing_models_are_refused_before_encoding(tmp_path: Path, clip_runs, c
     asked = ["--data", f"a={a}::b={b}", "--out", str(tmp_path / "out"), "--device", "cpu"]
     assert cli.main([command, clip_runs[0], f"two={gone}", *asked]) == 2
     error = capsys.readouterr().err
-    assert f"'{gone}' is neither a folder" in error and f"did you mean {clip_runs[1]}?" in error
+    assert f"'{gone}' is not a model" in error and f"did you mean {clip_runs[1]}?" in error
     assert "batch" not in error  # of a progress bar
 
 

@@ -293,5 +293,12 @@ def test_parquet_at_an_address_packs_as_the_files_do(packed, tmp_path):
             assert tar.read_bytes() == (tmp_path / "remote" / tar.relative_to(tmp_path / "local")).read_bytes()
         shutil.rmtree(tmp_path / "remote.parquet")
         assert packed(address, out="remote", **SPLIT)["pictures"] == 9  # fetched again it is the same input
+        server.faults["1.parquet"] = ["changed"]  # the same bytes with another ETag
+        with pytest.raises(
+            UserError, match=r"1\.parquet has changed since it was fetched to .*; remove .*another --out"
+        ):
+            packed(address, out="remote", **SPLIT)
+        assert packed(address, out="remote", **SPLIT)["pictures"] == 9
         with pytest.raises(UserError, match=r"9\.parquet cannot be fetched \(no such file"):
             packed(f"x={server.url('9.parquet')}", out="none")
+    assert packed(address, out="remote", **SPLIT)["pictures"] == 9  # without the server

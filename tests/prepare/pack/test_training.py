@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from pathlib import Path
 
 import open_clip
@@ -12,12 +11,6 @@ import pytest
 
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.finetune.data import find_data
-from open_clip_zerovl.prepare.pack.packing import PackSettings, pack
-from open_clip_zerovl.prepare.pack.report import commands
-from open_clip_zerovl.prepare.pack.rows import Columns
-from open_clip_zerovl.prepare.public.gather import Work
-from support.pairs import as_csv, make_pairs
 from support.programs import COMMON, launch
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_classes, write_run
 from training.data import with_positives
@@ -65,25 +58,3 @@ def test_folders_of_classes_are_packed_trained_on_and_scored(tmp_path, capsys):
     row = json.loads((tmp_path / "logs/run/checkpoints/results.jsonl").read_text())
     printed = scored(tmp_path / "logs/run/checkpoints/epoch_1.pt", out, capsys)
     assert printed == pytest.approx(100 * row["held_top1"], abs=0.05)
-
-
-@pytest.mark.slow  # a training process
-def test_the_printed_command_trains_and_evaluates(tmp_path, monkeypatch):
-    monkeypatch.setattr("open_clip_zerovl.prepare.pack.report.FEWEST", 1)
-    given = as_csv(tmp_path / "in", make_pairs(40))
-    settings = PackSettings(test_share=0.2, columns=Columns(source="kind"))
-    found = pack([str(given)], tmp_path / "out", settings, work=Work(threads=2, progress=False))
-    tuning, command = commands(found, tmp_path / "out")
-    assert tuning.startswith("zerovl finetune --from ") and find_data(shlex.split(tuning)[5]).held_out
-    program, arguments = shlex.split(command)[:2], shlex.split(command)[2:]
-    assert program == ["zerovl", "train"] and arguments[:2] == ["--model", "ViT-B-32"]
-    assert "--debiased-sampling" in arguments and arguments[-2:] == ["--batch-size", "4"]
-    (tmp_path / "tiny.json").write_text(
-        json.dumps({"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT})
-    )
-    common = [flag for flag in COMMON if flag not in ("--warmup", "2")]  # the command has --warmup-share
-    steps = [*common, *arguments[2:], "--dga-steps", "2", "--epochs", "1", "--workers", "1", "--name", "packed"]
-    done = launch("ours", tmp_path / "tiny.json", steps, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    log = (tmp_path / "logs/packed/out.log").read_text()
-    assert "source-a" in log and "source-b" in log and "rsum: " in log

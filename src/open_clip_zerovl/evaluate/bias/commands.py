@@ -54,8 +54,8 @@ def run_bias(
 
     Args:
         encoders: the checkpoints, by the names that the report gives them.
-        data: `name=shards::name=shards`, as `--train-data`, and retrieval sets in CLIP_benchmark's layout; held-out pairs tell
-            more than pairs trained on.
+        data: `name=shards::name=shards`, as `--train-data`, and retrieval sets in CLIP_benchmark's layout; held-out pairs
+            are better evidence than pairs trained on.
 
     Raises:
         UserError: data or a checkpoint that cannot be read or do not fit, an `out` that cannot be written, a missing package.

@@ -58,10 +58,6 @@ class SourceFeatures:
     concepts: Sequence[str | None]
     held_out: Sequence[bool]
 
-    def __post_init__(self) -> None:
-        if len({len(self.image_features), len(self.text_features), len(self.concepts), len(self.held_out)}) != 1:
-            raise UserError("a source's features, concepts and held-out marks must have one length")
-
     def held_out_rows(self) -> list[int]:
         """Rows of the held-out pairs."""
         return [row for row, held_out in enumerate(self.held_out) if held_out]
@@ -199,7 +195,7 @@ def pool_metrics(features: Mapping[str, SourceFeatures]) -> dict[str, Any]:
     """RSUM (0 to 600) of the three kinds of pools of `source_pools`.
 
     Returns:
-        `within` (mean over sources), `across` (mean over ordered pairs of sources that share concepts; None where none do),
+        `within` (mean over sources), `across` (mean over ordered pairs of sources that share concepts; None if none do),
         `mixed`; `by_source` and `by_pair` ("image source->text source") with the single values; `pool_sizes` of the three
         kinds, since the chance level depends on the size.
 

@@ -49,7 +49,7 @@ class SourceSample:
     held_out: bool = True
 
     def picture(self) -> Image.Image:
-        """The picture as RGB. BadImage where it cannot be decoded."""
+        """The picture as RGB. BadImage if it cannot be decoded."""
         return decode_image(self.image)
 
 
@@ -136,7 +136,7 @@ def _field(sample: StoredSample, field: str, flag: str, where: str) -> Any:
         return json.loads(sample.files["json"])[field]
     except (KeyError, ValueError, TypeError) as error:
         raise UserError(
-            f"sample {sample.key} of {where} has no field {field!r} in its json (of a table: no such column); leave {flag} "
+            f"sample {sample.key} of {where} has no field {field!r} in its json (in a table: no such column); leave {flag} "
             "out, or name another"
         ) from error
 

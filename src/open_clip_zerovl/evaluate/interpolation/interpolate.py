@@ -25,6 +25,8 @@ from open_clip_zerovl.data.retrieval import RetrievalSet, open_retrieval_set, pa
 from open_clip_zerovl.evaluate.interpolation.curve import Curve, Point, choose, require_possible
 from open_clip_zerovl.evaluate.retrieval.score import RetrievalSettings, score_set
 from open_clip_zerovl.evaluate.settings import PLAIN_ALPHA, CurveFlags
+from open_clip_zerovl.evaluate.zero_shot.score import score_loaded
+from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet
 from open_clip_zerovl.report.html import render
 from open_clip_zerovl.report.plot import require_matplotlib
 
@@ -40,7 +42,7 @@ class CurveSettings(CurveFlags):
         retrieval: split and captions of all sets.
 
     Raises:
-        UserError: an alpha or a share out of range.
+        UserError: a rule that needs kept sets, without them.
     """
 
     new: str
@@ -48,10 +50,6 @@ class CurveSettings(CurveFlags):
     retrieval: RetrievalSettings = field(default_factory=RetrievalSettings)
 
     def __post_init__(self) -> None:
-        if wrong := [alpha for alpha in self.alphas if not 0 <= alpha <= 1]:
-            raise UserError(f"alpha {wrong[0]:g} is not between the two models; give 0 (before) to 1 (after)")
-        if not 0 <= self.kept_share <= 1:
-            raise UserError(f"--keep {self.kept_share:g} is not a share of the score before; give 0 to 1")
         require_possible(self.rule, bool(self.kept))
 
     def open(self) -> tuple[dict[str, RetrievalSet], tuple[str, ...], tuple[str, ...]]:
@@ -63,11 +61,19 @@ class CurveSettings(CurveFlags):
         return sets, tuple(new), tuple(kept)
 
 
-def score_curve(ends: Ends, encoder: Encoder, settings: CurveSettings, *, say: Say | None = None) -> Curve:
+def score_curve(
+    ends: Ends,
+    encoder: Encoder,
+    settings: CurveSettings,
+    *,
+    classes: Mapping[str, LabelledSet] | None = None,
+    say: Say | None = None,
+) -> Curve:
     """Score the models between two ends and choose one; the checkpoints' own transform is used.
 
     Args:
         encoder: how many images at once, by how many loader processes.
+        classes: all new sets as labelled ones; their zero-shot top-1 then chooses.
         say: is called with a line for each point.
 
     Raises:
@@ -82,9 +88,10 @@ def score_curve(ends: Ends, encoder: Encoder, settings: CurveSettings, *, say: S
             scored = score_set(loaded, name, dataset, settings.retrieval, encoder=encoder)
             assert scored is not None  # one process scores
             metrics[name] = scored.metrics
-        points.append(Point(alpha, metrics))
+        guessed = {name: score_loaded(loaded, own, encoder=encoder, name=name) for name, own in (classes or {}).items()}
+        points.append(point := Point(alpha, metrics, guessed))
         if say is not None:
-            say(f"alpha {alpha:g}: " + ", ".join(f"{name} {row['rsum']:.1f}" for name, row in metrics.items()))
+            say(f"alpha {alpha:g}: " + ", ".join(f"{name} {point.score(name):.1f}" for name in metrics))
     return choose(points, new, kept, settings.rule, kept_share=settings.kept_share)
 
 

@@ -113,6 +113,23 @@ def score_labelled(
     return found
 
 
+def score_loaded(
+    loaded: tuple[Any, Any, Any, torch.device], dataset: LabelledSet, *, encoder: Encoder, name: str
+) -> dict[str, Any]:
+    """`score_labelled` of a loaded model, as `Encoder.load` gives it, without bars; `encoder` has batch size and workers."""
+    model = FrozenModel.of(name, loaded, fingerprints={"image": name})
+    with tempfile.TemporaryDirectory(prefix="zerovl-zero-shot-") as passing:
+        return score_labelled(
+            model,
+            dataset,
+            Path(passing),
+            batch_size=encoder.batch_size,
+            workers=encoder.workers,
+            name=name,
+            progress=False,
+        )
+
+
 def run_zero_shot(encoder: Encoder, data: str, settings: ZeroShotSettings | None = None) -> dict[str, dict[str, Any]]:
     """Score a checkpoint on labelled sets; prints tables, and writes the JSON that the settings ask for.
 

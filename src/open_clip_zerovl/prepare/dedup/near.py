@@ -51,7 +51,7 @@ def require_imagehash() -> None:
 
 
 def picture_hashes(content: bytes) -> Hashes:
-    """(2, 4) the hashes of an encoded picture and of its mirror image; (4, 4) where it has uniform borders.
+    """(2, 4) the hashes of an encoded picture and of its mirror image; (4, 4) if it has uniform borders.
 
     The last two are those without the borders. A plain background counts as one, and a few pixels decide where it ends: so both
     pairs are of use. The picture is turned by its EXIF tag.

@@ -36,8 +36,8 @@ from open_clip_zerovl.prepare.dedup.near import (
 )
 from open_clip_zerovl.prepare.pack.split import Candidate, Exclusion
 from open_clip_zerovl.report.html import thumbnail, write_page
-from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, image_of
-from open_clip_zerovl.shards.pictures import decoded, rgb
+from open_clip_zerovl.shards.members import image_of
+from open_clip_zerovl.shards.pictures import decoded, picture_files, rgb
 
 SHOWN = 100  # pairs on the page
 _KEPT = 1000  # pairs whose thumbnails are kept, of which the page shows some
@@ -168,10 +168,8 @@ def open_test_sets(tests: str, *, split: str = "test", threads: int = 4, progres
 
 
 def _test_pictures(name: str, path: Path, split: str) -> list[SetPicture]:
-    if kind_of(str(path)).kind == "folder":
-        files = sorted(p for p in path.rglob("*") if p.suffix.lower().removeprefix(".") in IMAGE_EXTENSIONS)
-        if files:
-            return [SetPicture(name, str(file.relative_to(path)), file) for file in files]
+    if kind_of(str(path)).kind == "folder" and (files := list(picture_files(path))):
+        return [SetPicture(name, str(file.relative_to(path)), file) for file in files]
     found = open_retrieval_set(path, split).samples
     return [SetPicture(name, one.key, one.file, one.offset_bytes, one.size_bytes) for one in found]
 

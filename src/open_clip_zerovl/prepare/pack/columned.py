@@ -16,9 +16,10 @@ from typing import IO, Any, BinaryIO, cast
 from open_clip_zerovl.core.csv_rows import CsvRows
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.prepare.pack.columns import Chosen, Places, choose, guess_picture, listed, public_name
-from open_clip_zerovl.prepare.pack.rows import ADDRESS, PICTURE_SUFFIXES, Columns, PairRow, Reader
+from open_clip_zerovl.prepare.pack.rows import ADDRESS, Columns, PairRow, Reader
 from open_clip_zerovl.shards.archives import json_array, members, open_member
 from open_clip_zerovl.shards.foreign import encoding_of
+from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES
 
 _SEPARATORS = ("\t", ",", ";", "|")
 _LOOKED_AT = 100  # objects of a JSON file, for the names of columns

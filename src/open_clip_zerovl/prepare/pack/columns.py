@@ -191,12 +191,12 @@ class Places:
         advice = (
             f"a file of that name lies in {found}: give --pictures-in {found}"
             if found
-            else f"paths are taken as relative to {self.folder}: give the folder that they are relative to with --pictures-in"
+            else f"relative paths start at {self.folder}: if the pictures are elsewhere, give their folder with --pictures-in"
         )
         where = f"line {first.line}" if first.line else first.file
         return UserError(
-            f"none of the {len(missing)} pictures that {self.file} names first exists; that of {where} was looked for at "
-            f"{first.place}; {advice}"
+            f"none of the first {len(missing)} pictures of {self.file} exists; that of {where} should be {first.place}; "
+            f"{advice}"
         )
 
     def _found_elsewhere(self, picture: str) -> str | None:

@@ -18,13 +18,6 @@ from open_clip_zerovl.core.flags import flag
 from open_clip_zerovl.prepare.public.pictures import Failure
 from open_clip_zerovl.shards.foreign import LARGEST_PICTURE_BYTES, BadFile, read_foreign
 
-#: Endings of the names of pictures; the format of a file is found from its bytes.
-PICTURE_SUFFIXES = frozenset(
-    (
-        *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp"),
-        *(".tif", ".tiff", ".avif", ".jp2", ".ppm", ".pgm", ".ico"),
-    )
-)
 ADDRESS = ("http://", "https://")
 
 UNMARKED = "NULs in the caption (UTF-16 without its mark?)"  # the reason of a refused row
@@ -79,7 +72,7 @@ class Columns:
         metavar="COL",
     )
     pictures_in: Path | None = flag(None, "folder that relative paths lead from (default: the table's)", metavar="DIR")
-    separator: str | None = flag(None, "between columns (default: found in the first line)", metavar="CHAR")
+    separator: str | None = flag(None, "character between columns (default: found in the first line)", metavar="CHAR")
 
 
 class Reader(ABC):
@@ -89,7 +82,7 @@ class Reader(ABC):
         path: the path of the input.
         form: its name in messages.
         columns: the columns that are read, in words; "" if there are none.
-        files: the files whose names, sizes and times say whether the input is still the same.
+        files: the files by whose names, sizes and times a changed input is detected.
         names_pictures: whether rows name files of pictures that are not among `files`.
         total: number of rows; None if counting would take long.
         notes: oddities of rows that are read nevertheless, in words; known once they are read.
@@ -195,7 +188,7 @@ class SourceNames:
     Args:
         name: the name of the input.
         column: the source column; None if all rows are of one source.
-        known: name -> value of the sources so far, shared by all inputs.
+        known: name -> value of the sources that are already known, shared by all inputs.
     """
 
     def __init__(self, name: str, column: str | None, known: dict[str, str]) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.prepare.public import manifest
-from open_clip_zerovl.prepare.public.gather import Gathering, Work, check_work
+from open_clip_zerovl.prepare.public.gather import Gathering, Work
 from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, Picture, encode_picture
 from open_clip_zerovl.prepare.public.spool import Spool
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, TEXT_EXTENSION, Sample, read_samples
@@ -69,10 +69,9 @@ def prepare_pairs(
         total_rows: length of the list, for the progress bar.
 
     Raises:
-        UserError: a setting out of range, an empty list, a folder of another dataset, or one that another process writes to.
+        UserError: an empty list, a folder of another dataset, or one that another process writes to.
     """
     out, encoding, work = Path(out), encoding or Encoding(), work or Work()
-    check_work(work, shard_size)
     settings = {"shard_size": shard_size, "encoding": encoding.settings()}
     manifest.begin(out, dataset=dataset, split=split, made_from=made_from, settings=settings)
     with manifest.sole_writer(out, "{}-of-{}".format(*work.part)):
