@@ -60,7 +60,8 @@ def kind_of(text: str) -> Component:
         return Component("shards", *sizes.groups()) if sizes else Component("shards", text)
     path = os.path.expanduser(text)
     if Path(path).is_dir():
-        return Component(_kind_of_folder(path), find_table(path) or path)
+        kind = _kind_of_folder(path)
+        return Component(kind, (find_table(path) if kind == "table" else None) or path)
     if (found := _ANNOTATIONS.fullmatch(path)) is not None:
         beside = None if found[2] is None else os.path.expanduser(found[2])
         return Component("table" if found[1].lower().endswith(EXTENSIONS) else "annotations", found[1], beside)
@@ -87,14 +88,24 @@ def expand_shards(pattern: str) -> tuple[str, ...]:
         names = {path.name for path in Path(pattern).glob("*.tar")} | listed
         shards = tuple(str(Path(pattern, name)) for name in sorted(names))
         if not shards:
-            raise UserError(
-                f"folder {pattern} holds no *.tar shards; name a folder of webdataset shards, or make shards of its "
-                f"pictures with `zerovl data pack {pattern} --out DIR`"
-            )
+            below = training_folders(pattern)
+            advice = f"name those with shards: {', '.join(below[:3])}{' ...' if below[3:] else ''}"
+            if not below:
+                advice = (
+                    "name a folder of webdataset shards, or make shards of its pictures with `zerovl data pack "
+                    f"{pattern} --out DIR`"
+                )
+            raise UserError(f"folder {pattern} holds no *.tar shards; {advice}")
         return shards
     shards = expand_braces(pattern)
     _refuse_parquet(pattern, shards)
     return shards
+
+
+def training_folders(folder: str) -> list[str]:
+    """The folders called `train` in a folder or in those below it that hold shards, as `zerovl data pack` writes them."""
+    tars = (tar for place in ("train", "*/train") for tar in Path(folder).glob(f"{place}/*.tar"))
+    return sorted({str(tar.parent) for tar in tars})
 
 
 def expand_braces(pattern: str) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.clusters import Clustering, open_clusters, open_neighbours
-from open_clip_zerovl.data.components import Component, expand_shards, kind_of
+from open_clip_zerovl.data.components import Component, expand_shards, kind_of, training_folders
 from open_clip_zerovl.data.hard_negatives import Neighbours
 from open_clip_zerovl.data.names import CAPTIONS, CLASS_NAMES, NAME, check_separators, field_names, is_captions
 from open_clip_zerovl.data.sizes import listed_sizes
@@ -181,7 +181,7 @@ def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Sour
         if not how.evaluation or test not in splits:
             raise UserError(
                 f"{path} is a retrieval set, whose shards are in its splits; name the shards to read: "
-                f"{' or '.join(splits) or test}"
+                f"{' or '.join(training_folders(path) or splits) or test}"
             )
         name, path = name or Path(path).absolute().name, test
     shards = expand_shards(path)

@@ -27,6 +27,7 @@ from open_clip_zerovl.shards.foreign import encoding_of
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, opened
 
 EXTENSIONS = (".csv", ".tsv")
+REFUSED_ROWS = "refused.csv"  # beside the samples that `zerovl data pack` writes: no table of samples
 BLOCK_SAMPLES = 64  # a block of rows takes the place of a shard: blocks are shuffled, then rows in the window
 _PICTURES = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)
 _NAMED_LINES = 5  # of each mistake, in messages
@@ -155,7 +156,8 @@ def find_table(component: str) -> str | None:
     folder = Path(component)
     if not folder.is_dir() or any(folder.glob("*.tar")):
         return None
-    tables = sorted(path for path in folder.iterdir() if path.suffix.lower() in EXTENSIONS)
+    found = (path for path in folder.iterdir() if path.suffix.lower() in EXTENSIONS)
+    tables = sorted(path for path in found if path.name != REFUSED_ROWS)
     if len(tables) > 1:
         raise UserError(
             f"folder {component} holds {len(tables)} tables ({tables[0].name}, {tables[1].name} ...); name the one to "

@@ -49,7 +49,10 @@ def tower_digest(model: nn.Module, tower: str, *, inputs: Any, precision: str = 
 
 def module_digest(module: nn.Module, *, inputs: Any, precision: str = "fp32") -> str:
     """`tower_digest` of a module that is a whole tower."""
-    return _digest(module.state_dict(), [precision, [[name, *_settings(part)] for name, part in module.named_modules()], _described(inputs)])
+    return _digest(
+        module.state_dict(),
+        [precision, [[name, *_settings(part)] for name, part in module.named_modules()], _described(inputs)],
+    )
 
 
 def _settings(module: nn.Module) -> list[Any]:

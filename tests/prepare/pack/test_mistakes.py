@@ -360,7 +360,10 @@ def test_a_row_that_cannot_be_used_is_refused_and_the_rest_packed(kind, packed, 
         assert captions == ["gr\u00f6\u00dfe\nzwei"] * 3 + ["plain"]
     if kind == "a caption in Latin-1":
         printed = "\n".join(lines(found, tmp_path / "out"))
-        assert "1 caption not UTF-8: pairs.csv line 2; probably Latin-1: convert the file to UTF-8 (iconv -f CP1252" in printed
+        assert (
+            "1 caption not UTF-8: pairs.csv line 2; probably Latin-1: convert the file to UTF-8 (iconv -f CP1252"
+            in printed
+        )
         for words in ("1 row, which is in refused.csv", "1 shard ", "repeated   no caption, no picture"):
             assert words in printed
 

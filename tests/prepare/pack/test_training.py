@@ -7,6 +7,9 @@ import shlex
 
 import pytest
 
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.retrieval import open_retrieval_set
+from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.finetune.data import find_data
 from open_clip_zerovl.prepare.pack.packing import PackSettings, pack
 from open_clip_zerovl.prepare.pack.report import commands
@@ -37,3 +40,15 @@ def test_the_printed_command_trains_and_evaluates(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr[-3000:]
     log = (tmp_path / "logs/packed/out.log").read_text()
     assert "source-a" in log and "source-b" in log and "rsum: " in log
+
+
+def test_the_folder_of_one_source_is_its_retrieval_set_and_a_training_is_led_to_the_shards(tmp_path):
+    """refused.csv, which lies in the folder, is no table of samples."""
+    for name, column in (("one", None), ("two", "kind")):
+        given = as_csv(tmp_path / f"in-{name}", make_pairs(40))
+        settings = PackSettings(test_share=0.2, columns=Columns(source=column))
+        pack([str(given)], tmp_path / name, settings, work=Work(threads=2, progress=False))
+    assert len(open_retrieval_set(tmp_path / "one")) > 0
+    for name, place in (("one", "one/train$"), ("two", "two/[a-z-]*/train, .*/train$")):
+        with pytest.raises(UserError, match=f"shards.*: [^ ]*/{place}"):
+            parse_sources(f"x={tmp_path / name}")
