@@ -136,7 +136,7 @@ def run(settings: Settings) -> int:
 
 
 def call(*words: str) -> None:
-    """Print and run a command of `zerovl`. UserError where it fails."""
+    """Print and run a command of `zerovl`. UserError if it fails."""
     print(f"\nzerovl {shlex.join(words)}", flush=True)
     status = zerovl(list(words))
     if status == 130:
@@ -188,7 +188,7 @@ def advance(bar: tqdm, folder: Path) -> None:
 
 
 def judgement(compared: dict, epochs: int) -> str:
-    """Whether the models learned enough to differ, in a sentence."""
+    """True if the models learned enough to differ, in a sentence."""
     scores = {name: side["value"] for name, side in compared["measures"]["within"]["sides"].items()}
     words = " and ".join(f"{score:.0f} ({name})" for name, score in scores.items())
     if max(scores.values()) < 2 * CHANCE:

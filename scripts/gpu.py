@@ -16,7 +16,7 @@ Each part runs in processes of its own and ends within 8 minutes. Each result is
 
 Results go to OUT/gpu-NAME.json and, as a page, to OUT/gpu-NAME.md; NAME is the GPU's. Nothing is installed or fetched: the
 machine's own torch (2.11 or newer), torchvision, timm, transformers and numpy are used as they are, and Python packages that
-it lacks are unpacked from the wheels in --wheels into WORK/site. To fetch the wheels where there is a network:
+it lacks are unpacked from the wheels in --wheels into WORK/site. To fetch the wheels on a machine with a network:
 
     python -m pip download --no-deps -d DIR open_clip_torch==3.3.0 "webdataset<=0.2.86" braceexpand ftfy wcwidth
 """
@@ -34,7 +34,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # works without an installation
 
-from scripts.gpu_page import page  # noqa: E402
+from open_clip_zerovl.report.tables import markdown_table  # noqa: E402
 
 PART_SECONDS = 8 * 60
 LEAST_SECONDS = 45.0  # no part is started with less time left
@@ -266,7 +267,8 @@ def run_part(part: Part, results: Results, seconds: float, environment: dict[str
                     record["results"][found[0]] = found[1]
                     record["seconds"] = round(before + time.monotonic() - start, 1)
                     results.write()
-                    print(f"  {found[0]}: {shown(found[1])}", flush=True)
+                    values = ", ".join(f"{name} {cell(value)}" for name, value in found[1].items())
+                    print(f"  {found[0]}: {values[:160]}", flush=True)
             if left <= 0 or child.poll() is None:
                 try:
                     child.wait(timeout=max(0.1, min(20.0, left)))
@@ -288,19 +290,13 @@ def run_part(part: Part, results: Results, seconds: float, environment: dict[str
         results.write()
 
 
-def shown(values: dict[str, Any]) -> str:
-    """A result in one line."""
-    cells = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items()]
-    return ", ".join(cells)[:160]
-
-
 def collect_demo(record: dict[str, Any], work: Path) -> None:
     """The demo's table, from its folder."""
     file = work / "demo" / "compare" / "compare.json"
     measures = json.loads(file.read_text(encoding="utf-8"))["measures"] if file.is_file() else {}
     pools = {pool: measures[pool]["sides"] for pool in ("within", "across", "mixed") if pool in measures}
     for name in pools.get("within", ()):
-        record["results"][name] = {"rsum": {pool: sides[name]["value"] for pool, sides in pools.items()}}
+        record["results"][name] = {pool: sides[name]["value"] for pool, sides in pools.items()}
 
 
 def collect_ablation(record: dict[str, Any], work: Path) -> None:
@@ -308,7 +304,55 @@ def collect_ablation(record: dict[str, Any], work: Path) -> None:
     for file in sorted((work / "ablation" / "quick").glob("*.json")):
         run = json.loads(file.read_text(encoding="utf-8"))
         if "rsum" in run:
-            record["results"][file.stem] = {"rsum": run["rsum"], "wall_seconds": run["wall_seconds"]}
+            record["results"][file.stem] = {**run["rsum"], "wall_seconds": run["wall_seconds"]}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The page
+# ---------------------------------------------------------------------------------------------------------------------
+
+ABOUT = """Made by `make gpu` (`scripts/gpu.py`). Steps take the gradient only, without optimizer and data loading; `ratio to \
+plain` is to plain training's time on the same samples. The paper's 14M recipe in 24 hours on one GPU needs 3,300 samples/s. \
+RSUMs are of held-out pairs, 0 to 600."""
+
+
+def page(parts: Mapping[str, Mapping[str, Any]]) -> str:
+    """Markdown: a table of each part's results, and the parts that are not done with the reason."""
+    machine = parts.get("machine", {}).get("results", {}).get("machine", {})
+    sections = [f"# On {machine.get('device', 'a GPU')}", ABOUT]
+    for name, record in parts.items():
+        if record["results"]:
+            sections.append(f"## {name.capitalize()}\n\n{table(record['results'])}")
+    waiting = []
+    for name, record in parts.items():
+        if record["status"] != "done":
+            waiting += [
+                f"- {name}: {record['status']}",
+                *(f"      {word}" for word in record.get("last_words", ())[-5:]),
+            ]
+    if waiting:
+        sections.append("## Not done\n\n" + "\n".join(waiting))
+    return "\n\n".join(sections) + "\n"
+
+
+def table(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """A row for each result, a column for each of their values; tests are counted, and only those that failed have a row."""
+    outcomes = Counter(values["outcome"] for values in results.values() if "outcome" in values)
+    rows = {key: values for key, values in results.items() if values.get("outcome") != "passed"}
+    columns = list(dict.fromkeys(name for values in rows.values() for name in values))
+    cells = [[key, *(cell(values.get(name)) for name in columns)] for key, values in rows.items()]
+    words = [", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())] if outcomes else []
+    words += [markdown_table(["", *(name.replace("_", " ") for name in columns)], cells)] if rows else []
+    return "\n\n".join(words)
+
+
+def cell(value: Any) -> str:
+    """A value of a result in few characters."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {cell(one)}" for name, one in value.items())
+    return " to ".join(map(cell, value)) if isinstance(value, list) else "" if value is None else str(value)
 
 
 def name_here(rehearse: bool) -> str:

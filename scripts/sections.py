@@ -20,7 +20,7 @@ def replace_section(page: Path, name: str, lines: Iterable[str]) -> None:
 
 
 def write_table(out: Path, lines: Iterable[str]) -> None:
-    """Write a Markdown table as CSV, into a folder that is made where it is missing."""
+    """Write a Markdown table as CSV; the folder is made if it is missing."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(row for row in rows if not set("".join(row)) <= set(":-"))

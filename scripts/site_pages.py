@@ -1,6 +1,6 @@
 """A hook of mkdocs (mkdocs.yml): pages of the repository's top level become pages of the site, with links that lead there.
 
-The site's home page is README.md. Links of pages to files that are no pages (a licence, a Makefile) become text.
+The site's home page is README.md. Links to files that are not pages (a licence, a Makefile) become text.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def relinked(markdown: str, folder: Path) -> str:
     Links that lead out of the site are text.
 
     Args:
-        folder: of the page: the repository, whose pages lie at the site's top, or a folder in docs.
+        folder: the folder of the page: the repository, whose pages lie at the site's top, or a folder in docs.
     """
     inside = ROOT / "docs"
     place_of_page = folder.relative_to(inside).as_posix() if folder.is_relative_to(inside) else "."

@@ -97,7 +97,7 @@ class Fork:
     launcher: int
 
     def lead(self, output: Path) -> None:
-        """Called by the fork: make the session; what its processes print goes to a file."""
+        """Called by the fork: make the session; the output of its processes goes to a file."""
         os.setsid()
         atexit._clear()  # the fork must not run this program's exit handlers
         file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -259,7 +259,7 @@ def tensors(value: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def same(first: Path, second: Path) -> bool:
-    """Whether two checkpoints hold the same tensors of weights and optimizer, bit for bit."""
+    """True if two checkpoints hold the same tensors of weights and optimizer, bit for bit."""
     ours, theirs = (dict(tensors(torch.load(path, weights_only=True))) for path in (first, second))
     return (
         ours.keys() == theirs.keys() and len(ours) > 20 and all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -58,7 +58,7 @@ def test_an_error_without_a_sentence_is_a_failure(tmp_path, monkeypatch):
 
 
 def damaged_header(folder):
-    """numpy reads a header of Python 2 by Python's tokenizer, whose error is no ValueError."""
+    """numpy reads a header of Python 2 by Python's tokenizer, whose error is not a ValueError."""
     (file,) = (folder / "cache").rglob("0.images.npy")
     file.write_bytes(inputs.edited(file.read_bytes(), [("drop", 209_827, 13)]))
     return KINDS["embeddings"][1]["stored"]

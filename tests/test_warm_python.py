@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
@@ -48,7 +46,6 @@ def test_a_program_sees_what_python_would_show_it(tmp_path, arguments):
 @pytest.mark.parametrize(
     ("program", "status"),
     [
-        ("import sys; sys.exit(7)", 7),
         ("1 / 0", 1),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", -signal.SIGSEGV),
         ("import atexit, os; atexit.register(os._exit, 9)", 9),
@@ -58,34 +55,3 @@ def test_a_program_sees_what_python_would_show_it(tmp_path, arguments):
 def test_it_ends_as_the_program_ends(program, status):
     done = run(warm.python(), "-c", program)
     assert done.returncode == status and ("ZeroDivisionError" in done.stderr) == (program == "1 / 0")
-
-
-WAITS = """
-import os, pathlib, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
-pathlib.Path("pid").write_text(str(os.getpid()))
-time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 3), (signal.SIGKILL, -signal.SIGKILL)])
-def test_signals_reach_the_program(tmp_path, number, status):
-    process = subprocess.Popen([warm.python(), "-c", WAITS], cwd=tmp_path)
-    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(number)
-    assert process.wait(timeout=20) == status
-    left, deadline = Path("/proc", (tmp_path / "pid").read_text()), time.monotonic() + 20
-    while left.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_a_forked_process_of_the_tests_leaves_it_running():
-    assert run(warm.python(), "-c", "").returncode == 0
-    if (pid := os.fork()) == 0:
-        warm._end(os.getppid(), None, "")  # handlers registered for the end of the tests
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert run(warm.python(), "-c", "").returncode == 0

@@ -65,7 +65,7 @@ class Job:
 
     @property
     def unseen(self) -> str | None:
-        """The source that the run is scored on and not trained on; None where its score is of another kind."""
+        """The source that the run is scored on and not trained on; None if its score is of another kind."""
         return unseen_source(self.condition.miniature, self.seed) if self.condition.score == "unseen" else None
 
 
@@ -75,7 +75,7 @@ class Ablation:
 
     Attributes:
         data: miniature -> its folder.
-        out: records, runs, and data that is made of the miniatures.
+        out: records, runs, and data made from the miniatures.
         choices: the fixed settings, and those that the protocol's pilots chose.
         split: "test", or "val" for pilots.
     """
@@ -132,18 +132,18 @@ class Ablation:
         }  # fmt: skip
 
     def is_recorded(self, job: Job) -> bool:
-        """Whether the job's JSON exists, has the job's settings and the present score."""
+        """True if the job's JSON exists, has the job's settings and the present score."""
         record = self.record(job)
         scored_alike = job.condition.score != "unseen" or self.split != "test" or ALL_UNSEEN in record.get("rsum", ())
         return self._is_of(job, record) and scored_alike
 
     def record(self, job: Job) -> dict[str, Any]:
-        """The job's JSON; empty where there is none."""
+        """The job's JSON; empty if the file is missing."""
         file = self.record_file(job)
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
     def _is_of(self, job: Job, record: Mapping[str, Any]) -> bool:
-        """Whether a record is of this job with its present settings.
+        """True if a record is of this job with its present settings.
 
         A setting that became a choice after the run is not among the record's choices, and elsewhere among its flags.
         """

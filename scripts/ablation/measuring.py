@@ -39,7 +39,7 @@ class Ended:
 
     Attributes:
         started: seconds since 1970.
-        wall_seconds, cpu_seconds: of all its ranks, with start-up and loading.
+        wall_seconds, cpu_seconds: wall time, and CPU time of all its ranks, with start-up and loading.
     """
 
     job: Job
@@ -110,7 +110,7 @@ def unseen_pools(folder: Path, source: str, test: Sequence[DrawnSample]) -> list
     """The pools of a source, the same for every run; pairs that do not fill the last one are left out.
 
     Args:
-        folder: of the miniature.
+        folder: the folder of the miniature.
         test: the source's samples of the test split.
     """
     samples = [sample for sample in test if sample.held_out]
@@ -199,7 +199,7 @@ class Measurements:
         return result
 
     def _measure(self, job: Job, checkpoint: Path) -> dict[str, Any]:
-        """RSUM by pool, the score, and the signs of bias where there is more than one source; a missing value is None.
+        """RSUM by pool, the score, and the signs of bias if there are several sources; a missing value is None.
 
         The score, by which a run is compared, is over all pairs of an unseen source; in pilots over its validation pairs.
         """

@@ -1,15 +1,15 @@
 """The protocol of `make ablation`. The page lists the changes that came after results were seen (`results.md.j2`).
 
-1. A run is scored where it was not trained: on the pairs of a source that it never saw (`unseen_pools`), as COCO and Flickr30K
-   are no source of the paper's training. Seed s leaves out source s mod 4 of a miniature's four, so that 8 seeds leave each
-   out twice.
+1. A run is scored on data that it was not trained on: the pairs of a source that it never saw (`unseen_pools`), as COCO and
+   Flickr30K are not a source of the paper's training. Seed s leaves out source s mod 4 of a miniature's four, so that 8 seeds
+   leave each out twice.
 2. Two conditions are compared seed by seed: same initialisation, same sources, same order where the sampling is the same.
    A verdict follows from the 95 % interval of the mean difference (`rows.py`).
 3. Settings that a claim depends on (`CHOICES`) are chosen on the validation split by pilot runs with other seeds, and written
    to `choices.json`, each but Table 4's committed before the runs that use it. Where the best value is at the end of its
    grid, the grid is made longer there and the choice made again. The test split is scored once. `FIXED` settings are those of
    the demo, which were chosen on validation too (docs/models.md), and lengths that the CPU hours allow.
-4. Every comparison of `protocol.yaml` is reported, whatever comes out.
+4. Every comparison of `protocol.yaml` is reported, with any result.
 
 `protocol.yaml` holds the choices, conditions and comparisons; the classes here define its entries.
 """
@@ -83,7 +83,7 @@ class Choice:
         return next(value for value in self.grid if value in scores and scores[value] >= enough)
 
     def is_settled(self, scores: Mapping[str, float]) -> bool:
-        """Whether the values scored so far, the first ones of the grid, decide."""
+        """True if the values scored so far, the first ones of the grid, decide."""
         if self.rule == "shortest" and len(scores) > 1:
             before, last = [*scores.values()][-2:]
             return last - before < STILL_RISING
@@ -105,7 +105,7 @@ class Condition:
             "groups", half of the captions replaced by the name of the picture's group; "apart", "alike", "large": see
             `sources.write_mixture`.
         epochs: a number, or the choice that holds it.
-        share: of these epochs, for runs of equal steps.
+        share: share of these epochs, for runs of equal steps.
         ranks: processes under torchrun, on gloo.
         init_from: the condition whose last checkpoint of the same seed it starts from.
         clusters_of: the condition whose features of the same seed make the clusters.
@@ -150,7 +150,7 @@ class Condition:
         return named.union(*(CONDITIONS[name].choices for name in self.needs))
 
     def run_epochs(self, choices: Choices) -> int:
-        """How many epochs it is trained for."""
+        """The number of epochs of its training."""
         epochs = int(choices[self.epochs]) if isinstance(self.epochs, str) else self.epochs
         return max(1, round(epochs * self.share))
 
@@ -170,8 +170,8 @@ class Comparison:
         claim: whether the paper's number of `run` is higher or lower than that of `against`, or the same.
         measure: "score"; a pool of the trained sources, the source probe or log p (`rows.value_of`); or "reach": the
             logarithm of the cost at which `run` reaches the final score of `against`, over the cost of `against` (Table 8).
-        paper: (COCO, Flickr30K) RSUM of `run` and of `against`, or GPU hours of each; None where the paper draws bars, or has
-            no such row.
+        paper: (COCO, Flickr30K) RSUM of `run` and of `against`, or GPU hours of each; None if the paper has only bars,
+            or no such row.
         added: after which results it was added, if after any.
     """
 

@@ -1,4 +1,4 @@
-"""How wrong the gradient is without replayed masks, measured over a training (the paper's Table 6).
+"""The error of the gradient without replayed masks, measured over a training (the paper's Table 6).
 
     python -m scripts.ablation.replay --run FOLDER [--draws 64] [--dropout 0.1,0.3,0.5] [--out docs/results/replay.json]
 
@@ -38,10 +38,10 @@ class Bias:
     """The bias of the gradient without replay.
 
     Attributes:
-        epoch, dropout: of the model.
-        bias: |mean without - mean with| / |mean with|, chance taken off; 0 where it is within chance.
+        epoch, dropout: epoch and dropout of the model.
+        bias: |mean without - mean with| / |mean with|, chance taken off; 0 if it is within chance.
         chance: the length that chance alone gives, over the same.
-        cosine: of the two means.
+        cosine: cosine of the two means.
     """
 
     epoch: int

@@ -54,7 +54,7 @@ REPRODUCED, CONTRADICTED = "reproduced", "contradicted"
 
 
 class Estimate(NamedTuple):
-    """A mean difference with its interval; infinite, and p NaN, where one value alone gives none.
+    """A mean difference with its interval; infinite, and p NaN, if one value alone gives none.
 
     Attributes:
         p: two-sided, of a mean of zero, by the t distribution of the interval.
@@ -130,7 +130,7 @@ def verdict(found: Estimate, seeds: int, margin: float, *, near_chance: bool = F
 
 
 def beside_paper(word: str, claim: Claim, found: Estimate, margin: float) -> str:
-    """Whether a decided row bears out a number of the paper: `REPRODUCED`, `CONTRADICTED`, or "" where it says neither."""
+    """True if a decided row bears out a number of the paper: `REPRODUCED`, `CONTRADICTED`, or "" if neither holds."""
     if claim == "same":
         beyond = found.low > margin or found.high < -margin
         return REPRODUCED if word == NO_DIFFERENCE else CONTRADICTED if beyond and word in (HIGHER, LOWER) else ""
@@ -177,7 +177,7 @@ def _check_settings(record: Record, path: Path) -> None:
 
 
 def value_of(record: Record, measure: str) -> float | None:
-    """A measure of one run; None where it was not measured."""
+    """A measure of one run; None if it was not measured."""
     if measure == "score" and record["unseen"] is not None:
         return record["rsum"].get(ALL_UNSEEN)
     if measure == "score":
@@ -277,7 +277,7 @@ class Row:
 
     @property
     def beside_paper(self) -> str:
-        """Whether it bears out a number of the paper; "" where the paper has none, or nothing is decided."""
+        """True if it bears out a number of the paper; "" if the paper has none, or nothing is decided."""
         if self.comparison.paper is None:
             return ""
         return beside_paper(self.verdict, self.comparison.claim, self.found, self.margin)
@@ -299,7 +299,7 @@ class Row:
 
     @property
     def papers_words(self) -> str:
-        """`+21, +27`, the paper's differences on COCO and Flickr30K; "" where it has no numbers."""
+        """`+21, +27`, the paper's differences on COCO and Flickr30K; "" if it has no numbers."""
         pairs = zip(*self.comparison.paper, strict=True) if self.comparison.paper else ()
         return ", ".join(f"{run - against:+.0f}" for run, against in pairs)
 

@@ -28,7 +28,7 @@ MIXTURES = ("apart", "alike", "large")
 
 
 def pairs_of(data: Path, source: str) -> list[Sample]:
-    """A source's pairs in the order of its shards. UserError where there are none."""
+    """A source's pairs in the order of its shards. UserError if there are none."""
     shards = sorted((data / source).glob("*.tar"))
     if not shards:
         raise UserError(

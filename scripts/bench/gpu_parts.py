@@ -191,18 +191,18 @@ def steps(sizes: Sizes, have: Sequence[str], compiled: bool) -> None:
     first = seconds(setup, yardstick, batches[:1], "wall")  # loads kernels, compiles the pass with a graph
     first += seconds(setup, decoupled(setup, 0, LOSS_CHUNK), batches[:1], "wall")  # compiles the pass without
     if f"{mode}, first" not in have:
-        emit(f"{mode}, first", mode=mode, first_seconds=first, gflops_per_sample=gflops, micro_batch=sizes.micro_batch)
+        emit(f"{mode}, first", seconds=first, gflops_per_sample=gflops, micro_batch=sizes.micro_batch)
     for k in sizes.steps:
         for row, way in contestants(setup, k).items():
             key = f"{mode}, K={k}, {row}"
             if key in have:
                 continue
             try:
-                measured = measure_way(setup, way, yardstick, repeated(batches, k))
+                measured = measure_way(setup, way, yardstick, repeated(batches, k), gflops)
             except torch.OutOfMemoryError:
                 measured = {"error": "out of memory"}
             setup.zero_grad()
-            emit(key, mode=mode, way=row, steps=k, micro_batch=sizes.micro_batch, gflops_per_sample=gflops, **measured)
+            emit(key, **measured)
             del way
             gc.collect()
             if device.type == "cuda":
@@ -213,8 +213,10 @@ def repeated(batches: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
     return [batches[index % len(batches)] for index in range(count)]
 
 
-def measure_way(setup: Setup, way: Way, yardstick: Way, batches: list[MicroBatch]) -> dict[str, Any]:
-    """Seconds of a step and their ratio to plain training's just before, samples a second, peak memory."""
+def measure_way(
+    setup: Setup, way: Way, yardstick: Way, batches: list[MicroBatch], gflops_per_sample: float
+) -> dict[str, Any]:
+    """Seconds of a step and their ratio to plain training's just before, samples a second, FLOPs' utilisation, peak memory."""
     for _ in range(2):  # "auto" measures in the first step and decides in the second
         seconds(setup, way, batches[:WARM_UP_MICRO_BATCHES], "wall")
     short = batches[:DISTINCT_BATCHES]
@@ -223,12 +225,14 @@ def measure_way(setup: Setup, way: Way, yardstick: Way, batches: list[MicroBatch
         a_batch = seconds(setup, yardstick, short, "wall") / len(short)
         took.append(seconds(setup, way, batches, "wall"))
         ratios.append(took[-1] / len(batches) / a_batch)
-    samples = sum(len(images) for images, _ in batches)
+    per_second = sum(len(images) for images, _ in batches) / statistics.median(took)
+    sheet = datasheet_tflops(device_name(setup.device))
     return {
         "seconds": statistics.median(took),
         "seconds_range": [min(took), max(took)],
         "ratio_to_plain": statistics.median(ratios),
-        "samples_per_second": samples / statistics.median(took),
+        "samples_per_second": per_second,
+        "flops_utilisation": None if sheet is None else per_second * gflops_per_sample / (1000 * sheet),
         "peak_gib": peak_bytes(setup, way, batches) / 2**30,
         "retained": graphs_kept(way, [len(images) for images, _ in batches]),
     }
@@ -242,9 +246,10 @@ def measure_way(setup: Setup, way: Way, yardstick: Way, batches: list[MicroBatch
 def loss(sizes: Sizes, have: Sequence[str]) -> None:
     device = device_here()
     for n in sizes.pairs:
-        if f"loss, N={n}" in have:
+        if any(key.startswith(f"N={n}, ") for key in have):
             continue
-        emit(f"loss, N={n}", pairs=n, rows=measure_loss([n], LOSS_WIDTH, LOSS_CHUNK, device))
+        for row in measure_loss([n], LOSS_WIDTH, LOSS_CHUNK, device):
+            emit(f"N={n}, {row['loss']}", seconds=row["seconds"], peak_gib=row["peak_mib"] / 1024)
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -309,6 +314,7 @@ def plan(sizes: Sizes, have: Sequence[str]) -> None:
         planned_compute_seconds=planned["compute_seconds"],
         planned_peak_gib=planned["peak_bytes"] / 2**30,
         real_seconds=statistics.median(real),
+        planned_over_real=planned["step_seconds"] / statistics.median(real),
         real_range=[min(real), max(real)],
         logged_steps=len(real),
     )

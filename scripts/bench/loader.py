@@ -1,20 +1,13 @@
-"""Samples a second and core of our loader and of open_clip's, and the cost of entering an epoch in its middle.
+"""Samples a second and core of our loader and of open_clip's.
 
     python -m scripts.bench.loader [--sizes 384x256,640x480,1280x854] [--workers 1,2,4] [--pixel-path pil] [--out FILE.json]
-    python -m scripts.bench.loader --resume [--samples 1000000] [--out FILE.json]
 
 Both loaders read the same shards of synthetic JPEGs with the same transform (a random crop of 60-100 % of the area to 224 px,
 bicubic, normalised) and the same tokenizer, a BERT's. In the rows "augmented" both also apply AutoAugment after the crop and
 word augmentation before the tokenizer. Runs are interleaved and medians compared, because other programs share the machine.
 *per core* means per CPU second of the worker processes: it decides how many cores feed a GPU, and other programs hardly change
 it. *floor* is the rate of our loader per core if it only decoded and transformed pictures, measured in the same rounds.
-The first batches, in which workers start and fill their shuffle windows, are left out. The two loaders' images are compared in
-distribution: mean and standard deviation of their pixels and the share of high spatial frequencies.
-
-`--resume`: an epoch of a million small samples is entered in its middle. Expected: the first batch comes within 5 % of the time
-that reading the skipped samples takes.
-
-Takes about ten minutes on two cores; `--resume` about three more.
+The first batches, in which workers start and fill their shuffle windows, are left out. Takes about ten minutes on two cores.
 """
 
 from __future__ import annotations
@@ -43,7 +36,7 @@ from open_clip.transform import image_transform
 from open_clip_train.data import get_wds_dataset
 from PIL import Image
 
-from open_clip_zerovl.data.images import crop_of, normalize, split_normalize
+from open_clip_zerovl.data.images import crop_of, split_normalize
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.names import PIXEL_PATHS
@@ -59,7 +52,6 @@ from scripts.bench.harness import write, write_bert
 
 NEEDED_PER_SECOND = 3300  # samples that eight GPUs take in the paper's recipe
 BATCH = 32
-LOOKS = {"mean": "{:.4f}", "deviation": "{:.4f}", "high frequencies": "{:.2e}"}  # measures of pictures
 CAPTION = "a small brown dog that runs over wet sand with a red ball in its mouth"
 
 
@@ -161,18 +153,6 @@ def measure(batches: Iterator[Any], seconds: float, warm_up: int) -> tuple[float
     return count / (time.perf_counter() - begin), count / (cpu_seconds_of_children() - cpu)
 
 
-def look(batches: Iterator[Any], finish: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-    """Statistics of the images of a few batches."""
-    images = torch.cat([finish(next(batches)[0]) for _ in range(8)])
-    power = torch.fft.rfft2(images.mean(1)).abs().square().mean(0)
-    far = torch.fft.fftfreq(images.shape[-2])[:, None].hypot(torch.fft.rfftfreq(images.shape[-1])[None]) > 0.25
-    return {
-        "mean": images.mean().item(),
-        "deviation": images.std().item(),
-        "high frequencies": (power[far].sum() / power.sum()).item(),
-    }
-
-
 def _kinds(folder: Path) -> dict[str, Work]:
     """The rows' kinds of work."""
     words = [*CAPTION.split(), *"0123456789", *(f"##{digit}" for digit in "0123456789")]
@@ -195,21 +175,13 @@ def _data(size: str, folder: Path, per_shard: int) -> tuple[list[bytes], str]:
 def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The table of throughputs."""
     kinds = _kinds(folder)
-    _, mean, std = split_normalize(kinds["plain"].transform)
     loaders: dict[str, Callable[..., Iterator[Any]]] = {
         "open_clip": stock,
         "ours": partial(ours, pixel_path=args.pixel_path),
     }
-    results: dict[str, Any] = {"batch_size": BATCH, "cores": os.cpu_count(), "rows": [], "images": {}}
+    results: dict[str, Any] = {"batch_size": BATCH, "cores": os.cpu_count(), "rows": []}
     for size in args.sizes.split(","):
         encoded, shards = _data(size, folder, args.per_shard)
-        results["images"][size] = {"bytes": statistics.mean(map(len, encoded))}
-        for name, finish in (
-            ("open_clip", lambda images: images),
-            ("ours", lambda images: normalize(images, mean, std)),
-        ):
-            torch.manual_seed(0)
-            results["images"][size][name] = look(loaders[name](shards, kinds["plain"], 1), finish)
         for kind, work in kinds.items():
             for workers in map(int, args.workers.split(",")):
                 row = _row(args, loaders, shards, encoded, work, workers)
@@ -265,53 +237,7 @@ def table(results: dict[str, Any]) -> str:
         "floor per core",
     ]
     header += ["ratio per core", "ratio in time", f"cores for {NEEDED_PER_SECOND:,} samples/s: open_clip, ours"]
-    looks = [
-        [size, f"{images['bytes']:,.0f}", name, *(form.format(images[name][key]) for key, form in LOOKS.items())]
-        for size, images in results["images"].items()
-        for name in ("open_clip", "ours")
-    ]
-    second = markdown_table(["JPEG", "bytes", "loader", *LOOKS], looks)
-    return f"{markdown_table(header, list(map(_cells, results['rows'])))}\n\n{second}"
-
-
-def resume(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Time to the first batch of an epoch entered in its middle, and the time that reading the first half takes."""
-    small = io.BytesIO()
-    Image.new("RGB", (16, 16), (9, 99, 199)).save(small, "JPEG")
-    per_shard = 10_000
-    shards = write_shards(folder / "resume", max(1, args.samples // per_shard), per_shard, lambda _: small.getvalue())
-    (source,) = parse_sources(f"bench={shards}")
-
-    def loader(step: int = 0) -> Iterator[Any]:
-        nothing = Preprocessing(lambda image: torch.zeros(1), lambda texts: torch.zeros(len(texts), 1))
-        made = MixtureLoader(Mixture((source,), Batching(64), nothing), workers=0)
-        made.set_epoch(0, step)
-        return iter(made)
-
-    steps = source.num_samples // 64
-    whole = loader()
-    begin = time.perf_counter()
-    next(whole)
-    first = time.perf_counter() - begin
-    read = min(steps // 2, 1500)  # the speed is constant: a part is measured
-    begin = time.perf_counter()
-    for _ in range(read):
-        next(whole)
-    skipped = (time.perf_counter() - begin) / read * (steps // 2)
-    del whole
-    jumps = []
-    for _ in range(2):  # without and with the tar's index on disk
-        begin = time.perf_counter()
-        next(loader(steps // 2))
-        jumps.append(time.perf_counter() - begin)
-    return {
-        "samples": source.num_samples,
-        "first_batch_of_an_epoch_seconds": first,
-        "reading_the_skipped_half_seconds": skipped,
-        "first_batch_at_the_middle_seconds": jumps[0],
-        "again_with_the_index_seconds": jumps[1],
-        "share": jumps[0] / skipped,
-    }
+    return markdown_table(header, list(map(_cells, results["rows"])))
 
 
 def main() -> None:
@@ -322,20 +248,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3, help="of each measurement")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each loader, interleaved")
     parser.add_argument("--per-shard", type=int, default=400, help="samples in each of the 8 shards")
-    parser.add_argument("--resume", action="store_true", help="measure entering an epoch in its middle instead")
-    parser.add_argument("--samples", type=int, default=1_000_000, help="in the epoch of --resume")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
     with tempfile.TemporaryDirectory() as folder:
-        if args.resume:
-            results = resume(args, Path(folder))
-            shown = "\n".join(f"{name}: {value:,.3f}" for name, value in results.items())
-        else:
-            results = compare(args, Path(folder))
-            shown = table(results)
-    write(results, shown, args.out)
+        results = compare(args, Path(folder))
+    write(results, table(results), args.out)
 
 
 if __name__ == "__main__":

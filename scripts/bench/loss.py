@@ -105,7 +105,7 @@ def peak_gib(
     teachers: int = 2,
     teacher_width: int = 768,
 ) -> tuple[float, float]:
-    """GiB at the peak of a loss with these options of OPTIONS: of the loss, and with its inputs."""
+    """Peak GiB of a loss with these options of OPTIONS, without and with its inputs."""
     with FakeTensorMode():
         features = [torch.empty(pairs, width, requires_grad=True) for _ in range(2)]
         ids = {name: torch.empty(pairs, dtype=torch.long) for name in ("source", "caption", "image")}
@@ -157,7 +157,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--chunk", type=int, default=256, help="rows of the logits alive at once")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--options", action="store_true", help="count the memory of each option, without computing")
-    parser.add_argument("--kept", action="store_true", help="count what the graphs of the sigmoid losses keep")
+    parser.add_argument(
+        "--kept", action="store_true", help="count the bytes that the graphs of the sigmoid losses keep"
+    )
     parser.add_argument("--teachers", type=int, default=2)
     parser.add_argument("--teacher-width", type=int, default=768)
     parser.add_argument("--out", type=Path, metavar="FILE.json")

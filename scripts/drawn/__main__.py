@@ -30,14 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
     parser.add_argument("--px", type=int, default=64, help="side of the pictures in pixels (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the split (default %(default)s)")
-    parser.add_argument("--force", action="store_true", help="write the data again where it exists")
     parser.add_argument(
         "--pairs", type=Path, metavar="DIR", help="write the training pairs as DIR/pairs.csv and pictures"
     )
     options = parser.parse_args(argv)
     try:
         data = sets[options.name]
-        prepare_drawn(data, options.out, px=options.px, seed=options.seed, force=options.force)
+        prepare_drawn(data, options.out, px=options.px, seed=options.seed)
         if options.pairs is not None:
             print(f"{write_pairs(data, options.out, options.pairs):,} pairs are in {options.pairs / 'pairs.csv'}")
     except UserError as error:

@@ -34,7 +34,7 @@ def rasterise(svg: str, px: int) -> bytes:
 
 
 def is_blank(png: bytes) -> bool:
-    """Whether all pixels of a PNG picture are (nearly) the same."""
+    """True if all pixels of a PNG picture are (nearly) the same."""
     extrema = Image.open(io.BytesIO(png)).convert("RGB").getextrema()
     return all(isinstance(band, tuple) and band[1] - band[0] < 8 for band in extrema)
 

@@ -66,9 +66,8 @@ def prepare_drawn(
     shard_size: int = 256,
     held_out_per_source: int | None = None,
     vocab_size: int = 2048,
-    force: bool = False,
 ) -> dict[str, Any]:
-    """Fetch, draw, split and write the data; nothing is done where it is complete and has these settings.
+    """Fetch, draw, split and write the data; nothing is done if it is complete and has these settings.
 
     Packages and drawn pictures are kept in `OUT/.cache`, so that a call after an interruption goes on. The data is written
     aside and moved into place when whole.
@@ -82,7 +81,6 @@ def prepare_drawn(
         held_out_per_source: pairs held out of each source for the test, and as many for validation; the data's own number
             where it is None.
         vocab_size: entries of the text tower's vocabulary, at most.
-        force: draw and write again even if nothing changed; packages are not fetched again.
 
     Returns:
         The data card: settings, package versions, and per source counts, licence and example captions.
@@ -103,7 +101,7 @@ def prepare_drawn(
     made_from = {"format": data.format, "settings": settings, "packages": {k: str(p) for k, p in data.packages.items()}}
     fingerprint = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
     manifest = _read_manifest(out)
-    if not force and manifest is not None and manifest["fingerprint"] == fingerprint and _is_whole(out, manifest):
+    if manifest is not None and manifest["fingerprint"] == fingerprint and _is_whole(out, manifest):
         print(f"The {data.name} data in {out} is complete and made with these settings: nothing to do.")
         return manifest["card"]
     if out.is_file() or (out.is_dir() and any(out.iterdir()) and not (out / _CACHE).is_dir() and manifest is None):
@@ -113,8 +111,6 @@ def prepare_drawn(
             else f"{out} is not empty and holds no {data.name} data: give a new folder."
         )
     (out / _CACHE).mkdir(parents=True, exist_ok=True)
-    if force:
-        shutil.rmtree(out / _CACHE / "pictures", ignore_errors=True)
     card = _build(data, out, settings, fingerprint)
     pairs = ", ".join(f"{source} {card['sources'][source]['train']}" for source in data.sources)
     print(f"The {data.name} data is in {out}. Training pairs: {pairs}. See {out / 'README.md'}.")
@@ -312,5 +308,5 @@ def _read_manifest(out: Path) -> dict[str, Any] | None:
 
 
 def _is_whole(out: Path, manifest: Mapping[str, Any]) -> bool:
-    """Whether every file of the manifest exists and has its size."""
+    """True if every file of the manifest exists and has its size."""
     return all((out / name).is_file() and (out / name).stat().st_size == n for name, n in manifest["files"].items())

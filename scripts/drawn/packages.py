@@ -33,7 +33,7 @@ class NpmPackage:
     """A package of the npm registry in one version, with the hash of its content.
 
     Attributes:
-        sha512: of the tarball, in base64, as `npm view NAME@VERSION dist.integrity` prints it; "" to check none.
+        sha512: hash of the tarball in base64, as `npm view NAME@VERSION dist.integrity` prints it; "" to check none.
     """
 
     name: str
@@ -78,7 +78,7 @@ def fetch_npm_package(
 
     Args:
         package: name and version.
-        folder: of the tarball; made when missing. An existing tarball that is broken is fetched again.
+        folder: the folder of the tarball; made when missing. An existing tarball that is broken is fetched again.
         attempts: how often to try.
         backoff_seconds: pause after the first failure; doubled after each further one.
         timeout_seconds: limit of one attempt.
@@ -146,7 +146,7 @@ def _npm_pack(npm: list[str], package: NpmPackage, folder: str, timeout_seconds:
 
 
 def _fault(path: Path, package: NpmPackage) -> str | None:
-    """Why a tarball is not the wanted package, whole; None if it is."""
+    """The reason why a tarball is not the whole requested package; None if it is."""
     try:
         digest = base64.b64encode(hashlib.sha512(path.read_bytes()).digest()).decode()
         if package.sha512 and digest != package.sha512:

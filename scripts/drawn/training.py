@@ -128,12 +128,12 @@ class TrainingRun:
 
     @property
     def was_asked_for(self) -> bool:
-        """Whether the run in the folder was started with these flags."""
+        """True if the run in the folder was started with these flags."""
         return self.asked.is_file() and json.loads(self.asked.read_text(encoding="utf-8")) == self._identity()
 
     @property
     def is_finished(self) -> bool:
-        """Whether the last checkpoint exists and the run had these flags."""
+        """True if the last checkpoint exists and the run had these flags."""
         return self.checkpoint.is_file() and self.was_asked_for
 
     def start(self, *, resume: bool = False) -> TrainingProcess:
@@ -149,7 +149,7 @@ class TrainingRun:
             self.asked.write_text(json.dumps(self._identity()) + "\n", encoding="utf-8")
         place = ["--logs", str(self.folder.parent), "--name", self.folder.name]
         place += ["--resume", "latest"] if resume else []
-        if self.ranks > max(1, visible_gpus()):  # the comparison of ranks also runs where there are fewer GPUs
+        if self.ranks > max(1, visible_gpus()):  # the comparison of ranks also runs with fewer GPUs
             place += ["--device", "cpu"]
         return start_training([*self.flags, *place], self.ranks, log=self.words, threads=1)
 

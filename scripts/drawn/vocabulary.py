@@ -43,11 +43,11 @@ def write_bert(
     The same captions in the same order give the same files. Captions are lower-cased and lose their accents.
 
     Args:
-        folder: of the files.
-        captions: of the training set only; held-out captions must not influence the vocabulary.
+        folder: the folder of the files.
+        captions: captions of the training set; held-out captions must not influence the vocabulary.
         vocab_size: entries of the vocabulary, at most, special tokens included.
         width: hidden width; the feed-forward layers are four times as wide.
-        layers, heads: of the Transformer.
+        layers, heads: layers of the Transformer, heads of each.
         max_positions: the longest context, in tokens.
         dropout: of attention and of hidden layers.
 

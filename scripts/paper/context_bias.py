@@ -45,7 +45,7 @@ def with_frame(picture: Image.Image, width_px: int) -> Image.Image:
 
 
 def framed(content: bytes) -> bytes:
-    """The picture with a red frame drawn over its edge, as a JPEG. BadImage where it cannot be decoded."""
+    """The picture with a red frame drawn over its edge, as a JPEG. BadImage if it cannot be decoded."""
     picture = decode_image(content)
     buffer = io.BytesIO()
     with_frame(picture, max(1, round(FRAME_SHARE * min(picture.size)))).save(buffer, "JPEG", quality=95, subsampling=0)
@@ -53,7 +53,7 @@ def framed(content: bytes) -> bytes:
 
 
 def shards_of(folder: Path) -> list[Path]:
-    """The shards of a folder in order. UserError where there are none."""
+    """The shards of a folder in order. UserError if there are none."""
     if shards := sorted(folder.glob("*.tar")):
         return shards
     raise UserError(f"{folder} holds no shards; zerovl data cc3m --out {folder} writes them")

@@ -5,10 +5,11 @@
     python -m scripts.paper.recipes --list | NAME --describe
 
 Finds the GPUs, chooses micro-batch and DGA steps so that the effective batch is the recipe's, and becomes the training program
-or submits train.sbatch where there is SLURM. Runs save step checkpoints; the same command resumes a stopped run exactly.
+or submits train.sbatch on SLURM. Runs save step checkpoints; the same command resumes a stopped run exactly.
 
-DATA holds what `zerovl data NAME --out DATA/NAME` writes: for each source a folder of webdataset shards (sbu, vg, cc3m, cc12m,
-and web for 100M), and the retrieval sets coco and f30k, with their train/ for fine-tuning. docs/recipes.md has the details.
+DATA holds the output of `zerovl data NAME --out DATA/NAME`: for each source a folder of webdataset shards (sbu, vg, cc3m,
+cc12m, and web for 100M), and the retrieval sets coco and f30k, with their train/ for fine-tuning
+(docs/recipes.md).
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class Hardware:
     """The machines of a run.
 
     Attributes:
-        gpus: of one node; 0 trains on the CPU.
-        memory_gib: of the smallest GPU.
+        gpus: GPUs of one node; 0 trains on the CPU.
+        memory_gib: memory of the smallest GPU.
         nodes: in the job.
         processes: ranks of a node without GPUs.
     """
@@ -170,7 +171,7 @@ def missing_data(recipe: Recipe, data: Path, settings: Settings) -> list[str]:
 
 
 def holds_data(folder: Path) -> bool:
-    """Whether a folder has shards, a table, or class folders in it."""
+    """True if a folder has shards, a table, or class folders in it."""
     return any(entry.suffix in (".tar", ".csv", ".tsv") or entry.is_dir() for entry in folder.iterdir())
 
 
@@ -288,7 +289,7 @@ def hardware_of(options: argparse.Namespace) -> Hardware:
 
 
 def submits(options: argparse.Namespace, hardware: Hardware) -> bool:
-    """Whether the run goes to SLURM. A dry run on several nodes shows the sbatch command even without sbatch.
+    """True if the run goes to SLURM. A dry run on several nodes shows the sbatch command even without sbatch.
 
     Raises:
         SystemExit: the GPUs of a SLURM node are not known; several nodes without SLURM.

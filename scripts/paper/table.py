@@ -29,7 +29,7 @@ class Recipe:
         hardware, time: the paper's.
         metric: what `result` measures.
         sources: folders under DATA that it trains on.
-        samples: of the whole run, if the paper counts steps and not epochs.
+        samples: samples of the whole run, if the paper counts steps and not epochs.
         dga: whether K may exceed 1; False needs GPUs that hold the batch.
         needs: flags that have no default and must be given with --set.
         teachers: names of frozen models whose embeddings DATA/teacher holds (`zerovl teacher`, with `teacher_views` views).

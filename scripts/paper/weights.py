@@ -61,7 +61,7 @@ class Comparison:
 
     @property
     def obstacle(self) -> str | None:
-        """Why the numbers cannot be compared; None where they can."""
+        """The reason why the numbers cannot be compared; None if they can."""
         found, wanted = (self.ours["images"], self.ours["captions"]), SIZES[self.set_name]
         if found == wanted:
             return None
@@ -69,7 +69,7 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether the sets are the same and all numbers within the margins."""
+        """True if the sets are the same and all numbers within the margins."""
         return self.obstacle is None and not self.apart
 
     @property
@@ -202,7 +202,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--image-model", default=IMAGE_MODEL, metavar="NAME", help="timm's name (default %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("build/paper-weights"), help="default %(default)s")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda where there is one)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda if available)")
     parser.add_argument("--workers", type=int, default=4, help="loader processes (default %(default)s)")
     parser.add_argument("--batch-size", type=int, default=64, help="images at once (default %(default)s)")
     return parser

@@ -101,7 +101,7 @@ def require_room(folder: str | os.PathLike[str], model: torch.nn.Module) -> None
     """Refuse a disk without room for a checkpoint.
 
     Args:
-        folder: of the run; it exists.
+        folder: the folder of the run; it exists.
 
     Raises:
         UserError: its disk has no room for a checkpoint: weights, and two moments of each that is trained.
@@ -130,11 +130,11 @@ class StepCheckpoints:
 
     @property
     def kept(self) -> bool:
-        """Whether this run keeps checkpoints at all: not with `--logs none`. The same on every rank."""
+        """True if this run keeps checkpoints at all: not with `--logs none`. The same on every rank."""
         return self.args.logs.lower() != "none"
 
     def due(self, steps_done: int) -> bool:
-        """Whether a checkpoint is due after this many optimizer steps of the run."""
+        """True if a checkpoint is due after this many optimizer steps of the run."""
         return self.every is not None and steps_done % self.every == 0
 
     def write(self, model, optimizer, scaler, position: Position, entries: Mapping[str, Any] | None = None) -> None:

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 import open_clip_zerovl
 
-#: For `extra=` of a logging call: only the log file and `--verbose` have the line; a terminal's progress line says the same.
+#: For `extra=` of a logging call: only the log file and `--verbose` have the line; a terminal's progress line shows the same.
 DETAIL, PROGRESS = {"shown": "detail"}, {"shown": "progress"}
 _OURS = tuple(
     os.path.join(os.path.dirname(file), "") for file in (__file__, open_clip_zerovl.__file__) if file is not None
@@ -91,7 +91,7 @@ class Console(logging.StreamHandler):
             weights_follow: a checkpoint comes into the model that open_clip makes: its warning of random weights is wrong.
         """
         self.short, self._rank, self._weights_follow = True, rank, weights_follow
-        # torch says this twice, in four lines; the summary says it in its line of the device.
+        # torch prints this twice, in four lines; the summary has it in its line of the device.
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
         if self not in logging.root.handlers:
             logging.root.addHandler(self)

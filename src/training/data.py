@@ -91,7 +91,7 @@ class Inputs:
 
 
 def with_positives(config: AllFlags, sources: Sequence[Source]) -> AllFlags:
-    """The flags with `--positives caption` where none was given and the captions of a source are those of classes.
+    """The flags, with `--positives caption` if none was given and a source has captions of classes.
 
     Pictures of a class would be each other's negatives. A flag that does not work with it wins, with a warning.
     """
@@ -101,7 +101,7 @@ def with_positives(config: AllFlags, sources: Sequence[Source]) -> AllFlags:
     finding = f"Pictures of a class share its captions (source {', '.join(classes)})"
     settled = replace(config, positives="caption")
     if against := next(contradicted(settled, ["positives"]), None):
-        logging.warning(f"{finding} and are each other's negatives: {against}.")
+        logging.warning(f"{finding} and count as negatives of each other: {against}.")
         return config
     logging.info(f"{finding}: --positives caption; give --positives pair for one positive each.")
     return settled
@@ -203,7 +203,7 @@ def get_data(
 def _retrieval_data(
     config: AllFlags, inputs: Inputs, args: argparse.Namespace, transform, paper_transform
 ) -> RetrievalData:
-    """The sets with the transform and captions that the flags ask for, which the log says."""
+    """The sets with the transform and captions of the flags; the log names both."""
     captions = None if isinstance(config.retrieval_captions, str) else config.retrieval_captions
     if config.retrieval_transform == "paper":
         assert paper_transform is not None
@@ -297,7 +297,7 @@ def frozen_cache(
     """The cache of the frozen tower's features, attached to the model.
 
     Raises:
-        UserError: the image tower is to be cached and its images are augmented at random.
+        UserError: a cached image tower whose images are augmented at random.
     """
     (tower,) = config.freeze
     assert config.cache_frozen is not None
@@ -324,7 +324,7 @@ def _sampling(config: AllFlags, args: argparse.Namespace) -> Sampling:
 
 
 def _table_format(args: argparse.Namespace) -> CsvFormat:
-    """Columns and separator of tables where a flag differs from open_clip's default; None for those that the header tells."""
+    """Columns and separator of tables if a flag differs from open_clip's default; None for the rest."""
     stock = {"csv_img_key": "filepath", "csv_caption_key": "title", "csv_separator": "\t"}
     image, caption, separator = (
         value if (value := getattr(args, name)) != default else None for name, default in stock.items()

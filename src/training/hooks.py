@@ -95,7 +95,7 @@ def replaced(replacements: Mapping[str, Any], entry: Callable[[], dict[str, Any]
 
 
 def _check_parameters(name: str, replacement: Any, table: Any) -> None:
-    """UserError where main could pass a parameter that a replacement neither takes nor forwards."""
+    """UserError if main could pass a parameter that a replacement neither takes nor forwards."""
     if not (callable(replacement) and callable(stock := getattr(host, name))):
         return
     taken = inspect.signature(replacement).parameters

@@ -24,6 +24,7 @@ if __name__ == "__main__" and not __package__:  # started by the path of this fi
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.launch import EACH_GPU, PROCESSES, ranks_here
+from open_clip_zerovl.core.lazy import uncollected
 from open_clip_zerovl.core.processes import SLURM_RANKS, supervise
 from training.console import say
 from training.params import Command, rank_here, read_command
@@ -57,7 +58,8 @@ def run_as_program(command: Command | None = None) -> NoReturn:
     use_scratch_folder()
     if command[1].active and rank_here() in ("", "0"):
         say("training.main: loading torch and open_clip")
-    from training import run, stopping
+    with uncollected():
+        from training import run, stopping
 
     stopping.run(lambda: run.train(*command))
 
@@ -119,7 +121,7 @@ def torchrun(words: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun_main
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # a rank says itself why it ends
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # a rank itself prints why it ends
     try:
         torchrun_main(words)
     except ChildFailedError as error:

@@ -168,6 +168,6 @@ def settle_device(args: argparse.Namespace, *, recipe: bool) -> None:
     if precision == args.precision:
         return
     slow = f"--precision {args.precision} is several times slower than fp32 on a CPU"
-    logging.warning(f"{slow}: fp32 is taken instead." if recipe else f"{slow}; give --precision fp32.")
+    logging.warning(f"{slow}: fp32 is used instead." if recipe else f"{slow}; give --precision fp32.")
     if recipe:
         args.precision = precision

@@ -152,7 +152,7 @@ def _default_betas(args: argparse.Namespace, file: str, typed: Mapping[str, Any]
 
 
 def _own_model(file: str, given: str, default: str) -> str:
-    """The name of a model config's file, which is registered. UserError where `--model` names another."""
+    """The name of a model config's file, which is registered. UserError if `--model` names another."""
     from open_clip_zerovl.models.model_file import register_model_file
 
     name = register_model_file(file)
@@ -162,7 +162,7 @@ def _own_model(file: str, given: str, default: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the flags name
+# Named by flags
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -209,7 +209,7 @@ def _check_checkpoint(flag: str, path: str | None) -> None:
     Raises:
         UserError: a file of this machine that does not exist, or that no release of torch has written.
     """
-    if path is None or "://" in path or os.path.isdir(path):  # a folder is judged where it is read
+    if path is None or "://" in path or os.path.isdir(path):  # a folder is checked when it is read
         return
     if not os.path.isfile(path):
         raise UserError(
@@ -217,7 +217,7 @@ def _check_checkpoint(flag: str, path: str | None) -> None:
         )
     if (wrong := no_checkpoint(path)) is not None:
         raise UserError(
-            f"{flag} {path} is not a checkpoint: it {wrong}; give a file that training wrote, as epoch_N.pt"
+            f"{flag} {path} is not a checkpoint: it {wrong}; give a file that training wrote, such as epoch_N.pt"
         )
 
 

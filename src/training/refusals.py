@@ -23,7 +23,7 @@ class Later(NamedTuple):
         flags: in their written form; a flag counts as given if its value is not its default.
         recipe: the part of the recipe in the sentence.
         when: whether that part was asked for.
-        advice: why, and what to do.
+        advice: the reason and the remedy.
     """
 
     flags: str
@@ -58,7 +58,7 @@ REFUSALS = (
     # the step
     _refusal(
         "--accum-freq {accum_freq}", THE_STEP, lambda f: f.accum_freq > 1 and (f.own_step or f.mixture),
-        "it multiplies the temperature's gradient by its number and redraws dropout; give --dga-steps instead",
+        "its gradients of the temperature and with dropout are wrong; give --dga-steps instead",
     ),
     _refusal(
         "--local-loss without --gather-with-grad", THE_STEP,
@@ -137,15 +137,15 @@ LATER = (
 )  # fmt: skip
 NEEDS = (
     Requirement(
-        "--lr and --eps: open_clip has defaults for adamw alone",
+        "--lr and --eps: open_clip has defaults for adamw only",
         lambda f: "timm" not in f.opt or None not in (f.lr, f.eps), "--opt {opt}",
     ),
     Requirement(
-        "--distill-pretrained, the teacher's weights: open_clip distils nothing without",
+        "--distill-pretrained, the teacher's weights: without it open_clip does not distil",
         lambda f: f.distill_model is None or f.distill_pretrained is not None, "--distill-model",
     ),
     Requirement(
-        "--distill-model, the teacher's name: open_clip distils nothing without",
+        "--distill-model, the teacher's name: without it open_clip does not distil",
         lambda f: f.distill_pretrained is None or f.distill_model is not None, "--distill-pretrained",
     ),
     Requirement(

@@ -62,7 +62,7 @@ class Position:
         return self.read_as or self.batching
 
     def read_on(self, now: Position) -> Position:
-        """`now`, in an epoch whose rest is to be read as this position's epoch was begun, so that each sample comes once."""
+        """`now`, in an epoch whose rest is read as this position's epoch was begun, so that each sample comes once."""
         if self.dealt == now.dealt or not self._same_batch(now):
             return now
         return replace(now, read_as=self.dealt)
@@ -76,7 +76,8 @@ class Position:
         """The step at which a run with the batching of `now` continues. The log names approximations.
 
         Args:
-            steps: of the epoch, as `now` divides it. With a larger effective batch, or less data, it may end before this
+            steps: number of steps of the epoch, as `now` divides it. With a larger effective batch, or less data, it
+                may end before this
                 position: the run then continues with the next epoch.
 
         Raises:
@@ -96,7 +97,7 @@ class Position:
             flag, before, value = changed[0]
             raise UserError(
                 f"the checkpoint was taken in the middle of epoch {self.epoch} with {flag} {before}, and this run has {value}: "
-                f"the remaining batches would contain different samples; give {flag} as it was, resume from an epoch's end, or "
+                f"the remaining batches would contain different samples; give {flag} as before, resume from an epoch's end, or "
                 "start a new run with --init-from"
             )
         step = min(self.step * self.batching.effective_batch // now.batching.effective_batch, steps)
@@ -296,12 +297,12 @@ def _trains(args: argparse.Namespace) -> bool:
 def require_same_rates(
     checkpoint: dict, optimizer: torch.optim.Optimizer | None, args: argparse.Namespace, path: str
 ) -> None:
-    """UserError where the groups of a checkpoint's optimizer have other rates than this run's, if this run trains.
+    """UserError if the groups of a checkpoint's optimizer have other rates than this run's, if this run trains.
 
     An optimizer that loads a state takes its rates without a word.
 
     Args:
-        optimizer: of this run; None where it has open_clip's groups.
+        optimizer: this run's; None if it has open_clip's groups.
     """
     state = checkpoint.get("optimizer")
     if not isinstance(state, dict) or not _trains(args):
@@ -318,17 +319,17 @@ def require_same_rates(
             ]
             raise UserError(
                 f"--resume {path} has {words[0]} where this run has {words[1]}: --lr-image, --lr-text, --lr-head or "
-                "--layer-decay are not as they were; give them as they were, or start a new run with --init-from"
+                "--layer-decay have changed; give them as before, or start a new run with --init-from"
             )
 
 
 def _require_same_temperature(optimizer: dict, wanted: bool, path: str) -> None:
-    """UserError where the temperature's moments belong to another parameter than this run's."""
+    """UserError if the temperature's moments belong to another parameter than this run's."""
     if marked_temperature(optimizer) != wanted:
         saved, here = ("without", "with") if wanted else ("with", "without")
         raise UserError(
-            f"--resume {path} was trained {saved} --ablate temperature-parameter, this run is {here} it, and the optimizer's "
-            "moments of one do not fit the other; give it as it was, or start a new run with --init-from"
+            f"--resume {path} was trained {saved} --ablate temperature-parameter, and this run is {here} it, for which the "
+            "optimizer's moments do not fit; give the flag as before, or start a new run with --init-from"
         )
 
 

@@ -194,8 +194,8 @@ class Run:
                 raise
             raise UserError(
                 f"--resume {self.args.resume} has an optimizer's state for other groups of parameters than this run: "
-                "--opt, --lock-*, --freeze or --no-embedding-decay are not as they were, or another line of open_clip "
-                "wrote it; give them as they were, or start a new run with --init-from"
+                "--opt, --lock-*, --freeze or --no-embedding-decay have changed, or another line of open_clip "
+                "wrote it; give them as before, or start a new run with --init-from"
             ) from error
         if status not in (None, 0):
             raise UserError(f"open_clip's main gave up with status {status}; its message is above")
@@ -316,7 +316,7 @@ class Run:
         return found
 
     def newest_checkpoint(self, path: str, remote: bool = False) -> str | None:
-        """The file that `--resume latest` continues from; None where there is none."""
+        """The file that `--resume latest` continues from; None if there is none."""
         return checkpointing.newest_whole(path, remote)
 
     def load_checkpoint(self, file_path: str, map_location: Any = None) -> dict:

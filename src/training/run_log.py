@@ -136,7 +136,7 @@ class RunLog:
     def _draw(self, epoch: int, index: int, rate: float) -> None:
         assert self.facts is not None
         self._drawn = time.monotonic()
-        # What a person looks for first comes first: a terminal of 80 columns cuts the rest, and sources can be many.
+        # The most important numbers come first: a terminal of 80 columns cuts the rest, and there can be many sources.
         words = [
             f"epoch {epoch + 1}/{self.args.epochs} step {index + 1}/{self.facts.steps}, ETA {self.eta(epoch, index)}"
         ]
@@ -236,10 +236,10 @@ class Facts:
     Attributes:
         model: without DDP.
         sources: with the samples that an epoch takes of each; none for open_clip's own data.
-        epoch_samples, steps: of an epoch.
+        epoch_samples, steps: samples and steps of an epoch.
         epoch, start: where the run begins or continues.
         resumed: the checkpoint that it continues from.
-        groups: of the optimizer, see `recipe.optimizer.described_groups`.
+        groups: parameter groups of the optimizer, see `recipe.optimizer.described_groups`.
     """
 
     args: argparse.Namespace

@@ -21,7 +21,7 @@ from training.run_log import RunLog, memory_bytes
 LOGGED_AN_EPOCH = 20  # steps, at least, whatever --log-every-n-steps
 STUCK_SHARE = 0.99  # of ln N: an epoch with a mean loss from there on has learned nothing
 JUDGED_FROM_STEP = 100  # of the run; a loss is that of chance when training begins
-LIMITING_SHARE = 0.1  # share of an epoch's time spent waiting for data, from which on the log says so
+LIMITING_SHARE = 0.1  # smallest share of an epoch's time spent waiting for data that the log reports
 
 
 def loader_sentence(waited: float, total: float, samples: int, workers: int) -> str | None:
@@ -80,7 +80,7 @@ class BySource:
     so that no step waits for them.
 
     Args:
-        names: of the sources, in their order.
+        names: the names of the sources, in their order.
     """
 
     def __init__(self, names: Sequence[str]) -> None:

@@ -27,14 +27,14 @@ TABLES = ("csv", "tsv")  # the endings by which open_clip knows them
 
 
 def check_stock_data(args: argparse.Namespace, *, training: bool) -> None:
-    """Check the data of open_clip's own pipeline, where that itself would give no clear message.
+    """Check the data of open_clip's own pipeline, whose own messages are unclear or come late.
 
     Args:
         args: open_clip's arguments.
         training: whether open_clip's pipeline, and not our mixture, reads `--train-data`.
 
     Raises:
-        UserError: a missing column, first image or shard; a shard whose number of samples is not known.
+        UserError: a missing column, first image or shard; a shard of unknown size; an unknown ending.
     """
     named = {"--train-data": args.train_data if training else None, "--val-data": args.val_data}
     if any(named.values()) or args.imagenet_val or args.imagenet_v2:
@@ -50,10 +50,13 @@ def check_stock_data(args: argparse.Namespace, *, training: bool) -> None:
             _check_shards(flag, path, args)
         elif path and flag == "--train-data" and os.path.isdir(path):
             raise UserError(f"{flag} {path} is a folder; name it to read it as a source: --train-data NAME={path}")
+        elif path and args.dataset_type == "auto":
+            advice = ", or name a source: --train-data NAME=FOLDER" * (flag == "--train-data")
+            raise UserError(f"{flag} {path} does not end in .tar, .csv or .tsv; correct the path{advice}")
 
 
 def _check_accuracy() -> None:
-    """UserError where open_clip's accuracy fails: 3.3 makes floats of arrays with one element, which numpy 2.4 refuses."""
+    """UserError if open_clip's accuracy fails: 3.3 makes floats of arrays with one element, which numpy 2.4 refuses."""
     try:
         accuracy(torch.eye(2), torch.arange(2))
     except TypeError as error:
@@ -99,7 +102,7 @@ def check_augmentation(settings: dict) -> None:
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # open_clip says it again when it makes the transform
+            warnings.simplefilter("ignore")  # open_clip logs it again when it makes the transform
             image_transform(32, is_train=True, aug_cfg=settings or None)
     except (TypeError, ValueError, AssertionError) as error:
         given = " ".join(f"{name}={value}" for name, value in settings.items())
@@ -147,12 +150,12 @@ def _check_table(flag: str, path: str, args: argparse.Namespace) -> None:
         if column not in head:
             columns = ", ".join(repr(str(name)) for name in head.columns)
             raise UserError(
-                f"{flag} {path} has no column {column!r} but {columns} where columns end at {args.csv_separator!r}; give "
+                f"{flag} {path} has no column {column!r}; split at {args.csv_separator!r} its columns are {columns}; give "
                 f"{option}, or --csv-separator"
             )
     image = str(head[args.csv_img_key].iloc[0]) if len(head) else None
     if image is None:
         raise UserError(f"{flag} {path} has no rows")
     if not os.path.isfile(image):
-        advice = f"; with a name, --train-data NAME={path}, paths are relative to the table" * (flag == "--train-data")
-        raise UserError(f"{flag} {path} begins with the image {image}, which does not exist from {os.getcwd()}{advice}")
+        advice = f"; as a source, --train-data NAME={path}, paths are relative to the table" * (flag == "--train-data")
+        raise UserError(f"the first image of {flag} {path}, {image}, does not exist in {os.getcwd()}{advice}")

@@ -78,7 +78,7 @@ class Trainer:
         preemption: asked after every step whether the run is to stop.
         resumed: the position of the checkpoint from which this run was resumed, if it has one.
         mixup: draws a mix per step, if mixup is on.
-        cache: of a frozen tower's features, if there is one.
+        cache: stored features of a frozen tower, or None.
         log: the run's console lines and record.
         entries: added to each step checkpoint.
 
@@ -126,6 +126,7 @@ class Trainer:
                 grad_clip_norm=args.grad_clip_norm,
                 temperature_parameter="temperature-parameter" in self.config.ablate,
                 sort_text=self.config.sort_text,
+                equal_tokens=self.config.equal_tokens,
                 retain=self.config.dga_retain,
                 check=self.config.dga_check,
                 replay_rng="no-replay" not in self.config.ablate,

@@ -1,4 +1,4 @@
-"""Small encoders in folders and pairs of which colours tell what is in the picture; an alignment of them."""
+"""Small encoders in folders, pairs whose captions name the picture's colour, and an alignment of the encoders."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import timm
 import torch
 from PIL import Image
 from timm.models._hub import save_for_hf
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, BitImageProcessor, Dinov2Config, SiglipConfig, SiglipImageProcessor
 
 from open_clip_zerovl.align.request import AlignRequest
 from support.tars import write_tar
@@ -48,12 +48,24 @@ def write_source(folder: Path, seed: int, *, shards: int = 2, pictures: int = PI
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory) -> Path:
-    """`timm`, `bert`: encoders. `native`: a run of open_clip's own towers. `a`, `b`: sources. `held`: a held-out set."""
+    """`timm`, `bert`, `dinov2`, `siglip` (both towers): encoders. `native`: a run of open_clip's own towers.
+
+    `a`, `b`: sources. `held`: a held-out set.
+    """
     home = tmp_path_factory.mktemp("align")
     torch.manual_seed(0)
     save_for_hf(timm.create_model("test_vit.r160_in1k", pretrained=False), home / "timm")
     write_bert(home / "bert")
     AutoModel.from_config(AutoConfig.from_pretrained(home / "bert")).save_pretrained(home / "bert")
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = {**small, "image_size": 40, "patch_size": 8}  # DINOv2 resizes its positions
+    AutoModel.from_config(Dinov2Config(mlp_ratio=2, **vision)).save_pretrained(home / "dinov2")
+    crop = {"size": {"shortest_edge": 36}, "crop_size": {"height": 32, "width": 32}}
+    BitImageProcessor(**crop).save_pretrained(home / "dinov2")
+    words = {**small, "intermediate_size": 64, "vocab_size": 50, "bos_token_id": 0, "eos_token_id": 1}
+    both = SiglipConfig(vision_config={**vision, "intermediate_size": 64}, text_config=words)
+    AutoModel.from_config(both).save_pretrained(home / "siglip")
+    SiglipImageProcessor(size={"height": 40, "width": 40}, resample=2).save_pretrained(home / "siglip")
     register(home / "configs", "align-native", NATIVE_VISION, CLIP_TEXT)
     write_run(home / "native", random_model("align-native"), {"model": "align-native"})
     for seed, name in enumerate("ab"):

@@ -9,7 +9,15 @@ import pytest
 import timm
 import torch
 from torch.nn.functional import normalize
-from transformers import AutoModel, BertTokenizer, DistilBertConfig, MPNetConfig
+from transformers import (
+    AutoImageProcessor,
+    AutoModel,
+    BertTokenizer,
+    DistilBertConfig,
+    MPNetConfig,
+    ResNetConfig,
+    ViTConfig,
+)
 
 from open_clip_zerovl.align.encoders import open_tower
 from open_clip_zerovl.align.export import check_together, export_aligned
@@ -32,6 +40,57 @@ def test_a_folder_of_timm_gives_timms_features(home):
     assert (tower.width, tower.preprocess_cfg["size"]) == (64, [160, 160])
     assert tower.preprocess_cfg["mean"] == [0.5, 0.5, 0.5]
     assert not any(key.startswith("head.") for key in tower.tensors)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "interpolation"), [("dinov2", "shortest", "bicubic"), ("siglip", "squash", "bilinear")]
+)
+def test_a_vision_model_of_transformers_gives_its_pooled_output_and_becomes_a_dual_encoder(
+    home, tmp_path, kind, mode, interpolation
+):
+    tower, text = open_tower(f"hf:{home / kind}", "image"), open_tower(f"hf:{home / 'bert'}", "text")
+    stock, processor = AutoModel.from_pretrained(home / kind).eval(), AutoImageProcessor.from_pretrained(home / kind)
+    side = 32 if kind == "dinov2" else 40
+    cfg = {"size": [side, side], "mean": list(processor.image_mean), "std": list(processor.image_std), "mode": "RGB"}
+    assert tower.preprocess_cfg == {**cfg, "interpolation": interpolation, "resize_mode": mode}
+    pixels = torch.randn(2, 3, side, side)
+    with torch.no_grad():
+        output = getattr(stock, "vision_model", stock)(pixel_values=pixels)
+        assert torch.equal(tower.module(pixels), output.pooler_output)
+    check_together(tower, text, "linear", "clip")
+    folder = export_aligned(
+        tmp_path / "m", tower, text, Heads("linear", (32, 32), 12), "linear", (0.5, 2.0), metrics={}
+    )
+    dual = AutoModel.from_pretrained(folder).eval()
+    assert type(dual).__name__ == "VisionTextDualEncoderModel"  # the export itself compares its embeddings
+    for words in (("linear", "siglip"), ("mlp", "clip")):
+        with pytest.raises(UserError, match="logit_bias|transformers gives .* only a linear projection"):
+            check_together(tower, text, *words)
+    mean = open_tower(f"hf:{home / 'bert'}", "text", text_pool="mean")
+    with pytest.raises(
+        UserError, match=r"open_clip has no image tower such as hf:.*MeanPooler.*give .* --text-pool cls"
+    ):
+        check_together(tower, mean, "linear", "clip")
+    check_together(tower, mean, "glu", "clip")  # written without towers
+
+
+def test_a_vision_model_that_lacks_weights_or_a_pooled_vector_is_refused(home, tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    vit = ViTConfig(image_size=40, patch_size=8, **sizes)
+    resnet = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])
+    for config, more, sentence in (
+        (vit, {"add_pooling_layer": False}, r"holds no weights of pooler\.dense\.bias"),
+        (resnet, {}, "a resnet, pools no vector of its pictures"),
+    ):
+        folder = tmp_path / config.model_type
+        (type(AutoModel.from_config(config))(config, **more)).save_pretrained(folder)
+        shutil.copy(home / "siglip" / "preprocessor_config.json", folder)
+        with pytest.raises(UserError, match=sentence):
+            open_tower(f"hf:{folder}", "image")
+    processor = json.loads((home / "siglip" / "preprocessor_config.json").read_text())
+    (folder / "preprocessor_config.json").write_text(json.dumps({**processor, "resample": 0}))
+    with pytest.raises(UserError, match="does not resize bilinearly or bicubically"):
+        open_tower(f"hf:{folder}", "image")
 
 
 @pytest.mark.parametrize("pool", ["mean", "cls"])
@@ -113,11 +172,11 @@ def test_sentence_encoders_that_open_clip_has_no_entry_for_are_built_and_exporte
     ("name", "side", "options", "sentence"),
     [
         ("timm:{home}/timm", "text", {}, "is an image encoder of timm; give it as --image"),
-        ("hf:{home}/bert", "image", {}, "give --image timm:NAME"),
+        ("hf:{home}/bert", "image", {}, "the encoder hf:.*bert cannot be loaded"),
         ("hf:{home}/bert", "text", {"context_length": 99}, "--context-length 99: .* has 32 positions"),
         ("hf:{home}/nowhere", "text", {}, "the encoder hf:.*nowhere cannot be loaded"),
         ("timm:no_such_model", "image", {}, "the encoder timm:no_such_model cannot be loaded"),
-        ("{home}/nowhere", "image", {}, "is neither a folder"),
+        ("{home}/nowhere", "image", {}, "is not a model; give a folder"),
     ],
 )
 def test_an_encoder_that_does_not_fit_is_refused(home, name, side, options, sentence):
@@ -129,7 +188,7 @@ def test_a_head_or_a_pair_that_open_clip_has_no_place_for_is_refused(home, tmp_p
     checkpoint = str(home / "native" / "checkpoints" / "epoch_1.pt")
     native = open_tower(checkpoint, "image")
     with pytest.raises(
-        UserError, match="gives .* image tower a linear projection alone; give --head linear, or an encoder of timm"
+        UserError, match="gives .* image tower only a linear projection; give --head linear, or an encoder of timm"
     ):
         check_head("mlp", native)
     check_head("linear", native)
@@ -138,5 +197,5 @@ def test_a_head_or_a_pair_that_open_clip_has_no_place_for_is_refused(home, tmp_p
     run = write_run(tmp_path / "quick", random_model("align-quick"), {"model": "align-quick"})
     quick = open_tower(str(run), "text")
     with pytest.raises(UserError, match="was trained with QuickGELU and .* without"):
-        check_together(native, quick)
-    check_together(open_tower(f"timm:{home / 'timm'}", "image"), quick)
+        check_together(native, quick, "linear", "clip")
+    check_together(open_tower(f"timm:{home / 'timm'}", "image"), quick, "linear", "clip")

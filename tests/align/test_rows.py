@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tarfile import open as open_tar
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from open_clip_zerovl.align import rows as rows_module
 from open_clip_zerovl.align.encoders import open_tower
 from open_clip_zerovl.align.order import epoch_captions, epoch_order
 from open_clip_zerovl.align.request import AlignFlags
-from open_clip_zerovl.align.rows import Features, Sources, cut_captions, embed_tower, identity, make_pairs, open_sources
+from open_clip_zerovl.align.rows import (
+    Features,
+    Sources,
+    embed_tower,
+    identity,
+    make_pairs,
+    open_sources,
+    shared_ids,
+    unit_scale,
+    views_of,
+)
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.randomness import preserved
 from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.data.views import view_picture
+from open_clip_zerovl.distill.embed import TeacherSettings, embed_sources
 from open_clip_zerovl.embeddings import reading as reading_module
 from open_clip_zerovl.embeddings import store as store_module
 from open_clip_zerovl.embeddings.encoder import FrozenModel
+from open_clip_zerovl.embeddings.sources import cut_captions
+from support.hash_teacher import HashEncoder
 from support.tars import write_tar
 
 CPU = torch.device("cpu")
@@ -91,7 +109,7 @@ def test_other_weights_of_the_same_name_get_rows_of_their_own(sources, towers, t
 
 
 def counted_sources(counts, captions, training):
-    """Sources of these numbers of samples, each sample with so many captions."""
+    """Sources of these numbers of samples, each sample with this number of captions."""
     made = [Source(f"s{i}", (f"{i}.tar",), (count,)) for i, count in enumerate(counts)]
     opened = Sources(tuple(made), training)
     opened.__dict__["starts"] = np.cumsum([0, *captions])
@@ -133,12 +151,62 @@ def test_a_share_of_the_pictures_is_held_out_by_seed_and_not_by_place():
 def test_features_are_scaled_to_a_mean_square_of_one_and_read_from_memory_or_the_map(sources, towers, tmp_path):
     store = embed_tower(towers[0], sources, tmp_path, device=CPU)
     wanted = np.arange(100)
-    held, mapped = (Features(store, "0.images", wanted, CPU, room) for room in (None, 0))
+    rows = store.rows["0.images"]
+    held, mapped = (Features(rows, unit_scale(rows, wanted), CPU, room) for room in (None, 0))
     index = torch.tensor([7, 3, 7, 99])
     assert torch.equal(held[index], mapped[index])
     assert held[torch.from_numpy(wanted)].square().mean().sqrt().item() == pytest.approx(1.0, abs=1e-5)
     expected = torch.from_numpy(store.rows["0.images"].array[index.numpy()].astype(np.float32)) * held.scale
     assert torch.equal(held[index], expected)
+
+
+def test_identities_are_those_that_every_tower_and_teacher_has():
+    def rows(numbers):
+        return SimpleNamespace(blocks=lambda: iter(torch.tensor(numbers).split(2)), array=np.array(numbers))
+
+    stores = [
+        SimpleNamespace(rows={"1.images": rows(ids)})
+        for ids in ([5, 6, 0, 8, 9], [5, 0, 7, 8, 9], [[5, 5], [6, 6], [7, 7], [8, 0]])
+    ]
+    assert shared_ids("images", stores[:1]).tolist() == [5, 6, 0, 8, 9]
+    assert shared_ids("images", stores).tolist() == [
+        5,
+        0,
+        0,
+        0,
+        9,
+    ]  # the last has no views of the fifth, which is held out
+    taught = [rows([[[0.0, 1.0]], [[1.0, 0.0]], [[1.0, 0.0]], [[1.0, 0.0]], [[0.0, 0.0]], [[1.0, 0.0]]])]
+    assert shared_ids("images", stores[:1], taught).tolist() == [5, 6, 0, 8, 0]
+
+
+def test_views_are_those_of_training_and_of_a_teacher_of_the_same_data(home, sources, tmp_path):
+    image = open_tower(str(home / "native" / "checkpoints" / "epoch_1.pt"), "image")
+    flags = AlignFlags(views=2, aug_cfg={"scale": (0.3, 1.0)})
+    views = views_of(image, sources, flags, None)
+    assert views_of(image, sources, AlignFlags(), None) is None
+    trained = Sources(sources.opened[:2], 2)
+    store = embed_tower(image, trained, tmp_path, flags, views=views, device=CPU)
+    assert store.rows["0.images"].array.shape == (120, 2, 32) and (store.rows["1.images"].array != 0).all()
+    features, frozen = Features(store.rows["0.images"], 1.0, CPU, None), image.frozen(CPU, amp=False)
+    with open_tar(home / "b" / "1.tar") as tar:  # sample 45 of b: its 105th picture of both sources
+        picture = Image.open(tar.extractfile("10015.png")).convert("RGB")
+    with preserved():
+        pixels = view_picture(views.transform, picture, seed=0, source=1, sample=45, view=1)
+    expected = frozen.images(pixels[None])
+    assert torch.allclose(features[torch.tensor([105 * 2 + 1])], expected, rtol=0, atol=2e-3)  # stored in fp16
+    assert not torch.allclose(features[torch.tensor([105 * 2])], expected, rtol=0, atol=1e-2)
+
+    settings = TeacherSettings(views=2, image_size=32, aug_cfg=flags.aug_cfg, captions="one-per-epoch", seed=5)
+    data = f"a={home / 'a'}::b={home / 'b'}"
+    teacher = embed_sources(data, [HashEncoder()], tmp_path / "taught", settings, progress=False)
+    brought = views_of(image, sources, AlignFlags(aug_cfg=flags.aug_cfg), teacher)
+    assert (brought.count, brought.seed) == (2, 5)
+    with pytest.raises(UserError, match=r"saw other pictures than this run shows: .*scale=\(0\.3, 1\.0\)"):
+        views_of(image, sources, AlignFlags(), teacher)
+    swapped = open_sources(f"b={home / 'b'}::a={home / 'a'}", "")
+    with pytest.raises(UserError, match="have the sources a, b; give --data in this order"):
+        views_of(image, swapped, AlignFlags(aug_cfg=flags.aug_cfg), teacher)
 
 
 def test_rows_that_are_no_numbers_are_refused(sources, towers, tmp_path):
@@ -157,12 +225,12 @@ def test_features_beyond_half_precision_are_refused_while_they_are_made(sources,
 
 
 def test_captions_that_the_context_cuts_are_counted(home, sources):
-    assert cut_captions(open_tower(f"hf:{home / 'bert'}", "text"), sources) == (240, 0)
-    looked_at, cut = cut_captions(open_tower(f"hf:{home / 'bert'}", "text", context_length=8), sources)
-    assert (looked_at, cut) == (240, 120)  # the second caption of each picture is nine tokens long, the first eight
-    tower = open_tower(f"hf:{home / 'bert'}", "text", context_length=8)
-    tower.tokenizer.tokenizer.pad_token = tower.tokenizer.tokenizer.sep_token  # a text ends as it is padded
-    assert cut_captions(tower, sources) == (240, 120)
+    tokenizer = open_tower(f"hf:{home / 'bert'}", "text", context_length=8).tokenizer
+    # The second caption of each picture is nine tokens long, the first eight.
+    assert cut_captions(tokenizer, 9, sources.opened[:2]) == (240, 0, 9)
+    assert cut_captions(tokenizer, 8, sources.opened[:2]) == (240, 120, 9)
+    tokenizer.tokenizer.pad_token = tokenizer.tokenizer.sep_token  # a text ends as it is padded
+    assert cut_captions(tokenizer, 8, sources.opened[:2])[:2] == (240, 120)
 
 
 def test_a_picture_that_cannot_be_read_is_left_out(home, towers, tmp_path):
@@ -178,8 +246,6 @@ def test_a_picture_that_cannot_be_read_is_left_out(home, towers, tmp_path):
 
 
 def test_identities_tell_pictures_apart():
-    from PIL import Image
-
     one = Image.fromarray(np.random.default_rng(0).integers(0, 256, (50, 60, 3), dtype=np.uint8))
     other = one.copy()
     other.putpixel((30, 30), (0, 0, 0))
@@ -208,7 +274,7 @@ def test_an_epoch_shows_each_sample_once_at_most_and_a_debiased_step_one_source(
         else:
             assert not any(pure)
     assert seen.max() == 1
-    # What is left over comes first in the next epoch: over epochs all samples of a source are shown equally often.
+    # The remainder comes first in the next epoch: over epochs all samples of a source are shown equally often.
     totals = seen.sum(axis=0)
     assert all(np.ptp(totals[source_of == source]) <= 1 for source in range(3))
     other, _ = epoch_order(sizes, batch, sampling=sampling, seed=4, epoch=0)

@@ -8,21 +8,30 @@ import os
 import re
 import shutil
 import subprocess
+from io import BytesIO
+from tarfile import open as open_tar
 
 import pytest
 import torch
+from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import AutoModel
 
 from open_clip_zerovl.align import alignment
+from open_clip_zerovl.align import train as train_module
 from open_clip_zerovl.align.alignment import run_align
 from open_clip_zerovl.checkpoints.loading import Encoder, load_model
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.images import normalize
+from open_clip_zerovl.distill.embed import TeacherSettings, embed_sources
 from open_clip_zerovl.embeddings import reading
 from open_clip_zerovl.embeddings.encoder import FrozenModel
+from open_clip_zerovl.evaluate.retrieval.metrics import retrieval_metrics
 from open_clip_zerovl.evaluate.retrieval.score import run_retrieval
 from support import warm
+from support.hash_teacher import HashEncoder
 
 TEXTS = ["a red house of blue sun", "the green tree and the red cat"]
 # Run by a bare interpreter: open_clip alone, no network.
@@ -40,10 +49,22 @@ with torch.no_grad():
 print(json.dumps({"image": image.tolist(), "text": text.tolist()}))
 """
 
+TRANSFORMERS_STRANGER = """
+import json, sys
+import torch
+from transformers import AutoModel, AutoTokenizer
+model, tokenizer = AutoModel.from_pretrained(sys.argv[1]).eval(), AutoTokenizer.from_pretrained(sys.argv[1])
+texts = tokenizer(json.loads(sys.argv[2]), padding=True, return_tensors="pt")
+with torch.no_grad():
+    found = model(**texts, pixel_values=torch.linspace(-1, 1, 3 * 32 * 32).reshape(1, 3, 32, 32))
+assert not any(name.startswith("open_clip") for name in sys.modules)
+print(json.dumps({"image": found.image_embeds.tolist(), "text": found.text_embeds.tolist()}))
+"""
 
-def embeddings_of_a_stranger(folder, tmp_path):
+
+def embeddings_of_a_stranger(folder, tmp_path, script=STRANGER):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "no-cache"), "PYTHONPATH": ""}
-    command = [warm.python(), "-c", STRANGER, str(folder), json.dumps(TEXTS)]
+    command = [warm.python(), "-c", script, str(folder), json.dumps(TEXTS)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -97,7 +118,7 @@ def test_the_command_writes_a_model_for_transformers_and_for_training(home, tmp_
     report = init_from(model, folder)
     assert report.left == {} and "text projection" in report.loaded
     assert main(["align", *words, "--head", "mlp"]) == 2
-    assert "takes" in (error := capsys.readouterr().err) or "a linear projection alone; give --head linear" in error
+    assert "takes" in (error := capsys.readouterr().err) or "only a linear projection; give --head linear" in error
 
 
 @pytest.mark.slow
@@ -140,11 +161,81 @@ def test_a_training_goes_on_from_an_aligned_model(request_of, home, tmp_path):
     )
 
 
+def test_vision_models_of_transformers_become_its_dual_encoder(request_of, home, tmp_path):
+    """Held-out pictures and captions through the whole model rank as the stored rows through the heads."""
+    said = []
+    given = {"images": (f"hf:{home / 'dinov2'}",), "text_pool": "cls", "dtype": "float32", "lr": 1e-2}
+    (result,) = run_align(request_of(tmp_path / "out", **given), said.append)
+    folder = tmp_path / "out" / "model"
+    assert sum("transformers' AutoModel and AutoProcessor open it" in line for line in said) == 2
+    dual = AutoModel.from_pretrained(folder).eval()
+    pixels, mask, links = [], [], []
+    frozen, tokenizer = result.image.frozen(torch.device("cpu"), amp=False), result.text.tokenizer
+    with open_tar(home / "held" / "test" / "0.tar") as tar:
+        for name in sorted(tar.getnames()):
+            content = tar.extractfile(name).read()
+            if name.endswith(".png"):
+                pixels.append(normalize(frozen.eye(Image.open(BytesIO(content)))[None], frozen.mean, frozen.std))
+            else:
+                mask += content.decode().splitlines()
+                links += [len(pixels) - 1] * 2
+    tokens = tokenizer(mask)
+    with torch.no_grad():
+        found = dual(input_ids=tokens, attention_mask=(tokens != 0).long(), pixel_values=torch.cat(pixels))
+    scored = retrieval_metrics(found.image_embeds, found.text_embeds, links)
+    for name in ("rsum", "image_to_text_R@1", "text_to_image_R@5"):
+        assert scored[name] == pytest.approx(result.outcome.metrics[name], abs=1e-5)
+    with pytest.raises(
+        UserError, match=r"model has other heads than this call, or is for another library; give another"
+    ):
+        run_align(request_of(tmp_path / "out"), said.append)
+
+
+@pytest.mark.slow
+def test_transformers_opens_the_dual_encoder_without_open_clip(request_of, home, tmp_path):
+    """Slow: another process of imports."""
+    given = {"images": (f"hf:{home / 'dinov2'}",), "text_pool": "cls", "epochs": 1}
+    (result,) = run_align(request_of(tmp_path / "out", **given), lambda line: None)
+    found = embeddings_of_a_stranger(tmp_path / "out" / "model", tmp_path, TRANSFORMERS_STRANGER)
+    pixels = torch.linspace(-1, 1, 3 * 32 * 32).reshape(1, 3, 32, 32)
+    heads, task, tower = result.outcome.heads.cpu(), result.task, result.image.module
+    with torch.no_grad():
+        image = heads.image(tower(pixels) * task.images.scale)
+        text = heads.text(result.text.module(result.text.tokenizer(TEXTS)) * task.texts.scale)
+    for own, name in ((image, "image"), (text, "text")):
+        assert torch.allclose(torch.tensor(found[name]), torch.nn.functional.normalize(own, dim=-1), rtol=0, atol=1e-5)
+
+
+def test_heads_learn_from_a_teacher_of_the_same_views_and_captions(request_of, home, tmp_path, monkeypatch):
+    """Each step's rows, found again in the stores, are of the same samples, views and captions as the teacher's."""
+    checkpoint, seen = str(home / "native" / "checkpoints" / "epoch_1.pt"), []
+    settings = TeacherSettings(views=3, image_size=32, captions="one-per-epoch")
+    data = f"a={home / 'a'}::b={home / 'b'}"
+    teacher = embed_sources(data, [HashEncoder()], tmp_path / "taught", settings, progress=False)
+    stock = train_module.take_step
+    monkeypatch.setattr(train_module, "take_step", lambda *given: seen.append(given) or stock(*given))
+    given = {"images": (checkpoint,), "texts": (checkpoint,), "teacher": str(tmp_path / "taught")}
+    (result,) = run_align(request_of(tmp_path / "out", epochs=4, **given), lambda line: None)
+    shown = set()
+    for _, _, _, rows, _, ((images, texts),) in seen:
+        for side, kind, own, theirs in (("views", "images", rows[0], images), ("texts", "texts", rows[1], texts)):
+            features = getattr(result.task, side)
+            count = math.prod(features._places)
+            stored = features[torch.arange(count)]
+            number = torch.cdist(own, stored, compute_mode="donot_use_mm_for_euclid_dist").argmin(dim=1)
+            assert torch.equal(stored[number], own)
+            taught = teacher.rows[f"0.{kind}"][:].reshape(-1, 6).float()
+            same = (taught[:count] == theirs[:, None]).all(dim=2)  # captions occur several times
+            assert all(same[pair, n] for pair, n in enumerate(number)) if kind == "images" else same.any(dim=1).all()
+            shown |= set(number.tolist()) if kind == "images" else set()
+    assert {number % 3 for number in shown} == {0, 1, 2}
+
+
 def test_gated_heads_are_kept_and_refused_for_stock_by_name(request_of, tmp_path):
     said = []
     (tmp_path / "out" / "model").mkdir(parents=True)
     with pytest.raises(
-        UserError, match=r"--head glu writes no model, and .*/model is of other heads; give another --out"
+        UserError, match=r"out/model has other heads than this call, or is for another library; give another --out"
     ):
         run_align(request_of(tmp_path / "out", head="glu"), said.append)
     (tmp_path / "out" / "model").rmdir()
@@ -215,7 +306,9 @@ def test_parts_are_encoded_by_several_calls(request_of, tmp_path, monkeypatch):
         ),
         ({"lr": 0.0}, "--lr 0.0 is out of range"),
         ({"feature_mixup": 1.0, "positives": "both"}, "--feature-mixup needs --positives pair"),
-        ({"batch_size": 1000}, "zero steps of the effective batch of 1000"),
+        ({"views": 2, "teacher": "taught"}, "--views needs no --teacher, which brings its own views"),
+        ({"distill_weight": 0.5}, "--distill-weight needs --teacher"),
+        ({"batch_size": 1000}, "fewer than one effective batch of 1000"),
         ({"images": ("timm:nowhere",)}, "the encoder timm:nowhere cannot be loaded"),
     ],
 )

@@ -46,18 +46,18 @@ SCALES = (0.5, 2.0)  # powers of two: folding them into the weights rounds nothi
 
 
 @pytest.mark.parametrize(
-    ("head", "loss", "positives", "cross_source_weight", "debiased"),
+    ("head", "loss", "positives", "cross_source_weight", "debiased", "taught"),
     [
-        ("linear", "clip", "pair", 1.0, False),
-        ("mlp", "clip", "both", 0.3, False),
-        ("mlp", "siglip", "caption", 1.0, False),
-        ("linear", "siglip", "pair", 0.5, False),
-        ("linear", "clip", "both", 1.0, True),
-        ("mlp", "siglip", "image", 1.0, True),
+        ("linear", "clip", "pair", 1.0, False, False),
+        ("mlp", "clip", "both", 0.3, False, False),
+        ("mlp", "siglip", "caption", 1.0, False, False),
+        ("linear", "siglip", "pair", 0.5, False, True),
+        ("linear", "clip", "both", 1.0, True, True),
+        ("mlp", "siglip", "image", 1.0, True, False),
     ],
 )
 def test_the_heads_gradient_is_that_of_a_step_with_frozen_towers(
-    home, tmp_path, head, loss, positives, cross_source_weight, debiased
+    home, tmp_path, head, loss, positives, cross_source_weight, debiased, taught
 ):
     """In fp64: towers once and heads on their features, against DGA with two micro-batches through the exported model."""
     order, of_step = epoch_order((7, 6), 6, sampling="debiased" if debiased else "random", seed=3, epoch=0)
@@ -67,7 +67,9 @@ def test_the_heads_gradient_is_that_of_a_step_with_frozen_towers(
     heads = Heads(head, (image.width, text.width), 12, loss, seed=1)
     folder = export_aligned(tmp_path / "m", image, text, heads, head, SCALES, metrics={})
     recipe = replace(RECIPE, loss=loss, head=head, positives=positives, cross_source_weight=cross_source_weight)
+    recipe = replace(recipe, teacher="stored" if taught else None, distill_weight=0.7)
     criterion = make_loss(recipe)
+    teachers = [(normalize(torch.randn(6, 5), dim=1), normalize(torch.randn(6, 5), dim=1))] * taught
     pixels = torch.randn(13, 3, 160, 160, dtype=torch.float64, generator=torch.Generator().manual_seed(0))[batch]
     tokens = text.tokenizer([TEXTS[number % 6] for number in batch])
     of_sample = {"source": np.arange(13) >= 7, "caption": np.arange(13) % 6 % 5, "image": np.arange(13) // 2}
@@ -76,14 +78,14 @@ def test_the_heads_gradient_is_that_of_a_step_with_frozen_towers(
     heads.double()
     with torch.no_grad():
         features = image.module.double()(pixels) * SCALES[0], text.module.double()(tokens) * SCALES[1]
-    value = backward(heads, criterion, features, ids)
+    value = backward(heads, criterion, features, ids, teachers)
 
     model, _, _ = load_model(folder)
     model.double().train()
     model.output_dict = True
     freeze(model, ["image", "text"], projection=False)
     step = DecoupledGradientAccumulation(model, criterion)
-    losses = step.backward([(pixels[:4], tokens[:4]), (pixels[4:], tokens[4:])], ids=ids)
+    losses = step.backward([(pixels[:4], tokens[:4]), (pixels[4:], tokens[4:])], ids=ids, teacher_features=teachers)
     assert float(losses["contrastive_loss"] if isinstance(losses, dict) else losses) == pytest.approx(
         float(value), abs=1e-6
     )
@@ -114,8 +116,8 @@ class MadeUp:
 
     scale = 1.0
 
-    def __init__(self, rows):
-        self.rows, self.width = rows, rows.shape[1]
+    def __init__(self, rows, per_sample=1):
+        self.rows, self.width, self.per_sample = rows, rows.shape[1], per_sample
 
     def __getitem__(self, index):
         return self.rows[index]
@@ -141,9 +143,13 @@ def task():
         {"debiased_sampling": True, "loss": "siglip", "head": "mlp"},
         {"positives": "both", "cross_source_weight": 0.5, "head": "glu", "patience": 3},
         {"feature_mixup": 0.5},
+        {"teacher": "made up", "distill_weight": 0.5},
     ],
 )
 def test_a_training_that_was_killed_goes_on_to_the_same_bits(task, tmp_path, monkeypatch, changes):
+    if "teacher" in changes:  # and two views
+        task.views = MadeUp(task.images.rows.repeat_interleave(2, dim=0) + 0.1, per_sample=2)
+        task.teachers = [tuple(MadeUp(normalize(side.rows[:, :10], dim=1)) for side in (task.views, task.texts))]
     recipe = replace(RECIPE, **changes)
     whole = train_heads(task, recipe, tmp_path / "whole")
     monkeypatch.setattr(train_module, "CHECKS", 5)  # four of 8 epochs, so that the kill loses one
@@ -215,7 +221,7 @@ def test_training_finds_what_the_two_sides_share_and_keeps_the_best_check(task, 
     assert {epoch: score for epoch, score, _ in checked}[outcome.best_epoch] == outcome.metrics["rsum"]
 
 
-def test_both_features_of_a_pair_are_mixed_by_one_weight_with_the_pair_opposite(task, tmp_path, monkeypatch):
+def test_each_pair_is_in_one_mixed_pair_whose_sides_have_one_weight(task, tmp_path, monkeypatch):
     seen = []
 
     def kept(recipe):
@@ -227,9 +233,10 @@ def test_both_features_of_a_pair_are_mixed_by_one_weight_with_the_pair_opposite(
     plain, mixed = seen[:10], seen[10:]
     weights = []
     for own, found in zip(plain, mixed, strict=True):
-        share = ((found[0] - own[0]).norm() / (own[0].flip(0) - own[0]).norm()).item()
-        for side in range(2):
-            assert torch.allclose(found[side], (1 - share) * own[side] + share * own[side].flip(0), rtol=0, atol=1e-5)
+        halves = [one.chunk(2) for one in own]
+        share = ((found[0] - halves[0][0]).norm() / (halves[0][1] - halves[0][0]).norm()).item()
+        for (first, second), mixed_rows in zip(halves, found, strict=True):
+            assert torch.allclose(mixed_rows, (1 - share) * first + share * second, rtol=0, atol=1e-5)
         weights.append(share)
     assert len(set(weights)) == 10 and 0 <= min(weights) < 0.2 < 0.8 < max(weights) <= 1
 
@@ -263,7 +270,7 @@ def test_no_step_waits_for_a_gpu(loss):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What follows from data and device
+# Chosen by data and device
 # ---------------------------------------------------------------------------------------------------------------------
 
 

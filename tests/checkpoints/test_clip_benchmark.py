@@ -69,7 +69,7 @@ def clip_benchmark(home: Path, out: Path, task: str, *more: str) -> dict[str, fl
 
 @old_numpy
 def test_zero_shot_classification_of_an_exported_folder(tmp_path, home):
-    """The program's accuracy is what stock open_clip's own pieces give by hand."""
+    """The program's accuracy equals that of stock open_clip's functions, called by hand."""
     metrics = clip_benchmark(home, tmp_path / "o.json", "zeroshot_classification", "--num_workers", "0")
     model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{home / 'export'}")
     tokenizer = open_clip.get_tokenizer(f"local-dir:{home / 'export'}")
@@ -88,20 +88,11 @@ def test_zero_shot_classification_of_an_exported_folder(tmp_path, home):
     assert len(predicted.unique()) > 1
 
 
-@pytest.mark.gpu
-@old_numpy
-def test_linear_probe_of_an_exported_folder(tmp_path, home):
-    """Its probe asserts a CUDA device."""
-    probe = ["--fewshot_epochs", "2", "--batch_size", "8", "--num_workers", "1", "--feature_root", str(tmp_path / "f")]
-    metrics = clip_benchmark(home, tmp_path / "o.json", "linear_probe", *probe)
-    assert 0 <= metrics["lp_acc1"] <= 1
-
-
 @old_numpy
 def test_imagenet_zero_shot_of_open_clip_runs_with_bert_while_training(tmp_path, home, monkeypatch):
     """`--imagenet-val` through `training.main`: the classifier is built with BERT's tokenizer, and logged each epoch.
 
-    Twelve class names and two templates stand for open_clip's 1,000 and 80: 80,000 prompts say no more of the wiring.
+    Twelve class names and two templates stand for open_clip's 1,000 and 80: 80,000 prompts would test the wiring no better.
     """
     import open_clip_train.zero_shot as zero_shot
 
@@ -129,22 +120,10 @@ def test_imagenet_zero_shot_of_open_clip_runs_with_bert_while_training(tmp_path,
         return classifier
 
     monkeypatch.setattr(zero_shot, "build_zero_shot_classifier", watched)
-    arguments = [
-        "--model",
-        "test-benchmark",
-        "--device",
-        "cpu",
-        "--precision",
-        "fp32",
-        "--workers",
-        "0",
-        "--name",
-        "run",
-        "--batch-size",
-        "8",
-    ]
-    arguments += ["--train-data", str(tmp_path / "pairs.csv"), "--epochs", "1", "--warmup", "1"]
-    assert main([*arguments, "--dga-steps", "1", "--imagenet-val", str(tmp_path / "val")]) == 0
+    words = """--model test-benchmark --device cpu --precision fp32 --workers 0 --name run --batch-size 8 --epochs 1 --warmup 1
+    --dga-steps 1"""
+    given = ["--train-data", str(tmp_path / "pairs.csv"), "--imagenet-val", str(tmp_path / "val")]
+    assert main([*words.split(), *given]) == 0
     assert seen[-1] == (24, 12)
     rows = [json.loads(line) for line in (tmp_path / "logs/run/checkpoints/results.jsonl").read_text().splitlines()]
     assert 0 <= rows[-1]["imagenet-zeroshot-val-top1"] <= rows[-1]["imagenet-zeroshot-val-top5"] <= 1

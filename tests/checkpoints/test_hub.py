@@ -17,6 +17,11 @@ from support.model_hub import model_hub
 from support.tiny_clip import NATIVE_VISION, bert_text, random_model, register, write_bert, write_run
 
 
+def new_session():
+    """Let huggingface_hub before 1.0 read HF_HUB_OFFLINE again, which its session keeps."""
+    getattr(huggingface_hub.utils, "reset_sessions", lambda: None)()
+
+
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """The stub hub as huggingface_hub's, with the token of one who may write."""
@@ -26,7 +31,9 @@ def hub(monkeypatch, tmp_path):
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True, raising=False)
         monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
         monkeypatch.setenv("HF_TOKEN", "writer")
+        new_session()
         yield hub
+        new_session()
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +62,7 @@ def test_a_push_is_one_commit_with_a_card(hub, checkpoint, tmp_path, capsys, for
     files = hub.repositories["me/model"]
     assert set(files) == {path.name for path in (tmp_path / "out").iterdir()}
     card = files["README.md"].decode()
-    assert (
-        f"library_name: {format}" in card
-        and "license: mit" in card
-        and "- sbu" in card
-        and "- learning rate: 0.1" in card
-    )
+    assert f"library_name: {format}" in card and "license: mit" in card and "- sbu" in card and "- `--lr`: 0.1" in card
     assert "| coco | 50.0 | 50.0 | 50.0 | 50.0 | 50.0 | 50.0 | 300.0 |" in card and "/path/to" not in card
     assert ('from_pretrained("me/model")' if format == "transformers" else '"hf-hub:me/model"') in card
     assert str(tmp_path) not in b"".join(content for name, content in files.items() if name.endswith("n")).decode()
@@ -107,6 +109,7 @@ def test_an_impossible_push_is_refused_before_the_work(hub, checkpoint, tmp_path
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "the hub cannot be reached" in said()
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    new_session()
     assert "HF_HUB_OFFLINE forbids to push me/model" in said()
 
 

@@ -163,7 +163,7 @@ def test_a_stranger_loads_the_exports_and_sees_the_same_embeddings(tmp_path, hom
         assert (other["image"] - found["image"]).abs().max() > 1e-2 and (
             other["text"] - found["full"]
         ).abs().max() > 1e-2
-        # What its own processor makes of the pictures, in steps of 1/255.
+        # The pictures by its own processor, in steps of 1/255.
         deviation = torch.tensor(model.visual.preprocess_cfg["std"]).reshape(3, 1, 1)
         differences = [((a - b) * deviation * 255).abs() for a, b in zip(ours, found["pixels"], strict=True)]
         assert max(difference.max() for difference in differences) < 2.01
@@ -337,9 +337,9 @@ def test_the_command_takes_an_exported_folder_and_carries_its_card(tmp_path, hom
     assert "AutoModel.from_pretrained" in capsys.readouterr().out
     card = (out / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n") and "license: mit" in card and "cc-by" not in card
-    assert "# my-run (tf-plain-bert)" in card and "- sampling of sources: debiased" in card and "- sbu" in card
+    assert "# my-run (tf-plain-bert)" in card and "- `--sampling`: debiased" in card and "- sbu" in card
     assert "AutoModel.from_pretrained" in card and "create_model_and_transforms" not in card
-    # One export is not replaced by another without --force, and a folder for open_clip is none for transformers.
+    # One export is not replaced by another without --force, and a folder for open_clip is not one for transformers.
     command = ["export", str(checkpoint), str(out), "--format", "transformers"]
     assert main(command) == 2 and "replace it with --force" in capsys.readouterr().err
     assert main([*command, "--force"]) == 0

@@ -67,9 +67,8 @@ def home(tmp_path_factory) -> Path:
     retrieval_set("manyshards", [("k.png", png((1, 2, 3))), ("k.txt", b"x")], "9" * 5000)
     write_file(home / "notatar" / "00000.tar", b"hello" * 300)
     write_file(home / "notatar" / "sizes.json", b'{"00000.tar": 3}')
-    for folder, content in SIZES.items():
-        shutil.copytree(home / "a", home / folder)
-        write_file(home / folder / "sizes.json", content)
+    shutil.copytree(home / "a", home / "binarysizes")
+    write_file(home / "binarysizes" / "sizes.json", b"\xff\xfe\0")
     for folder, content in MANIFESTS.items():
         shutil.copytree(home / "a", home / folder)
         write_file(home / folder / "manifest.json", content)
@@ -96,15 +95,6 @@ def write_file(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
 
-SIZES = {
-    "nestedsizes": b'{"00000.tar": [1]}',
-    "listsizes": b"[1, 2]",
-    "negativesizes": b'{"00000.tar": -6}',
-    "endlesssizes": b'{"00000.tar": Infinity}',
-    "hugesizes": b'{"00000.tar": 1e300}',
-    "binarysizes": b"\xff\xfe\0",
-    "deepsizes": b"[" * 100_000,
-}
 MANIFESTS = {"listmanifest": b"[]", "flatmanifest": b'{"shards": {"00000.tar": 3}}', "binarymanifest": b"\xff"}
 GOOD = b"model: odd-clip\n"
 RUNS = [
@@ -155,7 +145,7 @@ ODD = {
     "retrieval pickled --data set": "could run code",
     "retrieval file --data set": "is not a checkpoint",
     "retrieval a/00000.tar --data set": "is not a checkpoint|cannot be loaded",
-    "retrieval /dev/zero --data set": "is neither a folder",
+    "retrieval /dev/zero --data set": "is not a model; give a folder",
     f"retrieval {LONG} --data set": "File name too long",
     f"export binaryparams/{EPOCH} out": r"params\.txt cannot be read",
     f"export oddparams/{EPOCH} out": r"params\.txt of .* holds a value",
@@ -174,7 +164,7 @@ ODD = {
     "bias exp --data a=notatar::b=b --out b1": "shard .* cannot be read",
     f"{CLUSTER} a=notatar --out c1": "notatar",
     f"{CLUSTER} a=clusters --out c2": "cannot be read",
-    **{f"data check {folder}": "is not a table of shard sizes" for folder in SIZES},
+    "data check binarysizes": "is not a table of shard sizes",
     "data report binarysizes": "is not a table of shard sizes",
     **{f"data check {folder}": "was not written by this program|is not valid JSON" for folder in MANIFESTS},
     "data report flatmanifest": "was not written by this program",
@@ -280,17 +270,15 @@ def test_version_prints_the_release(capsys):
         ("pack x --out y", "there is no command 'pack'; did you mean `zerovl data pack`?"),
         ("retreival m", "there is no command 'retreival'; did you mean `zerovl retrieval`?"),
         ("data pak x", "there is no command 'pak'; did you mean `zerovl data pack`?"),
-        (
-            "data emoji --out d",
-            "`zerovl data emoji` is now `python -m scripts.drawn emoji --out DIR`, in a clone",
-        ),
         ("quux", "there is no command 'quux'; `zerovl --help` lists the commands"),
         ("data pack x --out y --test-shar 0.1", "there is no flag --test-shar; did you mean --test-share?"),
         ("search a b c d --zzzz", "there is no flag --zzzz; `zerovl search --help` lists the flags"),
         ("export a b c", "unexpected argument 'c'; write it as --flag value"),
         ("retrieval m", "the following arguments are required: --data; `zerovl retrieval --help` lists the flags"),
-        ("", "the following arguments are required: COMMAND; `zerovl --help` lists the commands"),
-        ("data", "the following arguments are required: DATASET; `zerovl data --help` lists the commands"),
+        ("", "`zerovl` needs a command; `zerovl --help` lists the commands"),
+        ("--verison", "`zerovl` needs a command, and --verison is not one; `zerovl --help` lists the commands"),
+        ("data", "`zerovl data` needs a command; `zerovl data --help` lists the commands"),
+        ("data nosuch", "there is no command 'nosuch'; `zerovl data --help` lists the commands"),
     ],
 )
 def test_a_misspelt_command_or_flag_gets_one_sentence_with_the_nearest(capsys, line, sentence):
@@ -307,9 +295,10 @@ def test_a_command_that_waits_for_torch_shows_a_line_first(monkeypatch, capsys, 
     seen = []
     run = lambda arguments: seen.append(capsys.readouterr().err)  # noqa: E731
     monkeypatch.setattr(program, "function_of", lambda name: lambda parser: run)
+    monkeypatch.setattr(program, "load_open_clip", lambda: seen.append("loads"))
     monkeypatch.setitem(sys.modules, "torch", sys) if loaded else monkeypatch.delitem(
         sys.modules, "torch", raising=False
     )
     assert main(["compare"]) == 0 and main(["report"]) == 0
-    assert seen == ["" if loaded else "zerovl compare: loading torch and open_clip ...\n", ""]
+    assert seen == (["", ""] if loaded else ["loads", "zerovl compare: loading torch and open_clip ...\n", ""])
     assert set(program.SILENT) <= set(program.ALL)

@@ -1,4 +1,4 @@
-"""Sentences that are shown: what came out of data is fit for a terminal."""
+"""Sentences that are shown: text from data is made safe for a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training as a command: our program whatever else is called `training`, its processes, its signals, its exit status."""
+"""Training as a command: our program among others named `training`, its processes, its signals, its exit status."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from open_clip_zerovl.core.launch import (
     training_command,
     visible_gpus,
 )
-from open_clip_zerovl.core.processes import children_of
 from support import ROOT
 from support.programs import COMMON
 from support.tars import write_source
@@ -32,7 +31,7 @@ ZEROVL = [sys.executable, "-m", "open_clip_zerovl.cli", "train"]
 
 
 def collide(folder: Path) -> Path:
-    """A current folder with all that could be taken for the training program or what it needs."""
+    """A current folder with modules that have the names of the training program and of its imports."""
     for name in ("training", "elsewhere/training"):
         (folder / name).mkdir(parents=True)
         for module in ("__init__", "__main__", "main", "early", "params"):
@@ -148,7 +147,7 @@ def test_how_many_processes(four_gpus, asked, device, environment, ranks):
             ranks_here(asked, device, environment)
 
 
-# A rank that notes each signal, and ends after the number of them in its last word. Its parent is what torchrun would be.
+# A rank that notes each signal, and ends after the number of them in its last word. Its parent stands for torchrun.
 RANK = """
 import os, pathlib, signal, sys, time
 seen = []
@@ -199,10 +198,10 @@ def wait_until(condition, run: subprocess.Popen, seconds: float = 120) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.slow(reason="torchrun and two ranks that import torch, five times")
+@pytest.mark.slow(reason="torchrun and two ranks that import torch, four times")
 @pytest.mark.timeout(400)
 def test_two_processes_train_and_stop_with_a_checkpoint(tmp_path):
-    """Over gloo in a folder with other programs called training: to the end; by Ctrl-C and SIGTERM; and a lost rank.
+    """Over gloo in a folder with other programs called training: to the end; by Ctrl-C and SIGTERM.
 
     A run on unnamed data, which no step checkpoint could resume, ends by SIGTERM too.
     """
@@ -239,16 +238,9 @@ def test_two_processes_train_and_stop_with_a_checkpoint(tmp_path):
     os.kill(run.pid, signal.SIGTERM)
     assert run.wait(timeout=60) == 128 + signal.SIGUSR1 and "Traceback" not in said("unnamed"), said("unnamed")
     assert not list((tmp_path / "logs" / "unnamed").glob("checkpoints/step_*.pt"))
-    line[line.index("--train-data") + 1] = data
-    run = start("ctrl-c", 10_000)  # goes on from its step
-    wait_until(lambda: said("ctrl-c").count("Train Epoch: 2 ") > 1, run)
-    (torchrun,) = children_of(run.pid)
-    os.kill(children_of(torchrun)[1], signal.SIGKILL)
-    assert run.wait(timeout=60) in (1, 137)
-    assert "another rank has ended" in said("ctrl-c") or "rank 1 was ended by SIGKILL" in said("ctrl-c")
 
 
-# Stands for the training program: says something, then ends with a status, or on SIGTERM with that of a stop.
+# Stands for the training program: prints something, then ends with a status, or on SIGTERM with that of a stop.
 PROGRAM = """
 import signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(85))
@@ -269,7 +261,7 @@ def test_a_training_that_is_started_tells_how_it_ended(program):
     training = program("0")
     training.check()
     assert not training.is_running()
-    with pytest.raises(UserError, match=r"ended with status 3: too much and more \(all of it: .*log\)"):
+    with pytest.raises(UserError, match=r"ended with status 3: too much and more \(the whole output: .*log\)"):
         program("3").check()
 
 

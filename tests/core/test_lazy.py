@@ -1,10 +1,13 @@
 """Lazily exported names, and model configs registered in whichever order open_clip and the package are imported."""
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from open_clip_zerovl.core.lazy import uncollected
 
 
 def output_of(code: str, *arguments: str) -> str:
@@ -54,6 +57,20 @@ def test_what_needs_no_torch_imports_none(code):
         "[name for name in ('torch', 'timm', 'transformers', 'open_clip', 'pandas', 'numpy') if name in sys.modules]"
     )
     assert output_of(f"import sys; {code}; print({heavy})") == "[]"
+
+
+def test_imports_are_not_searched_for_garbage():
+    searches = []
+    gc.callbacks.append(lambda phase, found: searches.append(phase))
+    try:
+        with uncollected():
+            kept = [[] for _ in range(10_000)]
+        assert not searches and gc.isenabled() and gc.get_freeze_count() >= len(kept)
+        kept = [[] for _ in range(10_000)]
+        assert searches
+    finally:
+        gc.callbacks.pop()
+        gc.unfreeze()
 
 
 def test_every_name_lazy_exports_exists():

@@ -1,4 +1,4 @@
-"""The corruption suite: every kind of rot, what becomes of it, and that a run never hangs or drifts (docs/reading.md)."""
+"""The corruption suite: every kind of damage, its outcome, and that a run never hangs or drifts (docs/reading.md)."""
 
 from __future__ import annotations
 
@@ -330,7 +330,7 @@ def test_a_stalled_pipe_ends_with_a_sentence(workers):
 
 @pytest.mark.timeout(60)
 def test_a_killed_worker_ends_with_a_sentence(tmp_path):
-    """Where the signal is heard depends on the moment; both ways lead to the same sentence."""
+    """The moment decides which code receives the signal; both give the same sentence."""
     loader = loader_of(parse_sources(f"s={write_source(tmp_path / 's', 0, 200, 50)}"), workers=1)
     with pytest.raises((UserError, RuntimeError)) as raised:
         for _ in loader:
@@ -421,7 +421,7 @@ def test_the_books_are_judged_over_all_ranks():
     losses = [DroppedSample(0, "short shard", "", "s", "", number) for number in range(600)]
     one = DataStats(["a"], 0.1)
     one.open_epoch([JUDGED_SAMPLES * 10])
-    one.add(BatchReport({0: 1000}, losses))  # 60 % of what this rank has seen so far
+    one.add(BatchReport({0: 1000}, losses))  # 60 % of the samples that this rank has read
     healthy = EpochStats({"a": 999_000})
     one.close_epoch([one.epoch, healthy])
     uniform = EpochStats({"a": 125_000}, {"a": {"no image": 30_000}})

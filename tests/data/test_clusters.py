@@ -61,7 +61,7 @@ def clusters_of(ids: list[int]) -> set[int]:
 
 
 def is_pure(steps: list[list[int]]) -> bool:
-    """Whether each step's samples are of one cluster."""
+    """True if each step's samples are of one cluster."""
     return all(len(clusters_of(ids)) == 1 for ids in steps)
 
 
@@ -103,15 +103,6 @@ def test_every_step_is_one_cluster_and_every_sample_comes_once(place, workers, w
     # Negative controls: steps of the shards as one source are not pure, nor are these by other labels.
     assert not is_pure(steps_of(epoch_of(f"cc={place}/cc", batching, workers=workers), dga_steps))
     assert any(len(set(np.roll(LABELS, 1)[ids])) > 1 for ids in steps)
-
-
-def test_an_epoch_is_entered_at_any_step(place):
-    sources = parse_sources(f"cc={place}/clusters")
-    batching = Batching(3, 2, 2, 2)
-    whole = steps_of(epoch_of(sources, batching, 1, workers=2), 2)
-    for step in (1, 7, len(whole) - 1):
-        assert steps_of(epoch_of(sources, batching, 1, start_step=step, workers=2), 2) == whole[step:]
-    assert steps_of(epoch_of(sources, batching, 0, workers=2), 2) != whole
 
 
 def test_clusters_written_anew_hold_the_same_samples(place):

@@ -82,7 +82,7 @@ def test_an_epoch_is_entered_at_any_step(tmp_path, batching):
 
 
 def test_copies_are_in_no_run(tmp_path):
-    copies = LABELS < 8  # half of all samples: the runs need all others
+    copies = LABELS < 8  # half of all samples: the runs need the other half
     steps = steps_of(epoch_of(opened(clustered(tmp_path, copies)), Batching(12), strategy=NEAR))
     assert [int(copies[ids].sum()) for ids in steps] == [6] * 8
     assert sorted(itertools.chain(*steps)) == list(range(SAMPLES))

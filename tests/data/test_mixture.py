@@ -21,7 +21,7 @@ from support.loading import epoch_of, loader_of, steps_of
 from support.tars import ids_of, write_source
 
 COUNTS = {"a": 83, "b": 40, "c": 21}
-FIRST = {"a": 0, "b": 1000, "c": 2000}  # disjoint ID ranges: an ID tells its source
+FIRST = {"a": 0, "b": 1000, "c": 2000}  # disjoint ID ranges: an ID shows its source
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ BLENDED = Sampling("debiased", debiased_share=0.5)
 @pytest.mark.parametrize("strategy", ["debiased", "random", "sequential", BLENDED])
 @pytest.mark.parametrize("workers, world_size, dga_steps", [(0, 1, 1), (2, 2, 2), (3, 4, 1), (2, 1, 3)])
 def test_exactly_once_and_pure(train_data, strategy, workers, world_size, dga_steps):
-    """Each sample once but for the remainder; steps of one source, all of them or the share that is asked for."""
+    """Each sample once but for the remainder; steps of one source, all of them or the requested share."""
     batching = Batching(3, dga_steps, world_size, max(1, workers))
     ranks = epoch_of(train_data, batching, workers=workers, strategy=strategy)
     for images, ids in itertools.chain(*ranks):  # a picture has the caption of its own sample

@@ -160,7 +160,7 @@ def test_every_policy_is_pils(photographs, policy):
         torch.manual_seed(seed)
         found = arrays(pixels).permute(1, 2, 0).numpy()
         assert np.array_equal(found, expected) and torch.equal(torch.rand(1), following), seed
-        assert torch.equal(pixels, before)  # what came in stays as it was
+        assert torch.equal(pixels, before)  # the input is unchanged
         changed += not np.array_equal(found, np.asarray(picture))
     assert changed > 120
 

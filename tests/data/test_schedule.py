@@ -336,7 +336,7 @@ def test_no_position_of_resampled_shards_comes_again_in_another_epoch():
 
 
 def test_steps_and_shards_come_in_another_order_in_each_epoch_and_source_and_with_each_seed():
-    """Else the shuffle window alone would tell epochs apart, and neighbours in a set stay neighbours."""
+    """Otherwise only the shuffle window would distinguish epochs, and neighbours in a set stay neighbours."""
     steps, shards = [], []
     for seed, epoch, source in ((0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 0, 1), (0, 0, 0)):
         schedule = source_schedule([600, 600], 30, strategy="debiased", seed=seed, epoch=epoch)
@@ -383,7 +383,7 @@ def test_weights_and_the_length_of_an_epoch(sizes, effective_batch, options, tak
 
 
 def test_every_lost_sample_of_every_source_draws_its_own_replacement():
-    """The shards that replace 40 lost samples, of 100: others for another source or seed, and the same ones again."""
+    """The shards that replace 40 lost samples, of 100: different ones for another source or seed, and the same ones again."""
     slices = [ShardSlice(shard, 0, 1, shard) for shard in range(100)]
 
     def drawn(seed: int, index: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Where sizes of shards come from: one validator of numbers, no command that was not asked for, no wait without an end."""
+"""Sources of shard sizes: one validator of numbers, no command that nobody requested, no wait without an end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sizes import listed_sizes
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.plan.dataset_report import find_datasets
+from open_clip_zerovl.prepare.public.counts import find_datasets
 from open_clip_zerovl.prepare.public.index import check_shards
 from open_clip_zerovl.shards.urls import check_quotes, is_command
 from open_clip_zerovl.shards.writing import parse_sizes, read_sizes
@@ -77,7 +77,7 @@ def test_no_command_is_run_for_the_sizes(tmp_path):
         parse_sources("a=pipe:cat d/00000.tar")
     (named,) = parse_sources(f"a=pipe:cd {tmp_path}; cat d/{{00000..00001}}.tar@{tmp_path}/d/sizes.json")
     assert named.sizes == (4, 3) and named.shards[1] == f"pipe:cd {tmp_path}; cat d/00001.tar"
-    with pytest.raises(UserError, match=r"other\.json, named as the sizes of shards, does not exist"):
+    with pytest.raises(UserError, match=r"the file of shard sizes .*other\.json does not exist"):
         parse_sources(f"a=pipe:cat d/00000.tar@{tmp_path}/other.json")
 
 

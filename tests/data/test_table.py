@@ -183,6 +183,10 @@ def test_rows_are_found_again_whatever_is_quoted_in_them(tmp_path_factory, capti
         ({"a.csv": ""}, "needs the columns .*; its header has nothing"),
         ({"a.csv": "filepath,title\n", "b.tsv": "x"}, "holds 2 tables .a.csv, b.tsv ....; name the one"),
         ({"a.txt": ""}, "holds no [*].tar shards"),
+        (
+            {"pack.json": "{}", "refused.csv": "file\n"},
+            "is a folder of `zerovl data pack`; name its sources: NAME=.*/train",
+        ),
         ({"a.csv": 'filepath,title\na.png,"' + "x" * 200_000 + '"\n'}, "cannot be read as CSV .field larger"),
     ],
 )

@@ -24,14 +24,6 @@ from support.two_towers import Metric, noisy
 EXACT = TOLERANCE[torch.float64]
 
 
-def test_without_the_replayed_masks_it_is_wrong():
-    model, micro_batches = bert_clip(), batches([3, 2, 2])
-    _, wanted = reference(model, ClipLoss(), micro_batches)
-    torch.manual_seed(SEED)
-    DecoupledGradientAccumulation(model, ContrastiveLoss(), replay_rng=False).loss(micro_batches).backward()
-    assert error(gradients(model), wanted) > 0.1
-
-
 def test_what_multiplies_the_loss_multiplies_the_gradients():
     """A GradScaler, a share of accumulated steps; the parameters of the loss, too."""
     model, micro_batches, loss = bert_clip(), batches([3, 2]), Metric()

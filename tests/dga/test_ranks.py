@@ -465,7 +465,7 @@ def start(world_size: int, names: list[str], folder: Any) -> list[dict[str, Any]
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def ranks(request, tmp_path_factory):
-    """(W, what each rank found). Four ranks are slow: four processes on a core or two."""
+    """(W, the result of each rank). Four ranks are slow: four processes on a core or two."""
     names = [*CASES, *CONTROLS]
     return request.param, start(request.param, names, tmp_path_factory.mktemp("ranks"))
 

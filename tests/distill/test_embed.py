@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -27,7 +24,7 @@ from open_clip_zerovl.embeddings import reading as reading_module
 from open_clip_zerovl.embeddings import store as store_module
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.sources import augmentation_of
-from support.hash_teacher import HashEncoder, HashModel
+from support.hash_teacher import HashEncoder
 from support.tars import noise_jpeg, write_tar
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_run
 
@@ -90,65 +87,31 @@ def test_a_real_model_is_embedded_as_by_hand(tmp_path, data):
 
 
 def test_killed_and_called_again_ends_with_the_same_bits(tmp_path, data, monkeypatch):
-    """In units of five samples, killed in the third; done units are not embedded again."""
+    """In units of five samples, ended without warning in the third; done units are not embedded again."""
     monkeypatch.setattr(reading_module, "UNIT_SAMPLES", 5)
     monkeypatch.setattr(store_module, "_FLUSH_SECONDS", 0.0)
     whole = embed_sources(data, [HashEncoder()], tmp_path / "whole", SETTINGS, progress=False)
-    calls, stock = [], FrozenModel.images
+    calls, stock, parent = [], FrozenModel.images, os.getpid()
 
     def images(self, pixels):
         calls.append(len(pixels))
-        if len(calls) == 8:  # a unit takes three: 8 pictures four at a time, and 2
-            raise KeyboardInterrupt
+        if len(calls) == 8 and os.getpid() != parent:  # a unit takes three: 8 pictures four at a time, and 2
+            os._exit(9)
         return stock(self, pixels)
 
     monkeypatch.setattr(FrozenModel, "images", images)
-    with pytest.raises(KeyboardInterrupt):
+    if (child := os.fork()) == 0:
         embed_sources(data, [HashEncoder()], tmp_path / "broken", SETTINGS, progress=False)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     with pytest.raises(UserError, match=r"not finished: (5|10) of 15 samples of source 'a' are missing"):
         open_teacher_folder(tmp_path / "broken")
-    before = sum(calls)
     embed_sources(data, [HashEncoder()], tmp_path / "broken", SETTINGS, progress=False)
-    assert 0 < sum(calls) - before < 30
+    assert 0 < sum(calls) < 30
     assert files_of(tmp_path / "broken") == files_of(whole.folder)
     after = sum(calls)
     embed_sources(data, [HashEncoder()], tmp_path / "broken", SETTINGS, progress=False)
     assert sum(calls) == after  # nothing is left to do
-
-
-KILLED = """
-import sys, time
-from pathlib import Path
-import open_clip_zerovl.distill.embed as embed
-from open_clip_zerovl.embeddings import encoder, reading, store
-from support.hash_teacher import HashEncoder
-reading.UNIT_SAMPLES, store._FLUSH_SECONDS = 5, 0.0
-images = encoder.FrozenModel.images
-encoder.FrozenModel.images = lambda self, pixels: (time.sleep(0.5), images(self, pixels))[1]
-settings = embed.TeacherSettings(views=2, image_size=16, aug_cfg={"scale": (0.3, 1.0)})
-embed.embed_sources(sys.argv[1], [HashEncoder()], sys.argv[2], settings, progress=False)
-"""
-
-
-@pytest.mark.slow  # a process of its own, which imports torch
-def test_killed_without_warning_and_called_again_ends_with_the_same_bits(tmp_path, data, monkeypatch):
-    """SIGKILL as soon as one unit of three is marked as done."""
-    out, marks = tmp_path / "killed", tmp_path / "killed" / "done.npy"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = subprocess.Popen([sys.executable, "-c", KILLED, data, str(out)], env=environment)
-    try:
-        deadline = time.monotonic() + 200
-        while not ((out / "embeddings.json").exists() and np.load(marks).any()):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
-    finally:
-        process.kill()
-        process.wait()
-    assert not np.load(marks).all()
-    monkeypatch.setattr(reading_module, "UNIT_SAMPLES", 5)
-    for folder in ("killed", "whole"):
-        embed_sources(data, [HashEncoder()], tmp_path / folder, SETTINGS, progress=False)
-    assert files_of(out) == files_of(tmp_path / "whole")
 
 
 def test_calls_that_share_the_work_end_with_the_same_bits(tmp_path, data, stored, monkeypatch):
@@ -212,11 +175,6 @@ def test_a_folder_of_other_data_is_refused_by_name(tmp_path, stored, data):
         rows_of(stored, data)
 
 
-def test_a_copy_of_the_data_is_the_same_data(tmp_path, stored):
-    shutil.copytree(tmp_path / "a", tmp_path / "elsewhere")  # other folder, other modification times
-    rows_of(stored, f"a={tmp_path / 'elsewhere'}")
-
-
 @pytest.mark.parametrize(
     ("differing", "sentence"),
     [
@@ -252,20 +210,13 @@ def test_a_sample_that_the_teachers_could_not_be_shown_is_named_when_training_re
     rows = np.load(stored / "0.texts.npy", mmap_mode="r+")
     rows[7] = 0
     rows.flush()
-    with pytest.raises(UserError, match=r"could not be shown sample '0007' of source 'a'"):
+    with pytest.raises(UserError, match=r"has no embedding of sample '0007' of source 'a'"):
         rows_of(stored, data).show(
             RawSample(b"", ((0, ""),), 0, 7, "0007", ""),
             None,
             lambda image: torch.zeros(3, 16, 16, dtype=torch.uint8),
             0,
         )
-
-
-def test_a_teacher_that_makes_no_numbers_is_named(tmp_path, data, monkeypatch):
-    stock = HashModel.encode_image
-    monkeypatch.setattr(HashModel, "encode_image", lambda self, images: stock(self, images) * float("nan"))
-    with pytest.raises(UserError, match="the model hash makes NaN or infinite embeddings"):
-        embed_sources(data, [HashEncoder()], tmp_path / "out", SETTINGS, progress=False)
 
 
 def test_too_little_room_is_refused_before_the_work(tmp_path, data, monkeypatch):
@@ -285,8 +236,8 @@ def test_the_command_tells_time_and_size_and_goes_on_when_called_again(tmp_path,
     words += ["--image-size", "32", "--aug-cfg", "scale=(0.6,1.0)", "--device", "cpu"]
     assert zerovl(words) == 0
     said = capsys.readouterr().out
-    assert "15 samples, 3 views each, of 1 sources are left to embed by 1 models: about" in said
-    assert "0.0 MiB in" in said and "views/s" in said and f"Train with --teacher {tmp_path / 'out'}" in said
+    assert f"15 samples are left to embed, 3 views each, 0.0 MiB in {tmp_path / 'out'}" in said
+    assert f"Train with --teacher {tmp_path / 'out'}" in said
     manifest = json.loads((tmp_path / "out" / "embeddings.json").read_text())
     assert manifest["arrays"]["0.texts"][1] == [15, 24] and "scale=(0.6, 1.0)" in str(manifest["facts"]["augmentation"])
     assert zerovl(words) == 0 and "0 samples" in capsys.readouterr().out

@@ -26,7 +26,7 @@ from open_clip_zerovl.core.launch import CPU_MICRO_BATCH
 from open_clip_zerovl.data.mixture import Sampling, schedule_of
 from open_clip_zerovl.finetune.data import open_sources
 from open_clip_zerovl.finetune.finetuning import _announce, _before, _micro_batch_that_fits, _training
-from open_clip_zerovl.finetune.keeping import with_old_pairs
+from open_clip_zerovl.finetune.keeping import store_teacher, with_old_pairs
 from open_clip_zerovl.finetune.proposal import Facts, choose_settings
 from open_clip_zerovl.finetune.request import Prepared, Request
 from open_clip_zerovl.models.build import with_text_model
@@ -51,7 +51,7 @@ ASKED = ["--device=cpu", "--set=lr=5e-4", "--set=epochs=3", "--set=text-augment=
 
 
 def drawn(number: int) -> Sample:
-    """A picture of some colours, with two captions that say them."""
+    """A picture of some colours, with two captions that name them."""
     rng = np.random.default_rng(number)
     colour, thing = list(COLOURS)[number % 3], THINGS[number % 7]
     pixels = np.zeros((16, 16, 3), dtype=np.uint8) + np.array(COLOURS[colour], dtype=np.uint8)
@@ -94,7 +94,7 @@ def refusal(made, tmp_path, capsys):
 def test_refusals_come_before_the_training(made, tmp_path, refusal):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("x")
-    assert "holds thesis.txt and no fine-tuning" in refusal(out="full")
+    assert "holds thesis.txt, which is not of a fine-tuning" in refusal(out="full")
     with locked(tmp_path / "busy"):
         assert f"another process is fine-tuning in {tmp_path / 'busy'}" in refusal(out="busy")
     large = refusal("--set", "effective-batch=512", out="large")
@@ -118,7 +118,7 @@ def test_a_folder_is_not_kept_by_a_call_that_ended_with_a_mistake(made, tmp_path
     anew = held_out.read_bytes()
     assert anew != before
     (tmp_path / "ft" / "run").mkdir()  # from here on something was trained
-    assert "holds a fine-tuning with --seed 1, and this call asks for --seed 0" in refusal()
+    assert "holds a fine-tuning with --seed 1, but this call has --seed 0" in refusal()
     assert held_out.read_bytes() == anew
 
 
@@ -151,6 +151,7 @@ def test_old_pairs_and_the_model_before_reach_the_training(made, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        (["--rule=mean"], "--rule mean needs retrieval sets of the ability to keep; give --kept, or --rule new"),
         (["--keep-share=0.3"], "--keep-share 0.3 needs --keep-data NAME=SHARDS"),
         (["--keep-data=mine={mine}", "--keep-share=1"], "--keep-share 1 must lie between 0 and 1"),
         (
@@ -164,6 +165,16 @@ def test_old_pairs_and_the_model_before_reach_the_training(made, tmp_path):
 )
 def test_what_keeping_refuses(made, refusal, flags, words):
     assert words in refusal(*(flag.format(mine=made / "mine") for flag in flags))
+
+
+def test_the_memory_of_the_teacher_is_free_before_the_training(made, tmp_path, monkeypatch):
+    done: list[str] = []
+    folder = export_local_dir(made / "start" / "checkpoints" / "epoch_1.pt", tmp_path / "before")
+    monkeypatch.setattr("open_clip_zerovl.finetune.keeping.embed_sources", lambda *_, **__: done.append("embedded"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("freed"))
+    prepared = Prepared(f"local-dir:{folder}", "", "", (), ())
+    store_teacher(Request(Encoder("x"), "", tmp_path / "out", keep_teacher=True), prepared, lambda line: None)
+    assert done == ["embedded", "freed"]
 
 
 @pytest.mark.parametrize("distinct", [1, 40])
@@ -208,7 +219,7 @@ def test_a_whole_fine_tuning_and_later_calls(made, tmp_path, capsys):
     assert "settings (--set FLAG=VALUE replaces one)" in said.err and "epoch 3 of 3: RSUM" in said.err
     result = json.loads((out / "finetune.json").read_text())
 
-    # The table is what `zerovl retrieval` says by hand.
+    # The table equals the output of `zerovl retrieval`.
     held_out = f"held-out={out / 'data' / 'held-out'}"
     points = {point["alpha"]: point["results"]["held-out"] for point in result["curve"]["points"]}
     alpha = result["curve"]["chosen"]["alpha"]
@@ -231,7 +242,7 @@ def test_a_whole_fine_tuning_and_later_calls(made, tmp_path, capsys):
     again = capsys.readouterr()
     assert "finished before" in again.err and again.out.endswith(said.out)
     assert main(arguments(made, out, "--set", "lr=1e-3")) == 2
-    assert "with --set lr=5e-4, and this call asks for --set lr=1e-3; repeat the" in capsys.readouterr().err
+    assert "with --set lr=5e-4, but this call has --set lr=1e-3; to continue it repeat" in capsys.readouterr().err
     for number in range(12):
         place = tmp_path / "things" / THINGS[number % 2]
         place.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Settings of a fine-tuning: what follows from the data and the machine, what replaces it, and that training takes them."""
+"""Settings of a fine-tuning: chosen by data and machine, replaced by flags, and accepted by training."""
 
 from __future__ import annotations
 
@@ -88,6 +88,7 @@ def test_training_takes_the_flags(samples, gpus):
         (100, {"batch-size": "64", "dga-steps": "2"}, "batch of 128 is larger than the 100 pictures"),
         (5, {}, "fine-tuning needs at least 16 pictures, and the data has 5"),
         (100, {"epochs": "many"}, "--set epochs=many must be a whole number"),
+        (100, {"lr": "fast"}, "--set lr=fast must be a number above 0, as 1e-5"),
         (100, {"epochs": None}, "--set epochs= removes a setting that fine-tuning needs"),
         (100, {"model": "RN50"}, "--set model does not work with finetune, which decides it; give --from MODEL"),
     ],
@@ -122,6 +123,7 @@ def test_adapters_have_a_rate_of_their_own(monkeypatch):
         as_arguments({"model": "ViT-B-32", "train-data": "mine=/data", **values, "effective-batch": None})
     )
     assert (config.lora, config.lora_on, config.lr_head, config.layer_decay) == (16, "image", 1e-5, 0.8)
+    assert "lr-head" not in chosen(facts(10_000), lora="16", opt="timm/lamb")  # training has one rate for it
     assert chosen(facts(10_000), lora="16", lr_head="2e-5")["lr-head"] == "2e-5" and "lr-head" not in chosen(
         facts(10_000)
     )

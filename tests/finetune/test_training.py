@@ -21,7 +21,8 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(85))
 done = max([int(path.stem[6:]) for path in folder.glob("epoch_*.pt")], default=0)
 for epoch, score in list(enumerate(scores, 1))[done:]:
     with open(folder / "results.jsonl", "a") as file:
-        file.write(json.dumps({"epoch": epoch, "a_rsum": score, "b_rsum": 0.0}) + "\\n")
+        scores = {f"{name}_{key}": value for key in ("rsum", "top1") for name, value in (("a", score), ("b", 0.0))}
+        file.write(json.dumps({"epoch": epoch, **scores}) + "\\n")
     (folder / f"epoch_{epoch}.pt").write_text(str(score))
     time.sleep(0.2)
 print(words, file=sys.stderr)
@@ -34,12 +35,12 @@ def run(tmp_path, monkeypatch):
     """(scores, ...) -> the training of a program that writes them."""
     monkeypatch.setattr(module, "_LOOK_SECONDS", 0.02)
 
-    def make(scores, *, patience=0, epochs=None, status=0, words="") -> Training:
+    def make(scores, *, patience=0, epochs=None, status=0, words="", measure="rsum") -> Training:
         def command(arguments, processes):
             return [sys.executable, "-c", PROGRAM, str(scores), str(status), words, *arguments]
 
         monkeypatch.setattr("open_clip_zerovl.core.launch.training_command", command)
-        return Training(tmp_path, (), 1, epochs or len(scores), patience, ("a", "b"))
+        return Training(tmp_path, (), 1, epochs or len(scores), patience, ("a", "b"), measure)
 
     return make
 
@@ -60,6 +61,12 @@ def test_the_best_epoch_and_the_newest_checkpoint_are_kept(run):
     assert train(training, said.append)[0] == 2 and len(said) == 4  # it is over: nothing is started again
 
 
+def test_classes_are_scored_by_zero_shot_accuracy(run):
+    said: list[str] = []
+    assert train(run([0.1, 0.4, 0.3], measure="top1"), said.append)[0] == 2
+    assert "zero-shot top-1 20.0 % on a, b" in said[1]
+
+
 def test_training_ends_when_the_score_does_not_rise(run):
     training = run([10, 40, *range(39, 9, -1)], patience=3)
     epoch, _ = train(training, lambda line: None)
@@ -77,7 +84,7 @@ def test_a_call_goes_on_where_one_stopped(run):
 
 
 def test_a_failed_training_says_its_last_words(run):
-    with pytest.raises(UserError, match=r"status 2: --lr 7 is too much \(all of it: .*training.log\)"):
+    with pytest.raises(UserError, match=r"status 2: --lr 7 is too much \(the whole output: .*training.log\)"):
         train(run([], epochs=3, status=2, words="training.main: error: --lr 7 is too much"), lambda line: None)
 
 

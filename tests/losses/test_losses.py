@@ -199,7 +199,7 @@ def test_reversed_partner():
 FOUR, IDS4, SCALE = features(4), sample_ids(4, 0), torch.tensor(20.0)
 MIXED = {"mixup_lambda": 0.5, "partner": reversed_partner([4])}
 TEACHERS = teacher_features(4, 0)
-# (options of the loss, what its call has in place of the four pairs, the sentence)
+# (options of the loss, arguments of its call in place of the four pairs, the sentence)
 REFUSED = [
     ({"chunk_size": 0}, {}, r"chunk_size .* 0"),
     ({"rank": 2, "world_size": 2}, {}, "rank is 2"),
@@ -362,7 +362,7 @@ def test_cross_source_weight_by_hand():
 
 
 def test_other_sources_left_out_is_a_loss_for_each_source():
-    """W = 0 is what one-source batches of those sizes give, weighed by their sizes."""
+    """W = 0 gives the loss of one-source batches of those sizes, weighted by their sizes."""
     images, texts = features(9)
     sources = torch.tensor([0, 2, 0, 1, 1, 0, 2, 2, 2])
     found = value_and_gradients(ContrastiveLoss(cross_source_weight=0.0), images, texts, ids={"source": sources})

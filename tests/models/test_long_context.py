@@ -12,7 +12,9 @@ import torch
 
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.models.long_context import lengthen, stretched, text_positions
+from open_clip_zerovl.models.long_context import CONSTANT, lengthen, stretched, text_positions
+from open_clip_zerovl.recipe.apply import build_model
+from open_clip_zerovl.recipe.flags import RecipeConfig
 from support.programs import COMMON, launch, state_of
 from support.tars import write_source
 from support.tiny_clip import (
@@ -110,8 +112,16 @@ def test_lengths_that_do_not_work_are_refused(name, length, sentence):
 
 def test_a_tower_with_enough_positions_is_left_as_it_is():
     model = random_model("long-bert")  # texts of 12 tokens, 32 positions
-    lengthen(model, 30, 12)
+    assert not lengthen(model, 30, 12)
     assert torch.equal(rows_of(model), rows_of(random_model("long-bert")))
+
+
+@pytest.mark.parametrize(("name", "length", "said"), [("long-clip", LONGER, 1), ("long-bert", 30, 0)])
+def test_adapters_beside_stretched_positions_are_said_to_learn_alone(name, length, said, caplog):
+    caplog.set_level("INFO")
+    model, *_ = build_model(name, None, RecipeConfig(context_length=length, lora=2, lora_on="text"), seed=0)
+    assert caplog.messages.count(CONSTANT) == said
+    assert not any(p.requires_grad for n, p in model.named_parameters() if "position" in n)
 
 
 @pytest.mark.parametrize("name", ["long-clip", "long-bert", "long-xlm"])

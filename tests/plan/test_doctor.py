@@ -81,7 +81,7 @@ def test_an_open_clip_of_a_wrong_version_is_found_by_the_command(tmp_path):
     package = tmp_path / "open_clip"
     package.mkdir()
     (package / "version.py").write_text('__version__ = "2.30.0"\n')
-    (package / "__init__.py").write_text("raise ImportError('no timm')\n")  # or whatever else an older one lacks
+    (package / "__init__.py").write_text("raise ImportError('no timm')\n")  # or another thing that an older one lacks
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])}
     program = "from open_clip_zerovl.plan.doctor import package_versions, page; print(page(package_versions()))"
     command = [sys.executable, "-c", program]
@@ -127,7 +127,7 @@ def test_a_check_that_fails_does_not_end_the_other_checks(monkeypatch):
 
 @pytest.mark.parametrize("gone", ["packaging", "torch"])
 def test_without_a_package_that_it_needs(monkeypatch, capsys, gone):
-    """An entry of None in sys.modules is what Python has for a module that cannot be found."""
+    """An entry of None in sys.modules makes Python report that the module cannot be found."""
     monkeypatch.setitem(sys.modules, gone, None)
     monkeypatch.setitem(sys.modules, f"{gone}.requirements", None)
     assert main(["doctor"]) == 1

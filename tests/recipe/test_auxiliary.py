@@ -21,7 +21,7 @@ from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.recipe.optimizer import constant_temperature, optimizer_step, parameter_groups
 from open_clip_zerovl.recipe.start import init_from
 from open_clip_zerovl.recipe.towers import GROUPS, check_token_drop, freeze, group_of, lock_text_layers
-from support.dga_reference import TOLERANCE, batches, bert_clip, error, gradients, one_graph
+from support.dga_reference import batches, bert_clip
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, TIMM_VISION, bert_text, register, write_bert
 from training.model import cosine_lr, create_model
 
@@ -202,41 +202,6 @@ def test_dropout_token_drop_and_batch_norm_are_off_in_a_frozen_tower(bert):
     assert all(torch.equal(v, before[k]) for k, v in model.visual.state_dict().items())
 
 
-def test_a_frozen_tower_has_no_graph_and_no_optimizer_state():
-    model = bert_clip(torch.float32)
-    freeze(model, ["text"])
-    images, texts = batches([4], torch.float32)[0]
-    output = model(images, texts)
-    assert not output["text_features"].requires_grad and output["image_features"].requires_grad
-    groups = parameter_groups(model, 0.1)
-    optimizer = torch.optim.AdamW(groups)
-    ContrastiveLoss()(**output).backward()
-    optimizer.step()
-    assert not {id(p) for p in optimizer.state} & {id(p) for p in model.text.parameters()}
-    assert len(optimizer.state) == sum(p.requires_grad for p in model.parameters())
-
-
-@pytest.mark.parametrize("tower", ["image", "text"])
-@pytest.mark.parametrize("projection", [True, False])
-def test_decoupled_accumulation_runs_a_frozen_tower_once(tower, projection):
-    model = bert_clip()
-    freeze(model, [tower], projection=projection)
-    model.train()
-    body = {"image": model.visual.transformer, "text": model.text.transformer}[tower]
-    calls = []
-    body.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
-    sizes = [3, 2, 3]
-    torch.manual_seed(5)
-    _, reference = one_graph(model, ContrastiveLoss(), batches(sizes))
-    calls.clear()
-    dga = DecoupledGradientAccumulation(model, ContrastiveLoss(), retain=0, check="always")
-    torch.manual_seed(5)
-    dga.backward(batches(sizes))
-    assert error(gradients(model), reference) < TOLERANCE[torch.float64]
-    # A trainable projection needs the features again; that costs a second pass of the body, without graph in it.
-    assert len(calls) == (3 if projection else 6)
-
-
 def test_a_frozen_model_is_copied_and_pickled_whole():
     model = bert_clip(torch.float32)
     freeze(model, ["text"], projection=False)
@@ -331,7 +296,7 @@ def test_a_quarter_of_the_patches_is_dropped_and_the_class_token_kept(kind, bert
 
 def test_a_tower_that_ignores_token_drop_is_refused(bert, tmp_path):
     resnet = {"layers": [1, 1, 1, 1], "width": 16, "image_size": 64, "patch_dropout": 0.25}
-    model = open_clip.CLIP(embed_dim=16, vision_cfg=resnet, text_cfg=CLIP_TEXT)  # open_clip says nothing
+    model = open_clip.CLIP(embed_dim=16, vision_cfg=resnet, text_cfg=CLIP_TEXT)  # open_clip is silent
     for made, rate, words in (
         (model, 0.25, "ModifiedResNet drops no tokens"),
         (timm_bert(bert), 0.25, "drops no tokens"),

@@ -23,7 +23,7 @@ from support.fake_cuda import GIB, Waits, fake_cuda, to_fake_cuda
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, TIMM_VISION, bert_text, register, write_bert, write_modernbert
 
 K, B = 3, 4
-# What may wait, by a part of its line: (the most times a step, why).
+# Waits allowed, by a part of their line: (the most times per step, why).
 ALLOWED = {"torch/amp/grad_scaler.py": (1, "GradScaler reads once a step whether gradients overflowed")}
 FIRST_STEP = {
     # One read; a fake tensor gives its list number by number, two for each of two features of each micro-batch, and for each
@@ -174,7 +174,7 @@ def watched_steps(
 
 
 def unexpected(waits, allowed):
-    """Lines that wait more often than `allowed` says."""
+    """Lines that wait more often than `allowed` permits."""
     found = {}
     for line, count in waits.by_line().items():
         most = max((times for part, (times, _) in allowed.items() if part in line), default=0)

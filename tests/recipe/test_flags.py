@@ -146,7 +146,7 @@ REFUSED = """
 word | unexpected argument 'word'; write it as --flag value
 --dga-steps many | argument --dga-steps: invalid int value: 'many'; `python
 --epochs many | argument --epochs: invalid int value: 'many'; `python
---dga-retain some | argument --dga-retain: 'some' is neither a number from 0 on nor auto; `python
+--dga-retain some | argument --dga-retain: 'some' is not a value of this flag; give auto, or a number of at least 0; `python
 --aug-cfg scale | --aug-cfg is not understood
 --aug-cfg scale=(0.6, | --aug-cfg is not understood
 --token-drop 0.5 --force-patch-dropout 0.5 | --force-patch-dropout 0.5 does not work with --token-drop: they are
@@ -185,6 +185,7 @@ word | unexpected argument 'word'; write it as --flag value
 --train-data /x.csv --positives caption | --positives needs named sources: --train-data NAME=SHARDS
 --train-data= --debiased-sampling | --debiased-sampling needs --train-data NAME=SHARDS::...
 --train-data= --sampling sequential | --sampling needs --train-data NAME=SHARDS::...
+--equal-tokens | --equal-tokens needs --sort-text
 --cache-frozen /c | --cache-frozen needs one frozen tower: --freeze image or --freeze text
 --shard-cache-gib 5 | --shard-cache-gib needs --shard-cache
 --retrieval-captions all | --retrieval-captions needs --retrieval-data

@@ -1,4 +1,4 @@
-"""The replacements of what makes the host wait compute what they replace."""
+"""The replacements of operations that make the host wait compute the same values."""
 
 import pytest
 import torch

@@ -23,16 +23,14 @@ from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.lora import add_lora, lora_entry
-from open_clip_zerovl.recipe.towers import group_of
+from open_clip_zerovl.recipe.towers import checkpoint_without_reentry, group_of
 from support.dga_reference import (
     CONTEXT,
-    SEED,
     VOCABULARY,
     accumulated,
     batches,
     bert_clip,
     error,
-    gradients,
     reference,
     vit,
 )  # fmt: skip
@@ -75,9 +73,10 @@ def adapted(make, rank=2, on="both"):
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize(("make", "on"), [(bert_clip, "both"), (bert_clip, "image"), (native_clip, "both")])
 def test_gradients_under_decoupled_accumulation_are_exact(make, on, checkpointing):
-    """fp64, dropout and token drop on; without replay it fails. Of the towers, only adapters have gradients."""
+    """fp64, dropout and token drop on; without replay it fails. Only the adapters of the towers have gradients."""
     model, micro_batches = adapted(make, on=on), batches([3, 2, 2])
     if checkpointing:
+        checkpoint_without_reentry(model)
         model.set_grad_checkpointing()
     _, wanted = reference(model, ClipLoss(), micro_batches)
     assert all(is_adapter(name) or not group_of(name).endswith(" tower") for name in wanted)
@@ -216,7 +215,10 @@ def test_refused_towers_and_a_missing_peft(monkeypatch):
         ("--lora 0", "--lora 0 is out of range; give at least 1"),
         ("--lora-on text", "--lora-on needs --lora"),
         ("--lora 4 --lock-image", "--lock-image does not work with --lora: the weights of both towers are constant"),
-        ("--lora 4 --freeze text", "--freeze of the same tower does not work with --lora: give --lora-on the other"),
+        (
+            "--lora 4 --freeze text",
+            "--freeze of a tower with adapters does not work with --lora: give --lora-on the other",
+        ),
         ("--lora 4 --torchscript", "--torchscript does not work with .*--lora"),
     ],
 )
@@ -226,16 +228,6 @@ def test_refused_flags(words, message):
     with pytest.raises(UserError, match=message):
         parse(["--train-data", "a=/x", *words.split()])
     assert parse(["--train-data", "a=/x", *["--lora", "4", "--lora-on", "image", "--freeze", "text"]])[1].lora == 4
-
-
-def test_one_step_changes_adapters_and_heads_alone():
-    model = adapted(bert_clip)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    torch.manual_seed(SEED)
-    ClipLoss()(**model(*batches([4])[0])).backward()
-    torch.optim.AdamW(model.parameters(), lr=0.1).step()
-    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
-    assert changed == set(gradients(model))
 
 
 @pytest.mark.slow(reason="two runs of training; the fast tests hold its parts")

@@ -16,6 +16,7 @@ from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix, mix_rows
 from support.dga_reference import TOLERANCE, batches, bert_clip, error, gradients, one_graph, vit
+from support.hf_towers import MixedByHand
 
 EXACT = TOLERANCE[torch.float64]
 TEXT = {"context_length": 12, "vocab_size": 64, "width": 32, "heads": 2, "layers": 1}
@@ -50,20 +51,6 @@ def paper_loss(image_features, text_features, temperature, weight):
 
 
 # --- values ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_case_done_by_hand():
-    """Two pairs of unit vectors, temperature 1, images mixed with lambda 3/4: every number below is on paper."""
-    mix = Mix(mixes_images=True, weight=0.75)
-    images, texts = mix.prepare(torch.eye(2, dtype=torch.float64), torch.eye(2, dtype=torch.float64))
-    assert images.tolist() == [[0.75, 0.25], [0.25, 0.75]]
-    assert texts.tolist() == [[1, 0], [0, 1]]
-    inputs = mix.loss_inputs([2])
-    assert inputs["mixup_lambda"] == 0.75 and inputs["partner"].tolist() == [1, 0]
-    # Not normalised here, so that the logits stay 3/4 and 1/4: each row's loss is log(e^.75 + e^.25) - (.75^2 + .25^2).
-    by_hand = math.log(math.exp(0.75) + math.exp(0.25)) - 0.625
-    found = ContrastiveLoss()(images, texts, torch.tensor(1.0, dtype=torch.float64), **inputs)
-    assert found.item() == pytest.approx(by_hand, abs=1e-15)
 
 
 @pytest.mark.parametrize("mixes_images", [True, False])
@@ -220,35 +207,11 @@ def test_the_papers_alternatives_are_exact_too(of, texts):
     assert mixup.draw().both == mix.both
     micro_batches = padded(sizes)
 
-    class Written(torch.nn.Module):
-        """The model on a micro-batch that is mixed by hand."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, images, tokens):
-            def mixed(rows):
-                return weight * rows + (1 - weight) * rows.flip(0)
-
-            if of == "both":
-                images = mixed(images)
-            image, bert, mask = model.encode_image(images), model.text.transformer, (tokens != 0).long()
-            if texts == "embeddings":
-                embeddings = mixed(bert.get_input_embeddings()(tokens))
-                hidden = bert(inputs_embeds=embeddings, attention_mask=mask | mask.flip(0))
-            else:
-                hidden = bert(input_ids=tokens, attention_mask=mask)
-            text = model.text.proj(hidden.last_hidden_state[:, 0])
-            text = text if texts == "embeddings" else mixed(text)
-            features = {"image_features": image, "text_features": text}
-            unit = {name: torch.nn.functional.normalize(value, dim=-1) for name, value in features.items()}
-            return {**unit, "logit_scale": model.logit_scale.exp()}
-
+    written = MixedByHand(model, weight, texts=texts, images=of == "both")
     torch.manual_seed(7)
     loss_inputs = mix.loss_inputs(sizes)
     assert (loss_inputs == {}) == (of == "both")
-    _, reference = one_graph(Written(), ContrastiveLoss(), micro_batches, **loss_inputs)
+    _, reference = one_graph(written, ContrastiveLoss(), micro_batches, **loss_inputs)
     reference = {name.removeprefix("model."): gradient for name, gradient in reference.items()}
     mixup.attach(model)
     for retain in (0, 2):
@@ -297,24 +260,3 @@ def test_decoupled_accumulation_gives_the_one_graph_gradient(mixes_images, retai
     with mixup.applied(mix):
         dga.backward(micro_batches, prepare=mix.prepare)
     assert error(gradients(model), reference) > 0.01
-
-
-@pytest.mark.slow  # compiles; tests/recipe/test_step.py counts the traces of a compiled step with each coin
-def test_compiled_graphs_take_any_lambda():
-    """Two graphs, texts mixed or not, however many lambdas come; equal to the eager model's output."""
-    from torch._dynamo.testing import CompileCounterWithBackend  # here: the ranks' processes need not load it
-
-    model = bert_clip(torch.float32).eval()
-    mixup = attached(model, alpha=0.5, seed=1)
-    counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(model, backend=counter)
-    images, texts = batches([4], torch.float32)[0]
-    coins = set()
-    for _ in range(10):
-        with torch.no_grad(), mixup.step() as mix:
-            coins.add(mix.mixes_images)
-            inputs = mix.prepare(images, texts)
-            for name, value in model(*inputs).items():
-                torch.testing.assert_close(compiled(*inputs)[name], value, rtol=0, atol=1e-6)
-    assert coins == {True, False}
-    assert counter.frame_count == 2

@@ -21,12 +21,14 @@ from scripts.ablation import measuring, protocol, report, rows, run, sources
 from scripts.ablation.jobs import Ablation, Job
 from scripts.ablation.measuring import Ended, Measurements, thinned, unseen_pools
 from scripts.ablation.protocol import ALL_UNSEEN, CONDITIONS, MINIATURES, PILOT_SEEDS, QUICK, TABLES, read_choices
+from scripts.ablation.raw_probe import probe_mixture
 from scripts.ablation.run import Processes
 from scripts.drawn import training as drawn_training
 from scripts.drawn.emoji import EMOJI
 from scripts.drawn.make import DrawnSample
 from scripts.drawn.training import TrainingRun, drawn_flags, flag_values, grouped, read_loss_curve
 from scripts.paper import context_bias
+from support.tars import encoded
 from support.tiny_clip import write_bert
 from training.params import parse
 
@@ -232,7 +234,7 @@ def test_runs_come_seed_by_seed_behind_their_bases_and_are_kept(quick):
     assert run.run_all(quick, jobs, 1) == {}
     order = Recorder.seen
     assert order.index("mixed-bert-seed1") < order.index("auxiliary-seed1") and len(order) == 10
-    # Measured runs are kept, and their checkpoints are gone once nothing is to be built on them.
+    # Measured runs are kept, and their checkpoints are gone once nothing needs them.
     assert quick.plan([0, 1], names) == []
     assert not list((quick.out / "runs" / "auxiliary-seed0").rglob("*.pt"))
     assert list((quick.out / "runs" / "start-seed0").rglob("*.pt"))  # `go-on-random` is still to come
@@ -332,7 +334,7 @@ def test_finished_runs_of_another_machine_are_taken_over(quick, tmp_path):
         taken.calls = getattr(taken, "calls", 0) + 1
         return ablation_in(tmp_path, {**QUICK, **choices}, out=f"out {taken.calls}").take_over(runs)
 
-    # A setting that became a choice after the run: its flags say the value, then among the flags that all runs share.
+    # A setting that became a choice after the run: its flags give the value, then among the flags that all runs share.
     older = quick.asked(Job(0, "gather"))
     assert older["choices"].pop("lr-64") == "1e-3" == older["flags"].pop() and older["flags"].pop() == "--lr"
     older["flags"] = ["--lr", "1e-3", *older["flags"]]
@@ -454,6 +456,27 @@ def test_mixtures_have_the_declared_construction(tmp_path):
     assert [len(facts) for facts in made("large", names)] == [72, 4, 4]
 
 
+def test_the_raw_probe_finds_a_style_and_no_difference_where_there_is_none():
+    """Red or blue pictures with one more word in a caption are told apart; two halves of the same pairs are not."""
+
+    def source(color: tuple[int, int, int], words: str, count: int, start: int) -> list[Sample]:
+        pixels = np.random.default_rng(start).integers(0, 60, (count, 8, 8, 3), dtype=np.uint8)
+        return [
+            Sample(str(i), {
+                "png": encoded(Image.fromarray(one + np.array(color, dtype=np.uint8))),
+                "txt": f"thing {i}{words}".encode(), "json": json.dumps({"concept": str(start + i)}).encode(),
+            })
+            for i, one in enumerate(pixels)
+        ]  # fmt: skip
+
+    red = source((120, 0, 0), "", 60, 0)
+    found = probe_mixture({"red": red, "blue": source((0, 0, 120), " icon", 180, 1000)}, seed=0)
+    assert found["pictures"] == found["captions"] == 1.0 and found["chance"] == 0.5
+    assert found["other_source"] == 2 * 60 * 180 / 240**2 and found["batches"] == 60 / 64
+    alike = probe_mixture({"one": red, "two": source((120, 0, 0), "", 60, 1000)}, seed=0)
+    assert alike["pictures"] < 0.7 and alike["captions"] < 0.7
+
+
 def test_an_unseen_source_is_scored_on_all_its_pairs(tmp_path):
     data = tiny_emoji(tmp_path / "data", pairs=500)
     test = Measurements(Ablation({"emoji": data}, tmp_path / "out", QUICK)).samples("emoji")["fluent"]
@@ -480,7 +503,7 @@ def test_real_runs_are_trained_measured_and_reported(tmp_path):
         assert found["loss_curve"] and found["cpu_seconds"] > 1 and 0 <= found["probe_images"] <= 1
         score = CONDITIONS[name].score
         assert found["score"] == found["rsum"][ALL_UNSEEN if score == "unseen" else score]
-    # The frame is a source to a model that is asked for it: noise pictures have nothing else in common.
+    # A model can recognise the source by the frame: noise pictures have only it in common.
     assert records["contexts-debiased"][0]["probe_chance"] == 0.5
     assert 0 <= records["clusters"][0]["shared_information"] <= 1
     assert len(records["auxiliary"][0]["score_by_epoch"]) == 1

@@ -18,7 +18,7 @@ LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 
 def prose(page: str) -> str:
-    """Without code, where brackets are no links."""
+    """Without code, in which brackets are not links."""
     return re.sub(r"```.*?```|`[^`\n]*`", "", page, flags=re.S)
 
 

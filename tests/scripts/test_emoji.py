@@ -280,18 +280,6 @@ def test_the_quick_start_runs_as_its_page_stands(registry, tmp_path):
 # ------------------------------------------------------------------------------------------------ called again
 
 
-def test_a_second_call_does_nothing_and_says_so(registry, tmp_path, monkeypatch, capsys):
-    out = tmp_path / "emoji"
-    card = prepare_drawn(EMOJI, out, **SMALL)
-    times = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-    calls = len(registry.calls)
-    monkeypatch.setattr(make, "fetch_npm_package", None)  # whoever calls it, fails
-    assert prepare_drawn(EMOJI, out, **SMALL) == card
-    assert "nothing to do" in capsys.readouterr().out
-    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == times
-    assert len(registry.calls) == calls
-
-
 def test_changed_settings_and_lost_files_are_built_again_without_fetching(registry, emoji, tmp_path):
     calls, before = len(registry.calls), contents(emoji)
     (emoji / "noto" / "train-00000.tar").unlink()

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from scripts import gpu
-from scripts.gpu_page import page
 from support import ROOT
 
 FIRST, SECOND = {"key": "one", "value": 1.5}, {"key": "two", "value": 2.5}
@@ -46,7 +45,7 @@ def test_what_a_stopped_part_measured_is_kept_and_not_measured_again(tmp_path):
 def test_a_part_that_fails_says_how(tmp_path):
     failed = run(program(result_line(FIRST), "sys.exit('no such kernel')"), tmp_path / "gpu-x.json").parts["part"]
     assert failed["status"] == "ended with status 1" and "no such kernel" in failed["last_words"][-1]
-    assert "no such kernel" in page({"part": failed})
+    assert "no such kernel" in gpu.page({"part": failed})
     assert gpu.exit_status([failed]) == 1
 
 
@@ -80,31 +79,22 @@ def test_without_a_gpu_it_says_how_to_rehearse(tmp_path, capsys):
 
 
 def test_the_page():
-    row = {
-        "mode": "eager", "way": "ours, retain auto", "steps": 4, "micro_batch": 512, "gflops_per_sample": 91.5, "retained": 3,
-        "seconds": 1.0, "seconds_range": [1, 1], "ratio_to_plain": 1.1, "samples_per_second": 2048.0, "peak_gib": 30.0,
-    }  # fmt: skip
+    row = {"seconds": 1.0, "seconds_range": [1.0, 1.25], "samples_per_second": 2048.3, "retained": None}
     parts = {
         "machine": {
             "status": "done",
-            "results": {
-                "machine": {
-                    "device": "NVIDIA H200", "memory_gib": 139.8, "python": "3.12.3", "cuda": "13.0",
-                    "versions": {"torch": "2.11.0"}, "datasheet_tflops": 989, "matrix_tflops": 788.0,
-                    "copy_tb_per_second": 4.3,
-                }
-            },
+            "results": {"machine": {"device": "NVIDIA H200", "versions": {"torch": "2.11.0"}}},
         },
         "tests": {"status": "done", "results": {"a": {"outcome": "passed"}, "b": {"outcome": "failed"}}},
-        "steps": {"status": "done", "results": {"k": row, "l": {**row, "error": "out of memory"}}},
+        "steps": {"status": "done", "results": {"K=4, ours": row, "K=8, ours": {"error": "out of memory"}}},
         "plan": {"status": "stopped at its limit; a second call goes on", "results": {}},
-    }  # fmt: skip
-    text = page(parts)
-    assert "# On NVIDIA H200" in text and "788 TFLOP/s, 989 by its data sheet" in text
-    assert "1 passed, 1 failed" in text and "- failed: `b`" in text
-    assert "| eager | 4 | ours, retain auto (R=3) | 1.000 | 1.100 | 2,048 | 18.9% | 30.00 |" in text
-    assert "takes 2,048 samples/s; the paper's 14M recipe in 24 hours on one GPU needs 3,300" in text
-    assert "out of memory" in text and "- plan: stopped at its limit" in text
+    }
+    text = gpu.page(parts)
+    assert "# On NVIDIA H200" in text and "| torch 2.11.0 |" in text
+    assert "1 passed, 1 failed" in text and "| b | failed |" in text and "| a |" not in text
+    assert "| seconds | seconds range | samples per second | retained | error |" in text
+    assert "| K=4, ours | 1 | 1 to 1.25 | 2,048 |  |  |" in text and "| K=8, ours |  |  |  |  | out of memory |" in text
+    assert "- plan: stopped at its limit" in text
 
 
 @pytest.mark.slow  # every part on the CPU: the compiler alone takes minutes

@@ -65,7 +65,7 @@ def test_a_model_without_dropout_has_nothing_to_measure(tmp_path):
 
 
 def test_a_runs_checkpoints_are_measured_as_they_are(tmp_path, monkeypatch, capsys):
-    """From a training checkpoint, whose model gives features without names unless it is asked, to the numbers of the page."""
+    """From a training checkpoint, whose model returns a tuple of features by default, to the numbers of the page."""
     vision = {"image_size": 32, "patch_size": 16, "width": 32, "layers": 1, "head_width": 16}
     name = register(tmp_path / "configs", "tiny-replay", vision, bert_text(write_bert(tmp_path / "bert")))
     write_run(tmp_path / "run", random_model(name), {"model": name})

@@ -53,7 +53,7 @@ from support import ROOT
         # A wide interval is not evidence of sameness.
         ("same", (30, -28, 5, -12, 9), UNDECIDED, ""),
         ("higher", (30, -28, 5, -12, 9), UNDECIDED, ""),
-        # A small difference counts as none, even where it is sure.
+        # A small difference counts as none, even if it is certain.
         ("same", (3, 2, 4, 3, 2), NO_DIFFERENCE, REPRODUCED),
         ("higher", (3, 2, 4, 3, 2), NO_DIFFERENCE, ""),
         # Beyond zero, not beyond the margin: a difference, but no contradiction of "the same".
@@ -213,7 +213,8 @@ def test_the_committed_page_and_its_data_are_those_of_its_runs(tmp_path, capsys)
     page = ROOT / "docs" / "results.md"
     folder = page.with_suffix("")
     (tmp_path / "results").mkdir()
-    shutil.copy(folder / "replay.json", tmp_path / "results")
+    for name in ("replay.json", "raw-probe.json"):
+        shutil.copy(folder / name, tmp_path / "results")
     made = tmp_path / "results.md"
     assert report.main(["--runs", str(folder / "runs.json"), "--page", str(made)]) == 0
     assert (

@@ -21,7 +21,7 @@ import pytest
 
 from support import ROOT
 from support.tars import write_source
-from support.tiny_clip import WORDS, write_bert
+from support.tiny_clip import NUMBERED, write_bert
 
 SBATCH = ROOT / "scripts" / "paper" / "train.sbatch"
 RECIPES = ("-m", "scripts.paper.recipes")
@@ -289,8 +289,7 @@ def idle_nodes(cluster: Slurm) -> int:
 def settings(tmp_path_factory) -> tuple[Path, list[str]]:
     """A folder for logs, and recipe settings of a run of 100 short steps on two ranks."""
     folder = tmp_path_factory.mktemp("runs")
-    digits = ["sample", *"0123456789", *(f"##{digit}" for digit in "0123456789")]
-    bert = write_bert(folder / "bert", words=[*WORDS, *digits])
+    bert = write_bert(folder / "bert", words=NUMBERED)
     data = "::".join(f"{name}={write_source(folder / name, first, 120, 40)}" for name, first in (("a", 0), ("b", 1000)))
     values = [
         "model=zerovl-emoji", f"text-model={bert}", f"train-data={data}", f"logs={folder / 'logs'}",
@@ -361,30 +360,3 @@ def test_a_run_requeued_by_slurm_ends_as_if_never_interrupted(slurm, settings):
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
     before = torch.load(folder / "logs" / "whole" / "checkpoints" / "step_0000_00000095.pt", weights_only=True)
     assert not all(torch.equal(before["state_dict"][key], theirs[key]) for key in theirs)  # the comparison sees 5 steps
-
-
-@needs_slurm
-@pytest.mark.slow(reason="a job of a real SLURM")
-def test_each_task_gets_the_cores_that_the_job_asked_for(slurm, tmp_path):
-    """Two tasks of two cores; srun since 22.05 binds a task to one core where nobody asks it for more."""
-    (tmp_path / "python").write_text("#!/usr/bin/env bash\ngrep Cpus_allowed_list /proc/self/status\n")
-    (tmp_path / "python").chmod(0o755)
-    slurm(
-        "sbatch", "--wait", "--nodes=2", "--cpus-per-task=2", f"--output={tmp_path}/log",
-        f"--export=ALL,PYTHON={tmp_path}/python", str(SBATCH), "--name", "a",
-    )  # fmt: skip
-    assert (tmp_path / "log").read_text().count("Cpus_allowed_list:\t0-1\n") == 2
-
-
-@needs_slurm
-@pytest.mark.slow  # a start of two ranks under SLURM
-@pytest.mark.timeout(300)
-def test_a_cancelled_job_stays_cancelled(slurm, settings):
-    folder, values = settings
-    job, log = submit(slurm, folder, values, "cancelled")
-    wait_for(lambda: steps_saved(folder, "cancelled") >= 5, 240, "step 5")
-    slurm("scancel", job)
-    wait_for(lambda: slurm.state_of(job) == "CANCELLED", 180, "the end", every=1)
-    wait_for(lambda: "ended with" in log.read_text(), 30, "the batch file's last word")
-    time.sleep(5)  # a requeue would show by then
-    assert slurm.state_of(job) == "CANCELLED" and "back into the queue" not in log.read_text()

@@ -9,6 +9,7 @@ import pytest
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.table import open_table
 from open_clip_zerovl.shards.foreign import BadFile, encoding_of, read_foreign
+from open_clip_zerovl.shards.pictures import picture_files
 
 
 @pytest.mark.timeout(20)
@@ -42,3 +43,13 @@ def test_a_table_in_utf_16_gets_a_sentence(tmp_path):
     (tmp_path / "t.csv").write_text("filepath,title\na.png,a\n", encoding="utf-16")
     with pytest.raises(UserError, match=r"t\.csv is UTF-16 text; save it as UTF-8"):
         open_table(str(tmp_path / "t.csv"))
+
+
+def test_the_pictures_of_a_folder_are_found_once_and_links_in_a_circle_end(tmp_path):
+    for file in ("a/1.jpg", "b/2.PNG", "b/notes.txt", ".hidden/3.jpg", "b/.4.jpg"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    for link, target in (("a/to-b", "b"), ("b/to-a", "a"), ("up", ".")):
+        (tmp_path / link).symlink_to(tmp_path / target)
+    found = [str(file.relative_to(tmp_path)) for file in picture_files(tmp_path)]
+    assert found == ["a/1.jpg", "a/to-b/2.PNG", "b/2.PNG", "b/to-a/1.jpg"]

@@ -1,4 +1,4 @@
-"""Remote shards: a transfer that breaks goes on at the byte where it broke, and one that stays broken ends in a sentence."""
+"""Remote shards: a broken transfer continues at the byte where it broke, and one that stays broken ends in a sentence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from open_clip_zerovl.shards.remote import RemoteStream, RetryPolicy, Wait, chec
 from open_clip_zerovl.shards.transfers import Unreachable
 from support.shard_server import shard_server
 
-CONTENT = bytes(range(256)) * 16_000  # 4 MB, more than what aiohttp holds
+CONTENT = bytes(range(256)) * 16_000  # 4 MB, more than aiohttp buffers
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def read_all(url: str, policy: RetryPolicy, size: int = 70_001) -> bytes:
 def test_a_broken_transfer_goes_on_at_its_byte(server, faults, reason, ranges):
     server.ranges, server.faults["0.tar"] = ranges, list(faults)
     waits: list[Wait] = []
-    if faults == ["long"] and ranges:  # what comes after the last byte is asked for, and is not there
+    if faults == ["long"] and ranges:  # the range after the last byte is requested, and does not exist
         server.faults["0.tar"] += ["416"]
         with pytest.raises(Unreachable, match="server answered 416"):
             read_all(server.url("0.tar"), patient(waits))

@@ -1,11 +1,11 @@
-"""Training steps on a GPU that is not there: tensors without values that say they are on cuda:0, and who waits for them.
+"""Training steps on a GPU that is not there: tensors without values that claim to be on cuda:0, and waits for them.
 
 A step runs on `FakeTensorMode`'s tensors (shape, dtype and device, no memory) under a mode that sees every operation. It
 finds
 
 - operations on tensors of two devices, which FakeTensorMode refuses,
-- what makes the host wait for the GPU, each with its source line: values read (`.item()`, `bool()`, `.tolist()`, nonzero,
-  boolean masks), copies from the GPU, copies to it that block, CPU index tensors,
+- operations that make the host wait for the GPU, each with its source line: values read (`.item()`, `bool()`,
+  `.tolist()`, nonzero, boolean masks), copies from the GPU, copies to it that block, CPU index tensors,
 - parameters without gradient, and gradients of another dtype or device than their output's.
 
 Not seen: kernels, values, memory. Autograd's engine refuses to run without a CUDA context, so a stub walks the graph and
@@ -60,7 +60,7 @@ def calling_line() -> str:
 
 
 class Waits(TorchDispatchMode):
-    """Counts what makes the host wait.
+    """Counts the operations that make the host wait.
 
     Args:
         read: the value that a read from the GPU returns.
@@ -167,7 +167,7 @@ def reached_from(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 @contextlib.contextmanager
 def fake_cuda(*, free_gib: int = 100, total_bytes: int = 141 * GIB) -> Iterator[FakeTensorMode]:
-    """Within, tensors are fake, `torch.cuda` answers what a step asks, and autograd's engine is the stub."""
+    """Within, tensors are fake, `torch.cuda` answers the calls of a step, and autograd's engine is the stub."""
     allocated = [10 * GIB]
 
     def memory_allocated(device: Any = None) -> int:

@@ -50,7 +50,7 @@ class HashEncoder(Encoder):
     """An `Encoder` of a HashModel.
 
     Attributes:
-        size_px: of the teacher's own pictures.
+        size_px: side of the teacher's own pictures.
     """
 
     model: str = "hash"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import threading
 import time
 from collections import Counter
 
@@ -48,8 +47,6 @@ class _Handler(Handler):
         with self.server.lock:
             self.server.requests[self.path] += 1
             nth = self.server.requests[self.path]
-        self.server.served.release()
-        time.sleep(self.server.delay_seconds)
         if kind == "flaky":  # overloaded at first; the second request is served
             kind = "busy" if nth == 1 else "good"
         try:
@@ -122,13 +119,11 @@ class _Handler(Handler):
 
 
 class HostileServer(Server):
-    """Counts requests by path; `served` is released once a request."""
+    """Counts requests by path."""
 
     def __init__(self) -> None:
         super().__init__(_Handler)
         self.requests: Counter[str] = Counter()
-        self.served = threading.Semaphore(0)
-        self.delay_seconds = 0.0
 
     def url(self, kind: str, number: int) -> str:
         return f"{self.address}/{kind}/{number}.jpg"

@@ -119,6 +119,8 @@ class _Handler(Handler):
             if not self._refused():
                 role = "read" if self.headers["Authorization"].endswith("reader") else "write"
                 self._send({"name": "me", "type": "user", "orgs": [], "auth": {"accessToken": {"role": role}}})
+        elif "/revision/" in path:  # before huggingface_hub 1.0: where large files go
+            self._send({"id": path.split("/api/models/")[1].split("/revision/")[0], "xetEnabled": False})
         elif "/tree/" in path:
             name = path.split("/api/models/")[1].split("/tree/")[0]
             self._send([_entry(file, content) for file, content in self.server.repositories[name].items()])

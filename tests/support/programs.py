@@ -1,4 +1,4 @@
-"""Training programs started as a person starts them, in one process or under torchrun, and what they leave behind."""
+"""Training programs started as a person starts them, in one process or under torchrun, and their files."""
 
 from __future__ import annotations
 

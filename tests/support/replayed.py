@@ -1,4 +1,4 @@
-"""The recorded steps of a training program through its model once more, in one graph: what its gradient is measured against."""
+"""The recorded steps of a training program through its model again, in one graph: the reference for its gradient."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def features_of(
     """Features of all ranks' micro-batches together, and the logit scale, by the names that a loss takes.
 
     Args:
-        entries: of each rank, what `training_script.py --gradient` kept of one step.
+        entries: the record of one step by `training_script.py --gradient`, for each rank.
         replay_masks: under the random masks that the ranks drew; False draws other masks.
     """
     outputs: list[dict[str, Tensor]] = []

@@ -93,7 +93,7 @@ class ShardServer:
             bytes, "hold:N" no more than N bytes until it is killed, "drip:N" byte by byte for N bytes, "crawl", "silent",
             "long" (more bytes announced than there are), "page" (a web page in its place), "checksum" (a bit flipped),
             "changed" (another ETag).
-        fault: what befalls all other requests; "" is none.
+        fault: the fault of all other requests; "" for none.
         requests: name -> the first byte that each request asked for.
         paths: the requested paths, as the requests wrote them.
         ranges: whether range requests are understood.

@@ -32,6 +32,8 @@ from support.tars import write_tar
 
 WORDS = ["red", "green", "blue", "small", "big", "round", "cat", "dog", "house", "tree", "sun", "moon", "face", "of"]
 WORDS += ["a", "the", "with", "and"]
+# With these words a tokenizer keeps apart the captions of `tars.write_source`, which are numbered.
+NUMBERED = [*WORDS, "sample", *"0123456789", *(f"##{digit}" for digit in "0123456789")]
 IMAGE_SIZE_PX = 32
 
 
@@ -151,6 +153,16 @@ def picture(rng: np.random.Generator, format: str = "PNG") -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(pixels).resize((48, 40)).save(buffer, format=format)
     return buffer.getvalue()
+
+
+def write_classes(root: Path, classes: str, each: int = 2) -> Path:
+    """Folders CLASS/NUMBER.png of random pictures. Returns root."""
+    rng = np.random.default_rng(len(classes))
+    for label in classes.split():
+        (root / label).mkdir(parents=True)
+        for i in range(each):
+            (root / label / f"{i}.png").write_bytes(picture(rng))
+    return root
 
 
 def captions(rng: np.random.Generator, count: int) -> list[str]:

@@ -65,7 +65,7 @@ def test_a_device_that_torch_does_not_know_is_refused():
 @pytest.mark.parametrize(
     ("device", "precision", "recipe", "gpu", "taken", "told"),
     [
-        ("cuda", "amp", True, False, "fp32", ["no cuda device here: this run trains on the CPU", "fp32 is taken"]),
+        ("cuda", "amp", True, False, "fp32", ["no cuda device here: this run trains on the CPU", "fp32 is used"]),
         ("cpu", "amp", False, False, "amp", ["give --precision fp32"]),  # open_clip's own run keeps its precision
         ("cpu", "fp32", True, False, "fp32", []),
         ("cpu", "amp_bf16", True, False, "amp_bf16", []),

@@ -1,4 +1,4 @@
-"""However a training process ends, it ends soon, says why, and leaves no process behind: at 1 and at 2 ranks."""
+"""Any end of a training process comes soon, with its reason, and leaves no process behind: at 1 and at 2 ranks."""
 
 from __future__ import annotations
 
@@ -242,25 +242,6 @@ def test_a_failed_sync_leaves_the_name_free(train):
     assert "gave up with status -1" in printed and not folder.exists()
 
 
-@pytest.mark.slow(reason="three trainings; damage, seed and split are tested one by one in test_checkpointing")
-def test_a_run_goes_on_after_damage_and_another_seed_is_refused_in_the_middle_of_an_epoch(train):
-    done, printed, folder = train("sigterm", name="damaged", fault_step=5)
-    steps = sorted((folder / "checkpoints").glob("step_*.pt"))
-    assert done["statuses"] == [85] and [path.name[-5:-3] for path in steps] == ["04", "05"], printed[-3000:]
-    _, printed, _ = train(None, "--resume", "latest", "--seed", "1", name="damaged", status=2)
-    assert "with --seed 0, and this run has 1" in printed
-    content = bytearray(steps[1].read_bytes())
-    content[len(content) // 2] ^= 1
-    steps[1].write_bytes(content)
-    (folder / "checkpoints" / ".epoch_1.pt.99.00.part").touch()
-    split = ["--batch-size", "8", "--dga-steps", "1", "--workers", "0"]
-    _, printed, _ = train(None, "--resume", "latest", *split, name="damaged", status=0)
-    assert "does not match" in printed
-    assert "The rest of this epoch is read by" in printed
-    assert printed.count("Train Epoch: 0 [") == STEPS - 4
-    assert not list((folder / "checkpoints").glob(".*")) and not steps[1].exists()
-
-
 @pytest.mark.slow(reason="four trainings; the adopted decision is tested in tests/dga and test_checkpointing")
 def test_what_auto_decided_holds_after_a_resume(train):
     """With another number of retained graphs, gradients are added up in another order, and the last bits differ."""
@@ -281,14 +262,14 @@ def test_what_auto_decided_holds_after_a_resume(train):
 
 
 def test_each_line_of_the_log_comes_once(train):
-    """Where a source has no sizes.json, a warning comes before the log is set up."""
+    """If a source has no sizes.json, a warning comes before the log is set up."""
     write_source(train.folder / "uncounted", 0, 20, 13, sizes=False)
     _, printed, _ = train(None, "--epochs=1", f"--train-data=a={train.folder}/uncounted", "--verbose", status=0)
     assert printed.count("Start epoch 0") == 1
 
 
 def test_a_run_shows_what_it_will_do_and_where_it_is(train):
-    """Ten lines and not hundreds; the log file has the rest. At its end it says what there is, and what to type next."""
+    """Ten lines and not hundreds; the log file has the rest. At its end it lists the results and the next command."""
     pairs = train.folder / "shown"
     write_retrieval_set(pairs, [1, 2, 1, 1])
     _, printed, folder = train(None, "--epochs", "1", "--retrieval-data", f"r={pairs}", name="shown", status=0)
@@ -321,12 +302,14 @@ def test_a_run_that_ends_early_leaves_its_page_and_a_resumed_one_each_step_once(
     assert read_record(folder)["end"][-1]["how"] == how
     begun = (folder / "record.jsonl").read_text()
     (folder / "record.jsonl").write_text(begun + '{"kind": "step", "at": 0.9')  # as a killed process may leave it
+    (folder / "checkpoints" / ".epoch_1.pt.99.00.part").touch()
     _, printed, _ = train(None, "--resume", "latest", name=name, status=0)
     record = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
     at = [line["at"] for line in record if line["kind"] == "step"]
     assert at == pytest.approx([epoch + (i + 1) / STEPS for epoch in (0, 1) for i in range(STEPS)])
     assert [line["how"] for line in record if line["kind"] == "end"] == ["done"]
     assert "goes on after step" in printed and sum(line["kind"] == "start" for line in record) == 2
+    assert not list((folder / "checkpoints").glob(".*"))
 
 
 @pytest.mark.slow(reason="torchrun and a rank that import torch, 12 s; tests/core holds the end with a parent")

@@ -21,7 +21,7 @@ from training.data import TrainData
 from training.train import Trainer, create_loss
 
 W, K, B, STEPS = 8, 3, 4, 3
-# What may wait in the epoch, by a part of its line: (how often, why). A fake tensor gives a list number by number.
+# Waits allowed in the epoch, by a part of their line: (how often, why). A fake tensor gives a list number by number.
 ALLOWED = {
     "data/images.py _scale_and_shift": (2, "mean and std are brought to the device once"),
     "losses/gathering.py gathered_sizes": ((W + 1) * STEPS, "how many rows each rank holds, once a step"),

@@ -70,7 +70,7 @@ def test_what_is_installed_is_the_release_that_was_tested():
     ("version", "told"), [("3.3.9", None), ("4.2.1", None), ("4.3.0", "not tested"), ("4.0.2", "not")]
 )
 def test_a_minor_release_that_was_not_tested_is_taken_with_a_warning(monkeypatch, caplog, version, told):
-    """The names of main are looked at all the same; what else changed, nobody knows."""
+    """The names of main are looked at all the same; other changes stay unknown."""
     monkeypatch.setattr(open_clip, "__version__", version)
     monkeypatch.setattr(run, "check_host", lambda: hooks.TABLES[line_of(version)])
     args, config = parse(["--dataset-type", "synthetic", "--device", "foo"])
@@ -166,7 +166,7 @@ def test_what_is_replaced_is_put_back():
 
 
 def test_copy_codebase_copies_the_packages_that_train_once_on_the_first_rank(tmp_path):
-    """open_clip's own copies the folder three levels above its main: of an installed package the environment."""
+    """open_clip's own copies the folder three levels above its main: that of an installed package."""
     args, config = parse(["--dataset-type", "synthetic", "--logs", str(tmp_path), "--name", "run"])
     a_run, code = run.Run(args, config, None, Console()), tmp_path / "run" / "code"
     a_run.copy_codebase(Namespace(rank=1))

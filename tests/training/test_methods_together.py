@@ -14,7 +14,7 @@ from support.dga_reference import errors as relative_errors
 from support.programs import COMMON, launch
 from support.replayed import features_of
 from support.tars import write_source
-from support.tiny_clip import NATIVE_VISION, WORDS, bert_text, write_bert
+from support.tiny_clip import NATIVE_VISION, NUMBERED, bert_text, write_bert
 
 RANKS, DGA_STEPS, MICRO_BATCH = 2, 4, 3
 
@@ -23,8 +23,7 @@ RANKS, DGA_STEPS, MICRO_BATCH = 2, 4, 3
 def steps(tmp_path_factory):
     """The records of two real ranks of their first steps: inputs, random state, weights, gradients."""
     folder = tmp_path_factory.mktemp("together")
-    words = [*WORDS, "sample", *"0123456789", *(f"##{digit}" for digit in "0123456789")]
-    text = bert_text(write_bert(folder / "bert", words=words))
+    text = bert_text(write_bert(folder / "bert", words=NUMBERED))
     (folder / "tiny.json").write_text(json.dumps({"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": text}))
     a, b = (
         write_source(folder / name, first, 100, 30, px=40, caption="a big cat with the red house of")
@@ -58,7 +57,7 @@ def one_graph(entries, mix: Mix, *, replay_masks: bool = True) -> tuple[dict[str
 def test_gradient_of_all_methods_on_two_ranks_is_that_of_one_graph(steps):
     """fp32, 5e-5 as in invariant 1; other masks (negative control) miss it by far."""
     coins = set()
-    mixup = CoinFlipMixup(1.0, seed=3)  # what each rank draws by itself
+    mixup = CoinFlipMixup(1.0, seed=3)  # the draws of each rank
     for entries in steps:
         assert not torch.equal(entries[0]["rng"], entries[1]["rng"])  # each rank draws masks of its own
         mix = mixup.draw()

@@ -62,9 +62,14 @@ REFUSED = {
         "with --train-data-upsampling-factors 1::2::3 is not understood",
     ),
     "folder": ({"train_data": "s"}, "name it to read it as a source: --train-data NAME=s"),
-    "separator": ({"train_data": "here.csv"}, r"no column 'filepath' but 'filepath,title' where columns end at '\t'"),
+    "no known ending": (
+        {"train_data": "nowhere"},
+        "--train-data nowhere does not end in .tar, .csv or .tsv; correct the path, or name a source",
+    ),
+    "no known ending, to evaluate on": ({"val_data": "s"}, "--val-data s does not end in .tar, .csv or .tsv; correct"),
+    "separator": ({"train_data": "here.csv"}, r"no column 'filepath'; split at '\t' its columns are 'filepath,title'"),
     "column": ({"train_data": "here.csv", "csv_separator": ",", "csv_caption_key": "x"}, "give --csv-caption-key"),
-    "image": ({"train_data": "p/beside.tsv"}, "begins with the image 0.png, which does not exist from"),
+    "image": ({"train_data": "p/beside.tsv"}, "the first image of --train-data p/beside.tsv, 0.png, does not exist in"),
     "no rows": ({"train_data": "empty.tsv"}, "--train-data empty.tsv has no rows"),
 }
 
@@ -160,7 +165,7 @@ def test_what_open_clip_refuses_in_a_sentence_is_shown_as_one(run, data, words):
 
 
 def test_a_run_that_fails_before_its_first_step_leaves_its_name_free(run, data):
-    (data / "p" / "1.png").unlink()  # not the first image, which is looked at beforehand
+    (data / "p" / "1.png").unlink()  # not the first image, which is checked beforehand
     status, said = run("--train-data", "here.csv", "--batch-size", "8", name="first")
     assert status == 2 and "p/1.png: No such file or directory; correct the path" in said
     assert not (data / "logs" / "first").exists()

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,24 +15,36 @@ import torch
 from safetensors.torch import save
 
 from open_clip_zerovl.align.encoders import Tower, open_tower
-from open_clip_zerovl.align.export import check_together, export_aligned
-from open_clip_zerovl.align.heads import GATED_ALONE, Heads, check_head
-from open_clip_zerovl.align.page import write_align_page
+from open_clip_zerovl.align.export import TRANSFORMERS_ALONE, check_together, export_aligned
+from open_clip_zerovl.align.heads import GATED_ALONE, Heads
 from open_clip_zerovl.align.request import AlignRequest, Recipe
-from open_clip_zerovl.align.rows import Features, cut_captions, embed_tower, make_pairs, open_sources
+from open_clip_zerovl.align.rows import (
+    Features,
+    Sources,
+    embed_tower,
+    make_pairs,
+    open_sources,
+    shared_ids,
+    unit_scale,
+    views_of,
+)
 from open_clip_zerovl.align.train import Outcome, Task, chunk_rows, default_batch, default_epochs, train_heads
 from open_clip_zerovl.checkpoints.loading import choose_device, load_model
+from open_clip_zerovl.checkpoints.transformers_folder import is_transformers_folder
 from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.core.flags import conflicts, out_of_range
 from open_clip_zerovl.core.memory import available_bytes
 from open_clip_zerovl.data.schedule import source_schedule
-from open_clip_zerovl.embeddings.store import Store
+from open_clip_zerovl.distill.rows import open_teacher_folder, widths_of
+from open_clip_zerovl.embeddings.sources import augmentation_of, cut_captions
+from open_clip_zerovl.embeddings.store import Rows, Store
 from open_clip_zerovl.evaluate.bias.resampling import Measure, interval, mean_over, resampled
 from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, hit_probabilities, recall_bounds
 from open_clip_zerovl.report.bounds import RECALL_KS
-from open_clip_zerovl.report.plot import require_matplotlib
+from open_clip_zerovl.report.html import write_page
+from open_clip_zerovl.report.plot import FAINT, MODEL_COLOURS, Line, draw_levels, line_chart, require_matplotlib
 from open_clip_zerovl.report.tables import text_table
 
 DRAWS = 1000  # of an interval
@@ -48,8 +59,8 @@ class Result:
 
     Attributes:
         of_seeds: held-out RSUM of each seed.
-        seconds: of all seeds' trainings.
-        interval: of the RSUM, 95 % of draws of the held-out pictures.
+        seconds: duration of the trainings of all seeds.
+        interval: interval of the RSUM that holds 95 % of the draws of held-out pictures.
     """
 
     image: Tower
@@ -106,7 +117,7 @@ def run_align(request: AlignRequest, say: Say = lambda line: print(line, flush=T
         OUT/rows/, OUT/trained/        stored features, and the states of trainings
 
     Returns:
-        The pairings, the best one first; [] where only a part of the features was asked for.
+        The pairings, the best one first; [] if only a part of the features was asked for.
 
     Raises:
         UserError: encoders, data or settings that do not fit, before anything is embedded; what embedding, training and
@@ -119,7 +130,9 @@ class Alignment:
     """A call of `zerovl align`; see `run_align`.
 
     Attributes:
-        stores: of each tower's features, by the tower's number.
+        teacher: stored ones, of `--teacher`.
+        views: on which the heads of each image tower are trained, by the tower's number.
+        stores: tower number -> its stored features, with its views' if there are any.
     """
 
     def __init__(self, request: AlignRequest, say: Say) -> None:
@@ -135,20 +148,22 @@ class Alignment:
             source_schedule(
                 sizes, request.batch_size, strategy=request.sampling, seed=0, epoch=0, names=self.sources.names
             )
-        if request.head == "glu" and (request.out / "model").exists():
-            raise UserError(
-                f"--head glu writes no model, and {request.out / 'model'} is of other heads; give another --out"
-            )
         load = cache(load_model)
         options: dict[str, Any] = {"text_pool": request.text_pool, "context_length": request.context_length}
         self.images = [open_tower(name, "image", load=load) for name in request.images]
         self.texts = [open_tower(name, "text", load=load, **options) for name in request.texts]
         self.pairings = list(itertools.product(self.images, self.texts))
         for image, text in self.pairings:
-            check_head(request.head, image)
-            check_head(request.head, text)
-            check_together(image, text)
-        self.stores: dict[int, Store] = {}
+            check_together(image, text, request.head, request.loss)
+        forms = {
+            request.head != "glu" and ("open_clip", "transformers")[image.kind == "vision"] for image in self.images
+        }
+        held = request.out / "model"
+        if held.exists() and forms != {("open_clip", "transformers")[is_transformers_folder(held)]}:
+            raise UserError(f"{held} has other heads than this call, or is for another library; give another --out")
+        self.teacher = None if request.teacher is None else open_teacher_folder(request.teacher)
+        self.views = {id(tower): views_of(tower, self.sources, request, self.teacher) for tower in self.images}
+        self.stores: dict[int, list[Store]] = {}
 
     def run(self) -> list[Result]:
         """See `run_align`."""
@@ -187,13 +202,15 @@ class Alignment:
         for tower in (*self.images, *self.texts):
             self.say(f"{tower.side:6} {tower.words()}")
         for tower in self.texts:
-            looked_at, cut = cut_captions(tower, sources)
+            length = tower.tokenizer.context_length
+            looked_at, cut, _ = cut_captions(tower.tokenizer, length, sources.opened[: sources.training])
             if cut:
-                length = tower.tokenizer.context_length
                 self.say(
                     f"       {cut:,} of {looked_at:,} captions are longer than its {length} tokens and are cut (an hf: encoder"
                 )
                 self.say("       takes more by --context-length)")
+        if views := next(filter(None, self.views.values()), None):
+            self.say(f"views  {views.count} of each picture, {augmentation_of(views.transform, views.pixel_path)[1]}")
         count = sources.begins[sources.training]
         names = ", ".join(sources.names)
         self.say(
@@ -204,30 +221,35 @@ class Alignment:
         self.say(f"heads  {request.head}, to {request.embed_dim} numbers; {how}")
         if request.head == "glu":
             self.say(f"       {GATED_ALONE}")
+        elif any(tower.kind == "vision" for tower in self.images):
+            self.say(f"       of a vision model of transformers: {TRANSFORMERS_ALONE}")
 
     def _embed(self, tower: Tower) -> None:
-        request = self.request
-        store = embed_tower(
-            tower,
-            self.sources,
-            request.rows or request.out / "rows",
-            request,
-            device=self.device,
-            say=lambda line: self.say(f"rows   {line}"),
-        )
+        request, folder = self.request, self.request.rows or self.request.out / "rows"
+        given: dict[str, Any] = {"device": self.device, "say": lambda line: self.say(f"rows   {line}")}
+        stores = [embed_tower(tower, self.sources, folder, request, **given)]
+        if views := self.views.get(id(tower)):
+            trained = Sources(self.sources.opened[: self.sources.training], self.sources.training)
+            stores.append(embed_tower(tower, trained, folder, request, views=views, **given))
         tower.module.cpu()
-        if request.part == (0, 1) and not store.done.all():
-            lacking = int((~store.done).sum())
+        lacking = next((store for store in stores if not store.done.all()), None)
+        if request.part == (0, 1) and lacking is not None:
+            count = int((~lacking.done).sum())
             raise UserError(
-                f"{store.folder} lacks {lacking:,} samples that could not be read; mend the data, call again"
+                f"{lacking.folder} lacks {count:,} samples that could not be read; mend the data, call again"
             )
-        self.stores[id(tower)] = store
+        self.stores[id(tower)] = stores
 
     def _tasks(self) -> Callable[[Tower, Tower], Task]:
         """The pairs, as a task of any two towers."""
         request, stores = self.request, self.stores
-        picture_ids = np.array(stores[id(self.images[0])].rows["1.images"].array)
-        caption_ids = np.array(stores[id(self.texts[0])].rows["1.texts"].array)
+        taught: list[list[Rows]] = [[], []]  # images and texts of each teacher
+        if self.teacher is not None:
+            numbers = range(len(widths_of(self.teacher.manifest)))
+            taught = [[self.teacher.rows[f"{n}.{kind}"] for n in numbers] for kind in ("images", "texts")]
+        seen = [store for tower in self.images for store in stores[id(tower)]]
+        picture_ids = shared_ids("images", seen, taught[0])
+        caption_ids = shared_ids("texts", [store for tower in self.texts for store in stores[id(tower)]], taught[1])
         pairs = make_pairs(self.sources, picture_ids, caption_ids, seed=request.seed, share=request.held_out_share)
         held = pairs.held_out
         line = f"pairs  {len(pairs.images):,} samples; held out {len(held.images):,} pictures with {len(held.texts):,} captions"
@@ -236,24 +258,29 @@ class Alignment:
         self.say(line)
         self._require_sources(pairs.names)
         room = available_bytes(self.device)
-        each = None if room is None else room // (4 * len(stores))
+        each = None if room is None else room // (4 * (sum(map(len, stores.values())) + sum(map(len, taught))))
 
         @cache
-        def features(number: int) -> Features:
-            image = any(id(tower) == number for tower in self.images)
-            name, wanted = ("0.images", pairs.images) if image else ("0.texts", pairs.texts)
-            found = Features(stores[number], name, wanted, self.device, each)
+        def features(rows: Rows, scale: float) -> Features:
+            found = Features(rows, scale, self.device, each)
             if found.mapped:
-                self.say(
-                    f"       {stores[number].folder.name} does not fit in memory: each step reads its rows from the disk"
-                )
+                self.say(f"       {rows.path} does not fit in memory: each step reads its rows from the disk")
             return found
 
+        teachers = [(features(images, 1.0), features(texts, 1.0)) for images, texts in zip(*taught, strict=True)]
+
         def task(image: Tower, text: Tower) -> Task:
-            of = [stores[id(image)].digest, stores[id(text)].digest, self.sources.training, request.held_out_share]
+            plain, *further = stores[id(image)]
+            words = stores[id(text)][0]
+            pictures, texts = plain.rows["0.images"], words.rows["0.texts"]
+            of: list[Any] = [one.digest for one in (plain, words, *further, *filter(None, [self.teacher]))]
+            of += [self.sources.training, request.held_out_share]
+            of += [len(pairs.images), len(pairs.texts)]  # a tower of the same call may lack samples
             of += [] if request.held_out else [request.seed]  # which also draws the held-out pictures
-            digest = "-".join(map(str, of))
-            return Task(pairs, features(id(image)), features(id(text)), picture_ids, caption_ids, self.device, digest)
+            scale = unit_scale(pictures, pairs.images)
+            sides = features(pictures, scale), features(texts, unit_scale(texts, pairs.texts))
+            shown = features(further[0].rows["0.images"], scale) if further else None
+            return Task(pairs, *sides, picture_ids, caption_ids, self.device, "-".join(map(str, of)), shown, teachers)
 
         return task
 
@@ -265,7 +292,7 @@ class Alignment:
             self.device, weights, request.embed_dim, task.pairs.sizes, request.sampling
         )
         epochs = request.epochs or default_epochs(len(task.pairs.images), batch)
-        chunk = chunk_rows(batch, self.device)
+        chunk = chunk_rows(batch, self.device, request.teacher is not None)
         in_loss, in_heads = (f"{6e-6 * count:.2g} M" for count in (batch * request.embed_dim, weights))
         costs = f"a pair costs {in_loss} operations in the loss, {in_heads} in the heads"
         self.say(
@@ -290,7 +317,7 @@ class Alignment:
         self.say(f"       epoch {epoch:>3}: loss {loss:.3f}, held-out RSUM {score:.1f}")
 
     def _write(self, ranked: Sequence[Result], facts: Sequence[str], chance: float) -> None:
-        """Print and write what came out."""
+        """Print and write the results."""
         out, best, rows = self.request.out, ranked[0], [one.row() for one in ranked]
         self.say(text_table(HEADER, rows, left=2))
         for fact in facts:
@@ -304,12 +331,35 @@ class Alignment:
         else:
             metrics, kind = best.outcome.metrics, best.recipe.head
             folder = export_aligned(out / "model", best.image, best.text, heads, kind, scales, metrics=metrics)
-            self.say(f"The model is in {folder}: open_clip opens it as local-dir:{folder};")
-            self.say("zerovl retrieval, search, export and train --init-from take it")
-        curves = {
-            f"{number}: {one.image.name[-18:]} + {one.text.name[-18:]}": one.outcome.scores
-            for number, one in enumerate(ranked[:DRAWN], start=1)
-        }
-        write_align_page(Path(out / "align.html"), facts, HEADER, rows, curves, chance, vars(best.recipe))
+            if best.image.kind == "vision":
+                self.say(f"The model is in {folder}: {TRANSFORMERS_ALONE}")
+            else:
+                self.say(f"The model is in {folder}: open_clip opens it as local-dir:{folder};")
+                self.say("zerovl retrieval, search, export and train --init-from take it")
+
+        def lines(column: int) -> list[Line]:  # of the checks, beside their epoch
+            found = []
+            for number, (one, colour) in enumerate(zip(ranked[:DRAWN], MODEL_COLOURS, strict=False), start=1):
+                name = f"{number}: {one.image.name[-18:]} + {one.text.name[-18:]}"
+                checks = list(zip(*one.outcome.scores, strict=True))
+                found.append(Line(name, checks[0], checks[column], colour, {"marker": "o"}))
+            return found
+
+        write_page(
+            out / "align.html",
+            "align.html",
+            title="An alignment",
+            facts=facts,
+            header=HEADER,
+            rows=rows,
+            training=line_chart(
+                lines(1),
+                x="epoch",
+                y="RSUM, held out",
+                finish=lambda axes: draw_levels(axes, {"chance": (chance, FAINT)}),
+            ),
+            losses=line_chart(lines(2), x="epoch", y="loss"),
+            settings=[(name.replace("_", " "), str(value)) for name, value in vars(best.recipe).items()],
+        )
         record = {"chance": chance, "pairings": [one.record() for one in ranked]}
         write_atomically(out / "align.json", json.dumps(record, indent=1) + "\n")

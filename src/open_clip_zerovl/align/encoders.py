@@ -1,7 +1,8 @@
 """A frozen tower from the name of an encoder, in open_clip's form: its embeddings are those of the exported model.
 
     timm:NAME|FOLDER         an image tower of timm
-    hf:NAME|FOLDER           a text tower of transformers or sentence-transformers, pooled by its own config
+    hf:NAME|FOLDER           a vision model of transformers, as it pools itself; or a text tower of transformers or
+                             sentence-transformers, pooled by its own config
     NAME/TAG, FOLDER, *.pt   either tower of an open_clip model
 
 `F` width of the features, which come before any projection.
@@ -24,6 +25,8 @@ from torch import Tensor, nn
 
 from open_clip_zerovl.checkpoints.loading import UNBUILDABLE, load_model, spec_of, tokenizer_of
 from open_clip_zerovl.checkpoints.spec import ModelSpec
+from open_clip_zerovl.checkpoints.transformers_folder import preprocess_of
+from open_clip_zerovl.checkpoints.transformers_towers import PooledVision
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.embeddings.encoder import (
     FrozenModel,
@@ -37,8 +40,8 @@ from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH
 from open_clip_zerovl.models.local_dir import no_code_from_data
 
 # The other tower of a model that is built for one of them.
-_SMALL_IMAGE = {"image_size": 8, "layers": 1, "width": 8, "head_width": 8, "patch_size": 8}
-_SMALL_TEXT = {"context_length": 4, "vocab_size": 8, "width": 8, "heads": 1, "layers": 1}
+SMALL_IMAGE = {"image_size": 8, "layers": 1, "width": 8, "head_width": 8, "patch_size": 8}
+SMALL_TEXT = {"context_length": 4, "vocab_size": 8, "width": 8, "heads": 1, "layers": 1}
 _POOLERS = {"cls": "cls_last_hidden_state_pooler", "mean": "mean_pooler"}
 # Text models whose positions begin after the padding token's number.
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "mpnet", "camembert")
@@ -52,14 +55,14 @@ class Tower:
     Attributes:
         side: "image" or "text".
         name: as given.
-        kind: of its projection in open_clip: "timm", "vit", "resnet", "hf" or "clip".
+        kind: kind of its projection in open_clip: "timm", "vit", "resnet", "hf" or "clip"; "vision" if it has no such tower.
         cfg: open_clip's vision_cfg or text_cfg.
         module: pictures or tokens -> features (b, F).
         tensors: the tower's weights under open_clip's names, without its projection.
         width: F.
-        preprocess_cfg: of an image tower, open_clip's.
-        tokenizer: of a text tower.
-        quick_gelu: whether the model that the tower comes from has QuickGELU; None where it has no such choice.
+        preprocess_cfg: open_clip's settings of an image tower's transform.
+        tokenizer: the tokenizer of a text tower.
+        quick_gelu: whether the model that the tower comes from has QuickGELU; None if it has no such choice.
     """
 
     side: str
@@ -135,7 +138,7 @@ def open_tower(
     Args:
         name: see the module's text.
         side: "image" or "text".
-        text_pool: "cls" or "mean", of an `hf:` encoder; None: as its sentence-transformers config says, else "cls".
+        text_pool: "cls" or "mean" for an `hf:` encoder; None takes that of its sentence-transformers config, else "cls".
         context_length: tokens of an `hf:` encoder's texts; None: its own, at most 77.
         load: `load_model`, or one that keeps its models, so that both towers of a model come from one loading.
 
@@ -149,12 +152,9 @@ def open_tower(
                 raise UserError(f"{name} is an image encoder of timm; give it as --image, and a text encoder as --text")
             return _timm(name, place)
         if colon and kind == "hf":
-            if side == "image":
-                raise UserError(
-                    f"{name}: open_clip has no image towers of transformers, and timm has DINOv2, DINOv3 and SigLIP 2, too; "
-                    "give --image timm:NAME"
-                )
-            return _hf(name, place, text_pool, context_length)
+            folder = Path(place).expanduser()
+            source = str(folder.absolute()) if folder.is_dir() else place
+            return _hf_vision(name, source) if side == "image" else _hf_text(name, source, text_pool, context_length)
         return _of_open_clip(name, side, load)
     except UserError:
         raise
@@ -182,8 +182,8 @@ def _timm(name: str, place: str) -> Tower:
     rebuilt = {key: value.shape for key, value in _visual(cfg).state_dict().items()}
     if rebuilt != {key: value.shape for key, value in visual.state_dict().items()}:
         raise UserError(
-            f"{name} was built with arguments of its own, and open_clip builds timm's {architecture} by its name alone, with "
-            "other tensors; give a model that timm builds so"
+            f"{name} was built with special arguments, but open_clip builds timm's {architecture} from its name alone, which "
+            "gives other tensors; give a model that timm builds from its name"
         )
     preprocess = {"size": size, "mean": list(data["mean"]), "std": list(data["std"]), "mode": "RGB"}
     preprocess["interpolation"] = data["interpolation"]
@@ -192,7 +192,7 @@ def _timm(name: str, place: str) -> Tower:
 
 
 def _visual(vision_cfg: dict[str, Any]) -> Any:
-    return CustomTextCLIP(8, vision_cfg, _SMALL_TEXT).visual
+    return CustomTextCLIP(8, vision_cfg, SMALL_TEXT).visual
 
 
 def _image_tower(
@@ -213,8 +213,27 @@ def _towers_own(tower: nn.Module) -> dict[str, Tensor]:
     return {key: value for key, value in tower.state_dict().items() if not _PROJECTION.fullmatch(key)}
 
 
-def _hf(name: str, place: str, text_pool: str | None, context_length: int | None) -> Tower:
-    source = str(Path(place).expanduser().absolute()) if Path(place).expanduser().is_dir() else place
+def _hf_vision(name: str, source: str) -> Tower:
+    from transformers import AutoConfig, AutoImageProcessor, AutoModel
+
+    config = AutoConfig.from_pretrained(source)
+    config = getattr(config, "vision_config", config)  # of a dual encoder
+    model, found = AutoModel.from_pretrained(source, config=config, output_loading_info=True)
+    if found["missing_keys"]:
+        raise UserError(
+            f"{name} holds no weights of {sorted(found['missing_keys'])[0]}; give an encoder with all of them"
+        )
+    preprocess = preprocess_of(AutoImageProcessor.from_pretrained(source))
+    visual = PooledVision(model.float().eval(), preprocess)
+    with torch.no_grad():
+        pooled = model(pixel_values=torch.zeros(1, 3, *size_of(preprocess))).get("pooler_output")
+    if pooled is None or pooled.shape != (1, getattr(config, "hidden_size", 0)):
+        raise UserError(f"{name}, a {config.model_type}, pools no vector of its pictures; give another encoder")
+    cfg = {"hf_model_name": Path(source).name, "image_size": preprocess["size"]}
+    return Tower("image", name, "vision", cfg, visual, {}, pooled.shape[1], preprocess)
+
+
+def _hf_text(name: str, source: str, text_pool: str | None, context_length: int | None) -> Tower:
     pool, own_length = _sentence_transformer(source)
     pool = text_pool or pool or "cls"
     if pool not in _POOLERS:
@@ -224,11 +243,11 @@ def _hf(name: str, place: str, text_pool: str | None, context_length: int | None
         )
     cfg = {"hf_model_name": source, "hf_tokenizer_name": source, "hf_model_pretrained": True}
     cfg |= {"hf_pooler_type": _POOLERS[pool], "hf_proj_type": "linear"}
-    text = CustomTextCLIP(8, _SMALL_IMAGE, cfg).text
+    text = CustomTextCLIP(8, SMALL_IMAGE, cfg).text
     config = text.config
     if getattr(config, "pad_token_id", None) is None:
         raise UserError(
-            f"{name} names no padding token, by which open_clip's text towers find the end of a text; take another encoder"
+            f"{name} has no padding token, and open_clip's text towers find the end of a text by it; give another encoder"
         )
     places = getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT_LENGTH
     places -= config.pad_token_id + 1 if config.model_type in _OFFSET_POSITIONS else 0
@@ -250,7 +269,7 @@ def _sentence_transformer(source: str) -> tuple[str | None, int]:
 
 
 def _config(source: str, file: str) -> dict[str, Any]:
-    """A JSON file of a model's folder or of the hub; {} where it has none."""
+    """A JSON file of a model's folder or of the hub; {} if it has none."""
     from transformers.utils import cached_file
 
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
@@ -278,11 +297,11 @@ def _of_open_clip(name: str, side: str, load: Callable[[str], Any]) -> Tower:
         return _image_tower(name, model.visual, cfg, preprocess, quick)
     if "multimodal_cfg" in spec.model_cfg:
         raise UserError(
-            f"{name} writes captions, and its text tower has no features of a whole text alone; give another --text"
+            f"{name} writes captions, and its text tower has no features of a whole text; give another --text"
         )
     cfg = copy.deepcopy(spec.model_cfg["text_cfg"])
     if not hasattr(model, "text"):
-        built = CustomTextCLIP(spec.model_cfg["embed_dim"], _SMALL_IMAGE, cfg, quick_gelu=quick)
+        built = CustomTextCLIP(spec.model_cfg["embed_dim"], SMALL_IMAGE, cfg, quick_gelu=quick)
         weights = convert_to_custom_text_state_dict(model.state_dict())
         built.text.load_state_dict({key[5:]: value for key, value in weights.items() if key.startswith("text.")})
         return _text_tower(name, built.text, cfg, quick_gelu=quick)

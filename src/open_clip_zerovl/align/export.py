@@ -1,33 +1,57 @@
-"""Two towers and their heads as a folder that stock open_clip loads."""
+"""Two towers and their heads as a folder that stock open_clip loads, or transformers where open_clip has no such towers."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from open_clip.model import CustomTextCLIP
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from open_clip_zerovl.align.encoders import Tower
-from open_clip_zerovl.align.heads import Heads, folded, placed
+from open_clip_zerovl.align.encoders import SMALL_IMAGE, SMALL_TEXT, Tower
+from open_clip_zerovl.align.heads import Heads, check_head, folded, placed
 from open_clip_zerovl.checkpoints.card import ModelCard
-from open_clip_zerovl.checkpoints.export import PROBE_TEXTS, write_local_dir
+from open_clip_zerovl.checkpoints.export import PROBE_TEXTS, check_destination, write_local_dir
 from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.checkpoints.spec import ModelSpec
+from open_clip_zerovl.checkpoints.transformers_folder import (
+    Opened,
+    is_transformers_folder,
+    whole_model,
+    write_transformers,
+)
+from open_clip_zerovl.checkpoints.transformers_towers import POOLED_TYPES, refuse
 from open_clip_zerovl.core.errors import UserError
 
+TRANSFORMERS_ALONE = "transformers' AutoModel and AutoProcessor open it; open_clip and zerovl's other commands cannot"
 TOLERANCE = 1e-4  # of an embedding's entries: exported model and heads on features
 
 
-def check_together(image: Tower, text: Tower) -> None:
-    """Raise a UserError if one tower has QuickGELU and the other GELU: a model of open_clip has one of them for both."""
+def check_together(image: Tower, text: Tower, head: str, loss: str) -> None:
+    """Raise a UserError if no folder can hold both towers with these heads. Gated heads are written without towers."""
+    check_head(head, image)
+    check_head(head, text)
+    if image.kind == "vision" and head != "glu":
+        try:
+            if text.kind != "hf":
+                refuse(f"{text.name} is a text tower of open_clip's own")
+            whole_model(_in_memory(image, text, Heads(head, (image.width, text.width), 1, loss), (1.0, 1.0)))
+        except UserError as error:
+            raise UserError(
+                f"open_clip has no image tower such as {image.name}, and {str(error).partition(';')[0]}; give --loss clip and "
+                f"a text encoder of {', '.join(POOLED_TYPES)} with --text-pool cls, or an image encoder of timm"
+            ) from error
+    # A model of open_clip has QuickGELU or GELU in both towers.
     both = (image.quick_gelu, text.quick_gelu)
     if None not in both and both[0] != both[1]:
         named = (image.name, text.name) if image.quick_gelu else (text.name, image.name)
         raise UserError(
-            f"{named[0]} was trained with QuickGELU and {named[1]} without, and a model of open_clip has one for both towers; "
-            "give two that agree, or one of them from timm or transformers"
+            f"{named[0]} was trained with QuickGELU and {named[1]} without, but both towers of an open_clip model have the "
+            "same activation; give two encoders that agree, or take one of them from timm or transformers"
         )
 
 
@@ -41,16 +65,24 @@ def export_aligned(
     *,
     metrics: Mapping[str, float],
 ) -> Path:
-    """Write the model in open_clip's form.
+    """Write the model in open_clip's form; with a vision model of transformers, as its dual encoder.
 
     Args:
-        kind: of the heads, "linear" or "mlp".
+        kind: the kind of the heads, "linear" or "mlp".
         scales: by which image and text features were multiplied (`rows.Features`).
         metrics: for the model card.
 
     Raises:
         UserError: as `write_local_dir`; a folder whose model gives other embeddings than the heads.
     """
+    metrics = {f"held-out_{key}": value for key, value in metrics.items()}
+    origin = f"Heads ({kind}) trained on the frozen encoders {image.name} and {text.name}."
+    if image.kind == "vision":
+        cfg = {"embed_dim": heads.embed_dim, "vision_cfg": image.cfg, "text_cfg": text.cfg}
+        spec, model = ModelSpec("aligned", cfg, image.preprocess_cfg), _in_memory(image, text, heads, scales)
+        check_destination(out, force=True, is_export=is_transformers_folder, kind="export for transformers")
+        card = ModelCard(spec, model.state_dict(), origin, metrics=metrics, library="transformers")
+        return write_transformers(Opened(model, text.tokenizer, spec, {}), out, card)
     state = {name: value.detach().cpu() for name, value in heads.state_dict().items()}
     weights: dict[str, Tensor] = {name: state[name] for name in ("logit_scale", "logit_bias") if name in state}
     cfgs = []
@@ -65,11 +97,23 @@ def export_aligned(
     if "logit_bias" in weights:
         model_cfg["init_logit_bias"] = float(weights["logit_bias"])
     spec = ModelSpec("aligned", model_cfg, image.preprocess_cfg)
-    origin = f"Heads ({kind}) trained on the frozen encoders {image.name} and {text.name}."
-    card = ModelCard(spec, weights, origin, metrics={f"held-out_{key}": value for key, value in metrics.items()})
+    card = ModelCard(spec, weights, origin, metrics=metrics)
     folder = write_local_dir(origin, weights, spec, out, card=card, force=True)
     _verify(folder, image, text, heads, scales)
     return folder
+
+
+def _in_memory(image: Tower, text: Tower, heads: Heads, scales: tuple[float, float]) -> Any:
+    """Towers and linear heads as a model of open_clip; the towers' weights are shared."""
+    model: Any = CustomTextCLIP(heads.embed_dim, SMALL_IMAGE, SMALL_TEXT)
+    heads = copy.deepcopy(heads).cpu()
+    for part, tower, head, scale in (("visual", image, heads.image, scales[0]), ("text", text, heads.text, scales[1])):
+        whole = copy.copy(tower.module)
+        head.load_state_dict(folded("linear", head.state_dict(), scale))
+        whole._modules = {**whole._modules, "proj": head}
+        setattr(model, part, whole)
+    model.logit_scale, model.logit_bias = heads.logit_scale, heads.logit_bias
+    return model.eval()
 
 
 @torch.no_grad()

@@ -75,8 +75,8 @@ class Heads(nn.Module):
     """Both heads and the temperature.
 
     Args:
-        widths: of the image's and the text's features.
-        seed: of the initial weights.
+        widths: the widths of the image's and the text's features.
+        seed: the seed of the initial weights.
     """
 
     def __init__(self, kind: str, widths: tuple[int, int], embed_dim: int, loss: str = "clip", seed: int = 0) -> None:
@@ -100,10 +100,11 @@ class Heads(nn.Module):
 
 
 def check_head(kind: str, tower: Tower) -> None:
-    """UserError for a head of two layers on a tower that open_clip gives none."""
+    """UserError for a head of two layers on a tower that the exported model gives none."""
     if kind == "mlp" and tower.kind not in ("timm", "hf"):
+        library = "transformers" if tower.kind == "vision" else "open_clip"
         raise UserError(
-            f"--head mlp: open_clip gives {tower.name}'s {tower.side} tower a linear projection alone; give --head linear, or "
+            f"--head mlp: {library} gives {tower.name}'s {tower.side} tower only a linear projection; give --head linear, or "
             f"an encoder of {'timm' if tower.side == 'image' else 'transformers'}"
         )
 
@@ -119,7 +120,7 @@ def placed(kind: str, tower: Tower, weights: Mapping[str, Tensor]) -> tuple[dict
 
     Args:
         kind: "linear" or "mlp".
-        weights: of a head, `folded`.
+        weights: the weights of a head, `folded`.
     """
     if tower.kind == "timm":
         names = {

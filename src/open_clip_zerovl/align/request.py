@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from open_clip_zerovl.core.flags import NOT_NEGATIVE, POSITIVE, SHARE, Requirement, flag, natural, part, positive, seed
+from open_clip_zerovl.core.flags import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    Requirement,
+    flag,
+    key_value,
+    natural,
+    part,
+    positive,
+    redeclared,
+    seed,
+)
 from open_clip_zerovl.losses.names import POSITIVES
+from open_clip_zerovl.recipe.flags import TeacherFlags
 
 HEADS = ("linear", "mlp", "glu")
 POOLS = ("cls", "mean")
@@ -14,7 +28,7 @@ POOLS = ("cls", "mean")
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How heads are trained."""
+    """Training settings of heads."""
 
     head: str = flag(
         "linear",
@@ -35,16 +49,24 @@ class Recipe:
     )
     feature_mixup: float = flag(
         0.0,
-        "FuseMix: mix the features of two pairs, both sides by one weight of each step from Beta(A, A); 0: none",
+        "FuseMix: mix the features of one half of a batch with the other's, both sides by one weight of each step from "
+        "Beta(A, A); 0: none",
         range=NOT_NEGATIVE,
         metavar="A",
         needs=(
             Requirement(
-                "--positives pair and --cross-source-weight 1: a mixed pair has two captions, pictures and sources",
-                lambda g: g.positives == "pair" and g.cross_source_weight == 1,
+                "--positives pair, --cross-source-weight 1 and no --teacher: a mixed pair has two of each",
+                lambda g: g.positives == "pair" and g.cross_source_weight == 1 and g.teacher is None,
             ),
         ),
     )
+    teacher: str | None = flag(
+        None,
+        "learn from the embeddings that `zerovl teacher --captions one-per-epoch` has stored in DIR, on its views",
+        metavar="DIR",
+    )
+    distill_weight: float = redeclared(TeacherFlags, "distill_weight", 1.0)
+    distill_temperature: float = redeclared(TeacherFlags, "distill_temperature", 0.01)
     batch_size: int = flag(
         0,
         "pairs in a step (default: 32,768 on a GPU; on a CPU as many as cost no more than the heads)",
@@ -58,7 +80,7 @@ class Recipe:
     patience: int = flag(
         5, "end when the held-out recall has not risen in N of at most 20 checks; 0: never", kind=natural
     )
-    seed: int = flag(0, "of the held-out pictures, the heads and the order", kind=seed)
+    seed: int = flag(0, "seed of the held-out pictures, the heads and the order", kind=seed)
 
     @property
     def sampling(self) -> str:
@@ -68,21 +90,36 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class AlignFlags(Recipe):
-    """How two frozen encoders are aligned."""
+    """Settings of an alignment of two frozen encoders."""
 
     seeds: int = flag(1, "heads trained, with seeds from --seed on; the best is kept", kind=positive)
     held_out_share: float = flag(0.1, "share of the pictures that is held out, at most 1,000", range=SHARE)
+    views: int = flag(
+        1,
+        "train on V augmented views of each picture in place of the picture as it is",
+        kind=positive,
+        metavar="V",
+        needs=(Requirement("no --teacher, which brings its own views", lambda g: g.teacher is None),),
+    )
+    aug_cfg: dict[str, Any] = flag(
+        dict,
+        "augmentation of the views: open_clip's, such as scale=(0.4,1.0)",
+        kind=key_value,
+        nargs="*",
+        metavar="KEY=VALUE",
+        needs=(Requirement("--views or --teacher", lambda g: g.views > 1 or g.teacher is not None),),
+    )
     text_pool: str | None = flag(
-        None, "of an hf: encoder (default: as its sentence-transformers config says, else cls)", choices=POOLS
+        None, "pooling of an hf: encoder (default: that of its sentence-transformers config, else cls)", choices=POOLS
     )
     context_length: int | None = flag(
         None, "tokens of an hf: encoder's texts (default: its own, at most 77)", kind=positive
     )
     rows: Path | None = flag(None, "folder of the stored features (default: OUT/rows)", kind=Path, metavar="DIR")
-    dtype: str = flag("float16", "of the stored features", choices=("float16", "float32"))
+    dtype: str = flag("float16", "number format of the stored features", choices=("float16", "float32"))
     encode_batch: int = flag(64, "samples encoded at once", kind=positive)
     workers: int = flag(0, "loader processes while encoding", kind=natural)
-    device: str = flag("auto", "cpu, cuda, ... (default: cuda where there is one)")
+    device: str = flag("auto", "cpu, cuda, ... (default: cuda if available)")
     amp: bool = flag(False, "encode in bf16")
     part: tuple[int, int] = flag(
         (0, 1), "encode every N-th part alone and end: N calls share the work", kind=part, metavar="I/N"
@@ -91,7 +128,7 @@ class AlignFlags(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class AlignRequest(AlignFlags):
-    """Everything that is asked of an alignment.
+    """A request for an alignment: encoders, data, output and settings.
 
     Attributes:
         images, texts: encoders, named as for `encoders.open_tower`.

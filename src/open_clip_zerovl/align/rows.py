@@ -1,22 +1,25 @@
 """The features of sources by frozen towers, embedded once, and the pairs that they make.
 
     ROWS/image-NAME-HASH/    0.images (n, F) --dtype    1.images (n,) identity of each picture
+    ROWS/views-NAME-HASH/    0.images (n, V, F)         1.images (n, V), of the sources that are trained on
     ROWS/text-NAME-HASH/     0.texts (T, F) --dtype     1.texts (T,) identity of each caption
 
-`n` samples and `T` captions of all sources, `F` width of a tower. An identity is a hash: of a picture's 32 x 32 thumbnail, of a
-caption's text. It is 0 where there is no picture or caption. Equal identities are the same picture or caption: copies of a
-held-out picture are not trained on, and `--positives` finds positives.
+`n` samples and `T` captions of all sources, `V` views, `F` width of a tower. An identity is a hash of a picture's 32 x 32
+thumbnail, of a caption's text. It is 0 where there is no picture or caption. Equal identities are the same picture or caption:
+copies of a held-out picture are not trained on, and `--positives` finds positives.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,19 +32,19 @@ from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import Purpose, stream_seed
 from open_clip_zerovl.data.components import kind_of
-from open_clip_zerovl.data.retrieval import parse_retrieval_data
+from open_clip_zerovl.data.names import PIXEL_PATH
+from open_clip_zerovl.data.retrieval import held_out_count, parse_retrieval_data
 from open_clip_zerovl.data.sources import Source, parse_sources
+from open_clip_zerovl.distill.embed import view_transform
+from open_clip_zerovl.distill.rows import TeacherRows
 from open_clip_zerovl.embeddings.embed import embed, missing_units, require_room, size_words
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.fingerprint import describe_source
-from open_clip_zerovl.embeddings.sources import SourceSamples
-from open_clip_zerovl.embeddings.store import ArraySpec, Manifest, Store
+from open_clip_zerovl.embeddings.sources import SourceSamples, Views, augmentation_of
+from open_clip_zerovl.embeddings.store import ArraySpec, Manifest, Rows, Store
 
 CAPTIONS = "one-per-epoch"
-MOST_HELD_OUT = 1_000  # pictures, as many as in Flickr30K's test set
-FEWEST_PICTURES, FEWEST_HELD_OUT = 40, 10
 _TIMED = 8  # samples whose encoding is timed on a CPU
-_SAMPLED_CAPTIONS = 2_000
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -138,6 +141,7 @@ def embed_tower(
     folder: Path,
     flags: AlignFlags | None = None,
     *,
+    views: Views | None = None,
     device: torch.device,
     say: Callable[[str], None] = lambda line: None,
 ) -> Store:
@@ -146,7 +150,8 @@ def embed_tower(
     Args:
         folder: ROWS.
         flags: precision, batch, workers and part of the work.
-        say: takes the line that tells size and time.
+        views: number of views of each picture; None for the picture as it is.
+        say: is called with the line about size and time.
 
     Raises:
         UserError: too little room, a tower that makes no numbers of a sample, data that cannot be read at all.
@@ -157,48 +162,36 @@ def embed_tower(
     image = tower.side == "image"
     count, captions = int(sources.begins[-1]), int(sources.starts[-1])
     rows, kind = (count, "images") if image else (captions, "texts")
-    arrays: dict[str, ArraySpec] = {f"0.{kind}": (flags.dtype, (rows, tower.width)), f"1.{kind}": ("int64", (rows,))}
+    shape = (rows,) if views is None else (rows, views.count)
+    arrays: dict[str, ArraySpec] = {f"0.{kind}": (flags.dtype, (*shape, tower.width)), f"1.{kind}": ("int64", shape)}
     described = [describe_source(source) for source in sources.opened]
     fingerprints = list(frozen.fingerprints.values())
-    manifest = Manifest({"use": "align", "model": [tower.name], "fingerprints": fingerprints}, described, arrays)
+    facts: dict[str, Any] = {"use": "align", "model": [tower.name], "fingerprints": fingerprints}
+    if views is not None:
+        facts |= {"seed": views.seed, "augmentation": augmentation_of(views.transform, views.pixel_path)}
+    manifest = Manifest(facts, described, arrays)
     name = re.sub(r"[^A-Za-z0-9]+", "-", tower.name)[-40:].strip("-")
-    place = folder / f"{tower.side}-{name}-{flags.dtype}-{fingerprints[0][:8]}"
+    place = folder / f"{'views' if views else tower.side}-{name}-{flags.dtype}-{fingerprints[0][:8]}"
     if not place.exists():
         require_room(folder, manifest)
     store = Store.create(place, manifest, cache=True)
-    samples = SourceSamples(sources.opened, images=image, captions=not image, strict=False)
+    samples = SourceSamples(sources.opened, images=image, captions=not image, views=views, strict=False)
     units = missing_units(store, samples.sizes, part)
     left = sum(samples.sizes[file] for unit in units for file in unit)
     if left:
         timed = batch_size if device.type != "cpu" else min(batch_size, _TIMED)
-        seconds = max(frozen.seconds_of(timed)) / timed * left * (1 if image else captions / max(1, count))
+        each = views.count if views else 1 if image else captions / max(1, count)
+        seconds = max(frozen.seconds_of(timed)) / timed * left * each
         size = size_words(manifest.bytes)
-        say(f"{tower.name}: {left:,} of {count:,} samples to encode, about {duration(seconds)}, {size} in {place}")
+        shown = f" in {views.count} views" if views else ""
+        say(
+            f"{tower.name}: {left:,} of {count:,} samples to encode{shown}, about {duration(seconds)}, {size} in {place}"
+        )
         ids = _PictureIds("identities", eye=thumbnail) if image else _CaptionIds("identities")
         embed(store, [frozen, ids], samples, batch_size=batch_size, workers=flags.workers, part=part, desc=tower.side)
     else:
         say(f"{tower.name}: its features of {count:,} samples are in {place}")
     return store
-
-
-def cut_captions(tower: Tower, sources: Sources) -> tuple[int, int]:
-    """(captions counted, captions that the text tower's context cuts), from the first samples of each source."""
-    texts: list[str] = []
-    for source in sources.opened[: sources.training]:
-        samples = SourceSamples([source], images=False, strict=False)
-        own: list[str] = []
-        for file in range(len(samples.sizes)):
-            own += [caption for sample in samples.read(file) for _, caption in getattr(sample, "captions", ())]
-            if len(own) * sources.training >= _SAMPLED_CAPTIONS:
-                break
-        texts += own[: -(-_SAMPLED_CAPTIONS // sources.training)]
-    if not texts:
-        return 0, 0
-    length = tower.tokenizer.context_length
-    own, wide = (tower.tokenizer(texts, context_length=length + more) for more in (0, 1))
-    padding = getattr(getattr(tower.tokenizer, "tokenizer", None), "pad_token_id", None) or 0
-    # A cut text that ends with a token of its own moves it; where that token also pads, nothing else shows the cut.
-    return len(texts), int(((own != wide[:, :-1]).any(dim=1) | (wide[:, -1] != padding)).sum())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -230,7 +223,7 @@ class Pairs:
         texts: rows of all their captions, sample by sample.
         first: (m + 1,) where each sample's captions begin in `texts`.
         sizes: samples of each source that has any.
-        names: of these sources.
+        names: the names of these sources.
         held_out: of which no picture is among `images`.
         lost: samples without a picture or without a caption.
         copies: samples left out because their picture is held out.
@@ -253,7 +246,7 @@ def make_pairs(
 
     Args:
         picture_ids, caption_ids: (n,) and (T,), 0 where there is none.
-        seed, share: of the pictures that are held out where no sets are given: the same pictures for any encoders.
+        seed, share: they choose the held-out pictures if no sets are given: the same pictures for any encoders.
 
     Raises:
         UserError: too few pictures, or no picture in the sets.
@@ -269,7 +262,9 @@ def make_pairs(
     else:
         held = usable & np.isin(picture_ids, _drawn(picture_ids[usable], seed, share))
     if not held.any():
-        raise UserError("the held-out sets have no picture with a caption; give others, or leave them out")
+        raise UserError(
+            "the held-out sets have no picture with a caption; give other sets, or leave --retrieval-data out"
+        )
     chosen = usable & trained & ~np.isin(picture_ids, picture_ids[held])
     copies = int((usable & trained & ~held).sum() - chosen.sum())
     counts = [int(chosen[begin:end].sum()) for begin, end in itertools.pairwise(begins)]
@@ -296,44 +291,77 @@ def make_pairs(
 def _drawn(ids: np.ndarray, seed: int, share: float) -> np.ndarray:
     """The identities of the pictures that are held out: those with the smallest hash of seed and identity."""
     pictures = np.unique(ids)
-    if len(pictures) < FEWEST_PICTURES:
-        raise UserError(
-            f"the data has {len(pictures)} pictures, too few to hold some out; give at least {FEWEST_PICTURES}, or a held-out "
-            "set with --retrieval-data"
-        )
-    count = min(MOST_HELD_OUT, max(FEWEST_HELD_OUT, round(share * len(pictures))))
     mixed = (pictures.view(np.uint64) ^ np.uint64(stream_seed(seed, Purpose.ALIGN_HELD_OUT))) * _MIX
-    return pictures[np.argsort(mixed ^ (mixed >> np.uint64(29)), kind="stable")[:count]]
+    order = np.argsort(mixed ^ (mixed >> np.uint64(29)), kind="stable")
+    return pictures[order[: held_out_count(len(pictures), share)]]
+
+
+def unit_scale(rows: Rows, wanted: np.ndarray) -> float:
+    """1 / the root of the mean square of some wanted rows' entries.
+
+    Features of any size thus train with one learning rate; the exported head takes the factor into its first layer.
+    """
+    some = rows[np.sort(wanted[:: max(1, len(wanted) // 8192)])].float()
+    return 1.0 / max(float(some.square().mean().sqrt()), 1e-12)
+
+
+def shared_ids(kind: str, stores: Sequence[Store], teachers: Sequence[Rows] = ()) -> np.ndarray:
+    """Identity of each sample's picture ("images") or each caption ("texts"), 0 where a tower or a teacher has not seen it."""
+    ids = np.array(stores[0].rows[f"1.{kind}"].array)
+    blocks = [(block != 0 for block in store.rows[f"1.{kind}"].blocks()) for store in stores[1:]]
+    blocks += [(block.any(dim=-1) for block in rows.blocks()) for rows in teachers]
+    for seen in map(torch.cat, map(list, blocks)):
+        lacking = ~seen.reshape(len(seen), -1).all(dim=1).numpy()[: len(ids)]
+        ids[: len(lacking)][lacking] = 0
+    return ids
+
+
+def views_of(tower: Tower, sources: Sources, flags: AlignFlags, teacher: Store | None) -> Views | None:
+    """The augmented views on which heads are trained: those of `--views`, or the teachers'; None for the pictures as they are.
+
+    Raises:
+        UserError: teachers of other sources, or in another order, or of views with another augmentation or size.
+    """
+    if teacher is None and flags.views == 1:
+        return None
+    shown: dict[str, Any] = {"views": flags.views, "seed": 0} if teacher is None else teacher.manifest.facts
+    height, width = tower.size
+    size = height if height == width else (height, width)
+    transform = view_transform(size, tower.preprocess_cfg["interpolation"], flags.aug_cfg)
+    if teacher is not None:
+        trained, folder = sources.opened[: sources.training], teacher.folder
+        TeacherRows(teacher, trained, augmentation=augmentation_of(transform, PIXEL_PATH), captions=CAPTIONS)
+        names = [source["name"] for source in teacher.manifest.sources]
+        if names[: sources.training] != sources.names:  # rows and views would have other numbers
+            raise UserError(f"the teachers of {folder} have the sources {', '.join(names)}; give --data in this order")
+    return Views(transform, shown["views"], shown["seed"], PIXEL_PATH)
 
 
 class Features:
     """The rows of a store on a device where they fit, else mapped; `features[index]` are float32 on the device.
 
     Args:
-        rows: of `0.images` or `0.texts`.
-        wanted: the rows that will be asked for, by which the mean square is measured.
+        rows: (n, F), or (n, V, F), whose index is n * V + v.
+        scale: by which all rows are multiplied.
 
     Attributes:
-        scale: 1 / the root of the mean square of some rows' entries, by which all are multiplied. Features of any size thus
-            train with one learning rate; the exported head takes the factor into its first layer.
+        per_sample: V, or 1.
         mapped: whether they are too many for the memory.
     """
 
-    def __init__(self, store: Store, name: str, wanted: np.ndarray, device: torch.device, room: int | None) -> None:
-        self._rows, self._device = store.rows[name], device
-        some = self._rows[np.sort(wanted[:: max(1, len(wanted) // 8192)])].float()
-        self.scale = 1.0 / max(float(some.square().mean().sqrt()), 1e-12)
-        self.mapped = room is not None and self._rows.array.nbytes >= room
-        self._held = None if self.mapped else torch.cat(list(self._rows.blocks())).to(device)
-
-    @property
-    def width(self) -> int:
-        return int(self._rows.array.shape[1])
+    def __init__(self, rows: Rows, scale: float, device: torch.device, room: int | None) -> None:
+        self._rows, self.scale, self._device = rows, scale, device
+        *self._places, self.width = rows.array.shape
+        self.per_sample = math.prod(self._places[1:])
+        self.mapped = room is not None and rows.array.nbytes >= room
+        self._held = None if self.mapped else torch.cat(list(rows.blocks())).flatten(0, -2).to(device)
 
     def __getitem__(self, index: Tensor) -> Tensor:
         """The rows of an index (b,) on the device: (b, F)."""
         if self._held is not None:
             return self._held.index_select(0, index).float().mul_(self.scale)
         wanted, back = np.unique(index.cpu().numpy(), return_inverse=True)  # the map is read in one direction
-        rows = self._rows[wanted].to(self._device)[torch.from_numpy(back).to(self._device)]
+        rows = self._rows[np.unravel_index(wanted, self._places)].to(self._device)[
+            torch.from_numpy(back).to(self._device)
+        ]
         return rows.float().mul_(self.scale)

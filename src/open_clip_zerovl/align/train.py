@@ -43,8 +43,11 @@ class Task:
     """The data on which the heads of two encoders are trained.
 
     Attributes:
+        images: features of the pictures as they are, held-out ones too.
+        views: of V views of each picture, on which the heads are trained in place of `images`; None: none.
+        teachers: each teacher's features of the same views and of the captions.
         picture_ids, caption_ids: identity of each row.
-        digest: of the rows, by which a stopped training is known again.
+        digest: the digest of the rows, which identifies a stopped training.
     """
 
     pairs: Pairs
@@ -54,6 +57,8 @@ class Task:
     caption_ids: np.ndarray
     device: torch.device
     digest: str
+    views: Features | None = None
+    teachers: Sequence[tuple[Features, Features]] = ()
 
 
 @dataclass
@@ -63,7 +68,7 @@ class Outcome:
     Attributes:
         heads: at the best check.
         scores: (epoch, held-out RSUM, mean loss since the check before) of each check.
-        ranks: of the held-out queries, by the best heads.
+        ranks: the ranks of the held-out queries, by the best heads.
         seconds: of training.
     """
 
@@ -87,7 +92,7 @@ class _State:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What follows from data and device
+# Chosen by data and device
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -107,15 +112,15 @@ def default_epochs(samples: int, batch_size: int) -> int:
     return min(EPOCHS[1], max(EPOCHS[0], math.ceil(STEPS / max(1, samples // batch_size))))
 
 
-def chunk_rows(batch_size: int, device: torch.device) -> int | None:
-    """Rows of the logits that the loss makes at once: None, all, where half of the free memory holds them.
+def chunk_rows(batch_size: int, device: torch.device, teachers: bool = False) -> int | None:
+    """Rows of the logits, and of teachers', that the loss makes at once: None, all, where half of the free memory holds them.
 
     Logits in one chunk are made once, in several twice.
     """
-    room = available_bytes(device)
-    if room is None or _MATRICES * 4 * batch_size**2 < room // 2:
+    room, row = available_bytes(device), _MATRICES * 4 * batch_size * (1 + teachers)
+    if room is None or row * batch_size < room // 2:
         return None
-    return max(64, room // 2 // (_MATRICES * 4 * batch_size))
+    return max(64, room // 2 // row)
 
 
 def make_loss(recipe: Recipe, chunk: int | None = None) -> ContrastiveLoss:
@@ -125,6 +130,8 @@ def make_loss(recipe: Recipe, chunk: int | None = None) -> ContrastiveLoss:
         chunk_size=chunk,
         positives=recipe.positives,
         cross_source_weight=recipe.cross_source_weight,
+        distill_weight=0.0 if recipe.teacher is None else recipe.distill_weight,
+        distill_temperature=recipe.distill_temperature,
     )
 
 
@@ -143,15 +150,21 @@ def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
     return warmup_cosine(step, steps, recipe.lr, max(1, round(recipe.warmup_share * steps)))
 
 
-def backward(heads: Heads, loss: ContrastiveLoss, rows: Sequence[Tensor], ids: Mapping[str, Tensor]) -> Tensor:
+def backward(
+    heads: Heads,
+    loss: ContrastiveLoss,
+    rows: Sequence[Tensor],
+    ids: Mapping[str, Tensor],
+    teachers: Sequence[tuple[Tensor, Tensor]] = (),
+) -> Tensor:
     """The loss of N pairs, whose gradient is added to the heads'; the value without graph.
 
     Args:
         rows: features of the pictures and of the texts, (N, F) each.
-        ids: see `ContrastiveLoss`.
+        ids, teachers: see `ContrastiveLoss`.
     """
     features = heads(*rows)
-    value: Any = loss(*features, heads.logit_scale.exp(), heads.logit_bias, ids=ids)
+    value: Any = loss(*features, heads.logit_scale.exp(), heads.logit_bias, ids=ids, teacher_features=teachers)
     value.backward()
     return value.detach()
 
@@ -162,10 +175,11 @@ def take_step(
     loss: ContrastiveLoss,
     rows: Sequence[Tensor],
     ids: Mapping[str, Tensor],
+    teachers: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> Tensor:
     """One step of the optimizer; arguments as for `backward`. Nothing of it waits for a GPU."""
     optimizer.zero_grad(set_to_none=True)
-    value = backward(heads, loss, rows, ids)
+    value = backward(heads, loss, rows, ids, teachers)
     optimizer_step(heads, optimizer)
     return value
 
@@ -185,7 +199,7 @@ def train_heads(
     device = task.device
     heads = Heads(recipe.head, (task.images.width, task.texts.width), recipe.embed_dim, recipe.loss, recipe.seed)
     heads.to(device)
-    optimizer, chunk = make_optimizer(heads, recipe), chunk_rows(recipe.batch_size, device)
+    optimizer, chunk = make_optimizer(heads, recipe), chunk_rows(recipe.batch_size, device, recipe.teacher is not None)
     state = _resumed(folder, task, recipe, heads, optimizer) or _State(chunk=chunk)
     if chunk is not None and (state.chunk is None or state.chunk > chunk):
         state.chunk = chunk  # less memory is free than there was; another chunk rounds in another way
@@ -245,7 +259,12 @@ def _epoch(
     def everywhere(of_sample: np.ndarray) -> Tensor:  # (T, N) on the device, once an epoch
         return torch.from_numpy(of_sample[order]).to(device)
 
-    images, texts = everywhere(pairs.images), everywhere(shown)
+    features, pictures = task.images, pairs.images
+    if task.views is not None:
+        views = task.views.per_sample
+        features = task.views
+        pictures = pictures * views + stream(recipe.seed, Purpose.ALIGN_VIEW, epoch).integers(views, size=len(pictures))
+    images, texts = everywhere(pictures), everywhere(shown)
     ids = {name: everywhere(numbers) for name, numbers in needed.items() if numbers is not None}
     total, steps = torch.zeros((), device=device), len(order)
     alpha = recipe.feature_mixup
@@ -254,10 +273,12 @@ def _epoch(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(recipe, epoch * steps + step, recipe.epochs * steps)
         own = {name: numbers[step] for name, numbers in ids.items()}
-        rows = [task.images[images[step]], task.texts[texts[step]]]
-        if of_partner is not None:  # partners are the batch in reverse, as in the recipe's mixup
-            rows = [row.lerp(row.flip(0), float(of_partner[step])) for row in rows]
-        total += take_step(heads, optimizer, loss, rows, own)
+        rows = [features[images[step]], task.texts[texts[step]]]
+        if of_partner is not None:  # each pair is in one mixed pair alone, as in FuseMix's code
+            half = recipe.batch_size // 2
+            rows = [row[:half].lerp(row[half : 2 * half], float(of_partner[step])) for row in rows]
+        teachers = [(seen[images[step]], read[texts[step]]) for seen, read in task.teachers]
+        total += take_step(heads, optimizer, loss, rows, own, teachers)
     return total, steps
 
 

@@ -23,7 +23,7 @@ _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter."""
+    """True if a parameter of this name belongs to an adapter."""
     return name.endswith((_A, _B))
 
 

@@ -23,7 +23,7 @@ from open_clip_zerovl.checkpoints.spec import ModelSpec
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.models.configs import ClipModel
 
-# Entries of a model's config that say where files lie or how it was trained, and nothing of the function that it computes.
+# Entries of a model's config about file paths and training, on which its function does not depend.
 _PLACES = frozenset({"hf_model_name", "hf_tokenizer_name", "hf_model_pretrained", "timm_model_pretrained"})
 _TRAINING = frozenset({"patch_dropout", "timm_drop", "timm_drop_path", "init_logit_scale", "init_logit_bias"})
 _OF_FILES = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"})
@@ -93,7 +93,7 @@ def open_ends(before: Encoder, after: Encoder) -> Ends:
 
 
 def weights_between(before: Mapping[str, Tensor], after: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
-    """The weights at `alpha` of the way from `before` to `after`; the module's text says how each kind is treated.
+    """The weights at `alpha` of the way from `before` to `after`; see the module's text for each kind.
 
     Args:
         before, after: the same names and shapes.

@@ -24,35 +24,11 @@ from open_clip_zerovl.models.text_towers import IMPORT_LINE
 CARD_FILE = "README.md"
 FOLDER_HERE = "/path/to/this/folder"  # in the lines that load the model; `hub` writes the repository's name there
 
-# Arguments in params.txt that belong to the recipe, with their labels, in the card's order. A falsy value means "not used".
+# Arguments in params.txt that belong to the recipe, in the card's order. A falsy value means "not used".
 _RECIPE = (
-    ("epochs", "epochs"),
-    ("train_num_samples", "samples an epoch"),
-    ("lr", "learning rate"),
-    ("lr_min", "learning rate, floor"),
-    ("lr_scheduler", "schedule"),
-    ("warmup", "warm-up steps"),
-    ("warmup_share", "warm-up, share of all steps"),
-    ("wd", "weight decay"),
-    ("beta1", "AdamW beta1"),
-    ("beta2", "AdamW beta2"),
-    ("eps", "AdamW epsilon"),
-    ("grad_clip_norm", "gradient clipping"),
-    ("precision", "precision"),
-    ("sampling", "sampling of sources"),
-    ("coin_flip_mixup", "coin flipping mixup"),
-    ("mixup_alpha", "mixup alpha"),
-    ("text_augment", "share of words augmented"),
-    ("auto_augment", "AutoAugment policy"),
-    ("token_drop", "share of image tokens dropped"),
-    ("force_patch_dropout", "share of image tokens dropped"),
-    ("freeze", "frozen towers"),
-    ("init_from", "started from checkpoint"),
-    ("init_image", "image tower started from"),
-    ("init_text", "text tower started from"),
-    ("pretrained", "started from tag"),
-    ("pretrained_image", "image tower pretrained"),
-    ("seed", "seed"),
+    "epochs train_num_samples lr lr_min lr_scheduler warmup warmup_share wd beta1 beta2 eps grad_clip_norm precision sampling "
+    "coin_flip_mixup mixup_alpha text_augment auto_augment token_drop force_patch_dropout freeze init_from init_image "
+    "init_text pretrained pretrained_image seed"
 )
 # Their values are paths on the training machine: the card has the file's name only.
 _PATHS = frozenset({"init_from", "init_image", "init_text"})
@@ -66,7 +42,7 @@ class ModelCard:
 
     Attributes:
         weights: the model's.
-        origin: a sentence that says where the weights come from.
+        origin: a sentence about the source of the weights.
         params: arguments of the run, by name.
         metrics: by name: `SET_image_to_text_R@1` ... `SET_rsum` become a table, other metrics a list.
         notes: sentences for the end.
@@ -187,8 +163,12 @@ def _public(name: str) -> str:
 
 def _model_facts(spec: ModelSpec, weights: Mapping[str, Tensor]) -> list[tuple[str, str]]:
     vision, text = spec.model_cfg["vision_cfg"], spec.model_cfg["text_cfg"]
-    image_tower = vision.get("timm_model_name") or (
-        f"open_clip ViT, {vision.get('layers')} layers, width {vision.get('width')}, patch {vision.get('patch_size')}"
+    image_tower = (
+        vision.get("timm_model_name")
+        or vision.get("hf_model_name")
+        or (
+            f"open_clip ViT, {vision.get('layers')} layers, width {vision.get('width')}, patch {vision.get('patch_size')}"
+        )
     )
     source = spec.text_source
     text_tower = (Path(source).name if source else None) or (
@@ -214,7 +194,7 @@ def _recipe_facts(params: Mapping[str, Any]) -> list[tuple[str, str]]:
         ranks, steps = params.get("world_size") or 1, params.get("dga_steps") or params.get("accum_freq") or 1
         sizes = f"{batch * ranks * steps:,} = {batch} a micro-batch x {steps} accumulated x {ranks} ranks"
         facts.append(("effective batch", sizes))
-    for name, label in _RECIPE:
+    for name in _RECIPE.split():
         value = params.get(name)
         if (
             value is None
@@ -223,7 +203,7 @@ def _recipe_facts(params: Mapping[str, Any]) -> list[tuple[str, str]]:
             or (name == "mixup_alpha" and not params["coin_flip_mixup"])
         ):
             continue
-        facts.append((label, Path(str(value)).name if name in _PATHS else str(value)))
+        facts.append((f"`--{name.replace('_', '-')}`", Path(str(value)).name if name in _PATHS else str(value)))
     return facts
 
 

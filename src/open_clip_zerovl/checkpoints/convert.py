@@ -5,7 +5,7 @@ The released layout, under `state_dict`:
     image_encoder.model.model.*     timm ViT without classifier; its feature is the class token after the last norm
     text_encoder.model.model.*      Hugging Face BERT; its feature is the [CLS] of the last hidden state
     image_projection.linear.weight  (D, image width), text_projection.linear.weight (D, text width), no bias
-    loss.temperature                a temperature, clamped to 0.001..0.5 where it is used; absent where it was constant
+    loss.temperature                a temperature, clamped to 0.001..0.5 where it is used; absent if it was constant
 
 open_clip's own layout (`visual.trunk.*`, `text.transformer.*`, also with `module.` and `_orig_mod.` prefixes) is split into the
 same pieces. A tensor that has no place is refused, unless no embedding depends on it; the card then names it.
@@ -35,7 +35,7 @@ from transformers import AutoConfig
 
 from open_clip_zerovl.checkpoints.card import ModelCard
 from open_clip_zerovl.checkpoints.export import PROBE_TEXTS, check_destination, export_local_dir, write_local_dir
-from open_clip_zerovl.checkpoints.layouts import as_native_vit, native_vision_config, resample_positions
+from open_clip_zerovl.checkpoints.layouts import as_native_vit, native_vision_config
 from open_clip_zerovl.checkpoints.spec import ModelSpec, read_params
 from open_clip_zerovl.checkpoints.weights import read_state_dict
 from open_clip_zerovl.core.errors import UserError, first_line, nearest
@@ -124,13 +124,11 @@ def convert_checkpoint(
     """
     checkpoint = Path(checkpoint)
     check_destination(Path(os.path.abspath(Path(out_dir).expanduser())), force)
-    if normalization not in NORMALIZATIONS:
-        raise UserError(f"normalization '{normalization}' is not one of {', '.join(NORMALIZATIONS)}")
     log.info("reading %s", checkpoint)
     weights = read_state_dict(checkpoint)
     if not _is_released(weights) and image_model is None and read_params(checkpoint):
         if image_size is not None:
-            raise UserError("--image-size goes with --image-model; without it the run's params.txt tells the size")
+            raise UserError("--image-size needs --image-model; without both, the run's params.txt gives the size")
         # The export compares every tensor and the tokens itself.
         return export_local_dir(checkpoint, out_dir, text_model=text_model, force=force)
     if image_model is None or text_model is None:
@@ -206,7 +204,7 @@ def _notes(encoder: DualEncoder, trained_side: int, side: int, normalization: st
 
 
 def _is_released(weights: dict[str, Tensor]) -> bool:
-    """Whether a checkpoint has the layout of the paper's released code."""
+    """True if a checkpoint has the layout of the paper's released code."""
     return any(key.startswith("image_encoder.") for key in weights)
 
 
@@ -237,8 +235,8 @@ def split_weights(weights: dict[str, Tensor], checkpoint: Path) -> DualEncoder:
     if unknown:
         kind = "the released ZeroVL layout" if released else "an open_clip model with timm and Hugging Face towers"
         raise UserError(
-            f"{checkpoint} holds {len(unknown)} tensors that have no place in {kind} (first: {', '.join(unknown[:3])}); "
-            "write a checkpoint of another open_clip model with zerovl export --model NAME"
+            f"{checkpoint} holds {len(unknown)} tensors that are not part of {kind} (first: {', '.join(unknown[:3])}); "
+            "for a checkpoint of another open_clip model use zerovl export --model NAME"
         )
     needed = [piece for piece in layout.values() if piece != "temperature"]
     if missing := [piece for piece in needed if not towers.get(piece) and piece not in singles]:
@@ -298,7 +296,7 @@ def _at_size(encoder: DualEncoder, grid: int) -> DualEncoder:
     """The encoder with the position embedding of `grid` patches a side."""
     if encoder.image["pos_embed"].shape[1] == 1 + grid * grid:
         return encoder
-    resized = resample_positions(encoder.image["pos_embed"], grid)
+    resized = timm.layers.resample_abs_pos_embed(encoder.image["pos_embed"], [grid, grid])
     return replace(encoder, image={**encoder.image, "pos_embed": resized})
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import flag, natural, positive
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderFlags:
-    """How a model is described, where no run's `params.txt` lies beside its checkpoint, and how it encodes.
+    """Flags that describe a model without a `params.txt` beside its checkpoint, and flags of its encoding.
 
     Attributes:
         device: see `choose_device`.
@@ -20,12 +19,6 @@ class EncoderFlags:
 
     model_name: str | None = flag(None, "model of a checkpoint without params.txt beside it", metavar="NAME")
     text_model: str | None = flag(None, "folder of the HF text tower of training checkpoints", metavar="DIR")
-    device: str = flag("auto", "cpu, cuda, ... (default: cuda where there is one)")
+    device: str = flag("auto", "cpu, cuda, ... (default: cuda if available)")
     batch_size: int = flag(64, "samples encoded at once", kind=positive)
     workers: int = flag(0, "loader processes a rank", kind=natural)
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.workers < 0:
-            raise UserError(
-                f"batch_size must be 1 or more and workers 0 or more: got {self.batch_size}, {self.workers}."
-            )

@@ -217,7 +217,7 @@ def stored_as(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 def check_destination(
     final: Path, force: bool, *, is_export: Callable[[Path], bool] = _is_export, kind: str = "export"
 ) -> None:
-    """UserError where the folder cannot be written or exists; `force` allows it to replace an earlier export.
+    """UserError if the folder cannot be written or exists; `force` allows it to replace an earlier export.
 
     Args:
         is_export: whether a folder holds an export of this kind.
@@ -252,7 +252,7 @@ def _name_tokenizer_for_both(file: Path) -> None:
 def _verify(
     folder: Path, weights: dict[str, Tensor], tokenizer: HFTokenizer | SimpleTokenizer, spec: ModelSpec
 ) -> None:
-    """Loads the folder with stock open_clip and compares tensors and tokens. UserError where they differ."""
+    """Loads the folder with stock open_clip and compares tensors and tokens. UserError if they differ."""
     name = LOCAL_DIR + str(folder)
     model, _, _ = open_clip.create_model_and_transforms(name)
     for key, tensor in model.state_dict().items():

@@ -1,6 +1,6 @@
 """An exported folder on a hub, through huggingface_hub: `zerovl export --push-to-hub REPO`.
 
-All files go up in one commit, so that a push that is cut off leaves the repository as it was. After it the hub is asked for its
+All files go up in one commit, so that a push that is cut off leaves the repository as it was. Then the hub returns its
 files, and each is compared with the folder's by size and hash; only then the push counts as done.
 
 Two files differ from the folder's: the card loads the model by the repository's name, and `hf_model_name` and
@@ -29,7 +29,7 @@ def check_hub(repo: str) -> None:
     """Check a push before the work: the name, the token, whether the hub answers, and the right to write.
 
     Raises:
-        UserError: one of them is wrong; the sentence says what to do.
+        UserError: one of them is wrong, with the remedy.
     """
     from huggingface_hub import HfApi, get_token
 
@@ -43,7 +43,7 @@ def check_hub(repo: str) -> None:
 
 
 def push_folder(folder: Path, repo: str, *, private: bool = False) -> str:
-    """Writes an exported folder to a repository in one commit; the repository is made where it is not there.
+    """Writes an exported folder to a repository in one commit; the repository is made if it is missing.
 
     Files of the repository that the folder does not have are kept; a card that is there is replaced (its history keeps it).
 
@@ -95,7 +95,7 @@ def _for_repository(folder: Path, repo: str) -> dict[str, bytes]:
 
 
 def _holds(entry: object, content: bytes | None, path: Path) -> bool:
-    """Whether an entry of the hub's tree has this content; None: that of the file."""
+    """True if an entry of the hub's tree has this content; None: that of the file."""
     size = len(content) if content is not None else path.stat().st_size
     if entry is None or getattr(entry, "size", None) != size:
         return False
@@ -114,16 +114,22 @@ def _asked(question: Callable[[], _Answer], repo: str) -> _Answer:
     """The hub's answer. UserError for an error, or if the hub cannot be reached."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
-    # Before huggingface_hub 1.0 requests' errors, since then httpx's; RuntimeError: of its uploader.
-    unreachable: tuple[type[Exception], ...] = (*HfHubHTTPError.__bases__, OSError, RuntimeError, ValueError)
+    # Before huggingface_hub 1.0 requests' errors, also for an unknown token; since then httpx's. Its uploader raises
+    # RuntimeError.
+    failures: tuple[type[Exception], ...] = (*HfHubHTTPError.__bases__, OSError, RuntimeError, ValueError)
     try:
         return question()
     except HFValidationError as error:
         raise UserError(f"'{repo}' is not the name of a repository on a hub ({first_line(error)})") from error
     except OfflineModeIsEnabled as error:
         raise UserError(f"HF_HUB_OFFLINE forbids to push {repo}: unset it, or leave --push-to-hub out") from error
-    except HfHubHTTPError as error:
-        status = getattr(error.response, "status_code", None)
+    except failures as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status is None:
+            raise UserError(
+                f"the hub cannot be reached, or stopped answering ({type(error).__name__}: {first_line(error)}); {repo} is as "
+                "it was: push again when the network is back"
+            ) from error
         if status == 401:
             raise UserError(f"the hub does not know the token, so {repo} cannot be written: {_WRITE}") from error
         if status in (403, 404):
@@ -132,8 +138,3 @@ def _asked(question: Callable[[], _Answer], repo: str) -> _Answer:
                 "the right to write there; nothing was pushed"
             ) from error
         raise UserError(f"the hub refuses {repo} ({status}: {first_line(error)}); nothing was pushed") from error
-    except unreachable as error:
-        raise UserError(
-            f"the hub cannot be reached, or stopped answering ({type(error).__name__}: {first_line(error)}); {repo} is as it "
-            "was: push again when the network is back"
-        ) from error

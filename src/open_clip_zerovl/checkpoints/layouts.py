@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
@@ -23,7 +21,7 @@ _SPLIT = {  # transformers has the attention's first map in three parts
     "CLIP": ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj."),
     "DINOv2": ("attention.attention.query.", "attention.attention.key.", "attention.attention.value."),
 }
-# Names, or beginnings that end in a dot, in each of LAYOUTS; "" where a layout has no such tensor.
+# Names, or beginnings that end in a dot, in each of LAYOUTS; "" if a layout has no such tensor.
 _IN_BLOCK = (
     ("norm1.", "ln_1.", "layer_norm1.", "norm1."),
     ("attn.proj.", "attn.out_proj.", "self_attn.out_proj.", "attention.output.dense."),
@@ -78,23 +76,6 @@ def renamed(weights: Mapping[str, Tensor], source: str, target: str) -> tuple[di
     return placed, unknown
 
 
-def resample_positions(positions: Tensor, grid: int) -> Tensor:
-    """A ViT's position embedding for another number of patches: bicubic with antialiasing, as timm and open_clip resize.
-
-    Args:
-        positions: (1, 1 + G*G, width): of the class token, which is kept, and of a square of patches.
-        grid: patches a side of the result.
-
-    Returns:
-        (1, 1 + grid*grid, width) in the dtype given.
-    """
-    token, patches = positions[:, :1], positions[:, 1:]
-    side = round(patches.shape[1] ** 0.5)
-    square = patches.reshape(1, side, side, -1).permute(0, 3, 1, 2).float()
-    resized = F.interpolate(square, size=(grid, grid), mode="bicubic", antialias=True, align_corners=False)
-    return torch.cat([token, resized.permute(0, 2, 3, 1).reshape(1, grid * grid, -1).to(positions.dtype)], dim=1)
-
-
 def as_native_vit(image: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state dict of a plain timm ViT (class token, no classifier) under the names of open_clip's VisionTransformer.
 
@@ -104,7 +85,7 @@ def as_native_vit(image: Mapping[str, Tensor]) -> dict[str, Tensor]:
     bias = "patch_embed.proj.bias"
     placed, unknown = renamed({key: tensor for key, tensor in image.items() if key != bias}, "timm", "open_clip")
     if unknown:
-        raise UserError(f"'{unknown[0]}' has no place in open_clip's own ViT, which the image size asks for")
+        raise UserError(f"'{unknown[0]}' is not part of open_clip's own ViT, which another image size needs")
     position = placed["positional_embedding"].clone()  # (1 + patches, width)
     position[1:] += image.get(bias, 0)
     return placed | {"positional_embedding": position}

@@ -51,7 +51,7 @@ UNBUILDABLE = (
 
 
 def choose_device(name: str | torch.device = "auto", *, local_rank: int = 0) -> torch.device:
-    """A device of this machine: `auto` takes GPU `local_rank` where there are GPUs, else the CPU.
+    """A device of this machine: `auto` takes GPU `local_rank` if there are GPUs, else the CPU.
 
     Raises:
         UserError: a device that torch does not know, or that is not here.
@@ -63,7 +63,7 @@ def choose_device(name: str | torch.device = "auto", *, local_rank: int = 0) -> 
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UserError(
-            f"the device '{name}' cannot be used ({first_line(error)}); give cpu, cuda or cuda:N, or leave it out"
+            f"the device '{name}' cannot be used ({first_line(error)}); give another one, such as cpu, or leave it out"
         ) from error
     return device
 
@@ -88,7 +88,7 @@ def _skeleton(spec: ModelSpec) -> ClipModel:
 
 
 def tokenizer_of(spec: ModelSpec) -> HFTokenizer | SimpleTokenizer:
-    """The model's tokenizer. UserError where open_clip would give another one without saying so."""
+    """The model's tokenizer. UserError if open_clip would silently give another one."""
     text_cfg = spec.model_cfg["text_cfg"]
     source = spec.tokenizer_source
     if source is None:
@@ -172,7 +172,7 @@ def load_model(
         if kind == "name":
             _name_and_tag(text)  # the error for a path that leads nowhere
         raise UserError(
-            f"a model name or a text tower goes with a training checkpoint, but '{text}' is not such a file"
+            f"a model name or a text tower is given for a training checkpoint only, and '{text}' is not one; leave it out"
         )
     if kind == "folder":
         check_local_dir(path)
@@ -244,7 +244,7 @@ class Encoder(EncoderFlags):
         return *load_model(self.model, model_name=self.model_name, text_model=self.text_model, device=device), device
 
     def check(self) -> None:
-        """UserError where the model cannot be found or described. No weights are read, so that this comes before long work."""
+        """UserError if the model cannot be found or described. No weights are read, so that this comes before long work."""
         if not self.model.startswith("hf-hub:"):
             self.spec()
 
@@ -257,7 +257,7 @@ class Encoder(EncoderFlags):
 def assemble(
     checkpoint: Path, spec: ModelSpec, weights: dict[str, Tensor]
 ) -> tuple[ClipModel, HFTokenizer | SimpleTokenizer]:
-    """The model of a spec with a checkpoint's weights, and its tokenizer. UserError where they do not fit."""
+    """The model of a spec with a checkpoint's weights, and its tokenizer. UserError if they do not fit."""
     model = _skeleton(spec)
     _check_weights(weights, model, checkpoint, spec)
     tokenizer = tokenizer_of(spec)
@@ -279,7 +279,7 @@ def _name_and_tag(text: str) -> tuple[str, str]:
     name = name.replace("/", "-")
     if name not in known:
         raise UserError(
-            f"'{text}' is neither a folder with {CONFIG_FILE}, nor a checkpoint file, nor open_clip's NAME/TAG"
+            f"'{text}' is not a model; give a folder with {CONFIG_FILE}, a checkpoint file, or open_clip's NAME/TAG"
             + did_you_mean(text)
         )
     if tag not in list_pretrained_tags_by_model(name):

@@ -68,8 +68,8 @@ _RESAMPLE = {"bilinear": 2, "bicubic": 3}  # PIL's numbers
 
 
 @dataclass(frozen=True)
-class _Opened:
-    """A checkpoint or an exported folder, and the facts of its card."""
+class Opened:
+    """A whole model, and the facts of its card."""
 
     model: ClipModel
     tokenizer: HFTokenizer | SimpleTokenizer
@@ -94,7 +94,7 @@ def export_transformers(
         source: as for `load_model`: `epoch_N.pt`, a folder that `zerovl export` or `zerovl convert` wrote for open_clip, or
             open_clip's `NAME/TAG`.
         out_dir: the folder to make.
-        model, text_model: of a checkpoint, see `read_model_spec`; by default from the run's `params.txt`.
+        model, text_model: see `read_model_spec`; by default from the run's `params.txt`.
         precision: `fp32`, `fp16` or `bf16` for the stored weights; they are loaded as float32. None keeps float32.
         licence: for the card, as a hub names it (`mit`, `cc-by-4.0`).
         force: replaces an earlier export for transformers in `out_dir`.
@@ -110,7 +110,11 @@ def export_transformers(
     check_destination(final, force, is_export=is_transformers_folder, kind="export for transformers")
     log.info("reading %s", source)
     opened = _open(os.fspath(source), model, text_model)
-    card = _card(os.fspath(source), opened, licence)
+    return write_transformers(opened, final, _card(os.fspath(source), opened, licence), precision=precision)
+
+
+def write_transformers(opened: Opened, final: Path, card: ModelCard, *, precision: str | None = None) -> Path:
+    """Write the folder of `export_transformers` from a model in memory. UserError as there."""
     config, tensors, trainable = whole_model(opened.model)
     log.info("writing %.0f MB of weights", sum(tensor.nbytes for tensor in tensors.values()) / 1e6)
     with new_folder(final) as folder:
@@ -132,7 +136,7 @@ def export_transformers(
 
 
 def is_transformers_folder(folder: Path) -> bool:
-    """Whether a folder is an export of `export_transformers`."""
+    """True if a folder is an export of `export_transformers`."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -141,7 +145,7 @@ def is_transformers_folder(folder: Path) -> bool:
     return whole and isinstance(config, dict) and config.get("model_type") in MODEL_TYPES
 
 
-def _open(source: str, model_name: str | None, text_model: str | None) -> _Opened:
+def _open(source: str, model_name: str | None, text_model: str | None) -> Opened:
     if Path(source).expanduser().is_file():
         checkpoint = Path(source).expanduser()
         weights = read_state_dict(checkpoint)
@@ -150,10 +154,10 @@ def _open(source: str, model_name: str | None, text_model: str | None) -> _Opene
     else:
         model, _, tokenizer = load_model(source, model_name=model_name, text_model=text_model)
         spec, weights = spec_of(source), dict(model.state_dict())
-    return _Opened(model.float().eval(), tokenizer, spec, weights)
+    return Opened(model.float().eval(), tokenizer, spec, weights)
 
 
-def _card(source: str, opened: _Opened, licence: str | None) -> ModelCard:
+def _card(source: str, opened: Opened, licence: str | None) -> ModelCard:
     path = Path(source.removeprefix(LOCAL_DIR)).expanduser()
     card_of = run_card if path.is_file() else folder_card
     return card_of(path, opened.spec, opened.weights, library="transformers", licence=licence)
@@ -178,7 +182,7 @@ def whole_model(model: ClipModel) -> tuple[Any, dict[str, Tensor], bool]:
     if text.config.model_type == "clip_text_model":
         if image.config.model_type != "clip_vision_model":
             refuse(
-                "its image tower has no norm before the first layer (ln_pre), as CLIP's has, beside CLIP's text tower"
+                "its image tower is not CLIP's, with a norm before the first layer (ln_pre), beside CLIP's text tower"
             )
         config, prefixes = CLIPConfig(**towers, **rest), ("", "")
         config.architectures = ["CLIPModel"]
@@ -222,7 +226,32 @@ def image_processor(preprocess_cfg: Mapping[str, Any]) -> Any:
     )
 
 
-def _save_processor(folder: Path, opened: _Opened, model_type: str) -> None:
+def preprocess_of(processor: Any) -> dict[str, Any]:
+    """An image processor of transformers as open_clip's preprocess_cfg, which shows the whole picture: no margin is cut off.
+
+    Raises:
+        UserError: it does not scale and normalise pictures, or resizes in a way that open_clip does not know.
+    """
+    given = processor.to_dict()
+    size = given["crop_size"] if (crop := given.get("do_center_crop")) else given["size"]
+    interpolation = {number: name for name, number in _RESAMPLE.items()}.get(given.get("resample"))
+    if interpolation is None or not (given.get("do_rescale") and given.get("do_normalize")):
+        raise UserError(
+            f"{type(processor).__name__} does not resize bilinearly or bicubically and then normalise, as open_clip does; give "
+            "a model whose processor does"
+        )
+    side = size.get("shortest_edge")
+    return {
+        "size": [size.get("height", side), size.get("width", side)],
+        "mean": list(given["image_mean"]),
+        "std": list(given["image_std"]),
+        "mode": "RGB",
+        "interpolation": interpolation,
+        "resize_mode": "shortest" if crop or side else "squash",
+    }
+
+
+def _save_processor(folder: Path, opened: Opened, model_type: str) -> None:
     """Image processor and tokenizer, in the files that transformers 4 and 5 read."""
     processor_class = "CLIPProcessor" if model_type == "clip" else "VisionTextDualEncoderProcessor"
     image_processor(opened.model.visual.preprocess_cfg).save_pretrained(folder)
@@ -282,8 +311,8 @@ def _quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _verify(folder: Path, opened: _Opened) -> None:
-    """Loads the folder with transformers and compares it with the model. UserError where they differ."""
+def _verify(folder: Path, opened: Opened) -> None:
+    """Loads the folder with transformers and compares it with the model. UserError if they differ."""
     from transformers import AutoModel, AutoProcessor
 
     name, model, tokenizer = opened.spec.name, opened.model, opened.tokenizer

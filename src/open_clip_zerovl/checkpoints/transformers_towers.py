@@ -5,6 +5,7 @@
     open_clip's ViT                                       CLIPVisionModel
     open_clip's causal text transformer                   CLIPTextModel
     BERT, RoBERTa, XLM-RoBERTa, pooled at the first token the same, with its pooler
+    `PooledVision`                                        the same
 
 transformers' dual encoder takes the output of a text tower's pooler, tanh(W h + b), where open_clip may take h, the state
 of the first token. `straight_pooler` gives tanh(2^-k h), of which the projection, times 2^k, makes the same feature: tanh(x) is
@@ -22,8 +23,10 @@ from __future__ import annotations
 
 import copy
 import math
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import timm.layers
@@ -32,6 +35,7 @@ import torch
 from open_clip.hf_model import ClsLastHiddenStatePooler, ClsPooler, HFTextEncoder
 from open_clip.timm_model import TimmModel
 from open_clip.transformer import QuickGELU, ResidualAttentionBlock, TextTransformer, VisionTransformer
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from open_clip_zerovl.checkpoints.layouts import as_native_vit, renamed
@@ -48,7 +52,7 @@ class Tower:
     """A tower as a model of transformers.
 
     Attributes:
-        config: its config; `model_type` says which model it is.
+        config: its config, with `model_type`.
         tensors: its state dict.
         projection: (D, width), of the model's pooled output.
         trainable: whether an optimizer can go on from these weights; False for `straight_pooler`.
@@ -58,6 +62,22 @@ class Tower:
     tensors: dict[str, Tensor]
     projection: Tensor
     trainable: bool = True
+
+
+class PooledVision(nn.Module):
+    """A vision model of transformers as an image tower: pictures (b, 3, H, W) -> its pooled output, projected.
+
+    Args:
+        transformer: the model.
+        preprocess_cfg: open_clip's.
+    """
+
+    def __init__(self, transformer: Any, preprocess_cfg: dict[str, Any]) -> None:
+        super().__init__()
+        self.transformer, self.preprocess_cfg, self.proj = transformer, preprocess_cfg, nn.Identity()
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.proj(self.transformer(pixel_values=images).pooler_output)
 
 
 def refuse(what: str) -> NoReturn:
@@ -73,7 +93,9 @@ def image_tower(model: ClipModel) -> Tower:
     Raises:
         UserError: it is not a ViT with a class token, or has a part that transformers' ViT lacks; the sentence names it.
     """
-    visual = model.visual
+    visual: Any = model.visual
+    if isinstance(visual, PooledVision):
+        return Tower(_config_of(visual.transformer), _saved(visual.transformer), _linear(visual.proj))
     if isinstance(visual, VisionTransformer):
         _check_native(visual)
         weights = visual.state_dict()
@@ -212,9 +234,20 @@ def _hugging_face_text(text: HFTextEncoder) -> Tower:
         pooler, factor = straight_pooler(tensors[f"{norm}.weight"], tensors[f"{norm}.bias"])
         tensors |= pooler
         projection = projection * factor
-    config = copy.deepcopy(text.config)
+    return Tower(_config_of(text), tensors, projection, trainable)
+
+
+def _config_of(model: Any) -> Any:
+    config = copy.deepcopy(model.config)
     config._name_or_path = ""  # the folder on this machine
-    return Tower(config, tensors, projection, trainable)
+    return config
+
+
+def _saved(model: Any) -> dict[str, Tensor]:
+    """A model's tensors under the names that hubs hold, which transformers 5 has in files alone."""
+    with tempfile.TemporaryDirectory() as scratch:
+        model.save_pretrained(scratch, max_shard_size="1TB")
+        return load_file(Path(scratch, "model.safetensors"))
 
 
 def _transformer(weights: Mapping[str, Tensor], layout: str) -> tuple[dict[str, Tensor], dict[str, int]]:

@@ -51,13 +51,13 @@ def read_unmerged(checkpoint: Path) -> tuple[dict[str, Tensor], Any]:
 
 
 def read_epoch(checkpoint: str | os.PathLike[str]) -> int | None:
-    """The epoch after which open_clip saved a checkpoint, None where it does not say. Errors as `read_state_dict`."""
+    """The epoch after which open_clip saved a checkpoint, None if it is not recorded. Errors as `read_state_dict`."""
     epoch = read_entry(checkpoint, "epoch")
     return epoch if isinstance(epoch, int) else None
 
 
 def read_entry(checkpoint: str | os.PathLike[str], name: str) -> Any:
-    """An entry of a checkpoint besides its weights, None where there is none. Errors as `read_state_dict`."""
+    """An entry of a checkpoint besides its weights, None if there is none. Errors as `read_state_dict`."""
     content = _read_content(Path(checkpoint))
     return content.get(name) if isinstance(content, dict) else None
 
@@ -83,13 +83,15 @@ def _read_content(checkpoint: Path) -> Any:
 def _check_kind(checkpoint: Path) -> None:
     """UserError for a file that is not a checkpoint: a text, a picture, a safetensors file without its folder."""
     if checkpoint.suffix == ".safetensors":
-        raise UserError(f"{checkpoint} holds weights alone; give the exported folder that it lies in")
+        raise UserError(f"{checkpoint} holds only weights; give the exported folder that contains it")
     try:
         said = no_checkpoint(checkpoint)
     except OSError as error:
         raise UserError(f"checkpoint {checkpoint} cannot be opened ({error.strerror}); correct the path") from error
     if said is not None:
-        raise UserError(f"{checkpoint} is not a checkpoint: it {said}; give a file that training wrote, as epoch_N.pt")
+        raise UserError(
+            f"{checkpoint} is not a checkpoint: it {said}; give a file that training wrote, such as epoch_N.pt"
+        )
 
 
 def unpickling_reason(error: pickle.UnpicklingError) -> str:

@@ -15,7 +15,7 @@ from open_clip_zerovl.core.flags import add_settings, natural, positive, redecla
 from open_clip_zerovl.prepare.public.download import Limits
 from open_clip_zerovl.prepare.public.gather import Work
 
-NEAR_HELP = "largest distance of a copy, of 256 bits (default 56; docs/data.md says why)"
+NEAR_HELP = "largest distance of a copy, of 256 bits (default 56; see docs/data.md)"
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _url_list(name: str, parser: argparse.ArgumentParser) -> Run:
 def _annotated(name: str, parser: argparse.ArgumentParser) -> Run:
     """A dataset of annotations and archives of pictures."""
     _add_dataset(parser)
-    parser.add_argument("--seed", type=seed, default=0, help="for the order of the samples (default %(default)s)")
+    parser.add_argument("--seed", type=seed, default=0, help="seed of the order of the samples (default %(default)s)")
     add_settings(parser, Work, without=("attempts", "part"))
 
     def run(arguments: argparse.Namespace) -> None:
@@ -149,7 +149,7 @@ def report(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR")
 
     def run(arguments: argparse.Namespace) -> None:
-        from open_clip_zerovl.plan.dataset_report import report as table
+        from open_clip_zerovl.prepare.public.counts import report as table
 
         print(table(arguments.folders))
 

@@ -167,6 +167,9 @@ def compare(parser: argparse.ArgumentParser) -> Run:
         help="held-out pairs of the sources trained on: shards, tables, or retrieval sets",
     )
     parser.add_argument("--unseen", metavar="NAME=SHARDS::...", help="sources that were in no training")
+    parser.add_argument(
+        "--zero-shot-data", metavar="NAME=SET::...", help="labelled sets, whose zero-shot accuracy is compared, too"
+    )
     parser.add_argument("--out", type=Path, default=Path("compare"), metavar="DIR", help="default %(default)s")
     add_encoder(parser, without=("model_name",))
     add_settings(parser, CompareSettings)
@@ -179,7 +182,14 @@ def compare(parser: argparse.ArgumentParser) -> Run:
             for name, runs in name_sides(arguments.models).items()
         }
         settings = settings_from(CompareSettings, arguments)
-        run_compare(sides, arguments.data, settings, unseen=arguments.unseen, out=arguments.out)
+        run_compare(
+            sides,
+            arguments.data,
+            settings,
+            unseen=arguments.unseen,
+            zero_shot_data=arguments.zero_shot_data,
+            out=arguments.out,
+        )
 
     return run
 

@@ -16,6 +16,7 @@ from open_clip_zerovl.cli.program import Run
 from open_clip_zerovl.cli.shared import MODEL, add_encoder, encoder_of, own_model
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import add_settings, flags_of, positive, redeclared, settings_from, share
+from open_clip_zerovl.core.lazy import load_open_clip
 from open_clip_zerovl.distill.teacher_flags import TeacherFlags
 from open_clip_zerovl.evaluate.settings import PLAIN_ALPHA, CurveFlags, RetrievalSettings
 from open_clip_zerovl.finetune.flags import SETS, FinetuneFlags
@@ -26,8 +27,8 @@ from open_clip_zerovl.recipe.flags import TuningFlags
 def finetune(parser: argparse.ArgumentParser) -> Run:
     """`zerovl finetune`."""
     parser.description = (
-        "Chooses every setting for a thousand to some million pairs and says why; trains both towers, keeps the best epoch on "
-        "held-out pairs, and takes weights between before and after (WiSE-FT). The same call continues where one was stopped."
+        "Chooses every setting for a thousand to some million pairs and gives the reasons; trains both towers, keeps the best "
+        "epoch on held-out pairs, and interpolates with the weights before (WiSE-FT). The same call continues after a stop."
     )
     parser.epilog = (
         "Training flags (zerovl train --help) replace the chosen ones: --set lr=5e-6, or all of them after --."
@@ -109,11 +110,12 @@ def interpolate(parser: argparse.ArgumentParser) -> Run:
         from open_clip_zerovl.checkpoints.export import loading_notes
         from open_clip_zerovl.evaluate.interpolation.interpolate import CurveSettings, run_interpolation
 
-        if arguments.data is None and arguments.kept is not None:
-            raise UserError("--kept is weighed against the new ability; give its sets too: --data NAME=SET")
+        for name in ("kept", "rule"):
+            if arguments.data is None and getattr(arguments, name) is not None:
+                raise UserError(f"--{name} needs --data NAME=SET, retrieval sets of the new ability")
         if arguments.data is not None and arguments.alpha is not None:
             raise UserError(
-                f"--alpha {arguments.alpha:g} is a point and --data chooses one; give --alphas, or leave --data out"
+                f"--alpha {arguments.alpha:g} does not work with --data, which chooses alpha; give --alphas, or leave one out"
             )
         settings = None
         if arguments.data is not None:
@@ -140,20 +142,15 @@ def _add_writing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace an earlier export that is there")
 
 
-class _ProgressLines(logging.Handler):
-    """Prints log records on stderr."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Print one record."""
-        print(f"zerovl: {record.getMessage()}", file=sys.stderr, flush=True)
-
-
 def _show_progress() -> None:
     """Print a line on stderr at once, since imports take seconds, and from then on the progress lines of `checkpoints`."""
     logger = logging.getLogger("open_clip_zerovl.checkpoints")
     logger.setLevel(logging.INFO)
-    logger.handlers = [_ProgressLines()]
+    lines = logging.StreamHandler()
+    lines.setFormatter(logging.Formatter("zerovl: %(message)s"))
+    logger.handlers = [lines]
     logger.info("loading open_clip")
+    load_open_clip()
 
 
 def _print_loading(done: str, folder: Path, notes: list[str]) -> None:
@@ -180,7 +177,7 @@ def export(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument(
         "--text-model", metavar="DIR", help="folder of the HF text tower, if params.txt does not name it"
     )
-    parser.add_argument("--license", metavar="NAME", help="for the model card: mit, apache-2.0, cc-by-4.0, ...")
+    parser.add_argument("--license", metavar="NAME", help="licence in the model card: mit, apache-2.0, cc-by-4.0, ...")
     parser.add_argument(
         "--push-to-hub",
         metavar="REPO",
@@ -360,7 +357,7 @@ def align(parser: argparse.ArgumentParser) -> Run:
     """`zerovl align`."""
     parser.description = (
         "Encodes pairs once by frozen encoders and trains heads on the stored features: a retrieval model in the time of some "
-        "epochs of matrix products. The same call continues where one was stopped."
+        "epochs of matrix products. The same call continues after a stop."
     )
     image = "timm:NAME or a folder of timm's, an exported folder, a checkpoint, NAME/TAG; several are compared"
     text = (

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from open_clip_zerovl.core.errors import UserError, argparse_sentence
 from open_clip_zerovl.core.flags import add_flags, flags_of
+from open_clip_zerovl.core.lazy import load_open_clip
 from open_clip_zerovl.recipe.arguments import check_known
 from open_clip_zerovl.recipe.flags import SECTIONS, AllFlags, OpenClipFlags, values_of
 
@@ -22,12 +23,13 @@ from open_clip_zerovl.recipe.flags import SECTIONS, AllFlags, OpenClipFlags, val
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         sentence = argparse_sentence(message, self._option_string_actions, "zerovl plan --help")
-        raise UserError(f"zerovl plan: {sentence}")
+        raise UserError(sentence)
 
 
 def run_plan(words: Sequence[str]) -> int:
     """Print the plan of a training with these words; 1 if something is missing."""
     values = parse_plan(words)
+    load_open_clip()
     from open_clip_zerovl.plan.batching import PlanSettings
     from open_clip_zerovl.plan.make import make_plan
     from open_clip_zerovl.plan.report import report
@@ -57,14 +59,14 @@ def parse_plan(argv: Sequence[str]) -> dict[str, Any]:
                 f"--model {known.model} and --model-config {known.model_config} are two models: give one of them"
             )
         known.model = name
-    if known.model is None:
-        raise UserError("zerovl plan: --model is required, as for training; `zerovl plan --help` lists the flags")
     if rest and not _is_flag(rest[0]):
-        raise UserError(f"zerovl plan: unexpected argument {rest[0]!r}; write it as --flag value")
+        raise UserError(f"unexpected argument {rest[0]!r}; write it as --flag value")
     values = {name: value for name, value in values_of(known).items() if value is not None}
     reasons = {each.option: each.planned for each in flags_of(AllFlags) if isinstance(each.planned, str)}
     passed_over = dict.fromkeys(word.partition("=")[0] for word in rest if _is_flag(word))
     check_known([*passed_over], [each.option for each in flags_of(AllFlags)], "zerovl train --help")
+    if known.model is None:
+        raise UserError("--model is required; `zerovl plan --help` lists the flags")
     values["passed_over"] = tuple(f"{flag} ({reasons[flag]})" if flag in reasons else flag for flag in passed_over)
     if "effective_batch" in values:
         values.setdefault("dga_retain", "auto")  # B, K and R are chosen together

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from open_clip_zerovl import __version__
 from open_clip_zerovl.core.errors import argparse_sentence, nearest, sentence_of
+from open_clip_zerovl.core.lazy import load_open_clip
 
 Run = Callable[[argparse.Namespace], int | None]
 
@@ -67,6 +68,8 @@ SILENT = (
     "bias",
     "cluster",
     "compare",
+    "data near",
+    "data report",
     "finetune",
     "interpolate",
     "linear-probe",
@@ -76,8 +79,6 @@ SILENT = (
     "zero-shot",
 )
 TAKE_WORDS = ("train", "plan")  # their flags are those of training, for which they have parsers of their own
-#: Commands of earlier versions -> where they are now.
-MOVED = {f"data {drawings}": f"python -m scripts.drawn {drawings} --out DIR" for drawings in ("emoji", "icons")}
 ALL = {name: command for group in COMMANDS.values() for name, command in group.items()}
 
 
@@ -91,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = function_of(name)(words) if name in TAKE_WORDS else run_parsed(name, words)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        print("zerovl: interrupted; call it again to go on", file=sys.stderr)
+        print("zerovl: interrupted; repeat the command to continue", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `zerovl ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -121,6 +122,7 @@ def run_parsed(name: str, words: Sequence[str]) -> int | None:
     arguments = parser.parse_args(words)
     if name in SILENT and "torch" not in sys.modules:
         print(f"zerovl {name}: loading torch and open_clip ...", file=sys.stderr, flush=True)
+        load_open_clip()
     return run(arguments)
 
 
@@ -142,17 +144,15 @@ def find_command(words: Sequence[str]) -> tuple[str, list[str]]:
     if name in ALL:
         return name, list(words[2 if prefix else 1 :])
     program = f"zerovl {prefix}".strip()
-    if name in MOVED:
-        sentence = f"`zerovl {name}` is now `{MOVED[name]}`, in a clone"
-    elif not word or word.startswith("-"):
-        kind = "DATASET" if prefix else "COMMAND"
-        sentence = f"the following arguments are required: {kind}; `{program} --help` lists the commands"
+    if not word or word.startswith("-"):
+        found = f", and {word} is not one" if word else ""
+        sentence = f"`{program}` needs a command{found}; `{program} --help` lists the commands"
     else:
-        # 'pack' is nearer to 'data pack' than letters tell.
-        known = [one for one in ALL if one.startswith(prefix)]
-        near = next((one for one in known if one.split()[-1] == word), None) or nearest(name, known)
+        # 'pack' means 'data pack', although their letters differ.
+        known = [one.removeprefix(prefix) for one in ALL if one.startswith(prefix)]
+        near = next((one for one in known if one.split()[-1] == word), None) or nearest(word, known)
         sentence = f"there is no command '{word}'; "
-        sentence += f"did you mean `zerovl {near}`?" if near else f"`{program} --help` lists the commands"
+        sentence += f"did you mean `zerovl {prefix}{near}`?" if near else f"`{program} --help` lists the commands"
     print(f"zerovl: error: {sentence}", file=sys.stderr)
     raise SystemExit(2)
 

@@ -93,7 +93,7 @@ def name_sides(models: Sequence[str]) -> dict[str, list[str]]:
         runs = [paths] if os.path.exists(paths) else paths.split(",")
         if name in sides or not all(runs) or (len(runs) > 1 and not entry.startswith(f"{name}=")):
             raise UserError(
-                f"{entry!r} needs a name of its own and its runs; write NAME=MODEL, or NAME=RUN1,RUN2 for several seeds"
+                f"{entry!r} needs a name of its own and a model; write NAME=MODEL, or NAME=RUN1,RUN2 for several seeds"
             )
         sides[name] = runs
     return sides

@@ -25,8 +25,8 @@ class CsvRow:
     """A row of a table.
 
     Attributes:
-        offset, length: of its bytes in the file; the length is negative where quotes are plain characters, and 0 where the row
-            cannot be read.
+        offset, length: place of its bytes in the file; the length is negative if quotes are plain characters, and 0 if
+            the row cannot be read.
         line: number of its first line, from 1.
         fields: its columns.
         odd: the fault of its quoting in words, "" for none.
@@ -49,7 +49,7 @@ class CsvRows:
     Args:
         file: the table, at its beginning.
         separator: between columns.
-        pictures: endings of picture files (".jpg"): of several lines in one row, one whose `image` has such an ending is a row.
+        pictures: endings of picture files (".jpg"): a line of a longer row is a row if its `image` has such an ending.
     """
 
     def __init__(self, file: BinaryIO, separator: str, pictures: tuple[str, ...]) -> None:
@@ -118,7 +118,7 @@ class CsvRows:
         return self._taken[index].decode("utf-8-sig" if mark else "utf-8", "surrogateescape")
 
     def _has_stray_quote(self) -> bool:
-        """Whether a row of several lines is several rows: its first line and another one have all fields by themselves."""
+        """True if a row of several lines is several rows: its first line and another one each have all fields."""
         lines = [as_it_stands(self._text(index), self.separator) for index in range(len(self._taken))]
         if len(lines) == 1 or not self.width or len(lines[0]) != self.width:
             return False

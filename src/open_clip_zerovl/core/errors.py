@@ -81,7 +81,7 @@ def sentence_of(error: BaseException) -> str | None:
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name that a misspelt word most likely means; None where none is as similar as `cutoff` (0 to 1)."""
+    """The known name that a misspelt word most likely means; None if none is as similar as `cutoff` (0 to 1)."""
     import difflib  # not at the top: only mistakes need it
 
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), None)

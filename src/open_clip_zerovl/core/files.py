@@ -156,7 +156,7 @@ def lock_file(
         forked: forks of this process hold the lock too, until they end; False: they do not (an exclusive lock only).
 
     Returns:
-        None where there is no file, or, without `wait`, where another process holds the lock.
+        None if there is no file, or, without `wait`, if another process holds the lock.
 
     Raises:
         OSError: the file cannot be opened, or its file system has no locks.
@@ -225,7 +225,7 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def no_checkpoint(path: str | os.PathLike[str]) -> str | None:
-    """Why no release of torch has written a file, as a verb phrase, from its first bytes; None where one may have.
+    """The reason, as a verb phrase, why a file with these first bytes is not torch's; None if it may be one.
 
     Raises:
         OSError: it cannot be opened.
@@ -312,7 +312,7 @@ def did_you_mean(path: str | os.PathLike[str], otherwise: str = "") -> str:
     """A sentence's end for a path that does not exist: "; did you mean PATH?".
 
     Args:
-        otherwise: the end where no entry of the path's folder has a similar name.
+        otherwise: the end if no entry of the path's folder has a similar name.
     """
     path = Path(path).expanduser()
     try:

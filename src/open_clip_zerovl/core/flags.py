@@ -184,7 +184,9 @@ def number_or(word: str, least: int) -> Callable[[str], int | str]:
 
     def convert(text: str) -> int | str:
         if text != word and not (text.isdecimal() and len(text) < 10 and int(text) >= least):
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is neither a number from {least} on nor {word}")
+            raise argparse.ArgumentTypeError(
+                f"{text[:40]!r} is not a value of this flag; give {word}, or a number of at least {least}"
+            )
         return text if text == word else int(text)
 
     return convert
@@ -223,7 +225,9 @@ def part(text: str) -> tuple[int, int]:
     """I/N: every N-th of something from number I on."""
     index, slash, count = text.partition("/")
     if not (slash and index.isdigit() and count.isdigit() and int(index) < int(count)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with 0 <= I < N")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a part I/N; give 0/4 for the first of 4 parts, 3/4 for the last"
+        )
     return int(index), int(count)
 
 

@@ -29,7 +29,7 @@ _FOLDER = Path(__file__).resolve().parents[2]
 _MARK = "open_clip_zerovl"
 CPU_MICRO_BATCH = 16  # samples at once on a CPU, where nobody gives a number
 _STOP_SECONDS = 600.0  # for a step and its checkpoint
-_LAST_LINES = 40  # of a log, in which an error is looked for
+_LAST_LINES = 40  # of a log, which are searched for an error
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The command
@@ -82,7 +82,7 @@ class TrainingProcess:
     log: Path
 
     def is_running(self) -> bool:
-        """Whether the training has not ended yet."""
+        """True if the training has not ended yet."""
         return self.process.poll() is None
 
     def ask_to_stop(self) -> None:
@@ -109,7 +109,9 @@ class TrainingProcess:
         if status in (PREEMPTED_STATUS, 128 + signal.SIGTERM, -signal.SIGTERM):
             raise UserError("the training was stopped; call the same command again to go on")
         if status != 0:
-            raise UserError(f"the training ended with status {status}: {last_error(self.log)} (all of it: {self.log})")
+            raise UserError(
+                f"the training ended with status {status}: {last_error(self.log)} (the whole output: {self.log})"
+            )
 
 
 def start_training(
@@ -161,7 +163,7 @@ def gpu_memories(environment: Mapping[str, str] = os.environ) -> list[float]:
     lines = done.stdout.splitlines() if done.returncode == 0 else []
     found = [
         int(line) / 1024 if line.strip().isdecimal() else 0.0 for line in lines
-    ]  # "[N/A]" where it is shared with the CPU
+    ]  # "[N/A]" if it is shared with the CPU
     if named is None or not found:
         return found
     visible: list[float] = []
@@ -174,18 +176,18 @@ def gpu_memories(environment: Mapping[str, str] = os.environ) -> list[float]:
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
-    """How many NVIDIA GPUs a process sees; see `gpu_memories`."""
+    """The number of NVIDIA GPUs that a process sees; see `gpu_memories`."""
     return len(gpu_memories(environment))
 
 
 def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun, srun or mpirun has started this process as one of several ranks."""
+    """True if torchrun, srun or mpirun has started this process as one of several ranks."""
     sizes = ("WORLD_SIZE", "SLURM_NTASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
     return any(environment.get(name, "").isdecimal() and int(environment[name]) > 1 for name in sizes)
 
 
 def ranks_here(asked: int | None, device: str, environment: Mapping[str, str] = os.environ) -> int:
-    """How many processes train on this machine.
+    """The number of training processes on this machine.
 
     Args:
         asked: their number; None: one for each visible GPU.
@@ -214,8 +216,9 @@ def ranks_here(asked: int | None, device: str, environment: Mapping[str, str] = 
     if asked > max(1, visible):
         only = environment.get("CUDA_VISIBLE_DEVICES")
         seen = f"{visible} GPU{'s are' if visible > 1 else ' is'} visible here" if visible else "no GPU is visible here"
+        fewer = f"give at most {visible}" if visible else "leave --gpus out"
         raise UserError(
-            f"--gpus {asked}: {seen}{'' if only is None else f' (CUDA_VISIBLE_DEVICES={only})'}; give at most that many, or "
-            "--device cpu for that many processes on the CPU"
+            f"--gpus {asked}: {seen}{'' if only is None else f' (CUDA_VISIBLE_DEVICES={only})'}; "
+            f"{fewer}, or give --device cpu for {asked} processes on the CPU"
         )
     return asked

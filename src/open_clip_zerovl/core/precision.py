@@ -53,7 +53,7 @@ def ieee_products(device_type: str) -> Iterator[None]:
 
 
 def _older_flags_agree() -> bool:
-    """Whether the older flags allow TF32; False where reading them raises, as it does when they contradict the newer ones."""
+    """True if the older flags allow TF32; False if reading them raises, which happens if they contradict the newer ones."""
     try:
         return torch.backends.cuda.matmul.allow_tf32 and torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:
@@ -61,7 +61,7 @@ def _older_flags_agree() -> bool:
 
 
 def _backend(device_type: str):
-    """torch's flags for the matrix products of a device, or None where it has none."""
+    """torch's flags for the matrix products of a device, or None if it has none."""
     if device_type == "cuda":
         return torch.backends.cuda.matmul
     return getattr(torch.backends.mkldnn, "matmul", None) if device_type == "cpu" else None

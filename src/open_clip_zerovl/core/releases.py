@@ -92,6 +92,6 @@ def version_here() -> str | None:
 
 @cache
 def line_here() -> Line:
-    """The line of the open_clip that would be imported; 3.3 where it is of none, which is refused where it is imported."""
+    """The line of the open_clip that would be imported; 3.3 if it is of none, which is refused at its import."""
     version = version_here() or ""
     return next((line for line in LINES if version.startswith(line.versions)), OPENCLIP_V3)

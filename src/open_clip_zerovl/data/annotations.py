@@ -32,7 +32,7 @@ def read_karpathy(path: Path, name: str) -> list[CaptionedImage]:
     with open_member(path, name) as stream:
         for number, entry in enumerate(json_array(stream, str(path), key="images")):
             try:
-                # MS-COCO's own id where there is one, as in published results.
+                # MS-COCO's own id if there is one, as in published results.
                 image_id = int(entry["cocoid"] if "cocoid" in entry else entry["imgid"])
                 sentences = [(" ".join(s["raw"].split()), int(s["sentid"])) for s in entry["sentences"]]
                 sentences = [(caption, i) for caption, i in sentences if caption]

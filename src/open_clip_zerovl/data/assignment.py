@@ -7,8 +7,8 @@ by number. No array is as long as the data.
 
 `--sampling random` is one shuffled deck of the source labels of all samples, dealt into micro-batches; the mixed steps of
 `--debiased-share` are one, too. All orders of the deck are equally likely, so the micro-batches of a reader may lie next to
-each other in it. The deck is never stored. It is halved again and again, and a draw says how many labels of each source fall
-into the first half:
+each other in it. The deck is never stored. It is halved again and again, and a draw gives the number of labels of each source
+in the first half:
 
     deck    | reader 0: its micro-batches in time | reader 1 | ...       T*K*W micro-batches of B samples
     halves  |        first half        |        second half       |      multivariate hypergeometric draw
@@ -116,7 +116,7 @@ class Assignment:
     the readers: all mixed micro-batches of rank 0's first reader in time, then those of the next reader.
 
     Args:
-        schedule: of the epoch.
+        schedule: the schedule of the epoch.
         batching: B, K, W, and V readers a rank.
         leaf_samples: labels of a leaf of the deck.
     """

@@ -41,7 +41,7 @@ class PooledBatch:
         worker, process: number and process of the worker.
         block: number of the block.
         images: tensor over the block's memory.
-        others: the other items of the batch, which are small and go through the queue.
+        others: the other items of the batch (small), sent through the queue.
         pinned: images and `others` in pinned memory, copied by the DataLoader's pinning thread; None without it.
     """
 
@@ -110,7 +110,7 @@ class BufferPool:
         return {**self.__dict__, "_made": [], "_free": [], "_mapped": {}}
 
     def block(self, worker: int, like: torch.Tensor) -> tuple[int, torch.Tensor] | None:
-        """(number, tensor) of a free block of shared memory, in the worker; None where it has _MOST_BLOCKS in use.
+        """(number, tensor) of a free block of shared memory, in the worker; None if it has _MOST_BLOCKS in use.
 
         Args:
             like: has the wanted shape, type and strides; may be a meta tensor.

@@ -89,7 +89,7 @@ def member_of(field: str) -> str:
 def captions_of(
     members: Mapping[str, bytes | None], captions: str | None
 ) -> DrawnCaptions | CaptionSets | Fault | None:
-    """All captions of a sample, field by field; None where it has none of the fields.
+    """All captions of a sample, field by field; None if it has none of the fields.
 
     A Fault if a member is not JSON, or if one of several fields that are shown together is missing.
 
@@ -120,7 +120,7 @@ def captions_of(
 
 
 def _texts_of(members: Mapping[str, bytes | None], field: str) -> list[bytes] | Fault:
-    """The captions of one field, [] where the sample lacks it."""
+    """The captions of one field, [] if the sample lacks it."""
     member = member_of(field)
     content = members.get(member)
     if content is None:

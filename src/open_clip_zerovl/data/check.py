@@ -23,8 +23,8 @@ def check_table(
     """Check every row of a table of pairs: that it can be read, its caption, and its picture's file.
 
     Faults that are found are rows with more fields than the header, rows without a picture's file or a caption, captions that
-    are empty or not UTF-8, pictures of an unknown format, and pictures without the end mark of their format. The bytes of a
-    picture, not its name, tell its format. Stray quotes are logged by line.
+    are empty or not UTF-8, pictures of an unknown format, and pictures without the end mark of their format. The format of a
+    picture is found from its bytes, not its name. Stray quotes are logged by line.
 
     Args:
         style: columns and separator; None for those that the header shows.

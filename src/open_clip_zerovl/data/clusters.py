@@ -38,7 +38,7 @@ class Cluster:
     Attributes:
         shards: paths of its tars.
         sizes: its samples in each of them.
-        picked: (n,) the numbers of its samples in their shards, shard after shard and ascending in each; None where the
+        picked: (n,) the numbers of its samples in their shards, shard after shard and ascending in each; None if the
             shards hold no other samples. Samples 0 and 7 of the first shard and 2 of the second: [0, 7, 2].
     """
 
@@ -64,7 +64,7 @@ def open_clusters(path: Path, moved_to: str | None = None, *, strict: bool = Fal
     """The name of the source that was clustered, and its K clusters.
 
     Args:
-        path: of an `assignment.npz`, or of the folder that holds it and perhaps the clusters of `--reshard`.
+        path: the path of an `assignment.npz`, or of the folder that holds it and perhaps the clusters of `--reshard`.
         moved_to: the folder that now holds the clustered shards; None if they have not moved.
         strict: a missing shard is an error. Without it a missing shard gives a warning, and other samples of the cluster
             replace its samples.

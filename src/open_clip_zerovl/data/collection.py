@@ -20,10 +20,7 @@ from open_clip_zerovl.data.samples import origin_of, samples_of
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import EXTENSIONS
 from open_clip_zerovl.shards.members import Sample, ShardError, image_of
-
-SUFFIXES = frozenset(
-    f".{suffix}" for suffix in ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "avif", "jp2", "ppm", "ico")
-)
+from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES, picture_files
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ class Collection:
     Attributes:
         name: the folder or source, as given.
         files: in the order in which they are read.
-        shards: the source and the number of each file's shard; None where each file is a picture.
+        shards: the source and the number of each file's shard; None if each file is a picture.
         lost: pictures whose files could not be examined.
     """
 
@@ -53,7 +50,7 @@ class Collection:
     lost: int = 0
 
     def pictures(self, number: int) -> Iterator[tuple[str, bytes | None]]:
-        """The pictures of file `number`: key ("" where the file is one) and encoded bytes, None for one that is not there.
+        """The pictures of file `number`: key ("" if the file is one) and encoded bytes, None for one that is not there.
 
         Raises:
             UserError: a shard that cannot be read.
@@ -114,13 +111,7 @@ def open_collection(data: str) -> Collection:
 
 
 def _folder(data: str, folder: Path) -> Collection:
-    files = []
-    for place, below, names in os.walk(folder):
-        below.sort()
-        for name in sorted(names):
-            path = Path(place, name)
-            if path.suffix.lower() in SUFFIXES and not name.startswith("."):
-                files.append(_file(str(path.absolute()), str(path.relative_to(folder)), data))
+    files = (_file(str(path.absolute()), str(path.relative_to(folder)), data) for path in picture_files(folder))
     return _checked(Collection(data, tuple(files)))
 
 
@@ -134,5 +125,5 @@ def _file(path: str, shown: str, data: str) -> File:
 
 def _checked(collection: Collection) -> Collection:
     if not collection.files:
-        raise UserError(f"{collection.name} holds no pictures ({', '.join(sorted(SUFFIXES))})")
+        raise UserError(f"{collection.name} holds no pictures ({', '.join(sorted(PICTURE_SUFFIXES))})")
     return collection

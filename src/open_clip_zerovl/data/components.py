@@ -23,7 +23,7 @@ import braceexpand
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.clusters import find_clustering
-from open_clip_zerovl.data.table import EXTENSIONS, find_table
+from open_clip_zerovl.data.table import EXTENSIONS, PACKED, find_table
 from open_clip_zerovl.shards.urls import REMOTE
 from open_clip_zerovl.shards.writing import RETRIEVAL_MARK, read_sizes
 
@@ -60,8 +60,8 @@ def kind_of(text: str) -> Component:
         return Component("shards", *sizes.groups()) if sizes else Component("shards", text)
     path = os.path.expanduser(text)
     if Path(path).is_dir():
-        kind = _kind_of_folder(path)
-        return Component(kind, (find_table(path) if kind == "table" else None) or path)
+        kind = _kind_of_folder(path)  # of a packed folder with a held-out set refused.csv is no table of pairs
+        return Component(kind, path if kind == "benchmark" else find_table(path) or path)
     if (found := _ANNOTATIONS.fullmatch(path)) is not None:
         beside = None if found[2] is None else os.path.expanduser(found[2])
         return Component("table" if found[1].lower().endswith(EXTENSIONS) else "annotations", found[1], beside)
@@ -87,25 +87,20 @@ def expand_shards(pattern: str) -> tuple[str, ...]:
         listed = {name for name in read_sizes(pattern) or () if name.endswith(".tar") and "/" not in name}
         names = {path.name for path in Path(pattern).glob("*.tar")} | listed
         shards = tuple(str(Path(pattern, name)) for name in sorted(names))
+        if not shards and os.path.isfile(os.path.join(pattern, PACKED)):
+            made = sorted(f"{path.parent.name}={path}" for path in Path(pattern).glob("*/train")) or [
+                f"NAME={pattern}/train"
+            ]
+            raise UserError(f"{pattern} is a folder of `zerovl data pack`; name its sources: {'::'.join(made)}")
         if not shards:
-            below = training_folders(pattern)
-            advice = f"name those with shards: {', '.join(below[:3])}{' ...' if below[3:] else ''}"
-            if not below:
-                advice = (
-                    "name a folder of webdataset shards, or make shards of its pictures with `zerovl data pack "
-                    f"{pattern} --out DIR`"
-                )
-            raise UserError(f"folder {pattern} holds no *.tar shards; {advice}")
+            raise UserError(
+                f"folder {pattern} holds no *.tar shards; name a folder of webdataset shards, or make shards of its "
+                f"pictures with `zerovl data pack {pattern} --out DIR`"
+            )
         return shards
     shards = expand_braces(pattern)
     _refuse_parquet(pattern, shards)
     return shards
-
-
-def training_folders(folder: str) -> list[str]:
-    """The folders called `train` in a folder or in those below it that hold shards, as `zerovl data pack` writes them."""
-    tars = (tar for place in ("train", "*/train") for tar in Path(folder).glob(f"{place}/*.tar"))
-    return sorted({str(tar.parent) for tar in tars})
 
 
 def expand_braces(pattern: str) -> tuple[str, ...]:

@@ -75,7 +75,7 @@ class Crop:
 
 
 def crop_of(transform: Any) -> Crop | None:
-    """The random resized crop that a training transform begins with, or None where it begins with something else."""
+    """The random resized crop that a training transform begins with, or None if it begins with something else."""
     steps = getattr(transform, "transforms", None) or [transform]
     step = next((step for step in steps if not isinstance(step, MaybeConvertMode)), None)
     if not isinstance(step, RandomResizedCrop | RandomResizedCropAndInterpolation):
@@ -87,7 +87,7 @@ def crop_of(transform: Any) -> Crop | None:
 def decode_image(data: bytes, crop: Crop | None = None) -> Image.Image:
     """The RGB image of encoded bytes.
 
-    Formats and conversions are those of `tar.pictures`. Of an animation the first frame is taken.
+    Formats and conversions are those of `tar.pictures`. An animation gives its first frame.
 
     Args:
         crop: the crop that follows; with it JPEGs may be decoded at a reduced size.

@@ -56,7 +56,7 @@ class ProbeSet:
         return len(self.labels)
 
     def image(self, index: int) -> Image.Image:
-        """Image `index` as RGB. UserError with the set and the index where it cannot be read."""
+        """Image `index` as RGB. UserError with the set and the index if it cannot be read."""
         try:
             return self.read(index).convert("RGB")
         except (BadImage, OSError) as error:
@@ -89,7 +89,7 @@ def class_list(train: ProbeSet, test: ProbeSet) -> list[str]:
 
 
 def open_probe_set(spec: str | os.PathLike[str], role: str, *, label: str = "cls") -> ProbeSet:
-    """Index a labelled set; see the module's text for what `spec` may be.
+    """Index a labelled set; the module's text lists the forms of `spec`.
 
     Args:
         role: `train` or `test`; it chooses the split of a dataset that has splits of its own.
@@ -223,7 +223,7 @@ _DATASETS: dict[str, Callable[[Path, str], Listing]] = {
 
 
 def _read_shards(spec: str, shards: Sequence[Path], label: str) -> ProbeSet:
-    """The images of shards. Only tar headers and classes are read here; an image is read when it is asked for."""
+    """The images of shards. Only tar headers and classes are read here; an image is read on access."""
     kind, _, name = label.partition(":")
     if kind not in ("cls", "json") or (kind == "json") != bool(name):
         raise UserError(f"the class of a shard's sample is in 'cls' or in 'json:FIELD', not in {label!r}")
@@ -234,9 +234,8 @@ def _read_shards(spec: str, shards: Sequence[Path], label: str) -> ProbeSet:
         if place is None:
             raise UserError(f"{where} has no image ({', '.join(IMAGE_EXTENSIONS)}); mend or remove it")
         if content is None:
-            raise UserError(
-                f"{where} has no .{kind}; the class is looked for in {label!r}: say where it is (cls, or json:FIELD)"
-            )
+            other = "json:FIELD" if kind == "cls" else "cls"
+            raise UserError(f"{where} has no .{kind} with its class; if the class is elsewhere, give --label {other}")
         labels.append(_class(content, name, f"{key}.{kind} of {shard}"))
         places.append((shard, *place))
     if not labels:

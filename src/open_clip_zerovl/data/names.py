@@ -85,13 +85,13 @@ def captions_in_a_step(captions: str | None) -> int:
 
 
 def is_captions(captions: str) -> bool:
-    """Whether a `--captions` value is one of CAPTIONS, or has the form of `caption_fields` or `caption_sets`; UserError as
+    """True for a `--captions` value in CAPTIONS, or of the form of `caption_fields` or `caption_sets`; UserError as
     there."""
     return captions in CAPTIONS or bool(field_names(captions))
 
 
 def is_named(train_data: str | None) -> bool:
-    """Whether a `--train-data` value names at least one of its sources, and so selects this package's mixture."""
+    """True if a `--train-data` value names at least one of its sources, and so selects this package's mixture."""
     return bool(train_data) and any(NAME.fullmatch(part) for part in str(train_data).split("::"))
 
 

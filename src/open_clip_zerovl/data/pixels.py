@@ -58,7 +58,7 @@ _ON_BYTES = frozenset(("Invert", "Posterize", "Solarize"))
 
 @cache
 def has_decoder() -> bool:
-    """Whether the fast JPEG decoder is installed; warns once if it is missing."""
+    """True if the fast JPEG decoder is installed; warns once if it is missing."""
     if simplejpeg is None:
         logging.warning("simplejpeg is not installed: pictures are decoded and resized by PIL.")
     return simplejpeg is not None
@@ -96,7 +96,7 @@ def pictures(transform: Any, path: str) -> tuple[Callable[[Any], torch.Tensor], 
 
     Args:
         transform: PIL image -> tensor (C, H, W).
-        path: of PIXEL_PATHS.
+        path: one of PIXEL_PATHS.
 
     Raises:
         UserError: an unknown path.

@@ -5,7 +5,7 @@
 Sample number i of a shard is the same whether the shard is streamed from its first byte or entered through its index. The seed
 determines the sample that replaces a lost one. An epoch can therefore be entered at any step (invariant 4).
 
-    a bad sample (no caption, say)                    is yielded with its `Fault`; `sample_stream` shows a neighbour instead
+    a bad sample (such as no caption)                 is yielded with its `Fault`; `sample_stream` shows a neighbour instead
     a shard that gives fewer samples than counted     raises ShardError; `sample_stream` takes as many samples of other slices
     (missing, torn, miscounted)                       of the source and marks them with a `DroppedSample`
 """
@@ -106,7 +106,7 @@ class Reading:
 
     Attributes:
         source, index: the source and its index in the mixture.
-        seed: of the run.
+        seed: the seed of the run.
         fail: raise UserError for a bad sample or shard, instead of replacing it.
         policy: waits and retries of its remote shards.
         cache: keeps remote shards on a local disk; None reads them from their server.
@@ -254,7 +254,7 @@ def _caption(text: bytes) -> str | Fault:
 
 
 def picture_file(path: str) -> bytes | None:
-    """The bytes of a picture's file; None where it cannot be read. UserError as `foreign.read_foreign`."""
+    """The bytes of a picture's file; None if it cannot be read. UserError as `foreign.read_foreign`."""
     try:
         return read_foreign(path)
     except BadFile:
@@ -262,7 +262,7 @@ def picture_file(path: str) -> bytes | None:
 
 
 def _from_disk(samples: Generator[RawSample, None, None], start: int) -> Generator[RawSample, None, None]:
-    """The samples from number `start` on; ShardError where the disk fails while the bytes of one are read."""
+    """The samples from number `start` on; ShardError if the disk fails while the bytes of one are read."""
     count = start
     with closing(samples):
         try:

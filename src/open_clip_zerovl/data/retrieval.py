@@ -47,6 +47,8 @@ from open_clip_zerovl.shards.urls import REMOTE
 from open_clip_zerovl.shards.writing import RETRIEVAL_MARK, SHARD_COUNT
 
 # A set's name becomes part of metric names and of file names.
+MOST_HELD_OUT = 1_000  # pictures, as many as in Flickr30K's test set
+FEWEST_PICTURES = 40
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -55,7 +57,7 @@ class RetrievalSample:
     """An image, as a range of bytes of a file, and its captions (at least one).
 
     Attributes:
-        key: of a tar's sample, or the id of the image in annotations.
+        key: the key of a tar's sample, or the id of the image in annotations.
         size_bytes: -1 for the rest of the file, of an image that is a file of its own.
     """
 
@@ -71,7 +73,7 @@ class RetrievalSet:
     """The images and captions of one split.
 
     Attributes:
-        path: of the set, for messages.
+        path: the path of the set, for messages.
         split: test, val or train.
         samples: one for each image.
     """
@@ -104,18 +106,12 @@ class RetrievalSet:
         return sum(sample.file in held for sample in self.samples)
 
     def read_image(self, index: int) -> Image.Image:
-        """The image as RGB. UserError with file and key where it cannot be read or decoded."""
+        """The image as RGB. UserError with file and key if it cannot be read or decoded."""
         sample = self.samples[index]
         try:
             return read_picture(sample.file, sample.offset_bytes, sample.size_bytes)
         except (OSError, BadImage) as error:
             raise UserError(f"{sample.file}: the image of sample '{sample.key}' cannot be read ({error})") from error
-
-
-def check_captions_per_image(captions_per_image: int | None) -> None:
-    """UserError for a number below 1; None means all captions."""
-    if captions_per_image is not None and captions_per_image < 1:
-        raise UserError(f"captions_per_image must be at least 1, or None for all, got {captions_per_image}")
 
 
 Item = tuple[Tensor, tuple[str, ...]]
@@ -161,13 +157,12 @@ def retrieval_batches(
     Raises:
         UserError: an image that cannot be read, named by file and key.
     """
-    check_captions_per_image(captions_per_image)
     transformed = _TransformedSet(dataset, preprocess, captions_per_image)
     yield from read_batches(transformed, _collate, batch_size=batch_size, num_workers=num_workers)
 
 
 def parse_retrieval_data(spec: str) -> dict[str, Path]:
-    """`"coco=/data/coco::f30k=/data/f30k"` -> {"coco": Path, "f30k": Path}, in open_clip's `::` syntax.
+    """`"coco=/data/coco::f30k=/data/f30k"` -> {"coco": Path, "f30k": Path}, in open_clip's `::` syntax; labelled sets, too.
 
     A set without a name takes that of its folder, of its file of annotations without the ending, or of its shards' folder.
 
@@ -181,17 +176,17 @@ def parse_retrieval_data(spec: str) -> dict[str, Path]:
         if not equals or "/" in name:
             name, path = "", entry.strip()
         if not path:
-            raise UserError(f"retrieval data '{spec}' has an empty entry: write name=folder::name=folder")
+            raise UserError(f"the list of sets '{spec}' has an empty entry: write name=folder::name=folder")
         folder = Path(path).expanduser()
         if not name:
             named = Path(kind_of(str(folder)).path).absolute() if not folder.is_dir() else folder.absolute()
             named = named.parent if named.suffix == ".tar" or "{" in named.name else named
             name = re.sub(r"\.(json|csv|tsv)$", "", named.name, flags=re.IGNORECASE)
         if not _NAME.fullmatch(name):
-            raise UserError(f"'{name}' cannot name a retrieval set: use letters, digits, '.', '_' and '-'")
+            raise UserError(f"'{name}' cannot name a set: use letters, digits, '.', '_' and '-'")
         if name in sets:
             raise UserError(
-                f"two retrieval sets are named '{name}' ({sets[name]} and {folder}): name them, a={sets[name]}::b=..."
+                f"two sets are named '{name}' ({sets[name]} and {folder}): name them, a={sets[name]}::b=..."
             )
         sets[name] = folder
     return sets
@@ -201,7 +196,7 @@ def open_retrieval_set(path: str | os.PathLike[str], split: str = "test") -> Ret
     """Indexes a retrieval set.
 
     Args:
-        path: of a set, see the module's text; for annotations `ANNOTATIONS@PICTURES` names the folder of pictures.
+        path: a set, see the module's text; `ANNOTATIONS@PICTURES` names the folder of an annotation file's pictures.
         split: test, val or train.
 
     Raises:
@@ -254,7 +249,9 @@ def _read_table(component: Component, split: str) -> list[RetrievalSample]:
             raise UserError(f"{where}: the row has fewer fields than the header")
         key = sample.rows[0][numbers["image_id"]] if "image_id" in numbers else sample.image
         if len(images := {row[table.image_column] for row in sample.rows}) > 1:
-            raise UserError(f"{where}: image_id {key} is {' and '.join(sorted(images))}")
+            raise UserError(
+                f"{where}: image_id {key} has two pictures, {' and '.join(sorted(images))}; give each picture its own id"
+            )
         ids = [row[numbers["caption_id"]] for row in sample.rows] if "caption_id" in numbers else []
         if len(set(ids)) < len(ids):
             raise UserError(f"{where}: a caption_id of image {key} appears twice ({', '.join(ids)})")
@@ -302,8 +299,8 @@ def _find_pictures(component: Component, names: Sequence[str]) -> list[Path]:
     count = f"of the {len(names)} pictures of {annotations}"
     if doubtful:
         raise UserError(
-            f"{len(doubtful)} {count} are in two folders, and are not the same there (first: {doubtful[0][0]} and "
-            f"{doubtful[0][1]}): name the one folder, {annotations.name}@FOLDER"
+            f"{len(doubtful)} {count} are in two folders with different contents (first: {doubtful[0][0]} and "
+            f"{doubtful[0][1]}): name the right folder, {annotations.name}@FOLDER"
         )
     if missing:
         raise UserError(
@@ -322,7 +319,7 @@ def _read_benchmark(component: Component, split: str) -> list[RetrievalSample]:
     folder = Path(component.path)
     kind = _read_text(folder / RETRIEVAL_MARK).lower()
     if kind != "retrieval":
-        raise UserError(f"{folder / RETRIEVAL_MARK} says '{kind}', a retrieval set says 'retrieval'")
+        raise UserError(f"{folder / RETRIEVAL_MARK} holds '{kind}', but that of a retrieval set holds 'retrieval'")
     count_file = folder / split / SHARD_COUNT
     if not count_file.parent.is_dir():
         splits = sorted(entry.name for entry in folder.iterdir() if (entry / SHARD_COUNT).is_file())
@@ -370,3 +367,13 @@ def _captions(data: bytes, shard: Path, key: str) -> tuple[str, ...]:
     if not captions:
         raise UserError(f"{shard}: sample {key!r} has no captions: {key}.txt is empty")
     return captions
+
+
+def held_out_count(pictures: int, share: float, most: int = MOST_HELD_OUT) -> int:
+    """The number of pictures to hold out of some: a share, but at least 10. UserError for fewer than 40 pictures."""
+    if pictures < FEWEST_PICTURES:
+        raise UserError(
+            f"the data has {pictures} pictures, too few to hold some out; give at least {FEWEST_PICTURES}, or a held-out set "
+            "with --retrieval-data"
+        )
+    return min(most, max(10, round(share * pictures)))

@@ -110,7 +110,7 @@ class Substitutes:
     """Samples of the epoch's other slices that replace lost ones.
 
     Slices are tried in an order that the seed draws. Sample i of a lost slice is replaced by sample i, modulo its length, of
-    the first slice that can be read; where none can, by a readable sample of its own shard.
+    the first slice that can be read; if none can, by a readable sample of its own shard.
     """
 
     reading: Reading
@@ -155,7 +155,7 @@ class Substitutes:
         return self._drawn[1]
 
     def _read(self, part: ShardSlice, offset: int) -> RawSample | None:
-        """Sample `offset` of a part's shard, None where it cannot be read. The shard stays open for the next sample."""
+        """Sample `offset` of a part's shard, None if it cannot be read. The shard stays open for the next sample."""
         if offset >= self._readable.get(part.shard, offset + 1):
             return None
         position = part.position + offset - part.start

@@ -50,7 +50,7 @@ def samples_of(source: Source, shard: int) -> Iterator[Sample]:
 
 
 def origin_of(sample: Sample) -> str:
-    """The file or URL of a sample's picture before it was packed, as its json names it; "" where it names none."""
+    """The file or URL of a sample's picture before it was packed, as its json names it; "" if it names none."""
     try:
         content = json.loads(sample.files.get("json", b""))
         return next((found for key in _ORIGINS if isinstance(found := content.get(key), str) and found), "")
@@ -82,5 +82,5 @@ def _extension(image: str) -> str:
 
 
 def _key(row: int, image: str) -> str:
-    """A key without dots or slashes, unique in its table, that tells the row and the picture."""
+    """A key without dots or slashes, unique in its table, made of row and picture."""
     return f"{row + 1:08d}-{re.sub(r'[^A-Za-z0-9_-]+', '-', Path(image).stem)[:60]}".rstrip("-")

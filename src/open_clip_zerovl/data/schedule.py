@@ -126,7 +126,7 @@ def source_schedule(
         debiased_share: above 0 and up to 1, for exactly debiased sampling: the share of each source's samples that come in
             steps of that source alone, rounded down to whole steps; the rest comes in steps that mix all sources.
         source_order: (S,) the order of the sources in sequential sampling, default as given.
-        names: of the sources, for messages.
+        names: the names of the sources, for messages.
 
     Raises:
         UserError: unknown strategy or draw; an epoch without a single step; a source order that does not name each source
@@ -144,7 +144,7 @@ def source_schedule(
     total_steps = int(share.sum() / effective_batch + 1e-9)
     if total_steps == 0:
         raise UserError(
-            f"an epoch of {int(share.sum())} samples has zero steps of the effective batch of {effective_batch}; "
+            f"an epoch has {int(share.sum())} samples, fewer than one effective batch of {effective_batch}; "
             "lower --batch-size or --dga-steps"
         )
     if strategy == "random":
@@ -185,8 +185,8 @@ def _blended_steps(share: np.ndarray, effective_batch: int, debiased_share: floa
 def few_steps(schedule: Schedule, names: Sequence[str]) -> str | None:
     """A sentence if a source fills few steps of its own in an epoch; None without such a source, or where steps are mixed.
 
-    Each of its steps then holds a large part of the source, again and again in the same company, and what does not fill a step
-    waits for the next epoch.
+    Each of its steps then holds a large part of the source, again and again with the same samples, and a rest that does
+    not fill a step waits for the next epoch.
     """
     if len(names) < 2 or (schedule.source_of_step == MIXED).any():
         return None

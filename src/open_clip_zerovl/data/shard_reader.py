@@ -66,7 +66,7 @@ class ShardReader:
     notes: Callable[[str], None]
 
     def members(self, shard: int, start: int) -> Generator[Member, None, None]:
-        """(key, captions, image, members) of each sample from number `start` on; ShardError where there are too few."""
+        """(key, captions, image, members) of each sample from number `start` on; ShardError if there are too few."""
         url = self.source.shards[shard]
         path = local_path(url)
         with ExitStack() as stack:
@@ -79,7 +79,7 @@ class ShardReader:
                 try:
                     yield from self._of_tar(path, shard, start)
                     return
-                except tarfile.ReadError as error:  # compressed, or no tar; streaming reads it or says why not
+                except tarfile.ReadError as error:  # compressed, or not a tar; streaming reads it or raises
                     if self.source.picked is not None:
                         raise ShardError("unreadable shard", str(error)) from error
             yield from self._streamed(url, start, self.source.sizes[shard])
@@ -171,7 +171,7 @@ class ShardReader:
 
 
 def _require(count: int, size: int) -> None:
-    """ShardError where a shard gave fewer samples than were counted."""
+    """ShardError if a shard gave fewer samples than were counted."""
     if count < size:
         raise ShardError("short shard", f"it holds {count} of {size} samples", count)
 

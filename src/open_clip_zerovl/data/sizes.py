@@ -55,7 +55,7 @@ def listed_sizes(shards: Sequence[str], file: str | None = None, *, seconds: flo
 
 
 def _name_and_place(shard: str) -> tuple[str, str | None]:
-    """File name of a shard, and the path or URL of the `sizes.json` beside it; None where that is unknown."""
+    """File name of a shard, and the path or URL of the `sizes.json` beside it; None if that is unknown."""
     if shard.startswith("pipe:"):
         words = [word for word in _words(shard[len("pipe:") :]) if _TAR.search(word)]
         if len(words) != 1:
@@ -84,7 +84,7 @@ def _read(place: str, *, required: bool, seconds: float) -> dict[str, int]:
     path = local_path(place)
     if path is not None:
         if required and not os.path.isfile(path):
-            raise UserError(f"{path}, named as the sizes of shards, does not exist; correct its path")
+            raise UserError(f"the file of shard sizes {path} does not exist; correct its path")
         if os.path.basename(path) == SIZES_FILE:
             return read_sizes(os.path.dirname(path) or ".") or {}
         return parse_sizes(Path(path).read_bytes(), path)

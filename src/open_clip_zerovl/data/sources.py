@@ -29,7 +29,7 @@ import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.clusters import Clustering, open_clusters, open_neighbours
-from open_clip_zerovl.data.components import Component, expand_shards, kind_of, training_folders
+from open_clip_zerovl.data.components import Component, expand_shards, kind_of
 from open_clip_zerovl.data.hard_negatives import Neighbours
 from open_clip_zerovl.data.names import CAPTIONS, CLASS_NAMES, NAME, check_separators, field_names, is_captions
 from open_clip_zerovl.data.sizes import listed_sizes
@@ -79,7 +79,7 @@ class Source:
 
     @property
     def classes(self) -> bool:
-        """Whether the source was packed from folders of classes, whose pictures share the class's captions."""
+        """True if the source was packed from folders of classes, whose pictures share the class's captions."""
         first = local_path(self.shards[0]) if self.shards and self.table is None else None
         # beside the shards or, as for the other words of a packed source, above its splits
         return first is not None and any((place / CLASS_NAMES).is_file() for place in list(Path(first).parents)[:2])
@@ -113,7 +113,7 @@ def parse_sources(
             "one-per-epoch" shows one caption of an image an epoch, all of them in turn; "all" makes each caption a sample
             of its own. Several captions are the lines of a `txt`, or the rows of a table with one image. None shows a `txt`
             or a row as it is.
-        table_format: how tables are written, where their header does not say.
+        table_format: format of tables, if their header does not show it.
         on_bad_sample: "fail" refuses torn shards. "replace" counts the samples before the tear, and treats missing shards that
             a `sizes.json` lists as lost, both with a warning.
         timeout_seconds: time that the `sizes.json` of remote shards may take; 0 for any time.
@@ -178,10 +178,11 @@ def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Sour
     if found.kind == "benchmark":
         splits = [str(entry) for entry in sorted(Path(path).iterdir()) if (entry / SHARD_COUNT).is_file()]
         test = os.path.join(path, "test")
+        trained = [str(entry) for entry in [Path(path, "train")] if any(entry.glob("*.tar"))]
         if not how.evaluation or test not in splits:
             raise UserError(
                 f"{path} is a retrieval set, whose shards are in its splits; name the shards to read: "
-                f"{' or '.join(training_folders(path) or splits) or test}"
+                f"{' or '.join(trained or splits) or test}"
             )
         name, path = name or Path(path).absolute().name, test
     shards = expand_shards(path)
@@ -207,8 +208,8 @@ def _open_clusters(name: str | None, component: Component, how: _Opening) -> tup
     if first.lower().endswith(EXTENSIONS):
         if how.captions == "one-per-epoch":
             raise UserError(
-                f"'--captions one-per-epoch' makes the rows of an image one sample, and the clusters of {first} are of single "
-                "rows; leave it out"
+                f"'--captions one-per-epoch' makes one sample of all rows of an image, but the clusters of {first} consist of "
+                "single rows; leave it out"
             )
         table = open_table(first, how.table_format, strict=how.strict)
     found = []
@@ -241,7 +242,7 @@ def _of_table(name: str, table: CsvTable, captions: str | None = None) -> Source
 
 
 def table_source(name: str, path: str, style: CsvFormat | None = None) -> Source:
-    """A table as a source, each row a sample. UserError where it cannot be read."""
+    """A table as a source, each row a sample. UserError if it cannot be read."""
     return _of_table(name, open_table(path, style))
 
 
@@ -304,10 +305,10 @@ def count_tar_captions(path: str | Path) -> int:
 
 
 def _folder_name(shard: str) -> str:
-    """The name of a shard's folder. UserError where it cannot be a source's name."""
+    """The name of a shard's folder. UserError if it cannot be a source's name."""
     folder = os.path.basename(os.path.dirname(shard if REMOTE.match(shard) else os.path.abspath(shard)))
     if not re.fullmatch(r"[^\W_][\w.-]*", folder):
-        raise UserError(f"the folder of {shard!r} gives no source name; name the source: name={shard}")
+        raise UserError(f"the name of the folder of {shard!r} cannot be a source's name; write NAME={shard}")
     return folder
 
 
@@ -324,10 +325,10 @@ def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: 
         )
     lost = [shard for shard in missing if how.strict or shard not in known]
     if lost or len(missing) == len(shards):
-        raise UserError(
-            f"{len(missing)} of {len(shards)} shards of source {name!r} do not exist, first {missing[0]}; "
-            "correct the path or the range"
-        )
+        gone = f"source {name!r}: {missing[0]} does not exist"
+        if len(shards) > 1:
+            gone = f"{len(missing)} of {len(shards)} shards of source {name!r} do not exist, first {missing[0]}"
+        raise UserError(f"{gone}; correct the path or the range")
     if missing:
         logging.warning(
             f"Source {name}: {len(missing)} of {len(shards)} shards that sizes.json lists do not exist, first {missing[0]}; "

@@ -22,7 +22,7 @@ FULL_SHARE = 0.02  # a warning comes if at least this share of a source's captio
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a sample cannot be shown.
+    """The reason why a sample cannot be shown.
 
     Attributes:
         reason: a few words to count by ("no caption").
@@ -118,7 +118,7 @@ class DataStats:
     """The count of one rank's losses.
 
     Attributes:
-        names: of the sources.
+        names: the names of the sources.
         max_bad_share: share of a source's samples that may be lost.
         epoch: of this rank, in this epoch.
         whole: of this epoch on all ranks, once it is closed.

@@ -27,11 +27,11 @@ from open_clip_zerovl.shards.foreign import encoding_of
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, opened
 
 EXTENSIONS = (".csv", ".tsv")
-REFUSED_ROWS = "refused.csv"  # beside the samples that `zerovl data pack` writes: no table of samples
+PACKED = "pack.json"  # marks an output of `zerovl data pack`, whose table lists refused rows
 BLOCK_SAMPLES = 64  # a block of rows takes the place of a shard: blocks are shuffled, then rows in the window
 _PICTURES = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)
 _NAMED_LINES = 5  # of each mistake, in messages
-# Columns of a layout: image, caption, and the one whose equal values say that rows show the same image.
+# Columns of a layout: image, caption, and the one that is equal in rows of the same image.
 LAYOUTS = (("filepath", "title", "filepath"), ("image", "caption", "image_id"))
 
 
@@ -53,7 +53,7 @@ class TableSample(NamedTuple):
     """One sample of a table: its rows.
 
     Attributes:
-        numbers: of its rows, from 0 below the header.
+        numbers: row numbers, from 0 below the header.
         rows: fields of each row.
         image: the picture's path, as the first row names it.
         captions: bytes of each row's caption, without rows that have none.
@@ -72,7 +72,7 @@ class CsvTable:
     """A scanned table.
 
     Attributes:
-        path: of the table.
+        path: the path of the table.
         separator: between columns.
         columns: the header.
         image_column, caption_column: their numbers.
@@ -154,10 +154,9 @@ def find_table(component: str) -> str | None:
     if component.lower().endswith(EXTENSIONS):
         return component
     folder = Path(component)
-    if not folder.is_dir() or any(folder.glob("*.tar")):
+    if not folder.is_dir() or (folder / PACKED).is_file() or any(folder.glob("*.tar")):
         return None
-    found = (path for path in folder.iterdir() if path.suffix.lower() in EXTENSIONS)
-    tables = sorted(path for path in found if path.name != REFUSED_ROWS)
+    tables = sorted(path for path in folder.iterdir() if path.suffix.lower() in EXTENSIONS)
     if len(tables) > 1:
         raise UserError(
             f"folder {component} holds {len(tables)} tables ({tables[0].name}, {tables[1].name} ...); name the one to "
@@ -267,6 +266,6 @@ def _columns(path: str, header: Sequence[str], style: CsvFormat) -> tuple[int, i
     known = " or ".join(dict.fromkeys(f"{image!r} and {caption!r}" for image, caption, _ in layouts))
     seen = ", ".join(repr(name) for name in header[:20]) or "nothing"
     raise UserError(
-        f"{path} needs the columns {known}, each once; its header has {seen}; name other columns with --csv-img-key "
-        "and --csv-caption-key"
+        f"{path} needs the columns {known}, each once; its header has {seen}; rename them, or name them in training "
+        "with --csv-img-key and --csv-caption-key"
     )

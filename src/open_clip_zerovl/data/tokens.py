@@ -34,7 +34,7 @@ _PROBES = (
 
 
 def fast_tokenizer(tokenizer: Any) -> Callable[[list[str]], Tensor]:
-    """A tokenizer that gives the tokens of `tokenizer`, faster where it is an open_clip `HFTokenizer` in its default mode.
+    """A tokenizer that gives the tokens of `tokenizer`, faster if it is an open_clip `HFTokenizer` in its default mode.
 
     The two are compared on a few captions. Where they differ, or transformers has no such part, `tokenizer` is returned.
     """
@@ -59,7 +59,7 @@ class _CompiledTokenizer:
         inner, length = self.tokenizer.tokenizer, self.tokenizer.context_length
         from transformers.tokenization_utils_base import PaddingStrategy, TruncationStrategy
 
-        inner.set_truncation_and_padding(  # does nothing where they are set already
+        inner.set_truncation_and_padding(  # does nothing if they are set already
             padding_strategy=PaddingStrategy.MAX_LENGTH,
             truncation_strategy=TruncationStrategy.LONGEST_FIRST,
             max_length=length,
@@ -77,7 +77,7 @@ class _CompiledTokenizer:
 
 
 def is_plain(text: str) -> bool:
-    """Whether ftfy and HTML's entities leave a text alone: printable ASCII without &."""
+    """True if ftfy and HTML's entities leave a text alone: printable ASCII without &."""
     return text.isascii() and text.isprintable() and "&" not in text
 
 

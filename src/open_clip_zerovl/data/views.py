@@ -59,7 +59,7 @@ def view_picture(
 
     Args:
         transform: image -> picture (C, H, W).
-        seed: of the stored teachers.
+        seed: the seed of the stored teachers.
         source: number of the source among the teachers' sources.
         sample: number of the sample in the source.
     """

@@ -47,7 +47,7 @@ class WordAugment:
         """The augmented caption, a function of caption and seed alone.
 
         Args:
-            seed: of this sample in this epoch (`randomness.stream_seed`), or a generator to draw from.
+            seed: the seed of this sample in this epoch (`randomness.stream_seed`), or a generator to draw from.
         """
         rng = seed if isinstance(seed, random.Random) else random.Random(seed)
         draw, share = rng.random, self.share

@@ -116,7 +116,7 @@ class ItemSet(Dataset):
     """A dataset whose `read` may raise UserError, which then is the item. Subclasses define `read` and `__len__`."""
 
     def read(self, index: int) -> Any:
-        """Item `index`. UserError where it cannot be read."""
+        """Item `index`. UserError if it cannot be read."""
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> Any:

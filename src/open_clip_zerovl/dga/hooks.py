@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import RngState
 
-# Of the gradients that a hook is tried on, within fp16: wherever a clamp cuts, it cuts gradients of some size, and leaves more
-# of them than rounding does.
+# Sizes of the gradients that a hook is tried on, within fp16: a clamp at any bound cuts gradients of some size, and
+# leaves more of them than rounding does.
 _SIZES = tuple(10.0**power for power in range(-4, 4))
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # of the hook's results
 
@@ -48,7 +48,7 @@ class GradientHooks:
 
 
 def _is_linear(hook: Callable[[Tensor], Any], parameter: nn.Parameter) -> bool:
-    """Whether hook(a + b) = hook(a) + hook(b) for gradients of several sizes. A hook without result changes nothing."""
+    """True if hook(a + b) = hook(a) + hook(b) for gradients of several sizes. A hook without result changes nothing."""
     kept = RngState.capture(parameter.device)
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(parameter.shape, generator=generator).to(parameter) for _ in range(2)]

@@ -53,7 +53,7 @@ class Towers:
     the images and with the texts, and the replay is a call without the input of the skipped tower. Parameters show which
     towers may be skipped, the output shows whether one can be: if an adapter or a weight shared with the other tower is
     trained inside, it requires gradient, and the tower runs twice. A model that is not open_clip's runs its frozen tower twice,
-    with the same gradients; the log says so.
+    with the same gradients; this is logged.
 
     Args:
         model: called as `model(images, texts)`.

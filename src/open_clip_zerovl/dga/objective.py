@@ -55,7 +55,7 @@ class Objective:
 
     @property
     def scaled(self) -> bool:
-        """Whether gradients are multiplied by a GradScaler's scale."""
+        """True if gradients are multiplied by a GradScaler's scale."""
         return self._scaler is not None
 
     def gradients(
@@ -214,7 +214,7 @@ def _name(loss: Callable[..., Any]) -> str:
 
 
 def _misfit(loss: Callable[..., Any], arguments: dict[str, Any]) -> str | None:
-    """Why `loss` cannot be called with these keyword arguments; None if it can, or if its signature is not known."""
+    """The reason why `loss` cannot be called with these keyword arguments, or None; also None for an unknown signature."""
     call: Any = loss
     if isinstance(call, functools.partial) and isinstance(call.func, nn.Module):
         call = functools.partial(call.func.forward, *call.args, **call.keywords)

@@ -71,7 +71,7 @@ class ReplayCheck:
 
     Args:
         mode: "first": the first step in which there is something to compare and each CHECK_EVERY-th, "always" or "never".
-        group: of the ranks that step together; None for the default one.
+        group: process group of the ranks that step together; None for the default one.
     """
 
     def __init__(self, mode: str, world_size: int = 1, group: dist.ProcessGroup | None = None) -> None:
@@ -84,7 +84,7 @@ class ReplayCheck:
 
     @property
     def active(self) -> bool:
-        """Whether anything may be compared in the present step."""
+        """True if anything may be compared in the present step."""
         return bool(self._due)
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""How many of the K graphs of a step's first pass are kept (section 4.1); those micro-batches are not forwarded twice.
+"""The number of kept graphs of a step's first pass (section 4.1); their micro-batches are not forwarded twice.
 
 Shapes: `K` micro-batches, `R` of them retained, `W` ranks. If a forward pass is a third of plain training, a step costs
 1 + (K-R)/(3K) of it; R graphs are in memory at once.
@@ -38,7 +38,7 @@ class Decision:
     Attributes:
         graphs: R.
         graph_bytes: memory of one graph.
-        other_bytes: further memory of a step at its peak, with one graph and without what stays between steps.
+        other_bytes: further memory of a step at its peak, with one graph and without tensors that stay between steps.
     """
 
     graphs: int
@@ -62,7 +62,7 @@ class Retention:
         retain: R, or "auto".
         parameters: the optimizer's; a change shows that it has stepped (a GradScaler skips steps). Without
             them the second step decides.
-        group: of the ranks that step together; None for the default one.
+        group: process group of the ranks that step together; None for the default one.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Retention:
             self._bytes_per_sample = max(1, live.bytes()) / size
 
     def step_done(self, sizes: list[int]) -> None:
-        """After the backward passes of a step: records the step's peak memory, without what stays between steps."""
+        """After the backward passes of a step: records the step's peak memory, without tensors that stay between steps."""
         if self._retain != "auto" or self._auto is not None:
             return
         if not self._versions:
@@ -179,7 +179,7 @@ class Retention:
                 i: p._version for i, p in enumerate(self._parameters) if p.grad is not None and p.numel() > 1
             }
         if self._device.type == "cuda":
-            # The peak so far may be of earlier work, and too large; then fewer graphs are kept.
+            # The peak may include earlier work and be too large; then fewer graphs are kept.
             self._transient_bytes = torch.cuda.max_memory_allocated(self._device) - self._allocated_before
         else:
             self._transient_bytes = 2 * self._bytes_per_sample * max(sizes)  # the graph, and gradients within it

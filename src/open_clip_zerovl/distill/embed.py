@@ -31,7 +31,7 @@ from open_clip_zerovl.data.images import split_normalize
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.transforms import with_auto_augment
 from open_clip_zerovl.distill.teacher_flags import TeacherFlags
-from open_clip_zerovl.embeddings.embed import announce, embed, missing_units, require_room
+from open_clip_zerovl.embeddings.embed import embed, missing_units, require_room, size_words
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.fingerprint import describe_source
 from open_clip_zerovl.embeddings.sources import SourceSamples, Views, augmentation_of
@@ -40,18 +40,25 @@ from open_clip_zerovl.embeddings.store import Manifest, Store, read_manifest
 
 @dataclass(frozen=True)
 class TeacherSettings(TeacherFlags):
-    """How pictures are augmented, as in the training to come, and how embeddings are stored."""
+    """Settings of the augmentation, which later trainings repeat, and of the stored embeddings."""
 
     def transform(self) -> Callable[[Any], Tensor]:
         """Picture -> view (3, S, S) uint8: the student's training transform up to its normalisation."""
-        cfg = PreprocessCfg(size=self.image_size, interpolation=self.interpolation)
-        try:
-            transform = image_transform_v2(cfg, is_train=True, aug_cfg=self.aug_cfg)
-        except TypeError as error:  # a key that open_clip does not know
-            raise UserError(f"--aug-cfg has a key that open_clip does not know ({error})") from error
-        if self.auto_augment is not None:
-            transform = with_auto_augment(transform, self.auto_augment)
-        return split_normalize(transform)[0]
+        return view_transform(self.image_size, self.interpolation, self.aug_cfg, self.auto_augment)
+
+
+def view_transform(
+    size: int | tuple[int, int], interpolation: str, aug_cfg: dict[str, Any], auto_augment: str | None = None
+) -> Callable[[Any], Tensor]:
+    """open_clip's training transform up to its normalisation: picture -> view (3, H, W) uint8."""
+    cfg = PreprocessCfg(size=size, interpolation=interpolation)
+    try:
+        transform = image_transform_v2(cfg, is_train=True, aug_cfg=aug_cfg)
+    except TypeError as error:  # a key that open_clip does not know
+        raise UserError(f"--aug-cfg has a key that open_clip does not know ({error})") from error
+    if auto_augment is not None:
+        transform = with_auto_augment(transform, auto_augment)
+    return split_normalize(transform)[0]
 
 
 def embed_sources(
@@ -102,8 +109,7 @@ def embed_sources(
     store = Store.create(out, manifest, given={"starts": starts})
     if progress:
         left = sum(samples.sizes[file] for unit in missing_units(store, samples.sizes, settings.part) for file in unit)
-        captions = int(starts[-1]) / max(1, len(starts) - 1)
-        announce(store, teachers, left, views=settings.views, captions=captions, batch_size=encoders[0].batch_size)
+        print(f"{left:,} samples are left to embed, {settings.views} views each, {size_words(manifest.bytes)} in {out}")
     lost = embed(
         store,
         teachers,

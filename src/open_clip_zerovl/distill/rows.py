@@ -148,8 +148,8 @@ class TeacherRows:
                 array[index]  # raises for the file that holds them
         if not all(vector.any() for vector in vectors):
             raise UserError(
-                f"the teachers of {self.folder} could not be shown sample {sample.key!r} of source "
-                f"{self._names[sample.source]!r}, and training can: the data was mended since. Embed it anew with `{COMMAND}`"
+                f"{self.folder} has no embedding of sample {sample.key!r} of source {self._names[sample.source]!r}, which "
+                f"could not be read then, and can be read now; embed it again with `{COMMAND}`"
             )
         widths = [width for width in self.widths for _ in range(1 + len(shown))]
         return picture, torch.from_numpy(stored).view(dtype).split(widths)

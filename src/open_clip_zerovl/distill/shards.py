@@ -4,7 +4,7 @@
     000.txt           its caption
     000.syn.json      {"syn_text": [S synthetic captions]}
     000.paug.json     {"param_aug": [A augmentations]}: each [[top, left, height, width], [[operation, magnitude], ...]]: a crop
-                      of the picture, then RandAugment's operations by their number in OPERATIONS; null where there are none
+                      of the picture, then RandAugment's operations by their number in OPERATIONS; null if it has none
     000.npz           image_emb (A, D), text_emb (1 + S, D): the caption first; or syn_text_emb (S, D) apart from it.
                       000.pth.gz is the same as a gzipped torch file (the bfloat16 release)
 
@@ -49,7 +49,7 @@ OPERATIONS = (
     "Posterize", "Solarize", "AutoContrast", "Equalize",
 )  # fmt: skip
 
-# What reading a rotten member raises in json, numpy, zip, gzip and torch.
+# Errors of json, numpy, zip, gzip and torch on a damaged member.
 _UNREADABLE = (*UNREADABLE, pickle.UnpicklingError)
 
 
@@ -96,7 +96,7 @@ class InShards:
         self._names = names
 
     def check(self, transform: Callable[[Any], Tensor]) -> None:
-        """UserError where the run's training transform has random steps besides its crop."""
+        """UserError if the run's training transform has random steps besides its crop."""
         _crop_of(transform)
 
     def stored_view(self, members: Mapping[str, bytes | None], draw: int) -> StoredView | Fault:
@@ -147,7 +147,7 @@ class InShards:
         if max(numbers) >= len(view.texts):
             raise UserError(
                 f"sample {sample.key!r} in {sample.shard} has {len(view.texts)} captions' embeddings, and caption "
-                f"{max(numbers)} was to be shown; its syn.json and its npz are not of one data set"
+                f"{max(numbers)} is needed; its syn.json and its npz are of different data sets"
             )
         shown = [self._split(embedding) for embedding in (view.image, *(view.texts[number] for number in numbers))]
         return ToBytes()(picture), tuple(part for of_teacher in zip(*shown, strict=True) for part in of_teacher)

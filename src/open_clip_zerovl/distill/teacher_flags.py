@@ -14,7 +14,7 @@ DTYPES = ("float16", "bfloat16")
 
 @dataclass(frozen=True)
 class TeacherFlags:
-    """How pictures are augmented, as in the training to come (by its flags), and how embeddings are stored.
+    """Flags of the augmentation, which are those of the later training, and of the stored embeddings.
 
     Attributes:
         views: V.
@@ -37,8 +37,8 @@ class TeacherFlags:
         metavar="{one-per-epoch,all}|FIELD=SHARE,...|FIELD+FIELD",
     )
     on_bad_sample: str = flag("replace", "as in training", choices=POLICIES)
-    seed: int = flag(0, "of the augmentations", kind=seed)
-    dtype: str = flag("float16", "of the embeddings", choices=DTYPES)
+    seed: int = flag(0, "seed of the augmentations", kind=seed)
+    dtype: str = flag("float16", "number format of the embeddings", choices=DTYPES)
     amp: bool = flag(False, "run the teachers in bf16")
     part: tuple[int, int] = flag((0, 1), "do every N-th part: N calls share a folder", kind=part, metavar="I/N")
 

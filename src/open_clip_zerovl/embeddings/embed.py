@@ -17,15 +17,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import free_space
 from open_clip_zerovl.data.workers import read_batches
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.reading import Batch, Batches, Collection, units_of
 from open_clip_zerovl.embeddings.store import Manifest, Store
-
-_TIMED_PICTURES = 16  # whose embedding is timed on a CPU; a GPU takes a whole batch
 
 
 def missing_units(store: Store, sizes: Sequence[int], part: tuple[int, int] = (0, 1)) -> list[list[int]]:
@@ -128,36 +125,13 @@ def _finite(rows: Tensor, dtype: torch.dtype, model: FrozenModel, batch: Batch) 
 
 
 def require_room(folder: Path, manifest: Manifest) -> None:
-    """UserError where the embeddings do not fit on the disk of a folder that need not exist yet."""
+    """UserError if the embeddings do not fit on the disk of a folder that need not exist yet."""
     place, free = free_space(folder)
     if manifest.bytes > free:
         raise UserError(
             f"the embeddings take {size_words(manifest.bytes)}, and {place} has {size_words(free)} free; take fewer views, or "
             "a larger disk"
         )
-
-
-def announce(
-    store: Store, models: Sequence[FrozenModel], samples: int, *, views: int, captions: float, batch_size: int
-) -> None:
-    """Print the speed of the models, and the time and disk space that the rest of the work takes.
-
-    Args:
-        samples: still to be embedded.
-        captions: of a sample, on average.
-    """
-    seconds = 0.0
-    for model in models:
-        timed = batch_size if model.device.type != "cpu" else min(batch_size, _TIMED_PICTURES)
-        a_view, a_text = (spent / timed for spent in model.seconds_of(timed))
-        seconds += samples * (views * a_view + captions * a_text)
-        speeds = [f"{1 / a:,.0f} {of}/s" for a, of in ((a_view, "views"), (a_text, "captions")) if a]
-        print(f"{model.name}: {', '.join(speeds)} on {model.device}")
-    sources, size = len(store.manifest.sources), size_words(store.manifest.bytes)
-    print(
-        f"{samples:,} samples, {views} views each, of {sources} sources are left to embed by {len(models)} models: about "
-        f"{duration(seconds)} of the models' time (reading comes beside it), {size} in {store.folder}"
-    )
 
 
 def size_words(count: int) -> str:

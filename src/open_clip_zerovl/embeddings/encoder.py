@@ -58,7 +58,7 @@ class FrozenModel:
 
     @classmethod
     def load(cls, encoder: Encoder, *, amp: bool = False) -> FrozenModel:
-        """The model of an encoder, with or without bf16. UserError where it cannot be loaded."""
+        """The model of an encoder, with or without bf16. UserError if it cannot be loaded."""
         network, preprocess, tokenizer, device = encoder.load()
         precision = "amp_bf16" if amp else "fp32"
         inputs = {"image": preprocess, "text": tokenizer}

@@ -30,8 +30,8 @@ def tower_digest(model: nn.Module, tower: str, *, inputs: Any, precision: str = 
         model: with its weights loaded. Its image tower is `visual` with all below it; everything else is the text tower.
         tower: "image" or "text".
         inputs: the tokenizer of a text tower, the transform of an image tower.
-        precision: of the forward passes (open_clip's `--precision`).
-        pixel_path: of an image tower: two paths agree to two grey levels, not bit for bit.
+        precision: the precision of the forward passes (open_clip's `--precision`).
+        pixel_path: for an image tower; two paths agree to two grey levels, not bit for bit.
     """
     own = {
         name: tensor

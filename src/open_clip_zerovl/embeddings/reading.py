@@ -57,7 +57,7 @@ class Collection(Protocol):
         ...
 
     def read(self, file: int) -> Iterator[Sample | Lost]:
-        """The samples of a file in order, those that are lost as such. UserError where reading cannot go on."""
+        """The samples of a file in order, those that are lost as such. UserError if reading cannot go on."""
         ...
 
 
@@ -68,7 +68,7 @@ class Batch:
     Attributes:
         rows: numbers of the samples (b,).
         pictures: for each model (b * V, 3, S, S); models that see alike share one tensor.
-        captions, caption_rows: of the samples, and their numbers.
+        captions, caption_rows: captions of the samples, and their numbers.
         finished: the unit's files, set in its last batch.
         lost: samples that cannot be shown.
     """
@@ -93,7 +93,7 @@ def units_of(sizes: Sequence[int]) -> list[range]:
 
 
 class Batches(IterableDataset):
-    """The batches of units, each unit by one worker; a UserError in place of a batch where it cannot go on.
+    """The batches of units, each unit by one worker; a UserError in place of a batch if it cannot continue.
 
     Args:
         units: the files of each.

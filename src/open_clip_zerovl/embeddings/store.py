@@ -143,7 +143,7 @@ def first_difference(stored: Sequence[Any], wanted: Sequence[Any]) -> str:
 
 
 def is_finite(stored: np.ndarray, dtype: torch.dtype) -> bool:
-    """Whether an array, as it is stored, holds neither NaN nor infinite numbers of a dtype."""
+    """True if a stored array holds neither NaN nor infinite numbers of a dtype."""
     if dtype == torch.bfloat16:
         return not bool(((stored.view(np.int16) & _BFLOAT16_EXPONENT) == _BFLOAT16_EXPONENT).any())
     return bool(np.isfinite(stored).all())
@@ -183,7 +183,7 @@ class Rows:
             yield self[begin : begin + _BLOCK_ROWS]
 
     def check(self) -> None:
-        """UserError where some rows, spread over the array, are not finite."""
+        """UserError if some rows, spread over the array, are not finite."""
         self[np.linspace(0, len(self) - 1, min(len(self), _SAMPLED_ROWS)).astype(int)]
 
 
@@ -224,8 +224,8 @@ class Store:
                         return old
                     if old is not None and old.manifest.facts.get("use") != manifest.facts.get("use"):
                         raise UserError(
-                            f"{folder} holds embeddings for the use of {old.manifest.facts.get('use')}, which may have taken "
-                            "days; give another folder, or remove it"
+                            f"{folder} holds embeddings for {old.manifest.facts.get('use')}, which are not replaced; give "
+                            "another folder, or remove it"
                         )
                     return cls._made(folder, manifest, given or {}, old)
                 stored = read_manifest(folder)
@@ -304,7 +304,7 @@ class Store:
             if not own.all():
                 raise UserError(
                     f"the embeddings in {path} are not finished: {int((~own).sum())} of {len(own)} samples of source "
-                    f"{source['name']!r} are missing; call `{remedy}` with the same words again"
+                    f"{source['name']!r} are missing; repeat the call of `{remedy}`"
                 )
         for rows in store.rows.values():
             rows.check()
@@ -355,7 +355,7 @@ def _make_file(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> None:
 
 
 def _mapped(path: Path, dtype: np.dtype, shape: tuple[int, ...], mode: str) -> np.ndarray:
-    """A file, mapped. UserError where it is gone, cut short, or of another shape than the manifest's."""
+    """A file, mapped. UserError if it is gone, cut short, or of another shape than the manifest's."""
     try:
         found = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError as error:

@@ -29,23 +29,23 @@ def accuracies(scores: Tensor, targets: Tensor) -> dict[str, Any]:
         `images`; `top1`; `top1_interval` (95 %, over pictures); `top5` with more than five classes; `mean_per_class`, over the
         classes that occur; `chance`, 1/C; `per_class`: class index -> `images`, `top1`, `top1_interval`.
     """
-    own = scores.gather(1, targets[:, None])  # (N, 1)
-    above, tied = (scores > own).sum(dim=1), (scores == own).sum(dim=1)
-
-    def top(k: int) -> Tensor:
-        """(N,) the probability that the class is among the first k, where ties have a random order."""
-        return ((k - above) / tied).clamp(0, 1).double()
-
-    right = top(1)
+    right = in_top(1, scores, targets)
     rows = {int(index): right[targets == index] for index in targets.unique()}
     return {
         "images": len(targets),
         **_share(right),
-        **({"top5": float(top(5).mean())} if scores.shape[1] > 5 else {}),
+        **({"top5": float(in_top(5, scores, targets).mean())} if scores.shape[1] > 5 else {}),
         "mean_per_class": float(torch.stack([one.mean() for one in rows.values()]).mean()),
         "chance": 1 / scores.shape[1],
         "per_class": {index: {"images": len(one), **_share(one)} for index, one in rows.items()},
     }
+
+
+def in_top(k: int, scores: Tensor, targets: Tensor) -> Tensor:
+    """(N,) the probability that the class is among the first k, where ties have a random order; arguments as `accuracies`."""
+    own = scores.gather(1, targets[:, None])  # (N, 1)
+    above, tied = (scores > own).sum(dim=1), (scores == own).sum(dim=1)
+    return ((k - above) / tied).clamp(0, 1).double()
 
 
 def _share(right: Tensor) -> dict[str, Any]:

@@ -40,14 +40,14 @@ class RetrievalSettings:
 
 @dataclass(frozen=True)
 class RetrievalFiles:
-    """Files to write; None for those not wanted."""
+    """Files to write; None for a file that is not requested."""
 
     json: Path | None = flag(None, "also write the metrics as JSON", option="--output", metavar="FILE.json")
     csv: Path | None = flag(None, "also write the metrics as CSV, one line a set", metavar="FILE.csv")
     gallery: Path | None = flag(None, "also show hits and misses as one HTML page", metavar="FILE.html")
 
     def check(self) -> None:
-        """UserError where one of them cannot be written."""
+        """UserError if one of them cannot be written."""
         for path in (self.json, self.csv, self.gallery):
             if path is not None:
                 check_writable(path)
@@ -98,7 +98,7 @@ class LarsSettings:
         UserError: a value out of range.
     """
 
-    epochs: int = flag(90, "with --way paper", kind=positive)
+    epochs: int = flag(90, "epochs with --way paper", kind=positive)
     batch_size: int = flag(16_384, "effective batch with --way paper", kind=positive)
     lr: float = flag(6.4, "learning rate with --way paper")
     weight_decay: float = flag(0.0, "weight decay with --way paper", option="--wd")
@@ -109,7 +109,7 @@ class LarsSettings:
         False,
         "with --way paper: standardise the features and leave the bias out of LARS, as other papers' probes do",
     )
-    seed: int = flag(0, "of order, augmentation and initial weights", kind=seed)
+    seed: int = flag(0, "seed of order, augmentation and initial weights", kind=seed)
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or self.batch_size < 2:
@@ -136,7 +136,7 @@ class BiasSettings:
         option="--concept",
         metavar="FIELD",
     )
-    seed: int = flag(0, "of batches, folds and maps", kind=seed)
+    seed: int = flag(0, "seed of batches, folds and maps", kind=seed)
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class CompareSettings:
         metavar="FIELD",
     )
     draws: int = flag(1000, "draws of units, for the intervals over queries", kind=positive, metavar="N")
-    seed: int = flag(0, "of draws and folds", kind=seed)
+    seed: int = flag(0, "seed of draws and folds", kind=seed)
 
     def __post_init__(self) -> None:
         if self.draws < 100:
@@ -179,8 +179,6 @@ class SearchSettings:
     output: Path | None = flag(None, "also write the hits as JSON", metavar="FILE.json")
 
     def __post_init__(self) -> None:
-        if self.best < 1:
-            raise UserError(f"the number of pictures to show must be 1 or more, but is {self.best}.")
         if not self.words.strip() and self.image is None:
             raise UserError("there is nothing to search for: give words, or a picture by --image")
 
@@ -206,12 +204,12 @@ class CurveFlags:
     rule: str | None = flag(
         None,
         "kept: the best on the new sets of the points that keep --keep of the score on the kept sets; mean: the best mean of "
-        "both; new: the best on the new sets (default: kept where there are kept sets, else new)",
+        "both; new: the best on the new sets (default: kept with --kept, else new)",
         choices=RULES,
     )
     kept_share: float = flag(
         0.99,
-        "share of BEFORE's score on the kept sets that is to be kept",
+        "share of BEFORE's score on the kept sets that must remain",
         option="--keep",
         kind=share,
         metavar="SHARE",

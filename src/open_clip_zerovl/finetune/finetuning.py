@@ -36,6 +36,8 @@ from open_clip_zerovl.core.launch import visible_gpus
 from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.words import WordAugment
+from open_clip_zerovl.embeddings.sources import cut_captions
+from open_clip_zerovl.evaluate.interpolation.curve import require_possible
 from open_clip_zerovl.evaluate.retrieval.metrics import recall_bounds
 from open_clip_zerovl.evaluate.settings import RetrievalSettings
 from open_clip_zerovl.finetune import data as pairs
@@ -46,7 +48,7 @@ from open_clip_zerovl.finetune.request import Prepared, Request, Say
 from open_clip_zerovl.finetune.split import SPLIT_FILE, split_off
 from open_clip_zerovl.finetune.training import Training, train
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR
-from open_clip_zerovl.models.long_context import lengthen
+from open_clip_zerovl.models.long_context import CONSTANT, lengthen
 from open_clip_zerovl.recipe.arguments import Settings, as_arguments
 from open_clip_zerovl.report.bounds import LOW_BEST, best_sentence
 from open_clip_zerovl.report.plot import require_matplotlib
@@ -88,13 +90,13 @@ def run_finetune(request: Request, *, say: Say) -> Path:
 
 
 def _same_request(request: Request) -> None:
-    """Store the request. UserError where the folder holds other files, or a training of another request."""
+    """Store the request. UserError if the folder holds other files, or a training of another request."""
     file = request.out / REQUEST
     asked, before = request.of_training(), _read(file)
     if before is None:
         others = [entry.name for entry in request.out.iterdir() if entry.name != "lock"]
         if others:
-            raise UserError(f"{request.out} holds {others[0]} and no fine-tuning; choose an empty --out")
+            raise UserError(f"{request.out} holds {others[0]}, which is not of a fine-tuning; give an empty --out")
         write_atomically(file, json.dumps(asked, indent=2) + "\n")
         return
     if asked != before and not (request.out / "run").exists():
@@ -108,13 +110,13 @@ def _same_request(request: Request) -> None:
     for name in {**asked, **before}:  # in the order of the flags
         if asked.get(name) != before.get(name):
             raise UserError(
-                f"{request.out} holds a fine-tuning with {_flag(name, before)}, and this call asks for {_flag(name, asked)}; "
-                "repeat the arguments of the first call to go on, or give another --out"
+                f"{request.out} holds a fine-tuning with {_flag(name, before)}, but this call has {_flag(name, asked)}; "
+                "to continue it repeat the arguments of the first call, else give another --out"
             )
 
 
 def _flag(name: str, values: Mapping[str, Any]) -> str:
-    """A flag with its value; "no FLAG" where it was not given."""
+    """A flag with its value; "no FLAG" if it was not given."""
     if values.get(name) is None:
         return f"no {name}"
     return f"{name}{'=' if name.startswith('--set') else ' '}{values[name]}"
@@ -131,6 +133,7 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 def _prepare(request: Request, say: Say) -> Prepared:
     check_keeping(request)
+    require_possible(request.rule, bool(request.kept))
     found = pairs.find_data(request.data)
     sources, notes = pairs.open_sources(found.train_data), []
     new = request.retrieval_data or found.held_out
@@ -143,7 +146,7 @@ def _prepare(request: Request, say: Say) -> Prepared:
     sources, train_data, factors = with_old_pairs(request, found.train_data, sources)
     notes += keeping_notes(request, sources, factors)
     _compare_pictures(request, sources, "::".join(filter(None, (new, request.kept))), say)
-    labelled_sets(request, new)  # a mistake ends the call here, not after hours of training
+    labelled_sets(new, request.zero_shot_data)  # a mistake ends the call here, not after hours of training
     before = _before(request, say)
     return Prepared(before, train_data, new, sources, tuple(notes), factors)
 
@@ -171,7 +174,8 @@ def _before(request: Request, say: Say) -> str:
         loaded: Any = replace(request.start, device="cpu").load()
         network, tokenizer = loaded[0], loaded[2]
         if length is not None:
-            lengthen(network, length, tokenizer.context_length)
+            if lengthen(network, length, tokenizer.context_length) and request.given.get("lora") is not None:
+                say(CONSTANT)
             spec.model_cfg["text_cfg"]["context_length"] = length
         weights = network.state_dict()
         card = ModelCard(spec, weights, origin="The model that a fine-tuning started from.")
@@ -180,7 +184,7 @@ def _before(request: Request, say: Say) -> str:
 
 
 def _settings(request: Request, prepared: Prepared, say: Say) -> tuple[list[Setting], int]:
-    """The settings of the run and its ranks: of an earlier call, or chosen now."""
+    """The settings of the run and its ranks, from an earlier call or chosen now."""
     file = request.out / SETTINGS
     kept = _read(file)
     if kept is not None:
@@ -234,8 +238,7 @@ def _micro_batch_that_fits(
         )
     plan = json.loads(done.stdout)
     if plan["missing"]:
-        first = plan["missing"][0]
-        raise UserError(f"the training lacks something: {first['what']}; {first['advice']}")
+        raise UserError(f"the training lacks something: {plan['missing'][0]}")
     whole = duration(3600 * plan["hours"])
     say(f"one step takes {duration(plan['step_seconds'])}, all {plan['steps']:,} about {whole}")
     return plan["batching"]["micro_batch"]
@@ -248,6 +251,7 @@ def _fixed_flags(request: Request, prepared: Prepared) -> Settings:
         "train-data": prepared.train_data,
         "train-data-upsampling-factors": prepared.factors,
         "retrieval-data": prepared.new,
+        **({"zero-shot-data": prepared.new} if pairs.all_classes(prepared.new) else {}),
         "seed": str(request.seed),
         "save-frequency": "1",
         "log-every-n-steps": "10",
@@ -265,6 +269,7 @@ def _training(request: Request, prepared: Prepared, settings: Sequence[Setting],
         int(flags["epochs"] or 0),
         request.patience,
         tuple(pairs.sets_of(prepared.new)),
+        "top1" if flags.get("zero-shot-data") == prepared.new else "rsum",
     )
 
 
@@ -273,7 +278,7 @@ def _announce(prepared: Prepared, settings: Sequence[Setting], say: Say) -> None
     for source in prepared.sources:
         say(f"source {source.name}: {source.num_samples:,} pictures ({source.layout})")
     tokenizer, length = _tokenizer(prepared.before)
-    looked, cut, longest = pairs.cut_captions(tokenizer, length, prepared.sources)
+    looked, cut, longest = cut_captions(tokenizer, length, prepared.sources)
     if cut:
         say(
             f"note: {cut:,} of {looked:,} sampled captions are longer than the model's {length} tokens (the longest has "
@@ -283,7 +288,11 @@ def _announce(prepared: Prepared, settings: Sequence[Setting], say: Say) -> None
         texts = [sample.captions[: RetrievalSettings.captions_per_image] for sample in dataset.samples]
         images = [number for number, own in enumerate(texts) for _ in own]
         best = recall_bounds([text for own in texts for text in own], images)["rsum_best"]
-        if best < LOW_BEST:
+        if pairs.all_classes(prepared.new):
+            say(
+                f"note: {name}: pictures of a class share captions, so zero-shot top-1 chooses epoch and weights, not RSUM"
+            )
+        elif best < LOW_BEST:
             alone = any(source.classes for source in prepared.sources)
             here = "Training does so by itself." if alone else "Here: --set positives=caption."
             say(f"note: {name}: {best_sentence(best)} {here}")

@@ -35,14 +35,19 @@ class FinetuneFlags:
         "old pairs, named sources as in --data, that are trained on beside the new ones so that the model forgets less",
         metavar="NAME=SHARDS::...",
     )
-    keep_share: float | None = flag(None, "share of --keep-data in an epoch (default 0.2)", kind=share, metavar="SHARE")
+    keep_share: float | None = flag(
+        None,
+        "share of an epoch's pairs that are of --keep-data (default 0.2); it changes the training, --keep the choice after it",
+        kind=share,
+        metavar="SHARE",
+    )
     keep_teacher: bool = flag(
         False, "half of the loss is distillation from the model before, whose embeddings of all pairs are stored first"
     )
     patience: int = flag(
         5, "end after EPOCHS without a better held-out score; 0: never", kind=natural, metavar="EPOCHS"
     )
-    seed: int = flag(0, "of the split and the training", kind=seed)
+    seed: int = flag(0, "seed of the split and the training", kind=seed)
     compare_pictures: bool = flag(
         True, "do not look for held-out pictures among those to train on", option="--skip-overlap"
     )

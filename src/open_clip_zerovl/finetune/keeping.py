@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import key_value
 from open_clip_zerovl.data.names import PIXEL_PATH
@@ -32,7 +34,7 @@ def check_keeping(request: Request) -> None:
     if request.keep_share is not None and request.keep_data is None:
         raise UserError(f"--keep-share {request.keep_share:g} needs --keep-data NAME=SHARDS, the old pairs")
     if request.keep_data is not None and not 0 < request.share_kept < 1:
-        raise UserError(f"--keep-share {request.share_kept:g} must lie between 0 and 1; give 0.2, say")
+        raise UserError(f"--keep-share {request.share_kept:g} must lie between 0 and 1; give 0.2, for example")
     if request.keep_data is not None and _WEIGHTS in request.given:
         raise UserError(f"--set {_WEIGHTS} and --keep-share both decide the weights of the sources; give one of them")
     if request.keep_teacher and request.given.get("teacher") is not None:
@@ -40,7 +42,7 @@ def check_keeping(request: Request) -> None:
     for flag in ("force-image-size", "image-interpolation") if request.keep_teacher else ():
         if request.given.get(flag) is not None:
             raise UserError(
-                f"--set {flag} does not work with --keep-teacher, whose views are those of the model before"
+                f"--set {flag} does not work with --keep-teacher, which takes it from the starting model; leave it out"
             )
 
 
@@ -98,6 +100,7 @@ def store_teacher(request: Request, prepared: Prepared, say: Say) -> None:
     say(f"storing the embeddings of {settings.views} views of each picture by the model before")
     encoder = replace(request.start, model=str(folder))
     embed_sources(prepared.train_data, [encoder], request.out / TEACHER, settings, progress=False)
+    torch.cuda.empty_cache()  # this process lives on beside the training, whose micro-batch fills the GPU
 
 
 def teacher_flags(request: Request) -> Settings:

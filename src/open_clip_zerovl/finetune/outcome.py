@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from open_clip_zerovl.checkpoints.between import Ends, open_ends
@@ -15,13 +15,12 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.data.names import CLASS_NAMES
 from open_clip_zerovl.data.retrieval import parse_retrieval_data
-from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.evaluate.accuracy import in_percent as shares_of
 from open_clip_zerovl.evaluate.interpolation.curve import Curve, in_percent, recall_table
 from open_clip_zerovl.evaluate.interpolation.interpolate import CurveSettings, score_curve, write_between
 from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet, write_gallery
 from open_clip_zerovl.evaluate.retrieval.score import score_set
-from open_clip_zerovl.evaluate.zero_shot.score import score_labelled
+from open_clip_zerovl.evaluate.zero_shot.score import score_loaded
 from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet, open_labelled_set
 from open_clip_zerovl.finetune import data as pairs
 from open_clip_zerovl.finetune.proposal import Setting
@@ -53,7 +52,8 @@ def write_outcome(
     )
     say(f"weights between before and epoch {epoch}, the best:")
     ends = open_ends(scorer, Encoder(str(checkpoint), device="cpu"))
-    curve = score_curve(ends, scorer, asked, say=say)
+    classes = labelled_sets(prepared.new) if pairs.all_classes(prepared.new) else {}
+    curve = score_curve(ends, scorer, asked, classes=classes, say=say)
     model = write_between(ends, curve.chosen.alpha, out / "model", curve=curve, force=True)
     shown: list[GallerySet] = []
     for name, dataset in pairs.sets_of(prepared.new).items():
@@ -66,7 +66,7 @@ def write_outcome(
     write_gallery(out / "gallery.html", shown, model="before and after fine-tuning")
     notes = [*prepared.notes, *_reading_notes(curve), *zero_shot_sentences(accuracies)]
     facts = [f"From {request.start.model} on {request.data}.", *notes]
-    scores = {0: curve.points[0].mean_rsum(training.sets), **training.scores()}
+    scores = {0: curve.points[0].mean_score(training.sets), **training.scores()}
     write_report(out / "report.html", facts, settings, scores, epoch, curve, training.sets)
     table = before_after(curve, notes)
     content = {
@@ -83,32 +83,26 @@ def write_outcome(
     print(content["table"])
 
 
-def labelled_sets(request: Request, new: str) -> dict[str, LabelledSet]:
+def labelled_sets(new: str, asked: str | None = None) -> dict[str, LabelledSet]:
     """The sets of --zero-shot-data, else the held-out ones of class folders. UserError for a set that cannot be opened."""
-    return {
-        name: open_labelled_set(str(place))
-        for name, place in parse_retrieval_data(request.zero_shot_data or new).items()
-        if request.zero_shot_data or (place / CLASS_NAMES).is_file()
-    }
+    places = parse_retrieval_data(asked or new).items()
+    return {name: open_labelled_set(str(at)) for name, at in places if asked or (at / CLASS_NAMES).is_file()}
 
 
 def zero_shot_accuracies(
     request: Request, prepared: Prepared, curve: Curve, ends: Ends, scorer: Encoder
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """Labelled set -> the names of `Curve.labelled` -> its accuracies; {} where no set is labelled."""
-    sets = labelled_sets(request, prepared.new)
+    """Labelled set -> the names of `Curve.labelled` -> its accuracies; {} if no set is labelled."""
+    sets = labelled_sets(prepared.new, request.zero_shot_data)
     found: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in sets}
-    by_alpha: dict[tuple[str, float], dict[str, Any]] = {}
+    by_alpha: dict[tuple[str, float], Mapping[str, Any]] = {}
     for label, point in curve.labelled.items() if sets else ():
         loaded = (ends.at(point.alpha), ends.preprocess, ends.tokenizer, ends.device)
-        model = FrozenModel.of(label, loaded, fingerprints={"image": label})
         for name, dataset in sets.items():
             if (name, point.alpha) not in by_alpha:
-                with tempfile.TemporaryDirectory(prefix="zerovl-zero-shot-") as passing:
-                    by_alpha[name, point.alpha] = score_labelled(
-                        model, dataset, Path(passing), batch_size=scorer.batch_size, workers=scorer.workers, name=name
-                    )
-            found[name][label] = by_alpha[name, point.alpha]
+                known = None if request.zero_shot_data else point.accuracies.get(name)
+                by_alpha[name, point.alpha] = known or score_loaded(loaded, dataset, encoder=scorer, name=name)
+            found[name][label] = dict(by_alpha[name, point.alpha])
     return found
 
 
@@ -174,7 +168,7 @@ def write_report(
 
     Args:
         facts: sentences about model and data.
-        scores: epoch -> RSUM on the held-out pairs; epoch 0 is the model before.
+        scores: epoch -> score on the held-out pairs; epoch 0 is the model before.
         best: the best of the epochs.
         held_out: the sets of the pairs.
     """
@@ -182,18 +176,19 @@ def write_report(
     def finish(axes: Any) -> None:
         axes.plot([best], [scores[best]], marker="o", markersize=8, color=RIGHT_COLOUR)
         axes.axhline(scores[0], color=FAINT, linewidth=1, linestyle=":")
-        draw_levels(axes, {"chance": (curve.points[0].mean_chance(held_out), FAINT)})
+        draw_levels(axes, {"chance": (fmean(map(curve.points[0].chance, held_out)), FAINT)})
         axes.xaxis.get_major_locator().set_params(integer=True)
 
     epochs = sorted(scores)
-    line = Line("RSUM", epochs, [scores[epoch] for epoch in epochs], MODEL_COLOURS[1], {"marker": "o"})
+    score = "zero-shot top-1, %" if curve.points[0].accuracies else "RSUM"
+    line = Line(score, epochs, [scores[epoch] for epoch in epochs], MODEL_COLOURS[1], {"marker": "o"})
     write_page(
         path,
         "finetune.html",
         title="A fine-tuning",
         facts=facts,
         settings=[(f"--{s.flag}", "not used" if s.value is None else s.value, s.reason) for s in settings],
-        training=line_chart([line], x=f"epoch (0: before); the best is {best}", y="RSUM, held out", finish=finish),
+        training=line_chart([line], x=f"epoch (0: before); the best is {best}", y=f"{score}, held out", finish=finish),
         curve=curve,
         picture=curve.picture(),
     )

@@ -5,6 +5,7 @@ N  effective batch    B  micro-batch per rank    K  DGA steps    W  ranks
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -103,13 +104,13 @@ def choose_settings(facts: Facts, given: Settings) -> list[Setting]:
     share = min(0.2, max(0.025, WARMUP_STEPS / steps))
     smallest = min(facts.sources.values())
     debiased = len(facts.sources) > 1 and smallest >= batch
-    lora = given.get("lora") is not None
-    lr = float(given.get("lr") or (1e-4 if lora else 1e-5))
+    lora, adamw = given.get("lora") is not None, given.get("opt") in (None, "adamw")  # other optimizers have one rate
+    lr = _rate(given.get("lr") or (1e-4 if lora else 1e-5))
     chosen = [
         Setting("effective-batch", str(batch), batch_reason),
         Setting("epochs", str(epochs), _epochs_reason(facts.samples)),
         Setting("lr", f"{lr:g}", LORA_LR if lora else FULL_LR),
-        *([Setting("lr-head", "1e-05", "projections train whole, as in full fine-tuning")] if lora else []),
+        *([Setting("lr-head", "1e-05", "projections train whole, as in full fine-tuning")] if lora and adamw else []),
         Setting("lr-min", f"{lr / 10:g}", "a tenth of the rate, the share of the paper's pre-training (A.9)"),
         Setting("wd", "0.1", "WiSE-FT's and FLYP's"),
         Setting("beta2", "0.98", "CLIP's and ZeroVL's"),
@@ -250,6 +251,17 @@ def _positive(given: Settings, flag: str) -> int | None:
     if not text.isdecimal() or int(text) < 1:
         raise UserError(f"--set {flag}={text} must be a whole number of at least 1")
     return int(text)
+
+
+def _rate(value: str | float) -> float:
+    """A learning rate. UserError for a text that is not a positive number."""
+    try:
+        rate = float(value)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < math.inf:
+        raise UserError(f"--set lr={value} must be a number above 0, as 1e-5")
+    return rate
 
 
 def _power_of_two(value: float) -> int:

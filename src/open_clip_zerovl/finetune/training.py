@@ -18,6 +18,7 @@ from open_clip_zerovl.core.launch import start_training
 
 RUN = "run"
 LOG = "training.log"
+SCORES = {"rsum": "RSUM {:.1f}", "top1": "zero-shot top-1 {:.1f} %"}
 _EPOCH = re.compile(r"epoch_(\d+)\.pt")
 _LOOK_SECONDS = 0.5
 
@@ -28,11 +29,12 @@ class Training:
 
     Attributes:
         out: the fine-tuning's folder.
-        arguments: of the training program, without those of its folder.
+        arguments: arguments of the training program, without those of its folder.
         processes: ranks.
-        epochs: of a run that is not stopped early.
+        epochs: number of epochs of a run that is not stopped early.
         patience: epochs without a better score after which it is stopped; 0 for never.
-        sets: retrieval sets whose mean RSUM is the score.
+        sets: held-out sets, whose mean RSUM or zero-shot top-1 in percent is the score.
+        measure: key of SCORES.
     """
 
     out: Path
@@ -41,22 +43,23 @@ class Training:
     epochs: int
     patience: int
     sets: tuple[str, ...]
+    measure: str = "rsum"
 
     @property
     def checkpoints(self) -> Path:
         return self.out / RUN / "checkpoints"
 
     def scores(self) -> dict[int, float]:
-        """Epoch -> mean RSUM over the sets, of the epochs that have ended."""
+        """Epoch -> mean score over the sets, of the epochs that have ended."""
         file = self.checkpoints / "results.jsonl"
         found: dict[int, float] = {}
         # A line without its end is being written.
         lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.is_file() else []
         for line in lines:
             row = json.loads(line)
-            values = [row[f"{name}_rsum"] for name in self.sets if f"{name}_rsum" in row]
+            values = [row[key] for name in self.sets if (key := f"{name}_{self.measure}") in row]
             if len(values) == len(self.sets):
-                found[row["epoch"]] = sum(values) / len(values)
+                found[row["epoch"]] = (100 if self.measure == "top1" else 1) * sum(values) / len(values)
         return found
 
     def saved(self) -> dict[int, Path]:
@@ -74,11 +77,11 @@ class Training:
         return epoch, saved[epoch]
 
     def is_over(self) -> bool:
-        """Whether the last epoch is saved, or the score has not risen for `patience` epochs."""
+        """True if the last epoch is saved, or the score has not risen for `patience` epochs."""
         return self.epochs in self.saved() or self.gave_up()
 
     def gave_up(self) -> bool:
-        """Whether the score has not risen for `patience` epochs."""
+        """True if the score has not risen for `patience` epochs."""
         return gave_up(self.scores(), self.patience)
 
     def prune(self) -> None:
@@ -90,7 +93,7 @@ class Training:
 
 
 def gave_up(scores: Mapping[int, float], patience: int) -> bool:
-    """Whether the last `patience` of the epochs brought no better score."""
+    """True if the last `patience` of the epochs brought no better score."""
     if not patience or not scores:
         return False
     best = max(scores, key=lambda epoch: (scores[epoch], -epoch))
@@ -148,5 +151,6 @@ def _report(training: Training, said: set[int], say: Callable[[str], None]) -> N
     for epoch in sorted(scores.keys() - said):
         so_far = [score for earlier, score in scores.items() if earlier < epoch]
         note = ", the best so far" if not so_far or scores[epoch] > max(so_far) else ""
-        say(f"epoch {epoch} of {training.epochs}: RSUM {scores[epoch]:.1f} on {', '.join(training.sets)}{note}")
+        score = SCORES[training.measure].format(scores[epoch])
+        say(f"epoch {epoch} of {training.epochs}: {score} on {', '.join(training.sets)}{note}")
         said.add(epoch)

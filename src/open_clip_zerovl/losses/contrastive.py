@@ -56,14 +56,14 @@ class ContrastiveLoss(nn.Module):
             through its own softmax and nothing through the softmaxes of other rows. This gradient is wrong, for that comparison
             only. (A.1 speaks of other ranks' features only; the released gather detaches all.)
         cross_source_weight: how often a negative of another source counts in the softmax: its log is added to the pair's
-            logit. 1 is plain InfoNCE, 0 leaves negatives of other sources out. `ids["source"]` tells the sources apart.
+            logit. 1 is plain InfoNCE, 0 leaves negatives of other sources out. `ids["source"]` numbers the sources.
         positives: samples that are positives in addition to the pair itself: "pair" none, "caption" those with the same
             `ids["caption"]`, "image" those with the same `ids["image"]`, "both" those with either. A row's target
             is even over its positives (UniCL, CVPR 2022). A positive of another source has weight 1.
         distill_weight: W in (1 - W) * contrastive + W * distillation: the cross-entropy from the mean of the teachers'
             softmaxes to the student's, over the effective batch, both directions. With `cross_source_weight` the teachers'
             softmaxes have the student's offsets.
-        distill_temperature: of the teachers' softmaxes (MobileCLIP's teacher scale 100 is 0.01).
+        distill_temperature: temperature of the teachers' softmaxes (MobileCLIP's teacher scale 100 is 0.01).
 
     Attributes:
         report: each pair's loss, source and duplicate positives in the last call, for a log (`problem.Report`).
@@ -136,7 +136,7 @@ class ContrastiveLoss(nn.Module):
             logit_scale: the factor on the cosines (1 / temperature), not its logarithm; shape () or (1,).
             logit_bias: accepted, with a gradient of zero: a constant on all logits changes no softmax.
             output_dict: return {"contrastive_loss": loss}, as open_clip's training loop asks for.
-            mixup_lambda: weight of the pair itself where one modality was mixed (A.3); the partner weighs 1 - lambda.
+            mixup_lambda: weight of the pair itself if one modality was mixed (A.3); the partner has the weight 1 - lambda.
             partner: (b,) local index of the row that each row was mixed with; its own inverse (see `reversed_partner`).
             ids: "source", "caption", "image" -> (b,) int64 each, on any device: equal numbers are the same source,
                 caption or picture; "caption" is (C*b,). Those that the options need must be given; "source" is also kept for
@@ -296,7 +296,7 @@ class SigmoidLoss(ContrastiveLoss):
 
     Args:
         chunk_size, rank, world_size: see `ContrastiveLoss`; gather_grad=False is refused.
-        cross_source_weight: of the terms of negatives from other sources.
+        cross_source_weight: weight of the terms of negatives from other sources.
         positives: which samples are each other's positives, as in `ContrastiveLoss`; each is a term of weight 1.
         distill_weight, distill_temperature: as in `ContrastiveLoss`, a cross-entropy of softmaxes; the student's logits are
             taken without bias.

@@ -59,8 +59,8 @@ class Logits:
         image_features, text_features: (b, D), without graph.
         scale: s, shape ().
         offset: o_ij, or None.
-        precision: of the products. Features of lower precision are gathered as they are (half the traffic in bf16) and then
-            cast, which is exact.
+        precision: dtype of the products. Features of lower precision are gathered as they are (half the traffic in
+            bf16) and then cast, which is exact.
         widen_at_once: cast all features at once, (N, D); False: those of a chunk of columns at a time.
 
     Attributes:

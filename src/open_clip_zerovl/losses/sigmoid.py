@@ -36,7 +36,7 @@ class Sigmoid:
         """N times this part of the loss: sums over the texts for each image row (rows,), over the rows for each text (N,).
 
         Args:
-            missed: of these local image rows; it is not changed.
+            missed: values for these local image rows; it is not changed.
         """
         each = logsigmoid(missed.neg_()).neg_()
         missed.neg_()

@@ -60,8 +60,8 @@ class Normalisers:
     """The normalisers of both softmaxes, from chunks of this rank's image rows seen one after another.
 
     Attributes:
-        over_texts: of each image's softmax, (N,); after `gather`.
-        over_images: of each text's softmax, (N,); after `gather`.
+        over_texts: (N,) for the softmax of each image; after `gather`.
+        over_images: (N,) for the softmax of each text; after `gather`.
     """
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 Shapes: `b` local rows, `N` rows of all ranks. Y_rows (N, N) is the target of each image's softmax over the texts; its rows sum
 to one. Y_columns is the target of each text's softmax over the images; its columns sum to one. `rows` are some of the local
-rows; `side` is 0 where they are images, 1 where they are texts.
+rows; `side` is 0 for images, 1 for texts.
 
     Pairs     a row's own pair; with mixup lambda of it and 1 - lambda of its partner's; Y_rows = Y_columns
     Shared    all samples with the same caption or picture, evenly (UniCL, CVPR 2022)
@@ -121,7 +121,7 @@ class Teachers:
 
 
 def _occurrences(ids: Tensor) -> Tensor:
-    """How many of the ids (N,) equal each of them: (N,). No shape depends on a value, so the host does not wait for the GPU."""
+    """(N,) the number of ids equal to each of the ids (N,). No shape depends on values: the host does not wait."""
     ordered = ids.sort().values
     return torch.searchsorted(ordered, ids, right=True) - torch.searchsorted(ordered, ids)
 

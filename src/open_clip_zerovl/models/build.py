@@ -207,12 +207,12 @@ def _check_text_source(source: str, context_length: int, made_by: str) -> None:
     if positions and context_length > positions:
         raise UserError(
             f"the tower in {folder} has {positions} positions, fewer than the {context_length} tokens of a text; give "
-            f"--force-context-length {positions} or less, or that context_length in the model's config"
+            f"--force-context-length {positions} or less, or set context_length in the model's config"
         )
 
 
 def _vocabulary_size(folder: Path) -> int:
-    """How many tokens the folder's tokenizer has; 0 if its format does not list them."""
+    """The number of tokens of the folder's tokenizer; 0 if its format does not list them."""
     if (file := folder / "tokenizer.json").is_file():
         content = json.loads(file.read_text(encoding="utf-8"))
         vocabulary = content.get("model", {}).get("vocab")
@@ -237,8 +237,8 @@ def _other_weights(name: str, pretrained: str | None, error: str) -> str:
     lacks, more = (re.findall(r'"([^"]+)"', line) for line in re.findall(r"(?:Missing|Unexpected) key.*|$", error)[:2])
     first = f"it lacks {lacks[0]}" if lacks else f"it also has {more[0]}" if more else error.splitlines()[-1].strip()
     return (
-        f"--pretrained {pretrained} holds weights of another model than {name}: {first}; give the model that it belongs to, or "
-        "start from those towers of it that fit with --init-from"
+        f"--pretrained {pretrained} holds weights of another model than {name}: {first}; give the model of these weights, or "
+        "load the towers that fit with --init-from"
     )
 
 

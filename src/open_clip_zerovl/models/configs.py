@@ -41,7 +41,7 @@ def logit_scale_of(temperature: float) -> float:
 
 
 def context_length_of(name: str, model: Any) -> int | None:
-    """Tokens to which texts are cut and filled for an open_clip model of this name; None where no config gives the number.
+    """Tokens to which texts are cut and filled for an open_clip model of this name; None if no config gives the number.
 
     It is the config's. An HF text tower's own `context_length` is its number of positions, which is larger (BERT's is 512).
     """

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from open_clip_zerovl.core.errors import UserError
 
 KEPT_POSITIONS = 20
+CONSTANT = "note: with --lora the stretched positions are constant; adapters alone learn the longer captions"
 
 
 def stretched(positions: Tensor, length: int) -> Tensor:
@@ -42,13 +43,16 @@ def stretched(positions: Tensor, length: int) -> Tensor:
     return torch.cat([kept, rows.to(positions.dtype)])
 
 
-def lengthen(model: Any, length: int, tokens: int | None = None) -> None:
-    """Make an open_clip model read texts of `length` tokens, in place; its positions are stretched where they are too few.
+def lengthen(model: Any, length: int, tokens: int | None = None) -> bool:
+    """Make an open_clip model read texts of `length` tokens, in place; its positions are stretched if they are too few.
 
     Call it after weights are loaded and before towers are frozen, wrapped or compiled.
 
     Args:
         tokens: the length of the model's texts until now; None: the tower's positions.
+
+    Returns:
+        Whether positions were stretched: the tower had fewer.
 
     Raises:
         UserError: a length that is not above `tokens`, a tower without learned positions for text tokens alone.
@@ -74,10 +78,11 @@ def lengthen(model: Any, length: int, tokens: int | None = None) -> None:
             else f"the first {KEPT_POSITIONS} are kept, the rest are stretched."
         )
     )
+    return length > positions
 
 
 def text_positions(model: Any) -> int | None:
-    """The number of text tokens for which an open_clip model has learned positions; None where positions are computed."""
+    """The number of text tokens for which an open_clip model has learned positions; None if positions are computed."""
     tower = getattr(model, "text", model)
     if (table := _hugging_face_table(tower)) is not None:
         return table.num_embeddings - _before_the_first(table)

@@ -60,13 +60,13 @@ def register_text_towers() -> None:
 
 
 def is_registered_here(model: nn.Module) -> bool:
-    """Whether an open_clip model has a text tower of TEXT_TOWERS, so that open_clip 3.3 needs this package to build it."""
+    """True if an open_clip model has a text tower of TEXT_TOWERS, for which open_clip 3.3 needs this package."""
     config = getattr(getattr(model, "text", None), "config", None)
     return getattr(config, "model_type", None) in TEXT_TOWERS
 
 
 def import_note(model_type: str | None) -> str | None:
-    """The sentence that says which import an export needs, by its text tower's `model_type`; None where it needs none."""
+    """The sentence about the import that an export needs, by its text tower's `model_type`; None if it needs none."""
     if model_type not in TEXT_TOWERS:
         return None
     return (
@@ -82,7 +82,7 @@ class TowerModel(AutoModel):
     - torch's own attention: with another package for it, ModernBERT takes the padding out of a batch, for which the host waits
       for the GPU, and its kernels know no float32.
     - `reference_compile` off: transformers before 5.1 compiles ModernBERT's parts on a GPU in the first forward pass.
-    - float32, in which open_clip builds its other towers, whatever a config says; `--precision` comes after.
+    - float32, in which open_clip builds its other towers, regardless of a config; `--precision` comes after.
     - Rotary frequencies stay in float32 where the model is cast. They are not in the checkpoint, so that a model trained with
       rounded frequencies would be evaluated with unrounded ones.
     """

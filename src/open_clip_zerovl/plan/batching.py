@@ -89,7 +89,7 @@ def choose_batching(settings: PlanSettings, ranks: int, micro_batch: int) -> Bat
     elif b is not None and k is not None and b * k * ranks != wanted:
         raise UserError(
             f"--effective-batch {wanted} is not --batch-size {b} x --dga-steps {k} x {ranks} rank{'s' * (ranks > 1)} = "
-            f"{b * k * ranks}; leave --dga-steps out, and it is chosen"
+            f"{b * k * ranks}; leave --dga-steps out to have it chosen"
         )
     elif b is None and k is not None:
         b = max(1, round(wanted / (k * ranks)))

@@ -12,7 +12,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,6 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import free_space
+from open_clip_zerovl.core.lazy import load_open_clip
 from open_clip_zerovl.core.releases import INSTALL, line_of, supported, version_here
 
 if TYPE_CHECKING:
@@ -105,8 +106,7 @@ def page(findings: Iterable[Finding]) -> str:
 def python_version() -> list[Finding]:
     """This interpreter and machine."""
     seen = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    problem = None if sys.version_info >= (3, 10) else "3.10 or newer is needed; make the environment with one"
-    return [Finding("python", seen, problem)]
+    return [Finding("python", seen)]
 
 
 def package_versions() -> list[Finding]:
@@ -126,10 +126,9 @@ def package_versions() -> list[Finding]:
         for extra in USERS_EXTRAS
         if one not in required and one.marker is not None and one.marker.evaluate({"extra": extra})
     }
-    found += [
-        open_clip_release() if one.name.replace("-", "_") == HOST else _package(one, optional=False) for one in required
-    ]
-    return found + [_package(one, optional=True) for one in extras.values() if _is_installed(one.name)]
+    for one in required:
+        found += [open_clip_release()] if one.name.replace("-", "_") == HOST else _package(one, optional=False)
+    return found + [finding for one in extras.values() for finding in _package(one, optional=True)]
 
 
 def open_clip_release() -> Finding:
@@ -143,6 +142,7 @@ def open_clip_release() -> Finding:
     if version is None:
         return Finding(HOST, f"not installed; {wanted}", INSTALL)
     try:
+        load_open_clip()
         import open_clip
 
         version = open_clip.__version__
@@ -160,15 +160,7 @@ def open_clip_release() -> Finding:
     return Finding(HOST, seen, problem)
 
 
-def _is_installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def _package(needed: Requirement, *, optional: bool) -> Finding:
+def _package(needed: Requirement, *, optional: bool) -> list[Finding]:
     wanted = f"supported: {needed.specifier}" if str(needed.specifier) else "any version"
     if optional:
         wanted += ", optional"
@@ -176,11 +168,10 @@ def _package(needed: Requirement, *, optional: bool) -> Finding:
     try:
         seen = metadata.version(needed.name)
     except metadata.PackageNotFoundError:
-        return Finding(needed.name, f"not installed; {wanted}", f"pip install {quoted}")
+        return [] if optional else [Finding(needed.name, f"not installed; {wanted}", f"pip install {quoted}")]
     inside = needed.specifier.contains(seen, prereleases=True)
-    return Finding(
-        needed.name, f"{seen:16} {wanted}", None if inside else f"{seen} is not supported; pip install {quoted}"
-    )
+    problem = None if inside else f"{seen} is not supported; pip install {quoted}"
+    return [Finding(needed.name, f"{seen:16} {wanted}", problem)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -226,11 +217,15 @@ def devices() -> list[Finding]:
             what += f", {torch.cuda.get_device_properties(device).total_memory / GIB:.1f} GiB"
             what += ", bf16" if torch.cuda.is_bf16_supported() else ", no bf16"
         seen = f"{what}, {free:.1f} GiB free"
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # on a busy machine a second one waits 100 times longer than so small a model computes
         try:
             error, seconds = dga_error(device)
         except Exception as reason:  # as above: whatever the device raises is the finding
             found.append(Finding(name, seen, f"a training step fails: {in_a_sentence(reason)}"))
             continue
+        finally:
+            torch.set_num_threads(threads)
         problem = None
         if not error <= TOLERANCE:
             problem = f"DGA's gradient differs from one graph's by {error:.1e}, more than {TOLERANCE:.0e}; report it"
@@ -279,7 +274,7 @@ def dga_error(device) -> tuple[float, float]:
 
 
 def process_groups() -> Iterator[Finding]:
-    """gloo, and NCCL where there are GPUs: a group of one process that sums a tensor."""
+    """gloo, and NCCL if there are GPUs: a group of one process sums a tensor."""
     import torch
     import torch.distributed as dist
 
@@ -317,10 +312,8 @@ def limits(logs: Path) -> list[Finding]:
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = f"`ulimit -n {min(most, 65_536) if most > 0 else 65_536}` before the run allows more"
     found.append(Finding("open files", f"{files:,}", few if 0 < files < LEAST_OPEN_FILES else None))
-    folder = logs.absolute()
-    while not folder.is_dir():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free / GIB
+    folder, free_bytes = free_space(logs)
+    free = free_bytes / GIB
     advice = "a checkpoint of the paper's model takes 2.2 GiB; choose another --logs"
     found.append(Finding("disk for --logs", f"{free:.1f} GiB free", advice if free < LEAST_DISK_GIB else None))
     if not os.access(folder, os.W_OK):

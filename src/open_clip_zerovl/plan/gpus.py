@@ -122,7 +122,9 @@ def parse_hardware(text: str) -> tuple[Gpu, int]:
     name, _, count = text.partition(":")
     gpu = GPUS.get(name.lower().replace("_", "-"))
     if gpu is None:
-        raise UserError(f"--assume {text} is not a known GPU; give one of {', '.join(GPUS)}, such as v100:8")
+        raise UserError(
+            f"--assume {text} is not a known GPU; give one of {', '.join(GPUS)}, with a number as in v100:8"
+        )
     if count and (not count.isdigit() or int(count) < 1):
         raise UserError(f"--assume {text} has no number of GPUs after the colon; write {name}:8")
     return gpu, int(count or 1)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from huggingface_hub import constants
 
+from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import free_space
 from open_clip_zerovl.core.launch import CPU_MICRO_BATCH
@@ -26,12 +27,13 @@ from open_clip_zerovl.dga.retain import AUTO_SHARE
 from open_clip_zerovl.distill.opening import open_teachers
 from open_clip_zerovl.models.local_dir import no_code_from_data
 from open_clip_zerovl.plan.batching import PlanSettings, choose_batching
-from open_clip_zerovl.plan.data import DataCheck, Missing, check_data, schedule_steps
+from open_clip_zerovl.plan.data_check import DataCheck, check_data, schedule_steps
 from open_clip_zerovl.plan.estimate import UTILISATION, Costs, count_costs
 from open_clip_zerovl.plan.gpus import GIB, USABLE_SHARE, graphs_room, parse_hardware
 from open_clip_zerovl.plan.measure import StepTime, measure_step
 from open_clip_zerovl.plan.model import build, is_file_name, quiet, weights_to_fetch
 from open_clip_zerovl.recipe.step import precision_on
+from open_clip_zerovl.recipe.towers import group_of
 
 Say = Callable[[str], None]
 
@@ -71,7 +73,7 @@ class Plan:
         parameters: number of all parameters, and of the trained ones.
         retained: R, graphs kept in a step.
         compute_seconds: seconds of an optimizer step of one rank, without waiting for data.
-        data_seconds: the wait for its data; None where nothing was read.
+        data_seconds: the wait for its data; 0 where no step was taken here.
         timed: the step that was taken here.
         free_disk_bytes: free space of --logs, None for assumed hardware.
     """
@@ -84,7 +86,7 @@ class Plan:
     parameters: tuple[int, int]
     retained: int
     compute_seconds: float = 0.0
-    data_seconds: float | None = None
+    data_seconds: float = 0.0
     timed: StepTime | None = None
     free_disk_bytes: int | None = None
 
@@ -114,8 +116,8 @@ class Plan:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of one optimizer step, with the wait for its data if that was measured."""
-        return self.compute_seconds + (self.data_seconds or 0.0)
+        """Seconds of one optimizer step, with the wait for its data."""
+        return self.compute_seconds + self.data_seconds
 
     @property
     def steps(self) -> int:
@@ -137,9 +139,8 @@ class Plan:
         return {
             **{name: getattr(self, name) for name in _FIGURES},
             **{name: dataclasses.asdict(getattr(self, name)) for name in ("hardware", "costs")},
-            **{name: [dataclasses.asdict(one) for one in getattr(data, name)] for name in ("sources", "missing")},
-            "retrieval": data.retrieval,
-            "notes": data.notes,
+            "sources": [dataclasses.asdict(one) for one in data.sources],
+            **{name: getattr(data, name) for name in ("retrieval", "missing", "notes")},
             "epoch_steps": data.steps,
             "batching": {
                 "micro_batch": batching.micro_batch,
@@ -166,7 +167,7 @@ def make_plan(settings: PlanSettings, *, say: Say = lambda line: None) -> Plan:
         say: is called with a few words at the start of each stage.
 
     Raises:
-        UserError: bad input. What is missing is listed in the plan instead.
+        UserError: bad input. Missing data and programs are listed in the plan instead.
     """
     hardware = find_hardware(settings)
     assumed = hardware.kind == "assumed"
@@ -193,7 +194,7 @@ def make_plan(settings: PlanSettings, *, say: Say = lambda line: None) -> Plan:
         plan.compute_seconds = costs.seconds_on(gpu, batching, retained)
         if not gpu.bf16 and "bf" in settings.precision:
             data.notes.append(f"A {gpu.label} has no bf16 matmuls: give --precision amp.")
-    elif fits:
+    elif fits and data.opened:
         say("taking steps")
         try:
             plan.timed = step = measure_step(planned, settings, batching, retained, data.opened)
@@ -203,9 +204,10 @@ def make_plan(settings: PlanSettings, *, say: Say = lambda line: None) -> Plan:
             taken = Batching(batching.micro_batch, step.dga_steps, 1)
             more = costs.step_flops(batching, retained) / costs.step_flops(taken, step.retained)
             plan.compute_seconds = step.seconds * more
-            plan.data_seconds = step.wait_seconds * batching.dga_steps if data.opened else None
+            plan.data_seconds = step.wait_seconds * batching.dga_steps
     if not fits:
         data.missing.append(_too_large(plan))
+    data.notes += _align_note(plan, planned.model)
     _check_disk(plan)
     return plan
 
@@ -223,7 +225,7 @@ def find_hardware(settings: PlanSettings) -> Hardware:
     present = torch.cuda.device_count() if torch.cuda.is_available() and settings.device.startswith("cuda") else 0
     if settings.gpus is not None and settings.gpus > present:
         raise UserError(
-            f"--gpus {settings.gpus} asks for more than the {present} GPUs here; plan for other GPUs with --assume v100:"
+            f"--gpus {settings.gpus} is more than the {present} GPUs of this machine; plan for other GPUs with --assume v100:"
             f"{settings.gpus}"
         )
     if present == 0:
@@ -236,7 +238,7 @@ def find_hardware(settings: PlanSettings) -> Hardware:
 
 
 def _precision(settings: PlanSettings, hardware: Hardware, device: torch.device, data: DataCheck) -> str:
-    """The precision in which the step is counted and taken; where it is not the one asked for, a note says so."""
+    """The precision in which the step is counted and taken; a note names it if the run's precision is another one."""
     precision = settings.precision
     if hardware.kind == "assumed":
         if precision == "fp32":
@@ -268,7 +270,7 @@ def _choose_batching(settings: PlanSettings, hardware: Hardware, costs: Costs) -
 
 
 def _schedule(settings: PlanSettings, data: DataCheck, batching: Batching) -> None:
-    """Fill in the steps of an epoch; add a note if the batch or the warm-up differs from the request."""
+    """Fill in the steps of an epoch; add a note if the batch differs from the request."""
     schedule_steps(settings, data, batching.effective_batch)
     wanted = settings.effective_batch
     if wanted is not None and batching.effective_batch != wanted:
@@ -276,21 +278,14 @@ def _schedule(settings: PlanSettings, data: DataCheck, batching: Batching) -> No
             f"The effective batch is {batching.effective_batch:,} instead of {wanted:,}, which {batching.world_size} ranks "
             f"with micro-batches of {batching.micro_batch} do not divide."
         )
-    steps = data.steps * settings.epochs
-    if settings.warmup > steps and not {"--warmup-share", "--skip-scheduler"} & set(settings.passed_over):
-        data.notes.append(
-            f"--warmup {settings.warmup} is longer than the run's {steps} steps: the learning rate never reaches --lr; give "
-            "--warmup-share 0.025."
-        )
 
 
-def _too_large(plan: Plan) -> Missing:
+def _too_large(plan: Plan) -> str:
     b, k = plan.batching.micro_batch, plan.batching.dga_steps
     smaller = f"--batch-size {b // 2} --dga-steps {2 * k}, the same effective batch" if b > 1 else "a smaller model"
-    return Missing(
+    return (
         f"memory: micro-batches of {b} with {max(1, plan.retained)} graphs kept need {plan.peak_bytes / GIB:.1f} GiB, but "
-        f"only {plan.hardware.room_bytes / GIB:.1f} GiB are usable",
-        f"{smaller}, or --grad-checkpointing",
+        f"only {plan.hardware.room_bytes / GIB:.1f} GiB are usable; {smaller}, or --grad-checkpointing"
     )
 
 
@@ -299,10 +294,10 @@ def _check_files(settings: PlanSettings, data: DataCheck) -> None:
     for name in ("init_from", "init_image", "init_text", "pretrained"):
         path, flag = getattr(settings, name), f"--{name.replace('_', '-')}"
         if path and (name != "pretrained" or is_file_name(path)) and not Path(path).exists():
-            data.missing.append(Missing(f"{flag}: there is no {path}", f"correct the path, or leave {flag} out"))
+            data.missing.append(f"{flag}: there is no {path}; correct the path, or leave {flag} out")
     for what, advice in weights_to_fetch(settings).items():
         if constants.HF_HUB_OFFLINE:
-            data.missing.append(Missing(f"{what} is not in the Hugging Face cache, and HF_HUB_OFFLINE is set", advice))
+            data.missing.append(f"{what} is not in the Hugging Face cache, and HF_HUB_OFFLINE is set; {advice}")
         else:
             data.notes.append(f"Not in the Hugging Face cache, to be fetched: {what} (without a hub: {advice}).")
     if settings.teacher is not None:
@@ -310,8 +305,28 @@ def _check_files(settings: PlanSettings, data: DataCheck) -> None:
             open_teachers(settings.teacher, settings.captions)
         except UserError as error:
             advice = f"zerovl teacher MODEL --train-data '{settings.train_data}' --out {settings.teacher}"
-            advice += ", with this run's augmentation"
-            data.missing.append(Missing(f"teachers: {str(error).partition('; ')[0]}", advice))
+            data.missing.append(f"teachers: {str(error).partition('; ')[0]}; {advice}, with this run's augmentation")
+
+
+def _align_note(plan: Plan, model: torch.nn.Module) -> list[str]:
+    """The cost of `zerovl align` for these towers and pairs, by the rate of this plan's step; [] where it is not known.
+
+    On a GPU the heads' products are fp32, taken for four times slower.
+    """
+    costs, pairs, gpu = plan.costs, plan.data.steps * plan.batching.effective_batch, plan.hardware.kind != "cpu"
+    weights = sum(p.numel() for name, p in model.named_parameters() if group_of(name).endswith("projection"))
+    forward = costs.replayed_flops - costs.retained_flops
+    if not (pairs and weights and forward and plan.compute_seconds):
+        return []
+    second = costs.step_flops(plan.batching, plan.retained) / plan.compute_seconds  # FLOPs of one
+    batch = min(32_768 if gpu else max(256, weights // costs.embed_dim), pairs)
+    heads = 60.0 * pairs * (weights + batch * costs.embed_dim) / second * (4 if gpu else 1)
+    rows, logits = (count / GIB for count in (2 * pairs * weights / costs.embed_dim, 16 * batch**2))
+    return [
+        f"{'ESTIMATE ' * plan.estimate}zerovl align, new linear heads on these towers: encoding {pairs:,} pairs once takes "
+        f"{duration(pairs * forward / second)} of one device and {rows:.2g} GiB of disk; ten epochs of heads in batches of "
+        f"{batch:,} take {duration(heads)}, and in memory the rows and {logits:.2g} GiB."
+    ]
 
 
 def _check_disk(plan: Plan) -> None:
@@ -321,9 +336,7 @@ def _check_disk(plan: Plan) -> None:
     needed = plan.costs.state_bytes * plan.checkpoints
     if needed > plan.free_disk_bytes:
         plan.data.missing.append(
-            Missing(
-                f"disk: {plan.checkpoints} checkpoints take {needed / GIB:.1f} GiB, {folder} has "
-                f"{plan.free_disk_bytes / GIB:.1f} GiB free",
-                "--logs on another disk, --save-frequency 5, or --delete-previous-checkpoint",
-            )
+            f"disk: {plan.checkpoints} checkpoints take {needed / GIB:.1f} GiB, {folder} has "
+            f"{plan.free_disk_bytes / GIB:.1f} GiB free; give --logs on another disk, --save-frequency 5, or "
+            "--delete-previous-checkpoint"
         )

@@ -72,7 +72,7 @@ def measure_step(
 
     Args:
         retained: R of the run.
-        sources: sources of the micro-batches, read by the loader processes of the run; (): random micro-batches.
+        sources: sources of the micro-batches, read by the loader processes of the run.
 
     Raises:
         torch.OutOfMemoryError: the micro-batch does not fit on the device.
@@ -113,10 +113,7 @@ def _loss(planned: PlannedModel, settings: PlanSettings) -> torch.nn.Module:
 def _micro_batches(
     planned: PlannedModel, settings: PlanSettings, batching: Batching, sources: Sequence[Source]
 ) -> Iterator[Iterator[MicroBatch]]:
-    """An endless stream of micro-batches: read by the loader processes of the run, or random ones without sources."""
-    if not sources:
-        yield itertools.repeat(planned.micro_batch(batching.micro_batch))
-        return
+    """An endless stream of micro-batches, read by the loader processes of the run."""
     workers = max(1, settings.workers)
     # An epoch long enough to measure, without a schedule of millions.
     held = min(sum(source.num_samples for source in sources), 50_000)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
 
 from open_clip_zerovl.core.durations import duration
-from open_clip_zerovl.plan.data import Missing
 from open_clip_zerovl.plan.estimate import UTILISATION
 from open_clip_zerovl.plan.gpus import GIB
 from open_clip_zerovl.plan.make import Plan
@@ -35,23 +33,14 @@ def report(plan: Plan) -> str:
     for label, texts in sections.items():
         parts = [part for text in texts for part in ([text] if "\0" in text else _wrapped(text, WIDTH - LABEL))]
         lines += [f"{label * (n == 0):<{LABEL}}{part}".replace("\0", "").rstrip() for n, part in enumerate(parts)]
-    missing = ["Missing:", *_listed(plan.data.missing)] if plan.data.missing else ["Nothing is missing."]
+    missing = ["Missing:"] if plan.data.missing else ["Nothing is missing."]
+    for fault, _, advice in (one.rpartition("; ") for one in plan.data.missing):
+        missing += [*_wrapped(f"- {fault};", WIDTH, "  "), f"  {advice}"]  # a command stays on one line, for the shell
     return "\n".join([*lines, "", *missing])
 
 
 def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
     return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
-
-
-def _listed(missing: Iterable[Missing]) -> list[str]:
-    lines = []
-    for one in missing:
-        text = f"- {one.what}  ->  {one.advice}"
-        if len(text) > WIDTH and one.advice.startswith("zerovl "):
-            lines += [f"- {one.what}  ->", f"  {one.advice}"]  # a command stays on one line, for the shell
-        else:
-            lines += _wrapped(text, WIDTH, "  ")
-    return lines
 
 
 def _devices(plan: Plan) -> str:
@@ -120,12 +109,10 @@ def _step(plan: Plan) -> list[str]:
             f"ESTIMATE {duration(plan.step_seconds)}: counted FLOPs at {100 * UTILISATION:.1f} % of the GPU's peak, the "
             "share that the paper's V100s reached (Table 5: 680 GPU hours)"
         ]
-    data = "on random samples, because this machine has no data"
-    if plan.data_seconds is not None:
-        workers = plan.settings.workers
-        how = "read in between" if workers == 0 else f"{workers} loader process{'es' * (workers > 1)}"
-        data = f"{duration(plan.data_seconds)} waiting for data ({how})"
-    lines = [f"{duration(plan.step_seconds)}: {duration(plan.compute_seconds)} of computation, {data}"]
+    workers = plan.settings.workers
+    how = "read in between" if workers == 0 else f"{workers} loader process{'es' * (workers > 1)}"
+    wait = f"{duration(plan.data_seconds)} waiting for data ({how})"
+    lines = [f"{duration(plan.step_seconds)}: {duration(plan.compute_seconds)} of computation, {wait}"]
     step = plan.timed
     if step is not None and step.dga_steps != plan.batching.dga_steps:
         lines.append(

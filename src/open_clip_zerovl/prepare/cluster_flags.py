@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import flag, natural, positive, seed, share
 
 FEATURES = ("image", "text", "both")
@@ -20,9 +19,6 @@ class ClusterSettings:
         preview: pictures on a contact sheet; 0 for no sheets.
         reshard: also write each cluster as shards of its own, which are faster to read on a hard disk.
         shard_size: samples of such a shard, at most.
-
-    Raises:
-        UserError: a value out of range.
     """
 
     clusters: int = flag(100, "number of clusters", kind=positive, metavar="K")
@@ -36,21 +32,12 @@ class ClusterSettings:
     same_above: float | None = flag(
         None,
         "list the samples whose cosine to an earlier sample of their cluster is above this as copies, which --hard-negatives "
-        "of training leaves out (0.95, say)",
+        "of training leaves out (for example 0.95)",
         kind=share,
         metavar="COSINE",
     )
     passes: int = flag(10, "passes of k-means over the features", kind=positive)
-    seed: int = flag(0, "of k-means", kind=seed)
+    seed: int = flag(0, "seed of k-means", kind=seed)
     preview: int = flag(25, "pictures a preview", kind=natural, metavar="N")
     reshard: bool = flag(False, "write each cluster as shards (as much disk again)")
     shard_size: int = 10_000
-
-    def __post_init__(self) -> None:
-        if self.features not in FEATURES:
-            raise UserError(f"features is {self.features!r}: take one of {', '.join(FEATURES)}.")
-        if min(self.clusters - 1, self.min_size, self.passes, self.shard_size) < 1 or self.preview < 0:
-            raise UserError(
-                "clusters must be 2 or more; min_size, passes and shard_size 1 or more; preview 0 or more: got "
-                f"{self.clusters}, {self.min_size}, {self.passes}, {self.shard_size}, {self.preview}."
-            )

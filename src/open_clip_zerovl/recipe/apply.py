@@ -12,7 +12,7 @@ from torch import nn
 from open_clip_zerovl.data.transforms import with_auto_augment
 from open_clip_zerovl.models.build import create_model_and_transforms
 from open_clip_zerovl.models.configs import context_length_of
-from open_clip_zerovl.models.long_context import lengthen
+from open_clip_zerovl.models.long_context import CONSTANT, lengthen
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.recipe.lora import add_lora
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
@@ -40,7 +40,7 @@ def build_model(
 
     Args:
         name, pretrained, options: as for `models.build.create_model_and_transforms`.
-        seed: of mixup's draws.
+        seed: the seed of mixup's draws.
         start: loads starting weights, before positions are stretched and towers are frozen.
 
     Returns:
@@ -53,7 +53,9 @@ def build_model(
     if start is not None:
         start(model)
     if methods.context_length is not None:
-        lengthen(model, methods.context_length, context_length_of(name, model))
+        stretched = lengthen(model, methods.context_length, context_length_of(name, model))
+        if stretched and methods.lora is not None:
+            logging.info(CONSTANT)
     transform, mixup = apply_methods(model, transform, methods, seed=seed)
     checkpoint_without_reentry(model)
     if not open_clip_locks_layers(model):
@@ -70,7 +72,7 @@ def apply_methods(
 
     Args:
         transform: of training images.
-        seed: of mixup's draws.
+        seed: the seed of mixup's draws.
 
     Returns:
         The transform (with AutoAugment if asked for), and the mixup if asked for.

@@ -274,6 +274,12 @@ class DgaFlags:
             _beside("torchscript", "a scripted model cannot be changed"),
         ),
     )
+    equal_tokens: bool = flag(
+        False,
+        "divide sorted texts into micro-batches of equal numbers of tokens: the text tower's largest graph shrinks",
+        planned="texts are planned at the tokenizer's length",
+        needs=(Requirement("--sort-text", lambda given: given.sort_text),),
+    )
     loss_chunk: int | None = flag(
         None, "rows of the logit matrix alive at once (default: all)", metavar="ROWS", range=at_least(1, "row")
     )
@@ -520,7 +526,7 @@ class TuningFlags:
                 for tower in TOWERS
             ),
             Contradiction(
-                "--freeze of the same tower",
+                "--freeze of a tower with adapters",
                 lambda given: bool(given.freeze) and given.lora_on in ("both", *given.freeze),
                 "give --lora-on the other tower",
             ),
@@ -547,7 +553,7 @@ class TuningFlags:
 
     @property
     def own_rates(self) -> bool:
-        """Whether parts of the model have learning rates of their own."""
+        """True if parts of the model have learning rates of their own."""
         return any(each is not None for each in (self.lr_image, self.lr_text, self.lr_head, self.layer_decay))
 
 
@@ -691,7 +697,7 @@ class RecipeConfig(
 
     @property
     def active(self) -> bool:
-        """Whether any of our flags was given that changes a training."""
+        """True if any of our flags was given that changes a training."""
         shown_only = {each.name for each in flags_of(ConsoleFlags)}
         return any(
             getattr(self, each.name) != each.default for each in flags_of(RecipeConfig) if each.name not in shown_only
@@ -699,7 +705,7 @@ class RecipeConfig(
 
     @property
     def step_flags(self) -> bool:
-        """Whether a flag needs our optimizer step (DGA and ContrastiveLoss)."""
+        """True if a flag needs our optimizer step (DGA and ContrastiveLoss)."""
         of_step = (*flags_of(DgaFlags), *flags_of(LossFlags), *flags_of(TeacherFlags))
         names = ("coin_flip_mixup", *(each.name for each in of_step))
         return self.texts_per_image > 1 or self.changes(*names)
@@ -715,7 +721,7 @@ class RecipeConfig(
         return "iid" if "iid-draw" in self.ablate else "exact"
 
     def changes(self, *names: str) -> bool:
-        """Whether one of these flags has another value than its default."""
+        """True if one of these flags has another value than its default."""
         return any(getattr(self, each.name) != each.default for each in flags_of(RecipeConfig) if each.name in names)
 
 
@@ -748,7 +754,7 @@ class OpenClipFlags:
     eps: float | None = flag(None, metavar="X", range=NOT_NEGATIVE, planned=False)
     momentum: float | None = flag(None, metavar="X", range=BETA, planned=False)
     wd: float = flag(0.2, metavar="X", range=NOT_NEGATIVE)
-    warmup: int = flag(10000, metavar="N", range=NOT_NEGATIVE)
+    warmup: int = flag(10000, metavar="N", range=NOT_NEGATIVE, planned=False)
     skip_scheduler: bool = flag(False, planned=False)
     opt: str = flag(
         "adamw",
@@ -857,17 +863,17 @@ class AllFlags(OpenClipFlags, RecipeConfig):
 
     @property
     def mixture(self) -> bool:
-        """Whether training reads our mixture of sources instead of open_clip's own pipeline."""
+        """True if training reads our mixture of sources instead of open_clip's own pipeline."""
         return self.sampling is not None or is_named(self.train_data)
 
     @property
     def trains(self) -> bool:
-        """Whether training data must be given; not for `zerovl plan`."""
+        """True if training data must be given; not for `zerovl plan`."""
         return True
 
     @property
     def own_step(self) -> bool:
-        """Whether the run takes our optimizer step: with a step flag, or with a mixture.
+        """True if the run takes our optimizer step: with a step flag, or with a mixture.
 
         A mixture takes it because over several ranks open_clip's default gather gives 1/W of the gradient. CoCa and
         --distill-model, whose losses our step does not know, keep open_clip's step with a mixture.
@@ -876,7 +882,7 @@ class AllFlags(OpenClipFlags, RecipeConfig):
 
     @property
     def captions_images(self) -> bool:
-        """Whether the model, by its name, also learns to write captions."""
+        """True if the model, by its name, also learns to write captions."""
         return any(kind in self.model.lower() for kind in CAPTIONERS)
 
 

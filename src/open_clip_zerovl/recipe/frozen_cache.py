@@ -34,8 +34,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import seeded
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.embeddings.fingerprint import describe_source
-from open_clip_zerovl.embeddings.store import DTYPES, Manifest, Store
-from open_clip_zerovl.recipe.flags import TOWERS
+from open_clip_zerovl.embeddings.store import Manifest, Store
 
 
 class FrozenCache:
@@ -43,15 +42,13 @@ class FrozenCache:
 
     Args:
         folder: made if absent. A cache of another model in it is made anew, with a line in the log.
-        sources: of the mixture, in its order.
+        sources: sources of the mixture, in its order.
         tower: "image" or "text".
         width: D.
-        fingerprint: of the tower and its input, see `embeddings.fingerprint.tower_digest`.
-        dtype: of the files: float32, or float16 with half the size and a relative error of 5e-4.
+        fingerprint: hash of the tower and its input, see `embeddings.fingerprint.tower_digest`.
 
     Raises:
-        UserError: an unknown tower or dtype, a folder that cannot be written or has too little space, or texts that change
-            with the epoch.
+        UserError: a folder that cannot be written or has too little space, or texts that change with the epoch.
     """
 
     def __init__(
@@ -62,12 +59,7 @@ class FrozenCache:
         tower: str,
         width: int,
         fingerprint: str,
-        dtype: str = "float32",
     ) -> None:
-        if tower not in TOWERS:
-            raise UserError(f"{tower!r} is not a tower that can be cached; give image or text.")
-        if dtype not in ("float32", "float16"):
-            raise UserError(f"features cannot be cached as {dtype!r}; give float32 or float16.")
         for source in sources:
             if tower == "text" and source.captions not in (None, "all"):
                 raise UserError(
@@ -75,14 +67,13 @@ class FrozenCache:
                     "but a cache keeps one text's features for each sample; use --captions all, or leave the cache out."
                 )
         self.tower, self.width = tower, width
-        self._dtype = DTYPES[dtype]
         self._sizes = [source.num_samples for source in sources]
         self._origin: Tensor | None = None
         self._forward: Callable[..., Any] | None = None
         manifest = Manifest(
-            {"use": "a frozen tower", "tower": tower, "dtype": dtype, "fingerprints": [fingerprint]},
+            {"use": "a frozen tower", "tower": tower, "dtype": "float32", "fingerprints": [fingerprint]},
             [describe_source(source) for source in sources],
-            {"features": (dtype, (sum(self._sizes), width))},
+            {"features": ("float32", (sum(self._sizes), width))},
         )
         self._begins = manifest.begins
         self._store = Store.create(Path(folder), manifest, cache=True)
@@ -195,7 +186,7 @@ class FrozenCache:
             self.put(origin, features)
         if inputs.device.type == "cuda" and features.device.type == "cpu":
             features = features.pin_memory()  # a copy from other memory makes the host wait
-        return features.to(inputs.device, self._dtype, non_blocking=True).to(torch.float32)
+        return features.to(inputs.device, torch.float32, non_blocking=True)
 
 
 def require_deterministic(transform: Callable[[Image.Image], Tensor], *, draws: int = 8) -> None:

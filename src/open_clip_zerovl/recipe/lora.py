@@ -107,7 +107,7 @@ def _packed_attention() -> type[nn.Module]:
 
 @torch.no_grad()
 def _require_effect(model: Any, names: list[str]) -> None:
-    """UserError where a forward pass does not call an adapted layer: its tower reads the bare weight."""
+    """UserError if a forward pass does not call an adapted layer: its tower reads the bare weight."""
     called: set[str] = set()
     hooks = [model.get_submodule(name).register_forward_hook(lambda *_, name=name: called.add(name)) for name in names]
     # open_clip's fp16 and bf16 cast linear layers and convolutions alone; pictures have their dtype

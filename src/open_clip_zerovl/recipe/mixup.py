@@ -53,7 +53,7 @@ class Mix:
 
     @property
     def mixes_texts(self) -> bool:
-        """Whether texts are mixed."""
+        """True if texts are mixed."""
         return self.both or not self.mixes_images
 
     def prepare(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,7 +72,7 @@ class Mix:
         """Arguments for `ContrastiveLoss`: `mixup_lambda`, and `partner` (sum(sizes),) of this rank's rows; {} for both.
 
         Args:
-            sizes: of this rank's micro-batches, in order.
+            sizes: of this rank's micro-batches, in order: their images if images are mixed, else their texts.
             text_order: where texts are forwarded in another order than images, as `DecoupledGradientAccumulation` takes it.
                 Mixed texts are then partners where they are forwarded: with order 0 2 1 3 and micro-batches of two, samples
                 0 and 2, and 1 and 3.
@@ -240,11 +240,11 @@ class _TextMixing:
         ]
 
     def mix_embeddings(self, _: nn.Module, inputs: tuple[Any, ...], embeddings: Tensor) -> Tensor | None:
-        """Word embeddings (B, L, width) mixed with the partner's; None where texts are not mixed."""
+        """Word embeddings (B, L, width) mixed with the partner's; None if texts are not mixed."""
         return None if self.weight is None else mix_rows(embeddings, self.weight)
 
     def unite_masks(self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any] | None:
-        """The attention mask (B, L) with the partner's places; None where texts are not mixed."""
+        """The attention mask (B, L) with the partner's places; None if texts are not mixed."""
         if self.weight is None:
             return None
         mask = named["attention_mask"]

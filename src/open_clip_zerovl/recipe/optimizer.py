@@ -11,7 +11,7 @@ The temperature tau is learned in one of two parameters:
 The model holds s in both cases, so that its checkpoints stay open_clip's. In the second case s is replaced by tau and its
 gradient by d loss / d tau = -(d loss / d s) / tau while gradients are clipped and the optimizer steps; then s = -ln tau is put
 back. The optimizer thus treats tau as if it were the parameter: its moments are those of tau. They are in the
-checkpoint, and an entry in the optimizer's group says so.
+checkpoint, and an entry in the optimizer's group records this.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def parameter_groups(
 
     Args:
         model: plain, or in DistributedDataParallel; plain with `rates`.
-        weight_decay: of the second group; the paper's is 1e-3.
+        weight_decay: weight decay of the second group; the paper's is 1e-3.
         exempt_embeddings: also exempt EMBEDDING_PARAMETERS and the weights of every `nn.Embedding`. False gives open_clip's
             groups, with the same parameters in the same order, so that its optimizer states load.
         rates: divides both groups by rate. A group then has `part`, its name, and `rate_scale`, which `scale_rates` applies.
@@ -108,7 +108,7 @@ def parameter_groups(
     parts = {} if rates is None else rates.of(model)
     found: dict[tuple, list[nn.Parameter]] = {}  # (part, decayed) -> its parameters
     if rates is None:
-        found = {((), False): [], ((), True): []}  # open_clip's two groups, also where one is empty
+        found = {((), False): [], ((), True): []}  # open_clip's two groups, also if one is empty
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue

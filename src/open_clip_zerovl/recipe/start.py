@@ -57,7 +57,7 @@ def init_from(model: nn.Module, checkpoint: str | os.PathLike[str]) -> InitRepor
         The groups that were loaded, and the reason for each group that was not.
 
     Raises:
-        UserError: no such file, or no tower of it fits (the sentence says why).
+        UserError: no such file, or no tower of it fits (with the reason).
     """
     weights = _read_weights(Path(checkpoint))
     if isinstance(getattr(model, "text", None), nn.Module):

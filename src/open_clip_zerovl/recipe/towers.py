@@ -48,7 +48,7 @@ def group_of(name: str) -> str:
 def layers_of(model: nn.Module) -> dict[str, tuple[int, int]]:
     """The layer of each parameter of both towers, and the layer above the top block: 0 for embeddings, then the blocks.
 
-    timm's towers say it themselves (`group_matcher`); open_clip's and Hugging Face's transformers follow `_LAYERS`.
+    timm's towers define it (`group_matcher`); open_clip's and Hugging Face's transformers follow `_LAYERS`.
 
     Raises:
         UserError: a tower of which something is trained, and whose blocks are not to be found.
@@ -129,7 +129,7 @@ def _train_only(module: nn.Module, following: tuple[str, ...], mode: bool = True
 
 
 def open_clip_locks_layers(model: nn.Module) -> bool:
-    """Whether open_clip's own `model.lock_text_tower(unlocked_layers=n)` works: it must find the tower's layers.
+    """True if open_clip's own `model.lock_text_tower(unlocked_layers=n)` works: it must find the tower's layers.
 
     open_clip 3.3 has a table of their names that lacks those of BERT, so it raises KeyError there; use `lock_text_layers`
     instead. It also knows LayerNorms by the name that BERT gives them, and ModernBERT gives them other names. open_clip 4

@@ -10,10 +10,10 @@ LOW_BEST = 400.0  # of 600: below, captions that pictures share decide the score
 
 
 def bounds_remarks(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A sentence for each set whose score is not above chance, and for each set where no model can score high.
+    """A sentence for each set whose score is not above chance, and for each set on which no model can score high.
 
     Args:
-        results: set -> `rsum`, and `rsum_chance`, `rsum_chance_upper`, `rsum_best` where they are known.
+        results: set -> `rsum`, and `rsum_chance`, `rsum_chance_upper`, `rsum_best` if they are known.
     """
     found = []
     for name, metrics in results.items():

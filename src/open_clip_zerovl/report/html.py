@@ -1,6 +1,6 @@
 """The one builder of HTML pages: a template of `templates/` and the data that it shows give a self-contained page.
 
-A page is one file without scripts: pictures are embedded, nothing is loaded from elsewhere. Templates escape what data says.
+A page is one file without scripts: pictures are embedded, nothing is loaded from elsewhere. Templates escape all data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ THUMBNAIL_PX = 160
 
 
 def write_page(path: str | os.PathLike[str], template: str, folder: Path = TEMPLATES, /, **values: Any) -> Path:
-    """Write a page; arguments as for `render`. UserError where the file cannot be written."""
+    """Write a page; arguments as for `render`. UserError if the file cannot be written."""
     write_atomically(path, render(template, folder, **values))
     return Path(path)
 

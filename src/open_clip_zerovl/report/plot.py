@@ -23,7 +23,7 @@ DPI = 160
 
 
 def require_matplotlib() -> None:
-    """UserError where matplotlib is missing. Called before a long run, so that it does not fail at its end."""
+    """UserError if matplotlib is missing. Called before a long run, so that it does not fail at its end."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -31,7 +31,7 @@ def require_matplotlib() -> None:
 
 
 def new_figure(width: float, height: float, *, dpi: float = DPI, layout: Any = "constrained") -> Any:
-    """An empty white figure, width and height in inches. UserError where matplotlib is missing."""
+    """An empty white figure, width and height in inches. UserError if matplotlib is missing."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -65,7 +65,7 @@ def plain_axes(axes: Any) -> None:
 
 
 def colours_of(names: Sequence[str], palette: Sequence[str]) -> dict[str, str]:
-    """Name -> colour; colours repeat where there are more names than colours."""
+    """Name -> colour; colours repeat if there are more names than colours."""
     return {name: palette[i % len(palette)] for i, name in enumerate(dict.fromkeys(names))}
 
 

@@ -41,7 +41,7 @@ class Record:
 
     Args:
         folder: folder of the run, which exists.
-        at: the position from which the run begins or continues, in epochs. What is recorded after it is taken back.
+        at: the position from which the run begins or continues, in epochs. Later entries are taken back.
     """
 
     def __init__(self, folder: str | os.PathLike[str], at: float) -> None:
@@ -95,7 +95,7 @@ def write_examples(folder: str | os.PathLike[str], epoch: int, examples: Sequenc
 
 
 def read_examples(folder: str | os.PathLike[str]) -> tuple[int, list[dict[str, Any]]]:
-    """The epoch of a run's examples, and the examples; (0, []) where it has none.
+    """The epoch of a run's examples, and the examples; (0, []) if it has none.
 
     Raises:
         UserError: the file cannot be read, or holds a picture that a page would load from elsewhere.

@@ -32,7 +32,7 @@ _COURSE = (
 
 
 def number(value: Any) -> float:
-    """A number of the record; NaN where there is none."""
+    """A number of the record; NaN if there is none."""
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 
 
@@ -41,7 +41,7 @@ def loss_picture(steps: Lines, sources: Mapping[str, str], chance: float = math.
 
     Args:
         sources: name -> colour.
-        chance: the loss of a model that tells no pair from another; NaN where it is not known.
+        chance: the loss of a model that cannot tell pairs apart; NaN if it is not known.
     """
     at = np.array([step["at"] for step in steps])
     losses = np.array([number(step.get("loss")) for step in steps])

@@ -72,7 +72,7 @@ def write_run_page(folder: str | os.PathLike[str]) -> Path:
 
 
 def best_evaluation(evaluations: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The evaluation with the largest RSUM, on average over the sets; None where there is none."""
+    """The evaluation with the largest RSUM, on average over the sets; None if there is none."""
 
     def mean_rsum(line: Mapping[str, Any]) -> float:
         sums = [number(metrics.get("rsum")) for metrics in line["metrics"].values()]
@@ -82,7 +82,7 @@ def best_evaluation(evaluations: Sequence[Mapping[str, Any]]) -> Mapping[str, An
 
 
 def best_words(evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """The best evaluation in a sentence, with remarks on chance; "" where there is none."""
+    """The best evaluation in a sentence, with remarks on chance; "" if there is none."""
     if (best := best_evaluation(evaluations)) is None:
         return ""
     sums = ", ".join(f"{name} {number(metrics.get('rsum')):.1f}" for name, metrics in best["metrics"].items())
@@ -95,7 +95,7 @@ def best_words(evaluations: Sequence[Mapping[str, Any]]) -> str:
 
 
 def accuracy_words(evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """The last zero-shot evaluation in a sentence; "" where there is none."""
+    """The last zero-shot evaluation in a sentence; "" if there is none."""
     if not evaluations:
         return ""
     shares = ", ".join(
@@ -106,7 +106,7 @@ def accuracy_words(evaluations: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _loss_at_end(steps: Sequence[Mapping[str, Any]], chance: float) -> str:
-    """A sentence where the last losses are about that of chance; "" where they are lower, or chance is not known."""
+    """A sentence if the last losses are about that of chance; "" if they are lower, or chance is not known."""
     last = [number(step.get("loss")) for step in steps[-max(1, len(steps) // 20) :]]
     mean = sum(last) / len(last) if last else math.nan
     if not mean >= 0.98 * chance:

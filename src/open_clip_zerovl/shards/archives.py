@@ -105,7 +105,7 @@ def json_array(stream: IO[bytes], name: str, *, key: str | None = None) -> Itera
     Args:
         stream: the document, UTF-8.
         name: its name in messages.
-        key: of the outermost object; None where the document itself is the array.
+        key: the key of the outermost object; None if the document itself is the array.
 
     Raises:
         UserError: the document is not JSON, ends early, is of another form, or lacks the key.
@@ -154,7 +154,7 @@ class _Reader:
                 raise self._broken("it ends early")
 
     def expect(self, character: str, what: str) -> None:
-        """Consume a character. UserError where another one comes."""
+        """Consume a character. UserError if another one comes."""
         seen = self.peek()
         if seen != character:
             raise self._broken(f"expected {what}, found {self._text[self._at : self._at + 20]!r}")

@@ -45,7 +45,7 @@ class ShardCache:
 
     Attributes:
         folder: on a local disk; shared by all processes of the machine.
-        limit_bytes: of all files in it.
+        limit_bytes: largest size of all its files together.
         since: a server is asked whether a shard has changed if it was last asked before this time. By default the time at which
             this object is made, so that each run asks once a shard.
     """
@@ -61,7 +61,7 @@ class ShardCache:
         """The path of a whole copy of a shard, which is kept until the block ends; None without room for it.
 
         Args:
-            policy: of the transfer.
+            policy: waits and retries of the transfer.
             notes: called with a sentence where the cache cannot be used.
 
         Raises:
@@ -127,7 +127,7 @@ class ShardCache:
                 os.close(descriptor)
 
     def _changed(self, entry: _Entry, about: _About, policy: RetryPolicy, notes: Callable[[str], None]) -> bool:
-        """Whether the server has another shard under this URL now; it is asked once a run."""
+        """True if the server has another shard under this URL now; the server is asked once per run."""
         if about.checked >= self.since or is_command(entry.url):
             return False
         if not policy.failed:

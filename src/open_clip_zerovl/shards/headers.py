@@ -18,7 +18,7 @@ BLOCK = 512
 _ZEROS = bytes(BLOCK)
 _REGULAR = b"0\0"  # type flags of a regular file; very old tars have NUL
 _LARGEST_HEADER_BYTES = 1 << 24  # of a long name or of pax fields; a header that claims more is corrupt
-# What tarfile raises for corrupt headers.
+# Errors of tarfile on corrupt headers.
 _CORRUPT = (tarfile.TarError, ValueError, LookupError, OverflowError, RecursionError, AttributeError, TypeError)
 
 #: `read_at(offset, size)` -> the bytes there; fewer at the end of the file.
@@ -41,7 +41,7 @@ def walk_tar(read_at: ReadAt, total: int, position: int = 0, *, whole: bool = Tr
     """The regular files of a tar of `total` bytes, in order, from the header at `position` on. Mostly one read a member.
 
     Args:
-        whole: the tar must have its end mark. Otherwise it ends where no header follows a file.
+        whole: the tar must have its end mark. Otherwise it ends at a file without a following header.
 
     Raises:
         BrokenTar: a tar that ends within a file (which has been yielded), an impossible header, or, with `whole`, a tar without
@@ -72,7 +72,7 @@ def walk_tar(read_at: ReadAt, total: int, position: int = 0, *, whole: bool = Tr
 
 
 def end_of(begin: int, size: int) -> int:
-    """Where the header after a file of `size` bytes lies, whose bytes begin at `begin`."""
+    """The offset of the next header after a file of `size` bytes that begins at `begin`."""
     return begin + -(-size // BLOCK) * BLOCK
 
 

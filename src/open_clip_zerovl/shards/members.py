@@ -33,7 +33,7 @@ from open_clip_zerovl.shards.headers import walk_tar
 from open_clip_zerovl.shards.remote import RetryPolicy, open_url
 from open_clip_zerovl.shards.transfers import words_of
 
-#: Suffixes of pictures. Of a sample with several pictures the first in this order is taken, as in open_clip's pipeline.
+#: Suffixes of pictures. A sample with several pictures gives the first in this order, as in open_clip's pipeline.
 IMAGE_EXTENSIONS = ("jpg", "png", "jpeg", "webp")
 #: The order in which CLIP_benchmark looks for the picture. Retrieval sets keep it on purpose: both programs score the same.
 CLIP_BENCHMARK_ORDER = ("webp", "png", "jpg", "jpeg")
@@ -42,7 +42,7 @@ WANTED = frozenset((*IMAGE_EXTENSIONS, TEXT_EXTENSION))
 META = re.compile(r"__[^/]*__($|/)")  # members that webdataset skips
 _KEY_AND_SUFFIX = re.compile(r"(?P<key>(?:.*/)?[^.]+)\.(?P<suffix>[^/]*)")  # webdataset's rule, also for line breaks
 
-# What tarfile and the decompressors below it raise for corrupt bytes.
+# Errors of tarfile and the decompressors below it on corrupt bytes.
 _READ_ERRORS = (
     tarfile.TarError,
     OSError,
@@ -85,7 +85,7 @@ class Sample:
 
 
 def image_of(sample: Mapping[str, Content], order: Sequence[str] = IMAGE_EXTENSIONS) -> Content | None:
-    """The picture among a sample's members, {suffix: content}; None where it has none."""
+    """The picture among a sample's members, {suffix: content}; None if it has none."""
     return next((sample[extension] for extension in order if extension in sample), None)
 
 
@@ -216,7 +216,7 @@ def _regular(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     for member in tar:
         if member.offset <= last or member.size < 0:  # a corrupt header could make tarfile loop
             raise tarfile.ReadError(f"a header at byte {member.offset} points backwards")
-        claimed = tar.offset - member.offset  # to the next header; a sparse member's size says something else
+        claimed = tar.offset - member.offset  # to the next header; a sparse member's size is another number
         if claimed > _LARGEST_MEMBER_BYTES:  # past the end of a stream tarfile would read on, a block at a time
             raise tarfile.ReadError(f"a header at byte {member.offset} claims {claimed} bytes")
         last = member.offset

@@ -7,8 +7,10 @@ opened; all of them are decoded in this process.
 from __future__ import annotations
 
 import io
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,7 +19,34 @@ from PIL import Image
 #: Pillow's names of the formats that are opened. JPEG includes MPO, which phones write.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO")
 
+#: Endings of the names of pictures; the format of a file is found from its bytes.
+PICTURE_SUFFIXES = frozenset(
+    (
+        *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp"),
+        *(".tif", ".tiff", ".avif", ".jp2", ".ppm", ".pgm", ".ico"),
+    )
+)
+
 Result = TypeVar("Result")
+
+
+def walk(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """(folder, its files) of a folder and those below it, in order; hidden ones and links to a folder above are left out."""
+    for folder, folders, names in os.walk(path, followlinks=True):
+        below = (Path(folder, name) for name in folders if not name.startswith("."))
+        folders[:] = sorted(one.name for one in below if not (one.is_symlink() and _leads_up(one)))
+        yield folder, sorted(name for name in names if not name.startswith("."))
+
+
+def _leads_up(link: Path) -> bool:
+    target = link.resolve()
+    return any(above.resolve() == target for above in link.absolute().parents)
+
+
+def picture_files(path: Path) -> Iterator[Path]:
+    """The pictures of a folder and of those below it, in order."""
+    for folder, names in walk(path):
+        yield from (Path(folder, name) for name in names if os.path.splitext(name)[1].lower() in PICTURE_SUFFIXES)
 
 
 class BadPicture(Exception):

@@ -67,7 +67,7 @@ class RetryPolicy:
 
     Attributes:
         retries: for a transfer from a server or store, without progress in between.
-        command_retries: of a command, which may have retries of its own.
+        command_retries: retries of a command, which may have its own retries besides.
         first_wait_seconds, longest_wait_seconds: wait before the first retry, and the limit of its doubling.
         stall_seconds: time without a byte after which a server is asked again.
         most_seconds: time without progress after which a shard is given up; 0 for no limit but the retries.
@@ -93,7 +93,7 @@ class RetryPolicy:
         """The policy that gives up before a loader's time-out ends the run.
 
         Args:
-            timeout_seconds: of the loader; 0 for none.
+            timeout_seconds: time-out of the loader; 0 for none.
             watched: another process keeps the time-out, so that a command needs no limit of its own.
         """
         most = 0.8 * timeout_seconds
@@ -143,9 +143,9 @@ class RemoteStream:
         total, identity, md5: see `Transfer`; known once the transfer has begun.
     """
 
-    def __init__(self, url: str, policy: RetryPolicy) -> None:
+    def __init__(self, url: str, policy: RetryPolicy, position: int = 0) -> None:
         self.url, self.policy = url, policy
-        self.position = 0
+        self.position = position
         self.total: int | None = None
         self.identity: str | None = None
         self.md5: str | None = None
@@ -153,7 +153,7 @@ class RemoteStream:
         self._lost_seconds = 0.0
         self._reasons: dict[str, int] = {}  # reason -> retries
         self._in_a_row = 0  # retries since the last progress
-        self._kept = 0  # position at the last progress
+        self._kept = position  # at the last progress
         self._since = time.monotonic()  # time of the last progress
         self._began, self._began_at = 0.0, 0  # time and position at which the transfer began
         self._left = self._since  # time at which the reader was last served
@@ -219,7 +219,7 @@ class RemoteStream:
         return b"".join(parts)
 
     def rewind(self, reason: str) -> None:
-        """Begin again with the first byte, as after a broken transfer, because the bytes so far are wrong."""
+        """Begin again with the first byte, as after a broken transfer, because the bytes already received are wrong."""
         self._hang_up()
         self.position = self._kept = 0
         self.identity = self.md5 = self.total = None

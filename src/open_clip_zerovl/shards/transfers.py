@@ -47,7 +47,7 @@ class Transfer:
         begins: number of the first byte that it delivers.
         total: bytes of the whole shard; None if unknown.
         identity: a text that changes when the shard is replaced by another (ETag, date, size); None if unknown.
-        md5: of the whole shard, in base64 or hexadecimal digits; None if unknown.
+        md5: MD5 of the whole shard, in base64 or hexadecimal digits; None if unknown.
         end: called at the end; raises where the transfer failed.
     """
 

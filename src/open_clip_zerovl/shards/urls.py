@@ -24,5 +24,5 @@ def check_quotes(url: str) -> None:
 
 
 def is_command(url: str) -> bool:
-    """Whether the bytes of a remote shard are the output of a command."""
+    """True if the bytes of a remote shard are the output of a command."""
     return url.startswith("pipe:")

@@ -21,7 +21,7 @@ from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import atomic_file, write_atomically
-from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample, image_of
+from open_clip_zerovl.shards.members import Sample
 
 SIZES_FILE = "sizes.json"
 RETRIEVAL_MARK = "dataset_type.txt"  # in a retrieval set's folder
@@ -62,15 +62,8 @@ def write_source(
 
     Returns:
         Samples per shard by file name, as in `sizes.json`.
-
-    Raises:
-        UserError: no samples, or a shard size below 1.
     """
     folder = Path(folder)
-    if shard_size < 1:
-        raise UserError(f"The shard size is {shard_size}: it must be at least 1 sample.")
-    if not samples:
-        raise UserError(f"There is not a single sample to write into {folder}.")
     shard_count = -(-len(samples) // shard_size)
     # Sizes differ by at most one sample, so that no shard is much smaller than the other shards.
     bounds = [k * len(samples) // shard_count for k in range(shard_count + 1)]
@@ -82,29 +75,17 @@ def write_source(
     return sizes
 
 
-def write_retrieval_set(
-    folder: str | Path, samples: Sequence[Sample], *, split: str = "test", shard_size: int = 10_000
-) -> int:
+def write_retrieval_set(folder: str | Path, samples: Sequence[Sample]) -> int:
     """Write a test set that `clip_benchmark eval --dataset wds/NAME --task zeroshot_retrieval` reads; returns its size.
 
     Each sample needs a picture (`png`, `jpg`, `jpeg` or `webp`) and a `txt` with one caption a line; further files
     (`json`) are carried along and ignored by CLIP_benchmark.
-
-    Raises:
-        UserError: no samples, or one without picture or caption.
     """
-    folder = Path(folder)
-    if not samples:
-        raise UserError(f"There is not a single sample to write into {folder}.")
-    for sample in samples:
-        if not sample.files.get(TEXT_EXTENSION, b"").strip() or image_of(sample.files) is None:
-            raise UserError(f"The test sample {sample.key!r} for {folder} lacks its picture or its caption.")
-    shard_count = -(-len(samples) // shard_size)
-    for k in range(shard_count):
-        write_shard(folder / split / f"{k}.tar", samples[k * shard_size : (k + 1) * shard_size])
-    write_atomically(folder / split / SHARD_COUNT, f"{shard_count}\n")
-    write_atomically(folder / RETRIEVAL_MARK, "retrieval\n")
-    return len(samples)
+    split = Path(folder, "test")
+    count = write_shard(split / "0.tar", samples)
+    write_atomically(split / SHARD_COUNT, "1\n")
+    write_atomically(Path(folder, RETRIEVAL_MARK), "retrieval\n")
+    return count
 
 
 def parse_sizes(text: str | bytes, where: str | Path) -> dict[str, int]:

@@ -13,11 +13,13 @@ import torch.nn.functional as F
 from scipy.stats import t
 
 from open_clip_zerovl.checkpoints.export import export_local_dir
+from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.cli import program as cli
 from open_clip_zerovl.cli.shared import name_models, name_sides
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.embeddings.encoder import FrozenModel
+from open_clip_zerovl.evaluate.bias.charts import comparison_picture
 from open_clip_zerovl.evaluate.bias.comparison import compare_runs, measure_run
 from open_clip_zerovl.evaluate.bias.measures import (
     check_source_probe,
@@ -29,8 +31,9 @@ from open_clip_zerovl.evaluate.bias.pools import SourceFeatures, pool_metrics, s
 from open_clip_zerovl.evaluate.bias.resampling import Measure, interval_over_seeds, mean_over, resampled
 from open_clip_zerovl.evaluate.bias.samples import read_samples
 from open_clip_zerovl.evaluate.retrieval.metrics import ranks_by_label, recalls, retrieval_ranks
+from open_clip_zerovl.evaluate.zero_shot.score import run_zero_shot
 from support.tars import png, write_tar
-from support.tiny_clip import NATIVE_VISION, bert_text, random_model, register, write_bert, write_run
+from support.tiny_clip import NATIVE_VISION, bert_text, random_model, register, write_bert, write_classes, write_run
 
 
 def unit(rows: int, width: int, seed: int = 0) -> torch.Tensor:
@@ -219,6 +222,28 @@ def test_a_debiased_side_differs_from_a_biased_one_and_not_from_its_like():
     assert found.warnings(concepts=True) == []
 
 
+def test_labelled_sets_have_their_own_pictures_and_leave_the_pairs_as_they_are():
+    features = sources(bias=1.0, noise=0.5)
+
+    def side(right: int, classes: int):
+        guesses = (torch.arange(100) < right).double()
+        return [measure_run(features, 30.0, labelled={"pets": (guesses, classes)})]
+
+    plain = compare_runs({"a": [measure_run(features, 30.0)], "b": [measure_run(features, 30.0)]}, draws=300)
+    found = compare_runs({"a": side(30, 10), "b": side(50, 10)}, draws=300)
+    assert found.units == plain.units and {k: found.sides[k] for k in plain.sides} == plain.sides
+    difference = found.differences["top-1 pets"]["b"]
+    low, high = (
+        difference.over_queries
+    )  # of pairs: a fifth of the pictures changed, 2 * 1.96 * sqrt(0.2 * 0.8 / 100) wide
+    assert difference.value == pytest.approx(20) and high - low == pytest.approx(15.7, rel=0.2)
+    assert found.rows()[-1][:2] == ["top-1 pets, %", "10.0"]
+    assert found.verdicts()[-1].startswith("top-1 pets, %: b is better than a (+20.0 [")
+    at_chance = compare_runs({"a": side(30, 2), "b": side(50, 2)}, draws=100).verdicts()[-1]
+    assert at_chance == "top-1 pets, %: neither a nor b is above chance (guessing has 50.0, and reaches 60.0)."
+    assert comparison_picture(found).startswith(b"\x89PNG")
+
+
 def test_models_and_sides_are_named():
     named = name_models(["random=a/b.pt", "logs/run-1/checkpoints/epoch_9.pt", "out/export", "local-dir:/x/y"])
     assert list(named) == ["random", "run-1", "export", "y"] and named["random"] == "a/b.pt"
@@ -233,8 +258,8 @@ def test_models_and_sides_are_named():
         ("a=x,y b=z", "a has 2, b has 1; give each side the same number"),
         ("a=x a=y", "needs a name of its own"),
         ("a/export b/export", "needs a name of its own"),
-        ("x.pt,y.pt b=z,w", "needs a name of its own and its runs"),
-        ("a=x,,y b=z,v,w", "needs a name of its own and its runs"),
+        ("x.pt,y.pt b=z,w", "needs a name of its own and a model"),
+        ("a=x,,y b=z,v,w", "needs a name of its own and a model"),
     ],
 )
 def test_sides_without_a_name_of_their_own_or_as_many_runs(models, sentence, capsys, tmp_path):
@@ -248,7 +273,7 @@ COLOURS = ("red", "green", "blue")
 
 
 def write_pairs(folder: Path, seed: int, *, count: int = 36, table: bool = False) -> Path:
-    """Pairs of one colour each, with json or columns: what they show, and whether they were held out."""
+    """Pairs of one colour each, with json or columns that give the colour and the held-out pairs."""
     rng = np.random.default_rng(seed)
     members, rows = [], ["filepath\ttitle\tshows\tkept"]
     folder.mkdir(parents=True)
@@ -271,14 +296,18 @@ def test_the_command_compares_on_shards_and_tables(tmp_path: Path, clip_runs, ca
     models = clip_runs
     command = ["compare", f"one={models[0]},{models[1]}", f"two={models[1]},{models[0]}", "--data", f"a={a}::b={b}"]
     command += ["--device", "cpu", "--draws", "200", "--out", str(tmp_path / "out")]
-    assert cli.main([*command, "--unseen", f"c={c}", "--concept", "shows", "--held-out", "kept"]) == 0
+    shop = write_classes(tmp_path / "shop", "cat moon", each=9)
+    first = ["--unseen", f"c={c}", "--concept", "shows", "--held-out", "kept", "--zero-shot-data", f"shop={shop}"]
+    assert cli.main([*command, *first]) == 0
     printed = capsys.readouterr().out
     assert "two - one, over seeds" in printed and "RSUM unseen" in printed and "Small pools" in printed
     # The same two runs in another order: no difference of means, and nothing differs significantly.
     numbers = json.loads((tmp_path / "out" / "compare.json").read_text())
     measures = numbers["measures"]
     kinds = "within across mixed unseen probe_images probe_texts log_p_same log_p_other"
-    assert list(measures) == kinds.split()
+    assert list(measures) == [*kinds.split(), "top-1 shop"] and measures["top-1 shop"]["chance"] == 50
+    scored = [run_zero_shot(Encoder(model, device="cpu"), f"shop={shop}")["shop"]["top1"] for model in models]
+    assert measures["top-1 shop"]["sides"]["one"]["runs"] == pytest.approx([100 * share for share in scored])
     for own in measures.values():
         assert own["sides"]["one"]["runs"] == own["sides"]["two"]["runs"][::-1]
         assert own["differences_from_the_first"]["two"]["value"] == pytest.approx(0, abs=1e-9)
@@ -320,7 +349,7 @@ def test_missing_models_are_refused_before_encoding(tmp_path: Path, clip_runs, c
     asked = ["--data", f"a={a}::b={b}", "--out", str(tmp_path / "out"), "--device", "cpu"]
     assert cli.main([command, clip_runs[0], f"two={gone}", *asked]) == 2
     error = capsys.readouterr().err
-    assert f"'{gone}' is neither a folder" in error and f"did you mean {clip_runs[1]}?" in error
+    assert f"'{gone}' is not a model" in error and f"did you mean {clip_runs[1]}?" in error
     assert "batch" not in error  # of a progress bar
 
 

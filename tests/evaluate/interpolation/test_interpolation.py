@@ -91,7 +91,7 @@ def test_a_point_without_sets(made, tmp_path, alpha, end, capsys):
 
 
 def test_ones_own_model_is_named_by_its_file(made, tmp_path):
-    for end in "ab":  # runs that do not say which model they trained
+    for end in "ab":  # runs that do not name the model they trained
         shutil.copytree(made / end, tmp_path / end)
         (tmp_path / end / "params.txt").unlink()
     config = ["--model-config", made / "interpolated-tiny.json"]
@@ -101,6 +101,18 @@ def test_ones_own_model_is_named_by_its_file(made, tmp_path):
 
 def points(*rows: tuple[float, float, float]) -> list[Point]:
     return [Point(alpha, {"n": {"rsum": new}, "k": {"rsum": kept}}) for alpha, new, kept in rows]
+
+
+def test_the_zero_shot_accuracy_of_classes_chooses():
+    """RSUM of the new set falls here, as captions that pictures share may have it, while its accuracy rises."""
+    rows = [Point(alpha, {"n": {"rsum": 9 - alpha}, "k": {"rsum": kept}}, {"n": {"top1": top1, "chance": 0.1}})
+            for alpha, top1, kept in ((0, 0.2, 300), (0.5, 0.5, 298), (1, 0.6, 200))]  # fmt: skip
+    for rule, alpha in (("new", 1), ("kept", 0.5), ("mean", 0.5)):  # mean: (6 * 50 + 298) / 2 > (6 * 60 + 200) / 2
+        curve = choose(rows, ["n"], ["k"], rule, kept_share=0.99)
+        assert curve.chosen.alpha == alpha and "top-1" in curve.reason
+    lines = curve.table().splitlines()
+    assert "n (new, top-1 %)" in lines[0] and "k (kept)" in lines[0]
+    assert lines[1].split()[:3] == ["0", "20.0", "300.0"] and lines[-1].split()[1] == "10.0"
 
 
 ROWS = ((0, 100, 300), (0.25, 180, 299), (0.5, 240, 290), (0.75, 260, 250), (1, 260, 200))
@@ -121,17 +133,18 @@ def test_rules(rule, share, alpha):
 
 def test_rules_without_kept_sets():
     assert choose(points(*ROWS), ["n"], [], kept_share=0.9).chosen.alpha == 0.75
-    with pytest.raises(UserError, match="--rule mean weighs the kept sets, and there are none"):
+    with pytest.raises(UserError, match="--rule mean needs retrieval sets of the ability to keep"):
         choose(points(*ROWS), ["n"], [], "mean", kept_share=0.9)
 
 
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        (["--kept=k=SET"], "give its sets too: --data"),
-        (["--data=n=SET", "--alpha=0.3"], "give --alphas, or leave --data out"),
+        (["--kept=k=SET"], "--kept needs --data NAME=SET"),
+        (["--rule=new"], "--rule needs --data NAME=SET"),
+        (["--data=n=SET", "--alpha=0.3"], "which chooses alpha; give --alphas, or leave one out"),
         (["--data=n=SET", "--kept=n=SET"], "both new and kept"),
-        (["--data=n=SET", "--rule=kept"], "there are none; give --kept"),
+        (["--data=n=SET", "--rule=kept"], "needs retrieval sets of the ability to keep; give --kept"),
         (["--data=n=/nowhere"], "retrieval set /nowhere does not exist"),
     ],
 )

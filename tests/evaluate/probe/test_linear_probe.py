@@ -18,7 +18,6 @@ from PIL import Image
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from timm.optim.lars import Lars
 from torch import nn
 from torchvision.transforms import ToTensor
 
@@ -47,7 +46,7 @@ COLOURS = {"red": (200, 40, 40), "green": (40, 200, 40), "blue": (40, 40, 200)}
 
 
 def colour_set(count: int, *, seed: int = 0, mixed_up: bool = False, px: int = 40) -> ProbeSet:
-    """Noisy pictures of three colours; the mean colour separates the classes. Mixed up, the labels say nothing."""
+    """Noisy pictures of three colours; the mean colour separates the classes. Shuffled labels carry no information."""
     rng = np.random.default_rng(seed)
     names = list(COLOURS)
     labels = [names[i % 3] for i in range(count)]
@@ -129,16 +128,6 @@ def test_lars_step_equals_one_by_hand(batch_norm):
     # timm adds eps = 1e-8 to the gradient's norm.
     torch.testing.assert_close(head[1].weight.detach(), weight, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(head[1].bias.detach(), bias, rtol=1e-6, atol=1e-9)
-
-
-def test_timms_default_would_not_adapt_at_weight_decay_zero():
-    """The control of the test above: without `always_adapt` the very same call is SGD."""
-    parameter = nn.Parameter(torch.full((2, 2), 3.0))
-    parameter.grad = torch.full((2, 2), 0.5)
-    Lars([parameter], lr=1.0, momentum=0.9, weight_decay=0.0).step()
-    torch.testing.assert_close(parameter.detach(), torch.full((2, 2), 2.5))
-    weight = lars(linear_head(3, 2), LarsSettings()).param_groups[0]
-    assert weight["always_adapt"] and weight["weight_decay"] == 0
 
 
 def test_the_head_begins_as_torchs_linear_layer_does():
@@ -295,14 +284,14 @@ def test_the_fifth_that_chooses_c_holds_a_fifth_of_each_class():
         stratified_fifth(np.arange(8), 0)
 
 
-def test_the_middle_of_equally_good_cs_is_taken_and_a_tie_of_all_is_reported(caplog):
+def test_the_middle_of_equally_good_cs_is_taken():
     assert middle_of_best({1e-5: 0.5, 1e-3: 0.7, 1e-2: 0.7, 1e-1: 0.7, 10.0: 0.6}) == 1e-2
     assert middle_of_best({1e-5: 1.0, 1.0: 1.0}) == 1e-5
     # Far apart, so that any C separates them on the fifth; with the smallest C the fit itself is next to nothing.
     targets = torch.arange(40) % 2
     features = torch.stack([10.0 * targets, torch.randn(40, generator=torch.Generator().manual_seed(0))], 1)
     fit = fit_logistic(features, targets)
-    assert set(fit.split_accuracy.values()) == {1.0} and "is a guess" in caplog.text
+    assert set(fit.split_accuracy.values()) == {1.0}
     assert 1e-3 < fit.chosen_c < 10
 
 
@@ -387,7 +376,7 @@ def test_shards_with_numbers_and_with_json(tmp_path: Path):
     write_tar(tmp_path / "bare" / "0.tar", [("a.png", png((0, 0, 0)))])
     with pytest.raises(UserError, match="'a' has no .cls"):
         open_probe_set(tmp_path / "bare", "train")
-    # What would be lost without a word: a class without its image, samples with equal keys, a tar cut off between samples.
+    # Silent losses: a class without its image, samples with equal keys, a tar cut off between samples.
     write_tar(tmp_path / "bare" / "0.tar", [("a.cls", b"1"), ("b.png", png((0, 0, 0))), ("b.cls", b"2")])
     with pytest.raises(UserError, match="'a' has no image"):
         open_probe_set(tmp_path / "bare", "train")
@@ -493,7 +482,7 @@ def test_command_both_ways(tmp_path: Path, clip_runs, capsys: pytest.CaptureFixt
             assert result["history"][-1]["test_accuracy"] == result["top1"]
         else:
             assert result["top1"] == 1.0 and result["converged"]
-        # Again: everything is there already, and says the same.
+        # Again: everything exists already, with the same result.
         assert cli.main(arguments) == 0
         assert json.loads((out / "linear_probe.json").read_text()) == result
     assert (

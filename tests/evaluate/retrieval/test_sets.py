@@ -157,7 +157,7 @@ def test_two_pictures_of_one_name_are_not_told_apart_by_chance(tmp_path):
     table = tmp_path / "d" / "pairs.csv"
     table.write_text("filepath,title\n1.png,a cat\n")
     with pytest.raises(
-        UserError, match=r"1 of the 1 pictures .* are in two folders, .*: name the one folder, pairs.csv@FOLDER"
+        UserError, match=r"1 of the 1 pictures .* are in two folders .*: name the right folder, pairs.csv@FOLDER"
     ):
         open_retrieval_set(table)
     assert open_retrieval_set(f"{table}@{tmp_path / 'd' / 'val'}").samples[0].file.read_bytes() == whole
@@ -174,7 +174,7 @@ def test_names_of_annotations(sets):
 
 
 NAME, OTHER = "COCO_val2014_000000000000.jpg", "COCO_val2014_000000000001.jpg"
-# Python's reader takes Infinity for a number, and it is none that an id could be.
+# Python's reader accepts Infinity as a number, and an id cannot be infinite.
 INFINITE = {"filename": "x.jpg", "split": "test", "cocoid": 1, "sentences": [{"raw": "x", "sentid": math.inf}]}
 
 

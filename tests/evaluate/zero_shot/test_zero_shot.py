@@ -22,7 +22,7 @@ from open_clip_zerovl.evaluate.settings import ZeroShotSettings
 from open_clip_zerovl.evaluate.zero_shot.score import class_features, classify
 from open_clip_zerovl.evaluate.zero_shot.sets import CLIP_TEMPLATES, open_labelled_set
 from support.tars import png, write_tar
-from support.tiny_clip import picture
+from support.tiny_clip import picture, write_classes
 
 NAMES = ["red cat", "dog", "small house", "moon", "sun", "tree", "face"]
 TEMPLATES = ["a {c}", "the big {c} of the moon"]
@@ -38,15 +38,6 @@ def write_clip_benchmark(root: Path, labels: list[int]) -> Path:
     (root / "test" / "nshards.txt").write_text("2")
     (root / "classnames.txt").write_text("\n".join(NAMES) + "\n")
     (root / "zeroshot_classification_templates.txt").write_text("\n".join(TEMPLATES) + "\n")
-    return root
-
-
-def write_classes(root: Path, classes: str, each: int = 2) -> Path:
-    rng = np.random.default_rng(len(classes))
-    for label in classes.split():
-        (root / label).mkdir(parents=True)
-        for i in range(each):
-            (root / label / f"{i}.png").write_bytes(picture(rng))
     return root
 
 

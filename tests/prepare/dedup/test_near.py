@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from open_clip_zerovl.cli import program as cli
 from open_clip_zerovl.core.errors import UserError
@@ -19,33 +20,52 @@ from open_clip_zerovl.prepare.dedup.overlap import SHOWN, NearPair, Overlap, wri
 from open_clip_zerovl.shards.members import Sample, read_samples
 from open_clip_zerovl.shards.pictures import BadPicture
 from open_clip_zerovl.shards.writing import write_retrieval_set
-from scripts.bench.near import COPIES, cropped, encoded, fractal, resized
-from support.tars import write_tar
+from support.tars import encoded, write_tar
 
 pytest.importorskip("imagehash")
 
 
-# What is done to a picture, and how far from it the copy may be.
-MOST = {
-    "JPEG, quality 30": 10,
-    "half size": 12,
-    "double size": 10,
-    "squashed to 224 x 224": 10,
-    "grey": 10,
-    "cropped by 2 %": 36,
+def fractal(seed: int, width: int, height: int) -> Image.Image:
+    """Noise with a photograph's spectrum: an amplitude of frequency to the power of -1.2, in colours that go together."""
+    rng = np.random.default_rng(seed)
+    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
+    frequency[0, 0] = 1
+    spectrum = (rng.normal(size=(3, *frequency.shape)) + 1j * rng.normal(size=(3, *frequency.shape))) / frequency**1.2
+    spectrum[:, 0, 0] = 0
+    pixels = np.fft.irfft2(spectrum, (height, width))
+    pixels = pixels[:1] + 0.3 * pixels
+    return Image.fromarray((128 + 45 * pixels / pixels.std()).clip(0, 255).astype(np.uint8).transpose(1, 2, 0))
+
+
+def jpeg(image: Image.Image, quality: int = 90, **options: Any) -> bytes:
+    return encoded(image, "JPEG", quality=quality, **options)
+
+
+def resized(image: Image.Image, factor: float) -> Image.Image:
+    return image.resize((round(image.width * factor), round(image.height * factor)), Image.Resampling.BICUBIC)
+
+
+def cropped(image: Image.Image, share: float) -> Image.Image:
+    """Without a share of the width and height, half of it on each side."""
+    x, y = image.width * share / 2, image.height * share / 2
+    return image.crop((round(x), round(y), round(image.width - x), round(image.height - y)))
+
+
+def bordered(image: Image.Image, colour: str) -> Image.Image:
+    """In a border of 3 % of the longer side."""
+    return ImageOps.expand(image, round(0.03 * max(image.size)), colour)
+
+
+# A copy of a picture, and how far from the picture it may be.
+COPIES: dict[str, tuple[Callable[[Image.Image], bytes], int]] = {
+    "JPEG, quality 30": (lambda image: jpeg(image, 30), 10),
+    "PNG": (encoded, 10),
+    "half size": (lambda image: jpeg(resized(image, 0.5), 75), 12),
+    "double size": (lambda image: jpeg(resized(image, 2)), 10),
+    "squashed to 224 x 224": (lambda image: jpeg(image.resize((224, 224), Image.Resampling.BICUBIC)), 10),
+    "grey": (lambda image: jpeg(image.convert("L")), 10),
+    "cropped by 2 %": (lambda image: jpeg(cropped(image, 0.02)), 36),
 }
-
-
-def turned(image: Image.Image, exif: Image.Exif) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", exif=exif)
-    return buffer.getvalue()
-
-
-def png(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +74,13 @@ def originals() -> list[Image.Image]:
 
 
 def test_copies_are_as_near_as_stated_and_distinct_pictures_far(originals):
-    hashes = [picture_hash(encoded(image)) for image in originals]
+    hashes = [picture_hash(jpeg(image)) for image in originals]
     index = NearIndex(hashes)
-    copies = {name: ([COPIES[name](image) for image in originals], most) for name, most in MOST.items()}
-    for name, (contents, most) in {**copies, "png": ([png(image) for image in originals], 10)}.items():
-        numbers, distances = index.nearest([picture_hash(content) for content in contents], NEAR)
+    for name, (copy, most) in COPIES.items():
+        numbers, distances = index.nearest([picture_hash(copy(image)) for image in originals], NEAR)
         assert numbers.tolist() == list(range(21)), name
         assert distances.max() <= most, (name, distances)
-    others = NearIndex([picture_hash(encoded(fractal(seed, 160, 120))) for seed in range(100, 160)])
+    others = NearIndex([picture_hash(jpeg(fractal(seed, 160, 120))) for seed in range(100, 160)])
     assert others.nearest(hashes, BITS // 4)[0].tolist() == [-1] * 21
     far = np.bitwise_count(np.stack(hashes)[:, None] ^ others.words.T).sum(axis=-1)
     assert far.min() > 85 and far.mean() == pytest.approx(BITS / 2, abs=3)
@@ -70,26 +89,27 @@ def test_copies_are_as_near_as_stated_and_distinct_pictures_far(originals):
 def test_a_picture_is_turned_as_its_exif_says(originals):
     exif = Image.Exif()
     exif[0x0112] = 6  # shown turned by 90 degrees
-    lying = turned(originals[0].transpose(Image.Transpose.ROTATE_90), exif)
-    index = NearIndex([picture_hash(encoded(originals[0]))])
+    lying = jpeg(originals[0].transpose(Image.Transpose.ROTATE_90), exif=exif)
+    index = NearIndex([picture_hash(jpeg(originals[0]))])
     assert index.nearest([picture_hash(lying)])[1][0] <= 8
     with pytest.raises(BadPicture):
         picture_hash(b"no picture")
 
 
 def test_mirrored_copies_and_uniform_borders_are_found(originals):
-    index = NearIndex([picture_hash(encoded(image)) for image in originals])
-    for name, side in {
-        "mirrored": 1,
-        "mirrored, half size": 1,
-        "white border of 3 %": 2,
-        "black border of 3 %, half size": 2,
-    }.items():
-        copies = [picture_hashes(COPIES[name](image)) for image in originals]
-        assert index.nearest([hashes[side] for hashes in copies])[0].tolist() == list(range(21)), name
+    index = NearIndex([picture_hash(jpeg(image)) for image in originals])
+    copies_of: list[tuple[Callable[[Image.Image], Image.Image], int]] = [
+        (ImageOps.mirror, 1),
+        (lambda image: resized(ImageOps.mirror(image), 0.5), 1),
+        (lambda image: bordered(image, "white"), 2),
+        (lambda image: resized(bordered(image, "black"), 0.5), 2),
+    ]
+    for copy, side in copies_of:
+        copies = [picture_hashes(jpeg(copy(image), 75)) for image in originals]
+        assert index.nearest([hashes[side] for hashes in copies])[0].tolist() == list(range(21)), side
         # The other side of a picture is as far as another picture.
         assert index.nearest([hashes[1 if side == 2 else 0] for hashes in copies])[0].tolist() == [-1] * 21
-    assert picture_hashes(encoded(Image.new("RGB", (64, 64), "white"))).shape == (2, 4)
+    assert picture_hashes(jpeg(Image.new("RGB", (64, 64), "white"))).shape == (2, 4)
 
 
 def test_the_nearest_is_found_at_every_distance_as_by_comparing_all(monkeypatch):
@@ -117,19 +137,19 @@ def test_the_nearest_is_found_at_every_distance_as_by_comparing_all(monkeypatch)
 
 
 def test_the_command_lists_planted_copies_and_no_others(tmp_path: Path, originals, capsys):
-    tests = [Sample(f"t{i}", {"jpg": encoded(originals[i]), "txt": b"a cat"}) for i in range(6)]
+    tests = [Sample(f"t{i}", {"jpg": jpeg(originals[i]), "txt": b"a cat"}) for i in range(6)]
     write_retrieval_set(tmp_path / "coco", tests)
     members = []
     for i in range(12):  # pictures 4 to 15, of which 4 and 5 are copies of test pictures
-        content = encoded(resized(originals[4 + i], 0.6), 60)
+        content = jpeg(resized(originals[4 + i], 0.6), 60)
         members += [(f"{i:03d}.jpg", content), (f"{i:03d}.txt", b"a dog")]
     members += [("099.jpg", b"no picture"), ("099.txt", b"x"), ("100.txt", b"no picture at all")]
     write_tar(tmp_path / "a" / "00007.tar", members)
     (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "x.jpg").write_bytes(encoded(cropped(originals[20], 0.02)))
+    (tmp_path / "b" / "x.jpg").write_bytes(jpeg(cropped(originals[20], 0.02)))
     (tmp_path / "b" / "pairs.csv").write_text("filepath,title\nx.jpg,a bird\nx.jpg,the same bird\n")
     (tmp_path / "val" / "n01").mkdir(parents=True)
-    (tmp_path / "val" / "n01" / "bird.jpg").write_bytes(encoded(originals[20]))
+    (tmp_path / "val" / "n01" / "bird.jpg").write_bytes(jpeg(originals[20]))
     command = ["data", "near", f"a={tmp_path}/a::b={tmp_path}/b", "--test", f"coco={tmp_path}/coco::val={tmp_path}/val"]
     assert cli.main([*command, "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
@@ -158,12 +178,12 @@ def test_the_command_lists_planted_copies_and_no_others(tmp_path: Path, original
 
 
 def test_what_is_packed_leaves_out_copies_of_test_pictures(tmp_path: Path, originals, capsys):
-    tests = [Sample(f"t{i}", {"jpg": encoded(originals[i]), "txt": b"a cat"}) for i in range(3)]
+    tests = [Sample(f"t{i}", {"jpg": jpeg(originals[i]), "txt": b"a cat"}) for i in range(3)]
     write_retrieval_set(tmp_path / "coco", tests)
     (tmp_path / "mine").mkdir()
     rows = ["picture,caption"]
     for i in range(8):  # of which 1 and 2 are copies, and 2 comes twice
-        (tmp_path / "mine" / f"{i}.jpg").write_bytes(encoded(resized(originals[1 + i], 0.5), 70))
+        (tmp_path / "mine" / f"{i}.jpg").write_bytes(jpeg(resized(originals[1 + i], 0.5), 70))
         rows.append(f"{i}.jpg,caption {i}")
     (tmp_path / "mine" / "pairs.csv").write_text("\n".join([*rows, "1.jpg,caption again"]) + "\n")
     command = ["data", "pack", str(tmp_path / "mine" / "pairs.csv"), "--out", str(tmp_path / "out"), "--threads", "2"]

@@ -114,7 +114,11 @@ def uneven(folder: Path) -> Path:
             r"has 4 pictures and no captions: .* write the caption of 0.png into 0.txt, give a table .*CLASS/PICTURE",
         ),
         (uneven, {}, r"has 18 pictures and no captions"),
-        (uneven, {"form": "classes"}, r"has no pictures, or not all in folders CLASS/PICTURE, or SOURCE/CLASS/PICTURE"),
+        (
+            uneven,
+            {"form": "classes"},
+            r"has no pictures, or some are not in folders CLASS/PICTURE or SOURCE/CLASS/PICTURE",
+        ),
         (class_folders, {"templates": ("a hat",)}, r"--template 'a hat' has no place for the class.*: write \{\} once"),
         (
             class_folders,
@@ -155,7 +159,7 @@ def test_templates_need_classes(packed, tmp_path):
     given = flat(tmp_path / "in")
     for number in range(4):
         (given / f"{number}.txt").write_text("a hat")
-    with pytest.raises(UserError, match="--template needs an input of class folders"):
+    with pytest.raises(UserError, match="--template needs a folder of classes"):
         packed(given, templates=("a {}",))
 
 

@@ -226,7 +226,7 @@ def test_paths_as_people_write_them(packed, tmp_path):
     (tmp_path / "list.csv").write_text("\n".join(rows) + "\n")
     found = packed(tmp_path / "list.csv", columns=Columns(pictures_in=folder))
     assert found["pictures"] == 3 and found["refused"] == {}
-    # Shards show neither folders of this machine nor what follows an address, which may be a key.
+    # Shards show neither folders of this machine nor the query of an address, which may be a key.
     shown = {json.loads(sample.files["json"])["file"] for sample in samples_of(tmp_path / "out/train")}
     assert shown == {"one.JPG", "two two.png", "sub\\three.png"}
     assert public_name("https://host/a/b.jpg?key=1") == "https://host/a/b.jpg" and public_name("~/c.png") == "c.png"
@@ -293,5 +293,20 @@ def test_parquet_at_an_address_packs_as_the_files_do(packed, tmp_path):
             assert tar.read_bytes() == (tmp_path / "remote" / tar.relative_to(tmp_path / "local")).read_bytes()
         shutil.rmtree(tmp_path / "remote.parquet")
         assert packed(address, out="remote", **SPLIT)["pictures"] == 9  # fetched again it is the same input
+        server.faults["1.parquet"] = ["changed"]  # the same bytes with another ETag
+        with pytest.raises(
+            UserError, match=r"1\.parquet has changed since it was fetched to .*; remove .*another --out"
+        ):
+            packed(address, out="remote", **SPLIT)
+        assert packed(address, out="remote", **SPLIT)["pictures"] == 9
         with pytest.raises(UserError, match=r"9\.parquet cannot be fetched \(no such file"):
             packed(f"x={server.url('9.parquet')}", out="none")
+    assert packed(address, out="remote", **SPLIT)["pictures"] == 9  # without the server
+
+
+def test_the_folder_of_one_source_is_its_retrieval_set(packed, tmp_path):
+    """refused.csv, which lies in the folder, is no table of samples; a training is led to the training shards."""
+    packed(as_csv(tmp_path / "in", make_pairs(40)), test_share=0.2)
+    assert len(open_retrieval_set(tmp_path / "out")) > 0
+    with pytest.raises(UserError, match="is a retrieval set, .*: [^ ]*/out/train$"):
+        parse_sources(f"x={tmp_path / 'out'}")

@@ -89,7 +89,7 @@ def files(**contents: bytes) -> Callable[[Path], Path]:
 PYARROW = r"|missing: `pip install"
 BOXES = b'{"images": [{"id": 1, "file_name": "1.png"}], "annotations": [{"image_id": 1, "bbox": []}]}'
 
-#: What is made (a text: a table with it), the sentence, settings.
+#: The input (a text: a table with it), the sentence, settings.
 MISTAKES: dict[str, tuple[str | Callable[[Path], Any], str] | tuple[str | Callable[[Path], Any], str, dict]] = {
     "nothing there": (lambda folder: folder / "none.csv", r"none.csv does not exist: correct the path"),
     "an address": (lambda folder: "https://host/x.csv", r"https:/+host/x.csv is an address: fetch it first"),
@@ -147,13 +147,13 @@ MISTAKES: dict[str, tuple[str | Callable[[Path], Any], str] | tuple[str | Callab
     ),
     "paths that do not exist": (
         "image,caption\nimages/0.png,x\nimages/1.png,y\n",
-        r"none of the 2 pictures that .*pairs.csv names first exists; that of line 2 was looked for at "
+        r"none of the first 2 pictures of .*pairs.csv exists; that of line 2 should be "
         r"/.*/images/0.png; a file of that name lies in .*: give --pictures-in",
     ),
     "pictures elsewhere": (pictures_elsewhere, r"a file of that name lies in .*/images: give --pictures-in .*/images$"),
     "pictures nowhere": (
         "image,caption\nz/7.png,x\n",
-        r"paths are taken as relative to .*: give the folder that they are relative to with --pictures-in",
+        r"relative paths start at .*: if the pictures are elsewhere, give their folder with --pictures-in",
     ),
     "captions are numbers": (
         lambda folder: table(folder, '{"image": "0.png", "text": 3}\n{"image": "1.png", "text": 4}\n', "pairs.jsonl"),
@@ -175,9 +175,9 @@ MISTAKES: dict[str, tuple[str | Callable[[Path], Any], str] | tuple[str | Callab
     ),
     "tars and pictures": (
         tars_and_pictures,
-        r"holds tars, and pictures too: say which with --format webdataset or --format folder",
+        r"holds tars, and pictures too: choose with --format webdataset or --format folder",
     ),
-    "two tables": (files(a_csv=b"x", b_csv=b"x"), r"holds 2 tables \(a.csv, b.csv ...\): give the one"),
+    "two tables": (files(a_csv=b"x", b_csv=b"x"), r"holds 2 tables \(a.csv, b.csv ...\): give the table or"),
     "wrong format": (two_pairs, r"holds no file of --format parquet", {"form": "parquet"}),
     "json without captions": (json_without_captions, r"no key of the JSON files of .* their keys are 'label', 'id'"),
     "tars without pictures": (
@@ -331,7 +331,7 @@ def paths_with_umlauts(folder: Path, first: str, second: str) -> Path:
     return given
 
 
-#: What is made, pictures that are packed, refused rows by reason.
+#: The input, the number of packed pictures, refused rows by reason.
 REFUSED: dict[str, tuple[Callable[[Path], Path], int, dict[str, int]]] = {
     "lines that are no objects": (odd_json_lines, 1, {"no JSON object": 2, "no picture named": 2}),
     "a torn tar": (torn_tar, 9, {"truncated shard": 1}),
@@ -373,16 +373,16 @@ def test_a_folder_of_other_inputs_or_settings_is_refused(packed, tmp_path):
     other = as_csv(tmp_path / "other", make_pairs(6))
     packed(given, seed=1)
     before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
-    with pytest.raises(UserError, match=r"out was made with seed 1, and now it is 2: give a new folder, or call it as"):
+    with pytest.raises(UserError, match=r"out was made with seed 1, and this call has 2: give a new folder, or repeat"):
         packed(given, seed=2)
-    with pytest.raises(UserError, match=r"out was made from in, and now it is pairs.csv: give a new folder"):
+    with pytest.raises(UserError, match=r"out was made from in, and this call has pairs.csv: give a new folder"):
         packed(other, seed=1)
     (given / "a/000.txt").write_text("another caption")
     (given / "new.png").write_bytes(picture(99))
     with pytest.raises(UserError, match=r"out was made from in, whose files have changed since"):
         packed(given, seed=1)
     assert before == {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
-    with pytest.raises(UserError, match=r"other is not empty, and no pack.json in it shows that this program wrote it"):
+    with pytest.raises(UserError, match=r"other is not empty and has no pack.json, so this program did not write it"):
         packed(given, out="other")
     with pytest.raises(UserError, match=r"lies in .*in, which is read: give a folder elsewhere with --out"):
         packed(given, out="in/out")
@@ -399,7 +399,7 @@ def test_inputs_that_changed_at_the_same_size_are_refused(form, packed, tmp_path
 
 
 def test_after_a_mistake_the_same_folder_is_taken(packed, tmp_path):
-    """Other columns where nothing could be used; another split where no shard was written, without reading pictures again."""
+    """Other columns if nothing could be used; another split if no shard was written, without reading pictures again."""
     given = table(tmp_path / "in", "image,caption,text\n0.png,,x\n1.png,,y\n")
     with pytest.raises(UserError, match="none of the 2 rows can be used"):
         packed(given)
@@ -411,7 +411,7 @@ def test_after_a_mistake_the_same_folder_is_taken(packed, tmp_path):
     assert packed(given, columns=chosen)["pictures"] == 2
     # No picture was read here, so that nothing is lost by other columns or sizes.
     (tmp_path / "in/pairs.csv").rename(tmp_path / "pairs.csv")
-    with pytest.raises(UserError, match="none of the 2 pictures that .* names first exists"):
+    with pytest.raises(UserError, match="none of the first 2 pictures of .* exists"):
         packed(tmp_path / "pairs.csv", out="more", columns=Columns(captions=("text",)), test_share=0.1)
     chosen = Columns(captions=("text",), pictures_in=tmp_path / "in")
     assert packed(tmp_path / "pairs.csv", out="more", columns=chosen, seed=3)["pictures"] == 2
@@ -431,7 +431,7 @@ def test_the_command_line_ends_in_the_command_to_type(tmp_path, capsys, monkeypa
     printed = capsys.readouterr().out.splitlines()
     finetune = "zerovl finetune --from ViT-B-32/laion2b_s34b_b79k --data 'my out' --out 'my out-tuned'"
     assert printed[-3:] == [
-        "next (so few pictures, below 10,000, allow a fine-tuning or an evaluation, no training from nothing):",
+        "next (with fewer than 10,000 pictures fine-tune or evaluate; a training from nothing needs more):",
         finetune,
         "zerovl retrieval ViT-B-32/laion2b_s34b_b79k --data 'my-out=my out'",
     ]

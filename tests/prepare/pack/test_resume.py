@@ -1,4 +1,4 @@
-"""A call that is killed at any moment goes on where it stopped, and ends with the bytes of one that was not."""
+"""A call that is killed at any moment continues where it stopped, and ends with the bytes of an undisturbed call."""
 
 from __future__ import annotations
 

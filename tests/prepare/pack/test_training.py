@@ -3,52 +3,58 @@
 from __future__ import annotations
 
 import json
-import shlex
+import re
+from pathlib import Path
 
+import open_clip
 import pytest
 
-from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.retrieval import open_retrieval_set
+from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.finetune.data import find_data
-from open_clip_zerovl.prepare.pack.packing import PackSettings, pack
-from open_clip_zerovl.prepare.pack.report import commands
-from open_clip_zerovl.prepare.pack.rows import Columns
-from open_clip_zerovl.prepare.public.gather import Work
-from support.pairs import as_csv, make_pairs
 from support.programs import COMMON, launch
-from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_classes, write_run
+from training.data import with_positives
+from training.params import parse
+
+
+def packed_classes(folder: Path, capsys) -> Path:
+    """Drawn pictures in CLASS/*.png as they lie, packed by the command; a quarter is held out."""
+    given, out = write_classes(folder / "in", "cat house moon", each=12), folder / "out"
+    assert main(["data", "pack", str(given), "--out", str(out), "--test-share", "0.25"]) == 0
+    assert "folders of classes, 3 classes ('cat', 'house', 'moon'; one level)" in capsys.readouterr().out
+    return out
+
+
+def scored(checkpoint: Path, out: Path, capsys) -> float:
+    """Top-1 of `zerovl zero-shot` on the held-out pictures, as it is printed."""
+    assert main(["zero-shot", str(checkpoint), "--data", f"held={out}", "--device", "cpu"]) == 0
+    row = re.search(r"^held +9 +3 +(\S+) \[", capsys.readouterr().out, re.MULTILINE)
+    assert row is not None
+    return float(row[1])
+
+
+def test_packed_folders_of_classes_take_captions_as_positives_and_are_scored(tmp_path, capsys, caplog):
+    out, caplog.handler.level = packed_classes(tmp_path, capsys), 0
+    caplog.set_level("INFO")
+    args, config = parse(["--train-data", f"mine={out}/train", "--batch-size", "4"])
+    assert with_positives(config, parse_sources(args.train_data)).positives == "caption"
+    assert "Pictures of a class share its captions (source mine)" in caplog.text
+    name = register(tmp_path, "classes", NATIVE_VISION, CLIP_TEXT)
+    assert 0 <= scored(write_run(tmp_path / "run", random_model(name), {"model": name}), out, capsys) <= 100
 
 
 @pytest.mark.slow  # a training process
-def test_the_printed_command_trains_and_evaluates(tmp_path, monkeypatch):
-    monkeypatch.setattr("open_clip_zerovl.prepare.pack.report.FEWEST", 1)
-    given = as_csv(tmp_path / "in", make_pairs(40))
-    settings = PackSettings(test_share=0.2, columns=Columns(source="kind"))
-    found = pack([str(given)], tmp_path / "out", settings, work=Work(threads=2, progress=False))
-    tuning, command = commands(found, tmp_path / "out")
-    assert tuning.startswith("zerovl finetune --from ") and find_data(shlex.split(tuning)[5]).held_out
-    program, arguments = shlex.split(command)[:2], shlex.split(command)[2:]
-    assert program == ["zerovl", "train"] and arguments[:2] == ["--model", "ViT-B-32"]
-    assert "--debiased-sampling" in arguments and arguments[-2:] == ["--batch-size", "4"]
-    (tmp_path / "tiny.json").write_text(
-        json.dumps({"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT})
+def test_folders_of_classes_are_packed_trained_on_and_scored(tmp_path, capsys):
+    out, config = packed_classes(tmp_path, capsys), tmp_path / "tiny.json"
+    config.write_text(json.dumps({"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT}))
+    words = (
+        f"--train-data mine={out}/train --zero-shot-data held={out} --batch-size 4 --dga-steps 3 --epochs 1 --workers 0"
     )
-    common = [flag for flag in COMMON if flag not in ("--warmup", "2")]  # the command has --warmup-share
-    steps = [*common, *arguments[2:], "--dga-steps", "2", "--epochs", "1", "--workers", "1", "--name", "packed"]
-    done = launch("ours", tmp_path / "tiny.json", steps, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    log = (tmp_path / "logs/packed/out.log").read_text()
-    assert "source-a" in log and "source-b" in log and "rsum: " in log
-
-
-def test_the_folder_of_one_source_is_its_retrieval_set_and_a_training_is_led_to_the_shards(tmp_path):
-    """refused.csv, which lies in the folder, is no table of samples."""
-    for name, column in (("one", None), ("two", "kind")):
-        given = as_csv(tmp_path / f"in-{name}", make_pairs(40))
-        settings = PackSettings(test_share=0.2, columns=Columns(source=column))
-        pack([str(given)], tmp_path / name, settings, work=Work(threads=2, progress=False))
-    assert len(open_retrieval_set(tmp_path / "one")) > 0
-    for name, place in (("one", "one/train$"), ("two", "two/[a-z-]*/train, .*/train$")):
-        with pytest.raises(UserError, match=f"shards.*: [^ ]*/{place}"):
-            parse_sources(f"x={tmp_path / name}")
+    launch("ours", config, [*COMMON, *words.split(), "--name", "run"], cwd=tmp_path)
+    log = (tmp_path / "logs/run/out.log").read_text()
+    assert "Pictures of a class share its captions (source mine)" in log
+    assert "of 9 pictures, chance 33.3 %" in log and "Train Epoch: 0" in log
+    open_clip.add_model_config(str(config))
+    row = json.loads((tmp_path / "logs/run/checkpoints/results.jsonl").read_text())
+    printed = scored(tmp_path / "logs/run/checkpoints/epoch_1.pt", out, capsys)
+    assert printed == pytest.approx(100 * row["held_top1"], abs=0.05)

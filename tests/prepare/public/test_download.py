@@ -6,10 +6,8 @@ import dataclasses
 import io
 import json
 import os
-import signal
 import socket
 import subprocess
-import sys
 import time
 import zipfile
 from collections import Counter
@@ -27,18 +25,19 @@ from open_clip_zerovl.prepare.public.download import Downloader, Limits, fetch_f
 from open_clip_zerovl.prepare.public.index import check_shards
 from open_clip_zerovl.prepare.public.inputs import PictureStore
 from open_clip_zerovl.prepare.public.lists import prepare_list
-from open_clip_zerovl.prepare.public.manifest import read_manifest, sha256_of
+from open_clip_zerovl.prepare.public.manifest import sha256_of
 from open_clip_zerovl.prepare.public.pairs import Work
 from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, encode_picture
 from open_clip_zerovl.prepare.public.spool import Spool
 from open_clip_zerovl.shards.archives import open_member
 from open_clip_zerovl.shards.members import read_samples
+from open_clip_zerovl.shards.remote import RetryPolicy
 from support.hostile_server import hostile_server, photo
 
 LIMITS = Limits(idle_seconds=0.5, total_seconds=1.0, max_bytes=1_000_000, private_redirects=True)
 WORK = Work(threads=16, attempts=2, backoff_seconds=0.01, progress=False)
 
-#: What each kind of address comes to.
+#: The outcome of each kind of address.
 EXPECTED = {
     "good": None,
     "png": None,
@@ -87,7 +86,7 @@ def captions(folder: Path) -> list[str]:
     return [s.files["txt"].decode() for shard in sorted(folder.glob("*.tar")) for s in read_samples(shard)]
 
 
-# ----------------------------------------------------------------------------------------------------- what comes
+# ----------------------------------------------------------------------------------------------------- contents
 
 
 def test_every_kind_of_answer_is_counted_by_its_reason(server, make, tmp_path):
@@ -190,64 +189,13 @@ def test_two_processes_share_a_list(server, make, tmp_path):
 
 # ------------------------------------------------------------------------------------------------------ interrupted
 
-KILLED = """
-import importlib.util, sys, types
-# Without the package's own __init__, which loads torch: the call shall be killed at work, not while it starts.
-package = types.ModuleType("open_clip_zerovl")
-package.__path__ = importlib.util.find_spec("open_clip_zerovl").submodule_search_locations
-sys.modules["open_clip_zerovl"] = package
-from open_clip_zerovl.prepare.public.lists import prepare_list
-from open_clip_zerovl.prepare.public.download import Limits
-from open_clip_zerovl.prepare.public.pairs import Work
-prepare_list("cc3m", sys.argv[1], source=[sys.argv[2]], shard_size=25, limits=Limits(total_seconds=5, private_redirects=True),
-           work=Work(threads=4, attempts=1, progress=False))
-"""
-
-
-@pytest.mark.slow  # processes that are killed; the crashes and the spool below hold each step
-def test_killed_and_resumed_no_pair_is_lost_or_doubled(server, tmp_path):
-    """SIGKILL twice at different depths, then to the end: the files equal those of an undisturbed call byte for byte."""
-    kinds = ["good", "good", "missing", "moved", "truncated"]
-    listed = tmp_path / "list.tsv"
-    rows = [f"caption {i}\t{server.url(kinds[i % 5], 4000 + i)}\n" for i in range(150)]
-    listed.write_text("".join(rows), encoding="utf-8")
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "out"), str(listed)]
-    server.delay_seconds = 0.02
-    try:
-        for served in (40, 60):
-            while server.served.acquire(blocking=False):
-                pass
-            process = subprocess.Popen(command)
-            for _ in range(served):
-                assert server.served.acquire(timeout=60), "the call made no requests"
-            process.send_signal(signal.SIGKILL)
-            assert process.wait() == -signal.SIGKILL
-            assert (tmp_path / "out" / "manifest.json").is_file() and not (read_manifest(tmp_path / "out") or {})[
-                "complete"
-            ]
-    finally:
-        server.delay_seconds = 0.0
-    assert any((tmp_path / "out/records").glob("*.spool"))  # or the test has shown nothing
-    before = server.requests.total()
-    work = Work(threads=4, attempts=1, progress=False)
-    arguments = dict(
-        source=[str(listed)], shard_size=25, limits=Limits(total_seconds=5, private_redirects=True), work=work
-    )
-    resumed = prepare_list("cc3m", tmp_path / "out", **arguments)
-    # 150 rows and 30 redirects; the kills cost no more than the transfers under way.
-    assert server.requests.total() - before < 180 - 100 + 2 * 16 + 10
-    assert sorted(captions(tmp_path / "out")) == sorted(f"caption {i}" for i in range(150) if i % 5 in (0, 1, 3))
-    assert resumed == prepare_list("cc3m", tmp_path / "undisturbed", **arguments)
-    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
-    assert not [p for p in (tmp_path / "out").rglob("*") if p.suffix in (".spool", ".part")]
-
 
 @pytest.mark.parametrize("crash_in", ["write_shard", "sha256_of", "write_record"])
 @pytest.mark.parametrize("after", [False, True])
 def test_a_crash_between_any_two_steps_of_a_shard_is_mended(server, make, tmp_path, monkeypatch, crash_in, after):
     urls = [server.url("good", i) for i in range(8)]
     original = getattr(manifest, crash_in)
-    # It hashes the list too: the shard's own hash is what shall crash.
+    # It hashes the list too: the shard's own hash shall crash.
     monkeypatch.setattr("open_clip_zerovl.prepare.public.lists.described", lambda paths: ["the list"])
 
     def crash(*args):
@@ -360,7 +308,7 @@ def quarter_turn() -> bytes:
 
 
 GREY = Image.new("L", (40, 30), 90)
-#: A picture -> its size as a JPEG of at most 256 pixels on the shorter side, and the colour of a pixel where it is known.
+#: A picture -> its size as a JPEG of at most 256 pixels on the shorter side, and the colour of a pixel if it is known.
 STORED = {
     "wide": (photo(0, 1000, 500), (512, 256), None),
     "tall": (photo(0, 500, 1001), (256, 513), None),
@@ -429,13 +377,14 @@ def test_a_large_file_is_resumed_where_it_stopped(tmp_path):
     with HTTPServer(("127.0.0.1", 0), Handler) as files:
         Thread(target=files.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{files.server_address[1]}/annotations.zip"
-        path = fetch_file(url, tmp_path / "annotations.zip", backoff_seconds=0.01, progress=False)
+        policy = RetryPolicy(retries=2, first_wait_seconds=0.01, stall_seconds=1)
+        path = fetch_file(url, tmp_path / "annotations.zip", policy=policy, progress=False)
         assert path.read_bytes() == content
         assert asked == [None, "bytes=120000-", "bytes=240000-"]
         assert fetch_file(url, path, progress=False) == path and len(asked) == 3
         files.shutdown()
     with pytest.raises(UserError, match=r"could not be fetched .* --source"):
-        fetch_file(url, tmp_path / "other", attempts=2, backoff_seconds=0.01, idle_seconds=1, progress=False)
+        fetch_file(url, tmp_path / "other", policy=policy, progress=False)
 
 
 def test_wrong_certificates_are_refused_unless_allowed(tmp_path):

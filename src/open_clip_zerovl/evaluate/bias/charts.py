@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from open_clip_zerovl.evaluate.bias.comparison import Comparison
+from open_clip_zerovl.evaluate.bias.comparison import KINDS, Comparison
 from open_clip_zerovl.evaluate.bias.report import BiasReport
 from open_clip_zerovl.report.plot import (
     FAINT,
@@ -138,6 +138,8 @@ def caption_picture(report: BiasReport) -> bytes:
 def comparison_picture(found: Comparison) -> bytes:
     """Points with their intervals, a panel for each unit of numbers."""
     panels = {title: {k: label for k, label in own.items() if k in found.sides} for title, own in _COMPARED.items()}
+    if labelled := {kind: kind.removeprefix("top-1 ") for kind in found.sides if kind not in KINDS}:
+        panels["zero-shot top-1, %"] = labelled
     figure = new_figure(9.6, 3.2)
     grid = figure.subplots(1, len(panels), width_ratios=[max(1, len(kinds)) for kinds in panels.values()])
     colours = colours_of(found.names, MODEL_COLOURS)

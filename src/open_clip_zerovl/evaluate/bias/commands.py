@@ -15,7 +15,10 @@ from tqdm import tqdm
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
+from open_clip_zerovl.data.retrieval import parse_retrieval_data
 from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.embeddings.encoder import FrozenModel
+from open_clip_zerovl.evaluate.accuracy import in_top
 from open_clip_zerovl.evaluate.bias.charts import bias_values, comparison_picture
 from open_clip_zerovl.evaluate.bias.comparison import Comparison, RunMeasures, compare_runs, measure_run
 from open_clip_zerovl.evaluate.bias.pools import SourceFeatures
@@ -24,6 +27,8 @@ from open_clip_zerovl.evaluate.bias.samples import SourceSample, check_probe, en
 from open_clip_zerovl.evaluate.retrieval.examples import RetrievalExample, middle_of_each, retrieval_examples
 from open_clip_zerovl.evaluate.retrieval.metrics import recall_bounds
 from open_clip_zerovl.evaluate.settings import BiasSettings, CompareSettings
+from open_clip_zerovl.evaluate.zero_shot.score import labelled_scores
+from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet, open_labelled_set
 from open_clip_zerovl.report.bounds import LOW_BEST, best_sentence
 from open_clip_zerovl.report.html import write_page
 from open_clip_zerovl.report.plot import require_matplotlib
@@ -49,8 +54,8 @@ def run_bias(
 
     Args:
         encoders: the checkpoints, by the names that the report gives them.
-        data: `name=shards::name=shards`, as `--train-data`, and retrieval sets in CLIP_benchmark's layout; held-out pairs tell
-            more than pairs trained on.
+        data: `name=shards::name=shards`, as `--train-data`, and retrieval sets in CLIP_benchmark's layout; held-out pairs
+            are better evidence than pairs trained on.
 
     Raises:
         UserError: data or a checkpoint that cannot be read or do not fit, an `out` that cannot be written, a missing package.
@@ -86,6 +91,7 @@ def run_compare(
     settings: CompareSettings | None = None,
     *,
     unseen: str | None = None,
+    zero_shot_data: str | None = None,
     out: str | os.PathLike[str],
 ) -> Comparison:
     """Compare models on named sources; prints tables and sentences, writes `compare.json` and `compare.html` into `out`.
@@ -94,6 +100,7 @@ def run_compare(
         sides: name -> its runs, in the order of their seeds.
         data: `name=shards::name=shards`, as `--train-data`, and retrieval sets in CLIP_benchmark's layout: two sources or more.
         unseen: sources that were in no training, in the same form.
+        zero_shot_data: labelled sets whose zero-shot accuracy is compared, too: `name=set::name=set`.
 
     Raises:
         UserError: data or a model that cannot be read or do not fit, an `out` that cannot be written, a missing package.
@@ -105,6 +112,8 @@ def run_compare(
     for encoder in itertools.chain(*sides.values()):
         encoder.check()
     seen, rest, skipped = _samples(data, unseen, settings)
+    places = parse_retrieval_data(zero_shot_data) if zero_shot_data is not None else {}
+    sets = {name: open_labelled_set(str(place)) for name, place in places.items()}
     measured: dict[str, list[RunMeasures]] = {name: [] for name in sides}
     shown: dict[str, tuple[Tensor, Tensor]] = {}
     every = [(name, number, encoder) for name, runs in sides.items() for number, encoder in enumerate(runs, 1)]
@@ -112,7 +121,8 @@ def run_compare(
         images, texts, scale = encode(encoder, [*seen, *rest], f"{name} {number}/{len(sides[name])}", out / "features")
         own = _by_source(seen, images[: len(seen)], texts[: len(seen)])
         others = _by_source(rest, images[len(seen) :], texts[len(seen) :])
-        measured[name].append(measure_run(own, scale, others, seed=settings.seed))
+        labelled = _right_guesses(encoder, sets, out / "features")
+        measured[name].append(measure_run(own, scale, others, labelled, seed=settings.seed))
         shown.setdefault(name, (images[: len(seen)], texts[: len(seen)]))  # of the first run
     found = compare_runs(measured, draws=settings.draws, seed=settings.seed)
     notes = [*found.warnings(concepts=settings.concept_field is not None), *_few_captions(seen)]
@@ -120,6 +130,7 @@ def run_compare(
         "sides": {name: [encoder.model for encoder in runs] for name, runs in sides.items()},
         "data": data,
         "unseen": unseen,
+        "zero_shot_data": zero_shot_data,
         "settings": asdict(settings),
         "samples_passed_over": skipped,
         **found.to_json(),
@@ -138,6 +149,19 @@ def run_compare(
     )
     written = f"Written: {page}, {out / 'compare.json'}"
     print(found.table(), "", found.how_intervals_are_made(), *notes, "", *found.verdicts(), "", written, sep="\n")
+    return found
+
+
+def _right_guesses(encoder: Encoder, sets: Mapping[str, LabelledSet], folder: Path) -> dict[str, tuple[Tensor, int]]:
+    """Labelled set -> (N,) whether the model guesses each picture's class (ties by expectation), and the number of classes."""
+    if not sets:
+        return {}
+    model, found = FrozenModel.load(encoder), {}
+    for name, dataset in sets.items():
+        scores, targets = labelled_scores(
+            model, dataset, folder, batch_size=encoder.batch_size, workers=encoder.workers, name=name
+        )
+        found[name] = in_top(1, scores, targets), scores.shape[1]
     return found
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -75,6 +75,11 @@ KINDS = {
 }
 
 
+def kind_of(name: str) -> Kind:
+    """The kind of a measure: one of KINDS, or `top-1 SET` of a labelled set."""
+    return KINDS.get(name) or Kind(f"{name}, %", f"Zero-shot {name}, in percent; intervals are over its pictures.", 1)
+
+
 @dataclass(frozen=True)
 class RunMeasures:
     """The measurements of one run.
@@ -82,16 +87,19 @@ class RunMeasures:
     Attributes:
         measures: kind -> its number, as a function of the drawn units.
         pools: the pools behind it.
+        labelled_chance: kind of a labelled set -> percent of a model that guesses.
     """
 
     measures: Mapping[str, Measure]
     pools: SourcePools
+    labelled_chance: Mapping[str, float] = field(default_factory=dict)
 
 
 def measure_run(
     features: Mapping[str, SourceFeatures],
     logit_scale: float,
     unseen: Mapping[str, SourceFeatures] | None = None,
+    labelled: Mapping[str, tuple[torch.Tensor, int]] | None = None,
     *,
     seed: int = 0,
 ) -> RunMeasures:
@@ -101,6 +109,7 @@ def measure_run(
         features: source -> its pairs, two sources or more for the probe and log p.
         logit_scale: the factor `model.logit_scale.exp()`.
         unseen: sources that were in no training.
+        labelled: labelled set -> (N,) right guesses of its N pictures as 0..1, number of classes.
         seed: seed of the probe's folds.
 
     Raises:
@@ -123,7 +132,11 @@ def measure_run(
     log_p = log_p_by_query(images, texts, sources, logit_scale).sum(dim=1)  # over both directions
     for group, kind in enumerate(("log_p_same", "log_p_other")):
         measures[kind] = mean_over([(unit, log_p[:, group])], units)
-    return RunMeasures(measures, pools)
+    chance = {}
+    for name, (right, classes) in (labelled or {}).items():
+        measures[f"top-1 {name}"] = mean_over([(torch.arange(len(right)), right)], len(right), 100.0)
+        chance[f"top-1 {name}"] = 100 / classes
+    return RunMeasures(measures, pools, chance)
 
 
 @dataclass(frozen=True)
@@ -165,7 +178,7 @@ class Comparison:
         single: "noto", "noto->twemoji" or an unseen source -> side -> RSUM, the mean over runs; first "chance".
         pool_sizes: the same names, and "mixed" -> pictures of the pool.
         chance: kind -> the number of a model that guesses; of the probe the largest source's share of the pairs.
-        chance_upper: kind of RSUM -> two standard deviations above chance.
+        chance_upper: kind of RSUM, or of a labelled set -> two standard deviations above chance.
         draws: number of draws behind the intervals over queries.
         units: number of drawn units with queries: concepts, and pairs without one.
     """
@@ -192,14 +205,14 @@ class Comparison:
     @property
     def notes(self) -> list[str]:
         """A note for each measure: the ability that it rewards."""
-        return [KINDS[kind].note for kind in self.sides]
+        return [kind_of(kind).note for kind in self.sides]
 
     def to_json(self) -> dict[str, Any]:
         """The comparison as plain numbers."""
         return {
             "measures": {
                 kind: {
-                    "note": KINDS[kind].note,
+                    "note": kind_of(kind).note,
                     "chance": self.chance[kind],
                     "sides": {name: asdict(side) for name, side in own.items()},
                     "differences_from_the_first": {name: asdict(one) for name, one in self.differences[kind].items()},
@@ -223,7 +236,7 @@ class Comparison:
         """A row a measure: chance, its number and interval on each side, then the differences from the first side."""
         rows = []
         for kind, sides in self.sides.items():
-            form, differences = KINDS[kind], self.differences[kind].values()
+            form, differences = kind_of(kind), self.differences[kind].values()
             row = [form.title, form.form.format(self.chance[kind])]
             row += [*(form.number(side.value, side.interval) for side in sides.values())]
             row += [form.number(one.value, one.over_queries, signed=True) for one in differences]
@@ -248,11 +261,12 @@ class Comparison:
             for name, difference in own.items():
                 if kind in self.chance_upper and at_chance(kind, name):
                     upper = self.chance_upper[kind]
-                    scores = f"a random order has {self.chance[kind]:.1f}, and reaches {upper:.1f}"
-                    found.append(f"{KINDS[kind].title}: neither {first} nor {name} is above chance ({scores}).")
+                    guess = "a random order" if kind in KINDS else "guessing"
+                    scores = f"{guess} has {self.chance[kind]:.1f}, and reaches {upper:.1f}"
+                    found.append(f"{kind_of(kind).title}: neither {first} nor {name} is above chance ({scores}).")
                 else:  # of models that match nothing, one that knows less of the sources is not better
-                    better = 0 if at_chance("within", name) else KINDS[kind].better
-                    found.append(_verdict(replace(KINDS[kind], better=better), name, first, difference))
+                    better = 0 if at_chance("within", name) else kind_of(kind).better
+                    found.append(_verdict(replace(kind_of(kind), better=better), name, first, difference))
         return found
 
     def how_intervals_are_made(self) -> str:
@@ -300,6 +314,11 @@ def _verdict(kind: Kind, name: str, first: str, difference: Difference) -> str:
     return f"{kind.title}: {name} is {words[difference.value * (kind.better or 1) < 0]} than {first} ({number})."
 
 
+def _guessing_upper(chance: float, measure: Measure) -> float:
+    """Two standard deviations above chance, in percent, of a model that guesses the class of each picture."""
+    return chance + 2 * math.sqrt(chance * (100 - chance) / measure.counts.sum())
+
+
 def compare_runs(sides: Mapping[str, Sequence[RunMeasures]], *, draws: int = 1000, seed: int = 0) -> Comparison:
     """Compare the runs of two or more sides, measured on the same pairs; runs of equal place are of equal seed.
 
@@ -308,17 +327,21 @@ def compare_runs(sides: Mapping[str, Sequence[RunMeasures]], *, draws: int = 100
         seed: seed of the draws.
     """
     first, *others = sides
-    every = {
-        f"{name} {i} {kind}": measure
-        for name, runs in sides.items()
-        for i, run in enumerate(runs)
-        for kind, measure in run.measures.items()
-    }
-    on_draws = resampled(every, draws, seed)
+    some = sides[first][0]
+    labelled = [*some.labelled_chance]
+    of_pairs = [*filter(some.measures.__contains__, KINDS)]
+    on_draws: dict[str, np.ndarray] = {}
+    for same_units in (of_pairs, *([kind] for kind in labelled)):
+        every = {
+            f"{name} {i} {kind}": run.measures[kind]
+            for name, runs in sides.items()
+            for i, run in enumerate(runs)
+            for kind in same_units
+        }
+        on_draws |= resampled(every, draws, seed)
     numbers: dict[str, dict[str, Side]] = {}
     differences: dict[str, dict[str, Difference]] = {}
-    some = sides[first][0]
-    for kind in filter(some.measures.__contains__, KINDS):
+    for kind in (*of_pairs, *labelled):
         numbers[kind], drawn = {}, {}
         for name, own in sides.items():
             drawn[name] = np.mean([on_draws[f"{name} {i} {kind}"] for i in range(len(own))], axis=0)
@@ -350,13 +373,15 @@ def compare_runs(sides: Mapping[str, Sequence[RunMeasures]], *, draws: int = 100
                 ("probe_images", "probe_texts"), 100 * max(pool.size for pool in kinds["within"].values()) / mixed
             ),
             **dict.fromkeys(("log_p_same", "log_p_other"), -math.log(mixed)),
+            **some.labelled_chance,
         },
         # The spread of a mean of pools: their deviations from chance, as if independent.
         chance_upper={
             kind: fmean(pool.chance for pool in own.values())
             + math.hypot(*(pool.chance_upper - pool.chance for pool in own.values())) / len(own)
             for kind, own in kinds.items()
-        },
+        }
+        | {kind: _guessing_upper(chance, some.measures[kind]) for kind, chance in some.labelled_chance.items()},
         draws=draws,
-        units=int(sum(measure.counts.sum(axis=0) for measure in some.measures.values()).astype(bool).sum()),
+        units=int(sum(some.measures[kind].counts.sum(axis=0) for kind in of_pairs).astype(bool).sum()),
     )

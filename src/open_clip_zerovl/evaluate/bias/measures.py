@@ -58,17 +58,11 @@ def mean_log_p_negatives(
 
     Returns:
         `image_to_text`, `text_to_image` and `mean` (of both), each a dict of `all`, `same_source`, `other_source`; and
-        `by_source`: for each source of the query such a dict, the mean of both directions. A value is None where a group
+        `by_source`: for each source of the query such a dict, the mean of both directions. A value is None if a group
         has no pair.
-
-    Raises:
-        UserError: shapes that do not fit, fewer pairs than a batch, a batch below 2, a scale that is not positive.
     """
-    _check_pairs(image_features, text_features, source)
     total = len(source)
     size = total if batch_size is None else batch_size
-    if not 2 <= size <= total:
-        raise UserError(f"a batch of {size} cannot be cut from {total} pairs; take 2 to {total}")
     names, codes = np.unique(np.asarray(source), return_inverse=True)
     order = torch.arange(total)
     if batch_size is not None:
@@ -96,13 +90,7 @@ def log_p_by_query(image_features: Tensor, text_features: Tensor, source: Sequen
     Returns:
         (2, 2, 2, B) sums of log p, and counts of negatives: [sum or count, direction, same (0) or other (1) source, query],
         float64, on the CPU.
-
-    Raises:
-        UserError: shapes that do not fit, a scale that is not positive.
     """
-    _check_pairs(image_features, text_features, source)
-    if not logit_scale > 0:
-        raise UserError(f"logit_scale is the positive factor exp(model.logit_scale), got {logit_scale}")
     codes = torch.from_numpy(np.unique(np.asarray(source), return_inverse=True)[1]).to(image_features.device)
     places = torch.arange(len(codes), device=codes.device)
     images, texts = image_features.double(), text_features.double()
@@ -117,18 +105,6 @@ def log_p_by_query(image_features: Tensor, text_features: Tensor, source: Sequen
             blocks.append(torch.stack([(log_p * masks).sum(dim=2), masks.sum(dim=2).double()]).cpu())
         ways.append(torch.cat(blocks, dim=2))
     return torch.stack(ways, dim=1)
-
-
-def _check_pairs(image_features: Tensor, text_features: Tensor, source: Sequence[Any]) -> None:
-    if image_features.ndim != 2 or image_features.shape != text_features.shape:
-        raise UserError(
-            "image and text features of the same pairs must have one shape (N, D), got "
-            f"{tuple(image_features.shape)} and {tuple(text_features.shape)}"
-        )
-    if len(source) != len(image_features):
-        raise UserError(
-            f"there are {len(image_features)} pairs but {len(source)} sources; give one source for each pair"
-        )
 
 
 def _group_means(totals: Tensor) -> dict[str, float | None]:
@@ -184,7 +160,7 @@ def source_probe_guesses(
     """(N,) True where the probe of `source_probe_accuracy`, whose arguments it takes, guesses a sample's source.
 
     Raises:
-        UserError: scikit-learn is missing, shapes that do not fit, fewer than two sources, a source smaller than the number of
+        UserError: scikit-learn is missing, fewer than two sources, a source smaller than the number of
             folds, or a probe that does not converge.
     """
     try:
@@ -197,8 +173,6 @@ def source_probe_guesses(
         raise UserError("the source probe needs scikit-learn; pip install 'open_clip_zerovl[data]'") from error
     x = np.asarray(features.detach().cpu() if isinstance(features, Tensor) else features, dtype=np.float64)
     y = np.asarray(source)
-    if x.ndim != 2 or y.shape != (len(x),):
-        raise UserError(f"the probe takes features (N, D) and N sources, got {x.shape} and {y.shape}")
     check_source_probe(y.tolist(), concepts, folds=folds)
     splits = (StratifiedKFold if concepts is None else StratifiedGroupKFold)(folds, shuffle=True, random_state=seed)
     probe = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=2000))
@@ -230,7 +204,7 @@ def check_source_probe(source: Sequence[Any], concepts: Sequence[Any] | None = N
 
 
 def probe_groups(concepts: Sequence[str | None]) -> list[str] | None:
-    """(N,) concepts for the source probe, a pair without one being a concept of its own; None where no pair has one."""
+    """(N,) concepts for the source probe, a pair without one being a concept of its own; None if no pair has one."""
     if all(concept is None for concept in concepts):
         return None
     return [f"\0{row}" if concept is None else concept for row, concept in enumerate(concepts)]

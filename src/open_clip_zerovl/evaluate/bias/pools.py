@@ -30,7 +30,7 @@ MIXED_POOL_NOTE = (
     "The mixed pool rewards a model that recognises sources: it has to search only the pairs of the query's source. So a less "
     "biased model can score lower there even if it matches contents better."
 )
-#: What each kind of pool rewards.
+#: The ability that each kind of pool rewards.
 POOL_NOTES = {
     "within": "Within: pictures and captions of one source. The source is the same for all, so that only content counts.",
     "across": "Across: pictures of one source, captions of another, matched by concept. Who relies on the source fails here.",
@@ -57,10 +57,6 @@ class SourceFeatures:
     text_features: Tensor
     concepts: Sequence[str | None]
     held_out: Sequence[bool]
-
-    def __post_init__(self) -> None:
-        if len({len(self.image_features), len(self.text_features), len(self.concepts), len(self.held_out)}) != 1:
-            raise UserError("a source's features, concepts and held-out marks must have one length")
 
     def held_out_rows(self) -> list[int]:
         """Rows of the held-out pairs."""
@@ -92,7 +88,7 @@ class PoolHits:
 
     @property
     def size(self) -> int:
-        """Pictures of the pool, among which each caption is looked for."""
+        """Pictures of the pool, from which each caption retrieves."""
         return len(self.images)
 
 
@@ -199,7 +195,7 @@ def pool_metrics(features: Mapping[str, SourceFeatures]) -> dict[str, Any]:
     """RSUM (0 to 600) of the three kinds of pools of `source_pools`.
 
     Returns:
-        `within` (mean over sources), `across` (mean over ordered pairs of sources that share concepts; None where none do),
+        `within` (mean over sources), `across` (mean over ordered pairs of sources that share concepts; None if none do),
         `mixed`; `by_source` and `by_pair` ("image source->text source") with the single values; `pool_sizes` of the three
         kinds, since the chance level depends on the size.
 

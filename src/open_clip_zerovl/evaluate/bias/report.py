@@ -193,8 +193,6 @@ def measure_bias(
     Raises:
         UserError: no model, a batch larger than N, a single source, a source too small for the probe.
     """
-    if not features:
-        raise UserError("a bias report needs at least one model")
     if batch_sizes is None:
         batch_sizes = [size for size in BATCH_SIZES if size <= len(samples)] or [len(samples)]
     check_batch_sizes(batch_sizes, len(samples))

@@ -35,7 +35,7 @@ _FALSE = frozenset(("", "0", "0.0", "no", "false", "none", "null"))  # values th
 
 @dataclass(frozen=True)
 class SourceSample:
-    """One pair: its source, its encoded picture, its caption, and what fields of its json say.
+    """One pair: its source, its encoded picture, its caption, and values of its json.
 
     Attributes:
         concept: its concept; None if no field names it, or the field is empty.
@@ -49,7 +49,7 @@ class SourceSample:
     held_out: bool = True
 
     def picture(self) -> Image.Image:
-        """The picture as RGB. BadImage where it cannot be decoded."""
+        """The picture as RGB. BadImage if it cannot be decoded."""
         return decode_image(self.image)
 
 
@@ -131,12 +131,12 @@ def _pair(
 
 
 def _field(sample: StoredSample, field: str, flag: str, where: str) -> Any:
-    """A field of a sample's json. UserError where it has none."""
+    """A field of a sample's json. UserError if it has none."""
     try:
         return json.loads(sample.files["json"])[field]
     except (KeyError, ValueError, TypeError) as error:
         raise UserError(
-            f"sample {sample.key} of {where} has no field {field!r} in its json (of a table: no such column); leave {flag} "
+            f"sample {sample.key} of {where} has no field {field!r} in its json (in a table: no such column); leave {flag} "
             "out, or name another"
         ) from error
 

@@ -1,18 +1,19 @@
 """Scores of the models between two ends, and the rule that chooses one of them.
 
-A point's `new` is the mean RSUM of the sets of the new ability, `kept` that of the sets whose ability is to be kept.
+A point's `new` is the mean score of the sets of the new ability, `kept` that of the kept sets. The score
+of a set is its RSUM; of classes, whose pictures share captions, it is zero-shot top-1 in percent.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, RECALL_KS
-from open_clip_zerovl.evaluate.settings import RULES
 from open_clip_zerovl.report.bounds import bounds_remarks
 from open_clip_zerovl.report.plot import FAINT, SOURCE_COLOURS, Line, colours_of, draw_levels, line_chart
 from open_clip_zerovl.report.tables import text_table
@@ -33,18 +34,25 @@ class Point:
     Attributes:
         alpha: 0 is the model before, 1 the model after fine-tuning.
         metrics: set -> its recalls as shares, RSUM in percent points, and the counts `images` and `captions`.
+        accuracies: set of classes -> its zero-shot `accuracies`.
     """
 
     alpha: float
     metrics: Metrics
+    accuracies: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
-    def mean_rsum(self, names: Sequence[str]) -> float:
-        """The mean RSUM of some sets."""
-        return sum(self.metrics[name]["rsum"] for name in names) / len(names)
+    def score(self, name: str) -> float:
+        """RSUM of a set; zero-shot top-1 in percent of a set of classes."""
+        return 100 * self.accuracies[name]["top1"] if name in self.accuracies else self.metrics[name]["rsum"]
 
-    def mean_chance(self, names: Sequence[str]) -> float:
-        """The mean RSUM of random orders on some sets; NaN where it is not known."""
-        return sum(self.metrics[name].get("rsum_chance", math.nan) for name in names) / len(names)
+    def chance(self, name: str) -> float:
+        """The score of random orders, or of guessing, on a set; NaN if it is not known."""
+        own = self.accuracies.get(name)
+        return self.metrics[name].get("rsum_chance", math.nan) if own is None else 100 * own["chance"]
+
+    def mean_score(self, names: Sequence[str]) -> float:
+        """The mean score of some sets."""
+        return fmean(map(self.score, names))
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,11 @@ class Curve:
             "new": list(self.new),
             "kept": list(self.kept),
             "chosen": {"alpha": self.chosen.alpha, "reason": self.reason},
-            "points": [{"alpha": point.alpha, "results": point.metrics} for point in self.points],
+            "points": [
+                {"alpha": point.alpha, "results": point.metrics}
+                | ({"zero_shot": point.accuracies} if point.accuracies else {})
+                for point in self.points
+            ],
         }
 
     @property
@@ -85,7 +97,11 @@ class Curve:
     @property
     def heads(self) -> dict[str, str]:
         """Set -> its name with its kind."""
-        return {name: f"{name} (new)" for name in self.new} | {name: f"{name} (kept)" for name in self.kept}
+        kinds = {**dict.fromkeys(self.new, "new"), **dict.fromkeys(self.kept, "kept")}
+        return {
+            name: f"{name} ({kind}{', top-1 %' if name in self.chosen.accuracies else ''})"
+            for name, kind in kinds.items()
+        }
 
     @property
     def labelled(self) -> dict[str, Point]:
@@ -97,25 +113,25 @@ class Curve:
         }
 
     def rows(self) -> list[list[str]]:
-        """A row a point: alpha, RSUM of each set, what marks the point; then a row of chance."""
+        """A row a point: alpha, score of each set, what marks the point; then a row of chance."""
         ends = {0.0: "before", 1.0: "after"}
         rows = [
             [
                 f"{point.alpha:g}",
-                *(f"{point.metrics[name]['rsum']:.1f}" for name in self.heads),
+                *(f"{point.score(name):.1f}" for name in self.heads),
                 ", ".join(filter(None, (ends.get(point.alpha), "chosen" if point is self.chosen else ""))),
             ]
             for point in self.points
         ]
-        chance = (self.chosen.metrics[name].get("rsum_chance") for name in self.heads)
-        return [*rows, ["chance", *("" if value is None else f"{value:.1f}" for value in chance), ""]]
+        chance = map(self.chosen.chance, self.heads)
+        return [*rows, ["chance", *("" if math.isnan(value) else f"{value:.1f}" for value in chance), ""]]
 
     def table(self) -> str:
-        """A text table of RSUM, one row an alpha, a column a set; the chosen row is marked."""
+        """A text table of scores, one row an alpha, a column a set; the chosen row is marked."""
         return "\n".join([text_table(["alpha", *self.heads.values(), ""], self.rows()), *self.remarks])
 
     def picture(self) -> bytes:
-        """RSUM by alpha as PNG, a line a set: solid for new sets, dashed for kept ones; the chosen alpha is marked.
+        """Scores by alpha as PNG, a line a set: solid for new sets, dashed for kept ones; the chosen alpha is marked.
 
         Raises:
             UserError: matplotlib is missing.
@@ -123,14 +139,11 @@ class Curve:
         alphas = [point.alpha for point in self.points]
         colours = colours_of(list(self.heads), SOURCE_COLOURS)
         lines = [
-            Line(head, alphas, [point.metrics[name]["rsum"] for point in self.points], colours[name],
+            Line(head, alphas, [point.score(name) for point in self.points], colours[name],
                  {"marker": "o", "linestyle": "--" if name in self.kept else "-"})
             for name, head in self.heads.items()
         ]  # fmt: skip
-        levels = {
-            f"{name}: chance": (self.chosen.metrics[name].get("rsum_chance", math.nan), colours[name])
-            for name in self.heads
-        }
+        levels = {f"{name}: chance": (self.chosen.chance(name), colours[name]) for name in self.heads}
 
         def finish(axes: Any) -> None:
             axes.axvline(self.chosen.alpha, color=FAINT, linewidth=1, linestyle=":")
@@ -139,7 +152,7 @@ class Curve:
         return line_chart(
             lines,
             x=f"alpha: 0 before, 1 after fine-tuning; chosen: {self.chosen.alpha:g}",
-            y="RSUM",
+            y="RSUM, or top-1 in %" if self.chosen.accuracies else "RSUM",
             finish=finish,
         )
 
@@ -153,37 +166,40 @@ def choose(
         points: in the order of their alphas.
         rule: `kept`: the best new score among the points whose kept score is at least `kept_share` of that before (alpha 0
             is always among them). `mean`: the best mean of the new and the kept score. `new`: the best new score. None:
-            `kept` where there are kept sets, else `new`. A tie goes to the point nearest to the model before.
+            `kept` if there are kept sets, else `new`. A tie goes to the point nearest to the model before.
 
     Raises:
         UserError: an unknown rule, or one that needs kept sets without them.
     """
     rule = rule or ("kept" if kept else "new")
     require_possible(rule, bool(kept))
-    allowed, score, reason = list(points), lambda point: point.mean_rsum(new), "the best mean RSUM on the new sets"
+    of_classes = bool(points[0].accuracies)
+    allowed, score = list(points), lambda point: point.mean_score(new)
+    reason = f"the best {'zero-shot top-1' if of_classes else 'mean RSUM'} on the new sets"
     if rule == "kept":
-        least = kept_share * points[0].mean_rsum(kept)
-        allowed = [point for point in points if point.alpha == 0 or point.mean_rsum(kept) >= least]
+        least = kept_share * points[0].mean_score(kept)
+        allowed = [point for point in points if point.alpha == 0 or point.mean_score(kept) >= least]
         reason += (
             f" among the {len(allowed)} of {len(points)} points that keep at least {100 * kept_share:g} % of the RSUM before "
-            f"on the kept sets ({least:.1f} of {points[0].mean_rsum(kept):.1f})"
+            f"on the kept sets ({least:.1f} of {points[0].mean_score(kept):.1f})"
         )
     elif rule == "mean":
 
         def score(point: Point) -> float:
-            return (point.mean_rsum(new) + point.mean_rsum(kept)) / 2
+            return (6 if of_classes else 1) * point.mean_score(new) + point.mean_score(kept)
 
-        reason = "the best mean of the RSUM on new and on kept sets"
+        first = (
+            "six times top-1 on the new sets and the RSUM on the kept" if of_classes else "the RSUM on new and on kept"
+        )
+        reason = f"the best mean of {first} sets"  # RSUM is the sum of six recalls in percent
     chosen = max(allowed, key=lambda point: (score(point), -point.alpha))
     return Curve(tuple(points), tuple(new), tuple(kept), chosen, f"alpha {chosen.alpha:g} has {reason}")
 
 
 def require_possible(rule: str | None, has_kept: bool) -> None:
-    """UserError for an unknown rule, or one that needs kept sets without them."""
-    if rule is not None and rule not in RULES:
-        raise UserError(f"--rule {rule!r} is unknown; give one of {', '.join(RULES)}")
+    """UserError for a rule that needs kept sets without them."""
     if rule in ("kept", "mean") and not has_kept:
-        raise UserError(f"--rule {rule} weighs the kept sets, and there are none; give --kept, or --rule new")
+        raise UserError(f"--rule {rule} needs retrieval sets of the ability to keep; give --kept, or --rule new")
 
 
 def in_percent(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -25,6 +25,8 @@ from open_clip_zerovl.data.retrieval import RetrievalSet, open_retrieval_set, pa
 from open_clip_zerovl.evaluate.interpolation.curve import Curve, Point, choose, require_possible
 from open_clip_zerovl.evaluate.retrieval.score import RetrievalSettings, score_set
 from open_clip_zerovl.evaluate.settings import PLAIN_ALPHA, CurveFlags
+from open_clip_zerovl.evaluate.zero_shot.score import score_loaded
+from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet
 from open_clip_zerovl.report.html import render
 from open_clip_zerovl.report.plot import require_matplotlib
 
@@ -36,11 +38,11 @@ class CurveSettings(CurveFlags):
     """Sets to score, and the rule that chooses a point.
 
     Attributes:
-        new, kept: retrieval sets as `parse_retrieval_data` reads them: of the new ability, and of the one to keep.
+        new, kept: retrieval sets (form: `parse_retrieval_data`) of the new ability, and of the ability to keep.
         retrieval: split and captions of all sets.
 
     Raises:
-        UserError: an alpha or a share out of range.
+        UserError: a rule that needs kept sets, without them.
     """
 
     new: str
@@ -48,10 +50,6 @@ class CurveSettings(CurveFlags):
     retrieval: RetrievalSettings = field(default_factory=RetrievalSettings)
 
     def __post_init__(self) -> None:
-        if wrong := [alpha for alpha in self.alphas if not 0 <= alpha <= 1]:
-            raise UserError(f"alpha {wrong[0]:g} is not between the two models; give 0 (before) to 1 (after)")
-        if not 0 <= self.kept_share <= 1:
-            raise UserError(f"--keep {self.kept_share:g} is not a share of the score before; give 0 to 1")
         require_possible(self.rule, bool(self.kept))
 
     def open(self) -> tuple[dict[str, RetrievalSet], tuple[str, ...], tuple[str, ...]]:
@@ -63,15 +61,23 @@ class CurveSettings(CurveFlags):
         return sets, tuple(new), tuple(kept)
 
 
-def score_curve(ends: Ends, encoder: Encoder, settings: CurveSettings, *, say: Say | None = None) -> Curve:
+def score_curve(
+    ends: Ends,
+    encoder: Encoder,
+    settings: CurveSettings,
+    *,
+    classes: Mapping[str, LabelledSet] | None = None,
+    say: Say | None = None,
+) -> Curve:
     """Score the models between two ends and choose one; the checkpoints' own transform is used.
 
     Args:
         encoder: how many images at once, by how many loader processes.
+        classes: all new sets as labelled ones; their zero-shot top-1 then chooses.
         say: is called with a line for each point.
 
     Raises:
-        UserError: sets that cannot be read, and what `score_set` refuses.
+        UserError: sets that cannot be read, and the errors of `score_set`.
     """
     sets, new, kept = settings.open()
     points = []
@@ -82,9 +88,10 @@ def score_curve(ends: Ends, encoder: Encoder, settings: CurveSettings, *, say: S
             scored = score_set(loaded, name, dataset, settings.retrieval, encoder=encoder)
             assert scored is not None  # one process scores
             metrics[name] = scored.metrics
-        points.append(Point(alpha, metrics))
+        guessed = {name: score_loaded(loaded, own, encoder=encoder, name=name) for name, own in (classes or {}).items()}
+        points.append(point := Point(alpha, metrics, guessed))
         if say is not None:
-            say(f"alpha {alpha:g}: " + ", ".join(f"{name} {row['rsum']:.1f}" for name, row in metrics.items()))
+            say(f"alpha {alpha:g}: " + ", ".join(f"{name} {point.score(name):.1f}" for name in metrics))
     return choose(points, new, kept, settings.rule, kept_share=settings.kept_share)
 
 
@@ -131,7 +138,7 @@ def write_between(
 
 
 def _public(name: str) -> str:
-    """A model's name without the folders above it: of a checkpoint its run and its file."""
+    """A model's name without the folders above it; for a checkpoint the names of its run and its file."""
     path = Path(name.removeprefix("local-dir:"))
     if path.parent.name == "checkpoints":
         return f"{path.parent.parent.name}/{path.name}"

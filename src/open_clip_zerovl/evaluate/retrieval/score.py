@@ -25,7 +25,6 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.data.retrieval import (
     RetrievalSet,
-    check_captions_per_image,
     open_retrieval_set,
     parse_retrieval_data,
     retrieval_batches,
@@ -64,12 +63,11 @@ def run_retrieval(
         For each set, its metrics and the counts `images` and `captions`; {} on all ranks but the first.
 
     Raises:
-        UserError: bad data, settings or files, a checkpoint that cannot be loaded; on every rank where one finds it.
+        UserError: bad data, settings or files, a checkpoint that cannot be loaded; on every rank if one finds it.
     """
     settings, files = settings or RetrievalSettings(), files or RetrievalFiles()
     # The cheap checks come before the model is loaded.
     files.check()
-    check_captions_per_image(settings.captions_per_image)
     sets = {name: open_retrieval_set(path, settings.split) for name, path in parse_retrieval_data(data).items()}
     with _ranks() as ranks:
         loaded, preprocess, tokenizer, device = encoder.load(local_rank=ranks.local_rank)
@@ -148,7 +146,7 @@ def _write(
     results: dict[str, dict[str, float]],
     shown: list[GallerySet],
 ) -> None:
-    """Write the files that are wanted."""
+    """Write the requested files."""
     how = {
         "model": model,
         "split": settings.split,
@@ -211,7 +209,7 @@ def encode_on_ranks(
     if ranks.world_size == 1:
         return encode_retrieval(model, batches(dataset), tokenizer, device=device)
     part = dataset.part(ranks.rank, ranks.world_size)
-    own: Features | str | None = None  # stays None where there are fewer images than ranks
+    own: Features | str | None = None  # remains None if there are fewer images than ranks
     try:
         if len(part):
             own = encode_retrieval(model, batches(part), tokenizer, device=device)

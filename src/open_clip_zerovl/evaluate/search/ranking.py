@@ -51,8 +51,8 @@ class Hit:
     Attributes:
         picture: its name in lists: its path, or shard and key with the file or URL that the sample's json names.
         score: its cosine with the query.
-        caption: the first caption beside it in its shard; "" where there is none.
-        content: its encoded bytes; None where it has gone since it was embedded.
+        caption: the first caption beside it in its shard; "" if there is none.
+        content: its encoded bytes; None if it has gone since it was embedded.
     """
 
     picture: str
@@ -207,7 +207,7 @@ def _hit(collection: Collection, file: int, number: int, score: float) -> Hit:
 
 
 def _thumbnail(hit: Hit) -> str | None:
-    """The thumbnail of a hit; None where its picture has gone or changed since it was embedded."""
+    """The thumbnail of a hit; None if its picture has gone or changed since it was embedded."""
     try:
         return None if hit.content is None else thumbnail(decode_image(hit.content))
     except BadImage:
@@ -251,7 +251,7 @@ class Embedded:
 
 
 def default_cache() -> Path:
-    """Where embeddings are kept unless a place is given: the user's cache folder."""
+    """The default folder of embeddings: in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "zerovl" / "search"
 
 

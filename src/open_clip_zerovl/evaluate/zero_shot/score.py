@@ -53,7 +53,7 @@ def classify(images: Tensor, classes: Tensor) -> Tensor:
     return torch.cat([(block.double() @ exact).float() for block in images.split(ROWS_AT_ONCE)])
 
 
-def score_labelled(
+def labelled_scores(
     model: FrozenModel,
     dataset: LabelledSet,
     folder: Path,
@@ -62,8 +62,8 @@ def score_labelled(
     workers: int,
     name: str,
     progress: bool = True,
-) -> dict[str, Any]:
-    """`accuracies` of a model on one set, with classes by name; `sources`: the metrics of each source.
+) -> tuple[Tensor, Tensor]:
+    """Scores (N, C) of a model on one set, and class indices (N,).
 
     Args:
         folder: folder for the pictures' embeddings.
@@ -76,8 +76,23 @@ def score_labelled(
     reading: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "progress": progress}
     images = picture_features(model, dataset.images, folder, name=name, **reading)
     scores = classify(images, class_features(dataset.captions(), model.texts, progress=progress))
-    targets = class_indices(dataset.images.labels, dataset.classes)
+    return scores, class_indices(dataset.images.labels, dataset.classes)
 
+
+def score_labelled(
+    model: FrozenModel,
+    dataset: LabelledSet,
+    folder: Path,
+    *,
+    batch_size: int,
+    workers: int,
+    name: str,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """`accuracies` of a model on one set, with classes by name, and by source; see `labelled_scores`."""
+    scores, targets = labelled_scores(
+        model, dataset, folder, batch_size=batch_size, workers=workers, name=name, progress=progress
+    )
     named_by = Counter(dataset.names)  # as CLIP's names of ImageNet, two classes may have one name
     shown = [
         name if named_by[name] == 1 else f"{name} ({label})"
@@ -96,6 +111,23 @@ def score_labelled(
             places.setdefault(source, []).append(number)
         found["sources"] = {name: metrics(torch.tensor(rows)) for name, rows in places.items()}
     return found
+
+
+def score_loaded(
+    loaded: tuple[Any, Any, Any, torch.device], dataset: LabelledSet, *, encoder: Encoder, name: str
+) -> dict[str, Any]:
+    """`score_labelled` of a loaded model, as `Encoder.load` gives it, without bars; `encoder` has batch size and workers."""
+    model = FrozenModel.of(name, loaded, fingerprints={"image": name})
+    with tempfile.TemporaryDirectory(prefix="zerovl-zero-shot-") as passing:
+        return score_labelled(
+            model,
+            dataset,
+            Path(passing),
+            batch_size=encoder.batch_size,
+            workers=encoder.workers,
+            name=name,
+            progress=False,
+        )
 
 
 def run_zero_shot(encoder: Encoder, data: str, settings: ZeroShotSettings | None = None) -> dict[str, dict[str, Any]]:

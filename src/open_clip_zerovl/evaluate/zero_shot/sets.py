@@ -2,7 +2,7 @@
 
 Besides what `data.labelled.open_probe_set` reads:
 
-    SET/SPLIT/              where there is a folder of the split's name, it is the set
+    SET/SPLIT/              if there is a folder of the split's name, it is the set
     SET/SOURCE/CLASS/*.jpg  pictures of several sources, scored together and one by one
     SET/classnames.txt, SET/zeroshot_classification_templates.txt, SET/SPLIT/*.tar      CLIP_benchmark's webdataset layout
 """
@@ -54,7 +54,7 @@ class LabelledSet:
 
 
 def open_labelled_set(where: str, settings: ZeroShotSettings | None = None) -> LabelledSet:
-    """Index a labelled set; see the module's text for what `where` may be.
+    """Index a labelled set; the module's text lists the forms of `where`.
 
     Raises:
         UserError: what `open_probe_set` refuses, a folder of other splits than the one asked for, a template without a place
@@ -85,7 +85,7 @@ def open_labelled_set(where: str, settings: ZeroShotSettings | None = None) -> L
 
 
 def _sources_of(folder: Path) -> list[Path]:
-    """The folders of sources, each with folders of classes; [] where the pictures lie one level higher."""
+    """The folders of sources, each with folders of classes; [] if the pictures lie one level higher."""
     if not folder.is_dir():
         return []
     parts = sorted(part for part in folder.iterdir() if part.is_dir() and not part.name.startswith("."))

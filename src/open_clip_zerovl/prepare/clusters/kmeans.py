@@ -35,7 +35,7 @@ def spherical_kmeans(
         features: of unit length.
         clusters: K.
         passes: over the features.
-        seed: of the draws.
+        seed: the seed of the draws.
         chunk_samples: samples in memory at once.
 
     Raises:
@@ -134,7 +134,7 @@ def find_copies(
 def size_report(counts: NDArray) -> dict[str, Any]:
     """Sizes of clusters with samples (K,), and how even they are.
 
-    `effective_clusters` is exp(entropy of their shares): K where all have one size, 1 where one cluster holds all samples. A
+    `effective_clusters` is exp(entropy of their shares): K if all have one size, 1 if one cluster holds all samples. A
     cluster smaller than the effective batch gives no batch; compare `smallest` with it.
     """
     shares = counts[counts > 0] / counts.sum()

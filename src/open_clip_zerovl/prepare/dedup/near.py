@@ -39,7 +39,7 @@ Hashes = NDArray[np.uint64]
 
 
 def require_imagehash() -> None:
-    """UserError where the package imagehash, or a numpy that counts bits, is missing."""
+    """UserError if the package imagehash, or a numpy that counts bits, is missing."""
     try:
         import imagehash  # noqa: F401
     except ImportError as error:
@@ -51,10 +51,10 @@ def require_imagehash() -> None:
 
 
 def picture_hashes(content: bytes) -> Hashes:
-    """(2, 4) the hashes of an encoded picture and of its mirror image; (4, 4) where it has uniform borders.
+    """(2, 4) the hashes of an encoded picture and of its mirror image; (4, 4) if it has uniform borders.
 
     The last two are those without the borders. A plain background counts as one, and a few pixels decide where it ends: so both
-    pairs are of use. The picture is turned as its EXIF says.
+    pairs are of use. The picture is turned by its EXIF tag.
 
     Raises:
         BadPicture: it cannot be decoded.

@@ -36,8 +36,8 @@ from open_clip_zerovl.prepare.dedup.near import (
 )
 from open_clip_zerovl.prepare.pack.split import Candidate, Exclusion
 from open_clip_zerovl.report.html import thumbnail, write_page
-from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, image_of
-from open_clip_zerovl.shards.pictures import decoded, rgb
+from open_clip_zerovl.shards.members import image_of
+from open_clip_zerovl.shards.pictures import decoded, picture_files, rgb
 
 SHOWN = 100  # pairs on the page
 _KEPT = 1000  # pairs whose thumbnails are kept, of which the page shows some
@@ -54,7 +54,7 @@ class SetPicture:
     size_bytes: int = -1
 
     def read(self) -> bytes:
-        """Its encoded bytes. UserError where the file cannot be read."""
+        """Its encoded bytes. UserError if the file cannot be read."""
         try:
             with regular_file(self.file) as file:
                 file.seek(self.offset_bytes)
@@ -68,7 +68,7 @@ class ComparedSets:
     """The pictures of one or several test sets, with an index of their hashes.
 
     Attributes:
-        pictures: of all sets, those that can be decoded.
+        pictures: number of pictures in all sets that can be decoded.
         index: their hashes, with and without uniform borders.
         owners: the number of the picture of each hash.
         unreadable: pictures that cannot be decoded, left out.
@@ -168,10 +168,8 @@ def open_test_sets(tests: str, *, split: str = "test", threads: int = 4, progres
 
 
 def _test_pictures(name: str, path: Path, split: str) -> list[SetPicture]:
-    if kind_of(str(path)).kind == "folder":
-        files = sorted(p for p in path.rglob("*") if p.suffix.lower().removeprefix(".") in IMAGE_EXTENSIONS)
-        if files:
-            return [SetPicture(name, str(file.relative_to(path)), file) for file in files]
+    if kind_of(str(path)).kind == "folder" and (files := list(picture_files(path))):
+        return [SetPicture(name, str(file.relative_to(path)), file) for file in files]
     found = open_retrieval_set(path, split).samples
     return [SetPicture(name, one.key, one.file, one.offset_bytes, one.size_bytes) for one in found]
 
@@ -261,7 +259,7 @@ def _thumbnail(content: bytes) -> str:
 
 
 def write_overlap(found: Overlap, out: Path) -> None:
-    """Write `near.json` and `near.html` into a folder. UserError where they cannot be written."""
+    """Write `near.json` and `near.html` into a folder. UserError if they cannot be written."""
     write_atomically(out / "near.json", json.dumps(found.to_json(), indent=1) + "\n")
     ranked = sorted(found.thumbnails, key=lambda number: found.pairs[number].distance)
     chosen = ranked if len(ranked) <= SHOWN else [ranked[i * len(ranked) // SHOWN] for i in range(SHOWN)]

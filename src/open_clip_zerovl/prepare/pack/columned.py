@@ -16,9 +16,10 @@ from typing import IO, Any, BinaryIO, cast
 from open_clip_zerovl.core.csv_rows import CsvRows
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.prepare.pack.columns import Chosen, Places, choose, guess_picture, listed, public_name
-from open_clip_zerovl.prepare.pack.rows import ADDRESS, PICTURE_SUFFIXES, Columns, PairRow, Reader
+from open_clip_zerovl.prepare.pack.rows import ADDRESS, Columns, PairRow, Reader
 from open_clip_zerovl.shards.archives import json_array, members, open_member
 from open_clip_zerovl.shards.foreign import encoding_of
+from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES
 
 _SEPARATORS = ("\t", ",", ";", "|")
 _LOOKED_AT = 100  # objects of a JSON file, for the names of columns
@@ -289,7 +290,7 @@ class ArrowReader(ColumnReader):
 
 
 def pyarrow() -> Any:
-    """The package. UserError where it is missing."""
+    """The package. UserError if it is missing."""
     try:
         import pyarrow as package
         import pyarrow.parquet
@@ -336,7 +337,7 @@ def is_coco(path: Path) -> bool:
 
 @contextmanager
 def opened_table(path: Path) -> Iterator[IO[bytes]]:
-    """The plain bytes of a table, gzipped or not, in UTF-8 where it has a byte-order mark.
+    """The plain bytes of a table, gzipped or not, converted to UTF-8 if it has a byte-order mark.
 
     Raises:
         UserError: a zip, or a file that cannot be read.

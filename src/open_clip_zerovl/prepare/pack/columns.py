@@ -40,7 +40,7 @@ def choose(where: str, names: Sequence[str], wanted: Columns, *, pictures: Seque
 
     Args:
         where: the file, for messages.
-        names: of all its columns.
+        names: the names of all its columns.
         wanted: the columns that the command line names.
         pictures: columns that hold pictures by their type; the first takes precedence over guesses from names.
 
@@ -70,7 +70,7 @@ def choose(where: str, names: Sequence[str], wanted: Columns, *, pictures: Seque
 
 
 def find(where: str, names: Sequence[str], name: str, flag: str) -> str:
-    """The column of this name. UserError with the columns that are there where it is not."""
+    """The column of this name. UserError, which lists the existing columns, if it is missing."""
     if name in names:
         return name
     same = [known for known in names if _plain(known) == _plain(name)]
@@ -108,7 +108,7 @@ def guess_picture(names: Sequence[str]) -> str | None:
 
 
 def guess_captions(names: Sequence[str], picture: str | None = None) -> tuple[str, ...]:
-    """The column that is most likely the captions', by its name; several where they are numbered."""
+    """The column whose name is most likely that of captions; several if they are numbered."""
     plain = {_plain(name): name for name in reversed(names) if name != picture}
     found = next((plain[name] for name in CAPTION_NAMES if name in plain), None)
     if found is not None:
@@ -167,7 +167,7 @@ class Places:
         return path
 
     def checked(self, rows: Iterable[PairRow]) -> Iterator[PairRow]:
-        """The rows. UserError where not one of the first pictures exists."""
+        """The rows. UserError if not one of the first pictures exists."""
         rows, held = iter(rows), []
         missing: list[PairRow] = []
         for row in rows:
@@ -191,12 +191,12 @@ class Places:
         advice = (
             f"a file of that name lies in {found}: give --pictures-in {found}"
             if found
-            else f"paths are taken as relative to {self.folder}: give the folder that they are relative to with --pictures-in"
+            else f"relative paths start at {self.folder}: if the pictures are elsewhere, give their folder with --pictures-in"
         )
         where = f"line {first.line}" if first.line else first.file
         return UserError(
-            f"none of the {len(missing)} pictures that {self.file} names first exists; that of {where} was looked for at "
-            f"{first.place}; {advice}"
+            f"none of the first {len(missing)} pictures of {self.file} exists; that of {where} should be {first.place}; "
+            f"{advice}"
         )
 
     def _found_elsewhere(self, picture: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -10,9 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import BinaryIO, cast
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import atomic_file, did_you_mean
+from open_clip_zerovl.core.files import atomic_file, did_you_mean, write_atomically
 from open_clip_zerovl.data.components import expand_braces
 from open_clip_zerovl.prepare.pack.columned import (
     ArrowReader,
@@ -22,9 +24,10 @@ from open_clip_zerovl.prepare.pack.columned import (
     is_coco,
     saved_files,
 )
-from open_clip_zerovl.prepare.pack.rows import PICTURE_SUFFIXES, Columns, Reader
-from open_clip_zerovl.prepare.pack.samples import ClassReader, FolderReader, TarReader, class_levels, walk
-from open_clip_zerovl.shards.remote import open_url
+from open_clip_zerovl.prepare.pack.rows import Columns, Reader
+from open_clip_zerovl.prepare.pack.samples import ClassReader, FolderReader, TarReader, class_levels
+from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES, walk
+from open_clip_zerovl.shards.remote import RemoteStream, RetryPolicy, identity_of
 from open_clip_zerovl.shards.transfers import Unreachable
 from open_clip_zerovl.shards.urls import REMOTE, is_command, local_path
 
@@ -53,30 +56,51 @@ def named_input(text: str) -> tuple[str | None, Path]:
 def fetched(text: str, folder: Path, say: Callable[[str], None]) -> str:
     """An input as it is; parquet files at https:, hf:// or another address (with braces) as the folder they are fetched into.
 
-    Files that are there from an earlier call are kept.
+    Files that are there from an earlier call are kept, unless the server says that it has others now (ETag, date, size).
 
     Raises:
-        UserError: a file that cannot be fetched after retries.
+        UserError: a file that cannot be fetched after retries, or has changed since it was fetched.
     """
     named = _NAMED.fullmatch(text)
     name, address = (f"{named[1]}=", named[2]) if named and REMOTE.match(named[2]) else ("", text)
     if local_path(address) is not None or is_command(address) or not address.lower().endswith(_ENDINGS["parquet"]):
         return text
     place = folder / hashlib.blake2b(address.encode(), digest_size=8).hexdigest()
+    identities = place.with_suffix(".json")
+    known = json.loads(identities.read_text(encoding="utf-8")) if identities.is_file() else {}
+    answers = True
     for number, url in enumerate(expand_braces(address)):
         file = place / f"{number:05d}-{url.rpartition('/')[2]}"
         if file.is_file():
+            answers = answers and _require_same(url, file, known.get(file.name), say)
             continue
         say(f"fetching {url} to {file}")
         try:
-            with open_url(url) as content, atomic_file(file) as kept:
-                shutil.copyfileobj(content, kept, 1 << 20)
+            with RemoteStream(url, RetryPolicy()) as content, atomic_file(file) as kept:
+                shutil.copyfileobj(cast(BinaryIO, content), kept, 1 << 20)
         except Unreachable as error:
             raise UserError(
                 f"{url} cannot be fetched ({error}); check it, and call again: fetched files are kept"
             ) from error
         os.utime(file, (0, 0))  # fetched again it is the same input
+        known[file.name] = content.identity
+        write_atomically(identities, json.dumps(known, indent=1) + "\n")
     return f"{name}{place}"
+
+
+def _require_same(url: str, file: Path, identity: str | None, say: Callable[[str], None]) -> bool:
+    """False if the server does not answer. UserError if it has another file than the one that was fetched."""
+    try:
+        now = identity_of(url, RetryPolicy())
+    except Unreachable as error:
+        say(f"{url} cannot be asked whether it has changed ({error}); the fetched files are used")
+        return False
+    if None not in (identity, now) and now != identity:
+        raise UserError(
+            f"{url} has changed since it was fetched to {file}; remove {file.parent} and pack into another --out, or give "
+            "that folder in place of the address"
+        )
+    return True
 
 
 def open_input(path: Path, wanted: Columns, form: str | None = None, templates: Sequence[str] | None = None) -> Reader:
@@ -84,9 +108,9 @@ def open_input(path: Path, wanted: Columns, form: str | None = None, templates: 
 
     Args:
         path: a file or a folder.
-        wanted: columns.
-        form: of FORMATS; None to look.
-        templates: of the captions of classes.
+        wanted: the chosen columns.
+        form: one of FORMATS; None detects it.
+        templates: the templates of the captions of classes.
 
     Raises:
         UserError: no such input, one of no known form or of several forms, or an error that the reader raises.
@@ -102,7 +126,7 @@ def open_input(path: Path, wanted: Columns, form: str | None = None, templates: 
     found = form or (_form_of_file(path) if path.is_file() else _form_of_folder(path))
     if found in ("folder", "classes"):
         if not path.is_dir():
-            raise UserError(f"{path} is a file, and --format {found} wants a folder of pictures")
+            raise UserError(f"{path} is a file, and --format {found} needs a folder of pictures")
         return FolderReader(path, wanted) if found == "folder" else ClassReader(path, wanted, templates)
     if found == "arrow":
         return ArrowReader(found, path, [path] if path.is_file() else saved_files(path), wanted)
@@ -115,7 +139,7 @@ def open_input(path: Path, wanted: Columns, form: str | None = None, templates: 
         return TarReader(path, files, wanted)
     if len(files) > 1:
         raise UserError(
-            f"{path} holds {len(files)} tables ({files[0].name}, {files[1].name} ...): give the one or those that are wanted"
+            f"{path} holds {len(files)} tables ({files[0].name}, {files[1].name} ...): give the table or the tables to pack"
         )
     if found == "table":
         return TableReader(files[0], wanted)
@@ -162,7 +186,7 @@ def _form_of_folder(path: Path) -> str:
         )
     if counts["webdataset"] and (pictures or tables):
         raise UserError(
-            f"{path} holds tars, and {'pictures' if pictures else 'tables'} too: say which with --format webdataset or "
+            f"{path} holds tars, and {'pictures' if pictures else 'tables'} too: choose with --format webdataset or "
             f"--format {'folder' if pictures and not tables else tables[0]}"
         )
     # img2dataset writes a parquet of the addresses beside its tars, and beside its folders of pictures.
@@ -170,7 +194,7 @@ def _form_of_folder(path: Path) -> str:
         if here:
             return form
     if len(tables) > 1:
-        raise UserError(f"{path} holds CSV and JSON tables: give the one that is wanted")
+        raise UserError(f"{path} holds CSV and JSON tables: give one of them")
     if tables:
         return tables[0]
     if counts["arrow"]:

@@ -33,7 +33,7 @@ from open_clip_zerovl.prepare.pack.store import Store
 from open_clip_zerovl.prepare.pack.write import SILENT_SECONDS, write_split
 from open_clip_zerovl.prepare.public import manifest
 from open_clip_zerovl.prepare.public.download import Limits
-from open_clip_zerovl.prepare.public.gather import Work, check_work
+from open_clip_zerovl.prepare.public.gather import Work
 from open_clip_zerovl.prepare.public.pictures import Encoding
 
 PACK_FILE = "pack.json"
@@ -50,18 +50,18 @@ class PackSettings:
     """Settings that decide the contents of the shards, besides the inputs.
 
     Attributes:
-        form: of all inputs (`inputs.FORMATS`); None to look at each.
+        form: the form of all inputs (`inputs.FORMATS`); None detects each.
         columns: names of columns, and the folder of relative paths.
-        templates: of the captions of classes; None for `samples.TEMPLATE`.
+        templates: the templates of the captions of classes; None for `samples.TEMPLATE`.
         max_side_px: larger pictures are shrunk to this longer side; None keeps them.
         min_side_px: smaller pictures are refused.
         test_share: share of each source's pictures that is held out.
         shard_size: samples a shard at most.
-        seed: of the order and of the choice of held-out pictures.
+        seed: the seed of the order and of the choice of held-out pictures.
         exclusions: pictures to leave out.
     """
 
-    form: str | None = flag(None, "form of the inputs (default: look at each)", option="--format", choices=FORMATS)
+    form: str | None = flag(None, "form of the inputs (default: detected)", option="--format", choices=FORMATS)
     columns: Columns = field(default_factory=Columns)
     templates: tuple[str, ...] | None = flag(
         None,
@@ -76,7 +76,7 @@ class PackSettings:
     min_side_px: int = flag(16, "refuse smaller pictures", option="--min-side", kind=positive, metavar="PX")
     test_share: float = flag(0.0, "hold out this share of each source's pictures (default: 0, none)", metavar="SHARE")
     shard_size: int = flag(10_000, "pictures a shard", kind=positive)
-    seed: int = flag(0, "of the order and of the choice of held-out pictures", kind=seed)
+    seed: int = flag(0, "seed of the order and of the choice of held-out pictures", kind=seed)
     exclusions: Sequence[Exclusion] = ()
 
     @property
@@ -114,22 +114,22 @@ def pack(
     Args:
         inputs: files and folders; `NAME=INPUT` makes an input a source of its own.
         out: folder to write.
-        settings: of the shards.
-        limits: of downloads.
+        settings: the settings of the shards.
+        limits: the limits of downloads.
         work: threads, retries; `progress` also prints the report.
 
     Raises:
-        UserError: an input of another form, a setting out of range, a folder of other inputs, or nothing to pack.
+        UserError: an input of another form, --test-share out of range, a folder of other inputs, or nothing to pack.
     """
     out, settings, work = Path(out), settings or PackSettings(), work or Work()
-    _check(inputs, settings, work)
+    _check(inputs, settings)
     check_writable(out, folder=True)
     say = print if work.progress else lambda _: None
     beside = f"{os.path.abspath(out)}.parquet"  # the path "." has no name to add to
     named = [named_input(fetched(text, Path(beside), say)) for text in inputs]
     readers = [open_input(path, settings.columns, settings.form, settings.templates) for _, path in named]
     if settings.templates and not any(reader.classes for reader in readers):
-        raise UserError("--template needs an input of class folders (CLASS/PICTURE), and none is one")
+        raise UserError("--template needs a folder of classes (CLASS/PICTURE), and no input is one")
     _refuse_inside(out, readers)
     state = {
         "pack": _FORMAT,
@@ -164,6 +164,7 @@ def pack(
             raise UserError(
                 f"Writing into {out} failed ({error}): mend that and call the command again; finished work is kept."
             ) from error
+        finally:
             (scratch / "rows.sqlite").unlink(missing_ok=True)
     _write_state(out, {**state, "complete": True})
     passing = [entry["rows"] for entry in found["refused"].values() if entry["transient"]]
@@ -234,21 +235,15 @@ def announced(words: str, progress: bool) -> Iterator[None]:
         timer.cancel()
 
 
-def _check(inputs: Sequence[str], settings: PackSettings, work: Work) -> None:
-    check_work(work, settings.shard_size)
+def _check(inputs: Sequence[str], settings: PackSettings) -> None:
     if not inputs:
         raise UserError("there is no input: give a folder or a file of pictures and captions")
     if not 0 <= settings.test_share < 1:
         raise UserError(f"--test-share is {settings.test_share:g}: it must be 0 or more, and less than 1")
-    if settings.form is not None and settings.form not in FORMATS:
-        raise UserError(f"--format {settings.form!r} is unknown: it is one of {', '.join(FORMATS)}")
-    for option, value in (("--min-side", settings.min_side_px), ("--max-side", settings.max_side_px)):
-        if value is not None and value < 1:
-            raise UserError(f"{option} is {value}: it must be 1 or more")
 
 
 def _refuse_inside(out: Path, readers: Sequence[Reader]) -> None:
-    """UserError where the output lies in a folder that is read: a later call would pack its own output."""
+    """UserError if the output lies in a folder that is read: a later call would pack its own output."""
     target = out.absolute()
     for reader in readers:
         if reader.path.is_dir() and (target == reader.path or reader.path in target.parents):
@@ -284,13 +279,13 @@ def _stamp(file: str | Path) -> str:
 
 
 def _begin(out: Path, state: dict[str, Any]) -> bool:
-    """Claim the folder for these inputs and settings; True where all is done. UserError for a folder with other contents."""
+    """Claim the folder for these inputs and settings; True if all is done. UserError for a folder with other contents."""
     file = out / PACK_FILE
     if not file.is_file():
         # A process that was killed while it wrote this file leaves a part of it.
         if out.is_dir() and not all(fnmatch(path.name, f".{PACK_FILE}.*.part") for path in out.iterdir()):
             raise UserError(
-                f"{out} is not empty, and no {PACK_FILE} in it shows that this program wrote it: give a new folder"
+                f"{out} is not empty and has no {PACK_FILE}, so this program did not write it: give a new folder"
             )
         _write_state(out, {**state, "complete": False})
         return False
@@ -300,13 +295,13 @@ def _begin(out: Path, state: dict[str, Any]) -> bool:
     except (ValueError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(f"{file} was not written by this program ({error}): give a new folder") from error
     wanted = json.loads(json.dumps(state))
-    # Pictures that are read stay of use to these settings, or there are none.
+    # Pictures that were read can be used with these settings, or no picture was read.
     useful = _early(known) == _early(wanted) or _nothing_read(out / SCRATCH)
     if not complete and useful and not any(out.rglob(manifest.MANIFEST_FILE)):  # no shard is written yet
         _write_state(out, {**state, "complete": False})
         return False
     if known != wanted:
-        raise UserError(f"{out} was made {_difference(known, wanted)}: give a new folder, or call it as before")
+        raise UserError(f"{out} was made {_difference(known, wanted)}: give a new folder, or repeat the earlier call")
     return complete and (out / REPORT_FILE).is_file()
 
 
@@ -323,17 +318,19 @@ def _early(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _difference(known: dict[str, Any], wanted: dict[str, Any]) -> str:
-    """The first difference between a folder's state and the wanted one, in words."""
+    """The first difference between a folder's state and the requested one, in words."""
     if known.get("inputs") != wanted["inputs"]:
         before = ", ".join(str(one.get("input")) for one in known.get("inputs", []))
         now = ", ".join(one["input"] for one in wanted["inputs"])
         return (
-            f"from {before}, and now it is {now}" if before != now else f"from {before}, whose files have changed since"
+            f"from {before}, and this call has {now}"
+            if before != now
+            else f"from {before}, whose files have changed since"
         )
     old, new = known.get("settings", {}), wanted["settings"]
     for name, value in new.items():
         if old.get(name) != value:
-            return f"with {name} {json.dumps(old.get(name))}, and now it is {json.dumps(value)}"
+            return f"with {name} {json.dumps(old.get(name))}, and this call has {json.dumps(value)}"
     return "by another version of this program"
 
 

@@ -253,14 +253,12 @@ def commands(report: dict[str, Any], out: Path) -> list[str]:
 def next_line(report: dict[str, Any]) -> str:
     """The line above the commands."""
     if too_few(report):
-        return (
-            f"next (so few pictures, below {FEWEST:,}, allow a fine-tuning or an evaluation, no training from nothing):"
-        )
+        return f"next (with fewer than {FEWEST:,} pictures fine-tune or evaluate; a training from nothing needs more):"
     return "next, a released model fine-tuned, or one from nothing:"
 
 
 def too_few(report: dict[str, Any]) -> bool:
-    """True where there are too few training pictures to train a model from nothing."""
+    """True if there are too few training pictures to train a model from nothing."""
     return sum(one["pictures"] for one in report["written"] if one["split"] == "train") < FEWEST
 
 

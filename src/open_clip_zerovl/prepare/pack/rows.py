@@ -18,13 +18,6 @@ from open_clip_zerovl.core.flags import flag
 from open_clip_zerovl.prepare.public.pictures import Failure
 from open_clip_zerovl.shards.foreign import LARGEST_PICTURE_BYTES, BadFile, read_foreign
 
-#: Endings of the names of pictures; the format of a file is found from its bytes.
-PICTURE_SUFFIXES = frozenset(
-    (
-        *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp"),
-        *(".tif", ".tiff", ".avif", ".jp2", ".ppm", ".pgm", ".ico"),
-    )
-)
 ADDRESS = ("http://", "https://")
 
 UNMARKED = "NULs in the caption (UTF-16 without its mark?)"  # the reason of a refused row
@@ -35,14 +28,14 @@ class PairRow(NamedTuple):
     """One row of an input.
 
     Attributes:
-        place: of its picture: an address, or whatever the reader's `obtain` takes. Rows of one place have one picture.
+        place: an address of its picture, or a key for the reader's `obtain`. Rows of one place have one picture.
         captions: as the input has them: text, a list, nothing; `texts_of` makes captions of them.
         file, line: where the row stands, for messages; line 0 where the file is the row.
-        source: the value of the source column; None where there is none.
-        content: the picture's bytes where they come with the row, and the reader cannot find them again; else None.
-        refused: why the row cannot be read at all; "" where it can.
-        name: of the picture's file, as the input has it; "" where it has none.
-        label: the picture's class; None where there are no classes.
+        source: the value of the source column; None if there is none.
+        content: the picture's bytes if the row holds them and the reader cannot find them again; else None.
+        refused: why the row cannot be read at all; "" if it can.
+        name: the name of the picture's file, as the input has it; "" if it has none.
+        label: the picture's class; None if there are no classes.
     """
 
     place: str
@@ -79,21 +72,21 @@ class Columns:
         metavar="COL",
     )
     pictures_in: Path | None = flag(None, "folder that relative paths lead from (default: the table's)", metavar="DIR")
-    separator: str | None = flag(None, "between columns (default: found in the first line)", metavar="CHAR")
+    separator: str | None = flag(None, "character between columns (default: found in the first line)", metavar="CHAR")
 
 
 class Reader(ABC):
     """One input in one form.
 
     Attributes:
-        path: of the input.
+        path: the path of the input.
         form: its name in messages.
-        columns: the columns that are read, in words; "" where there are none.
-        files: the files whose names, sizes and times say whether the input is still the same.
+        columns: the columns that are read, in words; "" if there are none.
+        files: the files by whose names, sizes and times a changed input is detected.
         names_pictures: whether rows name files of pictures that are not among `files`.
-        total: number of rows; None where counting would take long.
+        total: number of rows; None if counting would take long.
         notes: oddities of rows that are read nevertheless, in words; known once they are read.
-        classes: templates for zero-shot classification where pictures have classes; () where they have none.
+        classes: templates for zero-shot classification; () if pictures have no classes.
     """
 
     path: Path
@@ -110,12 +103,12 @@ class Reader(ABC):
         """The rows, the same at each call. UserError for an input of another form."""
 
     def obtain(self, place: str) -> bytes:
-        """The bytes of a picture of this input; any thread may call it, and at any time. Failure where there is none."""
+        """The bytes of a picture of this input; any thread may call it, and at any time. Failure if there is none."""
         return read_file(place)
 
 
 def read_file(path: str | Path, *, most_bytes: int = LARGEST_PICTURE_BYTES, kind: str = "picture") -> bytes:
-    """The bytes of a file that holds a picture or captions. Failure where there is none, or none that `read_foreign` reads."""
+    """The bytes of a file that holds a picture or captions. Failure if `read_foreign` finds or reads none."""
     try:
         return read_foreign(path, most_bytes)
     except BadFile as error:
@@ -123,7 +116,7 @@ def read_file(path: str | Path, *, most_bytes: int = LARGEST_PICTURE_BYTES, kind
 
 
 def texts_of(values: Sequence[Any]) -> tuple[list[str], str]:
-    """The captions in the cells of a row, each once, white space made single; and why there are none.
+    """The captions in the cells of a row, each once, white space made single; and the reason if there are none.
 
     A cell holds a caption, a list of captions, an object with the caption, or the text of a JSON or Python list.
     """
@@ -193,9 +186,9 @@ class SourceNames:
     """Names of the sources of one input: its own, or the values of the source column.
 
     Args:
-        name: of the input.
-        column: the source column; None where all rows are of one source.
-        known: name -> value of the sources so far, shared by all inputs.
+        name: the name of the input.
+        column: the source column; None if all rows are of one source.
+        known: name -> value of the sources that are already known, shared by all inputs.
     """
 
     def __init__(self, name: str, column: str | None, known: dict[str, str]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.prepare.pack.columns import find, guess_captions, listed
-from open_clip_zerovl.prepare.pack.rows import PICTURE_SUFFIXES, Columns, PairRow, Reader, read_file
+from open_clip_zerovl.prepare.pack.rows import Columns, PairRow, Reader, read_file
 from open_clip_zerovl.prepare.public.pictures import Failure
 from open_clip_zerovl.shards.foreign import encoding_of
 from open_clip_zerovl.shards.members import (
@@ -30,6 +30,7 @@ from open_clip_zerovl.shards.members import (
     opened,
     stream_samples,
 )
+from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES, picture_files, walk
 
 #: The source column that a folder of pictures has by itself: the first folder on a picture's path.
 FOLDER_COLUMN = "folder"
@@ -49,7 +50,7 @@ class SampleReader(Reader):
     """Captions are the lines of texts, or under keys of JSON objects.
 
     Attributes:
-        keys: of the captions in the JSON; none where captions are texts.
+        keys: JSON keys of the captions; none if captions are text files.
     """
 
     wanted: Columns
@@ -62,7 +63,7 @@ class SampleReader(Reader):
             UserError: a key that is not there, or none with a name of captions.
         """
         objects = [_object(table) for table in tables]
-        # Columns are named for other inputs, a table's perhaps, where there is no JSON that could have them.
+        # Without a JSON the named columns belong to other inputs, such as a table.
         if not objects or (has_text and self.wanted.captions is None):
             self.columns = "captions in .txt, one a line"
             return
@@ -116,7 +117,7 @@ class FolderReader(SampleReader):
         if not self.texts:
             first = str(self.pictures[0].relative_to(path)) if self.pictures else "none"
             raise UserError(
-                f"{path} has {len(self.pictures)} pictures and no captions: none has a text of its name beside it; write the "
+                f"{path} has {len(self.pictures)} pictures and no captions: no text file has the name of a picture; write the "
                 f"caption of {first} into {os.path.splitext(first)[0]}.txt, give a table of pictures and captions, or sort the "
                 "pictures into folders of classes, CLASS/PICTURE or SOURCE/CLASS/PICTURE"
             )
@@ -166,7 +167,7 @@ class ClassReader(Reader):
         levels = class_levels(str(file.relative_to(path)) for file in self.files)
         if levels is None:
             raise UserError(
-                f"{path} has no pictures, or not all in folders CLASS/PICTURE, or SOURCE/CLASS/PICTURE: sort them so"
+                f"{path} has no pictures, or some are not in folders CLASS/PICTURE or SOURCE/CLASS/PICTURE: sort them"
             )
         self.upper = levels > 1
         if wanted.source is not None and (wanted.source != FOLDER_COLUMN or not self.upper):
@@ -202,12 +203,6 @@ def class_levels(pictures: Iterable[str]) -> int | None:
     common = min(tops.count(os.sep) + bool(tops), max(depths) - 1)
     levels = max(depths) - common
     return levels if levels <= 2 else None
-
-
-def picture_files(path: Path) -> Iterator[Path]:
-    """The pictures of a folder and of those below it, in order."""
-    for folder, names in walk(path):
-        yield from (Path(folder, name) for name in names if os.path.splitext(name)[1].lower() in PICTURE_SUFFIXES)
 
 
 class TarReader(SampleReader):
@@ -295,15 +290,8 @@ class TarReader(SampleReader):
                 return
 
 
-def walk(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """(folder, its files) of a folder and those below it, in order; hidden ones are left out."""
-    for folder, folders, names in os.walk(path, followlinks=True):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield folder, sorted(name for name in names if not name.startswith("."))
-
-
 def _read(path: str) -> bytes:
-    """The content of a text beside a picture, in UTF-8 where it has a byte-order mark. Failure as `read_file`."""
+    """The content of a text beside a picture, converted to UTF-8 if it has a byte-order mark. Failure as `read_file`."""
     content = read_file(path, most_bytes=_LARGEST_TEXT_BYTES, kind="text")
     encoding = encoding_of(content)
     try:
@@ -313,7 +301,7 @@ def _read(path: str) -> bytes:
 
 
 def _object(content: bytes) -> dict[str, Any] | None:
-    """The object of a JSON file; None where the file holds another value."""
+    """The object of a JSON file; None if the file holds another value."""
     try:
         found = json.loads(content)
     except (ValueError, RecursionError):

@@ -46,12 +46,12 @@ class Stored(NamedTuple):
     """A sample to write.
 
     Attributes:
-        key: of the sample.
-        number, extension: of its picture.
-        offset, size: bytes of the picture in its spool; size 0 where it is still in the input.
+        key: the key of the sample.
+        number, extension: number and file ending of its picture.
+        offset, size: bytes of the picture in its spool; size 0 if it is still in the input.
         place, input: where it lies there, and the number of the input.
         sum: hash of the bytes.
-        name: of its file, as the input has it.
+        name: the name of its file, as the input has it.
     """
 
     key: str
@@ -151,7 +151,7 @@ class Store:
         return self._stored("samples.source = ? AND split = ? ORDER BY position, samples.key", source, split)
 
     def sample(self, source: str, key: str) -> Stored | None:
-        """One sample of a source; None where it is dropped."""
+        """One sample of a source; None if it is dropped."""
         return next(self._stored("samples.source = ? AND samples.key = ?", source, key), None)
 
     def _stored(self, which: str, *parameters: str) -> Iterator[Stored]:
@@ -165,7 +165,7 @@ class Store:
     def pairs(self, source: str, split: str) -> Iterator[tuple[Stored, list[str], str | None]]:
         """The samples to be written, in their order, each with its captions in the order of the rows, and its class.
 
-        The class is the first one that a row gives the picture; None where no row does.
+        The class is the first one that a row gives the picture; None if no row does.
         """
         cursor = self.db.execute(
             f"SELECT {_STORED}, label, text FROM samples JOIN pictures ON pictures.number = samples.picture JOIN texts ON "

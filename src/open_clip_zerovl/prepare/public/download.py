@@ -12,8 +12,6 @@ import errno
 import ipaddress
 import socket
 import ssl
-import time
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +24,8 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import locked
 from open_clip_zerovl.core.flags import flag
 from open_clip_zerovl.prepare.public.pictures import Failure
-from open_clip_zerovl.shards.transfers import begin_transfer, reason_of
+from open_clip_zerovl.shards.remote import RemoteStream, RetryPolicy
+from open_clip_zerovl.shards.transfers import Unreachable
 
 if TYPE_CHECKING:  # imported where it is used: the flags below are shown by `--help`
     from aiohttp import TCPConnector
@@ -182,67 +181,41 @@ def _explained(error: BaseException) -> Failure | None:
     return next(found, None)
 
 
-def fetch_file(
-    url: str,
-    path: str | Path,
-    *,
-    attempts: int = 5,
-    backoff_seconds: float = 2.0,
-    idle_seconds: float = 30.0,
-    progress: bool = True,
-) -> Path:
+def fetch_file(url: str, path: str | Path, *, policy: RetryPolicy | None = None, progress: bool = True) -> Path:
     """Fetch one large file (an annotation file, a zip of pictures), from where an earlier call stopped; returns its path.
 
     Until it is whole it is called `NAME.part`. An existing file is not fetched again. If several processes share a
     dataset, the first one fetches, and the other ones wait and find the file.
 
     Args:
-        attempts: largest number of attempts.
-        backoff_seconds: pause after the first failure; doubled after each further one.
-        idle_seconds: longest wait for the next bytes.
+        policy: retries; None for four.
 
     Raises:
         UserError: every attempt failed; the sentence names the URL and the last reason.
     """
-    path = Path(path)
+    path, policy = Path(path), policy or RetryPolicy(retries=4)
     part = path.with_name(path.name + ".part")
-    reason, passing = "no attempt was made", True
     with locked(path.parent, name=f".{path.name}.lock"):
-        for attempt in range(0 if path.is_file() else attempts):
-            if attempt:
-                time.sleep(backoff_seconds * 2 ** (attempt - 1))
+        while not path.is_file():
             try:
-                _go_on(url, part, idle_seconds, progress)
+                _go_on(url, part, policy, progress)
                 part.replace(path)
-                break
-            except Exception as error:
-                reason, passing = reason_of(error)
-                if reason == "server answered 416":  # the part is longer than the file
-                    part.unlink(missing_ok=True)
-                elif not passing:
-                    break
-        if path.is_file():
-            return path
-    raise UserError(
-        f"{url} could not be fetched ({reason}): fetch it by other means and give its path with --source, or try again "
-        "later; the part that was fetched is kept."
-    )
+            except Unreachable as error:
+                if error.reason == "server answered 416" and part.stat().st_size:  # the part is as long as the file
+                    part.unlink()
+                    continue
+                raise UserError(
+                    f"{url} could not be fetched ({error}): fetch it by other means and give its path with --source, or try "
+                    "again later; the part that was fetched is kept."
+                ) from error
+    return path
 
 
-def _go_on(url: str, part: Path, idle_seconds: float, progress: bool) -> None:
-    """Fetch the rest of a file, or all of it where the host gives no parts."""
-    transfer = begin_transfer(
-        url, part.stat().st_size if part.is_file() else 0, stall_seconds=idle_seconds, command_seconds=0
-    )
-    have = transfer.begins
-    with (
-        closing(transfer),
-        open(part, "r+b" if have else "wb") as file,
-        tqdm(
-            desc=part.stem, total=transfer.total, initial=have, unit="B", unit_scale=True, disable=not progress
-        ) as bar,
-    ):
-        file.truncate(have)
-        file.seek(have)
-        while piece := transfer.read(_PIECE_BYTES):
-            bar.update(file.write(piece))
+def _go_on(url: str, part: Path, policy: RetryPolicy, progress: bool) -> None:
+    """Fetch the rest of a file."""
+    with open(part, "ab") as file, RemoteStream(url, policy, position=file.tell()) as stream:
+        stream.open()
+        shown = {"desc": part.stem, "total": stream.total, "initial": stream.position, "disable": not progress}
+        with tqdm(**shown, unit="B", unit_scale=True) as bar:
+            while piece := stream.read(_PIECE_BYTES):
+                bar.update(file.write(piece))

@@ -17,7 +17,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import flag, part, positive
 from open_clip_zerovl.prepare.public.pictures import Failure, Picture
 from open_clip_zerovl.prepare.public.spool import Spool
@@ -51,7 +50,7 @@ class Gathering:
         fetch: a row -> its picture, or Failure; called from many threads, and again after a transient failure.
         finish: called in the calling thread with each batch when all its rows have come or failed.
         work: threads and attempts.
-        title, total_rows: of the progress bar.
+        title, total_rows: text and length of the progress bar.
     """
 
     def __init__(
@@ -163,13 +162,3 @@ class Gathering:
     def _finish(self, batch: Spool) -> None:
         self.finish(batch)
         del self.batches[batch.number]
-
-
-def check_work(work: Work, shard_size: int) -> None:
-    """UserError for a number out of range."""
-    index, count = work.part
-    if shard_size < 1 or work.threads < 1 or work.attempts < 1 or not 0 <= index < count:
-        raise UserError(
-            f"shard_size {shard_size}, threads {work.threads} and attempts {work.attempts} must be 1 or more, and part i/n "
-            f"must have 0 <= i < n, got {index}/{count}."
-        )

@@ -6,7 +6,6 @@ Addresses are those that the datasets' makers publish. Two datasets ask for a fo
 
 from __future__ import annotations
 
-import os
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -20,6 +19,7 @@ from open_clip_zerovl.prepare.public.manifest import sha256_of
 from open_clip_zerovl.prepare.public.pictures import Failure
 from open_clip_zerovl.shards.archives import BROKEN_ARCHIVE, find_member
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS
+from open_clip_zerovl.shards.pictures import picture_files
 
 _KARPATHY = "https://cs.stanford.edu/people/karpathy/deepimagesent/caption_datasets.zip"
 _VG = "https://homes.cs.washington.edu/~ranjay/visualgenome/data/dataset/region_descriptions.json.zip"
@@ -57,7 +57,7 @@ def locate(dataset: str, source: Sequence[str | Path] | None, folder: Path, *, p
     Args:
         dataset: a key of OFFICIAL or BY_HAND.
         source: paths that were given; None to fetch.
-        folder: of the downloads.
+        folder: the folder of the downloads.
 
     Raises:
         UserError: a path that does not exist, or a file that cannot be fetched.
@@ -94,7 +94,7 @@ def annotated(
     paths = locate(dataset, source, out / "downloads", progress=progress)
     found = find_member(paths, names[0]) or find_member([path for path in paths if path.suffix == ".json"], *names)
     if found is None:
-        raise UserError(f"No {names[0]} among {', '.join(map(str, paths))}: give it with --source.")
+        raise UserError(f"{names[0]} is not in {', '.join(map(str, paths))}: give it with --source.")
     with closing(PictureStore(path for path in paths if path != found[0])) as store:
         yield found, store
 
@@ -108,10 +108,7 @@ class PictureStore:
         self._paths = list(paths)
         for path in self._paths:
             if path.is_dir():
-                for folder, _, names in os.walk(path):
-                    for name in names:
-                        if name.lower().endswith(_PICTURES):
-                            self._places[name] = Path(folder, name)
+                self._places.update((file.name, file) for file in picture_files(path))
             elif zipfile.is_zipfile(path):
                 archive = zipfile.ZipFile(path)
                 self._archives.append(archive)
@@ -126,7 +123,7 @@ class PictureStore:
             raise UserError(f"No pictures {places}: give {wanted} with --source.")
 
     def __call__(self, where: str) -> bytes:
-        """The bytes of the picture with this file name; folders in `where` are ignored. Failure where there is none."""
+        """The bytes of the picture with this file name; folders in `where` are ignored. Failure if there is none."""
         place = self._places.get(where.rpartition("/")[2])
         if place is None:
             raise Failure("picture missing", transient=True)  # a later call may name more folders

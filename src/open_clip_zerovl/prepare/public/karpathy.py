@@ -47,7 +47,7 @@ def prepare_karpathy(
     Args:
         dataset: "coco" or "f30k".
         source: Karpathy's file, by itself or in his zip, and the pictures, as folders or zips.
-        seed: of the order of the training pairs.
+        seed: the seed of the order of the training pairs.
         shard_size: rows a shard.
         work: threads, retries, sharing.
 

@@ -37,7 +37,7 @@ def prepare_list(
     Args:
         source: the list, plain or packed; without it the official one is fetched into `OUT/downloads`, but for CC3M's.
         shard_size: rows a shard.
-        limits: of a download.
+        limits: the limits of a download.
         work: threads, retries, sharing.
 
     Raises:
@@ -124,7 +124,7 @@ def sbu_rows(paths: list[Path]) -> Iterator[Row]:
 
 
 def _sbu_columns(paths: list[Path]) -> Iterator[tuple[Any, Any]]:
-    """(address, caption) of each entry; None where one list is shorter."""
+    """(address, caption) of each entry; None if one list is shorter."""
     if found := find_member(paths, "captions-all.json", ".json"):
         with open_member(*found) as first, open_member(*found) as second:
             addresses = json_array(first, str(found[0]), key="image_urls")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import locked, remove_scratch, write_atomically
+from open_clip_zerovl.core.files import locked, write_atomically
 from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.writing import SIZES_FILE, write_shard
 
@@ -39,7 +39,7 @@ class ShardRecord:
         shard: file name; there is no file if `pairs` is 0.
         first_row, rows: number of its first row in the list, and how many rows it was made from.
         pairs, captions: samples in it, and lines of text (a retrieval set has several an image).
-        size_bytes, sha256: of the tar.
+        size_bytes, sha256: size and hash of the tar.
         failures: reason -> numbers of the rows that failed.
         transient_reasons: the reasons for which a retry may help.
     """
@@ -71,7 +71,6 @@ def write_recorded_shard(folder: Path, record: ShardRecord, samples: Iterable[Sa
         record: size and hash are filled in.
     """
     path = folder / record.shard
-    remove_scratch(path)
     # A shard that is written again (after a retry) is not done until its new record is written.
     _record_file(folder, record.shard).unlink(missing_ok=True)
     if record.pairs:
@@ -82,17 +81,11 @@ def write_recorded_shard(folder: Path, record: ShardRecord, samples: Iterable[Sa
 
 def write_record(folder: Path, record: ShardRecord) -> None:
     """Write a shard's record, which marks the shard as done."""
-    _write_again(_record_file(folder, record.shard), json.dumps(asdict(record), separators=(",", ":")) + "\n")
+    write_atomically(_record_file(folder, record.shard), json.dumps(asdict(record), separators=(",", ":")) + "\n")
 
 
 def _record_file(folder: Path, shard: str) -> Path:
     return folder / RECORDS / f"{Path(shard).stem}.json"
-
-
-def _write_again(file: Path, text: str) -> None:
-    """Write a file whose last writing may have been killed. Called by its one writer (`sole_writer`, `locked`)."""
-    remove_scratch(file)
-    write_atomically(file, text)
 
 
 def read_record(folder: Path, shard: str) -> ShardRecord | None:
@@ -109,7 +102,7 @@ def read_record(folder: Path, shard: str) -> ShardRecord | None:
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any] | None:
-    """The manifest of a folder, None where there is none. UserError for a file of another form."""
+    """The manifest of a folder, None if there is none. UserError for a file of another form."""
     file = Path(folder) / MANIFEST_FILE
     manifest = _load(file) if file.is_file() else None
     shards = (manifest or {}).get("shards", {})
@@ -136,15 +129,15 @@ def begin(folder: Path, *, dataset: str, split: str, made_from: Mapping[str, Any
         known = read_manifest(folder)
         if known is None:
             if any(folder.glob("*.tar")):
-                raise UserError(f"{folder} holds shards that no manifest of ours lists: give a new folder.")
+                raise UserError(f"{folder} holds shards without a manifest of this program: give a new folder.")
             head.update(complete=False, rows=0, pairs=0, captions=0, size_bytes=0, failures={}, shards={})
-            _write_again(folder / MANIFEST_FILE, json.dumps(head, indent=1) + "\n")
+            write_atomically(folder / MANIFEST_FILE, json.dumps(head, indent=1) + "\n")
             return
     for name, value in head.items():
         if known.get(name) != value:
             raise UserError(
-                f"{folder} was begun with {name} {_short(known.get(name))}, and now it is {_short(value)}: "
-                "give a new folder, or call it as before."
+                f"{folder} was begun with {name} {_short(known.get(name))}, and this call has {_short(value)}: "
+                "give a new folder, or repeat the earlier call."
             )
 
 
@@ -152,7 +145,7 @@ def rebuild(folder: Path, *, shard_count: int | None = None) -> dict[str, Any]:
     """Write `manifest.json` and `sizes.json` from the records; returns the manifest.
 
     Args:
-        shard_count: number of all shards, where it is known; the manifest's `complete` is true when all of them are done.
+        shard_count: number of all shards, if it is known; the manifest's `complete` is true when all of them are done.
     """
     with locked(folder / RECORDS):
         manifest = _load(folder / MANIFEST_FILE)
@@ -174,8 +167,8 @@ def rebuild(folder: Path, *, shard_count: int | None = None) -> dict[str, Any]:
             failures=dict(failures.most_common()),
             shards={r.shard: {"pairs": r.pairs, "bytes": r.size_bytes, "sha256": r.sha256} for r in kept},
         )
-        _write_again(folder / SIZES_FILE, json.dumps({r.shard: r.pairs for r in kept}, indent=1) + "\n")
-        _write_again(folder / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
+        write_atomically(folder / SIZES_FILE, json.dumps({r.shard: r.pairs for r in kept}, indent=1) + "\n")
+        write_atomically(folder / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
     return manifest
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.prepare.public import manifest
-from open_clip_zerovl.prepare.public.gather import Gathering, Work, check_work
+from open_clip_zerovl.prepare.public.gather import Gathering, Work
 from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, Picture, encode_picture
 from open_clip_zerovl.prepare.public.spool import Spool
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, TEXT_EXTENSION, Sample, read_samples
@@ -69,10 +69,9 @@ def prepare_pairs(
         total_rows: length of the list, for the progress bar.
 
     Raises:
-        UserError: a setting out of range, an empty list, a folder of another dataset, or one that another process writes to.
+        UserError: an empty list, a folder of another dataset, or one that another process writes to.
     """
     out, encoding, work = Path(out), encoding or Encoding(), work or Work()
-    check_work(work, shard_size)
     settings = {"shard_size": shard_size, "encoding": encoding.settings()}
     manifest.begin(out, dataset=dataset, split=split, made_from=made_from, settings=settings)
     with manifest.sole_writer(out, "{}-of-{}".format(*work.part)):
@@ -151,7 +150,7 @@ class _Shards:
         return number + 1
 
     def _is_done(self, record: manifest.ShardRecord, rows: list[Row]) -> bool:
-        """True where a shard with a record stays as it is. UserError where it was made from another number of rows."""
+        """True where a shard with a record stays as it is. UserError if it was made from another number of rows."""
         if self.work.retry_failed and record.transient_reasons:
             return False
         if record.rows != len(rows):
@@ -218,7 +217,7 @@ def shuffled_apart(counts: Sequence[int], *, seed: int) -> list[tuple[int, int]]
 
     Args:
         counts: number of texts of each picture.
-        seed: of the shuffles.
+        seed: the seed of the shuffles.
 
     Returns:
         (picture, text) index pairs, `sum(counts)` of them. A pure function of the arguments.

@@ -71,7 +71,7 @@ def encode_picture(content: bytes, encoding: Encoding, *, hashed: bool = False) 
     Args:
         hashed: fill in `about`: width and height in pixels of the upright picture as it came, 1 or 0 for "turned" and "shrunk",
             and "key", a hash of its RGB pixels, the same for all files with these pixels. The picture is then decoded in its
-            whole size, even where it is stored smaller.
+            whole size, even if it is stored smaller.
 
     Raises:
         Failure: no picture, or one that is broken, truncated, too small or too large.
@@ -130,7 +130,7 @@ def _check_size(image: Image.Image, encoding: Encoding) -> None:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """The picture in RGB, turned by its EXIF tag, on white where it is transparent."""
+    """The picture in RGB, turned by its EXIF tag, on white if it is transparent."""
     upright = ImageOps.exif_transpose(image)
     if upright.mode in ("RGBA", "LA", "PA") or "transparency" in upright.info:
         upright = upright.convert("RGBA")

@@ -19,7 +19,7 @@ class Outcome:
     """The picture of one row, or the reason why there is none.
 
     Attributes:
-        extension, offset_bytes, size_bytes: of the picture, and where its bytes lie in the spool.
+        extension, offset_bytes, size_bytes: file ending of the picture, and place of its bytes in the spool.
         reason: why there is no picture; empty if there is one.
         transient: whether a retry may help.
         about: further facts about the picture.
@@ -37,7 +37,7 @@ class Spool:
     """The outcomes of a batch of rows. Not thread-safe: one thread appends.
 
     Attributes:
-        number, rows: of the batch; the rows where they are needed again once their pictures have come.
+        number, rows: number and rows of the batch; the rows if they are needed after the download of the pictures.
         open_rows: rows whose pictures are under way.
         submitted: whether no more rows come.
     """

@@ -24,7 +24,6 @@ def prepare_vg(
     out: str | Path,
     *,
     source: list[str] | None = None,
-    phrases_per_image: int = PHRASES_PER_IMAGE,
     seed: int = 0,
     shard_size: int = SHARD_SIZE,
     work: Work | None = None,
@@ -34,7 +33,7 @@ def prepare_vg(
     Args:
         source: `region_descriptions.json` (also zipped) and the pictures, as folders or zips; without it they are fetched.
         phrases_per_image: phrases of the largest boxes, at most.
-        seed: of the order of the samples.
+        seed: the seed of the order of the samples.
         shard_size: rows a shard.
         work: threads, retries, sharing.
 
@@ -42,12 +41,10 @@ def prepare_vg(
         UserError: no annotations, no pictures, annotations of another form, or an error of `prepare_pairs`.
     """
     out, work = Path(out), work or Work()
-    if phrases_per_image < 1:
-        raise UserError(f"phrases_per_image is {phrases_per_image}: it must be 1 or more.")
     names = ("region_descriptions.json", ".json", ".json.gz")
     with annotated("vg", source, out, names, progress=work.progress) as (found, store):
         store.check("VG_100K and VG_100K_2 (or images.zip and images2.zip)")
-        phrases = dict(largest_phrases(*found, limit=phrases_per_image))
+        phrases = dict(largest_phrases(*found))
         images = sorted(phrases)
         order = shuffled_apart([len(phrases[image]) for image in images], seed=seed)
         rows = (Row(f"{images[i]}_{text}", phrases[images[i]][text], f"{images[i]}.jpg") for i, text in order)
@@ -56,7 +53,7 @@ def prepare_vg(
             rows,
             store,
             dataset="vg",
-            made_from={"files": described([found[0]]), "phrases_per_image": phrases_per_image, "seed": seed},
+            made_from={"files": described([found[0]]), "phrases_per_image": PHRASES_PER_IMAGE, "seed": seed},
             shard_size=shard_size,
             work=replace(work, attempts=1),  # a retry does not bring a missing file
             total_rows=len(order),

@@ -1,6 +1,6 @@
 """The data of a planned run: counts, the first and last shard, one sample of each source; the counts of retrieval sets.
 
-Missing data raises nothing: each missing thing becomes a `Missing`, with what to do about it.
+Missing data raises nothing: each missing thing becomes a sentence with its remedy after the last semicolon.
 """
 
 from __future__ import annotations
@@ -22,14 +22,6 @@ from open_clip_zerovl.shards.urls import local_path
 from open_clip_zerovl.shards.writing import read_sizes
 
 MADE_BY_US = ("sbu", "vg", "cc3m", "cc12m", "coco", "f30k")  # by `zerovl data NAME`
-
-
-@dataclass(frozen=True)
-class Missing:
-    """Something that the run needs and lacks, and what to do about it."""
-
-    what: str
-    advice: str
 
 
 @dataclass
@@ -59,6 +51,7 @@ class DataCheck:
         opened: the sources that training could read, in order.
         counted: the sources whose number of pairs is known, in order.
         retrieval: name -> counts of the set, or its problem.
+        missing: "fault; advice" of each thing that the run needs and lacks.
         steps: optimizer steps of an epoch.
     """
 
@@ -66,7 +59,7 @@ class DataCheck:
     opened: tuple[Source, ...] = ()
     counted: tuple[Source, ...] = ()
     retrieval: dict[str, str] = field(default_factory=dict)
-    missing: list[Missing] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     steps: int = 0
 
@@ -90,7 +83,7 @@ def check_data(settings: PlanSettings) -> DataCheck:
         except UserError as error:
             found.retrieval[name] = "not here"
             what = f"{name}: {error}" if Path(path).exists() else f"{name}: there is no {path}"
-            found.missing.append(Missing(what, _made_by(name, Path(path))))
+            found.missing.append(f"{what}; {_made_by(name, Path(path))}")
     return found
 
 
@@ -110,10 +103,9 @@ def schedule_steps(settings: PlanSettings, data: DataCheck, effective_batch: int
     try:
         schedule = schedule_of(data.counted, effective_batch, sampling, seed=settings.seed, epoch=0)
     except UserError as error:  # a source, or all together, does not fill one effective batch
-        what, _, advice = str(error).partition("; ")
-        if not advice:
+        if "; " not in str(error):
             raise
-        data.missing.append(Missing(what, advice))
+        data.missing.append(str(error))
         return
     data.steps = schedule.steps
     few = few_steps(schedule, [source.name for source in data.counted]) if settings.strategy == "debiased" else None
@@ -157,7 +149,7 @@ def _check_sources(settings: PlanSettings, train_data: str, found: DataCheck) ->
 def _add_source(settings: PlanSettings, source: Source, found: DataCheck) -> None:
     row = SourceCheck(source.name, source.layout, source.num_samples)
     found.sources.append(row)
-    troubles: list[Missing] = []
+    troubles: list[str] = []
     if source.table is None and source.picked is None:  # a clustering has stored its shards' sizes and compared them
         local = {shard: Path(path) for shard in source.shards if (path := local_path(shard)) is not None}
         listed = {folder: read_sizes(folder) or {} for folder in {path.parent for path in local.values()}}
@@ -171,7 +163,7 @@ def _add_source(settings: PlanSettings, source: Source, found: DataCheck) -> Non
         troubles = _shard_troubles(settings, source, local)
     if not troubles and (reason := _first_sample(source)) is not None:
         advice = "find the fault with zerovl data check, and write the shard again"
-        troubles.append(Missing(f"{source.name}: its first sample cannot be used ({reason})", advice))
+        troubles.append(f"{source.name}: its first sample cannot be used ({reason}); {advice}")
     if troubles:
         row.state = "broken"
         found.missing += troubles
@@ -179,16 +171,14 @@ def _add_source(settings: PlanSettings, source: Source, found: DataCheck) -> Non
         found.opened += (source,)
 
 
-def _shard_troubles(settings: PlanSettings, source: Source, local: dict[str, Path]) -> list[Missing]:
+def _shard_troubles(settings: PlanSettings, source: Source, local: dict[str, Path]) -> list[str]:
     """Shards that are gone, and faults of the first and the last, which are opened and counted."""
     gone = [shard for shard, path in local.items() if not path.is_file()]
     troubles = []
     if gone:
         troubles.append(
-            Missing(
-                f"{source.name}: {len(gone)} of {len(source.shards)} shards are missing, first {gone[0]}",
-                f"fetch them again, or count the remaining ones: zerovl data index {local[gone[0]].parent}",
-            )
+            f"{source.name}: {len(gone)} of {len(source.shards)} shards are missing, first {gone[0]}; fetch them again, or "
+            f"count the remaining ones: zerovl data index {local[gone[0]].parent}"
         )
     for index in sorted({0, len(source.shards) - 1}):
         path = local.get(source.shards[index])
@@ -197,11 +187,11 @@ def _shard_troubles(settings: PlanSettings, source: Source, local: dict[str, Pat
         try:
             count = count_tar_samples(path)
         except UserError as error:
-            troubles.append(Missing(f"{source.name}: {str(error).rpartition('; ')[0]}", "fetch or write it again"))
+            troubles.append(f"{source.name}: {error}")
             continue
         if settings.captions != "all" and count != source.sizes[index]:
             what = f"{source.name}: {path} holds {count} samples, its sizes.json says {source.sizes[index]}"
-            troubles.append(Missing(what, f"zerovl data index {path.parent}"))
+            troubles.append(f"{what}; zerovl data index {path.parent}")
     return troubles
 
 
@@ -229,11 +219,8 @@ def _add_absent(component: str, reason: str, found: DataCheck) -> None:
     where = match["shards"] if match else component
     name, folder = (match["name"] if match else Path(where).name or where), _folder(where)
     found.sources.append(SourceCheck(name, state="broken" if folder.exists() else "not here"))
-    if folder.exists():
-        what, _, advice = reason.rpartition("; ")
-        found.missing.append(Missing(f"{name}: {what}", advice))
-        return
-    found.missing.append(Missing(f"{name}: there is no {folder}", _made_by(name, folder)))
+    absent = f"there is no {folder}; {_made_by(name, folder)}"
+    found.missing.append(f"{name}: {reason if folder.exists() else absent}")
 
 
 def _folder(where: str) -> Path:
