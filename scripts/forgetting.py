@@ -85,7 +85,7 @@ def zerovl(*words: str, log: Path) -> float:
 
 
 def fine_tuned(args: argparse.Namespace, task: str, arm: str, rate: float, seed: int) -> dict[str, Any]:
-    """The record of a run, with its scores at each alpha: of an earlier call, or made now."""
+    """The record of a run, with its scores at each alpha, from an earlier call or made now."""
     file = args.out / f"{task}-{arm.replace(' ', '-')}-{rate:g}-{seed}.json"
     if not file.is_file():
         before, old = str(base(args, seed).checkpoint), "::".join(f"{name}={args.data / name}" for name in OLD)
@@ -111,7 +111,8 @@ def fine_tuned(args: argparse.Namespace, task: str, arm: str, rate: float, seed:
 def scores(args: argparse.Namespace, task: str, ends: Any, alpha: float) -> dict[str, float]:
     """New and old ability of the weights at alpha, on validation and test."""
     loaded = (ends.at(alpha), ends.preprocess, ends.tokenizer, ends.device)
-    encoder, found = Encoder(ends.names[0], device="cpu"), {}
+    encoder = Encoder(ends.names[0], device="cpu")
+    found: dict[str, float] = {}
     model = FrozenModel.of("between", loaded, fingerprints={"image": f"{alpha:g}"})
 
     def rsum(folder: Path) -> float:
@@ -142,7 +143,7 @@ def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
             arm: max((r for r in records if r["arm"] == arm), key=lambda r: r["points"][-1]["val_new"])["lr"]
             for arm in RATES
         }
-        runs = [(task, seed) for seed in SEEDS["emoji"] for task in SEEDS if seed in SEEDS[task]]
+        runs = sorted(((task, seed) for task in SEEDS for seed in SEEDS[task]), key=lambda run: run[1] >= BASES)
         jobs = [(task, arm, best.get(arm, best["full"]), seed) for task, seed in runs for arm in ARMS]
         return records + list(pool.map(lambda one: fine_tuned(args, *one), jobs))
 
@@ -157,23 +158,27 @@ def on_curve(record: Mapping[str, Any]) -> Mapping[str, float]:
 def table(records: Sequence[Mapping[str, Any]]) -> str:
     """Means over seeds on the test splits, with Student's 95 % interval of the paired difference to full fine-tuning."""
 
-    def shown(values: Sequence[float], full: Sequence[float], form: str = ".1f") -> str:
+    def shown(values: Sequence[float], full: Sequence[float]) -> str:
         between = interval_over_seeds([value - other for value, other in zip(values, full, strict=True)])
-        differs = between is not None and list(values) != list(full)
-        return f"{mean(values):{form}}" + (f" ({between[0]:+{form}} to {between[1]:+{form}})" if differs else "")
+        if between is None or values == full:
+            return f"{mean(values):.1f}"
+        return f"{mean(values):.1f} ({between[0]:+.1f} to {between[1]:+.1f})"
 
     rows: dict[str, list[str]] = {}
     for task in SEEDS:
-        own = [one for one in records if one["task"] == task and one["seed"] != PILOT]
-        by_arm = {arm: sorted((r for r in own if r["arm"] == arm), key=lambda r: r["seed"]) for arm in ARMS}
-        points = {"before": [one["points"][0] for one in by_arm["full"]]}
-        for arm, found in by_arm.items():
-            points |= {arm: [r["points"][-1] for r in found], f"{arm} + curve": [on_curve(r) for r in found]}
+        own = sorted((r for r in records if r["task"] == task and r["seed"] != PILOT), key=lambda r: r["seed"])
+        by_arm = {arm: [run for run in own if run["arm"] == arm] for arm in ARMS}
+        full = by_arm["full"]
+        points, costs = {"before": [run["points"][0] for run in full]}, {}
+        for arm, runs in by_arm.items():
+            points |= {arm: [run["points"][-1] for run in runs], f"{arm} + curve": [on_curve(run) for run in runs]}
+            ratios = [run["cpu_seconds"] / other["cpu_seconds"] for run, other in zip(runs, full, strict=True)]
+            costs[arm] = f"{mean(ratios):.2f}"
         for label, found in points.items():
-            keys, arm = ("test_new", "test_old"), by_arm.get(label, ())
-            cells = [shown([one[key] for one in found], [one[key] for one in points["full"]]) for key in keys]
-            cost = [one["cpu_seconds"] / full["cpu_seconds"] for one, full in zip(arm, by_arm["full"], strict=False)]
-            rows.setdefault(label, [label]).extend([*cells, f"{mean(cost):.2f}" if cost else ""])
+            cells = [
+                shown([p[key] for p in found], [p[key] for p in points["full"]]) for key in ("test_new", "test_old")
+            ]
+            rows.setdefault(label, [label]).extend([*cells, costs.get(label, "")])
     return markdown_table(["", *(f"{task}: {k}" for task in SEEDS for k in ("new", "old", "cost"))], [*rows.values()])
 
 

@@ -97,7 +97,7 @@ class Fork:
     launcher: int
 
     def lead(self, output: Path) -> None:
-        """Called by the fork: make the session; what its processes print goes to a file."""
+        """Called by the fork: make the session; the output of its processes goes to a file."""
         os.setsid()
         atexit._clear()  # the fork must not run this program's exit handlers
         file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

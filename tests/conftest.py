@@ -56,3 +56,13 @@ def log_as_before() -> Iterator[None]:
         logging.root.removeHandler(handler)
         handler.close()
     logging.root.setLevel(level)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """torch.distributed with this process as its only rank."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

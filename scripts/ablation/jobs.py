@@ -75,7 +75,7 @@ class Ablation:
 
     Attributes:
         data: miniature -> its folder.
-        out: records, runs, and data that is made of the miniatures.
+        out: records, runs, and data made from the miniatures.
         choices: the fixed settings, and those that the protocol's pilots chose.
         split: "test", or "val" for pilots.
     """

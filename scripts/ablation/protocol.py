@@ -1,8 +1,8 @@
 """The protocol of `make ablation`. The page lists the changes that came after results were seen (`results.md.j2`).
 
-1. A run is scored where it was not trained: on the pairs of a source that it never saw (`unseen_pools`), as COCO and Flickr30K
-   are no source of the paper's training. Seed s leaves out source s mod 4 of a miniature's four, so that 8 seeds leave each
-   out twice.
+1. A run is scored on data that it was not trained on: the pairs of a source that it never saw (`unseen_pools`), as COCO and
+   Flickr30K are not a source of the paper's training. Seed s leaves out source s mod 4 of a miniature's four, so that 8 seeds
+   leave each out twice.
 2. Two conditions are compared seed by seed: same initialisation, same sources, same order where the sampling is the same.
    A verdict follows from the 95 % interval of the mean difference (`rows.py`).
 3. Settings that a claim depends on (`CHOICES`) are chosen on the validation split by pilot runs with other seeds, and written

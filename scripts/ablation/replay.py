@@ -1,4 +1,4 @@
-"""How wrong the gradient is without replayed masks, measured over a training (the paper's Table 6).
+"""The error of the gradient without replayed masks, measured over a training (the paper's Table 6).
 
     python -m scripts.ablation.replay --run FOLDER [--draws 64] [--dropout 0.1,0.3,0.5] [--out docs/results/replay.json]
 

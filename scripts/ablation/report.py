@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jinja2 import StrictUndefined, Template
 
@@ -44,19 +45,19 @@ from scripts.ablation.rows import (
 class Page:
     """The names that `results.md.j2` uses beside `rows`."""
 
-    def __init__(self, records: Records, rows: Sequence[Row], replay: Path) -> None:
+    def __init__(self, records: Records, rows: Sequence[Row], folder: Path) -> None:
         self.rows = rows
         self.records = [record for by_seed in records.values() for record in by_seed.values()]
         scores = [row for row in rows if row.decides and row.measure in ("score", HELD_OUT)]
         self.scores = [row for row in scores if len(row.values) >= LEAST_SEEDS]
         self.decided = [row for row in self.scores if row.verdict in (HIGHER, LOWER, NO_DIFFERENCE)]
         self.standing = standing(rows)
-        self.replay = json.loads(replay.read_text(encoding="utf-8")) if replay.is_file() else []
+        self.replay, self.raw_probe = (read_list(folder / name) for name in ("replay.json", "raw-probe.json"))
         self.pilots = read_pilots()
         self.seeds = [len(by_seed) for by_seed in records.values() if by_seed]
 
     def row(self, run: str, against: str, measure: str = "score") -> Row:
-        """The row of a comparison's measure; the measure "score" is of the held-out pairs where not all were scored."""
+        """The row of a comparison's measure; the measure "score" is of the held-out pairs if not all were scored."""
         measures = ("score", HELD_OUT) if measure == "score" else (measure,)
         return next(row for row in self.rows if row.name == f"{run} - {against}" and row.measure in measures)
 
@@ -65,6 +66,17 @@ class Page:
         row = self.row(run, against, measure)
         paper = f"{row.papers_words}: {row.beside_paper or 'open'}" if row.papers_words else ""
         return f"| {label} | {row.words} | {len(row.values)} | {row.verdict} | {paper} |"
+
+    @property
+    def mixtures(self) -> str:
+        """A table of mixtures: the signs that can be read before a training, and the gain of debiased batches."""
+        header = ("trained on", "pictures", "captions", "other sources", "gain, RSUM")
+        lines = []
+        for one in self.raw_probe:
+            row = self.row(one["run"], one["against"])
+            shares = [f"{100 * one[key]:.0f} %" for key in ("pictures", "captions", "other_source")]
+            lines.append((one["mixture"], *shares, row.judged))
+        return markdown_table(header, lines)
 
     def other_sources(self, run: str, against: str) -> str:
         """`-9 to +35`, the interval for other sources."""
@@ -95,6 +107,11 @@ class Page:
         return sum(now.replace(NEAR_CHANCE, UNDECIDED) != then for now, then in words), len(words)
 
 
+def read_list(path: Path) -> list[dict[str, Any]]:
+    """The entries of a JSON list of measurements; empty where it was not made."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+
+
 def summary(rows: Sequence[Row]) -> str:
     """A line for each comparison that has runs, and the names of those without."""
     shown = [row for row in rows if row.decides]
@@ -120,7 +137,7 @@ def write_page(records: Records, page: Path) -> list[Row]:
     """Write the page, its figure, `runs.json` and `rows.csv`; return the rows."""
     folder = page.with_suffix("")
     rows = write_rows(records, folder)
-    shown = Page(records, rows, folder / "replay.json")
+    shown = Page(records, rows, folder)
     write_atomically(folder / "runs.json", "[\n" + ",\n".join(map(json.dumps, shown.records)) + "\n]\n")
     write_atomically(folder / "main.png", main_effects(shown.row))
     template = Template(

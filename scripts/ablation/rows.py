@@ -130,7 +130,7 @@ def verdict(found: Estimate, seeds: int, margin: float, *, near_chance: bool = F
 
 
 def beside_paper(word: str, claim: Claim, found: Estimate, margin: float) -> str:
-    """True if a decided row bears out a number of the paper: `REPRODUCED`, `CONTRADICTED`, or "" if it says neither."""
+    """True if a decided row bears out a number of the paper: `REPRODUCED`, `CONTRADICTED`, or "" if neither holds."""
     if claim == "same":
         beyond = found.low > margin or found.high < -margin
         return REPRODUCED if word == NO_DIFFERENCE else CONTRADICTED if beyond and word in (HIGHER, LOWER) else ""

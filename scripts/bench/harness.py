@@ -368,15 +368,20 @@ def simulated_peak_bytes(model: nn.Module, step: Callable[[], Any]) -> int:
     An allocator's overhead and the kernels' scratch memory are not included. `model` cannot be used afterwards: its parameters
     and buffers become tensors without values. The step must make its inputs itself and may not read values.
     """
+    with without_values(model), PeakBytes() as live:
+        step()
+    return live.peak + sum(parameter.nbytes for parameter in model.parameters())
+
+
+def without_values(model: nn.Module) -> FakeTensorMode:
+    """Makes a model's parameters and buffers tensors with shapes only; a block under the returned mode computes nothing."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             held.update(
                 {name: cast(Any, fake.from_tensor(tensor)) for name, tensor in held.items() if tensor is not None}
             )
-    with fake, PeakBytes() as live:
-        step()
-    return live.peak + sum(parameter.nbytes for parameter in model.parameters())
+    return fake
 
 
 @dataclass

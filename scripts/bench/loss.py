@@ -157,7 +157,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--chunk", type=int, default=256, help="rows of the logits alive at once")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--options", action="store_true", help="count the memory of each option, without computing")
-    parser.add_argument("--kept", action="store_true", help="count what the graphs of the sigmoid losses keep")
+    parser.add_argument(
+        "--kept", action="store_true", help="count the bytes that the graphs of the sigmoid losses keep"
+    )
     parser.add_argument("--teachers", type=int, default=2)
     parser.add_argument("--teacher-width", type=int, default=768)
     parser.add_argument("--out", type=Path, metavar="FILE.json")

@@ -5,7 +5,7 @@
 Rows: 5,000 images x 5,000 captions with both programs (open_clip's needs a square), 5,000 x 25,000 with ours. Times are the
 least of the repeats, taken in turn, so that other load affects both alike; CPU seconds are summed over threads. Memory on a CPU
 is the peak resident set minus the resident set before the call (Linux), without mapped files, since pages of libraries that are
-read again are no allocation; on a GPU it is the peak that torch allocated. Features are not counted.
+read again are not an allocation; on a GPU it is the peak that torch allocated. Features are not counted.
 Expected: at least 5 times as fast at 5,000 x 5,000, and at most 1 GiB above the features everywhere.
 """
 

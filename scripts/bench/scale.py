@@ -7,8 +7,6 @@ middle: the schedule, this reader's quota and the samples that it has delivered,
 its first samples, and the first micro-batch's counts. Seconds and the growth of peak resident memory do not include imports.
 Four sources hold 6, 4, 20 and 70 % of the pairs, in shards of 10,000 pairs, of 50,000 from 1.28 billion on.
 
-A row also has the sizes of sizes.json and of one shard's index (`shards/index`).
-
 Takes about two minutes on two cores.
 """
 
@@ -19,16 +17,12 @@ import json
 import resource
 import subprocess
 import sys
-import tempfile
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.report.tables import markdown_table
-from open_clip_zerovl.shards import index as tar_index
-from open_clip_zerovl.shards.members import Sample
-from open_clip_zerovl.shards.writing import write_shard
 from scripts.bench.harness import write
 
 SHARES = (0.06, 0.04, 0.20, 0.70)
@@ -82,27 +76,6 @@ def in_a_process(*arguments: str) -> dict[str, Any]:
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def sizes_json_bytes(pairs: int) -> int:
-    """Size of a sizes.json of all shards."""
-    return sum(
-        len(json.dumps({f"{number:05d}.tar": size for number, size in enumerate(sizes)}))
-        for sizes in shard_sizes(pairs)
-    )
-
-
-def index_bytes_per_sample() -> float:
-    """Bytes a sample of a shard's index on disk: the difference of two indexes, in which the fixed part cancels."""
-
-    def written(samples: int, folder: Path) -> int:
-        path = folder / f"{samples}.tar"
-        write_shard(path, (Sample(f"{number:09d}", {"jpg": b"abc", "txt": b"abc"}) for number in range(samples)))
-        tar_index.open_index(str(path))
-        return (folder / tar_index.FOLDER / f"{path.name}.npz").stat().st_size
-
-    with tempfile.TemporaryDirectory() as folder:
-        return (written(2000, Path(folder)) - written(1000, Path(folder))) / 1000
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", default="14e6,100e6,1.28e9,12.8e9", help="in all sources together")
@@ -116,23 +89,20 @@ def main() -> None:
         print(json.dumps(start(int(pairs), strategy, args.ranks, args.workers, jump == "jump")))
         return
     rows, cells = [], []
-    per_sample = index_bytes_per_sample()
     options = ("--ranks", str(args.ranks), "--workers", str(args.workers))
     for pairs in (int(float(word)) for word in args.pairs.split(",")):
-        sizes = shard_sizes(pairs)
+        shards = sum(map(len, shard_sizes(pairs)))
         for strategy in STRATEGIES:
-            row: dict[str, Any] = {"pairs": pairs, "shards": sum(map(len, sizes)), "strategy": strategy}
+            row: dict[str, Any] = {"pairs": pairs, "shards": shards, "strategy": strategy}
             for place in ("start", "jump"):
                 row[place] = in_a_process(str(pairs), strategy, place, *options)
-            row["sizes_json_bytes"], row["index_bytes"] = sizes_json_bytes(pairs), per_sample * sizes[0][0]
             rows.append(row)
             cells.append([f"{pairs:,}", f"{row['shards']:,}", strategy, f"{row['start']['steps']:,}"])
             for one in (row["start"], row["jump"]):
                 cells[-1].append(f"{one['seconds']:.2f} ({one['cpu_seconds']:.2f}), {one['mib']:.0f}")
-            cells[-1] += [f"{row['sizes_json_bytes'] / 2**20:.1f}", f"{row['index_bytes'] / 2**20:.2f}"]
             print(*cells[-1], file=sys.stderr, flush=True)
     header = ["pairs", "shards", "strategy", "steps", "start: s (CPU), MiB", "middle: s (CPU), MiB"]
-    write(rows, markdown_table([*header, "sizes.json, MiB", "index a shard, MiB"], cells), args.out)
+    write(rows, markdown_table(header, cells), args.out)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Four icon families as four sources of unequal size, which draw few of the same concepts.
 
-The emoji sets are a special case: each draws the same 1,900 concepts. These families differ in style and in what they draw, and
+The emoji sets are a special case: each draws the same 1,900 concepts. These families differ in style and in subjects, and
 the largest has six times the pairs of the smallest, as the web's sources do. A concept is an icon's name.
 
     mdi          name (category)            Material Design Icons: one colour, outlines and filled shapes

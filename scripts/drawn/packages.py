@@ -146,7 +146,7 @@ def _npm_pack(npm: list[str], package: NpmPackage, folder: str, timeout_seconds:
 
 
 def _fault(path: Path, package: NpmPackage) -> str | None:
-    """Why a tarball is not the wanted package, whole; None if it is."""
+    """The reason why a tarball is not the whole requested package; None if it is."""
     try:
         digest = base64.b64encode(hashlib.sha512(path.read_bytes()).digest()).decode()
         if package.sha512 and digest != package.sha512:

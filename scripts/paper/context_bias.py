@@ -45,7 +45,7 @@ def with_frame(picture: Image.Image, width_px: int) -> Image.Image:
 
 
 def framed(content: bytes) -> bytes:
-    """The picture with a red frame drawn over its edge, as a JPEG. BadImage where it cannot be decoded."""
+    """The picture with a red frame drawn over its edge, as a JPEG. BadImage if it cannot be decoded."""
     picture = decode_image(content)
     buffer = io.BytesIO()
     with_frame(picture, max(1, round(FRAME_SHARE * min(picture.size)))).save(buffer, "JPEG", quality=95, subsampling=0)

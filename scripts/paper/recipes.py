@@ -7,8 +7,9 @@
 Finds the GPUs, chooses micro-batch and DGA steps so that the effective batch is the recipe's, and becomes the training program
 or submits train.sbatch on SLURM. Runs save step checkpoints; the same command resumes a stopped run exactly.
 
-DATA holds what `zerovl data NAME --out DATA/NAME` writes: for each source a folder of webdataset shards (sbu, vg, cc3m, cc12m,
-and web for 100M), and the retrieval sets coco and f30k, with their train/ for fine-tuning. docs/recipes.md has the details.
+DATA holds the output of `zerovl data NAME --out DATA/NAME`: for each source a folder of webdataset shards (sbu, vg, cc3m,
+cc12m, and web for 100M), and the retrieval sets coco and f30k, with their train/ for fine-tuning
+(docs/recipes.md).
 """
 
 from __future__ import annotations

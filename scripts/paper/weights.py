@@ -61,7 +61,7 @@ class Comparison:
 
     @property
     def obstacle(self) -> str | None:
-        """Why the numbers cannot be compared; None if they can."""
+        """The reason why the numbers cannot be compared; None if they can."""
         found, wanted = (self.ours["images"], self.ours["captions"]), SIZES[self.set_name]
         if found == wanted:
             return None

@@ -23,7 +23,7 @@ class Later(NamedTuple):
         flags: in their written form; a flag counts as given if its value is not its default.
         recipe: the part of the recipe in the sentence.
         when: whether that part was asked for.
-        advice: why, and what to do.
+        advice: the reason and the remedy.
     """
 
     flags: str

@@ -62,7 +62,7 @@ class Position:
         return self.read_as or self.batching
 
     def read_on(self, now: Position) -> Position:
-        """`now`, in an epoch whose rest is to be read as this position's epoch was begun, so that each sample comes once."""
+        """`now`, in an epoch whose rest is read as this position's epoch was begun, so that each sample comes once."""
         if self.dealt == now.dealt or not self._same_batch(now):
             return now
         return replace(now, read_as=self.dealt)

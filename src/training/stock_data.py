@@ -51,8 +51,8 @@ def check_stock_data(args: argparse.Namespace, *, training: bool) -> None:
         elif path and flag == "--train-data" and os.path.isdir(path):
             raise UserError(f"{flag} {path} is a folder; name it to read it as a source: --train-data NAME={path}")
         elif path and args.dataset_type == "auto":
-            named = ", or name a source: --train-data NAME=FOLDER" * (flag == "--train-data")
-            raise UserError(f"{flag} {path} does not end in .tar, .csv or .tsv; correct the path{named}")
+            advice = ", or name a source: --train-data NAME=FOLDER" * (flag == "--train-data")
+            raise UserError(f"{flag} {path} does not end in .tar, .csv or .tsv; correct the path{advice}")
 
 
 def _check_accuracy() -> None:

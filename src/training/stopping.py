@@ -194,8 +194,8 @@ def sentence_of(error: BaseException) -> str | None:
     if isinstance(error, torch.OutOfMemoryError):
         return (
             f"the device's memory is full ({first_line}); lower --batch-size and raise --dga-steps by the same factor: the "
-            "effective batch stays (--dga-retain 1 keeps one graph, --loss-chunk 1024 fewer logits at once; `zerovl plan` says "
-            "what fits)"
+            "effective batch stays (--dga-retain 1 keeps one graph, --loss-chunk 1024 fewer logits at once; `zerovl plan` "
+            "estimates the memory)"
         )
     if (sentence := place_sentence(error)) is not None:
         return f"{sentence}, then go on with --resume latest"

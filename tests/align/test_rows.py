@@ -18,7 +18,6 @@ from open_clip_zerovl.align.request import AlignFlags
 from open_clip_zerovl.align.rows import (
     Features,
     Sources,
-    cut_captions,
     embed_tower,
     identity,
     make_pairs,
@@ -35,6 +34,7 @@ from open_clip_zerovl.distill.embed import TeacherSettings, embed_sources
 from open_clip_zerovl.embeddings import reading as reading_module
 from open_clip_zerovl.embeddings import store as store_module
 from open_clip_zerovl.embeddings.encoder import FrozenModel
+from open_clip_zerovl.embeddings.sources import cut_captions
 from support.hash_teacher import HashEncoder
 from support.tars import write_tar
 
@@ -225,12 +225,12 @@ def test_features_beyond_half_precision_are_refused_while_they_are_made(sources,
 
 
 def test_captions_that_the_context_cuts_are_counted(home, sources):
-    assert cut_captions(open_tower(f"hf:{home / 'bert'}", "text"), sources) == (240, 0)
-    looked_at, cut = cut_captions(open_tower(f"hf:{home / 'bert'}", "text", context_length=8), sources)
-    assert (looked_at, cut) == (240, 120)  # the second caption of each picture is nine tokens long, the first eight
-    tower = open_tower(f"hf:{home / 'bert'}", "text", context_length=8)
-    tower.tokenizer.tokenizer.pad_token = tower.tokenizer.tokenizer.sep_token  # a text ends as it is padded
-    assert cut_captions(tower, sources) == (240, 120)
+    tokenizer = open_tower(f"hf:{home / 'bert'}", "text", context_length=8).tokenizer
+    # The second caption of each picture is nine tokens long, the first eight.
+    assert cut_captions(tokenizer, 9, sources.opened[:2]) == (240, 0, 9)
+    assert cut_captions(tokenizer, 8, sources.opened[:2]) == (240, 120, 9)
+    tokenizer.tokenizer.pad_token = tokenizer.tokenizer.sep_token  # a text ends as it is padded
+    assert cut_captions(tokenizer, 8, sources.opened[:2])[:2] == (240, 120)
 
 
 def test_a_picture_that_cannot_be_read_is_left_out(home, towers, tmp_path):

@@ -49,10 +49,22 @@ with torch.no_grad():
 print(json.dumps({"image": image.tolist(), "text": text.tolist()}))
 """
 
+TRANSFORMERS_STRANGER = """
+import json, sys
+import torch
+from transformers import AutoModel, AutoTokenizer
+model, tokenizer = AutoModel.from_pretrained(sys.argv[1]).eval(), AutoTokenizer.from_pretrained(sys.argv[1])
+texts = tokenizer(json.loads(sys.argv[2]), padding=True, return_tensors="pt")
+with torch.no_grad():
+    found = model(**texts, pixel_values=torch.linspace(-1, 1, 3 * 32 * 32).reshape(1, 3, 32, 32))
+assert not any(name.startswith("open_clip") for name in sys.modules)
+print(json.dumps({"image": found.image_embeds.tolist(), "text": found.text_embeds.tolist()}))
+"""
 
-def embeddings_of_a_stranger(folder, tmp_path):
+
+def embeddings_of_a_stranger(folder, tmp_path, script=STRANGER):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "no-cache"), "PYTHONPATH": ""}
-    command = [warm.python(), "-c", STRANGER, str(folder), json.dumps(TEXTS)]
+    command = [warm.python(), "-c", script, str(folder), json.dumps(TEXTS)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -177,6 +189,21 @@ def test_vision_models_of_transformers_become_its_dual_encoder(request_of, home,
         UserError, match=r"model has other heads than this call, or is for another library; give another"
     ):
         run_align(request_of(tmp_path / "out"), said.append)
+
+
+@pytest.mark.slow
+def test_transformers_opens_the_dual_encoder_without_open_clip(request_of, home, tmp_path):
+    """Slow: another process of imports."""
+    given = {"images": (f"hf:{home / 'dinov2'}",), "text_pool": "cls", "epochs": 1}
+    (result,) = run_align(request_of(tmp_path / "out", **given), lambda line: None)
+    found = embeddings_of_a_stranger(tmp_path / "out" / "model", tmp_path, TRANSFORMERS_STRANGER)
+    pixels = torch.linspace(-1, 1, 3 * 32 * 32).reshape(1, 3, 32, 32)
+    heads, task, tower = result.outcome.heads.cpu(), result.task, result.image.module
+    with torch.no_grad():
+        image = heads.image(tower(pixels) * task.images.scale)
+        text = heads.text(result.text.module(result.text.tokenizer(TEXTS)) * task.texts.scale)
+    for own, name in ((image, "image"), (text, "text")):
+        assert torch.allclose(torch.tensor(found[name]), torch.nn.functional.normalize(own, dim=-1), rtol=0, atol=1e-5)
 
 
 def test_heads_learn_from_a_teacher_of_the_same_views_and_captions(request_of, home, tmp_path, monkeypatch):

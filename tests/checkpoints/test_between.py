@@ -89,7 +89,7 @@ def test_a_point_outside_is_refused(alpha):
     ],
 )
 def test_another_architecture_with_the_same_shapes_is_refused_by_its_key(tmp_path, tiny, vision, text, more, sentence):
-    # All tensors have the same names and shapes: only the config tells.
+    # All tensors have the same names and shapes: only the config differs.
     other = register(
         tmp_path, f"between-other-{len(str(vision))}-{len(str(text))}", NATIVE_VISION | vision, CLIP_TEXT | text, **more
     )

@@ -92,7 +92,7 @@ def test_zero_shot_classification_of_an_exported_folder(tmp_path, home):
 def test_imagenet_zero_shot_of_open_clip_runs_with_bert_while_training(tmp_path, home, monkeypatch):
     """`--imagenet-val` through `training.main`: the classifier is built with BERT's tokenizer, and logged each epoch.
 
-    Twelve class names and two templates stand for open_clip's 1,000 and 80: 80,000 prompts say no more of the wiring.
+    Twelve class names and two templates stand for open_clip's 1,000 and 80: 80,000 prompts would test the wiring no better.
     """
     import open_clip_train.zero_shot as zero_shot
 

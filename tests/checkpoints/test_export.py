@@ -391,7 +391,7 @@ def test_the_command_exports_in_half_precision(tmp_path, home, capsys):
     checkpoint = write_run(tmp_path / "run", random_model("native-bert"), {"model": "native-bert"})
     assert main(["export", str(checkpoint), str(tmp_path / "half"), "--fp16"]) == 0
     printed = capsys.readouterr()
-    assert "after moving" in printed.out  # the sentence and the way, where it cannot just move
+    assert "after moving" in printed.out  # the sentence and the way, if it cannot just move
     steps = ["loading open_clip", "reading ", "building native-bert", "writing ", "loading the folder", "wrote "]
     assert all(f"zerovl: {step}" in line for step, line in zip(steps, printed.err.splitlines(), strict=True))
     weights = load_file(tmp_path / "half" / "open_clip_model.safetensors")

@@ -339,7 +339,7 @@ def test_the_command_takes_an_exported_folder_and_carries_its_card(tmp_path, hom
     assert card.startswith("---\nlibrary_name: transformers\n") and "license: mit" in card and "cc-by" not in card
     assert "# my-run (tf-plain-bert)" in card and "- `--sampling`: debiased" in card and "- sbu" in card
     assert "AutoModel.from_pretrained" in card and "create_model_and_transforms" not in card
-    # One export is not replaced by another without --force, and a folder for open_clip is none for transformers.
+    # One export is not replaced by another without --force, and a folder for open_clip is not one for transformers.
     command = ["export", str(checkpoint), str(out), "--format", "transformers"]
     assert main(command) == 2 and "replace it with --force" in capsys.readouterr().err
     assert main([*command, "--force"]) == 0

@@ -147,7 +147,7 @@ def test_how_many_processes(four_gpus, asked, device, environment, ranks):
             ranks_here(asked, device, environment)
 
 
-# A rank that notes each signal, and ends after the number of them in its last word. Its parent is what torchrun would be.
+# A rank that notes each signal, and ends after the number of them in its last word. Its parent stands for torchrun.
 RANK = """
 import os, pathlib, signal, sys, time
 seen = []
@@ -240,7 +240,7 @@ def test_two_processes_train_and_stop_with_a_checkpoint(tmp_path):
     assert not list((tmp_path / "logs" / "unnamed").glob("checkpoints/step_*.pt"))
 
 
-# Stands for the training program: says something, then ends with a status, or on SIGTERM with that of a stop.
+# Stands for the training program: prints something, then ends with a status, or on SIGTERM with that of a stop.
 PROGRAM = """
 import signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(85))

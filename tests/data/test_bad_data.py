@@ -330,7 +330,7 @@ def test_a_stalled_pipe_ends_with_a_sentence(workers):
 
 @pytest.mark.timeout(60)
 def test_a_killed_worker_ends_with_a_sentence(tmp_path):
-    """Where the signal is heard depends on the moment; both ways lead to the same sentence."""
+    """The moment decides which code receives the signal; both give the same sentence."""
     loader = loader_of(parse_sources(f"s={write_source(tmp_path / 's', 0, 200, 50)}"), workers=1)
     with pytest.raises((UserError, RuntimeError)) as raised:
         for _ in loader:

@@ -131,19 +131,6 @@ def test_images_of_different_sizes_are_not_broadcast():
     assert torch.equal(collate_images([grey, grey]), torch.stack([grey, grey]))
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.booleans())
-def test_damaged_pictures_decode_or_say_so(seed, damage, reduced):
-    rng = np.random.default_rng(seed)
-    data = bytearray(noise_jpeg(1, 300, 200))
-    for place in rng.integers(0, len(data), damage):
-        data[place] = rng.integers(256)
-    try:
-        assert decode_image(bytes(data), Crop(30, 30, 0.5, (0.75, 4 / 3)) if reduced else None).mode == "RGB"
-    except BadImage as error:
-        assert error.fault.reason in ("undecodable image", "one-pixel image", "oversized image")
-
-
 def test_memory_does_not_grow_over_an_epoch(tmp_path):
     """After the shuffle window has filled, an epoch ten windows long needs no more than a window more."""
     write_source(tmp_path / "s", 0, 2000, 250)

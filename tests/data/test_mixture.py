@@ -21,7 +21,7 @@ from support.loading import epoch_of, loader_of, steps_of
 from support.tars import ids_of, write_source
 
 COUNTS = {"a": 83, "b": 40, "c": 21}
-FIRST = {"a": 0, "b": 1000, "c": 2000}  # disjoint ID ranges: an ID tells its source
+FIRST = {"a": 0, "b": 1000, "c": 2000}  # disjoint ID ranges: an ID shows its source
 
 
 @pytest.fixture(scope="module")

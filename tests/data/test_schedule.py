@@ -336,7 +336,7 @@ def test_no_position_of_resampled_shards_comes_again_in_another_epoch():
 
 
 def test_steps_and_shards_come_in_another_order_in_each_epoch_and_source_and_with_each_seed():
-    """Else the shuffle window alone would tell epochs apart, and neighbours in a set stay neighbours."""
+    """Otherwise only the shuffle window would distinguish epochs, and neighbours in a set stay neighbours."""
     steps, shards = [], []
     for seed, epoch, source in ((0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 0, 1), (0, 0, 0)):
         schedule = source_schedule([600, 600], 30, strategy="debiased", seed=seed, epoch=epoch)

@@ -1,4 +1,4 @@
-"""Where sizes of shards come from: one validator of numbers, no command that was not asked for, no wait without an end."""
+"""Sources of shard sizes: one validator of numbers, no command that nobody requested, no wait without an end."""
 
 from __future__ import annotations
 

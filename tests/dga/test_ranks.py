@@ -22,10 +22,12 @@ import torch.distributed as dist
 from open_clip.loss import ClipLoss, SigLipLoss
 from torch.nn.parallel import DistributedDataParallel
 
+from open_clip_zerovl.checkpoints.adapters import is_adapter
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.dga.retain import AUTO_SHARE, Retention
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, ReplayError
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss, reversed_partner
+from open_clip_zerovl.recipe.lora import add_lora
 from support.dense_loss import DenseLoss, sample_ids, set_by_set, teacher_features
 from support.dga_reference import TOLERANCE, batches, bert_clip, error, one_graph
 from support.programs import run_ranks
@@ -44,6 +46,7 @@ class Case:
     mixup_lambda: float | None = None
     model: dict[str, Any] = field(default_factory=dict)
     freeze: str | None = None
+    lora: str | None = None  # towers with adapters
     ddp: dict[str, Any] = field(default_factory=dict)
     dga: dict[str, Any] = field(default_factory=dict)
     use_dga: bool = True
@@ -58,6 +61,12 @@ class Case:
         model = bert_clip(**self.model)
         if self.freeze:
             getattr(model, self.freeze).requires_grad_(False)
+        if self.lora:
+            add_lora(model, 2, self.lora)
+            for number, (name, parameter) in enumerate(model.named_parameters()):
+                if is_adapter(name):  # both factors must differ from zero
+                    noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+                    parameter.data.copy_(0.1 * noise)
         return model.eval() if self.shuffle_texts else model
 
     def loss_inputs(self, rank: int, step: int) -> dict[str, Any]:
@@ -156,6 +165,8 @@ CASES = {
     "ours, check always": Case(ContrastiveLoss, dga={"check": "always"}),
     "ours, frozen text": Case(ContrastiveLoss, freeze="text"),
     "ours, frozen image": Case(ContrastiveLoss, freeze="visual", retain=0),
+    "ours, adapters, ragged": Case(ContrastiveLoss, sizes=ragged, lora="both"),
+    "ours, adapters on images, retain 0": Case(ContrastiveLoss, retain=0, lora="image"),
     "ours, logit_bias": Case(ContrastiveLoss, model={"bias": True}),
     "ours, deferred, ragged": Case(partial(ContrastiveLoss, chunk_size=3), sizes=ragged, deferred=True),
     "ours, deferred, one micro-batch": Case(ContrastiveLoss, sizes=one_micro_batch, deferred=True),
@@ -229,6 +240,7 @@ CASES |= {
 SLOW_CASES = {
     "ours, compiled DDP": Case(ContrastiveLoss, compile=True),
     "ours, compiled DDP, frozen text": Case(ContrastiveLoss, compile=True, freeze="text"),
+    "ours, compiled DDP, adapters": Case(ContrastiveLoss, compile=True, lora="both"),
 }
 # Cases that must come out wrong, by at least the second number.
 CONTROLS = {

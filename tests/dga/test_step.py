@@ -424,7 +424,7 @@ def test_memory_does_not_grow_with_k():
 
 
 def test_an_earlier_decision_of_auto_holds_while_it_fits(monkeypatch, caplog):
-    """A run that is resumed keeps as many graphs as before, or says that it cannot."""
+    """A resumed run keeps the number of graphs, or warns that it cannot."""
     model, micro_batches = bert_clip(), batches([4, 4, 4, 2])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
@@ -512,8 +512,11 @@ def test_refusals_before_any_pass():
         ([], "is empty"),
         (iter(batches([2])), "is a list_iterator"),
         ([batches([2])[0][0]], "Micro-batch 0 must be a pair"),
-        ([(torch.zeros(2, 3, 32, 32), torch.zeros(3, CONTEXT))], "has 3 and 2"),
-        ([(torch.zeros(0, 3, 32, 32), torch.zeros(0, CONTEXT))], "Micro-batch 0 is empty; leave it out"),
+        ([(torch.zeros(2, 3, 32, 32), torch.zeros(3, CONTEXT))], "as many texts as images; the numbers are 3 and 2"),
+        (
+            [(torch.zeros(0, 3, 32, 32), torch.zeros(0, CONTEXT))],
+            r"Micro-batch 0 is empty \(0 images, 0 texts\); leave it out",
+        ),
     ]:
         with pytest.raises(UserError, match=message):
             dga(model, ClipLoss()).backward(wrong)

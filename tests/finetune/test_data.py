@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.embeddings.sources import cut_captions
 from open_clip_zerovl.finetune.data import (
     all_samples,
-    cut_captions,
     find_data,
     open_sources,
     refuse_test_pictures,

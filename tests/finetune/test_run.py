@@ -51,7 +51,7 @@ ASKED = ["--device=cpu", "--set=lr=5e-4", "--set=epochs=3", "--set=text-augment=
 
 
 def drawn(number: int) -> Sample:
-    """A picture of some colours, with two captions that say them."""
+    """A picture of some colours, with two captions that name them."""
     rng = np.random.default_rng(number)
     colour, thing = list(COLOURS)[number % 3], THINGS[number % 7]
     pixels = np.zeros((16, 16, 3), dtype=np.uint8) + np.array(COLOURS[colour], dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""Where the tests marked gpu run: on a CUDA device, or, to rehearse them, on the CPU with ZEROVL_REHEARSE=1."""
+"""The device of tests marked gpu: a CUDA device, or, to rehearse them, the CPU with ZEROVL_REHEARSE=1."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_half_precision_replays_berts_masks(device, to_device, dtype, retain):
 
 
 def test_bf16_error_is_that_of_one_graph_in_bf16(device, to_device):
-    """Against fp32, without random masks: no more than 1.5 times what one graph in bf16 errs."""
+    """Against fp32, without random masks: at most 1.5 times the error of one graph in bf16."""
     autocast = partial(torch.autocast, device.type, dtype=torch.bfloat16)
     model, micro_batches = bert_clip(torch.float32).to(device).eval(), batches(SIZES, torch.float32)
     exact = reference(model, micro_batches, prepare=to_device)

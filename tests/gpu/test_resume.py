@@ -9,7 +9,7 @@ import pytest
 
 from support.programs import COMMON, flat_tensors, launch, state_of
 from support.tars import write_source
-from support.tiny_clip import NATIVE_VISION, WORDS, bert_text, write_bert
+from support.tiny_clip import NATIVE_VISION, NUMBERED, bert_text, write_bert
 
 pytestmark = pytest.mark.gpu
 EPOCHS = 2
@@ -18,8 +18,7 @@ EPOCHS = 2
 @pytest.mark.timeout(600)
 def test_resumed_equals_never_interrupted(device, tmp_path, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic algorithms, which the script asks for
-    words = [*WORDS, "sample", *"0123456789", *(f"##{digit}" for digit in "0123456789")]
-    bert = write_bert(tmp_path / "bert", words=words)
+    bert = write_bert(tmp_path / "bert", words=NUMBERED)
     config = {"embed_dim": 24, "vision_cfg": {**NATIVE_VISION, "patch_dropout": 0.25}, "text_cfg": bert_text(bert)}
     (tmp_path / "tiny.json").write_text(json.dumps(config))
     data = "::".join(f"{name}={write_source(tmp_path / name, first, 64, 16)}" for name, first in (("a", 0), ("b", 500)))

@@ -1,4 +1,4 @@
-"""The registered model configs build as the paper says, and open_clip's silent traps end with a sentence."""
+"""The registered model configs build as in the paper, and open_clip's silent traps end with a sentence."""
 
 import json
 import math
@@ -67,7 +67,7 @@ def test_importing_the_package_registers_its_configs_and_again_is_harmless():
 
 
 def test_a_missing_config_folder_is_not_silent(monkeypatch, tmp_path):
-    open_clip.add_model_config(tmp_path / "nowhere")  # open_clip itself says nothing
+    open_clip.add_model_config(tmp_path / "nowhere")  # open_clip itself is silent
     monkeypatch.setattr(models, "CONFIG_FOLDER", tmp_path)
     with pytest.raises(UserError, match="without its model configs"):
         models.register_model_configs()

@@ -28,7 +28,7 @@ from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
 from open_clip_zerovl.recipe.towers import lock_text_layers, open_clip_locks_layers
 from support import warm
 from support.dga_reference import error, gradients, one_graph
-from support.hf_towers import micro_batches_of, small_model
+from support.hf_towers import MixedByHand, micro_batches_of, small_model
 from support.tiny_clip import (
     NATIVE_VISION,
     bert_text,
@@ -141,28 +141,10 @@ def test_mixed_word_embeddings_are_exact(small, prepared_first):
     model, mix, weight = random_model(small).double().eval(), Mix(mixes_images=False, weight=0.35), 0.35
     model.output_dict = True
     parts = micro_batches_of(small, TEXTS)
-
-    class Written(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, images, tokens):
-            words = model.text.transformer.get_input_embeddings()(tokens)
-            mask = (tokens != PAD).long()
-            hidden = model.text.transformer(
-                inputs_embeds=weight * words + (1 - weight) * words.flip(0), attention_mask=mask | mask.flip(0)
-            )
-            text = model.text.proj(hidden.last_hidden_state[:, 0])
-            unit = torch.nn.functional.normalize
-            return {
-                "image_features": unit(model.encode_image(images), dim=-1),
-                "text_features": unit(text, dim=-1),
-                "logit_scale": model.logit_scale.exp(),
-            }
-
     loss_inputs = mix.loss_inputs([3, 3, 3])
-    _, reference = one_graph(Written(), ContrastiveLoss(), parts, **loss_inputs)
+    _, reference = one_graph(
+        MixedByHand(model, weight, texts="embeddings", pad=PAD), ContrastiveLoss(), parts, **loss_inputs
+    )
     mixup = CoinFlipMixup(texts="embeddings")
     if prepared_first:
         without_gpu_syncs(model)

@@ -17,6 +17,7 @@ from transformers import BertConfig
 
 from open_clip_zerovl.cli.plan import parse_plan
 from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.clusters import Clustering, save_clustering
 from open_clip_zerovl.plan import estimate as plan_estimate
@@ -458,6 +459,13 @@ def test_assumed_hardware_is_labelled_and_needs_no_data(model, capsys):
     }  # fmt: skip
     assert plan["gpu_hours"] == pytest.approx(plan["steps"] * plan["step_seconds"] / 3600)
     assert plan["step_seconds"] > 0 and plan["missing"] == []
+    (note,) = (
+        one for one in plan["notes"] if "zerovl align" in one
+    )  # one forward pass of each pair at the step's rate
+    forward = plan["costs"]["replayed_flops"] - plan["costs"]["retained_flops"]
+    seconds = forward / plan["sample_flops"] * plan["compute_seconds"] / 16384 * 83 * 16384
+    assert f"encoding {83 * 16384:,} pairs once takes {duration(seconds)} of one device and " in note
+    assert note.endswith("and in memory the rows and 16 GiB.") and note.startswith("ESTIMATE ")
 
 
 def test_estimate_follows_flops_and_peak(model):

@@ -296,7 +296,7 @@ def test_a_quarter_of_the_patches_is_dropped_and_the_class_token_kept(kind, bert
 
 def test_a_tower_that_ignores_token_drop_is_refused(bert, tmp_path):
     resnet = {"layers": [1, 1, 1, 1], "width": 16, "image_size": 64, "patch_dropout": 0.25}
-    model = open_clip.CLIP(embed_dim=16, vision_cfg=resnet, text_cfg=CLIP_TEXT)  # open_clip says nothing
+    model = open_clip.CLIP(embed_dim=16, vision_cfg=resnet, text_cfg=CLIP_TEXT)  # open_clip is silent
     for made, rate, words in (
         (model, 0.25, "ModifiedResNet drops no tokens"),
         (timm_bert(bert), 0.25, "drops no tokens"),

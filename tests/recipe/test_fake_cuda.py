@@ -174,7 +174,7 @@ def watched_steps(
 
 
 def unexpected(waits, allowed):
-    """Lines that wait more often than `allowed` says."""
+    """Lines that wait more often than `allowed` permits."""
     found = {}
     for line, count in waits.by_line().items():
         most = max((times for part, (times, _) in allowed.items() if part in line), default=0)

@@ -185,6 +185,7 @@ word | unexpected argument 'word'; write it as --flag value
 --train-data /x.csv --positives caption | --positives needs named sources: --train-data NAME=SHARDS
 --train-data= --debiased-sampling | --debiased-sampling needs --train-data NAME=SHARDS::...
 --train-data= --sampling sequential | --sampling needs --train-data NAME=SHARDS::...
+--equal-tokens | --equal-tokens needs --sort-text
 --cache-frozen /c | --cache-frozen needs one frozen tower: --freeze image or --freeze text
 --shard-cache-gib 5 | --shard-cache-gib needs --shard-cache
 --retrieval-captions all | --retrieval-captions needs --retrieval-data

@@ -26,13 +26,11 @@ from open_clip_zerovl.recipe.lora import add_lora, lora_entry
 from open_clip_zerovl.recipe.towers import checkpoint_without_reentry, group_of
 from support.dga_reference import (
     CONTEXT,
-    SEED,
     VOCABULARY,
     accumulated,
     batches,
     bert_clip,
     error,
-    gradients,
     reference,
     vit,
 )  # fmt: skip
@@ -230,16 +228,6 @@ def test_refused_flags(words, message):
     with pytest.raises(UserError, match=message):
         parse(["--train-data", "a=/x", *words.split()])
     assert parse(["--train-data", "a=/x", *["--lora", "4", "--lora-on", "image", "--freeze", "text"]])[1].lora == 4
-
-
-def test_one_step_changes_adapters_and_heads_alone():
-    model = adapted(bert_clip)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    torch.manual_seed(SEED)
-    ClipLoss()(**model(*batches([4])[0])).backward()
-    torch.optim.AdamW(model.parameters(), lr=0.1).step()
-    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
-    assert changed == set(gradients(model))
 
 
 @pytest.mark.slow(reason="two runs of training; the fast tests hold its parts")

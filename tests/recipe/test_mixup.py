@@ -16,6 +16,7 @@ from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix, mix_rows
 from support.dga_reference import TOLERANCE, batches, bert_clip, error, gradients, one_graph, vit
+from support.hf_towers import MixedByHand
 
 EXACT = TOLERANCE[torch.float64]
 TEXT = {"context_length": 12, "vocab_size": 64, "width": 32, "heads": 2, "layers": 1}
@@ -206,35 +207,11 @@ def test_the_papers_alternatives_are_exact_too(of, texts):
     assert mixup.draw().both == mix.both
     micro_batches = padded(sizes)
 
-    class Written(torch.nn.Module):
-        """The model on a micro-batch that is mixed by hand."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, images, tokens):
-            def mixed(rows):
-                return weight * rows + (1 - weight) * rows.flip(0)
-
-            if of == "both":
-                images = mixed(images)
-            image, bert, mask = model.encode_image(images), model.text.transformer, (tokens != 0).long()
-            if texts == "embeddings":
-                embeddings = mixed(bert.get_input_embeddings()(tokens))
-                hidden = bert(inputs_embeds=embeddings, attention_mask=mask | mask.flip(0))
-            else:
-                hidden = bert(input_ids=tokens, attention_mask=mask)
-            text = model.text.proj(hidden.last_hidden_state[:, 0])
-            text = text if texts == "embeddings" else mixed(text)
-            features = {"image_features": image, "text_features": text}
-            unit = {name: torch.nn.functional.normalize(value, dim=-1) for name, value in features.items()}
-            return {**unit, "logit_scale": model.logit_scale.exp()}
-
+    written = MixedByHand(model, weight, texts=texts, images=of == "both")
     torch.manual_seed(7)
     loss_inputs = mix.loss_inputs(sizes)
     assert (loss_inputs == {}) == (of == "both")
-    _, reference = one_graph(Written(), ContrastiveLoss(), micro_batches, **loss_inputs)
+    _, reference = one_graph(written, ContrastiveLoss(), micro_batches, **loss_inputs)
     reference = {name.removeprefix("model."): gradient for name, gradient in reference.items()}
     mixup.attach(model)
     for retain in (0, 2):

@@ -124,7 +124,7 @@ TRAINS = argparse.Namespace(train_data="a=a.tar", dataset_type="auto")
 
 
 def test_a_resume_with_other_rates_is_refused():
-    """torch would load the rates of the checkpoint and say nothing."""
+    """torch would silently load the rates of the checkpoint."""
     saved = {"optimizer": adamw(bert_clip(), lr_image=1e-3, layer_decay=0.5).state_dict()}
     require_same_rates(saved, adamw(bert_clip(), lr_image=1e-3, layer_decay=0.5), TRAINS, "a.pt")
     require_same_rates(saved, adamw(bert_clip(), lr=2e-2, lr_image=2e-3, layer_decay=0.5), TRAINS, "a.pt")

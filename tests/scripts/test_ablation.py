@@ -21,12 +21,14 @@ from scripts.ablation import measuring, protocol, report, rows, run, sources
 from scripts.ablation.jobs import Ablation, Job
 from scripts.ablation.measuring import Ended, Measurements, thinned, unseen_pools
 from scripts.ablation.protocol import ALL_UNSEEN, CONDITIONS, MINIATURES, PILOT_SEEDS, QUICK, TABLES, read_choices
+from scripts.ablation.raw_probe import probe_mixture
 from scripts.ablation.run import Processes
 from scripts.drawn import training as drawn_training
 from scripts.drawn.emoji import EMOJI
 from scripts.drawn.make import DrawnSample
 from scripts.drawn.training import TrainingRun, drawn_flags, flag_values, grouped, read_loss_curve
 from scripts.paper import context_bias
+from support.tars import encoded
 from support.tiny_clip import write_bert
 from training.params import parse
 
@@ -232,7 +234,7 @@ def test_runs_come_seed_by_seed_behind_their_bases_and_are_kept(quick):
     assert run.run_all(quick, jobs, 1) == {}
     order = Recorder.seen
     assert order.index("mixed-bert-seed1") < order.index("auxiliary-seed1") and len(order) == 10
-    # Measured runs are kept, and their checkpoints are gone once nothing is to be built on them.
+    # Measured runs are kept, and their checkpoints are gone once nothing needs them.
     assert quick.plan([0, 1], names) == []
     assert not list((quick.out / "runs" / "auxiliary-seed0").rglob("*.pt"))
     assert list((quick.out / "runs" / "start-seed0").rglob("*.pt"))  # `go-on-random` is still to come
@@ -332,7 +334,7 @@ def test_finished_runs_of_another_machine_are_taken_over(quick, tmp_path):
         taken.calls = getattr(taken, "calls", 0) + 1
         return ablation_in(tmp_path, {**QUICK, **choices}, out=f"out {taken.calls}").take_over(runs)
 
-    # A setting that became a choice after the run: its flags say the value, then among the flags that all runs share.
+    # A setting that became a choice after the run: its flags give the value, then among the flags that all runs share.
     older = quick.asked(Job(0, "gather"))
     assert older["choices"].pop("lr-64") == "1e-3" == older["flags"].pop() and older["flags"].pop() == "--lr"
     older["flags"] = ["--lr", "1e-3", *older["flags"]]
@@ -452,6 +454,27 @@ def test_mixtures_have_the_declared_construction(tmp_path):
     assert sum(map(len, alike)) == 72 and sum(map(len, groups)) == len(set.union(*groups)) == 7
     assert {fact["source"] for facts in alike for fact in facts} == {"noto"}
     assert [len(facts) for facts in made("large", names)] == [72, 4, 4]
+
+
+def test_the_raw_probe_finds_a_style_and_no_difference_where_there_is_none():
+    """Red or blue pictures with one more word in a caption are told apart; two halves of the same pairs are not."""
+
+    def source(color: tuple[int, int, int], words: str, count: int, start: int) -> list[Sample]:
+        pixels = np.random.default_rng(start).integers(0, 60, (count, 8, 8, 3), dtype=np.uint8)
+        return [
+            Sample(str(i), {
+                "png": encoded(Image.fromarray(one + np.array(color, dtype=np.uint8))),
+                "txt": f"thing {i}{words}".encode(), "json": json.dumps({"concept": str(start + i)}).encode(),
+            })
+            for i, one in enumerate(pixels)
+        ]  # fmt: skip
+
+    red = source((120, 0, 0), "", 60, 0)
+    found = probe_mixture({"red": red, "blue": source((0, 0, 120), " icon", 180, 1000)}, seed=0)
+    assert found["pictures"] == found["captions"] == 1.0 and found["chance"] == 0.5
+    assert found["other_source"] == 2 * 60 * 180 / 240**2 and found["batches"] == 60 / 64
+    alike = probe_mixture({"one": red, "two": source((120, 0, 0), "", 60, 1000)}, seed=0)
+    assert alike["pictures"] < 0.7 and alike["captions"] < 0.7
 
 
 def test_an_unseen_source_is_scored_on_all_its_pairs(tmp_path):

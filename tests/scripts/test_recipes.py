@@ -39,11 +39,7 @@ from support import ROOT, warm
 from support.programs import ForkedTrainings, kill, wait_until
 from support.reinforced import members_of
 from support.tars import write_source, write_tar
-from support.tiny_clip import (
-    WORDS,
-    write_bert,
-    write_retrieval_set,
-)
+from support.tiny_clip import NUMBERED, write_bert, write_retrieval_set
 
 PROGRAM = ROOT / "src" / "training" / "main.py"
 RECIPES_PROGRAM = [sys.executable, "-m", "scripts.paper.recipes"]
@@ -287,7 +283,7 @@ def test_the_plan_gets_the_recipes_flags_and_chooses_the_batch_itself(tmp_path):
 
 
 def test_stored_teachers_are_asked_for(tmp_path):
-    """Their embeddings lie in DATA/teacher, where nothing else is said."""
+    """Their embeddings lie in DATA/teacher by default."""
     recipe = RECIPES["distill-14m"]
     assert training_flags(recipe, "distill-14m", tmp_path, Hardware(8, 32), {})["teacher"] == f"{tmp_path}/teacher"
     fill(tmp_path, *recipe.sources)
@@ -346,8 +342,7 @@ def test_the_288_px_model_takes_what_convert_writes():
 def workplace(tmp_path_factory) -> Path:
     """A DATA folder with all sources and sets of the recipes, small, and a BERT folder."""
     folder = tmp_path_factory.mktemp("recipes")
-    digits = ["sample", *"0123456789", *(f"##{digit}" for digit in "0123456789")]
-    write_bert(folder / "bert", words=[*WORDS, *digits])
+    write_bert(folder / "bert", words=NUMBERED)
     sources = ("sbu", "vg", "cc3m", "cc12m", "web", "coco/train", "f30k/train", "cc3m-long", "cc3m-short")
     for number, source in enumerate(sources):
         write_source(folder / "data" / source, 1000 * number, 40, 20)

@@ -213,7 +213,8 @@ def test_the_committed_page_and_its_data_are_those_of_its_runs(tmp_path, capsys)
     page = ROOT / "docs" / "results.md"
     folder = page.with_suffix("")
     (tmp_path / "results").mkdir()
-    shutil.copy(folder / "replay.json", tmp_path / "results")
+    for name in ("replay.json", "raw-probe.json"):
+        shutil.copy(folder / name, tmp_path / "results")
     made = tmp_path / "results.md"
     assert report.main(["--runs", str(folder / "runs.json"), "--page", str(made)]) == 0
     assert (

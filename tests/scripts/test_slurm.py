@@ -21,7 +21,7 @@ import pytest
 
 from support import ROOT
 from support.tars import write_source
-from support.tiny_clip import WORDS, write_bert
+from support.tiny_clip import NUMBERED, write_bert
 
 SBATCH = ROOT / "scripts" / "paper" / "train.sbatch"
 RECIPES = ("-m", "scripts.paper.recipes")
@@ -289,8 +289,7 @@ def idle_nodes(cluster: Slurm) -> int:
 def settings(tmp_path_factory) -> tuple[Path, list[str]]:
     """A folder for logs, and recipe settings of a run of 100 short steps on two ranks."""
     folder = tmp_path_factory.mktemp("runs")
-    digits = ["sample", *"0123456789", *(f"##{digit}" for digit in "0123456789")]
-    bert = write_bert(folder / "bert", words=[*WORDS, *digits])
+    bert = write_bert(folder / "bert", words=NUMBERED)
     data = "::".join(f"{name}={write_source(folder / name, first, 120, 40)}" for name, first in (("a", 0), ("b", 1000)))
     values = [
         "model=zerovl-emoji", f"text-model={bert}", f"train-data={data}", f"logs={folder / 'logs'}",

@@ -1,4 +1,4 @@
-"""Training steps on a GPU that is not there: tensors without values that say they are on cuda:0, and who waits for them.
+"""Training steps on a GPU that is not there: tensors without values that claim to be on cuda:0, and waits for them.
 
 A step runs on `FakeTensorMode`'s tensors (shape, dtype and device, no memory) under a mode that sees every operation. It
 finds

@@ -32,6 +32,8 @@ from support.tars import write_tar
 
 WORDS = ["red", "green", "blue", "small", "big", "round", "cat", "dog", "house", "tree", "sun", "moon", "face", "of"]
 WORDS += ["a", "the", "with", "and"]
+# With these words a tokenizer keeps apart the captions of `tars.write_source`, which are numbered.
+NUMBERED = [*WORDS, "sample", *"0123456789", *(f"##{digit}" for digit in "0123456789")]
 IMAGE_SIZE_PX = 32
 
 

@@ -1,4 +1,4 @@
-"""Models and losses that are not open_clip's: one tower for two texts, adapters on frozen towers, LoRA, losses that learn."""
+"""Models and losses that are not open_clip's: one tower for two texts, adapters on frozen towers, losses that learn."""
 
 from __future__ import annotations
 
@@ -117,35 +117,6 @@ def noisy(image_features, text_features, logit_scale, output_dict):
     return ClipLoss()(*sides, logit_scale, output_dict=output_dict)
 
 
-class LoRA(nn.Module):
-    """The layer that peft puts in place of a linear one: the frozen layer, and a dropout and two thin matrices beside it."""
-
-    def __init__(self, layer, rank=2):
-        super().__init__()
-        self.base_layer = layer
-        self.dropout = nn.Dropout(0.1)
-        self.down = nn.Parameter(0.1 * torch.randn(rank, layer.in_features, dtype=layer.weight.dtype))
-        self.up = nn.Parameter(0.1 * torch.randn(layer.out_features, rank, dtype=layer.weight.dtype))
-
-    def forward(self, inputs):
-        return self.base_layer(inputs) + self.dropout(inputs) @ self.down.T @ self.up.T
-
-
-def lora_on(towers):
-    """`bert_clip` of which only low-rank matrices in `towers` ("text", "image") and the scale learn."""
-    model = bert_clip()
-    model.requires_grad_(False)
-    model.logit_scale.requires_grad_(True)
-    torch.manual_seed(0)
-    if "text" in towers:
-        for layer in model.text.transformer.encoder.layer:
-            layer.attention.self.query = LoRA(layer.attention.self.query)
-    if "image" in towers:
-        for block in model.visual.transformer.resblocks:
-            block.mlp.c_fc = LoRA(block.mlp.c_fc)
-    return model
-
-
 class Own(nn.Module):
     """Towers that are not open_clip's, with dropout and a temperature of shape (1,)."""
 
@@ -260,8 +231,6 @@ MODELS = {
     "adapter in encode_image": (adapter_in_encode_image, batches),
     "adapter in a hook": (adapter_in_a_hook, batches),
     "shared projection": (shared_projection, batches),
-    "LoRA in the text tower": (partial(lora_on, ["text"]), batches),
-    "LoRA in both towers": (partial(lora_on, ["text", "image"]), batches),
     "tied embeddings": (lambda: seeded(Tied), token_batches),
     "two images": (lambda: seeded(ImageImage), image_batches),
     "two images, norm in eval": (norm_in_eval, image_batches),

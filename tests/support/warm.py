@@ -98,7 +98,7 @@ def call(address: str, arguments: list[str]) -> int:
 
 
 def _exactly(connection: socket.socket, length: int) -> bytes:
-    """So many bytes, or fewer if the other side ends."""
+    """This number of bytes, or fewer if the other side ends."""
     data = b""
     while len(data) < length and (piece := connection.recv(length - len(data))):
         data += piece

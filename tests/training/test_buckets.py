@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from training.train import settle_buckets
@@ -21,13 +20,6 @@ class Towers(nn.Module):
             "text_features": self.text(text),
             "logit_scale": self.logit_scale.exp(),
         }
-
-
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -1,4 +1,4 @@
-"""However a training process ends, it ends soon, says why, and leaves no process behind: at 1 and at 2 ranks."""
+"""Any end of a training process comes soon, with its reason, and leaves no process behind: at 1 and at 2 ranks."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def test_what_auto_decided_holds_after_a_resume(train):
 
 
 def test_each_line_of_the_log_comes_once(train):
-    """Where a source has no sizes.json, a warning comes before the log is set up."""
+    """If a source has no sizes.json, a warning comes before the log is set up."""
     write_source(train.folder / "uncounted", 0, 20, 13, sizes=False)
     _, printed, _ = train(None, "--epochs=1", f"--train-data=a={train.folder}/uncounted", "--verbose", status=0)
     assert printed.count("Start epoch 0") == 1

@@ -16,7 +16,16 @@ from open_clip_zerovl.evaluate.retrieval.score import RetrievalSettings, run_ret
 from open_clip_zerovl.evaluate.zero_shot.score import run_zero_shot
 from support.programs import COMMON, flat_tensors, launch, state_of
 from support.tars import png, write_source, write_tar
-from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, WORDS, bert_text, write_bert, write_classes, write_retrieval_set
+from support.tiny_clip import (
+    CLIP_TEXT,
+    NATIVE_VISION,
+    NUMBERED,
+    WORDS,
+    bert_text,
+    write_bert,
+    write_classes,
+    write_retrieval_set,
+)
 from training.main import main
 
 
@@ -24,9 +33,7 @@ from training.main import main
 def workplace(tmp_path_factory):
     """Four sources with disjoint ID ranges, a BERT folder that keeps digits apart, and two model configs."""
     folder = tmp_path_factory.mktemp("training")
-    bert = write_bert(
-        folder / "bert", words=[*WORDS, "sample", *"0123456789", *(f"##{digit}" for digit in "0123456789")]
-    )
+    bert = write_bert(folder / "bert", words=NUMBERED)
     counts = {"a": (0, 70, 9), "b": (1000, 40, 40), "c": (2000, 33, 5), "d": (3000, 21, 21)}
     data = "::".join(
         f"{name}={write_source(folder / name, first, count, per_shard)}"

@@ -14,7 +14,7 @@ from support.dga_reference import errors as relative_errors
 from support.programs import COMMON, launch
 from support.replayed import features_of
 from support.tars import write_source
-from support.tiny_clip import NATIVE_VISION, WORDS, bert_text, write_bert
+from support.tiny_clip import NATIVE_VISION, NUMBERED, bert_text, write_bert
 
 RANKS, DGA_STEPS, MICRO_BATCH = 2, 4, 3
 
@@ -23,8 +23,7 @@ RANKS, DGA_STEPS, MICRO_BATCH = 2, 4, 3
 def steps(tmp_path_factory):
     """The records of two real ranks of their first steps: inputs, random state, weights, gradients."""
     folder = tmp_path_factory.mktemp("together")
-    words = [*WORDS, "sample", *"0123456789", *(f"##{digit}" for digit in "0123456789")]
-    text = bert_text(write_bert(folder / "bert", words=words))
+    text = bert_text(write_bert(folder / "bert", words=NUMBERED))
     (folder / "tiny.json").write_text(json.dumps({"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": text}))
     a, b = (
         write_source(folder / name, first, 100, 30, px=40, caption="a big cat with the red house of")

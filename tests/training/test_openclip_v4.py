@@ -22,7 +22,7 @@ def test_without_flags_of_ours_all_of_its_own_are_taken():
 
 
 def filled(newest: str | None):
-    """The line's names with a run and a main that only say by whom they were called."""
+    """The line's names with a run and a main that only name their caller."""
     stock = {name: lambda *_, name=name, **__: f"open_clip's {name}" for name in openclip_v4.NAMES}
     stock["get_latest_checkpoint"] = lambda path, remote: newest
     run = SimpleNamespace(

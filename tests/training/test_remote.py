@@ -91,7 +91,7 @@ def test_the_same_weights_as_from_the_disk(place, tmp_path, ranks, cached):
     assert not [key for key in first if not torch.equal(first[key], second[key])]
     assert "replaced" not in printed
     totals = [line.partition("WARNING | ")[2] for line in printed.splitlines() if line.endswith("of its readers.")]
-    assert len(totals) == len(set(totals))  # one rank says them
+    assert len(totals) == len(set(totals))  # one rank logs them
     if not cached:  # with a cache, what breaks may be fetched ahead, and nobody waits
         assert " took " in printed and "no connection" in printed and len(totals) >= 2
     if cached:

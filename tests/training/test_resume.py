@@ -18,7 +18,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.schedule import Batching
 from support.programs import COMMON, flat_tensors, kill_when, launch, state_of
 from support.tars import write_source
-from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, WORDS, bert_text, write_bert
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, NUMBERED, bert_text, write_bert
 from training.resume import Position, entry_of, load_checkpoint, of_this_line, read_position
 from training.run import OTHER_GROUPS
 from training.stopping import Preemption
@@ -29,9 +29,7 @@ EPOCHS = 3
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("resume")
-    bert = write_bert(
-        folder / "bert", words=[*WORDS, "sample", *"0123456789", *(f"##{digit}" for digit in "0123456789")]
-    )
+    bert = write_bert(folder / "bert", words=NUMBERED)
     config = {"embed_dim": 24, "vision_cfg": {**NATIVE_VISION, "patch_dropout": 0.25}, "text_cfg": bert_text(bert)}
     (folder / "tiny.json").write_text(json.dumps(config))
     data = "::".join(
@@ -213,7 +211,7 @@ def test_an_optimizers_state_of_open_clip_3_goes_on_in_the_groups_of_4():
         parameter.grad = torch.ones_like(parameter)
     old.step()  # now the moments differ from those of `optimizer`
     with pytest.raises(ValueError, match=f"^{OTHER_GROUPS}"):
-        optimizer.load_state_dict(old.state_dict())  # a negative control, and how torch says it
+        optimizer.load_state_dict(old.state_dict())  # a negative control, with torch's message
     optimizer.load_state_dict(of_this_line(old.state_dict(), model, optimizer))
     for (name, before), after in zip(old_model.named_parameters(), model.parameters(), strict=True):
         assert old.state[before].keys() == optimizer.state[after].keys(), name

@@ -1,4 +1,4 @@
-"""When the loader is the limit, or the loss is that of chance, the log says so once an epoch."""
+"""If the loader is the limit, or the loss is that of chance, the log reports it once an epoch."""
 
 from __future__ import annotations
 

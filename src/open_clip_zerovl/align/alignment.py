@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,10 @@ from safetensors.torch import save
 from open_clip_zerovl.align.encoders import Tower, open_tower
 from open_clip_zerovl.align.export import TRANSFORMERS_ALONE, check_together, export_aligned
 from open_clip_zerovl.align.heads import GATED_ALONE, Heads
-from open_clip_zerovl.align.page import write_align_page
 from open_clip_zerovl.align.request import AlignRequest, Recipe
 from open_clip_zerovl.align.rows import (
     Features,
     Sources,
-    cut_captions,
     embed_tower,
     make_pairs,
     open_sources,
@@ -41,12 +38,13 @@ from open_clip_zerovl.core.flags import conflicts, out_of_range
 from open_clip_zerovl.core.memory import available_bytes
 from open_clip_zerovl.data.schedule import source_schedule
 from open_clip_zerovl.distill.rows import open_teacher_folder, widths_of
-from open_clip_zerovl.embeddings.sources import augmentation_of
+from open_clip_zerovl.embeddings.sources import augmentation_of, cut_captions
 from open_clip_zerovl.embeddings.store import Rows, Store
 from open_clip_zerovl.evaluate.bias.resampling import Measure, interval, mean_over, resampled
 from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, hit_probabilities, recall_bounds
 from open_clip_zerovl.report.bounds import RECALL_KS
-from open_clip_zerovl.report.plot import require_matplotlib
+from open_clip_zerovl.report.html import write_page
+from open_clip_zerovl.report.plot import FAINT, MODEL_COLOURS, Line, draw_levels, line_chart, require_matplotlib
 from open_clip_zerovl.report.tables import text_table
 
 DRAWS = 1000  # of an interval
@@ -62,7 +60,7 @@ class Result:
     Attributes:
         of_seeds: held-out RSUM of each seed.
         seconds: duration of the trainings of all seeds.
-        interval: of the RSUM; it holds 95 % of the draws of held-out pictures.
+        interval: interval of the RSUM that holds 95 % of the draws of held-out pictures.
     """
 
     image: Tower
@@ -134,7 +132,7 @@ class Alignment:
     Attributes:
         teacher: stored ones, of `--teacher`.
         views: on which the heads of each image tower are trained, by the tower's number.
-        stores: of each tower's features, and of its views' if there are any, by the tower's number.
+        stores: tower number -> its stored features, with its views' if there are any.
     """
 
     def __init__(self, request: AlignRequest, say: Say) -> None:
@@ -204,9 +202,9 @@ class Alignment:
         for tower in (*self.images, *self.texts):
             self.say(f"{tower.side:6} {tower.words()}")
         for tower in self.texts:
-            looked_at, cut = cut_captions(tower, sources)
+            length = tower.tokenizer.context_length
+            looked_at, cut, _ = cut_captions(tower.tokenizer, length, sources.opened[: sources.training])
             if cut:
-                length = tower.tokenizer.context_length
                 self.say(
                     f"       {cut:,} of {looked_at:,} captions are longer than its {length} tokens and are cut (an hf: encoder"
                 )
@@ -272,21 +270,17 @@ class Alignment:
         teachers = [(features(images, 1.0), features(texts, 1.0)) for images, texts in zip(*taught, strict=True)]
 
         def task(image: Tower, text: Tower) -> Task:
-            digests = [store.digest for store in (stores[id(image)][0], *stores[id(text)], *stores[id(image)][1:])]
-            of = [
-                *digests,
-                *([self.teacher.digest] if self.teacher else []),
-                self.sources.training,
-                request.held_out_share,
-            ]
+            plain, *further = stores[id(image)]
+            words = stores[id(text)][0]
+            pictures, texts = plain.rows["0.images"], words.rows["0.texts"]
+            of: list[Any] = [one.digest for one in (plain, words, *further, *filter(None, [self.teacher]))]
+            of += [self.sources.training, request.held_out_share]
+            of += [len(pairs.images), len(pairs.texts)]  # a tower of the same call may lack samples
             of += [] if request.held_out else [request.seed]  # which also draws the held-out pictures
-            pictures, *views = (store.rows["0.images"] for store in stores[id(image)])
-            texts = stores[id(text)][0].rows["0.texts"]
             scale = unit_scale(pictures, pairs.images)
             sides = features(pictures, scale), features(texts, unit_scale(texts, pairs.texts))
-            shown = features(views[0], scale) if views else None
-            digest = "-".join(map(str, of))
-            return Task(pairs, *sides, picture_ids, caption_ids, self.device, digest, shown, teachers)
+            shown = features(further[0].rows["0.images"], scale) if further else None
+            return Task(pairs, *sides, picture_ids, caption_ids, self.device, "-".join(map(str, of)), shown, teachers)
 
         return task
 
@@ -342,10 +336,30 @@ class Alignment:
             else:
                 self.say(f"The model is in {folder}: open_clip opens it as local-dir:{folder};")
                 self.say("zerovl retrieval, search, export and train --init-from take it")
-        curves = {
-            f"{number}: {one.image.name[-18:]} + {one.text.name[-18:]}": one.outcome.scores
-            for number, one in enumerate(ranked[:DRAWN], start=1)
-        }
-        write_align_page(Path(out / "align.html"), facts, HEADER, rows, curves, chance, vars(best.recipe))
+
+        def lines(column: int) -> list[Line]:  # of the checks, beside their epoch
+            found = []
+            for number, (one, colour) in enumerate(zip(ranked[:DRAWN], MODEL_COLOURS, strict=False), start=1):
+                name = f"{number}: {one.image.name[-18:]} + {one.text.name[-18:]}"
+                checks = list(zip(*one.outcome.scores, strict=True))
+                found.append(Line(name, checks[0], checks[column], colour, {"marker": "o"}))
+            return found
+
+        write_page(
+            out / "align.html",
+            "align.html",
+            title="An alignment",
+            facts=facts,
+            header=HEADER,
+            rows=rows,
+            training=line_chart(
+                lines(1),
+                x="epoch",
+                y="RSUM, held out",
+                finish=lambda axes: draw_levels(axes, {"chance": (chance, FAINT)}),
+            ),
+            losses=line_chart(lines(2), x="epoch", y="loss"),
+            settings=[(name.replace("_", " "), str(value)) for name, value in vars(best.recipe).items()],
+        )
         record = {"chance": chance, "pairings": [one.record() for one in ranked]}
         write_atomically(out / "align.json", json.dumps(record, indent=1) + "\n")

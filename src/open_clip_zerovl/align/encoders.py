@@ -55,7 +55,7 @@ class Tower:
     Attributes:
         side: "image" or "text".
         name: as given.
-        kind: of its projection in open_clip: "timm", "vit", "resnet", "hf" or "clip"; "vision" where it has no such tower.
+        kind: kind of its projection in open_clip: "timm", "vit", "resnet", "hf" or "clip"; "vision" if it has no such tower.
         cfg: open_clip's vision_cfg or text_cfg.
         module: pictures or tokens -> features (b, F).
         tensors: the tower's weights under open_clip's names, without its projection.

@@ -77,6 +77,12 @@ def export_aligned(
     """
     metrics = {f"held-out_{key}": value for key, value in metrics.items()}
     origin = f"Heads ({kind}) trained on the frozen encoders {image.name} and {text.name}."
+    if image.kind == "vision":
+        cfg = {"embed_dim": heads.embed_dim, "vision_cfg": image.cfg, "text_cfg": text.cfg}
+        spec, model = ModelSpec("aligned", cfg, image.preprocess_cfg), _in_memory(image, text, heads, scales)
+        check_destination(out, force=True, is_export=is_transformers_folder, kind="export for transformers")
+        card = ModelCard(spec, model.state_dict(), origin, metrics=metrics, library="transformers")
+        return write_transformers(Opened(model, text.tokenizer, spec, {}), out, card)
     state = {name: value.detach().cpu() for name, value in heads.state_dict().items()}
     weights: dict[str, Tensor] = {name: state[name] for name in ("logit_scale", "logit_bias") if name in state}
     cfgs = []
@@ -86,21 +92,11 @@ def export_aligned(
         cfgs.append({**tower.cfg, **entries})
         prefix = "visual" if side == "image" else "text"
         weights |= {f"{prefix}.{key}": value.cpu() for key, value in tower.tensors.items()} | head
-    model_cfg: dict[str, Any] = {
-        "embed_dim": heads.embed_dim,
-        "vision_cfg": cfgs[0],
-        "text_cfg": cfgs[1],
-        "custom_text": True,
-    }
+    model_cfg = {"embed_dim": heads.embed_dim, "vision_cfg": cfgs[0], "text_cfg": cfgs[1], "custom_text": True}
     model_cfg["quick_gelu"] = bool(image.quick_gelu or text.quick_gelu)
     if "logit_bias" in weights:
         model_cfg["init_logit_bias"] = float(weights["logit_bias"])
     spec = ModelSpec("aligned", model_cfg, image.preprocess_cfg)
-    if image.kind == "vision":
-        model = _in_memory(image, text, heads, scales)
-        check_destination(out, force=True, is_export=is_transformers_folder, kind="export for transformers")
-        card = ModelCard(spec, model.state_dict(), origin, metrics=metrics, library="transformers")
-        return write_transformers(Opened(model, text.tokenizer, spec, {}), out, card)
     card = ModelCard(spec, weights, origin, metrics=metrics)
     folder = write_local_dir(origin, weights, spec, out, card=card, force=True)
     _verify(folder, image, text, heads, scales)
@@ -110,10 +106,11 @@ def export_aligned(
 def _in_memory(image: Tower, text: Tower, heads: Heads, scales: tuple[float, float]) -> Any:
     """Towers and linear heads as a model of open_clip; the towers' weights are shared."""
     model: Any = CustomTextCLIP(heads.embed_dim, SMALL_IMAGE, SMALL_TEXT)
+    heads = copy.deepcopy(heads).cpu()
     for part, tower, head, scale in (("visual", image, heads.image, scales[0]), ("text", text, heads.text, scales[1])):
-        whole, projection = copy.copy(tower.module), copy.deepcopy(head).cpu()
-        projection.load_state_dict(folded("linear", projection.state_dict(), scale))
-        whole._modules = {**whole._modules, "proj": projection}
+        whole = copy.copy(tower.module)
+        head.load_state_dict(folded("linear", head.state_dict(), scale))
+        whole._modules = {**whole._modules, "proj": head}
         setattr(model, part, whole)
     model.logit_scale, model.logit_bias = heads.logit_scale, heads.logit_bias
     return model.eval()

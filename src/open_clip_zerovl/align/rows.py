@@ -4,7 +4,7 @@
     ROWS/views-NAME-HASH/    0.images (n, V, F)         1.images (n, V), of the sources that are trained on
     ROWS/text-NAME-HASH/     0.texts (T, F) --dtype     1.texts (T,) identity of each caption
 
-`n` samples and `T` captions of all sources, `V` views, `F` width of a tower. An identity is a hash: of a picture's 32 x 32
+`n` samples and `T` captions of all sources, `V` views, `F` width of a tower. An identity is a hash of a picture's 32 x 32
 thumbnail, of a caption's text. It is 0 where there is no picture or caption. Equal identities are the same picture or caption:
 copies of a held-out picture are not trained on, and `--positives` finds positives.
 """
@@ -33,7 +33,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import Purpose, stream_seed
 from open_clip_zerovl.data.components import kind_of
 from open_clip_zerovl.data.names import PIXEL_PATH
-from open_clip_zerovl.data.retrieval import parse_retrieval_data
+from open_clip_zerovl.data.retrieval import held_out_count, parse_retrieval_data
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.distill.embed import view_transform
 from open_clip_zerovl.distill.rows import TeacherRows
@@ -44,10 +44,7 @@ from open_clip_zerovl.embeddings.sources import SourceSamples, Views, augmentati
 from open_clip_zerovl.embeddings.store import ArraySpec, Manifest, Rows, Store
 
 CAPTIONS = "one-per-epoch"
-MOST_HELD_OUT = 1_000  # pictures, as many as in Flickr30K's test set
-FEWEST_PICTURES, FEWEST_HELD_OUT = 40, 10
 _TIMED = 8  # samples whose encoding is timed on a CPU
-_SAMPLED_CAPTIONS = 2_000
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -197,26 +194,6 @@ def embed_tower(
     return store
 
 
-def cut_captions(tower: Tower, sources: Sources) -> tuple[int, int]:
-    """(captions counted, captions that the text tower's context cuts), from the first samples of each source."""
-    texts: list[str] = []
-    for source in sources.opened[: sources.training]:
-        samples = SourceSamples([source], images=False, strict=False)
-        own: list[str] = []
-        for file in range(len(samples.sizes)):
-            own += [caption for sample in samples.read(file) for _, caption in getattr(sample, "captions", ())]
-            if len(own) * sources.training >= _SAMPLED_CAPTIONS:
-                break
-        texts += own[: -(-_SAMPLED_CAPTIONS // sources.training)]
-    if not texts:
-        return 0, 0
-    length = tower.tokenizer.context_length
-    own, wide = (tower.tokenizer(texts, context_length=length + more) for more in (0, 1))
-    padding = getattr(getattr(tower.tokenizer, "tokenizer", None), "pad_token_id", None) or 0
-    # A cut text that ends with a token of its own moves it; where that token also pads, nothing else shows the cut.
-    return len(texts), int(((own != wide[:, :-1]).any(dim=1) | (wide[:, -1] != padding)).sum())
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Pairs
 # ---------------------------------------------------------------------------------------------------------------------
@@ -314,14 +291,9 @@ def make_pairs(
 def _drawn(ids: np.ndarray, seed: int, share: float) -> np.ndarray:
     """The identities of the pictures that are held out: those with the smallest hash of seed and identity."""
     pictures = np.unique(ids)
-    if len(pictures) < FEWEST_PICTURES:
-        raise UserError(
-            f"the data has {len(pictures)} pictures, too few to hold some out; give at least {FEWEST_PICTURES}, or a held-out "
-            "set with --retrieval-data"
-        )
-    count = min(MOST_HELD_OUT, max(FEWEST_HELD_OUT, round(share * len(pictures))))
     mixed = (pictures.view(np.uint64) ^ np.uint64(stream_seed(seed, Purpose.ALIGN_HELD_OUT))) * _MIX
-    return pictures[np.argsort(mixed ^ (mixed >> np.uint64(29)), kind="stable")[:count]]
+    order = np.argsort(mixed ^ (mixed >> np.uint64(29)), kind="stable")
+    return pictures[order[: held_out_count(len(pictures), share)]]
 
 
 def unit_scale(rows: Rows, wanted: np.ndarray) -> float:

@@ -43,9 +43,9 @@ class Task:
     """The data on which the heads of two encoders are trained.
 
     Attributes:
-        images: of the pictures as they are; also of those that are held out.
+        images: features of the pictures as they are, held-out ones too.
         views: of V views of each picture, on which the heads are trained in place of `images`; None: none.
-        teachers: of the same views, and of the captions, by each teacher.
+        teachers: each teacher's features of the same views and of the captions.
         picture_ids, caption_ids: identity of each row.
         digest: the digest of the rows, which identifies a stopped training.
     """

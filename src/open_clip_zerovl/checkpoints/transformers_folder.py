@@ -312,7 +312,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _verify(folder: Path, opened: Opened) -> None:
-    """Loads the folder with transformers and compares it with the model. UserError where they differ."""
+    """Loads the folder with transformers and compares it with the model. UserError if they differ."""
     from transformers import AutoModel, AutoProcessor
 
     name, model, tokenizer = opened.spec.name, opened.model, opened.tokenizer

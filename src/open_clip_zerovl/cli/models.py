@@ -110,8 +110,9 @@ def interpolate(parser: argparse.ArgumentParser) -> Run:
         from open_clip_zerovl.checkpoints.export import loading_notes
         from open_clip_zerovl.evaluate.interpolation.interpolate import CurveSettings, run_interpolation
 
-        if arguments.data is None and arguments.kept is not None:
-            raise UserError("--kept needs --data NAME=SET, retrieval sets of the new ability")
+        for name in ("kept", "rule"):
+            if arguments.data is None and getattr(arguments, name) is not None:
+                raise UserError(f"--{name} needs --data NAME=SET, retrieval sets of the new ability")
         if arguments.data is not None and arguments.alpha is not None:
             raise UserError(
                 f"--alpha {arguments.alpha:g} does not work with --data, which chooses alpha; give --alphas, or leave one out"

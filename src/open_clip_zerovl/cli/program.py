@@ -68,6 +68,8 @@ SILENT = (
     "bias",
     "cluster",
     "compare",
+    "data near",
+    "data report",
     "finetune",
     "interpolate",
     "linear-probe",

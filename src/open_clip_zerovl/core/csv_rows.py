@@ -49,7 +49,7 @@ class CsvRows:
     Args:
         file: the table, at its beginning.
         separator: between columns.
-        pictures: endings of picture files (".jpg"): of several lines in one row, one whose `image` has such an ending is a row.
+        pictures: endings of picture files (".jpg"): a line of a longer row is a row if its `image` has such an ending.
     """
 
     def __init__(self, file: BinaryIO, separator: str, pictures: tuple[str, ...]) -> None:

@@ -56,7 +56,7 @@ class ProbeSet:
         return len(self.labels)
 
     def image(self, index: int) -> Image.Image:
-        """Image `index` as RGB. UserError with the set and the index where it cannot be read."""
+        """Image `index` as RGB. UserError with the set and the index if it cannot be read."""
         try:
             return self.read(index).convert("RGB")
         except (BadImage, OSError) as error:

@@ -44,7 +44,7 @@ class MixtureLoader:
         batch_size: B.
 
     Raises:
-        UserError: another number of workers than that of the mixture, a time-out or a share out of range, and what
+        UserError: another number of workers than that of the mixture, a time-out or a share out of range, and the errors that
             `Mixture.schedule` refuses. While iterating: a sentence of a worker, a worker process that was lost or stalled, too
             many bad samples.
     """

@@ -129,7 +129,7 @@ class Preprocessing:
         augment_caption: (caption, seed of its stream) -> caption, before the tokenizer.
         pixel_path: of PIXEL_PATHS. "arrays" gives the same pictures to rounding (`pixels`). It falls back to PIL, with a line
             in the log, where the decoder is not installed or the transform has a step that takes PIL images only.
-        reduce_jpegs: decode JPEGs at a reduced size where no crop of the transform loses by it (`images.Crop`).
+        reduce_jpegs: decode JPEGs at a reduced size if no crop of the transform loses by it (`images.Crop`).
         with_origin: yield the (source, position) of each sample as a third item (B, 2).
         with_content: yield a third item of four columns (B, 4): source, position, a number of the caption before augmentation
             and a number of the image file; then one of each further caption. Equal texts (but for case and white space) have

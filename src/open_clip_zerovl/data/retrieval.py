@@ -47,6 +47,8 @@ from open_clip_zerovl.shards.urls import REMOTE
 from open_clip_zerovl.shards.writing import RETRIEVAL_MARK, SHARD_COUNT
 
 # A set's name becomes part of metric names and of file names.
+MOST_HELD_OUT = 1_000  # pictures, as many as in Flickr30K's test set
+FEWEST_PICTURES = 40
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -104,7 +106,7 @@ class RetrievalSet:
         return sum(sample.file in held for sample in self.samples)
 
     def read_image(self, index: int) -> Image.Image:
-        """The image as RGB. UserError with file and key where it cannot be read or decoded."""
+        """The image as RGB. UserError with file and key if it cannot be read or decoded."""
         sample = self.samples[index]
         try:
             return read_picture(sample.file, sample.offset_bytes, sample.size_bytes)
@@ -365,3 +367,13 @@ def _captions(data: bytes, shard: Path, key: str) -> tuple[str, ...]:
     if not captions:
         raise UserError(f"{shard}: sample {key!r} has no captions: {key}.txt is empty")
     return captions
+
+
+def held_out_count(pictures: int, share: float, most: int = MOST_HELD_OUT) -> int:
+    """The number of pictures to hold out of some: a share, but at least 10. UserError for fewer than 40 pictures."""
+    if pictures < FEWEST_PICTURES:
+        raise UserError(
+            f"the data has {pictures} pictures, too few to hold some out; give at least {FEWEST_PICTURES}, or a held-out set "
+            "with --retrieval-data"
+        )
+    return min(most, max(10, round(share * pictures)))

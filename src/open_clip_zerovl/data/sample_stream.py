@@ -110,7 +110,7 @@ class Substitutes:
     """Samples of the epoch's other slices that replace lost ones.
 
     Slices are tried in an order that the seed draws. Sample i of a lost slice is replaced by sample i, modulo its length, of
-    the first slice that can be read; where none can, by a readable sample of its own shard.
+    the first slice that can be read; if none can, by a readable sample of its own shard.
     """
 
     reading: Reading

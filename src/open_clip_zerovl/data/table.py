@@ -266,6 +266,6 @@ def _columns(path: str, header: Sequence[str], style: CsvFormat) -> tuple[int, i
     known = " or ".join(dict.fromkeys(f"{image!r} and {caption!r}" for image, caption, _ in layouts))
     seen = ", ".join(repr(name) for name in header[:20]) or "nothing"
     raise UserError(
-        f"{path} needs the columns {known}, each once; its header has {seen}; name other columns with --csv-img-key "
-        "and --csv-caption-key"
+        f"{path} needs the columns {known}, each once; its header has {seen}; rename them, or name them in training "
+        "with --csv-img-key and --csv-caption-key"
     )

@@ -7,7 +7,8 @@ of tensors, in which row j of every tensor belongs to sample j:
     (images, {"input_ids": ids, "attention_mask": mask})           a tokenizer's BatchEncoding likewise
     (images, texts, origin)                                        with prepare(images, texts, origin) -> images, texts
 
-With C texts of each image the second input has C*B rows: the first text of all samples, then the second.
+With C texts of each image the second input has C*B rows: the first text of all samples, then the second. With a `text_order` a
+step's texts may be divided among the micro-batches in another way than its images: only their sums have to agree.
 """
 
 from __future__ import annotations
@@ -25,16 +26,19 @@ from open_clip_zerovl.core.memory import total_bytes
 INPUT_SHARE = 0.05  # half of the memory that retain="auto" and plans leave free
 
 
-def checked_sizes(micro_batches: Sequence[Sequence[Any]], *, prepared: bool, texts_per_image: int = 1) -> list[int]:
-    """The number of samples of each micro-batch.
+def checked_sizes(
+    micro_batches: Sequence[Sequence[Any]], *, prepared: bool, texts_per_image: int = 1, ordered: bool = False
+) -> tuple[list[int], list[int]]:
+    """The numbers of images and of texts of each micro-batch.
 
     Args:
         prepared: whether there is a `prepare`, which takes the parts after the first two.
         texts_per_image: C, how many rows the second input has for each of the first.
+        ordered: whether there is a `text_order`, so that only the step's numbers have to agree.
 
     Raises:
         UserError: no sequence or an empty one, a micro-batch without two inputs or with parts that no `prepare` takes, an
-            input that is not a tensor, dict or tuple of tensors, or inputs with different numbers of rows.
+            input that is not a tensor, dict or tuple of tensors, an input without rows, or numbers that do not agree.
     """
     if not isinstance(micro_batches, Sequence) or len(micro_batches) == 0:
         raise UserError(
@@ -43,10 +47,19 @@ def checked_sizes(micro_batches: Sequence[Sequence[Any]], *, prepared: bool, tex
         )
     if texts_per_image < 1:
         raise UserError(f"texts_per_image must be 1 or more, but is {texts_per_image}.")
-    return [_checked_size(k, micro_batch, prepared, texts_per_image) for k, micro_batch in enumerate(micro_batches)]
+    sizes = [_checked_size(k, micro_batch, prepared) for k, micro_batch in enumerate(micro_batches)]
+    wanted = "as many texts as images" if texts_per_image == 1 else f"{texts_per_image} texts of each image"
+    totals = sum(images for images, _ in sizes), sum(texts for _, texts in sizes)
+    places = (
+        {"The micro-batches together": totals} if ordered else {f"Micro-batch {k}": one for k, one in enumerate(sizes)}
+    )
+    for place, (images, texts) in places.items():
+        if images * texts_per_image != texts:
+            raise UserError(f"{place} must hold {wanted}; the numbers are {texts} and {images}.")
+    return [images for images, _ in sizes], [texts for _, texts in sizes]
 
 
-def _checked_size(k: int, micro_batch: Any, prepared: bool, texts_per_image: int) -> int:
+def _checked_size(k: int, micro_batch: Any, prepared: bool) -> tuple[int, int]:
     if not isinstance(micro_batch, Sequence) or isinstance(micro_batch, str) or len(micro_batch) < 2:
         raise UserError(
             f"Micro-batch {k} must be a pair of inputs (images, texts), but is a {type(micro_batch).__name__}"
@@ -72,12 +85,11 @@ def _checked_size(k: int, micro_batch: Any, prepared: bool, texts_per_image: int
                 f"Micro-batch {k} must have a row for each sample in every tensor, but an input's tensors have {rows} rows."
             )
         sizes.append(rows[0])
-    if sizes == [0, 0]:
-        raise UserError(f"Micro-batch {k} is empty; leave it out, or give it one sample or more.")
-    if sizes[0] * texts_per_image != sizes[1]:
-        wanted = "as many texts as images" if texts_per_image == 1 else f"{texts_per_image} texts of each image"
-        raise UserError(f"Micro-batch {k} must hold {wanted}, but has {sizes[1]} and {sizes[0]}.")
-    return sizes[0]
+    if 0 in sizes:
+        raise UserError(
+            f"Micro-batch {k} is empty ({sizes[0]} images, {sizes[1]} texts); leave it out, or give it one sample or more."
+        )
+    return sizes[0], sizes[1]
 
 
 def text_places(sizes: Sequence[int], texts_per_image: int) -> Tensor:

@@ -68,7 +68,8 @@ class _Step:
     K = 2, R = 2:  forwarded 0 1, with graph 0 1; backpropagated 0 1, synchronised in 1
 
     Attributes:
-        sizes: samples of each micro-batch.
+        sizes: images of each micro-batch.
+        text_sizes: texts of each micro-batch.
         graphs: R.
         inputs: the micro-batches' inputs, copied to the device when they are taken.
         order: (C*b,) the place of each text, None if texts stand in their images' order.
@@ -83,6 +84,7 @@ class _Step:
     """
 
     sizes: list[int]
+    text_sizes: list[int]
     texts_per_image: int
     graphs: int
     inputs: DeviceInputs
@@ -108,7 +110,7 @@ class _Step:
 
     def rows(self, name: str) -> list[int]:
         """Rows of one of the FEATURES in each micro-batch."""
-        return [size * self.texts_per_image for size in self.sizes] if name == TEXTS else self.sizes
+        return self.text_sizes if name == TEXTS else self.sizes
 
     def rows_of(self, k: int) -> dict[str, int]:
         """Rows of the FEATURES of micro-batch k."""
@@ -212,9 +214,10 @@ class DecoupledGradientAccumulation:
                 replay repeats.
             text_order: (b,) int64, a permutation of 0..b-1: text j of this rank's step (micro-batches in order) belongs to
                 image text_order[j]. None: text j belongs to image j. Not for a model in which a row's text features depend on
-                that row's image. With several texts of each image (C*b,): text j stands in place of text text_order[j].
-            texts_per_image: C. Each micro-batch has C*B texts: the first text of all its samples, then the second. The loss
-                is called with `texts_per_image` and with texts in this order over the whole step: (C*b, D).
+                that row's image. With several texts of each image (C*b,): text j stands in place of text text_order[j]. With an
+                order a micro-batch may hold more texts than images, or fewer, but some of both.
+            texts_per_image: C. Without an order each micro-batch has C*B texts: the first text of all its samples, then the
+                second. The loss is called with `texts_per_image` and with texts in this order over the whole step: (C*b, D).
             loss_inputs: further arguments of the loss, for this rank's b rows, images in order (for `ContrastiveLoss`:
                 `mixup_lambda`, and `partner=reversed_partner(sizes)`).
 
@@ -309,7 +312,9 @@ class DecoupledGradientAccumulation:
         versions = [(parameter, parameter._version) for parameter in self._inner.parameters()]
         if not any(parameter.requires_grad for parameter, _ in versions):
             raise UserError("No parameter of the model is trainable, so there is no gradient to accumulate.")
-        sizes = checked_sizes(micro_batches, prepared=prepare is not None, texts_per_image=texts_per_image)
+        sizes, text_sizes = checked_sizes(
+            micro_batches, prepared=prepare is not None, texts_per_image=texts_per_image, ordered=text_order is not None
+        )
         if len(sizes) > 1:
             self._hooks.check()
         order = None if text_order is None else checked_order(text_order, sum(sizes) * texts_per_image)
@@ -320,7 +325,7 @@ class DecoupledGradientAccumulation:
         graphs = self._retention.graphs(sizes) if graphs is None else graphs
         replayed = range(len(sizes) - graphs)
         inputs = DeviceInputs(micro_batches, prepare, replayed, self._device, self._input_room)
-        return _Step(sizes, texts_per_image, graphs, inputs, order, versions=versions)
+        return _Step(sizes, text_sizes, texts_per_image, graphs, inputs, order, versions=versions)
 
     def _first_pass(self, step: _Step) -> None:
         """(1) Features of every micro-batch, and the graphs of the last R."""

@@ -147,7 +147,7 @@ class InShards:
         if max(numbers) >= len(view.texts):
             raise UserError(
                 f"sample {sample.key!r} in {sample.shard} has {len(view.texts)} captions' embeddings, and caption "
-                f"{max(numbers)} was to be shown; its syn.json and its npz are not of one data set"
+                f"{max(numbers)} is needed; its syn.json and its npz are of different data sets"
             )
         shown = [self._split(embedding) for embedding in (view.image, *(view.texts[number] for number in numbers))]
         return ToBytes()(picture), tuple(part for of_teacher in zip(*shown, strict=True) for part in of_teacher)

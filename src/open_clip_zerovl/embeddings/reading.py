@@ -93,7 +93,7 @@ def units_of(sizes: Sequence[int]) -> list[range]:
 
 
 class Batches(IterableDataset):
-    """The batches of units, each unit by one worker; a UserError in place of a batch where it cannot go on.
+    """The batches of units, each unit by one worker; a UserError in place of a batch if it cannot continue.
 
     Args:
         units: the files of each.

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 from torch import Tensor
 
@@ -25,6 +27,8 @@ from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.views import view_picture
 from open_clip_zerovl.embeddings.reading import Lost, Sample
 from open_clip_zerovl.shards.members import ShardError
+
+SAMPLED_CAPTIONS = 2_000
 
 
 @dataclass(frozen=True)
@@ -154,3 +158,27 @@ class SourceSamples:
                 )
                 shown.append(Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()))
         return shown
+
+
+def cut_captions(
+    tokenizer: Callable[..., Tensor], context_length: int, sources: Sequence[Source]
+) -> tuple[int, int, int]:
+    """(captions read, captions that a context cuts, tokens of the longest), from the first samples of each source.
+
+    Args:
+        tokenizer: open_clip's, which takes a `context_length`.
+    """
+    texts: list[str] = []
+    share = -(-SAMPLED_CAPTIONS // len(sources))
+    for source in sources:
+        samples = SourceSamples([source], images=False, strict=False)
+        read = (sample for file in range(len(samples.sizes)) for sample in samples.read(file))
+        texts += islice((caption for sample in read for _, caption in getattr(sample, "captions", ())), share)
+    if not texts:
+        return 0, 0, 0
+    own, wide = (tokenizer(texts, context_length=times * context_length) for times in (1, 8))
+    padding = getattr(getattr(tokenizer, "tokenizer", None), "pad_token_id", None) or 0
+    # A cut text that ends with a token of its own moves it; where that token also pads, nothing else shows the cut.
+    cut = (own != wide[:, :context_length]).any(dim=1) | (wide[:, context_length] != padding)
+    lengths = ((wide != padding) * torch.arange(1, wide.shape[1] + 1)).amax(dim=1)
+    return len(texts), int(cut.sum()), int(lengths.max())

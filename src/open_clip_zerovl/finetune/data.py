@@ -12,14 +12,11 @@ A held-out set in CLIP_benchmark's layout is found in FOLDER itself, in FOLDER/N
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import did_you_mean, regular_file
@@ -35,7 +32,6 @@ from open_clip_zerovl.shards.urls import local_path
 CAPTIONS = "one-per-epoch"
 SPLITS = ("test", "val", "train")  # folders with these names are not sources
 HELD_OUT = "held-out"
-SAMPLED_CAPTIONS = 2_000
 
 
 @dataclass(frozen=True)
@@ -187,39 +183,8 @@ def _pictures(source: Source, lengths: set[int]) -> Iterator[tuple[str, bytes]]:
                     yield f"sample {index.key(number)} of {shard}", file.read(size)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Captions that the model cuts
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def cut_captions(
-    tokenizer: Callable[..., Tensor], context_length: int, sources: Sequence[Source], *, most: int = SAMPLED_CAPTIONS
-) -> tuple[int, int, int]:
-    """(captions read, captions that the model's context cuts, tokens of the longest), from the first samples of each source.
-
-    Args:
-        tokenizer: open_clip's, which takes a `context_length`.
-    """
-    texts = []
-    share = -(-most // len(sources))
-    for source in sources:
-        own: list[str] = []
-        for _, _, captions in all_samples(source):
-            own += captions
-            if len(own) >= share:
-                break
-        texts += own[:share]
-    if not texts:
-        return 0, 0, 0
-    wide = tokenizer(texts, context_length=8 * context_length)  # (captions, 8 * context_length)
-    padding = getattr(getattr(tokenizer, "tokenizer", None), "pad_token_id", None) or 0
-    places = torch.arange(1, wide.shape[1] + 1)
-    lengths = ((wide != padding) * places).amax(dim=1)
-    return len(texts), int((lengths > context_length).sum()), int(lengths.max())
-
-
 def all_classes(data: str) -> bool:
-    """Whether all sets have classes, as `zerovl data pack` writes them: their pictures share captions, which caps RSUM."""
+    """True if all sets have classes, as `zerovl data pack` writes them: their pictures share captions, which caps RSUM."""
     return all((place / CLASS_NAMES).is_file() for place in parse_retrieval_data(data).values())
 
 

@@ -36,6 +36,7 @@ from open_clip_zerovl.core.launch import visible_gpus
 from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.words import WordAugment
+from open_clip_zerovl.embeddings.sources import cut_captions
 from open_clip_zerovl.evaluate.interpolation.curve import require_possible
 from open_clip_zerovl.evaluate.retrieval.metrics import recall_bounds
 from open_clip_zerovl.evaluate.settings import RetrievalSettings
@@ -115,7 +116,7 @@ def _same_request(request: Request) -> None:
 
 
 def _flag(name: str, values: Mapping[str, Any]) -> str:
-    """A flag with its value; "no FLAG" where it was not given."""
+    """A flag with its value; "no FLAG" if it was not given."""
     if values.get(name) is None:
         return f"no {name}"
     return f"{name}{'=' if name.startswith('--set') else ' '}{values[name]}"
@@ -277,7 +278,7 @@ def _announce(prepared: Prepared, settings: Sequence[Setting], say: Say) -> None
     for source in prepared.sources:
         say(f"source {source.name}: {source.num_samples:,} pictures ({source.layout})")
     tokenizer, length = _tokenizer(prepared.before)
-    looked, cut, longest = pairs.cut_captions(tokenizer, length, prepared.sources)
+    looked, cut, longest = cut_captions(tokenizer, length, prepared.sources)
     if cut:
         say(
             f"note: {cut:,} of {looked:,} sampled captions are longer than the model's {length} tokens (the longest has "

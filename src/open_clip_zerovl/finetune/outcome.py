@@ -95,14 +95,14 @@ def zero_shot_accuracies(
     """Labelled set -> the names of `Curve.labelled` -> its accuracies; {} if no set is labelled."""
     sets = labelled_sets(prepared.new, request.zero_shot_data)
     found: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in sets}
-    by_alpha: dict[tuple[str, float], dict[str, Any]] = {}
+    by_alpha: dict[tuple[str, float], Mapping[str, Any]] = {}
     for label, point in curve.labelled.items() if sets else ():
         loaded = (ends.at(point.alpha), ends.preprocess, ends.tokenizer, ends.device)
         for name, dataset in sets.items():
             if (name, point.alpha) not in by_alpha:
                 known = None if request.zero_shot_data else point.accuracies.get(name)
                 by_alpha[name, point.alpha] = known or score_loaded(loaded, dataset, encoder=scorer, name=name)
-            found[name][label] = by_alpha[name, point.alpha]
+            found[name][label] = dict(by_alpha[name, point.alpha])
     return found
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import free_space, write_atomically
+from open_clip_zerovl.data.retrieval import MOST_HELD_OUT, held_out_count
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.finetune.data import HELD_OUT, Found, all_samples, digest_of
 from open_clip_zerovl.shards.members import Sample
@@ -27,10 +28,7 @@ from open_clip_zerovl.shards.writing import SIZES_FILE, write_retrieval_set, wri
 
 SPLIT_FILE = "split.json"
 HELD_OUT_SHARE = 0.1  # of the pictures
-MOST_HELD_OUT = 1_000  # pictures, the size of Flickr30K's test set
 SHARD_SAMPLES = 10_000
-FEWEST_PICTURES = 40
-FEWEST_HELD_OUT = 10
 
 
 @dataclass
@@ -48,7 +46,7 @@ def split_off(
 
     Args:
         sources: with all captions of a picture (`data.open_sources`).
-        share, most: share and largest number of held-out pictures; at least FEWEST_HELD_OUT.
+        share, most: share and largest number of held-out pictures; see `held_out_count`.
 
     Raises:
         UserError: too few pictures, or a disk that holds no copy of the data.
@@ -59,13 +57,8 @@ def split_off(
     if file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("of") == wanted:
         return found
     digests, total_bytes = _digests(sources, seed)
-    if len(digests) < FEWEST_PICTURES:
-        raise UserError(
-            f"the data has {len(digests)} pictures, too few to hold some out; give at least {FEWEST_PICTURES}, or a held-out "
-            "set with --retrieval-data"
-        )
+    count = held_out_count(len(digests), share, most)
     _check_space(out, total_bytes)
-    count = min(most, max(FEWEST_HELD_OUT, round(share * len(digests))))
     held_out = {digest: HeldOut() for digest in sorted(heapq.nsmallest(count, digests))}
     shutil.rmtree(out, ignore_errors=True)  # of a call that was killed
     sizes = {source.name: _write_rest(source, out / source.name, held_out, seed) for source in sources}

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from huggingface_hub import constants
 
+from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import free_space
 from open_clip_zerovl.core.launch import CPU_MICRO_BATCH
@@ -32,6 +33,7 @@ from open_clip_zerovl.plan.gpus import GIB, USABLE_SHARE, graphs_room, parse_har
 from open_clip_zerovl.plan.measure import StepTime, measure_step
 from open_clip_zerovl.plan.model import build, is_file_name, quiet, weights_to_fetch
 from open_clip_zerovl.recipe.step import precision_on
+from open_clip_zerovl.recipe.towers import group_of
 
 Say = Callable[[str], None]
 
@@ -205,6 +207,7 @@ def make_plan(settings: PlanSettings, *, say: Say = lambda line: None) -> Plan:
             plan.data_seconds = step.wait_seconds * batching.dga_steps
     if not fits:
         data.missing.append(_too_large(plan))
+    data.notes += _align_note(plan, planned.model)
     _check_disk(plan)
     return plan
 
@@ -303,6 +306,27 @@ def _check_files(settings: PlanSettings, data: DataCheck) -> None:
         except UserError as error:
             advice = f"zerovl teacher MODEL --train-data '{settings.train_data}' --out {settings.teacher}"
             data.missing.append(f"teachers: {str(error).partition('; ')[0]}; {advice}, with this run's augmentation")
+
+
+def _align_note(plan: Plan, model: torch.nn.Module) -> list[str]:
+    """The cost of `zerovl align` for these towers and pairs, by the rate of this plan's step; [] where it is not known.
+
+    On a GPU the heads' products are fp32, taken for four times slower.
+    """
+    costs, pairs, gpu = plan.costs, plan.data.steps * plan.batching.effective_batch, plan.hardware.kind != "cpu"
+    weights = sum(p.numel() for name, p in model.named_parameters() if group_of(name).endswith("projection"))
+    forward = costs.replayed_flops - costs.retained_flops
+    if not (pairs and weights and forward and plan.compute_seconds):
+        return []
+    second = costs.step_flops(plan.batching, plan.retained) / plan.compute_seconds  # FLOPs of one
+    batch = min(32_768 if gpu else max(256, weights // costs.embed_dim), pairs)
+    heads = 60.0 * pairs * (weights + batch * costs.embed_dim) / second * (4 if gpu else 1)
+    rows, logits = (count / GIB for count in (2 * pairs * weights / costs.embed_dim, 16 * batch**2))
+    return [
+        f"{'ESTIMATE ' * plan.estimate}zerovl align, new linear heads on these towers: encoding {pairs:,} pairs once takes "
+        f"{duration(pairs * forward / second)} of one device and {rows:.2g} GiB of disk; ten epochs of heads in batches of "
+        f"{batch:,} take {duration(heads)}, and in memory the rows and {logits:.2g} GiB."
+    ]
 
 
 def _check_disk(plan: Plan) -> None:

@@ -72,7 +72,7 @@ class Mix:
         """Arguments for `ContrastiveLoss`: `mixup_lambda`, and `partner` (sum(sizes),) of this rank's rows; {} for both.
 
         Args:
-            sizes: of this rank's micro-batches, in order.
+            sizes: of this rank's micro-batches, in order: their images if images are mixed, else their texts.
             text_order: where texts are forwarded in another order than images, as `DecoupledGradientAccumulation` takes it.
                 Mixed texts are then partners where they are forwarded: with order 0 2 1 3 and micro-batches of two, samples
                 0 and 2, and 1 and 3.

@@ -119,6 +119,7 @@ class RecipeStep:
         grad_clip_norm: largest norm of all gradients together.
         temperature_parameter: step on the temperature itself (`recipe.optimizer`).
         sort_text: sort a step's texts by length and cut them (`recipe.text_lengths`); not with a cache of text features.
+        equal_tokens: sorted texts are divided by tokens (`sort_texts`).
         adopted: how many graphs retain="auto" kept before the run was resumed.
     """
 
@@ -136,6 +137,7 @@ class RecipeStep:
         grad_clip_norm: float | None = None,
         temperature_parameter: bool = False,
         sort_text: bool = False,
+        equal_tokens: bool = False,
         retain: int | str = 1,
         check: str = "first",
         replay_rng: bool = True,
@@ -147,6 +149,7 @@ class RecipeStep:
         self.temperature_parameter = temperature_parameter
         mark_temperature(optimizer, model, temperature_parameter)
         self._padding = text_padding(unwrapped(model)[0]) if sort_text else None
+        self._equal_tokens = equal_tokens
         self.autocast = autocast_of(precision, next(model.parameters()).device)
         self.prepare = partial(prepare, precision=precision, normalize=normalize, cache=cache)
         self._dga = DecoupledGradientAccumulation(
@@ -182,19 +185,20 @@ class RecipeStep:
         order = None
         if self._padding is not None:
             images, texts, *others = zip(*micro_batches, strict=True)
-            cut, order = sort_texts(texts, self._padding)
+            cut, order = sort_texts(texts, self._padding, equal_tokens=self._equal_tokens)
             micro_batches = list(zip(images, cut, *others, strict=True))
         if self.mixup is None:
             losses = self._dga.backward(micro_batches, prepare=self.prepare, text_order=order, **inputs)
         else:
             self.mixup.seek(step)
             with self.mixup.step() as mix:
+                sizes = [len(part[0 if mix.mixes_images else 1]) for part in micro_batches]
                 losses = self._dga.backward(
                     micro_batches,
                     prepare=partial(self.prepare, mix=mix),
                     text_order=order,
                     **inputs,
-                    **mix.loss_inputs([len(images) for images, *_ in micro_batches], order),
+                    **mix.loss_inputs(sizes, order),
                 )
         if self.cache is not None:
             self.cache.forget()

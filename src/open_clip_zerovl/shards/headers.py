@@ -41,7 +41,7 @@ def walk_tar(read_at: ReadAt, total: int, position: int = 0, *, whole: bool = Tr
     """The regular files of a tar of `total` bytes, in order, from the header at `position` on. Mostly one read a member.
 
     Args:
-        whole: the tar must have its end mark. Otherwise it ends where no header follows a file.
+        whole: the tar must have its end mark. Otherwise it ends at a file without a following header.
 
     Raises:
         BrokenTar: a tar that ends within a file (which has been yielded), an impossible header, or, with `whole`, a tar without

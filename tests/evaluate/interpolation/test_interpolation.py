@@ -91,7 +91,7 @@ def test_a_point_without_sets(made, tmp_path, alpha, end, capsys):
 
 
 def test_ones_own_model_is_named_by_its_file(made, tmp_path):
-    for end in "ab":  # runs that do not say which model they trained
+    for end in "ab":  # runs that do not name the model they trained
         shutil.copytree(made / end, tmp_path / end)
         (tmp_path / end / "params.txt").unlink()
     config = ["--model-config", made / "interpolated-tiny.json"]
@@ -141,6 +141,7 @@ def test_rules_without_kept_sets():
     ("more", "sentence"),
     [
         (["--kept=k=SET"], "--kept needs --data NAME=SET"),
+        (["--rule=new"], "--rule needs --data NAME=SET"),
         (["--data=n=SET", "--alpha=0.3"], "which chooses alpha; give --alphas, or leave one out"),
         (["--data=n=SET", "--kept=n=SET"], "both new and kept"),
         (["--data=n=SET", "--rule=kept"], "needs retrieval sets of the ability to keep; give --kept"),

@@ -46,7 +46,7 @@ COLOURS = {"red": (200, 40, 40), "green": (40, 200, 40), "blue": (40, 40, 200)}
 
 
 def colour_set(count: int, *, seed: int = 0, mixed_up: bool = False, px: int = 40) -> ProbeSet:
-    """Noisy pictures of three colours; the mean colour separates the classes. Mixed up, the labels say nothing."""
+    """Noisy pictures of three colours; the mean colour separates the classes. Shuffled labels carry no information."""
     rng = np.random.default_rng(seed)
     names = list(COLOURS)
     labels = [names[i % 3] for i in range(count)]
@@ -482,7 +482,7 @@ def test_command_both_ways(tmp_path: Path, clip_runs, capsys: pytest.CaptureFixt
             assert result["history"][-1]["test_accuracy"] == result["top1"]
         else:
             assert result["top1"] == 1.0 and result["converged"]
-        # Again: everything is there already, and says the same.
+        # Again: everything exists already, with the same result.
         assert cli.main(arguments) == 0
         assert json.loads((out / "linear_probe.json").read_text()) == result
     assert (

@@ -384,7 +384,7 @@ def test_clip_benchmarks_program_gives_the_same_recalls(tmp_path, export):
     for k in (1, 5, 10):
         assert ours[f"image_to_text_R@{k}"] == pytest.approx(theirs[f"text_retrieval_recall@{k}"], abs=PARITY)
         assert ours[f"text_to_image_R@{k}"] == pytest.approx(theirs[f"image_retrieval_recall@{k}"], abs=PARITY)
-    # The comparison says something: the recalls are neither all 0 nor all 1.
+    # The comparison is informative: the recalls are neither all 0 nor all 1.
     assert 0 < ours["text_to_image_R@10"] < 1
     assert 0 < ours["image_to_text_R@5"] < 1
     written = json.loads(output.read_text())

@@ -174,7 +174,7 @@ def test_names_of_annotations(sets):
 
 
 NAME, OTHER = "COCO_val2014_000000000000.jpg", "COCO_val2014_000000000001.jpg"
-# Python's reader takes Infinity for a number, and it is none that an id could be.
+# Python's reader accepts Infinity as a number, and an id cannot be infinite.
 INFINITE = {"filename": "x.jpg", "split": "test", "cocoid": 1, "sentences": [{"raw": "x", "sentid": math.inf}]}
 
 

@@ -33,7 +33,7 @@ def home(bert_runs) -> list[str]:
 
 @pytest.fixture
 def photos(tmp_path) -> Path:
-    """Pictures in a folder and one below it, a broken one, an empty one, and a file that is none."""
+    """Pictures in a folder and one below it, a broken one, an empty one, and a file that is not a picture."""
     rng = np.random.default_rng(0)
     (tmp_path / "photos" / "below").mkdir(parents=True)
     for i in range(COUNT):

@@ -52,7 +52,7 @@ def picture(colour: tuple[int, int, int], number: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    """A training checkpoint of a tiny model; random weights tell three colours apart well."""
+    """A training checkpoint of a tiny model; random weights separate three colours well."""
     folder = tmp_path_factory.mktemp("model")
     name = register(folder, "cluster-tiny", NATIVE_VISION, CLIP_TEXT)
     return str(write_run(folder / "run", random_model(name), {"model": name}))
@@ -60,7 +60,7 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> str:
-    """45 pictures of three colours, 9 a shard; the caption tells the colour."""
+    """45 pictures of three colours, 9 a shard; the caption names the colour."""
     folder = tmp_path_factory.mktemp("source") / "cc"
     for shard in range(5):
         members = []

@@ -399,7 +399,7 @@ def test_inputs_that_changed_at_the_same_size_are_refused(form, packed, tmp_path
 
 
 def test_after_a_mistake_the_same_folder_is_taken(packed, tmp_path):
-    """Other columns where nothing could be used; another split where no shard was written, without reading pictures again."""
+    """Other columns if nothing could be used; another split if no shard was written, without reading pictures again."""
     given = table(tmp_path / "in", "image,caption,text\n0.png,,x\n1.png,,y\n")
     with pytest.raises(UserError, match="none of the 2 rows can be used"):
         packed(given)
@@ -431,7 +431,7 @@ def test_the_command_line_ends_in_the_command_to_type(tmp_path, capsys, monkeypa
     printed = capsys.readouterr().out.splitlines()
     finetune = "zerovl finetune --from ViT-B-32/laion2b_s34b_b79k --data 'my out' --out 'my out-tuned'"
     assert printed[-3:] == [
-        "next (so few pictures, below 10,000, allow a fine-tuning or an evaluation, no training from nothing):",
+        "next (with fewer than 10,000 pictures fine-tune or evaluate; a training from nothing needs more):",
         finetune,
         "zerovl retrieval ViT-B-32/laion2b_s34b_b79k --data 'my-out=my out'",
     ]

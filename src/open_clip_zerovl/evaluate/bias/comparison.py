@@ -330,7 +330,7 @@ def compare_runs(sides: Mapping[str, Sequence[RunMeasures]], *, draws: int = 100
     some = sides[first][0]
     labelled = [*some.labelled_chance]
     of_pairs = [*filter(some.measures.__contains__, KINDS)]
-    on_draws = {}
+    on_draws: dict[str, np.ndarray] = {}
     for same_units in (of_pairs, *([kind] for kind in labelled)):
         every = {
             f"{name} {i} {kind}": run.measures[kind]

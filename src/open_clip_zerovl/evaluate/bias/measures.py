@@ -204,7 +204,7 @@ def check_source_probe(source: Sequence[Any], concepts: Sequence[Any] | None = N
 
 
 def probe_groups(concepts: Sequence[str | None]) -> list[str] | None:
-    """(N,) concepts for the source probe, a pair without one being a concept of its own; None where no pair has one."""
+    """(N,) concepts for the source probe, a pair without one being a concept of its own; None if no pair has one."""
     if all(concept is None for concept in concepts):
         return None
     return [f"\0{row}" if concept is None else concept for row, concept in enumerate(concepts)]

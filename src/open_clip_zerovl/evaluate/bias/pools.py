@@ -195,7 +195,7 @@ def pool_metrics(features: Mapping[str, SourceFeatures]) -> dict[str, Any]:
     """RSUM (0 to 600) of the three kinds of pools of `source_pools`.
 
     Returns:
-        `within` (mean over sources), `across` (mean over ordered pairs of sources that share concepts; None where none do),
+        `within` (mean over sources), `across` (mean over ordered pairs of sources that share concepts; None if none do),
         `mixed`; `by_source` and `by_pair` ("image source->text source") with the single values; `pool_sizes` of the three
         kinds, since the chance level depends on the size.
 

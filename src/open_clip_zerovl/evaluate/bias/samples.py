@@ -49,7 +49,7 @@ class SourceSample:
     held_out: bool = True
 
     def picture(self) -> Image.Image:
-        """The picture as RGB. BadImage where it cannot be decoded."""
+        """The picture as RGB. BadImage if it cannot be decoded."""
         return decode_image(self.image)
 
 

@@ -2,7 +2,7 @@
 
 Besides what `data.labelled.open_probe_set` reads:
 
-    SET/SPLIT/              where there is a folder of the split's name, it is the set
+    SET/SPLIT/              if there is a folder of the split's name, it is the set
     SET/SOURCE/CLASS/*.jpg  pictures of several sources, scored together and one by one
     SET/classnames.txt, SET/zeroshot_classification_templates.txt, SET/SPLIT/*.tar      CLIP_benchmark's webdataset layout
 """

@@ -1,7 +1,7 @@
 """Rows and pictures into the store: each place is read once, its picture decoded, hashed, and made smaller where asked.
 
 Pictures are numbered as they come, and each 2,000 share a spool (`.pack/00012.spool`), which is kept until the shards are
-written: a call that continues after a kill takes them from there. A spool holds a picture's bytes where they are not those of a
+written: a call that continues after a kill takes them from there. A spool holds a picture's bytes if they are not those of a
 local file that can be read again.
 """
 

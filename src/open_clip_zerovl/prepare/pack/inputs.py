@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import BinaryIO, cast
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import atomic_file, did_you_mean, write_atomically
@@ -76,7 +77,7 @@ def fetched(text: str, folder: Path, say: Callable[[str], None]) -> str:
         say(f"fetching {url} to {file}")
         try:
             with RemoteStream(url, RetryPolicy()) as content, atomic_file(file) as kept:
-                shutil.copyfileobj(content, kept, 1 << 20)
+                shutil.copyfileobj(cast(BinaryIO, content), kept, 1 << 20)
         except Unreachable as error:
             raise UserError(
                 f"{url} cannot be fetched ({error}); check it, and call again: fetched files are kept"
@@ -88,7 +89,7 @@ def fetched(text: str, folder: Path, say: Callable[[str], None]) -> str:
 
 
 def _require_same(url: str, file: Path, identity: str | None, say: Callable[[str], None]) -> bool:
-    """False where the server does not answer. UserError where it has another file than the one that was fetched."""
+    """False if the server does not answer. UserError if it has another file than the one that was fetched."""
     try:
         now = identity_of(url, RetryPolicy())
     except Unreachable as error:

@@ -279,7 +279,7 @@ def _stamp(file: str | Path) -> str:
 
 
 def _begin(out: Path, state: dict[str, Any]) -> bool:
-    """Claim the folder for these inputs and settings; True where all is done. UserError for a folder with other contents."""
+    """Claim the folder for these inputs and settings; True if all is done. UserError for a folder with other contents."""
     file = out / PACK_FILE
     if not file.is_file():
         # A process that was killed while it wrote this file leaves a part of it.

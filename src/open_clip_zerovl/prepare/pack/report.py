@@ -253,9 +253,7 @@ def commands(report: dict[str, Any], out: Path) -> list[str]:
 def next_line(report: dict[str, Any]) -> str:
     """The line above the commands."""
     if too_few(report):
-        return (
-            f"next (so few pictures, below {FEWEST:,}, allow a fine-tuning or an evaluation, no training from nothing):"
-        )
+        return f"next (with fewer than {FEWEST:,} pictures fine-tune or evaluate; a training from nothing needs more):"
     return "next, a released model fine-tuned, or one from nothing:"
 
 

@@ -188,7 +188,7 @@ class SourceNames:
     Args:
         name: the name of the input.
         column: the source column; None if all rows are of one source.
-        known: name -> value of the sources so far, shared by all inputs.
+        known: name -> value of the sources that are already known, shared by all inputs.
     """
 
     def __init__(self, name: str, column: str | None, known: dict[str, str]) -> None:

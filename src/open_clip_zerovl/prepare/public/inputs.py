@@ -94,7 +94,7 @@ def annotated(
     paths = locate(dataset, source, out / "downloads", progress=progress)
     found = find_member(paths, names[0]) or find_member([path for path in paths if path.suffix == ".json"], *names)
     if found is None:
-        raise UserError(f"No {names[0]} among {', '.join(map(str, paths))}: give it with --source.")
+        raise UserError(f"{names[0]} is not in {', '.join(map(str, paths))}: give it with --source.")
     with closing(PictureStore(path for path in paths if path != found[0])) as store:
         yield found, store
 
