@@ -53,9 +53,10 @@ def test_folders_of_classes_are_packed_trained_on_and_scored(tmp_path, capsys):
     words = (
         f"--train-data mine={out}/train --zero-shot-data held={out} --batch-size 4 --dga-steps 3 --epochs 1 --workers 0"
     )
-    launch("ours", config, [*COMMON, *words.split(), "--name", "run"], cwd=tmp_path)
+    done = launch("ours", config, [*COMMON, *words.split(), "--name", "run"], cwd=tmp_path)
+    assert "Pictures of a class share its captions (source mine)" in done.stderr + done.stdout
     log = (tmp_path / "logs/run/out.log").read_text()
-    assert "Pictures of a class share its captions (source mine)" in log
+    assert "positives: caption" in log
     assert "of 9 pictures, chance 33.3 %" in log and "Train Epoch: 0" in log
     open_clip.add_model_config(str(config))
     row = json.loads((tmp_path / "logs/run/checkpoints/results.jsonl").read_text())
