@@ -26,7 +26,6 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import torch
-from torch.distributed import distributed_c10d
 
 from open_clip_zerovl.core.errors import place_sentence
 from open_clip_zerovl.core.processes import end_with_parent
@@ -143,16 +142,16 @@ def new_cpu_group(seconds: float = CONNECT_SECONDS) -> Any:
     """A gloo group of all ranks. Every rank calls this at about the same time.
 
     To connect, a rank waits in a store for the other ranks' addresses; meanwhile it notices neither a signal nor the end of a
-    rank. With torch's own time-out, that of a collective, it would wait half an hour for a lost rank.
+    rank. With torch's own time-out, that of a collective, it would wait half an hour for a lost rank. It does so before torch
+    2.9, whose groups keep the time-out with which they are made: a vote would fail if a rank came a minute later.
 
     Raises:
         RuntimeError: a rank has not arrived within `seconds`.
     """
-    group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
-    set_timeout: Any = (
-        getattr(torch.distributed, "set_timeout", None) or distributed_c10d._set_pg_timeout
-    )  # before torch 2.15
-    set_timeout(distributed_c10d.default_pg_timeout, group)
+    if not hasattr(torch.distributed.ProcessGroup, "set_timeout"):
+        return torch.distributed.new_group(backend="gloo")
+    group: Any = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+    group.set_timeout(torch.distributed.distributed_c10d.default_pg_timeout)
     return group
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pickle
 import re
@@ -18,6 +19,7 @@ import pytest
 from open_clip_zerovl import __version__
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.cli import program
+from open_clip_zerovl.cli.models import _show_progress
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError, sentence_of
 from support.tars import png, write_source, write_tar
@@ -302,3 +304,14 @@ def test_a_command_that_waits_for_torch_shows_a_line_first(monkeypatch, capsys, 
     assert main(["compare"]) == 0 and main(["report"]) == 0
     assert seen == (["", ""] if loaded else ["loads", "zerovl compare: loading torch and open_clip ...\n", ""])
     assert set(program.SILENT) <= set(program.ALL)
+
+
+def test_progress_lines_of_an_export_come_once(monkeypatch, capsys):
+    """Also after a warning of open_clip on the root logger, for which Python makes a handler of its own."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+    logger = logging.getLogger("open_clip_zerovl.checkpoints")
+    monkeypatch.setattr(logger, "handlers", [])
+    _show_progress()
+    logging.warning("of open_clip")
+    logger.getChild("export").warning("wrote x")
+    assert capsys.readouterr().err == "zerovl: loading open_clip\nof open_clip\nzerovl: wrote x\n"

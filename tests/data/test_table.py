@@ -80,12 +80,12 @@ def test_columns_and_separator_by_flags(tmp_path):
         (
             "words;file",
             CsvFormat(),
-            "'filepath' and 'title' or 'image' and 'caption', each once; its header has 'words;file'; name",
+            "'filepath' and 'title' or 'image' and 'caption', each once; its header has 'words;file'; rename",
         ),
         (
             "filepath,title",
             CsvFormat("a", "b"),
-            "the columns 'a' and 'b', each once; its header has 'filepath', 'title'; name other",
+            "the columns 'a' and 'b', each once; its header has 'filepath', 'title'; rename",
         ),
         ("filepath,words", CsvFormat("file"), "'file' and 'title' or 'file' and 'caption', each once"),
         ("image,caption,caption", CsvFormat(), "each once; its header has 'image', 'caption', 'caption'"),

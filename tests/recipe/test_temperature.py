@@ -175,12 +175,12 @@ def test_checkpoints_are_stock_and_resume_to_the_bit(tmp_path):
     # The other parameter is refused, both ways, and also by a run of open_clip's own flags, whose namespace has none of ours.
     for other in (argparse.Namespace(**{**vars(args), "ablate": ()}),
                   argparse.Namespace(model="tiny", train_data="a=x")):  # fmt: skip
-        with pytest.raises(UserError, match="trained with --ablate temperature-parameter, this run is without it"):
+        with pytest.raises(UserError, match="trained with --ablate temperature-parameter, and this run is without it"):
             load_checkpoint(resumed, other, str(file))
     plain = start(0.02, torch.float32)
     by_log = adamw(groups_of(plain))
     RecipeStep(plain, ContrastiveLoss(), by_log, precision="fp32").take(steps[0], 0)
     assert MARK not in by_log.param_groups[0]
     torch.save({"epoch": 1, "state_dict": plain.state_dict(), "optimizer": by_log.state_dict()}, file)
-    with pytest.raises(UserError, match="trained without --ablate temperature-parameter, this run is with it"):
+    with pytest.raises(UserError, match="trained without --ablate temperature-parameter, and this run is with it"):
         load_checkpoint(plain, args, str(file))

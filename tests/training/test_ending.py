@@ -173,6 +173,9 @@ def test_two_ranks_end(train, fault, fault_rank, statuses, words):
     assert done["seconds"] < AFTER_SECONDS and words in printed
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.distributed.ProcessGroup, "set_timeout"), reason="torch before 2.9 waits 30 minutes"
+)
 def test_a_rank_that_never_comes_is_not_waited_for_longer_than_asked():
     """A group of ranks beside NCCL's is made in a store, where nobody hears that a rank has ended. Its collectives may last."""
     with socket.socket() as free:

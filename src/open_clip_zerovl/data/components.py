@@ -60,8 +60,7 @@ def kind_of(text: str) -> Component:
         return Component("shards", *sizes.groups()) if sizes else Component("shards", text)
     path = os.path.expanduser(text)
     if Path(path).is_dir():
-        kind = _kind_of_folder(path)  # of a packed folder with a held-out set refused.csv is no table of pairs
-        return Component(kind, path if kind == "benchmark" else find_table(path) or path)
+        return Component(_kind_of_folder(path), find_table(path) or path)
     if (found := _ANNOTATIONS.fullmatch(path)) is not None:
         beside = None if found[2] is None else os.path.expanduser(found[2])
         return Component("table" if found[1].lower().endswith(EXTENSIONS) else "annotations", found[1], beside)

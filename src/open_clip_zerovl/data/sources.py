@@ -178,10 +178,11 @@ def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Sour
     if found.kind == "benchmark":
         splits = [str(entry) for entry in sorted(Path(path).iterdir()) if (entry / SHARD_COUNT).is_file()]
         test = os.path.join(path, "test")
+        trained = [str(entry) for entry in [Path(path, "train")] if any(entry.glob("*.tar"))]
         if not how.evaluation or test not in splits:
             raise UserError(
                 f"{path} is a retrieval set, whose shards are in its splits; name the shards to read: "
-                f"{' or '.join(splits) or test}"
+                f"{' or '.join(trained or splits) or test}"
             )
         name, path = name or Path(path).absolute().name, test
     shards = expand_shards(path)

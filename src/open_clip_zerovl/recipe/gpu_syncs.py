@@ -44,13 +44,14 @@ def _reads_masks(module: nn.Module) -> bool:
 def _prepared_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """(B, L) numbers, 0 for padding -> (B, 1, L, L) booleans: which token attends to which.
 
-    transformers 4 takes (B, L, L), makes numbers of them and adds the dimension of the heads itself.
+    transformers 4 takes (B, L, L), makes numbers of them and adds the dimension of the heads itself. torch.compile of torch
+    2.6 breaks its graph at `kwargs | {...}`.
     """
     mask = kwargs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         return None
     seen = mask.bool()[:, None, :].expand(-1, mask.shape[1], -1)
-    return args, kwargs | {"attention_mask": seen if _TRANSFORMERS_4 else seen[:, None]}
+    return args, {**kwargs, "attention_mask": seen if _TRANSFORMERS_4 else seen[:, None]}
 
 
 class DevicePatchDropout(open_clip.transformer.PatchDropout):

@@ -35,6 +35,6 @@ def not_above_chance(metrics: Mapping[str, Any]) -> bool:
 def best_sentence(best: float) -> str:
     """A sentence on data where few captions serve many pictures."""
     return (
-        f"few captions serve many pictures, so that RSUM can reach {best:.0f} of 600 at best, and pairs of one caption are "
-        "each other's negatives; train with --positives caption."
+        f"few captions serve many pictures, so that RSUM can reach {best:.0f} of 600 at best; in training without --positives "
+        "caption, pairs of one caption are each other's negatives."
     )

@@ -50,6 +50,8 @@ def walk_tar(read_at: ReadAt, total: int, position: int = 0, *, whole: bool = Tr
     tar: tarfile.TarFile | None = None  # reads headers that are not plain
     while True:
         header = read_at(position, BLOCK)
+        if header == _ZEROS:  # the end mark; Python 3.10's tarfile seeks in front of a tar that begins with it
+            return
         member = None if tar is not None and tar.pax_headers else _plain_member(header, position)
         if member is not None:
             tar = None
@@ -58,7 +60,7 @@ def walk_tar(read_at: ReadAt, total: int, position: int = 0, *, whole: bool = Tr
         else:
             tar, info = _next_member(tar, read_at, total, position)
             if info is None:
-                if whole and header != _ZEROS:
+                if whole:
                     raise BrokenTar(_no_end(header, position, total))
                 return
             after = tar.offset

@@ -100,7 +100,6 @@ def test_the_probe_is_reproducible_and_keeps_a_concept_on_one_side():
     [
         ("aaaaaaaaaa", "at least two sources"),
         ("aaaaaaaabb", "5 folds cannot be cut from a source of 2 samples"),
-        ("ab", r"features \(N, D\) and N sources"),
     ],
 )
 def test_the_probe_refuses_too_little(source, sentence):

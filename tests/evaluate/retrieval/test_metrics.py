@@ -334,7 +334,7 @@ def test_no_sample_of_a_shard_is_lost_without_a_word(tmp_path):
         ("", None, "does not exist"),
         (".", b"x", r"is not a retrieval set in a known format; known: .*; a folder in CLIP_benchmark"),
         ("dataset_type.txt", None, r"dataset_type\.txt is missing"),
-        ("dataset_type.txt", b"classification", "says 'classification'"),
+        ("dataset_type.txt", b"classification", "holds 'classification'"),
         ("test/nshards.txt", None, r"nshards\.txt is missing"),
         ("test/nshards.txt", b"two", "number of shards, got 'two'"),
         ("test/1.tar", None, r"1\.tar is missing"),

@@ -230,5 +230,3 @@ def test_equal_scores_keep_their_order():
         features[2:],
     ]  # a picture that cannot be shown is never among the nearest
     assert [row for row, _ in nearest(blocks, torch.tensor([1.0, 0]), 9)] == [0, 3, 4, 1]
-    with pytest.raises(UserError, match="1 or more, but is 0"):
-        SearchSettings("a", best=0)

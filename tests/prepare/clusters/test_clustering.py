@@ -220,7 +220,6 @@ def test_size_report_tells_even_from_uneven():
     [
         ("{source}", {}, "45 samples, fewer than 100 clusters"),
         ("{source}::b={folder}", {}, "names 2 sources"),
-        ("{source}", {"features": "pixels"}, "features is 'pixels'"),
         (
             "cc=pipe:cat {folder}/00000.tar",
             {"clusters": 2},

@@ -23,6 +23,9 @@ from open_clip_zerovl.shards.writing import write_retrieval_set
 from support.tars import encoded, write_tar
 
 pytest.importorskip("imagehash")
+pytestmark = pytest.mark.skipif(
+    not hasattr(np, "bitwise_count"), reason="near-duplicates need numpy 2 (the extra `near`)"
+)
 
 
 def fractal(seed: int, width: int, height: int) -> Image.Image:

@@ -302,3 +302,11 @@ def test_parquet_at_an_address_packs_as_the_files_do(packed, tmp_path):
         with pytest.raises(UserError, match=r"9\.parquet cannot be fetched \(no such file"):
             packed(f"x={server.url('9.parquet')}", out="none")
     assert packed(address, out="remote", **SPLIT)["pictures"] == 9  # without the server
+
+
+def test_the_folder_of_one_source_is_its_retrieval_set(packed, tmp_path):
+    """refused.csv, which lies in the folder, is no table of samples; a training is led to the training shards."""
+    packed(as_csv(tmp_path / "in", make_pairs(40)), test_share=0.2)
+    assert len(open_retrieval_set(tmp_path / "out")) > 0
+    with pytest.raises(UserError, match="is a retrieval set, .*: [^ ]*/out/train$"):
+        parse_sources(f"x={tmp_path / 'out'}")

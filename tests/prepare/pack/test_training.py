@@ -10,6 +10,7 @@ import open_clip
 import pytest
 
 from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.data.sources import parse_sources
 from support.programs import COMMON, launch
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_classes, write_run
@@ -18,8 +19,9 @@ from training.params import parse
 
 
 def packed_classes(folder: Path, capsys) -> Path:
-    """Drawn pictures in CLASS/*.png as they lie, packed by the command; a quarter is held out."""
+    """Drawn pictures in CLASS/*.png as they lie, one of them broken, packed by the command; a quarter is held out."""
     given, out = write_classes(folder / "in", "cat house moon", each=12), folder / "out"
+    (given / "cat" / "broken.png").write_bytes(b"no picture")
     assert main(["data", "pack", str(given), "--out", str(out), "--test-share", "0.25"]) == 0
     assert "folders of classes, 3 classes ('cat', 'house', 'moon'; one level)" in capsys.readouterr().out
     return out
@@ -34,7 +36,8 @@ def scored(checkpoint: Path, out: Path, capsys) -> float:
 
 
 def test_packed_folders_of_classes_take_captions_as_positives_and_are_scored(tmp_path, capsys, caplog):
-    out, caplog.handler.level = packed_classes(tmp_path, capsys), 0
+    out = packed_classes(tmp_path, capsys)
+    assert (out / "refused.csv").is_file() and len(open_retrieval_set(out)) == 9  # the set, not the table of refusals
     caplog.set_level("INFO")
     args, config = parse(["--train-data", f"mine={out}/train", "--batch-size", "4"])
     assert with_positives(config, parse_sources(args.train_data)).positives == "caption"

@@ -79,20 +79,9 @@ def labelled_scores(
     return scores, class_indices(dataset.images.labels, dataset.classes)
 
 
-def score_labelled(
-    model: FrozenModel,
-    dataset: LabelledSet,
-    folder: Path,
-    *,
-    batch_size: int,
-    workers: int,
-    name: str,
-    progress: bool = True,
-) -> dict[str, Any]:
-    """`accuracies` of a model on one set, with classes by name, and by source; see `labelled_scores`."""
-    scores, targets = labelled_scores(
-        model, dataset, folder, batch_size=batch_size, workers=workers, name=name, progress=progress
-    )
+def score_labelled(model: FrozenModel, dataset: LabelledSet, folder: Path, **reading: Any) -> dict[str, Any]:
+    """`accuracies` of a model on one set, with classes by name, and by source; arguments as `labelled_scores`."""
+    scores, targets = labelled_scores(model, dataset, folder, **reading)
     named_by = Counter(dataset.names)  # as CLIP's names of ImageNet, two classes may have one name
     shown = [
         name if named_by[name] == 1 else f"{name} ({label})"
@@ -119,15 +108,8 @@ def score_loaded(
     """`score_labelled` of a loaded model, as `Encoder.load` gives it, without bars; `encoder` has batch size and workers."""
     model = FrozenModel.of(name, loaded, fingerprints={"image": name})
     with tempfile.TemporaryDirectory(prefix="zerovl-zero-shot-") as passing:
-        return score_labelled(
-            model,
-            dataset,
-            Path(passing),
-            batch_size=encoder.batch_size,
-            workers=encoder.workers,
-            name=name,
-            progress=False,
-        )
+        reading: dict[str, Any] = {"batch_size": encoder.batch_size, "workers": encoder.workers, "progress": False}
+        return score_labelled(model, dataset, Path(passing), name=name, **reading)
 
 
 def run_zero_shot(encoder: Encoder, data: str, settings: ZeroShotSettings | None = None) -> dict[str, dict[str, Any]]:

@@ -215,7 +215,13 @@ def _go_on(url: str, part: Path, policy: RetryPolicy, progress: bool) -> None:
     """Fetch the rest of a file."""
     with open(part, "ab") as file, RemoteStream(url, policy, position=file.tell()) as stream:
         stream.open()
-        shown = {"desc": part.stem, "total": stream.total, "initial": stream.position, "disable": not progress}
-        with tqdm(**shown, unit="B", unit_scale=True) as bar:
+        with tqdm(
+            desc=part.stem,
+            total=stream.total,
+            initial=stream.position,
+            unit="B",
+            unit_scale=True,
+            disable=not progress,
+        ) as bar:
             while piece := stream.read(_PIECE_BYTES):
                 bar.update(file.write(piece))
