@@ -58,7 +58,7 @@ TOLERANCE = 1e-5  # largest difference of an entry of a normalised embedding
 PIXEL_TOLERANCE = 2.5 / 255  # largest difference of a pixel's value, before it is normalised
 INFERENCE_ONLY = (
     "transformers' dual encoder has no text tower that gives the first token's state itself, so a pooler passes it on, and the "
-    "first step of an optimizer would destroy it. To train the model further, take the export for open_clip."
+    "first step of an optimizer would destroy it. To train the model further, take the export for open_clip; an hf: image tower has none."
 )
 WEIGHTS = "model.safetensors"
 MODEL_TYPES = ("clip", "vision-text-dual-encoder")
