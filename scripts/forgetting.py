@@ -154,7 +154,7 @@ def on_curve(record: Mapping[str, Any]) -> Mapping[str, float]:
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> str:
-    """Means over seeds on the test splits, with Student's 95 % interval of the paired difference to full fine-tuning."""
+    """Means over seeds on the test splits; for arms Student's 95 % interval of the paired difference to full fine-tuning."""
 
     def shown(values: Sequence[float], full: Sequence[float]) -> str:
         between = interval_over_seeds([value - other for value, other in zip(values, full, strict=True)])
@@ -173,9 +173,8 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
             ratios = [run["cpu_seconds"] / other["cpu_seconds"] for run, other in zip(runs, full, strict=True)]
             costs[arm] = f"{mean(ratios):.2f}"
         for label, found in points.items():
-            cells = [
-                shown([p[key] for p in found], [p[key] for p in points["full"]]) for key in ("test_new", "test_old")
-            ]
+            against = points["full"] if label in ARMS else found
+            cells = [shown([p[key] for p in found], [p[key] for p in against]) for key in ("test_new", "test_old")]
             rows.setdefault(label, [label]).extend([*cells, costs.get(label, "")])
     return markdown_table(["", *(f"{task}: {k}" for task in SEEDS for k in ("new", "old", "cost"))], [*rows.values()])
 

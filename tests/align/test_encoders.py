@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -24,6 +25,7 @@ from open_clip_zerovl.align.export import check_together, export_aligned
 from open_clip_zerovl.align.heads import Heads, check_head
 from open_clip_zerovl.checkpoints.export import loading_notes
 from open_clip_zerovl.checkpoints.loading import load_model
+from open_clip_zerovl.checkpoints.transformers_folder import preprocess_of
 from open_clip_zerovl.core.errors import UserError
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_run
 
@@ -40,6 +42,21 @@ def test_a_folder_of_timm_gives_timms_features(home):
     assert (tower.width, tower.preprocess_cfg["size"]) == (64, [160, 160])
     assert tower.preprocess_cfg["mean"] == [0.5, 0.5, 0.5]
     assert not any(key.startswith("head.") for key in tower.tensors)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rescale_factor": 1 / 127.5}, {"do_resize": False}, {"do_normalize": False}, {"size": {"shortest_edge": 40}},
+        {"size": {"height": 50, "width": 50}, "do_center_crop": True, "crop_size": {"height": 40, "width": 40}},
+        {"size": None}, {"resample": 0},
+    ],
+)  # fmt: skip
+def test_an_image_processor_that_open_clip_cannot_follow_is_refused(home, settings):
+    processor = AutoImageProcessor.from_pretrained(home / "siglip")
+    known = {**processor.to_dict(), "do_center_crop": None, **settings}
+    with pytest.raises(UserError, match="does not resize bilinearly or bicubically to one size, scale by 1/255"):
+        preprocess_of(SimpleNamespace(to_dict=lambda: known))
 
 
 @pytest.mark.parametrize(

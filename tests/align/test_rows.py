@@ -100,6 +100,17 @@ def test_features_are_those_of_the_tower_and_stopped_or_shared_work_ends_with_th
         monkeypatch.setattr(FrozenModel, method, stock)
 
 
+def test_rows_of_captions_stay_with_their_samples_when_the_data_change(home, towers, tmp_path):
+    """A sample has two captions, so that its place among the samples is not that of its captions."""
+    a, b = (f"{name}={home / name}" for name in "ab")
+    for data, held in ((a, ""), (f"{b}::{a}", f"held={home / 'held'}"), (f"{a}::{b}", "")):
+        opened = open_sources(data, held)
+        for tower in towers:
+            again = embed_tower(tower, opened, tmp_path / "rows", device=CPU)
+            anew = embed_tower(tower, opened, tmp_path / data[:1] / str(len(data)), device=CPU)
+            assert again.done.all() and contents(again) == contents(anew)
+
+
 def test_other_weights_of_the_same_name_get_rows_of_their_own(sources, towers, tmp_path):
     first = embed_tower(towers[1], sources, tmp_path, device=CPU)
     with torch.no_grad():
@@ -178,6 +189,7 @@ def test_identities_are_those_that_every_tower_and_teacher_has():
     ]  # the last has no views of the fifth, which is held out
     taught = [rows([[[0.0, 1.0]], [[1.0, 0.0]], [[1.0, 0.0]], [[1.0, 0.0]], [[0.0, 0.0]], [[1.0, 0.0]]])]
     assert shared_ids("images", stores[:1], taught).tolist() == [5, 6, 0, 8, 0]
+    assert shared_ids("images", stores[:1], taught, 4).tolist() == [5, 6, 0, 8, 9]  # the last row is of another source
 
 
 def test_views_are_those_of_training_and_of_a_teacher_of_the_same_data(home, sources, tmp_path):

@@ -279,7 +279,7 @@ def test_a_local_order_is_a_bounded_permutation_entered_anywhere(count, window):
             {"strategy": "debiased", "names": ["a", "tiny"]},
             r"'tiny' gives 10 samples .* less than one effective batch of 16; .*--debiased-share 0.9",
         ),
-        ([5, 5], {"strategy": "random"}, "zero steps"),
+        ([5, 5], {"strategy": "random"}, "an epoch has 10 samples, fewer than one effective batch of 16"),
         ([100], {"strategy": "sorted"}, "unknown sampling strategy 'sorted'"),
         ([64, 32, 48], {"strategy": "sequential", "source_order": [2, 0]}, "must name each of the 3 sources once"),
         ([100], {"strategy": "debiased", "draw": "often"}, "unknown draw 'often'"),

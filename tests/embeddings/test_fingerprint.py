@@ -54,6 +54,21 @@ def test_the_fingerprint_of_clips_own_tokenizer_is_the_same_in_each_process():
     assert one == other != tower_digest(model, "text", inputs=SimpleTokenizer(context_length=11))
 
 
+def test_strides_and_buffers_that_no_checkpoint_holds_count():
+    class Rotary(torch.nn.Module):
+        def __init__(self, theta: float) -> None:
+            super().__init__()
+            self.register_buffer("frequencies", theta ** -torch.arange(4.0), persistent=False)
+
+    torch.manual_seed(0)
+    convolution = torch.nn.Conv2d(3, 4, 3, stride=1)
+    strided = copy.deepcopy(convolution)
+    strided.stride = (2, 2)
+    for one, other in ((convolution, strided), (Rotary(10.0), Rotary(100.0))):
+        assert module_digest(one, inputs=None) == module_digest(copy.deepcopy(one), inputs=None)
+        assert module_digest(one, inputs=None) != module_digest(other, inputs=None)
+
+
 @pytest.mark.parametrize("changed", ["quick_gelu", "head_width"])
 def test_towers_of_the_same_tensors_and_another_function_have_digests_of_their_own(tmp_path, changed):
     configs = {"plain": (NATIVE_VISION, False), "quick_gelu": (NATIVE_VISION, True)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import numpy as np
 import open_clip
@@ -11,7 +12,9 @@ from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.embeddings.sources import cut_captions
+from open_clip_zerovl.evaluate.zero_shot.sets import open_labelled_set
 from open_clip_zerovl.finetune.data import (
+    all_classes,
     all_samples,
     find_data,
     open_sources,
@@ -101,6 +104,28 @@ def test_the_split_is_by_picture_and_the_same_whatever_the_order(tmp_path):
     assert held[0, ""] == held[0, "turned"] != held[1, ""]
     kept = next(iter(all_samples(open_sources(found.train_data)[0])))[0]
     assert kept.files["json"] == b"{}"
+
+
+def test_pictures_of_classes_are_a_labelled_set_when_they_are_held_out(tmp_path):
+    """As `zerovl data pack` writes them without a held-out part."""
+    for name in "ab":
+        pairs = [sample(number, key=f"{number:03d}") for number in range(40 * (name == "b"), 40 * (name == "b") + 40)]
+        pairs = [replace(one, files={**one.files, "cls": str(n % 2).encode()}) for n, one in enumerate(pairs)]
+        write_source(tmp_path / name / "train", pairs, shard_size=100)
+        (tmp_path / name / "classnames.txt").write_text("cat\ndog\n")
+        (tmp_path / name / "zeroshot_classification_templates.txt").write_text("a {c}\n")
+    train = "::".join(f"{name}={tmp_path / name / 'train'}" for name in "ab")
+    found = split_off(open_sources(train), tmp_path / "out", seed=0, share=0.25)
+    assert all(source.classes for source in open_sources(found.train_data)) and all_classes(found.held_out)
+    labelled = open_labelled_set(str(tmp_path / "out" / "held-out"))
+    assert (
+        len(labelled.images.labels) == 20
+        and list(labelled.names) == ["cat", "dog"]
+        and list(labelled.templates) == ["a {c}"]
+    )
+    (tmp_path / "b" / "classnames.txt").write_text("dog\ncat\n")  # of other classes: no labelled set
+    found = split_off(open_sources(train), tmp_path / "other", seed=0, share=0.25)
+    assert all(source.classes for source in open_sources(found.train_data)) and not all_classes(found.held_out)
 
 
 def test_too_few_pictures_to_split(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -120,8 +121,8 @@ def test_the_prepared_masks_give_the_same_features(tower, small):
     without_gpu_syncs(ours)
     hooks = len(ours.text.transformer._forward_pre_hooks)
     without_gpu_syncs(ours)  # once is enough
-    prepared = type(ours.text.transformer).__name__ != "ModernBertModel"
-    assert hooks == len(ours.text.transformer._forward_pre_hooks) == int(prepared)
+    reads = type(ours.text.transformer).__name__ != "ModernBertModel" or version("transformers") >= "5.1"
+    assert hooks == len(ours.text.transformer._forward_pre_hooks) == int(reads)
     tokens = open_clip.get_tokenizer(small)(tower.texts)
     with torch.no_grad():
         assert torch.equal(ours.encode_text(tokens), stock.encode_text(tokens))

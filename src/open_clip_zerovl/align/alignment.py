@@ -159,7 +159,7 @@ class Alignment:
             request.head != "glu" and ("open_clip", "transformers")[image.kind == "vision"] for image in self.images
         }
         held = request.out / "model"
-        if held.exists() and forms != {("open_clip", "transformers")[is_transformers_folder(held)]}:
+        if held.exists() and ("open_clip", "transformers")[is_transformers_folder(held)] not in forms:
             raise UserError(f"{held} has other heads than this call, or is for another library; give another --out")
         self.teacher = None if request.teacher is None else open_teacher_folder(request.teacher)
         self.views = {id(tower): views_of(tower, self.sources, request, self.teacher) for tower in self.images}
@@ -248,8 +248,10 @@ class Alignment:
             numbers = range(len(widths_of(self.teacher.manifest)))
             taught = [[self.teacher.rows[f"{n}.{kind}"] for n in numbers] for kind in ("images", "texts")]
         seen = [store for tower in self.images for store in stores[id(tower)]]
-        picture_ids = shared_ids("images", seen, taught[0])
-        caption_ids = shared_ids("texts", [store for tower in self.texts for store in stores[id(tower)]], taught[1])
+        words = [store for tower in self.texts for store in stores[id(tower)]]
+        trained = int(self.sources.begins[self.sources.training])  # the teachers may have more samples
+        picture_ids = shared_ids("images", seen, taught[0], trained)
+        caption_ids = shared_ids("texts", words, taught[1], int(self.sources.starts[trained]))
         pairs = make_pairs(self.sources, picture_ids, caption_ids, seed=request.seed, share=request.held_out_share)
         held = pairs.held_out
         line = f"pairs  {len(pairs.images):,} samples; held out {len(held.images):,} pictures with {len(held.texts):,} captions"

@@ -169,6 +169,7 @@ def embed_tower(
     facts: dict[str, Any] = {"use": "align", "model": [tower.name], "fingerprints": fingerprints}
     if views is not None:
         facts |= {"seed": views.seed, "augmentation": augmentation_of(views.transform, views.pixel_path)}
+        facts["sources"] = sources.names  # a view's draw depends on its source's number
     manifest = Manifest(facts, described, arrays)
     name = re.sub(r"[^A-Za-z0-9]+", "-", tower.name)[-40:].strip("-")
     place = folder / f"{'views' if views else tower.side}-{name}-{flags.dtype}-{fingerprints[0][:8]}"
@@ -305,12 +306,20 @@ def unit_scale(rows: Rows, wanted: np.ndarray) -> float:
     return 1.0 / max(float(some.square().mean().sqrt()), 1e-12)
 
 
-def shared_ids(kind: str, stores: Sequence[Store], teachers: Sequence[Rows] = ()) -> np.ndarray:
-    """Identity of each sample's picture ("images") or each caption ("texts"), 0 where a tower or a teacher has not seen it."""
+def shared_ids(
+    kind: str, stores: Sequence[Store], teachers: Sequence[Rows] = (), taught: int | None = None
+) -> np.ndarray:
+    """Identity of each sample's picture ("images") or each caption ("texts"), 0 where a tower or a teacher has not seen it.
+
+    Args:
+        taught: the number of the teachers' first rows that are these pictures or captions; further rows are of other sources.
+            None: all rows.
+    """
     ids = np.array(stores[0].rows[f"1.{kind}"].array)
     blocks = [(block != 0 for block in store.rows[f"1.{kind}"].blocks()) for store in stores[1:]]
-    blocks += [(block.any(dim=-1) for block in rows.blocks()) for rows in teachers]
-    for seen in map(torch.cat, map(list, blocks)):
+    shown = [torch.cat(list(of)) for of in blocks]
+    shown += [torch.cat([block.any(dim=-1) for block in rows.blocks()])[:taught] for rows in teachers]
+    for seen in shown:
         lacking = ~seen.reshape(len(seen), -1).all(dim=1).numpy()[: len(ids)]
         ids[: len(lacking)][lacking] = 0
     return ids

@@ -58,7 +58,8 @@ TOLERANCE = 1e-5  # largest difference of an entry of a normalised embedding
 PIXEL_TOLERANCE = 2.5 / 255  # largest difference of a pixel's value, before it is normalised
 INFERENCE_ONLY = (
     "transformers' dual encoder has no text tower that gives the first token's state itself, so a pooler passes it on, and the "
-    "first step of an optimizer would destroy it. To train the model further, take the export for open_clip; an hf: image tower has none."
+    "first step of an optimizer would destroy it. To train the model further, take the export for open_clip; an "
+    "hf: image tower has none."
 )
 WEIGHTS = "model.safetensors"
 MODEL_TYPES = ("clip", "vision-text-dual-encoder")
@@ -233,21 +234,28 @@ def preprocess_of(processor: Any) -> dict[str, Any]:
         UserError: it does not scale and normalise pictures, or resizes in a way that open_clip does not know.
     """
     given = processor.to_dict()
-    size = given["crop_size"] if (crop := given.get("do_center_crop")) else given["size"]
+    resized, cropped = (
+        {key: side for key, side in dict(given.get(name) or {}).items() if side} for name in ("size", "crop_size")
+    )
+    crop = given.get("do_center_crop")
+    size = cropped if crop else resized
     interpolation = {number: name for name, number in _RESAMPLE.items()}.get(given.get("resample"))
-    if interpolation is None or not (given.get("do_rescale") and given.get("do_normalize")):
+    steps = given.get("do_resize", True) and given.get("do_rescale") and given.get("do_normalize")
+    scaled = abs(given.get("rescale_factor", 1 / 255) * 255 - 1) < 1e-6
+    # A shortest edge without a crop keeps the picture's proportions, and open_clip's towers have one size.
+    sized = {"height", "width"} <= {*size} and (not crop or "shortest_edge" in resized)
+    if interpolation is None or not (steps and scaled and sized):
         raise UserError(
-            f"{type(processor).__name__} does not resize bilinearly or bicubically and then normalise, as open_clip does; give "
-            "a model whose processor does"
+            f"{type(processor).__name__} does not resize bilinearly or bicubically to one size, scale by 1/255 and normalise, "
+            "as open_clip does; give a model whose processor does"
         )
-    side = size.get("shortest_edge")
     return {
-        "size": [size.get("height", side), size.get("width", side)],
+        "size": [size["height"], size["width"]],
         "mean": list(given["image_mean"]),
         "std": list(given["image_std"]),
         "mode": "RGB",
         "interpolation": interpolation,
-        "resize_mode": "shortest" if crop or side else "squash",
+        "resize_mode": "shortest" if crop else "squash",
     }
 
 

@@ -235,7 +235,10 @@ def _read_shards(spec: str, shards: Sequence[Path], label: str) -> ProbeSet:
             raise UserError(f"{where} has no image ({', '.join(IMAGE_EXTENSIONS)}); mend or remove it")
         if content is None:
             other = "json:FIELD" if kind == "cls" else "cls"
-            raise UserError(f"{where} has no .{kind} with its class; if the class is elsewhere, give --label {other}")
+            raise UserError(
+                f"{where} has no .{kind} with its class; if the class is elsewhere, give --label {other} (zero-shot and "
+                "linear-probe have it)"
+            )
         labels.append(_class(content, name, f"{key}.{kind} of {shard}"))
         places.append((shard, *place))
     if not labels:

@@ -15,6 +15,9 @@ _SECOND_NAME = re.compile(r"(?<!:):(?P<name>[^\W_][\w.-]*)=")
 #: Characters and schemes of a pattern or URL; the path of one local file or folder has none of them.
 _PATTERN = re.compile(r"[{}*?@#\[\]]|^[A-Za-z][A-Za-z0-9+.-]*:")
 
+TEMPLATES = (
+    "zeroshot_classification_templates.txt"  # beside it, if given: a template a line, as CLIP_benchmark has them
+)
 CLASS_NAMES = "classnames.txt"  # of a labelled set and of pairs packed from folders of classes: a name a line
 STRATEGIES = ("random", "sequential", "debiased")  # how sources make batches
 DRAWS = ("exact", "iid")  # how debiased sampling chooses the source of a step

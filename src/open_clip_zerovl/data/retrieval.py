@@ -155,8 +155,10 @@ def retrieval_batches(
         num_workers: loader processes.
 
     Raises:
-        UserError: an image that cannot be read, named by file and key.
+        UserError: an image that cannot be read, named by file and key; captions_per_image below 1.
     """
+    if captions_per_image is not None and captions_per_image < 1:
+        raise UserError(f"captions_per_image must be at least 1, or None for all, got {captions_per_image}")
     transformed = _TransformedSet(dataset, preprocess, captions_per_image)
     yield from read_batches(transformed, _collate, batch_size=batch_size, num_workers=num_workers)
 

@@ -80,9 +80,15 @@ class Source:
     @property
     def classes(self) -> bool:
         """True if the source was packed from folders of classes, whose pictures share the class's captions."""
+        return self.class_folder is not None
+
+    @property
+    def class_folder(self) -> Path | None:
+        """The folder with the names of its classes; None if it was not packed from folders of classes."""
         first = local_path(self.shards[0]) if self.shards and self.table is None else None
         # beside the shards or, as for the other words of a packed source, above its splits
-        return first is not None and any((place / CLASS_NAMES).is_file() for place in list(Path(first).parents)[:2])
+        places = list(Path(first).parents)[:2] if first is not None else []
+        return next((place for place in places if (place / CLASS_NAMES).is_file()), None)
 
     @property
     def layout(self) -> str:

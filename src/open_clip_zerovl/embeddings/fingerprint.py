@@ -35,7 +35,7 @@ def tower_digest(model: nn.Module, tower: str, *, inputs: Any, precision: str = 
     """
     own = {
         name: tensor
-        for name, tensor in model.state_dict().items()
+        for name, tensor in _tensors(model).items()
         if name not in _SCALES and name.startswith("visual.") == (tower == "image")
     }
     layers = [
@@ -50,17 +50,28 @@ def tower_digest(model: nn.Module, tower: str, *, inputs: Any, precision: str = 
 def module_digest(module: nn.Module, *, inputs: Any, precision: str = "fp32") -> str:
     """`tower_digest` of a module that is a whole tower."""
     return _digest(
-        module.state_dict(),
+        _tensors(module),
         [precision, [[name, *_settings(part)] for name, part in module.named_modules()], _described(inputs)],
     )
 
 
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Weights and buffers, also those that no checkpoint holds (the frequencies of rotary positions)."""
+    return {**dict(module.named_buffers()), **module.state_dict()}
+
+
 def _settings(module: nn.Module) -> list[Any]:
     """A layer without its children: its class and its settings, which tensors do not show (activation, number of heads)."""
+    plain = bool | int | float | str
     found = {
         name: value
         for name, value in vars(module).items()
-        if isinstance(value, bool | int | float | str) and name[0] != "_" and name not in _NOT_OF_OUTPUTS
+        if name[0] != "_"
+        and name not in _NOT_OF_OUTPUTS
+        and (
+            isinstance(value, plain)
+            or (isinstance(value, tuple | list) and all(isinstance(one, plain) for one in value))
+        )
     }
     return [type(module).__name__, sorted(found.items())]
 

@@ -262,12 +262,16 @@ class Store:
         return store
 
     def _take_over(self, old: Store) -> None:
-        """Take the rows of files that have not changed from the embeddings that were here."""
+        """Take the rows of files that have not changed from the embeddings that were here.
+
+        Rows of captions are not taken: a sample's place does not tell where its captions stand.
+        """
         kept = 0
+        by_sample = all(not name.endswith("texts") for name in self.rows)
         widths = [
             {name: (dtype, shape[1:]) for name, (dtype, shape) in of.manifest.arrays.items()} for of in (self, old)
         ]
-        if self.manifest.facts == old.manifest.facts and widths[0] == widths[1]:
+        if by_sample and self.manifest.facts == old.manifest.facts and widths[0] == widths[1]:
             places = dict(_places(old.manifest))
             for key, begin in _places(self.manifest):
                 if (at := places.get(key)) is None:

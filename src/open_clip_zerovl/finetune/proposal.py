@@ -29,6 +29,7 @@ OWN = {
     "train-data": "--data",
     "retrieval-data": "--retrieval-data, outside of --set",
     "context-length": "--context-length, outside of --set",
+    "zero-shot-data": "--zero-shot-data, outside of --set",
     "seed": "--seed, outside of --set",
     **dict.fromkeys(("logs", "name", "resume"), "--out"),
     **dict.fromkeys(

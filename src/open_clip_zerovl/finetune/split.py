@@ -20,6 +20,7 @@ from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import free_space, write_atomically
+from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES
 from open_clip_zerovl.data.retrieval import MOST_HELD_OUT, held_out_count
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.finetune.data import HELD_OUT, Found, all_samples, digest_of
@@ -33,10 +34,11 @@ SHARD_SAMPLES = 10_000
 
 @dataclass
 class HeldOut:
-    """A picture that is held out, with the captions of all its samples."""
+    """A picture that is held out, with the captions of all its samples, and the number of its class if it has one."""
 
     picture: bytes = b""
     captions: list[str] = field(default_factory=list)
+    label: bytes | None = None
 
 
 def split_off(
@@ -63,12 +65,30 @@ def split_off(
     shutil.rmtree(out, ignore_errors=True)  # of a call that was killed
     sizes = {source.name: _write_rest(source, out / source.name, held_out, seed) for source in sources}
     samples = [
-        Sample(f"{number:06d}", {_suffix(own.picture): own.picture, "txt": "\n".join(own.captions).encode()})
+        Sample(
+            f"{number:06d}",
+            {_suffix(own.picture): own.picture, "txt": "\n".join(own.captions).encode()}
+            | ({} if own.label is None else {"cls": own.label}),
+        )
         for number, own in enumerate(held_out.values())
     ]
     write_retrieval_set(out / HELD_OUT, samples)
+    _copy_classes(sources, out)
     write_atomically(file, json.dumps({"of": wanted, "held out": len(samples), "train": sizes}, indent=2) + "\n")
     return found
+
+
+def _copy_classes(sources: Sequence[Source], out: Path) -> None:
+    """Copy the names and templates of classes beside each source, and beside the held-out set if all sources share them."""
+    places = {source.name: source.class_folder for source in sources}
+    names = {None if place is None else (place / CLASS_NAMES).read_bytes() for place in places.values()}
+    if len(names) == 1:
+        places[HELD_OUT] = next(iter(places.values()))
+    for name, place in places.items():
+        if place is not None:
+            for file in (CLASS_NAMES, TEMPLATES):
+                if (place / file).is_file():
+                    shutil.copyfile(place / file, out / name / file)
 
 
 def _digests(sources: Sequence[Source], seed: int) -> tuple[set[bytes], int]:
@@ -101,6 +121,7 @@ def _write_rest(source: Source, folder: Path, held_out: Mapping[bytes, HeldOut],
                 yield sample
                 continue
             own.picture = picture
+            own.label = sample.files.get("cls", own.label)
             own.captions += [caption for caption in captions if caption not in own.captions]
 
     sizes: dict[str, int] = {}

@@ -34,8 +34,11 @@ def report(plan: Plan) -> str:
         parts = [part for text in texts for part in ([text] if "\0" in text else _wrapped(text, WIDTH - LABEL))]
         lines += [f"{label * (n == 0):<{LABEL}}{part}".replace("\0", "").rstrip() for n, part in enumerate(parts)]
     missing = ["Missing:"] if plan.data.missing else ["Nothing is missing."]
-    for fault, _, advice in (one.rpartition("; ") for one in plan.data.missing):
-        missing += [*_wrapped(f"- {fault};", WIDTH, "  "), f"  {advice}"]  # a command stays on one line, for the shell
+    for fault, found, advice in (one.rpartition("; ") for one in plan.data.missing):
+        # A command stays on one line, for the shell.
+        missing += (
+            [*_wrapped(f"- {fault};", WIDTH, "  "), f"  {advice}"] if found else _wrapped(f"- {advice}", WIDTH, "  ")
+        )
     return "\n".join([*lines, "", *missing])
 
 

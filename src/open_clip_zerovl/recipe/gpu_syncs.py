@@ -6,6 +6,7 @@ to 2K times a step. Both replacements compute the same as the original code.
 
 from __future__ import annotations
 
+import inspect
 from importlib.metadata import version
 from typing import Any
 
@@ -20,13 +21,15 @@ def without_gpu_syncs(model: nn.Module) -> None:
     """Replace code that waits in `model`. Call it before the first forward pass and before the model is compiled.
 
     - Hugging Face's BERT, RoBERTa and XLM-RoBERTa read whether a batch has padding, to leave the mask out if there is none.
-      They are given the mask in the form that the attention takes, which they do not read.
+      They are given the mask in the form that the attention takes, which they do not read. ModernBERT reads it twice, for its
+      layers with and without a window, and is given both masks (transformers 5.1; earlier ones do not read it).
     - open_clip's patch dropout draws on the CPU and indexes with CPU tensors. The replacement draws on the images' device: on a
       GPU other masks than open_clip's, on a CPU the same.
     """
     for module in model.modules():
-        if _reads_masks(module) and _prepared_mask not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(_prepared_mask, with_kwargs=True)
+        prepare = _prepared_mask if _reads_masks(module) else _both_masks if _reads_both_masks(module) else None
+        if prepare is not None and prepare not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(prepare, with_kwargs=True)
         elif type(module) is open_clip.transformer.PatchDropout:
             module.__class__ = DevicePatchDropout
 
@@ -41,6 +44,15 @@ def _reads_masks(module: nn.Module) -> bool:
     )
 
 
+def _reads_both_masks(module: nn.Module) -> bool:
+    """True for a ModernBERT with torch's attention that takes one mask per kind of layer."""
+    return (
+        type(module).__name__ == "ModernBertModel"
+        and getattr(module.config, "_attn_implementation", None) == "sdpa"
+        and "sliding_window_mask" not in inspect.signature(module.forward).parameters  # of transformers before 5.1
+    )
+
+
 def _prepared_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """(B, L) numbers, 0 for padding -> (B, 1, L, L) booleans: which token attends to which.
 
@@ -52,6 +64,26 @@ def _prepared_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         return None
     seen = mask.bool()[:, None, :].expand(-1, mask.shape[1], -1)
     return args, {**kwargs, "attention_mask": seen if _TRANSFORMERS_4 else seen[:, None]}
+
+
+def _both_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """(B, L) numbers, 0 for padding -> (B, 1, L, L) booleans for layers that see all tokens, and for those with a window."""
+    from transformers.masking_utils import create_bidirectional_mask, create_bidirectional_sliding_window_mask
+
+    mask = kwargs.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return None
+    common = {
+        "config": module.config,
+        "inputs_embeds": mask.new_empty((*mask.shape, 0), dtype=torch.float32),  # its sizes alone are read
+        "attention_mask": mask,
+        "allow_is_bidirectional_skip": False,  # else the mask is read
+    }
+    masks = {
+        "full_attention": create_bidirectional_mask(**common),
+        "sliding_attention": create_bidirectional_sliding_window_mask(**common),
+    }
+    return args, {**kwargs, "attention_mask": masks}
 
 
 class DevicePatchDropout(open_clip.transformer.PatchDropout):

@@ -139,7 +139,8 @@ class RemoteStream:
     """The bytes of a remote shard from the first to the last; see the module's text.
 
     Attributes:
-        position: number of bytes read.
+        position: number of bytes read. Given one to begin with, and a server that sends no parts of a file, it is 0 once the
+            transfer has begun: the bytes of an earlier call may be those of another version.
         total, identity, md5: see `Transfer`; known once the transfer has begun.
     """
 
@@ -152,6 +153,7 @@ class RemoteStream:
         self._transfer: Transfer | None = None
         self._lost_seconds = 0.0
         self._reasons: dict[str, int] = {}  # reason -> retries
+        self._opened = False
         self._in_a_row = 0  # retries since the last progress
         self._kept = position  # at the last progress
         self._since = time.monotonic()  # time of the last progress
@@ -231,6 +233,8 @@ class RemoteStream:
         try:
             if self.position and None not in (self.identity, transfer.identity) and transfer.identity != self.identity:
                 raise Unreachable("it has changed on the server while it was read", "changed while read", False)
+            if not self._opened:
+                self.position = self._kept = min(self.position, transfer.begins)
             while transfer.begins < self.position:
                 dropped = transfer.read(min(1 << 20, self.position - transfer.begins))
                 if not dropped:
@@ -240,6 +244,7 @@ class RemoteStream:
         except BaseException:
             transfer.close()
             raise
+        self._opened = True
         self.identity, self.md5 = transfer.identity or self.identity, transfer.md5 or self.md5
         self.total = transfer.total if transfer.total is not None else self.total
         self._began, self._began_at = time.monotonic(), self.position

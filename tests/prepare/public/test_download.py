@@ -387,6 +387,13 @@ def test_a_large_file_is_resumed_where_it_stopped(tmp_path):
         fetch_file(url, tmp_path / "other", policy=policy, progress=False)
 
 
+def test_a_large_file_begins_again_on_a_server_that_sends_no_parts(tmp_path, server):
+    """The bytes of an earlier call may be those of another version of the file."""
+    (tmp_path / "file.part").write_bytes(b"older bytes")
+    whole = fetch_file(server.url("good", 3), tmp_path / "other", progress=False).read_bytes()
+    assert fetch_file(server.url("good", 3), tmp_path / "file", progress=False).read_bytes() == whole
+
+
 def test_wrong_certificates_are_refused_unless_allowed(tmp_path):
     """A server with a self-signed certificate: a reason of its own, and the picture where that is switched off."""
     command = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost -keyout key -out cert"

@@ -22,10 +22,10 @@ from open_clip import IMAGENET_CLASSNAMES, SIMPLE_IMAGENET_TEMPLATES
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import UNREADABLE
 from open_clip_zerovl.data.labelled import ProbeSet, class_list, open_probe_set
+from open_clip_zerovl.data.names import TEMPLATES
 from open_clip_zerovl.evaluate.settings import ZeroShotSettings
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS
 
-TEMPLATES_FILE = "zeroshot_classification_templates.txt"
 SPLITS = ("train", "val", "valid", "validation", "test")
 #: CLIP's short list of seven, which its authors found to be nearly as good as all eighty.
 CLIP_TEMPLATES = tuple(template("{}") for template in SIMPLE_IMAGENET_TEMPLATES)
@@ -68,7 +68,8 @@ def open_labelled_set(where: str, settings: ZeroShotSettings | None = None) -> L
     parts = _sources_of(place)
     if parts and place == root and (others := [part.name for part in parts if part.name in SPLITS]):
         raise UserError(
-            f"{root} has no folder {settings.split!r}, but {', '.join(others)}: choose one of them with --split"
+            f"{root} has no folder {settings.split!r}, but {', '.join(others)}: name one of these folders as the set, or "
+            "choose one with --split (zero-shot has it)"
         )
     places = [str(part) for part in parts] or [str(place) if place != root else where]
     opened = [open_probe_set(one, split, label=settings.label) for one in places]
@@ -133,7 +134,7 @@ def _class_names(file: Path, classes: Sequence[str]) -> list[str]:
 def _templates(settings: ZeroShotSettings, root: Path) -> tuple[str, ...]:
     """The templates of `--template`, captions or files of them; else the set's own; else CLIP's short list."""
     given: list[str] = []
-    beside = root / TEMPLATES_FILE
+    beside = root / TEMPLATES
     places = settings.template or ((str(beside),) if beside.is_file() else CLIP_TEMPLATES)
     for one in places:
         if "{" in one:

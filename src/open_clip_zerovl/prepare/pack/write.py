@@ -22,7 +22,7 @@ from typing import Any
 from tqdm import tqdm
 
 from open_clip_zerovl.core.files import write_atomically
-from open_clip_zerovl.data.names import CLASS_NAMES
+from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES
 from open_clip_zerovl.prepare.pack.store import Store, Stored
 from open_clip_zerovl.prepare.public import manifest
 from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample
@@ -100,7 +100,7 @@ def write_split(
     if classes:
         write_atomically(folder / CLASS_NAMES, "".join(f"{name}\n" for name in classes))
         lines = "".join(f"{template.replace('{}', '{c}')}\n" for template in templates)
-        write_atomically(folder / "zeroshot_classification_templates.txt", lines)
+        write_atomically(folder / TEMPLATES, lines)
     if split == "test":
         # Last: only a folder with nshards.txt is a retrieval set, so that an incomplete one is never scored.
         write_atomically(here / "nshards.txt", f"{shards}\n")

@@ -212,9 +212,10 @@ def fetch_file(url: str, path: str | Path, *, policy: RetryPolicy | None = None,
 
 
 def _go_on(url: str, part: Path, policy: RetryPolicy, progress: bool) -> None:
-    """Fetch the rest of a file."""
+    """Fetch the rest of a file, or all of it if the server sends no parts."""
     with open(part, "ab") as file, RemoteStream(url, policy, position=file.tell()) as stream:
         stream.open()
+        file.truncate(stream.position)
         with tqdm(
             desc=part.stem,
             total=stream.total,
