@@ -91,6 +91,7 @@ def test_training_takes_the_flags(samples, gpus):
         (100, {"lr": "fast"}, "--set lr=fast must be a number above 0, as 1e-5"),
         (100, {"epochs": None}, "--set epochs= removes a setting that fine-tuning needs"),
         (100, {"model": "RN50"}, "--set model does not work with finetune, which decides it; give --from MODEL"),
+        (100, {"zero-shot-data": "x=/d"}, "--set zero-shot-data does not work with finetune, .* give --zero-shot-data"),
     ],
 )
 def test_refusals(samples, given, sentence):

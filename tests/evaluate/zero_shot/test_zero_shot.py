@@ -103,7 +103,9 @@ def test_layouts(tmp_path):
         split: open_labelled_set(f"{tmp_path}/split", ZeroShotSettings(split=split)) for split in ("test", "train")
     }
     assert {split: len(one.images) for split, one in splits.items()} == {"test": 4, "train": 10}
-    with pytest.raises(UserError, match="has no folder 'val', but test, train: choose one of them with --split"):
+    with pytest.raises(
+        UserError, match="no folder .val., but test, train: name one of these folders as the set, or choose one"
+    ):
         open_labelled_set(f"{tmp_path}/split", ZeroShotSettings(split="val"))  # not both as if they were sources
     for source, classes in (("shop", "a b"), ("web", "b c")):
         write_classes(tmp_path / "two" / source, classes)
