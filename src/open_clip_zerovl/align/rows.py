@@ -175,7 +175,7 @@ def embed_tower(
     place = folder / f"{'views' if views else tower.side}-{name}-{flags.dtype}-{fingerprints[0][:8]}"
     if not place.exists():
         require_room(folder, manifest)
-    store = Store.create(place, manifest, cache=True)
+    store = Store.create(place, manifest, cache=True, by_sample=image)
     samples = SourceSamples(sources.opened, images=image, captions=not image, views=views, strict=False)
     units = missing_units(store, samples.sizes, part)
     left = sum(samples.sizes[file] for unit in units for file in unit)

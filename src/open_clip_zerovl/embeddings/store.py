@@ -204,7 +204,13 @@ class Store:
 
     @classmethod
     def create(
-        cls, folder: Path, manifest: Manifest, *, given: Mapping[str, np.ndarray] | None = None, cache: bool = False
+        cls,
+        folder: Path,
+        manifest: Manifest,
+        *,
+        given: Mapping[str, np.ndarray] | None = None,
+        cache: bool = False,
+        by_sample: bool = True,
     ) -> Store:
         """The folder of these embeddings: made now, or begun by an earlier call.
 
@@ -212,6 +218,8 @@ class Store:
             given: arrays whose content is known already.
             cache: a folder of other embeddings for the same use is made anew. Where only the data is another, rows of unchanged
                 files are kept.
+            by_sample: whether row n of each array is of sample n. Rows of captions are not if a sample has several or none: they
+                are made anew with other data.
 
         Raises:
             UserError: it holds other embeddings (without `cache`), or cannot be written.
@@ -227,7 +235,7 @@ class Store:
                             f"{folder} holds embeddings for {old.manifest.facts.get('use')}, which are not replaced; give "
                             "another folder, or remove it"
                         )
-                    return cls._made(folder, manifest, given or {}, old)
+                    return cls._made(folder, manifest, given or {}, old, by_sample)
                 stored = read_manifest(folder)
                 if stored is None:
                     return cls._made(folder, manifest, given or {}, None)
@@ -247,7 +255,14 @@ class Store:
             return None
 
     @classmethod
-    def _made(cls, folder: Path, manifest: Manifest, given: Mapping[str, np.ndarray], old: Store | None) -> Store:
+    def _made(
+        cls,
+        folder: Path,
+        manifest: Manifest,
+        given: Mapping[str, np.ndarray],
+        old: Store | None,
+        by_sample: bool = True,
+    ) -> Store:
         (folder / MANIFEST_FILE).unlink(missing_ok=True)  # a folder without it counts as empty
         for name, spec in manifest.arrays.items():
             _make_file(folder / f"{name}.npy", _STORED_AS[spec[0]], spec[1])
@@ -256,18 +271,17 @@ class Store:
         for name, values in given.items():
             store.rows[name].array[:] = values
         if old is not None:
-            store._take_over(old)
+            store._take_over(old, by_sample)
         store.flush()
         write_atomically(folder / MANIFEST_FILE, manifest.as_json())
         return store
 
-    def _take_over(self, old: Store) -> None:
-        """Take the rows of files that have not changed from the embeddings that were here.
-
-        Rows of captions are not taken: a sample's place does not tell where its captions stand.
-        """
+    def _take_over(self, old: Store, by_sample: bool) -> None:
+        """Take the rows of files that have not changed from the embeddings that were here."""
         kept = 0
-        by_sample = all(not name.endswith("texts") for name in self.rows)
+        for store in (self, old):
+            samples = sum(store.manifest.sizes)
+            by_sample = by_sample and all(shape[0] == samples for _, shape in store.manifest.arrays.values())
         widths = [
             {name: (dtype, shape[1:]) for name, (dtype, shape) in of.manifest.arrays.items()} for of in (self, old)
         ]

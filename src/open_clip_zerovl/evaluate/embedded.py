@@ -57,9 +57,9 @@ def embedded(
     if captions:
         arrays["0.texts"] = ("float32", (captions, width))
     source = {"name": name, "marks": list(marks), "sizes": list(collection.sizes), "picked": None}
-    store = Store.create(
-        folder, Manifest({"use": use, "fingerprints": list(fingerprints)}, [source], arrays), cache=True
-    )
+    manifest = Manifest({"use": use, "fingerprints": list(fingerprints)}, [source], arrays)
+    # Each sample has a caption at least, so that as many captions as samples are one each.
+    store = Store.create(folder, manifest, cache=True, by_sample=captions in (0, sum(collection.sizes)))
     if left := int((~store.done).sum()):
         embed(store, [model], collection, batch_size=batch_size, workers=workers, desc=desc or name, progress=progress)
     return store, left
