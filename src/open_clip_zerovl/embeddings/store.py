@@ -218,8 +218,8 @@ class Store:
             given: arrays whose content is known already.
             cache: a folder of other embeddings for the same use is made anew. Where only the data is another, rows of unchanged
                 files are kept.
-            by_sample: whether row n of each array is of sample n. Rows of captions are not if a sample has several or none: they
-                are made anew with other data.
+            by_sample: whether row n of each array is of sample n. Rows of captions are not if a sample has several or none;
+                with other data they are made anew.
 
         Raises:
             UserError: it holds other embeddings (without `cache`), or cannot be written.
