@@ -88,11 +88,20 @@ def test_a_file_that_is_cut_short_of_another_shape_or_gone_gets_a_sentence(tmp_p
         Store(tmp_path, about, mode=mode)
 
 
-def test_a_manifest_whose_lists_differ_in_length_gets_a_sentence(tmp_path):
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda one: one["marks"].pop(),
+        lambda one: one.update(marks=[None] * 3),
+        lambda one: one.update(marks=[[[]]] * 3),
+        dict.popitem,
+    ],
+)
+def test_a_manifest_with_damaged_marks_gets_a_sentence(tmp_path, damage):
     filled(tmp_path, manifest())
     file = tmp_path / "embeddings.json"
     content = json.loads(file.read_text())
-    content["sources"][0]["marks"].pop()
+    damage(content["sources"][0])
     file.write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"embeddings\.json cannot be read .*make the embeddings anew"):
         Store.open(tmp_path, remedy="zerovl teacher")

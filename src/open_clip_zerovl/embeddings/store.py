@@ -81,12 +81,17 @@ class Manifest:
         """ValueError where an entry is missing or of another type."""
         facts, entries = isinstance(self.facts, dict), {"name": str, "marks": list, "sizes": list}
         sources = all(isinstance(one.get(key), kind) for one in self.sources for key, kind in entries.items())
-        sources = sources and all(len(one["marks"]) == len(one["sizes"]) for one in self.sources)
+        sources = sources and all(len(one["marks"]) == len(one["sizes"]) and "picked" in one for one in self.sources)
+        marks = [mark for one in self.sources for mark in one["marks"]] if sources else []
+        plain = all(
+            isinstance(mark, list) and mark and not any(isinstance(part, list | dict) for part in mark)
+            for mark in marks
+        )
         sizes = [size for size in self.sizes if not isinstance(size, int) or size < 0]
         numbers = [
             n for dtype, shape in self.arrays.values() for n in shape if dtype not in DTYPES or not isinstance(n, int)
         ]
-        if not (facts and sources) or sizes or numbers:
+        if not (facts and sources and plain) or sizes or numbers:
             raise ValueError("an entry is missing or of another type")
 
     def as_json(self) -> str:
