@@ -93,7 +93,6 @@ def test_a_file_that_is_cut_short_of_another_shape_or_gone_gets_a_sentence(tmp_p
     [
         lambda one: one["marks"].pop(),
         lambda one: one.update(marks=[None] * 3),
-        lambda one: one.update(marks=[[[]]] * 3),
         dict.popitem,
     ],
 )

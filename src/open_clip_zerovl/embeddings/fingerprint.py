@@ -137,7 +137,7 @@ def file_mark(file: str) -> Mark:
 
 def content_of(mark: Mark) -> tuple[Any, ...]:
     """A mark without the time: the same for a file and its copies."""
-    return (*mark[:2], *mark[3:])
+    return tuple(map(str, (*mark[:2], *mark[3:])))  # of a damaged file no part may be hashable
 
 
 def describe_source(source: Source) -> dict[str, Any]:

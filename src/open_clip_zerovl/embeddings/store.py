@@ -83,10 +83,7 @@ class Manifest:
         sources = all(isinstance(one.get(key), kind) for one in self.sources for key, kind in entries.items())
         sources = sources and all(len(one["marks"]) == len(one["sizes"]) and "picked" in one for one in self.sources)
         marks = [mark for one in self.sources for mark in one["marks"]] if sources else []
-        plain = all(
-            isinstance(mark, list) and mark and not any(isinstance(part, list | dict) for part in mark)
-            for mark in marks
-        )
+        plain = all(isinstance(mark, list | str) and mark for mark in marks)
         sizes = [size for size in self.sizes if not isinstance(size, int) or size < 0]
         numbers = [
             n for dtype, shape in self.arrays.values() for n in shape if dtype not in DTYPES or not isinstance(n, int)
