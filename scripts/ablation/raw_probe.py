@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -101,7 +100,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the miniatures")
     parser.add_argument("--out", type=Path, default=Path("docs/results/raw-probe.json"))
     arguments = parser.parse_args(argv)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         table = [
             {"mixture": name, "run": run, "against": against, **probe_seeds(arguments.data, run, range(4))}

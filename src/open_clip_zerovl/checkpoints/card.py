@@ -26,10 +26,10 @@ FOLDER_HERE = "/path/to/this/folder"  # in the lines that load the model; `hub` 
 
 # Arguments in params.txt that belong to the recipe, in the card's order. A falsy value means "not used".
 _RECIPE = (
-    "epochs train_num_samples lr lr_min lr_scheduler warmup warmup_share wd beta1 beta2 eps grad_clip_norm precision sampling "
-    "coin_flip_mixup mixup_alpha text_augment auto_augment token_drop force_patch_dropout freeze init_from init_image "
-    "init_text pretrained pretrained_image seed"
-)
+    "epochs", "train_num_samples", "lr", "lr_min", "lr_scheduler", "warmup", "warmup_share", "wd", "beta1", "beta2", "eps",
+    "grad_clip_norm", "precision", "sampling", "coin_flip_mixup", "mixup_alpha", "text_augment", "auto_augment", "token_drop",
+    "force_patch_dropout", "freeze", "init_from", "init_image", "init_text", "pretrained", "pretrained_image", "seed",
+)  # fmt: skip
 # Their values are paths on the training machine: the card has the file's name only.
 _PATHS = frozenset({"init_from", "init_image", "init_text"})
 _MODEL = "## Model"  # the heading from which on a card speaks of the model alone
@@ -194,7 +194,7 @@ def _recipe_facts(params: Mapping[str, Any]) -> list[tuple[str, str]]:
         ranks, steps = params.get("world_size") or 1, params.get("dga_steps") or params.get("accum_freq") or 1
         sizes = f"{batch * ranks * steps:,} = {batch} a micro-batch x {steps} accumulated x {ranks} ranks"
         facts.append(("effective batch", sizes))
-    for name in _RECIPE.split():
+    for name in _RECIPE:
         value = params.get(name)
         if (
             value is None

@@ -220,8 +220,8 @@ class Store:
             given: arrays whose content is known already.
             cache: a folder of other embeddings for the same use is made anew. Where only the data is another, rows of unchanged
                 files are kept.
-            by_sample: whether row n of each array is of sample n. Rows of captions are not if a sample has several or none;
-                with other data they are made anew.
+            by_sample: False if row n of an array may be of another sample than n although there are as many rows as samples;
+                with other data all rows are then made anew, as with another number of rows.
 
         Raises:
             UserError: it holds other embeddings (without `cache`), or cannot be written.

@@ -58,8 +58,8 @@ def embedded(
         arrays["0.texts"] = ("float32", (captions, width))
     source = {"name": name, "marks": list(marks), "sizes": list(collection.sizes), "picked": None}
     manifest = Manifest({"use": use, "fingerprints": list(fingerprints)}, [source], arrays)
-    # Each sample has a caption at least, so that as many captions as samples are one each.
-    store = Store.create(folder, manifest, cache=True, by_sample=captions in (0, sum(collection.sizes)))
+    # Each sample has a caption at least, so that as many captions as samples are one each, and their rows are by sample.
+    store = Store.create(folder, manifest, cache=True)
     if left := int((~store.done).sum()):
         embed(store, [model], collection, batch_size=batch_size, workers=workers, desc=desc or name, progress=progress)
     return store, left
