@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,6 +69,7 @@ class Choice:
             less than that over the one before ends the pilots of a "shortest" choice.
         quick: the value of a quick run, which has no pilots.
         seeds: of its pilot runs.
+        during: other settings of its pilot runs.
     """
 
     what: str
@@ -77,6 +78,7 @@ class Choice:
     rule: Literal["best", "shortest"]
     quick: str
     seeds: Sequence[int] = PILOT_SEEDS
+    during: Choices = field(default_factory=dict)
 
     def decide(self, scores: Mapping[str, float]) -> str:
         """The chosen value, from the mean score of each value of the grid."""

@@ -202,7 +202,7 @@ def choose(data: dict[str, Path], out: Path, slots: int) -> None:
         for value in choice.grid:
             if choice.is_settled(scores):
                 break
-            pilot = Ablation(data, out / f"{name}={value}", {**QUICK, **chosen, name: value}, "val")
+            pilot = Ablation(data, out / f"{name}={value}", {**QUICK, **chosen, **choice.during, name: value}, "val")
             jobs = pilot.plan(choice.seeds, choice.conditions)
             print(f"{name} = {value}: {len(jobs)} runs", flush=True)
             if jobs and (failed := run_all(pilot, jobs, slots)):
