@@ -34,6 +34,7 @@ from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.evaluate.search.ranking import embed_collection
 from open_clip_zerovl.shards import index as tar_index
+from open_clip_zerovl.shards.marks import file_mark
 from training.resume import Position, entry_of
 
 Draw = Callable[[Any], Any]
@@ -510,8 +511,8 @@ def make_arrays(draw: Draw, folder: Path) -> None:
         (source / name).write_bytes(good_tar())
     shards = tuple(str(source / name) for name in ("0.tar", "1.tar"))
     labels, distances = np.arange(16, dtype=np.int32) % 2, np.zeros(16, dtype=np.float32)
-    size = os.path.getsize(shards[0])
-    clustering = Clustering("a", shards, (8, 8), labels, distances, np.eye(2, dtype=np.float32), (size, size))
+    marks = tuple(file_mark(shard, ()) for shard in shards)
+    clustering = Clustering("a", shards, (8, 8), labels, distances, np.eye(2, dtype=np.float32), marks)
     tar_index.open_index(shards[0])
     tar_index._open.cache_clear()  # readers must read the stored index
     for file in (save_clustering(clustering, folder / "clusters"), source / ".zerovl-index" / "0.tar.npz"):

@@ -27,6 +27,7 @@ from open_clip_zerovl.data.schedule import Batching, epoch_slices
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.prepare.clusters.folders import train_data, write_clusters
 from open_clip_zerovl.shards import members as tar_members
+from open_clip_zerovl.shards.marks import file_mark
 from support.loading import epoch_of, steps_of
 from support.tars import ids_of, png, write_source, write_tar
 
@@ -41,9 +42,9 @@ def cluster(out: Path, data: str, labels: np.ndarray = LABELS) -> Path:
     (source,) = parse_sources(data)
     out.mkdir(exist_ok=True)
     count = int(labels.max()) + 1
-    shard_bytes = tuple(os.path.getsize(shard) for shard in source.shards)
+    marks = tuple(file_mark(shard, ()) for shard in source.shards)
     zeros = np.zeros(len(labels), np.float32), np.zeros((count, 1), np.float32)
-    save_clustering(Clustering("cc", source.shards, source.sizes, labels, *zeros, shard_bytes), out)
+    save_clustering(Clustering("cc", source.shards, source.sizes, labels, *zeros, marks), out)
     return out
 
 
@@ -183,9 +184,26 @@ def test_shards_of_several_folders_move_together(tmp_path):
     assert is_pure(steps_of(epoch_of(sources, Batching(4))))
 
 
-def test_shards_written_anew_since_are_refused(place):
-    write_tar(place / "cc/00001.tar", [("a.png", png((1, 2, 3))), ("a.txt", b"another sample 1")])
-    with pytest.raises(UserError, match=r"00001.tar of cc has \d+ bytes and had \d+ when it was clustered"):
+def test_shards_written_anew_since_are_refused_and_copies_are_not(place):
+    shard = place / "cc/00001.tar"
+    content = shard.read_bytes()
+    caption = content.index(b"sample 31"), content.index(b"sample 32")  # in the middle; the size stays
+    shard.write_bytes(content[: caption[0]] + b"sample 32" + content[caption[0] + 9 :])
+    os.utime(shard, ns=(0, 0))
+    with pytest.raises(
+        UserError, match=r"00001.tar of cc has changed since it was clustered \(from \d+ to \d+ bytes\)"
+    ):
+        parse_sources(f"cc={place}/clusters")
+    shard.write_bytes(content)
+    os.utime(shard, ns=(0, 0))
+    assert len(parse_sources(f"cc={place}/clusters")) == CLUSTERS
+    with np.load(place / "clusters/assignment.npz") as arrays:  # of an earlier release
+        older = {name: value for name, value in arrays.items() if name != "marks"}
+    sizes = np.array([os.path.getsize(path) for path in older["shards"]])
+    np.savez(place / "clusters/assignment.npz", shard_bytes=sizes, **older)
+    assert len(parse_sources(f"cc={place}/clusters")) == CLUSTERS
+    shard.write_bytes(content[:-512])
+    with pytest.raises(UserError, match=r"00001.tar of cc has changed"):
         parse_sources(f"cc={place}/clusters")
 
 
@@ -261,7 +279,7 @@ def test_too_many_open_files_are_not_taken_for_lost_shards(place, monkeypatch):
     [
         ("centroids", np.array(-1)), ("labels", np.zeros((2, 2))), ("labels", np.full(3, 7)), ("distances", np.zeros(1)),
         ("copies", np.zeros(3, bool)), ("copies", np.zeros(SAMPLES)),
-        ("sizes", np.array([-5, 10**15])), ("shards", np.array("x")), ("shard_bytes", np.array([1e300])), (None, np.zeros(0)),
+        ("sizes", np.array([-5, 10**15])), ("shards", np.array("x")), ("marks", np.array("[[]]")), (None, np.zeros(0)),
     ],
 )  # fmt: skip
 def test_a_broken_assignment_or_one_whose_arrays_do_not_belong_together_is_refused(place, tmp_path, name, value):

@@ -16,6 +16,7 @@ from open_clip_zerovl.data.clusters import Clustering, save_clustering
 from open_clip_zerovl.data.mixture import Sampling
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import Source, parse_sources
+from open_clip_zerovl.shards.marks import file_mark
 from support.loading import epoch_of, loader_of, steps_of
 from support.tars import png, write_source
 
@@ -36,9 +37,9 @@ def clustering_of(folder: Path, data: str, copies: np.ndarray | None = NONE) -> 
     (source,) = parse_sources(data)
     shards, sizes = tuple(dict.fromkeys(source.shards)), source.sizes if source.table is None else (SAMPLES,)
     zeros = np.zeros(SAMPLES, np.float32), np.zeros((CLUSTERS, 1), np.float32)
-    bytes_of = tuple(os.path.getsize(shard) for shard in shards)
+    marks = tuple(file_mark(shard, ()) for shard in shards)
     (folder / "clusters").mkdir(parents=True, exist_ok=True)
-    save_clustering(Clustering("cc", shards, sizes, LABELS, *zeros, bytes_of, copies), folder / "clusters")
+    save_clustering(Clustering("cc", shards, sizes, LABELS, *zeros, marks, copies), folder / "clusters")
     return f"{folder}/clusters"
 
 
@@ -113,10 +114,11 @@ def test_several_sources_tables_and_half_weights(tmp_path):
 def test_a_bad_sample_is_replaced(tmp_path):
     data = clustered(tmp_path)
     shard = tmp_path / "cc/00002.tar"
-    content = bytearray(shard.read_bytes())
+    content, times = bytearray(shard.read_bytes()), shard.stat()
     at = content.index(b"\x89PNG")
     content[at : at + 8] = b"not a px"
     shard.write_bytes(bytes(content))
+    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))  # as a disk damages it
     lost: Counter[str] = Counter()
     steps = steps_of(epoch_of(opened(data), Batching(12), strategy=NEAR, lost=lost))
     assert lost == {"cc: undecodable image": 1} and sum(map(len, steps)) == SAMPLES

@@ -71,6 +71,16 @@ def test_columns_and_separator_by_flags(tmp_path):
     )
 
 
+@pytest.mark.parametrize("identity", ["7", ""])
+def test_an_id_of_two_pictures_is_refused_where_the_rows_of_an_image_are_one_sample(tmp_path, identity):
+    """As in tables of two sets whose ids restart: the second picture would never be shown, and its captions for the first."""
+    rows = [f"a.png,{identity},a cat,1", f"a.png,{identity},the cat,2", f"b.png,{identity},a dog,1"]
+    (tmp_path / "t.csv").write_text("\n".join(["image,image_id,caption,caption_id", *rows]) + "\n")
+    with pytest.raises(UserError, match=f"line 4: the image_id '{identity}' is of two pictures .'a.png' and 'b.png'"):
+        parse_sources(f"t={tmp_path}/t.csv", captions="one-per-epoch")
+    assert parse_sources(f"t={tmp_path}/t.csv")[0].num_samples == 3
+
+
 @pytest.mark.parametrize(
     ("header", "style", "columns"),
     [

@@ -7,7 +7,6 @@ picture beside it, bit for bit, or of another one.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import replace
 from itertools import islice
@@ -31,6 +30,7 @@ from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.distill.embed import TeacherSettings, embed_sources
 from open_clip_zerovl.distill.rows import TeacherRows, open_teacher_folder
 from open_clip_zerovl.embeddings.sources import augmentation_of
+from open_clip_zerovl.shards.marks import file_mark
 from support.hash_teacher import WIDTH, HashEncoder, hashed, tokens_of
 from support.tars import noise_jpeg, write_tar
 
@@ -56,9 +56,9 @@ def place(tmp_path_factory):
             write_tar(folder / name / f"{shard:05d}.tar", members)
     shards = tuple(str(folder / "b" / f"{shard:05d}.tar") for shard in range(3))
     labels = np.arange(24, dtype=np.int32) % 2
-    sizes = tuple(os.path.getsize(shard) for shard in shards)
+    marks = tuple(file_mark(shard, ()) for shard in shards)
     clustering = Clustering(
-        "b", shards, (8, 8, 8), labels, np.zeros(24, np.float32), np.eye(2, dtype=np.float32), sizes
+        "b", shards, (8, 8, 8), labels, np.zeros(24, np.float32), np.eye(2, dtype=np.float32), marks
     )
     (folder / "clusters").mkdir()
     save_clustering(clustering, folder / "clusters")

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import os
 
 import pytest
 import torch
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 from open_clip.transform import image_transform
 
-from open_clip_zerovl.embeddings.fingerprint import difference_of_sources, module_digest, tower_digest
+from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.embeddings.fingerprint import describe_source, difference_of_sources, module_digest, tower_digest
+from open_clip_zerovl.shards.marks import file_mark
 from support.dga_reference import bert_clip
+from support.tars import png
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, WORDS, random_model, register, write_bert
 
 
@@ -107,3 +112,37 @@ SOURCE = {"name": "a", "marks": [["0.tar", 10, 111, "aa"], ["1.tar", 20, 222, "b
 def test_other_samples_are_named_and_a_copy_is_the_same(other, sentence):
     found = difference_of_sources(SOURCE, {**SOURCE, **other})
     assert found is None if sentence is None else sentence in found
+
+
+def test_rows_of_a_source_whose_middle_changed_are_refused_and_those_of_a_copy_are_not(tmp_path):
+    """A table of 300 kB, and the pictures that it names, with other times: by size and both ends nothing differs."""
+    rows = [f"{n % 4}.png,caption number {n:06d} of this table" for n in range(6000)]
+    table = tmp_path / "t.csv"
+
+    def described(rows, known=()):
+        table.write_text("\n".join(["filepath,title", *rows]) + "\n")
+        os.utime(table, ns=(0, len(known)))  # another time where there are known marks
+        return describe_source(parse_sources(f"t={table}")[0], known)
+
+    for number in range(4):
+        (tmp_path / f"{number}.png").write_bytes(png((number, 0, 0)) + bytes(number))
+    stored = described(rows)
+    assert difference_of_sources(stored, described(rows, stored["marks"])) is None
+    middle = rows[:2500] + rows[3500:2499:-1] + rows[3501:]
+    assert "shard t.csv of 't' differs" in difference_of_sources(stored, described(middle, stored["marks"]))
+    (tmp_path / "0.png").rename(tmp_path / "x.png")
+    (tmp_path / "3.png").rename(tmp_path / "0.png")
+    assert "shard t.csv of 't' differs" in difference_of_sources(stored, described(rows, stored["marks"]))
+    (tmp_path / "0.png").rename(tmp_path / "3.png")
+    (tmp_path / "x.png").rename(tmp_path / "0.png")
+    assert difference_of_sources(stored, described(rows, stored["marks"])) is None
+
+
+def test_a_file_is_read_whole_once(tmp_path, monkeypatch):
+    """A known mark of the same name, size and time has its digest; a remote or lost file has its name."""
+    file = tmp_path / "0.tar"
+    file.write_bytes(bytes(10))
+    mark = file_mark(str(file), ())
+    monkeypatch.setattr(hashlib, "blake2b", lambda **_: None)
+    assert file_mark(str(file), [["1.tar", 2, 3, "a"], "damaged", mark]) == mark
+    assert file_mark(str(tmp_path / "1.tar"), ()) == ["1.tar"] and file_mark("https://h/2.tar") == ["2.tar"]

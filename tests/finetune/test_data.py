@@ -102,6 +102,10 @@ def test_the_split_is_by_picture_and_the_same_whatever_the_order(tmp_path):
         again = split_off(open_sources(f"a={data / 'a'}::b={data / 'b'}"), out, seed=seed, share=0.25)
         assert again == found and before == {path: path.stat().st_mtime_ns for path in out.rglob("*.tar")}
     assert held[0, ""] == held[0, "turned"] != held[1, ""]
+    write_source(data / "b", [*second[1:], sample(80)], shard_size=10)  # as many pictures, of which one is another
+    found = split_off(open_sources(f"a={data / 'a'}::b={data / 'b'}"), out, seed=seed, share=0.25)
+    texts = {c for one in open_sources(found.train_data) for _, _, own in all_samples(one) for c in own}
+    assert "picture 80" in texts | {c for one in sets_of(found.held_out)["held-out"].samples for c in one.captions}
     kept = next(iter(all_samples(open_sources(found.train_data)[0])))[0]
     assert kept.files["json"] == b"{}"
 

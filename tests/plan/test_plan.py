@@ -30,6 +30,7 @@ from open_clip_zerovl.plan.gpus import GIB, GPUS, fastest_batch, graphs_room, pa
 from open_clip_zerovl.plan.make import Plan, make_plan
 from open_clip_zerovl.plan.model import build
 from open_clip_zerovl.plan.report import WIDTH, report
+from open_clip_zerovl.shards.marks import file_mark
 from scripts.paper.recipes import GRAPHS, MIB, micro_batch_for
 from support import ROOT
 from support.tars import png, write_source, write_tar
@@ -563,9 +564,9 @@ def test_a_clustering_is_planned_as_a_source_each_cluster(tmp_path):
     shards = tuple(str(tmp_path / "cc" / name) for name in ("00000.tar", "00001.tar"))
     labels = np.array([0, 1] * 6, np.int32)
     zeros = np.zeros(12, np.float32), np.zeros((2, 1), np.float32)
-    shard_bytes = tuple(Path(shard).stat().st_size for shard in shards)
+    marks = tuple(file_mark(shard, ()) for shard in shards)
     (tmp_path / "clusters").mkdir()
-    save_clustering(Clustering("cc", shards, (6, 6), labels, *zeros, shard_bytes), tmp_path / "clusters")
+    save_clustering(Clustering("cc", shards, (6, 6), labels, *zeros, marks), tmp_path / "clusters")
     write_source(tmp_path / "b", 12, 5, 5)
     both = f"cc={tmp_path / 'clusters'}::b={tmp_path / 'b'}"
     data = check_data(settings_of(train_data=both))

@@ -13,6 +13,7 @@ cluster has pieces of shards like any other source.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import atomic_file, read_arrays
+from open_clip_zerovl.shards.marks import Mark, content_of, file_mark
 from open_clip_zerovl.shards.writing import SIZES_FILE, parse_sizes
 
 _CLUSTER_FOLDER = re.compile(r"cluster-(\d+)")
@@ -165,18 +167,16 @@ def _moved(clustering: Clustering, folder: str) -> tuple[str, ...]:
 
 
 def _check_shards(clustering: Clustering, shards: Sequence[str], path: Path, strict: bool) -> None:
-    """UserError for shards that are missing or have another size; without `strict` a warning for some that are missing."""
+    """UserError for shards that are missing or have changed; without `strict` a warning for some that are missing."""
     gone = []
-    for shard, size_bytes in zip(shards, clustering.shard_bytes, strict=True):
-        try:
-            found = os.stat(shard).st_size
-        except OSError:
+    for shard, mark in zip(shards, clustering.marks, strict=True):
+        found = file_mark(shard, [mark])
+        if len(found) == 1:
             gone.append(shard)
-            continue
-        if found != size_bytes:
+        elif content_of(found)[: len(content_of(mark))] != content_of(mark):
             raise UserError(
-                f"shard {shard} of {clustering.source} has {found} bytes and had {size_bytes} when it was clustered: its "
-                "samples may differ. Fetch it again, or cluster again."
+                f"shard {shard} of {clustering.source} has changed since it was clustered (from {mark[1]} to {found[1]} "
+                "bytes): its samples may differ. Fetch it again, or cluster again."
             )
     if gone and (strict or len(gone) == len(shards)):
         raise UserError(
@@ -193,8 +193,10 @@ def _check_shards(clustering: Clustering, shards: Sequence[str], path: Path, str
 def _require_consistent(clustering: Clustering) -> None:
     """ValueError for arrays that do not belong together, as in a damaged or foreign file."""
     sizes, labels, centroids = clustering.sizes, clustering.labels, clustering.centroids
-    if not len(clustering.shards) == len(sizes) == len(clustering.shard_bytes):
-        raise ValueError("its shards, sizes and shard_bytes differ in number")
+    if not len(clustering.shards) == len(sizes) == len(clustering.marks):
+        raise ValueError("its shards, sizes and marks differ in number")
+    if not all(isinstance(mark, list) and len(mark) > 1 for mark in clustering.marks):
+        raise ValueError("its marks are not those of files")
     if min(sizes, default=0) < 0 or labels.shape != (sum(sizes),) or not np.issubdtype(labels.dtype, np.integer):
         raise ValueError("its labels are not one whole number a sample")
     if clustering.distances.shape != labels.shape:
@@ -218,7 +220,7 @@ class Clustering:
         labels: (n,) cluster of each sample.
         distances: (n,) 1 - cosine to the centroid.
         centroids: (K, D) of unit length.
-        shard_bytes: size of each shard in bytes, by which a changed shard is noticed.
+        marks: `file_mark` of each shard, by which a changed shard is noticed.
         copies: (n,) whether a sample is a copy of an earlier one of its cluster; None if copies were not looked for.
     """
 
@@ -228,7 +230,7 @@ class Clustering:
     labels: NDArray[np.int32]
     distances: NDArray[np.float32]
     centroids: NDArray[np.float32]
-    shard_bytes: tuple[int, ...]
+    marks: tuple[Mark, ...]
     copies: NDArray[np.bool_] | None = None
 
     @property
@@ -247,7 +249,7 @@ def save_clustering(clustering: Clustering, out: Path) -> Path:
             source=np.array(clustering.source),
             shards=np.array(clustering.shards),
             sizes=np.array(clustering.sizes),
-            shard_bytes=np.array(clustering.shard_bytes),
+            marks=np.array(json.dumps(clustering.marks)),
             labels=clustering.labels,
             distances=clustering.distances,
             centroids=clustering.centroids,
@@ -264,14 +266,19 @@ def load_clustering(path: str | Path) -> Clustering:
         raise UserError(f"{path} does not exist: make it with `zerovl cluster`.")
     try:
         content = read_arrays(path)
+        shards = tuple(str(shard) for shard in content["shards"])
+        if "marks" in content:
+            marks = json.loads(str(content["marks"]))
+        else:  # of an earlier release, with sizes alone
+            marks = [[os.path.basename(shard), int(n)] for shard, n in zip(shards, content["shard_bytes"], strict=True)]
         clustering = Clustering(
             str(content["source"]),
-            tuple(str(shard) for shard in content["shards"]),
+            shards,
             tuple(int(size) for size in content["sizes"]),
             content["labels"],
             content["distances"],
             content["centroids"],
-            tuple(int(size) for size in content["shard_bytes"]),
+            tuple(marks),
             content.get("copies"),
         )
         _require_consistent(clustering)

@@ -250,10 +250,6 @@ def _read_table(component: Component, split: str) -> list[RetrievalSample]:
         if any(len(row) < len(table.columns) for row in sample.rows):
             raise UserError(f"{where}: the row has fewer fields than the header")
         key = sample.rows[0][numbers["image_id"]] if "image_id" in numbers else sample.image
-        if len(images := {row[table.image_column] for row in sample.rows}) > 1:
-            raise UserError(
-                f"{where}: image_id {key} has two pictures, {' and '.join(sorted(images))}; give each picture its own id"
-            )
         ids = [row[numbers["caption_id"]] for row in sample.rows] if "caption_id" in numbers else []
         if len(set(ids)) < len(ids):
             raise UserError(f"{where}: a caption_id of image {key} appears twice ({', '.join(ids)})")

@@ -201,14 +201,22 @@ def open_table(path: str, style: CsvFormat | None = None, *, by_image: bool = Fa
             rows: list[tuple[int, int]] = []
             images: list[int] = []
             number: dict[str, int] = {}
+            pictures: dict[str, str] = {}  # identity -> picture
             for record in records:
                 rows.append((record.offset, record.length))
                 if record.odd:
                     odd.setdefault(record.odd, []).append(record.line)
                 unreadable += not record.length
                 if by_image:
-                    known = identity < len(record.fields)
+                    known = max(identity, image) < len(record.fields)
                     name = record.fields[identity] if known else f"\0row {len(rows)}"
+                    if known and identity != image:
+                        first = pictures.setdefault(name, picture := record.fields[image])
+                        if picture != first:
+                            raise UserError(
+                                f"table {path}, line {record.line}: the {header[identity]} {name!r} is of two pictures "
+                                f"({first!r} and {picture!r}); give each picture an id of its own, or leave the column out"
+                            )
                     images.append(number.setdefault(name, len(number)))
     except OSError as error:
         raise UserError(f"table {path} cannot be read ({error.strerror}); correct its path") from error

@@ -103,8 +103,10 @@ def embed_sources(
         "model": [teacher.name for teacher in teachers],
         "fingerprints": [digest for teacher in teachers for digest in teacher.fingerprints.values()],
     }
-    manifest = Manifest(facts, [describe_source(source) for source in sources], arrays)
-    if read_manifest(out) is None:
+    earlier = read_manifest(out)
+    known = [mark for one in earlier.sources for mark in one["marks"]] if earlier else []
+    manifest = Manifest(facts, [describe_source(source, known) for source in sources], arrays)
+    if earlier is None:
         require_room(out, manifest)
     store = Store.create(out, manifest, given={"starts": starts})
     if progress:

@@ -16,8 +16,9 @@ from open_clip_zerovl.data.names import caption_fields, caption_sets
 from open_clip_zerovl.data.reading import RawSample
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.views import view_picture
-from open_clip_zerovl.embeddings.fingerprint import content_of, describe_source, difference_of_sources, file_mark
+from open_clip_zerovl.embeddings.fingerprint import describe_source, difference_of_sources
 from open_clip_zerovl.embeddings.store import DTYPES, Manifest, Rows, Store, first_difference, is_finite
+from open_clip_zerovl.shards.marks import content_of, file_mark
 
 COMMAND = "zerovl teacher"
 
@@ -86,7 +87,8 @@ class TeacherRows:
         names = [stored["name"] for stored in self.manifest.sources]
         if source.name in names:
             index = names.index(source.name)
-            found = difference_of_sources(self.manifest.sources[index], describe_source(source))
+            stored = self.manifest.sources[index]
+            found = difference_of_sources(stored, describe_source(source, stored["marks"]))
             if found is None:
                 return index, None
             raise UserError(
@@ -163,7 +165,7 @@ def rows_of_cluster(source: Source, stored: dict[str, Any]) -> np.ndarray | None
     place = {content_of(mark): int(begin) for mark, begin in zip(stored["marks"], begins, strict=False)}
     rows = source.picked.astype(np.int64)
     for number, shard in enumerate(source.shards):
-        begin = place.get(content_of(file_mark(shard)))
+        begin = place.get(content_of(file_mark(shard, stored["marks"])))
         if begin is None:
             return None
         rows[source.starts[number] : source.starts[number + 1]] += begin

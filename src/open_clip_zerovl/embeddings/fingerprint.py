@@ -1,4 +1,4 @@
-"""Fingerprints of a tower with the preprocessing of its inputs, of a file, and of the samples of a source."""
+"""Fingerprints of a tower with the preprocessing of its inputs, and of the samples of a source."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import hashlib
 import json
 import os
 import re
+from array import array
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from torch import nn
+from tqdm import tqdm
 
 from open_clip_zerovl.data.sources import Source
-from open_clip_zerovl.shards.urls import local_path
+from open_clip_zerovl.data.table import CsvTable, TableSample
+from open_clip_zerovl.shards.marks import Mark, content_of, file_mark
 
-_EDGE_BYTES = 1 << 16  # of a file, at both ends, that its mark digests
 _SCALES = ("logit_scale", "logit_bias")
 # Settings of layers on which features do not depend, besides those of random layers, which evaluation turns off.
 _NOT_OF_OUTPUTS = {"training", "grad_checkpointing", "gradient_checkpointing", "output_dict", "name_or_path"}
-
-Mark = list[Any]
 
 
 def tower_digest(model: nn.Module, tower: str, *, inputs: Any, precision: str = "fp32", pixel_path: str = "pil") -> str:
@@ -119,39 +122,40 @@ def _without_lengths(backend: Any) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def file_mark(file: str) -> Mark:
-    """[name, size in bytes, modification time in ns, digest of the first and last 64 KiB]; [name] of a remote or lost file."""
-    path, name = local_path(file), os.path.basename(file)
-    try:
-        if path is None:
-            return [name]
-        with open(path, "rb") as content:
-            status = os.fstat(content.fileno())
-            digest = hashlib.blake2b(content.read(_EDGE_BYTES), digest_size=8)
-            content.seek(max(0, status.st_size - _EDGE_BYTES))
-            digest.update(content.read(_EDGE_BYTES))
-        return [name, status.st_size, status.st_mtime_ns, digest.hexdigest()]
-    except OSError:  # a lost shard has been reported when the sources were opened
-        return [name]
+def describe_source(source: Source, known: Iterable[Mark] | None = None) -> dict[str, Any]:
+    """The samples of a source: its name, the mark and the samples of each shard, and a digest of a cluster's own samples.
 
-
-def content_of(mark: Mark) -> tuple[Any, ...]:
-    """A mark without the time: the same for a file and its copies."""
-    return tuple(map(str, (*mark[:2], *mark[3:])))  # of a damaged file no part may be hashable
-
-
-def describe_source(source: Source) -> dict[str, Any]:
-    """The samples of a source: its name, the mark and the samples of each shard, and a digest of a cluster's own samples."""
+    Args:
+        known: as `file_mark` takes them: marks of stored rows that are kept for copies of the data, too; None for a cache.
+    """
     own = source.picked
     if source.table is not None and len(source.table.members) < len(source.table.rows):  # a cluster of a table
         own = source.table.members
-    marks = {shard: file_mark(shard) for shard in dict.fromkeys(source.shards)}
+    files = list(dict.fromkeys(source.shards))
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        found = pool.map(partial(file_mark, known=known), files)
+        marks = dict(zip(files, tqdm(found, f"checking {source.name}", len(files), delay=2, leave=False), strict=True))
+    if source.table is not None:
+        marks = {file: [*mark, _pictures_digest(source.table)] for file, mark in marks.items()}
     return {
         "name": source.name,
         "marks": [marks[shard] for shard in source.shards],
         "sizes": list(source.sizes),
         "picked": None if own is None else hashlib.blake2b(own.tobytes(), digest_size=16).hexdigest(),
     }
+
+
+def _pictures_digest(table: CsvTable) -> str:
+    """A digest of the sizes of a table's pictures, sample by sample: copies of them have the same."""
+
+    def size(sample: TableSample) -> int:
+        try:
+            return os.stat(table.image_path(sample.image)).st_size
+        except (OSError, ValueError):  # missing, or no name of a file
+            return -1
+
+    sizes = array("q", map(size, table.samples()))
+    return hashlib.blake2b(sizes.tobytes(), digest_size=8).hexdigest()
 
 
 def difference_of_sources(stored: dict[str, Any], found: dict[str, Any]) -> str | None:

@@ -23,6 +23,7 @@ from open_clip_zerovl.core.files import free_space, write_atomically
 from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES
 from open_clip_zerovl.data.retrieval import MOST_HELD_OUT, held_out_count
 from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.embeddings.fingerprint import describe_source
 from open_clip_zerovl.finetune.data import HELD_OUT, Found, all_samples, digest_of
 from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.writing import SIZES_FILE, write_retrieval_set, write_shard
@@ -54,7 +55,7 @@ def split_off(
         UserError: too few pictures, or a disk that holds no copy of the data.
     """
     found = Found("::".join(f"{source.name}={out / source.name}" for source in sources), f"{HELD_OUT}={out / HELD_OUT}")
-    wanted = {"seed": seed, "share": share, "most": most, "sources": {s.name: s.num_samples for s in sources}}
+    wanted = {"seed": seed, "share": share, "most": most, "sources": [describe_source(source) for source in sources]}
     file = out / SPLIT_FILE
     if file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("of") == wanted:
         return found

@@ -196,7 +196,10 @@ INFINITE = {"filename": "x.jpg", "split": "test", "cocoid": 1, "sentences": [{"r
         ),
         ([(NAME, 1, " ", 7)], "row 1: a caption of image 1 is empty"),
         ([(NAME, 1, "a", 7), (NAME, 1, "b", 7)], r"row 1: a caption_id of image 1 appears twice \(7, 7\)"),
-        ([(NAME, 1, "a", 7), (OTHER, 1, "b", 8)], f"row 1: image_id 1 has two pictures, {NAME} and {OTHER}"),
+        (
+            [(NAME, 1, "a", 7), (OTHER, 1, "b", 8)],
+            f"line 3: the image_id '1' is of two pictures .'{NAME}' and '{OTHER}'",
+        ),
         ([("gone.jpg", 1, "a", 7)], r"1 of the 1 pictures .*first: gone\.jpg"),
         ("image,image_id,caption,caption_id\nx,1,é,1\n", "row 1: a caption of image 1 is not UTF-8"),
     ],

@@ -26,6 +26,7 @@ from open_clip_zerovl.prepare.clusters.folders import train_data, write_clusters
 from open_clip_zerovl.prepare.clusters.kmeans import dissolve_small, find_copies, size_report, spherical_kmeans
 from open_clip_zerovl.prepare.clusters.splitting import ClusterSettings, cluster_source
 from open_clip_zerovl.prepare.public.index import check_shards
+from open_clip_zerovl.shards.marks import file_mark
 from open_clip_zerovl.shards.members import read_samples
 from support.tars import write_source, write_tar
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_run
@@ -97,9 +98,9 @@ def test_the_assignment_report_and_previews_are_written(clustered):
     out, result, _ = clustered
     loaded = load_clustering(out)
     assert loaded.source == "cc" and np.array_equal(loaded.labels, result.labels)
-    for shard, size_bytes in zip(loaded.shards, loaded.shard_bytes, strict=True):
+    for shard, mark in zip(loaded.shards, loaded.marks, strict=True):
         path = Path(shard)
-        assert path.is_absolute() and path.stat().st_size == size_bytes
+        assert path.is_absolute() and file_mark(shard, ()) == mark
         assert (path.parent / ".zerovl-index" / f"{path.name}.npz").is_file()  # for training, built in passing
     assert [len(set(loaded.labels[9 * k : 9 * k + 9])) for k in range(5)] == [3] * 5
     assert json.loads((out / "report.json").read_text())["effective_clusters"] == pytest.approx(3)
@@ -271,8 +272,9 @@ def test_a_table_is_clustered_as_shards_of_the_same_pairs_are(clustered, model, 
     assert len({str(describe_source(source)) for source in parse_sources(in_table)}) == 3
     with pytest.raises(UserError, match="makes one sample of all rows of an image"):
         parse_sources(in_table, captions="one-per-epoch")
-    table.write_text(table.read_text() + "k0.png\tone more\n")
-    with pytest.raises(UserError, match="when it was clustered"):
+    header, *rows = table.read_text().splitlines()
+    table.write_text("\n".join([header, *sorted(rows, reverse=True)]) + "\n")  # of the same size
+    with pytest.raises(UserError, match="has changed since it was clustered"):
         parse_sources(in_table)
 
 
@@ -287,7 +289,7 @@ def test_resharded_samples_stay_whole_whatever_their_keys(tmp_path, prefix):
     members = [(f"{prefix}{n:03d}.{e}", f"{e} {n}".encode()) for n in range(6) for e in ("png", "txt")]
     shard = write_tar(tmp_path / "a" / "00000.tar", members)
     labels, unit = np.array([0, 1, 0, 1, 0, 1], np.int32), np.eye(2, dtype=np.float32)
-    clusters = Clustering("a", (str(shard),), (6,), labels, np.zeros(6, np.float32), unit, (shard.stat().st_size,))
+    clusters = Clustering("a", (str(shard),), (6,), labels, np.zeros(6, np.float32), unit, (file_mark(str(shard)),))
     for number, folder in enumerate(write_clusters(clusters, tmp_path, progress=False)):
         found = [sample.files for sample in read_samples(folder / "00000.tar")]
         assert found == [{e: f"{e} {n}".encode() for e in ("png", "txt")} for n in range(number, 6, 2)]
@@ -297,7 +299,7 @@ def test_a_source_that_changed_is_not_resharded(clustered, tmp_path):
     _, result, _ = clustered
     shards = write_source(tmp_path / "s", 0, 12, 12)
     few = result.labels[:13], result.distances[:13]
-    other = Clustering("s", (shards,), (13,), *few, result.centroids, (0,))
+    other = Clustering("s", (shards,), (13,), *few, result.centroids, (["s", 0],))
     with pytest.raises(UserError, match="holds 12 samples and held 13"):
         write_clusters(other, tmp_path, progress=False)
     assert not list(tmp_path.glob("cluster-*"))

@@ -48,6 +48,7 @@ from open_clip_zerovl.prepare.clusters.kmeans import (
     spherical_kmeans,
 )
 from open_clip_zerovl.shards.index import open_index
+from open_clip_zerovl.shards.marks import Mark, file_mark
 from open_clip_zerovl.shards.members import ShardError
 from open_clip_zerovl.shards.urls import local_path
 
@@ -97,7 +98,9 @@ def cluster_source(
         )
     check_writable(out, folder=True)
     source = _absolute(source)
-    table = _embedded(source, encoder, out / f"features-{settings.features}", settings.features, progress=progress)
+    table, known = _embedded(
+        source, encoder, out / f"features-{settings.features}", settings.features, progress=progress
+    )
     found = spherical_kmeans(table, settings.clusters, passes=settings.passes, seed=settings.seed)
     labels, distances, centroids = dissolve_small(table, *found, settings.min_size)
     if progress and len(centroids) < settings.clusters:
@@ -109,9 +112,9 @@ def cluster_source(
     shards, sizes = source.shards, source.sizes
     if source.table is not None:
         shards, sizes = (source.table.path,), (source.num_samples,)
-    shard_bytes = tuple(os.path.getsize(shard) for shard in shards)
+    marks = tuple(file_mark(shard, known) for shard in shards)
     copies = None if settings.same_above is None else find_copies(table.parts, labels, settings.same_above)
-    clustering = Clustering(source.name, shards, sizes, labels, distances, centroids, shard_bytes, copies)
+    clustering = Clustering(source.name, shards, sizes, labels, distances, centroids, marks, copies)
     save_clustering(clustering, out)
     write_atomically(out / "report.json", json.dumps(size_report(clustering.counts), indent=1) + "\n")
     if settings.preview:
@@ -159,8 +162,10 @@ class _Features:
         return F.normalize(torch.cat(parts, dim=1), dim=1).numpy()
 
 
-def _embedded(source: Source, encoder: Encoder, folder: Path, kind: str, *, progress: bool) -> _Features:
-    """The features of every sample of a source: those of an earlier call, or computed now.
+def _embedded(
+    source: Source, encoder: Encoder, folder: Path, kind: str, *, progress: bool
+) -> tuple[_Features, list[Mark]]:
+    """The features of every sample of a source, of an earlier call or computed now, and the marks of its shards.
 
     Raises:
         UserError: a model that cannot be loaded, a sample that cannot be read, shards that hold another number of samples than
@@ -174,12 +179,12 @@ def _embedded(source: Source, encoder: Encoder, folder: Path, kind: str, *, prog
     if samples.captions:
         arrays["0.texts"] = ("float16", (source.num_samples, model.texts(["a"]).shape[1]))
     facts = {"use": "clusters", "model": [model.name], "fingerprints": list(model.fingerprints.values())}
-    manifest = Manifest(facts, [describe_source(source)], arrays)
-    for other in folder.parent.glob(
-        "features-*"
-    ):  # of pictures, of captions: the folder's clusters are of one model and source
-        stored = read_manifest(other)
-        found = None if stored is None else difference(replace(stored, arrays=arrays), manifest)
+    # Of pictures, of captions: the folder's clusters are of one model and source.
+    earlier = {other: stored for other in folder.parent.glob("features-*") if (stored := read_manifest(other))}
+    known = [mark for stored in earlier.values() for one in stored.sources for mark in one["marks"]]
+    manifest = Manifest(facts, [describe_source(source, known)], arrays)
+    for other, stored in earlier.items():
+        found = difference(replace(stored, arrays=arrays), manifest)
         if found is not None:
             raise UserError(f"{other} holds embeddings with {found}: give a new folder with --out")
     store = Store.create(folder, manifest)
@@ -189,4 +194,4 @@ def _embedded(source: Source, encoder: Encoder, folder: Path, kind: str, *, prog
             open_index(shard)  # for training on the clusters, which finds its samples by the indexes
         except (ShardError, tarfile.ReadError) as error:
             raise UserError(f"shard {shard} cannot be read as a plain tar ({error}): write it again.") from error
-    return _Features(*store.rows.values())
+    return _Features(*store.rows.values()), manifest.sources[0]["marks"]
