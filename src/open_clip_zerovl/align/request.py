@@ -23,7 +23,7 @@ from open_clip_zerovl.losses.names import POSITIVES
 from open_clip_zerovl.recipe.flags import TeacherFlags
 
 HEADS = ("linear", "mlp", "glu")
-POOLS = ("cls", "mean")
+POOLS = ("cls", "mean", "lasttoken")
 
 
 @dataclass(frozen=True, kw_only=True)
