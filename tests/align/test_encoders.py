@@ -164,8 +164,9 @@ def write_decoder(folder, config, *, padding, side="left"):
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"intermediate_size": 64, "max_position_embeddings": 64, "vocab_size": len(tokens), "eos_token_id": 1}
     AutoModel.from_config(config(**sizes, pad_token_id=None)).save_pretrained(folder)
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_lasttoken": True}))
+    if side == "left":  # else the pooling is that of all decoders
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_lasttoken": True}))
     return folder
 
 

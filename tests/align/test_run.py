@@ -303,6 +303,20 @@ def test_a_sweep_ranks_the_pairings_and_a_second_run_reads_the_rows(request_of, 
     assert sum("its features of 140 samples are in" in line for line in said) == 4
 
 
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (["r/a/ckpt/1.pt", "r/b/ckpt/1.pt"], ["a", "b"]),
+        (["r/a/1.pt", "r/a/2.pt"], ["1.pt", "2.pt"]),
+        (["r/a.pt"], ["r/a.pt"]),
+        (["timm:x", "r/a.pt"], ["timm:x", "r/a.pt"]),
+        (["p/q", "p/p/q/q"], ["p/q", "p/p/q/q"]),
+    ],
+)
+def test_encoders_are_shown_without_the_folders_that_all_have(names, shown):
+    assert list(alignment.short_names(names).values()) == shown
+
+
 def test_a_training_with_other_held_out_pictures_is_another_training(request_of, tmp_path):
     """Seed 1 of two seeds from 0 on was trained on pictures that a call with --seed 1 holds out."""
     run_align(request_of(tmp_path / "out", held_out="", rows=tmp_path / "rows", seeds=2), lambda line: None)

@@ -70,6 +70,7 @@ class Result:
     """One pairing of encoders, with the best of its seeds.
 
     Attributes:
+        names: of both encoders, as tables show them.
         of_seeds: held-out RSUM of each seed.
         seconds: duration of the trainings of all seeds.
         interval: interval of the RSUM that holds 95 % of the draws of held-out pictures.
@@ -77,6 +78,7 @@ class Result:
 
     image: Tower
     text: Tower
+    names: tuple[str, str]
     task: Task
     recipe: Recipe
     outcome: Outcome
@@ -87,7 +89,7 @@ class Result:
     @property
     def name(self) -> str:
         """Both encoders."""
-        return f"{self.image.name} + {self.text.name}"
+        return " + ".join(self.names)
 
     @property
     def rsum(self) -> float:
@@ -108,7 +110,7 @@ class Result:
         metrics, (low, high) = self.outcome.metrics, self.interval
         first = [f"{100 * metrics[f'{way}_R@1']:.1f}" for way in DIRECTIONS]
         seeds = " ".join(f"{score:.0f}" for score in self.of_seeds)
-        row = [self.image.name, self.text.name, f"{self.image.width}, {self.text.width}", *first]
+        row = [*self.names, f"{self.image.width}, {self.text.width}", *first]
         row += [f"{self.rsum:.1f}", f"{low:.1f} to {high:.1f}", seeds, str(self.outcome.best_epoch)]
         return [*row, duration(self.seconds)]
 
@@ -118,6 +120,17 @@ class Result:
         scores = {"metrics": self.outcome.metrics, "interval": self.interval, "rsum of seeds": self.of_seeds}
         training = {"best epoch": self.outcome.best_epoch, "checks": self.outcome.scores, "seconds": self.seconds}
         return {**named, **scores, **training, "settings": vars(self.recipe)}
+
+
+def short_names(names: Sequence[str]) -> dict[str, str]:
+    """Each name without the folders with which all begin and end; whole names where this leaves nothing of one."""
+    parts = [name.split("/") for name in names]
+    begin, end = (
+        sum(1 for _ in itertools.takewhile(lambda level: len(set(level)) == 1, zip(*of_all, strict=False)))
+        for of_all in (parts, [one[::-1] for one in parts])
+    )
+    short = ["/".join(one[begin : len(one) - end]) for one in parts]
+    return dict(zip(names, short if all(short) else names, strict=True))
 
 
 def run_align(request: AlignRequest, say: Say = lambda line: print(line, flush=True)) -> list[Result]:
@@ -323,7 +336,8 @@ class Alignment:
             results.append((train_heads(task, recipe, folder, checked=self._say_check), recipe))
         best, recipe = max(results, key=lambda one: one[0].metrics["rsum"])
         scores = [one.metrics["rsum"] for one, _ in results]
-        return Result(image, text, task, recipe, best, scores, sum(one.seconds for one, _ in results))
+        names = short_names(request.images)[image.name], short_names(request.texts)[text.name]
+        return Result(image, text, names, task, recipe, best, scores, sum(one.seconds for one, _ in results))
 
     def _say_check(self, epoch: int, score: float, loss: float) -> None:
         self.say(f"       epoch {epoch:>3}: loss {loss:.3f}, held-out RSUM {score:.1f}")
@@ -359,7 +373,7 @@ class Alignment:
         def lines(column: int) -> list[Line]:  # of the checks, beside their epoch
             found = []
             for number, (one, colour) in enumerate(zip(ranked[:DRAWN], MODEL_COLOURS, strict=False), start=1):
-                name = f"{number}: {one.image.name[-18:]} + {one.text.name[-18:]}"
+                name = f"{number}: {' + '.join(name[-18:] for name in one.names)}"
                 checks = list(zip(*one.outcome.scores, strict=True))
                 found.append(Line(name, checks[0], checks[column], colour, {"marker": "o"}))
             return found

@@ -39,7 +39,7 @@ from open_clip_zerovl.embeddings.encoder import (
 from open_clip_zerovl.embeddings.fingerprint import module_digest
 from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH
 from open_clip_zerovl.models.local_dir import no_code_from_data
-from open_clip_zerovl.models.text_towers import LAST_TOKEN
+from open_clip_zerovl.models.text_towers import DECODERS, LAST_TOKEN
 
 # The other tower of a model that is built for one of them.
 SMALL_IMAGE = {"image_size": 8, "layers": 1, "width": 8, "head_width": 8, "patch_size": 8}
@@ -142,7 +142,8 @@ def open_tower(
     Args:
         name: see the module's text.
         side: "image" or "text".
-        text_pool: of `request.POOLS` for an `hf:` encoder; None takes that of its sentence-transformers config, else "cls".
+        text_pool: of `request.POOLS` for an `hf:` encoder; None takes that of its sentence-transformers config, else
+            "lasttoken" of a decoder and "cls" of another encoder.
         context_length: tokens of an `hf:` encoder's texts; None: its own, at most 77.
         load: `load_model`, or one that keeps its models, so that both towers of a model come from one loading.
 
@@ -239,7 +240,8 @@ def _hf_vision(name: str, source: str) -> Tower:
 
 def _hf_text(name: str, source: str, text_pool: str | None, context_length: int | None) -> Tower:
     pool, own_length = _sentence_transformer(source)
-    pool = text_pool or pool or "cls"
+    decoder = _config(source, "config.json").get("model_type") in DECODERS
+    pool = text_pool or pool or ("lasttoken" if decoder else "cls")
     if pool not in _POOLERS:
         raise UserError(
             f"{name} pools its tokens by {pool}, which open_clip's text towers cannot; give another encoder, or --text-pool "
