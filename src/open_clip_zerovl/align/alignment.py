@@ -99,11 +99,9 @@ class Result:
     def measure(self) -> Measure:
         """The RSUM as a measure over held-out pictures, with which their captions are drawn."""
         held, ranks = self.task.pairs.held_out, self.outcome.ranks
-        units = dict(
-            zip(DIRECTIONS, (torch.arange(len(held.images)), torch.from_numpy(held.text_to_image)), strict=True)
-        )
-        hits = {way: hit_probabilities(ranks[way], RECALL_KS).sum(dim=0) for way in DIRECTIONS}
-        return mean_over([(units[way], hits[way]) for way in DIRECTIONS], len(held.images), 100.0)
+        units = (torch.arange(len(held.images)), torch.from_numpy(held.text_to_image))
+        hits = [hit_probabilities(ranks[way], RECALL_KS).sum(dim=0) for way in DIRECTIONS]
+        return mean_over(list(zip(units, hits, strict=True)), len(held.images), 100.0)
 
     def row(self) -> list[str]:
         """Cells below HEADER."""
