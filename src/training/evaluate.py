@@ -95,13 +95,13 @@ def _retrieval(
         features = encode_retrieval(model, batches, tokenizer, **towers)
         ranks = retrieval_ranks(*features)
         by_set[name] = recalls(ranks)
-        captions = [text for sample in dataset.samples for text in sample.captions[:kept]]
-        bounds[name] = recall_bounds(captions, features[2])
+        captions = dataset.captions(kept)
+        bounds[name] = recall_bounds([text for own in captions for text in own], features[2])
         logging.info(
             f"Eval Epoch: {epoch} {name} " + "\t".join(f"{key}: {value:.4f}" for key, value in by_set[name].items())
         )
         if args.save_logs:
-            examples += GallerySet(name, dataset, kept, *features, ranks, by_set[name]).examples()
+            examples += GallerySet(name, captions, dataset.read_image, *features, ranks, by_set[name]).examples()
     log.retrieval(epoch, {name: {**own, **bounds[name]} for name, own in by_set.items()})
     if args.save_logs:
         write_examples(os.path.join(args.logs, args.name), epoch, examples)

@@ -46,6 +46,12 @@ def write_source(folder: Path, seed: int, *, shards: int = 2, pictures: int = PI
     return folder
 
 
+@pytest.fixture
+def colours() -> dict[str, tuple[int, int, int]]:
+    """Name -> RGB, of the two halves of a picture."""
+    return COLOURS
+
+
 @pytest.fixture(scope="session")
 def home(tmp_path_factory) -> Path:
     """`timm`, `bert`, `dinov2`, `siglip` (both towers): encoders. `native`: a run of open_clip's own towers.

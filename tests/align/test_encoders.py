@@ -9,13 +9,22 @@ from types import SimpleNamespace
 import pytest
 import timm
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
 from torch.nn.functional import normalize
 from transformers import (
     AutoImageProcessor,
     AutoModel,
+    AutoTokenizer,
     BertTokenizer,
     DistilBertConfig,
+    LlamaConfig,
+    MistralConfig,
     MPNetConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
     ResNetConfig,
     ViTConfig,
 )
@@ -25,9 +34,10 @@ from open_clip_zerovl.align.export import check_together, export_aligned
 from open_clip_zerovl.align.heads import Heads, check_head
 from open_clip_zerovl.checkpoints.export import loading_notes
 from open_clip_zerovl.checkpoints.loading import load_model
-from open_clip_zerovl.checkpoints.transformers_folder import preprocess_of
+from open_clip_zerovl.checkpoints.transformers_folder import preprocess_of, whole_model
 from open_clip_zerovl.core.errors import UserError
-from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_run
+from open_clip_zerovl.models.build import check_model
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, WORDS, random_model, register, write_run
 
 TEXTS = ["a red house", "the small green tree with a round face of the sun", "cat"]
 CPU = torch.device("cpu")
@@ -137,9 +147,76 @@ def test_an_older_config_of_pooling_is_read(home, tmp_path):
         json.dumps({"word_embedding_dimension": 32, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True})
     )
     assert open_tower(f"hf:{folder}", "text").cfg["hf_pooler_type"] == "mean_pooler"
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "lasttoken"}))
-    with pytest.raises(UserError, match=r"pools its tokens by lasttoken, which .* --text-pool cls or mean"):
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "weightedmean"}))
+    with pytest.raises(UserError, match=r"pools its tokens by weightedmean, which .* --text-pool cls, mean, lasttoken"):
         open_tower(f"hf:{folder}", "text")
+
+
+def write_decoder(folder, config, *, padding, side="left"):
+    """A decoder whose tokenizer ends each text with `</s>`, as those of released embedders do."""
+    tokens = {token: number for number, token in enumerate(("<unk>", "</s>", "<pad>", *WORDS))}
+    words = Tokenizer(WordLevel(tokens, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    words.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    named = {"unk_token": "<unk>", "eos_token": "</s>", "pad_token": padding, "padding_side": side}
+    PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=20, **named).save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"intermediate_size": 64, "max_position_embeddings": 64, "vocab_size": len(tokens), "eos_token_id": 1}
+    AutoModel.from_config(config(**sizes, pad_token_id=None)).save_pretrained(folder)
+    if side == "left":  # else the pooling is that of all decoders
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_lasttoken": True}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "padding", "side"),
+    [(Qwen2Config, "</s>", "left"), (LlamaConfig, None, "right"), (MistralConfig, "<pad>", "left")],
+)
+def test_a_decoder_gives_the_last_state_of_each_text_alone_without_padding(home, tmp_path, config, padding, side):
+    """Its padding is the token that ends a text, none, or a token of its own. In fp64; the exported model in fp32."""
+    folder = write_decoder(tmp_path / "decoder", config, padding=padding, side=side)
+    stock, words = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    text = open_tower(f"hf:{folder}", "text")
+    assert text.cfg["hf_pooler_type"] == "last_token_pooler" and text.tokenizer.context_length == 20
+    tokens, pad = text.tokenizer(TEXTS), text.tokenizer.tokenizer.pad_token_id
+    assert (tokens[:, -1] == pad).all() and (tokens[:, 0] != pad).all()
+    before = torch.stack([row.roll(int((row == pad).sum())) for row in tokens])
+    with torch.no_grad():
+        states = [stock.double()(torch.tensor([words(one).input_ids])).last_hidden_state for one in TEXTS]
+        alone = torch.stack([of_text[0, -1] for of_text in states])
+        fp32 = text.frozen(CPU, amp=False).texts(TEXTS)
+        again = open_tower(f"hf:{folder}", "text").frozen(CPU, amp=False)
+        text.module.double()
+        found, padded_before = text.module(tokens), text.module(before)
+        text.module.float()
+    assert torch.allclose(found, alone, rtol=0, atol=1e-12)
+    assert torch.allclose(padded_before, alone, rtol=0, atol=1e-5)  # rotary positions are fp32
+    assert torch.allclose(fp32.double(), alone, rtol=0, atol=1e-5)
+    assert again.fingerprints == text.frozen(CPU, amp=False).fingerprints  # rows are found again
+    image = open_tower(f"timm:{home / 'timm'}", "image")
+    heads = Heads("linear", (image.width, text.width), 12)
+    out = export_aligned(tmp_path / "out", image, text, heads, "linear", (1.0, 1.0), metrics={})
+    assert "import open_clip_zerovl" in "".join(loading_notes(out, moved=False))
+    model, _, tokenizer = load_model(out)
+    with torch.no_grad():
+        assert torch.allclose(
+            model.encode_text(tokenizer(TEXTS)).double(), heads.text.double()(alone), rtol=0, atol=1e-5
+        )
+    with pytest.raises(UserError, match="takes a text tower with a pooler"):
+        whole_model(model)
+    if padding != "<pad>":
+        with pytest.raises(UserError, match=r"a decoder without a padding token of its own.*zerovl align --text hf:"):
+            check_model("zerovl-ViT-B-16-BERT-base", text_model=folder)
+    check_model("zerovl-ViT-B-16-BERT-base", text_model=out, context_length=20)
+
+
+def test_an_encoder_stored_in_half_precision_computes_in_float32(home, tmp_path):
+    folder = shutil.copytree(home / "bert", tmp_path / "half")
+    AutoModel.from_pretrained(home / "bert").bfloat16().save_pretrained(folder)
+    tower = open_tower(f"hf:{folder}", "text", text_pool="lasttoken")
+    assert {p.dtype for p in tower.module.parameters()} == {torch.float32}
 
 
 def test_towers_of_an_open_clip_model_give_its_features_before_the_projection(home):

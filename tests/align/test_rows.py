@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from tarfile import open as open_tar
 from types import SimpleNamespace
@@ -34,7 +35,7 @@ from open_clip_zerovl.distill.embed import TeacherSettings, embed_sources
 from open_clip_zerovl.embeddings import reading as reading_module
 from open_clip_zerovl.embeddings import store as store_module
 from open_clip_zerovl.embeddings.encoder import FrozenModel
-from open_clip_zerovl.embeddings.sources import cut_captions
+from open_clip_zerovl.embeddings.sources import SourceSamples, cut_captions
 from support.hash_teacher import HashEncoder
 from support.tars import write_tar
 
@@ -111,6 +112,21 @@ def test_rows_of_captions_stay_with_their_samples_when_the_data_change(home, tow
             assert again.done.all() and contents(again) == contents(anew)
 
 
+def test_a_sample_is_read_by_its_number(sources, tmp_path):
+    """Whole sources, and a cluster with some samples of each shard."""
+    cluster = replace(sources.opened[1], picked=np.array([3, 10, 2, 7]), sizes=(2, 2))
+    samples = SourceSamples([*sources.opened, cluster])
+    every = [one for file in range(len(samples.sizes)) for one in samples.read(file)]
+    assert len(every) == 144
+    for row in (0, 29, 30, 65, 139, 141, 143):
+        one = samples.sample(row)
+        assert (one.row, one.captions) == (row, every[row].captions)
+        assert one.pictures[0].tobytes() == every[row].pictures[0].tobytes()
+    write_tar(tmp_path / "bad" / "0.tar", [("0.png", b"no picture"), ("0.txt", b"a red house")])
+    with pytest.raises(UserError, match=r"sample '0' in .*remove the sample"):
+        SourceSamples(open_sources(f"bad={tmp_path / 'bad'}", "").opened).sample(0)
+
+
 def test_other_weights_of_the_same_name_get_rows_of_their_own(sources, towers, tmp_path):
     first = embed_tower(towers[1], sources, tmp_path, device=CPU)
     with torch.no_grad():
@@ -139,8 +155,9 @@ def test_pairs_leave_out_lost_samples_and_copies_of_held_out_pictures():
     assert pairs.texts.tolist() == [0, 1, 5] and pairs.first.tolist() == [0, 1, 2, 3]
     assert (pairs.lost, pairs.copies) == (2, 1)
     held = pairs.held_out
-    assert held.images.tolist() == [6, 7] and held.texts.tolist() == [7, 8, 9]
-    assert held.text_to_image.tolist() == [0, 1, 0]
+    assert held.images.tolist() == [6, 7] and held.texts.tolist() == [7, 9, 8]
+    assert held.text_to_image.tolist() == [0, 0, 1]
+    assert pairs.words().endswith("2 without picture or caption left out; 1 whose picture is held out left out")
 
 
 def test_a_share_of_the_pictures_is_held_out_by_seed_and_not_by_place():

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+from base64 import b64decode
 from io import BytesIO
 from tarfile import open as open_tar
 
@@ -73,7 +74,9 @@ def embeddings_of_a_stranger(folder, tmp_path, script=STRANGER):
 @pytest.mark.parametrize(
     ("head", "loss"), [("linear", "clip"), pytest.param("mlp", "siglip", marks=pytest.mark.slow)]
 )  # slow: another process of imports
-def test_the_folder_has_the_recall_of_the_training_and_a_stranger_loads_it(request_of, home, tmp_path, head, loss):
+def test_the_folder_has_the_recall_of_the_training_and_a_stranger_loads_it(
+    request_of, home, colours, tmp_path, head, loss
+):
     """Features in fp32: pictures and captions through the whole model rank as the stored rows through the heads."""
     said = []
     request = request_of(tmp_path / "out", head=head, loss=loss, dtype="float32", epochs=10, batch_size=32, lr=1e-2)
@@ -96,6 +99,28 @@ def test_the_folder_has_the_recall_of_the_training_and_a_stranger_loads_it(reque
     assert f"open_clip opens it as local-dir:{folder}" in text
     record = json.loads((tmp_path / "out" / "align.json").read_text())
     assert record["pairings"][0]["metrics"] == result.outcome.metrics
+    check_gallery((tmp_path / "out" / "align.html").read_text(), result.rsum, colours)
+
+
+def check_gallery(page, rsum, rgb):
+    """A caption names the colours of the upper and the lower half of its picture."""
+    assert "120 samples; held out 20 pictures with 40 captions" in page and f"<td>{rsum:.1f}</td>" in page
+
+    def seen(jpeg):
+        picture = Image.open(BytesIO(b64decode(jpeg)))
+        return [min(rgb, key=lambda name: math.dist(rgb[name], picture.getpixel((20, y)))) for y in (10, 30)]
+
+    shown = 0
+    for card in re.findall(r"<article.*?</article>", page, re.DOTALL):
+        if query := re.search(r'class="query"><span>(.*?) <small>', card):
+            captions, kind = query[1], "right" if 'class="thumb right"' in card else "missed"
+        else:
+            captions, kind = re.search(r'alt="(.*?)"', card)[1], ""
+        for picture in re.findall(rf'class="thumb {kind}" src="data:image/jpeg;base64,(.*?)"', card):
+            named = [[word for word in one.split() if word in rgb] for one in captions.split("; ")]
+            assert named == [seen(picture)] * len(named)
+            shown += 1
+    assert shown > 10
 
 
 def test_the_command_writes_a_model_for_transformers_and_for_training(home, tmp_path, capsys, monkeypatch):
@@ -278,6 +303,20 @@ def test_a_sweep_ranks_the_pairings_and_a_second_run_reads_the_rows(request_of, 
     assert sum("its features of 140 samples are in" in line for line in said) == 4
 
 
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (["r/a/ckpt/1.pt", "r/b/ckpt/1.pt"], ["a", "b"]),
+        (["r/a/1.pt", "r/a/2.pt"], ["1.pt", "2.pt"]),
+        (["r/a.pt"], ["r/a.pt"]),
+        (["timm:x", "r/a.pt"], ["timm:x", "r/a.pt"]),
+        (["p/q", "p/p/q/q"], ["p/q", "p/p/q/q"]),
+    ],
+)
+def test_encoders_are_shown_without_the_folders_that_all_have(names, shown):
+    assert list(alignment.short_names(names).values()) == shown
+
+
 def test_a_training_with_other_held_out_pictures_is_another_training(request_of, tmp_path):
     """Seed 1 of two seeds from 0 on was trained on pictures that a call with --seed 1 holds out."""
     run_align(request_of(tmp_path / "out", held_out="", rows=tmp_path / "rows", seeds=2), lambda line: None)
@@ -289,9 +328,13 @@ def test_a_training_with_other_held_out_pictures_is_another_training(request_of,
 def test_parts_are_encoded_by_several_calls(request_of, tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "UNIT_SAMPLES", 20)
     said = []
-    for number in range(2):
-        assert run_align(request_of(tmp_path / "out", rows=None, part=(number, 2)), said.append) == []
-    assert said[-1].startswith("part 1/2 is encoded") and not any("its features" in line for line in said)
+    for number in range(2):  # of torchrun's two ranks, the second by its flag
+        with monkeypatch.context() as patch:
+            for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2 - number}.items():
+                patch.setenv(name, str(value))
+            part = (number, 1 + number)
+            assert run_align(request_of(tmp_path / "out", rows=None, part=part), said.append) == []
+        assert said[-1].startswith(f"part {number}/2 is encoded") and not any("its features" in line for line in said)
     run_align(request_of(tmp_path / "out", rows=None), said.append)
     assert sum("its features of 140 samples are in" in line for line in said) == 2
 
@@ -327,6 +370,9 @@ def test_what_cannot_be_aligned_is_refused_before_anything_is_encoded(
 def test_cut_captions_and_rows_on_the_disk_are_announced(request_of, tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(alignment, "available_bytes", lambda device: 1)
+    monkeypatch.setattr(alignment, "local_path", lambda shard: None)
     run_align(request_of(tmp_path / "out", rows=None, context_length=8), said.append)
+    page = (tmp_path / "out" / "align.html").read_text()
+    assert "The held-out pictures lie on a server and are not shown." in page and "image/jpeg" not in page
     assert any("120 of 240 captions are longer than its 8 tokens" in line for line in said)
     assert sum("does not fit in memory: each step reads its rows from the disk" in line for line in said) == 2

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
@@ -28,7 +29,16 @@ from open_clip_zerovl.align.rows import (
     unit_scale,
     views_of,
 )
-from open_clip_zerovl.align.train import Outcome, Task, chunk_rows, default_batch, default_epochs, train_heads
+from open_clip_zerovl.align.train import (
+    Outcome,
+    Task,
+    chunk_rows,
+    default_batch,
+    default_epochs,
+    held_out_embeddings,
+    train_heads,
+)
+from open_clip_zerovl.checkpoints.export import loading_notes
 from open_clip_zerovl.checkpoints.loading import choose_device, load_model
 from open_clip_zerovl.checkpoints.transformers_folder import is_transformers_folder
 from open_clip_zerovl.core.durations import duration
@@ -38,14 +48,16 @@ from open_clip_zerovl.core.flags import conflicts, out_of_range
 from open_clip_zerovl.core.memory import available_bytes
 from open_clip_zerovl.data.schedule import source_schedule
 from open_clip_zerovl.distill.rows import open_teacher_folder, widths_of
-from open_clip_zerovl.embeddings.sources import augmentation_of, cut_captions
+from open_clip_zerovl.embeddings.sources import SourceSamples, augmentation_of, cut_captions
 from open_clip_zerovl.embeddings.store import Rows, Store
 from open_clip_zerovl.evaluate.bias.resampling import Measure, interval, mean_over, resampled
+from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet, gallery_of
 from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, hit_probabilities, recall_bounds
 from open_clip_zerovl.report.bounds import RECALL_KS
 from open_clip_zerovl.report.html import write_page
 from open_clip_zerovl.report.plot import FAINT, MODEL_COLOURS, Line, draw_levels, line_chart, require_matplotlib
 from open_clip_zerovl.report.tables import text_table
+from open_clip_zerovl.shards.urls import local_path
 
 DRAWS = 1000  # of an interval
 DRAWN = 5  # pairings, on the page
@@ -58,6 +70,7 @@ class Result:
     """One pairing of encoders, with the best of its seeds.
 
     Attributes:
+        names: of both encoders, as tables show them.
         of_seeds: held-out RSUM of each seed.
         seconds: duration of the trainings of all seeds.
         interval: interval of the RSUM that holds 95 % of the draws of held-out pictures.
@@ -65,6 +78,7 @@ class Result:
 
     image: Tower
     text: Tower
+    names: tuple[str, str]
     task: Task
     recipe: Recipe
     outcome: Outcome
@@ -75,7 +89,7 @@ class Result:
     @property
     def name(self) -> str:
         """Both encoders."""
-        return f"{self.image.name} + {self.text.name}"
+        return " + ".join(self.names)
 
     @property
     def rsum(self) -> float:
@@ -85,18 +99,16 @@ class Result:
     def measure(self) -> Measure:
         """The RSUM as a measure over held-out pictures, with which their captions are drawn."""
         held, ranks = self.task.pairs.held_out, self.outcome.ranks
-        units = dict(
-            zip(DIRECTIONS, (torch.arange(len(held.images)), torch.from_numpy(held.text_to_image)), strict=True)
-        )
-        hits = {way: hit_probabilities(ranks[way], RECALL_KS).sum(dim=0) for way in DIRECTIONS}
-        return mean_over([(units[way], hits[way]) for way in DIRECTIONS], len(held.images), 100.0)
+        units = (torch.arange(len(held.images)), torch.from_numpy(held.text_to_image))
+        hits = [hit_probabilities(ranks[way], RECALL_KS).sum(dim=0) for way in DIRECTIONS]
+        return mean_over(list(zip(units, hits, strict=True)), len(held.images), 100.0)
 
     def row(self) -> list[str]:
         """Cells below HEADER."""
         metrics, (low, high) = self.outcome.metrics, self.interval
         first = [f"{100 * metrics[f'{way}_R@1']:.1f}" for way in DIRECTIONS]
         seeds = " ".join(f"{score:.0f}" for score in self.of_seeds)
-        row = [self.image.name, self.text.name, f"{self.image.width}, {self.text.width}", *first]
+        row = [*self.names, f"{self.image.width}, {self.text.width}", *first]
         row += [f"{self.rsum:.1f}", f"{low:.1f} to {high:.1f}", seeds, str(self.outcome.best_epoch)]
         return [*row, duration(self.seconds)]
 
@@ -106,6 +118,17 @@ class Result:
         scores = {"metrics": self.outcome.metrics, "interval": self.interval, "rsum of seeds": self.of_seeds}
         training = {"best epoch": self.outcome.best_epoch, "checks": self.outcome.scores, "seconds": self.seconds}
         return {**named, **scores, **training, "settings": vars(self.recipe)}
+
+
+def short_names(names: Sequence[str]) -> dict[str, str]:
+    """Each name without the folders with which all begin and end; whole names where this leaves nothing of one."""
+    parts = [name.split("/") for name in names]
+    begin, end = (
+        sum(1 for _ in itertools.takewhile(lambda level: len(set(level)) == 1, zip(*of_all, strict=False)))
+        for of_all in (parts, [one[::-1] for one in parts])
+    )
+    short = ["/".join(one[begin : len(one) - end]) for one in parts]
+    return dict(zip(names, short if all(short) else names, strict=True))
 
 
 def run_align(request: AlignRequest, say: Say = lambda line: print(line, flush=True)) -> list[Result]:
@@ -138,7 +161,10 @@ class Alignment:
     def __init__(self, request: AlignRequest, say: Say) -> None:
         if wrong := [*out_of_range(request), *conflicts(request)]:
             raise UserError(wrong[0])
-        self.request, self.say, self.device = request, say, choose_device(request.device)
+        if (ranks := int(os.environ.get("WORLD_SIZE", 1))) > 1:  # of torchrun
+            request = replace(request, part=(int(os.environ["RANK"]), ranks))
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        self.request, self.say, self.device = request, say, choose_device(request.device, local_rank=local_rank)
         check_writable(request.out, folder=True)
         require_matplotlib()
         self.sources = open_sources(request.train_data, request.held_out)
@@ -155,12 +181,9 @@ class Alignment:
         self.pairings = list(itertools.product(self.images, self.texts))
         for image, text in self.pairings:
             check_together(image, text, request.head, request.loss)
-        forms = {
-            request.head != "glu" and ("open_clip", "transformers")[image.kind == "vision"] for image in self.images
-        }
-        held = request.out / "model"
-        if held.exists() and ("open_clip", "transformers")[is_transformers_folder(held)] not in forms:
-            raise UserError(f"{held} has other heads than this call, or is for another library; give another --out")
+        model, for_transformers = request.out / "model", {image.kind == "vision" for image in self.images}
+        if model.exists() and (request.head == "glu" or is_transformers_folder(model) not in for_transformers):
+            raise UserError(f"{model} has other heads than this call, or is for another library; give another --out")
         self.teacher = None if request.teacher is None else open_teacher_folder(request.teacher)
         self.views = {id(tower): views_of(tower, self.sources, request, self.teacher) for tower in self.images}
         self.stores: dict[int, list[Store]] = {}
@@ -173,7 +196,9 @@ class Alignment:
             self._embed(tower)
         if request.part != (0, 1):
             number, count = request.part
-            self.say(f"part {number}/{count} is encoded; when all parts are, call again without --part to train")
+            self.say(
+                f"part {number}/{count} is encoded; when all parts are, call again without --part and torchrun to train"
+            )
             return []
         task_of = self._tasks()
         results = [self._train(image, text, task_of(image, text)) for image, text in self.pairings]
@@ -183,7 +208,7 @@ class Alignment:
         ranked = sorted(results, key=lambda one: -one.rsum)
         links = ranked[0].task.pairs.held_out.text_to_image.tolist()
         chance = recall_bounds(list(map(str, range(len(links)))), links)["rsum_chance"]
-        facts = [f"held-out RSUM of chance: {chance:.1f}"]
+        facts = [ranked[0].task.pairs.words(), f"held-out RSUM of chance: {chance:.1f}"]
         if len(ranked) > 1:
             best, second = ranked[:2]
             low, high = interval(draws[best.name] - draws[second.name])
@@ -253,11 +278,7 @@ class Alignment:
         picture_ids = shared_ids("images", seen, taught[0], trained)
         caption_ids = shared_ids("texts", words, taught[1], int(self.sources.starts[trained]))
         pairs = make_pairs(self.sources, picture_ids, caption_ids, seed=request.seed, share=request.held_out_share)
-        held = pairs.held_out
-        line = f"pairs  {len(pairs.images):,} samples; held out {len(held.images):,} pictures with {len(held.texts):,} captions"
-        for count, why in ((pairs.lost, "without picture or caption"), (pairs.copies, "whose picture is held out")):
-            line += f"; {count:,} {why} left out" if count else ""
-        self.say(line)
+        self.say(f"pairs  {pairs.words()}")
         self._require_sources(pairs.names)
         room = available_bytes(self.device)
         each = None if room is None else room // (4 * (sum(map(len, stores.values())) + sum(map(len, taught))))
@@ -313,7 +334,8 @@ class Alignment:
             results.append((train_heads(task, recipe, folder, checked=self._say_check), recipe))
         best, recipe = max(results, key=lambda one: one[0].metrics["rsum"])
         scores = [one.metrics["rsum"] for one, _ in results]
-        return Result(image, text, task, recipe, best, scores, sum(one.seconds for one, _ in results))
+        names = short_names(request.images)[image.name], short_names(request.texts)[text.name]
+        return Result(image, text, names, task, recipe, best, scores, sum(one.seconds for one, _ in results))
 
     def _say_check(self, epoch: int, score: float, loss: float) -> None:
         self.say(f"       epoch {epoch:>3}: loss {loss:.3f}, held-out RSUM {score:.1f}")
@@ -322,7 +344,7 @@ class Alignment:
         """Print and write the results."""
         out, best, rows = self.request.out, ranked[0], [one.row() for one in ranked]
         self.say(text_table(HEADER, rows, left=2))
-        for fact in facts:
+        for fact in facts[1:]:
             self.say(fact)
         heads, scales = best.outcome.heads, (best.task.images.scale, best.task.texts.scale)
         tensors = {name: value.cpu().contiguous() for name, value in heads.state_dict().items()}
@@ -338,11 +360,18 @@ class Alignment:
             else:
                 self.say(f"The model is in {folder}: open_clip opens it as local-dir:{folder};")
                 self.say("zerovl retrieval, search, export and train --init-from take it")
+                for note in loading_notes(folder, moved=False):
+                    self.say(note)
+        record = {"chance": chance, "pairings": [one.record() for one in ranked]}
+        write_atomically(out / "align.json", json.dumps(record, indent=1) + "\n")
+        gallery = self._gallery(best)
+        if gallery is None:
+            facts = [*facts, "The held-out pictures lie on a server and are not shown."]
 
         def lines(column: int) -> list[Line]:  # of the checks, beside their epoch
             found = []
             for number, (one, colour) in enumerate(zip(ranked[:DRAWN], MODEL_COLOURS, strict=False), start=1):
-                name = f"{number}: {one.image.name[-18:]} + {one.text.name[-18:]}"
+                name = f"{number}: {' + '.join(name[-18:] for name in one.names)}"
                 checks = list(zip(*one.outcome.scores, strict=True))
                 found.append(Line(name, checks[0], checks[column], colour, {"marker": "o"}))
             return found
@@ -361,7 +390,28 @@ class Alignment:
                 finish=lambda axes: draw_levels(axes, {"chance": (chance, FAINT)}),
             ),
             losses=line_chart(lines(2), x="epoch", y="loss"),
+            gallery=gallery,
             settings=[(name.replace("_", " "), str(value)) for name, value in vars(best.recipe).items()],
         )
-        record = {"chance": chance, "pairings": [one.record() for one in ranked]}
-        write_atomically(out / "align.json", json.dumps(record, indent=1) + "\n")
+
+    def _gallery(self, best: Result) -> dict[str, Any] | None:
+        """Hits and misses among the held-out pairs by the stored features, for the page; None for shards on a server.
+
+        Only their captions, and the pictures that are shown, are read again.
+        """
+        sources, held = self.sources, best.task.pairs.held_out
+        if any(local_path(shard) is None for source in sources.opened for shard in source.shards):
+            return None
+        words, pictures = SourceSamples(sources.opened, images=False), SourceSamples(sources.opened, captions=False)
+        texts = cache(lambda sample: dict(words.sample(sample).captions))
+        captions_of: list[list[str]] = [[] for _ in held.images]
+        owners = np.searchsorted(sources.starts, held.texts, side="right") - 1
+        for owner, row, image in zip(owners.tolist(), held.texts.tolist(), held.text_to_image.tolist(), strict=True):
+            captions_of[image].append(texts(owner)[row])
+        shown = GallerySet.scored(
+            f"{best.name}, held out",
+            captions_of,
+            lambda image: pictures.sample(int(held.images[image])).pictures[0],
+            held_out_embeddings(best.outcome.heads, best.task),
+        )
+        return gallery_of([shown])

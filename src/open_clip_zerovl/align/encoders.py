@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -38,11 +39,12 @@ from open_clip_zerovl.embeddings.encoder import (
 from open_clip_zerovl.embeddings.fingerprint import module_digest
 from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH
 from open_clip_zerovl.models.local_dir import no_code_from_data
+from open_clip_zerovl.models.text_towers import DECODERS, LAST_TOKEN
 
 # The other tower of a model that is built for one of them.
 SMALL_IMAGE = {"image_size": 8, "layers": 1, "width": 8, "head_width": 8, "patch_size": 8}
 SMALL_TEXT = {"context_length": 4, "vocab_size": 8, "width": 8, "heads": 1, "layers": 1}
-_POOLERS = {"cls": "cls_last_hidden_state_pooler", "mean": "mean_pooler"}
+_POOLERS = {"cls": "cls_last_hidden_state_pooler", "mean": "mean_pooler", "lasttoken": LAST_TOKEN}
 # Text models whose positions begin after the padding token's number.
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "mpnet", "camembert")
 _PROJECTION = re.compile(r"(proj|text_projection|head\.proj|head\.mlp|attnpool\.c_proj)(\..*)?")
@@ -63,6 +65,7 @@ class Tower:
         preprocess_cfg: open_clip's settings of an image tower's transform.
         tokenizer: the tokenizer of a text tower.
         quick_gelu: whether the model that the tower comes from has QuickGELU; None if it has no such choice.
+        files: a folder with config and tokenizer that `cfg` names; it is removed with the tower.
     """
 
     side: str
@@ -75,6 +78,7 @@ class Tower:
     preprocess_cfg: dict[str, Any] = field(default_factory=dict)
     tokenizer: Any = None
     quick_gelu: bool | None = None
+    files: TemporaryDirectory[str] | None = None
 
     def frozen(self, device: torch.device, amp: bool) -> FrozenModel:
         """The tower on its device, for `embeddings.embed`."""
@@ -138,7 +142,8 @@ def open_tower(
     Args:
         name: see the module's text.
         side: "image" or "text".
-        text_pool: "cls" or "mean" for an `hf:` encoder; None takes that of its sentence-transformers config, else "cls".
+        text_pool: of `request.POOLS` for an `hf:` encoder; None takes that of its sentence-transformers config, else
+            "lasttoken" of a decoder and "cls" of another encoder.
         context_length: tokens of an `hf:` encoder's texts; None: its own, at most 77.
         load: `load_model`, or one that keeps its models, so that both towers of a model come from one loading.
 
@@ -235,34 +240,66 @@ def _hf_vision(name: str, source: str) -> Tower:
 
 def _hf_text(name: str, source: str, text_pool: str | None, context_length: int | None) -> Tower:
     pool, own_length = _sentence_transformer(source)
-    pool = text_pool or pool or "cls"
+    decoder = _config(source, "config.json").get("model_type") in DECODERS
+    pool = text_pool or pool or ("lasttoken" if decoder else "cls")
     if pool not in _POOLERS:
         raise UserError(
             f"{name} pools its tokens by {pool}, which open_clip's text towers cannot; give another encoder, or --text-pool "
-            + " or ".join(_POOLERS)
+            + ", ".join(_POOLERS)
         )
     cfg = {"hf_model_name": source, "hf_tokenizer_name": source, "hf_model_pretrained": True}
     cfg |= {"hf_pooler_type": _POOLERS[pool], "hf_proj_type": "linear"}
-    text = CustomTextCLIP(8, SMALL_IMAGE, cfg).text
-    config = text.config
-    if getattr(config, "pad_token_id", None) is None:
-        raise UserError(
-            f"{name} has no padding token, and open_clip's text towers find the end of a text by it; give another encoder"
-        )
+    text = CustomTextCLIP(8, SMALL_IMAGE, cfg).text.float()
+    config, files = text.config, _with_padding(text, name, source)
+    if files is not None:
+        cfg |= dict.fromkeys(("hf_model_name", "hf_tokenizer_name"), files.name)
     places = getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT_LENGTH
     places -= config.pad_token_id + 1 if config.model_type in _OFFSET_POSITIONS else 0
     length = context_length or min(own_length, places)
     if length > places:
         raise UserError(f"--context-length {length}: {name} has {places} positions; give at most {places}")
     cfg |= {"hf_model_pretrained": False, "context_length": length}
-    return _text_tower(name, text, cfg)
+    return _text_tower(name, text, cfg, files=files)
+
+
+def _with_padding(text: Any, name: str, source: str) -> TemporaryDirectory[str] | None:
+    """Config and tokenizer of a tower that pads after a text, with a token of its own; None for those of `source`.
+
+    open_clip's towers take for padding each token with the number of the config's. Decoders have none, or end their texts with
+    it, and some tokenizers pad before the text, where learned positions would be shifted.
+    """
+    from transformers import AutoTokenizer
+
+    config, tokenizer = text.config, AutoTokenizer.from_pretrained(source)
+    of_text, padding = tokenizer("a").input_ids, getattr(config, "pad_token_id", None)
+    lacking = tokenizer.pad_token_id is None or tokenizer.pad_token_id in of_text
+    if not lacking and tokenizer.pad_token_id == padding and tokenizer.padding_side == "right":
+        return None
+    if config.model_type in _OFFSET_POSITIONS and (lacking or tokenizer.pad_token_id != padding):
+        raise UserError(
+            f"{name} has no padding token that its texts lack, by which open_clip's text towers find the end of a text; give "
+            "another encoder"
+        )
+    tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "right"  # the second is saved
+    if lacking:
+        tokenizer.add_special_tokens({"pad_token": "<|padding|>"})
+        rows = text.transformer.get_input_embeddings().num_embeddings
+        if len(tokenizer) > rows:
+            table = text.transformer.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+            table.weight.data[rows:] = 0.0  # no text has this token
+    config.pad_token_id, config.vocab_size = tokenizer.pad_token_id, text.transformer.config.vocab_size
+    files = TemporaryDirectory()
+    config.save_pretrained(files.name)
+    tokenizer.save_pretrained(files.name)
+    return files
 
 
 def _sentence_transformer(source: str) -> tuple[str | None, int]:
     """Pooling (None: not named) and longest text of a model, by the configs of sentence-transformers and of its tokenizer."""
     pooling = _config(source, "1_Pooling/config.json")
-    older = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"}
-    modes = [older.get(key, key) for key, on in pooling.items() if key.startswith("pooling_mode_") and on is True]
+    prefix, older = "pooling_mode_", {"cls_token": "cls", "mean_tokens": "mean"}
+    modes = [key.removeprefix(prefix) for key, on in pooling.items() if key.startswith(prefix) and on is True]
+    modes = [older.get(mode, mode) for mode in modes]
     lengths = [DEFAULT_CONTEXT_LENGTH, _config(source, "sentence_bert_config.json").get("max_seq_length")]
     lengths.append(_config(source, "tokenizer_config.json").get("model_max_length"))
     return pooling.get("pooling_mode") or "+".join(modes) or None, int(min(length for length in lengths if length))

@@ -23,7 +23,7 @@ from open_clip_zerovl.losses.names import POSITIVES
 from open_clip_zerovl.recipe.flags import TeacherFlags
 
 HEADS = ("linear", "mlp", "glu")
-POOLS = ("cls", "mean")
+POOLS = ("cls", "mean", "lasttoken")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,10 @@ class AlignFlags(Recipe):
         needs=(Requirement("--views or --teacher", lambda g: g.views > 1 or g.teacher is not None),),
     )
     text_pool: str | None = flag(
-        None, "pooling of an hf: encoder (default: that of its sentence-transformers config, else cls)", choices=POOLS
+        None,
+        "pooling of an hf: encoder (default: that of its sentence-transformers config, else lasttoken of a decoder, cls of "
+        "another)",
+        choices=POOLS,
     )
     context_length: int | None = flag(
         None, "tokens of an hf: encoder's texts (default: its own, at most 77)", kind=positive

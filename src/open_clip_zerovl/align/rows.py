@@ -53,18 +53,12 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _PictureIds(FrozenModel):
+class _Identities(FrozenModel):
     """Identities in the place of a model's embeddings."""
 
     def images(self, pixels: Tensor) -> Tensor:
         """(b, 3, 32, 32) uint8 -> (b,) int64."""
         return torch.tensor([identity(picture.numpy().tobytes()) for picture in pixels])
-
-
-@dataclass
-class _CaptionIds(FrozenModel):
-    """Identities in the place of a model's embeddings."""
 
     def texts(self, captions: list[str]) -> Tensor:
         """b captions -> (b,) int64."""
@@ -188,7 +182,7 @@ def embed_tower(
         say(
             f"{tower.name}: {left:,} of {count:,} samples to encode{shown}, about {duration(seconds)}, {size} in {place}"
         )
-        ids = _PictureIds("identities", eye=thumbnail) if image else _CaptionIds("identities")
+        ids = _Identities("identities", eye=thumbnail if image else None)
         embed(store, [frozen, ids], samples, batch_size=batch_size, workers=flags.workers, part=part, desc=tower.side)
     else:
         say(f"{tower.name}: its features of {count:,} samples are in {place}")
@@ -202,7 +196,7 @@ def embed_tower(
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out pictures, each with all captions of the samples that show it.
+    """Held-out pictures, each with all captions of the samples that show it. The captions lie picture by picture.
 
     Attributes:
         images: (I,) rows of the pictures.
@@ -238,6 +232,14 @@ class Pairs:
     held_out: HeldOut
     lost: int
     copies: int
+
+    def words(self) -> str:
+        """The numbers of samples, held-out pairs, and samples that are left out."""
+        held = self.held_out
+        line = f"{len(self.images):,} samples; held out {len(held.images):,} pictures with {len(held.texts):,} captions"
+        for count, why in ((self.lost, "without picture or caption"), (self.copies, "whose picture is held out")):
+            line += f"; {count:,} {why} left out" if count else ""
+        return line
 
 
 def make_pairs(
@@ -276,6 +278,7 @@ def make_pairs(
     of_held = np.full(n, -1)
     of_held[held] = number
     texts = there[held[sample_of[there]]]
+    texts = texts[np.argsort(of_held[sample_of[texts]], kind="stable")]
     out = HeldOut(np.flatnonzero(held)[first_rows], texts, of_held[sample_of[texts]])
     return Pairs(
         np.flatnonzero(chosen),

@@ -28,10 +28,9 @@ from open_clip_zerovl.core.randomness import Purpose, stream
 from open_clip_zerovl.core.rates import warmup_cosine
 from open_clip_zerovl.evaluate.retrieval.metrics import QueryRanks, recalls, retrieval_ranks
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
+from open_clip_zerovl.losses.names import heads_batch
 from open_clip_zerovl.recipe.optimizer import optimizer_step, parameter_groups
 
-GPU_BATCH = 32_768
-SMALLEST_BATCH = 256
 STEPS, EPOCHS = 2_000, (10, 200)  # of a training whose length nobody chose
 CHECKS = 20  # at most
 _MATRICES = 4  # of the logits' size that the loss holds at once, at most
@@ -97,12 +96,8 @@ class _State:
 
 
 def default_batch(device: torch.device, head_weights: int, embed_dim: int, sizes: Sequence[int], sampling: str) -> int:
-    """Pairs in a step where nobody chose: a power of two that the data fills.
-
-    A pair costs 6 N D operations in the loss, and 4 to 6 for each weight of the heads. On a CPU N is as large as lets the loss
-    cost no more than the heads; a GPU computes a large product better than a small one.
-    """
-    wanted = GPU_BATCH if device.type == "cuda" else max(SMALLEST_BATCH, head_weights // embed_dim)
+    """Pairs in a step where nobody chose: the power of two of `heads_batch` that the data fills."""
+    wanted = heads_batch(device.type == "cuda", head_weights, embed_dim)
     most = min(sizes) if sampling == "debiased" else sum(sizes)
     return 1 << (min(wanted, most).bit_length() - 1)
 
@@ -283,19 +278,24 @@ def _epoch(
 
 
 @torch.no_grad()
-def embeddings(head: torch.nn.Module, features: Features, rows: np.ndarray, device: torch.device) -> Tensor:
-    """Rows of features through a head, of unit length: (len(rows), D)."""
-    index = torch.from_numpy(rows).to(device)
-    return torch.cat(
-        [torch.nn.functional.normalize(head(features[part]), dim=-1) for part in index.split(_ENCODED_AT_ONCE)]
+def held_out_embeddings(heads: Heads, task: Task) -> tuple[Tensor, Tensor, Tensor]:
+    """The held-out pictures (I, D) and captions (T, D) through the heads, of unit length, and each caption's picture (T,)."""
+    held = task.pairs.held_out
+    sides = ((heads.image, task.images, held.images), (heads.text, task.texts, held.texts))
+    images, texts = (
+        torch.cat(
+            [
+                torch.nn.functional.normalize(head(features[part]), dim=-1)
+                for part in torch.from_numpy(rows).to(task.device).split(_ENCODED_AT_ONCE)
+            ]
+        )
+        for head, features, rows in sides
     )
+    return images, texts, torch.from_numpy(held.text_to_image)
 
 
 def _score(heads: Heads, task: Task) -> tuple[dict[str, QueryRanks], dict[str, float]]:
-    held = task.pairs.held_out
-    images = embeddings(heads.image, task.images, held.images, task.device)
-    texts = embeddings(heads.text, task.texts, held.texts, task.device)
-    ranks = retrieval_ranks(images, texts, held.text_to_image.tolist())
+    ranks = retrieval_ranks(*held_out_embeddings(heads, task))
     return ranks, recalls(ranks)
 
 

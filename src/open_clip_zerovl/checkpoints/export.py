@@ -147,9 +147,11 @@ def write_local_dir(
 def loading_notes(folder: str | os.PathLike[str], *, moved: bool = True) -> list[str]:
     """Sentences for the person who loads an exported folder: the import before it, and the remedy after it was `moved`."""
     tower = Path(folder) / "config.json"  # of a Hugging Face text tower
-    needed = import_note(json.loads(tower.read_text(encoding="utf-8")).get("model_type")) if tower.is_file() else None
+    kind = json.loads(tower.read_text(encoding="utf-8")).get("model_type") if tower.is_file() else None
+    text_cfg = read_config(Path(folder))["model_cfg"]["text_cfg"]
+    needed = import_note(kind, text_cfg.get("hf_pooler_type"))
     notes = [] if needed is None else [needed]
-    if moved and read_config(Path(folder))["model_cfg"]["text_cfg"].get("hf_model_name"):
+    if moved and text_cfg.get("hf_model_name"):
         notes.append(
             f"open_clip looks for the text tower at the absolute path in {CONFIG_FILE}: after moving {folder}, export it "
             "again or set model_cfg.text_cfg.hf_model_name there to its new path (before a hub: to the hub's name of the "

@@ -86,9 +86,13 @@ class RetrievalSet:
         """Number of images."""
         return len(self.samples)
 
+    def captions(self, captions_per_image: int | None = None) -> list[tuple[str, ...]]:
+        """The captions of each image, or the first `captions_per_image` of them."""
+        return [sample.captions[:captions_per_image] for sample in self.samples]
+
     def num_captions(self, captions_per_image: int | None = None) -> int:
-        """Number of captions, counting the first `captions_per_image` of each image (None: all)."""
-        return sum(len(sample.captions[:captions_per_image]) for sample in self.samples)
+        """Number of these captions."""
+        return sum(map(len, self.captions(captions_per_image)))
 
     def part(self, rank: int, world_size: int) -> RetrievalSet:
         """The share of a rank: consecutive images, so that the parts of all ranks in order are the set."""

@@ -98,6 +98,24 @@ class SourceSamples:
             counts.append(np.ones(source.num_samples, np.int64) if starts is None else np.diff(starts))
         return np.concatenate([[0], np.cumsum(np.concatenate(counts), dtype=np.int64)])
 
+    def sample(self, row: int) -> Sample:
+        """A sample by its number, of a strict collection; of a local shard no other sample is read.
+
+        Raises:
+            UserError: it cannot be shown.
+        """
+        index = int(np.searchsorted(self._begins, row, side="right")) - 1
+        source, position = self.sources[index], row - self._begins[index]
+        shard = int(np.searchsorted(source.starts, position, side="right")) - 1
+        reading = Reading(source, index, fail=self.strict, every_caption=True)
+        try:
+            with closing(reading.samples(shard, position - int(source.starts[shard]), position)) as samples:
+                found = self._sample(index, next(samples))
+        except ShardError as error:
+            raise UserError(shard_sentence(source, shard, error)) from error
+        assert isinstance(found, Sample)
+        return found
+
     def read(self, file: int) -> Iterator[Sample | Lost]:
         """The samples of a shard as they lie."""
         index, shard = self._files[file]

@@ -28,6 +28,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import did_you_mean
 from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH, TEXT_WEIGHTS
 from open_clip_zerovl.models.local_dir import check_local_dir, no_code_from_data
+from open_clip_zerovl.models.text_towers import DECODERS
 
 log = logging.getLogger(__name__)
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "sentencepiece.bpe.model", "spiece.model")
@@ -193,6 +194,11 @@ def _check_text_source(source: str, context_length: int, made_by: str) -> None:
     if config.get("model_type") not in arch_dict:
         known = ", ".join(sorted(arch_dict))
         raise UserError(f"{folder} holds a model of type {config.get('model_type')!r}; open_clip takes {known}")
+    if config["model_type"] in DECODERS and config.get("pad_token_id") in (None, config.get("eos_token_id")):
+        raise UserError(
+            f"{folder} holds a decoder without a padding token of its own, by which open_clip finds the end of a text; align "
+            "heads on it with `zerovl align --text hf:...`, which adds one, and train that model"
+        )
     if not any((folder / file).is_file() for file in TOKENIZER_FILES):
         raise UserError(f"{folder} holds no tokenizer ({' or '.join(TOKENIZER_FILES[:2])})")
     tokens, embeddings = _vocabulary_size(folder), config.get("vocab_size")

@@ -1,9 +1,10 @@
-"""ModernBERT, MPNet and DistilBERT as Hugging Face text towers, which open_clip 3.3 does not build by itself.
+"""ModernBERT, MPNet, DistilBERT and decoders as Hugging Face text towers, which open_clip 3.3 does not build by itself.
 
 open_clip finds a tower's attributes in `open_clip.hf_configs.arch_dict`, by the `model_type` of its config, and builds it with
-`open_clip.hf_model.AutoModel`. Its release 3.3 has no entry for these three, and asks each for `add_pooling_layer`, which
+`open_clip.hf_model.AutoModel`. Its release 3.3 has no entry for these, and asks each for `add_pooling_layer`, which
 only MPNet's class takes. `register_text_towers` adds the entries and puts `TowerModel` in AutoModel's place there. Other towers
 are built by the same calls as before. open_clip 4 has an entry for ModernBERT; the rest of `TowerModel` holds there, too.
+The function also adds `LastTokenPooler` to open_clip's poolers, for decoders: only their last token has seen the whole text.
 
 An export of such a model loads in open_clip 3.3 after `import open_clip_zerovl`, which registers the tower (`import_note`).
 """
@@ -14,13 +15,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
 from open_clip_zerovl.core.errors import UserError
 
 
-def _entry(layers: str) -> dict[str, Any]:
+def _entry(layers: str, embeddings: str = "embeddings", pooler: str = "mean_pooler") -> dict[str, Any]:
     return {
         "config_names": {
             "context_length": "max_position_embeddings",
@@ -29,10 +31,14 @@ def _entry(layers: str) -> dict[str, Any]:
             "heads": "num_attention_heads",
             "layers": "num_hidden_layers",
             "layer_attr": layers,
-            "token_embeddings_attr": "embeddings",
+            "token_embeddings_attr": embeddings,
         },
-        "pooler": "mean_pooler",
+        "pooler": pooler,
     }
+
+
+LAST_TOKEN = "last_token_pooler"  # its name in `hf_pooler_type`
+DECODERS = ("llama", "mistral", "qwen2", "qwen3")
 
 
 #: `model_type` -> the entry of `arch_dict`, ModernBERT's as open_clip 4 has it, so that a config means the same on both lines.
@@ -40,6 +46,7 @@ TEXT_TOWERS: dict[str, dict[str, Any]] = {
     "modernbert": _entry("layers"),
     "mpnet": _entry("layer"),
     "distilbert": _entry("layer"),
+    **dict.fromkeys(DECODERS, _entry("layers", "embed_tokens", LAST_TOKEN)),
 }
 _WITH_POOLER = ("mpnet",)  # their classes take `add_pooling_layer`, so that open_clip's own call builds them
 IMPORT_LINE = "import open_clip_zerovl"
@@ -52,27 +59,38 @@ def register_text_towers() -> None:
     """
     from open_clip import hf_configs, hf_model
 
-    if getattr(hf_model, "AutoModel", None) not in (AutoModel, TowerModel):
+    if getattr(hf_model, "AutoModel", None) not in (AutoModel, TowerModel) or not hasattr(hf_model, "register_pooler"):
         return
     hf_model.AutoModel = TowerModel
+    hf_model.register_pooler(LastTokenPooler)
     for kind, entry in TEXT_TOWERS.items():
         hf_configs.arch_dict.setdefault(kind, entry)
 
 
 def is_registered_here(model: nn.Module) -> bool:
-    """True if an open_clip model has a text tower of TEXT_TOWERS, for which open_clip 3.3 needs this package."""
-    config = getattr(getattr(model, "text", None), "config", None)
-    return getattr(config, "model_type", None) in TEXT_TOWERS
+    """True if an open_clip model has a text tower or pooler that open_clip 3.3 has only with this package."""
+    text = getattr(model, "text", None)
+    kind = getattr(getattr(text, "config", None), "model_type", None)
+    return kind in TEXT_TOWERS or isinstance(getattr(text, "pooler", None), LastTokenPooler)
 
 
-def import_note(model_type: str | None) -> str | None:
-    """The sentence about the import that an export needs, by its text tower's `model_type`; None if it needs none."""
-    if model_type not in TEXT_TOWERS:
+def import_note(model_type: str | None, pooler: str | None) -> str | None:
+    """The sentence about the import that an export needs, by its text tower's `model_type` and `hf_pooler_type`; else None."""
+    if model_type not in TEXT_TOWERS and pooler != LAST_TOKEN:
         return None
     return (
         f"open_clip 3.3 does not build this text tower ({model_type}) by itself: write '{IMPORT_LINE}' before the model is "
         "loaded."
     )
+
+
+class LastTokenPooler(nn.Module):
+    """The state of each text's last token, with padding on either side: open_clip's pooler `last_token_pooler`."""
+
+    def forward(self, x: Any, attention_mask: Tensor) -> Tensor:
+        """A transformer's output with states (b, L, F), mask (b, L) -> (b, F)."""
+        last = attention_mask.shape[1] - 1 - attention_mask.flip(1).argmax(dim=1)
+        return x.last_hidden_state[torch.arange(len(last), device=last.device), last]
 
 
 class TowerModel(AutoModel):
@@ -115,6 +133,8 @@ def _without_pooler(config: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 def _prepared(tower: AutoModel) -> nn.Module:
     tower.config.reference_compile = False
+    if hasattr(tower.config, "use_cache"):  # of a decoder: keys and values for further tokens, which no text has
+        tower.config.use_cache = False
     for module in tower.modules():
         if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
             # On the instance, where nn.Module's casts of every parent find it. A partial is copied and pickled with its module.

@@ -25,6 +25,7 @@ from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.dga.retain import AUTO_SHARE
 from open_clip_zerovl.distill.opening import open_teachers
+from open_clip_zerovl.losses.names import heads_batch
 from open_clip_zerovl.models.local_dir import no_code_from_data
 from open_clip_zerovl.plan.batching import PlanSettings, choose_batching
 from open_clip_zerovl.plan.data_check import DataCheck, check_data, schedule_steps
@@ -319,7 +320,7 @@ def _align_note(plan: Plan, model: torch.nn.Module) -> list[str]:
     if not (pairs and weights and forward and plan.compute_seconds):
         return []
     second = costs.step_flops(plan.batching, plan.retained) / plan.compute_seconds  # FLOPs of one
-    batch = min(32_768 if gpu else max(256, weights // costs.embed_dim), pairs)
+    batch = min(heads_batch(gpu, weights, costs.embed_dim), pairs)
     heads = 60.0 * pairs * (weights + batch * costs.embed_dim) / second * (4 if gpu else 1)
     rows, logits = (count / GIB for count in (2 * pairs * weights / costs.embed_dim, 16 * batch**2))
     return [

@@ -7,16 +7,16 @@ caption is among the ten best. The queries shown are spread evenly over the set.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from torch import Tensor
 
-from open_clip_zerovl.data.retrieval import RetrievalSet
 from open_clip_zerovl.evaluate.retrieval.examples import RetrievalExample, best_of, retrieval_examples, spread
-from open_clip_zerovl.evaluate.retrieval.metrics import RECALL_KS, QueryRanks
+from open_clip_zerovl.evaluate.retrieval.metrics import RECALL_KS, QueryRanks, recall_bounds, recalls, retrieval_ranks
 from open_clip_zerovl.report.bounds import bounds_remarks
 from open_clip_zerovl.report.html import thumbnail, write_page
 
@@ -28,7 +28,8 @@ class GallerySet:
     """One evaluated set.
 
     Attributes:
-        name, dataset, captions_per_image: the evaluated set.
+        captions_of: the captions of each image.
+        read_image: number of an image -> the image.
         image_features, text_features: (I, D) and (T, D).
         text_to_image: (T,) image of each caption.
         ranks: result of `retrieval_ranks`.
@@ -36,25 +37,40 @@ class GallerySet:
     """
 
     name: str
-    dataset: RetrievalSet
-    captions_per_image: int | None
+    captions_of: Sequence[Sequence[str]]
+    read_image: Callable[[int], Image.Image]
     image_features: Tensor
     text_features: Tensor
     text_to_image: Tensor
     ranks: Mapping[str, QueryRanks]
     metrics: Mapping[str, float]
 
+    @classmethod
+    def scored(
+        cls,
+        name: str,
+        captions_of: Sequence[Sequence[str]],
+        read_image: Callable[[int], Image.Image],
+        features: tuple[Tensor, Tensor, Tensor],
+    ) -> GallerySet:
+        """A set with the ranks and metrics of its features; the captions lie image by image. UserError as `retrieval_ranks`."""
+        ranks = retrieval_ranks(*features)
+        captions = [caption for own in captions_of for caption in own]
+        counts = {"images": len(captions_of), "captions": len(captions)}
+        metrics = {**counts, **recalls(ranks), **recall_bounds(captions, features[2])}
+        return cls(name, captions_of, read_image, *features, ranks, metrics)
+
     @property
     def captions(self) -> list[str]:
         """(T,) the captions."""
-        return [caption for sample in self.dataset.samples for caption in sample.captions[: self.captions_per_image]]
+        return [caption for own in self.captions_of for caption in own]
 
     def examples(self, queries: Sequence[int] | None = None, k: int = 5) -> list[RetrievalExample]:
         """Some captions with their best pictures; None takes six captions, spread evenly over the set."""
         return retrieval_examples(
-            lambda image: thumbnail(self.dataset.read_image(image)),
+            lambda image: thumbnail(self.read_image(image)),
             self.captions,
-            [self.name] * len(self.dataset),
+            [self.name] * len(self.captions_of),
             {"": (self.image_features, self.text_features)},
             spread(range(len(self.text_to_image)), 6) if queries is None else queries,
             text_to_image=self.text_to_image.tolist(),
@@ -79,6 +95,12 @@ def write_gallery(
     Raises:
         UserError: a picture that cannot be read.
     """
+    gallery = gallery_of(sets, queries=queries, best=best)
+    return write_page(path, "gallery.html", title=f"Retrieval: {model}", gallery=gallery)
+
+
+def gallery_of(sets: Sequence[GallerySet], *, queries: int = 6, best: int = 5) -> dict[str, Any]:
+    """The variable `gallery` of the template `gallery_parts.html`; arguments and errors as for `write_gallery`."""
     sections = [
         {
             "name": one.name,
@@ -88,7 +110,7 @@ def write_gallery(
         }
         for one in sets
     ]
-    return write_page(path, "gallery.html", title=f"Retrieval: {model}", sections=sections, beyond=MISSED_BEYOND)
+    return {"sections": sections, "beyond": MISSED_BEYOND}
 
 
 _PARTS = [(way, kind) for way in ("text_to_image", "image_to_text") for kind in ("hit", "miss")]
@@ -118,11 +140,11 @@ def _caption(shown: GallerySet, query: int) -> dict[str, Any]:
 def _picture(shown: GallerySet, query: int) -> dict[str, Any]:
     """A picture with its ten best captions, (caption, whether it is its own), and its own captions."""
     scores = shown.text_features.double() @ shown.image_features[query].double()
-    own = shown.dataset.samples[query].captions[: shown.captions_per_image]
+    own = shown.captions_of[query]
     top = [shown.captions[text] for text in best_of(scores.float(), MISSED_BEYOND)]
     return {
         "words": "; ".join(own),
-        "picture": thumbnail(shown.dataset.read_image(query)),
+        "picture": thumbnail(shown.read_image(query)),
         "top": [(caption, caption in own) for caption in top],
     }
 

@@ -32,13 +32,7 @@ from open_clip_zerovl.data.retrieval import (
 from open_clip_zerovl.data.transforms import paper_transform_of
 from open_clip_zerovl.evaluate.retrieval.encode import encode_retrieval
 from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet, write_gallery
-from open_clip_zerovl.evaluate.retrieval.metrics import (
-    DIRECTIONS,
-    RECALL_KS,
-    recall_bounds,
-    recalls,
-    retrieval_ranks,
-)
+from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, RECALL_KS
 from open_clip_zerovl.evaluate.settings import RetrievalFiles, RetrievalSettings
 from open_clip_zerovl.report.bounds import bounds_remarks
 from open_clip_zerovl.report.tables import text_table
@@ -132,11 +126,7 @@ def score_set(
     features = encode_on_ranks(model, dataset, batches, tokenizer, ranks, device=device)
     if features is None:
         return None
-    ranking = retrieval_ranks(*features)
-    captions = [text for sample in dataset.samples for text in sample.captions[: settings.captions_per_image]]
-    counts = {"images": len(dataset), "captions": len(captions)}
-    metrics = {**counts, **recalls(ranking), **recall_bounds(captions, features[2])}
-    return GallerySet(name, dataset, settings.captions_per_image, *features, ranking, metrics)
+    return GallerySet.scored(name, dataset.captions(settings.captions_per_image), dataset.read_image, features)
 
 
 def _write(
