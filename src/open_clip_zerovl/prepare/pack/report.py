@@ -213,6 +213,7 @@ def _size_line(sizes: dict[str, Any]) -> str:
         f"{sizes['mean_bytes'] / 1e3:,.1f} KB each"
         + (f"; {sizes['shrunk']:,} made smaller" if sizes["shrunk"] else "")
         + (f"; {sizes['turned']:,} turned upright (EXIF)" if sizes["turned"] else "")
+        + (f"; {sizes['whitened']:,} transparent, stored on white" if sizes.get("whitened") else "")
     )
 
 
@@ -359,10 +360,10 @@ def _repeated_pictures(store: Store) -> dict[str, Any]:
 
 def _sizes(store: Store) -> dict[str, Any]:
     found = store.db.execute(
-        "SELECT width, height, bytes, turned, shrunk FROM (SELECT DISTINCT picture FROM samples WHERE dropped IS NULL) AS one "
-        "JOIN pictures ON pictures.number = one.picture"
+        "SELECT width, height, bytes, turned, shrunk, whitened FROM pictures JOIN (SELECT DISTINCT picture FROM samples "
+        "WHERE dropped IS NULL) AS one ON pictures.number = one.picture"
     )
-    rows = np.fromiter(found, dtype=np.dtype((np.int64, 5)))  # not fetchall: ten million tuples take gigabytes
+    rows = np.fromiter(found, dtype=np.dtype((np.int64, 6)))  # not fetchall: ten million tuples take gigabytes
     longer, shorter = rows[:, :2].max(1, initial=0), rows[:, :2].min(1, initial=1 << 30)
     return {
         "longer_side": _spread(longer),
@@ -370,4 +371,5 @@ def _sizes(store: Store) -> dict[str, Any]:
         "mean_bytes": round(float(rows[:, 2].mean()), 1) if len(rows) else 0.0,
         "turned": int(rows[:, 3].sum()),
         "shrunk": int(rows[:, 4].sum()),
+        "whitened": int(rows[:, 5].sum()),
     }
