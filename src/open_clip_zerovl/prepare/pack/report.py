@@ -53,7 +53,7 @@ def summarize(store: Store, readers: Sequence[Reader], written: Sequence[dict[st
                 "form": reader.form,
                 "columns": reader.columns,
                 "rows": store.value("SELECT COUNT(*) FROM rows WHERE input = ?", number),
-                "notes": list(reader.notes),
+                "notes": [*reader.notes, *(_class_notes(store, number) if reader.classes else ())],
             }
             for number, reader in enumerate(readers)
         ],
@@ -74,6 +74,17 @@ def summarize(store: Store, readers: Sequence[Reader], written: Sequence[dict[st
         "repeated_pictures": _repeated_pictures(store),
         "sizes": _sizes(store),
     }
+
+
+def _class_notes(store: Store, input: int) -> list[str]:
+    """A note on pictures that several classes hold, if the first row of one is of this input."""
+    count, first = store.db.execute(
+        "SELECT COUNT(*), MIN(place) FROM (SELECT MIN(place) AS place FROM good WHERE label IS NOT NULL GROUP BY source, key "
+        "HAVING COUNT(DISTINCT label) > 1 AND MIN(input) = ?)",
+        (input,),
+    ).fetchone()
+    words = f"pictures in several classes: {count:,} (one is {first}); the first class counts, all captions are kept"
+    return [words] if count else []
 
 
 def refused(store: Store) -> dict[str, Any]:

@@ -28,7 +28,7 @@ CREATE TABLE pictures (number INTEGER PRIMARY KEY, hash BLOB UNIQUE, input INT, 
     offset INT, size INT, width INT, height INT, bytes INT, sum TEXT, turned INT, shrunk INT, whitened INT,
     reason TEXT, transient INT);
 CREATE TABLE samples (source TEXT, key TEXT, position INT, picture INT, split TEXT, dropped TEXT);
-CREATE VIEW good AS SELECT rows.id AS row, file, line, source, label, key, number, place FROM rows JOIN pictures ON
+CREATE VIEW good AS SELECT rows.id AS row, rows.input, file, line, source, label, key, number, place FROM rows JOIN pictures ON
     pictures.number = rows.picture WHERE key IS NOT NULL AND rows.reason IS NULL;
 CREATE VIEW texts AS SELECT good.row, source, key, label, captions.rowid AS place, text FROM good JOIN captions USING (row);
 CREATE VIEW written AS SELECT texts.*, position FROM samples JOIN texts USING (source, key) WHERE dropped IS NULL;
