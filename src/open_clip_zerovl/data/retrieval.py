@@ -272,7 +272,7 @@ def _find_pictures(component: Component, names: Sequence[str]) -> list[Path]:
     """The files of pictures by name, in a folder and in its subfolders (COCO's train2014, val2014), or by relative path.
 
     Raises:
-        UserError: pictures that are missing, or that are in two subfolders and differ.
+        UserError: pictures that are missing, or that are in two folders and differ.
     """
     annotations = Path(component.path)
     folders = [annotations.parent, annotations.parent / "images"]
@@ -286,7 +286,10 @@ def _find_pictures(component: Component, names: Sequence[str]) -> list[Path]:
     for folder in filter(Path.is_dir, folders):
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
             if entry.is_file():
-                direct[entry.name] = [Path(entry.path)]
+                places = direct.setdefault(entry.name, [])
+                # A table's paths begin at its own folder, for training too; annotations name no folder.
+                if not places or component.kind == "annotations":
+                    places.append(Path(entry.path))
             elif entry.is_dir():
                 for inner in os.scandir(entry.path):
                     if inner.is_file():

@@ -8,6 +8,7 @@ Ties count by expectation, as in retrieval: a model that gives all classes one s
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,12 @@ def class_indices(labels: Sequence[str], classes: Sequence[str]) -> Tensor:
     """(N,) index in `classes` of each label."""
     index_of = {label: i for i, label in enumerate(classes)}
     return torch.tensor([index_of[label] for label in labels])
+
+
+def distinct_names(named: Mapping[str, str]) -> list[str]:
+    """The name of each class, from label -> name; with the label where classes share a name, as in CLIP's names of ImageNet."""
+    times = Counter(named.values())
+    return [name if times[name] == 1 else f"{name} ({label})" for label, name in named.items()]
 
 
 def accuracies(scores: Tensor, targets: Tensor) -> dict[str, Any]:

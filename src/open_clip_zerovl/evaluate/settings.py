@@ -154,8 +154,8 @@ class CompareSettings:
     )
     held_out_field: str | None = flag(
         None,
-        "json field or column that is true for pairs kept out of training; the rest of --data only serves as matches "
-        "(default: all were kept out)",
+        "json field or column that is true for pairs kept out of training; the rest of --data serves in RSUM across alone: its "
+        "captions are matches and text queries there (default: all were kept out)",
         option="--held-out",
         metavar="FIELD",
     )

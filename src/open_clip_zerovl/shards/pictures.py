@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 #: Pillow's names of the formats that are opened. JPEG includes MPO, which phones write.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO")
@@ -104,6 +104,26 @@ def rgb(image: Image.Image) -> Image.Image:
     if image.mode == "P" and "transparency" in image.info:
         return image.convert("RGBA").convert("RGB")
     return image.convert("RGB")
+
+
+def has_transparency(image: Image.Image) -> bool:
+    """True for a picture that may have transparent pixels. Pillow cannot blend more than 8 bits a channel."""
+    return image.mode in ("RGBA", "LA", "PA") or (
+        "transparency" in image.info and not image.mode.startswith(("I", "F"))
+    )
+
+
+def on_white(image: Image.Image) -> Image.Image:
+    """The picture in RGB, with white where it is transparent. ValueError as `rgb`."""
+    if has_transparency(image):
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return rgb(image)
+
+
+def as_shown(image: Image.Image) -> Image.Image:
+    """The picture in RGB as a web page shows it: turned by its EXIF tag, `on_white`."""
+    return on_white(ImageOps.exif_transpose(image))
 
 
 def forget_other_formats() -> None:

@@ -382,6 +382,26 @@ def test_columns_of_a_table_are_fields(tmp_path: Path):
     assert [sample.held_out for sample in samples] == [True] * 30 + [False] * 6
 
 
+@pytest.mark.parametrize(
+    ("words", "held_out"),
+    [
+        (["t", "True", "y", "YES", "on", "1", "1.0"], True),
+        (["f", "False", "n", "NO", "off", "0", "0.0", "nan", "None", "null", ""], False),
+        (["yes", "-"], None),
+    ],
+)
+def test_the_words_of_a_held_out_column(words, held_out, tmp_path: Path):
+    (tmp_path / "0.png").write_bytes(png((9, 9, 9), 16))
+    (tmp_path / "t.csv").write_text("filepath,title,kept\n" + "".join(f"0.png,a cat,{word}\n" for word in words))
+    given = parse_sources(f"t={tmp_path / 't.csv'}")
+    if held_out is None:
+        with pytest.raises(UserError, match=r"has '-' in its field 'kept', neither true nor false: write true"):
+            read_samples(given, 100, held_out_field="kept")
+        return
+    samples, _ = read_samples(given, 100, held_out_field="kept")
+    assert [sample.held_out for sample in samples] == [held_out] * len(words)
+
+
 def test_of_two_models_at_chance_neither_is_better():
     def guessing(seed: int) -> dict[str, SourceFeatures]:
         one = {}

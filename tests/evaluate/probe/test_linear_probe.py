@@ -38,7 +38,7 @@ from open_clip_zerovl.evaluate.probe.lars import (
     linear_head,
     train_lars,
 )
-from open_clip_zerovl.evaluate.probe.linear_probe import confusion_picture
+from open_clip_zerovl.evaluate.probe.linear_probe import _write, confusion_picture
 from open_clip_zerovl.evaluate.probe.logistic import fit_logistic, middle_of_best, stratified_fifth
 from support.tars import png, write_tar
 
@@ -299,6 +299,15 @@ def test_a_class_with_dollar_signs_is_a_name_and_no_formula():
     names = ["$\\frac{$ bill", "cat"]
     picture = confusion_picture(np.eye(2, dtype=int), names, title=r"model of $\frac{$")
     assert picture.startswith(b"\x89PNG")
+
+
+def test_classes_of_one_name_are_written_apart(tmp_path: Path):
+    facts = {"way": "quick", "model": "m", "test": {"images": 3}}
+    named = {"7": "crane", "8": "crane", "9": "cat"}
+    found = _write(tmp_path, facts, {}, named, torch.eye(3)[torch.tensor([0, 0, 2])], torch.arange(3))
+    tops = {name: own["top1"] for name, own in found["per_class"].items()}
+    assert tops == {"crane (7)": 1.0, "crane (8)": 0.0, "cat": 1.0}
+    assert [(one["class"], one["guess"]) for one in found["most_confused"]] == [("crane (8)", "crane (7)")]
 
 
 def test_confusions_of_a_small_table():

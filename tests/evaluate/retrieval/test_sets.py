@@ -24,7 +24,9 @@ from PIL import Image
 from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.reading import Reading
 from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.transforms import paper_transform_of
 from open_clip_zerovl.evaluate.retrieval.examples import spread
 from support.scoring import score_checkpoint
@@ -166,6 +168,25 @@ def test_two_pictures_of_one_name_are_not_told_apart_by_chance(tmp_path):
     shutil.rmtree(tmp_path / "d" / "val-256")  # the same picture twice
     table.write_text("filepath,title\n1.png,a cat\n")
     assert open_retrieval_set(table).samples[0].file.read_bytes() == whole
+
+
+def test_a_table_has_its_pictures_beside_it_as_in_training_and_annotations_are_not_guessed_at(tmp_path):
+    rng = np.random.default_rng(0)
+    (tmp_path / "images").mkdir()
+    beside, other = picture(rng), picture(rng)
+    (tmp_path / "1.png").write_bytes(beside)
+    (tmp_path / "images/1.png").write_bytes(other)
+    table, annotations = tmp_path / "pairs.csv", tmp_path / "pairs.json"
+    table.write_text("filepath,title\n1.png,a cat\n")
+    (source,) = parse_sources(f"t={table}")
+    (trained,) = Reading(source, 0).samples(0, 0, 0)
+    assert open_retrieval_set(table).samples[0].file.read_bytes() == trained.image == beside
+    one = {"filename": "1.png", "split": "test", "cocoid": 1, "sentences": [{"raw": "a cat", "sentid": 1}]}
+    annotations.write_text(json.dumps({"images": [one]}))
+    with pytest.raises(UserError, match="1 of the 1 pictures .* are in two folders with different contents"):
+        open_retrieval_set(annotations)
+    (tmp_path / "images/1.png").write_bytes(beside)
+    assert open_retrieval_set(annotations).samples[0].file == tmp_path / "1.png"
 
 
 def test_names_of_annotations(sets):

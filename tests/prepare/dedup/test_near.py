@@ -99,6 +99,20 @@ def test_a_picture_is_turned_as_its_exif_says(originals):
         picture_hash(b"no picture")
 
 
+def test_a_transparent_picture_is_compared_as_it_is_shown_on_white():
+    shown, transparent = [], []
+    for seed in range(2):
+        alpha = Image.fromarray((np.random.default_rng(seed).random((8, 8)) < 0.4).astype(np.uint8) * 255)
+        glyph = Image.new("RGBA", (128, 128), "black")
+        glyph.putalpha(alpha.resize((128, 128), Image.Resampling.NEAREST))
+        transparent.append(encoded(glyph))
+        shown.append(jpeg(Image.composite(glyph, Image.new("RGBA", glyph.size, "white"), glyph).convert("RGB")))
+    index = NearIndex([picture_hash(content) for content in shown])
+    numbers, distances = index.nearest([picture_hash(content) for content in transparent], BITS)
+    assert numbers.tolist() == [0, 1] and distances.max() <= 10
+    assert NearIndex([picture_hash(transparent[0])]).nearest([picture_hash(transparent[1])])[0].tolist() == [-1]
+
+
 def test_mirrored_copies_and_uniform_borders_are_found(originals):
     index = NearIndex([picture_hash(jpeg(image)) for image in originals])
     copies_of: list[tuple[Callable[[Image.Image], Image.Image], int]] = [

@@ -58,6 +58,14 @@ def test_classes_become_captions_and_both_splits_labelled_sets(packed, tmp_path)
         assert len(labelled) == count
 
 
+def test_a_picture_of_two_classes_is_named_in_the_report(packed, tmp_path):
+    given = class_folders(tmp_path / "in")
+    assert packed(given, out="before")["inputs"][0]["notes"] == []
+    (given / "shoe/copy.png").write_bytes((given / "hat/0.png").read_bytes())
+    (note,) = packed(given)["inputs"][0]["notes"]
+    assert note.startswith(f"pictures in several classes: 1 (one is {given}/hat/0.png); the first class counts")
+
+
 def test_the_upper_level_is_the_source_where_asked(packed, tmp_path):
     given = class_folders(tmp_path / "in", "shop", "web")
     one = packed(given, out="one", templates=("a {}", "the {}, for sale"))

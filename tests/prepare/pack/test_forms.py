@@ -17,7 +17,7 @@ from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.finetune.data import Found, find_data
 from open_clip_zerovl.prepare.pack.columns import public_name
 from open_clip_zerovl.prepare.pack.packing import PackSettings, pack
-from open_clip_zerovl.prepare.pack.report import _tokenizer
+from open_clip_zerovl.prepare.pack.report import _tokenizer, lines
 from open_clip_zerovl.prepare.pack.rows import Columns, texts_of
 from open_clip_zerovl.prepare.pack.split import Candidate, Exclusion
 from open_clip_zerovl.prepare.public.gather import Work
@@ -183,6 +183,32 @@ def test_larger_pictures_are_made_smaller_and_turned_ones_upright(packed, tmp_pa
     assert sizes == {**wanted, "odd": ("jpg", (24, 20))}
     assert found["sizes"]["turned"] == 1 and found["sizes"]["shrunk"] == 2
     assert {reason: entry["rows"] for reason, entry in found["refused"].items()} == {"picture too small": 1}
+
+
+def test_transparent_pictures_are_stored_as_a_page_shows_them(packed, tmp_path):
+    """Training drops transparency: black glyphs would be black pictures. Where nothing shows through, the bytes stay."""
+    (tmp_path / "in").mkdir()
+    pixels = np.zeros((32, 32, 4), np.uint8)
+    for number in range(2):
+        pixels[..., 3] = 0
+        pixels[4 + 12 * number : 12 + 12 * number, 4:28, 3] = 255
+        Image.fromarray(pixels).save(tmp_path / f"in/glyph {number}.png")
+    pixels[..., 3] = 255
+    Image.fromarray(pixels).save(tmp_path / "in/opaque.png")
+    for name in ("glyph 0", "glyph 1", "opaque"):
+        (tmp_path / f"in/{name}.txt").write_text(name)
+    found = packed(tmp_path / "in")
+    stored = {sample.files["txt"].decode(): opened(sample) for sample in samples_of(tmp_path / "out/train")}
+    assert {name: ending for name, (ending, _) in stored.items()} == {
+        "glyph 0": "jpg",
+        "glyph 1": "jpg",
+        "opaque": "png",
+    }
+    for number in range(2):
+        image = stored[f"glyph {number}"][1].convert("L")  # as training decodes it
+        assert image.getpixel((16, 2)) > 250 and image.getpixel((16, 8 + 12 * number)) < 5
+    assert found["sizes"]["whitened"] == 2
+    assert "2 transparent, stored on white" in "\n".join(lines(found, tmp_path / "out"))
 
 
 def test_addresses_are_fetched_and_failures_counted_and_tried_again(packed, tmp_path):

@@ -124,6 +124,10 @@ MISTAKES: dict[str, tuple[str | Callable[[Path], Any], str] | tuple[str | Callab
         "file,titel,site\n0.png,x,a\n",
         "its columns are 'file', 'titel', 'site': name .*did you mean --caption-column 'titel'",
     ),
+    "columns of one name": (
+        "image,caption,caption\n0.png,x,y\n",
+        r"pairs.csv has 2 columns named 'caption': give each column its own name$",
+    ),
     "no header": (
         "0.png,x,3\n1.png,y,4\n",
         r"has no header line \(its first line is '0.png', 'x', '3'\): number its columns, as --picture-column 1 "

@@ -130,7 +130,7 @@ def source_pools(
     - `within`: the held-out pairs of one source. Only the content tells them apart.
     - `across`: held-out pictures of one source, with the captions that another source has of the same concepts; only pairs of
       sources that share concepts. A model that relies on the source fails here. (The other source's own pairs of these
-      concepts may have been in training.)
+      concepts may have been in training: their captions are matches of the image queries, and themselves the text queries.)
     - `mixed`: the held-out pairs of all sources in one pool; only the own pair is right, also where another source has the
       concept. A model that knows the query's source has to search one S-th of the pool only, so this rewards source bias: it
       can fall while the model gets better.

@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 
 SHARDS_READ = 8  # shards from which a source's samples are taken, evenly spaced; more only if these hold too few
 
-_FALSE = frozenset(("", "0", "0.0", "no", "false", "none", "null"))  # values that say no
+_NO = ("", "0", "0.0", "f", "false", "n", "no", "off", "none", "null", "nan")
+_YES = ("1", "1.0", "t", "true", "y", "yes", "on")
 
 
 @dataclass(frozen=True)
@@ -64,15 +65,15 @@ def read_samples(
     Args:
         concept_field: a field of each sample's json, or a column of a table, that names its concept. The source probe keeps all
             samples of a concept in one fold (`measures.source_probe_accuracy`).
-        held_out_field: likewise, a field that is true (not null, false, 0, "no" or empty) for pairs kept out of training; None
-            takes all as held out.
+        held_out_field: likewise, a field that is true for pairs kept out of training (true, t, yes, y, on or 1; the rest has
+            false, f, no, n, off, 0, null, nan or nothing); None takes all as held out.
 
     Returns:
         The samples, source by source; source -> samples passed over.
 
     Raises:
         UserError: a limit below 2, remote shards, a shard that is not a tar, a source without a usable pair, a sample
-            without the field.
+            without the field, or one whose held-out field is neither true nor false.
     """
     if limit < 2:
         raise UserError(f"{limit} samples a source are too few to measure; take at least 2")
@@ -121,7 +122,13 @@ def _pair(
         value = _field(sample, concept_field, "--concept", where)
         concept = None if value is None or value == "" else str(value)
     if held_out_field is not None:
-        held_out = str(_field(sample, held_out_field, "--held-out", where)).strip().lower() not in _FALSE
+        value = _field(sample, held_out_field, "--held-out", where)
+        held_out = (word := str(value).strip().lower()) in _YES
+        if not held_out and word not in _NO:
+            raise UserError(
+                f"sample {sample.key} of {where} has {value!r} in its field {held_out_field!r}, neither true nor false: write "
+                "true for pairs kept out of training and false for the rest, or name another field with --held-out"
+            )
     pair = SourceSample(source, image, caption, concept, held_out)
     try:
         pair.picture()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.data.labelled import ProbeSet, class_list, open_probe_set
 from open_clip_zerovl.data.transforms import image_transform_train, paper_transform_of
 from open_clip_zerovl.embeddings.encoder import tower_before_projection
-from open_clip_zerovl.evaluate.accuracy import accuracies, confusion_counts, in_percent, most_confused
+from open_clip_zerovl.evaluate.accuracy import accuracies, confusion_counts, distinct_names, in_percent, most_confused
 from open_clip_zerovl.evaluate.probe.features import TowerSettings, Transform, cached_features
 from open_clip_zerovl.evaluate.probe.lars import LarsSettings, head_scores, recorded_settings, train_lars
 from open_clip_zerovl.evaluate.probe.logistic import fit_logistic
@@ -108,8 +108,8 @@ def run_linear_probe(
         "feature_width": test_features.shape[1],
         "test_transform": "squash 256, crop 224" if way == "paper" else "checkpoint",
     }
-    names = [train_set.names.get(label, label) for label in classes]
-    return _write(out, facts, details, names, scores, test_targets)
+    named = {label: train_set.names.get(label, label) for label in classes}
+    return _write(out, facts, details, named, scores, test_targets)
 
 
 def _quick(features: Tensor, targets: Tensor, test_features: Tensor, seed: int) -> tuple[Tensor, dict[str, Any]]:
@@ -133,11 +133,12 @@ def _write(
     out: Path,
     facts: dict[str, Any],
     details: dict[str, Any],
-    names: Sequence[str],
+    named: Mapping[str, str],
     scores: Tensor,
     targets: Tensor,
 ) -> dict[str, Any]:
     """Write the picture and the JSON of the scores (N, C), and print the row; returns the content of the JSON."""
+    names = distinct_names(named)
     found, counts = accuracies(scores, targets), confusion_counts(scores, targets)
     per_class = {names[index]: own for index, own in found.pop("per_class").items()}
     result = {**facts, **found, "most_confused": most_confused(counts, names), "per_class": per_class, **details}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,14 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.files import check_writable, scratch_folder, write_atomically
 from open_clip_zerovl.data.retrieval import parse_retrieval_data
 from open_clip_zerovl.embeddings.encoder import FrozenModel
-from open_clip_zerovl.evaluate.accuracy import accuracies, class_indices, confusion_counts, in_percent, most_confused
+from open_clip_zerovl.evaluate.accuracy import (
+    accuracies,
+    class_indices,
+    confusion_counts,
+    distinct_names,
+    in_percent,
+    most_confused,
+)
 from open_clip_zerovl.evaluate.embedded import picture_features
 from open_clip_zerovl.evaluate.settings import ZeroShotSettings
 from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet, open_labelled_set
@@ -82,11 +88,7 @@ def labelled_scores(
 def score_labelled(model: FrozenModel, dataset: LabelledSet, folder: Path, **reading: Any) -> dict[str, Any]:
     """`accuracies` of a model on one set, with classes by name, and by source; arguments as `labelled_scores`."""
     scores, targets = labelled_scores(model, dataset, folder, **reading)
-    named_by = Counter(dataset.names)  # as CLIP's names of ImageNet, two classes may have one name
-    shown = [
-        name if named_by[name] == 1 else f"{name} ({label})"
-        for name, label in zip(dataset.names, dataset.classes, strict=True)
-    ]
+    shown = distinct_names(dict(zip(dataset.classes, dataset.names, strict=True)))
 
     def metrics(rows: Tensor) -> dict[str, Any]:
         found = accuracies(scores[rows], targets[rows])

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.shards.pictures import BadPicture, decoded, rgb
+from open_clip_zerovl.shards.pictures import BadPicture, as_shown, decoded
 
 SIDE = 16
 BITS = SIDE * SIDE
@@ -54,7 +54,7 @@ def picture_hashes(content: bytes) -> Hashes:
     """(2, 4) the hashes of an encoded picture and of its mirror image; (4, 4) if it has uniform borders.
 
     The last two are those without the borders. A plain background counts as one, and a few pixels decide where it ends: so both
-    pairs are of use. The picture is turned by its EXIF tag.
+    pairs are of use. The picture is turned by its EXIF tag, on white if it is transparent.
 
     Raises:
         BadPicture: it cannot be decoded.
@@ -63,8 +63,7 @@ def picture_hashes(content: bytes) -> Hashes:
 
     def hashed(image: Image.Image) -> Hashes:
         image.draft("L", (_DRAFT_PX, _DRAFT_PX))
-        turned = ImageOps.exif_transpose(image)
-        grey = (turned if turned.mode == "L" else rgb(turned)).convert("L")
+        grey = as_shown(image).convert("L")
         inner = _without_borders(grey)
         bits = []
         for one in (grey,) if inner.size == grey.size else (grey, inner):

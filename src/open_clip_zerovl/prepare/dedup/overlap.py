@@ -37,7 +37,7 @@ from open_clip_zerovl.prepare.dedup.near import (
 from open_clip_zerovl.prepare.pack.split import Candidate, Exclusion
 from open_clip_zerovl.report.html import thumbnail, write_page
 from open_clip_zerovl.shards.members import image_of
-from open_clip_zerovl.shards.pictures import decoded, picture_files, rgb
+from open_clip_zerovl.shards.pictures import as_shown, decoded, picture_files
 
 SHOWN = 100  # pairs on the page
 _KEPT = 1000  # pairs whose thumbnails are kept, of which the page shows some
@@ -255,7 +255,7 @@ def _add_pairs(asked: Sequence[tuple[Place, bytes, Hashes]], tests: ComparedSets
 
 
 def _thumbnail(content: bytes) -> str:
-    return decoded(content, lambda image: thumbnail(rgb(image)))
+    return decoded(content, lambda image: thumbnail(as_shown(image)))
 
 
 def write_overlap(found: Overlap, out: Path) -> None:

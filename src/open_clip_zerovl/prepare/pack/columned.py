@@ -199,7 +199,9 @@ class CocoReader(ColumnReader):
                 "captions_train2017.json"
             )
         wanted = Columns("file_name", wanted.captions or ("caption",), wanted.source)
-        self.chosen = choose(str(path), [*_names(islice(self.images.values(), _LOOKED_AT)), *names], wanted)
+        self.chosen = choose(
+            str(path), _names([*islice(self.images.values(), _LOOKED_AT), dict.fromkeys(names)]), wanted
+        )
         self.columns = f"annotations as MS-COCO's, caption {listed(self.chosen.captions)}"
 
     def records(self, file: Path) -> Iterator[tuple[int, Record]]:

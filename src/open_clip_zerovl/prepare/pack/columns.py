@@ -45,7 +45,7 @@ def choose(where: str, names: Sequence[str], wanted: Columns, *, pictures: Seque
         pictures: columns that hold pictures by their type; the first takes precedence over guesses from names.
 
     Raises:
-        UserError: a column that is not there, or none with a name of a picture or a caption.
+        UserError: a column that is not there or has the name of another, or none with a name of a picture or a caption.
     """
     if wanted.picture is not None:
         picture: str | None = find(where, names, wanted.picture, "--picture-column")
@@ -58,6 +58,9 @@ def choose(where: str, names: Sequence[str], wanted: Columns, *, pictures: Seque
     if picture is None or not captions:
         raise UserError(_not_found(where, names, picture, captions))
     source = find(where, names, wanted.source, "--source-column") if wanted.source is not None else None
+    for name in filter(None, (picture, *captions, source)):
+        if (count := [*names].count(name)) > 1:
+            raise UserError(f"{where} has {count} columns named {name!r}: give each column its own name")
     guessed = [
         flag
         for flag, given in (("--picture-column", wanted.picture), ("--caption-column", wanted.captions))

@@ -53,7 +53,7 @@ def summarize(store: Store, readers: Sequence[Reader], written: Sequence[dict[st
                 "form": reader.form,
                 "columns": reader.columns,
                 "rows": store.value("SELECT COUNT(*) FROM rows WHERE input = ?", number),
-                "notes": list(reader.notes),
+                "notes": [*reader.notes, *(_class_notes(store, number) if reader.classes else ())],
             }
             for number, reader in enumerate(readers)
         ],
@@ -74,6 +74,17 @@ def summarize(store: Store, readers: Sequence[Reader], written: Sequence[dict[st
         "repeated_pictures": _repeated_pictures(store),
         "sizes": _sizes(store),
     }
+
+
+def _class_notes(store: Store, input: int) -> list[str]:
+    """A note on pictures that several classes hold, if the first row of one is of this input."""
+    count, first = store.db.execute(
+        "SELECT COUNT(*), MIN(place) FROM (SELECT MIN(place) AS place FROM good WHERE label IS NOT NULL GROUP BY source, key "
+        "HAVING COUNT(DISTINCT label) > 1 AND MIN(input) = ?)",
+        (input,),
+    ).fetchone()
+    words = f"pictures in several classes: {count:,} (one is {first}); the first class counts, all captions are kept"
+    return [words] if count else []
 
 
 def refused(store: Store) -> dict[str, Any]:
@@ -213,6 +224,7 @@ def _size_line(sizes: dict[str, Any]) -> str:
         f"{sizes['mean_bytes'] / 1e3:,.1f} KB each"
         + (f"; {sizes['shrunk']:,} made smaller" if sizes["shrunk"] else "")
         + (f"; {sizes['turned']:,} turned upright (EXIF)" if sizes["turned"] else "")
+        + (f"; {sizes['whitened']:,} transparent, stored on white" if sizes.get("whitened") else "")
     )
 
 
@@ -359,10 +371,10 @@ def _repeated_pictures(store: Store) -> dict[str, Any]:
 
 def _sizes(store: Store) -> dict[str, Any]:
     found = store.db.execute(
-        "SELECT width, height, bytes, turned, shrunk FROM (SELECT DISTINCT picture FROM samples WHERE dropped IS NULL) AS one "
-        "JOIN pictures ON pictures.number = one.picture"
+        "SELECT width, height, bytes, turned, shrunk, whitened FROM pictures JOIN (SELECT DISTINCT picture FROM samples "
+        "WHERE dropped IS NULL) AS one ON pictures.number = one.picture"
     )
-    rows = np.fromiter(found, dtype=np.dtype((np.int64, 5)))  # not fetchall: ten million tuples take gigabytes
+    rows = np.fromiter(found, dtype=np.dtype((np.int64, 6)))  # not fetchall: ten million tuples take gigabytes
     longer, shorter = rows[:, :2].max(1, initial=0), rows[:, :2].min(1, initial=1 << 30)
     return {
         "longer_side": _spread(longer),
@@ -370,4 +382,5 @@ def _sizes(store: Store) -> dict[str, Any]:
         "mean_bytes": round(float(rows[:, 2].mean()), 1) if len(rows) else 0.0,
         "turned": int(rows[:, 3].sum()),
         "shrunk": int(rows[:, 4].sum()),
+        "whitened": int(rows[:, 5].sum()),
     }

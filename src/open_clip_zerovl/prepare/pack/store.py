@@ -25,9 +25,10 @@ _TABLES = """
 CREATE TABLE rows (id INTEGER PRIMARY KEY, input INT, file TEXT, line INT, source TEXT, picture INT, reason TEXT, label TEXT);
 CREATE TABLE captions (row INT, text TEXT);
 CREATE TABLE pictures (number INTEGER PRIMARY KEY, hash BLOB UNIQUE, input INT, place TEXT, name TEXT, key TEXT, extension TEXT,
-    offset INT, size INT, width INT, height INT, bytes INT, sum TEXT, turned INT, shrunk INT, reason TEXT, transient INT);
+    offset INT, size INT, width INT, height INT, bytes INT, sum TEXT, turned INT, shrunk INT, whitened INT,
+    reason TEXT, transient INT);
 CREATE TABLE samples (source TEXT, key TEXT, position INT, picture INT, split TEXT, dropped TEXT);
-CREATE VIEW good AS SELECT rows.id AS row, file, line, source, label, key, number, place FROM rows JOIN pictures ON
+CREATE VIEW good AS SELECT rows.id AS row, rows.input, file, line, source, label, key, number, place FROM rows JOIN pictures ON
     pictures.number = rows.picture WHERE key IS NOT NULL AND rows.reason IS NULL;
 CREATE VIEW texts AS SELECT good.row, source, key, label, captions.rowid AS place, text FROM good JOIN captions USING (row);
 CREATE VIEW written AS SELECT texts.*, position FROM samples JOIN texts USING (source, key) WHERE dropped IS NULL;
@@ -110,7 +111,7 @@ class Store:
 
     def add_outcomes(self, first: int, outcomes: Mapping[int, Outcome]) -> None:
         """Keep the outcomes of pictures; their numbers are counted from `first`."""
-        about = ("key", "width", "height", "bytes", "sum", "turned", "shrunk")
+        about = ("key", "width", "height", "bytes", "sum", "turned", "shrunk", "whitened")
         self.db.executemany(
             f"UPDATE pictures SET {', '.join(f'{name}=?' for name in about)}, extension=?, offset=?, size=?, reason=?, "
             "transient=? WHERE number=?",

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image
 
-from open_clip_zerovl.shards.pictures import BadPicture, decoded, rgb
+from open_clip_zerovl.shards.pictures import BadPicture, as_shown, decoded, has_transparency, on_white, rgb
 
 #: Formats whose bytes may be stored unchanged -> the extension that webdataset and CLIP_benchmark look for.
 _EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
@@ -42,7 +42,8 @@ class Encoding:
         min_side_px: a picture with a smaller side is refused (tracking pixels, blank placeholders).
         max_pixels: a picture with a larger width times height is refused before it is decoded.
         longer_side_px: a picture with a longer longer side is shrunk to it.
-        upright: a picture that its EXIF tag turns is stored turned, even where its bytes could be kept.
+        upright: a picture that its EXIF tag turns is stored turned, and a transparent one on white, even where its bytes could
+            be kept: training reads neither the tag nor the transparency.
     """
 
     shorter_side_px: int | None = 256
@@ -69,9 +70,9 @@ def encode_picture(content: bytes, encoding: Encoding, *, hashed: bool = False) 
     """A picture as it is stored; it is decoded to its end, so that a truncated one is refused.
 
     Args:
-        hashed: fill in `about`: width and height in pixels of the upright picture as it came, 1 or 0 for "turned" and "shrunk",
-            and "key", a hash of its RGB pixels, the same for all files with these pixels. The picture is then decoded in its
-            whole size, even if it is stored smaller.
+        hashed: fill in `about`: width and height in pixels of the upright picture as it came, 1 or 0 for "turned", "shrunk"
+            and "whitened", and "key", a hash of its RGB pixels, the same for all files with these pixels. The picture is then
+            decoded in its whole size, even if it is stored smaller.
 
     Raises:
         Failure: no picture, or one that is broken, truncated, too small or too large.
@@ -82,7 +83,8 @@ def encode_picture(content: bytes, encoding: Encoding, *, hashed: bool = False) 
         size = image.size
         turned = image.getexif().get(ExifTags.Base.Orientation, 1) not in (0, 1)
         kept = _EXTENSIONS.get(image.format or "") if encoding.shorter_side_px is None else None
-        if turned and encoding.upright:
+        whitened = _needs_white(image)
+        if encoding.upright and (turned or whitened):
             kept = None
         if kept and not hashed and encoding.longer_side_px is None:
             image.load()
@@ -93,7 +95,7 @@ def encode_picture(content: bytes, encoding: Encoding, *, hashed: bool = False) 
             # target size is kept for the resize filter.
             scale = 2 * side / min(size)
             image.draft("RGB", (round(scale * size[0]), round(scale * size[1])))
-        picture = _upright(image)
+        picture = as_shown(image)
         smaller = _shrunk(picture, encoding)
         shrunk = smaller.size != picture.size
         same = kept is not None and not shrunk
@@ -102,6 +104,7 @@ def encode_picture(content: bytes, encoding: Encoding, *, hashed: bool = False) 
             width, height = picture.size
             about = {"key": _hash_of(picture), "width": width, "height": height}
             about |= {"turned": int(turned and not same), "shrunk": int(shrunk)}
+            about["whitened"] = int(whitened and not same)
         return Picture(kept if kept and same else "jpg", content if same else _jpeg(smaller, encoding), about)
 
     try:
@@ -129,14 +132,9 @@ def _check_size(image: Image.Image, encoding: Encoding) -> None:
         raise BadPicture("picture too large", "")
 
 
-def _upright(image: Image.Image) -> Image.Image:
-    """The picture in RGB, turned by its EXIF tag, on white if it is transparent."""
-    upright = ImageOps.exif_transpose(image)
-    if upright.mode in ("RGBA", "LA", "PA") or "transparency" in upright.info:
-        upright = upright.convert("RGBA")
-        background = Image.new("RGBA", upright.size, "white")
-        upright = Image.alpha_composite(background, upright)
-    return rgb(upright)
+def _needs_white(image: Image.Image) -> bool:
+    """True for a transparent picture whose pixels are others where training drops the transparency."""
+    return has_transparency(image) and rgb(image).tobytes() != on_white(image).tobytes()
 
 
 def _shrunk(picture: Image.Image, encoding: Encoding) -> Image.Image:
