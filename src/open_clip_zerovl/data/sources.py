@@ -326,8 +326,10 @@ def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: 
     """A source of shards. Their sizes in samples (or captions) come from a `sizes.json`; shards that it lacks are counted."""
     each_caption = how.captions == "all"
     parquet = [shard for shard in dict.fromkeys(shards) if is_parquet(shard)]
-    tars = [shard for shard in shards if shard not in parquet]
-    known = {} if each_caption else listed_sizes(tars, sizes_file, seconds=how.timeout_seconds)
+    tars = [shard for shard in shards if not is_parquet(shard)]
+    known = (
+        {} if each_caption else listed_sizes(shards if sizes_file else tars, sizes_file, seconds=how.timeout_seconds)
+    )
     missing = [shard for shard in shards if (path := local_path(shard)) is not None and not os.path.isfile(path)]
     remote = [shard for shard in shards if local_path(shard) is None]
     if each_caption and (uncounted := remote or parquet):
