@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet torch torchvision open_clip_torch --editable '.[demo,test,trainers,dev,docs]'
 	@touch $@
 
-demo: $(STAMP) ## train on four emoji sources with debiased and random sampling, compare, export (about 8 minutes; ARGS="--epochs 40": training flags)
+demo: $(STAMP) ## train on four emoji sources with debiased and random sampling, compare, export (about 5 minutes; ARGS="--epochs 40": training flags)
 	$(BIN)/python -m scripts.demo $(if $(ARGS),-- $(ARGS))
 
 ablation: $(STAMP) ## the results page from small trainings on emoji (hours, in several sittings; QUICK=1: minutes; PILOT=1)

@@ -4,7 +4,7 @@ Four emoji sets are four sources (Noto, Twemoji, OpenMoji, Fluent), each with it
 small model is trained twice: with each batch from one source (debiased, paper section 3.1) and with mixed batches (random).
 `zerovl compare` and `zerovl bias` measure both on pairs that were held out of their source; `zerovl export` writes the debiased
 one for stock open_clip. Everything is written below demo/. With the environment and the data in place, both runs train at the
-same time in about 6 minutes on 2 CPU cores. A call after an interruption goes on.
+same time in about 4 minutes on 2 CPU cores. A call after an interruption goes on.
 
 Training flags after -- apply to both runs and replace the demo's own flags of the same name:
 
@@ -113,7 +113,7 @@ def run(settings: Settings) -> int:
     prepare_drawn(EMOJI, settings.data)
     print(
         f"2/4 Training: the same model with random and with debiased sampling, at the same time, {epochs} epochs\n  A random "
-        f"order has RSUM {CHANCE:g} within a source; 20 epochs (6 minutes on 2 cores) reach about 230 to 260, and a few epochs "
+        f"order has RSUM {CHANCE:g} within a source; 20 epochs (4 minutes on 2 cores) reach about 230 to 260, and a few epochs "
         "stay near chance.",
         flush=True,
     )

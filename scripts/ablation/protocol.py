@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,6 +68,8 @@ class Choice:
         rule: "best": the highest score; "shortest": the first value within `STILL_RISING` of the highest. A value that gains
             less than that over the one before ends the pilots of a "shortest" choice.
         quick: the value of a quick run, which has no pilots.
+        seeds: of its pilot runs.
+        during: other settings of its pilot runs.
     """
 
     what: str
@@ -75,6 +77,8 @@ class Choice:
     conditions: Sequence[str]
     rule: Literal["best", "shortest"]
     quick: str
+    seeds: Sequence[int] = PILOT_SEEDS
+    during: Choices = field(default_factory=dict)
 
     def decide(self, scores: Mapping[str, float]) -> str:
         """The chosen value, from the mean score of each value of the grid."""

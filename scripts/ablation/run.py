@@ -202,12 +202,12 @@ def choose(data: dict[str, Path], out: Path, slots: int) -> None:
         for value in choice.grid:
             if choice.is_settled(scores):
                 break
-            pilot = Ablation(data, out / f"{name}={value}", {**QUICK, **chosen, name: value}, "val")
-            jobs = pilot.plan(PILOT_SEEDS, choice.conditions)
+            pilot = Ablation(data, out / f"{name}={value}", {**QUICK, **chosen, **choice.during, name: value}, "val")
+            jobs = pilot.plan(choice.seeds, choice.conditions)
             print(f"{name} = {value}: {len(jobs)} runs", flush=True)
             if jobs and (failed := run_all(pilot, jobs, slots)):
                 raise UserError("; ".join(f"{job}: {reason}" for job, reason in failed.items()))
-            found = [pilot.record(Job(seed, one))["score"] for seed in PILOT_SEEDS for one in choice.conditions]
+            found = [pilot.record(Job(seed, one))["score"] for seed in choice.seeds for one in choice.conditions]
             scores[value] = sum(found) / len(found)
         chosen = {**chosen, name: choice.decide(scores)}
         rounded = {value: round(score, 1) for value, score in scores.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -202,10 +203,13 @@ def test_the_image_processor_gives_the_transforms_pixels(home, mode):
 
 
 @pytest.mark.parametrize("name", ["tf-clip", "tf-plain-bert", "tf-tanh-bert"])
-def test_an_export_can_be_trained_or_its_card_and_message_name_the_one_that_can(tmp_path, home, name, caplog):
+def test_an_export_can_be_trained_or_its_card_and_message_name_the_one_that_can(
+    tmp_path, home, name, caplog, monkeypatch
+):
     """One AdamW step at 1e-6 keeps every embedding; BERT's raw [CLS] has no place that can be trained."""
     from transformers import AutoModel, AutoProcessor
 
+    monkeypatch.setattr(logging.getLogger("open_clip_zerovl.checkpoints"), "propagate", True)  # the command's is off
     checkpoint = write_run(tmp_path / "run", random_model(name), {"model": name})
     folder = export_transformers(checkpoint, tmp_path / "export")
     model, processor = AutoModel.from_pretrained(folder), AutoProcessor.from_pretrained(folder)

@@ -306,12 +306,15 @@ def test_a_command_that_waits_for_torch_shows_a_line_first(monkeypatch, capsys, 
     assert set(program.SILENT) <= set(program.ALL)
 
 
-def test_progress_lines_of_an_export_come_once(monkeypatch, capsys):
-    """Also after a warning of open_clip on the root logger, for which Python makes a handler of its own."""
-    monkeypatch.setattr(logging.root, "handlers", [])
+@pytest.mark.parametrize("earlier", [False, True])
+def test_progress_lines_of_an_export_come_once(monkeypatch, capsys, earlier):
+    """Also where the root logger has a handler, of an earlier command or of Python's for open_clip's first warning."""
+    monkeypatch.setattr(logging.root, "handlers", [logging.StreamHandler()] if earlier else [])
     logger = logging.getLogger("open_clip_zerovl.checkpoints")
     monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", True)
     _show_progress()
     logging.warning("of open_clip")
     logger.getChild("export").warning("wrote x")
-    assert capsys.readouterr().err == "zerovl: loading open_clip\nof open_clip\nzerovl: wrote x\n"
+    start, warning, end = capsys.readouterr().err.splitlines()
+    assert (start, end) == ("zerovl: loading open_clip", "zerovl: wrote x") and warning.endswith("of open_clip")

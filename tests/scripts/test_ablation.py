@@ -164,17 +164,16 @@ def test_the_tables_name_conditions_that_are_there_and_use_all():
 
 def test_each_arm_of_the_stack_adds_a_method_to_the_one_before_and_has_the_same_grid():
     arms = [name for name in CONDITIONS if name.startswith("stack-")]
-    rates = [next(iter(CONDITIONS[name].choices - {"stack-epochs"})) for name in arms]
+    rates = [next(iter(CONDITIONS[name].choices - {"long-epochs"})) for name in arms]
     assert len(set(rates)) == len(arms) == 5
     assert all(protocol.CHOICES[rate].conditions == [name] for rate, name in zip(rates, arms, strict=True))
-    assert len({(tuple(one.grid), one.rule) for one in map(protocol.CHOICES.__getitem__, rates)}) == 1
+    choices = [dataclasses.replace(protocol.CHOICES[rate], what="", conditions=()) for rate in rates]
+    assert choices == choices[:1] * 5
     flags = [
         {"--sampling": CONDITIONS[name].sampling, **flag_values(CONDITIONS[name].run_flags(QUICK))} for name in arms
     ]
     added = [{key for key in new if new[key] != old.get(key)} for old, new in itertools.pairwise(flags)]
-    batch = {"--batch-size", "--dga-steps", "--log-every-n-steps"}
-    assert added == [batch, {"--sampling"}, {"--coin-flip-mixup"}, {"--token-drop"}]
-    assert "--ablate" in flags[0] and not any("--ablate" in one for one in flags[1:])
+    assert added == [{"--dga-steps", "--log-every-n-steps"}, {"--sampling"}, {"--coin-flip-mixup"}, {"--token-drop"}]
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
@@ -274,8 +273,7 @@ def test_pilots_choose_on_validation_one_after_the_other(quick, monkeypatch, tmp
     monkeypatch.setattr(run, "CHOICES_FILE", file)
     run.choose(quick.data, tmp_path / "pilots", 2)
     rates = {name: "1e-3" for name in protocol.CHOICES if name.startswith("lr-")}
-    lengths = {"long-epochs": "20", "stack-epochs": "40"}
-    assert read_choices(file) == {**protocol.FIXED, **rates, **lengths, "clusters": "image-4"}
+    assert read_choices(file) == {**protocol.FIXED, **rates, "long-epochs": "20", "clusters": "image-4"}
     # 40 epochs gained nothing over 20, so that nobody waits for 80.
     assert {folder.name for folder in (tmp_path / "pilots").glob("long-*")} == {"long-epochs=20", "long-epochs=40"}
     records = [json.loads(one.read_text()) for one in (tmp_path / "pilots" / "lr-16=5e-4").glob("*.json")]
@@ -293,11 +291,14 @@ def test_pilots_choose_on_validation_one_after_the_other(quick, monkeypatch, tmp
     assert json.loads(file.read_text()) == found
     assert {folder.name.partition("=")[0] for folder in (tmp_path / "elsewhere").iterdir()} == {"clusters"}
     # A grid that has become longer is gone through again, for the values that have no pilot yet.
-    longer = dataclasses.replace(protocol.CHOICES["lr-256"], grid=("1e-4", *protocol.CHOICES["lr-256"].grid))
+    grid = ("1e-4", *protocol.CHOICES["lr-256"].grid)
+    longer = dataclasses.replace(protocol.CHOICES["lr-256"], grid=grid, seeds=[102], during={"epochs": "7"})
     monkeypatch.setitem(protocol.CHOICES, "lr-256", longer)
     Recorder.seen = []
     run.choose(quick.data, tmp_path / "pilots", 2)
-    assert len(Recorder.seen) == len(PILOT_SEEDS)
+    (record,) = (json.loads(one.read_text()) for one in (tmp_path / "pilots" / "lr-256=1e-4").glob("*.json"))
+    assert len(Recorder.seen) == 1
+    assert (record["seed"], flag_values(record["flags"])["--epochs"]) == (102, ["7"])
     assert "1e-4" in json.loads(file.read_text())["lr-256"]["scores"]
 
 

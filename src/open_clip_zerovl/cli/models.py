@@ -149,11 +149,7 @@ def _show_progress() -> None:
     lines = logging.StreamHandler()
     lines.setFormatter(logging.Formatter("zerovl: %(message)s"))
     logger.handlers = [lines]
-    if not logging.root.handlers:  # open_clip's first warning would add a handler, which repeats these lines
-        warnings = logging.StreamHandler()
-        warnings.setLevel(logging.WARNING)
-        warnings.addFilter(lambda record: not record.name.startswith(logger.name))
-        logging.root.addHandler(warnings)
+    logger.propagate = False  # a handler of the root, which open_clip's first warning adds, would repeat these lines
     logger.info("loading open_clip")
     load_open_clip()
 

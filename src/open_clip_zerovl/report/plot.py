@@ -123,12 +123,14 @@ def line_chart(
 
 
 def mark_base(axes: Any) -> None:
-    """Mark a vertical axis of positive numbers that does not begin at 0."""
-    low, _ = axes.get_ylim()
-    if low > 0:
-        axes.plot([-0.008, 0.008], [0.03, 0.055], color=INK, linewidth=1.2, transform=axes.transAxes, clip_on=False)
-        axes.plot([-0.008, 0.008], [0.05, 0.075], color=INK, linewidth=1.2, transform=axes.transAxes, clip_on=False)
-        axes.set_ylabel(", ".join(filter(None, (axes.get_ylabel(), "not from 0"))))
+    """Mark a vertical axis on which 0 is not shown, at the end where it would be."""
+    low, high = axes.get_ylim()
+    if low > 0 or high < 0:
+        end, word = (0.03, "not from 0") if low > 0 else (0.925, "not up to 0")
+        place = {"transform": axes.transAxes, "clip_on": False}
+        for y in (end, end + 0.02):
+            axes.plot([-0.008, 0.008], [y, y + 0.025], color=INK, linewidth=1.2, **place)
+        axes.set_ylabel(", ".join(filter(None, (axes.get_ylabel(), word))))
 
 
 def draw_levels(axes: Any, levels: Mapping[str, tuple[float, str]], form: str = "{:.1f}") -> None:

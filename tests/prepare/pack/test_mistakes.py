@@ -479,11 +479,12 @@ def test_work_that_takes_long_is_announced(capsys, monkeypatch):
 
 
 def test_source_names_in_any_script_and_those_of_the_outputs_own_files(packed, tmp_path):
-    kinds = ["report.html", "pack.json", "\u5317\u4eac", "\u4e0a\u6d77", "train"]
+    kinds = ["report.html", "pack.json", "\u5317\u4eac", "\u4e0a\u6d77", "train", "gr\udce9s"]  # the last in Latin-1
     given = table(tmp_path / "in", "image,caption,kind\n" + "".join(f"{i}.png,x,{k}\n" for i, k in enumerate(kinds)))
     found = packed(given, columns=Columns(source="kind"))
     names = {"report.html-source", "pack.json-source", "train-source", *kinds[2:4]}
     assert {one["folder"] for one in found["written"]} == {f"{name}/train" for name in names}
+    assert {reason: entry["rows"] for reason, entry in found["refused"].items()} == {"source not UTF-8": 1}
     data = "::".join(f"{name}={tmp_path}/out/{name}/train" for name in kinds[2:4])
     assert [(source.name, source.num_samples) for source in parse_sources(data)] == [(name, 1) for name in kinds[2:4]]
 

@@ -30,6 +30,7 @@ _AS_UTF8 = "probably Latin-1: convert the file to UTF-8 (iconv -f CP1252 -t UTF-
 ADVICE = {  # reason of refused rows -> remedy
     "caption not UTF-8": _AS_UTF8,
     "path not UTF-8": _AS_UTF8,
+    "source not UTF-8": _AS_UTF8,
     UNMARKED: "convert the file to UTF-8 (iconv -f UTF-16LE, or UTF-16BE, -t UTF-8 OLD > NEW)",
 }
 CONTEXT = 77  # tokens that open_clip's models read, begin and end included

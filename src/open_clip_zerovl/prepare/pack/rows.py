@@ -141,6 +141,8 @@ class SourceNames:
         text = "" if value is None else " ".join(str(value).split())
         if not text:
             return None, "no source"
+        if not is_utf8(text):
+            return None, "source not UTF-8"
         name = source_name(text)
         if name not in self.known and len(self.known) >= MOST_SOURCES:
             raise UserError(
