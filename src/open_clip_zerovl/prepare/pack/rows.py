@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import flag
+from open_clip_zerovl.data.columns import is_utf8
 from open_clip_zerovl.prepare.public.pictures import Failure
 from open_clip_zerovl.shards.foreign import LARGEST_PICTURE_BYTES, BadFile, read_foreign
 
