@@ -62,6 +62,13 @@ def test_the_batches_are_those_of_tars_and_go_on_where_a_run_stopped(folder, tmp
         assert len(list((tmp_path / "cache").glob("*.tar"))) == 2 and max(map(len, server.requests.values())) <= 5
 
 
+@pytest.mark.parametrize("start", [0, 5, 6, 9, 10])
+def test_a_reader_begins_at_any_row(folder, start):
+    tars, rows = (parse_sources(f"cc={folder}/{{00000..00001}}.{kind}")[0] for kind in ("tar", "parquet"))
+    found = [[(one.image, one.caption) for one in Reading(each, 0).samples(1, start, start)] for each in (tars, rows)]
+    assert found[0] == found[1] and len(found[0]) == 10 - start
+
+
 def write(path: Path, *rows: dict) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=8)
 
