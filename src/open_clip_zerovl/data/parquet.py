@@ -173,7 +173,7 @@ def samples(
 def _members(fields: Mapping[str, Any], columns: PairColumns, whole: bool) -> dict[str, bytes]:
     picture, members = fields.get(columns.picture), {}
     content = picture.get("bytes") if isinstance(picture, dict) else picture
-    if content:
+    if isinstance(content, bytes) and content:
         members[IMAGE_EXTENSIONS[0]] = content
     texts, problem = texts_of([fields.get(name) for name in columns.captions])
     members[TEXT_EXTENSION] = _NOT_UTF8 if problem == NOT_UTF8 else "\n".join(texts).encode()
