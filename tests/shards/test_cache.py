@@ -224,5 +224,5 @@ def test_a_compressed_shard_without_its_end_is_not_kept(tmp_path):
     served = tmp_path / "served"
     served.mkdir()
     (served / "00000.tar").write_bytes(gzip.compress(os.urandom(4000))[:15])
-    with shard_server(served) as server, pytest.raises(Unreachable, match="no tar, 3 times"):
+    with shard_server(served) as server, pytest.raises(Unreachable, match="no tar or parquet, 3 times"):
         read(ShardCache(str(tmp_path / "cache"), GIB), server, 0)

@@ -13,7 +13,7 @@ import torch
 
 from support.programs import COMMON, ForkedTrainings, flat_tensors, state_of
 from support.shard_server import ShardServer, shard_server
-from support.tars import write_source
+from support.tars import as_parquet, write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
 
 DOWN_SECONDS = 2.0
@@ -26,10 +26,11 @@ def place(tmp_path_factory):
     (folder / "tiny.json").write_text(json.dumps({"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT}))
     for name, first in (("a", 0), ("b", 1000)):
         write_source(folder / name, first, 60, 13)
+        as_parquet(folder / name)
     trainings = ForkedTrainings()
 
-    def train(name: str, where: str, ranks: int, *extra: str, status: int = 0) -> str:
-        words = f"""--train-data a={where}/a/{{00000..00004}}.tar::b={where}/b/{{00000..00004}}.tar --debiased-sampling
+    def train(name: str, where: str, ranks: int, *extra: str, status: int = 0, kind: str = "tar") -> str:
+        words = f"""--train-data a={where}/a/{{00000..00004}}.{kind}::b={where}/b/{{00000..00004}}.{kind} --debiased-sampling
         --batch-size 4 --dga-steps 2 --workers 1 --epochs 2 --aug-cfg scale=(0.6,1.0) --loader-timeout 60 --name {name}"""
         request = {"model_config": str(folder / "tiny.json"), "cwd": str(folder), "limit": 120, "after": 60}
         output = folder / f"{name}.txt"
@@ -97,3 +98,21 @@ def test_the_same_weights_as_from_the_disk(place, tmp_path, ranks, cached):
     if cached:
         used = sum(file.stat().st_size for file in (tmp_path / "cache").rglob("*") if file.is_file())
         assert 100_000 < used <= 0.0003 * 2**30
+
+
+@pytest.mark.slow(reason="20 seconds; tests/data/test_parquet.py compares the batches")
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("ranks, cached", [(1, False), (2, True)])
+def test_parquet_on_a_server_trains_as_tars_on_the_disk(place, tmp_path, ranks, cached):
+    folder, train = place
+    disk, remote = f"disk{ranks}", f"parquet{ranks}"
+    if not (folder / "logs" / disk).exists():
+        train(disk, str(folder), ranks)
+    with shard_server(folder) as server:
+        server.faults["a/00000.parquet"] = ["503", "", "", "cut:900"]
+        extra = ["--shard-cache", str(tmp_path / "cache")] if cached else []
+        printed = train(remote, server.url().rstrip("/"), ranks, *extra, kind="parquet")
+    first, second = weights_of(folder, disk), weights_of(folder, remote)
+    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+    assert "pictures in 'image', captions in 'text'" in printed and "replaced" not in printed
+    assert len(list((tmp_path / "cache").glob("*.tar"))) == (10 if cached else 0)

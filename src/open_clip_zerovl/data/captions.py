@@ -169,7 +169,7 @@ def caption_starts(source: Source) -> np.ndarray | None:
         except tarfile.ReadError as error:
             raise UserError(
                 f"shard {shard} of source {source.name!r} is not a plain tar ({error}): its captions cannot be counted; unpack "
-                f"it, or leave '--captions {source.captions}' out"
+                f"it (parquet: `zerovl data pack`), or leave '--captions {source.captions}' out"
             ) from error
         chosen = (
             found if source.picked is None else found[source.picked[begin:end][source.picked[begin:end] < len(found)]]

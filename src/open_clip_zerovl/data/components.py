@@ -2,7 +2,8 @@
 
     kind           written as
     clusters       a folder that `zerovl cluster` wrote, or its assignment.npz; CLUSTERS@FOLDER where the shards have moved
-    shards         a folder of *.tar, a list of them (/d/{00000..00099}.tar), URLs; remote SHARDS@FILE.json names their sizes
+    shards         a folder of *.tar or *.parquet, a list of them (/d/{00000..00099}.tar, /d/*.parquet), URLs; remote
+                   SHARDS@FILE.json names their sizes
     table          a .csv or .tsv of pairs, or a folder with one; TABLE@PICTURES
     annotations    Karpathy's .json; JSON@PICTURES
     benchmark      a retrieval set in CLIP_benchmark's layout (dataset_type.txt, test/nshards.txt, test/0.tar)
@@ -13,6 +14,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import shlex
@@ -24,7 +26,8 @@ import braceexpand
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.clusters import find_clustering
 from open_clip_zerovl.data.table import EXTENSIONS, PACKED, find_table
-from open_clip_zerovl.shards.urls import REMOTE
+from open_clip_zerovl.shards.transfers import matching_urls
+from open_clip_zerovl.shards.urls import REMOTE, is_command, is_parquet, local_path
 from open_clip_zerovl.shards.writing import RETRIEVAL_MARK, read_sizes
 
 _NAMED_SIZES = re.compile(r"(.+)@([^@]+\.json)", re.DOTALL)
@@ -75,17 +78,22 @@ def _kind_of_folder(folder: str) -> str:
     return "folder" if find_table(folder) is None else "table"
 
 
-def expand_shards(pattern: str) -> tuple[str, ...]:
-    """The shards of a folder, or of a brace pattern.
+def expand_shards(pattern: str, *, parquet: bool = False) -> tuple[str, ...]:
+    """The shards of a folder, or of a pattern with braces or *.
+
+    Args:
+        parquet: parquet files may be shards; those of a folder are if it holds no tars.
 
     Raises:
-        UserError: a folder without tars, or braces that do not match.
+        UserError: a folder without shards, a pattern of no files, or braces that do not match.
     """
     if not REMOTE.match(pattern) and os.path.isdir(pattern):
         # A shard that sizes.json lists and that is missing belongs to the source too: it counts as lost.
         listed = {name for name in read_sizes(pattern) or () if name.endswith(".tar") and "/" not in name}
         names = {path.name for path in Path(pattern).glob("*.tar")} | listed
         shards = tuple(str(Path(pattern, name)) for name in sorted(names))
+        if parquet and not shards:
+            shards = tuple(str(path) for path in sorted(Path(pattern).iterdir()) if is_parquet(path.name))
         if not shards and os.path.isfile(os.path.join(pattern, PACKED)):
             made = sorted(f"{path.parent.name}={path}" for path in Path(pattern).glob("*/train")) or [
                 f"NAME={pattern}/train"
@@ -93,12 +101,18 @@ def expand_shards(pattern: str) -> tuple[str, ...]:
             raise UserError(f"{pattern} is a folder of `zerovl data pack`; name its sources: {'::'.join(made)}")
         if not shards:
             raise UserError(
-                f"folder {pattern} holds no *.tar shards; name a folder of webdataset shards, or make shards of its "
-                f"pictures with `zerovl data pack {pattern} --out DIR`"
+                f"folder {pattern} holds no *.tar shards; name a folder of webdataset shards"
+                f"{' or of parquet' if parquet else ''}, or make shards of its pictures with `zerovl data pack {pattern} "
+                "--out DIR`"
             )
         return shards
-    shards = expand_braces(pattern)
-    _refuse_parquet(pattern, shards)
+    shards = tuple(shard for name in expand_braces(pattern) for shard in _matching(name))
+    if not parquet and any(map(is_parquet, shards)):
+        given = pattern if REMOTE.match(pattern) or len(shards) == 1 else os.path.dirname(shards[0]) or "."
+        raise UserError(
+            f"{pattern} is parquet, and tars are read here; make shards of its rows with `zerovl data pack "
+            f"{shlex.quote(given)} --out DIR`"
+        )
     return shards
 
 
@@ -110,12 +124,12 @@ def expand_braces(pattern: str) -> tuple[str, ...]:
         raise UserError(f"the braces of {pattern!r} do not match; write {{00000..00099}}") from error
 
 
-def _refuse_parquet(pattern: str, shards: tuple[str, ...]) -> None:
-    """UserError for parquet files, with the command that makes shards of their rows: only a tar has samples to seek."""
-    if not (found := [shard for shard in shards if shard.lower().endswith((".parquet", ".pq"))]):
-        return
-    given = pattern if REMOTE.match(pattern) or len(shards) == 1 else os.path.dirname(found[0]) or "."
-    raise UserError(
-        f"{pattern} is parquet, and training reads tars; make shards of its rows with `zerovl data pack {shlex.quote(given)} "
-        "--out DIR`"
-    )
+def _matching(name: str) -> list[str]:
+    """The files that a name with * stands for; any other name by itself. UserError if there are none."""
+    path = local_path(name)
+    if "*" not in name or is_command(name) or (path is not None and os.path.exists(path)):
+        return [name]
+    found = matching_urls(name) if path is None else sorted(glob.glob(path))
+    if not found:
+        raise UserError(f"no file is named like {name}; correct the pattern")
+    return found

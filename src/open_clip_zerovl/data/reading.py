@@ -215,6 +215,8 @@ class Reading:
             fault = Fault("no image", f"has no image ({named})")
             if self.source.table is not None:
                 fault = Fault("no image", "has no image file that can be read")
+            elif self.source.columns is not None:
+                fault = Fault("no image", f"has no picture in its column {self.source.columns.picture!r}")
         elif texts is None:
             fault = Fault("no caption", f"has no caption ({', '.join(field_names(self.source.captions)) or 'txt'})")
         elif isinstance(texts, Fault):

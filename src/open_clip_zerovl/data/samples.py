@@ -10,16 +10,19 @@ by `reading`, which replaces bad samples; here they are yielded as they are, wit
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data import parquet
 from open_clip_zerovl.data.reading import picture_file
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, TEXT_EXTENSION, Sample, ShardError, read_samples
-from open_clip_zerovl.shards.urls import local_path
+from open_clip_zerovl.shards.remote import RetryPolicy
+from open_clip_zerovl.shards.urls import is_parquet, local_path
 
 _ORIGINS = ("file", "filename", "file_name", "filepath", "image", "url")  # keys of a json; img2dataset writes `url`
 
@@ -42,6 +45,12 @@ def samples_of(source: Source, shard: int) -> Iterator[Sample]:
         raise UserError(
             f"{where} of source {source.name!r} is remote, and local shards are read here; copy it to a disk"
         )
+    if is_parquet(where) and (columns := source.columns) is not None:
+        try:
+            yield from itertools.starmap(Sample, parquet.samples(path, columns, RetryPolicy(), whole=True))
+        except ShardError as error:
+            raise UserError(f"{path} cannot be read ({error}): fetch or write it again") from error
+        return
     if source.picked is None:
         yield from read_samples(path)
         return

@@ -5,6 +5,7 @@
     a cluster's samples, or one for each caption       its index
     members that no index has (other fields, teachers) its headers
     a compressed or remote tar                         streamed from its first byte
+    a parquet file                                     its rows
 
 Each way yields the same samples in the same order.
 """
@@ -21,6 +22,7 @@ import numpy as np
 
 from open_clip_zerovl.data.captions import captions_of, member_of
 from open_clip_zerovl.data.names import field_names
+from open_clip_zerovl.data.parquet import samples
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.stats import Fault
 from open_clip_zerovl.shards.cache import ShardCache
@@ -39,7 +41,7 @@ from open_clip_zerovl.shards.members import (
 )
 from open_clip_zerovl.shards.remote import RetryPolicy
 from open_clip_zerovl.shards.transfers import Unreachable
-from open_clip_zerovl.shards.urls import local_path
+from open_clip_zerovl.shards.urls import is_parquet, local_path
 
 _READAHEAD_SAMPLES = 16  # scattered samples that the system is asked to fetch before they are read
 
@@ -75,6 +77,11 @@ class ShardReader:
                     path = stack.enter_context(self.cache.borrowed(url, self.policy, self.notes))
                 except Unreachable as error:
                     raise unreadable(error) from error
+            if is_parquet(url) and (columns := self.source.columns) is not None:
+                size, whole = self.source.sizes[shard], "json" in self._wanted
+                with closing(samples(path or url, columns, self.policy, start, size, whole=whole)) as rows:
+                    yield from (self._member(key, members) for key, members in rows)
+                return
             if path is not None:
                 try:
                     yield from self._of_tar(path, shard, start)

@@ -29,15 +29,17 @@ import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.clusters import Clustering, open_clusters, open_neighbours
+from open_clip_zerovl.data.columns import listed
 from open_clip_zerovl.data.components import Component, expand_shards, kind_of
 from open_clip_zerovl.data.hard_negatives import Neighbours
 from open_clip_zerovl.data.names import CAPTIONS, CLASS_NAMES, NAME, check_separators, field_names, is_captions
+from open_clip_zerovl.data.parquet import PairColumns, open_files
 from open_clip_zerovl.data.sizes import listed_sizes
 from open_clip_zerovl.data.table import EXTENSIONS, CsvFormat, CsvTable, block_sizes, open_table
 from open_clip_zerovl.shards.index import open_index
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, ShardError, locate_samples, stream_samples
-from open_clip_zerovl.shards.remote import check_openable
-from open_clip_zerovl.shards.urls import REMOTE, local_path
+from open_clip_zerovl.shards.remote import RetryPolicy, check_openable
+from open_clip_zerovl.shards.urls import REMOTE, is_parquet, local_path
 from open_clip_zerovl.shards.writing import SHARD_COUNT
 
 
@@ -56,6 +58,7 @@ class Source:
         picked: for a cluster in shards that also hold samples of other clusters, as `clusters.Cluster.picked`; None for a
             source that has all samples of its shards.
         neighbours: near samples, of a clustering that is opened as one source.
+        columns: those of its parquet files; None without such files.
     """
 
     name: str
@@ -66,6 +69,7 @@ class Source:
     captions: str | None = None
     picked: np.ndarray | None = None
     neighbours: Neighbours | None = None
+    columns: PairColumns | None = None
 
     @property
     def num_samples(self) -> int:
@@ -119,7 +123,7 @@ def parse_sources(
             "one-per-epoch" shows one caption of an image an epoch, all of them in turn; "all" makes each caption a sample
             of its own. Several captions are the lines of a `txt`, or the rows of a table with one image. None shows a `txt`
             or a row as it is.
-        table_format: format of tables, if their header does not show it.
+        table_format: format of tables and columns of parquet files, if their header does not show them.
         on_bad_sample: "fail" refuses torn shards. "replace" counts the samples before the tear, and treats missing shards that
             a `sizes.json` lists as lost, both with a warning.
         timeout_seconds: time that the `sizes.json` of remote shards may take; 0 for any time.
@@ -191,7 +195,7 @@ def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Sour
                 f"{' or '.join(trained or splits) or test}"
             )
         name, path = name or Path(path).absolute().name, test
-    shards = expand_shards(path)
+    shards = expand_shards(path, parquet=True)
     for shard in shards:
         check_openable(shard)
     name = name or _folder_name(shards[0])
@@ -321,13 +325,17 @@ def _folder_name(shard: str) -> str:
 def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: _Opening) -> Source:
     """A source of shards. Their sizes in samples (or captions) come from a `sizes.json`; shards that it lacks are counted."""
     each_caption = how.captions == "all"
-    known = {} if each_caption else listed_sizes(shards, sizes_file, seconds=how.timeout_seconds)
+    parquet = [shard for shard in dict.fromkeys(shards) if is_parquet(shard)]
+    tars = [shard for shard in shards if not is_parquet(shard)]
+    known = (
+        {} if each_caption else listed_sizes(shards if sizes_file else tars, sizes_file, seconds=how.timeout_seconds)
+    )
     missing = [shard for shard in shards if (path := local_path(shard)) is not None and not os.path.isfile(path)]
     remote = [shard for shard in shards if local_path(shard) is None]
-    if each_caption and remote:
+    if each_caption and (uncounted := remote or parquet):
         raise UserError(
-            f"'--captions all' cannot count the captions of remote shards (source {name!r}, first {remote[0]}); copy them "
-            "here, or give '--captions one-per-epoch'"
+            f"'--captions all' cannot count the captions of remote shards and of parquet (source {name!r}, first "
+            f"{uncounted[0]}); copy or pack them here, or give '--captions one-per-epoch'"
         )
     lost = [shard for shard in missing if how.strict or shard not in known]
     if lost or len(missing) == len(shards):
@@ -340,6 +348,12 @@ def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: 
             f"Source {name}: {len(missing)} of {len(shards)} shards that sizes.json lists do not exist, first {missing[0]}; "
             f"other samples of the source replace their {sum(known[shard] for shard in missing)} samples."
         )
+    columns, style = None, how.table_format or CsvFormat()
+    if parquet:
+        policy = RetryPolicy.within(how.timeout_seconds)
+        rows, columns = open_files(parquet, style.image_key, style.caption_key, policy)
+        logging.info(f"Source {name}: pictures in {columns.picture!r}, captions in {listed(columns.captions)}.")
+        known.update(rows)
     if unsized := [shard for shard in remote if shard not in known]:
         raise UserError(
             f"{len(unsized)} remote shards of source {name!r} have no size, first {unsized[0]}; "
@@ -358,7 +372,7 @@ def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: 
     sizes = tuple(known[shard] for shard in shards)
     if sum(sizes) == 0:
         raise UserError(f"source {name!r} holds no samples in its {len(shards)} shards; check the shards")
-    return Source(name, shards, sizes, captions=how.captions)
+    return Source(name, shards, sizes, captions=how.captions, columns=columns)
 
 
 def _parse_weights(weights: str | None, members: Mapping[str, Sequence[str]]) -> dict[str, float]:

@@ -160,7 +160,7 @@ def _size(sample: Any) -> int:
 
 def _pictures(source: Source, lengths: set[int]) -> Iterator[tuple[str, bytes]]:
     """(where it lies, bytes) of a source's pictures of one of these lengths."""
-    if source.table is not None or source.picked is not None:
+    if source.table is not None or source.picked is not None or source.columns is not None:
         for sample, picture, _ in all_samples(source):
             if len(picture) in lengths:
                 yield f"{sample.key} of source {source.name}", picture

@@ -18,7 +18,7 @@ from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_
 from open_clip_zerovl.data.schedule import Batching, few_steps
 from open_clip_zerovl.data.sources import Source, count_tar_samples, parse_sources
 from open_clip_zerovl.plan.batching import PlanSettings
-from open_clip_zerovl.shards.urls import local_path
+from open_clip_zerovl.shards.urls import PARQUET, is_parquet, local_path
 from open_clip_zerovl.shards.writing import read_sizes
 
 MADE_BY_US = ("sbu", "vg", "cc3m", "cc12m", "coco", "f30k")  # by `zerovl data NAME`
@@ -153,7 +153,9 @@ def _add_source(settings: PlanSettings, source: Source, found: DataCheck) -> Non
     if source.table is None and source.picked is None:  # a clustering has stored its shards' sizes and compared them
         local = {shard: Path(path) for shard in source.shards if (path := local_path(shard)) is not None}
         listed = {folder: read_sizes(folder) or {} for folder in {path.parent for path in local.values()}}
-        unlisted = [path for path in local.values() if path.name not in listed[path.parent]]
+        unlisted = [
+            path for path in local.values() if path.name not in listed[path.parent] and not is_parquet(path.name)
+        ]
         if unlisted:
             row.state = "counted, no sizes.json"
             found.notes.append(
@@ -182,7 +184,7 @@ def _shard_troubles(settings: PlanSettings, source: Source, local: dict[str, Pat
         )
     for index in sorted({0, len(source.shards) - 1}):
         path = local.get(source.shards[index])
-        if path is None or source.shards[index] in gone:
+        if path is None or source.shards[index] in gone or is_parquet(path.name):  # whose rows were counted
             continue
         try:
             count = count_tar_samples(path)
@@ -226,7 +228,7 @@ def _add_absent(component: str, reason: str, found: DataCheck) -> None:
 def _folder(where: str) -> Path:
     """The folder of a component of --train-data: the component itself, or the folder of its shards or table."""
     before, brace, _ = (local_path(where) or where).partition("{")
-    named_file = bool(brace and not before.endswith("/")) or Path(before).suffix in (".tar", ".csv", ".tsv")
+    named_file = bool(brace and not before.endswith("/")) or Path(before).suffix in (".tar", ".csv", ".tsv", *PARQUET)
     return Path(before).parent if named_file else Path(before)
 
 

@@ -309,10 +309,12 @@ def _fault(path: str, announced: str | None, md5: bytes) -> str | None:
     if announced is not None and announced not in (md5.hex(), base64.b64encode(md5).decode()):
         return "another checksum than announced"
     try:
-        whole = tarfile.is_tarfile(path)
+        with open(path, "rb") as file:
+            parquet = file.read(4) == b"PAR1"
+        whole = parquet or tarfile.is_tarfile(path)
     except Exception:  # of bytes that only begin like a tar, or a compressed one, it raises errors of any type
         whole = False
-    return None if whole else "no tar"
+    return None if whole else "no tar or parquet"
 
 
 def _remove(entry: _Entry) -> int:

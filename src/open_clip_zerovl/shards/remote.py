@@ -9,6 +9,7 @@ The result is every byte of the shard, each once.
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -136,13 +137,15 @@ def open_url(url: str, policy: RetryPolicy | None = None) -> Iterator[BinaryIO]:
 
 
 class RemoteStream:
-    """The bytes of a remote shard from the first to the last; see the module's text.
+    """The bytes of a remote shard from the first to the last, or from any place as a file's; see the module's text.
 
     Attributes:
         position: number of bytes read. Given one to begin with, and a server that sends no parts of a file, it is 0 once the
             transfer has begun: the bytes of an earlier call may be those of another version.
         total, identity, md5: see `Transfer`; known once the transfer has begun.
     """
+
+    closed = False  # for pyarrow, which takes it for a file
 
     def __init__(self, url: str, policy: RetryPolicy, position: int = 0) -> None:
         self.url, self.policy = url, policy
@@ -165,6 +168,26 @@ class RemoteStream:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def tell(self) -> int:
+        """`position`, by the name that files have for it."""
+        return self.position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go on at another byte, in a new transfer; counted from the shard's end with os.SEEK_END.
+
+        Raises:
+            Unreachable: the server does not name the length.
+        """
+        if whence == os.SEEK_END:
+            self.open()
+            if self.total is None:
+                raise Unreachable("its server does not name its length", "no length", False)
+            offset += self.total
+        if offset != self.position:
+            self._hang_up()
+            self.position = self._kept = offset
+        return offset
 
     def close(self) -> None:
         """End the transfer, and report its retries to `RetryPolicy.waits`."""

@@ -107,6 +107,25 @@ def _on_the_hub(url: str) -> tuple[str, dict[str, str]]:
     return address, {name: value for name, value in build_hf_headers().items() if name == "authorization"}
 
 
+def matching_urls(pattern: str) -> list[str]:
+    """The URLs of the files that a pattern with * names in a store, in order.
+
+    Raises:
+        UserError: the store cannot be listed.
+    """
+    options = {"endpoint": os.environ.get("HF_ENDPOINT")} if pattern.startswith("hf:") else {}
+    try:
+        import fsspec
+
+        file_system, path = fsspec.core.url_to_fs(pattern, **options)
+        return [file_system.unstrip_protocol(found) for found in sorted(file_system.glob(path))]
+    except Exception as error:  # fsspec's file systems raise errors of any type
+        raise UserError(
+            f"the files of {pattern} cannot be listed ({reason_of(error)[0]}: {first_line(error)}); check the address, or "
+            "write the names with braces, as {00000..00099}"
+        ) from error
+
+
 def file_system_of(url: str, stall_seconds: float) -> tuple[Any, str, dict[str, str]]:
     """fsspec's file system of a URL, the path in it, and headers for a server.
 

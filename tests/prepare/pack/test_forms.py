@@ -12,13 +12,14 @@ import pytest
 from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.columns import texts_of
 from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.finetune.data import Found, find_data
 from open_clip_zerovl.prepare.pack.columns import public_name
 from open_clip_zerovl.prepare.pack.packing import PackSettings, pack
 from open_clip_zerovl.prepare.pack.report import _tokenizer, lines
-from open_clip_zerovl.prepare.pack.rows import Columns, texts_of
+from open_clip_zerovl.prepare.pack.rows import Columns
 from open_clip_zerovl.prepare.pack.split import Candidate, Exclusion
 from open_clip_zerovl.prepare.public.gather import Work
 from open_clip_zerovl.prepare.public.index import check_shards

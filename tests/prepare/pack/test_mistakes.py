@@ -16,10 +16,11 @@ import pytest
 
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.columns import UNMARKED
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.prepare.pack import packing
 from open_clip_zerovl.prepare.pack.report import lines
-from open_clip_zerovl.prepare.pack.rows import UNMARKED, Columns
+from open_clip_zerovl.prepare.pack.rows import Columns
 from open_clip_zerovl.prepare.public.gather import Work
 from support.pairs import as_csv, as_folder, as_jsonl, as_tars, make_pairs, picture, samples_of, write_pictures
 from support.tars import write_tar

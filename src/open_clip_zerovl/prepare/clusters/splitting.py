@@ -132,11 +132,15 @@ def cluster_source(
 
 
 def _absolute(source: Source) -> Source:
-    """The source with the absolute paths of its shards or its table. UserError for remote shards."""
+    """The source with the absolute paths of its shards or its table. UserError for remote shards and parquet."""
     if remote := [shard for shard in source.shards if local_path(shard) is None]:
         raise UserError(
             f"shards of {source.name} are remote, first {remote[0]}: clustering reads local shards. Copy them here; the shards "
             "that --reshard writes may lie anywhere."
+        )
+    if source.columns is not None:
+        raise UserError(
+            f"{source.name} is parquet, whose rows have no index for clusters: make shards of them with `zerovl data pack`"
         )
     shards = tuple(os.path.abspath(local_path(shard) or shard) for shard in source.shards)
     table = None if source.table is None else replace(source.table, path=shards[0])

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.prepare.pack.rows import ADDRESS, PairRow, Reader, SourceNames, is_utf8, texts_of
+from open_clip_zerovl.data.columns import is_utf8, texts_of
+from open_clip_zerovl.prepare.pack.rows import ADDRESS, PairRow, Reader, SourceNames
 from open_clip_zerovl.prepare.pack.store import Store, Stored
 from open_clip_zerovl.prepare.public.download import Downloader, Limits
 from open_clip_zerovl.prepare.public.gather import Gathering, Work

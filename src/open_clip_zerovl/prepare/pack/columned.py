@@ -15,17 +15,19 @@ from typing import IO, Any, BinaryIO, cast
 
 from open_clip_zerovl.core.csv_rows import CsvRows
 from open_clip_zerovl.core.errors import UserError, first_line
-from open_clip_zerovl.prepare.pack.columns import Chosen, Places, choose, guess_picture, listed, public_name
+from open_clip_zerovl.data import parquet
+from open_clip_zerovl.data.columns import listed
+from open_clip_zerovl.prepare.pack.columns import Chosen, Places, choose, guess_picture, public_name
 from open_clip_zerovl.prepare.pack.rows import ADDRESS, Columns, PairRow, Reader
 from open_clip_zerovl.shards.archives import json_array, members, open_member
 from open_clip_zerovl.shards.foreign import encoding_of
 from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES
+from open_clip_zerovl.shards.remote import RetryPolicy
 
 _SEPARATORS = ("\t", ",", ";", "|")
 _LOOKED_AT = 100  # objects of a JSON file, for the names of columns
 _COCO_LISTS = re.compile(rb'"(images|annotations)"\s*:\s*\[')
 _BEGINNING_BYTES = 1 << 20
-_ROWS_AT_ONCE = 64  # of a parquet or Arrow file: their pictures are in memory
 
 #: A row by the names of its columns, or the reason why it cannot be read.
 Record = Mapping[str, Any] | str
@@ -238,27 +240,24 @@ class ArrowReader(ColumnReader):
             self.total += rows
 
     def records(self, file: Path) -> Iterator[tuple[int, Record]]:
-        chosen, number = self.chosen, 0
+        chosen = self.chosen
         names = list(dict.fromkeys([chosen.picture, *chosen.captions, *filter(None, [chosen.source])]))
         with self._reading(file, "cannot be read to its end") as table:
             batches = (
-                table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=names)
+                parquet.batches_of(table, names)
                 if self.form == "parquet"
-                else table.select(names).to_batches(max_chunksize=_ROWS_AT_ONCE)
+                else table.select(names).to_batches(max_chunksize=parquet.ROWS_AT_ONCE)
             )
-            for batch in batches:
-                for fields in batch.to_pylist():
-                    number += 1
-                    yield number, fields
+            yield from enumerate(parquet.rows_of(batches), start=1)
 
     @contextmanager
     def _reading(self, file: Path, fault: str) -> Iterator[Any]:
         """An open ParquetFile, or a table that is mapped into memory. UserError with the fault for errors of pyarrow."""
-        arrow = pyarrow()
-        try:
+        arrow = parquet.pyarrow()
+        with parquet.faults_named(file, fault.format(form=self.form if self.form == "parquet" else "Arrow")):
             if self.form == "parquet":
-                with arrow.parquet.ParquetFile(file) as opened:
-                    yield opened
+                with parquet.opened(str(file), RetryPolicy()) as table:
+                    yield table
                 return
             with arrow.memory_map(str(file)) as source:
                 try:
@@ -267,41 +266,18 @@ class ArrowReader(ColumnReader):
                     source.seek(0)
                     table = arrow.ipc.open_file(source).read_all()
                 yield table
-        except (arrow.ArrowException, OSError) as error:
-            why = fault.format(form=self.form if self.form == "parquet" else "Arrow")
-            raise UserError(f"{file} {why} ({first_line(error)}): write or fetch it again") from error
 
     def _choose(self, file: Path, schema: Any) -> Chosen:
         """The columns; unless they are named, a column of pictures' bytes takes precedence over guesses from names."""
-        types = pyarrow().types
-
-        def holds_bytes(kind: Any) -> bool:
-            if types.is_struct(kind):
-                return kind.get_field_index("bytes") >= 0
-            return types.is_binary(kind) or types.is_large_binary(kind)
-
-        pictures = [field.name for field in schema if holds_bytes(field.type)]
-        chosen = choose(str(file), schema.names, self.wanted, pictures=["image"] if "image" in pictures else pictures)
+        types, held = parquet.pyarrow().types, parquet.picture_columns(schema)
+        chosen = choose(str(file), schema.names, self.wanted, pictures=["image"] if "image" in held else held)
         kind = schema.field(chosen.picture).type
-        if not (holds_bytes(kind) or types.is_string(kind) or types.is_large_string(kind)):
+        if not (chosen.picture in held or types.is_string(kind) or types.is_large_string(kind)):
             raise UserError(
                 f"the picture column {chosen.picture!r} of {file} holds {kind}, neither bytes, Hugging Face's image nor text: "
                 "name another with --picture-column"
             )
         return chosen
-
-
-def pyarrow() -> Any:
-    """The package. UserError if it is missing."""
-    try:
-        import pyarrow as package
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(
-            "parquet and Arrow files are read by pyarrow, which is missing: `pip install pyarrow` (or "
-            "`pip install 'open_clip_zerovl[parquet]'`)"
-        ) from error
-    return package
 
 
 def saved_files(folder: Path) -> list[Path]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 
 from open_clip_zerovl.core.errors import UserError, nearest
+from open_clip_zerovl.data.columns import CAPTION_NAMES, find, guess_captions, listed, plain
 from open_clip_zerovl.prepare.pack.rows import ADDRESS, Columns, PairRow
 
 #: Names of picture columns, the likelier first: the picture itself, then a path, then an address.
@@ -18,11 +19,6 @@ PICTURE_NAMES = (
     *("image_file", "image_name", "img_name", "image_filename", "picture_file", "file", "images", "photo_id"),
     *("url", "image_url", "img_url", "picture_url", "photo_url", "photo_image_url", "link"),
 )
-CAPTION_NAMES = (
-    *("caption", "captions", "title", "text", "texts", "txt", "sentence", "sentences", "description", "descriptions"),
-    *("alt_text", "alttext", "alt", "prompt", "comment", "raw", "report"),
-)
-_NUMBERED = re.compile(r"(caption|title|text|sentence|description)s?_?\d+")
 
 
 @dataclass(frozen=True)
@@ -72,19 +68,6 @@ def choose(where: str, names: Sequence[str], wanted: Columns, *, pictures: Seque
     return Chosen(picture, captions, source, words)
 
 
-def find(where: str, names: Sequence[str], name: str, flag: str) -> str:
-    """The column of this name. UserError, which lists the existing columns, if it is missing."""
-    if name in names:
-        return name
-    same = [known for known in names if _plain(known) == _plain(name)]
-    if len(same) == 1:
-        return same[0]
-    plain = {_plain(known): known for known in names}
-    near = nearest(_plain(name), plain)
-    meant = f"; did you mean {flag} {plain[near]!r}?" if near else ""
-    raise UserError(f"{where} has no column {name!r}, given with {flag}; its columns are {listed(names)}{meant}")
-
-
 def _not_found(where: str, names: Sequence[str], picture: str | None, captions: Sequence[str]) -> str:
     """The sentence for a table without a column that is named like a picture, or like a caption, or both."""
     missing: list[tuple[str, str, Sequence[str]]] = []
@@ -93,7 +76,7 @@ def _not_found(where: str, names: Sequence[str], picture: str | None, captions: 
     if not captions:
         missing.append(("a caption (caption, title, text ...)", "--caption-column", CAPTION_NAMES))
     near = {
-        flag: next((name for name in names if nearest(_plain(name), usual, cutoff=0.75)), None)
+        flag: next((name for name in names if nearest(plain(name), usual, cutoff=0.75)), None)
         for _, flag, usual in missing
     }
     meant = " ".join(f"{flag} {name!r}" for flag, name in near.items() if name)
@@ -106,26 +89,8 @@ def _not_found(where: str, names: Sequence[str], picture: str | None, captions: 
 
 def guess_picture(names: Sequence[str]) -> str | None:
     """The column that is most likely the picture's, by its name."""
-    plain = {_plain(name): name for name in reversed(names)}
-    return next((plain[name] for name in PICTURE_NAMES if name in plain), None)
-
-
-def guess_captions(names: Sequence[str], picture: str | None = None) -> tuple[str, ...]:
-    """The column whose name is most likely that of captions; several if they are numbered."""
-    plain = {_plain(name): name for name in reversed(names) if name != picture}
-    found = next((plain[name] for name in CAPTION_NAMES if name in plain), None)
-    if found is not None:
-        return (found,)
-    return tuple(name for name in names if _NUMBERED.fullmatch(_plain(name)) and name != picture)
-
-
-def listed(names: Sequence[str]) -> str:
-    """Names in a sentence; the first ones of many."""
-    return ", ".join(map(repr, names[:12])) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[\s\-.]+", "_", name.strip().lower())
+    known = {plain(name): name for name in reversed(names)}
+    return next((known[name] for name in PICTURE_NAMES if name in known), None)
 
 
 # ------------------------------------------------------------------------------------------------------------ paths

@@ -16,7 +16,8 @@ import numpy as np
 
 from open_clip_zerovl.core.errors import printable
 from open_clip_zerovl.core.files import atomic_file
-from open_clip_zerovl.prepare.pack.rows import UNMARKED, Reader
+from open_clip_zerovl.data.columns import UNMARKED
+from open_clip_zerovl.prepare.pack.rows import Reader
 from open_clip_zerovl.prepare.pack.store import Store
 from open_clip_zerovl.report.bounds import LOW_BEST, RECALL_KS, best_sentence
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import json
-import math
 import re
 import unicodedata
 from abc import ABC, abstractmethod
@@ -15,13 +12,11 @@ from typing import Any, NamedTuple
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import flag
+from open_clip_zerovl.data.columns import is_utf8
 from open_clip_zerovl.prepare.public.pictures import Failure
 from open_clip_zerovl.shards.foreign import LARGEST_PICTURE_BYTES, BadFile, read_foreign
 
 ADDRESS = ("http://", "https://")
-
-UNMARKED = "NULs in the caption (UTF-16 without its mark?)"  # the reason of a refused row
-_TEXT_KEYS = ("raw", "caption", "text", "sentence")  # of captions that are objects: {"raw": "a dog", "tokens": [...]}
 
 
 class PairRow(NamedTuple):
@@ -29,7 +24,7 @@ class PairRow(NamedTuple):
 
     Attributes:
         place: an address of its picture, or a key for the reader's `obtain`. Rows of one place have one picture.
-        captions: as the input has them: text, a list, nothing; `texts_of` makes captions of them.
+        captions: as the input has them: text, a list, nothing; `columns.texts_of` makes captions of them.
         file, line: where the row stands, for messages; line 0 where the file is the row.
         source: the value of the source column; None if there is none.
         content: the picture's bytes if the row holds them and the reader cannot find them again; else None.
@@ -113,64 +108,6 @@ def read_file(path: str | Path, *, most_bytes: int = LARGEST_PICTURE_BYTES, kind
         return read_foreign(path, most_bytes)
     except BadFile as error:
         raise Failure(error.reason.replace("file", kind, 1)) from error
-
-
-def texts_of(values: Sequence[Any]) -> tuple[list[str], str]:
-    """The captions in the cells of a row, each once, white space made single; and the reason if there are none.
-
-    A cell holds a caption, a list of captions, an object with the caption, or the text of a JSON or Python list.
-    """
-    problem = "empty caption"
-    texts: dict[str, None] = {}
-    for value in _flat(values):
-        if isinstance(value, bytes):
-            value = value.decode("utf-8", "surrogateescape")
-        if not isinstance(value, str):
-            if value is not None and not (isinstance(value, float) and math.isnan(value)):
-                problem = "caption not text"
-            continue
-        text = " ".join(value.split())
-        if not text:
-            continue
-        if "\0" in text:
-            return [], UNMARKED
-        if not is_utf8(text):
-            return [], "caption not UTF-8"
-        texts[text] = None
-    return list(texts), "" if texts else problem
-
-
-def _flat(values: Any) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, str) and value[:1] == "[" and value.rstrip()[-1:] == "]":
-            value = _listed(value)
-        if isinstance(value, dict):
-            value = next((value[key] for key in _TEXT_KEYS if key in value), 0)
-        if isinstance(value, (list, tuple)):
-            yield from _flat(value)
-        else:
-            yield value
-
-
-def _listed(text: str) -> Any:
-    """The list of texts that a cell spells out, as JSON or as Python prints one; else the cell."""
-    for parse in (json.loads, ast.literal_eval):
-        try:
-            found = parse(text)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            continue
-        if isinstance(found, list) and found and all(isinstance(item, str) for item in found):
-            return found
-    return text
-
-
-def is_utf8(text: str) -> bool:
-    """True for a text without bytes of another encoding."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 # ---------------------------------------------------------------------------------------------------------- sources

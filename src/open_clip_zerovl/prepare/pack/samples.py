@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.prepare.pack.columns import find, guess_captions, listed
+from open_clip_zerovl.data.columns import find, guess_captions, listed
 from open_clip_zerovl.prepare.pack.rows import Columns, PairRow, Reader, read_file
 from open_clip_zerovl.prepare.public.pictures import Failure
 from open_clip_zerovl.shards.foreign import encoding_of

@@ -1,0 +1,183 @@
+"""Parquet files with a column of pictures as shards of a source: row i is sample i.
+
+    column of pictures     bytes, or Hugging Face's image {bytes, path}
+    columns of captions    texts, or lists of them; a sample's `txt` has one caption a line
+    all other columns      the sample's `json`, where it is wanted
+
+A reader that begins in the middle of a file skips the row groups before its first row. Of a file on a server it reads the parts
+that it needs. Rows are read by pyarrow, without threads: loader workers are forks.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+from open_clip_zerovl.core.errors import UserError, first_line
+from open_clip_zerovl.data.columns import NOT_UTF8, caption_columns, find, guess_captions, listed, texts_of
+from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, TEXT_EXTENSION, ShardError, unreadable
+from open_clip_zerovl.shards.remote import RemoteStream, RetryPolicy
+from open_clip_zerovl.shards.transfers import Unreachable, words_of
+from open_clip_zerovl.shards.urls import local_path
+
+PICTURE_FLAG, CAPTION_FLAG = "--csv-img-key", "--csv-caption-key"  # of training, which name the columns of tables too
+ROWS_AT_ONCE = 64  # whose pictures are in memory
+_BUFFER_BYTES = 1 << 20  # of a column; without it a row group's whole column would be in memory
+_NOT_UTF8 = b"\xff"  # stands for a text that is not UTF-8
+
+
+class PairColumns(NamedTuple):
+    """The columns of the pictures and of the captions."""
+
+    picture: str
+    captions: tuple[str, ...]
+
+
+def pyarrow() -> Any:
+    """The package. UserError if it is missing."""
+    try:
+        import pyarrow as package
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(
+            "parquet and Arrow files are read by pyarrow, which is missing: `pip install pyarrow` (or "
+            "`pip install 'open_clip_zerovl[parquet]'`)"
+        ) from error
+    return package
+
+
+@contextmanager
+def opened(shard: str, policy: RetryPolicy) -> Iterator[Any]:
+    """The `pyarrow.parquet.ParquetFile` of a path or URL. Reading raises the errors of pyarrow and of `open_url`."""
+    with ExitStack() as stack:
+        file = local_path(shard) or stack.enter_context(RemoteStream(shard, policy))
+        # pre_buffer reads the whole file at once.
+        yield stack.enter_context(pyarrow().parquet.ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False))
+
+
+@contextmanager
+def faults_named(file: object, fault: str) -> Iterator[None]:
+    """UserError with these words for errors of pyarrow."""
+    try:
+        yield
+    except Unreachable as error:
+        raise UserError(f"{file} cannot be fetched ({error}); check the address") from error
+    except (pyarrow().ArrowException, OSError) as error:
+        raise UserError(f"{file} {fault} ({first_line(error)}): write or fetch it again") from error
+
+
+def picture_columns(schema: Any) -> list[str]:
+    """The columns that hold pictures by their type: bytes, or Hugging Face's image."""
+    arrow = pyarrow()
+    binary, is_struct = (arrow.binary(), arrow.large_binary()), arrow.types.is_struct
+    kinds = zip(schema.names, schema.types, strict=True)
+    return [name for name, kind in kinds if kind in binary or (is_struct(kind) and kind.get_field_index("bytes") >= 0)]
+
+
+def rows_of(batches: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """The rows of Arrow's record batches; bytes that are not UTF-8 in place of a text that is not."""
+
+    def value(cell: Any) -> Any:
+        try:
+            return cell.as_py()
+        except UnicodeDecodeError:
+            return _NOT_UTF8
+
+    for batch in batches:
+        try:
+            yield from batch.to_pylist()
+        except UnicodeDecodeError:
+            for row in range(len(batch)):
+                yield {name: value(batch[name][row]) for name in batch.schema.names}
+
+
+def batches_of(table: Any, names: Iterable[str] | None, start: int = 0) -> Iterator[Any]:
+    """Record batches of a ParquetFile from row `start` on, with these columns; None for all."""
+    groups, columns = list(range(table.num_row_groups)), names and list(names)
+    while groups and table.metadata.row_group(groups[0]).num_rows <= start:
+        start -= table.metadata.row_group(groups.pop(0)).num_rows
+    for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=groups, columns=columns, use_threads=False):
+        yield batch.slice(start)
+        start = max(0, start - len(batch))
+
+
+def open_files(
+    files: Sequence[str], picture: str | None, caption: str | None, policy: RetryPolicy
+) -> tuple[dict[str, int], PairColumns]:
+    """The rows of each file, and the columns of the first, which all have; only the files' ends are read.
+
+    Args:
+        picture, caption: names of the columns; None for the one with pictures' bytes and the one with a caption's name.
+
+    Raises:
+        UserError: a file cannot be read, has no such columns, or several that could be meant.
+    """
+    first, columns = _open_file(files[0], picture, None if caption is None else (caption,), policy)
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        others = pool.map(lambda file: _open_file(file, *columns, policy)[0], files[1:])
+        return dict(zip(files, [first, *others], strict=True)), columns
+
+
+def _open_file(
+    file: str, picture: str | None, captions: tuple[str, ...] | None, policy: RetryPolicy
+) -> tuple[int, PairColumns]:
+    with faults_named(file, "is not a parquet file, or a broken one"), opened(file, policy) as table:
+        schema, rows = table.schema_arrow, table.metadata.num_rows
+    held, names = picture_columns(schema), schema.names
+    if not held or picture not in (None, *held):
+        raise UserError(
+            f"{file} has no pictures' bytes in {listed([picture] if picture else names)}: for paths or addresses make shards "
+            f"with `zerovl data pack {shlex.quote(file)} --out DIR`; a column of bytes is named with {PICTURE_FLAG}"
+        )
+    for flag, given, likely in ((PICTURE_FLAG, picture, held), (CAPTION_FLAG, captions, caption_columns(names))):
+        if given is None and len(likely) > 1:
+            raise UserError(f"{file} has the columns {listed(likely)}: name the one to train on with {flag}")
+    captions = tuple(find(file, names, name, CAPTION_FLAG) for name in captions or guess_captions(names))
+    if not captions or any(pyarrow().types.is_primitive(schema.field(name).type) for name in captions):
+        raise UserError(
+            f"{file} has no captions in {listed(captions or names)}: name a column of text with {CAPTION_FLAG}"
+        )
+    return rows, PairColumns(picture or held[0], captions)
+
+
+def samples(
+    file: str, columns: PairColumns, policy: RetryPolicy, start: int = 0, size: int = 0, *, whole: bool = False
+) -> Generator[tuple[str, dict[str, bytes]], None, None]:
+    """(key, {suffix: content}) of each row from number `start` on; a row without a picture has none.
+
+    Args:
+        whole: with a `json` of all other columns.
+
+    Raises:
+        ShardError: the file is unreadable or broken, or has fewer than `size` rows; `readable` rows come before.
+    """
+    count, names = 0, None if whole else dict.fromkeys([columns.picture, *columns.captions])
+    try:
+        with opened(file, policy) as table:
+            count = min(start, table.metadata.num_rows)
+            for fields in rows_of(batches_of(table, names, start)):
+                yield f"{count:08d}", _members(fields, columns, whole)
+                count += 1
+    except (pyarrow().ArrowException, OSError) as error:
+        if not count and isinstance(error, OSError):
+            raise unreadable(error) from error
+        raise ShardError("truncated shard" if count else "unreadable shard", words_of(error), count) from error
+    if count < size:
+        raise ShardError("short shard", f"it holds {count} of {size} samples", count)
+
+
+def _members(fields: Mapping[str, Any], columns: PairColumns, whole: bool) -> dict[str, bytes]:
+    picture, members = fields.get(columns.picture), {}
+    content = picture.get("bytes") if isinstance(picture, dict) else picture
+    if isinstance(content, bytes) and content:
+        members[IMAGE_EXTENSIONS[0]] = content
+    texts, problem = texts_of([fields.get(name) for name in columns.captions])
+    members[TEXT_EXTENSION] = _NOT_UTF8 if problem == NOT_UTF8 else "\n".join(texts).encode()
+    if whole:
+        about = {name: value for name, value in fields.items() if name != columns.picture}
+        members["json"] = json.dumps(about, default=str).encode()
+    return members
