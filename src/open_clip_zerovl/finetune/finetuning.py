@@ -2,7 +2,7 @@
 
 Files of the output folder, in the order in which they are made:
 
-    request.json                     the arguments; a later call with the same arguments continues
+    request.json                     the arguments and a digest of the model; a later call with the same ones continues
     data/                            a held-out part and the rest, where the data brings no held-out set
     teacher/                         with --keep-teacher: embeddings of all pairs by the model before
     before/                          the model it starts from, unless an exported folder was given
@@ -44,7 +44,7 @@ from open_clip_zerovl.finetune import data as pairs
 from open_clip_zerovl.finetune.keeping import check_keeping, keeping_notes, store_teacher, teacher_flags, with_old_pairs
 from open_clip_zerovl.finetune.outcome import RESULT, labelled_sets, write_outcome
 from open_clip_zerovl.finetune.proposal import Facts, Setting, as_flags, choose_settings, split_batch
-from open_clip_zerovl.finetune.request import Prepared, Request, Say
+from open_clip_zerovl.finetune.request import Prepared, Request, Say, digest_of_model
 from open_clip_zerovl.finetune.split import SPLIT_FILE, split_off
 from open_clip_zerovl.finetune.training import Training, train
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR
@@ -54,6 +54,7 @@ from open_clip_zerovl.report.bounds import LOW_BEST, best_sentence
 from open_clip_zerovl.report.plot import require_matplotlib
 
 REQUEST, COMPARED, SETTINGS = "request.json", "compared.json", "settings.json"
+MODEL = "digest of the model"  # in REQUEST
 
 
 def run_finetune(request: Request, *, say: Say) -> Path:
@@ -76,8 +77,7 @@ def run_finetune(request: Request, *, say: Say) -> Path:
         prepared = _prepare(request, say)
         settings, ranks = _settings(request, prepared, say)
         training = _training(request, prepared, settings, ranks)
-        result = _read(out / RESULT)
-        if result is not None and result["curve"]["asked"] == request.of_curve() and (out / "model").is_dir():
+        if (result := _finished(request, training)) is not None:
             say(f"finished before; {out / 'report.html'} has the report")
             print(result["table"])
             return out / "model"
@@ -89,10 +89,20 @@ def run_finetune(request: Request, *, say: Say) -> Path:
     return out / "model"
 
 
+def _finished(request: Request, training: Training) -> dict[str, Any] | None:
+    """The result of an earlier call; None if its training goes on (more --patience), or it has another curve."""
+    result = _read(request.out / RESULT)
+    scores = {str(epoch): score for epoch, score in training.scores().items()}
+    if result is None or not training.is_over() or result["epochs"] != scores:
+        return None
+    return result if result["curve"]["asked"] == request.of_curve() and (request.out / "model").is_dir() else None
+
+
 def _same_request(request: Request) -> None:
-    """Store the request. UserError if the folder holds other files, or a training of another request."""
+    """Store the request. UserError if the folder holds other files, or a training of another request or another model."""
     file = request.out / REQUEST
-    asked, before = request.of_training(), _read(file)
+    before = _read(file)
+    asked = {**request.of_training(), MODEL: digest_of_model(request.start) or (before or {}).get(MODEL)}
     if before is None:
         others = [entry.name for entry in request.out.iterdir() if entry.name != "lock"]
         if others:
@@ -107,12 +117,18 @@ def _same_request(request: Request) -> None:
             (request.out / made).unlink(missing_ok=True)
         write_atomically(file, json.dumps(asked, indent=2) + "\n")
         return
+    model, model_before = asked.pop(MODEL), before.pop(MODEL, None)
     for name in {**asked, **before}:  # in the order of the flags
         if asked.get(name) != before.get(name):
             raise UserError(
                 f"{request.out} holds a fine-tuning with {_flag(name, before)}, but this call has {_flag(name, asked)}; "
                 "to continue it repeat the arguments of the first call, else give another --out"
             )
+    if model != model_before is not None:  # None: an earlier version has stored no digest
+        raise UserError(
+            f"the files of --from {request.start.model} are not those from which the training in {request.out} started; put "
+            "these back, or give another --out"
+        )
 
 
 def _flag(name: str, values: Mapping[str, Any]) -> str:
