@@ -151,15 +151,15 @@ def _prepare(request: Request, say: Say) -> Prepared:
     check_keeping(request)
     require_possible(request.rule, bool(request.kept))
     found = pairs.find_data(request.data)
-    sources, notes = pairs.open_sources(found.train_data), []
+    notes = []
     new = request.retrieval_data or found.held_out
     if not new:
         if not (request.out / "data" / SPLIT_FILE).is_file():
             say("no held-out set came with the data: a part of its pictures is split off")
-        found = split_off(sources, request.out / "data", seed=request.seed)
-        sources, new = pairs.open_sources(found.train_data), found.held_out
+        found = split_off(pairs.open_sources(found.train_data), request.out / "data", seed=request.seed)
+        new = found.held_out
         notes.append(f"Held out: a part of the data, split off by picture with seed {request.seed}.")
-    sources, train_data, factors = with_old_pairs(request, found.train_data, sources)
+    sources, train_data, factors = with_old_pairs(request, found.train_data)
     notes += keeping_notes(request, sources, factors)
     _compare_pictures(request, sources, "::".join(filter(None, (new, request.kept))), say)
     labelled_sets(new, request.zero_shot_data)  # a mistake ends the call here, not after hours of training
@@ -292,7 +292,7 @@ def _training(request: Request, prepared: Prepared, settings: Sequence[Setting],
 def _announce(prepared: Prepared, settings: Sequence[Setting], say: Say) -> None:
     """Print the sources, notes on captions, and each setting with its reason."""
     for source in prepared.sources:
-        say(f"source {source.name}: {source.num_samples:,} pictures ({source.layout})")
+        say(f"source {source.name}: {source.num_samples:,} samples ({source.layout})")
     tokenizer, length = _tokenizer(prepared.before)
     looked, cut, longest = cut_captions(tokenizer, length, prepared.sources)
     if cut:

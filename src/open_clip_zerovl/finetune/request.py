@@ -15,6 +15,7 @@ from open_clip_zerovl.core.files import sha256_of
 from open_clip_zerovl.core.flags import flags_of
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.evaluate.settings import CurveFlags
+from open_clip_zerovl.finetune.data import CAPTIONS
 from open_clip_zerovl.finetune.flags import FinetuneFlags
 from open_clip_zerovl.models.local_dir import LOCAL_DIR
 from open_clip_zerovl.recipe.arguments import Settings
@@ -54,6 +55,11 @@ class Request(FinetuneFlags, CurveFlags):
     def share_kept(self) -> float:
         """The share of --keep-data in an epoch."""
         return KEEP_SHARE if self.keep_share is None else self.keep_share
+
+    @property
+    def captions(self) -> str | None:
+        """--captions of the training, which decides the samples of an epoch."""
+        return self.given.get("captions", CAPTIONS)
 
     def of_training(self) -> dict[str, Any]:
         """The arguments that decide the training; None for a flag that is not given."""
