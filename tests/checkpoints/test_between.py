@@ -114,7 +114,9 @@ def test_a_value_that_a_config_leaves_out_is_open_clips_own(tmp_path):
     names = [register(tmp_path, f"between-pool-{i}", bare | own, CLIP_TEXT) for i, own in enumerate(pools)]
     runs = [encoder(checkpoint(tmp_path / name, name, 1)) for name in names]
     open_ends(runs[0], runs[1])
-    with pytest.raises(UserError, match="vision_cfg.timm_pool of model_cfg is avg in the first and empty in the second"):
+    with pytest.raises(
+        UserError, match="vision_cfg.timm_pool of model_cfg is avg in the first and empty in the second"
+    ):
         open_ends(runs[0], runs[2])
 
 

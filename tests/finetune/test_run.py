@@ -102,6 +102,12 @@ def test_refusals_come_before_the_training(made, tmp_path, refusal):
     assert "batch of 512 is larger than the 90 samples to train on" in large
     dirty = refusal(f"--retrieval-data=x={made / 'mine'}", out="dirty")
     assert "100 of the 100 pictures of x are trained on" in dirty
+    for number, name in ((1, "cat"), (300, "dog")):
+        (tmp_path / "things" / name).mkdir(parents=True)
+        (tmp_path / "things" / name / "0.png").write_bytes(drawn(number).files["png"])
+    held_out = f"--retrieval-data=x={made / 'old'}"
+    trained = refusal(held_out, f"--zero-shot-data=new={tmp_path / 'things'}", out="trained")
+    assert "1 of the 2 pictures of --zero-shot-data new are trained on (first: 0.png, in sample 00001" in trained
     absent = tmp_path / "flowers"
     assert f"{absent} does not exist" in refusal(f"--zero-shot-data=new={absent}", out="absent")
     assert not list(tmp_path.glob("*/run"))
@@ -270,7 +276,7 @@ def test_a_whole_fine_tuning_and_later_calls(made, tmp_path, capsys):
     for number in range(12):
         place = tmp_path / "things" / THINGS[number % 2]
         place.mkdir(parents=True, exist_ok=True)
-        (place / f"{number}.png").write_bytes(drawn(number).files["png"])
+        (place / f"{number}.png").write_bytes(drawn(300 + number).files["png"])
     more = [f"--kept=old={made / 'old'}", "--keep=0", f"--zero-shot-data=things={tmp_path / 'things'}"]
     assert main(arguments(made, out, *more)) == 0
     kept = capsys.readouterr().out

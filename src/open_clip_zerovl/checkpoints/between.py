@@ -71,7 +71,8 @@ def open_ends(before: Encoder, after: Encoder) -> Ends:
     """
     specs = before.spec(), after.spec()
     names = before.model, after.model
-    _require_same(names, "model_cfg", *(_complete(spec.model_cfg) for spec in specs), _PLACES | _TRAINING)
+    configs = [_complete(spec.model_cfg) for spec in specs]
+    _require_same(names, "model_cfg", configs[0], configs[1], _PLACES | _TRAINING)
     model, preprocess, tokenizer, device = before.load()
     other, _, other_tokenizer, _ = after.load()
     # Compare the built models: a config leaves out values that the model fills in, such as the size of its pictures.

@@ -6,7 +6,7 @@ Files of the output folder, in the order in which they are made:
     data/                            a held-out part and the rest, where the data brings no held-out set
     teacher/                         with --keep-teacher: embeddings of all pairs by the model before
     before/                          the model it starts from, unless an exported folder was given
-    compared.json                    the sets whose pictures are not among those to train on
+    compared.json                    the sets whose pictures are not among those to train on, and the files of both
     settings.json                    every flag of the training with its reason
     run/, training.log               the training's own folder and its output
     model/                           the chosen model, for open_clip's local-dir:, with its interpolation.json, .png, .html
@@ -34,8 +34,11 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, locked, write_atomically
 from open_clip_zerovl.core.launch import visible_gpus
 from open_clip_zerovl.core.processes import usable_cores
+from open_clip_zerovl.data.labelled import ProbeSet
+from open_clip_zerovl.data.retrieval import RetrievalSet
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.words import WordAugment
+from open_clip_zerovl.embeddings.fingerprint import describe_source
 from open_clip_zerovl.embeddings.sources import cut_captions
 from open_clip_zerovl.evaluate.interpolation.curve import require_possible
 from open_clip_zerovl.evaluate.retrieval.metrics import recall_bounds
@@ -161,20 +164,31 @@ def _prepare(request: Request, say: Say) -> Prepared:
         notes.append(f"Held out: a part of the data, split off by picture with seed {request.seed}.")
     sources, train_data, factors = with_old_pairs(request, found.train_data)
     notes += keeping_notes(request, sources, factors)
-    _compare_pictures(request, sources, "::".join(filter(None, (new, request.kept))), say)
-    labelled_sets(new, request.zero_shot_data)  # a mistake ends the call here, not after hours of training
+    labelled = labelled_sets(new, request.zero_shot_data)  # a mistake ends the call here, not after hours of training
+    tested: dict[str, RetrievalSet | ProbeSet] = {**pairs.sets_of("::".join(filter(None, (new, request.kept))))}
+    if request.zero_shot_data:
+        tested |= {f"--zero-shot-data {name}": one.images for name, one in labelled.items()}
+    _compare_pictures(request, sources, tested, say)
     before = _before(request, say)
     return Prepared(before, train_data, new, sources, tuple(notes), factors)
 
 
-def _compare_pictures(request: Request, sources: Sequence[Source], data: str, say: Say) -> None:
-    """Refuse test pictures that are trained on, once for the same sets."""
-    file, sets = request.out / COMPARED, pairs.sets_of(data)
-    if not request.compare_pictures or (_read(file) or {}).get("sets") == data:
+def _compare_pictures(
+    request: Request, sources: Sequence[Source], sets: Mapping[str, RetrievalSet | ProbeSet], say: Say
+) -> None:
+    """Refuse test pictures that are trained on, once for the same files of both."""
+    if not request.compare_pictures:
+        return
+    file = request.out / COMPARED
+    compared = {
+        "sets": {name: pairs.mark_of(one) for name, one in sets.items()},
+        "sources": [describe_source(source) for source in sources],
+    }
+    if _read(file) == json.loads(json.dumps(compared)):
         return
     say(f"comparing the pictures of {', '.join(sets)} with those to train on")
     pairs.refuse_test_pictures(sources, sets)
-    write_atomically(file, json.dumps({"sets": data}) + "\n")
+    write_atomically(file, json.dumps(compared) + "\n")
 
 
 def _before(request: Request, say: Say) -> str:

@@ -63,10 +63,10 @@ class Request(FinetuneFlags, CurveFlags):
 
     def of_training(self) -> dict[str, Any]:
         """The arguments that decide the training; None for a flag that is not given."""
+        flags = [(self.start, each) for each in flags_of(Encoder)] + [(self, each) for each in flags_of(Request)]
         own = {
             each.option: None if (value := getattr(values, each.name)) is False else value
-            for values in (self.start, self)
-            for each in flags_of(type(values))
+            for values, each in flags
             if each.name not in OF_CURVE + FREE
         }
         return {
