@@ -12,7 +12,16 @@ from open_clip_zerovl.checkpoints.between import check_same_tensors, open_ends, 
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
-from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, bert_text, random_model, register, write_bert, write_run
+from support.tiny_clip import (
+    CLIP_TEXT,
+    NATIVE_VISION,
+    TIMM_VISION,
+    bert_text,
+    random_model,
+    register,
+    write_bert,
+    write_run,
+)
 
 NAMES = ("a", "b")
 
@@ -96,6 +105,19 @@ def test_another_architecture_with_the_same_shapes_is_refused_by_its_key(tmp_pat
     before, after = checkpoint(tmp_path / "a", tiny, 1), checkpoint(tmp_path / "b", other, 2)
     with pytest.raises(UserError, match=sentence):
         open_ends(encoder(before), encoder(after))
+
+
+def test_a_value_that_a_config_leaves_out_is_open_clips_own(tmp_path):
+    """Without `timm_pool` a trunk pools by the mean, with "" as it was trained: one tensor for another, other features."""
+    bare = {key: value for key, value in TIMM_VISION.items() if key != "timm_pool"}
+    pools = ({}, {"timm_pool": "avg"}, {"timm_pool": ""})
+    names = [register(tmp_path, f"between-pool-{i}", bare | own, CLIP_TEXT) for i, own in enumerate(pools)]
+    runs = [encoder(checkpoint(tmp_path / name, name, 1)) for name in names]
+    open_ends(runs[0], runs[1])
+    with pytest.raises(
+        UserError, match="vision_cfg.timm_pool of model_cfg is avg in the first and empty in the second"
+    ):
+        open_ends(runs[0], runs[2])
 
 
 def test_another_transform_is_refused_by_its_key(tmp_path, tiny):

@@ -10,6 +10,7 @@ import open_clip
 import pytest
 from PIL import Image
 
+from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.embeddings.sources import cut_captions
 from open_clip_zerovl.evaluate.zero_shot.sets import open_labelled_set
@@ -21,6 +22,8 @@ from open_clip_zerovl.finetune.data import (
     refuse_test_pictures,
     sets_of,
 )
+from open_clip_zerovl.finetune.finetuning import _compare_pictures
+from open_clip_zerovl.finetune.request import Request
 from open_clip_zerovl.finetune.split import split_off
 from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.writing import write_retrieval_set, write_source
@@ -152,6 +155,43 @@ def test_a_test_picture_among_the_training_pictures_is_refused_by_its_bytes(tmp_
     (tmp_path / "pairs.csv").write_text("filepath,title\n4.png,four\n60.png,sixty\n")
     with pytest.raises(UserError, match="1 of the 3 pictures of dirty are trained on"):
         refuse_test_pictures(open_sources(f"table={tmp_path / 'pairs.csv'}"), sets_of(f"dirty={tmp_path / 'dirty'}"))
+
+
+def test_pictures_of_a_labelled_set_are_compared_too(tmp_path):
+    """Class folders, and shards with classes: two of the three pictures of each are trained on."""
+    sources = open_sources(source(tmp_path / "mine", range(50)))
+    for number, name in ((4, "cat"), (33, "dog"), (200, "dog")):
+        (tmp_path / "folders" / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "folders" / name / f"{number}.png").write_bytes(picture(number))
+    labelled = [Sample(f"{n}", {"png": picture(n), "cls": str(n % 2).encode()}) for n in (4, 33, 200)]
+    write_source(tmp_path / "shards", labelled, shard_size=2)
+    for name, first in (("folders", "4.png"), ("shards", "4")):
+        images = open_labelled_set(str(tmp_path / name)).images
+        with pytest.raises(
+            UserError, match=rf"2 of the 3 pictures of new are trained on \(first: {first}, in sample 00004"
+        ):
+            refuse_test_pictures(sources, {"new": images})
+    refuse_test_pictures(open_sources(source(tmp_path / "other", range(50, 60))), {"new": images})
+
+
+@pytest.mark.parametrize("changed", ["pairs", "set"])
+def test_pictures_are_compared_again_once_either_side_has_changed(tmp_path, changed):
+    data = source(tmp_path / "mine", range(50))
+    write_retrieval_set(tmp_path / "test", [sample(100)])
+    request, said = Request(Encoder("x"), data, tmp_path / "out"), []
+
+    def compare() -> None:
+        _compare_pictures(request, open_sources(data), sets_of(f"test={tmp_path / 'test'}"), said.append)
+
+    compare()
+    compare()
+    assert len(said) == 1
+    if changed == "pairs":
+        source(tmp_path / "mine", range(51, 101))  # of as many samples
+    else:
+        write_retrieval_set(tmp_path / "test", [sample(7)])
+    with pytest.raises(UserError, match="1 of the 1 pictures of test are trained on"):
+        compare()
 
 
 def test_captions_that_the_context_cuts(tmp_path):

@@ -24,9 +24,10 @@ from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.files import locked
 from open_clip_zerovl.core.launch import CPU_MICRO_BATCH
 from open_clip_zerovl.data.mixture import Sampling, schedule_of
+from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.finetune.data import open_sources
-from open_clip_zerovl.finetune.finetuning import _announce, _before, _micro_batch_that_fits, _training
-from open_clip_zerovl.finetune.keeping import store_teacher, with_old_pairs
+from open_clip_zerovl.finetune.finetuning import _announce, _before, _facts, _micro_batch_that_fits, _training
+from open_clip_zerovl.finetune.keeping import keeping_notes, store_teacher, with_old_pairs
 from open_clip_zerovl.finetune.proposal import Facts, choose_settings
 from open_clip_zerovl.finetune.request import Prepared, Request
 from open_clip_zerovl.models.build import with_text_model
@@ -98,9 +99,15 @@ def test_refusals_come_before_the_training(made, tmp_path, refusal):
     with locked(tmp_path / "busy"):
         assert f"another process is fine-tuning in {tmp_path / 'busy'}" in refusal(out="busy")
     large = refusal("--set", "effective-batch=512", out="large")
-    assert "batch of 512 is larger than the 90 pictures to train on" in large
+    assert "batch of 512 is larger than the 90 samples to train on" in large
     dirty = refusal(f"--retrieval-data=x={made / 'mine'}", out="dirty")
     assert "100 of the 100 pictures of x are trained on" in dirty
+    for number, name in ((1, "cat"), (300, "dog")):
+        (tmp_path / "things" / name).mkdir(parents=True)
+        (tmp_path / "things" / name / "0.png").write_bytes(drawn(number).files["png"])
+    held_out = f"--retrieval-data=x={made / 'old'}"
+    trained = refusal(held_out, f"--zero-shot-data=new={tmp_path / 'things'}", out="trained")
+    assert "1 of the 2 pictures of --zero-shot-data new are trained on (first: 0.png, in sample 00001" in trained
     absent = tmp_path / "flowers"
     assert f"{absent} does not exist" in refusal(f"--zero-shot-data=new={absent}", out="absent")
     assert not list(tmp_path.glob("*/run"))
@@ -112,7 +119,7 @@ def test_a_folder_is_not_kept_by_a_call_that_ended_with_a_mistake(made, tmp_path
     held_out = tmp_path / "ft" / "data" / "held-out" / "test" / "0.tar"
     missing = refusal("--data", str(made / "mien"))
     assert f"--data {made / 'mien'} does not exist; did you mean {made / 'mine'}?" in missing
-    assert "larger than the 90 pictures" in refusal("--set", "effective-batch=512")
+    assert "larger than the 90 samples" in refusal("--set", "effective-batch=512")
     before = held_out.read_bytes()
     assert "batch of 300 is larger than the 90" in refusal("--seed", "1", "--set", "effective-batch=300")
     anew = held_out.read_bytes()
@@ -131,12 +138,11 @@ def test_old_pairs_and_the_model_before_reach_the_training(made, tmp_path):
         keep_data=f"past={tmp_path / 'past'}",
         keep_teacher=True,
     )
-    new = open_sources(request.data)
-    sources, train_data, factors = with_old_pairs(request, request.data, new)
+    sources, train_data, factors = with_old_pairs(request, request.data)
     for strategy in ("random", "debiased"):
         schedule = schedule_of(sources, 5, Sampling(strategy), seed=0, epoch=0)
         assert schedule.taken.tolist() == [100, 25]  # a fifth
-    plain, _, _ = with_old_pairs(replace(request, keep_data=None), request.data, new)
+    plain, _, _ = with_old_pairs(replace(request, keep_data=None), request.data)
     assert schedule_of(plain, 5, Sampling("random"), seed=0, epoch=0).taken.tolist() == [100]  # negative control
     prepared = Prepared("local-dir:/m", train_data, f"old={made / 'old'}", sources, (), factors)
     training = _training(request, prepared, choose_settings(Facts(125, {"mine": 100}, False, 0, False, 2), {}), 1)
@@ -146,6 +152,30 @@ def test_old_pairs_and_the_model_before_reach_the_training(made, tmp_path):
     assert given["--train-data-upsampling-factors"].startswith("past=0.8333")
     assert config.teacher == str(tmp_path / "out/teacher") and config.distill_weight == 0.5
     assert {"--keep-share": 0.2, "--keep-teacher": True}.items() <= request.of_training().items()
+
+
+@pytest.mark.parametrize("captions", ["one-per-epoch", "all", None])
+def test_the_share_of_old_pairs_is_one_of_the_samples_that_training_counts(made, tmp_path, monkeypatch, captions):
+    """Old pictures with five captions each, as lines of a shard's text and as rows of a table."""
+    old = [drawn(number) for number in range(200, 208)]
+    words = "\n".join(f"word {number}" for number in range(5))
+    write_source(
+        tmp_path / "tar", [replace(one, files={**one.files, "txt": words.encode()}) for one in old], shard_size=9
+    )
+    rows = [f"{one.key}.png,word {number}" for one in old[:2] for number in range(5)]
+    (tmp_path / "old.csv").write_text("\n".join(["filepath,title", *rows]) + "\n")
+    keep = f"tar={tmp_path / 'tar'}::table={tmp_path / 'old.csv'}"
+    start = Encoder("x", device="cpu")
+    request = Request(start, f"mine={made / 'mine'}", tmp_path, given={"captions": captions}, keep_data=keep)
+    sources, train_data, factors = with_old_pairs(request, request.data)
+    trained = parse_sources(train_data, factors, captions=captions)  # as the training opens them
+    new, *taken = schedule_of(trained, 1, Sampling("random"), seed=0, epoch=0).taken.tolist()
+    assert new == (200 if captions == "all" else 100) and sum(taken) == pytest.approx(new / 4, abs=1)
+    (note,) = keeping_notes(request, sources, factors)
+    assert f"{new} new pairs and 20% old ones ({taken[0]} of tar, {taken[1]} of table)" in note
+    monkeypatch.setattr("open_clip_zerovl.finetune.finetuning._tokenizer", lambda before: (None, 0))
+    facts = _facts(request, Prepared("", train_data, "", sources, (), factors))
+    assert facts.samples == new + sum(taken)  # whence epochs, batch and warm-up
 
 
 @pytest.mark.parametrize(
@@ -246,7 +276,7 @@ def test_a_whole_fine_tuning_and_later_calls(made, tmp_path, capsys):
     for number in range(12):
         place = tmp_path / "things" / THINGS[number % 2]
         place.mkdir(parents=True, exist_ok=True)
-        (place / f"{number}.png").write_bytes(drawn(number).files["png"])
+        (place / f"{number}.png").write_bytes(drawn(300 + number).files["png"])
     more = [f"--kept=old={made / 'old'}", "--keep=0", f"--zero-shot-data=things={tmp_path / 'things'}"]
     assert main(arguments(made, out, *more)) == 0
     kept = capsys.readouterr().out

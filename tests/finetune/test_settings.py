@@ -84,9 +84,9 @@ def test_training_takes_the_flags(samples, gpus):
 @pytest.mark.parametrize(
     ("samples", "given", "sentence"),
     [
-        (100, {"effective-batch": "128"}, r"batch of 128 is larger than the 100 pictures .*effective-batch=8 or less"),
-        (100, {"batch-size": "64", "dga-steps": "2"}, "batch of 128 is larger than the 100 pictures"),
-        (5, {}, "fine-tuning needs at least 16 pictures, and the data has 5"),
+        (100, {"effective-batch": "128"}, r"batch of 128 is larger than the 100 samples .*effective-batch=8 or less"),
+        (100, {"batch-size": "64", "dga-steps": "2"}, "batch of 128 is larger than the 100 samples"),
+        (5, {}, "fine-tuning needs at least 16 samples, and the data has 5"),
         (100, {"epochs": "many"}, "--set epochs=many must be a whole number"),
         (100, {"lr": "fast"}, "--set lr=fast must be a number above 0, as 1e-5"),
         (100, {"epochs": None}, "--set epochs= removes a setting that fine-tuning needs"),

@@ -11,10 +11,11 @@ of batch norm are averaged like weights. Integers are not averaged: position ids
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from open_clip.model import CLIPTextCfg, CLIPVisionCfg
 from torch import Tensor
 
 from open_clip_zerovl.checkpoints.export import PROBE_TEXTS
@@ -70,7 +71,8 @@ def open_ends(before: Encoder, after: Encoder) -> Ends:
     """
     specs = before.spec(), after.spec()
     names = before.model, after.model
-    _require_same(names, "model_cfg", specs[0].model_cfg, specs[1].model_cfg, _PLACES | _TRAINING)
+    configs = [_complete(spec.model_cfg) for spec in specs]
+    _require_same(names, "model_cfg", configs[0], configs[1], _PLACES | _TRAINING)
     model, preprocess, tokenizer, device = before.load()
     other, _, other_tokenizer, _ = after.load()
     # Compare the built models: a config leaves out values that the model fills in, such as the size of its pictures.
@@ -148,11 +150,18 @@ def _require_same(
     left, right = (dict(_entries(config, ignored)) for config in (first, second))
     for key in sorted(left.keys() | right.keys()):
         a, b = left.get(key), right.get(key)
-        if a != b and (a or b):  # an absent switch is one that is off
+        off = all(value is None or value is False for value in (a, b))  # an absent switch is one that is off
+        if a != b and not off:
             raise UserError(
                 f"{names[0]} and {names[1]} are different models: {key} of {part} is {_shown(a)} in the first and {_shown(b)} "
                 "in the second; give two checkpoints of one model"
             )
+
+
+def _complete(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's config with open_clip's values for the settings of its towers that it leaves out."""
+    towers = {"vision_cfg": CLIPVisionCfg, "text_cfg": CLIPTextCfg}
+    return {**model_cfg, **{name: {**asdict(kind()), **model_cfg[name]} for name, kind in towers.items()}}
 
 
 def _entries(config: Mapping[str, Any], ignored: frozenset[str], prefix: str = "") -> list[tuple[str, Any]]:
@@ -169,4 +178,4 @@ def _entries(config: Mapping[str, Any], ignored: frozenset[str], prefix: str = "
 
 
 def _shown(value: Any) -> str:
-    return "not given" if value is None else str(value)
+    return "not given" if value is None else str(value) or "empty"

@@ -11,8 +11,9 @@ A held-out set in CLIP_benchmark's layout is found in FOLDER itself, in FOLDER/N
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -20,13 +21,14 @@ from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import did_you_mean, regular_file
+from open_clip_zerovl.data.labelled import ProbeSet
 from open_clip_zerovl.data.names import CLASS_NAMES, NAME, is_named
-from open_clip_zerovl.data.retrieval import RetrievalSet, open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.data.retrieval import RetrievalSample, RetrievalSet, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import EXTENSIONS
 from open_clip_zerovl.shards.index import caption_lines, open_index
-from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample, ShardError, image_of
+from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample, ShardError, image_of, indexed_members
 from open_clip_zerovl.shards.urls import local_path
 
 CAPTIONS = "one-per-epoch"
@@ -128,19 +130,44 @@ def digest_of(picture: bytes, seed: int = 0) -> bytes:
     return blake2b(picture, digest_size=16, key=str(seed).encode()).digest()
 
 
-def refuse_test_pictures(sources: Sequence[Source], sets: dict[str, RetrievalSet]) -> None:
+def places_of(dataset: RetrievalSet | ProbeSet) -> list[RetrievalSample]:
+    """The pictures of a set as ranges of bytes; those of a labelled set have no captions."""
+    if isinstance(dataset, RetrievalSet):
+        return dataset.samples
+    files = [Path(file) for file in dataset.files]
+    shards = [file for file in files if file.suffix == ".tar"]
+    places = [RetrievalSample(file.name, (), file) for file in files if file.suffix != ".tar"]
+    for shard, key, members, _ in indexed_members(shards, "cls"):
+        if (place := image_of(members)) is not None:
+            places.append(RetrievalSample(key, (), shard, *place))
+    return places
+
+
+def mark_of(dataset: RetrievalSet | ProbeSet) -> str:
+    """A digest of the names, sizes and times of the files with a set's pictures."""
+    digest = blake2b(digest_size=16)
+    for file in dict.fromkeys(
+        dataset.files if isinstance(dataset, ProbeSet) else (one.file for one in dataset.samples)
+    ):
+        status = os.stat(file)
+        digest.update(f"{file} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def refuse_test_pictures(sources: Sequence[Source], sets: Mapping[str, RetrievalSet | ProbeSet]) -> None:
     """Compare the bytes of the pictures; only training pictures as large as one of a set are read.
 
     Raises:
         UserError: a set has pictures that are trained on.
     """
     of_set: dict[bytes, tuple[str, str]] = {}
-    for name, dataset in sets.items():
-        for sample in dataset.samples:
+    places = {name: places_of(dataset) for name, dataset in sets.items()}
+    for name, samples in places.items():
+        for sample in samples:
             with regular_file(sample.file) as file:
                 file.seek(sample.offset_bytes)
                 of_set.setdefault(digest_of(file.read(sample.size_bytes)), (name, sample.key))
-    lengths = {_size(sample) for dataset in sets.values() for sample in dataset.samples}
+    lengths = {_size(sample) for samples in places.values() for sample in samples}
     seen: dict[str, list[tuple[str, str]]] = {}  # set -> (its key, where it is trained on)
     for source in sources:
         for where, picture in _pictures(source, lengths):
@@ -169,7 +196,7 @@ def _pictures(source: Source, lengths: set[int]) -> Iterator[tuple[str, bytes]]:
         path = local_path(shard)
         if path is None:
             raise UserError(
-                f"shard {shard} is remote, and its pictures cannot be compared with those of the retrieval sets; copy the "
+                f"shard {shard} is remote, and its pictures cannot be compared with those of the test sets; copy the "
                 "shards here, or give --skip-overlap"
             )
         try:

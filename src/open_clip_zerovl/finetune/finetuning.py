@@ -2,11 +2,11 @@
 
 Files of the output folder, in the order in which they are made:
 
-    request.json                     the arguments; a later call with the same arguments continues
+    request.json                     the arguments and a digest of the model; a later call with the same ones continues
     data/                            a held-out part and the rest, where the data brings no held-out set
     teacher/                         with --keep-teacher: embeddings of all pairs by the model before
     before/                          the model it starts from, unless an exported folder was given
-    compared.json                    the sets whose pictures are not among those to train on
+    compared.json                    the sets whose pictures are not among those to train on, and the files of both
     settings.json                    every flag of the training with its reason
     run/, training.log               the training's own folder and its output
     model/                           the chosen model, for open_clip's local-dir:, with its interpolation.json, .png, .html
@@ -34,8 +34,11 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, locked, write_atomically
 from open_clip_zerovl.core.launch import visible_gpus
 from open_clip_zerovl.core.processes import usable_cores
+from open_clip_zerovl.data.labelled import ProbeSet
+from open_clip_zerovl.data.retrieval import RetrievalSet
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.words import WordAugment
+from open_clip_zerovl.embeddings.fingerprint import describe_source
 from open_clip_zerovl.embeddings.sources import cut_captions
 from open_clip_zerovl.evaluate.interpolation.curve import require_possible
 from open_clip_zerovl.evaluate.retrieval.metrics import recall_bounds
@@ -44,7 +47,7 @@ from open_clip_zerovl.finetune import data as pairs
 from open_clip_zerovl.finetune.keeping import check_keeping, keeping_notes, store_teacher, teacher_flags, with_old_pairs
 from open_clip_zerovl.finetune.outcome import RESULT, labelled_sets, write_outcome
 from open_clip_zerovl.finetune.proposal import Facts, Setting, as_flags, choose_settings, split_batch
-from open_clip_zerovl.finetune.request import Prepared, Request, Say
+from open_clip_zerovl.finetune.request import Prepared, Request, Say, digest_of_model
 from open_clip_zerovl.finetune.split import SPLIT_FILE, split_off
 from open_clip_zerovl.finetune.training import Training, train
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR
@@ -54,6 +57,7 @@ from open_clip_zerovl.report.bounds import LOW_BEST, best_sentence
 from open_clip_zerovl.report.plot import require_matplotlib
 
 REQUEST, COMPARED, SETTINGS = "request.json", "compared.json", "settings.json"
+MODEL = "digest of the model"  # in REQUEST
 
 
 def run_finetune(request: Request, *, say: Say) -> Path:
@@ -76,8 +80,7 @@ def run_finetune(request: Request, *, say: Say) -> Path:
         prepared = _prepare(request, say)
         settings, ranks = _settings(request, prepared, say)
         training = _training(request, prepared, settings, ranks)
-        result = _read(out / RESULT)
-        if result is not None and result["curve"]["asked"] == request.of_curve() and (out / "model").is_dir():
+        if (result := _finished(request, training)) is not None:
             say(f"finished before; {out / 'report.html'} has the report")
             print(result["table"])
             return out / "model"
@@ -89,10 +92,20 @@ def run_finetune(request: Request, *, say: Say) -> Path:
     return out / "model"
 
 
+def _finished(request: Request, training: Training) -> dict[str, Any] | None:
+    """The result of an earlier call; None if its training goes on (more --patience), or it has another curve."""
+    result = _read(request.out / RESULT)
+    scores = {str(epoch): score for epoch, score in training.scores().items()}
+    if result is None or not training.is_over() or result["epochs"] != scores:
+        return None
+    return result if result["curve"]["asked"] == request.of_curve() and (request.out / "model").is_dir() else None
+
+
 def _same_request(request: Request) -> None:
-    """Store the request. UserError if the folder holds other files, or a training of another request."""
+    """Store the request. UserError if the folder holds other files, or a training of another request or another model."""
     file = request.out / REQUEST
-    asked, before = request.of_training(), _read(file)
+    before = _read(file)
+    asked = {**request.of_training(), MODEL: digest_of_model(request.start) or (before or {}).get(MODEL)}
     if before is None:
         others = [entry.name for entry in request.out.iterdir() if entry.name != "lock"]
         if others:
@@ -107,12 +120,18 @@ def _same_request(request: Request) -> None:
             (request.out / made).unlink(missing_ok=True)
         write_atomically(file, json.dumps(asked, indent=2) + "\n")
         return
+    model, model_before = asked.pop(MODEL), before.pop(MODEL, None)
     for name in {**asked, **before}:  # in the order of the flags
         if asked.get(name) != before.get(name):
             raise UserError(
                 f"{request.out} holds a fine-tuning with {_flag(name, before)}, but this call has {_flag(name, asked)}; "
                 "to continue it repeat the arguments of the first call, else give another --out"
             )
+    if model != model_before is not None:  # None: an earlier version has stored no digest
+        raise UserError(
+            f"the files of --from {request.start.model} are not those from which the training in {request.out} started; put "
+            "these back, or give another --out"
+        )
 
 
 def _flag(name: str, values: Mapping[str, Any]) -> str:
@@ -135,30 +154,41 @@ def _prepare(request: Request, say: Say) -> Prepared:
     check_keeping(request)
     require_possible(request.rule, bool(request.kept))
     found = pairs.find_data(request.data)
-    sources, notes = pairs.open_sources(found.train_data), []
+    notes = []
     new = request.retrieval_data or found.held_out
     if not new:
         if not (request.out / "data" / SPLIT_FILE).is_file():
             say("no held-out set came with the data: a part of its pictures is split off")
-        found = split_off(sources, request.out / "data", seed=request.seed)
-        sources, new = pairs.open_sources(found.train_data), found.held_out
+        found = split_off(pairs.open_sources(found.train_data), request.out / "data", seed=request.seed)
+        new = found.held_out
         notes.append(f"Held out: a part of the data, split off by picture with seed {request.seed}.")
-    sources, train_data, factors = with_old_pairs(request, found.train_data, sources)
+    sources, train_data, factors = with_old_pairs(request, found.train_data)
     notes += keeping_notes(request, sources, factors)
-    _compare_pictures(request, sources, "::".join(filter(None, (new, request.kept))), say)
-    labelled_sets(new, request.zero_shot_data)  # a mistake ends the call here, not after hours of training
+    labelled = labelled_sets(new, request.zero_shot_data)  # a mistake ends the call here, not after hours of training
+    tested: dict[str, RetrievalSet | ProbeSet] = {**pairs.sets_of("::".join(filter(None, (new, request.kept))))}
+    if request.zero_shot_data:
+        tested |= {f"--zero-shot-data {name}": one.images for name, one in labelled.items()}
+    _compare_pictures(request, sources, tested, say)
     before = _before(request, say)
     return Prepared(before, train_data, new, sources, tuple(notes), factors)
 
 
-def _compare_pictures(request: Request, sources: Sequence[Source], data: str, say: Say) -> None:
-    """Refuse test pictures that are trained on, once for the same sets."""
-    file, sets = request.out / COMPARED, pairs.sets_of(data)
-    if not request.compare_pictures or (_read(file) or {}).get("sets") == data:
+def _compare_pictures(
+    request: Request, sources: Sequence[Source], sets: Mapping[str, RetrievalSet | ProbeSet], say: Say
+) -> None:
+    """Refuse test pictures that are trained on, once for the same files of both."""
+    if not request.compare_pictures:
+        return
+    file = request.out / COMPARED
+    compared = {
+        "sets": {name: pairs.mark_of(one) for name, one in sets.items()},
+        "sources": [describe_source(source) for source in sources],
+    }
+    if _read(file) == json.loads(json.dumps(compared)):
         return
     say(f"comparing the pictures of {', '.join(sets)} with those to train on")
     pairs.refuse_test_pictures(sources, sets)
-    write_atomically(file, json.dumps({"sets": data}) + "\n")
+    write_atomically(file, json.dumps(compared) + "\n")
 
 
 def _before(request: Request, say: Say) -> str:
@@ -276,7 +306,7 @@ def _training(request: Request, prepared: Prepared, settings: Sequence[Setting],
 def _announce(prepared: Prepared, settings: Sequence[Setting], say: Say) -> None:
     """Print the sources, notes on captions, and each setting with its reason."""
     for source in prepared.sources:
-        say(f"source {source.name}: {source.num_samples:,} pictures ({source.layout})")
+        say(f"source {source.name}: {source.num_samples:,} samples ({source.layout})")
     tokenizer, length = _tokenizer(prepared.before)
     looked, cut, longest = cut_captions(tokenizer, length, prepared.sources)
     if cut:

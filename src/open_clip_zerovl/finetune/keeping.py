@@ -46,23 +46,24 @@ def check_keeping(request: Request) -> None:
             )
 
 
-def with_old_pairs(
-    request: Request, train_data: str, new: tuple[Source, ...]
-) -> tuple[tuple[Source, ...], str, str | None]:
+def with_old_pairs(request: Request, train_data: str) -> tuple[tuple[Source, ...], str, str | None]:
     """(sources, `--train-data`, `--train-data-upsampling-factors`) of the new pairs and of --keep-data, with their weights.
+
+    The samples are those of the training: with --set captions=all each caption of a picture is one.
 
     Raises:
         UserError: old pairs that cannot be opened, or with the name of a new source.
     """
+    new = parse_sources(train_data, captions=request.captions)
     if request.keep_data is None:
         return new, train_data, None
     old_data = pairs.find_data(request.keep_data).train_data
-    old = pairs.open_sources(old_data)
+    old = parse_sources(old_data, captions=request.captions)
     share = request.share_kept
     weight = share / (1 - share) * sum(source.num_samples for source in new) / sum(source.num_samples for source in old)
     factors = "::".join(f"{source.name}={weight!r}" for source in old)
     both = f"{train_data}::{old_data}"
-    return parse_sources(both, factors, captions=pairs.CAPTIONS), both, factors
+    return parse_sources(both, factors, captions=request.captions), both, factors
 
 
 def keeping_notes(request: Request, sources: Sequence[Source], factors: str | None) -> list[str]:
@@ -94,7 +95,7 @@ def store_teacher(request: Request, prepared: Prepared, say: Say) -> None:
         aug_cfg=dict(map(key_value, shlex.split(request.given.get("aug-cfg") or ""))),
         auto_augment=request.given.get("auto-augment"),
         pixel_path=request.given.get("pixel-path") or PIXEL_PATH,
-        captions=request.given.get("captions", pairs.CAPTIONS),
+        captions=request.captions,
         seed=request.seed,
     )
     say(f"storing the embeddings of {settings.views} views of each picture by the model before")

@@ -45,7 +45,7 @@ class Facts:
     """Facts about data and machine from which the settings follow.
 
     Attributes:
-        samples: pictures of an epoch, each with one of its captions.
+        samples: samples of an epoch: pictures, each with one of its captions, unless --set captions asks for another thing.
         sources: name -> samples.
         masks: whether the tokenizer has a mask token.
         gpus: visible GPUs that train; 0 for the CPU.
@@ -96,7 +96,7 @@ def choose_settings(facts: Facts, given: Settings) -> list[Setting]:
             raise UserError(f"--set {flag}= removes a setting that fine-tuning needs; give it a value")
     if facts.samples < FEWEST_SAMPLES:
         raise UserError(
-            f"fine-tuning needs at least {FEWEST_SAMPLES} pictures, and the data has {facts.samples}; give more pairs"
+            f"fine-tuning needs at least {FEWEST_SAMPLES} samples, and the data has {facts.samples}; give more pairs"
         )
     batch, batch_reason = _effective_batch(facts, given)
     epochs = _positive(given, "epochs") or _epochs(facts.samples)
@@ -173,7 +173,7 @@ def check_batch(batch: int, samples: int) -> None:
     """UserError for an effective batch that the data does not fill."""
     if batch > samples:
         raise UserError(
-            f"an effective batch of {batch:,} is larger than the {samples:,} pictures to train on, and an epoch would have no "
+            f"an effective batch of {batch:,} is larger than the {samples:,} samples to train on, and an epoch would have no "
             f"step; give --set effective-batch={_power_of_two(samples / FEWEST_STEPS)} or less"
         )
 
@@ -194,7 +194,7 @@ def _effective_batch(facts: Facts, given: Settings) -> tuple[int, str]:
     batch = min(LARGEST_BATCH, _power_of_two(facts.samples / FEWEST_STEPS))
     if batch == LARGEST_BATCH:
         return batch, "ZeroVL's for fine-tuning (5.2); more negatives change little"
-    return batch, f"the most negatives that leave {FEWEST_STEPS} steps an epoch of {facts.samples:,} pictures"
+    return batch, f"the most negatives that leave {FEWEST_STEPS} steps an epoch of {facts.samples:,} samples"
 
 
 def _epochs(samples: int) -> int:
@@ -228,7 +228,7 @@ def _sampling(facts: Facts, debiased: bool, smallest: int, batch: int) -> tuple[
         return "random", "there is one source"
     if debiased:
         return "debiased", f"each batch from one of the {len(facts.sources)} sources (3.1)"
-    return "random", f"the smallest source has {smallest:,} pictures, which do not fill a batch of {batch:,}"
+    return "random", f"the smallest source has {smallest:,} samples, which do not fill a batch of {batch:,}"
 
 
 def _precision(facts: Facts) -> tuple[str, str]:

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import sha256_of
+from open_clip_zerovl.core.flags import flags_of
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.evaluate.settings import CurveFlags
+from open_clip_zerovl.finetune.data import CAPTIONS
 from open_clip_zerovl.finetune.flags import FinetuneFlags
+from open_clip_zerovl.models.local_dir import LOCAL_DIR
 from open_clip_zerovl.recipe.arguments import Settings
 
 KEEP_SHARE = 0.2
+# A later call on the same folder may have other values of these flags; the first decide the curve, which is then scored again.
+# Every other flag decides the training, so that one that is added does too. --out is the folder itself.
+OF_CURVE = ("kept", "zero_shot_data", "alphas", "rule", "kept_share")
+FREE = (
+    "patience",  # the training goes on if it is not over (`Training.is_over`)
+    "compare_pictures",  # a check, made as soon as it is asked for
+    *("device", "batch_size", "workers"),  # where and how fast; the training has its own, in settings.json
+)
+_TEXTS = {".json", ".txt", ".model", ".jinja"}  # configs and tokenizers
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
 
 Say = Callable[[str], None]
 
@@ -39,23 +56,54 @@ class Request(FinetuneFlags, CurveFlags):
         """The share of --keep-data in an epoch."""
         return KEEP_SHARE if self.keep_share is None else self.keep_share
 
+    @property
+    def captions(self) -> str | None:
+        """--captions of the training, which decides the samples of an epoch."""
+        return self.given.get("captions", CAPTIONS)
+
     def of_training(self) -> dict[str, Any]:
-        """The arguments that decide the training; the other arguments may differ in a later call on the same folder."""
+        """The arguments that decide the training; None for a flag that is not given."""
+        flags = [(self.start, each) for each in flags_of(Encoder)] + [(self, each) for each in flags_of(Request)]
+        own = {
+            each.option: None if (value := getattr(values, each.name)) is False else value
+            for values, each in flags
+            if each.name not in OF_CURVE + FREE
+        }
         return {
             "--from": self.start.model,
             "--data": self.data,
-            "--retrieval-data": self.retrieval_data,
-            "--context-length": self.context_length,
-            "--seed": self.seed,
-            **({"--keep-data": self.keep_data, "--keep-share": self.share_kept} if self.keep_data else {}),
-            **({"--keep-teacher": True} if self.keep_teacher else {}),
+            **own,
+            "--keep-share": self.share_kept if self.keep_data else None,
             **{f"--set {flag}": value for flag, value in self.given.items()},
         }
 
     def of_curve(self) -> dict[str, Any]:
         """The arguments that decide the curve."""
-        more = {} if self.zero_shot_data is None else {"zero-shot": self.zero_shot_data}
-        return {**more, "kept": self.kept, "alphas": list(self.alphas), "rule": self.rule, "keep": self.kept_share}
+        return {**{name: getattr(self, name) for name in OF_CURVE}, "alphas": list(self.alphas)}
+
+
+def digest_of_model(start: Encoder) -> str | None:
+    """A digest of the model at --from: its config, and the content of the files with its weights and its tokenizer.
+
+    Returns:
+        None if there is no such model, or its files are gone, of which OUT/before may hold the content.
+    """
+    try:
+        config = start.spec().model_cfg
+    except UserError:
+        return None
+    place = Path(start.model.removeprefix(LOCAL_DIR)).expanduser()
+    files = [place, *(folder / "params.txt" for folder in list(place.parents)[:2])] if place.is_file() else []
+    files += _files(place, _TEXTS | _WEIGHTS)
+    for key in ("hf_model_name", "hf_tokenizer_name"):
+        files += _files(Path(config["text_cfg"].get(key) or place), _TEXTS)
+    contents = sorted((file.name, sha256_of(file)) for file in {*files} if file.is_file())
+    return hashlib.sha256(json.dumps([config, contents]).encode()).hexdigest()
+
+
+def _files(folder: Path, suffixes: set[str]) -> list[Path]:
+    """A folder's files with these suffixes, without the curve that chose its weights."""
+    return [file for file in folder.glob("*") if file.suffix in suffixes and file.name != "interpolation.json"]
 
 
 @dataclass(frozen=True)

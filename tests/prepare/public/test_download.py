@@ -18,6 +18,7 @@ import pytest
 from PIL import Image, ImageFile
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import sha256_of
 from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.prepare.public import download, manifest, pairs
@@ -25,7 +26,6 @@ from open_clip_zerovl.prepare.public.download import Downloader, Limits, fetch_f
 from open_clip_zerovl.prepare.public.index import check_shards
 from open_clip_zerovl.prepare.public.inputs import PictureStore
 from open_clip_zerovl.prepare.public.lists import prepare_list
-from open_clip_zerovl.prepare.public.manifest import sha256_of
 from open_clip_zerovl.prepare.public.pairs import Work
 from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, encode_picture
 from open_clip_zerovl.prepare.public.spool import Spool

@@ -11,11 +11,11 @@ import pytest
 
 from open_clip_zerovl.cli import program as cli
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import sha256_of
 from open_clip_zerovl.data.check import check_table
 from open_clip_zerovl.data.sources import count_tar_samples
 from open_clip_zerovl.prepare.public.counts import find_datasets, report
 from open_clip_zerovl.prepare.public.index import check_shards, index_shards
-from open_clip_zerovl.prepare.public.manifest import sha256_of
 from open_clip_zerovl.shards.faults import check_report
 from open_clip_zerovl.shards.headers import BrokenTar, Member, walk_tar
 from open_clip_zerovl.shards.members import Sample, read_samples

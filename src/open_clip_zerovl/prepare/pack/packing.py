@@ -21,7 +21,7 @@ from threading import Timer
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import check_writable, write_atomically
+from open_clip_zerovl.core.files import check_writable, sha256_of, write_atomically
 from open_clip_zerovl.core.flags import flag, positive, seed
 from open_clip_zerovl.prepare.pack import report as reports
 from open_clip_zerovl.prepare.pack.collect import Collecting, Contents, is_address
@@ -259,7 +259,7 @@ def _identity(reader: Reader) -> dict[str, Any]:
     hashed = reader.form in ("table", "json")
     for file in reader.files:
         name = file.name if file == reader.path else str(file.relative_to(reader.path))
-        mark = manifest.sha256_of(file) if hashed else _stamp(file)
+        mark = sha256_of(file) if hashed else _stamp(file)
         digest.update(f"{name}\0{mark}\0".encode("utf-8", "surrogateescape"))
     for row in reader.rows() if reader.names_pictures else ():
         if row.content is not None:

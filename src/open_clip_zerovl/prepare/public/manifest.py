@@ -10,7 +10,6 @@ Each process that finishes writes manifest and sizes again from the records, und
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import locked, write_atomically
+from open_clip_zerovl.core.files import locked, sha256_of, write_atomically
 from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.writing import SIZES_FILE, write_shard
 
@@ -53,15 +52,6 @@ class ShardRecord:
     sha256: str = ""
     failures: Mapping[str, list[int]] = field(default_factory=dict)
     transient_reasons: Sequence[str] = ()
-
-
-def sha256_of(path: str | Path) -> str:
-    """The SHA-256 of a file, read in pieces."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def write_recorded_shard(folder: Path, record: ShardRecord, samples: Iterable[Sample]) -> None:

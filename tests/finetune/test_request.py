@@ -1,0 +1,171 @@
+"""The key of each flag of `zerovl finetune`, and calls on a folder whose training had another model or is not over."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.cli.models import finetune
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.finetune.finetuning import _finished, _same_request
+from open_clip_zerovl.finetune.request import Request
+from open_clip_zerovl.finetune.training import Training
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, register
+
+# Words that give the flag another value than the call has, and the key that it changes.
+KEYS = {
+    "--from": (["--from", "other.pt"], "training"),
+    "--data": (["--data", "other"], "training"),
+    "--out": (["--out", "other"], None),  # the folder itself
+    "--set": (["--set", "lr=1"], "training"),
+    "training": (["--", "--lr", "1"], "training"),
+    "--retrieval-data": (["--retrieval-data", "x=/d"], "training"),
+    "--context-length": (["--context-length", "90"], "training"),
+    "--keep-data": (["--keep-data", "other=/d"], "training"),
+    "--keep-share": (["--keep-share", "0.4"], "training"),
+    "--keep-teacher": (["--keep-teacher"], "training"),
+    "--seed": (["--seed", "1"], "training"),
+    "--lora": (["--lora", "4"], "training"),
+    "--lora-on": (["--lora-on", "image"], "training"),
+    "--lr-image": (["--lr-image", "1"], "training"),
+    "--lr-text": (["--lr-text", "1"], "training"),
+    "--lr-head": (["--lr-head", "1"], "training"),
+    "--layer-decay": (["--layer-decay", "0.5"], "training"),
+    "--model-name": (["--model-name", "ViT-B-32"], "training"),
+    "--model-config": (["--model-config", "{folder}/own-tiny.json"], "training"),
+    "--text-model": (["--text-model", "/bert"], "training"),
+    "--kept": (["--kept", "coco=/d"], "curve"),
+    "--zero-shot-data": (["--zero-shot-data", "things=/d"], "curve"),
+    "--alphas": (["--alphas", "0.5"], "curve"),
+    "--rule": (["--rule", "new"], "curve"),
+    "--keep": (["--keep", "0.5"], "curve"),
+    "--patience": (["--patience", "1"], None),
+    "--skip-overlap": (["--skip-overlap"], None),
+    "--device": (["--device", "cpu"], None),
+    "--batch-size": (["--batch-size", "1"], None),
+    "--workers": (["--workers", "1"], None),
+}
+
+
+def test_every_flag_belongs_to_one_key(tmp_path, monkeypatch):
+    """A flag in neither key may have another value later without an effect on the results; FREE gives the reasons."""
+    (tmp_path / "own-tiny.json").write_text(
+        json.dumps({"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT})
+    )
+    parser = argparse.ArgumentParser()
+    run, seen = finetune(parser), []
+    monkeypatch.setattr("open_clip_zerovl.finetune.finetuning.run_finetune", lambda request, say: seen.append(request))
+    declared = {(action.option_strings or [action.dest])[-1] for action in parser._actions} - {"--help"}
+    assert declared == KEYS.keys()
+
+    def keys(*words: str) -> list[str]:
+        base = ["--from", "a.pt", "--data", "b", "--out", "c", "--keep-data", "old=/old"]
+        run(parser.parse_args([*base, *(word.format(folder=tmp_path) for word in words)]))
+        return [json.dumps(seen[-1].of_training()), json.dumps(seen[-1].of_curve())]
+
+    first = keys()
+    for flag, (words, key) in KEYS.items():
+        assert [a != b for a, b in zip(keys(*words), first, strict=True)] == [key == "training", key == "curve"], flag
+
+
+@pytest.fixture
+def started(tmp_path):
+    """A call on a new folder, which returns its request; the model's weights are not read."""
+    (tmp_path / "out").mkdir()
+    for name, more in (("request-tiny", {}), ("request-quick", {"quick_gelu": True})):
+        register(tmp_path, name, NATIVE_VISION, CLIP_TEXT, **more)
+    (tmp_path / "bare.pt").write_bytes(b"weights")
+
+    def call(model: str | Path = tmp_path / "bare.pt", name: str | None = "request-tiny") -> Path:
+        _same_request(Request(Encoder(str(model), model_name=name), "d", tmp_path / "out"))
+        return tmp_path / "out"
+
+    return call
+
+
+def test_a_model_of_another_kind_is_made_anew_or_refused(started):
+    out = started()
+    (out / "before").mkdir()
+    started()
+    assert (out / "before").exists()  # the same call finds it
+    started(name="request-quick")
+    assert not (out / "before").exists()
+    (out / "run").mkdir()
+    with pytest.raises(UserError, match="with --model-name request-quick, but this call has --model-name request-tiny"):
+        started()
+
+
+@pytest.mark.parametrize("changed", ["open_clip_model.safetensors", "open_clip_config.json", "tokenizer.json"])
+def test_a_model_that_was_overwritten_is_another_one(started, tmp_path, changed):
+    folder = tmp_path / "export"
+    folder.mkdir()
+    config = {"model_cfg": {"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT}, "preprocess_cfg": {}}
+    for file in ("open_clip_model.safetensors", "tokenizer.json", "README.md", "interpolation.json"):
+        (folder / file).write_text("first")
+    (folder / "open_clip_config.json").write_text(json.dumps(config))
+    out = started(folder, name=None)
+    (out / "teacher").mkdir()
+    for file in ("README.md", "interpolation.json"):  # the model is the same
+        (folder / file).write_text("other")
+    started(folder, name=None)
+    assert (out / "teacher").exists()
+    other = json.dumps({**config, "preprocess_cfg": {"mean": [0, 0, 0]}})
+    (folder / changed).write_text(other if changed == "open_clip_config.json" else "other")
+    (out / "run").mkdir()
+    with pytest.raises(
+        UserError, match="export are not those from which the training in .*out started; put these back"
+    ):
+        started(folder, name=None)
+    (out / "run").rmdir()
+    started(folder, name=None)  # nothing was trained
+    assert not (out / "teacher").exists()
+
+
+def test_a_checkpoint_may_go_once_its_copy_is_there(started, tmp_path):
+    out = started()
+    (out / "before").mkdir()
+    shutil.move(tmp_path / "bare.pt", tmp_path / "moved.pt")
+    started()
+    (out / "run").mkdir()
+    started()
+    assert (out / "before").exists()
+    (tmp_path / "bare.pt").write_bytes(b"others")
+    with pytest.raises(UserError, match="are not those from which"):
+        started()
+
+
+def test_a_finished_call_goes_on_with_more_patience(tmp_path):
+    """Epoch 1 is the best of two; --patience 1 has ended the training, and 0 lets it run to its end."""
+    request = Request(Encoder("x"), "d", tmp_path)
+    (tmp_path / "model").mkdir()
+    checkpoints = tmp_path / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+
+    def finished(patience: int) -> bool:
+        return _finished(request, Training(tmp_path, [], 1, 3, patience, ("a",))) is not None
+
+    def scored(*rows: float) -> None:
+        lines = [json.dumps({"epoch": epoch, "a_rsum": row}) + "\n" for epoch, row in enumerate(rows, start=1)]
+        (checkpoints / "results.jsonl").write_text("".join(lines))
+        (checkpoints / f"epoch_{len(rows)}.pt").touch()
+
+    def told(**epochs: float) -> None:
+        content = {
+            "epochs": {key.strip("e"): score for key, score in epochs.items()},
+            "curve": {"asked": request.of_curve()},
+        }
+        (tmp_path / "finetune.json").write_text(json.dumps(content))
+
+    scored(10.0, 9.5)
+    assert not finished(1)
+    told(e1=10.0, e2=9.5)
+    assert finished(1) and not finished(0) and not finished(2)
+    scored(10.0, 9.5, 11.25)  # the training went on, and the call was killed before its result
+    assert not finished(0)
+    told(e1=10.0, e2=9.5, e3=11.25)
+    assert finished(0) and finished(1)
