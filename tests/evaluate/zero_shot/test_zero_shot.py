@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.embeddings.encoder import FrozenModel
-from open_clip_zerovl.evaluate.accuracy import accuracies, wilson
+from open_clip_zerovl.evaluate.accuracy import accuracies, in_top, wilson
 from open_clip_zerovl.evaluate.settings import ZeroShotSettings
 from open_clip_zerovl.evaluate.zero_shot.score import class_features, classify
 from open_clip_zerovl.evaluate.zero_shot.sets import CLIP_TEMPLATES, open_labelled_set
@@ -50,6 +51,16 @@ def test_accuracies_by_hand_with_ties_by_expectation():
     assert found["mean_per_class"] == pytest.approx((1 / 2 + 1 / 3 + 1 / 6) / 3) and found["chance"] == 1 / 6
     assert {index: one["images"] for index, one in found["per_class"].items()} == {1: 2, 2: 1, 5: 1}
     assert "top5" not in accuracies(scores[:, :5], torch.tensor([1, 1, 2, 4]))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("measure", [accuracies, partial(in_top, 1)])  # of zero-shot and the probe, and of `zerovl compare`
+def test_scores_that_are_not_finite_are_refused(measure, bad):
+    """A class of NaN was always right: 100 % from NaN in the text projection."""
+    scores = torch.eye(3)
+    scores[:, 1] = bad
+    with pytest.raises(UserError, match=r"1 of 3 classes \(first: number 1\) are NaN or infinite"):
+        measure(scores, torch.tensor([0, 1, 2]))
 
 
 @pytest.mark.parametrize(("right", "count"), [(0, 12), (3, 40), (40, 40), (1, 1)])
