@@ -54,7 +54,9 @@ def test_accuracies_by_hand_with_ties_by_expectation():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("measure", [accuracies, partial(in_top, 1)])  # of zero-shot and the probe, and of `zerovl compare`
+@pytest.mark.parametrize(
+    "measure", [accuracies, partial(in_top, 1)]
+)  # of zero-shot and the probe, and of `zerovl compare`
 def test_scores_that_are_not_finite_are_refused(measure, bad):
     """A class of NaN was always right: 100 % from NaN in the text projection."""
     scores = torch.eye(3)
@@ -140,6 +142,42 @@ def test_imagenets_folders_have_their_names(tmp_path):
         and opened.names[:2] == ["tench", "goldfish"]
         and opened.names[-1] == "toilet paper"
     )
+
+
+def write_labels(root: Path, labels: list[int], *, names: str | None) -> str:
+    """CLIP_benchmark's layout with a picture of each label, and classnames.txt if names are given."""
+    members = [(f"{i}.png", png((i, 0, 0))) for i in range(len(labels))]
+    write_tar(
+        root / "test" / "0.tar", [m for i, one in enumerate(members) for m in (one, (f"{i}.cls", b"%d" % labels[i]))]
+    )
+    if names is not None:
+        (root / "classnames.txt").write_text(names)
+    return str(root)
+
+
+@pytest.mark.parametrize(
+    ("labels", "names", "sentence"),
+    [
+        ([1, 2, 3], "cat\ndog\nsun\n", "classnames.txt names the classes 0 to 2, .* has the label '3'"),  # shifted
+        ([0, 1, 2], "cat\ndog\n", "classnames.txt names the classes 0 to 1, .* has the label '2'"),
+        ([0, 1, 2], "cat\n\nsun\n", r"1 of 3 classes of .* have no words for captions \(first: '1'\)"),
+        ([0, 1], None, r"2 of 2 classes of .* have no words for captions \(first: '0'\): name them with --class-names"),
+    ],
+)
+def test_labels_without_words_are_refused_and_can_be_named(tmp_path, labels, names, sentence):
+    where = write_labels(tmp_path / "set", labels, names=names)
+    with pytest.raises(UserError, match=sentence):
+        open_labelled_set(where)
+    (tmp_path / "names.json").write_text(json.dumps({str(label): f"word {label}" for label in labels}))
+    named = open_labelled_set(where, ZeroShotSettings(class_names=tmp_path / "names.json"))
+    assert dict(zip(named.classes, named.names, strict=True)) == {str(label): f"word {label}" for label in labels}
+
+
+def test_a_part_of_imagenets_folders_has_no_words_and_digits_may_be_words(tmp_path):
+    with pytest.raises(UserError, match="2 of 2 classes of .* have no words for captions .first: 'n01440764'"):
+        open_labelled_set(str(write_classes(tmp_path / "some", "n01440764 n02102040", each=1)))
+    digits = open_labelled_set(write_labels(tmp_path / "digits", [0, 1], names="0\n1\n"))
+    assert digits.names == ["0", "1"]  # as CLIP_benchmark names MNIST's
 
 
 def test_templates_and_names_may_be_files(tmp_path):
