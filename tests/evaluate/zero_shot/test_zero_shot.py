@@ -180,6 +180,30 @@ def test_a_part_of_imagenets_folders_has_no_words_and_digits_may_be_words(tmp_pa
     assert digits.names == ["0", "1"]  # as CLIP_benchmark names MNIST's
 
 
+def test_templates_lie_where_class_names_do_and_a_split_must_exist(tmp_path):
+    """A set and its split, named alone, are one: the split had the set's class names, and CLIP's templates."""
+    root = tmp_path / "set"
+    where = write_labels(root, [0, 1], names="cat\ndog\n")
+    (root / "zeroshot_classification_templates.txt").write_text("my {c}\n")
+    for place in (where, f"{where}/test", f"{where}/test/0.tar"):
+        opened = open_labelled_set(place)
+        assert (opened.names, opened.templates) == (["cat", "dog"], ("my {c}",)), place
+    flat, train = str(write_classes(tmp_path / "flat", "x y", each=1)), ZeroShotSettings(split="train")
+    for place, settings, sentence in (
+        (flat, ZeroShotSettings(split="nonsense"), "flat has no split 'nonsense'; leave --split out"),
+        (flat, train, "flat has no split 'train'; leave"),
+        (where, train, "set has no split 'train'; leave"),
+        (f"{where}/test/0.tar", train, "has no split 'train'; leave"),
+        (
+            "food101:/nowhere",
+            ZeroShotSettings(split="val"),
+            "food101:/nowhere has no split 'val'; it has train and test",
+        ),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            open_labelled_set(place, settings)
+
+
 def test_templates_and_names_may_be_files(tmp_path):
     root = str(write_classes(tmp_path / "set", "x y"))
     (own := tmp_path / "set" / "zeroshot_classification_templates.txt").write_text("\n")

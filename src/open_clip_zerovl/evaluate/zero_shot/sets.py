@@ -21,8 +21,8 @@ from open_clip import IMAGENET_CLASSNAMES, SIMPLE_IMAGENET_TEMPLATES
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import UNREADABLE
-from open_clip_zerovl.data.labelled import ProbeSet, class_list, open_probe_set
-from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES
+from open_clip_zerovl.data.labelled import ROLES, ProbeSet, class_list, is_dataset, open_probe_set
+from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES, file_of_words
 from open_clip_zerovl.evaluate.settings import ZeroShotSettings
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS
 
@@ -58,8 +58,8 @@ def open_labelled_set(where: str, settings: ZeroShotSettings | None = None) -> L
     """Index a labelled set; the module's text lists the forms of `where`.
 
     Raises:
-        UserError: what `open_probe_set` refuses, a folder of other splits than the one asked for, a template without a place for
-            the class, class names that do not fit, classes without words.
+        UserError: what `open_probe_set` refuses, a split that the set does not have, a template without a place for the class,
+            class names that do not fit, classes without words.
     """
     settings = settings or ZeroShotSettings()
     root = place = Path(where).expanduser()
@@ -72,11 +72,22 @@ def open_labelled_set(where: str, settings: ZeroShotSettings | None = None) -> L
             f"{root} has no folder {settings.split!r}, but {', '.join(others)}: name one of these folders as the set, or "
             "choose one with --split (zero-shot has it)"
         )
+    if place == root:
+        _check_split(where, settings.split)
     places = [str(part) for part in parts] or [str(place) if place != root else where]
     opened = [open_probe_set(one, split, label=settings.label) for one in places]
     images = opened[0] if not parts else _joined(place, opened)
     sources = [part.name for part, one in zip(parts, opened, strict=True) for _ in one.labels] if parts else None
-    return LabelledSet(images, *_classes(images, settings.class_names), _templates(settings, root), sources)
+    folder = place if place.is_dir() else Path(images.files[0]).parent
+    return LabelledSet(images, *_classes(images, settings.class_names), _templates(settings, folder), sources)
+
+
+def _check_split(where: str, split: str) -> None:
+    """UserError for a split that a set without folders of splits does not have; a dataset of torchvision has two."""
+    splits = ROLES if is_dataset(where) else ("test",)  # the default chooses the whole of a set without splits
+    if split not in splits:
+        has = f"it has {' and '.join(splits)}" if len(splits) > 1 else "leave --split out to score all of it"
+        raise UserError(f"{where} has no split {split!r}; {has}")
 
 
 def _classes(images: ProbeSet, given: Path | None) -> tuple[list[str], list[str]]:
@@ -156,11 +167,11 @@ def _class_names(file: Path, classes: Sequence[str]) -> list[str]:
         ) from error
 
 
-def _templates(settings: ZeroShotSettings, root: Path) -> tuple[str, ...]:
-    """The templates of `--template`, captions or files of them; else the set's own; else CLIP's short list."""
+def _templates(settings: ZeroShotSettings, folder: Path) -> tuple[str, ...]:
+    """The templates of `--template`, captions or files of them; else those of the set's folder; else CLIP's short list."""
     given: list[str] = []
-    beside = root / TEMPLATES
-    places = settings.template or ((str(beside),) if beside.is_file() else CLIP_TEMPLATES)
+    beside = file_of_words(folder, TEMPLATES)
+    places = settings.template or (CLIP_TEMPLATES if beside is None else (str(beside),))
     for one in places:
         if "{" in one:
             given.append(one)
