@@ -45,7 +45,7 @@ def create_model(
                 "--lock-text of open_clip's own text transformer needs --lock-text-freeze-layer-norm: it locks LayerNorms, too"
             )
         if config.init_from is not None:
-            report = init_from(model, config.init_from, _model_cfg(model_name, args))
+            report = init_from(model, config.init_from, _model_cfg(model_name, args), config.context_length)
             logging.info(f"Starting from {config.init_from}:\n{report}")
         for tower, path in (("image", config.init_image), ("text", config.init_text)):
             if path is not None:
