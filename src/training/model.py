@@ -15,6 +15,7 @@ from open_clip_train.distributed import is_device_available
 from open_clip_train.scheduler import assign_learning_rate
 from timm.optim import list_optimizers
 
+from open_clip_zerovl.checkpoints.spec import spec_of_run
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.rates import warmup_cosine
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
@@ -44,7 +45,8 @@ def create_model(
                 "--lock-text of open_clip's own text transformer needs --lock-text-freeze-layer-norm: it locks LayerNorms, too"
             )
         if config.init_from is not None:
-            logging.info(f"Starting from {config.init_from}:\n{init_from(model, config.init_from)}")
+            report = init_from(model, config.init_from, _model_cfg(model_name, args), config.context_length)
+            logging.info(f"Starting from {config.init_from}:\n{report}")
         for tower, path in (("image", config.init_image), ("text", config.init_text)):
             if path is not None:
                 loaded = load_pretrained_tower(model, tower, path)  # type: ignore[arg-type]
@@ -53,6 +55,14 @@ def create_model(
                 )
 
     return build_model(model_name, pretrained, config, seed=args.seed, start=start, **options)
+
+
+def _model_cfg(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
+    """The config of a run's model; None, with a warning, of a model whose config lies on the hub."""
+    if name.startswith("hf-hub:"):
+        logging.warning(f"--init-from compares only names and shapes of tensors: the config of {name} lies on the hub.")
+        return None
+    return spec_of_run(name, vars(args)).model_cfg
 
 
 def check_contrastive(model: torch.nn.Module, name: str) -> None:

@@ -12,7 +12,9 @@ from PIL import Image
 
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.embeddings.sources import cut_captions
+from open_clip_zerovl.evaluate.bias.samples import read_samples
 from open_clip_zerovl.evaluate.zero_shot.sets import open_labelled_set
 from open_clip_zerovl.finetune.data import (
     all_classes,
@@ -44,6 +46,16 @@ def sample(number: int, *captions: str, key: str = "") -> Sample:
 def source(folder, numbers, **options) -> str:
     write_source(folder, [sample(number) for number in numbers], shard_size=30, **options)
     return f"{folder.name}={folder}"
+
+
+def test_training_and_evaluation_divide_captions_at_newlines_alone(tmp_path):
+    """Unicode's line separators are parts of a caption: evaluation made three captions of one."""
+    first, second = "a dog\u2028runs on \x85grass", "a \x0bcat"
+    write_source(tmp_path / "a", [sample(0, first + "\r", "  ", f" {second} ")], shard_size=30)
+    (source,) = open_sources(f"a={tmp_path / 'a'}")
+    assert [captions for _, _, captions in all_samples(source)] == [[first, second]]
+    assert open_retrieval_set(tmp_path / "a").samples[0].captions == (first, second)
+    assert [one.caption for one in read_samples([source], 5)[0]] == [first]  # of bias and compare
 
 
 def test_what_a_folder_holds(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.models.long_context import CONSTANT, lengthen, stretched, text_positions
 from open_clip_zerovl.recipe.apply import build_model
 from open_clip_zerovl.recipe.flags import RecipeConfig
+from open_clip_zerovl.recipe.start import init_from
 from support.programs import COMMON, launch, state_of
 from support.tars import write_source
 from support.tiny_clip import (
@@ -122,6 +124,29 @@ def test_adapters_beside_stretched_positions_are_said_to_learn_alone(name, lengt
     model, *_ = build_model(name, None, RecipeConfig(context_length=length, lora=2, lora_on="text"), seed=0)
     assert caplog.messages.count(CONSTANT) == said
     assert not any(p.requires_grad for n, p in model.named_parameters() if "position" in n)
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_a_stretched_checkpoint_starts_a_run_of_its_length_and_of_a_longer_one(tmp_path, name, caplog):
+    """Weights were loaded before positions were stretched: the text tower did not fit and stayed random."""
+    trained = random_model(name)
+    lengthen(trained, LONGER, 12 if name == "long-bert" else None)
+    checkpoint = write_run(tmp_path / "run", trained, {"model": name, "force_context_length": LONGER})
+    found = {}
+    for length in (LONGER, 2 * LONGER):
+        start = partial(init_from, checkpoint=checkpoint, context_length=length)
+        found[length], *_ = build_model(name, None, RecipeConfig(context_length=length), seed=0, start=start)
+        assert text_positions(found[length]) == length
+    weights = trained.state_dict()
+    assert all(torch.equal(tensor, weights[key]) for key, tensor in found[LONGER].state_dict().items())
+    lengthen(trained, 2 * LONGER, LONGER)
+    assert torch.equal(rows_of(found[2 * LONGER]), rows_of(trained))
+    with pytest.raises(
+        UserError, match=f"has positions for {LONGER} tokens, more than --context-length 90; give --context-length"
+    ):
+        init_from(random_model(name), checkpoint, context_length=90)
+    assert "text tower" in init_from(random_model(name), checkpoint).left
+    assert f"is not loaded; give --context-length {LONGER} to start from it" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["long-clip", "long-bert", "long-xlm"])

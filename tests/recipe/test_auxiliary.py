@@ -1,6 +1,7 @@
 """Towers initialised from other runs, frozen, unlocked layer by layer; tokens dropped; the parameters of the optimizer."""
 
 import copy
+import json
 import math
 import pickle
 from argparse import Namespace
@@ -13,16 +14,27 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import MT5Config
 
+from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.models.build import create_model_and_transforms
+from open_clip_zerovl.models.long_context import lengthen
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.recipe.optimizer import constant_temperature, optimizer_step, parameter_groups
 from open_clip_zerovl.recipe.start import init_from
 from open_clip_zerovl.recipe.towers import GROUPS, check_token_drop, freeze, group_of, lock_text_layers
 from support.dga_reference import batches, bert_clip
-from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, TIMM_VISION, bert_text, register, write_bert
+from support.tiny_clip import (
+    CLIP_TEXT,
+    NATIVE_VISION,
+    TIMM_VISION,
+    bert_text,
+    random_model,
+    register,
+    write_bert,
+    write_run,
+)
 from training.model import cosine_lr, create_model
 
 EMBED_DIM = 24
@@ -153,6 +165,97 @@ def test_a_checkpoint_that_fits_nowhere_is_an_error(tmp_path, bert):
     (tmp_path / "broken.safetensors").write_bytes(b"not tensors at all")
     with pytest.raises(UserError, match="cannot be read as safetensors"):
         init_from(student, tmp_path / "broken.safetensors")
+
+
+LIKE_BERT = {"hf_model_name": "{bert}", "hf_tokenizer_name": "{bert}"}
+HEADS = {"hf_model_name": "{heads}", "hf_tokenizer_name": "{heads}"}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "sentence"),
+    [
+        (
+            {"text": {"hf_pooler_type": "mean_pooler"}},
+            "text_cfg.hf_pooler_type is mean_pooler there and cls_last_hidden",
+        ),
+        (
+            {"text": HEADS},
+            "the text tower of .*: num_attention_heads is 4 there and 2 here; give the model that setting",
+        ),
+        (
+            {"vision": {"head_width": 8}},
+            "the image tower of .* has the model's shapes .*: vision_cfg.head_width is 8 there",
+        ),
+        ({"quick_gelu": True}, "quick_gelu is True there and not given here"),
+        # Not of the function: places, defaults that are written out, lengths and dropout of a training
+        ({"text": {**LIKE_BERT, "context_length": 10}, "vision": {"mlp_ratio": 4.0, "patch_dropout": 0.5}}, None),
+    ],
+)
+def test_a_tower_that_fits_and_computes_another_function_is_refused(tmp_path, bert, caplog, theirs, sentence):
+    """Names and shapes are equal, and embeddings were not: text cosine 0.69 to 0.85 for another pooling."""
+    for file in bert.iterdir():
+        for folder in ("heads", "copy"):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            (tmp_path / folder / file.name).write_bytes(file.read_bytes())
+    for folder, change in (("heads", {"num_attention_heads": 4}), ("copy", {"hidden_dropout_prob": 0.3})):
+        content = json.loads((bert / "config.json").read_text())
+        (tmp_path / folder / "config.json").write_text(json.dumps({**content, **change}))
+    places = {"{heads}": str(tmp_path / "heads"), "{bert}": str(tmp_path / "copy")}
+    text = bert_text(bert) | {key: places.get(value, value) for key, value in theirs.get("text", {}).items()}
+    more = {"quick_gelu": True} if "quick_gelu" in theirs else {}
+    name = f"function-{tmp_path.name}"
+    own, other = (
+        register(tmp_path, name, NATIVE_VISION, bert_text(bert)),
+        register(tmp_path, f"{name}-other", NATIVE_VISION | theirs.get("vision", {}), text, **more),
+    )
+    checkpoint = write_run(tmp_path / "run", random_model(other), {"model": other})
+    student = random_model(own, seed=1)
+    before = copy.deepcopy(student.state_dict())
+    config = open_clip.get_model_config(own)
+    if sentence is None:
+        assert len(init_from(student, checkpoint, config).loaded) == 5 and "not compared" not in caplog.text
+        return
+    with pytest.raises(UserError, match=sentence):
+        init_from(student, checkpoint, config)
+    with pytest.raises(UserError, match=sentence):
+        init_from(student, export_local_dir(checkpoint, tmp_path / "export"), config)
+    assert all(torch.equal(v, before[k]) for k, v in student.state_dict().items())
+    # The way out: weights alone
+    assert len(init_from(student, tmp_path / "export" / "open_clip_model.safetensors", config).loaded) == 5
+
+
+def test_a_tower_that_is_left_may_differ_and_a_config_that_is_gone_is_a_warning(tmp_path, caplog):
+    own = register(tmp_path, "gone-own", NATIVE_VISION, CLIP_TEXT)
+    other = register(tmp_path, "gone-other", NATIVE_VISION | {"patch_size": 16, "head_width": 8}, CLIP_TEXT)
+    checkpoint = write_run(tmp_path / "run", random_model(other), {"model": other})
+    config = open_clip.get_model_config(own)
+    assert (
+        init_from(random_model(own), checkpoint, config).loaded[0] == "text tower" and "not compared" not in caplog.text
+    )
+    (tmp_path / "run" / "params.txt").write_text("model: nowhere\n")
+    assert init_from(random_model(own), checkpoint, config).loaded[0] == "text tower"
+    assert "is not compared, only names and shapes of tensors: " in caplog.text and "nowhere" in caplog.text
+
+
+def test_a_run_compares_its_config_and_meets_its_length(tmp_path):
+    """As `--init-from` calls it: with the run's own flags, and before positions are stretched."""
+    own = register(tmp_path, "run-own", NATIVE_VISION, CLIP_TEXT | {"context_length": 32})
+    quick = write_run(tmp_path / "quick", random_model(own), {"model": own, "force_quick_gelu": True})
+    longer = random_model(own)
+    lengthen(longer, 64)
+    stretched = write_run(tmp_path / "long", longer, {"model": own, "force_context_length": 64})
+
+    def create(start, name=own, **flags):
+        config = RecipeConfig(init_from=str(start), context_length=flags.pop("context_length", None))
+        return create_model(config, Namespace(precision="fp32", seed=0, **flags), name, None, **flags)[0]
+
+    with pytest.raises(UserError, match="quick_gelu is True there and not given here"):
+        create(quick)
+    assert create(quick, force_quick_gelu=True) is not None
+    plain = write_run(tmp_path / "plain", random_model(own), {"model": own})
+    for model in (own, f"local-dir:{export_local_dir(plain, tmp_path / 'export')}"):
+        state = create(stretched, model, context_length=64).state_dict()
+        assert all(torch.equal(tensor, state[name]) for name, tensor in longer.state_dict().items())
 
 
 # --- freeze ----------------------------------------------------------------------------------------------------------

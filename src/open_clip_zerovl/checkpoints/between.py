@@ -11,23 +11,18 @@ of batch norm are averaged like weights. Integers are not averaged: position ids
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from open_clip.model import CLIPTextCfg, CLIPVisionCfg
 from torch import Tensor
 
 from open_clip_zerovl.checkpoints.export import PROBE_TEXTS
 from open_clip_zerovl.checkpoints.loading import Encoder, Preprocess, Tokenizer
-from open_clip_zerovl.checkpoints.spec import ModelSpec
+from open_clip_zerovl.checkpoints.spec import NOT_OF_FUNCTION, OF_FILES, ModelSpec, complete_config, first_difference
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.models.configs import ClipModel
 
-# Entries of a model's config about file paths and training, on which its function does not depend.
-_PLACES = frozenset({"hf_model_name", "hf_tokenizer_name", "hf_model_pretrained", "timm_model_pretrained"})
-_TRAINING = frozenset({"patch_dropout", "timm_drop", "timm_drop_path", "init_logit_scale", "init_logit_bias"})
-_OF_FILES = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"})
 _COUNT = "num_batches_tracked"
 
 
@@ -71,8 +66,8 @@ def open_ends(before: Encoder, after: Encoder) -> Ends:
     """
     specs = before.spec(), after.spec()
     names = before.model, after.model
-    configs = [_complete(spec.model_cfg) for spec in specs]
-    _require_same(names, "model_cfg", configs[0], configs[1], _PLACES | _TRAINING)
+    configs = [complete_config(spec.model_cfg) for spec in specs]
+    _require_same(names, "model_cfg", configs[0], configs[1], NOT_OF_FUNCTION)
     model, preprocess, tokenizer, device = before.load()
     other, _, other_tokenizer, _ = after.load()
     # Compare the built models: a config leaves out values that the model fills in, such as the size of its pictures.
@@ -82,7 +77,7 @@ def open_ends(before: Encoder, after: Encoder) -> Ends:
         module.text.config.to_dict() for module in (model, other) if hasattr(getattr(module, "text", None), "config")
     ]
     if len(configs) == 2:
-        _require_same(names, "the text tower's config", configs[0], configs[1], _OF_FILES)
+        _require_same(names, "the text tower's config", configs[0], configs[1], OF_FILES)
     weights = [{key: value.cpu().clone() for key, value in each.state_dict().items()} for each in (model, other)]
     check_same_tensors(names, *weights)
     for text in PROBE_TEXTS:
@@ -147,35 +142,9 @@ def _require_same(
     names: tuple[str, str], part: str, first: Mapping[str, Any], second: Mapping[str, Any], ignored: frozenset[str]
 ) -> None:
     """UserError that names the first entry in which two configs differ."""
-    left, right = (dict(_entries(config, ignored)) for config in (first, second))
-    for key in sorted(left.keys() | right.keys()):
-        a, b = left.get(key), right.get(key)
-        off = all(value is None or value is False for value in (a, b))  # an absent switch is one that is off
-        if a != b and not off:
-            raise UserError(
-                f"{names[0]} and {names[1]} are different models: {key} of {part} is {_shown(a)} in the first and {_shown(b)} "
-                "in the second; give two checkpoints of one model"
-            )
-
-
-def _complete(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's config with open_clip's values for the settings of its towers that it leaves out."""
-    towers = {"vision_cfg": CLIPVisionCfg, "text_cfg": CLIPTextCfg}
-    return {**model_cfg, **{name: {**asdict(kind()), **model_cfg[name]} for name, kind in towers.items()}}
-
-
-def _entries(config: Mapping[str, Any], ignored: frozenset[str], prefix: str = "") -> list[tuple[str, Any]]:
-    """The entries of a nested config under dotted names."""
-    found: list[tuple[str, Any]] = []
-    for key, value in config.items():
-        if key in ignored:
-            continue
-        if isinstance(value, Mapping):
-            found += _entries(value, ignored, f"{prefix}{key}.")
-        else:
-            found.append((prefix + str(key), list(value) if isinstance(value, tuple) else value))
-    return found
-
-
-def _shown(value: Any) -> str:
-    return "not given" if value is None else str(value) or "empty"
+    if (found := first_difference(first, second, ignored)) is not None:
+        key, a, b = found
+        raise UserError(
+            f"{names[0]} and {names[1]} are different models: {key} of {part} is {a} in the first and {b} in the second; "
+            "give two checkpoints of one model"
+        )

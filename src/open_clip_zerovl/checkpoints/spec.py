@@ -11,11 +11,12 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from open_clip.factory import get_model_config, parse_model_name
+from open_clip.model import CLIPTextCfg, CLIPVisionCfg
 from open_clip.pretrained import get_pretrained_cfg
 from open_clip.transform import PreprocessCfg, merge_preprocess_dict
 
@@ -24,6 +25,14 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.models.build import check_model
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, read_config
 from open_clip_zerovl.models.model_file import register_model_file
+
+# Entries of a model's config about file paths and training, on which its function does not depend.
+NOT_OF_FUNCTION = frozenset({
+    "hf_model_name", "hf_tokenizer_name", "hf_model_pretrained", "timm_model_pretrained",
+    "patch_dropout", "timm_drop", "timm_drop_path", "init_logit_scale", "init_logit_bias",
+})  # fmt: skip
+OF_FILES = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"})  # transformers
+_TOWERS = {"image": ("vision_cfg", asdict(CLIPVisionCfg())), "text": ("text_cfg", asdict(CLIPTextCfg()))}
 
 MODEL_ENTRY = "model_config"  # of a checkpoint: the config of a model that is the user's own (--model-config)
 
@@ -101,7 +110,7 @@ def read_model_spec(
         raise UserError(f"no params.txt beside {checkpoint} names its model: give the model's name")
     if params.get("model_config") and not model:
         name = _register_own(str(params["model_config"]), checkpoint)
-    return _spec_of(str(name), params, text_model or params.get("text_model"))
+    return spec_of_run(str(name), params, text_model or params.get("text_model"))
 
 
 def _register_own(file: str, checkpoint: Path) -> str:
@@ -128,11 +137,11 @@ def named_model_spec(name: str, pretrained: str | None = None) -> ModelSpec:
     Raises:
         UserError: a folder without config, or a name that open_clip does not know.
     """
-    return _spec_of(name, {"pretrained": pretrained}, None)
+    return spec_of_run(name, {"pretrained": pretrained})
 
 
-def _spec_of(name: str, params: Mapping[str, Any], text_model: str | None) -> ModelSpec:
-    """The configs of a model by name, with the changes that the arguments of a run make."""
+def spec_of_run(name: str, params: Mapping[str, Any], text_model: str | None = None) -> ModelSpec:
+    """The configs of a model by name, with the changes that the arguments of a run make. UserError for an unknown name."""
     name, model_cfg, base_preprocess = _registered(name, params.get("pretrained"), text_model)
 
     vision_cfg, text_cfg = model_cfg["vision_cfg"], model_cfg["text_cfg"]
@@ -189,6 +198,60 @@ def _unwrapped(size: Any) -> Any:
     if isinstance(size, (list, tuple)):
         return size[0] if len(size) == 1 else list(size)
     return size
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two models with the same tensors may compute two functions: other heads, another pooling, another activation
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def first_difference(
+    first: Mapping[str, Any], second: Mapping[str, Any], ignored: frozenset[str]
+) -> tuple[str, str, str] | None:
+    """The first entry in which two nested configs differ: its dotted name and both values as text; None if in none."""
+    left, right = (dict(_entries(config, ignored)) for config in (first, second))
+    for key in sorted(left.keys() | right.keys()):
+        a, b = left.get(key), right.get(key)
+        off = all(value is None or value is False for value in (a, b))  # an absent switch is one that is off
+        if a != b and not off:
+            return key, _shown(a), _shown(b)
+    return None
+
+
+def complete_config(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's config with open_clip's values for the settings of its towers that it leaves out."""
+    return {**model_cfg, **{part: {**defaults, **model_cfg[part]} for part, defaults in _TOWERS.values()}}
+
+
+def tower_config(model_cfg: Mapping[str, Any], tower: str) -> dict[str, Any]:
+    """The entries of a model's config on which the function of a tower, "image" or "text", depends, with open_clip's defaults.
+
+    Sizes of inputs are left out: shapes of tensors show those that matter.
+    """
+    part, defaults = _TOWERS[tower]
+    config = {key: value for key, value in model_cfg[part].items() if value is not None}
+    foreign = config.get("timm_model_name") or config.get("hf_model_name")
+    if "timm_model_name" in config:  # the tag after the point names weights
+        config["timm_model_name"] = config["timm_model_name"].partition(".")[0]
+    own = {**defaults, **config, "image_size": None, "context_length": None}
+    return {part: own} if foreign else {part: own, "quick_gelu": model_cfg.get("quick_gelu")}
+
+
+def _entries(config: Mapping[str, Any], ignored: frozenset[str], prefix: str = "") -> list[tuple[str, Any]]:
+    """The entries of a nested config under dotted names."""
+    found: list[tuple[str, Any]] = []
+    for key, value in config.items():
+        if key in ignored:
+            continue
+        if isinstance(value, Mapping):
+            found += _entries(value, ignored, f"{prefix}{key}.")
+        else:
+            found.append((prefix + str(key), list(value) if isinstance(value, tuple) else value))
+    return found
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None else str(value) or "empty"
 
 
 def write_config(folder: Path, model_cfg: dict[str, Any], preprocess_cfg: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ from PIL import Image
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.components import expand_shards
 from open_clip_zerovl.data.images import BadImage, read_picture
-from open_clip_zerovl.data.names import CLASS_NAMES
+from open_clip_zerovl.data.names import CLASS_NAMES, file_of_words
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, image_of, indexed_members
 
 ROLES = ("train", "test")
@@ -88,6 +88,12 @@ def class_list(train: ProbeSet, test: ProbeSet) -> list[str]:
     return classes
 
 
+def is_dataset(spec: str) -> bool:
+    """True for `NAME:DIR`, a dataset with splits of its own."""
+    kind, colon, _ = spec.partition(":")
+    return bool(colon) and "/" not in kind
+
+
 def open_probe_set(spec: str | os.PathLike[str], role: str, *, label: str = "cls") -> ProbeSet:
     """Index a labelled set; the module's text lists the forms of `spec`.
 
@@ -102,8 +108,8 @@ def open_probe_set(spec: str | os.PathLike[str], role: str, *, label: str = "cls
     spec = os.fspath(spec)
     if role not in ROLES:
         raise UserError(f"a probe set is for {' or '.join(ROLES)}, not {role!r}")
-    kind, colon, root = spec.partition(":")
-    if colon and "/" not in kind:
+    if is_dataset(spec):
+        kind, _, root = spec.partition(":")
         if kind not in _DATASETS:
             raise UserError(
                 f"{spec!r} names the unknown dataset {kind!r}; known: {', '.join(_DATASETS)}, or give a folder"
@@ -261,9 +267,7 @@ def _class(content: bytes, name: str, where: str) -> str:
 
 
 def _class_names(folder: Path) -> dict[str, str]:
-    """Class number -> name, from `classnames.txt` (one name a line), in the folder or, as CLIP_benchmark has it, above it."""
-    for place in (folder, folder.parent):
-        file = place / CLASS_NAMES
-        if file.is_file():
-            return {str(i): name for i, name in enumerate(file.read_text(encoding="utf-8").splitlines())}
-    return {}
+    """Class number -> name, from `classnames.txt` (one name a line)."""
+    file = file_of_words(folder, CLASS_NAMES)
+    lines = [] if file is None else file.read_text(encoding="utf-8").splitlines()
+    return {str(i): name for i, name in enumerate(lines)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
 
@@ -26,6 +27,11 @@ POLICIES = ("replace", "fail")  # what happens at a bad sample
 PIXEL_PATHS = ("pil", "arrays")  # what decodes and resizes pictures
 PIXEL_PATH = "arrays"  # default of training, and of stored teachers, which see its pictures
 AUTO_AUGMENTS = ("imagenet",)  # policies of AutoAugment
+
+
+def file_of_words(folder: Path, name: str) -> Path | None:
+    """CLASS_NAMES or TEMPLATES of a labelled set: in its folder or, as CLIP_benchmark has it, above its split; else None."""
+    return next((file for file in (folder / name, folder.parent / name) if file.is_file()), None)
 
 
 @functools.cache

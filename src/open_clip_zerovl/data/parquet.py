@@ -128,6 +128,8 @@ def _open_file(
     with faults_named(file, "is not a parquet file, or a broken one"), opened(file, policy) as table:
         schema, rows = table.schema_arrow, table.metadata.num_rows
     held, names = picture_columns(schema), schema.names
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"{file} has {names.count(repeated)} columns named {repeated!r}: give each column its own name")
     if not held or picture not in (None, *held):
         raise UserError(
             f"{file} has no pictures' bytes in {listed([picture] if picture else names)}: for paths or addresses make shards "

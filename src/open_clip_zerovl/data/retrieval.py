@@ -42,6 +42,7 @@ from open_clip_zerovl.data.components import Component, expand_shards, kind_of
 from open_clip_zerovl.data.images import BadImage, read_picture
 from open_clip_zerovl.data.table import open_table
 from open_clip_zerovl.data.workers import ItemSet, read_batches
+from open_clip_zerovl.shards.index import caption_lines
 from open_clip_zerovl.shards.members import CLIP_BENCHMARK_ORDER, TEXT_EXTENSION, image_of, indexed_members
 from open_clip_zerovl.shards.urls import REMOTE
 from open_clip_zerovl.shards.writing import RETRIEVAL_MARK, SHARD_COUNT
@@ -364,11 +365,11 @@ def _samples(shards: Sequence[Path], where: str | Path) -> list[RetrievalSample]
 
 
 def _captions(data: bytes, shard: Path, key: str) -> tuple[str, ...]:
+    """The captions of a `txt` member, divided as training divides them."""
     try:
-        lines = data.decode("utf-8").splitlines()
+        captions = tuple(line.decode("utf-8") for line in caption_lines(data))
     except UnicodeDecodeError as error:
         raise UserError(f"{shard}: {key}.txt is not UTF-8 ({error})") from error
-    captions = tuple(line for line in lines if line.strip())
     if not captions:
         raise UserError(f"{shard}: sample {key!r} has no captions: {key}.txt is empty")
     return captions

@@ -32,7 +32,15 @@ from open_clip_zerovl.data.clusters import Clustering, open_clusters, open_neigh
 from open_clip_zerovl.data.columns import listed
 from open_clip_zerovl.data.components import Component, expand_shards, kind_of
 from open_clip_zerovl.data.hard_negatives import Neighbours
-from open_clip_zerovl.data.names import CAPTIONS, CLASS_NAMES, NAME, check_separators, field_names, is_captions
+from open_clip_zerovl.data.names import (
+    CAPTIONS,
+    CLASS_NAMES,
+    NAME,
+    check_separators,
+    field_names,
+    file_of_words,
+    is_captions,
+)
 from open_clip_zerovl.data.parquet import PairColumns, open_files
 from open_clip_zerovl.data.sizes import listed_sizes
 from open_clip_zerovl.data.table import EXTENSIONS, CsvFormat, CsvTable, block_sizes, open_table
@@ -90,9 +98,8 @@ class Source:
     def class_folder(self) -> Path | None:
         """The folder with the names of its classes; None if it was not packed from folders of classes."""
         first = local_path(self.shards[0]) if self.shards and self.table is None else None
-        # beside the shards or, as for the other words of a packed source, above its splits
-        places = list(Path(first).parents)[:2] if first is not None else []
-        return next((place for place in places if (place / CLASS_NAMES).is_file()), None)
+        names = file_of_words(Path(first).parent, CLASS_NAMES) if first is not None else None
+        return names.parent if names is not None else None
 
     @property
     def layout(self) -> str:

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from open_clip_zerovl.core.errors import UserError
+
 
 def class_indices(labels: Sequence[str], classes: Sequence[str]) -> Tensor:
     """(N,) index in `classes` of each label."""
@@ -35,6 +37,9 @@ def accuracies(scores: Tensor, targets: Tensor) -> dict[str, Any]:
     Returns:
         `images`; `top1`; `top1_interval` (95 %, over pictures); `top5` with more than five classes; `mean_per_class`, over the
         classes that occur; `chance`, 1/C; `per_class`: class index -> `images`, `top1`, `top1_interval`.
+
+    Raises:
+        UserError: scores that are not finite.
     """
     right = in_top(1, scores, targets)
     rows = {int(index): right[targets == index] for index in targets.unique()}
@@ -49,7 +54,17 @@ def accuracies(scores: Tensor, targets: Tensor) -> dict[str, Any]:
 
 
 def in_top(k: int, scores: Tensor, targets: Tensor) -> Tensor:
-    """(N,) the probability that the class is among the first k, where ties have a random order; arguments as `accuracies`."""
+    """(N,) the probability that the class is among the first k, where ties have a random order; as `accuracies`.
+
+    Raises:
+        UserError: scores that are not finite. A class of NaN would be above none and tie with none: always right.
+    """
+    if not bool((finite := scores.isfinite()).all()):
+        classes = (~finite).any(dim=0).nonzero()[:, 0]
+        raise UserError(
+            f"the scores of {len(classes)} of {scores.shape[1]} classes (first: number {int(classes[0])}) are NaN or infinite: "
+            "the model has diverged, or its weights are bad; give an earlier checkpoint"
+        )
     own = scores.gather(1, targets[:, None])  # (N, 1)
     above, tied = (scores > own).sum(dim=1), (scores == own).sum(dim=1)
     return ((k - above) / tied).clamp(0, 1).double()

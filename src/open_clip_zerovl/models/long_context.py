@@ -91,6 +91,14 @@ def text_positions(model: Any) -> int | None:
     return len(rows) if isinstance(rows, Tensor) and getattr(tower, "cls_emb", None) is None else None
 
 
+def positions_name(model: Any) -> str | None:
+    """The name of a model's learned text positions in its state dict; None if it has none."""
+    tower = getattr(model, "text", model)
+    table = _hugging_face_table(tower)
+    rows = getattr(tower, "positional_embedding", None) if table is None else table.weight
+    return next((name for name, parameter in model.named_parameters() if parameter is rows), None)
+
+
 def stretch_positions(model: Any, length: int) -> None:
     """Stretch the positions of a model's text tower to `length`, in place; a tower with as many or without is left alone."""
     tower = getattr(model, "text", model)

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from open_clip.model import convert_to_custom_text_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from open_clip_zerovl.checkpoints.spec import (
+    NOT_OF_FUNCTION,
+    OF_FILES,
+    ModelSpec,
+    first_difference,
+    named_model_spec,
+    read_model_spec,
+    read_params,
+    tower_config,
+)
 from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, read_state_dict
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.core.files import UNREADABLE
+from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR
+from open_clip_zerovl.models.long_context import positions_name, stretch_positions, text_positions
+from open_clip_zerovl.recipe.flags import TOWERS
 from open_clip_zerovl.recipe.towers import GROUPS, group_of
 
 _UNSTORED = frozenset({"text.transformer.embeddings.position_ids"})  # a constant that transformers before 4.31 stored
+
+# Entries of a Hugging Face config about files, training and shapes.
+_NOT_OF_TEXT = OF_FILES | {"initializer_range", "use_cache", "gradient_checkpointing", "max_position_embeddings"}
 
 
 @dataclass(frozen=True)
@@ -44,7 +62,12 @@ class InitReport:
         return "\n".join([f"initialised from {self.path}:", *lines])
 
 
-def init_from(model: nn.Module, checkpoint: str | os.PathLike[str]) -> InitReport:
+def init_from(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    model_cfg: Mapping[str, Any] | None = None,
+    context_length: int | None = None,
+) -> InitReport:
     """Load into `model` each group of a checkpoint whose tensor names and shapes all match.
 
     A projection is loaded only together with its tower, because it does not fit another tower's features.
@@ -52,17 +75,24 @@ def init_from(model: nn.Module, checkpoint: str | os.PathLike[str]) -> InitRepor
     Args:
         model: an open_clip model, changed in place.
         checkpoint: a training checkpoint, a folder that `zerovl export` wrote, or a `.safetensors` file.
+        model_cfg: the model's config; a tower is then compared with that of the checkpoint's config (`params.txt` of its run,
+            `open_clip_config.json` of a folder) by the settings that no shape shows. A `.safetensors` file has none.
+        context_length: tokens to which the model's positions will be stretched (`--context-length`). If the checkpoint's were
+            stretched already, the model gets as many first, so that they fit.
 
     Returns:
         The groups that were loaded, and the reason for each group that was not.
 
     Raises:
-        UserError: no such file, or no tower of it fits (with the reason).
+        UserError: no such file, no tower of it fits (with the reason), a tower that fits computes another function, or a text
+            tower with positions for more tokens than `context_length`.
     """
     weights = _read_weights(Path(checkpoint))
     if isinstance(getattr(model, "text", None), nn.Module):
         weights = convert_to_custom_text_state_dict(weights)  # from open_clip's plain CLIP class
-    own, theirs = _by_group(model.state_dict()), _by_group(weights)
+    theirs = _by_group(weights)
+    _meet_stretched_positions(model, theirs.get("text tower", {}), checkpoint, context_length)
+    own = _by_group(model.state_dict())
     left: dict[str, str] = {}
     for group in [group for group in GROUPS if group in own]:
         tower = group.replace("projection", "tower")
@@ -75,9 +105,92 @@ def init_from(model: nn.Module, checkpoint: str | os.PathLike[str]) -> InitRepor
     if not {"image tower", "text tower"} & set(report.loaded):
         reasons = "; ".join(f"{group}: {reason}" for group, reason in left.items() if group.endswith("tower"))
         raise UserError(f"no tower of {checkpoint} fits this model, so nothing was loaded: {reasons}")
+    if model_cfg is not None:
+        _require_same_function(model, model_cfg, Path(checkpoint), report.loaded)
     selected = {name: weights[name] for group in report.loaded for name in own[group]}
     model.load_state_dict(selected, strict=False)
     return report
+
+
+def _meet_stretched_positions(
+    model: nn.Module, theirs: Mapping[str, Tensor], checkpoint: str | os.PathLike[str], length: int | None
+) -> None:
+    """Stretch the model's text positions to as many as `theirs` has, if the text tower then fits; without `length`, warn.
+
+    Raises:
+        UserError: `theirs` has more than `length`.
+    """
+    name, own = positions_name(model), _by_group(model.state_dict())["text tower"]
+    if name is None or name not in theirs or (more := len(theirs[name]) - len(own[name])) <= 0:
+        return
+    if _misfit({**own, name: theirs[name]}, theirs) is not None:
+        return
+    positions = (text_positions(model) or 0) + more
+    if length is None:
+        logging.warning(
+            f"The text tower of {checkpoint} has positions for {positions} tokens, more than the model's, and is not loaded; "
+            f"give --context-length {positions} to start from it."
+        )
+    elif length < positions:
+        raise UserError(
+            f"the text tower of {checkpoint} has positions for {positions} tokens, more than --context-length {length}; give "
+            f"--context-length {positions}"
+        )
+    else:
+        stretch_positions(model, positions)
+
+
+def _require_same_function(
+    model: nn.Module, model_cfg: Mapping[str, Any], checkpoint: Path, groups: tuple[str, ...]
+) -> None:
+    """UserError for a tower among `groups` with another setting than in the checkpoint's config; warns of a config to doubt."""
+    try:
+        spec = _spec_of(checkpoint)
+        if spec is None:
+            return
+        text = _text_configs(model, spec) if "text tower" in groups else ({}, {})
+    except UserError as error:
+        logging.warning(
+            f"The model's config of {checkpoint} is not compared, only names and shapes of tensors: {error}"
+        )
+        return
+    for tower in [tower for tower in TOWERS if f"{tower} tower" in groups]:
+        found = first_difference(tower_config(spec.model_cfg, tower), tower_config(model_cfg, tower), NOT_OF_FUNCTION)
+        if found is None and tower == "text":
+            found = first_difference(*text, _NOT_OF_TEXT)
+        if found is not None:
+            key, there, here = found
+            raise UserError(
+                f"the {tower} tower of {checkpoint} has the model's shapes and computes another function: {key} is {there} "
+                f"there and {here} here; give the model that setting, or --init-from the .safetensors file of an export, "
+                "which has no config to compare"
+            )
+
+
+def _spec_of(checkpoint: Path) -> ModelSpec | None:
+    """The configs of a checkpoint's model; None if none lies with it. UserError if they cannot be read."""
+    if checkpoint.is_dir():
+        return named_model_spec(LOCAL_DIR + str(checkpoint)) if (checkpoint / CONFIG_FILE).is_file() else None
+    named = checkpoint.suffix != ".safetensors" and read_params(checkpoint).get("model")
+    return read_model_spec(checkpoint) if named else None
+
+
+def _text_configs(model: nn.Module, spec: ModelSpec) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The checkpoint's and the model's config of a Hugging Face text tower; empty for open_clip's own."""
+    own: Any = getattr(getattr(model, "text", None), "config", None)
+    if own is None or spec.text_source is None:
+        return {}, {}
+    from transformers import AutoConfig
+
+    try:
+        theirs = AutoConfig.from_pretrained(spec.text_source, local_files_only=True)
+    except UNREADABLE as error:
+        raise UserError(
+            f"the config of the text tower {spec.text_source} cannot be read ({first_line(error)})"
+        ) from error
+    # Dropout and the like are settings of a training.
+    there, here = ({k: v for k, v in c.to_dict().items() if "dropout" not in k} for c in (theirs, own))
+    return there, here
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:

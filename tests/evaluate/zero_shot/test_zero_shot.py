@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.embeddings.encoder import FrozenModel
-from open_clip_zerovl.evaluate.accuracy import accuracies, wilson
+from open_clip_zerovl.evaluate.accuracy import accuracies, in_top, wilson
 from open_clip_zerovl.evaluate.settings import ZeroShotSettings
 from open_clip_zerovl.evaluate.zero_shot.score import class_features, classify
 from open_clip_zerovl.evaluate.zero_shot.sets import CLIP_TEMPLATES, open_labelled_set
@@ -50,6 +51,18 @@ def test_accuracies_by_hand_with_ties_by_expectation():
     assert found["mean_per_class"] == pytest.approx((1 / 2 + 1 / 3 + 1 / 6) / 3) and found["chance"] == 1 / 6
     assert {index: one["images"] for index, one in found["per_class"].items()} == {1: 2, 2: 1, 5: 1}
     assert "top5" not in accuracies(scores[:, :5], torch.tensor([1, 1, 2, 4]))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    "measure", [accuracies, partial(in_top, 1)]
+)  # of zero-shot and the probe, and of `zerovl compare`
+def test_scores_that_are_not_finite_are_refused(measure, bad):
+    """A class of NaN was always right: 100 % from NaN in the text projection."""
+    scores = torch.eye(3)
+    scores[:, 1] = bad
+    with pytest.raises(UserError, match=r"1 of 3 classes \(first: number 1\) are NaN or infinite"):
+        measure(scores, torch.tensor([0, 1, 2]))
 
 
 @pytest.mark.parametrize(("right", "count"), [(0, 12), (3, 40), (40, 40), (1, 1)])
@@ -129,6 +142,66 @@ def test_imagenets_folders_have_their_names(tmp_path):
         and opened.names[:2] == ["tench", "goldfish"]
         and opened.names[-1] == "toilet paper"
     )
+
+
+def write_labels(root: Path, labels: list[int], *, names: str | None) -> str:
+    """CLIP_benchmark's layout with a picture of each label, and classnames.txt if names are given."""
+    members = [(f"{i}.png", png((i, 0, 0))) for i in range(len(labels))]
+    write_tar(
+        root / "test" / "0.tar", [m for i, one in enumerate(members) for m in (one, (f"{i}.cls", b"%d" % labels[i]))]
+    )
+    if names is not None:
+        (root / "classnames.txt").write_text(names)
+    return str(root)
+
+
+@pytest.mark.parametrize(
+    ("labels", "names", "sentence"),
+    [
+        ([1, 2, 3], "cat\ndog\nsun\n", "classnames.txt names the classes 0 to 2, .* has the label '3'"),  # shifted
+        ([0, 1, 2], "cat\ndog\n", "classnames.txt names the classes 0 to 1, .* has the label '2'"),
+        ([0, 1, 2], "cat\n\nsun\n", r"1 of 3 classes of .* have no words for captions \(first: '1'\)"),
+        ([0, 1], None, r"2 of 2 classes of .* have no words for captions \(first: '0'\): name them with --class-names"),
+    ],
+)
+def test_labels_without_words_are_refused_and_can_be_named(tmp_path, labels, names, sentence):
+    where = write_labels(tmp_path / "set", labels, names=names)
+    with pytest.raises(UserError, match=sentence):
+        open_labelled_set(where)
+    (tmp_path / "names.json").write_text(json.dumps({str(label): f"word {label}" for label in labels}))
+    named = open_labelled_set(where, ZeroShotSettings(class_names=tmp_path / "names.json"))
+    assert dict(zip(named.classes, named.names, strict=True)) == {str(label): f"word {label}" for label in labels}
+
+
+def test_a_part_of_imagenets_folders_has_no_words_and_digits_may_be_words(tmp_path):
+    with pytest.raises(UserError, match="2 of 2 classes of .* have no words for captions .first: 'n01440764'"):
+        open_labelled_set(str(write_classes(tmp_path / "some", "n01440764 n02102040", each=1)))
+    digits = open_labelled_set(write_labels(tmp_path / "digits", [0, 1], names="0\n1\n"))
+    assert digits.names == ["0", "1"]  # as CLIP_benchmark names MNIST's
+
+
+def test_templates_lie_where_class_names_do_and_a_split_must_exist(tmp_path):
+    """A set and its split, named alone, are one: the split had the set's class names, and CLIP's templates."""
+    root = tmp_path / "set"
+    where = write_labels(root, [0, 1], names="cat\ndog\n")
+    (root / "zeroshot_classification_templates.txt").write_text("my {c}\n")
+    for place in (where, f"{where}/test", f"{where}/test/0.tar"):
+        opened = open_labelled_set(place)
+        assert (opened.names, opened.templates) == (["cat", "dog"], ("my {c}",)), place
+    flat, train = str(write_classes(tmp_path / "flat", "x y", each=1)), ZeroShotSettings(split="train")
+    for place, settings, sentence in (
+        (flat, ZeroShotSettings(split="nonsense"), "flat has no split 'nonsense'; leave --split out"),
+        (flat, train, "flat has no split 'train'; leave"),
+        (where, train, "set has no split 'train'; leave"),
+        (f"{where}/test/0.tar", train, "has no split 'train'; leave"),
+        (
+            "food101:/nowhere",
+            ZeroShotSettings(split="val"),
+            "food101:/nowhere has no split 'val'; it has train and test",
+        ),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            open_labelled_set(place, settings)
 
 
 def test_templates_and_names_may_be_files(tmp_path):

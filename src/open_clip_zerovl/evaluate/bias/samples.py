@@ -23,6 +23,7 @@ from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.reading import Sample
 from open_clip_zerovl.evaluate.bias.measures import check_source_probe, probe_groups
 from open_clip_zerovl.evaluate.embedded import embedded, folder_name
+from open_clip_zerovl.shards.index import caption_lines
 from open_clip_zerovl.shards.members import TEXT_EXTENSION, image_of
 from open_clip_zerovl.shards.members import Sample as StoredSample
 
@@ -112,9 +113,9 @@ def _pair(
     source: str, sample: StoredSample, concept_field: str | None, held_out_field: str | None, where: str
 ) -> SourceSample | None:
     image = image_of(sample.files)
-    text = sample.files.get(TEXT_EXTENSION, b"").decode("utf-8", errors="replace")
     # Lines are captions: joined, they would be five times as long as a query, and cut off.
-    caption = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    lines = caption_lines(sample.files.get(TEXT_EXTENSION, b""))
+    caption = lines[0].decode("utf-8", errors="replace") if lines else ""
     if image is None or not caption:
         return None
     concept, held_out = None, True

@@ -124,7 +124,8 @@ def run_zero_shot(encoder: Encoder, data: str, settings: ZeroShotSettings | None
         Set -> its metrics, as `score_labelled` gives them.
 
     Raises:
-        UserError: bad data or settings, a checkpoint that cannot be loaded, a file that cannot be written.
+        UserError: bad data or settings, a checkpoint that cannot be loaded or gives scores that are not finite, a file that
+            cannot be written.
     """
     settings = settings or ZeroShotSettings()
     if settings.output is not None:

@@ -21,14 +21,15 @@ from open_clip import IMAGENET_CLASSNAMES, SIMPLE_IMAGENET_TEMPLATES
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import UNREADABLE
-from open_clip_zerovl.data.labelled import ProbeSet, class_list, open_probe_set
-from open_clip_zerovl.data.names import TEMPLATES
+from open_clip_zerovl.data.labelled import ROLES, ProbeSet, class_list, is_dataset, open_probe_set
+from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES, file_of_words
 from open_clip_zerovl.evaluate.settings import ZeroShotSettings
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS
 
 SPLITS = ("train", "val", "valid", "validation", "test")
 #: CLIP's short list of seven, which its authors found to be nearly as good as all eighty.
 CLIP_TEMPLATES = tuple(template("{}") for template in SIMPLE_IMAGENET_TEMPLATES)
+_WORDNET = re.compile(r"n\d{8}")
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ def open_labelled_set(where: str, settings: ZeroShotSettings | None = None) -> L
     """Index a labelled set; the module's text lists the forms of `where`.
 
     Raises:
-        UserError: what `open_probe_set` refuses, a folder of other splits than the one asked for, a template without a place
-            for the class, class names that do not fit.
+        UserError: what `open_probe_set` refuses, a split that the set does not have, a template without a place for the class,
+            class names that do not fit, classes without words.
     """
     settings = settings or ZeroShotSettings()
     root = place = Path(where).expanduser()
@@ -71,18 +72,53 @@ def open_labelled_set(where: str, settings: ZeroShotSettings | None = None) -> L
             f"{root} has no folder {settings.split!r}, but {', '.join(others)}: name one of these folders as the set, or "
             "choose one with --split (zero-shot has it)"
         )
+    if place == root:
+        _check_split(where, settings.split)
     places = [str(part) for part in parts] or [str(place) if place != root else where]
     opened = [open_probe_set(one, split, label=settings.label) for one in places]
     images = opened[0] if not parts else _joined(place, opened)
     sources = [part.name for part, one in zip(parts, opened, strict=True) for _ in one.labels] if parts else None
-    stored = list(images.names) if {*images.labels} <= images.names.keys() else None
-    classes = stored or class_list(images, images)
+    folder = place if place.is_dir() else Path(images.files[0]).parent
+    return LabelledSet(images, *_classes(images, settings.class_names), _templates(settings, folder), sources)
+
+
+def _check_split(where: str, split: str) -> None:
+    """UserError for a split that a set without folders of splits does not have; a dataset of torchvision has two."""
+    splits = ROLES if is_dataset(where) else ("test",)  # the default chooses the whole of a set without splits
+    if split not in splits:
+        has = f"it has {' and '.join(splits)}" if len(splits) > 1 else "leave --split out to score all of it"
+        raise UserError(f"{where} has no split {split!r}; {has}")
+
+
+def _classes(images: ProbeSet, given: Path | None) -> tuple[list[str], list[str]]:
+    """The labels in the order of their indices, and the words for each.
+
+    Raises:
+        UserError: labels that classnames.txt does not name, numbers or WordNet ids without words.
+    """
+    outside = sorted({*images.labels} - images.names.keys())
+    classes = class_list(images, images) if outside else list(images.names)
+    if given is not None:
+        return classes, _class_names(given, classes)
+    if outside and images.names:
+        raise UserError(
+            f"{CLASS_NAMES} names the classes 0 to {len(images.names) - 1}, and {images.path} has the label {outside[0]!r}: "
+            "add the missing names, count the labels from 0, or give --class-names (zero-shot has it)"
+        )
+    if len(classes) == len(IMAGENET_CLASSNAMES) and all(_WORDNET.fullmatch(label) for label in classes):
+        return classes, list(IMAGENET_CLASSNAMES)  # ImageNet's folders, in the order of their WordNet numbers
     names = [images.names.get(label) or _words(label) for label in classes]
-    if settings.class_names is not None:
-        names = _class_names(settings.class_names, classes)
-    elif len(classes) == len(IMAGENET_CLASSNAMES) and all(re.fullmatch(r"n\d{8}", label) for label in classes):
-        names = list(IMAGENET_CLASSNAMES)  # ImageNet's folders, in the order of their WordNet numbers
-    return LabelledSet(images, classes, names, _templates(settings, root), sources)
+    wordless = [
+        label
+        for label, name in zip(classes, names, strict=True)
+        if not images.names.get(label) and (re.fullmatch(r"-?\d+", name) or _WORDNET.fullmatch(name))
+    ]
+    if wordless:
+        raise UserError(
+            f"{len(wordless)} of {len(classes)} classes of {images.path} have no words for captions (first: {wordless[0]!r}): "
+            f"name them with --class-names (zero-shot has it), in {CLASS_NAMES} beside the shards, or by their folders' names"
+        )
+    return classes, names
 
 
 def _sources_of(folder: Path) -> list[Path]:
@@ -131,11 +167,11 @@ def _class_names(file: Path, classes: Sequence[str]) -> list[str]:
         ) from error
 
 
-def _templates(settings: ZeroShotSettings, root: Path) -> tuple[str, ...]:
-    """The templates of `--template`, captions or files of them; else the set's own; else CLIP's short list."""
+def _templates(settings: ZeroShotSettings, folder: Path) -> tuple[str, ...]:
+    """The templates of `--template`, captions or files of them; else those of the set's folder; else CLIP's short list."""
     given: list[str] = []
-    beside = root / TEMPLATES
-    places = settings.template or ((str(beside),) if beside.is_file() else CLIP_TEMPLATES)
+    beside = file_of_words(folder, TEMPLATES)
+    places = settings.template or (CLIP_TEMPLATES if beside is None else (str(beside),))
     for one in places:
         if "{" in one:
             given.append(one)
