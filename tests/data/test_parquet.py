@@ -154,6 +154,7 @@ MISTAKES = {  # row, columns that are given, words
     "numbers": ({"image": PICTURE, "text": 3}, {}, r"no captions in 'text': name a column of text"),
     "misspelt": (PAIR, {"caption_key": "txet"}, r"no column 'txet', .*; did you mean --csv-caption-key 'text'"),
     "another file": (PAIR, {}, r"2\.parquet has no pictures' bytes in 'image'"),
+    "repeated": (PAIR, {}, "has 2 columns named 'text': give each column its own name"),
     "every caption": (PAIR, {}, "'--captions all' cannot count .*; copy or pack them here"),
 }
 
@@ -164,6 +165,10 @@ def test_a_mistake_gets_one_sentence_before_training(mistake, tmp_path):
     write(tmp_path / "1.parquet", row)
     if mistake == "another file":
         write(tmp_path / "2.parquet", {"jpg": PICTURE, "text": "x"})
+    if mistake == "repeated":
+        columns = [pyarrow.array([value]) for value in (PICTURE, "a dog", "a cat")]
+        table = pyarrow.Table.from_arrays(columns, names=["image", "text", "text"])
+        pyarrow.parquet.write_table(table, tmp_path / "1.parquet")
     captions = "all" if mistake == "every caption" else None
     with pytest.raises(UserError, match=sentence) as caught:
         parse_sources(f"a={tmp_path}", table_format=CsvFormat(**given), captions=captions)

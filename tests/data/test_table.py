@@ -144,7 +144,7 @@ def test_captions_in_the_lines_of_a_tar(tmp_path):
         sorted(captions_of_epochs(every, 1, workers=2, batch=2)[0])[:5] == sorted(captions_of_epochs(every, 1)[0])[:5]
     )
     with pytest.raises(
-        UserError, match="cannot count the captions of remote shards .*, first pipe:cat .*; copy them here"
+        UserError, match="cannot count the captions of remote shards .*, first pipe:cat .*; copy or pack them here"
     ):
         parse_sources(f"s=pipe:cat {tmp_path}/s/0.tar", captions="all")
     with pytest.raises(UserError, match="unknown --captions 'some'; use one of one-per-epoch, all"):

@@ -177,6 +177,7 @@ def test_pictures_of_a_labelled_set_are_compared_too(tmp_path):
         (tmp_path / "folders" / name / f"{number}.png").write_bytes(picture(number))
     labelled = [Sample(f"{n}", {"png": picture(n), "cls": str(n % 2).encode()}) for n in (4, 33, 200)]
     write_source(tmp_path / "shards", labelled, shard_size=2)
+    (tmp_path / "shards" / "classnames.txt").write_text("cat\ndog\n")
     for name, first in (("folders", "4.png"), ("shards", "4")):
         images = open_labelled_set(str(tmp_path / name)).images
         with pytest.raises(

@@ -34,7 +34,7 @@ OF: dict[str, Callable[[dict], float]] = {
 MAIN = [
     ("debiased over random batches, unseen style, 16 epochs", "debiased", "random", "score"),
     ("the same, 40 epochs", "long-debiased", "long-random", "score"),
-    ("across trained sources, 16 epochs", "debiased", "random", "across"),
+    ("from one trained source to another, 16 epochs", "debiased", "random", "across"),
     ("the same, 40 epochs", "long-debiased", "long-random", "across"),
     ("all trained sources in one pool, 16 epochs", "debiased", "random", "mixed"),
     ("the same, 40 epochs", "long-debiased", "long-random", "mixed"),
@@ -46,7 +46,12 @@ MAIN = [
     ),
     ("debiased over random, batch 256, unseen style, 16 epochs", "batch-256", "random-256", "score"),
     ("mixup, unseen style, 40 epochs", "mixup", "long-debiased", "score"),
-    ("gradient kept in the gather, unseen style, 16 epochs (Table 4)", "gather", "detached-gather", "score"),
+    (
+        "features gathered with gradient over without (Table 4), unseen style, 16 epochs",
+        "gather",
+        "detached-gather",
+        "score",
+    ),
     (None, "debiased", "random", "held-out pairs"),
     (None, "debiased", "random", "probe, texts %"),
     (None, "debiased", "random", "probe, images %"),
