@@ -511,7 +511,7 @@ def make_arrays(draw: Draw, folder: Path) -> None:
         (source / name).write_bytes(good_tar())
     shards = tuple(str(source / name) for name in ("0.tar", "1.tar"))
     labels, distances = np.arange(16, dtype=np.int32) % 2, np.zeros(16, dtype=np.float32)
-    marks = tuple(file_mark(shard, ()) for shard in shards)
+    marks = tuple(file_mark(shard, {}) for shard in shards)
     clustering = Clustering("a", shards, (8, 8), labels, distances, np.eye(2, dtype=np.float32), marks)
     tar_index.open_index(shards[0])
     tar_index._open.cache_clear()  # readers must read the stored index

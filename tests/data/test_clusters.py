@@ -42,7 +42,7 @@ def cluster(out: Path, data: str, labels: np.ndarray = LABELS) -> Path:
     (source,) = parse_sources(data)
     out.mkdir(exist_ok=True)
     count = int(labels.max()) + 1
-    marks = tuple(file_mark(shard, ()) for shard in source.shards)
+    marks = tuple(file_mark(shard, {}) for shard in source.shards)
     zeros = np.zeros(len(labels), np.float32), np.zeros((count, 1), np.float32)
     save_clustering(Clustering("cc", source.shards, source.sizes, labels, *zeros, marks), out)
     return out
@@ -195,7 +195,7 @@ def test_shards_written_anew_since_are_refused_and_copies_are_not(place):
     ):
         parse_sources(f"cc={place}/clusters")
     shard.write_bytes(content)
-    os.utime(shard, ns=(0, 0))
+    os.utime(shard, ns=(1, 1))
     assert len(parse_sources(f"cc={place}/clusters")) == CLUSTERS
     with np.load(place / "clusters/assignment.npz") as arrays:  # of an earlier release
         older = {name: value for name, value in arrays.items() if name != "marks"}

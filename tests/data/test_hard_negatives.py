@@ -37,7 +37,7 @@ def clustering_of(folder: Path, data: str, copies: np.ndarray | None = NONE) -> 
     (source,) = parse_sources(data)
     shards, sizes = tuple(dict.fromkeys(source.shards)), source.sizes if source.table is None else (SAMPLES,)
     zeros = np.zeros(SAMPLES, np.float32), np.zeros((CLUSTERS, 1), np.float32)
-    marks = tuple(file_mark(shard, ()) for shard in shards)
+    marks = tuple(file_mark(shard, {}) for shard in shards)
     (folder / "clusters").mkdir(parents=True, exist_ok=True)
     save_clustering(Clustering("cc", shards, sizes, LABELS, *zeros, marks, copies), folder / "clusters")
     return f"{folder}/clusters"

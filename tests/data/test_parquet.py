@@ -129,6 +129,17 @@ class Hub(Handler):
     do_HEAD = do_GET
 
 
+def test_a_star_of_a_query_or_beside_brackets_is_read_as_it_stands(folder, tmp_path):
+    signed = "https://h/{00000..00001}.tar?token=exp=1~acl=/*~hmac=a"
+    assert expand_shards(signed) == tuple(f"https://h/0000{n}.tar?token=exp=1~acl=/*~hmac=a" for n in range(2))
+    folder.rename(tmp_path / "x[2023]")
+    assert [Path(shard).name for shard in expand_shards(f"{tmp_path}/x[2023]/*.tar")] == ["00000.tar", "00001.tar"]
+    for shard in (tmp_path / "x[2023]").glob("*.tar"):
+        shard.unlink()
+    (tmp_path / "x[2023]" / "._0.parquet").write_bytes(b"of a Mac")
+    assert len(expand_shards(f"{tmp_path}/x[2023]", parquet=True)) == 2
+
+
 def test_a_star_names_the_files_of_a_data_set_on_the_hub(folder, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with serving(Server(Hub)) as hub:
@@ -148,8 +159,12 @@ PAIR = {"image": PICTURE, "text": "a dog"}
 MISTAKES = {  # row, columns that are given, words
     "no bytes": ({"url": "h/1.jpg", "text": "x"}, {}, r"no pictures' bytes in 'url', 'text': .* pack .*1\.parquet"),
     "no picture": (PAIR, {"image_key": "text"}, r"no pictures' bytes in 'text': .* is named with --csv-img-key"),
-    "two pictures": (PAIR | {"mask": PICTURE}, {}, r"the columns 'image', 'mask': name the .* with --csv-img-key"),
-    "two captions": (PAIR | {"title": "x"}, {}, r"the columns 'title', 'text': name the .* with --csv-caption-key"),
+    "two pictures": (
+        PAIR | {"mask": PICTURE},
+        {},
+        r"the columns 'image', 'mask': train on one with --csv-img-key, or",
+    ),
+    "two captions": (PAIR | {"title": "x"}, {}, r"the columns 'title', 'text': train on one with --csv-caption-key"),
     "no caption": ({"image": PICTURE, "label": 3}, {}, r"no captions in 'image', 'label': .* with --csv-caption-key"),
     "numbers": ({"image": PICTURE, "text": 3}, {}, r"no captions in 'text': name a column of text"),
     "misspelt": (PAIR, {"caption_key": "txet"}, r"no column 'txet', .*; did you mean --csv-caption-key 'text'"),

@@ -56,7 +56,7 @@ def place(tmp_path_factory):
             write_tar(folder / name / f"{shard:05d}.tar", members)
     shards = tuple(str(folder / "b" / f"{shard:05d}.tar") for shard in range(3))
     labels = np.arange(24, dtype=np.int32) % 2
-    marks = tuple(file_mark(shard, ()) for shard in shards)
+    marks = tuple(file_mark(shard, {}) for shard in shards)
     clustering = Clustering(
         "b", shards, (8, 8, 8), labels, np.zeros(24, np.float32), np.eye(2, dtype=np.float32), marks
     )

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import os
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 from open_clip.transform import image_transform
 
 from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.data.table import CsvFormat
 from open_clip_zerovl.embeddings.fingerprint import describe_source, difference_of_sources, module_digest, tower_digest
-from open_clip_zerovl.shards.marks import file_mark
+from open_clip_zerovl.shards.marks import digests_of, file_mark, is_same
 from support.dga_reference import bert_clip
 from support.tars import png
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, WORDS, random_model, register, write_bert
@@ -139,10 +141,45 @@ def test_rows_of_a_source_whose_middle_changed_are_refused_and_those_of_a_copy_a
 
 
 def test_a_file_is_read_whole_once(tmp_path, monkeypatch):
-    """A known mark of the same name, size and time has its digest; a remote or lost file has its name."""
+    """The digest of a known mark of the same name, size and time, or of the user's cache, stands for reading it again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file = tmp_path / "0.tar"
     file.write_bytes(bytes(10))
-    mark = file_mark(str(file), ())
-    monkeypatch.setattr(hashlib, "blake2b", lambda **_: None)
-    assert file_mark(str(file), [["1.tar", 2, 3, "a"], "damaged", mark]) == mark
-    assert file_mark(str(tmp_path / "1.tar"), ()) == ["1.tar"] and file_mark("https://h/2.tar") == ["2.tar"]
+    mark = file_mark(str(file), {})
+    damaged = ["damaged", ["1.tar", 2], [[], {}, None, 1]]
+    assert file_mark(str(file), digests_of([*damaged, [*mark[:3], "known"]]))[3] == "known"
+    assert file_mark(str(file), digests_of([[*mark[:3], "a"], [*mark[:3], "b"]])) == mark  # two files of one name
+    (kept,) = (tmp_path / "cache").rglob("*.json")
+    kept.write_text(kept.read_text().replace(mark[3], "kept"))
+    assert file_mark(str(file), {})[3] == "kept"
+    kept.write_text("half")
+    assert file_mark(str(file), {}) == mark
+    os.utime(file, ns=(0, 5))
+    file.write_bytes(bytes(9) + b"x")
+    assert file_mark(str(file), {})[3] != mark[3]
+    assert file_mark(str(tmp_path / "1.tar"), {}) == ["1.tar"] and file_mark("https://h/2.tar") == ["2.tar"]
+
+
+def test_marks_of_earlier_releases_are_compared_as_far_as_they_go():
+    found = ["t.csv", 9, 1, "aa", "sizes", "image", "caption"]
+    for stored, same in ((found[:4], True), (found[:2], True), (["t.csv", 9, 7, *found[3:]], True), (["t.csv"], False)):
+        assert is_same(stored, found) == same
+    for changed in range(3, 7):
+        assert not is_same([*found[:changed], "other", *found[changed + 1 :]], found)
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_rows_of_another_caption_column_are_other_rows(tmp_path, form):
+    (tmp_path / "0.png").write_bytes(png((1, 2, 3)))
+    if form == "csv":
+        (tmp_path / "t.csv").write_text("image,short,long\n0.png,a,b\n")
+    else:
+        rows = [{"image": png((1, 2, 3)), "short": "a", "long": "b"}]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "t.parquet")
+
+    def described(caption):
+        style = CsvFormat(image_key="image", caption_key=caption)
+        return describe_source(parse_sources(f"t={tmp_path}/t.{form}", table_format=style)[0])
+
+    assert difference_of_sources(described("short"), described("short")) is None
+    assert f"shard t.{form} of 't' differs" in difference_of_sources(described("short"), described("long"))

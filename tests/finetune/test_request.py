@@ -96,6 +96,11 @@ def test_a_model_of_another_kind_is_made_anew_or_refused(started):
     started(name="request-quick")
     assert not (out / "before").exists()
     (out / "run").mkdir()
+    stored = json.loads((out / "request.json").read_text())
+    older = {flag: value for flag, value in stored.items() if flag not in ("--model-name", "--text-model")}
+    (out / "request.json").write_text(json.dumps(older))
+    started(name="request-quick")  # an earlier version has stored no name
+    (out / "request.json").write_text(json.dumps(stored))
     with pytest.raises(UserError, match="with --model-name request-quick, but this call has --model-name request-tiny"):
         started()
 

@@ -564,7 +564,7 @@ def test_a_clustering_is_planned_as_a_source_each_cluster(tmp_path):
     shards = tuple(str(tmp_path / "cc" / name) for name in ("00000.tar", "00001.tar"))
     labels = np.array([0, 1] * 6, np.int32)
     zeros = np.zeros(12, np.float32), np.zeros((2, 1), np.float32)
-    marks = tuple(file_mark(shard, ()) for shard in shards)
+    marks = tuple(file_mark(shard, {}) for shard in shards)
     (tmp_path / "clusters").mkdir()
     save_clustering(Clustering("cc", shards, (6, 6), labels, *zeros, marks), tmp_path / "clusters")
     write_source(tmp_path / "b", 12, 5, 5)

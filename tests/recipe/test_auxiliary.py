@@ -224,6 +224,17 @@ def test_a_tower_that_fits_and_computes_another_function_is_refused(tmp_path, be
     assert len(init_from(student, tmp_path / "export" / "open_clip_model.safetensors", config).loaded) == 5
 
 
+def test_a_projection_that_is_left_may_differ(tmp_path):
+    vision = {"timm_model_name": "test_vit", "timm_pool": "avg", "image_size": 32}
+    names = [
+        register(tmp_path, f"proj-{kind}-{tmp_path.name}", {**vision, "timm_proj": kind}, CLIP_TEXT)
+        for kind in ("linear", "mlp")
+    ]
+    checkpoint = write_run(tmp_path / "run", random_model(names[0]), {"model": names[0]})
+    report = init_from(random_model(names[1]), checkpoint, open_clip.get_model_config(names[1]))
+    assert "image tower" in report.loaded and "image projection" in report.left
+
+
 def test_a_tower_that_is_left_may_differ_and_a_config_that_is_gone_is_a_warning(tmp_path, caplog):
     own = register(tmp_path, "gone-own", NATIVE_VISION, CLIP_TEXT)
     other = register(tmp_path, "gone-other", NATIVE_VISION | {"patch_size": 16, "head_width": 8}, CLIP_TEXT)

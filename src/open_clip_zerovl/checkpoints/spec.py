@@ -31,6 +31,7 @@ NOT_OF_FUNCTION = frozenset({
     "hf_model_name", "hf_tokenizer_name", "hf_model_pretrained", "timm_model_pretrained",
     "patch_dropout", "timm_drop", "timm_drop_path", "init_logit_scale", "init_logit_bias",
 })  # fmt: skip
+OF_PROJECTION = frozenset({"timm_proj", "timm_proj_bias", "hf_proj_type"})
 OF_FILES = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"})  # transformers
 _TOWERS = {"image": ("vision_cfg", asdict(CLIPVisionCfg())), "text": ("text_cfg", asdict(CLIPTextCfg()))}
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import atomic_file, read_arrays
-from open_clip_zerovl.shards.marks import Mark, content_of, file_mark
+from open_clip_zerovl.shards.marks import Mark, digests_of, file_marks, is_same
 from open_clip_zerovl.shards.writing import SIZES_FILE, parse_sizes
 
 _CLUSTER_FOLDER = re.compile(r"cluster-(\d+)")
@@ -168,14 +168,15 @@ def _moved(clustering: Clustering, folder: str) -> tuple[str, ...]:
 
 def _check_shards(clustering: Clustering, shards: Sequence[str], path: Path, strict: bool) -> None:
     """UserError for shards that are missing or have changed; without `strict` a warning for some that are missing."""
+    digests = digests_of(clustering.marks)  # none in a clustering of an earlier release, which has sizes alone
+    found = file_marks(shards, digests or None, f"checking {clustering.source}")
     gone = []
     for shard, mark in zip(shards, clustering.marks, strict=True):
-        found = file_mark(shard, [mark])
-        if len(found) == 1:
+        if len(found[shard]) == 1:
             gone.append(shard)
-        elif content_of(found)[: len(content_of(mark))] != content_of(mark):
+        elif not is_same(mark, found[shard]):
             raise UserError(
-                f"shard {shard} of {clustering.source} has changed since it was clustered (from {mark[1]} to {found[1]} "
+                f"shard {shard} of {clustering.source} has changed since it was clustered (from {mark[1]} to {found[shard][1]} "
                 "bytes): its samples may differ. Fetch it again, or cluster again."
             )
     if gone and (strict or len(gone) == len(shards)):

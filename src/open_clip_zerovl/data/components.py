@@ -93,7 +93,8 @@ def expand_shards(pattern: str, *, parquet: bool = False) -> tuple[str, ...]:
         names = {path.name for path in Path(pattern).glob("*.tar")} | listed
         shards = tuple(str(Path(pattern, name)) for name in sorted(names))
         if parquet and not shards:
-            shards = tuple(str(path) for path in sorted(Path(pattern).iterdir()) if is_parquet(path.name))
+            visible = (path for path in sorted(Path(pattern).iterdir()) if not path.name.startswith("."))
+            shards = tuple(str(path) for path in visible if is_parquet(path.name))
         if not shards and os.path.isfile(os.path.join(pattern, PACKED)):
             made = sorted(f"{path.parent.name}={path}" for path in Path(pattern).glob("*/train")) or [
                 f"NAME={pattern}/train"
@@ -127,9 +128,11 @@ def expand_braces(pattern: str) -> tuple[str, ...]:
 def _matching(name: str) -> list[str]:
     """The files that a name with * stands for; any other name by itself. UserError if there are none."""
     path = local_path(name)
-    if "*" not in name or is_command(name) or (path is not None and os.path.exists(path)):
+    if "*" not in (name.partition("?")[0] if path is None else path) or is_command(name):
         return [name]
-    found = matching_urls(name) if path is None else sorted(glob.glob(path))
+    if path is not None and os.path.exists(path):
+        return [name]
+    found = matching_urls(name) if path is None else sorted(glob.glob(path.replace("[", "[[]")))
     if not found:
         raise UserError(f"no file is named like {name}; correct the pattern")
     return found

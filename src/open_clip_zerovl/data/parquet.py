@@ -137,7 +137,10 @@ def _open_file(
         )
     for flag, given, likely in ((PICTURE_FLAG, picture, held), (CAPTION_FLAG, captions, caption_columns(names))):
         if given is None and len(likely) > 1:
-            raise UserError(f"{file} has the columns {listed(likely)}: name the one to train on with {flag}")
+            raise UserError(
+                f"{file} has the columns {listed(likely)}: train on one with {flag}, or make shards with `zerovl data pack "
+                f"{shlex.quote(file)} --out DIR`"
+            )
     captions = tuple(find(file, names, name, CAPTION_FLAG) for name in captions or guess_captions(names))
     if not captions or any(pyarrow().types.is_primitive(schema.field(name).type) for name in captions):
         raise UserError(

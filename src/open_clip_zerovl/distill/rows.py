@@ -18,7 +18,7 @@ from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.views import view_picture
 from open_clip_zerovl.embeddings.fingerprint import describe_source, difference_of_sources
 from open_clip_zerovl.embeddings.store import DTYPES, Manifest, Rows, Store, first_difference, is_finite
-from open_clip_zerovl.shards.marks import content_of, file_mark
+from open_clip_zerovl.shards.marks import content_of, digests_of, file_marks
 
 COMMAND = "zerovl teacher"
 
@@ -164,8 +164,9 @@ def rows_of_cluster(source: Source, stored: dict[str, Any]) -> np.ndarray | None
     begins = np.concatenate([[0], np.cumsum(stored["sizes"], dtype=np.int64)])
     place = {content_of(mark): int(begin) for mark, begin in zip(stored["marks"], begins, strict=False)}
     rows = source.picked.astype(np.int64)
+    marks = file_marks(source.shards, digests_of(stored["marks"]), f"checking {source.name}")
     for number, shard in enumerate(source.shards):
-        begin = place.get(content_of(file_mark(shard, stored["marks"])))
+        begin = place.get(content_of(marks[shard]))
         if begin is None:
             return None
         rows[source.starts[number] : source.starts[number + 1]] += begin

@@ -7,19 +7,17 @@ import json
 import os
 import re
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from torch import nn
-from tqdm import tqdm
 
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.table import CsvTable, TableSample
-from open_clip_zerovl.shards.marks import Mark, content_of, file_mark
+from open_clip_zerovl.shards.marks import Mark, digests_of, file_marks, is_same
 
 _SCALES = ("logit_scale", "logit_bias")
 # Settings of layers on which features do not depend, besides those of random layers, which evaluation turns off.
@@ -125,21 +123,25 @@ def _without_lengths(backend: Any) -> str:
 def describe_source(source: Source, known: Iterable[Mark] | None = None) -> dict[str, Any]:
     """The samples of a source: its name, the mark and the samples of each shard, and a digest of a cluster's own samples.
 
+    The marks of tables and parquet files also have the names of the columns that are read.
+
     Args:
-        known: as `file_mark` takes them: marks of stored rows that are kept for copies of the data, too; None for a cache.
+        known: None for a cache, whose rows are made again where a file has another time; else earlier marks, of stored rows
+            that are kept for copies of the data, too (`file_mark`).
     """
     own = source.picked
     if source.table is not None and len(source.table.members) < len(source.table.rows):  # a cluster of a table
         own = source.table.members
-    files = list(dict.fromkeys(source.shards))
-    with ThreadPoolExecutor(max_workers=8) as pool:
-        found = pool.map(partial(file_mark, known=known), files)
-        marks = dict(zip(files, tqdm(found, f"checking {source.name}", len(files), delay=2, leave=False), strict=True))
+    marks = file_marks(source.shards, None if known is None else digests_of(known), f"checking {source.name}")
+    more: list[str] = []
     if source.table is not None:
-        marks = {file: [*mark, _pictures_digest(source.table)] for file, mark in marks.items()}
+        columns = [source.table.columns[n] for n in (source.table.image_column, source.table.caption_column)]
+        more = [_pictures_digest(source.table), *columns]
+    elif source.columns is not None:
+        more = [source.columns.picture, *source.columns.captions]
     return {
         "name": source.name,
-        "marks": [marks[shard] for shard in source.shards],
+        "marks": [[*marks[shard], *more] if len(marks[shard]) > 1 else marks[shard] for shard in source.shards],
         "sizes": list(source.sizes),
         "picked": None if own is None else hashlib.blake2b(own.tobytes(), digest_size=16).hexdigest(),
     }
@@ -166,8 +168,11 @@ def difference_of_sources(stored: dict[str, Any], found: dict[str, Any]) -> str 
     if stored["picked"] != found["picked"]:
         return f"they are of another clustering's {name!r}"
     # A shard that is gone now has no size to compare.
-    known = {content_of(mark) for mark in stored["marks"]}
-    changed = next((mark[0] for mark in found["marks"] if len(mark) > 1 and content_of(mark) not in known), None)
+    known = defaultdict(list)
+    for mark in stored["marks"]:
+        known[str(mark[0])].append(mark)
+    own = (mark for mark in found["marks"] if len(mark) > 1)
+    changed = next((mark[0] for mark in own if not any(is_same(one, mark) for one in known[str(mark[0])])), None)
     if changed is not None:
         return f"they are of other data: shard {changed} of {name!r} differs, or was not there"
     if [mark[0] for mark in stored["marks"]] != [mark[0] for mark in found["marks"]] or stored["sizes"] != found[

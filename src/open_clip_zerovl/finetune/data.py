@@ -149,8 +149,8 @@ def mark_of(dataset: RetrievalSet | ProbeSet) -> str:
     for file in dict.fromkeys(
         dataset.files if isinstance(dataset, ProbeSet) else (one.file for one in dataset.samples)
     ):
-        status = os.stat(file)
-        digest.update(f"{file} {status.st_size} {status.st_mtime_ns}\n".encode())
+        status = os.stat(file) if os.path.exists(file) else None  # None: a link to nothing
+        digest.update(f"{file} {status and (status.st_size, status.st_mtime_ns)}\n".encode())
     return digest.hexdigest()
 
 

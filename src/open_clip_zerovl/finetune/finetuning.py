@@ -120,6 +120,8 @@ def _same_request(request: Request) -> None:
             (request.out / made).unlink(missing_ok=True)
         write_atomically(file, json.dumps(asked, indent=2) + "\n")
         return
+    for name in ("--model-name", "--text-model"):  # which an earlier version has not stored
+        before.setdefault(name, asked.get(name))
     model, model_before = asked.pop(MODEL), before.pop(MODEL, None)
     for name in {**asked, **before}:  # in the order of the flags
         if asked.get(name) != before.get(name):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from open_clip_zerovl.checkpoints.spec import (
     NOT_OF_FUNCTION,
     OF_FILES,
+    OF_PROJECTION,
     ModelSpec,
     first_difference,
     named_model_spec,
@@ -155,7 +156,8 @@ def _require_same_function(
         )
         return
     for tower in [tower for tower in TOWERS if f"{tower} tower" in groups]:
-        found = first_difference(tower_config(spec.model_cfg, tower), tower_config(model_cfg, tower), NOT_OF_FUNCTION)
+        ignored = NOT_OF_FUNCTION if f"{tower} projection" in groups else NOT_OF_FUNCTION | OF_PROJECTION
+        found = first_difference(tower_config(spec.model_cfg, tower), tower_config(model_cfg, tower), ignored)
         if found is None and tower == "text":
             found = first_difference(*text, _NOT_OF_TEXT)
         if found is not None:

@@ -137,12 +137,16 @@ def build_index(path: str, stamp: np.ndarray) -> TarIndex:
     )
 
 
+def cache_folder() -> Path:
+    """The user's folder of things that can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "open_clip_zerovl"
+
+
 def _places(path: str) -> Iterator[Path]:
     """Paths where the index of a shard may lie, best first."""
     folder, name = os.path.split(path)
     yield Path(folder, FOLDER, f"{name}.npz")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    yield cache / "open_clip_zerovl" / "index" / f"{hashlib.sha256(path.encode()).hexdigest()[:24]}.npz"
+    yield cache_folder() / "index" / f"{hashlib.sha256(path.encode()).hexdigest()[:24]}.npz"
 
 
 def _load(file: Path) -> TarIndex | None:

@@ -3,48 +3,102 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
+from tqdm import tqdm
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.shards.index import cache_folder
 from open_clip_zerovl.shards.urls import local_path
 
 _EDGE_BYTES = 1 << 16
 _BLOCK_BYTES = 1 << 20
 
 Mark = list[Any]
+#: (name, size in bytes, modification time in ns) -> digest of the whole file.
+Digests = Mapping[tuple[Any, ...], str]
 
 
-def file_mark(file: str, known: Iterable[Mark] | None = None) -> Mark:
+def file_mark(file: str, known: Digests | None = None) -> Mark:
     """[name, size in bytes, modification time in ns, digest]; [name] of a remote or lost file.
 
     Args:
         known: None for a digest of the first and last 64 KiB: the time is compared, too. Else the digest is of the whole file,
-            so that a copy with another time is the same file and an edit in its middle is not; it is taken from the mark in
-            `known` with this name, size and time, or computed.
+            so that a copy with another time is the same file and an edit in its middle is not; it is computed if `known` does
+            not have it.
     """
     path, name = local_path(file), os.path.basename(file)
     try:
         if path is None:
             return [name]
-        with open(path, "rb") as content:
-            status = os.fstat(content.fileno())
-            about = [name, status.st_size, status.st_mtime_ns]
-            digest = hashlib.blake2b(digest_size=8)
-            if known is None:
-                digest.update(content.read(_EDGE_BYTES))
-                content.seek(max(0, status.st_size - _EDGE_BYTES))
-                digest.update(content.read(_EDGE_BYTES))
-            elif (same := next((mark for mark in known if mark[:3] == about), None)) is not None:
-                return same[:4]
-            else:
-                while block := content.read(_BLOCK_BYTES):
-                    digest.update(block)
-        return [*about, digest.hexdigest()]
+        status = os.stat(path)
+        about = [name, status.st_size, status.st_mtime_ns]
+        if known is None:
+            return [*about, _digest_of_edges(path, status.st_size)]
+        return [*about, known.get(tuple(about)) or _digest_of_all(path, about)]
     except OSError:  # a lost shard has been reported when the sources were opened
         return [name]
 
 
-def content_of(mark: Mark) -> tuple[Any, ...]:
+def file_marks(files: Iterable[str], known: Digests | None, about: str) -> dict[str, Mark]:
+    """`file_mark` of several files, each once; a bar with the words `about` if it takes more than two seconds."""
+    each = list(dict.fromkeys(files))
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        found = pool.map(lambda file: file_mark(file, known), each)
+        return dict(zip(each, tqdm(found, about, len(each), delay=2, leave=False), strict=True))
+
+
+def digests_of(marks: Iterable[Mark]) -> Digests:
+    """The digests of earlier marks, for `file_mark`: those of files that name, size and time tell apart."""
+    found: dict[tuple[Any, ...], set[str]] = {}
+    for mark in marks:
+        if isinstance(mark, list) and len(mark) > 3:
+            found.setdefault(tuple(map(_plain, mark[:3])), set()).add(str(mark[3]))
+    return {about: min(digests) for about, digests in found.items() if len(digests) == 1}
+
+
+def content_of(mark: Mark) -> tuple[str, ...]:
     """A mark without the time: the same for a file and its copies."""
-    return tuple(map(str, (*mark[:2], *mark[3:])))  # of a damaged file no part may be hashable
+    return tuple(map(str, (*mark[:2], *mark[3:])))
+
+
+def is_same(stored: Mark, found: Mark) -> bool:
+    """True if two marks are of one content, as far as both name it: marks of earlier releases are shorter."""
+    first, second = content_of(stored), content_of(found)
+    shared = min(len(first), len(second))
+    return shared > 1 and first[:shared] == second[:shared]
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, int) else str(value)  # of a damaged file no part may be hashable
+
+
+def _digest_of_edges(path: str, size: int) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    with open(path, "rb") as content:
+        digest.update(content.read(_EDGE_BYTES))
+        content.seek(max(0, size - _EDGE_BYTES))
+        digest.update(content.read(_EDGE_BYTES))
+    return digest.hexdigest()
+
+
+def _digest_of_all(path: str, about: Mark) -> str:
+    """The digest of a whole file. The user's cache keeps it by path, size and time, so that shards are read once for it."""
+    kept = cache_folder() / "digests" / f"{hashlib.sha256(os.path.abspath(path).encode()).hexdigest()[:24]}.json"
+    with suppress(OSError, ValueError, TypeError):
+        *same, stored = json.loads(kept.read_text(encoding="utf-8"))
+        if same == about[1:]:
+            return str(stored)
+    digest = hashlib.blake2b(digest_size=8)
+    with open(path, "rb") as content:
+        while block := content.read(_BLOCK_BYTES):
+            digest.update(block)
+    with suppress(UserError):  # a cache that cannot be written
+        write_atomically(kept, json.dumps([*about[1:], digest.hexdigest()]))
+    return digest.hexdigest()

@@ -100,7 +100,7 @@ def test_the_assignment_report_and_previews_are_written(clustered):
     assert loaded.source == "cc" and np.array_equal(loaded.labels, result.labels)
     for shard, mark in zip(loaded.shards, loaded.marks, strict=True):
         path = Path(shard)
-        assert path.is_absolute() and file_mark(shard, ()) == mark
+        assert path.is_absolute() and file_mark(shard, {}) == mark
         assert (path.parent / ".zerovl-index" / f"{path.name}.npz").is_file()  # for training, built in passing
     assert [len(set(loaded.labels[9 * k : 9 * k + 9])) for k in range(5)] == [3] * 5
     assert json.loads((out / "report.json").read_text())["effective_clusters"] == pytest.approx(3)

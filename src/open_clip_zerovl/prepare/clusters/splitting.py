@@ -48,7 +48,7 @@ from open_clip_zerovl.prepare.clusters.kmeans import (
     spherical_kmeans,
 )
 from open_clip_zerovl.shards.index import open_index
-from open_clip_zerovl.shards.marks import Mark, file_mark
+from open_clip_zerovl.shards.marks import Mark, digests_of, file_marks
 from open_clip_zerovl.shards.members import ShardError
 from open_clip_zerovl.shards.urls import local_path
 
@@ -112,7 +112,7 @@ def cluster_source(
     shards, sizes = source.shards, source.sizes
     if source.table is not None:
         shards, sizes = (source.table.path,), (source.num_samples,)
-    marks = tuple(file_mark(shard, known) for shard in shards)
+    marks = tuple(file_marks(shards, digests_of(known), f"checking {source.name}").values())
     copies = None if settings.same_above is None else find_copies(table.parts, labels, settings.same_above)
     clustering = Clustering(source.name, shards, sizes, labels, distances, centroids, marks, copies)
     save_clustering(clustering, out)

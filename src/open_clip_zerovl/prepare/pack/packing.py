@@ -42,7 +42,7 @@ REPORT_FILE = "report.json"
 SCRATCH = ".pack"
 
 #: Raised by one when the same inputs and settings give other shards than before.
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass(frozen=True)
