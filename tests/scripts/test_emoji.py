@@ -23,6 +23,8 @@ import pytest
 from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.evaluate.bias.samples import read_samples
 from open_clip_zerovl.shards import members
 from scripts import quickstart
 from scripts.drawn import __main__ as command
@@ -224,6 +226,11 @@ def test_every_source_has_the_held_out_concepts_for_retrieval_across_sources(emo
         assert held_out == set(concepts_in((emoji / "test" / source).glob("test/*.tar")))
         assert samples[source][0].image.size == (16, 16)
         assert samples[source][0].source == source
+        (given,) = parse_sources(
+            f"a={emoji / 'test-across' / source / 'test'}"
+        )  # as `zerovl compare` reads it in the demo
+        read, _ = read_samples([given], 100, concept_field="concept", held_out_field="held_out")
+        assert {one.concept for one in read if one.held_out} == held_out and len(read) == 8
     validation = load_drawn_split(EMOJI, emoji, "val")
     assert not {s.concept for s in validation["noto"]} & set(concepts)
     with pytest.raises(UserError, match="'dev' is unknown"):

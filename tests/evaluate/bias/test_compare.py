@@ -385,8 +385,8 @@ def test_columns_of_a_table_are_fields(tmp_path: Path):
 @pytest.mark.parametrize(
     ("words", "held_out"),
     [
-        (["t", "True", "y", "YES", "on", "1", "1.0"], True),
-        (["f", "False", "n", "NO", "off", "0", "0.0", "nan", "None", "null", ""], False),
+        (["t", "True", "y", "YES", "on", "1", "1.0", "test", "val"], True),
+        (["f", "False", "n", "NO", "off", "0", "0.0", "nan", "None", "null", "", "train"], False),
         (["yes", "-"], None),
     ],
 )

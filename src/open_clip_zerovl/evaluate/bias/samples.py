@@ -31,8 +31,9 @@ log = logging.getLogger(__name__)
 
 SHARDS_READ = 8  # shards from which a source's samples are taken, evenly spaced; more only if these hold too few
 
-_NO = ("", "0", "0.0", "f", "false", "n", "no", "off", "none", "null", "nan")
-_YES = ("1", "1.0", "t", "true", "y", "yes", "on")
+# Truth values, and the splits that pairs may be named by: the emoji's say "test" or "val", or nothing.
+_NO = ("", "0", "0.0", "f", "false", "n", "no", "off", "none", "null", "nan", "train", "training")
+_YES = ("1", "1.0", "t", "true", "y", "yes", "on", "test", "val", "valid", "validation", "dev")
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def read_samples(
         concept_field: a field of each sample's json, or a column of a table, that names its concept. The source probe keeps all
             samples of a concept in one fold (`measures.source_probe_accuracy`).
         held_out_field: likewise, a field that is true for pairs kept out of training (true, t, yes, y, on or 1; the rest has
-            false, f, no, n, off, 0, null, nan or nothing); None takes all as held out.
+            false, f, no, n, off, 0, null, nan or nothing; the names of splits are known, too); None takes all as held out.
 
     Returns:
         The samples, source by source; source -> samples passed over.
