@@ -334,6 +334,11 @@ def test_parts_are_encoded_by_several_calls(request_of, tmp_path, monkeypatch):
                 patch.setenv(name, str(value))
             part = (number, 1 + number)
             assert run_align(request_of(tmp_path / "out", rows=None, part=part), said.append) == []
+            if number == 0:
+                with pytest.raises(
+                    UserError, match="--part 1/3 is for a single process, and torchrun has 2: leave it out"
+                ):
+                    run_align(request_of(tmp_path / "out", rows=None, part=(1, 3)), said.append)
         assert said[-1].startswith(f"part {number}/2 is encoded") and not any("its features" in line for line in said)
     run_align(request_of(tmp_path / "out", rows=None), said.append)
     assert sum("its features of 140 samples are in" in line for line in said) == 2

@@ -162,6 +162,11 @@ class Alignment:
         if wrong := [*out_of_range(request), *conflicts(request)]:
             raise UserError(wrong[0])
         if (ranks := int(os.environ.get("WORLD_SIZE", 1))) > 1:  # of torchrun
+            if request.part != (0, 1):
+                number, count = request.part
+                raise UserError(
+                    f"--part {number}/{count} is for a single process, and torchrun has {ranks}: leave it out"
+                )
             request = replace(request, part=(int(os.environ["RANK"]), ranks))
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.request, self.say, self.device = request, say, choose_device(request.device, local_rank=local_rank)
