@@ -439,7 +439,7 @@ def make_record(draw: Draw, folder: Path) -> None:
     for number in draw(st.lists(st.integers(0, len(lines) - 1), max_size=2)):
         line = json.loads(lines[number])
         name = draw(st.sampled_from(sorted(line)))
-        inner = line[name] if isinstance(line[name], dict) and draw(st.booleans()) else line
+        inner = line[name] if isinstance(line[name], dict) and line[name] and draw(st.booleans()) else line
         inner[draw(st.sampled_from(sorted(inner)))] = draw(JSON)
         lines[number] = json.dumps(line)
     content = edited("\n".join(lines).encode(), draw(EDITS) if draw(st.booleans()) else [])
