@@ -310,6 +310,11 @@ def sha256_of(path: str | os.PathLike[str]) -> str:
     return digest.hexdigest()
 
 
+def user_cache(name: str) -> Path:
+    """A program's folder in the user's cache, for files that can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / name
+
+
 def free_space(folder: str | os.PathLike[str]) -> tuple[Path, int]:
     """The nearest existing folder at or above `folder`, and the free bytes of its disk."""
     place = Path(folder).absolute()

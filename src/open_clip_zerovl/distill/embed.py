@@ -104,7 +104,7 @@ def embed_sources(
         "fingerprints": [digest for teacher in teachers for digest in teacher.fingerprints.values()],
     }
     earlier = read_manifest(out)
-    known = [mark for one in earlier.sources for mark in one["marks"]] if earlier else []
+    known = earlier.marks if earlier else []
     manifest = Manifest(facts, [describe_source(source, known) for source in sources], arrays)
     if earlier is None:
         require_room(out, manifest)

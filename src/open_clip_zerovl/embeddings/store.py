@@ -32,6 +32,7 @@ from torch import Tensor
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import UNREADABLE, locked, write_atomically
 from open_clip_zerovl.embeddings.fingerprint import difference_of_sources
+from open_clip_zerovl.shards.marks import Mark
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,11 @@ class Manifest:
         return np.cumsum([0, *(sum(source["sizes"]) for source in self.sources)]).tolist()[:-1]
 
     @property
+    def marks(self) -> list[Mark]:
+        """The marks of the files of all sources."""
+        return [mark for source in self.sources for mark in source["marks"]]
+
+    @property
     def bytes(self) -> int:
         """The size of the arrays on the disk."""
         return sum(_STORED_AS[dtype].itemsize * int(np.prod(shape)) for dtype, shape in self.arrays.values())
@@ -82,13 +88,12 @@ class Manifest:
         facts, entries = isinstance(self.facts, dict), {"name": str, "marks": list, "sizes": list}
         sources = all(isinstance(one.get(key), kind) for one in self.sources for key, kind in entries.items())
         sources = sources and all(len(one["marks"]) == len(one["sizes"]) and "picked" in one for one in self.sources)
-        marks = [mark for one in self.sources for mark in one["marks"]] if sources else []
-        plain = all(isinstance(mark, list | str) and mark for mark in marks)
+        plain = sources and all(isinstance(mark, list | str) and mark for mark in self.marks)
         sizes = [size for size in self.sizes if not isinstance(size, int) or size < 0]
         numbers = [
             n for dtype, shape in self.arrays.values() for n in shape if dtype not in DTYPES or not isinstance(n, int)
         ]
-        if not (facts and sources and plain) or sizes or numbers:
+        if not (facts and plain) or sizes or numbers:
             raise ValueError("an entry is missing or of another type")
 
     def as_json(self) -> str:

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import atomic_file, read_arrays
+from open_clip_zerovl.core.files import atomic_file, read_arrays, user_cache
 from open_clip_zerovl.shards.members import (
     TEXT_EXTENSION,
     Extent,
@@ -137,16 +137,11 @@ def build_index(path: str, stamp: np.ndarray) -> TarIndex:
     )
 
 
-def cache_folder() -> Path:
-    """The user's folder of things that can be made again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "open_clip_zerovl"
-
-
 def _places(path: str) -> Iterator[Path]:
     """Paths where the index of a shard may lie, best first."""
     folder, name = os.path.split(path)
     yield Path(folder, FOLDER, f"{name}.npz")
-    yield cache_folder() / "index" / f"{hashlib.sha256(path.encode()).hexdigest()[:24]}.npz"
+    yield user_cache("open_clip_zerovl") / "index" / f"{hashlib.sha256(path.encode()).hexdigest()[:24]}.npz"
 
 
 def _load(file: Path) -> TarIndex | None:

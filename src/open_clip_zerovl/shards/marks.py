@@ -13,12 +13,10 @@ from typing import Any
 from tqdm import tqdm
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import write_atomically
-from open_clip_zerovl.shards.index import cache_folder
+from open_clip_zerovl.core.files import sha256_of, user_cache, write_atomically
 from open_clip_zerovl.shards.urls import local_path
 
 _EDGE_BYTES = 1 << 16
-_BLOCK_BYTES = 1 << 20
 
 Mark = list[Any]
 #: (name, size in bytes, modification time in ns) -> digest of the whole file.
@@ -90,15 +88,13 @@ def _digest_of_edges(path: str, size: int) -> str:
 
 def _digest_of_all(path: str, about: Mark) -> str:
     """The digest of a whole file. The user's cache keeps it by path, size and time, so that shards are read once for it."""
-    kept = cache_folder() / "digests" / f"{hashlib.sha256(os.path.abspath(path).encode()).hexdigest()[:24]}.json"
+    name = hashlib.sha256(os.path.abspath(path).encode()).hexdigest()[:24]
+    kept = user_cache("open_clip_zerovl") / "digests" / f"{name}.json"
     with suppress(OSError, ValueError, TypeError):
         *same, stored = json.loads(kept.read_text(encoding="utf-8"))
         if same == about[1:]:
             return str(stored)
-    digest = hashlib.blake2b(digest_size=8)
-    with open(path, "rb") as content:
-        while block := content.read(_BLOCK_BYTES):
-            digest.update(block)
+    digest = sha256_of(path)
     with suppress(UserError):  # a cache that cannot be written
-        write_atomically(kept, json.dumps([*about[1:], digest.hexdigest()]))
-    return digest.hexdigest()
+        write_atomically(kept, json.dumps([*about[1:], digest]))
+    return digest

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError, printable
-from open_clip_zerovl.core.files import check_writable, write_atomically
+from open_clip_zerovl.core.files import check_writable, user_cache, write_atomically
 from open_clip_zerovl.data.collection import Collection, open_collection
 from open_clip_zerovl.data.images import BadImage, decode_image
 from open_clip_zerovl.data.reading import picture_file
@@ -252,7 +252,7 @@ class Embedded:
 
 def default_cache() -> Path:
     """The default folder of embeddings: in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "zerovl" / "search"
+    return user_cache("zerovl") / "search"
 
 
 class _Pictures:

@@ -185,7 +185,7 @@ def _embedded(
     facts = {"use": "clusters", "model": [model.name], "fingerprints": list(model.fingerprints.values())}
     # Of pictures, of captions: the folder's clusters are of one model and source.
     earlier = {other: stored for other in folder.parent.glob("features-*") if (stored := read_manifest(other))}
-    known = [mark for stored in earlier.values() for one in stored.sources for mark in one["marks"]]
+    known = [mark for stored in earlier.values() for mark in stored.marks]
     manifest = Manifest(facts, [describe_source(source, known)], arrays)
     for other, stored in earlier.items():
         found = difference(replace(stored, arrays=arrays), manifest)
@@ -198,4 +198,4 @@ def _embedded(
             open_index(shard)  # for training on the clusters, which finds its samples by the indexes
         except (ShardError, tarfile.ReadError) as error:
             raise UserError(f"shard {shard} cannot be read as a plain tar ({error}): write it again.") from error
-    return _Features(*store.rows.values()), manifest.sources[0]["marks"]
+    return _Features(*store.rows.values()), manifest.marks
