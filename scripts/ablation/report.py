@@ -94,9 +94,9 @@ class Page:
         return ", ".join(f"{name} ({count})" for name, count in counts.items())
 
     def bias(self, epoch: int, dropout: float) -> str:
-        """`14 % (chance 9 %)`, the bias of the gradient without replayed masks."""
+        """`14 % (chance 9 %)`, the bias of the gradient without replayed masks, beyond the chance of so many draws."""
         one = next(one for one in self.replay if (one["epoch"], one["dropout"]) == (epoch, dropout))
-        return f"{100 * one['bias']:.0f} % (chance alone {100 * one['chance']:.0f} %)"
+        return f"{100 * one['bias']:.0f} % (chance {100 * one['chance']:.0f} %)"
 
     @property
     def by_first_protocol(self) -> tuple[int, int]:

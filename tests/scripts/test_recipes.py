@@ -217,7 +217,7 @@ def test_a_slip_in_a_setting_is_refused_before_anything_is_started(tmp_path, sli
 
 def test_the_papers_runs_ask_for_what_the_paper_says(tmp_path):
     """A.9's transform and five captions wherever a set is scored (2.2, Table 2), no TokenDrop in 5.1, all masks drawn again for
-    Table 6, the released code's temperature."""
+    Table 6, the released code's temperature and crops."""
     for source in ("coco/test", "f30k/test"):
         (tmp_path / source).mkdir(parents=True)
 
@@ -232,6 +232,9 @@ def test_the_papers_runs_ask_for_what_the_paper_says(tmp_path):
             ["paper", "5"] if own else [None, None]
         )
         assert ("temperature-parameter" in (found.get("ablate") or "")) == own
+        assert (
+            found.get("image-interpolation") == "bilinear"
+        ) == own  # the release's crops, and those of A.9's evaluation
         assert not any(flag.startswith("retrieval-") for flag in flags(name, "retrieval-data="))
         # One's own sets are scored alike, whether the paper's are there or not.
         mine = [flags(name, "retrieval-data=a=/d/a", data=data) for data in (tmp_path, tmp_path / "none")]
