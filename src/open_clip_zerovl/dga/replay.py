@@ -165,8 +165,8 @@ def _difference(bad: list[tuple[float, float, str, int]], tolerance: float) -> s
     relative, absolute, name, k = max(bad, key=lambda entry: (entry[2] not in FEATURES, math.isnan(entry[0]), entry[0]))
     if name not in {*FEATURES, *SCALARS}:
         return (
-            f"{name.removeprefix(f'{WEIGHTS} ')} was changed within the step, through .data or a kernel that leaves no trace, by "
-            "forward itself, or by an optimizer in a hook. The replay changes it once more, and the gradient may be wrong; "
+            f"{name.removeprefix(f'{WEIGHTS} ')} was changed within the step, through .data or a kernel that leaves no trace, "
+            "by forward itself or by an optimizer in a hook. The replay changes it once more, and the gradient may be wrong; "
             "change weights between two steps only, or keep a copy that follows them in a buffer."
         )
     if name in SCALARS:
