@@ -27,7 +27,7 @@ from open_clip_zerovl.core.launch import EACH_GPU, PROCESSES, ranks_here
 from open_clip_zerovl.core.lazy import uncollected
 from open_clip_zerovl.core.processes import SLURM_RANKS, supervise
 from training.console import say
-from training.params import Command, rank_here, read_command
+from training.params import Command, rank_here, read_command, say_loading
 from training.scratch import use_scratch_folder
 
 TORCHRUN = "--torchrun"
@@ -56,8 +56,8 @@ def run_as_program(command: Command | None = None) -> NoReturn:
     if command is None:
         sys.exit(2)
     use_scratch_folder()
-    if command[1].active and rank_here() in ("", "0"):
-        say("training.main: loading torch and open_clip")
+    if command[1].active:
+        say_loading()
     with uncollected():
         from training import run, stopping
 

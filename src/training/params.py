@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +21,10 @@ import open_clip_train.params as host_params
 from open_clip_zerovl.core.errors import UserError, argparse_sentence
 from open_clip_zerovl.core.files import check_writable, no_checkpoint
 from open_clip_zerovl.core.flags import add_flags, flags_of
+from open_clip_zerovl.core.lazy import load_open_clip
 from open_clip_zerovl.data.names import check_paths, check_separators, is_named
 from open_clip_zerovl.recipe.flags import RENAMED, SECTIONS, AllFlags, RecipeConfig, values_of
+from training.console import say
 from training.refusals import check
 
 # open_clip's namespace, and the same flags with ours; both are made by `parse` alone.
@@ -153,6 +156,7 @@ def _default_betas(args: argparse.Namespace, file: str, typed: Mapping[str, Any]
 
 def _own_model(file: str, given: str, default: str) -> str:
     """The name of a model config's file, which is registered. UserError if `--model` names another."""
+    say_loading()
     from open_clip_zerovl.models.model_file import register_model_file
 
     name = register_model_file(file)
@@ -169,6 +173,14 @@ def _own_model(file: str, given: str, default: str) -> str:
 def rank_here() -> str:
     """The rank that a launcher has given this process, as text; "" without a launcher."""
     return next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "")
+
+
+def say_loading() -> None:
+    """Load torch and open_clip, which takes seconds, after a line about it from the first rank; once in a process."""
+    if "open_clip" not in sys.modules:
+        if rank_here() in ("", "0"):
+            say("training.main: loading torch and open_clip")
+        load_open_clip()
 
 
 def read_command(argv: Sequence[str]) -> Command:

@@ -20,6 +20,7 @@ import fsspec
 import torch
 
 from open_clip_zerovl.checkpoints.adapters import is_adapter
+from open_clip_zerovl.checkpoints.spec import MODEL_ENTRY, NOT_OF_FUNCTION, complete_config, first_difference
 from open_clip_zerovl.checkpoints.weights import unpickling_reason
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.core.files import UNREADABLE
@@ -292,6 +293,28 @@ def of_this_line(state: dict, model: torch.nn.Module, optimizer: torch.optim.Opt
 
 def _trains(args: argparse.Namespace) -> bool:
     return bool(getattr(args, "train_data", None)) or getattr(args, "dataset_type", None) == "synthetic"
+
+
+def require_same_function(checkpoint: dict, model_cfg: Mapping[str, Any] | None, path: str) -> None:
+    """UserError if a checkpoint's config computes another function than this run's with tensors of the same shapes.
+
+    Args:
+        model_cfg: this run's; None if it is not known.
+    """
+    saved = checkpoint.get(MODEL_ENTRY)
+    if model_cfg is None or not isinstance(saved, dict):
+        return
+    if not all(isinstance(saved.get(part), dict) for part in ("vision_cfg", "text_cfg")):
+        raise UserError(
+            f"--resume {path} has an entry {MODEL_ENTRY!r} that is no model's; resume from another checkpoint"
+        )
+    found = first_difference(complete_config(saved), complete_config(model_cfg), NOT_OF_FUNCTION)
+    if found is not None:
+        key, there, here = found
+        raise UserError(
+            f"--resume {path} was trained with {key} {there}, and this run's model has {here}, which changes no "
+            "shape, but what the weights compute; give the model as it was, or start a new run with --init-from"
+        )
 
 
 def require_same_rates(

@@ -257,6 +257,7 @@ class Run:
             self.lock = lock_folder(self.folder)
         if self.config.model_config is not None:
             self.args.model_config = self._kept_config(self.config.model_config)
+        if self.config.active:
             self.entries = {MODEL_ENTRY: open_clip.get_model_config(self.args.model)}
         if self.model is not None:  # main makes the teacher after it: --distill-model
             return create_model_and_transforms(model_name, pretrained, **options)
@@ -326,6 +327,7 @@ class Run:
             logging.info(f"Reading {file_path}")
         file_path = self._undamaged(file_path)
         checkpoint = resume.load_checkpoint(self.model, self.args, file_path, map_location)
+        resume.require_same_function(checkpoint, self.entries.get(MODEL_ENTRY), file_path)
         resume.require_same_rates(checkpoint, self.optimizer, self.args, file_path)
         position = resume.read_position(checkpoint)
         if position is not None and position.step and (not self.own_step or self.config.sampling is None):

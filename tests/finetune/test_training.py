@@ -55,6 +55,7 @@ def test_the_best_epoch_and_the_newest_checkpoint_are_kept(run):
     epoch, checkpoint = train(training, said.append)
     assert (epoch, checkpoint.read_text()) == (2, "40")
     assert names(training) == ["epoch_2.pt", "epoch_4.pt"]
+    assert said.pop(0) == f"training; its lines are in {training.out / module.LOG}"  # else silent for a whole epoch
     assert [line.partition(":")[0] for line in said] == [f"epoch {n} of 4" for n in (1, 2, 3, 4)]
     assert [line.endswith("the best so far") for line in said] == [True, True, False, False]
     assert "RSUM 20.0 on a, b" in said[1]
@@ -64,7 +65,7 @@ def test_the_best_epoch_and_the_newest_checkpoint_are_kept(run):
 def test_classes_are_scored_by_zero_shot_accuracy(run):
     said: list[str] = []
     assert train(run([0.1, 0.4, 0.3], measure="top1"), said.append)[0] == 2
-    assert "zero-shot top-1 20.0 % on a, b" in said[1]
+    assert "zero-shot top-1 20.0 % on a, b" in said[2]
 
 
 def test_training_ends_when_the_score_does_not_rise(run):
@@ -80,7 +81,7 @@ def test_a_call_goes_on_where_one_stopped(run):
         train(run([10, 40], epochs=4, status=85), lambda line: None)
     said: list[str] = []
     assert train(run([10, 40, 50, 20]), said.append)[0] == 3
-    assert said[0] == "going on after epoch 2" and len(said) == 3
+    assert said[0] == "going on after epoch 2" and len(said) == 4
 
 
 def test_a_failed_training_says_its_last_words(run):

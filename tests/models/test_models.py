@@ -20,6 +20,7 @@ from open_clip_zerovl.models import configs as models
 from open_clip_zerovl.models.build import check_model, create_model_and_transforms, pretrained_text_of, with_text_model
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
 from scripts.drawn.vocabulary import write_bert
+from support.tars import write_tar
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, register
 
 PAPER = ("zerovl-ViT-B-16-BERT-base", "zerovl-ViT-B-32-BERT-base", "zerovl-ViT-S-16-BERT-base")
@@ -357,10 +358,14 @@ def test_tower_weights_that_do_not_fit_change_nothing(small, tmp_path):
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("content", [b"training.main: loading", b"\x80\x02}q", b"u", b""])
-def test_a_file_that_holds_no_weights_gets_a_sentence(tmp_path, content):
-    """torch's unpickler takes a text for instructions, and fails on them in many ways."""
+@pytest.mark.parametrize(
+    "content", [b"training.main: loading", b"\x80\x02}q", b"u", b"", b"PK\x03\x04 cut short", "tar"]
+)
+@pytest.mark.parametrize("form", ["pt", "safetensors"])
+def test_a_file_that_holds_no_weights_gets_a_sentence(tmp_path, content, form):
+    """torch's unpickler takes a text for instructions, and fails on them in many ways; of a tar it advises to run its code."""
     name = register(tmp_path / "configs", "models-tiny", NATIVE_VISION, CLIP_TEXT)
-    (tmp_path / "words.pt").write_bytes(content)
-    with pytest.raises(UserError, match=r"words\.pt is not a file of weights|cannot be built with its weights"):
-        create_model_and_transforms(name, str(tmp_path / "words.pt"))
+    file = tmp_path / f"words.{form}"
+    write_tar(file, [("a.txt", b"a")]) if content == "tar" else file.write_bytes(content)
+    with pytest.raises(UserError, match=rf"words\.{form} is not a file of weights, or is cut short"):
+        create_model_and_transforms(name, str(file))

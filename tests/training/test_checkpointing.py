@@ -276,17 +276,21 @@ def test_a_disk_without_room_for_a_checkpoint_is_reported_before_the_first_step(
 
 
 def test_a_model_of_ones_own_is_read_wherever_its_run_is(tmp_path):
-    """From the copy in the run's folder, else from the checkpoint, though the file that was given is edited or gone."""
+    """From the checkpoint, else from the copy in the run's folder, though the file that was given is edited or gone.
+
+    A checkpoint that was moved beside an edited file of that name was read with its heads, which change no shape.
+    """
     config = {"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT}
-    for name, where in (("moved-a", "run"), ("moved-b", "checkpoint")):
+    edited = {**config, "text_cfg": {**CLIP_TEXT, "heads": 2 * CLIP_TEXT["heads"]}}
+    for name, where in (("moved-a", "run"), ("moved-b", "checkpoint"), ("moved-c", "checkpoint, edited")):
         folder = tmp_path / name
         (folder / "checkpoints").mkdir(parents=True)
         (folder / "params.txt").write_text(f"model: {name}\nmodel_config: /nowhere/{name}.json\n")
-        entries = {MODEL_ENTRY: config} if where == "checkpoint" else {}
+        entries = {MODEL_ENTRY: config} if where != "run" else {}
         torch.save({"epoch": 1, "state_dict": {"a": torch.zeros(1)}, **entries}, folder / "checkpoints" / "epoch_1.pt")
-        if where == "run":
-            (folder / f"{name}.json").write_text(json.dumps(config))
-        assert read_model_spec(folder / "checkpoints" / "epoch_1.pt").model_cfg["embed_dim"] == 24
+        if where != "checkpoint":
+            (folder / f"{name}.json").write_text(json.dumps(config if where == "run" else edited))
+        assert read_model_spec(folder / "checkpoints" / "epoch_1.pt").model_cfg["text_cfg"] == CLIP_TEXT
 
 
 @pytest.mark.parametrize("length", [scratch.LONGEST, scratch.LONGEST + 1])

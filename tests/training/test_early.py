@@ -14,6 +14,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import parse_sources
 from support.tars import png, write_source
 from training import data as training_data
+from training import params
 from training.model import check_device, settle_device
 from training.params import parse
 
@@ -54,6 +55,16 @@ def test_help_and_refusals_need_no_torch(tmp_path, arguments, status, words):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert f"status {status}" in done.stdout and "imported []" in done.stdout, done.stdout + done.stderr
     assert words in " ".join((done.stdout + done.stderr).split())
+
+
+def test_a_model_file_is_read_after_a_line_that_open_clip_is_loaded(tmp_path, monkeypatch, capsys):
+    """Its keys are compared with open_clip's, whose import takes seconds: the start of a run was silent."""
+    loaded: list[str] = []
+    monkeypatch.setattr(params, "load_open_clip", lambda: loaded.append(capsys.readouterr().err))
+    monkeypatch.delitem(sys.modules, "open_clip")
+    with pytest.raises(UserError, match="absent.json cannot be read"):
+        parse(["--model-config", str(tmp_path / "absent.json")])
+    assert loaded == ["training.main: loading torch and open_clip\n"]
 
 
 def test_a_device_that_torch_does_not_know_is_refused():

@@ -14,12 +14,13 @@ import pytest
 import torch
 from open_clip.model import CLIP, CLIPTextCfg, CLIPVisionCfg
 
+from open_clip_zerovl.checkpoints.spec import MODEL_ENTRY
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.schedule import Batching
 from support.programs import COMMON, flat_tensors, kill_when, launch, state_of
 from support.tars import write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, NUMBERED, bert_text, write_bert
-from training.resume import Position, entry_of, load_checkpoint, of_this_line, read_position
+from training.resume import Position, entry_of, load_checkpoint, of_this_line, read_position, require_same_function
 from training.run import OTHER_GROUPS
 from training.stopping import Preemption
 
@@ -160,6 +161,32 @@ def test_a_checkpoint_with_a_foreign_optimizer_or_epoch_is_refused(tmp_path, ent
     torch.save({**content, entry: value}, tmp_path / "a.pt")
     with pytest.raises(UserError, match=f"has no '{entry}'.*give a checkpoint that training wrote"):
         load_checkpoint(model, argparse.Namespace(model="m"), str(tmp_path / "a.pt"))
+
+
+CONFIG = {"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT}
+HEADS = 2 * CLIP_TEXT["heads"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "words"),
+    [
+        ({**CONFIG, "quick_gelu": True}, "was trained with quick_gelu True, and this run's model has not given"),
+        ({**CONFIG, "text_cfg": {**CLIP_TEXT, "heads": HEADS}}, f"was trained with text_cfg.heads {HEADS}, and .* has"),
+        ({"embed_dim": 24}, "has an entry 'model_config' that is no model's"),
+    ],
+)
+def test_a_model_of_the_same_shapes_and_another_function_is_not_resumed(saved, words):
+    """With an edited --model-config, or another --model, the run went on without a word."""
+    with pytest.raises(UserError, match=f"--resume a.pt {words}"):
+        require_same_function({MODEL_ENTRY: saved}, CONFIG, "a.pt")
+    written_out = {
+        **CONFIG,
+        "quick_gelu": False,
+        "text_cfg": {**CLIP_TEXT, "patch_dropout": 0.5, "ls_init_value": None},
+    }
+    require_same_function({MODEL_ENTRY: written_out}, CONFIG, "a.pt")
+    require_same_function({}, CONFIG, "of an earlier release.pt")
+    require_same_function({MODEL_ENTRY: saved}, None, "a.pt")
 
 
 def test_a_checkpoint_of_several_ranks_has_the_names_of_one(tmp_path):

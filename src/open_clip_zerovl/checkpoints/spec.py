@@ -35,7 +35,9 @@ OF_PROJECTION = frozenset({"timm_proj", "timm_proj_bias", "hf_proj_type"})
 OF_FILES = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"})  # transformers
 _TOWERS = {"image": ("vision_cfg", asdict(CLIPVisionCfg())), "text": ("text_cfg", asdict(CLIPTextCfg()))}
 
-MODEL_ENTRY = "model_config"  # of a checkpoint: the config of a model that is the user's own (--model-config)
+MODEL_ENTRY = (
+    "model_config"  # of a checkpoint: open_clip's config of its model; with --model-config no other place is sure
+)
 
 
 @dataclass(frozen=True)
@@ -115,20 +117,20 @@ def read_model_spec(
 
 
 def _register_own(file: str, checkpoint: Path) -> str:
-    """Register a run's own model config, from the copy in its folder, wherever that is now, else from the checkpoint.
+    """Register a run's own model config, from the checkpoint, else (of an earlier release) from the copy in the run's folder.
 
     Returns:
         The model's name; without a config the file's.
     """
     name = Path(file).name
-    for path in (checkpoint.parent.parent / name, checkpoint.parent / name, Path(file)):
-        if path.is_file():
-            return register_model_file(path, rename=True)
     if isinstance(config := read_entry(checkpoint, MODEL_ENTRY), dict):
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder, name)
             copy.write_text(json.dumps(config), encoding="utf-8")
             return register_model_file(copy, rename=True)
+    for path in (checkpoint.parent.parent / name, checkpoint.parent / name, Path(file)):
+        if path.is_file():
+            return register_model_file(path, rename=True)
     return Path(file).stem
 
 

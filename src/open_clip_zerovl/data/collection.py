@@ -9,8 +9,9 @@ pictures of a folder or a table, or the tars of shards. A file holds pictures by
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,11 +99,9 @@ def open_collection(data: str) -> Collection:
     for source in tables:
         assert source.table is not None
         names = {source.table.image_path(sample.image): sample.image for sample in source.table.samples()}
-        for path, image in names.items():
-            try:
-                files.append(_file(path, image, source.name))
-            except UserError:
-                lost += 1
+        found, absent = _files(names, source.name)
+        files += found
+        lost += absent
     shards = [] if tables else [(source, number) for source in sources for number in range(len(source.shards))]
     for source, number in shards:
         path = source.shards[number]
@@ -111,8 +110,18 @@ def open_collection(data: str) -> Collection:
 
 
 def _folder(data: str, folder: Path) -> Collection:
-    files = (_file(str(path.absolute()), str(path.relative_to(folder)), data) for path in picture_files(folder))
-    return _checked(Collection(data, tuple(files)))
+    names = {str(path.absolute()): str(path.relative_to(folder)) for path in picture_files(folder)}
+    files, lost = _files(names, data)
+    return _checked(Collection(data, tuple(files), lost=lost))
+
+
+def _files(names: Mapping[str, str], data: str) -> tuple[list[File], int]:
+    """The pictures, path -> name that is shown, and the number of those that are not there (a dangling link is one)."""
+    found = []
+    for path, shown in names.items():
+        with contextlib.suppress(UserError):
+            found.append(_file(path, shown, data))
+    return found, len(names) - len(found)
 
 
 def _file(path: str, shown: str, data: str) -> File:

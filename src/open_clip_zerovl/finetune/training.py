@@ -104,7 +104,7 @@ def train(training: Training, say: Callable[[str], None]) -> tuple[int, Path]:
     """Run the training, or the rest of it, to its end.
 
     Args:
-        say: is called with a line for each epoch.
+        say: is called with a line at the start, and one for each epoch.
 
     Returns:
         The best epoch and its checkpoint.
@@ -127,6 +127,7 @@ def _run(training: Training, say: Callable[[str], None]) -> None:
     said = set(training.scores())  # of an earlier call
     if said:
         say(f"going on after epoch {max(said)}")
+    say(f"training; its lines are in {training.out / LOG}")
     child = start_training(arguments, training.processes, log=training.out / LOG)
     stopping = False
     try:

@@ -23,6 +23,7 @@ import open_clip
 import torch
 from open_clip.factory import get_model_config, parse_model_name
 from open_clip.hf_configs import arch_dict
+from safetensors import SafetensorError
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import did_you_mean
@@ -248,6 +249,11 @@ def _other_weights(name: str, pretrained: str | None, error: str) -> str:
     )
 
 
+# torch's unpickler takes a text for instructions; torch's words of a cut archive, of another tar, and of another archive.
+_OF_UNPICKLER = (LookupError, EOFError, AttributeError, AssertionError, struct.error, pickle.UnpicklingError)
+_OF_OTHER_FILES = ("PytorchStreamReader", "legacy .tar", "file in archive")
+
+
 @no_code_from_data()
 def create_model_and_transforms(model_name: str, pretrained: str | None = None, **options: Any) -> tuple[Any, Any, Any]:
     """open_clip's function of this name, which honours the config's `hf_model_pretrained` and fails with a sentence.
@@ -267,14 +273,14 @@ def create_model_and_transforms(model_name: str, pretrained: str | None = None, 
         created = open_clip.create_model_and_transforms(model_name, pretrained, **options)
     except (torch.OutOfMemoryError, UserError):
         raise
-    except (LookupError, EOFError, AttributeError, AssertionError, struct.error, pickle.UnpicklingError) as error:
-        if not (pretrained and os.path.isfile(pretrained)):
+    except (*_OF_UNPICKLER, SafetensorError, OSError, RuntimeError, ValueError) as error:
+        foreign = isinstance(error, (*_OF_UNPICKLER, SafetensorError)) or any(w in str(error) for w in _OF_OTHER_FILES)
+        if foreign and pretrained and os.path.isfile(pretrained):
+            raise UserError(
+                f"--pretrained {pretrained} is not a file of weights, or is cut short; give a checkpoint that training wrote"
+            ) from error
+        if isinstance(error, _OF_UNPICKLER):
             raise
-        # Of torch's unpickler, which takes a text for instructions.
-        raise UserError(
-            f"--pretrained {pretrained} is not a file of weights; give a checkpoint that training wrote"
-        ) from error
-    except (OSError, RuntimeError, ValueError) as error:
         if "loading state_dict" in str(error):
             raise UserError(_other_weights(model_name, pretrained, str(error))) from error
         # Missing files, an unreachable hub (OSError), unknown tags and weights that do not fit (RuntimeError), a text tower

@@ -158,6 +158,8 @@ def _fits(line: Mapping[str, Any]) -> bool:
             dict.keys(line.get(name) or {})
         for own in (line["metrics"] if line["kind"] in ("retrieval", "zero-shot") else {}).values():
             dict.keys(own)
+        if not all(isinstance(row, list) for row in line.get("groups") or []):
+            return False
         counts = [line.get("delivered") or {}, *(line.get("lost") or {}).values()]
         return isinstance(line.get("how", ""), str) and all(isinstance(n, int) for own in counts for n in own.values())
     except (TypeError, AttributeError, KeyError):
@@ -165,4 +167,5 @@ def _fits(line: Mapping[str, Any]) -> bool:
 
 
 def _is_position(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e9
+    """True for a number of epochs; matplotlib fails on an axis of numbers that are nearly 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and (value == 0 or _SAME < value < 1e9)

@@ -72,11 +72,12 @@ def expected(home: list[str], photos: Path, words: str = "a cat", image: Path | 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_ranks_are_those_of_the_models_own_cosines(home, photos, tmp_path, workers):
+    (photos / "gone.jpg").symlink_to("/nowhere/gone.jpg")  # ended the search of the whole folder
     found = search(home, photos, tmp_path / "cache", best=20, workers=workers)
     wanted = expected(home, photos)
     assert [hit.picture for hit in found.hits] == [name for name, _ in wanted]
     assert [hit.score for hit in found.hits] == pytest.approx([score for _, score in wanted], abs=1e-5)
-    assert (found.pictures, found.bad, found.computed) == (COUNT, 2, COUNT + 2)
+    assert (found.pictures, found.bad, found.computed) == (COUNT, 3, COUNT + 2)
     query = photos / "0.JPG"
     both = search(home, photos, tmp_path / "cache", image=query, best=20)
     assert [hit.picture for hit in both.hits] == [name for name, _ in expected(home, photos, image=query)]
