@@ -258,7 +258,10 @@ class Run:
         if self.config.model_config is not None:
             self.args.model_config = self._kept_config(self.config.model_config)
         if self.config.active:
-            self.entries = {MODEL_ENTRY: open_clip.get_model_config(self.args.model)}
+            model_cfg = open_clip.get_model_config(self.args.model)
+            if model_cfg is not None and self.args.force_quick_gelu:
+                model_cfg["quick_gelu"] = True
+            self.entries = {MODEL_ENTRY: model_cfg}
         if self.model is not None:  # main makes the teacher after it: --distill-model
             return create_model_and_transforms(model_name, pretrained, **options)
         # Only with our data: open_clip's cannot go on in the middle of an epoch, so a step checkpoint would be of no use.

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from open_clip import create_loss as create_stock_loss
+from open_clip_train.distributed import is_master
 from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
@@ -169,6 +170,8 @@ class Trainer:
             step = steps * epoch + index
             if first_of_process and index == start:
                 settle_buckets(model, micro_batches[0], self.step.prepare, self.step.autocast)
+                if is_master(args) and self.config.positives is None and (remark := equal_captions(micro_batches)):
+                    logging.warning(remark)
             seed_step(args.seed, step, args.rank)
             if not args.skip_scheduler:
                 scheduler(step)
@@ -244,6 +247,19 @@ def _near(share: float, sources: Sequence[Source]) -> str | None:
     """The share of --hard-negatives with a mark of each clustering; None without it."""
     marks = " ".join(source.neighbours.digest for source in sources if source.neighbours is not None)
     return f"{share:g} of the clusters {marks}" if share else None
+
+
+def equal_captions(micro_batches: Sequence[MicroBatch]) -> str:
+    """A sentence if more than half of a batch's captions are equal to another one; "" else."""
+    texts = torch.cat([micro_batch[1].flatten(0, -2) for micro_batch in micro_batches])
+    counts = torch.unique(texts, dim=0, return_counts=True)[1]
+    repeated = int(counts[counts > 1].sum())
+    if 2 * repeated <= len(texts):
+        return ""
+    return (
+        f"{repeated} of the {len(texts)} captions of the first batch are equal to another one of it: the loss takes the "
+        "pictures of a caption for negatives of each other; give --positives caption."
+    )
 
 
 def require_finite(model: torch.nn.Module, when: str) -> None:

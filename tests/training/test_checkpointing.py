@@ -266,6 +266,20 @@ def test_two_runs_with_one_made_up_name(held, monkeypatch):
         run.create_model("ViT-B-32")
 
 
+@pytest.mark.parametrize(("words", "expected"), [(["--force-quick-gelu"], True), ([], None)])
+def test_the_config_of_a_checkpoint_has_a_forced_quickgelu(words, expected, monkeypatch):
+    """Without it, a resume without the flag trained on as another function."""
+    args, config = parse(
+        ["--model", "ViT-B-32", "--dataset-type", "synthetic", "--dga-steps", "2", "--logs", "none", *words]
+    )
+    monkeypatch.setattr("training.model.create_model", lambda *given: (torch.nn.Linear(1, 1), None, None, None))
+    monkeypatch.setattr("training.stopping.end_by_signals", lambda: None)
+    run = Run(args, config, None, Console())
+    args.rank = 0
+    run.create_model("ViT-B-32")
+    assert run.entries[MODEL_ENTRY].get("quick_gelu") is expected
+
+
 def test_a_disk_without_room_for_a_checkpoint_is_reported_before_the_first_step(tmp_path, monkeypatch):
     model = torch.nn.Linear(1 << 10, 1 << 10)  # 4 MiB of weights, 8 MiB of moments
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=11 * 2**20))
