@@ -23,9 +23,10 @@ from open_clip_zerovl.data.schedule import MIXED, Batching, Schedule, few_steps
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import CsvFormat
 from open_clip_zerovl.data.words import WordAugment
-from open_clip_zerovl.distill.opening import open_teachers, shown_by
-from open_clip_zerovl.distill.shards import PREFIX, InShards
+from open_clip_zerovl.distill.rows import TeacherRows
+from open_clip_zerovl.distill.shards import PREFIX, InShards, open_teachers
 from open_clip_zerovl.embeddings.fingerprint import tower_digest
+from open_clip_zerovl.embeddings.sources import augmentation_of
 from open_clip_zerovl.embeddings.store import Store
 from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet, open_labelled_set
 from open_clip_zerovl.recipe.flags import AllFlags, contradicted
@@ -244,8 +245,15 @@ def _mixture_data(config: AllFlags, inputs: Inputs, args: argparse.Namespace, tr
             if inputs.teachers is not None:
                 raise UserError(f"--teacher needs open_clip's own training transform: {reason}") from reason
             logging.info(f"Images travel to the device as floats: {reason}.")
-    shown = shown_by(inputs.teachers, sources, transform, pixel_path=config.pixel_path, captions=config.captions)
-    if shown.in_shards is not None:
+    teachers: TeacherRows | InShards | None = None
+    in_shards, pixel_path = None, config.pixel_path
+    if isinstance(inputs.teachers, Store):
+        seen = augmentation_of(transform, pixel_path)
+        teachers = TeacherRows(inputs.teachers, sources, augmentation=seen, captions=config.captions)
+    elif inputs.teachers is not None:
+        inputs.teachers.check(transform)
+        teachers = in_shards = inputs.teachers
+        pixel_path = "pil"
         logging.info(f"Pictures are read by PIL, whose operations --teacher {PREFIX}... repeats.")
     mixture = Mixture(
         sources,
@@ -254,11 +262,11 @@ def _mixture_data(config: AllFlags, inputs: Inputs, args: argparse.Namespace, tr
             transform,
             tokenizer,
             augment_caption=WordAugment(tokenizer, config.text_augment) if config.text_augment is not None else None,
-            pixel_path=shown.pixel_path,
+            pixel_path=pixel_path,
             with_origin=own_step,
             with_content=config.positives not in (None, "pair"),
-            teachers=shown.teachers,
-            shard_teachers=shown.in_shards,
+            teachers=teachers,
+            shard_teachers=in_shards,
         ),
         rank=args.rank,
         sampling=_sampling(config, args),

@@ -225,9 +225,17 @@ def require_new_name(args: argparse.Namespace) -> None:
     """Refuse the name of an earlier run, except with `--resume latest`.
 
     Raises:
-        UserError: a run of this name has a log, and `--resume latest` is not given.
+        UserError: a run of this name has a log, and `--resume latest` is not given or would find none of its checkpoints.
     """
-    if args.name is None or args.resume == "latest":
+    if args.name is None:
+        return
+    if args.resume == "latest":
+        found = sorted(Path(args.logs, args.name, "checkpoints").glob("*_*.pt"))
+        if args.save_most_recent and found and not found[0].with_name("epoch_latest.pt").exists():
+            raise UserError(
+                f"with --save-most-recent, --resume latest goes on from epoch_latest.pt, which is not beside {found[-1]}: the "
+                "run would begin anew and write over it; leave --save-most-recent out"
+            )
         return
     log = os.path.join(args.logs, args.name, "out-0" if args.log_local else "out.log")
     if os.path.exists(log):

@@ -250,9 +250,12 @@ def require_finite(model: torch.nn.Module, when: str) -> None:
     """Refuse weights that are not finite, before a checkpoint of them is written; ranks agree, since their weights are equal.
 
     Raises:
-        UserError: a weight is NaN or infinite.
+        UserError: a weight is NaN or infinite, or a buffer NaN: a GradScaler leaves out the step of an overflow, and batch norm
+            keeps its statistics. (Infinite numbers have a place in masks.)
     """
-    if not bool(torch.stack([parameter.detach().isfinite().all() for parameter in model.parameters()]).all()):
+    bad = [~parameter.detach().isfinite().all() for parameter in model.parameters()]
+    bad += [buffer.isnan().any() for buffer in model.buffers()]
+    if bool(torch.stack(bad).any()):
         raise UserError(
             f"{when} the weights are not finite numbers; no checkpoint of them is written: continue from an earlier one with "
             "--resume latest, or start again, with a lower --lr, --grad-clip-norm 1, or --precision amp_bf16 or fp32"

@@ -18,8 +18,7 @@ from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.transforms import with_auto_augment
-from open_clip_zerovl.distill.opening import open_teachers
-from open_clip_zerovl.distill.shards import InShards, parse_widths
+from open_clip_zerovl.distill.shards import InShards, open_teachers, parse_widths
 from support.reinforced import AUGMENTATIONS, WIDTHS, embeddings_of, members_of, packed
 from support.tars import noise_jpeg, write_tar
 

@@ -226,3 +226,13 @@ def test_a_compressed_shard_without_its_end_is_not_kept(tmp_path):
     (served / "00000.tar").write_bytes(gzip.compress(os.urandom(4000))[:15])
     with shard_server(served) as server, pytest.raises(Unreachable, match="no tar or parquet, 3 times"):
         read(ShardCache(str(tmp_path / "cache"), GIB), server, 0)
+
+
+@pytest.mark.parametrize("bytes_", [700, 512 * 20])  # within the first member, within another one
+def test_a_shard_that_breaks_off_where_no_length_was_announced_is_fetched_again(server, tmp_path, bytes_):
+    server.faults["00001.tar"] = [f"open:{bytes_}", "open:9999999"]
+    cache = ShardCache(str(tmp_path / "cache"), GIB)
+    assert read(cache, server, 1) == original(server, 1)
+    server.faults["00002.tar"] = [f"open:{bytes_}"] * 3
+    with pytest.raises(Unreachable, match="cut off, 3 times"):
+        read(cache, server, 2)

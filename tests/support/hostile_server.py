@@ -113,6 +113,12 @@ class _Handler(Handler):
             self._slowly(b"x" * 100_000)
         self.wfile.write(second)
 
+    def _half(self, number: int, nth: int) -> None:
+        """Half a picture without an announced length, then the end of the connection; whole at the second request."""
+        content = photo(number)
+        self._unannounced()
+        self.wfile.write(content if nth > 1 else content[: len(content) // 2])
+
     def _silent(self, number: int, nth: int) -> None:
         """The connection is accepted and never answered."""
         self.server.stopping.wait(20)

@@ -42,6 +42,13 @@ class _Handler(Handler):
     def _answer(self, name: str, begin: int, fault: str) -> None:
         kind, _, number = fault.partition(":")
         path = self.server.owner.folder / name
+        if kind == "open":
+            self.send_response(200)
+            self.send_header("Connection", "close")
+            self.end_headers()
+            self.wfile.write(path.read_bytes()[: int(number)])
+            self.close_connection = True
+            return
         if kind == "silent":
             self.server.stopping.wait(60)
             self.close_connection = True
@@ -90,7 +97,8 @@ class ShardServer:
 
     Attributes:
         faults: name -> what befalls the next requests for it, one each: "503" or any status, "reset:N" and "cut:N" after N
-            bytes, "hold:N" no more than N bytes until it is killed, "drip:N" byte by byte for N bytes, "crawl", "silent",
+            bytes, "open:N" no more than N bytes and no announced length,
+            "hold:N" no more than N bytes until it is killed, "drip:N" byte by byte for N bytes, "crawl", "silent",
             "long" (more bytes announced than there are), "page" (a web page in its place), "checksum" (a bit flipped),
             "changed" (another ETag).
         fault: the fault of all other requests; "" for none.

@@ -35,7 +35,7 @@ from training.params import parse
 from training.resume import Position
 from training.run import LOCK, Run, lock_folder
 from training.stopping import Preemption
-from training.train import Trainer
+from training.train import Trainer, require_finite
 
 
 def write(folder: Path, name: str, *, cut: bool = False, flipped: bool = False) -> Path:
@@ -331,3 +331,15 @@ def test_temporary_folders_of_killed_trainings_are_removed_by_the_next(tmp_path,
     if not killed:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_statistics_with_nan_are_not_saved_and_masks_with_infinite_numbers_are():
+    """An overflow whose step a GradScaler leaves out stays in batch norm, and every score of the model is NaN."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    model.register_buffer("mask", torch.full((2, 2), -torch.inf))
+    require_finite(model, "after epoch 1")
+    model(torch.full((3, 2), torch.inf))
+    with pytest.raises(
+        UserError, match="after epoch 1 the weights are not finite numbers; no checkpoint of them is written"
+    ):
+        require_finite(model, "after epoch 1")

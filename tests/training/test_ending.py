@@ -14,10 +14,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.processes import children_of
 from open_clip_zerovl.report.record import read_record
 from scripts.soak import processes_of
@@ -26,6 +28,7 @@ from support.tars import write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, write_retrieval_set
 from training import main as training_main
 from training import stopping
+from training.params import require_new_name
 from training.stopping import new_cpu_group
 
 # Seconds that a whole run may take, start of the model included, on a machine that is busy with other things.
@@ -220,6 +223,18 @@ def test_what_is_saved_most_recently_is_resumed_from(train):
     assert (folder / "checkpoints" / "epoch_latest.pt").exists()
     _, printed, _ = train(None, *extra, "--resume", "latest", name="recent", every=None, status=0)
     assert printed.count("Train Epoch: 0 [") == STEPS - 2 and printed.count("Train Epoch: 1 [") == STEPS
+
+
+def test_a_run_without_that_checkpoint_does_not_begin_anew_with_the_flag(tmp_path):
+    """It wrote over epoch_1.pt, and the log of the run was the one place that had a word about it."""
+    args = SimpleNamespace(name="run", logs=str(tmp_path), resume="latest", save_most_recent=True, log_local=False)
+    require_new_name(args)  # nothing is saved
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (saved := tmp_path / "run/checkpoints/epoch_1.pt").touch()
+    with pytest.raises(UserError, match=r"which is not beside .*epoch_1\.pt: .*leave --save-most-recent out"):
+        require_new_name(args)
+    saved.with_name("epoch_latest.pt").touch()
+    require_new_name(args)
 
 
 def test_without_logs_no_message_claims_a_checkpoint(train):

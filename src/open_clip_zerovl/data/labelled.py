@@ -29,6 +29,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.components import expand_shards
 from open_clip_zerovl.data.images import read_picture
 from open_clip_zerovl.data.names import CLASS_NAMES, file_of_words
+from open_clip_zerovl.shards.foreign import text_of
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, image_of, indexed_members
 from open_clip_zerovl.shards.pictures import BadPicture
 
@@ -270,5 +271,5 @@ def _class(content: bytes, name: str, where: str) -> str:
 def _class_names(folder: Path) -> dict[str, str]:
     """Class number -> name, from `classnames.txt` (one name a line)."""
     file = file_of_words(folder, CLASS_NAMES)
-    lines = [] if file is None else file.read_text(encoding="utf-8").splitlines()
+    lines = [] if file is None else text_of(file).splitlines()
     return {str(i): name for i, name in enumerate(lines)}

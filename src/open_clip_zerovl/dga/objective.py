@@ -23,6 +23,7 @@ from open_clip_zerovl.losses import ContrastiveLoss, gathered_sizes, require_pro
 
 log = logging.getLogger(__name__)
 
+TOTALS = {"loss", "total_loss", "total"}  # names of a sum, which must not stand beside its parts
 OwnGradients = list[tuple[nn.Parameter, Tensor | None]]  # of a loss that has parameters
 
 
@@ -139,11 +140,12 @@ class Objective:
             seen = losses[wrong[0]] if wrong else result
             kind = f"a tensor of shape {tuple(seen.shape)}" if isinstance(seen, Tensor) else f"a {type(seen).__name__}"
             raise UserError(f"{name} must return one number as a tensor, or a dict of such, but returned {kind}.")
-        if "loss" in losses and len(losses) > 1:
-            parts = ", ".join(losses.keys() - {"loss"})
+        total = next(iter(losses.keys() & TOTALS), None)
+        if total is not None and len(losses) > 1:
+            parts = ", ".join(losses.keys() - {total})
             raise UserError(
-                f"{name} returned 'loss' beside {parts}: if it is their sum, each part would be summed twice; return the total "
-                "or the parts alone."
+                f"{name} returned '{total}' beside {parts}: if it is their sum, each part would be summed twice; return "
+                "the total or the parts alone."
             )
         if not any(value.requires_grad for value in losses.values()):
             raise UserError(

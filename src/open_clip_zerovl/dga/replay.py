@@ -26,6 +26,13 @@ REPLAY_TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 4e
 
 
 CHECK_EVERY = 500  # steps between two checks of check="first"
+EARLY = (
+    10,
+    100,
+)  # steps with a check of their own: in the first one a new head may be zero, and a copy equal to its original
+
+WEIGHTS = "weights"
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 
 
 class ReplayError(UserError, RuntimeError):
@@ -70,7 +77,8 @@ class ReplayCheck:
     Differences stay on the device until `verdict`, so that no micro-batch waits for the GPU.
 
     Args:
-        mode: "first": the first step in which there is something to compare and each CHECK_EVERY-th, "always" or "never".
+        mode: "first": the first step in which there is something to compare, those in EARLY and each CHECK_EVERY-th; "always"
+            or "never".
         group: process group of the ranks that step together; None for the default one.
     """
 
@@ -89,8 +97,9 @@ class ReplayCheck:
 
     def start(self) -> None:
         """A step begins."""
-        again = self.mode == "always" or self._steps % CHECK_EVERY == 0
-        self._due = {*FEATURES, *SCALARS} - (set() if again else self._passed) if self.mode != "never" else set()
+        again = self.mode == "always" or self._steps % CHECK_EVERY == 0 or self._steps in EARLY
+        names = {*FEATURES, *SCALARS, WEIGHTS}
+        self._due = names - (set() if again else self._passed) if self.mode != "never" else set()
         self._steps += 1
         self._seen = []
 
@@ -106,6 +115,20 @@ class ReplayCheck:
         relative = difference.norm(dim=-1) / cached.norm(dim=-1).clamp_min(torch.finfo(cached.dtype).tiny)
         worst = torch.where(same.all(dim=-1), 0.0, relative).max()
         self._seen.append((name, index, torch.stack([worst, difference.abs().max()])))
+
+    def bits_of(self, model: nn.Module) -> dict[str, Tensor]:
+        """The sum of the bits of each parameter, for `compare_bits`; none in a step that does not compare them."""
+        return {
+            name: parameter.detach().view(_INTEGERS[min(8, parameter.element_size())]).sum(dtype=torch.int64)
+            for name, parameter in model.named_parameters()
+            if WEIGHTS in self._due and type(parameter.data) is Tensor  # other types may not show their bits
+        }
+
+    def compare_bits(self, index: int, found: dict[str, Tensor], before: dict[str, Tensor]) -> None:
+        """Record the parameters that have changed up to micro-batch `index`, also those whose version has not (`.data`)."""
+        self._seen += [
+            (f"{WEIGHTS} {name}", index, (found[name] != bits).float().expand(2)) for name, bits in before.items()
+        ]
 
     def verdict(self, tolerance: float, device: torch.device) -> None:
         """Raise `ReplayError` on every rank if the outputs of any rank differ by more than `tolerance`.
@@ -128,7 +151,7 @@ class ReplayCheck:
         if bad:
             raise ReplayError(_difference(bad, tolerance))
         # A step that keeps all graphs compares scalars only: features are still due, which costs nothing until one replays.
-        self._passed |= {*FEATURES, *SCALARS} if replayed else {*SCALARS} if compared else set()
+        self._passed |= {*FEATURES, *SCALARS, WEIGHTS} if replayed else {*SCALARS} if compared else set()
 
     def _numbers(self) -> list[tuple[float, float]]:
         """(relative, largest absolute) difference of each comparison, in one copy to the host."""
@@ -139,7 +162,13 @@ class ReplayCheck:
 
 def _difference(bad: list[tuple[float, float, str, int]], tolerance: float) -> str:
     """The sentence for the largest of the differences."""
-    relative, absolute, name, k = max(bad, key=lambda entry: (entry[2] in SCALARS, math.isnan(entry[0]), entry[0]))
+    relative, absolute, name, k = max(bad, key=lambda entry: (entry[2] not in FEATURES, math.isnan(entry[0]), entry[0]))
+    if name not in {*FEATURES, *SCALARS}:
+        return (
+            f"{name.removeprefix(f'{WEIGHTS} ')} was changed within the step, through .data or a kernel that leaves no trace, "
+            "by forward itself or by an optimizer in a hook. The replay changes it once more, and the gradient may be wrong; "
+            "change weights between two steps only, or keep a copy that follows them in a buffer."
+        )
     if name in SCALARS:
         return (
             f"The {name} of micro-batch {k} is another than that of the last one (relative difference {relative:.3g}). The "

@@ -138,7 +138,7 @@ class DecoupledGradientAccumulation:
             computed outside of it, on fp32 features (fp64 stays fp64).
         scaler: a GradScaler; gradients are multiplied by its scale, as by `scaler.scale(loss).backward()`.
         retain: graphs kept from the first pass: 0 to K (K-1 over several ranks), or "auto" for the largest number that fits.
-        check: compare replayed with cached features "first" (in the first step that replays), "always" or "never".
+        check: compare replayed with cached features "first" (as `ReplayCheck` has it), "always" or "never".
         replay_rng: False draws new random masks in the replay, which gives a wrong gradient (the paper's Table 6).
 
     Raises:
@@ -365,6 +365,7 @@ class DecoupledGradientAccumulation:
         """
         ended = RngState.capture(self._device)
         self._check.start()
+        before = self._check.bits_of(self._inner)
         for name, values in step.scalars.items():
             for k, value in enumerate(values[:-1]):
                 self._check.compare(name, k, value, values[-1])
@@ -386,6 +387,8 @@ class DecoupledGradientAccumulation:
                             self._check.compare(name, k, outputs[name], cached[name][k])
                     learns = learns or any(outputs[name].requires_grad for name in outputs.keys() & FEATURES)
                     if k == step.backward_order[-1]:
+                        if step.replayed:
+                            self._check.compare_bits(k, self._check.bits_of(self._inner), before)
                         self._check.verdict(self._tolerance(), self._device)
                         wanted |= {name: gradients[name] for name in step.scalars}
                         if not learns:

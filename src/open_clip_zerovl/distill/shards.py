@@ -40,6 +40,8 @@ from open_clip_zerovl.data.images import ToBytes
 from open_clip_zerovl.data.names import field_names
 from open_clip_zerovl.data.reading import RawSample
 from open_clip_zerovl.data.stats import Fault
+from open_clip_zerovl.distill.rows import open_teacher_folder
+from open_clip_zerovl.embeddings.store import Store
 
 PREFIX = "shards:"  # of a `--teacher` value
 SYNTHETIC = "syn.json:syn_text"
@@ -236,3 +238,19 @@ def _arrays(members: Mapping[str, bytes | None]) -> dict[str, Any]:
         for name, value in found.items()
         if name.endswith("_emb")
     }
+
+
+def open_teachers(teacher: str | None, captions: str | None) -> Store | InShards | None:
+    """The teachers of a run: a folder of embeddings, or shards with them.
+
+    Args:
+        teacher, captions: the flags of these names.
+
+    Raises:
+        UserError: embeddings that are not there or not finished, or captions of which none are stored.
+    """
+    if teacher is None:
+        return None
+    if not teacher.startswith(PREFIX):
+        return open_teacher_folder(teacher)
+    return InShards(parse_widths(teacher), captions)

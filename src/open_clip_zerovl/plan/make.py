@@ -24,7 +24,7 @@ from open_clip_zerovl.core.memory import available_bytes
 from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.dga.retain import AUTO_SHARE
-from open_clip_zerovl.distill.opening import open_teachers
+from open_clip_zerovl.distill.shards import open_teachers
 from open_clip_zerovl.losses.names import heads_batch
 from open_clip_zerovl.models.local_dir import no_code_from_data
 from open_clip_zerovl.plan.batching import PlanSettings, choose_batching

@@ -29,7 +29,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import lock_file, locked, write_atomically
 from open_clip_zerovl.shards.index import FOLDER as INDEX_FOLDER
 from open_clip_zerovl.shards.index import open_index
-from open_clip_zerovl.shards.members import ShardError
+from open_clip_zerovl.shards.members import ShardError, lacks_end
 from open_clip_zerovl.shards.remote import RemoteStream, RetryPolicy, identity_of
 from open_clip_zerovl.shards.transfers import StalledShard, Unreachable
 from open_clip_zerovl.shards.urls import is_command
@@ -150,6 +150,8 @@ class ShardCache:
                 if md5 is None:
                     return False
                 fault = _fault(entry.part, stream.md5, md5)
+                if fault is None and stream.total is None and not is_command(entry.url) and lacks_end(entry.part):
+                    fault = "cut off"
                 if fault is None:
                     break
                 if attempt == _FETCHES:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import codecs
 import os
+from pathlib import Path
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import regular_file
 from open_clip_zerovl.shards.members import unreadable
 
@@ -58,3 +60,17 @@ def read_foreign(path: str | os.PathLike[str], most_bytes: int = LARGEST_PICTURE
 def encoding_of(beginning: bytes) -> str:
     """The encoding of a text by its byte-order mark; without one UTF-8."""
     return next((encoding for mark, encoding in _MARKS if beginning.startswith(mark)), "utf-8")
+
+
+def text_of(file: Path) -> str:
+    """The text of a file that people write: a byte-order mark names its encoding, without one it is UTF-8.
+
+    Raises:
+        UserError: bytes of another encoding.
+        OSError: no such file.
+    """
+    content = file.read_bytes()
+    try:
+        return content.decode(encoding_of(content))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not UTF-8 text (byte {error.start} is none of it): save it as UTF-8") from error

@@ -143,6 +143,20 @@ def locate_samples(
         yield from _counted(group((member.name, (member.offset, member.size)) for member in every))
 
 
+def lacks_end(path: str | os.PathLike[str]) -> bool:
+    """True for a tar or a parquet file without its last bytes, as a server leaves it that announced no length and broke off."""
+    with open(path, "rb") as file:
+        if file.read(4) == b"PAR1":
+            file.seek(-4, os.SEEK_END)
+            return file.read() != b"PAR1"
+    try:
+        return any(False for _ in locate_samples(path, whole=True))
+    except ShardError:
+        return True
+    except tarfile.ReadError:  # compressed
+        return False
+
+
 def read_samples(path: str | os.PathLike[str]) -> Iterator[Sample]:
     """The samples of a local shard with all their files, in order; sample number i is number i in training.
 

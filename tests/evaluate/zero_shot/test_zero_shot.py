@@ -204,6 +204,22 @@ def test_templates_lie_where_class_names_do_and_a_split_must_exist(tmp_path):
             open_labelled_set(place, settings)
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "latin-1"])
+def test_files_of_words_are_read_by_their_mark_or_refused(tmp_path, encoding):
+    """The mark that an editor writes was a part of the first class' name and of the first caption."""
+    root = write_labels(tmp_path / "set", [0, 1], names="")
+    own, names, template = (tmp_path / name for name in ("set/classnames.txt", "names.txt", "template.txt"))
+    for file, text in ((own, "gr\u00fcn\nrot\n"), (names, "gr\u00fcn\nrot\n"), (template, "sch\u00f6n: {}\n")):
+        file.write_bytes(text.encode(encoding))
+    for settings in (ZeroShotSettings(template=(str(template),)), ZeroShotSettings(class_names=names)):
+        if encoding == "latin-1":
+            with pytest.raises(UserError, match="txt is not UTF-8 text .*: save it as UTF-8"):
+                open_labelled_set(root, settings)
+        else:
+            found = open_labelled_set(root, settings)
+            assert found.names == ["gr\u00fcn", "rot"] and found.templates[0] in (CLIP_TEMPLATES[0], "sch\u00f6n: {}")
+
+
 def test_templates_and_names_may_be_files(tmp_path):
     root = str(write_classes(tmp_path / "set", "x y"))
     (own := tmp_path / "set" / "zeroshot_classification_templates.txt").write_text("\n")

@@ -319,6 +319,9 @@ def test_parquet_at_an_address_packs_as_the_files_do(packed, tmp_path):
         for tar in (tmp_path / "local").rglob("*.tar"):
             assert tar.read_bytes() == (tmp_path / "remote" / tar.relative_to(tmp_path / "local")).read_bytes()
         shutil.rmtree(tmp_path / "remote.parquet")
+        server.faults["1.parquet"] = ["open:100"]
+        with pytest.raises(UserError, match=r"1\.parquet cannot be fetched \(cut off\); check it, and call again"):
+            packed(address, out="remote", **SPLIT)
         assert packed(address, out="remote", **SPLIT)["pictures"] == 9  # fetched again it is the same input
         server.faults["1.parquet"] = ["changed"]  # the same bytes with another ETag
         with pytest.raises(

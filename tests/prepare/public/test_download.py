@@ -148,6 +148,9 @@ def test_failures_for_a_passing_reason_can_be_tried_again(server, make, tmp_path
     urls = [server.url("open", 6000 + i) for i in range(3)]
     assert make(urls, out="open", work=once)["failures"] == {"timed out": 3}
     assert make(urls, out="open", work=again)["pairs"] == 3
+    urls = [server.url("half", 6000 + i) for i in range(3)]
+    assert make(urls, out="half", work=once)["failures"] == {"cut off": 3}
+    assert make(urls, out="half", work=again)["pairs"] == 3
 
 
 @pytest.mark.parametrize("named", [False, True])

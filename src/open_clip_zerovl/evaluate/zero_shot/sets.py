@@ -24,6 +24,7 @@ from open_clip_zerovl.core.files import UNREADABLE
 from open_clip_zerovl.data.labelled import ROLES, ProbeSet, class_list, is_dataset, open_probe_set
 from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES, file_of_words
 from open_clip_zerovl.evaluate.settings import ZeroShotSettings
+from open_clip_zerovl.shards.foreign import text_of
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS
 
 SPLITS = ("train", "val", "valid", "validation", "test")
@@ -153,7 +154,7 @@ def _words(label: str) -> str:
 
 def _class_names(file: Path, classes: Sequence[str]) -> list[str]:
     try:
-        text = file.read_text(encoding="utf-8")
+        text = text_of(file)
         if file.suffix == ".json":
             table = json.loads(text)
             return [str(table[label]) for label in classes]
@@ -177,7 +178,7 @@ def _templates(settings: ZeroShotSettings, folder: Path) -> tuple[str, ...]:
             given.append(one)
             continue
         try:
-            given += [line.strip() for line in Path(one).read_text(encoding="utf-8").splitlines() if line.strip()]
+            given += [line.strip() for line in text_of(Path(one)).splitlines() if line.strip()]
         except (OSError, ValueError) as error:
             raise UserError(
                 f"--template {one!r} is neither a caption with {{}} in the place of the class nor a file of such captions "

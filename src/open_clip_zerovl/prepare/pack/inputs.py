@@ -26,6 +26,7 @@ from open_clip_zerovl.prepare.pack.columned import (
 )
 from open_clip_zerovl.prepare.pack.rows import Columns, Reader
 from open_clip_zerovl.prepare.pack.samples import ClassReader, FolderReader, TarReader, class_levels
+from open_clip_zerovl.shards.members import lacks_end
 from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES, walk
 from open_clip_zerovl.shards.remote import RemoteStream, RetryPolicy, identity_of
 from open_clip_zerovl.shards.transfers import Unreachable
@@ -78,6 +79,9 @@ def fetched(text: str, folder: Path, say: Callable[[str], None]) -> str:
         try:
             with RemoteStream(url, RetryPolicy()) as content, atomic_file(file) as kept:
                 shutil.copyfileobj(cast(BinaryIO, content), kept, 1 << 20)
+            if content.total is None and lacks_end(file):
+                file.unlink()
+                raise Unreachable("cut off", "cut off", True)
         except Unreachable as error:
             raise UserError(
                 f"{url} cannot be fetched ({error}); check it, and call again: fetched files are kept"

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import locked
 from open_clip_zerovl.core.flags import flag
-from open_clip_zerovl.prepare.public.pictures import Failure
+from open_clip_zerovl.prepare.public.pictures import Failure, Unannounced
 from open_clip_zerovl.shards.remote import RemoteStream, RetryPolicy
 from open_clip_zerovl.shards.transfers import Unreachable
 
@@ -121,7 +121,9 @@ class Downloader:
                 size += len(piece)
                 if size > limits.max_bytes:
                     raise Failure("too many bytes")
-        return b"".join(pieces)
+            # A connection without a length that is reset ends as one that is closed.
+            announced = answer.content_length is not None or "Transfer-Encoding" in answer.headers
+        return b"".join(pieces) if announced else Unannounced(b"".join(pieces))
 
     def _connector(self, url: str, guarded: bool) -> TCPConnector:
         """Connections to any host; guarded: to public addresses alone. Behind a proxy only the URL's host is checked."""

@@ -23,6 +23,10 @@ _EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
 _REASONS = {"undecodable image": "broken picture", "oversized image": "picture too large"}
 
 
+class Unannounced(bytes):
+    """An answer whose length was not announced: one that was cut off ends in the same way as a whole one."""
+
+
 class Failure(Exception):
     """A pair has no picture. `reason` is a short constant phrase to count by; `transient` is true if a retry may help."""
 
@@ -75,7 +79,8 @@ def encode_picture(content: bytes, encoding: Encoding, *, hashed: bool = False) 
             decoded in its whole size, even if it is stored smaller.
 
     Raises:
-        Failure: no picture, or one that is broken, truncated, too small or too large.
+        Failure: no picture, or one that is broken, truncated, too small or too large. A broken one of which nobody knows the
+            length counts as cut off, which may pass.
     """
 
     def use(image: Image.Image) -> Picture:
@@ -115,6 +120,8 @@ def encode_picture(content: bytes, encoding: Encoding, *, hashed: bool = False) 
     except BadPicture as error:
         if isinstance(error.__cause__, Image.UnidentifiedImageError):
             raise Failure("not a picture") from error
+        if isinstance(content, Unannounced) and error.reason == "undecodable image":
+            raise Failure("cut off", transient=True) from error
         raise Failure(_REASONS.get(error.reason, error.reason)) from error
 
 
