@@ -24,7 +24,7 @@ from open_clip_zerovl.cli import program
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.annotations import read_karpathy
 from open_clip_zerovl.data.collection import open_collection
-from open_clip_zerovl.data.images import BadImage, crop_of, decode_image
+from open_clip_zerovl.data.images import crop_of, decode_image
 from open_clip_zerovl.data.labelled import open_probe_set
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing
@@ -46,6 +46,7 @@ from open_clip_zerovl.recipe.start import init_from
 from open_clip_zerovl.shards.archives import find_member
 from open_clip_zerovl.shards.faults import check_report
 from open_clip_zerovl.shards.members import image_of, read_samples
+from open_clip_zerovl.shards.pictures import BadPicture
 from scripts.fuzz import inputs
 from training import checkpointing, resume
 from training.stock_data import check_stock_data
@@ -102,7 +103,7 @@ def clustering(folder: Path) -> str | None:
     for sample in read_samples(folder / "source" / "1.tar"):
         try:
             decode_image(image_of(sample.files) or b"")
-        except BadImage:
+        except BadPicture:
             bad = True
     return BAD_SAMPLE if bad else None
 
@@ -230,7 +231,7 @@ def picture(how: str) -> Reader:
                 transform, decode = pictures(_transform(), how)
                 with torch.random.fork_rng(devices=[]):
                     assert transform(decode(data, crop_of(_transform()))).shape == (3, 16, 16)
-        except (BadImage, Failure):
+        except (BadPicture, Failure):
             return BAD_SAMPLE
         return None
 

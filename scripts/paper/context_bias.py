@@ -22,8 +22,9 @@ from tqdm import tqdm
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
-from open_clip_zerovl.data.images import BadImage, decode_image
+from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, Sample, ShardError, read_samples
+from open_clip_zerovl.shards.pictures import BadPicture
 from open_clip_zerovl.shards.writing import SIZES_FILE, write_shard
 
 RED = (255, 0, 0)
@@ -45,7 +46,7 @@ def with_frame(picture: Image.Image, width_px: int) -> Image.Image:
 
 
 def framed(content: bytes) -> bytes:
-    """The picture with a red frame drawn over its edge, as a JPEG. BadImage if it cannot be decoded."""
+    """The picture with a red frame drawn over its edge, as a JPEG. BadPicture if it cannot be decoded."""
     picture = decode_image(content)
     buffer = io.BytesIO()
     with_frame(picture, max(1, round(FRAME_SHARE * min(picture.size)))).save(buffer, "JPEG", quality=95, subsampling=0)
@@ -116,7 +117,7 @@ def write_halves(source: Path, out: Path, *, progress: bool = True) -> dict[str,
             others = {name: content for name, content in sample.files.items() if name not in IMAGE_EXTENSIONS}
             try:
                 kept["long"].append(Sample(sample.key, {"jpg": framed(sample.files[extension]), **others}))
-            except BadImage:
+            except BadPicture:
                 bad += 1
         for name, folder in halves.items():
             sizes[name][shard.name] = write_shard(folder / shard.name, kept[name])

@@ -16,17 +16,9 @@ from torchvision.transforms import Compose, PILToTensor, RandomResizedCrop, Resi
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import seeded
-from open_clip_zerovl.data.images import (
-    BadImage,
-    Crop,
-    collate_images,
-    crop_of,
-    decode_image,
-    normalize,
-    split_normalize,
-)
+from open_clip_zerovl.data.images import Crop, collate_images, crop_of, decode_image, normalize, split_normalize
 from open_clip_zerovl.data.transforms import image_transform_train, with_auto_augment
-from open_clip_zerovl.shards.pictures import FORMATS
+from open_clip_zerovl.shards.pictures import FORMATS, BadPicture
 from support.loading import loader_of
 from support.tars import encoded, noise_jpeg, write_source
 
@@ -156,9 +148,9 @@ def test_formats_that_start_other_programs_are_not_opened(monkeypatch):
         encoded(Image.new("RGB", (8, 8)), "EPS"),
         b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n",
     ):
-        with pytest.raises(BadImage, match="it is none of JPEG, PNG") as raised:
+        with pytest.raises(BadPicture, match="it is none of JPEG, PNG") as raised:
             decode_image(data)
-        assert raised.value.fault.reason == "undecodable image"
+        assert raised.value.reason == "undecodable image"
     assert not started and not {"EPS", "DDS", "WMF", "PSD", "HDF5"} & set(FORMATS)
 
 

@@ -18,7 +18,8 @@ from open_clip_zerovl.data.reading import Reading
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.table import CsvFormat
-from open_clip_zerovl.prepare.clusters.splitting import ClusterSettings, cluster_source
+from open_clip_zerovl.prepare.cluster_flags import ClusterSettings
+from open_clip_zerovl.prepare.clusters.splitting import cluster_source
 from open_clip_zerovl.shards.cache import ShardCache
 from open_clip_zerovl.shards.members import ShardError
 from support.loading import loader_of

@@ -14,9 +14,10 @@ from torchvision.transforms import AutoAugment, AutoAugmentPolicy, Compose, Rand
 
 from open_clip_zerovl.core.randomness import seeded
 from open_clip_zerovl.data import pixels
-from open_clip_zerovl.data.images import BadImage, ToBytes, crop_of, decode_image, split_normalize
+from open_clip_zerovl.data.images import ToBytes, crop_of, decode_image, split_normalize
 from open_clip_zerovl.data.pixels import decode_pixels, on_arrays
 from open_clip_zerovl.data.transforms import image_transform_train, paper_eval_transform, with_auto_augment
+from open_clip_zerovl.shards.pictures import BadPicture
 from support.tars import encoded
 
 pytestmark = pytest.mark.skipif(pixels.simplejpeg is None, reason="simplejpeg has no wheel here")
@@ -175,11 +176,11 @@ def test_undecodable_pictures_raise_the_error_of_pil(photographs):
         whole[:2] + b"x" * 50,
         file_of(photographs[0].resize((1, 9)), "jpeg"),
     ):
-        with pytest.raises(BadImage) as expected:
+        with pytest.raises(BadPicture) as expected:
             decode_image(data)
-        with pytest.raises(BadImage) as found:
+        with pytest.raises(BadPicture) as found:
             decode_pixels(data)
-        assert found.value.fault == expected.value.fault
+        assert (found.value.reason, found.value.detail) == (expected.value.reason, expected.value.detail)
 
 
 def test_a_step_of_ones_own_stays_with_pil():

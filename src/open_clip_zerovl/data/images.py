@@ -26,19 +26,10 @@ from torchvision.transforms import Compose, Normalize, RandomResizedCrop, ToTens
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import regular_file
-from open_clip_zerovl.data.stats import Fault
 from open_clip_zerovl.shards.pictures import BadPicture, decoded, rgb
 
 MIN_SIDE_PX = 2  # tracking pixels and placeholders of web pages have a side of one pixel
 _SCALES = (8, 4, 2)  # libjpeg decodes at 1/8, 1/4 and 1/2
-
-
-class BadImage(Exception):
-    """An image that cannot be shown."""
-
-    def __init__(self, fault: Fault) -> None:
-        super().__init__(fault.detail)
-        self.fault = fault
 
 
 @dataclass(frozen=True)
@@ -93,7 +84,7 @@ def decode_image(data: bytes, crop: Crop | None = None) -> Image.Image:
         crop: the crop that follows; with it JPEGs may be decoded at a reduced size.
 
     Raises:
-        BadImage: the bytes cannot be decoded, or the image has a side of one pixel.
+        BadPicture: the bytes cannot be decoded, or the image has a side of one pixel.
     """
 
     def use(image: Image.Image) -> Image.Image:
@@ -107,17 +98,14 @@ def decode_image(data: bytes, crop: Crop | None = None) -> Image.Image:
         image.load()
         return rgb(image)
 
-    try:
-        return decoded(data, use)
-    except BadPicture as error:
-        raise BadImage(Fault(error.reason, error.detail)) from error
+    return decoded(data, use)
 
 
 def read_picture(file: str | os.PathLike[str], offset: int = 0, size: int = -1) -> Image.Image:
     """The RGB image at an offset of a regular file; by default the file is the image.
 
     Raises:
-        BadImage: as `decode_image`.
+        BadPicture: as `decode_image`.
         OSError: the file cannot be read.
     """
     with regular_file(file) as content:

@@ -27,10 +27,11 @@ from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.components import expand_shards
-from open_clip_zerovl.data.images import BadImage, read_picture
+from open_clip_zerovl.data.images import read_picture
 from open_clip_zerovl.data.names import CLASS_NAMES, file_of_words
 from open_clip_zerovl.shards.foreign import text_of
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, image_of, indexed_members
+from open_clip_zerovl.shards.pictures import BadPicture
 
 ROLES = ("train", "test")
 
@@ -42,7 +43,7 @@ class ProbeSet:
     Attributes:
         path: where it comes from, for messages.
         labels: the class of each image, by name (or by number, as text).
-        read: index -> image; may raise OSError or BadImage.
+        read: index -> image; may raise OSError or BadPicture.
         names: class label -> the words for it in pictures, if they differ from the label.
         files: the pictures, or the shards with them.
     """
@@ -60,7 +61,7 @@ class ProbeSet:
         """Image `index` as RGB. UserError with the set and the index if it cannot be read."""
         try:
             return self.read(index).convert("RGB")
-        except (BadImage, OSError) as error:
+        except (BadPicture, OSError) as error:
             raise UserError(f"image {index} of {self.path} cannot be read ({error}); remove or mend it") from error
 
     def fingerprint(self) -> str:

@@ -31,8 +31,6 @@ class MixtureLoader:
         mixture: what to load; its `batching.workers` is `workers`, or 1 where `workers` is 0.
         workers: loader processes; 0 reads in this one.
         pin_memory: as in torch's DataLoader.
-        prefetch: micro-batches that each loader process reads ahead. None takes ceil(K / workers) + 1, at least 2: all
-            micro-batches of a step can then be ready when the step begins.
         stall_timeout_seconds: end the run after this time without a batch; 0 waits forever.
         max_bad_share: share of a source's samples that may be replaced; beyond it the run ends.
         gather: object of this rank -> list of all ranks' objects, as `torch.distributed.all_gather_object`. Called once at the
@@ -55,7 +53,6 @@ class MixtureLoader:
         *,
         workers: int,
         pin_memory: bool = False,
-        prefetch: int | None = None,
         stall_timeout_seconds: float = 600,
         max_bad_share: float = 0.10,
         gather: Callable[[Any], list[Any]] | None = None,
@@ -73,7 +70,7 @@ class MixtureLoader:
             raise UserError(f"the allowed share of bad samples must lie between 0 and 1, but is {max_bad_share:g}")
         self.mixture = mixture
         self.workers = workers
-        self.pin_memory, self.prefetch = pin_memory, prefetch
+        self.pin_memory = pin_memory
         self.stall_timeout_seconds = stall_timeout_seconds
         self.gather = gather
         first = mixture.schedule(0)
@@ -81,8 +78,8 @@ class MixtureLoader:
         self.num_samples = first.steps * first.effective_batch
         self.batch_size = mixture.batching.micro_batch
         self.stats = DataStats([source.name for source in mixture.sources], max_bad_share)
-        if prefetch is None:
-            prefetch = max(2, -(-mixture.batching.dga_steps // max(1, workers)) + 1)
+        # Each process reads so many micro-batches ahead that all of a step can be ready when the step begins.
+        prefetch = max(2, -(-mixture.batching.dga_steps // max(1, workers)) + 1)
         mixture.pool = self._pool = BufferPool(workers) if workers > 0 else None
         mixture.timeout_seconds = stall_timeout_seconds
         self._loader: DataLoader = DataLoader(
@@ -131,7 +128,6 @@ class MixtureLoader:
                 self.mixture.dealt_as(dealt),
                 workers=dealt.workers if dealt.workers > 1 else min(1, self.workers),
                 pin_memory=self.pin_memory,
-                prefetch=self.prefetch,
                 stall_timeout_seconds=self.stall_timeout_seconds,
                 gather=self.gather,
             )

@@ -123,13 +123,13 @@ class Preprocessing:
     """Preprocessing of samples, and the items of a batch besides images and texts.
 
     Attributes:
-        transform: PIL image -> tensor (C, H, W); its torch, numpy and `random` draws are seeded per sample.
+        transform: PIL image -> tensor (C, H, W); its torch, numpy and `random` draws are seeded per sample. JPEGs are decoded
+            at a reduced size if no crop of the transform loses by it (`images.Crop`).
         tokenizer: list of captions -> LongTensor (B, L). Where a step shows several captions of each sample, C of them, texts
             are (C*B, L): the first caption of all samples, then the second.
         augment_caption: (caption, seed of its stream) -> caption, before the tokenizer.
         pixel_path: of PIXEL_PATHS. "arrays" gives the same pictures to rounding (`pixels`). It falls back to PIL, with a line
             in the log, where the decoder is not installed or the transform has a step that takes PIL images only.
-        reduce_jpegs: decode JPEGs at a reduced size if no crop of the transform loses by it (`images.Crop`).
         with_origin: yield the (source, position) of each sample as a third item (B, 2).
         with_content: yield a third item of four columns (B, 4): source, position, a number of the caption before augmentation
             and a number of the image file; then one of each further caption. Equal texts (but for case and white space) have
@@ -145,7 +145,6 @@ class Preprocessing:
     tokenizer: Callable[[list[str]], torch.Tensor]
     augment_caption: Callable[[str, int], str] | None = None
     pixel_path: str = "pil"
-    reduce_jpegs: bool = True
     with_origin: bool = False
     with_content: bool = False
     teachers: StoredTeachers | None = None
@@ -226,7 +225,7 @@ class Mixture(IterableDataset):
         self.shuffle_window_samples = shuffle_window_samples
         self.transform, self.decode = pictures(preprocessing.transform, preprocessing.pixel_path)
         whole = preprocessing.shard_teachers is not None  # stored crops are measured in full-size pictures
-        self.crop = crop_of(preprocessing.transform) if preprocessing.reduce_jpegs and not whole else None
+        self.crop = None if whole else crop_of(preprocessing.transform)
         self.padding = padding_of(preprocessing.tokenizer)
         self.tokenize = fast_tokenizer(preprocessing.tokenizer)
         # Pictures on the array path draw from torch's generator alone; seeding Python's and numpy's takes most of the time.

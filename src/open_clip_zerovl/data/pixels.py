@@ -68,7 +68,7 @@ def decode_pixels(data: bytes, crop: Crop | None = None) -> np.ndarray:
     """The RGB picture of encoded bytes, (H, W, 3) uint8, as `images.decode_image` decodes it.
 
     Raises:
-        BadImage: as `decode_image`.
+        BadPicture: as `decode_image`.
     """
     pixels = _decode_jpeg(data, crop) if data.startswith(_JPEG) else None
     return np.asarray(decode_image(data, crop)) if pixels is None else pixels

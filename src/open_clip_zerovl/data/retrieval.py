@@ -39,11 +39,12 @@ from torch import Tensor
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.annotations import read_karpathy
 from open_clip_zerovl.data.components import Component, expand_shards, kind_of
-from open_clip_zerovl.data.images import BadImage, read_picture
+from open_clip_zerovl.data.images import read_picture
 from open_clip_zerovl.data.table import open_table
 from open_clip_zerovl.data.workers import ItemSet, read_batches
 from open_clip_zerovl.shards.index import caption_lines
 from open_clip_zerovl.shards.members import CLIP_BENCHMARK_ORDER, TEXT_EXTENSION, image_of, indexed_members
+from open_clip_zerovl.shards.pictures import BadPicture
 from open_clip_zerovl.shards.urls import REMOTE
 from open_clip_zerovl.shards.writing import RETRIEVAL_MARK, SHARD_COUNT
 
@@ -115,7 +116,7 @@ class RetrievalSet:
         sample = self.samples[index]
         try:
             return read_picture(sample.file, sample.offset_bytes, sample.size_bytes)
-        except (OSError, BadImage) as error:
+        except (OSError, BadPicture) as error:
             raise UserError(f"{sample.file}: the image of sample '{sample.key}' cannot be read ({error})") from error
 
 

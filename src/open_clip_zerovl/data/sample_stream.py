@@ -26,11 +26,11 @@ import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import Purpose, stream
-from open_clip_zerovl.data.images import BadImage
 from open_clip_zerovl.data.reading import RawSample, Reading, Surplus, sample_sentence, shard_sentence, wrong_size
 from open_clip_zerovl.data.schedule import ShardSlice
 from open_clip_zerovl.data.stats import DroppedSample, Fault
 from open_clip_zerovl.shards.members import ShardError
+from open_clip_zerovl.shards.pictures import BadPicture
 
 MARGIN_SAMPLES = 64  # largest distance of a replacement; encoded samples of this many places are kept
 _CHUNK = 4096  # items whose keys come from one stream
@@ -324,7 +324,7 @@ class SampleStream:
         """The sample of the next place, the result of `decode`, and the lost sample if this one replaces it.
 
         Args:
-            decode: sample -> image; raises BadImage for a bad one.
+            decode: sample -> image; raises BadPicture for a bad one.
 
         Raises:
             UserError: a bad sample that may not be replaced, or that no other sample can replace.
@@ -387,5 +387,5 @@ def _attempt(sample: RawSample, decode: Callable[[RawSample], Image]) -> Image |
         return sample.fault
     try:
         return decode(sample)
-    except BadImage as error:
-        return error.fault
+    except BadPicture as error:
+        return Fault(error.reason, error.detail)

@@ -30,7 +30,6 @@ from open_clip_zerovl.data.names import AUTO_AUGMENTS
 from open_clip_zerovl.models.configs import IMAGENET_MEAN, IMAGENET_STD
 
 AUTO_AUGMENT_POLICIES = {name: AutoAugmentPolicy(name) for name in AUTO_AUGMENTS}
-INTERPOLATIONS = {"bilinear": InterpolationMode.BILINEAR, "bicubic": InterpolationMode.BICUBIC}
 
 Transform = Callable[[Image.Image], torch.Tensor]
 
@@ -72,33 +71,27 @@ def image_transform_train(
     std: Sequence[float] = IMAGENET_STD,
     *,
     area: tuple[float, float] = (0.6, 1.0),
-    ratio: tuple[float, float] = (3 / 4, 4 / 3),
     auto_augment: str | None = None,
-    interpolation: str = "bilinear",
 ) -> Compose:
     """The paper's training transform (A.9): random resized crop, AutoAugment, normalisation; PIL image -> (3, S, S).
+
+    It resizes bilinearly, as the released code does; open_clip's own transform is bicubic.
 
     Args:
         size_px: side S of the resulting square.
         area: smallest and largest share of the image's area that a crop has.
-        ratio: smallest and largest width / height of a crop.
         auto_augment: a policy of AUTO_AUGMENT_POLICIES.
-        interpolation: bilinear (the released code) or bicubic (open_clip).
 
     Raises:
-        UserError: an unknown policy or interpolation.
+        UserError: an unknown policy.
     """
-    crop = RandomResizedCrop(size_px, scale=area, ratio=ratio, interpolation=_interpolation(interpolation))
+    crop = RandomResizedCrop(size_px, scale=area, interpolation=InterpolationMode.BILINEAR)
     augment = [_auto_augment(auto_augment)] if auto_augment is not None else []
     return Compose([crop, MaybeConvertMode(), *augment, ToTensor(), Normalize(mean, std)])
 
 
 def paper_eval_transform(
-    size_px: int,
-    mean: Sequence[float] = IMAGENET_MEAN,
-    std: Sequence[float] = IMAGENET_STD,
-    *,
-    interpolation: str = "bilinear",
+    size_px: int, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD
 ) -> Compose:
     """The paper's evaluation transform: squash to 256 x 256, crop the middle 224 x 224 (both scaled to `size_px`).
 
@@ -107,13 +100,9 @@ def paper_eval_transform(
 
     Args:
         size_px: side S of the resulting square; PIL image -> (3, S, S).
-        interpolation: bilinear or bicubic.
-
-    Raises:
-        UserError: an unknown interpolation.
     """
     side = round(size_px * 256 / 224)
-    resize = Resize((side, side), interpolation=_interpolation(interpolation))
+    resize = Resize((side, side), interpolation=InterpolationMode.BILINEAR)
     return Compose([MaybeConvertMode(), resize, CenterCrop(size_px), ToTensor(), Normalize(mean, std)])
 
 
@@ -135,9 +124,3 @@ def _auto_augment(policy: str) -> AutoAugment:
     if policy not in AUTO_AUGMENT_POLICIES:
         raise UserError(f"unknown AutoAugment policy {policy!r}; give one of {', '.join(AUTO_AUGMENT_POLICIES)}.")
     return AutoAugment(AUTO_AUGMENT_POLICIES[policy])
-
-
-def _interpolation(name: str) -> InterpolationMode:
-    if name not in INTERPOLATIONS:
-        raise UserError(f"unknown interpolation {name!r}; give one of {', '.join(INTERPOLATIONS)}.")
-    return INTERPOLATIONS[name]

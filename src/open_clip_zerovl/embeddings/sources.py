@@ -20,13 +20,15 @@ from torch import Tensor
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import preserved
 from open_clip_zerovl.data.captions import caption_starts
-from open_clip_zerovl.data.images import BadImage, ToBytes, crop_of, decode_image
+from open_clip_zerovl.data.images import ToBytes, crop_of, decode_image
 from open_clip_zerovl.data.pixels import decode_pixels, pictures
 from open_clip_zerovl.data.reading import RawSample, Reading, Surplus, sample_sentence, shard_sentence, wrong_size
 from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.data.stats import Fault
 from open_clip_zerovl.data.views import view_picture
 from open_clip_zerovl.embeddings.reading import Lost, Sample
 from open_clip_zerovl.shards.members import ShardError
+from open_clip_zerovl.shards.pictures import BadPicture
 
 SAMPLED_CAPTIONS = 2_000
 
@@ -150,8 +152,8 @@ class SourceSamples:
                 # No picture is a fault of the sample; an empty file is one that the decoder finds.
                 missing = sample.fault is not None and not sample.image
                 image = None if missing else self._decode(sample.image, self._crop)
-            except BadImage as error:
-                fault = error.fault
+            except BadPicture as error:
+                fault = Fault(error.reason, error.detail)
             if image is None and fault is None:
                 fault = sample.fault
         if fault is not None:

@@ -144,7 +144,9 @@ class FrozenCache:
         if any(parameter.requires_grad for parameter in module.parameters()):
             raise UserError(f"only a frozen tower's features can be cached; freeze the {self.tower} tower first.")
         if any(part.training for part in module.modules()):
-            raise UserError(f"the {self.tower} tower is in training mode; recipe.freeze keeps it in evaluation mode.")
+            raise UserError(
+                f"the {self.tower} tower is in training mode; recipe.towers.freeze keeps it in evaluation mode."
+            )
         if self._forward is not None:
             raise UserError("this cache is attached already.")
         self._forward = module.forward

@@ -49,11 +49,6 @@ class Wait:
     seconds: float
     reasons: dict[str, int]
 
-    @property
-    def retries(self) -> int:
-        """The number of retries, of any reason."""
-        return sum(self.reasons.values())
-
 
 def _ignore(_: Wait) -> None:
     pass

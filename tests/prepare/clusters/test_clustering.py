@@ -22,9 +22,10 @@ from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.fingerprint import describe_source
+from open_clip_zerovl.prepare.cluster_flags import ClusterSettings
 from open_clip_zerovl.prepare.clusters.folders import train_data, write_clusters
 from open_clip_zerovl.prepare.clusters.kmeans import dissolve_small, find_copies, size_report, spherical_kmeans
-from open_clip_zerovl.prepare.clusters.splitting import ClusterSettings, cluster_source
+from open_clip_zerovl.prepare.clusters.splitting import cluster_source
 from open_clip_zerovl.prepare.public.index import check_shards
 from open_clip_zerovl.shards.marks import file_mark
 from open_clip_zerovl.shards.members import read_samples

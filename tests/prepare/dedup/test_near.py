@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 from open_clip_zerovl.cli import program as cli
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.prepare.dedup import near
-from open_clip_zerovl.prepare.dedup.near import BITS, NEAR, NearIndex, picture_hash, picture_hashes
+from open_clip_zerovl.prepare.dedup.near import BITS, NEAR, NearIndex, picture_hashes
 from open_clip_zerovl.prepare.dedup.overlap import SHOWN, NearPair, Overlap, write_overlap
 from open_clip_zerovl.shards.members import Sample, read_samples
 from open_clip_zerovl.shards.pictures import BadPicture
@@ -77,13 +77,13 @@ def originals() -> list[Image.Image]:
 
 
 def test_copies_are_as_near_as_stated_and_distinct_pictures_far(originals):
-    hashes = [picture_hash(jpeg(image)) for image in originals]
+    hashes = [picture_hashes(jpeg(image))[0] for image in originals]
     index = NearIndex(hashes)
     for name, (copy, most) in COPIES.items():
-        numbers, distances = index.nearest([picture_hash(copy(image)) for image in originals], NEAR)
+        numbers, distances = index.nearest([picture_hashes(copy(image))[0] for image in originals], NEAR)
         assert numbers.tolist() == list(range(21)), name
         assert distances.max() <= most, (name, distances)
-    others = NearIndex([picture_hash(jpeg(fractal(seed, 160, 120))) for seed in range(100, 160)])
+    others = NearIndex([picture_hashes(jpeg(fractal(seed, 160, 120)))[0] for seed in range(100, 160)])
     assert others.nearest(hashes, BITS // 4)[0].tolist() == [-1] * 21
     far = np.bitwise_count(np.stack(hashes)[:, None] ^ others.words.T).sum(axis=-1)
     assert far.min() > 85 and far.mean() == pytest.approx(BITS / 2, abs=3)
@@ -93,10 +93,10 @@ def test_a_picture_is_turned_as_its_exif_says(originals):
     exif = Image.Exif()
     exif[0x0112] = 6  # shown turned by 90 degrees
     lying = jpeg(originals[0].transpose(Image.Transpose.ROTATE_90), exif=exif)
-    index = NearIndex([picture_hash(jpeg(originals[0]))])
-    assert index.nearest([picture_hash(lying)])[1][0] <= 8
+    index = NearIndex([picture_hashes(jpeg(originals[0]))[0]])
+    assert index.nearest([picture_hashes(lying)[0]])[1][0] <= 8
     with pytest.raises(BadPicture):
-        picture_hash(b"no picture")
+        picture_hashes(b"no picture")
 
 
 def test_a_transparent_picture_is_compared_as_it_is_shown_on_white():
@@ -107,14 +107,15 @@ def test_a_transparent_picture_is_compared_as_it_is_shown_on_white():
         glyph.putalpha(alpha.resize((128, 128), Image.Resampling.NEAREST))
         transparent.append(encoded(glyph))
         shown.append(jpeg(Image.composite(glyph, Image.new("RGBA", glyph.size, "white"), glyph).convert("RGB")))
-    index = NearIndex([picture_hash(content) for content in shown])
-    numbers, distances = index.nearest([picture_hash(content) for content in transparent], BITS)
+    index = NearIndex([picture_hashes(content)[0] for content in shown])
+    hashes = [picture_hashes(content)[0] for content in transparent]
+    numbers, distances = index.nearest(hashes, BITS)
     assert numbers.tolist() == [0, 1] and distances.max() <= 10
-    assert NearIndex([picture_hash(transparent[0])]).nearest([picture_hash(transparent[1])])[0].tolist() == [-1]
+    assert NearIndex(hashes[:1]).nearest(hashes[1:])[0].tolist() == [-1]
 
 
 def test_mirrored_copies_and_uniform_borders_are_found(originals):
-    index = NearIndex([picture_hash(jpeg(image)) for image in originals])
+    index = NearIndex([picture_hashes(jpeg(image))[0] for image in originals])
     copies_of: list[tuple[Callable[[Image.Image], Image.Image], int]] = [
         (ImageOps.mirror, 1),
         (lambda image: resized(ImageOps.mirror(image), 0.5), 1),

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.images import BadImage, decode_image
+from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.embeddings.encoder import FrozenModel
@@ -26,6 +26,7 @@ from open_clip_zerovl.evaluate.embedded import embedded, folder_name
 from open_clip_zerovl.shards.index import caption_lines
 from open_clip_zerovl.shards.members import TEXT_EXTENSION, image_of
 from open_clip_zerovl.shards.members import Sample as StoredSample
+from open_clip_zerovl.shards.pictures import BadPicture
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class SourceSample:
     held_out: bool = True
 
     def picture(self) -> Image.Image:
-        """The picture as RGB. BadImage if it cannot be decoded."""
+        """The picture as RGB. BadPicture if it cannot be decoded."""
         return decode_image(self.image)
 
 
@@ -134,7 +135,7 @@ def _pair(
     pair = SourceSample(source, image, caption, concept, held_out)
     try:
         pair.picture()
-    except BadImage:
+    except BadPicture:
         return None
     return pair
 

@@ -29,7 +29,7 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError, printable
 from open_clip_zerovl.core.files import check_writable, user_cache, write_atomically
 from open_clip_zerovl.data.collection import Collection, open_collection
-from open_clip_zerovl.data.images import BadImage, decode_image
+from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.reading import picture_file
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.embeddings.encoder import FrozenModel
@@ -40,6 +40,7 @@ from open_clip_zerovl.evaluate.settings import SearchSettings as SearchSettings
 from open_clip_zerovl.report.html import thumbnail, write_page
 from open_clip_zerovl.shards.foreign import BadFile, read_foreign
 from open_clip_zerovl.shards.members import TEXT_EXTENSION, image_of
+from open_clip_zerovl.shards.pictures import BadPicture
 
 CAPTION_CHARACTERS = 60  # of a caption in the terminal
 
@@ -192,7 +193,7 @@ def _query_picture(path: Path) -> Image.Image:
         return decode_image(read_foreign(path))
     except BadFile as error:
         raise UserError(f"{error}; correct --image") from error
-    except BadImage as error:
+    except BadPicture as error:
         raise UserError(f"the picture {path} {error}; give another one by --image") from error
 
 
@@ -210,7 +211,7 @@ def _thumbnail(hit: Hit) -> str | None:
     """The thumbnail of a hit; None if its picture has gone or changed since it was embedded."""
     try:
         return None if hit.content is None else thumbnail(decode_image(hit.content))
-    except BadImage:
+    except BadPicture:
         return None
 
 
@@ -276,8 +277,8 @@ class _Pictures:
                     yield Lost(self.collection.name, "no picture")
                 else:
                     yield Sample(row, [decode_image(content)])
-            except BadImage as error:
-                yield Lost(self.collection.name, error.fault.reason)
+            except BadPicture as error:
+                yield Lost(self.collection.name, error.reason)
         if seen != self.sizes[file]:
             raise UserError(
                 f"{self.collection.files[file].path} does not hold the {self.sizes[file]} samples that were counted: correct "

@@ -20,10 +20,11 @@ from tqdm import tqdm
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.data.clusters import Clustering, cluster_folders, load_clustering
-from open_clip_zerovl.data.images import BadImage, decode_image
+from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import clustered_source
 from open_clip_zerovl.shards.members import Sample, image_of
+from open_clip_zerovl.shards.pictures import BadPicture
 from open_clip_zerovl.shards.writing import SIZES_FILE
 
 
@@ -56,7 +57,7 @@ def write_previews(
             cluster, place = wanted[position]
             try:
                 thumbnail = ImageOps.pad(decode_image(image_of(sample.files) or b""), (px, px), color="white")
-            except BadImage:
+            except BadPicture:
                 logging.warning(f"The picture of {sample.key} cannot be read: its place in the preview stays white.")
                 continue
             sheets[cluster].paste(thumbnail, (place % side * px, place // side * px))

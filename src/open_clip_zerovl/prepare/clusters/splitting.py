@@ -31,14 +31,14 @@ from torch.nn import functional as F
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
-from open_clip_zerovl.data.clusters import Clustering, load_clustering, save_clustering
+from open_clip_zerovl.data.clusters import Clustering, save_clustering
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.embeddings.embed import embed
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.fingerprint import describe_source
 from open_clip_zerovl.embeddings.sources import SourceSamples
 from open_clip_zerovl.embeddings.store import ArraySpec, Manifest, Rows, Store, difference, read_manifest
-from open_clip_zerovl.prepare.cluster_flags import ClusterSettings as ClusterSettings
+from open_clip_zerovl.prepare.cluster_flags import ClusterSettings
 from open_clip_zerovl.prepare.clusters.folders import train_data, write_clusters, write_previews
 from open_clip_zerovl.prepare.clusters.kmeans import (
     dissolve_small,
@@ -51,15 +51,6 @@ from open_clip_zerovl.shards.index import open_index
 from open_clip_zerovl.shards.marks import Mark, digests_of, file_marks
 from open_clip_zerovl.shards.members import ShardError
 from open_clip_zerovl.shards.urls import local_path
-
-__all__ = [
-    "ClusterSettings",
-    "Clustering",
-    "cluster_source",
-    "load_clustering",
-    "spherical_kmeans",
-    "train_data",
-]
 
 
 def cluster_source(

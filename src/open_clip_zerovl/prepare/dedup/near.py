@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,7 @@ _BORDER_SPREAD = 24  # grey levels within a row of a uniform border, as JPEG lea
 _BLOCK_PAIRS = 1 << 21  # pairs compared at once, 8 bytes each
 
 Hashes = NDArray[np.uint64]
+Key = TypeVar("Key")
 
 
 def require_imagehash() -> None:
@@ -74,11 +76,6 @@ def picture_hashes(content: bytes) -> Hashes:
     return decoded(content, hashed)
 
 
-def picture_hash(content: bytes) -> Hashes:
-    """(4,) the hash of an encoded picture as it is; see `picture_hashes`."""
-    return picture_hashes(content)[0]
-
-
 def _without_borders(grey: Image.Image) -> Image.Image:
     """The picture without the rows and columns at its edges in which all pixels have nearly one value."""
     pixels = np.asarray(grey)
@@ -101,12 +98,15 @@ def hashes_or_none(content: bytes) -> Hashes | None:
         return None
 
 
-def hash_all(contents: Iterable[bytes], threads: int = 4) -> Iterator[tuple[bytes, Hashes | None]]:
-    """(content, `hashes_or_none`) of each encoded picture, in order; PICTURES_AT_ONCE of them are in memory."""
-    source = iter(contents)
+def hash_all(
+    pictures: Iterable[tuple[Key, bytes]], threads: int = 4
+) -> Iterator[list[tuple[Key, bytes, Hashes | None]]]:
+    """(key, content, `hashes_or_none`) of each (key, encoded picture), in order, in blocks of PICTURES_AT_ONCE."""
+    source = iter(pictures)
     with ThreadPoolExecutor(threads) as pool:
         while block := list(islice(source, PICTURES_AT_ONCE)):
-            yield from zip(block, pool.map(hashes_or_none, block), strict=True)
+            hashed = pool.map(hashes_or_none, (content for _, content in block))
+            yield [(key, content, own) for (key, content), own in zip(block, hashed, strict=True)]
 
 
 class NearIndex:

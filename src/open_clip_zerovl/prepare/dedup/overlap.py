@@ -9,10 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +27,6 @@ from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.prepare.dedup.near import (
     BITS,
     NEAR,
-    PICTURES_AT_ONCE,
     Hashes,
     NearIndex,
     hash_all,
@@ -157,9 +155,9 @@ def open_test_sets(tests: str, *, split: str = "test", threads: int = 4, progres
     hashes: list[Hashes] = []
     owners: list[int] = []
     kept: list[SetPicture] = []
-    contents = (picture.read() for picture in pictures)
-    bar = tqdm(hash_all(contents, threads), total=len(pictures), desc="test sets", unit="picture", disable=not progress)
-    for picture, (_, own) in zip(pictures, bar, strict=True):
+    hashed = chain.from_iterable(hash_all(((picture, picture.read()) for picture in pictures), threads))
+    bar = tqdm(hashed, total=len(pictures), desc="test sets", unit="picture", disable=not progress)
+    for picture, _, own in bar:
         if own is not None:
             hashes += list(own[::2])  # not those of its mirror image
             owners += [len(kept)] * len(own[::2])
@@ -181,15 +179,15 @@ def find_overlap(
 
     Args:
         data: `name=shards::name=shards`, as `--train-data`: local shards, tables, clusters.
-        within: largest distance of a copy.
+        within: largest distance of a copy; see `check_distance`.
 
     Raises:
-        UserError: a distance out of range, data that cannot be read, or remote shards.
+        UserError: data that cannot be read, or remote shards.
     """
-    check_distance(within)
     found = Overlap(tests.counts(), within)
     for source in parse_sources(data, evaluation=True):
-        _compare(source, tests, found, threads, progress)
+        found.samples[source.name] = found.unreadable[source.name] = 0
+        match(_pictures_of(source, progress), tests, found, threads)
     return found
 
 
@@ -202,35 +200,20 @@ def check_distance(within: int) -> None:
         )
 
 
-def _compare(source: Source, tests: ComparedSets, found: Overlap, threads: int, progress: bool) -> None:
-    bar = tqdm(total=source.num_samples, desc=source.name, unit="picture", disable=not progress)
-
-    def pictures() -> Iterator[tuple[Place, bytes]]:
+def _pictures_of(source: Source, progress: bool) -> Iterator[tuple[Place, bytes]]:
+    with tqdm(total=source.num_samples, desc=source.name, unit="picture", disable=not progress) as bar:
         for shard in range(len(source.shards)):
             for sample in samples_of(source, shard):
                 bar.update()
                 if (content := image_of(sample.files)) is not None:
                     yield Place(source.name, os.path.basename(source.shards[shard]), sample.key), content
 
-    found.samples[source.name] = found.unreadable[source.name] = 0
-    with bar:
-        match(pictures(), tests, found, threads)
-
 
 def match(pictures: Iterator[tuple[Place, bytes]], tests: ComparedSets, found: Overlap, threads: int = 4) -> None:
     """Compare training pictures with test sets, and add to `found`: counts, pairs, thumbnails of the first ones."""
-    places: deque[Place] = deque()  # of the pictures that are being hashed
-
-    def contents() -> Iterator[bytes]:
-        for place, content in pictures:
-            places.append(place)
-            yield content
-
-    hashed = hash_all(contents(), threads)
-    while block := list(islice(hashed, PICTURES_AT_ONCE)):
+    for block in hash_all(pictures, threads):
         asked = []
-        for content, own in block:
-            place = places.popleft()
+        for place, content, own in block:
             found.samples[place.source] = found.samples.get(place.source, 0) + 1
             found.unreadable[place.source] = found.unreadable.get(place.source, 0) + (own is None)
             if own is not None:
