@@ -19,6 +19,7 @@ _PANELS = {
         ("debiased: all trained sources in one pool", _DEBIASED, "mixed"),
         ("debiased: two kinds of pictures in one source", {64: ("contexts-debiased", "contexts-random")}, "score"),
         ("mixup: unseen style", _MIXUP, "score"),
+        ("whole recipe over baseline: unseen style", {40: ("stack-drop", "stack-baseline")}, "score"),
     ],
     "difference in percent of probed embeddings whose source is found": [
         ("debiased: source found from a caption", _DEBIASED, "probe, texts %"),
@@ -62,6 +63,6 @@ def main_effects(row: Callable[[str, str, str], Row]) -> bytes:
     panels[0].axvspan(-MARGIN_RSUM, MARGIN_RSUM, color=INK, alpha=0.08, linewidth=0)
     named = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(named.values(), named, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    title = "Debiased less random batches, and mixup less none: 95 % intervals (Student, over n paired seeds)"
+    title = "Debiased less random batches, mixup less none, recipe less baseline: 95 % intervals (Student, over n paired seeds)"
     figure.suptitle(title, fontsize=10, x=0.01, horizontalalignment="left", color=INK)
     return png_bytes(figure)
