@@ -62,10 +62,11 @@ class Page:
         return next(row for row in self.rows if row.name == f"{run} - {against}" and row.measure in measures)
 
     def line(self, label: str, run: str, against: str, measure: str = "score") -> str:
-        """A line of the main table: label, difference with interval, seeds, verdict, the paper."""
+        """A line of the main table: label, difference with interval, seeds, verdict (bold: also by Holm), the paper."""
         row = self.row(run, against, measure)
         paper = f"{row.papers_words}: {row.beside_paper or 'open'}" if row.papers_words else ""
-        return f"| {label} | {row.words} | {len(row.values)} | {row.verdict} | {paper} |"
+        word = f"**{row.verdict}**" if row in self.standing else row.verdict
+        return f"| {label} | {row.words} | {len(row.values)} | {word} | {paper} |"
 
     @property
     def mixtures(self) -> str:

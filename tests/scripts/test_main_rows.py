@@ -52,7 +52,7 @@ MAIN = [
         "score",
     ),
     (
-        "features gathered with gradient over without (Table 4, the release's switch), unseen style, 16 epochs",
+        "gather with gradient over without (Table 4, the release's switch), unseen style, 16 epochs",
         "gather",
         "detached-gather",
         "score",
@@ -87,7 +87,7 @@ def student(run: str, against: str, measure: str) -> tuple[float, float, float, 
 
 def page_rows() -> list[list[str]]:
     text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
 
 
 @pytest.mark.parametrize(("label", "run", "against", "measure"), MAIN)
