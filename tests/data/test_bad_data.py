@@ -341,6 +341,11 @@ def test_a_killed_worker_ends_with_a_sentence(tmp_path):
     sentence = str(error) if isinstance(error, UserError) else loader.explain(error)
     assert sentence is not None and "loader worker 0 of rank 0 was lost while reading shard" in sentence
     assert loader.explain(RuntimeError("CUDA out of memory")) is None
+    of_writer = RuntimeError(
+        "unexpected pos 272000 vs 271888"
+    )  # torch's, if the worker was lost while a checkpoint was written
+    of_writer.__context__ = RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed. ")
+    assert "of rank 0 was lost" in loader.explain(of_writer)
 
 
 ENDS_BY_AN_EXCEPTION = """

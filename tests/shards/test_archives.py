@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import zipfile
 
 import pytest
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.shards.archives import json_array, open_member
+from open_clip_zerovl.shards.archives import json_array, members, open_member
 
 VALUE = [{"a": [1, 2.5e3, {"\u00fc": 'q"]}, \u20ac'}]}, 17, -3, "x", None, True, [], {}]
 
@@ -60,3 +61,14 @@ def test_brackets_within_brackets_end_in_a_sentence(tmp_path, content):
 def test_broken_json_is_named(text, key):
     with pytest.raises(UserError, match="x.json"):
         list(json_array(io.BytesIO(text), "x.json", key=key))
+
+
+def test_a_zip_that_asks_for_a_later_reader_is_broken(tmp_path):
+    """Found by the fuzzer: a flipped bit in the directory's version."""
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.writestr("a.json", "[]")
+    content = bytearray((tmp_path / "x.zip").read_bytes())
+    content[content.index(b"PK\x01\x02") + 6] = 84  # version needed: 8.4
+    (tmp_path / "x.zip").write_bytes(content)
+    with pytest.raises(UserError, match=r"x\.zip is a broken archive \(zip file version 8\.4\): fetch it again"):
+        members(tmp_path / "x.zip")

@@ -60,8 +60,9 @@ def test_an_epoch_over_eight_ranks_waits_only_where_it_must(sort_text, tmp_path,
     mixup.attach(model)
     # The check, which reads once in the first step that replays, would take the values read for differences.
     config = RecipeConfig(
-        sampling="debiased", dga_steps=K, dga_check="never", coin_flip_mixup=True, loss_chunk=5, sort_text=sort_text
-    )
+        sampling="debiased", dga_steps=K, dga_check="never", coin_flip_mixup=True, loss_chunk=5, sort_text=sort_text,
+        positives="pair",  # without it the captions of the first batch are compared, which fakes do not have
+    )  # fmt: skip
     args = argparse.Namespace(
         device="cuda:0", precision="amp_bf16", seed=0, rank=0, local_rank=0, world_size=W, distributed=True, batch_size=B,
         workers=0, skip_scheduler=False, grad_clip_norm=1.0, log_every_n_steps=2, wandb=False, checkpoint_path=str(tmp_path),

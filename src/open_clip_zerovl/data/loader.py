@@ -233,7 +233,9 @@ class MixtureLoader:
                 f"{self._activity(worker)}; check where the shard comes from, or raise --loader-timeout"
             )
         if not re.match(r"(DataLoader worker \(pid|Pin memory thread)", first):
-            return None
+            # While a checkpoint is written, torch's writer ends with an error of its own on top of this one.
+            before = error.__context__
+            return self.explain(before, delivered) if isinstance(before, RuntimeError) else None
         processes = [activity.get()[0] for activity in self.mixture.activity]
         lost = [worker for worker, process in enumerate(processes) if str(process) in re.findall(r"\d+", first)]
         who, doing = (f"loader worker {lost[0]}", self._activity(lost[0])) if lost else ("a loader worker", "")

@@ -51,7 +51,7 @@ def members(path: Path) -> list[str]:
         if _is_tar(path):
             with tarfile.open(path) as tar:
                 return [member.name for member in tar if member.isfile()]
-    except (zipfile.BadZipFile, tarfile.TarError, OSError, EOFError) as error:
+    except (*BROKEN_ARCHIVE, OSError) as error:
         raise UserError(f"{path} is a broken archive ({error}): fetch it again.") from error
     return [path.name.removesuffix(".gz")]
 
