@@ -20,7 +20,7 @@ import fsspec
 import torch
 
 from open_clip_zerovl.checkpoints.adapters import is_adapter
-from open_clip_zerovl.checkpoints.spec import MODEL_ENTRY, NOT_OF_FUNCTION, complete_config, first_difference
+from open_clip_zerovl.checkpoints.spec import MODEL_ENTRY, NOT_OF_FUNCTION, first_difference, tower_config
 from open_clip_zerovl.checkpoints.weights import unpickling_reason
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.core.files import UNREADABLE
@@ -308,8 +308,10 @@ def require_same_function(checkpoint: dict, model_cfg: Mapping[str, Any] | None,
         raise UserError(
             f"--resume {path} has an entry {MODEL_ENTRY!r} that is no model's; resume from another checkpoint"
         )
-    found = first_difference(complete_config(saved), complete_config(model_cfg), NOT_OF_FUNCTION)
-    if found is not None:
+    for tower in ("image", "text"):
+        found = first_difference(tower_config(saved, tower), tower_config(model_cfg, tower), NOT_OF_FUNCTION)
+        if found is None:
+            continue
         key, there, here = found
         raise UserError(
             f"--resume {path} was trained with {key} {there}, and this run's model has {here}, which changes no "

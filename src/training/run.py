@@ -28,7 +28,7 @@ from open_clip_zerovl.core.files import lock_file
 from open_clip_zerovl.core.processes import PREEMPTED_STATUS, REQUEUE_MARKER
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.transforms import paper_transform_of
-from open_clip_zerovl.models.build import check_model, create_model_and_transforms, with_text_model
+from open_clip_zerovl.models.build import check_model, create_model_and_transforms, registered_config, with_text_model
 from open_clip_zerovl.models.local_dir import no_code_from_data
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
@@ -257,13 +257,11 @@ class Run:
             self.lock = lock_folder(self.folder)
         if self.config.model_config is not None:
             self.args.model_config = self._kept_config(self.config.model_config)
-        if self.config.active:
-            model_cfg = open_clip.get_model_config(self.args.model)
-            if model_cfg is not None and self.args.force_quick_gelu:
-                model_cfg["quick_gelu"] = True
-            self.entries = {MODEL_ENTRY: model_cfg}
         if self.model is not None:  # main makes the teacher after it: --distill-model
             return create_model_and_transforms(model_name, pretrained, **options)
+        if self.config.active and (model_cfg := registered_config(self.args.model)):
+            forced = {"quick_gelu": True} if self.args.force_quick_gelu else {}
+            self.entries = {MODEL_ENTRY: {**model_cfg, **forced}}
         # Only with our data: open_clip's cannot go on in the middle of an epoch, so a step checkpoint would be of no use.
         if self.own_step and self.config.sampling is not None:
             # Not before all ranks have met: a rank that waits for one that has failed must still end by SIGTERM.

@@ -11,6 +11,7 @@ import argparse
 import inspect
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
@@ -170,8 +171,8 @@ class Trainer:
             step = steps * epoch + index
             if first_of_process and index == start:
                 settle_buckets(model, micro_batches[0], self.step.prepare, self.step.autocast)
-                if is_master(args) and self.config.positives is None and (remark := equal_captions(micro_batches)):
-                    logging.warning(remark)
+                if mixture is not None and is_master(args) and self.config.positives is None:
+                    warn_of_equal_captions(micro_batches)
             seed_step(args.seed, step, args.rank)
             if not args.skip_scheduler:
                 scheduler(step)
@@ -249,29 +250,32 @@ def _near(share: float, sources: Sequence[Source]) -> str | None:
     return f"{share:g} of the clusters {marks}" if share else None
 
 
-def equal_captions(micro_batches: Sequence[MicroBatch]) -> str:
-    """A sentence if more than half of a batch's captions are equal to another one; "" else."""
-    texts = torch.cat([micro_batch[1].flatten(0, -2) for micro_batch in micro_batches])
-    counts = torch.unique(texts, dim=0, return_counts=True)[1]
-    repeated = int(counts[counts > 1].sum())
+def warn_of_equal_captions(micro_batches: Sequence[MicroBatch]) -> None:
+    """Warn if more than half of a batch's captions are equal to another one."""
+    texts = [text.numpy().tobytes() for micro_batch in micro_batches for text in micro_batch[1].flatten(0, -2)]
+    repeated = sum(count for count in Counter(texts).values() if count > 1)
     if 2 * repeated <= len(texts):
-        return ""
-    return (
+        return
+    logging.warning(
         f"{repeated} of the {len(texts)} captions of the first batch are equal to another one of it: the loss takes the "
         "pictures of a caption for negatives of each other; give --positives caption."
     )
 
 
 def require_finite(model: torch.nn.Module, when: str) -> None:
-    """Refuse weights that are not finite, before a checkpoint of them is written; ranks agree, since their weights are equal.
+    """Refuse weights that are not finite, before a checkpoint of them is written; called by all ranks, which agree.
 
     Raises:
-        UserError: a weight is NaN or infinite, or a buffer NaN: a GradScaler leaves out the step of an overflow, and batch norm
-            keeps its statistics. (Infinite numbers have a place in masks.)
+        UserError: a weight is NaN or infinite, or a saved buffer NaN: a GradScaler leaves out the step of an overflow, and
+            batch norm keeps its statistics. (Infinite numbers have a place in masks.)
     """
     bad = [~parameter.detach().isfinite().all() for parameter in model.parameters()]
-    bad += [buffer.isnan().any() for buffer in model.buffers()]
-    if bool(torch.stack(bad).any()):
+    saved = model.state_dict().keys()
+    bad += [buffer.isnan().any() for name, buffer in model.named_buffers() if name in saved]
+    found = torch.stack(bad).any().int()
+    if torch.distributed.is_initialized():  # statistics differ between ranks; the first one's are saved
+        torch.distributed.broadcast(found, 0)
+    if bool(found):
         raise UserError(
             f"{when} the weights are not finite numbers; no checkpoint of them is written: continue from an earlier one with "
             "--resume latest, or start again, with a lower --lr, --grad-clip-norm 1, or --precision amp_bf16 or fp32"

@@ -162,6 +162,20 @@ def test_a_parameter_that_forward_changes_without_its_version_is_refused(way, dt
     step_of(step._inner, retain=3).backward(batches([3, 2, 2]))  # nothing is forwarded twice
 
 
+def test_parameters_without_plain_bits_are_left_out_and_no_bits_are_read_without_a_replay():
+    model = seeded(Towers)
+    model.wide = nn.Parameter(torch.zeros(3, 2, dtype=torch.complex128), requires_grad=False)
+    model.sparse = nn.Parameter(torch.eye(2).to_sparse(), requires_grad=False)
+    model.empty = nn.Parameter(torch.zeros(2, device="meta"), requires_grad=False)
+    step = step_of(model)
+    step.backward(batches([3, 2, 2]))
+    step._check._due.add("weights")
+    assert step._check.bits_of(model).keys() == dict(seeded(Towers).named_parameters()).keys()
+    whole = step_of(model, retain=3)
+    whole._check.bits_of = None  # not called
+    whole.backward(batches([3, 2, 2]))
+
+
 # ----------------------------------------------------------------------------------- 3: random numbers that are not torch's
 
 

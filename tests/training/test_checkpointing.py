@@ -278,6 +278,10 @@ def test_the_config_of_a_checkpoint_has_a_forced_quickgelu(words, expected, monk
     args.rank = 0
     run.create_model("ViT-B-32")
     assert run.entries[MODEL_ENTRY].get("quick_gelu") is expected
+    monkeypatch.setattr("training.run.create_model_and_transforms", lambda *given, **options: None)
+    run.entries["lora"] = "of the student"
+    run.create_model("the teacher of --distill-model")
+    assert run.entries.keys() == {MODEL_ENTRY, "lora"}
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_reported_before_the_first_step(tmp_path, monkeypatch):
@@ -355,6 +359,7 @@ def test_statistics_with_nan_are_not_saved_and_masks_with_infinite_numbers_are()
     """An overflow whose step a GradScaler leaves out stays in batch norm, and every score of the model is NaN."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     model.register_buffer("mask", torch.full((2, 2), -torch.inf))
+    model.register_buffer("scratch", torch.full((2,), torch.nan), persistent=False)  # no checkpoint holds it
     require_finite(model, "after epoch 1")
     model(torch.full((3, 2), torch.inf))
     with pytest.raises(

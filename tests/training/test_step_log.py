@@ -12,7 +12,7 @@ from open_clip_zerovl.losses.problem import Report
 from training import step_log
 from training.run_log import RunLog
 from training.step_log import BySource, StepLog, loader_sentence, stuck_sentence
-from training.train import equal_captions
+from training.train import warn_of_equal_captions
 
 ARGS = argparse.Namespace(
     batch_size=10, workers=2, rank=0, local_rank=0, log_local=False, log_every_n_steps=1, world_size=1, wandb=False
@@ -159,10 +159,13 @@ def test_a_loss_that_is_not_finite_is_counted_between_logged_steps(caplog):
     assert "in 2 of the last" in said[0] and "in 1 of the last" in said[1] and run_log.not_finite == 3
 
 
-def test_equal_captions_in_most_of_the_first_batch_name_the_flag():
+def test_equal_captions_in_most_of_the_first_batch_name_the_flag(caplog):
     """Without labelled sets or retrieval sets, nothing else in a run has a word about them."""
     texts = torch.tensor([[1, 2], [1, 2], [3, 4], [5, 6]])
-    assert equal_captions([(None, texts)]) == ""  # two of four
-    found = equal_captions([(None, texts), (None, texts.view(2, 2, 2))])  # the second with two captions per picture
-    assert found.startswith("8 of the 8 captions of the first batch are equal") and "--positives caption" in found
-    assert equal_captions([(None, texts), (None, torch.tensor([[1, 2]]))]).startswith("3 of the 5")
+    warn_of_equal_captions([(None, texts)])  # two of four
+    assert not caplog.messages
+    warn_of_equal_captions([(None, texts), (None, texts.view(2, 2, 2))])  # the second with two captions per picture
+    warn_of_equal_captions([(None, texts), (None, torch.tensor([[1, 2]]))])
+    warn_of_equal_captions([(None, texts[:2]), (None, torch.tensor([[1, 2, 0]]))])  # of another width
+    assert [message.split(" captions")[0] for message in caplog.messages] == ["8 of the 8", "3 of the 5", "2 of the 3"]
+    assert "--positives caption" in caplog.text

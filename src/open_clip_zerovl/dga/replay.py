@@ -119,9 +119,9 @@ class ReplayCheck:
     def bits_of(self, model: nn.Module) -> dict[str, Tensor]:
         """The sum of the bits of each parameter, for `compare_bits`; none in a step that does not compare them."""
         return {
-            name: parameter.detach().view(_INTEGERS[min(8, parameter.element_size())]).sum(dtype=torch.int64)
+            name: parameter.detach().view(_INTEGERS[parameter.element_size()]).sum(dtype=torch.int64)
             for name, parameter in model.named_parameters()
-            if WEIGHTS in self._due and type(parameter.data) is Tensor  # other types may not show their bits
+            if WEIGHTS in self._due and _shows_bits(parameter.data)
         }
 
     def compare_bits(self, index: int, found: dict[str, Tensor], before: dict[str, Tensor]) -> None:
@@ -157,7 +157,17 @@ class ReplayCheck:
         """(relative, largest absolute) difference of each comparison, in one copy to the host."""
         if not self._seen:
             return []
-        return [(relative, largest) for relative, largest in torch.stack([pair for _, _, pair in self._seen]).tolist()]
+        device = self._seen[0][2].device  # parameters may lie on several
+        return [
+            (relative, largest)
+            for relative, largest in torch.stack([pair.to(device) for *_, pair in self._seen]).tolist()
+        ]
+
+
+def _shows_bits(value: Tensor) -> bool:
+    """True for a plain dense tensor, whose elements can be read as integers."""
+    plain = type(value) is Tensor and value.layout == torch.strided
+    return plain and not (value.is_quantized or value.is_meta or value.is_conj()) and value.element_size() in _INTEGERS
 
 
 def _difference(bad: list[tuple[float, float, str, int]], tolerance: float) -> str:

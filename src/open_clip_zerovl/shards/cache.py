@@ -150,7 +150,7 @@ class ShardCache:
                 if md5 is None:
                     return False
                 fault = _fault(entry.part, stream.md5, md5)
-                if fault is None and stream.total is None and not is_command(entry.url) and lacks_end(entry.part):
+                if fault is None and stream.unannounced and lacks_end(entry.part):
                     fault = "cut off"
                 if fault is None:
                     break

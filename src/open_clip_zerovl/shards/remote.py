@@ -137,7 +137,7 @@ class RemoteStream:
     Attributes:
         position: number of bytes read. Given one to begin with, and a server that sends no parts of a file, it is 0 once the
             transfer has begun: the bytes of an earlier call may be those of another version.
-        total, identity, md5: see `Transfer`; known once the transfer has begun.
+        total, identity, md5, unannounced: see `Transfer`; known once the transfer has begun.
     """
 
     closed = False  # for pyarrow, which takes it for a file
@@ -146,6 +146,7 @@ class RemoteStream:
         self.url, self.policy = url, policy
         self.position = position
         self.total: int | None = None
+        self.unannounced = False
         self.identity: str | None = None
         self.md5: str | None = None
         self._transfer: Transfer | None = None
@@ -265,6 +266,7 @@ class RemoteStream:
         self._opened = True
         self.identity, self.md5 = transfer.identity or self.identity, transfer.md5 or self.md5
         self.total = transfer.total if transfer.total is not None else self.total
+        self.unannounced = transfer.unannounced
         self._began, self._began_at = time.monotonic(), self.position
         self._left = self._began
         return transfer

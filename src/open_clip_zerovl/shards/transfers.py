@@ -49,6 +49,7 @@ class Transfer:
         identity: a text that changes when the shard is replaced by another (ETag, date, size); None if unknown.
         md5: MD5 of the whole shard, in base64 or hexadecimal digits; None if unknown.
         end: called at the end; raises where the transfer failed.
+        unannounced: the shard ends where the connection does, so that a broken transfer looks like a whole one.
     """
 
     read: Callable[[int], bytes]
@@ -58,6 +59,7 @@ class Transfer:
     identity: str | None = None
     md5: str | None = None
     end: Callable[[], None] = lambda: None
+    unannounced: bool = False
 
 
 class Broken(Exception):
@@ -171,7 +173,8 @@ def _from_server(file_system: Any, url: str, at: int, headers: dict[str, str]) -
             raise Broken("another range than was asked for")
     identity = given.get("ETag") or given.get("Last-Modified") or (None if length is None else f"{length} bytes")
     md5 = given.get("Content-MD5") if not begins else None
-    return Transfer(file.read, file.close, begins, length, identity, md5)
+    unannounced = not {"Content-Length", "Transfer-Encoding"} & given.keys()
+    return Transfer(file.read, file.close, begins, length, identity, md5, unannounced=unannounced)
 
 
 def _from_store(file_system: Any, path: str, at: int, stall_seconds: float) -> Transfer:

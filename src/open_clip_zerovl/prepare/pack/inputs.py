@@ -79,7 +79,7 @@ def fetched(text: str, folder: Path, say: Callable[[str], None]) -> str:
         try:
             with RemoteStream(url, RetryPolicy()) as content, atomic_file(file) as kept:
                 shutil.copyfileobj(cast(BinaryIO, content), kept, 1 << 20)
-            if content.total is None and lacks_end(file):
+            if content.unannounced and lacks_end(file):
                 file.unlink()
                 raise Unreachable("cut off", "cut off", True)
         except Unreachable as error:
