@@ -35,9 +35,8 @@ OF_PROJECTION = frozenset({"timm_proj", "timm_proj_bias", "hf_proj_type"})
 OF_FILES = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"})  # transformers
 _TOWERS = {"image": ("vision_cfg", asdict(CLIPVisionCfg())), "text": ("text_cfg", asdict(CLIPTextCfg()))}
 
-MODEL_ENTRY = (
-    "model_config"  # of a checkpoint: open_clip's config of its model; with --model-config no other place is sure
-)
+#: Entry of a checkpoint: open_clip's config of its model. With --model-config no other place is sure.
+MODEL_ENTRY = "model_config"
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import RngState
 
-# Sizes of the gradients that a hook is tried on, the first ones below fp16: a clamp at any bound cuts gradients of some size,
-# and leaves more of them than rounding does.
+# Sizes of the gradients that a hook is tried on: a clamp at any bound cuts gradients of some size, and leaves more of them
+# than rounding does.
 _SIZES = tuple(10.0**power for power in range(-8, 4))
+_SIZES_FP16 = tuple(10.0**power for power in range(-4, 4))
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # of the hook's results
 
 
@@ -59,7 +60,7 @@ def _is_linear(hook: Callable[[Tensor], Any], parameter: nn.Parameter) -> bool:
 
     try:
         with torch.no_grad():
-            for size in _SIZES[4:] if parameter.dtype == torch.float16 else _SIZES:
+            for size in _SIZES_FP16 if parameter.dtype == torch.float16 else _SIZES:
                 one, other = (value * size for value in values)
                 whole, first, second = applied(one + other), applied(one), applied(other)
                 # Relative to the results: a clamp's are small beside large gradients. The rest is the rounding of those.

@@ -26,10 +26,8 @@ REPLAY_TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 4e
 
 
 CHECK_EVERY = 500  # steps between two checks of check="first"
-EARLY = (
-    10,
-    100,
-)  # steps with a check of their own: in the first one a new head may be zero, and a copy equal to its original
+# Steps with a check of their own: in the first one a new head may be zero, and a copy equal to its original.
+EARLY = (10, 100)
 
 WEIGHTS = "weights"
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element

@@ -6,7 +6,7 @@ import os
 import re
 import select
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
@@ -173,8 +173,12 @@ def _from_server(file_system: Any, url: str, at: int, headers: dict[str, str]) -
             raise Broken("another range than was asked for")
     identity = given.get("ETag") or given.get("Last-Modified") or (None if length is None else f"{length} bytes")
     md5 = given.get("Content-MD5") if not begins else None
-    unannounced = not {"Content-Length", "Transfer-Encoding"} & given.keys()
-    return Transfer(file.read, file.close, begins, length, identity, md5, unannounced=unannounced)
+    return Transfer(file.read, file.close, begins, length, identity, md5, unannounced=not announces_end(given))
+
+
+def announces_end(headers: Mapping[str, str]) -> bool:
+    """True if an answer's end can be known from its headers or its chunks; else a reset connection ends as a closed one."""
+    return "Content-Length" in headers or "Transfer-Encoding" in headers
 
 
 def _from_store(file_system: Any, path: str, at: int, stall_seconds: float) -> Transfer:

@@ -25,7 +25,7 @@ from open_clip_zerovl.core.files import locked
 from open_clip_zerovl.core.flags import flag
 from open_clip_zerovl.prepare.public.pictures import Failure, Unannounced
 from open_clip_zerovl.shards.remote import RemoteStream, RetryPolicy
-from open_clip_zerovl.shards.transfers import Unreachable
+from open_clip_zerovl.shards.transfers import Unreachable, announces_end
 
 if TYPE_CHECKING:  # imported where it is used: the flags below are shown by `--help`
     from aiohttp import TCPConnector
@@ -121,8 +121,7 @@ class Downloader:
                 size += len(piece)
                 if size > limits.max_bytes:
                     raise Failure("too many bytes")
-            # A connection without a length that is reset ends as one that is closed.
-            announced = answer.content_length is not None or "Transfer-Encoding" in answer.headers
+            announced = announces_end(answer.headers)
         return b"".join(pieces) if announced else Unannounced(b"".join(pieces))
 
     def _connector(self, url: str, guarded: bool) -> TCPConnector:
