@@ -68,19 +68,32 @@ class Settings:
             self.data, sampling=sampling, epochs=self.epochs, seed=self.seed,
             more=["--save-every-steps", "200", *self.flags],
         )  # fmt: skip
-        return TrainingRun(self.out / "runs" / f"{sampling}-seed{flag_values(flags)['--seed'][-1]}", tuple(flags))
+        return TrainingRun(
+            self.out / "runs" / f"{sampling}-seed{flag_values(flags)['--seed'][-1]}", tuple(flags)
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--data", type=Path, default=Path("data/emoji"), help="emoji data, fetched if it does not exist"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder of all results (default %(default)s)")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path("data/emoji"),
+        help="emoji data, fetched if it does not exist",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo"), help="folder of all results (default %(default)s)"
+    )
     parser.add_argument("--epochs", type=int, default=20, help="default %(default)s")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--split", choices=("val", "test"), default="test", help="settings are chosen on val")
-    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="training flags for both runs, after --")
+    parser.add_argument(
+        "--split", choices=("val", "test"), default="test", help="settings are chosen on val"
+    )
+    parser.add_argument(
+        "flags", nargs="*", metavar="-- FLAGS", help="training flags for both runs, after --"
+    )
     settings = Settings(**vars(parser.parse_args(argv)))
     try:
         check_flags(settings.flags)
@@ -89,7 +102,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"demo: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\ndemo: interrupted; finished parts are kept, and the same command continues", file=sys.stderr)
+        print(
+            "\ndemo: interrupted; finished parts are kept, and the same command continues",
+            file=sys.stderr,
+        )
         return 130
 
 
@@ -125,9 +141,27 @@ def run(settings: Settings) -> int:
         ("bias", settings.split, ("--concept", "concept")),
     ):
         data = "::".join(f"{source}={settings.data / folder / source}" for source in EMOJI.sources)
-        call(command, *models, "--data", data, *more, "--out", str(settings.out / command), "--device", "cpu")
-    print(judgement(json.loads((settings.out / "compare" / "compare.json").read_text(encoding="utf-8")), epochs))
-    print("4/4 Export: a folder that stock open_clip loads, tested in a process without this package", flush=True)
+        call(
+            command,
+            *models,
+            "--data",
+            data,
+            *more,
+            "--out",
+            str(settings.out / command),
+            "--device",
+            "cpu",
+        )
+    print(
+        judgement(
+            json.loads((settings.out / "compare" / "compare.json").read_text(encoding="utf-8")),
+            epochs,
+        )
+    )
+    print(
+        "4/4 Export: a folder that stock open_clip loads, tested in a process without this package",
+        flush=True,
+    )
     exported = settings.out / flags["--model"][-1].replace("/", "-")
     call("export", str(runs["debiased"].checkpoint), str(exported), "--force")
     check_stock_loading(exported)
@@ -223,7 +257,9 @@ def check_stock_loading(folder: Path) -> None:
         text=True,
     )
     if done.returncode != 0:
-        raise UserError(f"stock open_clip does not load {folder}: {done.stderr.strip().splitlines()[-1]}")
+        raise UserError(
+            f"stock open_clip does not load {folder}: {done.stderr.strip().splitlines()[-1]}"
+        )
     print(done.stdout.rstrip())
 
 

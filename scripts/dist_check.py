@@ -37,8 +37,12 @@ PAIRS, MICRO_BATCH, DGA_STEPS = 16, 4, 2  # of each of two sources: four steps a
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "dist", metavar="DIR", help="where wheel and sdist go")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "dist", metavar="DIR", help="where wheel and sdist go"
+    )
     arguments = parser.parse_args(argv)
     try:
         with tempfile.TemporaryDirectory(prefix="zerovl-dist-") as scratch:
@@ -77,7 +81,9 @@ def build(out: Path) -> Path:
     run([sys.executable, "-m", "build", "--outdir", str(out), str(ROOT)])
     found = list(out.glob(f"{PACKAGE}-{__version__}-*.whl"))
     if len(found) != 1:
-        raise UserError(f"{out} should hold one wheel of {__version__}, but holds {sorted(os.listdir(out))}")
+        raise UserError(
+            f"{out} should hold one wheel of {__version__}, but holds {sorted(os.listdir(out))}"
+        )
     return found[0]
 
 
@@ -89,7 +95,9 @@ def check_contents(wheel: Path) -> None:
     kinds = ("*.py", "*.json", "*.j2", "*.html", "*.css", "py.typed")
     wanted = {file.relative_to(src).as_posix() for kind in kinds for file in src.rglob(kind)}
     if inside != wanted:
-        raise UserError(f"{wheel.name} lacks {sorted(wanted - inside)}, and holds {sorted(inside - wanted)} besides")
+        raise UserError(
+            f"{wheel.name} lacks {sorted(wanted - inside)}, and holds {sorted(inside - wanted)} besides"
+        )
 
 
 def required(distribution: str) -> dict[str, metadata.Distribution]:
@@ -111,7 +119,9 @@ def required(distribution: str) -> dict[str, metadata.Distribution]:
             raise UserError(f"{name} is required, but not installed here; make install") from error
         for needed in map(Requirement, found[name].requires or ()):
             if needed.marker is None or needed.marker.evaluate({"extra": extra}):
-                todo += [(canonicalize_name(needed.name), wanted) for wanted in ("", *needed.extras)]
+                todo += [
+                    (canonicalize_name(needed.name), wanted) for wanted in ("", *needed.extras)
+                ]
     del found[canonicalize_name(distribution)]
     return found
 
@@ -120,7 +130,11 @@ def install(wheel: Path, env: Path) -> Path:
     """Install into a new environment that holds links to the required packages only; returns its Python."""
     venv.create(env, symlinks=True)
     python = env / "bin" / "python"
-    site = Path(output([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip())
+    site = Path(
+        output(
+            [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+        ).strip()
+    )
     for distribution in required(PACKAGE).values():
         link(distribution, site)
     pip = [sys.executable, "-m", "pip", "--python", str(python)]
@@ -134,7 +148,9 @@ def link(distribution: metadata.Distribution, site: Path) -> None:
     home = Path(sysconfig.get_path("purelib"))
     record = distribution.read_text("RECORD")
     if record is None:
-        raise UserError(f"{distribution.metadata['Name']} has no list of its files; install it by pip")
+        raise UserError(
+            f"{distribution.metadata['Name']} has no list of its files; install it by pip"
+        )
     tops = {Path(row[0]).parts[0] for row in csv.reader(record.splitlines()) if row}
     for top in tops - {"..", "__pycache__"}:
         if not (site / top).exists():
@@ -153,9 +169,35 @@ def use(python: Path, folder: Path) -> None:
     if "--dga-steps" not in output([*program, "--help"], folder):
         raise UserError("python -m training.main --help does not name --dga-steps")
     output([str(python), "-c", MAKE_DATA, str(PAIRS)], folder)
-    command = ["--model", "zerovl-emoji-vit", "--text-model", "bert", "--train-data", "one=one.csv::two=two.csv"]
-    command += ["--debiased-sampling", "--batch-size", str(MICRO_BATCH), "--dga-steps", str(DGA_STEPS), "--name", "run"]
-    command += ["--epochs", "1", "--workers", "1", "--device", "cpu", "--precision", "fp32", "--warmup", "1"]
+    command = [
+        "--model",
+        "zerovl-emoji-vit",
+        "--text-model",
+        "bert",
+        "--train-data",
+        "one=one.csv::two=two.csv",
+    ]
+    command += [
+        "--debiased-sampling",
+        "--batch-size",
+        str(MICRO_BATCH),
+        "--dga-steps",
+        str(DGA_STEPS),
+        "--name",
+        "run",
+    ]
+    command += [
+        "--epochs",
+        "1",
+        "--workers",
+        "1",
+        "--device",
+        "cpu",
+        "--precision",
+        "fp32",
+        "--warmup",
+        "1",
+    ]
     output([*program, *command], folder)
     output([zerovl, "export", "logs/run/checkpoints/epoch_1.pt", "exported"], folder)
     output([str(python), "-c", LOOK_AT, str(ROOT)], folder)
@@ -204,7 +246,11 @@ open_clip.create_model_and_transforms("local-dir:" + os.path.abspath("exported")
 
 def environment() -> dict[str, str]:
     """The environment variables of a user: nothing that leads to the checkout, and no hub."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "ZEROVL_"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "ZEROVL_"))
+    }
     return kept | {"PYTHONNOUSERSITE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -213,13 +259,17 @@ def output(command: Sequence[str], folder: Path | None = None) -> str:
     return run(command, folder, environment())
 
 
-def run(command: Sequence[str], folder: Path | None = None, variables: dict[str, str] | None = None) -> str:
+def run(
+    command: Sequence[str], folder: Path | None = None, variables: dict[str, str] | None = None
+) -> str:
     """Run a command, with this process's environment variables if none are given, and return its output.
 
     Raises:
         UserError: it failed; its last lines are on standard error.
     """
-    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, cwd=folder, env=variables, capture_output=True, text=True, timeout=600
+    )
     if done.returncode:
         print(*(done.stdout + done.stderr).strip().splitlines()[-40:], sep="\n", file=sys.stderr)
         raise UserError(f"this command ended with {done.returncode}: {' '.join(command)[:300]}")

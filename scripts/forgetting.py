@@ -76,33 +76,72 @@ def train_base(args: argparse.Namespace, seed: int) -> None:
 def zerovl(*words: str, log: Path) -> float:
     """CPU seconds of a command and of all processes that it starts."""
     with log.open("w", encoding="utf-8") as file:
-        child = subprocess.Popen([sys.executable, "-m", "open_clip_zerovl.cli", *words], stdout=file, stderr=file)
+        child = subprocess.Popen(
+            [sys.executable, "-m", "open_clip_zerovl.cli", *words], stdout=file, stderr=file
+        )
         _, status, usage = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode != 0:
-        raise SystemExit(f"forgetting: error: zerovl {words[0]} ended with status {child.returncode}; see {log}")
+        raise SystemExit(
+            f"forgetting: error: zerovl {words[0]} ended with status {child.returncode}; see {log}"
+        )
     return usage.ru_utime + usage.ru_stime
 
 
-def fine_tuned(args: argparse.Namespace, task: str, arm: str, rate: float, seed: int) -> dict[str, Any]:
+def fine_tuned(
+    args: argparse.Namespace, task: str, arm: str, rate: float, seed: int
+) -> dict[str, Any]:
     """The record of a run, with its scores at each alpha, from an earlier call or made now."""
     file = args.out / f"{task}-{arm.replace(' ', '-')}-{rate:g}-{seed}.json"
     if not file.is_file():
-        before, old = str(base(args, seed).checkpoint), "::".join(f"{name}={args.data / name}" for name in OLD)
-        words = ["--data", str(args.out / "photographs"), "--set", f"effective-batch={PHOTOGRAPHS_BATCH}"]
+        before, old = (
+            str(base(args, seed).checkpoint),
+            "::".join(f"{name}={args.data / name}" for name in OLD),
+        )
+        words = [
+            "--data",
+            str(args.out / "photographs"),
+            "--set",
+            f"effective-batch={PHOTOGRAPHS_BATCH}",
+        ]
         if task == "emoji":
-            words = ["--data", f"{NEW}={args.data / NEW}", "--retrieval-data", f"{NEW}={args.data / 'val' / NEW}"]
-            words += ["--skip-overlap"]  # 5 of 200 validation emoji are drawn as another concept's emoji
+            words = [
+                "--data",
+                f"{NEW}={args.data / NEW}",
+                "--retrieval-data",
+                f"{NEW}={args.data / 'val' / NEW}",
+            ]
+            words += [
+                "--skip-overlap"
+            ]  # 5 of 200 validation emoji are drawn as another concept's emoji
         words += {"LoRA": ["--lora", str(LORA_RANK), "--set", f"lr-head={rate / 10:g}"], "kept data": ["--keep-data", old],
                   "kept teacher": ["--keep-teacher"]}.get(arm, [])  # fmt: skip
-        words += ["--set", f"lr={rate:g}", "--set", f"epochs={EPOCHS[task]}", "--seed", str(seed), "--alphas", "1"]
+        words += [
+            "--set",
+            f"lr={rate:g}",
+            "--set",
+            f"epochs={EPOCHS[task]}",
+            "--seed",
+            str(seed),
+            "--alphas",
+            "1",
+        ]
         with tempfile.TemporaryDirectory(dir=args.out) as folder:
             words += ["--from", before, "--device", "cpu", "--out", folder]
             seconds = zerovl("finetune", *words, log=file.with_suffix(".log"))
-            after = json.loads(Path(folder, "finetune.json").read_text(encoding="utf-8"))["checkpoint"]
+            after = json.loads(Path(folder, "finetune.json").read_text(encoding="utf-8"))[
+                "checkpoint"
+            ]
             ends = open_ends(Encoder(before, device="cpu"), Encoder(after, device="cpu"))
             points = [{"alpha": alpha, **scores(args, task, ends, alpha)} for alpha in ALPHAS]
-        record = {"task": task, "arm": arm, "lr": rate, "seed": seed, "cpu_seconds": seconds, "points": points}
+        record = {
+            "task": task,
+            "arm": arm,
+            "lr": rate,
+            "seed": seed,
+            "cpu_seconds": seconds,
+            "points": points,
+        }
         write_atomically(file, json.dumps(record, indent=1) + "\n")
         print(file.stem, f"{seconds:.0f} s", points[-1], flush=True)
     return json.loads(file.read_text(encoding="utf-8"))
@@ -115,16 +154,30 @@ def scores(args: argparse.Namespace, task: str, ends: Any, alpha: float) -> dict
     found: dict[str, float] = {}
 
     def rsum(folder: Path) -> float:
-        scored = score_set(loaded, folder.name, open_retrieval_set(folder), RetrievalSettings(), encoder=encoder)
+        scored = score_set(
+            loaded, folder.name, open_retrieval_set(folder), RetrievalSettings(), encoder=encoder
+        )
         assert scored is not None  # one process scores
         return scored.metrics["rsum"]
 
     def top1(folder: Path) -> float:
-        return 100 * score_loaded(loaded, open_labelled_set(str(folder)), encoder=encoder, name="photographs")["top1"]
+        return (
+            100
+            * score_loaded(
+                loaded, open_labelled_set(str(folder)), encoder=encoder, name="photographs"
+            )["top1"]
+        )
 
     for split, photographs in (("val", "validation"), ("test", "test")):
-        new = rsum(args.data / split / NEW) if task == "emoji" else top1(args.photographs / photographs)
-        found |= {f"{split}_new": new, f"{split}_old": mean(rsum(args.data / split / name) for name in OLD)}
+        new = (
+            rsum(args.data / split / NEW)
+            if task == "emoji"
+            else top1(args.photographs / photographs)
+        )
+        found |= {
+            f"{split}_new": new,
+            f"{split}_old": mean(rsum(args.data / split / name) for name in OLD),
+        }
     return found
 
 
@@ -137,11 +190,16 @@ def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
         pilots = [("emoji", arm, rate, PILOT) for arm, rates in RATES.items() for rate in rates]
         records = list(pool.map(lambda one: fine_tuned(args, *one), pilots))
         best = {
-            arm: max((r for r in records if r["arm"] == arm), key=lambda r: r["points"][-1]["val_new"])["lr"]
+            arm: max(
+                (r for r in records if r["arm"] == arm), key=lambda r: r["points"][-1]["val_new"]
+            )["lr"]
             for arm in RATES
         }
         jobs = [
-            (task, arm, best.get(arm, best["full"]), seed) for task in SEEDS for seed in SEEDS[task] for arm in ARMS
+            (task, arm, best.get(arm, best["full"]), seed)
+            for task in SEEDS
+            for seed in SEEDS[task]
+            for arm in ARMS
         ]
         return records + list(pool.map(lambda one: fine_tuned(args, *one), jobs))
 
@@ -149,7 +207,11 @@ def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
 def on_curve(record: Mapping[str, Any]) -> Mapping[str, float]:
     """The point of the curve that validation chooses."""
     points = record["points"]
-    allowed = [one for one in points if one["alpha"] == 0 or one["val_old"] >= KEPT_SHARE * points[0]["val_old"]]
+    allowed = [
+        one
+        for one in points
+        if one["alpha"] == 0 or one["val_old"] >= KEPT_SHARE * points[0]["val_old"]
+    ]
     return max(allowed, key=lambda one: (one["val_new"], -one["alpha"]))
 
 
@@ -157,26 +219,42 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
     """Means over seeds on the test splits; for arms Student's 95 % interval of the paired difference to full fine-tuning."""
 
     def shown(values: Sequence[float], full: Sequence[float]) -> str:
-        between = interval_over_seeds([value - other for value, other in zip(values, full, strict=True)])
+        between = interval_over_seeds(
+            [value - other for value, other in zip(values, full, strict=True)]
+        )
         if between is None or values == full:
             return f"{mean(values):.1f}"
         return f"{mean(values):.1f} ({between[0]:+.1f} to {between[1]:+.1f})"
 
     rows: dict[str, list[str]] = {}
     for task in SEEDS:
-        own = sorted((r for r in records if r["task"] == task and r["seed"] != PILOT), key=lambda r: r["seed"])
+        own = sorted(
+            (r for r in records if r["task"] == task and r["seed"] != PILOT),
+            key=lambda r: r["seed"],
+        )
         by_arm = {arm: [run for run in own if run["arm"] == arm] for arm in ARMS}
         full = by_arm["full"]
         points, costs = {"before": [run["points"][0] for run in full]}, {}
         for arm, runs in by_arm.items():
-            points |= {arm: [run["points"][-1] for run in runs], f"{arm} + curve": [on_curve(run) for run in runs]}
-            ratios = [run["cpu_seconds"] / other["cpu_seconds"] for run, other in zip(runs, full, strict=True)]
+            points |= {
+                arm: [run["points"][-1] for run in runs],
+                f"{arm} + curve": [on_curve(run) for run in runs],
+            }
+            ratios = [
+                run["cpu_seconds"] / other["cpu_seconds"]
+                for run, other in zip(runs, full, strict=True)
+            ]
             costs[arm] = f"{mean(ratios):.2f}"
         for label, found in points.items():
             against = points["full"] if label in ARMS else found
-            cells = [shown([p[key] for p in found], [p[key] for p in against]) for key in ("test_new", "test_old")]
+            cells = [
+                shown([p[key] for p in found], [p[key] for p in against])
+                for key in ("test_new", "test_old")
+            ]
             rows.setdefault(label, [label]).extend([*cells, costs.get(label, "")])
-    return markdown_table(["", *(f"{task}: {k}" for task in SEEDS for k in ("new", "old", "cost"))], [*rows.values()])
+    return markdown_table(
+        ["", *(f"{task}: {k}" for task in SEEDS for k in ("new", "old", "cost"))], [*rows.values()]
+    )
 
 
 def write_csv(records: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -185,18 +263,34 @@ def write_csv(records: Sequence[Mapping[str, Any]], path: Path) -> None:
         out = csv.writer(file, lineterminator="\n")
         out.writerow(["task", "arm", "lr", "seed", "cpu_seconds", *records[0]["points"][0]])
         for one in records:
-            head = [one["task"], one["arm"], f"{one['lr']:g}", one["seed"], round(one["cpu_seconds"], 1)]
-            out.writerows([*head, *(round(value, 2) for value in point.values())] for point in one["points"])
+            head = [
+                one["task"],
+                one["arm"],
+                f"{one['lr']:g}",
+                one["seed"],
+                round(one["cpu_seconds"], 1),
+            ]
+            out.writerows(
+                [*head, *(round(value, 2) for value in point.values())] for point in one["points"]
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("data/emoji"), help="of `python -m scripts.drawn emoji`")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, default=Path("data/emoji"), help="of `python -m scripts.drawn emoji`"
+    )
     parser.add_argument("--photographs", type=Path, default=Path("clothing"))
     parser.add_argument("--out", type=Path, default=Path("forgetting"))
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
     args = parser.parse_args()
-    args.data, args.photographs, args.out = args.data.absolute(), args.photographs.absolute(), args.out.absolute()
+    args.data, args.photographs, args.out = (
+        args.data.absolute(),
+        args.photographs.absolute(),
+        args.out.absolute(),
+    )
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     records = run_all(args)

@@ -51,7 +51,10 @@ EPOCHS = 20
 ABLATION = "random,debiased,weight-0.05,batch-64,dga-64,vit,token-drop"  # on the emoji, one rank
 
 # Module -> package. CARRIED are pure Python and can be brought as wheels; EXPECTED must be on the machine.
-CARRIED = {"open_clip": "open_clip_torch", **{name: name for name in ("webdataset", "braceexpand", "ftfy", "wcwidth")}}
+CARRIED = {
+    "open_clip": "open_clip_torch",
+    **{name: name for name in ("webdataset", "braceexpand", "ftfy", "wcwidth")},
+}
 EXPECTED = {
     "torch": "torch", "torchvision": "torchvision", "timm": "timm", "transformers": "transformers", "numpy": "numpy",
     "pandas": "pandas", "PIL": "pillow", "safetensors": "safetensors", "tqdm": "tqdm", "tensorboard": "tensorboard",
@@ -86,7 +89,10 @@ def parts(options: argparse.Namespace) -> list[Part]:
     def measured(part: str, *more: str) -> tuple[str, ...]:
         return ("-m", "scripts.bench.gpu_parts", part, *rehearse, *more, "--have", "{have}")
 
-    emoji = (options.emoji / "bert" / "vocab.txt", f"python -m scripts.drawn emoji --out {options.emoji}")
+    emoji = (
+        options.emoji / "bert" / "vocab.txt",
+        f"python -m scripts.drawn emoji --out {options.emoji}",
+    )
     device = "cpu" if options.rehearse else "cuda"
     workers = "0" if options.rehearse else "4"
     demo = [
@@ -98,7 +104,9 @@ def parts(options: argparse.Namespace) -> list[Part]:
         "--only", "debiased" if options.rehearse else ABLATION,
     ]  # fmt: skip
     tests = ["-m", "pytest", "-vv", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider"]
-    if options.rehearse:  # the compiler takes minutes on a CPU; the slow tier has the same test without a GPU
+    if (
+        options.rehearse
+    ):  # the compiler takes minutes on a CPU; the slow tier has the same test without a GPU
         tests += ["--deselect", "tests/gpu/test_compile.py"]
     return [
         Part("machine", measured("machine")),
@@ -159,7 +167,9 @@ def missing_packages(site: Path) -> dict[str, str]:
     return {
         module: package
         for module, package in {**EXPECTED, **CARRIED}.items()
-        if module not in unpacked and f"{module}.py" not in unpacked and importlib.util.find_spec(module) is None
+        if module not in unpacked
+        and f"{module}.py" not in unpacked
+        and importlib.util.find_spec(module) is None
     }
 
 
@@ -174,7 +184,9 @@ def unpack_wheels(wheels: Path | None, site: Path) -> None:
         if not wheels.is_dir():
             raise Stop(f"--wheels {wheels} is not a folder; give the one that holds the .whl files")
         there = {path.name.split("-")[0].lower().replace("_", "-") for path in wheels.glob("*.whl")}
-        carried = [package for package in missing.values() if package.lower().replace("_", "-") in there]
+        carried = [
+            package for package in missing.values() if package.lower().replace("_", "-") in there
+        ]
         if carried:
             pip = [
                 sys.executable,
@@ -187,9 +199,13 @@ def unpack_wheels(wheels: Path | None, site: Path) -> None:
                 "--find-links",
                 str(wheels),
             ]
-            done = subprocess.run([*pip, "--target", str(site), *carried], capture_output=True, text=True)
+            done = subprocess.run(
+                [*pip, "--target", str(site), *carried], capture_output=True, text=True
+            )
             if done.returncode != 0:
-                raise Stop(f"pip could not unpack {', '.join(carried)}: {done.stderr.strip().splitlines()[-1]}")
+                raise Stop(
+                    f"pip could not unpack {', '.join(carried)}: {done.stderr.strip().splitlines()[-1]}"
+                )
         missing = missing_packages(site)
     if missing:
         raise Stop(
@@ -228,11 +244,15 @@ def result_in(line: str, reads: str) -> tuple[str, dict[str, Any]] | None:
 def measured_before(part: Part, record: dict[str, Any]) -> list[str]:
     """Keys that need not be measured again: all but tests that failed."""
     return [
-        key for key, values in record["results"].items() if values.get("outcome", "passed") in ("passed", "skipped")
+        key
+        for key, values in record["results"].items()
+        if values.get("outcome", "passed") in ("passed", "skipped")
     ]
 
 
-def run_part(part: Part, results: Results, seconds: float, environment: dict[str, str], log: Path) -> None:
+def run_part(
+    part: Part, results: Results, seconds: float, environment: dict[str, str], log: Path
+) -> None:
     """Run a part for at most `seconds` and write each result; earlier results are not measured again."""
     record = results.part(part.name)
     have = measured_before(part, record)
@@ -284,7 +304,9 @@ def run_part(part: Part, results: Results, seconds: float, environment: dict[str
                 child.wait()
         record["seconds"] = round(before + time.monotonic() - start, 1)
         if record["status"] == "begun":
-            record["status"] = "done" if child.returncode == 0 else f"ended with status {child.returncode}"
+            record["status"] = (
+                "done" if child.returncode == 0 else f"ended with status {child.returncode}"
+            )
             if child.returncode != 0:
                 record["last_words"] = log.read_text(encoding="utf-8").strip().splitlines()[-25:]
         results.write()
@@ -294,7 +316,9 @@ def collect_demo(record: dict[str, Any], work: Path) -> None:
     """The demo's table, from its folder."""
     file = work / "demo" / "compare" / "compare.json"
     measures = json.loads(file.read_text(encoding="utf-8"))["measures"] if file.is_file() else {}
-    pools = {pool: measures[pool]["sides"] for pool in ("within", "across", "mixed") if pool in measures}
+    pools = {
+        pool: measures[pool]["sides"] for pool in ("within", "across", "mixed") if pool in measures
+    }
     for name in pools.get("within", ()):
         record["results"][name] = {pool: sides[name]["value"] for pool, sides in pools.items()}
 
@@ -341,8 +365,12 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
     rows = {key: values for key, values in results.items() if values.get("outcome") != "passed"}
     columns = list(dict.fromkeys(name for values in rows.values() for name in values))
     cells = [[key, *(cell(values.get(name)) for name in columns)] for key, values in rows.items()]
-    words = [", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())] if outcomes else []
-    words += [markdown_table(["", *(name.replace("_", " ") for name in columns)], cells)] if rows else []
+    words = (
+        [", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())] if outcomes else []
+    )
+    words += (
+        [markdown_table(["", *(name.replace("_", " ") for name in columns)], cells)] if rows else []
+    )
     return "\n\n".join(words)
 
 
@@ -352,7 +380,13 @@ def cell(value: Any) -> str:
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     if isinstance(value, dict):
         return ", ".join(f"{name} {cell(one)}" for name, one in value.items())
-    return " to ".join(map(cell, value)) if isinstance(value, list) else "" if value is None else str(value)
+    return (
+        " to ".join(map(cell, value))
+        if isinstance(value, list)
+        else ""
+        if value is None
+        else str(value)
+    )
 
 
 def name_here(rehearse: bool) -> str:
@@ -403,10 +437,15 @@ def run(options: argparse.Namespace) -> int:
             continue
         left = deadline - time.monotonic()
         if left < min(LEAST_SECONDS, 30 * options.minutes):
-            print(f"{part.name}: the {options.minutes:g} minutes are over; call again to go on", flush=True)
+            print(
+                f"{part.name}: the {options.minutes:g} minutes are over; call again to go on",
+                flush=True,
+            )
             break
         print(f"{part.name} (at most {min(PART_SECONDS, left):.0f} s)", flush=True)
-        run_part(part, results, min(PART_SECONDS, left), environment, options.work / f"{part.name}.log")
+        run_part(
+            part, results, min(PART_SECONDS, left), environment, options.work / f"{part.name}.log"
+        )
         if part.name in ("demo", "ablation"):
             {"demo": collect_demo, "ablation": collect_ablation}[part.name](record, options.work)
             results.write()
@@ -423,9 +462,13 @@ def exit_status(records: Sequence[dict[str, Any]]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny sizes")
-    parser.add_argument("--wheels", type=Path, metavar="DIR", help="wheels of packages that this machine lacks")
+    parser.add_argument(
+        "--wheels", type=Path, metavar="DIR", help="wheels of packages that this machine lacks"
+    )
     parser.add_argument(
         "--emoji",
         type=Path,
@@ -433,10 +476,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="DIR",
         help="output of `python -m scripts.drawn emoji`",
     )
-    parser.add_argument("--minutes", type=float, default=25.0, help="time for this call (default %(default)s)")
+    parser.add_argument(
+        "--minutes", type=float, default=25.0, help="time for this call (default %(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", metavar="DIR")
     parser.add_argument(
-        "--work", type=Path, default=ROOT / "build" / "gpu", metavar="DIR", help="scratch files and logs"
+        "--work",
+        type=Path,
+        default=ROOT / "build" / "gpu",
+        metavar="DIR",
+        help="scratch files and logs",
     )
     parser.add_argument("--name", help="name in the result's files (default: the GPU's)")
     parser.add_argument("--only", nargs="+", metavar="PART", help="only these parts")

@@ -31,7 +31,18 @@ PAGE, PICTURE = ROOT / "docs" / "quickstart.md", ROOT / "docs" / "figures" / "ru
 COLUMNS = 110
 WIDE = "\N{NO-BREAK SPACE}" * 2  # a picture would draw two spaces as one
 # Lines of the training in the picture, by their beginning; of the progress line, which is drawn over, the last state.
-DRAWN = ("model ", "data ", "batch ", "run ", "optimizer ", "epoch ", "Done", "Best", "Page", "Next")
+DRAWN = (
+    "model ",
+    "data ",
+    "batch ",
+    "run ",
+    "optimizer ",
+    "epoch ",
+    "Done",
+    "Best",
+    "Page",
+    "Next",
+)
 
 
 @dataclass
@@ -75,13 +86,17 @@ def output_of(command: str, folder: Path) -> list[str]:
     )  # fmt: skip
     os.close(terminal)
     content = b""
-    with contextlib.suppress(OSError):  # Linux reports a terminal that nobody writes to any more as an error
+    with contextlib.suppress(
+        OSError
+    ):  # Linux reports a terminal that nobody writes to any more as an error
         while piece := os.read(ours, 1 << 16):
             content += piece
     os.close(ours)
     text = re.sub(r"\x1b\[\w|\d{4}-\d\d-\d\d,[\d:]+ \| \w+ \| ", "", content.decode())
     if child.wait():
-        raise SystemExit(f"quickstart: this command ended with status {child.returncode}:\n{command}\n{text[-3000:]}")
+        raise SystemExit(
+            f"quickstart: this command ended with status {child.returncode}:\n{command}\n{text[-3000:]}"
+        )
     return [line.rstrip() for line in re.split(r"[\r\n]+", text) if line.strip()]
 
 
@@ -100,11 +115,21 @@ def printed_again(shown: Iterable[str], printed: Sequence[str]) -> list[str]:
     for line in shown:
         begin = wordy(line.removesuffix(" ..."))
         cut = line.endswith(" ...")
-        fits = (n for n in range(place, len(printed)) if wordy(printed[n])[: len(begin) if cut else None] == begin)
+        fits = (
+            n
+            for n in range(place, len(printed))
+            if wordy(printed[n])[: len(begin) if cut else None] == begin
+        )
         place = next(fits, -1) + 1
         if not place:
             raise SystemExit(
-                "\n".join([f"quickstart: this line of the page was not printed: {line}", "Printed:", *printed])
+                "\n".join(
+                    [
+                        f"quickstart: this line of the page was not printed: {line}",
+                        "Printed:",
+                        *printed,
+                    ]
+                )
             )
         found.append(f"{printed[place - 1][: len(line) - 4]} ..." if cut else printed[place - 1])
     return found
@@ -161,12 +186,25 @@ def run(page: Path, folder: Path, instead: Mapping[str, str], picture: Path) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--folder", type=Path, default=ROOT / "build" / "quickstart", help="new or empty; default %(default)s"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--instead", action="append", default=[], metavar="OLD=NEW", help="another text of the pages")
-    parser.add_argument("--write", action="store_true", help="put the output into the page and its picture")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=ROOT / "build" / "quickstart",
+        help="new or empty; default %(default)s",
+    )
+    parser.add_argument(
+        "--instead",
+        action="append",
+        default=[],
+        metavar="OLD=NEW",
+        help="another text of the pages",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="put the output into the page and its picture"
+    )
     options = parser.parse_args(argv)
     if options.write and options.instead:
         parser.error("--write is for the page as it stands; leave --instead out")
@@ -179,7 +217,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         PAGE.write_text(page, encoding="utf-8")
         PICTURE.write_bytes(picture.read_bytes())
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    print(f"Every command printed the output that the page shows; {used.ru_utime + used.ru_stime:.0f} s of CPU time")
+    print(
+        f"Every command printed the output that the page shows; {used.ru_utime + used.ru_stime:.0f} s of CPU time"
+    )
 
 
 if __name__ == "__main__":

@@ -16,13 +16,22 @@ def replace_section(page: Path, name: str, lines: Iterable[str]) -> None:
     """
     head, rest = page.read_text(encoding="utf-8").split(f"<!-- {name} -->\n", 1)
     _, tail = rest.split(f"<!-- /{name} -->", 1)
-    page.write_text(f"{head}<!-- {name} -->\n" + "\n".join(lines) + f"\n<!-- /{name} -->{tail}", encoding="utf-8")
+    page.write_text(
+        f"{head}<!-- {name} -->\n" + "\n".join(lines) + f"\n<!-- /{name} -->{tail}",
+        encoding="utf-8",
+    )
 
 
 def write_table(out: Path, lines: Iterable[str]) -> None:
     """Write a Markdown table as CSV; the folder is made if it is missing."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines
+        if line.startswith("|")
+    ]
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(row for row in rows if not set("".join(row)) <= set(":-"))
+    csv.writer(text, lineterminator="\n").writerows(
+        row for row in rows if not set("".join(row)) <= set(":-")
+    )
     out.parent.mkdir(exist_ok=True)
     out.write_text(text.getvalue(), encoding="utf-8")

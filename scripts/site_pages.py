@@ -33,7 +33,11 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Redirect the links of pages in docs/ that leave it."""
-    return markdown if page.file.generated_by else relinked(markdown, (ROOT / "docs" / page.file.src_uri).parent)
+    return (
+        markdown
+        if page.file.generated_by
+        else relinked(markdown, (ROOT / "docs" / page.file.src_uri).parent)
+    )
 
 
 def relinked(markdown: str, folder: Path) -> str:

@@ -73,7 +73,9 @@ def write_data(folder: Path) -> None:
     for number in range(96):
         picture = io.BytesIO()
         Image.new("RGB", (24, 20), (2 * number, 255 - 2 * number, 99)).save(picture, "PNG")
-        samples.append(Sample(f"{number:03d}", {"png": picture.getvalue(), "txt": b"number %d" % number}))
+        samples.append(
+            Sample(f"{number:03d}", {"png": picture.getvalue(), "txt": b"number %d" % number})
+        )
     write_source(folder / "data", samples, shard_size=12)
     (folder / "soak-tiny.json").write_text(json.dumps(MODEL))
 
@@ -126,7 +128,9 @@ class Fork:
 class Run(Fork):
     """One start of a training, under a launcher."""
 
-    def __init__(self, folder: Path, name: str, ranks: int, *, limit_bytes: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, name: str, ranks: int, *, limit_bytes: int | None = None
+    ) -> None:
         self.folder, self.name, self.ranks = folder, name, ranks
         self.checkpoints = folder / "logs" / name / "checkpoints"
         self.log = folder / "logs" / name / "out.log"
@@ -170,7 +174,11 @@ class Run(Fork):
                 torch.use_deterministic_algorithms(True)
                 sys.argv = ["training.main", *self.arguments()]
                 run_as_program()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # the launcher ends after its ranks
+        for number in (
+            signal.SIGTERM,
+            signal.SIGINT,
+            signal.SIGHUP,
+        ):  # the launcher ends after its ranks
             signal.signal(number, signal.SIG_IGN)
         os.write(done, f"{' '.join(map(str, pids))}\n".encode())
         statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
@@ -195,7 +203,9 @@ class Run(Fork):
             if now != seen:
                 last, seen = time.monotonic(), now
             if time.monotonic() > last + SILENT_SECONDS:
-                raise SystemExit(f"soak: a run hangs that was not killed; see {self.folder}/{self.name}.out")
+                raise SystemExit(
+                    f"soak: a run hangs that was not killed; see {self.folder}/{self.name}.out"
+                )
             if self.ended():
                 return False
             time.sleep(0.01)
@@ -212,7 +222,11 @@ class Run(Fork):
             elif kind == "SIGKILL to the launcher":
                 os.kill(self.launcher, signal.SIGKILL)
             elif kind == "SIGKILL to a loader worker":
-                workers = [pid for pid in processes_of(self.launcher) if pid not in (self.launcher, *self.pids)]
+                workers = [
+                    pid
+                    for pid in processes_of(self.launcher)
+                    if pid not in (self.launcher, *self.pids)
+                ]
                 if not workers:
                     return False
                 os.kill(dice.choice(workers), signal.SIGKILL)
@@ -235,7 +249,9 @@ class Disk:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         mount = ["mount", "-t", "tmpfs", "-o", f"size={self.SIZE_MIB}m", "tmpfs", str(folder)]
-        self.mounted = os.geteuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0
+        self.mounted = (
+            os.geteuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0
+        )
 
     def fill(self) -> None:
         with open(self.folder / "ballast", "wb") as file, contextlib.suppress(OSError):
@@ -254,7 +270,13 @@ class Disk:
 def tensors(value: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield prefix, value
-    for name, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+    for name, item in (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    ):
         yield from tensors(item, f"{prefix}/{name}")
 
 
@@ -262,17 +284,23 @@ def same(first: Path, second: Path) -> bool:
     """True if two checkpoints hold the same tensors of weights and optimizer, bit for bit."""
     ours, theirs = (dict(tensors(torch.load(path, weights_only=True))) for path in (first, second))
     return (
-        ours.keys() == theirs.keys() and len(ours) > 20 and all(torch.equal(ours[name], theirs[name]) for name in ours)
+        ours.keys() == theirs.keys()
+        and len(ours) > 20
+        and all(torch.equal(ours[name], theirs[name]) for name in ours)
     )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--minutes", type=float, default=30, help="kill no run after this time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--out", type=Path, help="a page in which the section between the marks `soak` is replaced")
+    parser.add_argument(
+        "--out", type=Path, help="a page in which the section between the marks `soak` is replaced"
+    )
     options = parser.parse_args()
     # Not a TemporaryDirectory: each fork would remove it at its end.
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
@@ -300,7 +328,9 @@ class Soak:
         self.folder, self.disk, self.options = folder, disk, options
         self.dice, self.begin = random.Random(options.seed), time.monotonic()
         self.kinds: list[str] = []  # kinds of kills still to come before any comes again
-        self.seconds: dict[str, dict[int, list[float | None]]] = {kind: collections.defaultdict(list) for kind in KILLS}
+        self.seconds: dict[str, dict[int, list[float | None]]] = {
+            kind: collections.defaultdict(list) for kind in KILLS
+        }
         self.kills, self.compared, self.equal = 0, 0, 0
 
     def run(self) -> None:
@@ -318,7 +348,10 @@ class Soak:
             shutil.rmtree(logs)
 
     def is_over(self) -> bool:
-        return self.kills >= self.options.kills or time.monotonic() > self.begin + 60 * self.options.minutes
+        return (
+            self.kills >= self.options.kills
+            or time.monotonic() > self.begin + 60 * self.options.minutes
+        )
 
     def train_whole(self, ranks: int) -> Path:
         """The last checkpoint of a run that is not killed."""
@@ -355,14 +388,25 @@ class Soak:
         """A table in Markdown, and how many runs hung or ended with other weights."""
         options = self.options
         heads = [f"{ranks} rank{'s' * (ranks > 1)}" for ranks in options.ranks]
-        lines = [f"| kill | {' | '.join(heads)} | slowest end |", "|---|" + "--:|" * (len(heads) + 1)]
+        lines = [
+            f"| kill | {' | '.join(heads)} | slowest end |",
+            "|---|" + "--:|" * (len(heads) + 1),
+        ]
         for kind, by_ranks in self.seconds.items():
             times = [seconds for found in by_ranks.values() for seconds in found]
             ended_times = [seconds for seconds in times if seconds is not None]
-            slowest = f"over {LIMIT_SECONDS:.0f} s" if None in times else f"{max(ended_times):.1f} s" if times else ""
+            slowest = (
+                f"over {LIMIT_SECONDS:.0f} s"
+                if None in times
+                else f"{max(ended_times):.1f} s"
+                if times
+                else ""
+            )
             counts = " | ".join(str(len(by_ranks[ranks])) for ranks in options.ranks)
             lines.append(f"| {kind} | {counts} | {slowest} |")
-        hung = sum(found.count(None) for by_ranks in self.seconds.values() for found in by_ranks.values())
+        hung = sum(
+            found.count(None) for by_ranks in self.seconds.values() for found in by_ranks.values()
+        )
         minutes = (time.monotonic() - self.begin) / 60
         disk = "a full tmpfs" if self.disk.mounted else "a limit on the size of files"
         lines.append("")

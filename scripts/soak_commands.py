@@ -67,7 +67,9 @@ class Command:
     left_out: tuple[str, ...] = ()
 
 
-ALIGN = "--data a={home}/a::b={home}/b --epochs 40 --batch-size 16 --embed-dim 16 --held-out-share 0.1"
+ALIGN = (
+    "--data a={home}/a::b={home}/b --epochs 40 --batch-size 16 --embed-dim 16 --held-out-share 0.1"
+)
 COMMANDS = {
     "teacher": Command(
         "teacher {home}/model --train-data a={home}/a::b={home}/b --out {out} --views 3 --image-size 32 --batch-size 16 "
@@ -97,11 +99,15 @@ def write_inputs(home: Path) -> None:
     (home / "photos").mkdir()
     for number in range(240):
         colour, place = list(colours)[number % 3], int(dice.integers(40))
-        pixels = np.clip(np.array(colours[colour]) + dice.integers(-30, 30, (48, 40, 3)), 0, 255).astype(np.uint8)
+        pixels = np.clip(
+            np.array(colours[colour]) + dice.integers(-30, 30, (48, 40, 3)), 0, 255
+        ).astype(np.uint8)
         pixels[place : place + 4] = 255
         content = io.BytesIO()
         Image.fromarray(pixels).save(content, "PNG")
-        caption = f"a {colour} field with a line {place} of number {number}\nline {place} on {colour}"
+        caption = (
+            f"a {colour} field with a line {place} of number {number}\nline {place} on {colour}"
+        )
         made.append(Sample(f"{number:05d}", {"png": content.getvalue(), "txt": caption.encode()}))
         (home / "photos" / f"{number:05d}.png").write_bytes(content.getvalue())
         (home / "photos" / f"{number:05d}.txt").write_text(caption)
@@ -113,7 +119,14 @@ def write_inputs(home: Path) -> None:
     checkpoint = home / "run" / "checkpoints" / "epoch_1.pt"
     checkpoint.parent.mkdir(parents=True)
     (home / "run" / "params.txt").write_text("model: soak-small\n")
-    torch.save({"epoch": 1, "name": "run", "state_dict": open_clip.create_model("soak-small").state_dict()}, checkpoint)
+    torch.save(
+        {
+            "epoch": 1,
+            "name": "run",
+            "state_dict": open_clip.create_model("soak-small").state_dict(),
+        },
+        checkpoint,
+    )
     export_local_dir(checkpoint, home / "model")
     shutil.copytree(home / "model", home / "nan")
     weights = load_file(home / "nan" / HF_SAFE_WEIGHTS_NAME)
@@ -124,7 +137,9 @@ def write_inputs(home: Path) -> None:
 class Call(Fork):
     """One call of a command, in a session of its own."""
 
-    def __init__(self, words: list[str], output: Path, tmpdir: Path, limit: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, words: list[str], output: Path, tmpdir: Path, limit: tuple[int, int] | None = None
+    ) -> None:
         self.output = output
         output.write_bytes(b"")
         self.launcher = os.fork()
@@ -164,7 +179,11 @@ class Call(Fork):
             if self.launcher not in processes_of(self.launcher):
                 return False
             late = time.monotonic() > begin + after_seconds / 2
-            if late and kind.endswith("a write") and any(path.name.endswith(".part") for path in out.rglob("*")):
+            if (
+                late
+                and kind.endswith("a write")
+                and any(path.name.endswith(".part") for path in out.rglob("*"))
+            ):
                 break
             time.sleep(0.001)
         number = getattr(signal, kind.split()[0])
@@ -188,7 +207,9 @@ def sentence_in(words: str) -> str | None:
 
 def contents(out: Path, left_out: tuple[str, ...]) -> dict[str, str]:
     """Path -> digest of each file below a folder, but locks and those of `left_out`; checkpoints by their tensors alone."""
-    files = (path for path in sorted(out.rglob("*")) if path.is_file() and not path.name.endswith("lock"))
+    files = (
+        path for path in sorted(out.rglob("*")) if path.is_file() and not path.name.endswith("lock")
+    )
     found = {}
     for path in files:
         if any(path.match(pattern) for pattern in left_out):
@@ -218,8 +239,14 @@ class Soak:
         self.tmpdir = home / "tmp"
         self.tmpdir.mkdir()
 
-    def call(self, name: str, out: Path, limit: tuple[int, int] | None = None, model: str = "model") -> Call:
-        line = COMMANDS[name].line.format(home=self.home, out=out).replace(f"{self.home}/model", f"{self.home}/{model}")
+    def call(
+        self, name: str, out: Path, limit: tuple[int, int] | None = None, model: str = "model"
+    ) -> Call:
+        line = (
+            COMMANDS[name]
+            .line.format(home=self.home, out=out)
+            .replace(f"{self.home}/model", f"{self.home}/{model}")
+        )
         return Call(line.split(), self.home / "words.txt", self.tmpdir, limit)
 
     def fault(self, name: str, kind: str, words: str) -> None:
@@ -256,7 +283,8 @@ class Soak:
 
     def is_over(self) -> bool:
         return (
-            sum(self.kills.values()) >= self.options.kills or time.monotonic() > self.begin + 60 * self.options.minutes
+            sum(self.kills.values()) >= self.options.kills
+            or time.monotonic() > self.begin + 60 * self.options.minutes
         )
 
     def kill_until_done(self, name: str, seconds: float, whole: dict[str, str]) -> None:
@@ -287,15 +315,22 @@ class Soak:
         elif kind == "file limit":
             limit = (resource.RLIMIT_FSIZE, FILE_LIMIT_BYTES)
         call = self.call(name, out, limit)
-        killed = kind is not None and (limit is not None or call.kill(kind, out, self.dice.uniform(0, 0.95 * seconds)))
+        killed = kind is not None and (
+            limit is not None or call.kill(kind, out, self.dice.uniform(0, 0.95 * seconds))
+        )
         ended, status = call.wait_for_end(WHOLE_SECONDS if limit or not killed else LIMIT_SECONDS)
         words = call.words()
         if killed:
             self.kinds[name].pop()
             self.kills[name, str(kind)] += 1
-            self.slowest[name] = max(self.slowest[name], ended or 0.0) if limit is None else self.slowest[name]
+            self.slowest[name] = (
+                max(self.slowest[name], ended or 0.0) if limit is None else self.slowest[name]
+            )
             shown = "HANGS" if ended is None else f"{ended:.1f} s, status {status}"
-            print(f"{sum(self.kills.values()):3d} {name}, {kind}: {shown} {sentence_in(words) or ''}", flush=True)
+            print(
+                f"{sum(self.kills.values()):3d} {name}, {kind}: {shown} {sentence_in(words) or ''}",
+                flush=True,
+            )
         if ended is None:
             self.fault(name, f"{kind}, does not end", words)
         elif ("Traceback" in words and status != 0) or (
@@ -311,9 +346,16 @@ class Soak:
     def report(self) -> list[str]:
         """The counts as a table in Markdown."""
         options = self.options
-        lines = [f"| kill | {' | '.join(options.commands)} |", "|---|" + "--:|" * len(options.commands)]
+        lines = [
+            f"| kill | {' | '.join(options.commands)} |",
+            "|---|" + "--:|" * len(options.commands),
+        ]
         for kind in KILLS:
-            lines.append(f"| {kind} | " + " | ".join(str(self.kills[name, kind]) for name in options.commands) + " |")
+            lines.append(
+                f"| {kind} | "
+                + " | ".join(str(self.kills[name, kind]) for name in options.commands)
+                + " |"
+            )
         minutes = (time.monotonic() - self.begin) / 60
         lines.append("")
         lines.append(
@@ -327,14 +369,20 @@ class Soak:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--minutes", type=float, default=30, help="kill no call after this time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commands", nargs="+", choices=list(COMMANDS), default=list(COMMANDS))
-    parser.add_argument("--out", type=Path, help="a page in which the section `soak-commands` is replaced")
+    parser.add_argument(
+        "--out", type=Path, help="a page in which the section `soak-commands` is replaced"
+    )
     options = parser.parse_args()
-    home = Path(tempfile.mkdtemp(prefix="soak-"))  # not a TemporaryDirectory: each fork would remove it at its end
+    home = Path(
+        tempfile.mkdtemp(prefix="soak-")
+    )  # not a TemporaryDirectory: each fork would remove it at its end
     try:
         write_inputs(home)
         soak = Soak(home, options)

@@ -19,21 +19,29 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-_BEFORE = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []  # where `make gpu` keeps unpacked wheels
+_BEFORE = (
+    [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+)  # where `make gpu` keeps unpacked wheels
 # OPEN_CLIP_SOURCE=DIR runs the tests on another open_clip: a folder that holds the packages open_clip and open_clip_train.
-_OTHER = [os.path.abspath(os.environ["OPEN_CLIP_SOURCE"])] if os.environ.get("OPEN_CLIP_SOURCE") else []
+_OTHER = (
+    [os.path.abspath(os.environ["OPEN_CLIP_SOURCE"])] if os.environ.get("OPEN_CLIP_SOURCE") else []
+)
 for _name in ("open_clip", "open_clip_train"):
     if _OTHER and not Path(_OTHER[0], _name, "__init__.py").is_file():
         raise pytest.UsageError(
             f"OPEN_CLIP_SOURCE={_OTHER[0]} holds no package {_name}; give the folder src of a checkout"
         )
 sys.path[:0] = _OTHER
-os.environ["PYTHONPATH"] = os.pathsep.join([*_OTHER, *map(str, (ROOT / "src", ROOT / "tests", ROOT)), *_BEFORE])
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [*_OTHER, *map(str, (ROOT / "src", ROOT / "tests", ROOT)), *_BEFORE]
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one line of open_clip are skipped on the other line, and the reason names the line."""
-    marked = [(item, mark) for item in items if (mark := item.get_closest_marker("line")) is not None]
+    marked = [
+        (item, mark) for item in items if (mark := item.get_closest_marker("line")) is not None
+    ]
     if not marked:
         return
     import open_clip

@@ -23,7 +23,8 @@ def test_every_file_works_or_ends_in_a_sentence_or_a_bad_sample(kind):
     tally = Tally()
     fuzz(kind, tally, examples=2000, seconds=28)
     readings = [
-        sum(tally[kind, name, outcome] for outcome in ("works", "sentence", "bad sample")) for name in KINDS[kind][1]
+        sum(tally[kind, name, outcome] for outcome in ("works", "sentence", "bad sample"))
+        for name in KINDS[kind][1]
     ]
     assert min(readings) >= 5 and sum(tally[kind, name, "works"] for name in KINDS[kind][1]) >= 5
 
@@ -72,19 +73,28 @@ def manifest_without_facts(folder):
 
 def examples_of_other_entries(folder):
     (folder / "run").mkdir()
-    (folder / "run" / "record.jsonl").write_text("\n".join(json.dumps(line | {"at": 0}) for line in inputs.RECORD))
+    (folder / "run" / "record.jsonl").write_text(
+        "\n".join(json.dumps(line | {"at": 0}) for line in inputs.RECORD)
+    )
     picture = "data:image/png;base64,AAAA"
-    content = {"epoch": 1, "examples": [{"query": "a cat", "target": picture, "top": {"now": [{"pixels": picture}]}}]}
+    content = {
+        "epoch": 1,
+        "examples": [{"query": "a cat", "target": picture, "top": {"now": [{"pixels": picture}]}}],
+    }
     (folder / "run" / "examples.json").write_text(json.dumps(content))
     return KINDS["run"][1]["zerovl report"]
 
 
-@pytest.mark.parametrize("damage", [damaged_header, manifest_without_facts, examples_of_other_entries])
+@pytest.mark.parametrize(
+    "damage", [damaged_header, manifest_without_facts, examples_of_other_entries]
+)
 def test_each_finding_of_the_fuzzer_gives_a_sentence(damage, tmp_path):
     (tmp_path / "pictures").mkdir()
     for number in range(3):
         (tmp_path / "pictures" / f"{number}.png").write_bytes(inputs.encoded("PNG", "RGB", 40, 30))
     inputs.embed_collection(
-        inputs.open_collection(str(tmp_path / "pictures")), inputs.frozen(), cache=tmp_path / "cache"
+        inputs.open_collection(str(tmp_path / "pictures")),
+        inputs.frozen(),
+        cache=tmp_path / "cache",
     )
     assert outcome_of(damage(tmp_path), tmp_path) == "sentence"

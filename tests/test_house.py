@@ -50,7 +50,9 @@ def imports_of(code: str, module: str) -> frozenset[str]:
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module}:{node.lineno} imports relatively; write the full name"
+            assert node.level == 0, (
+                f"{module}:{node.lineno} imports relatively; write the full name"
+            )
             assert node.module is not None
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return frozenset(found)
@@ -74,7 +76,9 @@ def faults(known: dict[str, frozenset[str]]) -> list[str]:
         f"{module} imports {target}: the room {there} does not stand below {here}"
         for module, target, here, there in rooms
         if here not in (there, "") and LEVEL[there] >= LEVEL[here]
-    ] + [f"modules import each other in a circle: {' -> '.join(circle)}" for circle in circles(edges)]
+    ] + [
+        f"modules import each other in a circle: {' -> '.join(circle)}" for circle in circles(edges)
+    ]
 
 
 def circles(edges: set[tuple[str, str]]) -> list[list[str]]:
@@ -108,7 +112,9 @@ def test_arrows_go_down_and_never_in_a_circle():
 
 def test_only_training_imports_open_clips_training_program():
     importing = {
-        name for name, found in modules().items() if any(one.split(".")[0] == "open_clip_train" for one in found)
+        name
+        for name, found in modules().items()
+        if any(one.split(".")[0] == "open_clip_train" for one in found)
     }
     assert {room_of(name) for name in importing} == {"training"}
 
@@ -121,8 +127,16 @@ def test_the_page_names_every_room():
 @pytest.mark.parametrize(
     ("module", "line", "sentence"),
     [
-        ("shards.members", "from open_clip_zerovl.data.sources import Source", "does not stand below shards"),
-        ("data.sources", "from open_clip_zerovl.prepare.pack import packing", "does not stand below data"),
+        (
+            "shards.members",
+            "from open_clip_zerovl.data.sources import Source",
+            "does not stand below shards",
+        ),
+        (
+            "data.sources",
+            "from open_clip_zerovl.prepare.pack import packing",
+            "does not stand below data",
+        ),
         ("core.errors", "def f():\n    import training.main", "does not stand below core"),
         ("shards.members", "from open_clip_zerovl.shards.index import TarIndex", "in a circle"),
     ],

@@ -20,7 +20,9 @@ print("to the other stream", file=sys.stderr)
 
 
 def run(python: str, *arguments: str, **options) -> subprocess.CompletedProcess:
-    return subprocess.run([python, *arguments], capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run(
+        [python, *arguments], capture_output=True, text=True, timeout=60, **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -35,9 +37,18 @@ def test_a_program_sees_what_python_would_show_it(tmp_path, arguments):
     (tmp_path / "shown").mkdir()
     (tmp_path / "shown" / "it.py").write_text(SHOW)
     (tmp_path / "more").mkdir()
-    options = {"cwd": tmp_path, "env": {**os.environ, "SAID": "ä", "PYTHONPATH": str(tmp_path / "more")}}
-    ours, pythons = (run(python, *arguments, **options) for python in (warm.python(), sys.executable))
-    assert (ours.returncode, ours.stderr) == (pythons.returncode, pythons.stderr) == (0, "to the other stream\n")
+    options = {
+        "cwd": tmp_path,
+        "env": {**os.environ, "SAID": "ä", "PYTHONPATH": str(tmp_path / "more")},
+    }
+    ours, pythons = (
+        run(python, *arguments, **options) for python in (warm.python(), sys.executable)
+    )
+    assert (
+        (ours.returncode, ours.stderr)
+        == (pythons.returncode, pythons.stderr)
+        == (0, "to the other stream\n")
+    )
     *seen, has_torch = json.loads(ours.stdout)
     *wanted, _ = json.loads(pythons.stdout)
     assert seen == wanted and has_torch
@@ -49,9 +60,14 @@ def test_a_program_sees_what_python_would_show_it(tmp_path, arguments):
         ("1 / 0", 1),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", -signal.SIGSEGV),
         ("import atexit, os; atexit.register(os._exit, 9)", 9),
-        ("import sys; assert not any(name.startswith(('open_clip_zerovl', 'training')) for name in sys.modules)", 0),
+        (
+            "import sys; assert not any(name.startswith(('open_clip_zerovl', 'training')) for name in sys.modules)",
+            0,
+        ),
     ],
 )
 def test_it_ends_as_the_program_ends(program, status):
     done = run(warm.python(), "-c", program)
-    assert done.returncode == status and ("ZeroDivisionError" in done.stderr) == (program == "1 / 0")
+    assert done.returncode == status and ("ZeroDivisionError" in done.stderr) == (
+        program == "1 / 0"
+    )

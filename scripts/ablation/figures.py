@@ -17,9 +17,17 @@ _PANELS = {
         ("debiased: across trained sources", _DEBIASED, "across"),
         ("debiased: within a trained source", _DEBIASED, "within"),
         ("debiased: all trained sources in one pool", _DEBIASED, "mixed"),
-        ("debiased: two kinds of pictures in one source", {64: ("contexts-debiased", "contexts-random")}, "score"),
+        (
+            "debiased: two kinds of pictures in one source",
+            {64: ("contexts-debiased", "contexts-random")},
+            "score",
+        ),
         ("mixup: unseen style", _MIXUP, "score"),
-        ("whole recipe over baseline: unseen style", {40: ("stack-drop", "stack-baseline")}, "score"),
+        (
+            "whole recipe over baseline: unseen style",
+            {40: ("stack-drop", "stack-baseline")},
+            "score",
+        ),
     ],
     "difference in percent of probed embeddings whose source is found": [
         ("debiased: source found from a caption", _DEBIASED, "probe, texts %"),
@@ -42,7 +50,9 @@ def main_effects(row: Callable[[str, str, str], Row]) -> bytes:
         UserError: matplotlib is missing.
     """
     figure = new_figure(8.4, 6.6, dpi=110)
-    panels = figure.subplots(len(_PANELS), height_ratios=[len(lines) + 0.6 for lines in _PANELS.values()])
+    panels = figure.subplots(
+        len(_PANELS), height_ratios=[len(lines) + 0.6 for lines in _PANELS.values()]
+    )
     colours = dict(zip((16, 40, 64), MODEL_COLOURS, strict=False))
     for axes, (title, lines) in zip(panels, _PANELS.items(), strict=True):
         for position, (_, by_epochs, measure) in enumerate(lines):
@@ -51,7 +61,15 @@ def main_effects(row: Callable[[str, str, str], Row]) -> bytes:
                 at = position + {16: -0.16, 40: 0.16}.get(epochs, 0)
                 reach = (shown.found.high - shown.found.low) / 2
                 label = f"{epochs} epochs"
-                axes.errorbar(shown.found.mean, at, xerr=reach, fmt="o", color=colours[epochs], capsize=3, label=label)
+                axes.errorbar(
+                    shown.found.mean,
+                    at,
+                    xerr=reach,
+                    fmt="o",
+                    color=colours[epochs],
+                    capsize=3,
+                    label=label,
+                )
                 axes.annotate(f"n = {len(shown.values)}", (shown.found.high, at), xytext=(5, 0), fontsize=7, color=INK,
                               textcoords="offset points", verticalalignment="center")  # fmt: skip
         plain_axes(axes)
@@ -61,8 +79,14 @@ def main_effects(row: Callable[[str, str, str], Row]) -> bytes:
         axes.set_xlabel(title, fontsize=9, color=INK)
         axes.tick_params(length=0)
     panels[0].axvspan(-MARGIN_RSUM, MARGIN_RSUM, color=INK, alpha=0.08, linewidth=0)
-    named = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(named.values(), named, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    named = {
+        label: handle
+        for axes in panels
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        named.values(), named, loc="outside lower center", ncols=3, frameon=False, fontsize=9
+    )
     title = "Debiased less random batches, mixup less none, recipe less baseline: 95 % intervals (Student, over n paired seeds)"
     figure.suptitle(title, fontsize=10, x=0.01, horizontalalignment="left", color=INK)
     return png_bytes(figure)

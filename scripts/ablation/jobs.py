@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.core.files import write_atomically
-from scripts.ablation.protocol import ALL_UNSEEN, CONDITIONS, MINIATURES, Choices, Condition, unseen_source
+from scripts.ablation.protocol import (
+    ALL_UNSEEN,
+    CONDITIONS,
+    MINIATURES,
+    Choices,
+    Condition,
+    unseen_source,
+)
 from scripts.ablation.sources import CONTEXT_SOURCE, CONTEXTS, MIXTURES
 from scripts.drawn.training import TrainingRun, drawn_flags, flag_values
 
@@ -66,7 +73,11 @@ class Job:
     @property
     def unseen(self) -> str | None:
         """The source that the run is scored on and not trained on; None if its score is of another kind."""
-        return unseen_source(self.condition.miniature, self.seed) if self.condition.score == "unseen" else None
+        return (
+            unseen_source(self.condition.miniature, self.seed)
+            if self.condition.score == "unseen"
+            else None
+        )
 
 
 @dataclass(frozen=True)
@@ -89,11 +100,17 @@ class Ablation:
         condition = job.condition
         more = condition.run_flags(self.choices)
         if condition.kind != "plain":
-            more += ["--train-data", "::".join(f"{name}={folder}" for name, folder in self.sources(job).items())]
+            more += [
+                "--train-data",
+                "::".join(f"{name}={folder}" for name, folder in self.sources(job).items()),
+            ]
         if condition.teacher is not None:
             more += ["--teacher", str(self.teacher(job))]
         if condition.init_from is not None:
-            more += ["--init-from", str(self.training_run(Job(job.seed, condition.init_from)).checkpoint)]
+            more += [
+                "--init-from",
+                str(self.training_run(Job(job.seed, condition.init_from)).checkpoint),
+            ]
         if condition.every_epoch:
             more += ["--save-frequency", "1"]
         flags = drawn_flags(
@@ -111,7 +128,10 @@ class Ablation:
         if kind in MIXTURES:  # of the trained sources, which depend on the unseen one
             names = [f"part-{part}" for part in range(3)] if kind == "alike" else job.trained
             return {name: self.out / "data" / f"{kind}-{job.unseen}" / name for name in names}
-        return {name: self.out / "data" / kind / name for name in (CONTEXTS if kind == "contexts" else job.trained)}
+        return {
+            name: self.out / "data" / kind / name
+            for name in (CONTEXTS if kind == "contexts" else job.trained)
+        }
 
     def teacher(self, job: Job) -> Path:
         return self.out / "data" / f"{job}-teacher"
@@ -134,7 +154,11 @@ class Ablation:
     def is_recorded(self, job: Job) -> bool:
         """True if the job's JSON exists, has the job's settings and the present score."""
         record = self.record(job)
-        scored_alike = job.condition.score != "unseen" or self.split != "test" or ALL_UNSEEN in record.get("rsum", ())
+        scored_alike = (
+            job.condition.score != "unseen"
+            or self.split != "test"
+            or ALL_UNSEEN in record.get("rsum", ())
+        )
         return self._is_of(job, record) and scored_alike
 
     def record(self, job: Job) -> dict[str, Any]:
@@ -147,13 +171,22 @@ class Ablation:
 
         A setting that became a choice after the run is not among the record's choices, and elsewhere among its flags.
         """
-        if not job.condition.choices <= set(self.choices) or not isinstance(record.get("choices"), dict):
+        if not job.condition.choices <= set(self.choices) or not isinstance(
+            record.get("choices"), dict
+        ):
             return False  # records of earlier protocols have no table of choices
         asked = self.asked(job)
-        same = all(record.get(key) == asked[key] for key in ("condition", "seed", "unseen", "split", "ranks"))
-        chosen = all(record["choices"].get(name, value) == value for name, value in asked["choices"].items())
+        same = all(
+            record.get(key) == asked[key]
+            for key in ("condition", "seed", "unseen", "split", "ranks")
+        )
+        chosen = all(
+            record["choices"].get(name, value) == value for name, value in asked["choices"].items()
+        )
         then, now = ({"": one["flags"], **one.get("built_on", {})} for one in (record, asked))
-        flags = then.keys() == now.keys() and all(settings_of(then[name]) == settings_of(now[name]) for name in now)
+        flags = then.keys() == now.keys() and all(
+            settings_of(then[name]) == settings_of(now[name]) for name in now
+        )
         return same and chosen and flags
 
     def take_over(self, runs: Path) -> int:
@@ -161,7 +194,11 @@ class Ablation:
         taken = 0
         for record in json.loads(runs.read_text(encoding="utf-8")) if runs.is_file() else ():
             job = Job(record["seed"], record["condition"])
-            if job.name in CONDITIONS and not self._is_of(job, self.record(job)) and self._is_of(job, record):
+            if (
+                job.name in CONDITIONS
+                and not self._is_of(job, self.record(job))
+                and self._is_of(job, record)
+            ):
                 self.write_record(job, record)
                 taken += 1
         return taken

@@ -25,7 +25,13 @@ from open_clip_zerovl.evaluate.bias.pools import SourceFeatures, pool_metrics
 from open_clip_zerovl.evaluate.retrieval.metrics import retrieval_metrics
 from scripts.ablation.jobs import Ablation, Job
 from scripts.ablation.protocol import ALL_UNSEEN, MINIATURES, POOL
-from scripts.ablation.sources import CONTEXT_SOURCE, CONTEXTS, FRAME_PX, pairs_of, shared_information
+from scripts.ablation.sources import (
+    CONTEXT_SOURCE,
+    CONTEXTS,
+    FRAME_PX,
+    pairs_of,
+    shared_information,
+)
 from scripts.drawn.make import DrawnSample, drawn_sample, fingerprint_of, load_drawn_split
 from scripts.drawn.training import read_loss_curve
 from scripts.paper.context_bias import caption_length, with_frame
@@ -68,8 +74,13 @@ class Encoder:
     def __call__(self, samples: list[DrawnSample]) -> SourceFeatures:
         """L2-normalised features of one source's samples."""
         key = (repr(self.preprocess), id(samples))
-        if key not in self.ready:  # the list is kept with its pictures, so that no other object gets its id
-            self.ready[key] = (samples, torch.stack([self.preprocess(sample.image) for sample in samples]))
+        if (
+            key not in self.ready
+        ):  # the list is kept with its pictures, so that no other object gets its id
+            self.ready[key] = (
+                samples,
+                torch.stack([self.preprocess(sample.image) for sample in samples]),
+            )
         return SourceFeatures(
             image_features=self.model.encode_image(self.ready[key][1], normalize=True),
             text_features=self.model.encode_text(
@@ -92,9 +103,17 @@ def rsum_of(*features: SourceFeatures) -> float:
     return retrieval_metrics(images, texts, torch.arange(len(texts)))["rsum"]
 
 
-def signs_of_bias(features: Mapping[str, SourceFeatures], logit_scale: float, seed: int) -> dict[str, Any]:
+def signs_of_bias(
+    features: Mapping[str, SourceFeatures], logit_scale: float, seed: int
+) -> dict[str, Any]:
     """The source probe's accuracies and the mean log p of negatives of all held-out pairs; None with one source."""
-    names = ("probe_images", "probe_texts", "probe_chance", "log_p_same_source", "log_p_other_source")
+    names = (
+        "probe_images",
+        "probe_texts",
+        "probe_chance",
+        "log_p_same_source",
+        "log_p_other_source",
+    )
     if len(features) < 2:
         return dict.fromkeys(names)
     images, texts = held_out([*features.values()])
@@ -102,7 +121,13 @@ def signs_of_bias(features: Mapping[str, SourceFeatures], logit_scale: float, se
     concepts = [one.concepts[row] for one in features.values() for row in one.held_out_rows()]
     probe = partial(source_probe_accuracy, source=sources, concepts=concepts, seed=seed)
     log_p = mean_log_p_negatives(images, texts, sources, logit_scale)["mean"]
-    values = (probe(images), probe(texts), 1 / len(features), log_p["same_source"], log_p["other_source"])
+    values = (
+        probe(images),
+        probe(texts),
+        1 / len(features),
+        log_p["same_source"],
+        log_p["other_source"],
+    )
     return dict(zip(names, values, strict=True))
 
 
@@ -116,7 +141,10 @@ def unseen_pools(folder: Path, source: str, test: Sequence[DrawnSample]) -> list
     samples = [sample for sample in test if sample.held_out]
     samples += [drawn_sample(pair, source, held_out=True) for pair in pairs_of(folder, source)]
     order = np.random.default_rng(0).permutation(len(samples))
-    return [[samples[i] for i in order[start : start + POOL]] for start in range(0, len(samples) - POOL + 1, POOL)]
+    return [
+        [samples[i] for i in order[start : start + POOL]]
+        for start in range(0, len(samples) - POOL + 1, POOL)
+    ]
 
 
 @dataclass(frozen=True)
@@ -134,8 +162,12 @@ class ContextPairs:
             samples: the source's held-out samples.
             contexts: folder of `write_contexts`; its training captions set the length that divides the contexts.
         """
-        bound = tuple(json.loads((contexts / "context.json").read_text(encoding="utf-8"))["long_from"])
-        pairs = cls({context: [] for context in CONTEXTS}, {context: [] for context in CONTEXTS}, [])
+        bound = tuple(
+            json.loads((contexts / "context.json").read_text(encoding="utf-8"))["long_from"]
+        )
+        pairs = cls(
+            {context: [] for context in CONTEXTS}, {context: [] for context in CONTEXTS}, []
+        )
         for sample in samples:
             if sample.held_out:
                 framed = replace(sample, image=with_frame(sample.image, FRAME_PX))
@@ -159,7 +191,9 @@ class Measurements:
         """The held-out pairs of all sources of a miniature."""
         if miniature not in self._samples:
             folder = self.ablation.data[miniature]
-            self._samples[miniature] = load_drawn_split(MINIATURES[miniature], folder, self.ablation.split)
+            self._samples[miniature] = load_drawn_split(
+                MINIATURES[miniature], folder, self.ablation.split
+            )
         return self._samples[miniature]
 
     def pools(self, miniature: str, source: str) -> list[list[DrawnSample]]:
@@ -171,7 +205,9 @@ class Measurements:
 
     @cached_property
     def contexts(self) -> ContextPairs:
-        return ContextPairs.of(self.samples("emoji")[CONTEXT_SOURCE], self.ablation.out / "data" / "contexts")
+        return ContextPairs.of(
+            self.samples("emoji")[CONTEXT_SOURCE], self.ablation.out / "data" / "contexts"
+        )
 
     def write(self, ended: Ended) -> dict[str, Any]:
         """Measure a finished run and write its JSON."""
@@ -186,13 +222,20 @@ class Measurements:
             "loss_curve": thinned(curve),
             "epochs": condition.run_epochs(ablation.choices),
             "samples": curve[-1][0],
-            "started": datetime.fromtimestamp(ended.started, timezone.utc).isoformat(timespec="seconds"),
+            "started": datetime.fromtimestamp(ended.started, timezone.utc).isoformat(
+                timespec="seconds"
+            ),
             "wall_seconds": round(ended.wall_seconds, 1),
             "cpu_seconds": round(ended.cpu_seconds, 1),
         }
         if condition.every_epoch:
-            epochs = (run.checkpoint.with_name(f"epoch_{epoch}.pt") for epoch in range(1, result["epochs"] + 1))
-            result["score_by_epoch"] = [self._measure(job, checkpoint)["score"] for checkpoint in epochs]
+            epochs = (
+                run.checkpoint.with_name(f"epoch_{epoch}.pt")
+                for epoch in range(1, result["epochs"] + 1)
+            )
+            result["score_by_epoch"] = [
+                self._measure(job, checkpoint)["score"] for checkpoint in epochs
+            ]
         if condition.kind == "clusters":
             result["shared_information"] = round(shared_information(ablation.clusters(job)), 3)
         ablation.write_record(job, result)
@@ -212,7 +255,9 @@ class Measurements:
         bias = signs_of_bias(features, encoder.logit_scale, job.seed)
         return {"rsum": rsum, **bias, "temperature": 1 / encoder.logit_scale, "score": rsum[key]}
 
-    def _pools_of(self, job: Job, encoder: Encoder) -> tuple[dict[str, SourceFeatures], dict[str, Any]]:
+    def _pools_of(
+        self, job: Job, encoder: Encoder
+    ) -> tuple[dict[str, SourceFeatures], dict[str, Any]]:
         samples = self.samples(job.condition.miniature)
         features = {source: encoder(samples[source]) for source in job.trained}
         pools = pool_metrics(features)
@@ -227,7 +272,10 @@ class Measurements:
         if job.unseen is not None:
             rsum["unseen"] = rsum_of(encoder(samples[job.unseen]))
             if self.ablation.split == "test":
-                scores = [rsum_of(encoder(pool)) for pool in self.pools(job.condition.miniature, job.unseen)]
+                scores = [
+                    rsum_of(encoder(pool))
+                    for pool in self.pools(job.condition.miniature, job.unseen)
+                ]
                 rsum[ALL_UNSEEN] = sum(scores) / len(scores)
         return features, rsum
 
@@ -242,8 +290,12 @@ class Measurements:
         }
 
 
-def thinned(curve: Sequence[tuple[int, float]], points: int = CURVE_POINTS) -> list[tuple[int, float]]:
+def thinned(
+    curve: Sequence[tuple[int, float]], points: int = CURVE_POINTS
+) -> list[tuple[int, float]]:
     """A loss curve of at most `points`: each is the mean of a block of neighbours, at the samples of the block's last."""
     step = -(-len(curve) // points)
     blocks = [curve[i : i + step] for i in range(0, len(curve), step)]
-    return [(block[-1][0], round(sum(loss for _, loss in block) / len(block), 4)) for block in blocks]
+    return [
+        (block[-1][0], round(sum(loss for _, loss in block) / len(block), 4)) for block in blocks
+    ]

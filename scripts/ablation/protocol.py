@@ -32,7 +32,9 @@ SEEDS = tuple(range(8))
 PILOT_SEEDS = (100, 102)  # they leave out the first and the third source
 CONFIDENCE = 0.95
 LEAST_SEEDS = 5
-MARGIN_RSUM = 10.0  # differences within it count as none; a random order of 200 pairs has an RSUM of 16
+MARGIN_RSUM = (
+    10.0  # differences within it count as none; a random order of 200 pairs has an RSUM of 16
+)
 #: The same for other measures than RSUMs: the logarithm of a ratio of costs, and those of which any sure difference counts.
 MARGINS = {
     "reach": 0.05,
@@ -136,7 +138,9 @@ class Condition:
     @property
     def needs(self) -> tuple[str, ...]:
         """The conditions whose runs of the same seed have to come first."""
-        return tuple(dict.fromkeys(name for name in (self.init_from, self.clusters_of, self.teacher) if name))
+        return tuple(
+            dict.fromkeys(name for name in (self.init_from, self.clusters_of, self.teacher) if name)
+        )
 
     @property
     def score(self) -> str:
@@ -211,7 +215,11 @@ TABLES = [
     PaperTable(**{**one, "comparisons": tuple(Comparison(**row) for row in one["comparisons"])})
     for one in _PROTOCOL["tables"]
 ]
-QUICK: Choices = {"epochs": "2", "icon-epochs": "1", **{name: choice.quick for name, choice in CHOICES.items()}}
+QUICK: Choices = {
+    "epochs": "2",
+    "icon-epochs": "1",
+    **{name: choice.quick for name, choice in CHOICES.items()},
+}
 
 
 def unseen_source(miniature: str, seed: int) -> str:

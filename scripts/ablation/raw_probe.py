@@ -48,7 +48,9 @@ def raw_features(pairs: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
 
     def thumbnail(pair: Sample) -> np.ndarray:
         picture = Image.open(io.BytesIO(pair.files["png"])).convert("RGB")
-        return np.asarray(picture.resize((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX), dtype=np.float64).ravel()
+        return np.asarray(
+            picture.resize((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX), dtype=np.float64
+        ).ravel()
 
     captions = [pair.files["txt"].decode() for pair in pairs]
     words = CountVectorizer(binary=True, max_features=WORDS).fit_transform(captions).toarray()
@@ -65,8 +67,13 @@ def probe_mixture(sources: Mapping[str, Sequence[Sample]], seed: int) -> dict[st
     """
     sizes = np.array([len(pairs) for pairs in sources.values()])
     rng = np.random.default_rng(seed)
-    least = min(PAIRS, int(sizes.min()))  # equal numbers, so that chance is the same for each source
-    drawn = {name: [pairs[i] for i in rng.permutation(len(pairs))[:least]] for name, pairs in sources.items()}
+    least = min(
+        PAIRS, int(sizes.min())
+    )  # equal numbers, so that chance is the same for each source
+    drawn = {
+        name: [pairs[i] for i in rng.permutation(len(pairs))[:least]]
+        for name, pairs in sources.items()
+    }
     pairs = [pair for of in drawn.values() for pair in of]
     names = [name for name, of in drawn.items() for _ in of]
     concepts = [json.loads(pair.files["json"])["concept"] for pair in pairs]
@@ -91,18 +98,29 @@ def probe_seeds(data: Path, run: str, seeds: Sequence[int]) -> dict[str, Any]:
             folders = ablation.sources(job)
             if job.condition.kind == "plain":
                 folders = {name: data / job.condition.miniature / name for name in job.trained}
-            found.append(probe_mixture({name: pairs_of(path.parent, name) for name, path in folders.items()}, seed))
+            found.append(
+                probe_mixture(
+                    {name: pairs_of(path.parent, name) for name, path in folders.items()}, seed
+                )
+            )
     return {key: sum(one[key] for one in found) / len(found) for key in found[0]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the miniatures")
     parser.add_argument("--out", type=Path, default=Path("docs/results/raw-probe.json"))
     arguments = parser.parse_args(argv)
     try:
         table = [
-            {"mixture": name, "run": run, "against": against, **probe_seeds(arguments.data, run, range(4))}
+            {
+                "mixture": name,
+                "run": run,
+                "against": against,
+                **probe_seeds(arguments.data, run, range(4)),
+            }
             for name, (run, against) in MIXTURES.items()
         ]
     except UserError as error:

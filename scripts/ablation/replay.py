@@ -53,7 +53,9 @@ class Bias:
 
 def set_dropout(model: nn.Module, probability: float) -> int:
     """Give every dropout module that drops anything this probability; returns how many there are."""
-    modules = [module for module in model.modules() if isinstance(module, nn.Dropout) and module.p > 0]
+    modules = [
+        module for module in model.modules() if isinstance(module, nn.Dropout) and module.p > 0
+    ]
     for module in modules:
         module.p = probability
     return len(modules)
@@ -65,14 +67,18 @@ def gradient_bias(
     """(bias, chance, cosine) of a model in training mode; see `Bias`."""
     means, variances = [], []
     for replay in (True, False):
-        dga = DecoupledGradientAccumulation(model, ContrastiveLoss(), retain=0, check="never", replay_rng=replay)
+        dga = DecoupledGradientAccumulation(
+            model, ContrastiveLoss(), retain=0, check="never", replay_rng=replay
+        )
         total: Tensor | float = 0.0
         squares = 0.0
         for draw in range(draws):
             torch.manual_seed(seed + 2 * draw + replay)
             model.zero_grad(set_to_none=True)
             dga.backward(micro_batches)
-            gradient = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
+            gradient = torch.cat(
+                [p.grad.flatten().double() for p in model.parameters() if p.grad is not None]
+            )
             total = total + gradient
             squares += float(gradient @ gradient)
         assert isinstance(total, Tensor)
@@ -96,7 +102,9 @@ def batch_of(samples: Sequence[DrawnSample], preprocess, tokenizer) -> list[tupl
     return list(zip(images.split(MICRO_BATCH), texts.split(MICRO_BATCH), strict=True))
 
 
-def measure(checkpoints: Iterable[Path], data: Path, dropouts: Sequence[float], draws: int) -> list[Bias]:
+def measure(
+    checkpoints: Iterable[Path], data: Path, dropouts: Sequence[float], draws: int
+) -> list[Bias]:
     """The bias at each checkpoint of a run (`epoch_N.pt`), for each dropout.
 
     Raises:
@@ -104,8 +112,12 @@ def measure(checkpoints: Iterable[Path], data: Path, dropouts: Sequence[float], 
     """
     files = sorted(checkpoints, key=_epoch)
     if not files:
-        raise UserError("there is no epoch_N.pt: train with --save-frequency 1, as `make ablation` trains `vit`")
-    samples = [sample for sample in load_drawn_split(EMOJI, data, "val")["openmoji"] if not sample.held_out]
+        raise UserError(
+            "there is no epoch_N.pt: train with --save-frequency 1, as `make ablation` trains `vit`"
+        )
+    samples = [
+        sample for sample in load_drawn_split(EMOJI, data, "val")["openmoji"] if not sample.held_out
+    ]
     found = []
     for file in files:
         model, preprocess, tokenizer = load_model(file)
@@ -114,7 +126,9 @@ def measure(checkpoints: Iterable[Path], data: Path, dropouts: Sequence[float], 
         model.train()
         for dropout in dropouts:
             if not set_dropout(model, dropout):
-                raise UserError(f"the model of {file} has no dropout, so there is nothing to replay")
+                raise UserError(
+                    f"the model of {file} has no dropout, so there is nothing to replay"
+                )
             found.append(Bias(_epoch(file), dropout, *gradient_bias(model, batch, draws)))
             words = ", ".join(f"{name} {value:.4g}" for name, value in asdict(found[-1]).items())
             print(f"{file.name}: {words}", flush=True)
@@ -126,8 +140,12 @@ def _epoch(file: Path) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, required=True, help="a run's folder, with checkpoints/epoch_N.pt")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--run", type=Path, required=True, help="a run's folder, with checkpoints/epoch_N.pt"
+    )
     parser.add_argument("--data", type=Path, default=Path("data/emoji"))
     parser.add_argument("--draws", type=int, default=64)
     parser.add_argument("--dropout", default="0.1,0.3,0.5")
@@ -138,7 +156,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.disable(logging.WARNING)  # DGA warns that replay is off, which is intended here
     try:
         dropouts = [float(word) for word in arguments.dropout.split(",")]
-        found = measure((arguments.run / "checkpoints").glob("epoch_*.pt"), arguments.data, dropouts, arguments.draws)
+        found = measure(
+            (arguments.run / "checkpoints").glob("epoch_*.pt"),
+            arguments.data,
+            dropouts,
+            arguments.draws,
+        )
     except UserError as error:
         print(f"replay: error: {error}", file=sys.stderr)
         return 2

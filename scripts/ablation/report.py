@@ -52,14 +52,18 @@ class Page:
         self.scores = [row for row in scores if len(row.values) >= LEAST_SEEDS]
         self.decided = [row for row in self.scores if row.verdict in (HIGHER, LOWER, NO_DIFFERENCE)]
         self.standing = standing(rows)
-        self.replay, self.raw_probe = (read_list(folder / name) for name in ("replay.json", "raw-probe.json"))
+        self.replay, self.raw_probe = (
+            read_list(folder / name) for name in ("replay.json", "raw-probe.json")
+        )
         self.pilots = read_pilots()
         self.seeds = [len(by_seed) for by_seed in records.values() if by_seed]
 
     def row(self, run: str, against: str, measure: str = "score") -> Row:
         """The row of a comparison's measure; the measure "score" is of the held-out pairs if not all were scored."""
         measures = ("score", HELD_OUT) if measure == "score" else (measure,)
-        return next(row for row in self.rows if row.name == f"{run} - {against}" and row.measure in measures)
+        return next(
+            row for row in self.rows if row.name == f"{run} - {against}" and row.measure in measures
+        )
 
     def line(self, label: str, run: str, against: str, measure: str = "score") -> str:
         """A line of the main table: label, difference with interval, seeds, verdict (bold: also by Holm), the paper."""
@@ -86,7 +90,10 @@ class Page:
 
     def sources(self, run: str, against: str) -> dict[str, str]:
         """Unseen source -> its mean difference."""
-        return {name: f"{sum(of) / len(of):+.0f}" for name, of in self.row(run, against).by_source.items()}
+        return {
+            name: f"{sum(of) / len(of):+.0f}"
+            for name, of in self.row(run, against).by_source.items()
+        }
 
     @property
     def families(self) -> str:
@@ -104,7 +111,10 @@ class Page:
         """(rows with another word by the protocol as first committed, rows that have both): held-out pairs, no near chance."""
         held_out = {(row.name, row.table.name): row for row in self.rows if row.measure == HELD_OUT}
         both = [(row, held_out.get((row.name, row.table.name), row)) for row in self.scores]
-        words = [(row.verdict, verdict(first.found, len(first.values), first.margin)) for row, first in both]
+        words = [
+            (row.verdict, verdict(first.found, len(first.values), first.margin))
+            for row, first in both
+        ]
         return sum(now.replace(NEAR_CHANCE, UNDECIDED) != then for now, then in words), len(words)
 
 
@@ -117,12 +127,22 @@ def summary(rows: Sequence[Row]) -> str:
     """A line for each comparison that has runs, and the names of those without."""
     shown = [row for row in rows if row.decides]
     cells = [
-        (row.table.name, row.comparison.what, row.name, row.measure, row.words, str(len(row.values)), row.verdict)
+        (
+            row.table.name,
+            row.comparison.what,
+            row.name,
+            row.measure,
+            row.words,
+            str(len(row.values)),
+            row.verdict,
+        )
         for row in shown
         if row.values
     ]
     waiting = [row.name for row in shown if not row.values]
-    table = markdown_table(("table", "what", "runs", "measure", "difference", "seeds", "verdict"), cells)
+    table = markdown_table(
+        ("table", "what", "runs", "measure", "difference", "seeds", "verdict"), cells
+    )
     return f"{table}\n\nNot run yet: {'; '.join(waiting)}." if waiting else table
 
 
@@ -139,28 +159,44 @@ def write_page(records: Records, page: Path) -> list[Row]:
     folder = page.with_suffix("")
     rows = write_rows(records, folder)
     shown = Page(records, rows, folder)
-    write_atomically(folder / "runs.json", "[\n" + ",\n".join(map(json.dumps, shown.records)) + "\n]\n")
+    write_atomically(
+        folder / "runs.json", "[\n" + ",\n".join(map(json.dumps, shown.records)) + "\n]\n"
+    )
     write_atomically(folder / "main.png", main_effects(shown.row))
     template = Template(
         Path(__file__).with_name("results.md.j2").read_text(encoding="utf-8"), keep_trailing_newline=True,
         undefined=StrictUndefined,
     )  # fmt: skip
     hours = sum(one["cpu_seconds"] for one in shown.records) / 3600
-    text = template.render(page=shown, folder=folder.name, chance=CHANCE, margin=round(MARGIN_RSUM), cpu_hours=hours)
+    text = template.render(
+        page=shown, folder=folder.name, chance=CHANCE, margin=round(MARGIN_RSUM), cpu_hours=hours
+    )
     write_atomically(page, text)
     return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, help="folder of the runs' JSONs, or a runs.json (default ablation)")
-    parser.add_argument("--page", type=Path, default=Path("docs/results.md"), help="default docs/results.md")
-    parser.add_argument("--quick", action="store_true", help="the runs of ablation/quick, into ablation/quick/rows.csv")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--runs", type=Path, help="folder of the runs' JSONs, or a runs.json (default ablation)"
+    )
+    parser.add_argument(
+        "--page", type=Path, default=Path("docs/results.md"), help="default docs/results.md"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="the runs of ablation/quick, into ablation/quick/rows.csv",
+    )
     arguments = parser.parse_args(argv)
     quick = Path("ablation/quick")
     try:
         records = read_records(arguments.runs or (quick if arguments.quick else Path("ablation")))
-        rows = write_rows(records, quick) if arguments.quick else write_page(records, arguments.page)
+        rows = (
+            write_rows(records, quick) if arguments.quick else write_page(records, arguments.page)
+        )
     except UserError as error:
         print(f"ablation_report: error: {error}", file=sys.stderr)
         return 2

@@ -85,7 +85,9 @@ def student(values: Sequence[float]) -> Estimate:
 
 def other_sources(by_source: Mapping[str, Sequence[float]]) -> Estimate:
     """The four unseen sources as a sample of sources: Student's interval of the means of each."""
-    return student([sum(values) / len(values) for values in by_source.values()] if len(by_source) == 4 else [])
+    return student(
+        [sum(values) / len(values) for values in by_source.values()] if len(by_source) == 4 else []
+    )
 
 
 def same_sources(by_source: Mapping[str, Sequence[float]]) -> Estimate:
@@ -105,7 +107,9 @@ def same_sources(by_source: Mapping[str, Sequence[float]]) -> Estimate:
 def holm(p_values: Mapping[Key, float], level: float = 1 - CONFIDENCE) -> set[Key]:
     """The keys that stay below `level` by Holm's correction: the k-th smallest of n times (n - k + 1), and all before it."""
     kept: set[Key] = set()
-    for tests_left, key in zip(range(len(p_values), 0, -1), sorted(p_values, key=p_values.__getitem__), strict=True):
+    for tests_left, key in zip(
+        range(len(p_values), 0, -1), sorted(p_values, key=p_values.__getitem__), strict=True
+    ):
         if p_values[key] * tests_left >= level:
             break
         kept.add(key)
@@ -133,7 +137,13 @@ def beside_paper(word: str, claim: Claim, found: Estimate, margin: float) -> str
     """True if a decided row bears out a number of the paper: `REPRODUCED`, `CONTRADICTED`, or "" if neither holds."""
     if claim == "same":
         beyond = found.low > margin or found.high < -margin
-        return REPRODUCED if word == NO_DIFFERENCE else CONTRADICTED if beyond and word in (HIGHER, LOWER) else ""
+        return (
+            REPRODUCED
+            if word == NO_DIFFERENCE
+            else CONTRADICTED
+            if beyond and word in (HIGHER, LOWER)
+            else ""
+        )
     return "" if word not in (HIGHER, LOWER) else REPRODUCED if word == claim else CONTRADICTED
 
 
@@ -147,15 +157,24 @@ def read_records(path: Path) -> Records:
     if path.is_file():
         found = json.loads(path.read_text(encoding="utf-8"))
     else:
-        found = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(path.glob("*-seed*.json"))]
+        found = [
+            json.loads(file.read_text(encoding="utf-8"))
+            for file in sorted(path.glob("*-seed*.json"))
+        ]
     # Records of earlier protocols have no table of choices.
-    found = [one for one in found if one["condition"] in CONDITIONS and isinstance(one.get("choices"), dict)]
+    found = [
+        one
+        for one in found
+        if one["condition"] in CONDITIONS and isinstance(one.get("choices"), dict)
+    ]
     if not found:
         raise UserError(f"there is no finished run in {path}; make them with `make ablation`")
     settings = [{**record["choices"], "split": record["split"]} for record in found]
     for name in {name for one in settings for name in one}:
         if len(values := {one[name] for one in settings if name in one}) > 1:
-            raise UserError(f"{path} holds runs with several values of {name}, {sorted(values)}; train them alike")
+            raise UserError(
+                f"{path} holds runs with several values of {name}, {sorted(values)}; train them alike"
+            )
     records: dict[str, dict[int, Record]] = {name: {} for name in CONDITIONS}
     for record in sorted(found, key=lambda one: one["seed"]):
         _check_settings(record, path)
@@ -165,7 +184,10 @@ def read_records(path: Path) -> Records:
 
 def _check_settings(record: Record, path: Path) -> None:
     condition = CONDITIONS[record["condition"]]
-    choices = {**read_choices(), **record["choices"]}  # a setting may have become a choice after the run
+    choices = {
+        **read_choices(),
+        **record["choices"],
+    }  # a setting may have become a choice after the run
     run = ["--sampling", condition.sampling, "--epochs", str(condition.run_epochs(choices))]
     then = settings_of(record["flags"])
     today = settings_of([*condition.run_flags(choices), *run])
@@ -197,7 +219,11 @@ def reach(run: Record, against: Record) -> float:
     """
     costs = []
     for one in (run, against):
-        epochs = [epoch for epoch, score in enumerate(one["score_by_epoch"], 1) if score >= against["score"]]
+        epochs = [
+            epoch
+            for epoch, score in enumerate(one["score_by_epoch"], 1)
+            if score >= against["score"]
+        ]
         costs.append(one["cpu_seconds"] * epochs[0] / one["epochs"] if epochs else math.inf)
     return math.log(costs[0] / costs[1])
 
@@ -227,8 +253,13 @@ class Row:
         pairs = {seed: (runs[seed], others[seed]) for seed in sorted(runs.keys() & others.keys())}
 
         def known(measure: str) -> dict[int, tuple[float, float]]:
-            both = {seed: (value_of(run, measure), value_of(other, measure)) for seed, (run, other) in pairs.items()}
-            return {seed: (a, b) for seed, (a, b) in both.items() if a is not None and b is not None}
+            both = {
+                seed: (value_of(run, measure), value_of(other, measure))
+                for seed, (run, other) in pairs.items()
+            }
+            return {
+                seed: (a, b) for seed, (a, b) in both.items() if a is not None and b is not None
+            }
 
         if measure == "reach":
             values = {seed: (reach(*pair), 0.0) for seed, pair in pairs.items()}
@@ -238,7 +269,9 @@ class Row:
             values, measure = known(HELD_OUT), HELD_OUT
         scored = measure in ("score", HELD_OUT)
         unseen = {
-            seed: run["unseen"] for seed, (run, _) in pairs.items() if scored and run["unseen"] and seed in values
+            seed: run["unseen"]
+            for seed, (run, _) in pairs.items()
+            if scored and run["unseen"] and seed in values
         }
         return cls(table, comparison, measure, decides, values, unseen)
 
@@ -268,11 +301,17 @@ class Row:
 
     def mean(self, side: int) -> float:
         """The mean of `run` (0) or of `against` (1); NaN without runs."""
-        return sum(pair[side] for pair in self.values.values()) / len(self.values) if self.values else math.nan
+        return (
+            sum(pair[side] for pair in self.values.values()) / len(self.values)
+            if self.values
+            else math.nan
+        )
 
     @cached_property
     def verdict(self) -> str:
-        near_chance = bool(self.unseen) and max(self.mean(0), self.mean(1)) < CHANCE + 2 * MARGIN_RSUM
+        near_chance = (
+            bool(self.unseen) and max(self.mean(0), self.mean(1)) < CHANCE + 2 * MARGIN_RSUM
+        )
         return verdict(self.found, len(self.values), self.margin, near_chance=near_chance)
 
     @property
@@ -312,7 +351,11 @@ def rows_of(records: Records) -> list[Row]:
     for table, one in listed:
         rows.append(main := Row.of(records, table, one, one.measure))
         more = (HELD_OUT, *POOLS) if one.measure == "score" else ()
-        further = [Row.of(records, table, one, name) for name in more if (one.run, one.against, name) not in own]
+        further = [
+            Row.of(records, table, one, name)
+            for name in more
+            if (one.run, one.against, name) not in own
+        ]
         rows += [row for row in further if row.values and row.measure != main.measure]
     return rows
 
@@ -338,9 +381,18 @@ def as_csv(rows: Sequence[Row]) -> str:
     for row in rows:
         one, found = row.comparison, row.found
         intervals = [end for of in (same_sources, other_sources) for end in of(row.by_source)[1:3]]
-        sources = "; ".join(f"{name} {sum(of) / len(of):+.1f} ({len(of)})" for name, of in row.by_source.items())
-        verdicts = (row.verdict, row.beside_paper, "stands" if row in kept else "") if row.decides else ("", "", "")
-        papers = (" ".join(map(str, side)) for side in (one.paper if one.paper and row.decides else ((), ())))
+        sources = "; ".join(
+            f"{name} {sum(of) / len(of):+.1f} ({len(of)})" for name, of in row.by_source.items()
+        )
+        verdicts = (
+            (row.verdict, row.beside_paper, "stands" if row in kept else "")
+            if row.decides
+            else ("", "", "")
+        )
+        papers = (
+            " ".join(map(str, side))
+            for side in (one.paper if one.paper and row.decides else ((), ()))
+        )
         about = (one.added, row.table.setting) if row.decides else ("", "")
         writer.writerow((
             row.table.name, one.what, CONDITIONS[one.run].label, CONDITIONS[one.against].label, row.measure, len(row.values),

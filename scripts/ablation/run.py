@@ -134,7 +134,9 @@ def run_all(ablation: Ablation, jobs: Sequence[Job], slots: int) -> dict[Job, st
             words = last_error(ablation.training_run(ended.job).words)
             raise UserError(f"the training ended with status {ended.status}: {words}")
         rsum = measurements.write(ended)["rsum"]
-        shown = ", ".join(f"{pool} {value:.1f}" for pool, value in rsum.items() if value is not None)
+        shown = ", ".join(
+            f"{pool} {value:.1f}" for pool, value in rsum.items() if value is not None
+        )
         return f"RSUM {shown}; CPU {ended.cpu_seconds:.0f} s"
 
     try:
@@ -155,7 +157,10 @@ def run_all(ablation: Ablation, jobs: Sequence[Job], slots: int) -> dict[Job, st
             done += 1
             minutes = (time.monotonic() - start) / 60
             left = minutes / done * (len(jobs) - done)
-            print(f"[{done}/{len(jobs)}, {minutes:.1f} min, {left:.0f} left] {ended.job}: {words}", flush=True)
+            print(
+                f"[{done}/{len(jobs)}, {minutes:.1f} min, {left:.0f} left] {ended.job}: {words}",
+                flush=True,
+            )
     finally:
         processes.stop()
     return failed
@@ -202,32 +207,64 @@ def choose(data: dict[str, Path], out: Path, slots: int) -> None:
         for value in choice.grid:
             if choice.is_settled(scores):
                 break
-            pilot = Ablation(data, out / f"{name}={value}", {**QUICK, **chosen, **choice.during, name: value}, "val")
+            pilot = Ablation(
+                data,
+                out / f"{name}={value}",
+                {**QUICK, **chosen, **choice.during, name: value},
+                "val",
+            )
             jobs = pilot.plan(choice.seeds, choice.conditions)
             print(f"{name} = {value}: {len(jobs)} runs", flush=True)
             if jobs and (failed := run_all(pilot, jobs, slots)):
                 raise UserError("; ".join(f"{job}: {reason}" for job, reason in failed.items()))
-            found = [pilot.record(Job(seed, one))["score"] for seed in choice.seeds for one in choice.conditions]
+            found = [
+                pilot.record(Job(seed, one))["score"]
+                for seed in choice.seeds
+                for one in choice.conditions
+            ]
             scores[value] = sum(found) / len(found)
         chosen = {**chosen, name: choice.decide(scores)}
         rounded = {value: round(score, 1) for value, score in scores.items()}
-        report[name] = {"what": choice.what, "rule": choice.rule, "scores": rounded, "chosen": chosen[name]}
+        report[name] = {
+            "what": choice.what,
+            "rule": choice.rule,
+            "scores": rounded,
+            "chosen": chosen[name],
+        }
         print(f"{choice.what}: {chosen[name]}, of {rounded}", flush=True)
         write_atomically(CHOICES_FILE, json.dumps(report, indent=1) + "\n")
     print(f"The choices are in {CHOICES_FILE}: commit it, then run the ablation.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--data", type=Path, default=Path("data"), help="folder of the miniatures, fetched where missing"
+        "--data",
+        type=Path,
+        default=Path("data"),
+        help="folder of the miniatures, fetched where missing",
     )
     parser.add_argument("--out", type=Path, default=Path("ablation"))
     parser.add_argument("--seeds", help=f"default {','.join(map(str, SEEDS))}")
-    parser.add_argument("--pilot", action="store_true", help=f"choose the settings on validation: {CHOICES_FILE.name}")
-    parser.add_argument("--quick", action="store_true", help="one seed and short runs, in OUT/quick")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at the same time (default: cores)")
-    parser.add_argument("--only", help="only these conditions and those that they are built on: NAME,NAME")
+    parser.add_argument(
+        "--pilot",
+        action="store_true",
+        help=f"choose the settings on validation: {CHOICES_FILE.name}",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed and short runs, in OUT/quick"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="runs at the same time (default: cores)",
+    )
+    parser.add_argument(
+        "--only", help="only these conditions and those that they are built on: NAME,NAME"
+    )
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, _end)
     torch.set_num_threads(1)
@@ -263,7 +300,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.pilot:
         choose(data, arguments.out / "pilots", arguments.jobs)
         return 0
-    ablation = Ablation(data, arguments.out / "quick" if arguments.quick else arguments.out, choices)
+    ablation = Ablation(
+        data, arguments.out / "quick" if arguments.quick else arguments.out, choices
+    )
     if not arguments.quick:
         ablation.take_over(COMMITTED)
     jobs = ablation.plan(seeds, names)
@@ -297,7 +336,9 @@ def _seeds(text: str) -> list[int]:
     except ValueError:
         raise UserError(f"--seeds takes numbers with commas between them, got {text!r}") from None
     if seeds[0] < 0 or set(seeds) & set(PILOT_SEEDS):
-        raise UserError(f"--seeds are 0 or more, without the pilots' {', '.join(map(str, PILOT_SEEDS))}: got {text}")
+        raise UserError(
+            f"--seeds are 0 or more, without the pilots' {', '.join(map(str, PILOT_SEEDS))}: got {text}"
+        )
     return seeds
 
 

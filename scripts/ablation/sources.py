@@ -77,7 +77,11 @@ def write_groups(data: Path, out: Mapping[str, Path]) -> None:
             continue
         pairs = pairs_of(data, source)
         renamed = set(sorted(pair.key for pair in pairs)[::2])
-        write_source(folder, [_with_group(pair) if pair.key in renamed else pair for pair in pairs], shard_size=256)
+        write_source(
+            folder,
+            [_with_group(pair) if pair.key in renamed else pair for pair in pairs],
+            shard_size=256,
+        )
 
 
 def _with_group(pair: Sample) -> Sample:
@@ -102,12 +106,17 @@ def write_mixture(data: Path, kind: str, sources: Sequence[str], out: Mapping[st
             few = set(sorted(pair.key for pair in pairs)[::18])
             kept = [pair for pair in pairs if place == 0 or pair.key in few]
         else:
-            of = {pair.key: json.loads(pair.files["json"])["group" if kind == "alike" else "concept"] for pair in pairs}
+            of = {
+                pair.key: json.loads(pair.files["json"])["group" if kind == "alike" else "concept"]
+                for pair in pairs
+            }
             kept = [pair for pair in pairs if zlib.crc32(of[pair.key].encode()) % len(out) == place]
         write_source(folder, kept, shard_size=256)
 
 
-def write_clusters(data: Path, sources: Sequence[str], checkpoint: Path, out: Path, choice: str, *, seed: int) -> None:
+def write_clusters(
+    data: Path, sources: Sequence[str], checkpoint: Path, out: Path, choice: str, *, seed: int
+) -> None:
     """Runs `zerovl cluster` on the union of the sources, with a checkpoint's features; replaces an earlier result.
 
     Args:
@@ -123,7 +132,9 @@ def write_clusters(data: Path, sources: Sequence[str], checkpoint: Path, out: Pa
     sizes: dict[str, int] = {}
     union.mkdir(parents=True)
     for source in sources:
-        for name, size in json.loads((data / source / "sizes.json").read_text(encoding="utf-8")).items():
+        for name, size in json.loads(
+            (data / source / "sizes.json").read_text(encoding="utf-8")
+        ).items():
             sizes[f"{source}-{name}"] = size
             (union / f"{source}-{name}").symlink_to((data / source / name).resolve())
     write_atomically(union / "sizes.json", json.dumps(sizes, indent=1) + "\n")
@@ -150,7 +161,9 @@ def shared_information(out: Path) -> float:
     return float(normalized_mutual_info_score(sources, clusters))
 
 
-def write_embeddings(checkpoint: Path, train_data: str, out: Path, *, aug_cfg: Sequence[str], seed: int) -> None:
+def write_embeddings(
+    checkpoint: Path, train_data: str, out: Path, *, aug_cfg: Sequence[str], seed: int
+) -> None:
     """Runs `zerovl teacher` with one teacher on views of the student's augmentation; replaces an earlier result.
 
     Raises:
@@ -173,4 +186,6 @@ def _zerovl(command: str, *arguments: str) -> None:
     )
     if done.returncode != 0:
         words = done.stderr.strip().splitlines()
-        raise UserError(f"zerovl {command} ended with status {done.returncode}: {words[-1] if words else 'no message'}")
+        raise UserError(
+            f"zerovl {command} ended with status {done.returncode}: {words[-1] if words else 'no message'}"
+        )

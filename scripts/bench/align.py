@@ -39,7 +39,8 @@ SECONDS = 0.5  # that a way takes at least in a round
 def matrix_products(heads: Heads, rows: Sequence[Tensor]) -> None:
     """The products of a step; of the layers between them nothing."""
     layers = [
-        [layer.weight for layer in head.modules() if isinstance(layer, nn.Linear)] for head in (heads.image, heads.text)
+        [layer.weight for layer in head.modules() if isinstance(layer, nn.Linear)]
+        for head in (heads.image, heads.text)
     ]
     with torch.no_grad():
         inputs = [[x] for x in rows]
@@ -48,7 +49,9 @@ def matrix_products(heads: Heads, rows: Sequence[Tensor]) -> None:
                 seen.append(seen[-1] @ weight.T)
         image, text = inputs[0][-1], inputs[1][-1]
         logits = image @ text.T
-        for seen, weights, gradient in zip(inputs, layers, (logits @ text, logits.T @ image), strict=True):
+        for seen, weights, gradient in zip(
+            inputs, layers, (logits @ text, logits.T @ image), strict=True
+        ):
             for number in reversed(range(len(weights))):
                 gradient.T @ seen[number]
                 if number:
@@ -58,20 +61,36 @@ def matrix_products(heads: Heads, rows: Sequence[Tensor]) -> None:
 def plain_step(heads: Heads, optimizer: torch.optim.Optimizer, rows: Sequence[Tensor]) -> None:
     """A step as a person writes it."""
     optimizer.zero_grad(set_to_none=True)
-    image, text = (F.normalize(head(x), dim=1) for head, x in zip((heads.image, heads.text), rows, strict=True))
+    image, text = (
+        F.normalize(head(x), dim=1) for head, x in zip((heads.image, heads.text), rows, strict=True)
+    )
     logits = heads.logit_scale.exp() * image @ text.T
     target = torch.arange(len(image), device=image.device)
     ((F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2).backward()
     optimizer.step()
 
 
-def measure(batch: int, widths: Sequence[int], head: str, rounds: int, device: torch.device) -> list[dict[str, Any]]:
+def measure(
+    batch: int, widths: Sequence[int], head: str, rounds: int, device: torch.device
+) -> list[dict[str, Any]]:
     """A row for each way at a batch size."""
     torch.manual_seed(SEED)
-    recipe = Recipe(head=head, embed_dim=widths[2], batch_size=batch, epochs=1, lr=1e-4, wd=0.0, patience=0, seed=SEED)
+    recipe = Recipe(
+        head=head,
+        embed_dim=widths[2],
+        batch_size=batch,
+        epochs=1,
+        lr=1e-4,
+        wd=0.0,
+        patience=0,
+        seed=SEED,
+    )
     store = [torch.randn(4 * batch, width, device=device).half() for width in widths[:2]]
     heads = Heads(head, (widths[0], widths[1]), widths[2], seed=SEED).to(device)
-    optimizer, loss = make_optimizer(heads, recipe), make_loss(recipe, chunk_rows(recipe.batch_size, device))
+    optimizer, loss = (
+        make_optimizer(heads, recipe),
+        make_loss(recipe, chunk_rows(recipe.batch_size, device)),
+    )
     index = torch.randperm(4 * batch, device=device)[:batch]
     ready = [held[index].float() for held in store]
 
@@ -97,8 +116,13 @@ def measure(batch: int, widths: Sequence[int], head: str, rounds: int, device: t
             "way": name,
             "chunk": chunk_rows(batch, device) if name == "ours" else None,
             "pairs_per_second": batch / statistics.median(times[name]),
-            "of_the_products": statistics.median(one / other for one, other in zip(times[name], base, strict=True)),
-            "range": [f(one / other for one, other in zip(times[name], base, strict=True)) for f in (min, max)],
+            "of_the_products": statistics.median(
+                one / other for one, other in zip(times[name], base, strict=True)
+            ),
+            "range": [
+                f(one / other for one, other in zip(times[name], base, strict=True))
+                for f in (min, max)
+            ],
             "peak_mib": _peak(way, device) / 2**20,
         }
         for name, way in ways.items()
@@ -130,12 +154,16 @@ def _peak(way: Callable[[], Any], device: torch.device) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batches", default="512,2048,4096", metavar="N,N")
     parser.add_argument("--widths", default="768,768,512", metavar="IMAGE,TEXT,D")
     parser.add_argument("--head", choices=("linear", "mlp"), default="linear")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse_args(argv)
     device = torch.device(args.device)
@@ -143,7 +171,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         keep_heap()
     widths = [int(word) for word in args.widths.split(",")]
     rows = [
-        row for batch in args.batches.split(",") for row in measure(int(batch), widths, args.head, args.rounds, device)
+        row
+        for batch in args.batches.split(",")
+        for row in measure(int(batch), widths, args.head, args.rounds, device)
     ]
     cells = [
         [
@@ -157,7 +187,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for row in rows
     ]
     header = ["batch", "way", "pairs/s", "of the products", "range", "peak MiB"]
-    write({"align": rows, "threads": torch.get_num_threads()}, markdown_table(header, cells), args.out)
+    write(
+        {"align": rows, "threads": torch.get_num_threads()}, markdown_table(header, cells), args.out
+    )
 
 
 if __name__ == "__main__":

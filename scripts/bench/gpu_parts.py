@@ -56,7 +56,16 @@ from scripts.bench.harness import (
 from scripts.bench.loader import CAPTION, photograph
 from scripts.bench.loss import measure as measure_loss
 
-PACKAGES = ("torch", "torchvision", "timm", "transformers", "numpy", "open_clip_torch", "webdataset", "triton")
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "timm",
+    "transformers",
+    "numpy",
+    "open_clip_torch",
+    "webdataset",
+    "triton",
+)
 LOSS_CHUNK = 1024
 DISTINCT_BATCHES = 4  # different micro-batches; a step of more repeats them
 WARM_UP_MICRO_BATCHES = 2
@@ -77,7 +86,9 @@ class Sizes:
         # Model, micro-batch and K; pairs of each of two sources, pixels, passes; loader processes; least steps, steps skipped.
         self.plan_model = "zerovl-emoji" if rehearse else "zerovl-ViT-B-16-BERT-base"
         self.plan_batch, self.plan_steps = (8, 2) if rehearse else (512, 8)
-        self.plan_pairs, self.plan_px, self.plan_passes = (64, 64, 2) if rehearse else (8192, 256, 10)
+        self.plan_pairs, self.plan_px, self.plan_passes = (
+            (64, 64, 2) if rehearse else (8192, 256, 10)
+        )
         self.plan_workers = 1 if rehearse else 12
         self.plan_least, self.plan_skipped = (10, 2) if rehearse else (35, 5)
 
@@ -92,13 +103,21 @@ def device_here() -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU ({platform.machine()})"
+    )
 
 
 def datasheet_tflops(name: str) -> float | None:
     """The maker's dense bf16 rate of the GPU of this name, None if the table does not have it."""
     bare = name.lower().replace(" ", "")
-    found = [gpu for gpu in GPUS.values() if gpu.label.lower().replace(" ", "").removesuffix("gb") in bare]
+    found = [
+        gpu
+        for gpu in GPUS.values()
+        if gpu.label.lower().replace(" ", "").removesuffix("gb") in bare
+    ]
     return max((gpu.tflops for gpu in found), default=None)
 
 
@@ -111,8 +130,12 @@ def machine(sizes: Sizes, have: Sequence[str]) -> None:
     device = device_here()
     name = device_name(device)
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    installed = {distribution.metadata["Name"] for distribution in importlib.metadata.distributions()}
-    versions = {package: importlib.metadata.version(package) for package in PACKAGES if package in installed}
+    installed = {
+        distribution.metadata["Name"] for distribution in importlib.metadata.distributions()
+    }
+    versions = {
+        package: importlib.metadata.version(package) for package in PACKAGES if package in installed
+    }
     emit(
         "machine",
         device=name,
@@ -182,16 +205,24 @@ def steps(sizes: Sizes, have: Sequence[str], compiled: bool) -> None:
         name = register(sizes.model, None, 0.1, Path(scratch))
         model = build(name, 0.25, device, torch.float32)
     setup = Setup(model, device, partial(torch.autocast, device.type, dtype=torch.bfloat16))
-    batches = make_batches(name, model, [sizes.micro_batch] * min(DISTINCT_BATCHES, max(sizes.steps)), seed=1)
+    batches = make_batches(
+        name, model, [sizes.micro_batch] * min(DISTINCT_BATCHES, max(sizes.steps)), seed=1
+    )
     _, flops = tower_flops(setup, (batches[0][0][:2], batches[0][1][:2]))
     gflops = flops / 2 / 1e9
     if compiled:
         setup.model = torch.compile(model)
     yardstick = partial(plain, setup)
-    first = seconds(setup, yardstick, batches[:1], "wall")  # loads kernels, compiles the pass with a graph
-    first += seconds(setup, decoupled(setup, 0, LOSS_CHUNK), batches[:1], "wall")  # compiles the pass without
+    first = seconds(
+        setup, yardstick, batches[:1], "wall"
+    )  # loads kernels, compiles the pass with a graph
+    first += seconds(
+        setup, decoupled(setup, 0, LOSS_CHUNK), batches[:1], "wall"
+    )  # compiles the pass without
     if f"{mode}, first" not in have:
-        emit(f"{mode}, first", seconds=first, gflops_per_sample=gflops, micro_batch=sizes.micro_batch)
+        emit(
+            f"{mode}, first", seconds=first, gflops_per_sample=gflops, micro_batch=sizes.micro_batch
+        )
     for k in sizes.steps:
         for row, way in contestants(setup, k).items():
             key = f"{mode}, K={k}, {row}"
@@ -232,7 +263,9 @@ def measure_way(
         "seconds_range": [min(took), max(took)],
         "ratio_to_plain": statistics.median(ratios),
         "samples_per_second": per_second,
-        "flops_utilisation": None if sheet is None else per_second * gflops_per_sample / (1000 * sheet),
+        "flops_utilisation": None
+        if sheet is None
+        else per_second * gflops_per_sample / (1000 * sheet),
         "peak_gib": peak_bytes(setup, way, batches) / 2**30,
         "retained": graphs_kept(way, [len(images) for images, _ in batches]),
     }
@@ -261,9 +294,13 @@ def loss(sizes: Sizes, have: Sequence[str]) -> None:
 
 def made_up_source(folder: Path, count: int, px: int) -> None:
     """A source of JPEGs with a photograph's spectrum, `px` on a side, and captions of 5 to 15 words."""
-    pictures = [photograph(seed, px, px) for seed in range(min(count, 256))]  # repeated; decoding costs the same
+    pictures = [
+        photograph(seed, px, px) for seed in range(min(count, 256))
+    ]  # repeated; decoding costs the same
     rng = np.random.default_rng(0)
-    captions = (" ".join(rng.choice(CAPTION.split(), size=int(rng.integers(5, 16)))) for _ in range(count))
+    captions = (
+        " ".join(rng.choice(CAPTION.split(), size=int(rng.integers(5, 16)))) for _ in range(count)
+    )
     samples = [
         Sample(f"{number:08d}", {"jpg": pictures[number % len(pictures)], "txt": caption.encode()})
         for number, caption in enumerate(captions)
@@ -275,7 +312,9 @@ def _output(command: list[str]) -> str:
     """Run a command and return its output. Status 1 is allowed: `zerovl plan` found something missing."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode not in (0, 1):
-        raise SystemExit(f"{' '.join(command[2:4])} ended with status {done.returncode}: {done.stderr[-2000:]}")
+        raise SystemExit(
+            f"{' '.join(command[2:4])} ended with status {done.returncode}: {done.stderr[-2000:]}"
+        )
     return done.stdout
 
 
@@ -286,7 +325,9 @@ def plan(sizes: Sizes, have: Sequence[str]) -> None:
         folder = Path(scratch)
         for name in "ab":
             made_up_source(folder / name, sizes.plan_pairs, sizes.plan_px)
-        bert = write_bert(folder / "bert", "tiny" if sizes.plan_model == "zerovl-emoji" else "base", 0.1)
+        bert = write_bert(
+            folder / "bert", "tiny" if sizes.plan_model == "zerovl-emoji" else "base", 0.1
+        )
         cuda = torch.cuda.is_available()
         arguments = [
             "--model", sizes.plan_model, "--text-model", str(bert), "--train-data", f"a={folder / 'a'}::b={folder / 'b'}",
@@ -298,12 +339,18 @@ def plan(sizes: Sizes, have: Sequence[str]) -> None:
         ]  # fmt: skip
         if sizes.plan_model != "zerovl-emoji":  # a ConvNeXt has no tokens to drop
             arguments += ["--token-drop", "0.25"]
-        planned = json.loads(_output([sys.executable, "-m", "open_clip_zerovl.cli", "plan", "--json", *arguments]))
-        _output([sys.executable, "-m", "training.main", *arguments, "--logs", scratch, "--name", "run"])
+        planned = json.loads(
+            _output([sys.executable, "-m", "open_clip_zerovl.cli", "plan", "--json", *arguments])
+        )
+        _output(
+            [sys.executable, "-m", "training.main", *arguments, "--logs", scratch, "--name", "run"]
+        )
         logged = LOGGED_SECONDS.findall((folder / "run" / "out.log").read_text("utf-8"))
     real = [float(seconds) for seconds in logged[sizes.plan_skipped :]]
     if len(logged) < sizes.plan_least:
-        raise SystemExit(f"plan: the training logged {len(logged)} steps, and {sizes.plan_least} are needed")
+        raise SystemExit(
+            f"plan: the training logged {len(logged)} steps, and {sizes.plan_least} are needed"
+        )
     emit(
         "plan",
         model=sizes.plan_model,
@@ -321,10 +368,14 @@ def plan(sizes: Sizes, have: Sequence[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", choices=("machine", "steps", "loss", "plan"))
     parser.add_argument("--rehearse", action="store_true")
-    parser.add_argument("--compile", action="store_true", help="torch.compile the model in every way of `steps`")
+    parser.add_argument(
+        "--compile", action="store_true", help="torch.compile the model in every way of `steps`"
+    )
     parser.add_argument("--have", nargs="*", default=[], metavar="KEY")
     args = parser.parse_args()
     sizes = Sizes(args.rehearse)

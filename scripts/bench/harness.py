@@ -41,9 +41,19 @@ from open_clip_zerovl.recipe.text_lengths import sort_texts, text_padding
 
 ALIASES = {"ViT-B-16+BERT-base": "zerovl-ViT-B-16-BERT-base"}
 BERT_SIZES = {
-    "small": {"vocab_size": 1000, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "small": {
+        "vocab_size": 1000,
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    },
     "tiny": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
-    "base": {"vocab_size": 30522, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12},
+    "base": {
+        "vocab_size": 30522,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+    },
 }
 VISION_SIZES = {
     "small": {"layers": 4, "width": 192, "head_width": 64, "patch_size": 16, "image_size": 96},
@@ -56,7 +66,9 @@ SORTED, COMPILED = "texts sorted", "compiled"  # in the names of rows
 CAPTION_TOKENS = (13.8, 5.2)
 PAD, FIRST, LAST = 0, 2, 3  # [PAD], [CLS] and [SEP] in the vocabulary of `write_bert`
 
-MicroBatch = tuple[Tensor, Tensor]  # uint8 images (B, 3, height, width), texts (B, context), padded at the end
+MicroBatch = tuple[
+    Tensor, Tensor
+]  # uint8 images (B, 3, height, width), texts (B, context), padded at the end
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -87,7 +99,9 @@ def register(model: str, text_model: str | None, dropout: float, scratch: Path) 
     `text_model`, or a random BERT-base.
     """
     if model in VISION_SIZES:
-        text_folder = Path(text_model) if text_model else write_bert(scratch / "bert", model, dropout)
+        text_folder = (
+            Path(text_model) if text_model else write_bert(scratch / "bert", model, dropout)
+        )
         config = {
             "embed_dim": BERT_SIZES[model]["hidden_size"],
             "init_logit_scale": 3.912023,  # temperature 0.02
@@ -136,17 +150,23 @@ def make_batches(name: str, model: Any, sizes: Sequence[int], seed: int) -> list
     height, width = (size_px, size_px) if isinstance(size_px, int) else size_px
     context = config["text_cfg"].get("context_length", 77)
     transformer = getattr(getattr(model, "text", None), "transformer", None)
-    vocabulary = getattr(getattr(transformer, "config", None), "vocab_size", None) or model.vocab_size
+    vocabulary = (
+        getattr(getattr(transformer, "config", None), "vocab_size", None) or model.vocab_size
+    )
     generator = torch.Generator().manual_seed(seed)
     batches = []
     for number, size in enumerate(sizes):
-        images = torch.randint(0, 256, (size, 3, height, width), dtype=torch.uint8, generator=generator)
+        images = torch.randint(
+            0, 256, (size, 3, height, width), dtype=torch.uint8, generator=generator
+        )
         images = images.contiguous(memory_format=torch.channels_last)
         texts = torch.randint(LAST + 1, vocabulary, (size, context), generator=generator)
         lengths = torch.from_numpy(caption_lengths(size, context, seed + 1000 * number))
         ends = lengths[:, None]
         place = torch.arange(context)
-        texts = texts.where(place < ends - 1, torch.tensor(LAST)).where(place < ends, torch.tensor(PAD))
+        texts = texts.where(place < ends - 1, torch.tensor(LAST)).where(
+            place < ends, torch.tensor(PAD)
+        )
         texts[:, 0] = FIRST
         if next(model.parameters()).is_cuda:
             images, texts = images.pin_memory(), texts.pin_memory()
@@ -187,7 +207,11 @@ class Setup:
         # Over ranks these flags give open_clip's exact gradient.
         over = self.world_size > 1
         self.clip_loss = ClipLoss(
-            local_loss=over, gather_with_grad=over, cache_labels=True, rank=self.rank, world_size=self.world_size
+            local_loss=over,
+            gather_with_grad=over,
+            cache_labels=True,
+            rank=self.rank,
+            world_size=self.world_size,
         )
 
     def prepare(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
@@ -230,7 +254,10 @@ def forwards_only(setup: Setup, micro_batches: Sequence[MicroBatch]) -> None:
 def one_graph(setup: Setup, micro_batches: Sequence[MicroBatch]) -> None:
     """The whole batch at once, if the device is large enough: one forward pass of all samples, one loss, one backward pass."""
     with setup.autocast():
-        images, texts = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*micro_batches, strict=True))
+        images, texts = (
+            torch.cat(parts) if len(parts) > 1 else parts[0]
+            for parts in zip(*micro_batches, strict=True)
+        )
         setup.clip_loss(**setup.forward((images, texts))).backward()
 
 
@@ -243,7 +270,8 @@ def open_clip_accumulation(setup: Setup, micro_batches: Sequence[MicroBatch]) ->
             fresh = setup.forward(micro_batch)
             parts = [*cached[:k], fresh, *cached[k + 1 :]]
             image_features, text_features = (
-                torch.cat([part[side] for part in parts]) for side in ("image_features", "text_features")
+                torch.cat([part[side] for part in parts])
+                for side in ("image_features", "text_features")
             )
             loss = setup.clip_loss(image_features, text_features, fresh["logit_scale"])
         loss.backward()
@@ -256,7 +284,9 @@ def decoupled(setup: Setup, retain: int | str, loss_chunk: int | None) -> Way:
     return partial(dga.backward, prepare=setup.prepare)
 
 
-def sorted_texts(micro_batches: Sequence[MicroBatch], padding: int) -> tuple[list[MicroBatch], Tensor]:
+def sorted_texts(
+    micro_batches: Sequence[MicroBatch], padding: int
+) -> tuple[list[MicroBatch], Tensor]:
     """The micro-batches with texts in the order of `--sort-text`, and their order."""
     images, texts = zip(*micro_batches, strict=True)
     short, order = sort_texts(texts, padding)
@@ -276,7 +306,9 @@ def decoupled_and_sorted(setup: Setup, retain: int | str, loss_chunk: int | None
 
 def two_pass(setup: Setup) -> Way:
     """The plain cached-gradient step of GradCache: all forwards without graph, ClipLoss by autograd, all forwards again."""
-    dga = DecoupledGradientAccumulation(setup.model, setup.clip_loss, autocast=setup.autocast, retain=0)
+    dga = DecoupledGradientAccumulation(
+        setup.model, setup.clip_loss, autocast=setup.autocast, retain=0
+    )
     return partial(dga.backward, prepare=setup.prepare)
 
 
@@ -330,7 +362,9 @@ def keep_heap() -> bool:
     if mallopt is None:
         return False
     trim_threshold, mmap_threshold, largest_mmap_threshold = -1, -3, 32 * 2**20  # malloc.h
-    return bool(mallopt(mmap_threshold, largest_mmap_threshold) and mallopt(trim_threshold, 2**31 - 1))
+    return bool(
+        mallopt(mmap_threshold, largest_mmap_threshold) and mallopt(trim_threshold, 2**31 - 1)
+    )
 
 
 def seconds(setup: Setup, way: Way, micro_batches: Sequence[MicroBatch], clock: str) -> float:
@@ -379,7 +413,11 @@ def without_values(model: nn.Module) -> FakeTensorMode:
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             held.update(
-                {name: cast(Any, fake.from_tensor(tensor)) for name, tensor in held.items() if tensor is not None}
+                {
+                    name: cast(Any, fake.from_tensor(tensor))
+                    for name, tensor in held.items()
+                    if tensor is not None
+                }
             )
     return fake
 
@@ -400,7 +438,9 @@ def counts(setup: Setup, way: Way, micro_batches: Sequence[MicroBatch]) -> Count
         features = outputs["image_features"]
         rows["forward"] += len(features)
         if features.requires_grad:
-            features.register_hook(lambda gradient: rows.update(backward=rows["backward"] + len(gradient)))
+            features.register_hook(
+                lambda gradient: rows.update(backward=rows["backward"] + len(gradient))
+            )
 
     setup.zero_grad()
     hook = setup.inner.register_forward_hook(count)
@@ -444,7 +484,10 @@ def reference_gradient(
     for micro_batch in micro_batches:
         with setup.autocast():
             outputs.append(setup.inner(*setup.on_device(micro_batch)))
-    sides = [torch.cat([output[side] for output in outputs]) for side in ("image_features", "text_features")]
+    sides = [
+        torch.cat([output[side] for output in outputs])
+        for side in ("image_features", "text_features")
+    ]
     if order is not None:
         sides[1] = sides[1][order.argsort().to(setup.device)]
     widened = [side.to(torch.promote_types(side.dtype, torch.float32)) for side in sides]
@@ -458,24 +501,39 @@ def reference_gradient(
 
 
 def gradient_errors(
-    setup: Setup, way: Way, micro_batches: Sequence[MicroBatch], seed: int, reference: dict[str, Tensor]
+    setup: Setup,
+    way: Way,
+    micro_batches: Sequence[MicroBatch],
+    seed: int,
+    reference: dict[str, Tensor],
 ) -> dict[str, float]:
     """|g - g_ref| / |g_ref| (L2) of all tower parameters together and of logit_scale, masks drawn from `seed`."""
     setup.zero_grad()
     torch.manual_seed(seed)
     way(micro_batches)
     found = _gradients(setup)
-    parts = {"towers": [name for name in reference if name != "logit_scale"], "logit_scale": ["logit_scale"]}
+    parts = {
+        "towers": [name for name in reference if name != "logit_scale"],
+        "logit_scale": ["logit_scale"],
+    }
     return {part: _distance(found, reference, names) for part, names in parts.items()}
 
 
 def _gradients(setup: Setup) -> dict[str, Tensor]:
     named = setup.inner.named_parameters()
-    return {name: parameter.grad.detach().clone() for name, parameter in named if parameter.grad is not None}
+    return {
+        name: parameter.grad.detach().clone()
+        for name, parameter in named
+        if parameter.grad is not None
+    }
 
 
-def _distance(found: dict[str, Tensor], reference: dict[str, Tensor], names: Sequence[str]) -> float:
-    difference = sum((found[name].double() - reference[name].double()).square().sum().item() for name in names)
+def _distance(
+    found: dict[str, Tensor], reference: dict[str, Tensor], names: Sequence[str]
+) -> float:
+    difference = sum(
+        (found[name].double() - reference[name].double()).square().sum().item() for name in names
+    )
     total = sum(reference[name].double().square().sum().item() for name in names)
     return (difference / total) ** 0.5
 

@@ -67,7 +67,9 @@ def photograph(seed: int, width_px: int, height_px: int) -> bytes:
         channel = np.fft.irfft2(noise * falling, s=(height_px, width_px))
         channels.append((channel - channel.mean()) / channel.std() * 50 + 120)
     buffer = io.BytesIO()
-    Image.fromarray(np.stack(channels, axis=-1).clip(0, 255).astype(np.uint8)).save(buffer, "JPEG", quality=85)
+    Image.fromarray(np.stack(channels, axis=-1).clip(0, 255).astype(np.uint8)).save(
+        buffer, "JPEG", quality=85
+    )
     return buffer.getvalue()
 
 
@@ -76,9 +78,13 @@ def write_shards(folder: Path, shards: int, per_shard: int, image: Callable[[int
     folder.mkdir(parents=True)
     for shard in range(shards):
         numbers = range(shard * per_shard, (shard + 1) * per_shard)
-        samples = (Sample(f"{n:09d}", {"jpg": image(n), "txt": f"{CAPTION} {n}".encode()}) for n in numbers)
+        samples = (
+            Sample(f"{n:09d}", {"jpg": image(n), "txt": f"{CAPTION} {n}".encode()}) for n in numbers
+        )
         write_shard(folder / f"{shard:05d}.tar", samples)
-    (folder / "sizes.json").write_text(json.dumps({f"{shard:05d}.tar": per_shard for shard in range(shards)}))
+    (folder / "sizes.json").write_text(
+        json.dumps({f"{shard:05d}.tar": per_shard for shard in range(shards)})
+    )
     return f"{folder}/{{00000..{shards - 1:05d}}}.tar"
 
 
@@ -102,7 +108,10 @@ def ours(shards: str, work: Work, workers: int, pixel_path: str = "arrays") -> I
         parse_sources(f"bench={shards}", "8"),
         Batching(BATCH, workers=workers),
         Preprocessing(
-            split_normalize(work.transform)[0], work.tokenizer, augment_caption=work.words, pixel_path=pixel_path
+            split_normalize(work.transform)[0],
+            work.tokenizer,
+            augment_caption=work.words,
+            pixel_path=pixel_path,
         ),
     )
     return iter(MixtureLoader(mixture, workers=workers))
@@ -169,7 +178,9 @@ def _data(size: str, folder: Path, per_shard: int) -> tuple[list[bytes], str]:
     """Encoded pictures of a size ("384x256"), and the shards that repeat them."""
     width, height = map(int, size.split("x"))
     encoded = [photograph(seed, width, height) for seed in range(16)]
-    return encoded, write_shards(folder / size, 8, per_shard, lambda number: encoded[number % len(encoded)])
+    return encoded, write_shards(
+        folder / size, 8, per_shard, lambda number: encoded[number % len(encoded)]
+    )
 
 
 def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -213,7 +224,9 @@ def _row(
     row["floor"] = statistics.median(floors)
     row["ratio_per_core"] = row["ours"]["per_core"] / row["open_clip"]["per_core"]
     row["ratio_per_second"] = row["ours"]["per_second"] / row["open_clip"]["per_second"]
-    row["cores_needed"] = {name: math.ceil(NEEDED_PER_SECOND / row[name]["per_core"]) for name in loaders}
+    row["cores_needed"] = {
+        name: math.ceil(NEEDED_PER_SECOND / row[name]["per_core"]) for name in loaders
+    }
     return row
 
 
@@ -236,18 +249,30 @@ def table(results: dict[str, Any]) -> str:
         "ours, samples/s (per core)",
         "floor per core",
     ]
-    header += ["ratio per core", "ratio in time", f"cores for {NEEDED_PER_SECOND:,} samples/s: open_clip, ours"]
+    header += [
+        "ratio per core",
+        "ratio in time",
+        f"cores for {NEEDED_PER_SECOND:,} samples/s: open_clip, ours",
+    ]
     return markdown_table(header, list(map(_cells, results["rows"])))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default="384x256,640x480,1280x854", help="of the JPEGs, in pixels")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sizes", default="384x256,640x480,1280x854", help="of the JPEGs, in pixels"
+    )
     parser.add_argument("--workers", default="1,2,4", help="loader processes")
     parser.add_argument("--pixel-path", choices=PIXEL_PATHS, default="arrays", help="of our loader")
     parser.add_argument("--seconds", type=float, default=3, help="of each measurement")
-    parser.add_argument("--repeats", type=int, default=3, help="measurements of each loader, interleaved")
-    parser.add_argument("--per-shard", type=int, default=400, help="samples in each of the 8 shards")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="measurements of each loader, interleaved"
+    )
+    parser.add_argument(
+        "--per-shard", type=int, default=400, help="samples in each of the 8 shards"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse_args()
     torch.set_num_threads(1)

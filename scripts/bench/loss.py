@@ -45,13 +45,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def measure(pairs: Sequence[int], width: int, chunk: int, device: torch.device) -> list[dict[str, Any]]:
+def measure(
+    pairs: Sequence[int], width: int, chunk: int, device: torch.device
+) -> list[dict[str, Any]]:
     """A row for each number of pairs and loss: seconds, peak MiB and the gradient of the logit scale."""
     rows = []
     for n in pairs:
         torch.manual_seed(SEED)
-        features = [nn.functional.normalize(torch.randn(n, width, device=device), dim=1) for _ in range(2)]
-        losses: dict[str, nn.Module] = {f"ContrastiveLoss(chunk_size={chunk})": ContrastiveLoss(chunk_size=chunk)}
+        features = [
+            nn.functional.normalize(torch.randn(n, width, device=device), dim=1) for _ in range(2)
+        ]
+        losses: dict[str, nn.Module] = {
+            f"ContrastiveLoss(chunk_size={chunk})": ContrastiveLoss(chunk_size=chunk)
+        }
         # Two logit matrices, their softmaxes and gradients: six matrices of N^2 floats, and some room.
         if (available_bytes(device) or 0) > 7 * 4 * n * n:
             losses["open_clip ClipLoss"] = ClipLoss()
@@ -74,7 +80,9 @@ def _step(loss: nn.Module, features: list[torch.Tensor], device: torch.device) -
 
     if device.type == "cuda":
         small = [part[:WARM_UP_PAIRS].detach().clone().requires_grad_() for part in leaves]
-        loss(small[0], small[1], scale).backward()  # loads kernels; a step of a million pairs would take a minute
+        loss(
+            small[0], small[1], scale
+        ).backward()  # loads kernels; a step of a million pairs would take a minute
         scale.grad = None
         del small
         before = torch.cuda.memory_allocated(device)
@@ -90,7 +98,13 @@ def _step(loss: nn.Module, features: list[torch.Tensor], device: torch.device) -
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
     cells = [
-        [str(row["pairs"]), str(row["width"]), row["loss"], f"{row['peak_mib']:.0f}", f"{row['seconds']:.2f}"]
+        [
+            str(row["pairs"]),
+            str(row["width"]),
+            row["loss"],
+            f"{row['peak_mib']:.0f}",
+            f"{row['seconds']:.2f}",
+        ]
         for row in rows
     ]
     return markdown_table(["pairs", "width", "loss", "peak memory, MiB", "seconds"], cells)
@@ -108,36 +122,49 @@ def peak_gib(
     """Peak GiB of a loss with these options of OPTIONS, without and with its inputs."""
     with FakeTensorMode():
         features = [torch.empty(pairs, width, requires_grad=True) for _ in range(2)]
-        ids = {name: torch.empty(pairs, dtype=torch.long) for name in ("source", "caption", "image")}
+        ids = {
+            name: torch.empty(pairs, dtype=torch.long) for name in ("source", "caption", "image")
+        }
         of_teachers = [
             tuple(torch.empty(pairs, teacher_width, dtype=torch.float16) for _ in range(2))
             for _ in range(teachers if options.get("distill_weight") else 0)
         ]
         kind = SigmoidLoss if options.get("sigmoid") else ContrastiveLoss
-        loss = kind(chunk_size=chunk, **{name: value for name, value in options.items() if name != "sigmoid"})
+        loss = kind(
+            chunk_size=chunk,
+            **{name: value for name, value in options.items() if name != "sigmoid"},
+        )
         with PeakBytes() as seen:
             value = loss(*features, torch.tensor(100.0), ids=ids, teacher_features=of_teachers)
             torch.autograd.grad(value, features)
         given = sum(
-            rows.nbytes for rows in (*features, *ids.values(), *(rows for pair in of_teachers for rows in pair))
+            rows.nbytes
+            for rows in (*features, *ids.values(), *(rows for pair in of_teachers for rows in pair))
         )
     return seen.peak / 2**30, (seen.peak + given) / 2**30
 
 
 def kept_mib(pairs: int, width: int, chunk: int) -> dict[str, float]:
     """MiB that the graph of each sigmoid loss keeps beside its inputs."""
-    losses = {f"SigmoidLoss(chunk_size={chunk})": SigmoidLoss(chunk_size=chunk), "open_clip SigLipLoss": SigLipLoss()}
+    losses = {
+        f"SigmoidLoss(chunk_size={chunk})": SigmoidLoss(chunk_size=chunk),
+        "open_clip SigLipLoss": SigLipLoss(),
+    }
     if "chunk_size" in inspect.signature(SigLipLoss).parameters:
         losses[f"open_clip SigLipLoss(chunk_size={chunk})"] = SigLipLoss(chunk_size=chunk)
     torch.manual_seed(SEED)
-    features = [nn.functional.normalize(torch.randn(pairs, width), dim=1).requires_grad_() for _ in range(2)]
+    features = [
+        nn.functional.normalize(torch.randn(pairs, width), dim=1).requires_grad_() for _ in range(2)
+    ]
     others = [torch.tensor(10.0, requires_grad=True), torch.tensor(-10.0, requires_grad=True)]
     given = {tensor.untyped_storage().data_ptr() for tensor in (*features, *others)}
     found = {}
     for name, loss in losses.items():
         kept: dict[int, torch.UntypedStorage] = {}
 
-        def keep(tensor: torch.Tensor, kept: dict[int, torch.UntypedStorage] = kept) -> torch.Tensor:
+        def keep(
+            tensor: torch.Tensor, kept: dict[int, torch.UntypedStorage] = kept
+        ) -> torch.Tensor:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in given:
                 kept[storage.data_ptr()] = storage
@@ -151,14 +178,22 @@ def kept_mib(pairs: int, width: int, chunk: int) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pairs", default="65536", metavar="N,N")
     parser.add_argument("--width", type=int, default=512, metavar="D")
     parser.add_argument("--chunk", type=int, default=256, help="rows of the logits alive at once")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--options", action="store_true", help="count the memory of each option, without computing")
     parser.add_argument(
-        "--kept", action="store_true", help="count the bytes that the graphs of the sigmoid losses keep"
+        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    parser.add_argument(
+        "--options", action="store_true", help="count the memory of each option, without computing"
+    )
+    parser.add_argument(
+        "--kept",
+        action="store_true",
+        help="count the bytes that the graphs of the sigmoid losses keep",
     )
     parser.add_argument("--teachers", type=int, default=2)
     parser.add_argument("--teacher-width", type=int, default=768)
@@ -167,7 +202,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     pairs = [int(n) for n in args.pairs.split(",")]
     if args.kept:
         table = [
-            [str(n), name, f"{mib:.1f}"] for n in pairs for name, mib in kept_mib(n, args.width, args.chunk).items()
+            [str(n), name, f"{mib:.1f}"]
+            for n in pairs
+            for name, mib in kept_mib(n, args.width, args.chunk).items()
         ]
         print(markdown_table(["pairs", "loss", "kept, MiB"], table))
         return
@@ -175,8 +212,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = measure(pairs, args.width, args.chunk, torch.device(args.device))
         write({"loss": rows}, markdown(rows), args.out)
         return
-    sizes = dict(width=args.width, chunk=args.chunk, teachers=args.teachers, teacher_width=args.teacher_width)
-    counted = [(n, name, *peak_gib(options, n, **sizes)) for n in pairs for name, options in OPTIONS.items()]
+    sizes = dict(
+        width=args.width, chunk=args.chunk, teachers=args.teachers, teacher_width=args.teacher_width
+    )
+    counted = [
+        (n, name, *peak_gib(options, n, **sizes))
+        for n in pairs
+        for name, options in OPTIONS.items()
+    ]
     cells = [[str(n), name, f"{made:.2f}", f"{whole:.2f}"] for n, name, made, whole in counted]
     write(counted, markdown_table(["pairs", "loss", "GiB", "with its inputs"], cells), args.out)
 

@@ -31,10 +31,19 @@ from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.lora import add_lora
 from open_clip_zerovl.recipe.text_lengths import sort_texts
 from open_clip_zerovl.report.tables import markdown_table
-from scripts.bench.harness import build, caption_lengths, register, simulated_peak_bytes, without_values, write
+from scripts.bench.harness import (
+    build,
+    caption_lengths,
+    register,
+    simulated_peak_bytes,
+    without_values,
+    write,
+)
 
 
-def counted(name: str, rank: int | None, micro_batch: int, steps: int, retain: int) -> tuple[int, float]:
+def counted(
+    name: str, rank: int | None, micro_batch: int, steps: int, retain: int
+) -> tuple[int, float]:
     """Trained numbers, and GiB at the peak of a step."""
     model = build(name, 0.25, torch.device("cpu"), torch.float32)
     if rank is not None:
@@ -64,7 +73,9 @@ def graph_bytes(encode: Callable[[], torch.Tensor]) -> int:
     return held
 
 
-def text_graphs(name: str, contexts: Sequence[int], micro_batch: int, steps: int) -> list[list[str]]:
+def text_graphs(
+    name: str, contexts: Sequence[int], micro_batch: int, steps: int
+) -> list[list[str]]:
     """A line for each context: the largest text graph each way, GiB, and the savings of equal tokens."""
     model: Any = build(name, 0.25, torch.device("cpu"), torch.float32)
     mode, rows = without_values(model), []
@@ -92,7 +103,12 @@ def peaks(
     for count, graphs in itertools.product(steps, retain):
         if graphs <= count:
             trained, peak = counted(name, rank, micro_batch, count, graphs)
-            cells = [f"{trained / 1e6:.2f} M", f"{8 * trained / 2**30:.3f}", f"{peak:.2f}", f"{peak / single:.3f}"]
+            cells = [
+                f"{trained / 1e6:.2f} M",
+                f"{8 * trained / 2**30:.3f}",
+                f"{peak:.2f}",
+                f"{peak / single:.3f}",
+            ]
             rows.append([str(count), str(graphs), *cells])
     return rows
 
@@ -101,21 +117,40 @@ def main() -> None:
     def numbers(text: str) -> list[int]:
         return [int(word) for word in text.split(",")]
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--micro-batch", type=int, default=128)
     parser.add_argument("--steps", type=numbers, default=[1, 16], help="K,K")
     parser.add_argument("--retain", type=numbers, default=[1, 2], help="R,R")
     parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters on both towers")
-    parser.add_argument("--texts", type=numbers, metavar="CONTEXT,CONTEXT", help="graphs of the text tower instead")
+    parser.add_argument(
+        "--texts", type=numbers, metavar="CONTEXT,CONTEXT", help="graphs of the text tower instead"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         name = register("ViT-B-16+BERT-base", None, 0.1, Path(scratch))
         if args.texts:
-            header = ["context", "images, GiB", "texts", "sorted", "equal tokens", "saved", "saved with images"]
+            header = [
+                "context",
+                "images, GiB",
+                "texts",
+                "sorted",
+                "equal tokens",
+                "saved",
+                "saved with images",
+            ]
             rows = text_graphs(name, args.texts, args.micro_batch, max(args.steps))
         else:
-            header = ["K", "graphs retained", "trained", "AdamW's averages, GiB", "peak, GiB", "of K = 1"]
+            header = [
+                "K",
+                "graphs retained",
+                "trained",
+                "AdamW's averages, GiB",
+                "peak, GiB",
+                "of K = 1",
+            ]
             rows = peaks(name, args.lora, args.micro_batch, args.steps, args.retain)
     write(rows, markdown_table(header, rows), args.out)
 

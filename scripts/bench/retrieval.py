@@ -39,7 +39,11 @@ def features(
     image = torch.randn(images, width, generator=generator)
     links = torch.arange(images).repeat_interleave(captions_each)
     text = image[links] + 3.5 * torch.randn(len(links), width, generator=generator)
-    return F.normalize(image, dim=-1).to(device), F.normalize(text, dim=-1).to(device), links.to(device)
+    return (
+        F.normalize(image, dim=-1).to(device),
+        F.normalize(text, dim=-1).to(device),
+        links.to(device),
+    )
 
 
 def measured(call: Callable[[], dict], device: str) -> tuple[float, float, float, dict]:
@@ -53,14 +57,20 @@ def measured(call: Callable[[], dict], device: str) -> tuple[float, float, float
         ctypes.CDLL(None).malloc_trim(
             0
         )  # memory that an earlier call has freed must not count as resident before this one
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the memory that is resident now
+        Path("/proc/self/clear_refs").write_text(
+            "5"
+        )  # resets the peak to the memory that is resident now
         before = _status("RssAnon")
     start, start_cpu = time.perf_counter(), time.process_time()
     result = call()
     if device.startswith("cuda"):
         torch.cuda.synchronize()
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - start_cpu
-    peak = torch.cuda.max_memory_allocated() if device.startswith("cuda") else _status("VmHWM") - _status("RssFile")
+    peak = (
+        torch.cuda.max_memory_allocated()
+        if device.startswith("cuda")
+        else _status("VmHWM") - _status("RssFile")
+    )
     return seconds, cpu_seconds, (peak - before) / 2**20, result
 
 
@@ -71,7 +81,9 @@ def _status(field: str) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--device", default="cpu")
@@ -79,7 +91,9 @@ def main() -> int:
 
     small, large = (features(5000, each, args.width, args.device) for each in (1, 5))
     calls: dict[str, Callable[[], dict]] = {
-        "5,000 x 5,000, open_clip get_clip_metrics": lambda: get_clip_metrics(*small[:2], torch.tensor(100.0)),
+        "5,000 x 5,000, open_clip get_clip_metrics": lambda: get_clip_metrics(
+            *small[:2], torch.tensor(100.0)
+        ),
         "5,000 x 5,000, retrieval_metrics": lambda: retrieval_metrics(*small),
         "5,000 x 25,000, retrieval_metrics": lambda: retrieval_metrics(*large),
     }
@@ -88,10 +102,21 @@ def main() -> int:
     for _ in range(args.repeats):
         for name, call in calls.items():
             seconds, cpu_seconds, mib, results[name] = measured(call, args.device)
-            best[name] = min(best[name][0], seconds), min(best[name][1], cpu_seconds), max(best[name][2], mib)
+            best[name] = (
+                min(best[name][0], seconds),
+                min(best[name][1], cpu_seconds),
+                max(best[name][2], mib),
+            )
 
-    rows = [[name, f"{wall:.2f}", f"{cpu:.2f}", f"{mib:.0f}"] for name, (wall, cpu, mib) in best.items()]
-    print(markdown_table(["images x captions, program", "seconds", "CPU seconds", "peak MiB above the features"], rows))
+    rows = [
+        [name, f"{wall:.2f}", f"{cpu:.2f}", f"{mib:.0f}"] for name, (wall, cpu, mib) in best.items()
+    ]
+    print(
+        markdown_table(
+            ["images x captions, program", "seconds", "CPU seconds", "peak MiB above the features"],
+            rows,
+        )
+    )
     theirs, ours, larger = calls
     difference = max(
         abs(float(results[theirs][f"{way}_R@{k}"]) - results[ours][f"{way}_R@{k}"])
@@ -100,7 +125,9 @@ def main() -> int:
     )
     speedup = best[theirs][0] / best[ours][0]
     print(f"\n{speedup:.1f} times as fast; recalls differ by {difference:.1e} at most")
-    print(f"R@1 {results[ours]['image_to_text_R@1']:.3f}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    print(
+        f"R@1 {results[ours]['image_to_text_R@1']:.3f}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+    )
     enough = speedup >= LEAST_SPEEDUP and max(best[ours][2], best[larger][2]) <= MOST_MIB
     return 0 if enough else 1
 

@@ -52,10 +52,20 @@ def start(pairs: int, strategy: str, ranks: int, workers: int, jump: bool) -> di
     step = schedule.steps // 2 if jump else 0
     rank, worker = ranks // 2, workers // 2
     dealt = Assignment(schedule, batching)
-    before, quota, done = dealt.before(rank, worker), dealt.quota(rank, worker), dealt.quota(rank, worker, step)
+    before, quota, done = (
+        dealt.before(rank, worker),
+        dealt.quota(rank, worker),
+        dealt.quota(rank, worker, step),
+    )
     for index, of_shards in enumerate(sizes):
-        stretch = stretch_of(epoch_slices(of_shards, schedule, index), int(before[index]), int(quota[index]))
-        order = LocalOrder(stretch.samples, 1250, partial(stream, 0, Purpose.ORDER, 1, index, rank * workers + worker))
+        stretch = stretch_of(
+            epoch_slices(of_shards, schedule, index), int(before[index]), int(quota[index])
+        )
+        order = LocalOrder(
+            stretch.samples,
+            1250,
+            partial(stream, 0, Purpose.ORDER, 1, index, rank * workers + worker),
+        )
         first = int(done[index])
         if first < len(order):
             lowest = order.lowest(first)
@@ -77,12 +87,18 @@ def in_a_process(*arguments: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", default="14e6,100e6,1.28e9,12.8e9", help="in all sources together")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--pairs", default="14e6,100e6,1.28e9,12.8e9", help="in all sources together"
+    )
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--workers", type=int, default=8, help="loader processes of a rank")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
-    parser.add_argument("--one", nargs=3, metavar=("PAIRS", "STRATEGY", "JUMP"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--one", nargs=3, metavar=("PAIRS", "STRATEGY", "JUMP"), help=argparse.SUPPRESS
+    )
     args = parser.parse_args()
     if args.one is not None:
         pairs, strategy, jump = args.one
@@ -97,9 +113,13 @@ def main() -> None:
             for place in ("start", "jump"):
                 row[place] = in_a_process(str(pairs), strategy, place, *options)
             rows.append(row)
-            cells.append([f"{pairs:,}", f"{row['shards']:,}", strategy, f"{row['start']['steps']:,}"])
+            cells.append(
+                [f"{pairs:,}", f"{row['shards']:,}", strategy, f"{row['start']['steps']:,}"]
+            )
             for one in (row["start"], row["jump"]):
-                cells[-1].append(f"{one['seconds']:.2f} ({one['cpu_seconds']:.2f}), {one['mib']:.0f}")
+                cells[-1].append(
+                    f"{one['seconds']:.2f} ({one['cpu_seconds']:.2f}), {one['mib']:.0f}"
+                )
             print(*cells[-1], file=sys.stderr, flush=True)
     header = ["pairs", "shards", "strategy", "steps", "start: s (CPU), MiB", "middle: s (CPU), MiB"]
     write(rows, markdown_table(header, cells), args.out)

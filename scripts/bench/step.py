@@ -67,25 +67,55 @@ WARM_UP_STEPS = 2  # retain="auto" measures in the first and decides in the seco
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="small", help="small, tiny, ViT-B-16+BERT-base, or an open_clip model name")
-    parser.add_argument("--text-model", metavar="DIR", help="folder of the HF text tower (its config sets the dropout)")
-    parser.add_argument("--micro-batch", type=int, default=16, metavar="B", help="samples a micro-batch and rank")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model",
+        default="small",
+        help="small, tiny, ViT-B-16+BERT-base, or an open_clip model name",
+    )
+    parser.add_argument(
+        "--text-model",
+        metavar="DIR",
+        help="folder of the HF text tower (its config sets the dropout)",
+    )
+    parser.add_argument(
+        "--micro-batch", type=int, default=16, metavar="B", help="samples a micro-batch and rank"
+    )
     parser.add_argument("--steps", default="1,4,16", metavar="K,K", help="micro-batches a step")
     parser.add_argument("--ranks", type=int, default=1, metavar="W")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--precision", choices=("fp32", "amp_bf16"), default="fp32")
-    parser.add_argument("--token-drop", type=float, default=0.25, help="share of patch tokens dropped")
+    parser.add_argument(
+        "--token-drop", type=float, default=0.25, help="share of patch tokens dropped"
+    )
     parser.add_argument("--dropout", type=float, default=0.1, help="of the random BERT")
-    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each way; 0: counts and memory only")
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: this process' own CPU time")
-    parser.add_argument("--error-steps", type=int, default=4, metavar="K", help="0 leaves the errors out")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="timed steps of each way; 0: counts and memory only"
+    )
+    parser.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: this process' own CPU time"
+    )
+    parser.add_argument(
+        "--error-steps", type=int, default=4, metavar="K", help="0 leaves the errors out"
+    )
     parser.add_argument("--error-batch", type=int, default=4, metavar="B")
     parser.add_argument("--error-precision", choices=("fp64", "fp32", "amp_bf16"), default="fp64")
-    parser.add_argument("--compile", action="store_true", help="time plain training and ours compiled, too")
-    parser.add_argument("--no-one-graph", action="store_true", help="leave out one graph over all, even if it fits")
-    parser.add_argument("--peak-tflops", type=float, default=989.0, help="the GPU's in bf16, for its utilisation")
-    parser.add_argument("--loss-chunk", type=int, default=1024, help="rows of the logit matrix alive at once")
+    parser.add_argument(
+        "--compile", action="store_true", help="time plain training and ours compiled, too"
+    )
+    parser.add_argument(
+        "--no-one-graph", action="store_true", help="leave out one graph over all, even if it fits"
+    )
+    parser.add_argument(
+        "--peak-tflops", type=float, default=989.0, help="the GPU's in bf16, for its utilisation"
+    )
+    parser.add_argument(
+        "--loss-chunk", type=int, default=1024, help="rows of the logit matrix alive at once"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse_args(argv)
     try:
@@ -95,7 +125,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if min([args.micro_batch, args.ranks, *args.steps]) < 1 or args.rounds < 0:
         parser.error("--micro-batch, --steps and --ranks must be at least 1, --rounds not negative")
     if args.device == "cuda" and args.ranks > torch.cuda.device_count():
-        parser.error(f"--ranks {args.ranks} on CUDA needs as many GPUs, but there are {torch.cuda.device_count()}")
+        parser.error(
+            f"--ranks {args.ranks} on CUDA needs as many GPUs, but there are {torch.cuda.device_count()}"
+        )
     if args.device == "cuda" and args.clock == "cpu":
         parser.error("--clock cpu does not measure the work of a GPU")
     return args
@@ -128,18 +160,31 @@ def measure_rank(rank: int, args: argparse.Namespace, scratch: str) -> None:
 
 
 def make_setup(
-    name: str, args: argparse.Namespace, device: torch.device, rank: int, precision: str, compiled: bool = False
+    name: str,
+    args: argparse.Namespace,
+    device: torch.device,
+    rank: int,
+    precision: str,
+    compiled: bool = False,
 ) -> Setup:
     dtype = torch.float64 if precision == "fp64" else torch.float32
     amp = partial(torch.autocast, device.type, dtype=torch.bfloat16)
     model = build(name, args.token_drop, device, dtype)
-    return Setup(model, device, amp if precision == "amp_bf16" else nullcontext, rank, args.ranks, compiled)
+    return Setup(
+        model, device, amp if precision == "amp_bf16" else nullcontext, rank, args.ranks, compiled
+    )
 
 
-def measure_steps(name: str, args: argparse.Namespace, device: torch.device, rank: int) -> dict[str, Any]:
+def measure_steps(
+    name: str, args: argparse.Namespace, device: torch.device, rank: int
+) -> dict[str, Any]:
     errors = measure_errors(name, args, device, rank) if args.error_steps else {}
     setup = make_setup(name, args, device, rank, args.precision)
-    compiled = make_setup(name, args, device, rank, args.precision, compiled=True) if args.compile else setup
+    compiled = (
+        make_setup(name, args, device, rank, args.precision, compiled=True)
+        if args.compile
+        else setup
+    )
     most = max(args.steps)
     batches = make_batches(name, setup.inner, [args.micro_batch] * most, SEED + rank)
     one = partial(plain, setup)
@@ -159,8 +204,14 @@ def measure_steps(name: str, args: argparse.Namespace, device: torch.device, ran
         "gflops_per_sample": step_flops / args.micro_batch / 1e9,
         "forward_share": share,
         "peak_mib_of_one_micro_batch": single / 2**20,
-        **{key: getattr(args, key) for key in ("micro_batch", "ranks", "precision", "token_drop", "dropout", "rounds")},
-        **{key: getattr(args, key) for key in ("clock", "loss_chunk", "error_steps", "error_batch", "error_precision")},
+        **{
+            key: getattr(args, key)
+            for key in ("micro_batch", "ranks", "precision", "token_drop", "dropout", "rounds")
+        },
+        **{
+            key: getattr(args, key)
+            for key in ("clock", "loss_chunk", "error_steps", "error_batch", "error_precision")
+        },
         "rows": [],
     }
     for steps in args.steps:
@@ -177,18 +228,28 @@ def measure_steps(name: str, args: argparse.Namespace, device: torch.device, ran
             record = {
                 "way": row,
                 "steps": steps,
-                "retained": round(steps * (2 - counted.forwards)) if row.startswith("ours") else None,
+                "retained": round(steps * (2 - counted.forwards))
+                if row.startswith("ours")
+                else None,
                 "ideal": counted.forwards / 3 + counted.backwards * 2 / 3,
                 "forwards_per_sample": counted.forwards,
                 "backwards_per_sample": counted.backwards,
                 "flops": counted.flops / plain_flops,
                 "flops_due": counted.forwards * share + counted.backwards * (1 - share),
-                "memory": None if row.endswith(COMPILED) else peak_bytes(setup, way, batches[:steps]) / single,
+                "memory": None
+                if row.endswith(COMPILED)
+                else peak_bytes(setup, way, batches[:steps]) / single,
                 "errors": errors.get(row),
             }
             if args.rounds:
-                ratios, per_second = timed[row]["ratios"], 1 / statistics.median(timed[row]["seconds_per_sample"])
-                record |= {"time": statistics.median(ratios), "time_range": [min(ratios), max(ratios)]}
+                ratios, per_second = (
+                    timed[row]["ratios"],
+                    1 / statistics.median(timed[row]["seconds_per_sample"]),
+                )
+                record |= {
+                    "time": statistics.median(ratios),
+                    "time_range": [min(ratios), max(ratios)],
+                }
                 record |= {"samples_per_second": args.ranks * per_second}
                 if device.type == "cuda":
                     model_flops = per_second * step_flops / args.micro_batch  # without the replay
@@ -207,7 +268,10 @@ def _agreed_free(setup: Setup) -> int:
 
 
 def measure_times(
-    setup: Setup, contestants: dict[str, Way], batches: Sequence[MicroBatch], args: argparse.Namespace
+    setup: Setup,
+    contestants: dict[str, Way],
+    batches: Sequence[MicroBatch],
+    args: argparse.Namespace,
 ) -> dict[str, dict[str, list[float]]]:
     """Each way's seconds a sample, and their ratios to a step of plain training taken just before, round by round.
 
@@ -215,7 +279,9 @@ def measure_times(
     """
     yardstick = contestants["plain micro-batches"]
     samples = sum(len(images) for images, _ in batches)
-    found: dict[str, dict[str, list[float]]] = {row: {"ratios": [], "seconds_per_sample": []} for row in contestants}
+    found: dict[str, dict[str, list[float]]] = {
+        row: {"ratios": [], "seconds_per_sample": []} for row in contestants
+    }
     for row, way in contestants.items():
         for _ in range(WARM_UP_STEPS if args.rounds or row.endswith("auto") else 0):
             seconds(setup, way, batches, args.clock)
@@ -230,13 +296,19 @@ def measure_times(
     return found
 
 
-def measure_errors(name: str, args: argparse.Namespace, device: torch.device, rank: int) -> dict[str, dict[str, float]]:
+def measure_errors(
+    name: str, args: argparse.Namespace, device: torch.device, rank: int
+) -> dict[str, dict[str, float]]:
     """The gradient error of each way that should give the effective batch's gradient, on a small batch."""
     setup = make_setup(name, args, device, rank, args.error_precision)
     batches = make_batches(name, setup.inner, [args.error_batch] * args.error_steps, SEED + rank)
     reference = reference_gradient(setup, batches, SEED + rank)
     contestants = ways(setup, args.error_steps, args.loss_chunk, with_one_graph=False)
-    contestants = {row: way for row, way in contestants.items() if row.startswith(("open_clip", "two-pass", "ours"))}
+    contestants = {
+        row: way
+        for row, way in contestants.items()
+        if row.startswith(("open_clip", "two-pass", "ours"))
+    }
     references = {False: reference}
     if any(SORTED in row for row in contestants):
         references[True] = reference_gradient(setup, batches, SEED + rank, sort=True)
@@ -250,7 +322,9 @@ def measure_errors(name: str, args: argparse.Namespace, device: torch.device, ra
             compiled = make_setup(name, args, device, rank, args.error_precision, compiled=True)
             for row, way in compiled_ways(compiled, args.error_steps, args.loss_chunk).items():
                 if row.startswith("ours"):
-                    errors[row] = gradient_errors(compiled, way, batches, SEED + rank, references[SORTED in row])
+                    errors[row] = gradient_errors(
+                        compiled, way, batches, SEED + rank, references[SORTED in row]
+                    )
         torch._dynamo.reset()
     half = errors.get(f"ours, retain {args.error_steps // 2}")
     for steps in args.steps:
@@ -273,7 +347,10 @@ def steps_markdown(results: dict[str, Any]) -> str:
     header += ["samples/s", "FLOPs utilisation"] if gpu else []
     rows = []
     for row in results["rows"]:
-        cells = [str(row["steps"]), row["way"] + (f" (R={row['retained']})" if row["way"].endswith("auto") else "")]
+        cells = [
+            str(row["steps"]),
+            row["way"] + (f" (R={row['retained']})" if row["way"].endswith("auto") else ""),
+        ]
         if timed:
             low, high = row["time_range"]
             cells += [f"{row['time']:.3f} ({low:.3f}-{high:.3f})", f"{row['ideal']:.3f}"]
@@ -283,7 +360,10 @@ def steps_markdown(results: dict[str, Any]) -> str:
             f"{row['flops']:.4f} ({row['flops_due']:.4f})",
             "-" if row["memory"] is None else f"{row['memory']:.3f}",
         ]
-        cells += [f"{row['errors'][part]:.1e}" if row["errors"] else "-" for part in ("towers", "logit_scale")]
+        cells += [
+            f"{row['errors'][part]:.1e}" if row["errors"] else "-"
+            for part in ("towers", "logit_scale")
+        ]
         if gpu:
             cells += [f"{row['samples_per_second']:.0f}", f"{row['flops_utilisation']:.1%}"]
         rows.append(cells)
@@ -295,7 +375,9 @@ def steps_markdown(results: dict[str, Any]) -> str:
         f"micro-batch peaks at {results['peak_mib_of_one_micro_batch']:.0f} MiB"
     )
     if results["error_steps"]:
-        precision, steps, batch = (results[f"error_{part}"] for part in ("precision", "steps", "batch"))
+        precision, steps, batch = (
+            results[f"error_{part}"] for part in ("precision", "steps", "batch")
+        )
         about += f"; errors in {precision} at K={steps}, micro-batch {batch}"
     return f"{about}.\n\n{markdown_table(header, rows)}"
 

@@ -27,16 +27,60 @@ def commands(data: Path, demo: Path, out: Path) -> dict[str, list[str]]:
     """Each command and its words after `zerovl`; `search` is called twice, the second time with stored embeddings."""
     sources = [name for name in ("noto", "twemoji", "openmoji", "fluent") if (data / name).is_dir()]
     named = "::".join(f"{name}={data / name}" for name in sources)
-    run = ["--debiased-sampling", "--batch-size", "32", "--dga-steps", "2", "--precision", "fp32", "--device", "cpu"]
-    run += ["--workers", "2", "--log-every-n-steps", "1", "--logs", str(out / "logs"), "--name", "first"]
+    run = [
+        "--debiased-sampling",
+        "--batch-size",
+        "32",
+        "--dga-steps",
+        "2",
+        "--precision",
+        "fp32",
+        "--device",
+        "cpu",
+    ]
+    run += [
+        "--workers",
+        "2",
+        "--log-every-n-steps",
+        "1",
+        "--logs",
+        str(out / "logs"),
+        "--name",
+        "first",
+    ]
     checkpoint = max((demo / "runs" / "debiased-seed0" / "checkpoints").glob("epoch_*.pt"))
     other = max((demo / "runs" / "random-seed0" / "checkpoints").glob("epoch_*.pt"))
     held_out = "::".join(f"{name}={data / 'test-across' / name}" for name in sources)
-    labels = ["--concept", "concept", "--held-out", "held_out", "--device", "cpu", "--text-model", str(data / "bert")]
-    search = ["search", str(checkpoint), str(data / "noto"), "a red apple", "--text-model", str(data / "bert")]
+    labels = [
+        "--concept",
+        "concept",
+        "--held-out",
+        "held_out",
+        "--device",
+        "cpu",
+        "--text-model",
+        str(data / "bert"),
+    ]
+    search = [
+        "search",
+        str(checkpoint),
+        str(data / "noto"),
+        "a red apple",
+        "--text-model",
+        str(data / "bert"),
+    ]
     search += ["--device", "cpu", "--cache", str(out / "cache"), "--page", str(out / "search.html")]
     return {
-        "train": ["train", "--model", "zerovl-emoji", "--text-model", str(data / "bert"), "--train-data", named, *run],
+        "train": [
+            "train",
+            "--model",
+            "zerovl-emoji",
+            "--text-model",
+            str(data / "bert"),
+            "--train-data",
+            named,
+            *run,
+        ],
         "compare": [
             "compare",
             f"a={checkpoint}",
@@ -49,21 +93,37 @@ def commands(data: Path, demo: Path, out: Path) -> dict[str, list[str]]:
         ],
         "search, first call": search,
         "search, second call": search,
-        "export": ["export", str(checkpoint), str(out / "export"), "--text-model", str(data / "bert")],
+        "export": [
+            "export",
+            str(checkpoint),
+            str(out / "export"),
+            "--text-model",
+            str(data / "bert"),
+        ],
         "doctor": ["doctor"],
     }
 
 
-def measured(name: str, words: Sequence[str], environment: dict[str, str]) -> tuple[float, float, float]:
+def measured(
+    name: str, words: Sequence[str], environment: dict[str, str]
+) -> tuple[float, float, float]:
     """Seconds to the first line, to the first step of a training (else to the end), and CPU seconds until then.
 
     Raises:
         RuntimeError: the command failed.
     """
     begin, before, lines = time.perf_counter(), os.times(), []
-    command = [sys.executable, *(["-c", BOUND] if name == BOUND else ["-m", "open_clip_zerovl.cli", *words])]
+    command = [
+        sys.executable,
+        *(["-c", BOUND] if name == BOUND else ["-m", "open_clip_zerovl.cli", *words]),
+    ]
     process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        bufsize=1,
     )
     assert process.stdout is not None
     for line in process.stdout:
@@ -83,7 +143,9 @@ def measured(name: str, words: Sequence[str], environment: dict[str, str]) -> tu
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--demo", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
@@ -98,8 +160,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             for name, words in {BOUND: [], **asked}.items():
                 if name == BOUND or name.startswith(options.only):
                     found.setdefault(name, []).append(measured(name, words, environment))
-    print("| command | first line, s | first step or end, s | CPU, s | CPU / import's |\n|---|--:|--:|--:|--:|")
-    best = {name: [min(column) for column in zip(*rows, strict=True)] for name, rows in found.items()}
+    print(
+        "| command | first line, s | first step or end, s | CPU, s | CPU / import's |\n|---|--:|--:|--:|--:|"
+    )
+    best = {
+        name: [min(column) for column in zip(*rows, strict=True)] for name, rows in found.items()
+    }
     for name, (first, seconds, cpu) in best.items():
         print(f"| {name} | {first:.1f} | {seconds:.1f} | {cpu:.1f} | {cpu / best[BOUND][2]:.2f} |")
 

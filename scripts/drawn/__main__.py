@@ -23,22 +23,35 @@ from scripts.drawn.make import prepare_drawn, write_pairs
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.drawn", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m scripts.drawn",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     sets = {one.name: one for one in (EMOJI, ICONS)}
-    parser.add_argument("name", choices=sets, help="; ".join(f"{name}: {one.title}" for name, one in sets.items()))
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
-    parser.add_argument("--px", type=int, default=64, help="side of the pictures in pixels (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the split (default %(default)s)")
     parser.add_argument(
-        "--pairs", type=Path, metavar="DIR", help="write the training pairs as DIR/pairs.csv and pictures"
+        "name", choices=sets, help="; ".join(f"{name}: {one.title}" for name, one in sets.items())
+    )
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
+    parser.add_argument(
+        "--px", type=int, default=64, help="side of the pictures in pixels (default %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the split (default %(default)s)"
+    )
+    parser.add_argument(
+        "--pairs",
+        type=Path,
+        metavar="DIR",
+        help="write the training pairs as DIR/pairs.csv and pictures",
     )
     options = parser.parse_args(argv)
     try:
         data = sets[options.name]
         prepare_drawn(data, options.out, px=options.px, seed=options.seed)
         if options.pairs is not None:
-            print(f"{write_pairs(data, options.out, options.pairs):,} pairs are in {options.pairs / 'pairs.csv'}")
+            print(
+                f"{write_pairs(data, options.out, options.pairs):,} pairs are in {options.pairs / 'pairs.csv'}"
+            )
     except UserError as error:
         print(f"drawn: error: {error}", file=sys.stderr)
         return 2

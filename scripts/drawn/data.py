@@ -102,9 +102,12 @@ class DrawnData:
     @classmethod
     def described(cls, name: str, read: Callable, split: Callable[..., Split]) -> DrawnData:
         """The data set that `sources.yaml` describes under a name."""
-        facts = yaml.safe_load(Path(__file__).with_name("sources.yaml").read_text(encoding="utf-8"))[name]
+        facts = yaml.safe_load(
+            Path(__file__).with_name("sources.yaml").read_text(encoding="utf-8")
+        )[name]
         facts["packages"] = {key: NpmPackage(**one) for key, one in facts["packages"].items()}
         facts["sources"] = {
-            key: Source(**{**one, "packages": tuple(one["packages"])}) for key, one in facts["sources"].items()
+            key: Source(**{**one, "packages": tuple(one["packages"])})
+            for key, one in facts["sources"].items()
         }
         return cls(name, **{**facts, "examples": tuple(facts["examples"])}, read=read, split=split)

@@ -23,7 +23,9 @@ def rasterise(svg: str, px: int) -> bytes:
     try:
         import resvg_py  # an extra's dependency: only the demo's data needs it
     except ImportError as error:
-        raise UserError("Drawing SVG pictures needs the package resvg-py: `pip install resvg-py`.") from error
+        raise UserError(
+            "Drawing SVG pictures needs the package resvg-py: `pip install resvg-py`."
+        ) from error
     png = resvg_py.svg_to_bytes(
         svg_string=_square(svg), width=px, height=px, background="#ffffff", skip_system_fonts=True
     )
@@ -46,9 +48,15 @@ def _square(svg: str) -> str:
         raise UserError(f"This is not an SVG document: {svg[:80]!r}.")
     attributes = dict(re.findall(r'\b(viewBox|width|height)="([^"]*)"', found[0]))
     if "viewBox" in attributes:
-        left, top, width, height = (float(x) for x in re.split(r"[\s,]+", attributes["viewBox"].strip()))
+        left, top, width, height = (
+            float(x) for x in re.split(r"[\s,]+", attributes["viewBox"].strip())
+        )
     elif attributes.keys() >= {"width", "height"}:
-        left, top, width, height = 0.0, 0.0, *(float(attributes[k].removesuffix("px")) for k in ("width", "height"))
+        left, top, width, height = (
+            0.0,
+            0.0,
+            *(float(attributes[k].removesuffix("px")) for k in ("width", "height")),
+        )
     else:
         raise UserError(f"The SVG drawing has neither a viewBox nor a size: {found[0][:80]!r}.")
     side = max(width, height)

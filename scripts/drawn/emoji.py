@@ -51,7 +51,9 @@ def read_sources(tarballs: Mapping[str, Path]) -> dict[str, dict[str, Drawing]]:
         for row in _json(tarballs["names"], "emoji.json")
         if row["category"] != "Component"  # skin tones by themselves
     }
-    noto, twemoji, fluent = (_iconify_drawings(tarballs[source]) for source in ("noto", "twemoji", "fluent"))
+    noto, twemoji, fluent = (
+        _iconify_drawings(tarballs[source]) for source in ("noto", "twemoji", "fluent")
+    )
     drawings = {
         # The newer package has no country flags; the older one adds these and nothing else.
         "noto": _svgmoji_drawings(tarballs["noto-flags"]) | _svgs(noto),
@@ -94,7 +96,9 @@ def _cldr_keywords(annotations: Path, derived: Path) -> dict[str, str]:
     """Concept -> keywords. CLDR has ZWJ sequences, flags and keycaps in a package of their own, *derived* annotations."""
     captions = {}
     for path, name in ((annotations, "annotations"), (derived, "annotationsDerived")):
-        for characters, entry in _json(path, f"{name}/en/annotations.json")[name]["annotations"].items():
+        for characters, entry in _json(path, f"{name}/en/annotations.json")[name][
+            "annotations"
+        ].items():
             if entry.get("default"):
                 concept = concept_of("-".join(f"{ord(c):X}" for c in characters))
                 captions[concept] = ", ".join(entry["default"])
@@ -102,9 +106,13 @@ def _cldr_keywords(annotations: Path, derived: Path) -> dict[str, str]:
 
 
 def _openmoji_captions(tarball: Path) -> dict[str, str]:
-    table = read_npm_package(tarball, lambda name: name == "data/openmoji.csv")["data/openmoji.csv"].decode()
+    table = read_npm_package(tarball, lambda name: name == "data/openmoji.csv")[
+        "data/openmoji.csv"
+    ].decode()
     return {
-        concept_of(row["hexcode"]): f"{_words(row['group'])}: {_words(row['subgroups'])}: {row['annotation'].strip()}"
+        concept_of(
+            row["hexcode"]
+        ): f"{_words(row['group'])}: {_words(row['subgroups'])}: {row['annotation'].strip()}"
         for row in csv.DictReader(io.StringIO(table))
         if not row["skintone"]
     }
@@ -118,7 +126,9 @@ def _json(tarball: Path, name: str) -> Any:
 
 
 def _openmoji_drawings(tarball: Path) -> dict[str, str]:
-    files = read_npm_package(tarball, lambda name: name.startswith("color/svg/") and name.endswith(".svg"))
+    files = read_npm_package(
+        tarball, lambda name: name.startswith("color/svg/") and name.endswith(".svg")
+    )
     return {concept_of(Path(name).stem): svg.decode() for name, svg in files.items()}
 
 
@@ -152,7 +162,11 @@ def _children(sprite: str) -> Iterator[tuple[str, str]]:
         if tag[0] == "</svg>":
             depth -= 1
             if depth == 1:
-                inherited = "" if "xmlns:xlink" in opening else ' xmlns:xlink="http://www.w3.org/1999/xlink"'
+                inherited = (
+                    ""
+                    if "xmlns:xlink" in opening
+                    else ' xmlns:xlink="http://www.w3.org/1999/xlink"'
+                )
                 yield opening, f"<svg{inherited}{sprite[start + len('<svg') : tag.end()]}"
         elif not tag[0].endswith("/>"):
             if depth == 1:
@@ -160,7 +174,9 @@ def _children(sprite: str) -> Iterator[tuple[str, str]]:
             depth += 1
 
 
-def split_concepts(concepts: Mapping[str, Mapping[str, Any]], *, held_out_per_source: int, seed: int) -> Split:
+def split_concepts(
+    concepts: Mapping[str, Mapping[str, Any]], *, held_out_per_source: int, seed: int
+) -> Split:
     """Choose which concepts each source holds out: `{"test" | "val": {source: [concept, ...]}}`.
 
     A concept is held out of one source and for one split at most; it stays in the training sets of the other sources. Test
@@ -189,9 +205,11 @@ def split_concepts(concepts: Mapping[str, Mapping[str, Any]], *, held_out_per_so
             chosen, order = order[:held_out_per_source], order[held_out_per_source:]
             missing = held_out_per_source - len(chosen)
             # A concept that only this source has would leave nothing to compare across sources.
-            extra = [c for c in others if c in concepts[source] and sum(c in concepts[s] for s in sources) > 1][
-                :missing
-            ]
+            extra = [
+                c
+                for c in others
+                if c in concepts[source] and sum(c in concepts[s] for s in sources) > 1
+            ][:missing]
             if len(extra) < missing:
                 raise UserError(
                     f"The {name} set needs {held_out_per_source} concepts of {source} that another source has too, "

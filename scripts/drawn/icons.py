@@ -25,7 +25,9 @@ from scripts.drawn.drawings import iconify_svg
 from scripts.drawn.packages import read_npm_package
 
 #: Families draw many icons twice, filled and in outline: the second is left out, so that no held-out icon has a duplicate.
-_VARIANTS = re.compile(r"-(outline|variant|variant-outline|box|box-outline|circle|circle-outline|off|off-outline)$")
+_VARIANTS = re.compile(
+    r"-(outline|variant|variant-outline|box|box-outline|circle|circle-outline|off|off-outline)$"
+)
 
 
 def read_icons(tarballs: Mapping[str, Path]) -> dict[str, dict[str, Drawing]]:
@@ -37,14 +39,19 @@ def read_icons(tarballs: Mapping[str, Path]) -> dict[str, dict[str, Drawing]]:
     Args:
         tarballs: a family's tarball by its name.
     """
-    return {source: {one.concept: one for one in _read_family(source, tarball)} for source, tarball in tarballs.items()}
+    return {
+        source: {one.concept: one for one in _read_family(source, tarball)}
+        for source, tarball in tarballs.items()
+    }
 
 
 def _read_family(source: str, tarball: Path) -> Iterator[Drawing]:
     files = read_npm_package(tarball, lambda name: name in {"icons.json", "metadata.json"})
     icons = json.loads(files["icons.json"])
     category_of: dict[str, str] = {}
-    for category, names in json.loads(files.get("metadata.json", b"{}")).get("categories", {}).items():
+    for category, names in (
+        json.loads(files.get("metadata.json", b"{}")).get("categories", {}).items()
+    ):
         for name in names:
             category_of.setdefault(name, category)
     for name, icon in icons["icons"].items():
@@ -74,11 +81,15 @@ def _caption(source: str, name: str, category: str) -> str:
     if source == "icon-park":
         return f"{category}: {' '.join(words)}" if category else " ".join(words)
     if source == "streamline":
-        return ", ".join(sorted({word for word in (*words, *category.lower().split()) if not word.isdigit()}))
+        return ", ".join(
+            sorted({word for word in (*words, *category.lower().split()) if not word.isdigit()})
+        )
     return " ".join(words)
 
 
-def split_names(drawings: Mapping[str, Mapping[str, Any]], *, held_out_per_source: int, seed: int) -> Split:
+def split_names(
+    drawings: Mapping[str, Mapping[str, Any]], *, held_out_per_source: int, seed: int
+) -> Split:
     """Choose which icons each source holds out: `{"test" | "val": {source: [name, ...]}}`, at random.
 
     Raises:

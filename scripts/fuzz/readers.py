@@ -71,7 +71,9 @@ def training(where: str, *, captions: str | None = None, from_the_middle: bool =
     def read(folder: Path) -> str | None:
         sources = parse_sources(f"a={folder / where}", captions=captions)
         preprocessing = Preprocessing(_transform(), _tokenizer())
-        loader = MixtureLoader(Mixture(sources, Batching(2), preprocessing), workers=0, max_bad_share=1.0)
+        loader = MixtureLoader(
+            Mixture(sources, Batching(2), preprocessing), workers=0, max_bad_share=1.0
+        )
         loader.set_epoch(0, loader.num_batches // 2 if from_the_middle else 0)
         for images, texts in loader:
             assert images.shape == (2, 3, 16, 16) and texts.shape == (2, 12)
@@ -165,7 +167,9 @@ def resuming(folder: Path) -> None:
     checkpointing.newest_whole(str(path.parent))
     if checkpointing.is_archive(path) and (damage := checkpointing.damage_of(path)) is not None:
         raise UserError(f"the file {damage}")
-    content = resume.load_checkpoint(inputs.model(), argparse.Namespace(model="fuzz-tiny"), str(path), "cpu")
+    content = resume.load_checkpoint(
+        inputs.model(), argparse.Namespace(model="fuzz-tiny"), str(path), "cpu"
+    )
     if "optimizer" in content:
         torch.optim.AdamW(inputs.model().parameters()).load_state_dict(content["optimizer"])
     position = resume.read_position(content)
@@ -206,7 +210,9 @@ def own_model(folder: Path) -> None:
 
 def searching(folder: Path) -> None:
     """Search's embeddings of a folder, made again where the stored ones are of something else."""
-    found = embed_collection(open_collection(str(folder / "pictures")), inputs.frozen(), cache=folder / "cache")
+    found = embed_collection(
+        open_collection(str(folder / "pictures")), inputs.frozen(), cache=folder / "cache"
+    )
     assert sum(len(block) for block in found.rows.blocks()) == 3
 
 
@@ -314,7 +320,10 @@ KINDS: dict[str, tuple[Callable[[inputs.Draw, Path], None], dict[str, Reader]]] 
             )
         },
     ),
-    "picture": (inputs.make_picture, {how: picture(how) for how in ("pil", "arrays", "whole", "stored")}),
+    "picture": (
+        inputs.make_picture,
+        {how: picture(how) for how in ("pil", "arrays", "whole", "stored")},
+    ),
     "checkpoint": (
         inputs.make_checkpoint,
         {

@@ -92,7 +92,9 @@ def prepare(folder: Path) -> None:
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
 
 
-def fuzz(kind: str, tally: Tally, *, examples: int, seconds: float, number: int | None = None) -> None:
+def fuzz(
+    kind: str, tally: Tally, *, examples: int, seconds: float, number: int | None = None
+) -> None:
     """Draw up to `examples` inputs of a kind for about `seconds`; each of the kind's readers reads each input.
 
     Args:
@@ -143,8 +145,12 @@ def table(tally: Tally) -> list[str]:
     lines = ["| input | readers | works | sentence | bad sample |", "|---|--:|--:|--:|--:|"]
     for kind in dict.fromkeys(kind for kind, _, _ in tally):
         mine = {key: count for key, count in tally.items() if key[0] == kind}
-        counts = (sum(count for key, count in mine.items() if key[2] == outcome) for outcome in OUTCOMES)
-        lines.append(f"| {kind} | {len({key[1] for key in mine})} | " + " | ".join(map(str, counts)) + " |")
+        counts = (
+            sum(count for key, count in mine.items() if key[2] == outcome) for outcome in OUTCOMES
+        )
+        lines.append(
+            f"| {kind} | {len({key[1] for key in mine})} | " + " | ".join(map(str, counts)) + " |"
+        )
     return lines
 
 
@@ -152,5 +158,7 @@ def csv_lines(tally: Tally) -> list[str]:
     """The counts of each kind and reader, as lines of a CSV file."""
     lines = ["input,read_by," + ",".join(OUTCOMES)]
     for kind, name in dict.fromkeys((kind, name) for kind, name, _ in tally):
-        lines.append(f'{kind},"{name}",' + ",".join(str(tally[kind, name, outcome]) for outcome in OUTCOMES))
+        lines.append(
+            f'{kind},"{name}",' + ",".join(str(tally[kind, name, outcome]) for outcome in OUTCOMES)
+        )
     return lines

@@ -41,7 +41,9 @@ def caption_length(caption: str) -> Length:
 def with_frame(picture: Image.Image, width_px: int) -> Image.Image:
     """The picture with a red frame drawn over its edge."""
     picture = picture.convert("RGB")
-    ImageDraw.Draw(picture).rectangle((0, 0, picture.width - 1, picture.height - 1), outline=RED, width=width_px)
+    ImageDraw.Draw(picture).rectangle(
+        (0, 0, picture.width - 1, picture.height - 1), outline=RED, width=width_px
+    )
     return picture
 
 
@@ -49,7 +51,9 @@ def framed(content: bytes) -> bytes:
     """The picture with a red frame drawn over its edge, as a JPEG. BadPicture if it cannot be decoded."""
     picture = decode_image(content)
     buffer = io.BytesIO()
-    with_frame(picture, max(1, round(FRAME_SHARE * min(picture.size)))).save(buffer, "JPEG", quality=95, subsampling=0)
+    with_frame(picture, max(1, round(FRAME_SHARE * min(picture.size)))).save(
+        buffer, "JPEG", quality=95, subsampling=0
+    )
     return buffer.getvalue()
 
 
@@ -68,7 +72,9 @@ def pairs_of(shard: Path) -> Iterator[tuple[str, Sample]]:
             if caption and any(extension in sample.files for extension in IMAGE_EXTENSIONS):
                 yield caption, sample
     except ShardError as error:
-        raise UserError(f"{shard} is not a readable, uncompressed tar ({error}); fetch or write it again") from error
+        raise UserError(
+            f"{shard} is not a readable, uncompressed tar ({error}); fetch or write it again"
+        ) from error
 
 
 def threshold_of(lengths: Counter[Length]) -> Length:
@@ -113,22 +119,38 @@ def write_halves(source: Path, out: Path, *, progress: bool = True) -> dict[str,
             if caption_length(caption) < threshold:
                 kept["short"].append(sample)
                 continue
-            extension = next(extension for extension in IMAGE_EXTENSIONS if extension in sample.files)
-            others = {name: content for name, content in sample.files.items() if name not in IMAGE_EXTENSIONS}
+            extension = next(
+                extension for extension in IMAGE_EXTENSIONS if extension in sample.files
+            )
+            others = {
+                name: content
+                for name, content in sample.files.items()
+                if name not in IMAGE_EXTENSIONS
+            }
             try:
-                kept["long"].append(Sample(sample.key, {"jpg": framed(sample.files[extension]), **others}))
+                kept["long"].append(
+                    Sample(sample.key, {"jpg": framed(sample.files[extension]), **others})
+                )
             except BadPicture:
                 bad += 1
         for name, folder in halves.items():
             sizes[name][shard.name] = write_shard(folder / shard.name, kept[name])
     for name, folder in halves.items():
         write_atomically(folder / SIZES_FILE, json.dumps(sizes[name], indent=1) + "\n")
-    return {**{name: sum(counts.values()) for name, counts in sizes.items()}, "bad": bad, "long_from": threshold[0]}
+    return {
+        **{name: sum(counts.values()) for name, counts in sizes.items()},
+        "bad": bad,
+        "long_from": threshold[0],
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path, help="folder of the source's shards, such as DATA/cc3m")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "source", type=Path, help="folder of the source's shards, such as DATA/cc3m"
+    )
     parser.add_argument("out", type=Path, help="folder in which NAME-long and NAME-short are made")
     options = parser.parse_args(argv)
     try:

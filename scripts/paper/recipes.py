@@ -83,7 +83,11 @@ def batching_of(recipe: Recipe, hardware: Hardware, settings: Settings) -> tuple
         SystemExit: a run without DGA on GPUs that do not hold its batch.
     """
     target = int(settings.get("effective-batch") or recipe.effective_batch)
-    fits = micro_batch_that_fits(recipe, hardware, settings, target) if hardware.gpus else CPU_MICRO_BATCH
+    fits = (
+        micro_batch_that_fits(recipe, hardware, settings, target)
+        if hardware.gpus
+        else CPU_MICRO_BATCH
+    )
     micro_batch = int(settings.get("batch-size") or min(fits, max(1, target // hardware.ranks)))
     steps = max(1, round(target / (micro_batch * hardware.ranks)))
     if steps > 1 and not recipe.dga:
@@ -100,7 +104,9 @@ def batching_of(recipe: Recipe, hardware: Hardware, settings: Settings) -> tuple
     return micro_batch, steps
 
 
-def micro_batch_that_fits(recipe: Recipe, hardware: Hardware, settings: Settings, target: int) -> int:
+def micro_batch_that_fits(
+    recipe: Recipe, hardware: Hardware, settings: Settings, target: int
+) -> int:
     """The micro-batch that, with its DGA steps and the graphs that `--dga-retain auto` keeps, takes the least time.
 
     For models whose graphs were not counted it is the paper's, in proportion to the memory.
@@ -114,7 +120,9 @@ def micro_batch_that_fits(recipe: Recipe, hardware: Hardware, settings: Settings
     retain = flags.get("dga-retain")
     most = max(1, int(retain)) if retain and retain.isdecimal() else 0 if retain == "auto" else 1
     room = graphs_room(hardware.memory_gib)
-    return fastest_batch(target, hardware.ranks, room, sample_mib * MIB, fixed_gib * GIB, most=most).micro_batch
+    return fastest_batch(
+        target, hardware.ranks, room, sample_mib * MIB, fixed_gib * GIB, most=most
+    ).micro_batch
 
 
 def micro_batch_for(memory_gib: float) -> int:
@@ -130,7 +138,9 @@ def micro_batch_for(memory_gib: float) -> int:
 def data_flags(recipe: Recipe, data: Path) -> Settings:
     """--train-data of the recipe's sources, --teacher of its teachers, --retrieval-data of the sets that exist."""
     sources = {source.split("/")[0]: data / source for source in recipe.sources}
-    flags: Settings = {"train-data": "::".join(f"{name}={folder}" for name, folder in sources.items())}
+    flags: Settings = {
+        "train-data": "::".join(f"{name}={folder}" for name, folder in sources.items())
+    }
     if recipe.teachers:
         flags["teacher"] = str(data / TEACHERS_FOLDER)
     sets = [recipe.finetuned_on] if recipe.finetuned_on else RETRIEVAL_SETS
@@ -146,7 +156,11 @@ def missing_for(recipe: Recipe, data: Path, settings: Settings) -> str | None:
     own_data = recipe.program == "training" and "train-data" in settings
     said = [] if own_data else missing_data(recipe, data, settings)
     teacher = settings.get("teacher", str(data / TEACHERS_FOLDER)) if recipe.teachers else None
-    if teacher and not teacher.startswith("shards:") and not (ROOT / teacher / "embeddings.json").is_file():
+    if (
+        teacher
+        and not teacher.startswith("shards:")
+        and not (ROOT / teacher / "embeddings.json").is_file()
+    ):
         said.append(
             f"{teacher} holds no teachers' embeddings; `zerovl teacher {' '.join(recipe.teachers)} --out {teacher}` with this "
             f"run's --train-data, augmentation and --views {recipe.teacher_views} makes them (docs/recipes.md)"
@@ -156,23 +170,44 @@ def missing_for(recipe: Recipe, data: Path, settings: Settings) -> str | None:
 
 def needed(recipe: Recipe, settings: Settings) -> str | None:
     """A sentence that asks for a flag without which the recipe cannot run; None if all are given."""
-    return next((f"give --set {need}=... ({recipe.paper})" for need in recipe.needs if not settings.get(need)), None)
+    return next(
+        (
+            f"give --set {need}=... ({recipe.paper})"
+            for need in recipe.needs
+            if not settings.get(need)
+        ),
+        None,
+    )
 
 
 def missing_data(recipe: Recipe, data: Path, settings: Settings) -> list[str]:
     """The recipe's folders under DATA that are not there or empty, in words."""
     folders = [data / source for source in recipe.sources]
-    folders += [data / recipe.finetuned_on / "test"] if recipe.finetuned_on and "retrieval-data" not in settings else []
+    folders += (
+        [data / recipe.finetuned_on / "test"]
+        if recipe.finetuned_on and "retrieval-data" not in settings
+        else []
+    )
     absent = [str(folder) for folder in folders if not folder.is_dir()]
     empty = [str(folder) for folder in folders if folder.is_dir() and not holds_data(folder)]
-    said = [f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'} not there"] if absent else []
-    said += [f"{', '.join(empty)} {'holds' if len(empty) == 1 else 'hold'} no data"] if empty else []
-    return [*said, "docs/datasets.md says how to make it (--data or DATA= names its folder)"] if said else []
+    said = (
+        [f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'} not there"] if absent else []
+    )
+    said += (
+        [f"{', '.join(empty)} {'holds' if len(empty) == 1 else 'hold'} no data"] if empty else []
+    )
+    return (
+        [*said, "docs/datasets.md says how to make it (--data or DATA= names its folder)"]
+        if said
+        else []
+    )
 
 
 def holds_data(folder: Path) -> bool:
     """True if a folder has shards, a table, or class folders in it."""
-    return any(entry.suffix in (".tar", ".csv", ".tsv") or entry.is_dir() for entry in folder.iterdir())
+    return any(
+        entry.suffix in (".tar", ".csv", ".tsv") or entry.is_dir() for entry in folder.iterdir()
+    )
 
 
 def crowded(hardware: Hardware, flags: Settings, cpus: int) -> str | None:
@@ -196,9 +231,17 @@ def cores_of_a_node(options: argparse.Namespace, slurm: bool) -> int:
     return next(int(found[1]) for found in asked if found)
 
 
-def training_flags(recipe: Recipe, name: str, data: Path, hardware: Hardware, settings: Settings) -> Settings:
+def training_flags(
+    recipe: Recipe, name: str, data: Path, hardware: Hardware, settings: Settings
+) -> Settings:
     """The flags of training.main for a recipe, without those of its batch."""
-    flags: Settings = {**data_flags(recipe, data), **BASE, **recipe.flags, "name": name, "resume": "latest"}
+    flags: Settings = {
+        **data_flags(recipe, data),
+        **BASE,
+        **recipe.flags,
+        "name": name,
+        "resume": "latest",
+    }
     if recipe.samples is not None:
         flags.update({"train-num-samples": str(recipe.samples), "epochs": "1"})
     if not hardware.gpus:
@@ -227,23 +270,40 @@ def check_flags(arguments: Sequence[str]) -> None:
 
 def plan_line(recipe: Recipe, flags: Settings, settings: Settings, assume: str | None) -> list[str]:
     """`zerovl plan` for a recipe; it chooses micro-batch and DGA steps itself, unless --set gives them."""
-    batch: Settings = {"effective-batch": settings.get("effective-batch") or str(recipe.effective_batch)}
+    batch: Settings = {
+        "effective-batch": settings.get("effective-batch") or str(recipe.effective_batch)
+    }
     batch |= {"batch-size": settings.get("batch-size"), "assume": assume}
     return [sys.executable, "-m", "open_clip_zerovl.cli", "plan", *as_arguments({**batch, **flags})]
 
 
-def probe_line(recipe: Recipe, name: str, data: Path, hardware: Hardware, settings: Settings) -> list[str]:
+def probe_line(
+    recipe: Recipe, name: str, data: Path, hardware: Hardware, settings: Settings
+) -> list[str]:
     """`zerovl linear-probe` for a recipe; `--set model=` names the checkpoint."""
     specs = [str(data / source) for source in recipe.sources]
     if len(specs) == 1:  # a dataset that brings its split
         specs = [f"{recipe.sources[0]}:{specs[0]}"] * 2
     flags: Settings = {"train": specs[0], "test": specs[1], "out": f"logs/{name}", **recipe.flags}
-    flags |= {"batch-size": str(recipe.effective_batch), **({"amp": ""} if hardware.gpus else {}), **settings}
+    flags |= {
+        "batch-size": str(recipe.effective_batch),
+        **({"amp": ""} if hardware.gpus else {}),
+        **settings,
+    }
     model = flags.pop("model", None) or "MODEL"
-    return [sys.executable, "-m", "open_clip_zerovl.cli", "linear-probe", model, *as_arguments(flags)]
+    return [
+        sys.executable,
+        "-m",
+        "open_clip_zerovl.cli",
+        "linear-probe",
+        model,
+        *as_arguments(flags),
+    ]
 
 
-def sbatch_line(name: str, hardware: Hardware, arguments: Sequence[str], options: Sequence[str]) -> list[str]:
+def sbatch_line(
+    name: str, hardware: Hardware, arguments: Sequence[str], options: Sequence[str]
+) -> list[str]:
     """The command that submits the run to SLURM, with further `options` for sbatch."""
     return [
         "sbatch", f"--nodes={hardware.nodes}", f"--job-name={name}",
@@ -253,28 +313,60 @@ def sbatch_line(name: str, hardware: Hardware, arguments: Sequence[str], options
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a name of --list, with or without train-")
-    parser.add_argument("--list", action="store_true", help="list the recipes")
-    parser.add_argument("--describe", action="store_true", help="print the recipe and start nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--data", type=Path, default=Path(os.environ.get("DATA") or "data"), help="default: $DATA, or data/"
+        "recipe", nargs="?", metavar="RECIPE", help="a name of --list, with or without train-"
+    )
+    parser.add_argument("--list", action="store_true", help="list the recipes")
+    parser.add_argument(
+        "--describe", action="store_true", help="print the recipe and start nothing"
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path(os.environ.get("DATA") or "data"),
+        help="default: $DATA, or data/",
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="FLAG=VALUE",
         help="set or replace a flag of training; FLAG alone sets a switch, FLAG= removes a flag",
     )  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", default=bool(os.environ.get("DRY_RUN")), help="only print")
-    parser.add_argument("--plan", action="store_true", help="zerovl plan: missing inputs, time and memory")
-    parser.add_argument("--assume", metavar="GPU[:COUNT]", help="plan for this hardware, such as v100:8")
-    parser.add_argument("--gpus", type=int, help="GPUs a node (default: those of this machine); 0 trains on the CPU")
-    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of each GPU (default: as found here)")
-    parser.add_argument("--processes", type=int, default=1, help="ranks of a node without GPUs (default 1)")
-    parser.add_argument("--nodes", type=int, default=int(os.environ.get("NODES") or "1"), help="SLURM nodes")
     parser.add_argument(
-        "--sbatch", action="append", default=[], metavar="OPTION", help="an option for sbatch: --sbatch=--partition=gpu"
+        "--dry-run", action="store_true", default=bool(os.environ.get("DRY_RUN")), help="only print"
     )
-    parser.add_argument("--no-slurm", action="store_true", help="start on this machine even if sbatch is installed")
+    parser.add_argument(
+        "--plan", action="store_true", help="zerovl plan: missing inputs, time and memory"
+    )
+    parser.add_argument(
+        "--assume", metavar="GPU[:COUNT]", help="plan for this hardware, such as v100:8"
+    )
+    parser.add_argument(
+        "--gpus", type=int, help="GPUs a node (default: those of this machine); 0 trains on the CPU"
+    )
+    parser.add_argument(
+        "--gpu-memory",
+        type=float,
+        metavar="GIB",
+        help="memory of each GPU (default: as found here)",
+    )
+    parser.add_argument(
+        "--processes", type=int, default=1, help="ranks of a node without GPUs (default 1)"
+    )
+    parser.add_argument(
+        "--nodes", type=int, default=int(os.environ.get("NODES") or "1"), help="SLURM nodes"
+    )
+    parser.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="an option for sbatch: --sbatch=--partition=gpu",
+    )
+    parser.add_argument(
+        "--no-slurm", action="store_true", help="start on this machine even if sbatch is installed"
+    )
     return parser
 
 
@@ -304,14 +396,18 @@ def submits(options: argparse.Namespace, hardware: Hardware) -> bool:
     if hardware.nodes > 1 and options.dry_run and not options.no_slurm:
         return True
     if hardware.nodes > 1:
-        raise SystemExit(f"recipes.py: --nodes {hardware.nodes} needs SLURM: sbatch, and no --no-slurm")
+        raise SystemExit(
+            f"recipes.py: --nodes {hardware.nodes} needs SLURM: sbatch, and no --no-slurm"
+        )
     return False
 
 
 def run_line(name: str, line: list[str], *, dry_run: bool) -> int:
     """Print the recipe and one command, and become it; returns the exit status 0 of a dry run."""
     recipe = RECIPES[name]
-    print(f"{name}: {recipe.paper}: {recipe.result}; the paper: {recipe.hardware}, time {recipe.time}")
+    print(
+        f"{name}: {recipe.paper}: {recipe.result}; the paper: {recipe.hardware}, time {recipe.time}"
+    )
     print(shlex.join(line), flush=True)
     if not dry_run:
         os.chdir(ROOT)
@@ -341,7 +437,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"recipes.py: missing: {missing}", file=sys.stderr)
     if recipe.program == "linear-probe":
         if options.plan:
-            raise SystemExit("recipes.py: zerovl plan plans trainings only, and this recipe is a linear probe")
+            raise SystemExit(
+                "recipes.py: zerovl plan plans trainings only, and this recipe is a linear probe"
+            )
         return run_line(name, probe_line(recipe, name, data, hardware, settings), dry_run=dry_run)
     flags = training_flags(recipe, name, data, hardware, settings)
     if options.plan:
@@ -352,7 +450,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "ASSUME=v100:8 (--assume), or on the machine with the data and the GPUs"
             )
         if need := needed(recipe, settings):
-            print(f"recipes.py: the plan goes without it, but the run needs it: {need}", file=sys.stderr)
+            print(
+                f"recipes.py: the plan goes without it, but the run needs it: {need}",
+                file=sys.stderr,
+            )
         return run_line(name, plan_line(recipe, flags, settings, options.assume), dry_run=dry_run)
     micro_batch, dga_steps = batching_of(recipe, hardware, settings)
     batch: Settings = {"batch-size": str(micro_batch), "dga-steps": str(dga_steps)}
@@ -363,7 +464,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sentence := crowded(hardware, flags, cores_of_a_node(options, slurm)):
         print(f"recipes.py: {sentence}", file=sys.stderr)
     if slurm:
-        return run_line(name, sbatch_line(name, hardware, arguments, options.sbatch), dry_run=dry_run)
+        return run_line(
+            name, sbatch_line(name, hardware, arguments, options.sbatch), dry_run=dry_run
+        )
     return run_line(name, training_command(arguments, hardware.ranks_per_node), dry_run=dry_run)
 
 

@@ -64,25 +64,42 @@ RECIPES = {name: Recipe(**one) for name, one in _TABLE["recipes"].items()}
 
 def find_recipe(name: str) -> str | None:
     """A recipe's name with or without the make targets' `train-`: "train-debiased" is `debiased`. None if there is none."""
-    return next((known for known in (name, name.removeprefix("train-"), f"train-{name}") if known in RECIPES), None)
+    return next(
+        (
+            known
+            for known in (name, name.removeprefix("train-"), f"train-{name}")
+            if known in RECIPES
+        ),
+        None,
+    )
 
 
 def described(name: str) -> str:
     """A recipe as a few lines: paper, metric, hardware, time, data, batch, differences from the base, command."""
     recipe = RECIPES[name]
-    given = [f"--{flag}" + (f" {value}" if value else "") for flag, value in recipe.flags.items() if value is not None]
+    given = [
+        f"--{flag}" + (f" {value}" if value else "")
+        for flag, value in recipe.flags.items()
+        if value is not None
+    ]
     removed = [f"no --{flag}" for flag, value in recipe.flags.items() if value is None]
     needed = "".join(f" ARGS='--set {flag}=...'" for flag in recipe.needs[:1])
     target = name if name.startswith(("train-", "finetune-")) else f"train-{name}"
     length = f"{recipe.samples // recipe.effective_batch:,} steps of " if recipe.samples else ""
-    recalls = ", ".join(f"{kind} {value}" for kind, value in zip(MEASURED, recipe.recalls, strict=False))
+    recalls = ", ".join(
+        f"{kind} {value}" for kind, value in zip(MEASURED, recipe.recalls, strict=False)
+    )
     lines = {
         "paper": recipe.paper,
         "metric": f"{recipe.metric}: {recipe.result}" + (f" ({recalls})" if recalls else ""),
         "hardware": recipe.hardware,
         "time": recipe.time,
         "data": " ".join(f"DATA/{source}" for source in recipe.sources),
-        **({"teachers": f"{', '.join(recipe.teachers)}: their embeddings in DATA/teacher"} if recipe.teachers else {}),
+        **(
+            {"teachers": f"{', '.join(recipe.teachers)}: their embeddings in DATA/teacher"}
+            if recipe.teachers
+            else {}
+        ),
         "batch": f"{length}{recipe.effective_batch:,}" + ("" if recipe.dga else ", without DGA"),
         "flags": ", ".join([*given, *removed]),
         "command": f"make {target} DATA=DIR{needed}",

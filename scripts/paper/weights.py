@@ -25,7 +25,13 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
 
 # Tables 1 and 9, zero-shot: recall@1 and @10 from image to text and from text to image, RSUM; in percent points.
-MEASURED = ("image_to_text_R@1", "image_to_text_R@10", "text_to_image_R@1", "text_to_image_R@10", "rsum")
+MEASURED = (
+    "image_to_text_R@1",
+    "image_to_text_R@10",
+    "text_to_image_R@1",
+    "text_to_image_R@10",
+    "rsum",
+)
 PAPER = {
     "14m": {"coco": (59.3, 89.6, 44.1, 79.5, 425.0), "f30k": (85.5, 98.5, 69.8, 94.5, 536.2)},
     "100m": {"coco": (64.0, 91.4, 47.3, 81.1, 442.1), "f30k": (88.0, 99.2, 73.5, 95.7, 546.5)},
@@ -78,7 +84,8 @@ class Comparison:
         return [
             name
             for name, paper in self.paper.items()
-            if round(abs(round(self.ours[name], 1) - paper), 1) > (RSUM_MARGIN if name == "rsum" else RECALL_MARGIN)
+            if round(abs(round(self.ours[name], 1) - paper), 1)
+            > (RSUM_MARGIN if name == "rsum" else RECALL_MARGIN)
         ]
 
     def verdict(self) -> str:
@@ -97,7 +104,9 @@ SHORT = dict(zip(MEASURED, ("I2T R@1", "I2T R@10", "T2I R@1", "T2I R@10", "RSUM"
 def table_of(comparisons: Sequence[Comparison]) -> str:
     """Ours, the paper's and the difference for each checkpoint and set, with the verdicts; Markdown, aligned."""
     lines = [
-        "| weights | set  | numbers    |" + "|".join(f" {name:>8} " for name in SHORT.values()) + "|",
+        "| weights | set  | numbers    |"
+        + "|".join(f" {name:>8} " for name in SHORT.values())
+        + "|",
         "|---------|------|------------|" + "|".join("---------:" for _ in SHORT) + "|",
     ]
     for one in comparisons:
@@ -108,7 +117,9 @@ def table_of(comparisons: Sequence[Comparison]) -> str:
             "difference": [f"{round(one.ours[name], 1) - paper[name]:+.1f}" for name in MEASURED],
         }
         lines += [
-            f"| {one.weights:7} | {one.set_name:4} | {label:10} |" + "|".join(f" {cell:>8} " for cell in cells) + "|"
+            f"| {one.weights:7} | {one.set_name:4} | {label:10} |"
+            + "|".join(f" {cell:>8} " for cell in cells)
+            + "|"
             for label, cells in rows.items()
         ]
     verdicts = [f"{one.weights} on {one.set_name}: {one.verdict()}." for one in comparisons]
@@ -155,7 +166,9 @@ def missing(checkpoints: Mapping[str, Path], sets: Mapping[str, str]) -> list[st
     return said
 
 
-def compare(options: argparse.Namespace, checkpoints: Mapping[str, Path], sets: Mapping[str, str]) -> list[Comparison]:
+def compare(
+    options: argparse.Namespace, checkpoints: Mapping[str, Path], sets: Mapping[str, str]
+) -> list[Comparison]:
     """Convert, verify and score each checkpoint.
 
     Raises:
@@ -181,7 +194,12 @@ def compare(options: argparse.Namespace, checkpoints: Mapping[str, Path], sets: 
             force=True,
         )
         print(f"{name}: converted and verified: {folder}", flush=True)
-        encoder = Encoder(str(folder), device=options.device, workers=options.workers, batch_size=options.batch_size)
+        encoder = Encoder(
+            str(folder),
+            device=options.device,
+            workers=options.workers,
+            batch_size=options.batch_size,
+        )
         settings = RetrievalSettings(captions_per_image=5, paper_transform=True)
         with contextlib.redirect_stdout(io.StringIO()):  # run_retrieval prints a table of its own
             results = run_retrieval(encoder, data, settings)
@@ -193,18 +211,42 @@ def compare(options: argparse.Namespace, checkpoints: Mapping[str, Path], sets: 
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoints", metavar="14m=FILE::100m=FILE", help="the released weights, one or both")
-    parser.add_argument("--coco", metavar="SET", help="COCO's Karpathy test split, in any layout of zerovl retrieval")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "checkpoints", metavar="14m=FILE::100m=FILE", help="the released weights, one or both"
+    )
+    parser.add_argument(
+        "--coco",
+        metavar="SET",
+        help="COCO's Karpathy test split, in any layout of zerovl retrieval",
+    )
     parser.add_argument("--f30k", metavar="SET", help="Flickr30K's Karpathy test split, likewise")
     parser.add_argument(
-        "--text-model", default=TEXT_MODEL, metavar="NAME|DIR", help="BERT's config and tokenizer (default %(default)s)"
+        "--text-model",
+        default=TEXT_MODEL,
+        metavar="NAME|DIR",
+        help="BERT's config and tokenizer (default %(default)s)",
     )
-    parser.add_argument("--image-model", default=IMAGE_MODEL, metavar="NAME", help="timm's name (default %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("build/paper-weights"), help="default %(default)s")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda if available)")
-    parser.add_argument("--workers", type=int, default=4, help="loader processes (default %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=64, help="images at once (default %(default)s)")
+    parser.add_argument(
+        "--image-model",
+        default=IMAGE_MODEL,
+        metavar="NAME",
+        help="timm's name (default %(default)s)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/paper-weights"), help="default %(default)s"
+    )
+    parser.add_argument(
+        "--device", default="auto", help="cpu, cuda, ... (default: cuda if available)"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=4, help="loader processes (default %(default)s)"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=64, help="images at once (default %(default)s)"
+    )
     return parser
 
 
@@ -216,7 +258,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not sets:
             raise UserError("no test set is given: COCO=SET, F30K=SET or both (--coco, --f30k)")
         if absent := missing(checkpoints, sets):
-            print("\n".join(f"weights.py: error: {sentence}" for sentence in absent), file=sys.stderr)
+            print(
+                "\n".join(f"weights.py: error: {sentence}" for sentence in absent), file=sys.stderr
+            )
             return 2
         check_writable(options.out, folder=True)
         comparisons = compare(options, checkpoints, sets)

@@ -37,9 +37,17 @@ def newest_whole(folder: str, remote: bool = False) -> str | None:
     It does not notice a damaged file. On a remote store (`--remote-sync`) progress is read from names only.
     """
     if remote:
-        listed = {name: progress for name in _remote_names(folder) if (progress := _progress(name)) is not None}
+        listed = {
+            name: progress
+            for name in _remote_names(folder)
+            if (progress := _progress(name)) is not None
+        }
         return os.path.join(folder, max(listed, key=lambda name: listed[name])) if listed else None
-    found = [(progress, path) for path in Path(folder).glob("*.pt") if (progress := _progress(path.name)) is not None]
+    found = [
+        (progress, path)
+        for path in Path(folder).glob("*.pt")
+        if (progress := _progress(path.name)) is not None
+    ]
     for _, path in sorted(found, reverse=True):
         damage = damage_of(path)
         if damage is None:
@@ -59,7 +67,11 @@ def _progress(name: str) -> tuple[int, int] | None:
 def _remote_names(folder: str) -> list[str]:
     """Names in a folder of a remote store, listed as open_clip lists them."""
     listing = subprocess.run(["aws", "s3", "ls", f"{folder}/"], capture_output=True, text=True)
-    return [line.split(" ")[-1] for line in listing.stdout.splitlines()] if listing.returncode == 0 else []
+    return (
+        [line.split(" ")[-1] for line in listing.stdout.splitlines()]
+        if listing.returncode == 0
+        else []
+    )
 
 
 def is_archive(path: Path) -> bool:
@@ -107,7 +119,9 @@ def require_room(folder: str | os.PathLike[str], model: torch.nn.Module) -> None
         UserError: its disk has no room for a checkpoint: weights, and two moments of each that is trained.
     """
     weights = sum(p.numel() * p.element_size() for p in (*model.parameters(), *model.buffers()))
-    needed = weights + 2 * sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    needed = weights + 2 * sum(
+        p.numel() * p.element_size() for p in model.parameters() if p.requires_grad
+    )
     _, free = free_space(folder)
     if free < needed:
         raise UserError(
@@ -137,7 +151,9 @@ class StepCheckpoints:
         """True if a checkpoint is due after this many optimizer steps of the run."""
         return self.every is not None and steps_done % self.every == 0
 
-    def write(self, model, optimizer, scaler, position: Position, entries: Mapping[str, Any] | None = None) -> None:
+    def write(
+        self, model, optimizer, scaler, position: Position, entries: Mapping[str, Any] | None = None
+    ) -> None:
         """Write the checkpoint, with further entries, on the first rank; other ranks do nothing."""
         if not self.args.save_logs:
             return

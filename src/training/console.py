@@ -19,10 +19,21 @@ import open_clip_zerovl
 #: For `extra=` of a logging call: only the log file and `--verbose` have the line; a terminal's progress line shows the same.
 DETAIL, PROGRESS = {"shown": "detail"}, {"shown": "progress"}
 _OURS = tuple(
-    os.path.join(os.path.dirname(file), "") for file in (__file__, open_clip_zerovl.__file__) if file is not None
+    os.path.join(os.path.dirname(file), "")
+    for file in (__file__, open_clip_zerovl.__file__)
+    if file is not None
 )
-_TRAINING_AND_EVALUATION = os.path.join("open_clip_train", "train.py")  # of open_clip: its lines of steps and metrics
-_LIBRARIES = ("torch", "transformers", "timm", "PIL", "fsspec", "matplotlib")  # open_clip sets them all to INFO
+_TRAINING_AND_EVALUATION = os.path.join(
+    "open_clip_train", "train.py"
+)  # of open_clip: its lines of steps and metrics
+_LIBRARIES = (
+    "torch",
+    "transformers",
+    "timm",
+    "PIL",
+    "fsspec",
+    "matplotlib",
+)  # open_clip sets them all to INFO
 
 
 def say(words: str) -> None:
@@ -76,7 +87,9 @@ class Console(logging.StreamHandler):
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
-        self.setFormatter(logging.Formatter("%(asctime)s | %(levelname)s | %(message)s", "%Y-%m-%d,%H:%M:%S"))
+        self.setFormatter(
+            logging.Formatter("%(asctime)s | %(levelname)s | %(message)s", "%Y-%m-%d,%H:%M:%S")
+        )
         self.progress = ProgressLine(sys.stderr)
         self.short = False
         self._rank, self._weights_follow = 0, False

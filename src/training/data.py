@@ -128,7 +128,9 @@ def open_inputs(config: AllFlags, args: argparse.Namespace) -> Inputs:
             neighbours=config.hard_negatives > 0,
         )
         if config.sampling == "debiased" and len(sources) == 1:
-            logging.warning(f"Debiased sampling has one source only, {sources[0].name}; name several sources.")
+            logging.warning(
+                f"Debiased sampling has one source only, {sources[0].name}; name several sources."
+            )
         effective_batch = args.batch_size * config.dga_steps * world_info_from_env()[2]
         schedule_of(sources, effective_batch, _sampling(config, args), seed=args.seed, epoch=0)
         if config.shard_cache is not None:
@@ -139,11 +141,16 @@ def open_inputs(config: AllFlags, args: argparse.Namespace) -> Inputs:
     _tell_trained_pictures(sources, retrieval)
     labelled = parse_retrieval_data(config.zero_shot_data) if config.zero_shot_data else {}
     return Inputs(
-        sources, teachers, retrieval, {name: open_labelled_set(str(place)) for name, place in labelled.items()}
+        sources,
+        teachers,
+        retrieval,
+        {name: open_labelled_set(str(place)) for name, place in labelled.items()},
     )
 
 
-def _tell_trained_pictures(sources: Sequence[Source], retrieval: Mapping[str, RetrievalSet]) -> None:
+def _tell_trained_pictures(
+    sources: Sequence[Source], retrieval: Mapping[str, RetrievalSet]
+) -> None:
     """Warn of retrieval sets that are read from the files that are trained on (`zerovl data near` compares pictures)."""
     for name, held_out in retrieval.items():
         for source in sources:
@@ -183,7 +190,9 @@ def get_data(
         loader = data["train"].dataloader
         micro_batches = loader.num_batches
         if config.sampling is None and config.dga_steps > 1:
-            loader.num_batches //= config.dga_steps  # open_clip's loops and schedules count optimizer steps
+            loader.num_batches //= (
+                config.dga_steps
+            )  # open_clip's loops and schedules count optimizer steps
         if loader.num_batches // args.accum_freq == 0:
             raise UserError(
                 f"an epoch has zero optimizer steps: {micro_batches} micro-batches of --batch-size {args.batch_size} on "
@@ -219,21 +228,30 @@ def _retrieval_data(
             if config.retrieval_transform == "paper"
             else "the checkpoint's own"
         )
-        kept = "all captions" if captions is None else f"the first {captions} captions of each image"
+        kept = (
+            "all captions" if captions is None else f"the first {captions} captions of each image"
+        )
         logging.info(f"Retrieval: {sets}; {kept}; transform: {shown}.")
     return RetrievalData(inputs.retrieval, transform, captions)
 
 
 def _check_warmup(config: AllFlags, args: argparse.Namespace, steps: int) -> None:
     """Warn if the learning rate never reaches `--lr`."""
-    if config.warmup_share is None and not args.skip_scheduler and args.warmup > steps and is_master(args):
+    if (
+        config.warmup_share is None
+        and not args.skip_scheduler
+        and args.warmup > steps
+        and is_master(args)
+    ):
         logging.warning(
             f"--warmup {args.warmup} is longer than the run's {steps} steps: the learning rate ends at "
             f"{args.lr * steps / args.warmup:.2g} and never reaches --lr {args.lr:g}; give --warmup-share 0.025."
         )
 
 
-def _mixture_data(config: AllFlags, inputs: Inputs, args: argparse.Namespace, transform, tokenizer) -> TrainData:
+def _mixture_data(
+    config: AllFlags, inputs: Inputs, args: argparse.Namespace, transform, tokenizer
+) -> TrainData:
     assert config.sampling is not None
     sources, normalizer = inputs.sources, None
     own_step = config.own_step
@@ -241,15 +259,21 @@ def _mixture_data(config: AllFlags, inputs: Inputs, args: argparse.Namespace, tr
         try:
             transform, mean, std = split_normalize(transform)
             normalizer = partial(normalize, mean=mean, std=std)
-        except UserError as reason:  # timm's transforms (--aug-cfg use_timm=True) have another order
+        except (
+            UserError
+        ) as reason:  # timm's transforms (--aug-cfg use_timm=True) have another order
             if inputs.teachers is not None:
-                raise UserError(f"--teacher needs open_clip's own training transform: {reason}") from reason
+                raise UserError(
+                    f"--teacher needs open_clip's own training transform: {reason}"
+                ) from reason
             logging.info(f"Images travel to the device as floats: {reason}.")
     teachers: TeacherRows | InShards | None = None
     in_shards, pixel_path = None, config.pixel_path
     if isinstance(inputs.teachers, Store):
         seen = augmentation_of(transform, pixel_path)
-        teachers = TeacherRows(inputs.teachers, sources, augmentation=seen, captions=config.captions)
+        teachers = TeacherRows(
+            inputs.teachers, sources, augmentation=seen, captions=config.captions
+        )
     elif inputs.teachers is not None:
         inputs.teachers.check(transform)
         teachers = in_shards = inputs.teachers
@@ -261,7 +285,9 @@ def _mixture_data(config: AllFlags, inputs: Inputs, args: argparse.Namespace, tr
         Preprocessing(
             transform,
             tokenizer,
-            augment_caption=WordAugment(tokenizer, config.text_augment) if config.text_augment is not None else None,
+            augment_caption=WordAugment(tokenizer, config.text_augment)
+            if config.text_augment is not None
+            else None,
             pixel_path=pixel_path,
             with_origin=own_step,
             with_content=config.positives not in (None, "pair"),
@@ -290,7 +316,9 @@ def _mixture_data(config: AllFlags, inputs: Inputs, args: argparse.Namespace, tr
 def _shard_cache(config: AllFlags) -> ShardCache | None:
     if config.shard_cache is None:
         return None
-    return ShardCache(os.path.abspath(os.path.expanduser(config.shard_cache)), int(config.shard_cache_gib * 2**30))
+    return ShardCache(
+        os.path.abspath(os.path.expanduser(config.shard_cache)), int(config.shard_cache_gib * 2**30)
+    )
 
 
 def frozen_cache(
@@ -312,7 +340,9 @@ def frozen_cache(
     if tower == "image":
         require_deterministic(transform)
     inputs = transform if tower == "image" else tokenizer
-    mark = tower_digest(model, tower, inputs=inputs, precision=args.precision, pixel_path=config.pixel_path)
+    mark = tower_digest(
+        model, tower, inputs=inputs, precision=args.precision, pixel_path=config.pixel_path
+    )
     cache = FrozenCache(config.cache_frozen, sources, tower=tower, width=width, fingerprint=mark)
     cache.attach(model)
     return cache
@@ -335,7 +365,8 @@ def _table_format(args: argparse.Namespace) -> CsvFormat:
     """Columns and separator of tables if a flag differs from open_clip's default; None for the rest."""
     stock = {"csv_img_key": "filepath", "csv_caption_key": "title", "csv_separator": "\t"}
     image, caption, separator = (
-        value if (value := getattr(args, name)) != default else None for name, default in stock.items()
+        value if (value := getattr(args, name)) != default else None
+        for name, default in stock.items()
     )
     return CsvFormat(image, caption, separator)
 

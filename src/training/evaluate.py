@@ -52,7 +52,11 @@ def evaluate(
         stock: open_clip's own evaluation of its data.
         model: without DistributedDataParallel.
     """
-    stock_data = {key: value for key, value in data.items() if not isinstance(value, RetrievalData | ZeroShotData)}
+    stock_data = {
+        key: value
+        for key, value in data.items()
+        if not isinstance(value, RetrievalData | ZeroShotData)
+    }
     metrics = stock(stock_data)
     due = epoch % config.retrieval_frequency == 0 or epoch == args.epochs
     if not {"retrieval", "zero-shot"} & data.keys() or not due or not is_master(args):
@@ -65,7 +69,10 @@ def evaluate(
         "input_dtype": get_input_dtype(args.precision),
     }
     if "retrieval" in data:
-        how = {"retrieval_transform": config.retrieval_transform, "retrieval_captions": config.retrieval_captions}
+        how = {
+            "retrieval_transform": config.retrieval_transform,
+            "retrieval_captions": config.retrieval_captions,
+        }
         ours |= _retrieval(data["retrieval"], args, log, model, tokenizer, epoch, towers)
     if "zero-shot" in data:
         ours |= _zero_shot(data["zero-shot"], args, log, model, tokenizer, epoch, towers)
@@ -90,7 +97,11 @@ def _retrieval(
     for name, dataset in data.sets.items():
         log.doing(f"Evaluating on the {len(dataset):,} pictures of {name}")
         batches = retrieval_batches(
-            dataset, data.transform, captions_per_image=kept, batch_size=args.batch_size, num_workers=args.workers
+            dataset,
+            data.transform,
+            captions_per_image=kept,
+            batch_size=args.batch_size,
+            num_workers=args.workers,
         )
         features = encode_retrieval(model, batches, tokenizer, **towers)
         ranks = retrieval_ranks(*features)
@@ -98,14 +109,19 @@ def _retrieval(
         captions = dataset.captions(kept)
         bounds[name] = recall_bounds([text for own in captions for text in own], features[2])
         logging.info(
-            f"Eval Epoch: {epoch} {name} " + "\t".join(f"{key}: {value:.4f}" for key, value in by_set[name].items())
+            f"Eval Epoch: {epoch} {name} "
+            + "\t".join(f"{key}: {value:.4f}" for key, value in by_set[name].items())
         )
         if args.save_logs:
-            examples += GallerySet(name, captions, dataset.read_image, *features, ranks, by_set[name]).examples()
+            examples += GallerySet(
+                name, captions, dataset.read_image, *features, ranks, by_set[name]
+            ).examples()
     log.retrieval(epoch, {name: {**own, **bounds[name]} for name, own in by_set.items()})
     if args.save_logs:
         write_examples(os.path.join(args.logs, args.name), epoch, examples)
-    return {f"{name}_{key}": value for name, metrics in by_set.items() for key, value in metrics.items()}
+    return {
+        f"{name}_{key}": value for name, metrics in by_set.items() for key, value in metrics.items()
+    }
 
 
 def _zero_shot(
@@ -140,13 +156,21 @@ def _zero_shot(
                 f"Eval Epoch: {epoch} {name} zero-shot top-1: {in_percent(own)} % of {own['images']:,} pictures, chance "
                 f"{100 * own['chance']:.1f} %"
             )
-    log.zero_shot(epoch, {name: {"top1": own["top1"], "top1_chance": own["chance"]} for name, own in by_set.items()})
+    log.zero_shot(
+        epoch,
+        {name: {"top1": own["top1"], "top1_chance": own["chance"]} for name, own in by_set.items()},
+    )
     kept = ("top1", "top5", "mean_per_class")
     return {f"{name}_{key}": own[key] for name, own in by_set.items() for key in kept if key in own}
 
 
 def _log(
-    metrics: dict[str, Any], how: dict[str, Any], epoch: int, args: argparse.Namespace, data: dict, tb_writer
+    metrics: dict[str, Any],
+    how: dict[str, Any],
+    epoch: int,
+    args: argparse.Namespace,
+    data: dict,
+    tb_writer,
 ) -> None:
     """Write metrics to the places of open_clip's own: results.jsonl (with `how` they were taken), tensorboard, wandb."""
     log_data = {"val/" + name: value for name, value in metrics.items()}
@@ -154,8 +178,14 @@ def _log(
         if tb_writer is not None:
             for name, value in log_data.items():
                 tb_writer.add_scalar(name, value, epoch)
-        with open(os.path.join(args.checkpoint_path, "results.jsonl"), "a", encoding="utf-8") as file:
+        with open(
+            os.path.join(args.checkpoint_path, "results.jsonl"), "a", encoding="utf-8"
+        ) as file:
             file.write(json.dumps({**metrics, **how}) + "\n")
     if (reporter := reporter_of(args)) is not None:
-        step = data["train"].dataloader.num_batches // args.accum_freq * epoch if "train" in data else None
+        step = (
+            data["train"].dataloader.num_batches // args.accum_freq * epoch
+            if "train" in data
+            else None
+        )
         reporter.log({**log_data, "epoch": epoch}, step=step)

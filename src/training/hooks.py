@@ -49,7 +49,9 @@ def check_host(main: ModuleType | None = None, version: str = open_clip.__versio
             wrong = f"has {name} and does not use it in open_clip_train.main"
         else:
             continue
-        raise UserError(f"open_clip_torch {version} {wrong}; install an unmodified open_clip_torch {table.LINE.read}")
+        raise UserError(
+            f"open_clip_torch {version} {wrong}; install an unmodified open_clip_torch {table.LINE.read}"
+        )
     return table
 
 
@@ -57,12 +59,16 @@ class CpuDistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     """DDP as open_clip calls it, but on CPU: torch refuses `device_ids=[cpu]` there and wants None."""
 
     def __init__(self, module: torch.nn.Module, device_ids: Any = None, **options: Any) -> None:
-        on_cpu = device_ids is not None and all(torch.device(device).type == "cpu" for device in device_ids)
+        on_cpu = device_ids is not None and all(
+            torch.device(device).type == "cpu" for device in device_ids
+        )
         super().__init__(module, device_ids=None if on_cpu else device_ids, **options)
 
 
 @contextmanager
-def replaced(replacements: Mapping[str, Any], entry: Callable[[], dict[str, Any]] = dict) -> Iterator[None]:
+def replaced(
+    replacements: Mapping[str, Any], entry: Callable[[], dict[str, Any]] = dict
+) -> Iterator[None]:
     """Within the block, `open_clip_train.main` finds `replacements` under their names, a DDP that also runs on CPU, and a
     `torch.save` that is atomic.
 
@@ -76,7 +82,9 @@ def replaced(replacements: Mapping[str, Any], entry: Callable[[], dict[str, Any]
     table = check_host()
     unknown = [name for name in replacements if name not in table.NAMES]
     if unknown:
-        raise KeyError(f"{unknown} cannot be replaced; {table.__name__}.NAMES lists the names that can")
+        raise KeyError(
+            f"{unknown} cannot be replaced; {table.__name__}.NAMES lists the names that can"
+        )
     for name, replacement in replacements.items():
         _check_parameters(name, replacement, table)
     kept = {name: getattr(host, name) for name in replacements}
@@ -99,7 +107,11 @@ def _check_parameters(name: str, replacement: Any, table: Any) -> None:
     if not (callable(replacement) and callable(stock := getattr(host, name))):
         return
     taken = inspect.signature(replacement).parameters
-    new = [each for each in inspect.signature(stock).parameters if each not in taken and each not in table.NAMES[name]]
+    new = [
+        each
+        for each in inspect.signature(stock).parameters
+        if each not in taken and each not in table.NAMES[name]
+    ]
     if new and not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
         raise UserError(
             f"open_clip_torch {open_clip.__version__} has a parameter {new[0]!r} of {name} in open_clip_train.main, which this "

@@ -20,7 +20,10 @@ from typing import NoReturn
 if __name__ == "__main__" and not __package__:  # started by the path of this file
     # Python puts the folder of a program first, and its modules (`data`, `train`, ...) would stand for packages of these names.
     _HERE = Path(__file__).resolve().parent
-    sys.path[:] = [str(_HERE.parent), *(folder for folder in sys.path if Path(folder).resolve() != _HERE)]
+    sys.path[:] = [
+        str(_HERE.parent),
+        *(folder for folder in sys.path if Path(folder).resolve() != _HERE),
+    ]
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.launch import EACH_GPU, PROCESSES, ranks_here
@@ -105,11 +108,21 @@ def start(processes: str, rendezvous: Sequence[str], arguments: Sequence[str]) -
     if ranks == 1 and not rendezvous:
         run_as_program(command)
     use_scratch_folder()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     environment = {name: value for name, value in os.environ.items() if name not in SLURM_RANKS}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
-    place = [*(rendezvous or ["--standalone"]), f"--nproc-per-node={ranks}", "--", __file__, *arguments]
-    return supervise([sys.executable, __file__, TORCHRUN, *place], torchrun=True, environment=environment)
+    place = [
+        *(rendezvous or ["--standalone"]),
+        f"--nproc-per-node={ranks}",
+        "--",
+        __file__,
+        *arguments,
+    ]
+    return supervise(
+        [sys.executable, __file__, TORCHRUN, *place], torchrun=True, environment=environment
+    )
 
 
 def torchrun(words: list[str]) -> int:
@@ -121,7 +134,9 @@ def torchrun(words: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun_main
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # a rank itself prints why it ends
+    logging.getLogger("torch.distributed.elastic").setLevel(
+        logging.CRITICAL
+    )  # a rank itself prints why it ends
     try:
         torchrun_main(words)
     except ChildFailedError as error:

@@ -28,7 +28,11 @@ from open_clip_zerovl.recipe.step import precision_on
 
 
 def create_model(
-    config: RecipeConfig, args: argparse.Namespace, model_name: str, pretrained: str | None, **options: Any
+    config: RecipeConfig,
+    args: argparse.Namespace,
+    model_name: str,
+    pretrained: str | None,
+    **options: Any,
 ) -> tuple[torch.nn.Module, Any, Any, CoinFlipMixup | None]:
     """open_clip's model and transforms with starting weights and the recipe's methods; see `recipe.apply.build_model`.
 
@@ -45,7 +49,9 @@ def create_model(
                 "--lock-text of open_clip's own text transformer needs --lock-text-freeze-layer-norm: it locks LayerNorms, too"
             )
         if config.init_from is not None:
-            report = init_from(model, config.init_from, _model_cfg(model_name, args), config.context_length)
+            report = init_from(
+                model, config.init_from, _model_cfg(model_name, args), config.context_length
+            )
             logging.info(f"Starting from {config.init_from}:\n{report}")
         for tower, path in (("image", config.init_image), ("text", config.init_text)):
             if path is not None:
@@ -60,7 +66,9 @@ def create_model(
 def _model_cfg(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
     """The config of a run's model; None, with a warning, of a model whose config lies on the hub."""
     if name.startswith("hf-hub:"):
-        logging.warning(f"--init-from compares only names and shapes of tensors: the config of {name} lies on the hub.")
+        logging.warning(
+            f"--init-from compares only names and shapes of tensors: the config of {name} lies on the hub."
+        )
         return None
     return spec_of_run(name, vars(args)).model_cfg
 
@@ -70,7 +78,9 @@ def check_contrastive(model: torch.nn.Module, name: str) -> None:
 
     open_clip 4 knows its models' traits; `recipe.flags.CAPTIONERS` has the names for releases that don't.
     """
-    traits_of = getattr(host, "get_model_traits", None) or getattr(open_clip, "get_model_traits", None)
+    traits_of = getattr(host, "get_model_traits", None) or getattr(
+        open_clip, "get_model_traits", None
+    )
     if traits_of is not None and getattr(traits_of(model), "generative", False):
         raise UserError(
             f"--model {name} does not work with the recipe's step: it also learns to write captions, and that loss cannot be "
@@ -101,8 +111,14 @@ def create_adamw(
     Args:
         options: `betas`, `eps`.
     """
-    rates = Rates(lr, config.lr_image, config.lr_text, config.lr_head, config.layer_decay) if config.own_rates else None
-    groups = parameter_groups(model, weight_decay, exempt_embeddings=config.no_embedding_decay, rates=rates)
+    rates = (
+        Rates(lr, config.lr_image, config.lr_text, config.lr_head, config.layer_decay)
+        if config.own_rates
+        else None
+    )
+    groups = parameter_groups(
+        model, weight_decay, exempt_embeddings=config.no_embedding_decay, rates=rates
+    )
     optimizer = torch.optim.AdamW(groups, lr=lr, **options)
     if rates is not None:
         scale_rates(optimizer)
@@ -120,7 +136,9 @@ def check_optimizer(args: argparse.Namespace) -> None:
         UserError: `--opt timm/NAME` with a name that timm does not know.
     """
     opt = args.opt.lower()
-    name = opt.rpartition("timm/")[2].removeprefix("lookahead_")  # a prefix that timm takes before any of its names
+    name = opt.rpartition("timm/")[2].removeprefix(
+        "lookahead_"
+    )  # a prefix that timm takes before any of its names
     if opt.startswith("timm/") and name not in (known := list_optimizers()):
         near = difflib.get_close_matches(name, known, n=3)
         raise UserError(
@@ -129,7 +147,12 @@ def check_optimizer(args: argparse.Namespace) -> None:
 
 
 def cosine_lr(
-    optimizer: torch.optim.Optimizer, base_lr: float, warmup_length: int, steps: int, *, lr_min: float
+    optimizer: torch.optim.Optimizer,
+    base_lr: float,
+    warmup_length: int,
+    steps: int,
+    *,
+    lr_min: float,
 ) -> Callable[[int], float]:
     """open_clip's warm-up and cosine with a floor (section 2.2: 1e-4 down to 1e-5): sets and returns the rate of a step.
 
@@ -158,7 +181,9 @@ def check_device(args: argparse.Namespace) -> None:
     try:
         torch.device(args.device)
     except RuntimeError as error:
-        raise UserError(f"torch knows no --device {args.device}; give cpu, cuda or cuda:NUMBER") from error
+        raise UserError(
+            f"torch knows no --device {args.device}; give cpu, cuda or cuda:NUMBER"
+        ) from error
 
 
 def settle_device(args: argparse.Namespace, *, recipe: bool) -> None:
@@ -173,11 +198,15 @@ def settle_device(args: argparse.Namespace, *, recipe: bool) -> None:
         available, known = is_device_available(kind)
         if available or not known:
             return
-        logging.warning(f"There is no {kind} device here: this run trains on the CPU, as with --device cpu.")
+        logging.warning(
+            f"There is no {kind} device here: this run trains on the CPU, as with --device cpu."
+        )
     precision = precision_on("cpu", args.precision)
     if precision == args.precision:
         return
     slow = f"--precision {args.precision} is several times slower than fp32 on a CPU"
-    logging.warning(f"{slow}: fp32 is used instead." if recipe else f"{slow}; give --precision fp32.")
+    logging.warning(
+        f"{slow}: fp32 is used instead." if recipe else f"{slow}; give --precision fp32."
+    )
     if recipe:
         args.precision = precision

@@ -49,20 +49,46 @@ def filled(run: Any, host: Any) -> dict[str, Any]:
         return _prefixed(checkpoint)
 
     def train_one_epoch(
-        model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, tb_writer=None, **more
+        model,
+        data,
+        loss,
+        epoch,
+        optimizer,
+        scaler,
+        scheduler,
+        dist_model,
+        args,
+        tb_writer=None,
+        **more,
     ) -> None:
         def stock() -> None:
             stock_epoch(
-                model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, tb_writer=tb_writer, **more
+                model,
+                data,
+                loss,
+                epoch,
+                optimizer,
+                scaler,
+                scheduler,
+                dist_model,
+                args,
+                tb_writer=tb_writer,
+                **more,
             )
 
         run.train_epoch(stock, model, data, loss, epoch, optimizer, scaler, scheduler, tb_writer)
 
-    def evaluate(model, data, epoch, args, tb_writer=None, tokenizer=None, **more) -> dict[str, Any]:
+    def evaluate(
+        model, data, epoch, args, tb_writer=None, tokenizer=None, **more
+    ) -> dict[str, Any]:
         def stock(data: dict) -> dict[str, Any]:
-            return stock_evaluate(model, data, epoch, args, tb_writer=tb_writer, tokenizer=tokenizer, **more)
+            return stock_evaluate(
+                model, data, epoch, args, tb_writer=tb_writer, tokenizer=tokenizer, **more
+            )
 
-        return run.evaluate(stock, getattr(model, "module", model), data, epoch, tb_writer, tokenizer)
+        return run.evaluate(
+            stock, getattr(model, "module", model), data, epoch, tb_writer, tokenizer
+        )
 
     return {
         "parse_args": lambda argv: run.args,
@@ -76,7 +102,11 @@ def filled(run: Any, host: Any) -> dict[str, Any]:
         "evaluate": evaluate,
         **({"create_loss": run.create_loss} if run.own_step else {}),
         **({"cosine_lr": run.cosine_lr} if run.own_schedule else {}),
-        **({"optim": SimpleNamespace(AdamW=lambda groups, **o: run.create_adamw(**o))} if run.own_adamw else {}),
+        **(
+            {"optim": SimpleNamespace(AdamW=lambda groups, **o: run.create_adamw(**o))}
+            if run.own_adamw
+            else {}
+        ),
     }
 
 

@@ -16,13 +16,21 @@ from open_clip_zerovl.core.releases import OPENCLIP_V4
 from training.resume import of_this_line
 
 LINE = OPENCLIP_V4
-SHARDED = ".metadata"  # a folder with this file is a sharded checkpoint (torch.distributed.checkpoint)
+SHARDED = (
+    ".metadata"  # a folder with this file is a sharded checkpoint (torch.distributed.checkpoint)
+)
 
 # The parameters of each function that main passes.
 NAMES: dict[str, tuple[str, ...]] = {
     "parse_args": ("args",),
     "copy_codebase": ("args",),
-    "create_model_and_transforms": ("model_name", "pretrained", "precision", "device", "output_dict"),
+    "create_model_and_transforms": (
+        "model_name",
+        "pretrained",
+        "precision",
+        "device",
+        "output_dict",
+    ),
     "get_tokenizer": ("model_name", "context_length", "cache_dir"),
     "get_data": ("args", "preprocess_fns", "epoch", "tokenizer", "naflex_data_config"),
     "create_task": ("args", "model", "dist_model", "naflex_data_config"),
@@ -52,7 +60,9 @@ def filled(run: Any, host: Any) -> dict[str, Any]:
         "load_sharded_checkpoint": ours.load_sharded_checkpoint,
         "train_one_epoch": ours.train_one_epoch,
         "evaluate": ours.evaluate,
-        "load_checkpoint": host.load_checkpoint if getattr(run.args, "fsdp", False) else ours.load_checkpoint,
+        "load_checkpoint": host.load_checkpoint
+        if getattr(run.args, "fsdp", False)
+        else ours.load_checkpoint,
         **({"cosine_lr": run.cosine_lr} if run.own_schedule else {}),
     }
 
@@ -62,9 +72,16 @@ class _Adapters:
 
     def __init__(self, run: Any, host: Any) -> None:
         self.run = run
-        self.stock_data, self.stock_task, self.stock_optimizer = host.get_data, host.create_task, host.create_optimizer
+        self.stock_data, self.stock_task, self.stock_optimizer = (
+            host.get_data,
+            host.create_task,
+            host.create_optimizer,
+        )
         self.stock_epoch, self.stock_evaluate = host.train_one_epoch, host.evaluate
-        self.stock_load_sharded, self.stock_newest = host.load_sharded_checkpoint, host.get_latest_checkpoint
+        self.stock_load_sharded, self.stock_newest = (
+            host.load_sharded_checkpoint,
+            host.get_latest_checkpoint,
+        )
 
     def get_data(self, args, preprocess_fns, epoch: int = 0, tokenizer=None, **more) -> dict:
         def stock(args: argparse.Namespace) -> dict:
@@ -72,7 +89,9 @@ class _Adapters:
 
         data = self.run.get_data(stock, args, preprocess_fns, tokenizer)
         if "train" in data:
-            data["train"].dataloader = _Loader(data["train"].dataloader, as_dicts=not self.run.own_step)
+            data["train"].dataloader = _Loader(
+                data["train"].dataloader, as_dicts=not self.run.own_step
+            )
         return data
 
     def create_task(self, args, model, dist_model=None, **more) -> Any:
@@ -103,25 +122,43 @@ class _Adapters:
             state.global_step = loader.num_batches * (state.epoch + 1)
             state.samples_seen = loader.num_samples * (state.epoch + 1)
 
-    def evaluate(self, task, data, epoch, args, tb_writer=None, tokenizer=None, **more) -> dict[str, Any]:
+    def evaluate(
+        self, task, data, epoch, args, tb_writer=None, tokenizer=None, **more
+    ) -> dict[str, Any]:
         def stock(data: dict) -> dict[str, Any]:
-            return self.stock_evaluate(task, data, epoch, args, tb_writer=tb_writer, tokenizer=tokenizer, **more)
+            return self.stock_evaluate(
+                task, data, epoch, args, tb_writer=tb_writer, tokenizer=tokenizer, **more
+            )
 
-        return self.run.evaluate(stock, task.get_trainable_module(), data, epoch, tb_writer, tokenizer)
+        return self.run.evaluate(
+            stock, task.get_trainable_module(), data, epoch, tb_writer, tokenizer
+        )
 
-    def load_checkpoint(self, task, path, optimizer=None, scaler=None, metadata=None, **_: Any) -> int:
+    def load_checkpoint(
+        self, task, path, optimizer=None, scaler=None, metadata=None, **_: Any
+    ) -> int:
         """As open_clip's, after our checks. The checkpoint has bare names; 3.3 or this line wrote it."""
         checkpoint = self.run.load_checkpoint(path, "cpu")
         if "epoch" not in checkpoint:  # bare weights
             task.load_state_dict({"state_dict": checkpoint})
             return 0
-        task.load_state_dict({key: checkpoint[key] for key in ("state_dict", "state_dict_ema") if key in checkpoint})
+        task.load_state_dict(
+            {key: checkpoint[key] for key in ("state_dict", "state_dict_ema") if key in checkpoint}
+        )
         if optimizer is not None and "optimizer" in checkpoint:
-            optimizer.load_state_dict(of_this_line(checkpoint["optimizer"], task.get_trainable_module(), optimizer))
+            optimizer.load_state_dict(
+                of_this_line(checkpoint["optimizer"], task.get_trainable_module(), optimizer)
+            )
         if scaler is not None and "scaler" in checkpoint:
             scaler.load_state_dict(checkpoint["scaler"])
         if metadata is not None:
-            metadata.update({key: int(checkpoint[key]) for key in ("global_step", "samples_seen") if key in checkpoint})
+            metadata.update(
+                {
+                    key: int(checkpoint[key])
+                    for key in ("global_step", "samples_seen")
+                    if key in checkpoint
+                }
+            )
         return checkpoint["epoch"]
 
     def load_sharded_checkpoint(self, task, checkpoint_dir, **more) -> int:

@@ -29,7 +29,12 @@ from training.refusals import check
 
 # open_clip's namespace, and the same flags with ours; both are made by `parse` alone.
 Command = tuple[argparse.Namespace, AllFlags]
-_RANK_VARIABLES = ("RANK", "PMI_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # open_clip's, in its order
+_RANK_VARIABLES = (
+    "RANK",
+    "PMI_RANK",
+    "SLURM_PROCID",
+    "OMPI_COMM_WORLD_RANK",
+)  # open_clip's, in its order
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Parsing
@@ -46,12 +51,21 @@ class Parser(argparse.ArgumentParser):
         except UserError:
             raise
         except (ValueError, SyntaxError) as error:
-            flag = next((word for word in reversed(args or ()) if word in ("--aug-cfg", "--opt-kwargs")), "--aug-cfg")
+            flag = next(
+                (word for word in reversed(args or ()) if word in ("--aug-cfg", "--opt-kwargs")),
+                "--aug-cfg",
+            )
             example = "betas='(0.9,0.98)'" if flag == "--opt-kwargs" else "scale='(0.6,1.0)'"
-            raise UserError(f"{flag} is not understood ({error}); its words are KEY=VALUE, as in {example}") from error
-        values = {action.dest: getattr(found, action.dest, action.default) for action in self._actions}
+            raise UserError(
+                f"{flag} is not understood ({error}); its words are KEY=VALUE, as in {example}"
+            ) from error
+        values = {
+            action.dest: getattr(found, action.dest, action.default) for action in self._actions
+        }
         self.typed = {
-            action.dest: values[action.dest] for action in self._actions if values[action.dest] != action.default
+            action.dest: values[action.dest]
+            for action in self._actions
+            if values[action.dest] != action.default
         }
         return found
 
@@ -120,25 +134,35 @@ def parse(argv: Sequence[str]) -> Command:
     parser = build_parser()
     if any(argument in ("-h", "--help") for argument in argv):
         parser.print_help()
-        print("\nopen_clip's own flags (--train-data also takes named sources and folders, see above):\n")
+        print(
+            "\nopen_clip's own flags (--train-data also takes named sources and folders, see above):\n"
+        )
         _parse_open_clip(["--help"])  # prints and exits
-    ours, rest = parser.parse_known_args(list(argv)[list(argv)[:1] == ["--"] :])  # as under torchrun
+    ours, rest = parser.parse_known_args(
+        list(argv)[list(argv)[:1] == ["--"] :]
+    )  # as under torchrun
     args, stock_parser = _parse_open_clip(rest)
     values = values_of(ours)
     if values["sampling"] is None and is_named(args.train_data):
         values["sampling"] = "random"
     if values["text_model"] and os.path.isdir(values["text_model"]):
-        values["text_model"] = os.path.abspath(values["text_model"])  # params.txt is read from other folders, too
+        values["text_model"] = os.path.abspath(
+            values["text_model"]
+        )  # params.txt is read from other folders, too
     if values["model_config"]:
         values["model_config"] = os.path.abspath(values["model_config"])
-        args.model = _own_model(values["model_config"], args.model, stock_parser.get_default("model"))
+        args.model = _own_model(
+            values["model_config"], args.model, stock_parser.get_default("model")
+        )
         _default_betas(args, values["model_config"], stock_parser.typed)
     config = AllFlags.of(values, args, stock_parser.typed)
     check(config, args, stock_parser)
     if config.token_drop is not None:
         args.force_patch_dropout = config.token_drop
     if config.active:
-        vars(args).update({each.name: getattr(config, each.name) for each in flags_of(RecipeConfig)})
+        vars(args).update(
+            {each.name: getattr(config, each.name) for each in flags_of(RecipeConfig)}
+        )
     return args, config
 
 
@@ -148,7 +172,9 @@ def _default_betas(args: argparse.Namespace, file: str, typed: Mapping[str, Any]
     timm_name = vision.get("timm_model_name")
     has_vit = "vit" in timm_name if timm_name else not isinstance(vision.get("layers", 12), list)
     for name, value in (
-        host_params.get_default_params("vit" if has_vit else "resnet").items() if "timm" not in args.opt else ()
+        host_params.get_default_params("vit" if has_vit else "resnet").items()
+        if "timm" not in args.opt
+        else ()
     ):
         if name not in typed:
             setattr(args, name, value)
@@ -161,7 +187,9 @@ def _own_model(file: str, given: str, default: str) -> str:
 
     name = register_model_file(file)
     if given not in (default, name):
-        raise UserError(f"--model {given} and --model-config {file} are two models: give one of them")
+        raise UserError(
+            f"--model {given} and --model-config {file} are two models: give one of them"
+        )
     return name
 
 
@@ -203,10 +231,16 @@ def read_command(argv: Sequence[str]) -> Command:
         not args.train_data
         and not args.dataset_type.startswith("synthetic")
         and not (
-            args.val_data or args.imagenet_val or args.imagenet_v2 or config.retrieval_data or config.zero_shot_data
+            args.val_data
+            or args.imagenet_val
+            or args.imagenet_v2
+            or config.retrieval_data
+            or config.zero_shot_data
         )
     ):
-        raise UserError("there is nothing to do: give --train-data, or data to evaluate on (--retrieval-data ...)")
+        raise UserError(
+            "there is nothing to do: give --train-data, or data to evaluate on (--retrieval-data ...)"
+        )
     if config.sampling is not None:
         check_separators(args.train_data)
         check_paths(args.train_data)
@@ -225,7 +259,8 @@ def _check_checkpoint(flag: str, path: str | None) -> None:
         return
     if not os.path.isfile(path):
         raise UserError(
-            f"{flag} {path} does not exist; give the path of a checkpoint" + ", or 'latest'" * (flag == "--resume")
+            f"{flag} {path} does not exist; give the path of a checkpoint"
+            + ", or 'latest'" * (flag == "--resume")
         )
     if (wrong := no_checkpoint(path)) is not None:
         raise UserError(

@@ -39,15 +39,31 @@ STEP_FLAGS = (
     "--captions FIELD+FIELD or --ablate"
 )
 OTHER_MODELS = ("genlip", "genlap", "clap")
-OF_SOFTMAX = ("detached-gather", "mixup-both", "mixup-embeddings", "no-replay", "temperature-parameter")
+OF_SOFTMAX = (
+    "detached-gather",
+    "mixup-both",
+    "mixup-embeddings",
+    "no-replay",
+    "temperature-parameter",
+)
 
 
 def _scripted_and_changed(f: AllFlags) -> bool:
-    changed = (f.lock_image, f.lock_text, f.freeze, f.cache_frozen, f.coin_flip_mixup, f.temperature_constant, f.lora)
+    changed = (
+        f.lock_image,
+        f.lock_text,
+        f.freeze,
+        f.cache_frozen,
+        f.coin_flip_mixup,
+        f.temperature_constant,
+        f.lora,
+    )
     return f.torchscript and any((*changed, f.token_drop, f.init_from, f.init_image, f.init_text))
 
 
-def _refusal(flag: str, recipe: str, when: Callable[[AllFlags], bool], advice: str) -> Contradiction:
+def _refusal(
+    flag: str, recipe: str, when: Callable[[AllFlags], bool], advice: str
+) -> Contradiction:
     return Contradiction(flag, when, advice, recipe)
 
 
@@ -175,10 +191,14 @@ def check(given: AllFlags, args: argparse.Namespace, parser: argparse.ArgumentPa
     words = Values(given)
     for refusal in REFUSALS:
         if refusal.when(given):
-            raise UserError(f"{refusal.other.format_map(words)} does not work with {refusal.flag}: {refusal.advice}")
+            raise UserError(
+                f"{refusal.other.format_map(words)} does not work with {refusal.flag}: {refusal.advice}"
+            )
     for later in LATER:
         for option in later.flags.split() if later.when(given) else ():
-            action = parser._option_string_actions.get(option)  # None: this release has no such flag
+            action = parser._option_string_actions.get(
+                option
+            )  # None: this release has no such flag
             if action is not None and getattr(args, action.dest) != action.default:
                 raise UserError(f"{option} does not work with {later.recipe}: {later.advice}")
     strategy = getattr(args, "torchcompile_strategy", "model")

@@ -20,7 +20,12 @@ import fsspec
 import torch
 
 from open_clip_zerovl.checkpoints.adapters import is_adapter
-from open_clip_zerovl.checkpoints.spec import MODEL_ENTRY, NOT_OF_FUNCTION, first_difference, tower_config
+from open_clip_zerovl.checkpoints.spec import (
+    MODEL_ENTRY,
+    NOT_OF_FUNCTION,
+    first_difference,
+    tower_config,
+)
 from open_clip_zerovl.checkpoints.weights import unpickling_reason
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.core.files import UNREADABLE
@@ -124,8 +129,16 @@ class Position:
 
     def _changed_order(self, now: Position) -> list[tuple[str, str, str]]:
         """The changed flags among those that decide the order of samples, with both values in words."""
-        pairs = [(flag, self.order.get(flag), value) for flag, value in sorted(now.order.items()) if self.order]
-        return [(flag, _value(before), _value(value)) for flag, before, value in pairs if before != value]
+        pairs = [
+            (flag, self.order.get(flag), value)
+            for flag, value in sorted(now.order.items())
+            if self.order
+        ]
+        return [
+            (flag, _value(before), _value(value))
+            for flag, before, value in pairs
+            if before != value
+        ]
 
     def _warn_of_changes(self, now: Position, order: list[tuple[str, str, str]]) -> None:
         """Warn of settings that differ in `now`, which a new epoch allows."""
@@ -142,7 +155,9 @@ class Position:
 
 
 def _value(value: Any) -> str:
-    return "left out" if value is None or value is False else "given" if value is True else str(value)
+    return (
+        "left out" if value is None or value is False else "given" if value is True else str(value)
+    )
 
 
 def _shown(dealt: Batching) -> str:
@@ -154,14 +169,29 @@ def _shown(dealt: Batching) -> str:
 # Its entry in a checkpoint
 # ---------------------------------------------------------------------------------------------------------------------
 
-_COUNTS = {"epoch": 0, "step": 0, "world_size": 1, "workers": 1, "micro_batch": 1, "dga_steps": 1}  # name -> least
+_COUNTS = {
+    "epoch": 0,
+    "step": 0,
+    "world_size": 1,
+    "workers": 1,
+    "micro_batch": 1,
+    "dga_steps": 1,
+}  # name -> least
 _LARGEST_COUNT = 1 << 50
 
 
 def entry_of(position: Position) -> dict[str, Any]:
     """The checkpoint's entry `zerovl` for a position, of plain containers; `read_position` reads it."""
-    read_as = () if (dealt := position.read_as) is None else (dealt.micro_batch, dealt.dga_steps, dealt.workers)
-    values = {each.name: getattr(position, each.name) for each in fields(Position) if each.name != "batching"}
+    read_as = (
+        ()
+        if (dealt := position.read_as) is None
+        else (dealt.micro_batch, dealt.dga_steps, dealt.workers)
+    )
+    values = {
+        each.name: getattr(position, each.name)
+        for each in fields(Position)
+        if each.name != "batching"
+    }
     return {"format": FORMAT, **values, **asdict(position.batching), "read_as": read_as}
 
 
@@ -185,22 +215,32 @@ def read_position(checkpoint: dict) -> Position | None:
         **{name: _is_count(entry.get(name), least) for name, least in _COUNTS.items()},
         "sources": isinstance(entry.get("sources"), str),
         "order": isinstance(entry.get("order"), dict),
-        "read_as": isinstance(read_as, tuple) and len(read_as) in (0, 3) and all(_is_count(n, 1) for n in read_as),
+        "read_as": isinstance(read_as, tuple)
+        and len(read_as) in (0, 3)
+        and all(_is_count(n, 1) for n in read_as),
         "retained": retained == {} or _is_decision(retained),
     }
-    wrong = [name for name, right in good.items() if not right] + sorted(map(str, entry.keys() - good.keys()))
+    wrong = [name for name, right in good.items() if not right] + sorted(
+        map(str, entry.keys() - good.keys())
+    )
     if wrong:
         raise UserError(
             f"the checkpoint does not say where in training it was taken: its entry 'zerovl' has no usable {wrong[0]!s:.40}; "
             "resume from another one, or start a new run from its weights with --init-from"
         )
-    batching = Batching(*(entry[name] for name in ("micro_batch", "dga_steps", "world_size", "workers")))
+    batching = Batching(
+        *(entry[name] for name in ("micro_batch", "dga_steps", "world_size", "workers"))
+    )
     begun = Batching(read_as[0], read_as[1], batching.world_size, read_as[2]) if read_as else None
-    return Position(entry["epoch"], entry["step"], batching, entry["sources"], entry["order"], retained, begun)
+    return Position(
+        entry["epoch"], entry["step"], batching, entry["sources"], entry["order"], retained, begun
+    )
 
 
 def _is_count(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value < _LARGEST_COUNT
+    return (
+        isinstance(value, int) and not isinstance(value, bool) and least <= value < _LARGEST_COUNT
+    )
 
 
 def _is_decision(value: Any) -> bool:
@@ -208,7 +248,9 @@ def _is_decision(value: Any) -> bool:
         isinstance(value, dict)
         and value.keys() == {each.name for each in fields(Decision)}
         and _is_count(value["graphs"], 1)
-        and all(isinstance(number, int | float) and 0 <= number < math.inf for number in value.values())
+        and all(
+            isinstance(number, int | float) and 0 <= number < math.inf for number in value.values()
+        )
     )
 
 
@@ -217,7 +259,9 @@ def _is_decision(value: Any) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def load_checkpoint(model: torch.nn.Module, args: argparse.Namespace, file_path: str, map_location: Any = None) -> dict:
+def load_checkpoint(
+    model: torch.nn.Module, args: argparse.Namespace, file_path: str, map_location: Any = None
+) -> dict:
     """Load a training or bare checkpoint for `--resume` and check that it belongs to this model.
 
     Names are returned without `module.`, so that a single-process checkpoint resumes under DDP and the other way round
@@ -227,7 +271,9 @@ def load_checkpoint(model: torch.nn.Module, args: argparse.Namespace, file_path:
         UserError: a missing or unreadable file, or tensors whose names or shapes are not this model's.
     """
     if os.path.isdir(file_path):
-        raise UserError(f"--resume {file_path} is a folder; give a checkpoint in it, or --name with --resume latest")
+        raise UserError(
+            f"--resume {file_path} is a folder; give a checkpoint in it, or --name with --resume latest"
+        )
     try:
         with fsspec.open(file_path, "rb") as file:
             checkpoint = torch.load(file, map_location=map_location, weights_only=True)
@@ -240,8 +286,12 @@ def load_checkpoint(model: torch.nn.Module, args: argparse.Namespace, file_path:
             f"--resume {file_path} cannot be read as a checkpoint ({first_line(error)}); give a whole one"
         ) from error
     state = checkpoint.get("state_dict", checkpoint) if isinstance(checkpoint, dict) else None
-    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise UserError(f"--resume {file_path} holds no state_dict; give a checkpoint that training wrote")
+    if not isinstance(state, dict) or not all(
+        isinstance(value, torch.Tensor) for value in state.values()
+    ):
+        raise UserError(
+            f"--resume {file_path} holds no state_dict; give a checkpoint that training wrote"
+        )
     state = {name.removeprefix(PREFIX): value for name, value in state.items()}
     _require_same_model(state, model.state_dict(), file_path, args.model)
     if "state_dict" in checkpoint:
@@ -253,14 +303,21 @@ def load_checkpoint(model: torch.nn.Module, args: argparse.Namespace, file_path:
             groups = optimizer.get("param_groups")
             usable = (
                 isinstance(groups, list)
-                and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+                and all(
+                    isinstance(group, dict) and isinstance(group.get("params"), list)
+                    for group in groups
+                )
                 and isinstance(optimizer.get("state"), dict)
             )
         if not usable or not _is_count(checkpoint.get("epoch", 0), 0):
             wrong = "'epoch' that counts epochs" if usable else "'optimizer' with a state"
-            raise UserError(f"--resume {file_path} has no {wrong}; give a checkpoint that training wrote")
+            raise UserError(
+                f"--resume {file_path} has no {wrong}; give a checkpoint that training wrote"
+            )
         if trains and isinstance(optimizer, dict):
-            _require_same_temperature(optimizer, "temperature-parameter" in getattr(args, "ablate", ()), file_path)
+            _require_same_temperature(
+                optimizer, "temperature-parameter" in getattr(args, "ablate", ()), file_path
+            )
         return {**checkpoint, "state_dict": state}
     return state
 
@@ -276,7 +333,10 @@ def of_this_line(state: dict, model: torch.nn.Module, optimizer: torch.optim.Opt
         [len(group["params"]) for group in groups]
         for groups in (state["param_groups"], optimizer.param_groups, groups_3)
     )
-    theirs, own = ([p for group in groups for p in group["params"]] for groups in (groups_3, optimizer.param_groups))
+    theirs, own = (
+        [p for group in groups for p in group["params"]]
+        for groups in (groups_3, optimizer.param_groups)
+    )
     if saved == here or saved != of_3 or {id(p) for p in theirs} != {id(p) for p in own}:
         return state
     logging.info(
@@ -284,7 +344,11 @@ def of_this_line(state: dict, model: torch.nn.Module, optimizer: torch.optim.Opt
         "and gets this release's weight decay."
     )
     numbers = [number for group in state["param_groups"] for number in group["params"]]
-    kept = {id(p): state["state"][n] for p, n in zip(theirs, numbers, strict=True) if n in state["state"]}
+    kept = {
+        id(p): state["state"][n]
+        for p, n in zip(theirs, numbers, strict=True)
+        if n in state["state"]
+    }
     return {
         "state": {number: kept[id(p)] for number, p in enumerate(own) if id(p) in kept},
         "param_groups": optimizer.state_dict()["param_groups"],
@@ -292,7 +356,10 @@ def of_this_line(state: dict, model: torch.nn.Module, optimizer: torch.optim.Opt
 
 
 def _trains(args: argparse.Namespace) -> bool:
-    return bool(getattr(args, "train_data", None)) or getattr(args, "dataset_type", None) == "synthetic"
+    return (
+        bool(getattr(args, "train_data", None))
+        or getattr(args, "dataset_type", None) == "synthetic"
+    )
 
 
 def require_same_function(checkpoint: dict, model_cfg: Mapping[str, Any] | None, path: str) -> None:
@@ -309,7 +376,9 @@ def require_same_function(checkpoint: dict, model_cfg: Mapping[str, Any] | None,
             f"--resume {path} has an entry {MODEL_ENTRY!r} that is no model's; resume from another checkpoint"
         )
     for tower in ("image", "text"):
-        found = first_difference(tower_config(saved, tower), tower_config(model_cfg, tower), NOT_OF_FUNCTION)
+        found = first_difference(
+            tower_config(saved, tower), tower_config(model_cfg, tower), NOT_OF_FUNCTION
+        )
         if found is None:
             continue
         key, there, here = found
@@ -338,9 +407,15 @@ def require_same_rates(
         for groups in (state["param_groups"], own)
     )
     for before, now in zip_longest(saved, here):
-        if before is None or now is None or before[0] != now[0] or not math.isclose(before[1], now[1]):
+        if (
+            before is None
+            or now is None
+            or before[0] != now[0]
+            or not math.isclose(before[1], now[1])
+        ):
             words = [
-                "no such group" if each is None else f"{each[0]} at {each[1]:.3g} x --lr" for each in (before, now)
+                "no such group" if each is None else f"{each[0]} at {each[1]:.3g} x --lr"
+                for each in (before, now)
             ]
             raise UserError(
                 f"--resume {path} has {words[0]} where this run has {words[1]}: --lr-image, --lr-text, --lr-head or "
@@ -371,5 +446,9 @@ def _require_same_model(state: dict, own: dict, path: str, model_name: str) -> N
             f"--resume {path} is a checkpoint of another model than --model {model_name}: {problems[0]}"
             + (f" (and {len(problems) - 1} more differences)" if len(problems) > 1 else "")
             + "; give the model it was trained with"
-            + (", and --lora and --lora-on as they were" if any(map(is_adapter, (*state, *own))) else "")
+            + (
+                ", and --lora and --lora-on as they were"
+                if any(map(is_adapter, (*state, *own)))
+                else ""
+            )
         )

@@ -28,7 +28,12 @@ from open_clip_zerovl.core.files import lock_file
 from open_clip_zerovl.core.processes import PREEMPTED_STATUS, REQUEUE_MARKER
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.transforms import paper_transform_of
-from open_clip_zerovl.models.build import check_model, create_model_and_transforms, registered_config, with_text_model
+from open_clip_zerovl.models.build import (
+    check_model,
+    create_model_and_transforms,
+    registered_config,
+    with_text_model,
+)
 from open_clip_zerovl.models.local_dir import no_code_from_data
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
@@ -45,7 +50,12 @@ from training.train import Trainer, create_loss, require_finite
 OTHER_GROUPS = "loaded state dict"
 LOCK = ".lock"
 WAIT_SECONDS = 15.0  # for the earlier process to end when a launcher starts a run again
-PACKAGES = ("open_clip_zerovl", "training", "open_clip", "open_clip_train")  # copied by --copy-codebase
+PACKAGES = (
+    "open_clip_zerovl",
+    "training",
+    "open_clip",
+    "open_clip_train",
+)  # copied by --copy-codebase
 
 
 def train(args: argparse.Namespace, config: AllFlags) -> int:
@@ -59,7 +69,9 @@ def train(args: argparse.Namespace, config: AllFlags) -> int:
         if rank == 0 and (warning := line.LINE.untested(open_clip.__version__)) is not None:
             logging.warning(f"{warning[0].upper()}{warning[1:]}.")
         if config.active and rank == 0:
-            logging.root.setLevel(logging.INFO)  # open_clip's main does so only after the data is opened
+            logging.root.setLevel(
+                logging.INFO
+            )  # open_clip's main does so only after the data is opened
         if config.active and not (config.verbose or args.debug):
             console.shorten(rank, weights_follow=bool(args.resume or config.init_from))
         run = Run(args, config, line, console)
@@ -91,7 +103,9 @@ class Run:
         trained: whether an optimizer step was taken.
     """
 
-    def __init__(self, args: argparse.Namespace, config: AllFlags, line: Any, console: Console) -> None:
+    def __init__(
+        self, args: argparse.Namespace, config: AllFlags, line: Any, console: Console
+    ) -> None:
         self.log = RunLog(args, config, console)
         self.args, self.config, self.line = args, config, line
         self.resumes_latest = args.resume == "latest"  # main puts the file's name in its place
@@ -161,7 +175,11 @@ class Run:
         """
         hooks = self.line.filled(self, host)
         try:
-            with replaced(hooks, self.checkpoint_entry), no_code_from_data(), ExitStack() as self._handlers:
+            with (
+                replaced(hooks, self.checkpoint_entry),
+                no_code_from_data(),
+                ExitStack() as self._handlers,
+            ):
                 self._run_main()
         except BaseException as error:  # also for an interrupt or a defect
             if self.trained and not isinstance(error, stopping.Stopped | KeyboardInterrupt):
@@ -183,7 +201,9 @@ class Run:
             status = host.main([])  # parse_args is a hook: the arguments are parsed already
         except stopping.Stopped as stopped:
             if self.args.rank == 0:
-                self.log.end("stopped", f"Step {stopped.step} of epoch {stopped.epoch} was the last.")
+                self.log.end(
+                    "stopped", f"Step {stopped.step} of epoch {stopped.epoch} was the last."
+                )
                 self._leave(stopped)
             self.preemption.wait_for_all()
             raise
@@ -206,11 +226,15 @@ class Run:
         if not stopped.saved:
             return
         if stopped.asked == stopping.PREEMPTED:
-            (self.folder / REQUEUE_MARKER).write_text("start again with --resume latest\n", encoding="utf-8")
+            (self.folder / REQUEUE_MARKER).write_text(
+                "start again with --resume latest\n", encoding="utf-8"
+            )
         if self.args.remote_sync is not None:
             stopping.end_children()  # ends the process that syncs periodically
             host.remote_sync(
-                str(self.folder), os.path.join(self.args.remote_sync, self.args.name), self.args.remote_sync_protocol
+                str(self.folder),
+                os.path.join(self.args.remote_sync, self.args.name),
+                self.args.remote_sync_protocol,
             )
 
     def stopped(self, stop: stopping.Stopped, rank: int) -> int:
@@ -250,7 +274,9 @@ class Run:
             shutil.copytree(Path(spec.origin).parent, code / name, ignore=ignored)
         logging.info(f"Copied the code of {', '.join(PACKAGES)} to {code}.")
 
-    def create_model(self, model_name: str, pretrained: str | None = None, **options: Any) -> tuple[Any, Any, Any]:
+    def create_model(
+        self, model_name: str, pretrained: str | None = None, **options: Any
+    ) -> tuple[Any, Any, Any]:
         """(name, pretrained, **options) -> model, training transform, evaluation transform."""
         if self.lock is None and self.args.rank == 0 and self.args.name is not None:
             # Without --name, main has made one up; a run that is started in the same second gets the same.
@@ -273,12 +299,19 @@ class Run:
         created = model.create_model(self.config, self.args, self.model_name, pretrained, **options)
         self.model, transform_train, transform_eval, self.mixup = created
         if self.config.context_length is not None:
-            self.args.force_context_length = self.config.context_length  # main's tokenizer, and exports by params.txt
+            self.args.force_context_length = (
+                self.config.context_length
+            )  # main's tokenizer, and exports by params.txt
         if self.config.lora is not None:
             self.entries = {**self.entries, ENTRY: lora_entry(self.model, self.config.lora)}
         if self.own_step:
             model.check_contrastive(self.model, self.args.model)
-        if self.config.active and self.args.rank == 0 and self.args.train_data and self.args.logs.lower() != "none":
+        if (
+            self.config.active
+            and self.args.rank == 0
+            and self.args.train_data
+            and self.args.logs.lower() != "none"
+        ):
             checkpointing.require_room(self.folder, self.model)
         return self.model, transform_train, transform_eval
 
@@ -295,20 +328,31 @@ class Run:
         self.optimizer = model.create_adamw(self.model, self.config, self.args.wd, **options)
         return self.optimizer
 
-    def cosine_lr(self, optimizer: torch.optim.Optimizer, base_lr: float, warmup_length: int, steps: int, **_: Any):
+    def cosine_lr(
+        self,
+        optimizer: torch.optim.Optimizer,
+        base_lr: float,
+        warmup_length: int,
+        steps: int,
+        **_: Any,
+    ):
         """As open_clip's, where `own_schedule`."""
         share = self.config.warmup_share
         warmup = warmup_length if share is None else round(share * steps)
         return model.cosine_lr(optimizer, base_lr, warmup, steps, lr_min=self.config.lr_min or 0.0)
 
-    def get_data(self, stock: Callable[..., dict], args: argparse.Namespace, transforms, tokenizer) -> dict:
+    def get_data(
+        self, stock: Callable[..., dict], args: argparse.Namespace, transforms, tokenizer
+    ) -> dict:
         """Data by name; `stock(args)` is open_clip's own. Its training data yields batches for the loop of `train_epoch`."""
 
         def paper_transform() -> Callable[..., Any]:
             assert self.model is not None  # main makes the data after it
             return paper_transform_of(self.model.visual)
 
-        found = data.get_data(self.config, self.inputs, stock, args, transforms, tokenizer, paper_transform)
+        found = data.get_data(
+            self.config, self.inputs, stock, args, transforms, tokenizer, paper_transform
+        )
         if self.config.cache_frozen is not None and self.own_step:
             assert self.model is not None
             width = open_clip.get_model_config(self.model_name)["embed_dim"]
@@ -331,7 +375,11 @@ class Run:
         resume.require_same_function(checkpoint, self.entries.get(MODEL_ENTRY), file_path)
         resume.require_same_rates(checkpoint, self.optimizer, self.args, file_path)
         position = resume.read_position(checkpoint)
-        if position is not None and position.step and (not self.own_step or self.config.sampling is None):
+        if (
+            position is not None
+            and position.step
+            and (not self.own_step or self.config.sampling is None)
+        ):
             raise UserError(
                 f"--resume {file_path} was taken in the middle of an epoch of named sources; give the --train-data and "
                 "sampling flags it was trained with"
@@ -346,13 +394,21 @@ class Run:
             UserError: it is damaged, and the folder has no other checkpoint.
         """
         path = Path(file_path)
-        searched = self.resumes_latest and not self.args.save_most_recent  # `newest_whole` has read it already
-        damage = None if searched or not checkpointing.is_archive(path) else checkpointing.damage_of(path)
+        searched = (
+            self.resumes_latest and not self.args.save_most_recent
+        )  # `newest_whole` has read it already
+        damage = (
+            None
+            if searched or not checkpointing.is_archive(path)
+            else checkpointing.damage_of(path)
+        )
         if damage is None:
             return file_path
         other = checkpointing.newest_whole(str(path.parent)) if self.resumes_latest else None
         if other is None:
-            raise UserError(f"--resume {file_path} cannot be read as a checkpoint: the file {damage}; give a whole one")
+            raise UserError(
+                f"--resume {file_path} cannot be read as a checkpoint: the file {damage}; give a whole one"
+            )
         logging.warning(f"The file {file_path} {damage}; going on from {other}.")
         return other
 
@@ -361,7 +417,16 @@ class Run:
         return create_loss(self.config, args, self.model)
 
     def train_epoch(
-        self, stock: Callable[[], None], model, data: dict, loss, epoch: int, optimizer, scaler, scheduler, tb_writer
+        self,
+        stock: Callable[[], None],
+        model,
+        data: dict,
+        loss,
+        epoch: int,
+        optimizer,
+        scaler,
+        scheduler,
+        tb_writer,
     ) -> None:
         """Train an epoch by our step, or by `stock()`, open_clip's own loop."""
         mark = optimizer.register_step_post_hook(self._stepped)
@@ -372,7 +437,9 @@ class Run:
                         self.config, self.preemption, self.resumed, mixup=self.mixup, cache=self.cache, log=self.log,
                         entries=self.entries,
                     )  # fmt: skip
-                self.trainer(model, data, loss, epoch, optimizer, scaler, scheduler, self.args, tb_writer)
+                self.trainer(
+                    model, data, loss, epoch, optimizer, scaler, scheduler, self.args, tb_writer
+                )
             else:
                 stock()
             if self.config.active:
@@ -391,9 +458,13 @@ class Run:
     def _stepped(self, *_: Any) -> None:
         self.trained = True
 
-    def evaluate(self, stock: Callable[[dict], dict], model, data: dict, epoch: int, tb_writer, tokenizer) -> dict:
+    def evaluate(
+        self, stock: Callable[[dict], dict], model, data: dict, epoch: int, tb_writer, tokenizer
+    ) -> dict:
         """Metrics of an epoch; `stock(data)` gives open_clip's own."""
-        return evaluate.evaluate(self.config, self.args, self.log, stock, model, data, epoch, tb_writer, tokenizer)
+        return evaluate.evaluate(
+            self.config, self.args, self.log, stock, model, data, epoch, tb_writer, tokenizer
+        )
 
     def checkpoint_entry(self) -> dict[str, Any]:
         """Entries added to open_clip's epoch checkpoint: the model's config, and the position, for an exact resume."""
@@ -405,7 +476,11 @@ def words_of_main(error: Exception) -> str | None:
     """A sentence for input that open_clip's training program refuses or a file that it cannot open; else None."""
     origin = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
     own = origin.parent == Path(host.__file__).parent and origin.name != "train.py"
-    if own and isinstance(error, AssertionError | ImportError | RuntimeError | ValueError) and str(error):
+    if (
+        own
+        and isinstance(error, AssertionError | ImportError | RuntimeError | ValueError)
+        and str(error)
+    ):
         return f"open_clip: {first_line(error)}"
     return place_sentence(error)
 
@@ -423,7 +498,9 @@ def lock_folder(folder: Path, wait_seconds: float = WAIT_SECONDS) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         file.touch()
     except OSError as error:
-        raise UserError(f"the run's folder {folder} cannot be written ({error.strerror})") from error
+        raise UserError(
+            f"the run's folder {folder} cannot be written ({error.strerror})"
+        ) from error
     try:
         # A lock that is not shared with forks would be lost where this process reads the file: --remote-sync with fsspec.
         lock = partial(lock_file, file, wait=False, create=True)
@@ -437,6 +514,8 @@ def lock_folder(folder: Path, wait_seconds: float = WAIT_SECONDS) -> int:
             time.sleep(0.1)
             held = lock()
     except OSError as error:
-        logging.warning(f"{file} cannot be locked ({error}); make sure that no other process trains this run.")
+        logging.warning(
+            f"{file} cannot be locked ({error}); make sure that no other process trains this run."
+        )
         return os.open(file, os.O_RDONLY)
     return held

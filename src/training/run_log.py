@@ -109,10 +109,15 @@ class RunLog:
         if self.facts is None:
             return
         # A step from one source has no news of the other sources, whose last losses stay on show.
-        self._last = {**entries, "by_source": {**self._last.get("by_source", {}), **entries["by_source"]}}
+        self._last = {
+            **entries,
+            "by_source": {**self._last.get("by_source", {}), **entries["by_source"]},
+        }
         if self.console.progress.possible:
             self._draw(epoch, index, entries["samples_per_second"])
-        self._add("step", epoch + (index + 1) / self.facts.steps, epoch=epoch, step=index, **entries)
+        self._add(
+            "step", epoch + (index + 1) / self.facts.steps, epoch=epoch, step=index, **entries
+        )
 
     def lost(self, at: float, stats: EpochStats) -> None:
         """Record the samples delivered and lost since the epoch, or this process, began."""
@@ -142,7 +147,9 @@ class RunLog:
         ]
         own = ""
         if "loss" in self._last:
-            own = ", ".join(f"{name} {value:.3g}" for name, value in self._last["by_source"].items())
+            own = ", ".join(
+                f"{name} {value:.3g}" for name, value in self._last["by_source"].items()
+            )
             words.append(f"loss {self._last['loss']:.4g}")
         words.append(f"{rate:,.0f} samples/s")
         if "waited" in self._last:
@@ -166,7 +173,9 @@ class RunLog:
             return
         self.console.progress.end()
         if self.not_finite:
-            words = f"The loss was not a finite number in {self.not_finite:,} steps. {words}".strip()
+            words = (
+                f"The loss was not a finite number in {self.not_finite:,} steps. {words}".strip()
+            )
         record, facts = self._record, self.facts
         self.facts = None
         if record is not None:
@@ -177,9 +186,17 @@ class RunLog:
             self.doing("Writing the page of the run")
             try:
                 page = write_run_page(folder)
-            except Exception as error:  # a page must not turn a training that is done into one that failed
-                reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
-                logging.warning(f"{folder / PAGE} is not written: {reason}; `zerovl report {folder}` writes it later.")
+            except (
+                Exception
+            ) as error:  # a page must not turn a training that is done into one that failed
+                reason = (
+                    str(error)
+                    if isinstance(error, UserError)
+                    else f"{type(error).__name__}: {first_line(error)}"
+                )
+                logging.warning(
+                    f"{folder / PAGE} is not written: {reason}; `zerovl report {folder}` writes it later."
+                )
             self.console.progress.end()
         if how == "done":
             for line in self._closing(facts, page):
@@ -188,7 +205,9 @@ class RunLog:
             logging.info(f"Page of the run: {page}.")
 
     def _closing(self, facts: Facts, page: Path | None) -> list[str]:
-        lines = [f"Done: {self._steps_here:,} steps in {duration(round(time.monotonic() - self._began))}."]
+        lines = [
+            f"Done: {self._steps_here:,} steps in {duration(round(time.monotonic() - self._began))}."
+        ]
         if not self.args.save_logs:
             return lines
         folder = os.path.normpath(os.path.join(self.args.logs, self.args.name))
@@ -196,7 +215,9 @@ class RunLog:
         lines[0] += f" Checkpoint: {checkpoint}."
         if self._record is not None:
             record = read_record(folder)
-            lines += filter(None, [best_words(record["retrieval"]), accuracy_words(record["zero-shot"])])
+            lines += filter(
+                None, [best_words(record["retrieval"]), accuracy_words(record["zero-shot"])]
+            )
         if page is not None:
             lines.append(f"Page of the run: {page}.")
         lines.append(f"Next: zerovl export {checkpoint} {os.path.join(folder, 'exported')}")
@@ -265,7 +286,12 @@ class Facts:
     def loss_at_chance(self) -> float | None:
         """The loss of a model at chance, ln of the effective batch; None for losses of another form."""
         args, config = self.args, self.config
-        if getattr(args, "siglip", False) or args.distill_model or config.teacher or config.captions_images:
+        if (
+            getattr(args, "siglip", False)
+            or args.distill_model
+            or config.teacher
+            or config.captions_images
+        ):
             return None
         return math.log(args.batch_size * config.dga_steps * args.world_size)
 
@@ -282,7 +308,11 @@ def summary(facts: Facts) -> list[str]:
             "run",
             f"{facts.steps:,} steps an epoch, {args.epochs} epoch{'s' * (args.epochs != 1)}: "
             f"{facts.steps * args.epochs:,} steps"
-            + (f"; goes on after step {facts.start} of epoch {facts.epoch}" if facts.epoch or facts.start else ""),
+            + (
+                f"; goes on after step {facts.start} of epoch {facts.epoch}"
+                if facts.epoch or facts.start
+                else ""
+            ),
         ),
         ("loss", _loss(facts)),
         ("optimizer", _optimizer(facts)),
@@ -292,7 +322,10 @@ def summary(facts: Facts) -> list[str]:
     if args.log_path:
         path = os.path.normpath(args.log_path)
         said.append(
-            ("log", f"{path} has all settings, the model, and the messages not shown here (--verbose shows them)")
+            (
+                "log",
+                f"{path} has all settings, the model, and the messages not shown here (--verbose shows them)",
+            )
         )
     return [f"{label:<{_LABEL}}{text}" for label, text in said]
 
@@ -333,7 +366,9 @@ def _data(facts: Facts) -> str:
         "sequential": "one source after another",
     }
     words = f"{facts.epoch_samples:,} samples an epoch: {taken}"
-    return f"{words}; {order[facts.config.sampling or 'random']}" if len(facts.sources) > 1 else words
+    return (
+        f"{words}; {order[facts.config.sampling or 'random']}" if len(facts.sources) > 1 else words
+    )
 
 
 def _loss(facts: Facts) -> str:
@@ -341,7 +376,9 @@ def _loss(facts: Facts) -> str:
     words = [type(facts.loss).__name__]
     words += [f"in chunks of {config.loss_chunk} rows"] if config.loss_chunk else []
     words += [f"mixup {config.mixup_alpha:g}"] if config.coin_flip_mixup else []
-    words += [f"teachers {config.teacher}, weight {config.distill_weight:g}"] if config.teacher else []
+    words += (
+        [f"teachers {config.teacher}, weight {config.distill_weight:g}"] if config.teacher else []
+    )
     words += [f"token drop {config.token_drop:g}"] if config.token_drop else []
     words += [f"word augmentation {config.text_augment:g}"] if config.text_augment else []
     words += [f"frozen: {', '.join(config.freeze)}"] if config.freeze else []
@@ -352,13 +389,21 @@ def _optimizer(facts: Facts) -> str:
     args, config = facts.args, facts.config
     words = f"{args.opt}, lr {args.lr:g}, weight decay {args.wd:g}"
     if config.own_rates:
-        parts = (("image tower", config.lr_image), ("text tower", config.lr_text), ("heads", config.lr_head))
+        parts = (
+            ("image tower", config.lr_image),
+            ("text tower", config.lr_text),
+            ("heads", config.lr_head),
+        )
         words += "".join(f", of {part} {lr:g}" for part, lr in parts if lr is not None)
         words += f", x {config.layer_decay:g} a layer" if config.layer_decay is not None else ""
     words += f", betas {args.beta1:g} and {args.beta2:g}" if args.beta1 is not None else ""
     if args.skip_scheduler:
         return words
-    warm = args.warmup if config.warmup_share is None else round(config.warmup_share * facts.steps * args.epochs)
+    warm = (
+        args.warmup
+        if config.warmup_share is None
+        else round(config.warmup_share * facts.steps * args.epochs)
+    )
     floor = f" to {config.lr_min:g}" if config.lr_min else ""
     return f"{words}; {warm:,} steps of warm-up, then {args.lr_scheduler}{floor}"
 
@@ -380,9 +425,13 @@ def _saves(args: argparse.Namespace, config: AllFlags) -> str:
         return "nothing (--logs none)"
     often = []
     if config.save_every_steps:
-        often.append(f"every {config.save_every_steps:,} steps (the newest {config.keep_checkpoints} kept)")
+        often.append(
+            f"every {config.save_every_steps:,} steps (the newest {config.keep_checkpoints} kept)"
+        )
     if args.save_frequency > 0:
-        often.append("each epoch" if args.save_frequency == 1 else f"every {args.save_frequency} epochs")
+        often.append(
+            "each epoch" if args.save_frequency == 1 else f"every {args.save_frequency} epochs"
+        )
     else:
         often.append("at the end")
     where = os.path.normpath(os.path.join(args.logs, args.name, "checkpoints"))

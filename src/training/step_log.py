@@ -21,7 +21,9 @@ from training.run_log import RunLog, memory_bytes
 LOGGED_AN_EPOCH = 20  # steps, at least, whatever --log-every-n-steps
 STUCK_SHARE = 0.99  # of ln N: an epoch with a mean loss from there on has learned nothing
 JUDGED_FROM_STEP = 100  # of the run; a loss is that of chance when training begins
-LIMITING_SHARE = 0.1  # smallest share of an epoch's time spent waiting for data that the log reports
+LIMITING_SHARE = (
+    0.1  # smallest share of an epoch's time spent waiting for data that the log reports
+)
 
 
 def loader_sentence(waited: float, total: float, samples: int, workers: int) -> str | None:
@@ -85,21 +87,31 @@ class BySource:
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = list(names)
-        self._sums: torch.Tensor | None = None  # (3, S): losses, pairs, pairs with a duplicate positive
+        self._sums: torch.Tensor | None = (
+            None  # (3, S): losses, pairs, pairs with a duplicate positive
+        )
         self._with_duplicates = False
 
     def see(self, report: Report) -> None:
         """Add a step's pairs of all ranks. With one source, or without sources, nothing is recorded."""
-        if report.sources is None or report.pair_losses is None or (len(self.names) < 2 and report.duplicates is None):
+        if (
+            report.sources is None
+            or report.pair_losses is None
+            or (len(self.names) < 2 and report.duplicates is None)
+        ):
             return
         losses = report.pair_losses.float()
         self._with_duplicates = report.duplicates is not None
-        duplicates = report.duplicates.float() if report.duplicates is not None else torch.zeros_like(losses)
+        duplicates = (
+            report.duplicates.float() if report.duplicates is not None else torch.zeros_like(losses)
+        )
         if self._sums is None:
             self._sums = torch.zeros(3, len(self.names), device=losses.device)
         # Added up step by step: fp32 rounds a single loss that is added to the sum of a million (by 0.3 % on average).
         of_step = torch.zeros_like(self._sums)
-        self._sums += of_step.index_add_(1, report.sources, torch.stack([losses, torch.ones_like(losses), duplicates]))
+        self._sums += of_step.index_add_(
+            1, report.sources, torch.stack([losses, torch.ones_like(losses), duplicates])
+        )
 
     def take(self) -> tuple[dict[str, float], str]:
         """The metrics by name (`loss/SOURCE`, `duplicates/SOURCE`: a share), and words for the log line; resets the sums."""
@@ -147,7 +159,9 @@ class StepLog:
         self.losses: dict[str, AverageMeter] = {}
         self.by_source = BySource(sources)
         self.every = max(1, min(args.log_every_n_steps, steps // LOGGED_AN_EPOCH))
-        self._not_finite: torch.Tensor | float = 0.0  # losses since the last logged step; counted on the device
+        self._not_finite: torch.Tensor | float = (
+            0.0  # losses since the last logged step; counted on the device
+        )
         self.end = time.time()
         self.waited, self.counted_from, self.counted_steps = (
             0.0,
@@ -170,14 +184,18 @@ class StepLog:
         if self.counted_steps == 0:
             self.counted_from = self.end
         if self.run_log is not None:
-            self.run_log.step(self.epoch, index, self.samples_per_gpu * self.args.world_size / self.batch_time.val)
+            self.run_log.step(
+                self.epoch, index, self.samples_per_gpu * self.args.world_size / self.batch_time.val
+            )
         loss = outputs["loss"]
         finite = loss.detach().isfinite() if isinstance(loss, torch.Tensor) else math.isfinite(loss)
         self._not_finite = self._not_finite + (1.0 - finite * 1.0)
         due = index % self.every == 0 or index + 1 == self.steps
         if not due or not is_master(self.args):
             return
-        values = {key: float(value) for key, value in outputs.items()}  # the one synchronisation with the device
+        values = {
+            key: float(value) for key, value in outputs.items()
+        }  # the one synchronisation with the device
         if lost := int(self._not_finite):
             self._not_finite = 0.0
             logging.warning(
@@ -203,14 +221,21 @@ class StepLog:
             f"Data (t): {self.data_time.avg:.3f} "
             f"Batch (t): {self.batch_time.avg:.3f}, {rate:#g}/s, {per_gpu:#g}/s/gpu "
             f"LR: {lr:5f} Logit Scale: {scale:.3f} "
-            + " ".join(f"{key.capitalize()}: {meter.val:#.5g} ({meter.avg:#.5g})" for key, meter in self.losses.items())
+            + " ".join(
+                f"{key.capitalize()}: {meter.val:#.5g} ({meter.avg:#.5g})"
+                for key, meter in self.losses.items()
+            )
             + sources_line
             + f" Data wait: {waited:.0%} Memory: {memory / 2**30:.1f} GiB"
             + (f" ETA: {eta}" if eta else ""),
             extra=PROGRESS,
         )
         if self.run_log is not None:
-            by_source = {name.removeprefix("loss/"): v for name, v in of_sources.items() if name.startswith("loss/")}
+            by_source = {
+                name.removeprefix("loss/"): v
+                for name, v in of_sources.items()
+                if name.startswith("loss/")
+            }
             self.run_log.logged(
                 self.epoch,
                 index,
@@ -235,13 +260,17 @@ class StepLog:
         if index + 1 == self.steps:
             self._stuck(step)
             total, samples = self.end - self.counted_from, self.counted_steps * self.samples_per_gpu
-            sentence = loader_sentence(self.waited, total, samples, getattr(self.args, "workers", 0))
+            sentence = loader_sentence(
+                self.waited, total, samples, getattr(self.args, "workers", 0)
+            )
             if sentence is not None and self._first("loader"):
                 logging.info(f"Epoch {self.epoch}: {sentence}.")
 
     def _stuck(self, step: int) -> None:
         if self.judged and step >= JUDGED_FROM_STEP:
-            sentence = stuck_sentence(self.losses["loss"].avg, self.samples_per_gpu * self.args.world_size)
+            sentence = stuck_sentence(
+                self.losses["loss"].avg, self.samples_per_gpu * self.args.world_size
+            )
             if sentence is not None and self._first("stuck"):
                 logging.warning(f"Epoch {self.epoch}: {sentence}.")
             elif sentence is not None:

@@ -22,7 +22,12 @@ from open_clip_zerovl.shards.pictures import forget_other_formats
 from open_clip_zerovl.shards.urls import check_quotes, local_path
 from open_clip_zerovl.shards.writing import read_sizes
 
-UNPICKLED = ("pyd", "pickle", "pkl", "pth")  # by webdataset's decoder, at the sight of such a member
+UNPICKLED = (
+    "pyd",
+    "pickle",
+    "pkl",
+    "pth",
+)  # by webdataset's decoder, at the sight of such a member
 TABLES = ("csv", "tsv")  # the endings by which open_clip knows them
 
 
@@ -44,15 +49,21 @@ def check_stock_data(args: argparse.Namespace, *, training: bool) -> None:
         _check_accuracy()
     for flag, path in named.items() if not args.dataset_type.startswith("synthetic") else ():
         ending = "" if path is None else path.rsplit(".", 1)[-1]
-        if path and (args.dataset_type == "csv" or (args.dataset_type == "auto" and ending in TABLES)):
+        if path and (
+            args.dataset_type == "csv" or (args.dataset_type == "auto" and ending in TABLES)
+        ):
             _check_table(flag, path, args)
         elif path and (args.dataset_type == "webdataset" or ending == "tar"):
             _check_shards(flag, path, args)
         elif path and flag == "--train-data" and os.path.isdir(path):
-            raise UserError(f"{flag} {path} is a folder; name it to read it as a source: --train-data NAME={path}")
+            raise UserError(
+                f"{flag} {path} is a folder; name it to read it as a source: --train-data NAME={path}"
+            )
         elif path and args.dataset_type == "auto":
             advice = ", or name a source: --train-data NAME=FOLDER" * (flag == "--train-data")
-            raise UserError(f"{flag} {path} does not end in .tar, .csv or .tsv; correct the path{advice}")
+            raise UserError(
+                f"{flag} {path} does not end in .tar, .csv or .tsv; correct the path{advice}"
+            )
 
 
 def _check_accuracy() -> None:
@@ -113,7 +124,11 @@ def check_augmentation(settings: dict) -> None:
 
 def _check_shards(flag: str, path: str, args: argparse.Namespace) -> None:
     """A missing shard makes open_clip's pipeline hang; a shard that sizes.json lacks raises a bare KeyError there."""
-    weights = args.train_data_upsampling_factors if flag == "--train-data" and args.dataset_resampled else None
+    weights = (
+        args.train_data_upsampling_factors
+        if flag == "--train-data" and args.dataset_resampled
+        else None
+    )
     try:
         shards = list(expand_urls(path, weights)[0])
     except (AssertionError, ValueError) as error:
@@ -122,7 +137,11 @@ def _check_shards(flag: str, path: str, args: argparse.Namespace) -> None:
         ) from error
     for shard in shards:
         check_quotes(shard)
-    missing = [shard for shard in shards if (file := local_path(shard)) is not None and not os.path.isfile(file)]
+    missing = [
+        shard
+        for shard in shards
+        if (file := local_path(shard)) is not None and not os.path.isfile(file)
+    ]
     if missing:
         raise UserError(
             f"{len(missing)} of {len(shards)} shards of {flag} do not exist, first {missing[0]}; correct the path or the range"
@@ -131,7 +150,9 @@ def _check_shards(flag: str, path: str, args: argparse.Namespace) -> None:
     if flag != "--train-data" or args.train_num_samples is not None or local_path(folder) is None:
         return
     sizes = read_sizes(folder)
-    unknown = [shard for shard in shards if sizes is not None and os.path.basename(shard) not in sizes]
+    unknown = [
+        shard for shard in shards if sizes is not None and os.path.basename(shard) not in sizes
+    ]
     if unknown:
         raise UserError(
             f"{folder}/sizes.json does not give the number of samples of {unknown[0]}; count them with `zerovl data index "
@@ -145,8 +166,13 @@ def _check_table(flag: str, path: str, args: argparse.Namespace) -> None:
     try:
         head = pandas.read_csv(path, sep=args.csv_separator, nrows=1)
     except ValueError as error:  # pandas' own errors, and bytes that are not UTF-8
-        raise UserError(f"{flag} {path} cannot be read as a table ({error}); give one with a header line") from error
-    for option, column in (("--csv-img-key", args.csv_img_key), ("--csv-caption-key", args.csv_caption_key)):
+        raise UserError(
+            f"{flag} {path} cannot be read as a table ({error}); give one with a header line"
+        ) from error
+    for option, column in (
+        ("--csv-img-key", args.csv_img_key),
+        ("--csv-caption-key", args.csv_caption_key),
+    ):
         if column not in head:
             columns = ", ".join(repr(str(name)) for name in head.columns)
             raise UserError(
@@ -157,5 +183,9 @@ def _check_table(flag: str, path: str, args: argparse.Namespace) -> None:
     if image is None:
         raise UserError(f"{flag} {path} has no rows")
     if not os.path.isfile(image):
-        advice = f"; as a source, --train-data NAME={path}, paths are relative to the table" * (flag == "--train-data")
-        raise UserError(f"the first image of {flag} {path}, {image}, does not exist in {os.getcwd()}{advice}")
+        advice = f"; as a source, --train-data NAME={path}, paths are relative to the table" * (
+            flag == "--train-data"
+        )
+        raise UserError(
+            f"the first image of {flag} {path}, {image}, does not exist in {os.getcwd()}{advice}"
+        )

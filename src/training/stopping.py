@@ -97,7 +97,9 @@ class Preemption:
     def __enter__(self) -> Preemption:
         self._process = os.getpid()
         for number in self.SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup has it ignored
+            if (
+                number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+            ):  # nohup has it ignored
                 self._kept[number] = signal.signal(number, self._ask)
         return self
 
@@ -117,9 +119,13 @@ class Preemption:
             raise KeyboardInterrupt
         self.asked = INTERRUPTED
         if os.environ.get("RANK", "0") == "0":
-            words = "training.main: stopping after this step, to save it; Ctrl-C again ends at once\n"
+            words = (
+                "training.main: stopping after this step, to save it; Ctrl-C again ends at once\n"
+            )
             number = sys.__stderr__.fileno() if sys.__stderr__ is not None else 2
-            os.write(number, ("\n" * os.isatty(number) + words).encode())  # a terminal shows the progress line there
+            os.write(
+                number, ("\n" * os.isatty(number) + words).encode()
+            )  # a terminal shows the progress line there
 
     def agreed(self, distributed: bool) -> int:
         """0, or who asked any rank to stop. All ranks call it after the same step and get the same answer."""
@@ -182,7 +188,11 @@ def run(program: Callable[[], int]) -> NoReturn:
         sentence = sentence_of(error)
         rank = os.environ.get("RANK")
         where = f"[rank {rank}] " if rank else ""
-        say(traceback.format_exc() if sentence is None else f"{where}training.main: error: {sentence}")
+        say(
+            traceback.format_exc()
+            if sentence is None
+            else f"{where}training.main: error: {sentence}"
+        )
         status = 1
     end(status)
 
@@ -205,7 +215,11 @@ def sentence_of(error: BaseException) -> str | None:
 
 def end(status: int) -> NoReturn:
     """End this process and its children within `LIMIT_SECONDS`."""
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):  # they ask for an end, which has begun
+    for number in (
+        signal.SIGTERM,
+        signal.SIGUSR1,
+        signal.SIGHUP,
+    ):  # they ask for an end, which has begun
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_end_late, args=(status,), daemon=True).start()
@@ -217,7 +231,9 @@ def end(status: int) -> NoReturn:
 
 def end_children() -> None:
     """Kill the processes that multiprocessing has started here: loader workers, open_clip's remote sync."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error for each loader worker that dies
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_DFL
+    )  # torch's handler raises an error for each loader worker that dies
     children = multiprocessing.active_children()
     for child in children:
         child.kill()

@@ -52,14 +52,19 @@ def create_loss(
     Args:
         model: for open_clip's own function, where it takes one.
     """
-    asked = {"cross_source_weight": config.cross_source_weight, "positives": config.positives or "pair"}
+    asked = {
+        "cross_source_weight": config.cross_source_weight,
+        "positives": config.positives or "pair",
+    }
     if config.teacher is not None:
         asked |= {name: getattr(config, name) for name in ("distill_weight", "distill_temperature")}
     if args.siglip:
         if not config.changes("loss_chunk", "teacher", *asked) and config.texts_per_image == 1:
             takes_model = "model" in inspect.signature(create_stock_loss).parameters
             return create_stock_loss(args, **({"model": model} if takes_model else {}))
-        return SigmoidLoss(chunk_size=config.loss_chunk, rank=args.rank, world_size=args.world_size, **asked)
+        return SigmoidLoss(
+            chunk_size=config.loss_chunk, rank=args.rank, world_size=args.world_size, **asked
+        )
     if "detached-gather" in config.ablate and args.world_size == 1:
         logging.warning(
             "--ablate detached-gather changes nothing in one process: no feature is gathered, and gradients are right."
@@ -99,12 +104,19 @@ class Trainer:
         log: RunLog | None = None,
         entries: Mapping[str, Any] | None = None,
     ) -> None:
-        self.config, self.preemption, self.resumed, self.entries = config, preemption, resumed, entries or {}
+        self.config, self.preemption, self.resumed, self.entries = (
+            config,
+            preemption,
+            resumed,
+            entries or {},
+        )
         self.mixup, self.cache, self.log = mixup, cache, log
         self.step: RecipeStep | None = None
         self.epoch_end: Position | None = None
 
-    def __call__(self, model, data, loss, epoch, optimizer, scaler, scheduler, args, tb_writer=None) -> None:
+    def __call__(
+        self, model, data, loss, epoch, optimizer, scaler, scheduler, args, tb_writer=None
+    ) -> None:
         """Train one epoch, or the rest of it after a resume from a step checkpoint.
 
         Raises:
@@ -113,7 +125,9 @@ class Trainer:
         loader = data["train"].dataloader
         mixture = getattr(loader, "mixture", None)
         sources = getattr(mixture, "sources", ())
-        here = self._position(args, epoch, sources, mixture.preprocessing.teachers if mixture is not None else None)
+        here = self._position(
+            args, epoch, sources, mixture.preprocessing.teachers if mixture is not None else None
+        )
         first_of_process = self.step is None
         if self.step is None:
             self.step = RecipeStep(
@@ -137,14 +151,20 @@ class Trainer:
         self.preemption.training = True
         model.train()
         steps = loader.num_batches
-        start = self.resumed.start_step(here, steps) if self.resumed is not None and self.resumed.epoch == epoch else 0
+        start = (
+            self.resumed.start_step(here, steps)
+            if self.resumed is not None and self.resumed.epoch == epoch
+            else 0
+        )
         if start:
             assert self.resumed is not None
             here = self.resumed.read_on(here)
             data["train"].set_epoch(epoch, start, here.dealt)
         else:
             data["train"].set_epoch(epoch)
-        checkpoints = StepCheckpoints(args, every=self.config.save_every_steps, keep=self.config.keep_checkpoints)
+        checkpoints = StepCheckpoints(
+            args, every=self.config.save_every_steps, keep=self.config.keep_checkpoints
+        )
         log = StepLog(
             args,
             epoch,
@@ -155,7 +175,9 @@ class Trainer:
             [source.name for source in sources],
             # With these the loss of chance is another than ln N.
             judged=isinstance(loss, ContrastiveLoss)
-            and not self.config.changes("cross_source_weight", "positives", "teacher", "coin_flip_mixup")
+            and not self.config.changes(
+                "cross_source_weight", "positives", "teacher", "coin_flip_mixup"
+            )
             and self.config.texts_per_image == 1,
             run_log=self.log,
         )
@@ -165,7 +187,16 @@ class Trainer:
             bare = getattr(model, "module", model)
             resumed = args.resume if self.resumed is not None or epoch else None
             counts = (loader.num_samples, steps, epoch, start)
-            facts = Facts(args, self.config, bare, loss, counted, *counts, resumed, described_groups(optimizer))
+            facts = Facts(
+                args,
+                self.config,
+                bare,
+                loss,
+                counted,
+                *counts,
+                resumed,
+                described_groups(optimizer),
+            )
             self.log.begin(facts)
         for index, micro_batches in enumerate(self._groups(loader, start, steps), start=start):
             step = steps * epoch + index
@@ -223,7 +254,11 @@ class Trainer:
             pass
 
     def _position(
-        self, args: argparse.Namespace, epoch: int, sources: Sequence[Source], teachers: StoredTeachers | None
+        self,
+        args: argparse.Namespace,
+        epoch: int,
+        sources: Sequence[Source],
+        teachers: StoredTeachers | None,
     ) -> Position:
         config = self.config
         order = {
@@ -233,26 +268,36 @@ class Trainer:
             "--debiased-share": config.debiased_share if config.debiased_share < 1 else None,
             "--hard-negatives": _near(config.hard_negatives, sources),
             "--source-order": config.source_order,
-            "--train-data-upsampling-factors": "::".join(f"{source.weight:g}" for source in sources),
+            "--train-data-upsampling-factors": "::".join(
+                f"{source.weight:g}" for source in sources
+            ),
             "--captions": config.captions,
             "--train-num-samples": args.train_num_samples,
             "--dataset-resampled": args.dataset_resampled,
             "--teacher": None if teachers is None else teachers.digest,
         }
-        batching = Batching(args.batch_size, config.dga_steps, args.world_size, max(1, args.workers))
+        batching = Batching(
+            args.batch_size, config.dga_steps, args.world_size, max(1, args.workers)
+        )
         names = ", ".join(f"{source.name} ({source.num_samples})" for source in sources)
         return Position(epoch, 0, batching, names, order)
 
 
 def _near(share: float, sources: Sequence[Source]) -> str | None:
     """The share of --hard-negatives with a mark of each clustering; None without it."""
-    marks = " ".join(source.neighbours.digest for source in sources if source.neighbours is not None)
+    marks = " ".join(
+        source.neighbours.digest for source in sources if source.neighbours is not None
+    )
     return f"{share:g} of the clusters {marks}" if share else None
 
 
 def warn_of_equal_captions(micro_batches: Sequence[MicroBatch]) -> None:
     """Warn if more than half of a batch's captions are equal to another one."""
-    texts = [text.numpy().tobytes() for micro_batch in micro_batches for text in micro_batch[1].flatten(0, -2)]
+    texts = [
+        text.numpy().tobytes()
+        for micro_batch in micro_batches
+        for text in micro_batch[1].flatten(0, -2)
+    ]
     repeated = sum(count for count in Counter(texts).values() if count > 1)
     if 2 * repeated <= len(texts):
         return
@@ -273,7 +318,9 @@ def require_finite(model: torch.nn.Module, when: str) -> None:
     saved = model.state_dict().keys()
     bad += [buffer.isnan().any() for name, buffer in model.named_buffers() if name in saved]
     found = torch.stack(bad).any().int()
-    if torch.distributed.is_initialized():  # statistics differ between ranks; the first one's are saved
+    if (
+        torch.distributed.is_initialized()
+    ):  # statistics differ between ranks; the first one's are saved
         torch.distributed.broadcast(found, 0)
     if bool(found):
         raise UserError(
@@ -311,6 +358,8 @@ def settle_buckets(
     with buffers_kept(inner):
         with autocast():
             outputs = model(images, texts)
-        parts = [value for value in outputs.values() if isinstance(value, Tensor) and value.requires_grad]
+        parts = [
+            value for value in outputs.values() if isinstance(value, Tensor) and value.requires_grad
+        ]
         torch.stack([part.float().sum() * 0 for part in parts]).sum().backward()
     model.zero_grad(set_to_none=True)

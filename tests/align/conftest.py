@@ -11,11 +11,25 @@ import timm
 import torch
 from PIL import Image
 from timm.models._hub import save_for_hf
-from transformers import AutoConfig, AutoModel, BitImageProcessor, Dinov2Config, SiglipConfig, SiglipImageProcessor
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    BitImageProcessor,
+    Dinov2Config,
+    SiglipConfig,
+    SiglipImageProcessor,
+)
 
 from open_clip_zerovl.align.request import AlignRequest
 from support.tars import write_tar
-from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_bert, write_run
+from support.tiny_clip import (
+    CLIP_TEXT,
+    NATIVE_VISION,
+    random_model,
+    register,
+    write_bert,
+    write_run,
+)
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220)}
 PICTURES = 60  # of a source
@@ -29,7 +43,10 @@ def two_colours(rng: np.random.Generator) -> tuple[bytes, list[str]]:
     noisy = np.clip(pixels + rng.integers(-30, 30, pixels.shape), 0, 255).astype(np.uint8)
     content = io.BytesIO()
     Image.fromarray(noisy).save(content, "PNG")
-    return content.getvalue(), [f"a {above} house of {below} sun", f"the {above} tree and the {below} cat"]
+    return content.getvalue(), [
+        f"a {above} house of {below} sun",
+        f"the {above} tree and the {below} cat",
+    ]
 
 
 def write_source(folder: Path, seed: int, *, shards: int = 2, pictures: int = PICTURES) -> Path:
@@ -68,10 +85,18 @@ def home(tmp_path_factory) -> Path:
     AutoModel.from_config(Dinov2Config(mlp_ratio=2, **vision)).save_pretrained(home / "dinov2")
     crop = {"size": {"shortest_edge": 36}, "crop_size": {"height": 32, "width": 32}}
     BitImageProcessor(**crop).save_pretrained(home / "dinov2")
-    words = {**small, "intermediate_size": 64, "vocab_size": 50, "bos_token_id": 0, "eos_token_id": 1}
+    words = {
+        **small,
+        "intermediate_size": 64,
+        "vocab_size": 50,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
     both = SiglipConfig(vision_config={**vision, "intermediate_size": 64}, text_config=words)
     AutoModel.from_config(both).save_pretrained(home / "siglip")
-    SiglipImageProcessor(size={"height": 40, "width": 40}, resample=2).save_pretrained(home / "siglip")
+    SiglipImageProcessor(size={"height": 40, "width": 40}, resample=2).save_pretrained(
+        home / "siglip"
+    )
     register(home / "configs", "align-native", NATIVE_VISION, CLIP_TEXT)
     write_run(home / "native", random_model("align-native"), {"model": "align-native"})
     for seed, name in enumerate("ab"):

@@ -24,7 +24,9 @@ def test_a_step_makes_the_products_of_the_bound_and_no_other(head, flops):
     heads, rows = Heads(head, (16, 8), 8), [torch.randn(32, 16), torch.randn(32, 8)]
     counted = {}
     for name in ("products", "ours"):
-        with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _in_place}) as seen:
+        with FlopCounterMode(
+            display=False, custom_mapping={torch.ops.aten.addmm_: _in_place}
+        ) as seen:
             if name == "products":
                 bench.matrix_products(heads, rows)
             else:
@@ -33,15 +35,30 @@ def test_a_step_makes_the_products_of_the_bound_and_no_other(head, flops):
         counted[name] = seen.get_total_flops()
     assert counted["ours"] == counted["products"]
     if flops is not None:
-        assert counted["products"] == flops + 6 * 32**2 * 8  # 4 F D a row in the heads, 6 N D in the loss
+        assert (
+            counted["products"] == flops + 6 * 32**2 * 8
+        )  # 4 F D a row in the heads, 6 N D in the loss
 
 
 def test_it_times_the_three_ways(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "SECONDS", 0.0)
     bench.main(
-        ["--batches", "32", "--widths", "16,8,8", "--rounds", "1", "--device", "cpu", "--out", str(tmp_path / "o.json")]
+        [
+            "--batches",
+            "32",
+            "--widths",
+            "16,8,8",
+            "--rounds",
+            "1",
+            "--device",
+            "cpu",
+            "--out",
+            str(tmp_path / "o.json"),
+        ]
     )
     rows = json.loads((tmp_path / "o.json").read_text())["align"]
-    assert [row["way"] for row in rows] == ["products", "ours", "plain"] and rows[0]["of_the_products"] == 1.0
+    assert [row["way"] for row in rows] == ["products", "ours", "plain"] and rows[0][
+        "of_the_products"
+    ] == 1.0
     assert all(row["pairs_per_second"] > 0 and row["peak_mib"] > 0 for row in rows)
     assert "| batch | way |" in capsys.readouterr().out

@@ -65,20 +65,34 @@ def test_a_folder_of_timm_gives_timms_features(home):
 def test_an_image_processor_that_open_clip_cannot_follow_is_refused(home, settings):
     processor = AutoImageProcessor.from_pretrained(home / "siglip")
     known = {**processor.to_dict(), "do_center_crop": None, **settings}
-    with pytest.raises(UserError, match="does not resize bilinearly or bicubically to one size, scale by 1/255"):
+    with pytest.raises(
+        UserError, match="does not resize bilinearly or bicubically to one size, scale by 1/255"
+    ):
         preprocess_of(SimpleNamespace(to_dict=lambda: known))
 
 
 @pytest.mark.parametrize(
-    ("kind", "mode", "interpolation"), [("dinov2", "shortest", "bicubic"), ("siglip", "squash", "bilinear")]
+    ("kind", "mode", "interpolation"),
+    [("dinov2", "shortest", "bicubic"), ("siglip", "squash", "bilinear")],
 )
 def test_a_vision_model_of_transformers_gives_its_pooled_output_and_becomes_a_dual_encoder(
     home, tmp_path, kind, mode, interpolation
 ):
-    tower, text = open_tower(f"hf:{home / kind}", "image"), open_tower(f"hf:{home / 'bert'}", "text")
-    stock, processor = AutoModel.from_pretrained(home / kind).eval(), AutoImageProcessor.from_pretrained(home / kind)
+    tower, text = (
+        open_tower(f"hf:{home / kind}", "image"),
+        open_tower(f"hf:{home / 'bert'}", "text"),
+    )
+    stock, processor = (
+        AutoModel.from_pretrained(home / kind).eval(),
+        AutoImageProcessor.from_pretrained(home / kind),
+    )
     side = 32 if kind == "dinov2" else 40
-    cfg = {"size": [side, side], "mean": list(processor.image_mean), "std": list(processor.image_std), "mode": "RGB"}
+    cfg = {
+        "size": [side, side],
+        "mean": list(processor.image_mean),
+        "std": list(processor.image_std),
+        "mode": "RGB",
+    }
     assert tower.preprocess_cfg == {**cfg, "interpolation": interpolation, "resize_mode": mode}
     pixels = torch.randn(2, 3, side, side)
     with torch.no_grad():
@@ -89,20 +103,30 @@ def test_a_vision_model_of_transformers_gives_its_pooled_output_and_becomes_a_du
         tmp_path / "m", tower, text, Heads("linear", (32, 32), 12), "linear", (0.5, 2.0), metrics={}
     )
     dual = AutoModel.from_pretrained(folder).eval()
-    assert type(dual).__name__ == "VisionTextDualEncoderModel"  # the export itself compares its embeddings
+    assert (
+        type(dual).__name__ == "VisionTextDualEncoderModel"
+    )  # the export itself compares its embeddings
     for words in (("linear", "siglip"), ("mlp", "clip")):
-        with pytest.raises(UserError, match="logit_bias|transformers gives .* only a linear projection"):
+        with pytest.raises(
+            UserError, match="logit_bias|transformers gives .* only a linear projection"
+        ):
             check_together(tower, text, *words)
     mean = open_tower(f"hf:{home / 'bert'}", "text", text_pool="mean")
     with pytest.raises(
-        UserError, match=r"open_clip has no image tower such as hf:.*MeanPooler.*give .* --text-pool cls"
+        UserError,
+        match=r"open_clip has no image tower such as hf:.*MeanPooler.*give .* --text-pool cls",
     ):
         check_together(tower, mean, "linear", "clip")
     check_together(tower, mean, "glu", "clip")  # written without towers
 
 
 def test_a_vision_model_that_lacks_weights_or_a_pooled_vector_is_refused(home, tmp_path):
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
     vit = ViTConfig(image_size=40, patch_size=8, **sizes)
     resnet = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])
     for config, more, sentence in (
@@ -127,7 +151,9 @@ def test_a_sentence_transformer_is_pooled_as_it_says_itself(home, tmp_path, pool
     from sentence_transformers.models import Pooling, Transformer
 
     words = Transformer(str(home / "bert"), max_seq_length=20)
-    model = SentenceTransformer(modules=[words, Pooling(words.get_word_embedding_dimension(), pooling_mode=pool)])
+    model = SentenceTransformer(
+        modules=[words, Pooling(words.get_word_embedding_dimension(), pooling_mode=pool)]
+    )
     model.save(str(tmp_path / "st"))
     tower = open_tower(f"hf:{tmp_path / 'st'}", "text")
     assert tower.tokenizer.context_length == 20
@@ -136,7 +162,9 @@ def test_a_sentence_transformer_is_pooled_as_it_says_itself(home, tmp_path, pool
     assert torch.allclose(found, expected, rtol=0, atol=1e-5)
     with torch.no_grad():  # and as the exported model computes them, with all padding
         assert torch.allclose(tower.module(tower.tokenizer(TEXTS)), expected, rtol=0, atol=1e-5)
-    other = open_tower(f"hf:{tmp_path / 'st'}", "text", text_pool={"mean": "cls", "cls": "mean"}[pool])
+    other = open_tower(
+        f"hf:{tmp_path / 'st'}", "text", text_pool={"mean": "cls", "cls": "mean"}[pool]
+    )
     assert (other.frozen(CPU, amp=False).texts(TEXTS) - expected).abs().max() > 1e-2
 
 
@@ -144,11 +172,20 @@ def test_an_older_config_of_pooling_is_read(home, tmp_path):
     folder = shutil.copytree(home / "bert", tmp_path / "old")
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(
-        json.dumps({"word_embedding_dimension": 32, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True})
+        json.dumps(
+            {
+                "word_embedding_dimension": 32,
+                "pooling_mode_cls_token": False,
+                "pooling_mode_mean_tokens": True,
+            }
+        )
     )
     assert open_tower(f"hf:{folder}", "text").cfg["hf_pooler_type"] == "mean_pooler"
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "weightedmean"}))
-    with pytest.raises(UserError, match=r"pools its tokens by weightedmean, which .* --text-pool cls, mean, lasttoken"):
+    with pytest.raises(
+        UserError,
+        match=r"pools its tokens by weightedmean, which .* --text-pool cls, mean, lasttoken",
+    ):
         open_tower(f"hf:{folder}", "text")
 
 
@@ -159,14 +196,28 @@ def write_decoder(folder, config, *, padding, side="left"):
     words.pre_tokenizer = Whitespace()
     words.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     named = {"unk_token": "<unk>", "eos_token": "</s>", "pad_token": padding, "padding_side": side}
-    PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=20, **named).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=20, **named).save_pretrained(
+        folder
+    )
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"intermediate_size": 64, "max_position_embeddings": 64, "vocab_size": len(tokens), "eos_token_id": 1}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    sizes |= {
+        "intermediate_size": 64,
+        "max_position_embeddings": 64,
+        "vocab_size": len(tokens),
+        "eos_token_id": 1,
+    }
     AutoModel.from_config(config(**sizes, pad_token_id=None)).save_pretrained(folder)
     if side == "left":  # else the pooling is that of all decoders
         (folder / "1_Pooling").mkdir()
-        (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_lasttoken": True}))
+        (folder / "1_Pooling" / "config.json").write_text(
+            json.dumps({"pooling_mode_lasttoken": True})
+        )
     return folder
 
 
@@ -174,7 +225,9 @@ def write_decoder(folder, config, *, padding, side="left"):
     ("config", "padding", "side"),
     [(Qwen2Config, "</s>", "left"), (LlamaConfig, None, "right"), (MistralConfig, "<pad>", "left")],
 )
-def test_a_decoder_gives_the_last_state_of_each_text_alone_without_padding(home, tmp_path, config, padding, side):
+def test_a_decoder_gives_the_last_state_of_each_text_alone_without_padding(
+    home, tmp_path, config, padding, side
+):
     """Its padding is the token that ends a text, none, or a token of its own. In fp64; the exported model in fp32."""
     folder = write_decoder(tmp_path / "decoder", config, padding=padding, side=side)
     stock, words = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
@@ -184,7 +237,9 @@ def test_a_decoder_gives_the_last_state_of_each_text_alone_without_padding(home,
     assert (tokens[:, -1] == pad).all() and (tokens[:, 0] != pad).all()
     before = torch.stack([row.roll(int((row == pad).sum())) for row in tokens])
     with torch.no_grad():
-        states = [stock.double()(torch.tensor([words(one).input_ids])).last_hidden_state for one in TEXTS]
+        states = [
+            stock.double()(torch.tensor([words(one).input_ids])).last_hidden_state for one in TEXTS
+        ]
         alone = torch.stack([of_text[0, -1] for of_text in states])
         fp32 = text.frozen(CPU, amp=False).texts(TEXTS)
         again = open_tower(f"hf:{folder}", "text").frozen(CPU, amp=False)
@@ -202,12 +257,18 @@ def test_a_decoder_gives_the_last_state_of_each_text_alone_without_padding(home,
     model, _, tokenizer = load_model(out)
     with torch.no_grad():
         assert torch.allclose(
-            model.encode_text(tokenizer(TEXTS)).double(), heads.text.double()(alone), rtol=0, atol=1e-5
+            model.encode_text(tokenizer(TEXTS)).double(),
+            heads.text.double()(alone),
+            rtol=0,
+            atol=1e-5,
         )
     with pytest.raises(UserError, match="takes a text tower with a pooler"):
         whole_model(model)
     if padding != "<pad>":
-        with pytest.raises(UserError, match=r"a decoder without a padding token of its own.*zerovl align --text hf:"):
+        with pytest.raises(
+            UserError,
+            match=r"a decoder without a padding token of its own.*zerovl align --text hf:",
+        ):
             check_model("zerovl-ViT-B-16-BERT-base", text_model=folder)
     check_model("zerovl-ViT-B-16-BERT-base", text_model=out, context_length=20)
 
@@ -226,23 +287,36 @@ def test_towers_of_an_open_clip_model_give_its_features_before_the_projection(ho
     assert (image.kind, text.kind, image.width, text.width) == ("vit", "clip", 32, 32)
     pixels = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
-        assert torch.allclose(image.module(pixels) @ model.visual.proj, model.encode_image(pixels), rtol=0, atol=1e-6)
+        assert torch.allclose(
+            image.module(pixels) @ model.visual.proj, model.encode_image(pixels), rtol=0, atol=1e-6
+        )
         features = text.frozen(CPU, amp=False).texts(TEXTS) @ model.text_projection
         assert torch.allclose(features, model.encode_text(tokenizer(TEXTS)), rtol=0, atol=1e-5)
-    assert not torch.allclose(features.norm(dim=1), normalize(features).norm(dim=1))  # of their own length
+    assert not torch.allclose(
+        features.norm(dim=1), normalize(features).norm(dim=1)
+    )  # of their own length
     assert "proj" not in image.tensors and "text_projection" not in text.tensors
 
 
 @pytest.mark.parametrize("kind", ["mpnet", "distilbert"])
-def test_sentence_encoders_that_open_clip_has_no_entry_for_are_built_and_exported(home, tmp_path, kind):
+def test_sentence_encoders_that_open_clip_has_no_entry_for_are_built_and_exported(
+    home, tmp_path, kind
+):
     folder = tmp_path / kind
     pad, unknown, *words = (home / "bert" / "vocab.txt").read_text().splitlines()
     (tmp_path / "vocab.txt").write_text("\n".join([unknown, pad, *words]) + "\n")
     BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(folder)
     common = {"vocab_size": 100, "max_position_embeddings": 30, "pad_token_id": 1}  # as MPNet's
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
     small = {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64}
-    config = MPNetConfig(**common, **sizes) if kind == "mpnet" else DistilBertConfig(**common, **small)
+    config = (
+        MPNetConfig(**common, **sizes) if kind == "mpnet" else DistilBertConfig(**common, **small)
+    )
     torch.manual_seed(0)
     stock = AutoModel.from_config(config)
     stock.save_pretrained(folder)
@@ -252,7 +326,9 @@ def test_sentence_encoders_that_open_clip_has_no_entry_for_are_built_and_exporte
     )  # MPNet's positions begin after the padding token's number
     inputs = text.tokenizer.tokenizer(TEXTS, padding=True, return_tensors="pt")
     with torch.no_grad():
-        states = stock.eval()(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).last_hidden_state
+        states = stock.eval()(
+            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]
+        ).last_hidden_state
     mask = inputs["attention_mask"][..., None]
     expected = (states * mask).sum(dim=1) / mask.sum(dim=1)
     assert torch.allclose(text.frozen(CPU, amp=False).texts(TEXTS), expected, rtol=0, atol=1e-5)
@@ -267,7 +343,12 @@ def test_sentence_encoders_that_open_clip_has_no_entry_for_are_built_and_exporte
     [
         ("timm:{home}/timm", "text", {}, "is an image encoder of timm; give it as --image"),
         ("hf:{home}/bert", "image", {}, "the encoder hf:.*bert cannot be loaded"),
-        ("hf:{home}/bert", "text", {"context_length": 99}, "--context-length 99: .* has 32 positions"),
+        (
+            "hf:{home}/bert",
+            "text",
+            {"context_length": 99},
+            "--context-length 99: .* has 32 positions",
+        ),
         ("hf:{home}/nowhere", "text", {}, "the encoder hf:.*nowhere cannot be loaded"),
         ("timm:no_such_model", "image", {}, "the encoder timm:no_such_model cannot be loaded"),
         ("{home}/nowhere", "image", {}, "is not a model; give a folder"),
@@ -282,7 +363,8 @@ def test_a_head_or_a_pair_that_open_clip_has_no_place_for_is_refused(home, tmp_p
     checkpoint = str(home / "native" / "checkpoints" / "epoch_1.pt")
     native = open_tower(checkpoint, "image")
     with pytest.raises(
-        UserError, match="gives .* image tower only a linear projection; give --head linear, or an encoder of timm"
+        UserError,
+        match="gives .* image tower only a linear projection; give --head linear, or an encoder of timm",
     ):
         check_head("mlp", native)
     check_head("linear", native)

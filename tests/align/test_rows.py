@@ -55,9 +55,14 @@ def towers(home):
 
 def test_held_out_sets_are_named_as_for_the_other_commands(home):
     """Without a name, and as shards without the layout of CLIP_benchmark."""
-    for given, place in ((home / "held", home / "held" / "test"), (f"flat={home / 'b'}", home / "b")):
+    for given, place in (
+        (home / "held", home / "held" / "test"),
+        (f"flat={home / 'b'}", home / "b"),
+    ):
         opened = open_sources(f"a={home / 'a'}", str(given)).opened
-        assert [one.name for one in opened[1:]] == [str(given).rpartition("/")[2] if "=" not in str(given) else "flat"]
+        assert [one.name for one in opened[1:]] == [
+            str(given).rpartition("/")[2] if "=" not in str(given) else "flat"
+        ]
         assert {Path(shard).parent for shard in opened[1].shards} == {place}
     for given in ("captions.json@pictures", "pairs.csv@pictures"):
         with pytest.raises(UserError, match="align reads held-out pairs from shards"):
@@ -74,7 +79,9 @@ def test_features_are_those_of_the_tower_and_stopped_or_shared_work_ends_with_th
     monkeypatch.setattr(reading_module, "UNIT_SAMPLES", 20)
     monkeypatch.setattr(store_module, "_FLUSH_SECONDS", 0.0)
     for tower, method in zip(towers, ("images", "texts"), strict=True):
-        whole = embed_tower(tower, sources, tmp_path / "whole", AlignFlags(encode_batch=20), device=CPU)
+        whole = embed_tower(
+            tower, sources, tmp_path / "whole", AlignFlags(encode_batch=20), device=CPU
+        )
         assert whole.done.all() and (whole.rows[f"1.{method}"].array != 0).all()
         calls, stock = [], getattr(FrozenModel, method)
 
@@ -87,7 +94,9 @@ def test_features_are_those_of_the_tower_and_stopped_or_shared_work_ends_with_th
         monkeypatch.setattr(FrozenModel, method, counted)
         monkeypatch.setattr(FrozenModel, "seconds_of", lambda self, timed: (1.0, 1.0))
         with pytest.raises(KeyboardInterrupt):
-            embed_tower(tower, sources, tmp_path / "stopped", AlignFlags(encode_batch=20), device=CPU)
+            embed_tower(
+                tower, sources, tmp_path / "stopped", AlignFlags(encode_batch=20), device=CPU
+            )
         done = sum(calls[:3])
         embed_tower(tower, sources, tmp_path / "stopped", FLAGS_OF_TWO[0], device=CPU)
         stopped = embed_tower(tower, sources, tmp_path / "stopped", FLAGS_OF_TWO[1], device=CPU)
@@ -96,7 +105,14 @@ def test_features_are_those_of_the_tower_and_stopped_or_shared_work_ends_with_th
         assert sum(calls[4:]) <= count - done + 40  # at most the unit that was stopped comes again
         before = len(calls)
         said = []
-        embed_tower(tower, sources, tmp_path / "stopped", AlignFlags(encode_batch=20), device=CPU, say=said.append)
+        embed_tower(
+            tower,
+            sources,
+            tmp_path / "stopped",
+            AlignFlags(encode_batch=20),
+            device=CPU,
+            say=said.append,
+        )
         assert len(calls) == before and "its features of 140 samples are in" in said[0]
         monkeypatch.setattr(FrozenModel, method, stock)
 
@@ -149,15 +165,21 @@ def test_pairs_leave_out_lost_samples_and_copies_of_held_out_pictures():
     pictures = np.array(
         [10, 11, 0, 13, 14, 20, 20, 21, 20]
     )  # 5 is a copy of held-out ones, 2 is lost, 6 and 8 are one picture
-    captions = np.array([1, 2, 0, 4, 0, 5, 6, 7, 8, 9])  # the second caption of 1 is lost, the only one of 3, too
+    captions = np.array(
+        [1, 2, 0, 4, 0, 5, 6, 7, 8, 9]
+    )  # the second caption of 1 is lost, the only one of 3, too
     pairs = make_pairs(sources, pictures, captions, seed=0)
-    assert pairs.images.tolist() == [0, 1, 4] and pairs.sizes == [2, 1] and pairs.names == ["s0", "s1"]
+    assert (
+        pairs.images.tolist() == [0, 1, 4] and pairs.sizes == [2, 1] and pairs.names == ["s0", "s1"]
+    )
     assert pairs.texts.tolist() == [0, 1, 5] and pairs.first.tolist() == [0, 1, 2, 3]
     assert (pairs.lost, pairs.copies) == (2, 1)
     held = pairs.held_out
     assert held.images.tolist() == [6, 7] and held.texts.tolist() == [7, 9, 8]
     assert held.text_to_image.tolist() == [0, 0, 1]
-    assert pairs.words().endswith("2 without picture or caption left out; 1 whose picture is held out left out")
+    assert pairs.words().endswith(
+        "2 without picture or caption left out; 1 whose picture is held out left out"
+    )
 
 
 def test_a_share_of_the_pictures_is_held_out_by_seed_and_not_by_place():
@@ -170,27 +192,40 @@ def test_a_share_of_the_pictures_is_held_out_by_seed_and_not_by_place():
     assert len(held) == 30 and again.held_out.images.tolist() == first.held_out.images.tolist()
     assert not np.isin(ids[first.images], held).any() and len(first.images) == 270
     order = generator.permutation(300)
-    assert set(ids[order][make_pairs(sources, ids[order], captions, seed=0).held_out.images]) == set(held)
-    assert len(set(held) & set(ids[make_pairs(sources, ids, captions, seed=1).held_out.images])) < 15
+    assert set(
+        ids[order][make_pairs(sources, ids[order], captions, seed=0).held_out.images]
+    ) == set(held)
+    assert (
+        len(set(held) & set(ids[make_pairs(sources, ids, captions, seed=1).held_out.images])) < 15
+    )
     with pytest.raises(UserError, match="the data has 30 pictures, too few to hold some out"):
         make_pairs(sources, ids % 30 + 1, captions, seed=0)
 
 
-def test_features_are_scaled_to_a_mean_square_of_one_and_read_from_memory_or_the_map(sources, towers, tmp_path):
+def test_features_are_scaled_to_a_mean_square_of_one_and_read_from_memory_or_the_map(
+    sources, towers, tmp_path
+):
     store = embed_tower(towers[0], sources, tmp_path, device=CPU)
     wanted = np.arange(100)
     rows = store.rows["0.images"]
     held, mapped = (Features(rows, unit_scale(rows, wanted), CPU, room) for room in (None, 0))
     index = torch.tensor([7, 3, 7, 99])
     assert torch.equal(held[index], mapped[index])
-    assert held[torch.from_numpy(wanted)].square().mean().sqrt().item() == pytest.approx(1.0, abs=1e-5)
-    expected = torch.from_numpy(store.rows["0.images"].array[index.numpy()].astype(np.float32)) * held.scale
+    assert held[torch.from_numpy(wanted)].square().mean().sqrt().item() == pytest.approx(
+        1.0, abs=1e-5
+    )
+    expected = (
+        torch.from_numpy(store.rows["0.images"].array[index.numpy()].astype(np.float32))
+        * held.scale
+    )
     assert torch.equal(held[index], expected)
 
 
 def test_identities_are_those_that_every_tower_and_teacher_has():
     def rows(numbers):
-        return SimpleNamespace(blocks=lambda: iter(torch.tensor(numbers).split(2)), array=np.array(numbers))
+        return SimpleNamespace(
+            blocks=lambda: iter(torch.tensor(numbers).split(2)), array=np.array(numbers)
+        )
 
     stores = [
         SimpleNamespace(rows={"1.images": rows(ids)})
@@ -204,9 +239,17 @@ def test_identities_are_those_that_every_tower_and_teacher_has():
         0,
         9,
     ]  # the last has no views of the fifth, which is held out
-    taught = [rows([[[0.0, 1.0]], [[1.0, 0.0]], [[1.0, 0.0]], [[1.0, 0.0]], [[0.0, 0.0]], [[1.0, 0.0]]])]
+    taught = [
+        rows([[[0.0, 1.0]], [[1.0, 0.0]], [[1.0, 0.0]], [[1.0, 0.0]], [[0.0, 0.0]], [[1.0, 0.0]]])
+    ]
     assert shared_ids("images", stores[:1], taught).tolist() == [5, 6, 0, 8, 0]
-    assert shared_ids("images", stores[:1], taught, 4).tolist() == [5, 6, 0, 8, 9]  # the last row is of another source
+    assert shared_ids("images", stores[:1], taught, 4).tolist() == [
+        5,
+        6,
+        0,
+        8,
+        9,
+    ]  # the last row is of another source
 
 
 def test_views_are_those_of_training_and_of_a_teacher_of_the_same_data(home, sources, tmp_path):
@@ -216,22 +259,34 @@ def test_views_are_those_of_training_and_of_a_teacher_of_the_same_data(home, sou
     assert views_of(image, sources, AlignFlags(), None) is None
     trained = Sources(sources.opened[:2], 2)
     store = embed_tower(image, trained, tmp_path, flags, views=views, device=CPU)
-    assert store.rows["0.images"].array.shape == (120, 2, 32) and (store.rows["1.images"].array != 0).all()
-    features, frozen = Features(store.rows["0.images"], 1.0, CPU, None), image.frozen(CPU, amp=False)
+    assert (
+        store.rows["0.images"].array.shape == (120, 2, 32)
+        and (store.rows["1.images"].array != 0).all()
+    )
+    features, frozen = (
+        Features(store.rows["0.images"], 1.0, CPU, None),
+        image.frozen(CPU, amp=False),
+    )
     with open_tar(home / "b" / "1.tar") as tar:  # sample 45 of b: its 105th picture of both sources
         picture = Image.open(tar.extractfile("10015.png")).convert("RGB")
     with preserved():
         pixels = view_picture(views.transform, picture, seed=0, source=1, sample=45, view=1)
     expected = frozen.images(pixels[None])
-    assert torch.allclose(features[torch.tensor([105 * 2 + 1])], expected, rtol=0, atol=2e-3)  # stored in fp16
+    assert torch.allclose(
+        features[torch.tensor([105 * 2 + 1])], expected, rtol=0, atol=2e-3
+    )  # stored in fp16
     assert not torch.allclose(features[torch.tensor([105 * 2])], expected, rtol=0, atol=1e-2)
 
-    settings = TeacherSettings(views=2, image_size=32, aug_cfg=flags.aug_cfg, captions="one-per-epoch", seed=5)
+    settings = TeacherSettings(
+        views=2, image_size=32, aug_cfg=flags.aug_cfg, captions="one-per-epoch", seed=5
+    )
     data = f"a={home / 'a'}::b={home / 'b'}"
     teacher = embed_sources(data, [HashEncoder()], tmp_path / "taught", settings, progress=False)
     brought = views_of(image, sources, AlignFlags(aug_cfg=flags.aug_cfg), teacher)
     assert (brought.count, brought.seed) == (2, 5)
-    with pytest.raises(UserError, match=r"saw other pictures than this run shows: .*scale=\(0\.3, 1\.0\)"):
+    with pytest.raises(
+        UserError, match=r"saw other pictures than this run shows: .*scale=\(0\.3, 1\.0\)"
+    ):
         views_of(image, sources, AlignFlags(), teacher)
     swapped = open_sources(f"b={home / 'b'}::a={home / 'a'}", "")
     with pytest.raises(UserError, match="have the sources a, b; give --data in this order"):
@@ -244,10 +299,14 @@ def test_rows_that_are_no_numbers_are_refused(sources, towers, tmp_path):
         embed_tower(towers[1], sources, tmp_path, device=CPU)
 
 
-def test_features_beyond_half_precision_are_refused_while_they_are_made(sources, towers, tmp_path, monkeypatch):
+def test_features_beyond_half_precision_are_refused_while_they_are_made(
+    sources, towers, tmp_path, monkeypatch
+):
     stock = FrozenModel.texts
     monkeypatch.setattr(FrozenModel, "texts", lambda self, captions: stock(self, captions) * 1e6)
-    with pytest.raises(UserError, match=r"embeddings up to .*, too large for torch.float16; store them in float32"):
+    with pytest.raises(
+        UserError, match=r"embeddings up to .*, too large for torch.float16; store them in float32"
+    ):
         embed_tower(towers[1], sources, tmp_path, device=CPU)
     store = embed_tower(towers[1], sources, tmp_path, AlignFlags(dtype="float32"), device=CPU)
     assert np.isfinite(store.rows["0.texts"].array).all()
@@ -278,7 +337,10 @@ def test_identities_tell_pictures_apart():
     one = Image.fromarray(np.random.default_rng(0).integers(0, 256, (50, 60, 3), dtype=np.uint8))
     other = one.copy()
     other.putpixel((30, 30), (0, 0, 0))
-    ids = [identity(rows_module.thumbnail(picture).numpy().tobytes()) for picture in (one, one.copy(), other)]
+    ids = [
+        identity(rows_module.thumbnail(picture).numpy().tobytes())
+        for picture in (one, one.copy(), other)
+    ]
     assert ids[0] == ids[1] != ids[2] and 0 not in ids
 
 
@@ -307,7 +369,9 @@ def test_an_epoch_shows_each_sample_once_at_most_and_a_debiased_step_one_source(
     totals = seen.sum(axis=0)
     assert all(np.ptp(totals[source_of == source]) <= 1 for source in range(3))
     other, _ = epoch_order(sizes, batch, sampling=sampling, seed=4, epoch=0)
-    assert not np.array_equal(other, epoch_order(sizes, batch, sampling=sampling, seed=3, epoch=0)[0])
+    assert not np.array_equal(
+        other, epoch_order(sizes, batch, sampling=sampling, seed=3, epoch=0)[0]
+    )
 
 
 def test_captions_come_in_turn():

@@ -64,9 +64,16 @@ print(json.dumps({"image": found.image_embeds.tolist(), "text": found.text_embed
 
 
 def embeddings_of_a_stranger(folder, tmp_path, script=STRANGER):
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "no-cache"), "PYTHONPATH": ""}
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path / "no-cache"),
+        "PYTHONPATH": "",
+    }
     command = [warm.python(), "-c", script, str(folder), json.dumps(TEXTS)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -79,7 +86,9 @@ def test_the_folder_has_the_recall_of_the_training_and_a_stranger_loads_it(
 ):
     """Features in fp32: pictures and captions through the whole model rank as the stored rows through the heads."""
     said = []
-    request = request_of(tmp_path / "out", head=head, loss=loss, dtype="float32", epochs=10, batch_size=32, lr=1e-2)
+    request = request_of(
+        tmp_path / "out", head=head, loss=loss, dtype="float32", epochs=10, batch_size=32, lr=1e-2
+    )
     (result,) = run_align(request, said.append)
     folder = tmp_path / "out" / "model"
     scored = run_retrieval(Encoder(str(folder)), f"held={home / 'held'}")["held"]
@@ -91,11 +100,16 @@ def test_the_folder_has_the_recall_of_the_training_and_a_stranger_loads_it(
     model, _, tokenizer = load_model(folder)
     with torch.no_grad():
         expected = model.encode_text(tokenizer(TEXTS), normalize=True)
-        image = model.encode_image(torch.linspace(-1, 1, 3 * 160 * 160).reshape(1, 3, 160, 160), normalize=True)
+        image = model.encode_image(
+            torch.linspace(-1, 1, 3 * 160 * 160).reshape(1, 3, 160, 160), normalize=True
+        )
     assert torch.allclose(torch.tensor(found["text"]), expected, rtol=0, atol=1e-6)
     assert torch.allclose(torch.tensor(found["image"]), image, rtol=0, atol=1e-6)
     text = "\n".join(said)
-    assert "240 captions of 2 sources: a, b" in text and "120 samples; held out 20 pictures with 40 captions" in text
+    assert (
+        "240 captions of 2 sources: a, b" in text
+        and "120 samples; held out 20 pictures with 40 captions" in text
+    )
     assert f"open_clip opens it as local-dir:{folder}" in text
     record = json.loads((tmp_path / "out" / "align.json").read_text())
     assert record["pairings"][0]["metrics"] == result.outcome.metrics
@@ -104,11 +118,17 @@ def test_the_folder_has_the_recall_of_the_training_and_a_stranger_loads_it(
 
 def check_gallery(page, rsum, rgb):
     """A caption names the colours of the upper and the lower half of its picture."""
-    assert "120 samples; held out 20 pictures with 40 captions" in page and f"<td>{rsum:.1f}</td>" in page
+    assert (
+        "120 samples; held out 20 pictures with 40 captions" in page
+        and f"<td>{rsum:.1f}</td>" in page
+    )
 
     def seen(jpeg):
         picture = Image.open(BytesIO(b64decode(jpeg)))
-        return [min(rgb, key=lambda name: math.dist(rgb[name], picture.getpixel((20, y)))) for y in (10, 30)]
+        return [
+            min(rgb, key=lambda name: math.dist(rgb[name], picture.getpixel((20, y))))
+            for y in (10, 30)
+        ]
 
     shown = 0
     for card in re.findall(r"<article.*?</article>", page, re.DOTALL):
@@ -116,26 +136,43 @@ def check_gallery(page, rsum, rgb):
             captions, kind = query[1], "right" if 'class="thumb right"' in card else "missed"
         else:
             captions, kind = re.search(r'alt="(.*?)"', card)[1], ""
-        for picture in re.findall(rf'class="thumb {kind}" src="data:image/jpeg;base64,(.*?)"', card):
+        for picture in re.findall(
+            rf'class="thumb {kind}" src="data:image/jpeg;base64,(.*?)"', card
+        ):
             named = [[word for word in one.split() if word in rgb] for one in captions.split("; ")]
             assert named == [seen(picture)] * len(named)
             shown += 1
     assert shown > 10
 
 
-def test_the_command_writes_a_model_for_transformers_and_for_training(home, tmp_path, capsys, monkeypatch):
+def test_the_command_writes_a_model_for_transformers_and_for_training(
+    home, tmp_path, capsys, monkeypatch
+):
     """Native towers of open_clip: linear heads become CLIP's own projections."""
     loaded = []
-    monkeypatch.setattr(alignment, "load_model", lambda name: loaded.append(name) or load_model(name))
+    monkeypatch.setattr(
+        alignment, "load_model", lambda name: loaded.append(name) or load_model(name)
+    )
     checkpoint = str(home / "native" / "checkpoints" / "epoch_1.pt")
-    words = ["--image", checkpoint, "--text", checkpoint, "--data", f"a={home / 'a'}", "--out", str(tmp_path / "out")]
+    words = [
+        "--image",
+        checkpoint,
+        "--text",
+        checkpoint,
+        "--data",
+        f"a={home / 'a'}",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     words += ["--epochs", "2", "--batch-size", "16", "--embed-dim", "24", "--device", "cpu"]
     assert main(["align", *words]) == 0, capsys.readouterr().err
     assert loaded == [checkpoint]  # once for both towers
     out = capsys.readouterr().out
     assert "held   10% of the pictures" in out and "50 samples; held out 10 pictures" in out
     folder = tmp_path / "out" / "model"
-    assert main(["export", str(folder), str(tmp_path / "hf"), "--format", "transformers"]) == 0, capsys.readouterr().err
+    assert main(["export", str(folder), str(tmp_path / "hf"), "--format", "transformers"]) == 0, (
+        capsys.readouterr().err
+    )
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["projection_dim"] == 24
     from open_clip_zerovl.recipe.start import init_from
 
@@ -143,15 +180,28 @@ def test_the_command_writes_a_model_for_transformers_and_for_training(home, tmp_
     report = init_from(model, folder)
     assert report.left == {} and "text projection" in report.loaded
     assert main(["align", *words, "--head", "mlp"]) == 2
-    assert "takes" in (error := capsys.readouterr().err) or "only a linear projection; give --head linear" in error
+    assert (
+        "takes" in (error := capsys.readouterr().err)
+        or "only a linear projection; give --head linear" in error
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pool", "sentence"), [("cls", None), ("mean", "pools the text at the first token")])
-def test_transformers_dual_encoder_holds_linear_heads_on_its_encoders(request_of, tmp_path, capsys, pool, sentence):
+@pytest.mark.parametrize(
+    ("pool", "sentence"), [("cls", None), ("mean", "pools the text at the first token")]
+)
+def test_transformers_dual_encoder_holds_linear_heads_on_its_encoders(
+    request_of, tmp_path, capsys, pool, sentence
+):
     """Slow: `test_transformers.py` has each part."""
     run_align(request_of(tmp_path / "out", epochs=1, text_pool=pool), lambda line: None)
-    command = ["export", str(tmp_path / "out" / "model"), str(tmp_path / "hf"), "--format", "transformers"]
+    command = [
+        "export",
+        str(tmp_path / "out" / "model"),
+        str(tmp_path / "hf"),
+        "--format",
+        "transformers",
+    ]
     assert main(command) == (2 if sentence else 0)
     if sentence:
         assert sentence in capsys.readouterr().err
@@ -163,33 +213,83 @@ def test_transformers_dual_encoder_holds_linear_heads_on_its_encoders(request_of
 @pytest.mark.slow
 def test_a_training_goes_on_from_an_aligned_model(request_of, home, tmp_path):
     """All parameters, in DGA steps of one source. Slow: a training program."""
-    run_align(request_of(tmp_path / "out", epochs=30, patience=0, batch_size=32, lr=1e-2), lambda line: None)
+    run_align(
+        request_of(tmp_path / "out", epochs=30, patience=0, batch_size=32, lr=1e-2),
+        lambda line: None,
+    )
     aligned = tmp_path / "out" / "model"
-    other = shutil.copytree(aligned, tmp_path / "other") / "open_clip_model.safetensors"  # the same form, other weights
-    save_file({name: torch.rand_like(value.float()) / 10 for name, value in load_file(other).items()}, other)
+    other = (
+        shutil.copytree(aligned, tmp_path / "other") / "open_clip_model.safetensors"
+    )  # the same form, other weights
+    save_file(
+        {name: torch.rand_like(value.float()) / 10 for name, value in load_file(other).items()},
+        other,
+    )
     losses = []
     for name, start in (("aligned", ["--init-from", str(aligned)]), ("other", [])):
-        words = ["--model", f"local-dir:{other.parent}", *start, "--train-data", f"a={home / 'a'}::b={home / 'b'}"]
-        words += ["--debiased-sampling", "--batch-size", "8", "--dga-steps", "2", "--epochs", "1", "--workers", "0"]
-        words += ["--precision", "fp32", "--device", "cpu", "--lr", "1e-4", "--name", name, "--log-every-n-steps", "1"]
+        words = [
+            "--model",
+            f"local-dir:{other.parent}",
+            *start,
+            "--train-data",
+            f"a={home / 'a'}::b={home / 'b'}",
+        ]
+        words += [
+            "--debiased-sampling",
+            "--batch-size",
+            "8",
+            "--dga-steps",
+            "2",
+            "--epochs",
+            "1",
+            "--workers",
+            "0",
+        ]
+        words += [
+            "--precision",
+            "fp32",
+            "--device",
+            "cpu",
+            "--lr",
+            "1e-4",
+            "--name",
+            name,
+            "--log-every-n-steps",
+            "1",
+        ]
         command = [warm.python(), "-m", "open_clip_zerovl.cli", "train", *words]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
         log = (tmp_path / "logs" / name / "out.log").read_text()
         losses.append(float(re.findall(r"Contrastive_loss: ([\d.]+)", log)[0]))
-        assert len(re.findall(r"tensors  loaded", log)) == (5 if start else 0)  # both towers and projections, the scale
+        assert len(re.findall(r"tensors  loaded", log)) == (
+            5 if start else 0
+        )  # both towers and projections, the scale
     assert losses[0] < math.log(16) - 0.4 < losses[1]
-    before, after = (load_model(str(one))[0] for one in (aligned, tmp_path / "logs/aligned/checkpoints/epoch_1.pt"))
-    moved = {name for name, value in after.state_dict().items() if not torch.equal(value, before.state_dict()[name])}
+    before, after = (
+        load_model(str(one))[0]
+        for one in (aligned, tmp_path / "logs/aligned/checkpoints/epoch_1.pt")
+    )
+    moved = {
+        name
+        for name, value in after.state_dict().items()
+        if not torch.equal(value, before.state_dict()[name])
+    }
     assert all(
-        any(name.startswith(part) for name in moved) for part in ("visual.trunk", "visual.head", "text.transformer")
+        any(name.startswith(part) for name in moved)
+        for part in ("visual.trunk", "visual.head", "text.transformer")
     )
 
 
 def test_vision_models_of_transformers_become_its_dual_encoder(request_of, home, tmp_path):
     """Held-out pictures and captions through the whole model rank as the stored rows through the heads."""
     said = []
-    given = {"images": (f"hf:{home / 'dinov2'}",), "text_pool": "cls", "dtype": "float32", "lr": 1e-2}
+    given = {
+        "images": (f"hf:{home / 'dinov2'}",),
+        "text_pool": "cls",
+        "dtype": "float32",
+        "lr": 1e-2,
+    }
     (result,) = run_align(request_of(tmp_path / "out", **given), said.append)
     folder = tmp_path / "out" / "model"
     assert sum("transformers' AutoModel and AutoProcessor open it" in line for line in said) == 2
@@ -200,18 +300,25 @@ def test_vision_models_of_transformers_become_its_dual_encoder(request_of, home,
         for name in sorted(tar.getnames()):
             content = tar.extractfile(name).read()
             if name.endswith(".png"):
-                pixels.append(normalize(frozen.eye(Image.open(BytesIO(content)))[None], frozen.mean, frozen.std))
+                pixels.append(
+                    normalize(
+                        frozen.eye(Image.open(BytesIO(content)))[None], frozen.mean, frozen.std
+                    )
+                )
             else:
                 mask += content.decode().splitlines()
                 links += [len(pixels) - 1] * 2
     tokens = tokenizer(mask)
     with torch.no_grad():
-        found = dual(input_ids=tokens, attention_mask=(tokens != 0).long(), pixel_values=torch.cat(pixels))
+        found = dual(
+            input_ids=tokens, attention_mask=(tokens != 0).long(), pixel_values=torch.cat(pixels)
+        )
     scored = retrieval_metrics(found.image_embeds, found.text_embeds, links)
     for name in ("rsum", "image_to_text_R@1", "text_to_image_R@5"):
         assert scored[name] == pytest.approx(result.outcome.metrics[name], abs=1e-5)
     with pytest.raises(
-        UserError, match=r"model has other heads than this call, or is for another library; give another"
+        UserError,
+        match=r"model has other heads than this call, or is for another library; give another",
     ):
         run_align(request_of(tmp_path / "out"), said.append)
 
@@ -228,30 +335,45 @@ def test_transformers_opens_the_dual_encoder_without_this_package(request_of, ho
         image = heads.image(tower(pixels) * task.images.scale)
         text = heads.text(result.text.module(result.text.tokenizer(TEXTS)) * task.texts.scale)
     for own, name in ((image, "image"), (text, "text")):
-        assert torch.allclose(torch.tensor(found[name]), torch.nn.functional.normalize(own, dim=-1), rtol=0, atol=1e-5)
+        assert torch.allclose(
+            torch.tensor(found[name]), torch.nn.functional.normalize(own, dim=-1), rtol=0, atol=1e-5
+        )
 
 
-def test_heads_learn_from_a_teacher_of_the_same_views_and_captions(request_of, home, tmp_path, monkeypatch):
+def test_heads_learn_from_a_teacher_of_the_same_views_and_captions(
+    request_of, home, tmp_path, monkeypatch
+):
     """Each step's rows, found again in the stores, are of the same samples, views and captions as the teacher's."""
     checkpoint, seen = str(home / "native" / "checkpoints" / "epoch_1.pt"), []
     settings = TeacherSettings(views=3, image_size=32, captions="one-per-epoch")
     data = f"a={home / 'a'}::b={home / 'b'}"
     teacher = embed_sources(data, [HashEncoder()], tmp_path / "taught", settings, progress=False)
     stock = train_module.take_step
-    monkeypatch.setattr(train_module, "take_step", lambda *given: seen.append(given) or stock(*given))
+    monkeypatch.setattr(
+        train_module, "take_step", lambda *given: seen.append(given) or stock(*given)
+    )
     given = {"images": (checkpoint,), "texts": (checkpoint,), "teacher": str(tmp_path / "taught")}
     (result,) = run_align(request_of(tmp_path / "out", epochs=4, **given), lambda line: None)
     shown = set()
     for _, _, _, rows, _, ((images, texts),) in seen:
-        for side, kind, own, theirs in (("views", "images", rows[0], images), ("texts", "texts", rows[1], texts)):
+        for side, kind, own, theirs in (
+            ("views", "images", rows[0], images),
+            ("texts", "texts", rows[1], texts),
+        ):
             features = getattr(result.task, side)
             count = math.prod(features._places)
             stored = features[torch.arange(count)]
-            number = torch.cdist(own, stored, compute_mode="donot_use_mm_for_euclid_dist").argmin(dim=1)
+            number = torch.cdist(own, stored, compute_mode="donot_use_mm_for_euclid_dist").argmin(
+                dim=1
+            )
             assert torch.equal(stored[number], own)
             taught = teacher.rows[f"0.{kind}"][:].reshape(-1, 6).float()
             same = (taught[:count] == theirs[:, None]).all(dim=2)  # captions occur several times
-            assert all(same[pair, n] for pair, n in enumerate(number)) if kind == "images" else same.any(dim=1).all()
+            assert (
+                all(same[pair, n] for pair, n in enumerate(number))
+                if kind == "images"
+                else same.any(dim=1).all()
+            )
             shown |= set(number.tolist()) if kind == "images" else set()
     assert {number % 3 for number in shown} == {0, 1, 2}
 
@@ -260,31 +382,48 @@ def test_gated_heads_are_kept_and_refused_for_stock_by_name(request_of, tmp_path
     said = []
     (tmp_path / "out" / "model").mkdir(parents=True)
     with pytest.raises(
-        UserError, match=r"out/model has other heads than this call, or is for another library; give another --out"
+        UserError,
+        match=r"out/model has other heads than this call, or is for another library; give another --out",
     ):
         run_align(request_of(tmp_path / "out", head="glu"), said.append)
     (tmp_path / "out" / "model").rmdir()
     (result,) = run_align(request_of(tmp_path / "out", head="glu"), said.append)
     assert not (tmp_path / "out" / "model").exists()
-    assert sum("no tower of open_clip has a gated head" in line and "train --head mlp" in line for line in said) == 2
+    assert (
+        sum(
+            "no tower of open_clip has a gated head" in line and "train --head mlp" in line
+            for line in said
+        )
+        == 2
+    )
     with safe_open(tmp_path / "out" / "heads.safetensors", "pt") as file:
         assert file.metadata()["head"] == "glu"
-        assert torch.equal(file.get_tensor("image.gate.weight"), result.outcome.heads.image.gate.weight)
+        assert torch.equal(
+            file.get_tensor("image.gate.weight"), result.outcome.heads.image.gate.weight
+        )
 
 
-def test_a_sweep_ranks_the_pairings_and_a_second_run_reads_the_rows(request_of, home, tmp_path, monkeypatch):
+def test_a_sweep_ranks_the_pairings_and_a_second_run_reads_the_rows(
+    request_of, home, tmp_path, monkeypatch
+):
     checkpoint = str(home / "native" / "checkpoints" / "epoch_1.pt")
     images = (f"timm:{home / 'timm'}", checkpoint)
     texts = (f"hf:{home / 'bert'}", checkpoint)
     said = []
-    request = request_of(tmp_path / "out", images=images, texts=texts, seeds=2, debiased_sampling=True)
+    request = request_of(
+        tmp_path / "out", images=images, texts=texts, seeds=2, debiased_sampling=True
+    )
     results = run_align(request, said.append)
-    assert {(one.image.name, one.text.name) for one in results} == {(a, b) for a in images for b in texts}
+    assert {(one.image.name, one.text.name) for one in results} == {
+        (a, b) for a in images for b in texts
+    }
     scores = [one.rsum for one in results]
     assert scores == sorted(scores, reverse=True)
     for one in results:
         assert (
-            one.interval[0] <= one.rsum <= one.interval[1] and max(one.of_seeds) == one.rsum and len(one.of_seeds) == 2
+            one.interval[0] <= one.rsum <= one.interval[1]
+            and max(one.of_seeds) == one.rsum
+            and len(one.of_seeds) == 2
         )
     verdict = next(line for line in said if "Best: " in line)
     assert f"Best: {results[0].name}" in verdict and f"before {results[1].name}" in verdict
@@ -292,14 +431,20 @@ def test_a_sweep_ranks_the_pairings_and_a_second_run_reads_the_rows(request_of, 
     page = (tmp_path / "out" / "align.html").read_text()
     assert all(f"{one.rsum:.1f}" in page for one in results) and page.count("data:image/png") == 2
     model, _, _ = load_model(tmp_path / "out" / "model")
-    assert model.visual(torch.zeros(1, 3, *results[0].image.preprocess_cfg["size"])).shape == (1, 16)
+    assert model.visual(torch.zeros(1, 3, *results[0].image.preprocess_cfg["size"])).shape == (
+        1,
+        16,
+    )
 
     def encoded(*_):
         raise AssertionError("the rows are stored")
 
     monkeypatch.setattr(FrozenModel, "_encoded", encoded)
     said.clear()
-    run_align(request_of(tmp_path / "other", images=images, texts=texts, head="linear", lr=1e-2), said.append)
+    run_align(
+        request_of(tmp_path / "other", images=images, texts=texts, head="linear", lr=1e-2),
+        said.append,
+    )
     assert sum("its features of 140 samples are in" in line for line in said) == 4
 
 
@@ -319,9 +464,17 @@ def test_encoders_are_shown_without_the_folders_that_all_have(names, shown):
 
 def test_a_training_with_other_held_out_pictures_is_another_training(request_of, tmp_path):
     """Seed 1 of two seeds from 0 on was trained on pictures that a call with --seed 1 holds out."""
-    run_align(request_of(tmp_path / "out", held_out="", rows=tmp_path / "rows", seeds=2), lambda line: None)
-    (again,) = run_align(request_of(tmp_path / "out", held_out="", rows=tmp_path / "rows", seed=1), lambda line: None)
-    (alone,) = run_align(request_of(tmp_path / "alone", held_out="", rows=tmp_path / "rows", seed=1), lambda line: None)
+    run_align(
+        request_of(tmp_path / "out", held_out="", rows=tmp_path / "rows", seeds=2),
+        lambda line: None,
+    )
+    (again,) = run_align(
+        request_of(tmp_path / "out", held_out="", rows=tmp_path / "rows", seed=1), lambda line: None
+    )
+    (alone,) = run_align(
+        request_of(tmp_path / "alone", held_out="", rows=tmp_path / "rows", seed=1),
+        lambda line: None,
+    )
     assert again.outcome.scores == alone.outcome.scores and again.rsum == alone.rsum
 
 
@@ -336,10 +489,13 @@ def test_parts_are_encoded_by_several_calls(request_of, tmp_path, monkeypatch):
             assert run_align(request_of(tmp_path / "out", rows=None, part=part), said.append) == []
             if number == 0:
                 with pytest.raises(
-                    UserError, match="--part 1/3 is for a single process, and torchrun has 2: leave it out"
+                    UserError,
+                    match="--part 1/3 is for a single process, and torchrun has 2: leave it out",
                 ):
                     run_align(request_of(tmp_path / "out", rows=None, part=(1, 3)), said.append)
-        assert said[-1].startswith(f"part {number}/2 is encoded") and not any("its features" in line for line in said)
+        assert said[-1].startswith(f"part {number}/2 is encoded") and not any(
+            "its features" in line for line in said
+        )
     run_align(request_of(tmp_path / "out", rows=None), said.append)
     assert sum("its features of 140 samples are in" in line for line in said) == 2
 
@@ -347,14 +503,20 @@ def test_parts_are_encoded_by_several_calls(request_of, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"train_data": "a={home}/a", "debiased_sampling": True}, "needs several sources, and the data has one: a"),
+        (
+            {"train_data": "a={home}/a", "debiased_sampling": True},
+            "needs several sources, and the data has one: a",
+        ),
         (
             {"cross_source_weight": 0.5, "debiased_sampling": True},
             "--cross-source-weight needs batches of several sources",
         ),
         ({"lr": 0.0}, "--lr 0.0 is out of range"),
         ({"feature_mixup": 1.0, "positives": "both"}, "--feature-mixup needs --positives pair"),
-        ({"views": 2, "teacher": "taught"}, "--views needs no --teacher, which brings its own views"),
+        (
+            {"views": 2, "teacher": "taught"},
+            "--views needs no --teacher, which brings its own views",
+        ),
         ({"distill_weight": 0.5}, "--distill-weight needs --teacher"),
         ({"batch_size": 1000}, "fewer than one effective batch of 1000"),
         ({"images": ("timm:nowhere",)}, "the encoder timm:nowhere cannot be loaded"),
@@ -367,7 +529,10 @@ def test_what_cannot_be_aligned_is_refused_before_anything_is_encoded(
         raise AssertionError("refused too late")
 
     monkeypatch.setattr(alignment, "embed_tower", encoded)
-    given = {key: value.format(home=home) if isinstance(value, str) else value for key, value in changes.items()}
+    given = {
+        key: value.format(home=home) if isinstance(value, str) else value
+        for key, value in changes.items()
+    }
     with pytest.raises(UserError, match=sentence):
         run_align(request_of(tmp_path / "out", **given), lambda line: None)
 
@@ -378,6 +543,15 @@ def test_cut_captions_and_rows_on_the_disk_are_announced(request_of, tmp_path, m
     monkeypatch.setattr(alignment, "local_path", lambda shard: None)
     run_align(request_of(tmp_path / "out", rows=None, context_length=8), said.append)
     page = (tmp_path / "out" / "align.html").read_text()
-    assert "The held-out pictures lie on a server and are not shown." in page and "image/jpeg" not in page
+    assert (
+        "The held-out pictures lie on a server and are not shown." in page
+        and "image/jpeg" not in page
+    )
     assert any("120 of 240 captions are longer than its 8 tokens" in line for line in said)
-    assert sum("does not fit in memory: each step reads its rows from the disk" in line for line in said) == 2
+    assert (
+        sum(
+            "does not fit in memory: each step reads its rows from the disk" in line
+            for line in said
+        )
+        == 2
+    )

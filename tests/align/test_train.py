@@ -41,7 +41,14 @@ RECIPE = Recipe(
     head="linear", embed_dim=12, loss="clip", positives="pair", cross_source_weight=1.0,
     batch_size=8, epochs=8, lr=1e-2, wd=1e-4, warmup_share=0.1, patience=0, seed=3,
 )  # fmt: skip
-TEXTS = ["a red house", "the blue cat", "a red house", "green sun of the moon", "a big tree", "the small dog"]
+TEXTS = [
+    "a red house",
+    "the blue cat",
+    "a red house",
+    "green sun of the moon",
+    "a big tree",
+    "the small dog",
+]
 SCALES = (0.5, 2.0)  # powers of two: folding them into the weights rounds nothing
 
 
@@ -60,24 +67,42 @@ def test_the_heads_gradient_is_that_of_a_step_with_frozen_towers(
     home, tmp_path, head, loss, positives, cross_source_weight, debiased, taught
 ):
     """In fp64: towers once and heads on their features, against DGA with two micro-batches through the exported model."""
-    order, of_step = epoch_order((7, 6), 6, sampling="debiased" if debiased else "random", seed=3, epoch=0)
+    order, of_step = epoch_order(
+        (7, 6), 6, sampling="debiased" if debiased else "random", seed=3, epoch=0
+    )
     batch = order[0]
     assert (len(set((batch >= 7).tolist())) == 1) == debiased == (of_step[0] != MIXED)
-    image, text = open_tower(f"timm:{home / 'timm'}", "image"), open_tower(f"hf:{home / 'bert'}", "text")
+    image, text = (
+        open_tower(f"timm:{home / 'timm'}", "image"),
+        open_tower(f"hf:{home / 'bert'}", "text"),
+    )
     heads = Heads(head, (image.width, text.width), 12, loss, seed=1)
     folder = export_aligned(tmp_path / "m", image, text, heads, head, SCALES, metrics={})
-    recipe = replace(RECIPE, loss=loss, head=head, positives=positives, cross_source_weight=cross_source_weight)
+    recipe = replace(
+        RECIPE, loss=loss, head=head, positives=positives, cross_source_weight=cross_source_weight
+    )
     recipe = replace(recipe, teacher="stored" if taught else None, distill_weight=0.7)
     criterion = make_loss(recipe)
     teachers = [(normalize(torch.randn(6, 5), dim=1), normalize(torch.randn(6, 5), dim=1))] * taught
-    pixels = torch.randn(13, 3, 160, 160, dtype=torch.float64, generator=torch.Generator().manual_seed(0))[batch]
+    pixels = torch.randn(
+        13, 3, 160, 160, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )[batch]
     tokens = text.tokenizer([TEXTS[number % 6] for number in batch])
-    of_sample = {"source": np.arange(13) >= 7, "caption": np.arange(13) % 6 % 5, "image": np.arange(13) // 2}
+    of_sample = {
+        "source": np.arange(13) >= 7,
+        "caption": np.arange(13) % 6 % 5,
+        "image": np.arange(13) // 2,
+    }
     ids = {name: torch.from_numpy(numbers[batch]).long() for name, numbers in of_sample.items()}
-    assert all(len(ids[name].unique()) < 6 for name in ("caption", "image"))  # with positives to find
+    assert all(
+        len(ids[name].unique()) < 6 for name in ("caption", "image")
+    )  # with positives to find
     heads.double()
     with torch.no_grad():
-        features = image.module.double()(pixels) * SCALES[0], text.module.double()(tokens) * SCALES[1]
+        features = (
+            image.module.double()(pixels) * SCALES[0],
+            text.module.double()(tokens) * SCALES[1],
+        )
     value = backward(heads, criterion, features, ids, teachers)
 
     model, _, _ = load_model(folder)
@@ -85,12 +110,17 @@ def test_the_heads_gradient_is_that_of_a_step_with_frozen_towers(
     model.output_dict = True
     freeze(model, ["image", "text"], projection=False)
     step = DecoupledGradientAccumulation(model, criterion)
-    losses = step.backward([(pixels[:4], tokens[:4]), (pixels[4:], tokens[4:])], ids=ids, teacher_features=teachers)
-    assert float(losses["contrastive_loss"] if isinstance(losses, dict) else losses) == pytest.approx(
-        float(value), abs=1e-6
+    losses = step.backward(
+        [(pixels[:4], tokens[:4]), (pixels[4:], tokens[4:])], ids=ids, teacher_features=teachers
     )
+    assert float(
+        losses["contrastive_loss"] if isinstance(losses, dict) else losses
+    ) == pytest.approx(float(value), abs=1e-6)
 
-    found = {"logit_scale": heads.logit_scale.grad, "logit_bias": getattr(heads.logit_bias, "grad", None)}
+    found = {
+        "logit_scale": heads.logit_scale.grad,
+        "logit_bias": getattr(heads.logit_bias, "grad", None),
+    }
     towers = {"image": model.visual.head, "text": model.text.proj}
     for side, scale in zip(towers, SCALES, strict=True):
         theirs = [p.grad for p in towers[side].parameters()]
@@ -129,11 +159,15 @@ def task():
     generator = torch.Generator().manual_seed(0)
     common = torch.randn(100, 8, generator=generator)
     sides = [common @ torch.randn(8, width, generator=generator) for width in (16, 10)]
-    texts = torch.cat([sides[1], sides[1] + 0.1 * torch.randn(100, 10, generator=generator)])  # two captions each
+    texts = torch.cat(
+        [sides[1], sides[1] + 0.1 * torch.randn(100, 10, generator=generator)]
+    )  # two captions each
     rows = np.stack([np.arange(80), np.arange(80) + 100], axis=1).ravel()
     held = HeldOut(np.arange(80, 100), np.arange(80, 100), np.arange(20))
     pairs = Pairs(np.arange(80), rows, np.arange(0, 161, 2), [48, 32], ["a", "b"], held, 0, 0)
-    return Task(pairs, MadeUp(sides[0]), MadeUp(texts), np.arange(1, 101), np.arange(1, 201), CPU, "made up")
+    return Task(
+        pairs, MadeUp(sides[0]), MadeUp(texts), np.arange(1, 101), np.arange(1, 201), CPU, "made up"
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,7 +183,9 @@ def task():
 def test_a_training_that_was_killed_goes_on_to_the_same_bits(task, tmp_path, monkeypatch, changes):
     if "teacher" in changes:  # and two views
         task.views = MadeUp(task.images.rows.repeat_interleave(2, dim=0) + 0.1, per_sample=2)
-        task.teachers = [tuple(MadeUp(normalize(side.rows[:, :10], dim=1)) for side in (task.views, task.texts))]
+        task.teachers = [
+            tuple(MadeUp(normalize(side.rows[:, :10], dim=1)) for side in (task.views, task.texts))
+        ]
     recipe = replace(RECIPE, **changes)
     whole = train_heads(task, recipe, tmp_path / "whole")
     monkeypatch.setattr(train_module, "CHECKS", 5)  # four of 8 epochs, so that the kill loses one
@@ -179,8 +215,12 @@ def test_a_training_that_was_killed_goes_on_to_the_same_bits(task, tmp_path, mon
     assert len(calls) > finished and other.scores != whole.scores
 
 
-@pytest.mark.parametrize(("before", "after", "taken"), [(3, None, 3), (3, 5, 3), (None, 3, 3), (5, 3, 3)])
-def test_a_resumed_training_keeps_its_chunk_where_memory_allows(task, tmp_path, monkeypatch, before, after, taken):
+@pytest.mark.parametrize(
+    ("before", "after", "taken"), [(3, None, 3), (3, 5, 3), (None, 3, 3), (5, 3, 3)]
+)
+def test_a_resumed_training_keeps_its_chunk_where_memory_allows(
+    task, tmp_path, monkeypatch, before, after, taken
+):
     """Chunks of another size add up in another order, so that the free memory of the day would change bits."""
     stock, chunks = train_module.make_loss, []
 
@@ -205,27 +245,35 @@ def test_a_damaged_state_is_a_sentence(task, tmp_path):
     state = tmp_path / "state.pt"
     for content in (state.read_bytes()[:500], b"no state"):
         state.write_bytes(content)
-        with pytest.raises(UserError, match=r"state.pt cannot be read .*; remove it to train from the beginning"):
+        with pytest.raises(
+            UserError, match=r"state.pt cannot be read .*; remove it to train from the beginning"
+        ):
             train_heads(task, RECIPE, tmp_path)
 
 
 def test_training_finds_what_the_two_sides_share_and_keeps_the_best_check(task, tmp_path):
     checked = []
-    outcome = train_heads(task, replace(RECIPE, epochs=39), tmp_path, checked=lambda *one: checked.append(one))
+    outcome = train_heads(
+        task, replace(RECIPE, epochs=39), tmp_path, checked=lambda *one: checked.append(one)
+    )
     assert (
         len(checked) == 20
         and checked == outcome.scores
         and outcome.metrics["rsum"] == max(score for _, score, _ in checked)
     )
     assert outcome.metrics["rsum"] > 400  # chance is 160
-    assert {epoch: score for epoch, score, _ in checked}[outcome.best_epoch] == outcome.metrics["rsum"]
+    assert {epoch: score for epoch, score, _ in checked}[outcome.best_epoch] == outcome.metrics[
+        "rsum"
+    ]
 
 
 def test_each_pair_is_in_one_mixed_pair_whose_sides_have_one_weight(task, tmp_path, monkeypatch):
     seen = []
 
     def kept(recipe):
-        monkeypatch.setattr(train_module, "take_step", lambda *given: seen.append(given[3]) or torch.zeros(()))
+        monkeypatch.setattr(
+            train_module, "take_step", lambda *given: seen.append(given[3]) or torch.zeros(())
+        )
         train_heads(task, replace(recipe, epochs=1), tmp_path / str(recipe.feature_mixup))
 
     kept(RECIPE)
@@ -236,7 +284,9 @@ def test_each_pair_is_in_one_mixed_pair_whose_sides_have_one_weight(task, tmp_pa
         halves = [one.chunk(2) for one in own]
         share = ((found[0] - halves[0][0]).norm() / (halves[0][1] - halves[0][0]).norm()).item()
         for (first, second), mixed_rows in zip(halves, found, strict=True):
-            assert torch.allclose(mixed_rows, (1 - share) * first + share * second, rtol=0, atol=1e-5)
+            assert torch.allclose(
+                mixed_rows, (1 - share) * first + share * second, rtol=0, atol=1e-5
+            )
         weights.append(share)
     assert len(set(weights)) == 10 and 0 <= min(weights) < 0.2 < 0.8 < max(weights) <= 1
 
@@ -245,13 +295,21 @@ def test_training_ends_where_the_held_out_recall_has_not_risen(task, tmp_path, m
     scores = iter([100.0, 200.0, 150.0, 180.0, 190.0, 500.0, 120.0])
     monkeypatch.setattr(train_module, "_score", lambda heads, task: ({}, {"rsum": next(scores)}))
     outcome = train_heads(task, replace(RECIPE, patience=3), tmp_path)
-    assert [one[:2] for one in outcome.scores] == [(1, 100.0), (2, 200.0), (3, 150.0), (4, 180.0), (5, 190.0)]
+    assert [one[:2] for one in outcome.scores] == [
+        (1, 100.0),
+        (2, 200.0),
+        (3, 150.0),
+        (4, 180.0),
+        (5, 190.0),
+    ]
     assert outcome.best_epoch == 2
 
 
 def test_a_loss_that_is_no_number_ends_with_a_sentence(task, tmp_path):
     task.images.rows[3] = torch.nan
-    with pytest.raises(UserError, match=r"the loss is not finite after epoch 1; give a lower --lr than 0\.01"):
+    with pytest.raises(
+        UserError, match=r"the loss is not finite after epoch 1; give a lower --lr than 0\.01"
+    ):
         train_heads(task, RECIPE, tmp_path)
 
 
@@ -262,7 +320,10 @@ def test_no_step_waits_for_a_gpu(loss):
         heads = to_fake_cuda(Heads("mlp", (16, 10), 12, loss))
         optimizer, criterion = make_optimizer(heads, recipe), make_loss(recipe)
         rows = [torch.empty(8, width, device="cuda:0") for width in (16, 10)]
-        ids = {name: torch.empty(8, dtype=torch.long, device="cuda:0") for name in ("source", "caption", "image")}
+        ids = {
+            name: torch.empty(8, dtype=torch.long, device="cuda:0")
+            for name in ("source", "caption", "image")
+        }
         take_step(heads, optimizer, criterion, rows, ids)  # makes the optimizer's state
         with Waits() as waits:
             take_step(heads, optimizer, criterion, rows, ids)
@@ -297,7 +358,11 @@ def test_the_batch_follows_from_device_heads_and_data(device, weights, sizes, sa
 
 
 def test_epochs_and_chunk_follow_from_steps_and_memory(monkeypatch):
-    assert [default_epochs(*one) for one in ((1000, 256), (100_000, 1024), (12_000_000, 1024))] == [200, 21, 10]
+    assert [default_epochs(*one) for one in ((1000, 256), (100_000, 1024), (12_000_000, 1024))] == [
+        200,
+        21,
+        10,
+    ]
     monkeypatch.setattr(train_module, "available_bytes", lambda device: 2**30)
     assert chunk_rows(2048, CPU) is None
     assert chunk_rows(32768, CPU) == 1024  # four matrices of 1024 x 32768 floats are half a GiB
@@ -312,15 +377,20 @@ def test_the_embeddings_have_unit_length_and_its_gradient(kind):
     rows = [torch.randn(3, width, dtype=torch.float64) for width in (6, 5)]
     rows[0][1] = 0.0
     found = heads(*rows)
-    expected = [normalize(head(x), dim=-1) for head, x in zip((heads.image, heads.text), rows, strict=True)]
+    expected = [
+        normalize(head(x), dim=-1) for head, x in zip((heads.image, heads.text), rows, strict=True)
+    ]
     weights = [torch.randn_like(one) for one in expected]
     grads = [
         torch.autograd.grad(
-            sum((one * w).sum() for one, w in zip(of, weights, strict=True)), list(heads.parameters())[1:]
+            sum((one * w).sum() for one, w in zip(of, weights, strict=True)),
+            list(heads.parameters())[1:],
         )
         for of in (found, expected)
     ]
-    assert all(torch.allclose(a, b, rtol=0, atol=1e-14) for a, b in zip(found, expected, strict=True))
+    assert all(
+        torch.allclose(a, b, rtol=0, atol=1e-14) for a, b in zip(found, expected, strict=True)
+    )
     assert all((a - b).norm() <= 1e-12 * b.norm() for a, b in zip(*grads, strict=True))
 
 

@@ -41,7 +41,9 @@ def encoder(path, **options) -> Encoder:
 
 def test_ends_are_bit_for_bit_and_the_middle_is_rounded_once(tmp_path, tiny):
     before, after = checkpoint(tmp_path / "a", tiny, 1), checkpoint(tmp_path / "b", tiny, 2)
-    folder = export_local_dir(after, tmp_path / "exported")  # the ends may be named in different ways
+    folder = export_local_dir(
+        after, tmp_path / "exported"
+    )  # the ends may be named in different ways
     ends = open_ends(encoder(before), encoder(folder))
     start, end = random_model(tiny, seed=1).state_dict(), random_model(tiny, seed=2).state_dict()
     for alpha, expected in ((0, start), (1, end)):
@@ -71,7 +73,11 @@ def test_counts_of_batches_are_those_of_the_nearer_end_and_no_end_is_changed():
 @pytest.mark.parametrize(
     ("before", "after", "sentence"),
     [
-        ({"w": torch.ones(2)}, {"w": torch.ones(3)}, r"w has the shape \(2,\) in the first and \(3,\)"),
+        (
+            {"w": torch.ones(2)},
+            {"w": torch.ones(3)},
+            r"w has the shape \(2,\) in the first and \(3,\)",
+        ),
         ({"w": torch.ones(2), "v": torch.ones(1)}, {"w": torch.ones(2)}, "v is in a and not in b"),
         ({"w": torch.ones(2)}, {"w": torch.ones(2), "v": torch.ones(1)}, "v is in b and not in a"),
         ({"w": torch.ones(2)}, {"w": torch.tensor([1.0, math.nan])}, "w of b is not finite"),
@@ -92,15 +98,31 @@ def test_a_point_outside_is_refused(alpha):
 @pytest.mark.parametrize(
     ("vision", "text", "more", "sentence"),
     [
-        ({"head_width": 8}, {}, {}, "vision_cfg.head_width of model_cfg is 16 in the first and 8 in the second"),
+        (
+            {"head_width": 8},
+            {},
+            {},
+            "vision_cfg.head_width of model_cfg is 16 in the first and 8 in the second",
+        ),
         ({}, {"heads": 4}, {}, "text_cfg.heads of model_cfg is 2 in the first and 4"),
-        ({}, {}, {"quick_gelu": True}, "quick_gelu of model_cfg is not given in the first and True"),
+        (
+            {},
+            {},
+            {"quick_gelu": True},
+            "quick_gelu of model_cfg is not given in the first and True",
+        ),
     ],
 )
-def test_another_architecture_with_the_same_shapes_is_refused_by_its_key(tmp_path, tiny, vision, text, more, sentence):
+def test_another_architecture_with_the_same_shapes_is_refused_by_its_key(
+    tmp_path, tiny, vision, text, more, sentence
+):
     # All tensors have the same names and shapes: only the config differs.
     other = register(
-        tmp_path, f"between-other-{len(str(vision))}-{len(str(text))}", NATIVE_VISION | vision, CLIP_TEXT | text, **more
+        tmp_path,
+        f"between-other-{len(str(vision))}-{len(str(text))}",
+        NATIVE_VISION | vision,
+        CLIP_TEXT | text,
+        **more,
     )
     before, after = checkpoint(tmp_path / "a", tiny, 1), checkpoint(tmp_path / "b", other, 2)
     with pytest.raises(UserError, match=sentence):
@@ -111,11 +133,15 @@ def test_a_value_that_a_config_leaves_out_is_open_clips_own(tmp_path):
     """Without `timm_pool` a trunk pools by the mean, with "" as it was trained: one tensor for another, other features."""
     bare = {key: value for key, value in TIMM_VISION.items() if key != "timm_pool"}
     pools = ({}, {"timm_pool": "avg"}, {"timm_pool": ""})
-    names = [register(tmp_path, f"between-pool-{i}", bare | own, CLIP_TEXT) for i, own in enumerate(pools)]
+    names = [
+        register(tmp_path, f"between-pool-{i}", bare | own, CLIP_TEXT)
+        for i, own in enumerate(pools)
+    ]
     runs = [encoder(checkpoint(tmp_path / name, name, 1)) for name in names]
     open_ends(runs[0], runs[1])
     with pytest.raises(
-        UserError, match="vision_cfg.timm_pool of model_cfg is avg in the first and empty in the second"
+        UserError,
+        match="vision_cfg.timm_pool of model_cfg is avg in the first and empty in the second",
     ):
         open_ends(runs[0], runs[2])
 
@@ -123,7 +149,9 @@ def test_a_value_that_a_config_leaves_out_is_open_clips_own(tmp_path):
 def test_another_transform_is_refused_by_its_key(tmp_path, tiny):
     before = checkpoint(tmp_path / "a", tiny, 1)
     after = checkpoint(tmp_path / "b", tiny, 2, image_mean=[0.5, 0.5, 0.5])
-    with pytest.raises(UserError, match=r"mean of preprocess_cfg is \[0.48.* in the first and \[0.5, 0.5, 0.5\]"):
+    with pytest.raises(
+        UserError, match=r"mean of preprocess_cfg is \[0.48.* in the first and \[0.5, 0.5, 0.5\]"
+    ):
         open_ends(encoder(before), encoder(after))
 
 
@@ -132,7 +160,8 @@ def test_hugging_face_towers_in_two_folders_and_another_vocabulary(tmp_path):
     words = ["moon", "sun", *"xyz"]
     folders.append(write_bert(tmp_path / "three", words=words + [f"w{i}" for i in range(13)]))
     names = [
-        register(tmp_path, f"between-bert-{i}", NATIVE_VISION, bert_text(folder)) for i, folder in enumerate(folders)
+        register(tmp_path, f"between-bert-{i}", NATIVE_VISION, bert_text(folder))
+        for i, folder in enumerate(folders)
     ]
     runs = [checkpoint(tmp_path / f"run{i}", name, i) for i, name in enumerate(names)]
     ends = open_ends(encoder(runs[0]), encoder(runs[1]))  # the folders are places, not architecture
@@ -146,12 +175,17 @@ def test_a_tag_of_open_clip_is_an_end(tmp_path, tiny, monkeypatch):
     file = tmp_path / "weights.pt"
     torch.save(model.state_dict(), file)
     monkeypatch.setitem(
-        open_clip.pretrained._PRETRAINED, tiny, {"mine": {"url": "", "mean": (0.5,) * 3, "std": (0.5,) * 3}}
+        open_clip.pretrained._PRETRAINED,
+        tiny,
+        {"mine": {"url": "", "mean": (0.5,) * 3, "std": (0.5,) * 3}},
     )
     monkeypatch.setattr("open_clip.factory.download_pretrained", lambda *_, **__: str(file))
     after = checkpoint(tmp_path / "b", tiny, 2, image_mean=[0.5] * 3, image_std=[0.5] * 3)
     ends = open_ends(encoder(f"{tiny}/mine"), encoder(after))
-    assert ends.spec.preprocess_cfg["mean"] == (0.5,) * 3 or list(ends.spec.preprocess_cfg["mean"]) == [0.5] * 3
+    assert (
+        ends.spec.preprocess_cfg["mean"] == (0.5,) * 3
+        or list(ends.spec.preprocess_cfg["mean"]) == [0.5] * 3
+    )
     assert torch.equal(ends.before["visual.proj"], model.state_dict()["visual.proj"])
     with pytest.raises(UserError, match="lies on the hub: download it"):
         encoder("hf-hub:somebody/model").spec()

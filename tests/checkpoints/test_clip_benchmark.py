@@ -24,11 +24,20 @@ from PIL import Image
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from support import warm
 from support.tars import add_file
-from support.tiny_clip import NATIVE_VISION, bert_text, picture, random_model, register, write_bert, write_run
+from support.tiny_clip import (
+    NATIVE_VISION,
+    bert_text,
+    picture,
+    random_model,
+    register,
+    write_bert,
+    write_run,
+)
 
 # NumPy 2.4 ended float(array of one element), which open_clip 3.3 and CLIP_benchmark 1.6.2 use in their accuracy.
 old_numpy = pytest.mark.skipif(
-    np.lib.NumpyVersion(np.__version__) >= "2.4.0", reason="open_clip 3.3's accuracy needs numpy<2.4, as setup.py asks"
+    np.lib.NumpyVersion(np.__version__) >= "2.4.0",
+    reason="open_clip 3.3's accuracy needs numpy<2.4, as setup.py asks",
 )
 
 CLASSES = ["cat", "dog", "red house", "moon"]
@@ -39,7 +48,9 @@ TEMPLATES = ["a {c}", "the small {c} with a tree"]
 def home(tmp_path_factory) -> Path:
     """`export`, a folder of a small ViT + BERT, and `set`, a classification set in CLIP_benchmark's layout."""
     home = tmp_path_factory.mktemp("home")
-    name = register(home / "configs", "test-benchmark", NATIVE_VISION, bert_text(write_bert(home / "bert")))
+    name = register(
+        home / "configs", "test-benchmark", NATIVE_VISION, bert_text(write_bert(home / "bert"))
+    )
     export_local_dir(write_run(home / "run", random_model(name), {"model": name}), home / "export")
     rng = np.random.default_rng(0)
     for split in ("train", "test"):
@@ -62,7 +73,9 @@ def clip_benchmark(home: Path, out: Path, task: str, *more: str) -> dict[str, fl
     command = [warm.python(), program, "eval", "--model", f"local-dir:{home / 'export'}", *options]
     command += ["--dataset_root", str(home / "set"), "--output", str(out), *more]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=out.parent, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=out.parent, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(out.read_text())["metrics"]
 
@@ -70,16 +83,23 @@ def clip_benchmark(home: Path, out: Path, task: str, *more: str) -> dict[str, fl
 @old_numpy
 def test_zero_shot_classification_of_an_exported_folder(tmp_path, home):
     """The program's accuracy equals that of stock open_clip's functions, called by hand."""
-    metrics = clip_benchmark(home, tmp_path / "o.json", "zeroshot_classification", "--num_workers", "0")
+    metrics = clip_benchmark(
+        home, tmp_path / "o.json", "zeroshot_classification", "--num_workers", "0"
+    )
     model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{home / 'export'}")
     tokenizer = open_clip.get_tokenizer(f"local-dir:{home / 'export'}")
     model.eval()
     with tarfile.open(home / "set" / "test" / "0.tar") as tar:
         files = {member.name: tar.extractfile(member).read() for member in tar}
-    images = torch.stack([preprocess(Image.open(io.BytesIO(files[f"{i:04d}.png"]))) for i in range(40)])
+    images = torch.stack(
+        [preprocess(Image.open(io.BytesIO(files[f"{i:04d}.png"]))) for i in range(40)]
+    )
     labels = torch.tensor([int(files[f"{i:04d}.cls"]) for i in range(40)])
     with torch.no_grad():
-        prompts = [model.encode_text(tokenizer([t.format(c=c) for t in TEMPLATES]), normalize=True) for c in CLASSES]
+        prompts = [
+            model.encode_text(tokenizer([t.format(c=c) for t in TEMPLATES]), normalize=True)
+            for c in CLASSES
+        ]
         weights = F.normalize(torch.stack([prompt.mean(dim=0) for prompt in prompts]), dim=-1)
         predicted = (model.encode_image(images, normalize=True) @ weights.T).argmax(dim=1)
     accuracy = (predicted == labels).double().mean().item()
@@ -99,7 +119,9 @@ def test_imagenet_zero_shot_of_open_clip_runs_with_bert_while_training(tmp_path,
     from training.main import main
 
     monkeypatch.setattr(zero_shot, "IMAGENET_CLASSNAMES", zero_shot.IMAGENET_CLASSNAMES[:12])
-    monkeypatch.setattr(zero_shot, "OPENAI_IMAGENET_TEMPLATES", zero_shot.OPENAI_IMAGENET_TEMPLATES[:2])
+    monkeypatch.setattr(
+        zero_shot, "OPENAI_IMAGENET_TEMPLATES", zero_shot.OPENAI_IMAGENET_TEMPLATES[:2]
+    )
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
     for label in range(12):
@@ -125,5 +147,10 @@ def test_imagenet_zero_shot_of_open_clip_runs_with_bert_while_training(tmp_path,
     given = ["--train-data", str(tmp_path / "pairs.csv"), "--imagenet-val", str(tmp_path / "val")]
     assert main([*words.split(), *given]) == 0
     assert seen[-1] == (24, 12)
-    rows = [json.loads(line) for line in (tmp_path / "logs/run/checkpoints/results.jsonl").read_text().splitlines()]
-    assert 0 <= rows[-1]["imagenet-zeroshot-val-top1"] <= rows[-1]["imagenet-zeroshot-val-top5"] <= 1
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "logs/run/checkpoints/results.jsonl").read_text().splitlines()
+    ]
+    assert (
+        0 <= rows[-1]["imagenet-zeroshot-val-top1"] <= rows[-1]["imagenet-zeroshot-val-top5"] <= 1
+    )

@@ -15,7 +15,15 @@ from open_clip_zerovl.checkpoints.convert import convert_checkpoint
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError
 from support.released import IMAGE_MODEL, TEMPERATURE, Reference, saved
-from support.tiny_clip import NATIVE_VISION, TIMM_VISION, bert_text, random_model, register, write_bert, write_run
+from support.tiny_clip import (
+    NATIVE_VISION,
+    TIMM_VISION,
+    bert_text,
+    random_model,
+    register,
+    write_bert,
+    write_run,
+)
 
 TOLERANCE = 1e-5  # the issue's bound on L2-normalised embeddings
 TEXTS = ["a small red cat", "The BIG round house, with a tree", "moon"]
@@ -31,18 +39,31 @@ def stock(folder: Path, images: torch.Tensor, texts: list[str]):
     model, _, _ = open_clip.create_model_and_transforms(f"local-dir:{folder}")
     model.eval()
     tokens = open_clip.get_tokenizer(f"local-dir:{folder}")(texts)
-    return model, model.encode_image(images, normalize=True), model.encode_text(tokens, normalize=True)
+    return (
+        model,
+        model.encode_image(images, normalize=True),
+        model.encode_text(tokens, normalize=True),
+    )
 
 
 @pytest.mark.parametrize("image_size_px", [160, 96])
-def test_a_released_checkpoint_gives_the_same_embeddings_in_stock_open_clip(tmp_path, bert, image_size_px):
+def test_a_released_checkpoint_gives_the_same_embeddings_in_stock_open_clip(
+    tmp_path, bert, image_size_px
+):
     """At timm's own size (the timm tower), and at another, which open_clip's own ViT takes over."""
     reference = Reference(bert, image_size_px)
     checkpoint = saved(tmp_path / "released.pth", reference.state_dict(), epoch=20)
     folder = convert_checkpoint(
-        checkpoint, tmp_path / "out", image_model=IMAGE_MODEL, text_model=str(bert), normalization="half", verify=True
+        checkpoint,
+        tmp_path / "out",
+        image_model=IMAGE_MODEL,
+        text_model=str(bert),
+        normalization="half",
+        verify=True,
     )
-    images = torch.randn(3, 3, image_size_px, image_size_px, generator=torch.Generator().manual_seed(1))
+    images = torch.randn(
+        3, 3, image_size_px, image_size_px, generator=torch.Generator().manual_seed(1)
+    )
     expected_image, expected_text = reference(images, TEXTS)
     model, image, text = stock(folder, images, TEXTS)
     torch.testing.assert_close(image, expected_image, rtol=0, atol=TOLERANCE)
@@ -80,9 +101,13 @@ def test_another_image_size_interpolates_the_position_embedding(tmp_path, bert, 
     resized = timm.create_model(IMAGE_MODEL, num_classes=0, img_size=image_size_px).eval()
     weights = reference.image_encoder.state_dict()
     grid = [image_size_px // 16] * 2
-    resized.load_state_dict({**weights, "pos_embed": timm.layers.resample_abs_pos_embed(weights["pos_embed"], grid)})
+    resized.load_state_dict(
+        {**weights, "pos_embed": timm.layers.resample_abs_pos_embed(weights["pos_embed"], grid)}
+    )
     reference.image_encoder = resized
-    images = torch.randn(2, 3, image_size_px, image_size_px, generator=torch.Generator().manual_seed(1))
+    images = torch.randn(
+        2, 3, image_size_px, image_size_px, generator=torch.Generator().manual_seed(1)
+    )
     model, image, text = stock(folder, images, TEXTS)
     expected_image, expected_text = reference(images, TEXTS)
     torch.testing.assert_close(image, expected_image, rtol=0, atol=TOLERANCE)
@@ -102,7 +127,9 @@ def test_what_no_embedding_depends_on_is_left_behind_and_named(tmp_path, bert):
     weights = reference.state_dict()
     weights["text_encoder.model.model.embeddings.position_ids"] = torch.arange(32)[None]
     del weights["loss.temperature"]
-    checkpoint = saved(tmp_path / "released.pth", {f"module.{key}": value for key, value in weights.items()})
+    checkpoint = saved(
+        tmp_path / "released.pth", {f"module.{key}": value for key, value in weights.items()}
+    )
     folder = convert_checkpoint(
         checkpoint, tmp_path / "out", image_model=IMAGE_MODEL, text_model=str(bert), verify=True
     )
@@ -110,21 +137,33 @@ def test_what_no_embedding_depends_on_is_left_behind_and_named(tmp_path, bert):
     for name in ("pooler.dense.weight", "pooler.dense.bias", "embeddings.position_ids"):
         assert f"text_encoder.model.model.{name}" in card
     model, _, text = stock(folder, torch.zeros(1, 3, 160, 160), TEXTS)
-    torch.testing.assert_close(text, reference(torch.zeros(1, 3, 160, 160), TEXTS)[1], rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(
+        text, reference(torch.zeros(1, 3, 160, 160), TEXTS)[1], rtol=0, atol=TOLERANCE
+    )
     assert model.logit_scale.exp().item() == pytest.approx(1 / 0.02, rel=1e-6)
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
-def test_open_clip_training_checkpoints_convert_by_params_or_by_named_towers(tmp_path, bert, prefix):
+def test_open_clip_training_checkpoints_convert_by_params_or_by_named_towers(
+    tmp_path, bert, prefix
+):
     vision = {**TIMM_VISION, "timm_proj_bias": False}
     name = register(
-        tmp_path / "configs", f"convert-timm-{prefix[1]}", vision, {**bert_text(bert), "context_length": 25}
+        tmp_path / "configs",
+        f"convert-timm-{prefix[1]}",
+        vision,
+        {**bert_text(bert), "context_length": 25},
     )
     model = random_model(name)
     checkpoint = write_run(tmp_path / "run", model, {"model": name}, prefix=prefix)
     by_params = convert_checkpoint(checkpoint, tmp_path / "by-params", verify=True)
     by_name = convert_checkpoint(
-        checkpoint, tmp_path / "by-name", image_model=name, text_model=str(bert), image_size=160, verify=True
+        checkpoint,
+        tmp_path / "by-name",
+        image_model=name,
+        text_model=str(bert),
+        image_size=160,
+        verify=True,
     )
     images = torch.randn(2, 3, 160, 160, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -138,13 +177,22 @@ def test_open_clip_training_checkpoints_convert_by_params_or_by_named_towers(tmp
 def test_a_timm_run_at_another_size_is_rescued(tmp_path, bert):
     """A model that export refuses, since open_clip cannot rebuild it, is converted to open_clip's own ViT."""
     vision = {**TIMM_VISION, "timm_proj_bias": False}
-    name = register(tmp_path / "configs", "convert-forced", vision, {**bert_text(bert), "context_length": 25})
+    name = register(
+        tmp_path / "configs", "convert-forced", vision, {**bert_text(bert), "context_length": 25}
+    )
     model = random_model(name, force_image_size=128)
     checkpoint = write_run(tmp_path / "run", model, {"model": name, "force_image_size": 128})
-    with pytest.raises(UserError, match=r"another shape .*--force-image-size 128 with a timm tower.*zerovl convert"):
+    with pytest.raises(
+        UserError, match=r"another shape .*--force-image-size 128 with a timm tower.*zerovl convert"
+    ):
         convert_checkpoint(checkpoint, tmp_path / "out")
     folder = convert_checkpoint(
-        checkpoint, tmp_path / "out", image_model=name, text_model=str(bert), image_size=128, verify=True
+        checkpoint,
+        tmp_path / "out",
+        image_model=name,
+        text_model=str(bert),
+        image_size=128,
+        verify=True,
     )
     images = torch.randn(2, 3, 128, 128, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -160,7 +208,9 @@ def test_what_does_not_fit_is_refused_by_a_sentence(tmp_path, bert):
         checkpoint = saved(tmp_path / "case.pth", changed)
         with pytest.raises(UserError, match=sentence) as caught:
             convert_checkpoint(
-                checkpoint, tmp_path / "out", **{"image_model": IMAGE_MODEL, "text_model": str(bert), **options}
+                checkpoint,
+                tmp_path / "out",
+                **{"image_model": IMAGE_MODEL, "text_model": str(bert), **options},
             )
         assert "\n" not in str(caught.value)
         assert not (tmp_path / "out").exists()
@@ -168,26 +218,41 @@ def test_what_does_not_fit_is_refused_by_a_sentence(tmp_path, bert):
     def without(part: str) -> dict[str, torch.Tensor]:
         return {key: value for key, value in weights.items() if part not in key}
 
-    refused({**weights, "extra_loss.0.queue": torch.ones(3)}, r"1 tensors that are not part of .*extra_loss\.0\.queue")
     refused(
-        {**weights, "image_encoder.model.model.pre_logits.fc.weight": torch.ones(3)}, r"is not a test_vit.*pre_logits"
+        {**weights, "extra_loss.0.queue": torch.ones(3)},
+        r"1 tensors that are not part of .*extra_loss\.0\.queue",
     )
-    refused(without("blocks.0.norm1.bias"), r"is not a test_vit.* 1 tensors differ \(blocks\.0\.norm1\.bias")
     refused(
-        without("encoder.layer.0.output.dense.bias"), r"missing \(first: text\.transformer\.encoder\.layer\.0\.output"
+        {**weights, "image_encoder.model.model.pre_logits.fc.weight": torch.ones(3)},
+        r"is not a test_vit.*pre_logits",
+    )
+    refused(
+        without("blocks.0.norm1.bias"),
+        r"is not a test_vit.* 1 tensors differ \(blocks\.0\.norm1\.bias",
+    )
+    refused(
+        without("encoder.layer.0.output.dense.bias"),
+        r"missing \(first: text\.transformer\.encoder\.layer\.0\.output",
     )
     refused(without("text_projection"), "has no text projection")
     refused(without("text_encoder"), "has no text$")
-    refused({**weights, "text_projection.linear.weight": torch.ones(8, 32)}, "differ in width: 24 for images, 8")
+    refused(
+        {**weights, "text_projection.linear.weight": torch.ones(8, 32)},
+        "differ in width: 24 for images, 8",
+    )
     refused({**weights, "loss.temperature": torch.ones(2)}, "must be one number")
-    refused(weights, "--image-size 100 is not a multiple of the patches' 16 px; give 96", image_size=100)
+    refused(
+        weights, "--image-size 100 is not a multiple of the patches' 16 px; give 96", image_size=100
+    )
     refused(weights, "timm has no model 'test_vot'; did you mean test_vit", image_model="test_vot")
     refused(weights, "is not a ViT with a class token", image_model="test_resnet")
     refused(weights, "is not a vit_tiny", image_model="vit_tiny_patch16_224")
     refused(weights, "name them with --image-model", image_model=None)
     refused(weights, "if that is missing, give the folder", text_model=str(tmp_path / "nowhere"))
     refused({"visual.proj": torch.ones(1)}, "zerovl export --model NAME")
-    native = random_model(register(tmp_path / "configs", "convert-native", NATIVE_VISION, bert_text(bert)))
+    native = random_model(
+        register(tmp_path / "configs", "convert-native", NATIVE_VISION, bert_text(bert))
+    )
     refused(native.state_dict(), "are not part of an open_clip model with timm")
 
 
@@ -196,10 +261,13 @@ def test_the_command_converts_verifies_and_replaces(tmp_path, bert, capsys, monk
     checkpoint = saved(tmp_path / "released.pth", Reference(bert).state_dict())
     towers = ["--image-model", IMAGE_MODEL, "--text-model", str(bert)]
     assert main(["convert", str(checkpoint), "out", *towers, "--verify"]) == 0
-    assert f"Converted, verified. Load it with open_clip.create_model_and_transforms('local-dir:{tmp_path}/out')" in (
-        capsys.readouterr().out
+    assert (
+        f"Converted, verified. Load it with open_clip.create_model_and_transforms('local-dir:{tmp_path}/out')"
+        in (capsys.readouterr().out)
     )
-    mean = json.loads((tmp_path / "out" / "open_clip_config.json").read_text())["preprocess_cfg"]["mean"]
+    mean = json.loads((tmp_path / "out" / "open_clip_config.json").read_text())["preprocess_cfg"][
+        "mean"
+    ]
     assert mean[0] == pytest.approx(0.485)
     assert main(["convert", str(checkpoint), "out", *towers]) == 2
     assert "replace it with --force" in capsys.readouterr().err
@@ -209,6 +277,11 @@ def test_the_command_converts_verifies_and_replaces(tmp_path, bert, capsys, monk
 def test_a_temperature_out_of_range_counts_as_the_released_code_clamps_it(tmp_path, bert):
     weights = {**Reference(bert).state_dict(), "loss.temperature": torch.tensor([0.9])}
     folder = convert_checkpoint(
-        saved(tmp_path / "hot.pth", weights), tmp_path / "out", image_model=IMAGE_MODEL, text_model=str(bert)
+        saved(tmp_path / "hot.pth", weights),
+        tmp_path / "out",
+        image_model=IMAGE_MODEL,
+        text_model=str(bert),
     )
-    assert open_clip.create_model(f"local-dir:{folder}").logit_scale.item() == pytest.approx(math.log(2), abs=1e-6)
+    assert open_clip.create_model(f"local-dir:{folder}").logit_scale.item() == pytest.approx(
+        math.log(2), abs=1e-6
+    )

@@ -78,16 +78,27 @@ def embeddings(model, preprocess, tokenizer, image: Path) -> dict[str, torch.Ten
 
 # slow: a process of imports each
 @pytest.mark.parametrize(
-    "name", ["timm-bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("native-bert", "native-clip"))]
+    "name",
+    [
+        "timm-bert",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("native-bert", "native-clip")),
+    ],
 )
 def test_a_stranger_loads_the_export_and_sees_the_same_embeddings(tmp_path, home, name):
     model = random_model(name)
-    params = {"model": name, "image_mean": [0.1, 0.2, 0.3], "image_std": None, "image_resize_mode": "squash"}
+    params = {
+        "model": name,
+        "image_mean": [0.1, 0.2, 0.3],
+        "image_std": None,
+        "image_resize_mode": "squash",
+    }
     checkpoint = write_run(tmp_path / "run", model, params, prefix="module.")
     folder = export_local_dir(checkpoint, tmp_path / "export")
     assert folder == tmp_path / "export"
     modes = {path.name: oct(path.stat().st_mode & 0o777) for path in folder.iterdir()}
-    assert len(set(modes.values())) == 1, modes  # the weights, too, are readable for whom the config is
+    assert len(set(modes.values())) == 1, (
+        modes
+    )  # the weights, too, are readable for whom the config is
 
     # The training process itself would have computed this.
     _, _, preprocess = open_clip.create_model_and_transforms(
@@ -96,12 +107,24 @@ def test_a_stranger_loads_the_export_and_sees_the_same_embeddings(tmp_path, home
     expected = embeddings(model, preprocess, open_clip.get_tokenizer(name), home / "image.png")
 
     # The run, its checkpoint and the text tower's folder are out of reach, the hub too; only the export is there.
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "no-cache"), "PYTHONPATH": ""}
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path / "no-cache"),
+        "PYTHONPATH": "",
+    }
     shutil.move(tmp_path / "run", tmp_path / "hidden")
     shutil.move(home / "bert", home / "hidden-bert")
     try:
         done = subprocess.run(
-            [warm.python(), "-c", STRANGER, str(folder), str(home / "image.png"), json.dumps(TEXTS)],
+            [
+                warm.python(),
+                "-c",
+                STRANGER,
+                str(folder),
+                str(home / "image.png"),
+                json.dumps(TEXTS),
+            ],
             cwd=tmp_path,
             env=environment,
             capture_output=True,
@@ -117,12 +140,16 @@ def test_a_stranger_loads_the_export_and_sees_the_same_embeddings(tmp_path, home
     assert found["scale"] == pytest.approx(model.logit_scale.item(), abs=1e-7)
 
     # Negative control: the comparison would see another model's weights.
-    other = embeddings(random_model(name, seed=1), preprocess, open_clip.get_tokenizer(name), home / "image.png")
+    other = embeddings(
+        random_model(name, seed=1), preprocess, open_clip.get_tokenizer(name), home / "image.png"
+    )
     assert not torch.allclose(other["image"], expected["image"], atol=1e-2)
     assert not torch.allclose(other["text"], expected["text"], atol=1e-2)
 
 
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize(
+    "prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."]
+)
 def test_wrappers_prefixes_are_taken_off(tmp_path, home, prefix):
     model = random_model("native-clip")
     checkpoint = write_run(tmp_path / "run", model, {"model": "native-clip"}, prefix=prefix)
@@ -134,7 +161,12 @@ def test_wrappers_prefixes_are_taken_off(tmp_path, home, prefix):
 
 def test_arguments_of_the_run_reach_the_export(tmp_path, home):
     """Each `params.txt` entry that changes the model or its preprocessing."""
-    forced = {"force_image_size": 48, "force_quick_gelu": True, "force_custom_text": True, "force_context_length": 20}
+    forced = {
+        "force_image_size": 48,
+        "force_quick_gelu": True,
+        "force_custom_text": True,
+        "force_context_length": 20,
+    }
     siglip = {"init_logit_scale": float(np.log(10)), "init_logit_bias": -10}
     model = random_model("native-clip", **forced, **siglip)
     params = {
@@ -169,13 +201,19 @@ def test_arguments_of_the_run_reach_the_export(tmp_path, home):
     stock.eval()
     image, tokens = torch.randn(2, 3, 48, 48), torch.randint(1, 400, (2, 20))
     with torch.no_grad():
-        assert torch.allclose(stock.encode_image(image), model.encode_image(image), rtol=0, atol=EMBEDDING)
-        assert torch.allclose(stock.encode_text(tokens), model.encode_text(tokens), rtol=0, atol=EMBEDDING)
+        assert torch.allclose(
+            stock.encode_image(image), model.encode_image(image), rtol=0, atol=EMBEDDING
+        )
+        assert torch.allclose(
+            stock.encode_text(tokens), model.encode_text(tokens), rtol=0, atol=EMBEDDING
+        )
 
 
 def test_a_pretrained_tags_preprocessing_is_kept(tmp_path):
     """A run that started from a tag normalises as the tag does, not as open_clip's default; a flag outranks the tag."""
-    (tmp_path / "params.txt").write_text("model: ViT-B-16-SigLIP\npretrained: webli\nimage_std: [0.1, 0.2, 0.3]\n")
+    (tmp_path / "params.txt").write_text(
+        "model: ViT-B-16-SigLIP\npretrained: webli\nimage_std: [0.1, 0.2, 0.3]\n"
+    )
     cfg = read_model_spec(tmp_path / "checkpoints" / "epoch_1.pt").preprocess_cfg
     assert tuple(cfg["mean"]) == (0.5, 0.5, 0.5)
     assert cfg["resize_mode"] == "squash"
@@ -189,14 +227,18 @@ def test_the_text_towers_folder_may_be_given(tmp_path, home):
     model = random_model("moved-bert")
     checkpoint = write_run(tmp_path / "run", model, {"model": "native-bert", "text_model": bert})
     for folder, text_model in (("a", None), ("b", bert)):
-        export = export_local_dir(checkpoint, tmp_path / folder, text_model=text_model and str(text_model))
+        export = export_local_dir(
+            checkpoint, tmp_path / folder, text_model=text_model and str(text_model)
+        )
         tokens = open_clip.get_tokenizer(f"local-dir:{export}")(TEXTS)
         assert torch.equal(tokens, open_clip.get_tokenizer("moved-bert")(TEXTS))
     with pytest.raises(UserError, match=r"text\.transformer\.embeddings\.word_embeddings\.weight"):
         export_local_dir(checkpoint, tmp_path / "c", text_model=str(home / "bert"))
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)]
+)
 def test_half_precision_weights_load_as_float32(tmp_path, home, precision, dtype):
     checkpoint = write_run(tmp_path / "run", random_model("native-clip"), {"model": "native-clip"})
     whole = export_local_dir(checkpoint, tmp_path / "whole")
@@ -211,13 +253,15 @@ def test_half_precision_weights_load_as_float32(tmp_path, home, precision, dtype
 
 def test_an_export_may_move_where_open_clip_allows_it(tmp_path, home):
     clip = export_local_dir(
-        write_run(tmp_path / "clip-run", random_model("native-clip"), {"model": "native-clip"}), tmp_path / "clip"
+        write_run(tmp_path / "clip-run", random_model("native-clip"), {"model": "native-clip"}),
+        tmp_path / "clip",
     )
     assert loading_notes(clip) == []
     load_model(shutil.move(clip, tmp_path / "clip-moved"))
 
     bert = export_local_dir(
-        write_run(tmp_path / "bert-run", random_model("native-bert"), {"model": "native-bert"}), tmp_path / "bert"
+        write_run(tmp_path / "bert-run", random_model("native-bert"), {"model": "native-bert"}),
+        tmp_path / "bert",
     )
     assert "hf_model_name" in loading_notes(bert)[0]
     moved = Path(shutil.move(bert, tmp_path / "bert-moved"))
@@ -249,7 +293,9 @@ def test_an_existing_folder_is_only_replaced_on_demand(tmp_path, home):
     export_local_dir(second, tmp_path / "empty")
 
 
-def test_an_export_without_room_gets_a_sentence_and_keeps_the_earlier_one(tmp_path, home, monkeypatch):
+def test_an_export_without_room_gets_a_sentence_and_keeps_the_earlier_one(
+    tmp_path, home, monkeypatch
+):
     """safetensors has an error of its own for a full disk; a process killed between two renames leaves the earlier export."""
     checkpoint = write_run(tmp_path / "run", random_model("native-clip"), {"model": "native-clip"})
     folder = export_local_dir(checkpoint, tmp_path / "export")
@@ -261,7 +307,9 @@ def test_an_export_without_room_gets_a_sentence_and_keeps_the_earlier_one(tmp_pa
     monkeypatch.setattr(export_module, "save_file", full)
     (tmp_path / ".export.killed").mkdir()
     folder.rename(tmp_path / ".export.killed" / "replaced")
-    with pytest.raises(UserError, match=r"export cannot be written \(Error while serializing.*make room"):
+    with pytest.raises(
+        UserError, match=r"export cannot be written \(Error while serializing.*make room"
+    ):
         export_local_dir(checkpoint, folder)
     assert (folder / "open_clip_config.json").read_bytes() == config
 
@@ -270,8 +318,12 @@ def test_a_checkpoint_with_nan_is_not_exported(tmp_path, home):
     model = random_model("native-clip")
     with torch.no_grad():
         model.text_projection[0, 0] = float("nan")
-    with pytest.raises(UserError, match="'text_projection' of native-clip holds NaN or infinite numbers"):
-        export_local_dir(write_run(tmp_path / "run", model, {"model": "native-clip"}), tmp_path / "export")
+    with pytest.raises(
+        UserError, match="'text_projection' of native-clip holds NaN or infinite numbers"
+    ):
+        export_local_dir(
+            write_run(tmp_path / "run", model, {"model": "native-clip"}), tmp_path / "export"
+        )
 
 
 def test_a_failed_export_leaves_nothing_behind(tmp_path, home):
@@ -298,16 +350,28 @@ def test_bad_checkpoints_are_refused_by_a_sentence(tmp_path, home):
 
     refused(tmp_path / "none.pt", "does not exist")
     refused(good, "knows no model 'native-clap'; did you mean native-clip", model="native-clap")
-    refused(good, r"another model than native-bert: .* missing \(first: .*unexpected \(first: ", model="native-bert")
+    refused(
+        good,
+        r"another model than native-bert: .* missing \(first: .*unexpected \(first: ",
+        model="native-bert",
+    )
     refused(good, "own text tower", text_model=str(home / "bert"))
     refused(good, "precision 'int8' is not one of fp32, fp16, bf16", precision="int8")
 
     weights = model.state_dict()
     fewer = {key: value for key, value in weights.items() if key != "visual.proj"}
-    refused(saved("fewer.pt", {"state_dict": fewer}), r"1 tensors are missing \(first: visual\.proj\)")
-    refused(saved("more.pt", {"state_dict": {**weights, "extra": torch.ones(1)}}), r"unexpected \(first: extra\)")
+    refused(
+        saved("fewer.pt", {"state_dict": fewer}), r"1 tensors are missing \(first: visual\.proj\)"
+    )
+    refused(
+        saved("more.pt", {"state_dict": {**weights, "extra": torch.ones(1)}}),
+        r"unexpected \(first: extra\)",
+    )
     other = {**weights, "visual.proj": torch.ones(2, 3)}
-    refused(saved("shape.pt", {"state_dict": other}), r"another shape \(first: visual\.proj \(2, 3\) instead of")
+    refused(
+        saved("shape.pt", {"state_dict": other}),
+        r"another shape \(first: visual\.proj \(2, 3\) instead of",
+    )
     twice = {**weights, "module.logit_scale": weights["logit_scale"]}
     refused(saved("twice.pt", {"state_dict": twice}), "holds 'logit_scale' twice")
     refused(saved("list.pt", [1, 2]), "holds no 'state_dict'")
@@ -330,12 +394,19 @@ def test_models_that_cannot_be_loaded_are_refused_by_a_sentence(tmp_path, home):
 
     refused("ViT-B-32", "names no weights: write ViT-B-32/TAG, with a tag of .*laion2b_s34b_b79k")
     refused("ViT-B/32/none", "no weights 'none' of ViT-B-32")
-    refused("ViT-B-32/openai", "trained with QuickGELU, which ViT-B-32 lacks: write ViT-B-32-quickgelu/openai")
-    refused("ViT-B-99/openai", "is not a model; give a folder with open_clip_config.json, a checkpoint file")
+    refused(
+        "ViT-B-32/openai",
+        "trained with QuickGELU, which ViT-B-32 lacks: write ViT-B-32-quickgelu/openai",
+    )
+    refused(
+        "ViT-B-99/openai",
+        "is not a model; give a folder with open_clip_config.json, a checkpoint file",
+    )
     refused("no-such-thing", "is not a model")
     refused(tmp_path, "is given for a training checkpoint only", model_name="ViT-B-32")
     folder = export_local_dir(
-        write_run(tmp_path / "run", random_model("native-clip"), {"model": "native-clip"}), tmp_path / "export"
+        write_run(tmp_path / "run", random_model("native-clip"), {"model": "native-clip"}),
+        tmp_path / "export",
     )
     (folder / "open_clip_model.safetensors").unlink()
     refused(folder, "holds no weights")  # open_clip would go on with random ones
@@ -343,21 +414,45 @@ def test_models_that_cannot_be_loaded_are_refused_by_a_sentence(tmp_path, home):
 
 def test_the_model_card_tells_what_was_read_and_nothing_of_the_machine(tmp_path, home):
     """Recipe from params.txt, sources without their folders, metrics of the checkpoint's own epoch from results.jsonl."""
-    params = {"model": "native-bert", "name": "my-run", "batch_size": 64, "world_size": 2, "dga_steps": 4, "epochs": 3}
-    params |= {"lr": 0.0001, "sampling": "debiased", "coin_flip_mixup": True, "mixup_alpha": 0.1, "precision": "fp32"}
-    params |= {"train_data": "sbu=/secret/sbu/{0..3}.tar::/secret/cc3m/{0..9}.tar", "init_from": "/secret/old.pt"}
+    params = {
+        "model": "native-bert",
+        "name": "my-run",
+        "batch_size": 64,
+        "world_size": 2,
+        "dga_steps": 4,
+        "epochs": 3,
+    }
+    params |= {
+        "lr": 0.0001,
+        "sampling": "debiased",
+        "coin_flip_mixup": True,
+        "mixup_alpha": 0.1,
+        "precision": "fp32",
+    }
+    params |= {
+        "train_data": "sbu=/secret/sbu/{0..3}.tar::/secret/cc3m/{0..9}.tar",
+        "init_from": "/secret/old.pt",
+    }
     params |= {"train_data_upsampling_factors": "1::2"}
     checkpoint = write_run(tmp_path / "run", random_model("native-bert"), params)
-    recalls = {f"{way}_R@{k}": 0.05 * k for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)}
+    recalls = {
+        f"{way}_R@{k}": 0.05 * k for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)
+    }
     lines = [
         {"epoch": 1, "imagenet-zeroshot-val-top1": 0.25},
-        {"epoch": 1, **{f"coco_{name}": value for name, value in recalls.items()}, "coco_rsum": 160.0},
+        {
+            "epoch": 1,
+            **{f"coco_{name}": value for name, value in recalls.items()},
+            "coco_rsum": 160.0,
+        },
         {"epoch": 2, "imagenet-zeroshot-val-top1": 0.75},  # of another checkpoint
     ]
     results = checkpoint.parent / "results.jsonl"
     results.write_text("".join(json.dumps(line) + "\n" for line in lines))
     card = (export_local_dir(checkpoint, tmp_path / "export") / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: open_clip\npipeline_tag: zero-shot-image-classification\n")
+    assert card.startswith(
+        "---\nlibrary_name: open_clip\npipeline_tag: zero-shot-image-classification\n"
+    )
     assert "# my-run (native-bert)" in card
     assert "after epoch 1 of 3" in card
     assert "- effective batch: 512 = 64 a micro-batch x 4 accumulated x 2 ranks" in card
@@ -368,7 +463,11 @@ def test_the_model_card_tells_what_was_read_and_nothing_of_the_machine(tmp_path,
     assert "- imagenet-zeroshot-val-top1: 0.2500" in card
     assert "0.75" not in card
     assert "/secret" not in card and str(tmp_path) not in card and str(home) not in card
-    assert "- `--init-from`: old.pt" in card and "It loads in stock" in card and "open_clip_zerovl" not in card
+    assert (
+        "- `--init-from`: old.pt" in card
+        and "It loads in stock" in card
+        and "open_clip_zerovl" not in card
+    )
     results.write_text("{")
     with pytest.raises(UserError, match=r"results\.jsonl, line 1 is not JSON"):
         export_local_dir(checkpoint, tmp_path / "other")
@@ -381,7 +480,9 @@ def test_a_weight_too_large_for_half_precision_is_refused(tmp_path, home):
     model = random_model("native-clip")
     model.ln_final.weight.data[0] = 1e6
     checkpoint = write_run(tmp_path / "run", model, {"model": "native-clip"})
-    with pytest.raises(UserError, match=r"'ln_final.weight' has values up to 1e\+06, too large for torch.float16"):
+    with pytest.raises(
+        UserError, match=r"'ln_final.weight' has values up to 1e\+06, too large for torch.float16"
+    ):
         export_local_dir(checkpoint, tmp_path / "half", precision="fp16")
     assert not (tmp_path / "half").exists()
     export_local_dir(checkpoint, tmp_path / "brain", precision="bf16")
@@ -392,10 +493,22 @@ def test_the_command_exports_in_half_precision(tmp_path, home, capsys):
     assert main(["export", str(checkpoint), str(tmp_path / "half"), "--fp16"]) == 0
     printed = capsys.readouterr()
     assert "after moving" in printed.out  # the sentence and the way, if it cannot just move
-    steps = ["loading open_clip", "reading ", "building native-bert", "writing ", "loading the folder", "wrote "]
-    assert all(f"zerovl: {step}" in line for step, line in zip(steps, printed.err.splitlines(), strict=True))
+    steps = [
+        "loading open_clip",
+        "reading ",
+        "building native-bert",
+        "writing ",
+        "loading the folder",
+        "wrote ",
+    ]
+    assert all(
+        f"zerovl: {step}" in line
+        for step, line in zip(steps, printed.err.splitlines(), strict=True)
+    )
     weights = load_file(tmp_path / "half" / "open_clip_model.safetensors")
-    assert {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()} == {torch.float16}
+    assert {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()} == {
+        torch.float16
+    }
     reference = embeddings(*load_model(checkpoint), home / "image.png")
     half = embeddings(*load_model(tmp_path / "half"), home / "image.png")
     for tower in ("image", "text"):  # half precision keeps 11 bits of each weight

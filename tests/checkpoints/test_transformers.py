@@ -93,9 +93,21 @@ def home(tmp_path_factory) -> Path:
     register(home / "configs", "tf-timm-bert", TIMM_VISION, bert_text(bert), init_logit_scale=3.9)
     register(home / "configs", "tf-plain-bert", plain, bert_text(bert))
     register(home / "configs", "tf-native-bert", NATIVE_VISION, bert_text(bert))
-    register(home / "configs", "tf-tanh-bert", NATIVE_VISION, {**bert_text(bert), "hf_pooler_type": "cls_pooler"})
+    register(
+        home / "configs",
+        "tf-tanh-bert",
+        NATIVE_VISION,
+        {**bert_text(bert), "hf_pooler_type": "cls_pooler"},
+    )
     register(home / "configs", "tf-clip", NATIVE_VISION, CLIP_TEXT)
-    register(home / "configs", "tf-quick-clip", NATIVE_VISION, CLIP_TEXT, quick_gelu=True, custom_text=True)
+    register(
+        home / "configs",
+        "tf-quick-clip",
+        NATIVE_VISION,
+        CLIP_TEXT,
+        quick_gelu=True,
+        custom_text=True,
+    )
     rng = np.random.default_rng(0)
     for number, size in enumerate(SIZES):
         pixels = rng.integers(0, 256, (6, 7, 3), dtype=np.uint8)
@@ -105,13 +117,25 @@ def home(tmp_path_factory) -> Path:
 
 def ask_stranger(home: Path, jobs: list[tuple[Path, torch.Tensor]]) -> list[dict]:
     """Results of a process with transformers alone that opens folders."""
-    arguments = [",".join(str(home / f"{number}.png") for number in range(len(SIZES))), json.dumps(TEXTS)]
+    arguments = [
+        ",".join(str(home / f"{number}.png") for number in range(len(SIZES))),
+        json.dumps(TEXTS),
+    ]
     for folder, pixels in jobs:
         torch.save(pixels, folder.parent / "pixels.pt")
-        arguments += [str(folder), str(folder.parent / "pixels.pt"), str(folder.parent / "found.pt")]
+        arguments += [
+            str(folder),
+            str(folder.parent / "pixels.pt"),
+            str(folder.parent / "found.pt"),
+        ]
     done = subprocess.run(
         [sys.executable, "-c", STRANGER, *arguments],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(home / "no-cache"), "PYTHONPATH": ""},
+        env={
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "HF_HOME": str(home / "no-cache"),
+            "PYTHONPATH": "",
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -129,7 +153,10 @@ def embeddings(model, pixels: torch.Tensor, tokens: torch.Tensor) -> dict[str, t
 
 
 STRANGERS = {
-    "tf-timm-bert": ("VisionTextDualEncoderModel", {"image_resize_mode": "squash", "image_interpolation": "bilinear"}),
+    "tf-timm-bert": (
+        "VisionTextDualEncoderModel",
+        {"image_resize_mode": "squash", "image_interpolation": "bilinear"},
+    ),
     "tf-native-bert": ("VisionTextDualEncoderModel", {}),
     "tf-clip": ("CLIPModel", {"image_mean": [0.1, 0.2, 0.3]}),
 }
@@ -141,11 +168,17 @@ def test_a_stranger_loads_the_exports_and_sees_the_same_embeddings(tmp_path, hom
     jobs, models = [], []
     for name, (_, params) in STRANGERS.items():
         models.append(random_model(name))
-        checkpoint = write_run(tmp_path / name / "run", models[-1], {"model": name, **params}, prefix="module.")
+        checkpoint = write_run(
+            tmp_path / name / "run", models[-1], {"model": name, **params}, prefix="module."
+        )
         _, transform, tokenizer = load_model(checkpoint)
         folder = export_transformers(checkpoint, tmp_path / name / "export")
-        jobs.append((folder, torch.stack([transform(picture) for picture in pictures]), tokenizer(TEXTS)))
-        files = "".join(path.read_text() for path in folder.iterdir() if path.suffix in (".json", ".md"))
+        jobs.append(
+            (folder, torch.stack([transform(picture) for picture in pictures]), tokenizer(TEXTS))
+        )
+        files = "".join(
+            path.read_text() for path in folder.iterdir() if path.suffix in (".json", ".md")
+        )
         assert str(tmp_path) not in files and str(home) not in files
     answers = ask_stranger(home, [job[:2] for job in jobs])
     for (name, (kind, _)), model, (_, ours, tokens), found in zip(
@@ -166,7 +199,9 @@ def test_a_stranger_loads_the_exports_and_sees_the_same_embeddings(tmp_path, hom
         ).abs().max() > 1e-2
         # The pictures by its own processor, in steps of 1/255.
         deviation = torch.tensor(model.visual.preprocess_cfg["std"]).reshape(3, 1, 1)
-        differences = [((a - b) * deviation * 255).abs() for a, b in zip(ours, found["pixels"], strict=True)]
+        differences = [
+            ((a - b) * deviation * 255).abs() for a, b in zip(ours, found["pixels"], strict=True)
+        ]
         assert max(difference.max() for difference in differences) < 2.01
         assert max((difference > 0.01).float().mean() for difference in differences) < 0.05
 
@@ -181,24 +216,36 @@ def test_the_image_processor_gives_the_transforms_pixels(home, mode):
         "mean": (0.1, 0.2, 0.3),
         "std": (0.2, 0.3, 0.4),
     }
-    transform = open_clip.transform.image_transform_v2(open_clip.transform.PreprocessCfg(**cfg), is_train=False)
+    transform = open_clip.transform.image_transform_v2(
+        open_clip.transform.PreprocessCfg(**cfg), is_train=False
+    )
     processor = image_processor(cfg)
     try:
         from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
     except ImportError:  # transformers 4, whose only one this is
         same = processor
     else:
-        settings = {name: value for name, value in processor.to_dict().items() if name != "image_processor_type"}
+        settings = {
+            name: value
+            for name, value in processor.to_dict().items()
+            if name != "image_processor_type"
+        }
         same = CLIPImageProcessorPil(**settings)
     for number in range(len(SIZES)):
         picture = Image.open(home / f"{number}.png").convert("RGB")
-        ours, theirs = transform(picture), torch.as_tensor(same(images=picture, return_tensors="pt")["pixel_values"][0])
+        ours, theirs = (
+            transform(picture),
+            torch.as_tensor(same(images=picture, return_tensors="pt")["pixel_values"][0]),
+        )
         torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6)
     if mode == "shortest":
         odd = Image.open(home / "0.png").resize(
             (51, 32)
         )  # 19 pixels too wide: open_clip cuts 10 (9.5) on the left, and 9
-        ours, theirs = transform(odd), torch.as_tensor(same(images=odd, return_tensors="pt")["pixel_values"][0])
+        ours, theirs = (
+            transform(odd),
+            torch.as_tensor(same(images=odd, return_tensors="pt")["pixel_values"][0]),
+        )
         torch.testing.assert_close(theirs[:, :, 1:], ours[:, :, :-1], rtol=0, atol=1e-6)
 
 
@@ -209,12 +256,16 @@ def test_an_export_can_be_trained_or_its_card_and_message_name_the_one_that_can(
     """One AdamW step at 1e-6 keeps every embedding; BERT's raw [CLS] has no place that can be trained."""
     from transformers import AutoModel, AutoProcessor
 
-    monkeypatch.setattr(logging.getLogger("open_clip_zerovl.checkpoints"), "propagate", True)  # the command's is off
+    monkeypatch.setattr(
+        logging.getLogger("open_clip_zerovl.checkpoints"), "propagate", True
+    )  # the command's is off
     checkpoint = write_run(tmp_path / "run", random_model(name), {"model": name})
     folder = export_transformers(checkpoint, tmp_path / "export")
     model, processor = AutoModel.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
     inputs = processor(text=TEXTS, padding="max_length", truncation=True, return_tensors="pt")
-    inputs["pixel_values"] = torch.randn(len(TEXTS), 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    inputs["pixel_values"] = torch.randn(
+        len(TEXTS), 3, 32, 32, generator=torch.Generator().manual_seed(0)
+    )
 
     def embeds():
         with torch.no_grad():
@@ -226,10 +277,18 @@ def test_an_export_can_be_trained_or_its_card_and_message_name_the_one_that_can(
     model.train()(**inputs, return_loss=True).loss.backward()
     optimizer.step()
     images, texts = (F.cosine_similarity(a, b).min() for a, b in zip(before, embeds(), strict=True))
-    said = [text for text in ((folder / "README.md").read_text(), caplog.text) if "or inference only" in text]
+    said = [
+        text
+        for text in ((folder / "README.md").read_text(), caplog.text)
+        if "or inference only" in text
+    ]
     assert images > 0.999
     if name == "tf-plain-bert":  # the text's pooler is a tiny multiple of the identity
-        assert texts < 0.999 and len(said) == 2 and all("export for open_clip" in text for text in said)
+        assert (
+            texts < 0.999
+            and len(said) == 2
+            and all("export for open_clip" in text for text in said)
+        )
     else:
         assert texts > 0.999 and not said
 
@@ -238,8 +297,12 @@ def test_a_straight_pooler_passes_a_state_on():
     torch.manual_seed(0)
     weight, bias = 1 + 0.1 * torch.randn(768), 0.1 * torch.randn(768)
     pooler, factor = straight_pooler(weight, bias)
-    state = F.layer_norm(torch.randn(64, 768) * torch.linspace(1, 20, 768), (768,), weight, bias, 1e-12)
-    passed = torch.tanh(state @ pooler["pooler.dense.weight"].T + pooler["pooler.dense.bias"]) * factor
+    state = F.layer_norm(
+        torch.randn(64, 768) * torch.linspace(1, 20, 768), (768,), weight, bias, 1e-12
+    )
+    passed = (
+        torch.tanh(state @ pooler["pooler.dense.weight"].T + pooler["pooler.dense.bias"]) * factor
+    )
     assert (passed / state - 1).abs().max() < 2**-20
     assert np.log2(factor) == int(np.log2(factor))
     # Negative control: BERT's usual scale does not pass it on.
@@ -253,7 +316,9 @@ def test_other_towers_pass_the_exports_own_check(tmp_path, home, name):
     folder = export_transformers(checkpoint, tmp_path / "export", precision="fp16")
     config = json.loads((folder / "config.json").read_text())
     assert config["model_type"] == ("clip" if "clip" in name else "vision-text-dual-encoder")
-    assert config["vision_config"]["model_type"] == ("dinov2" if "plain" in name else "clip_vision_model")
+    assert config["vision_config"]["model_type"] == (
+        "dinov2" if "plain" in name else "clip_vision_model"
+    )
     assert config["vision_config"]["hidden_act"] == ("quick_gelu" if "quick" in name else "gelu")
     weights = load_file(folder / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float16}
@@ -270,7 +335,10 @@ def test_the_layer_scales_of_timms_dinov2_are_kept(home, tmp_path):
             setattr(block, name, scale)
     config, tensors, _ = whole_model(model)
     config.save_pretrained(tmp_path)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        tmp_path / "model.safetensors",
+    )
     theirs = AutoModel.from_pretrained(tmp_path).eval()
     pixels = torch.randn(2, 3, *model.visual.image_size)
     with torch.no_grad():
@@ -284,7 +352,9 @@ def test_the_exports_check_finds_a_tensor_that_was_misplaced(tmp_path, home, mon
     first, *others = layouts._IN_BLOCK
     swapped = tuple((*row[:2], first[2], row[3]) if row[1] == "ln_2." else row for row in others)
     monkeypatch.setattr(layouts, "_IN_BLOCK", ((*first[:2], "layer_norm2.", first[3]), *swapped))
-    checkpoint = write_run(tmp_path / "run", random_model("tf-native-bert"), {"model": "tf-native-bert"})
+    checkpoint = write_run(
+        tmp_path / "run", random_model("tf-native-bert"), {"model": "tf-native-bert"}
+    )
     before = sorted(tmp_path.iterdir())
     with pytest.raises(UserError, match=r"its image tower computes something else \(\d"):
         export_transformers(checkpoint, tmp_path / "export")
@@ -309,18 +379,33 @@ def test_what_transformers_cannot_hold_is_refused_by_name(tmp_path, home):
         r"pools by 'avg', .*timm_pool": ({**timm, "timm_pool": "avg"}, bert, {}),
         "is an MLP .timm_proj": ({**timm, "timm_proj": "mlp"}, bert, {}),
         "projection has a bias": ({**timm, "timm_proj_bias": True}, bert, {}),
-        "ConvNeXt, is not a plain ViT": ({**timm, "timm_model_name": "test_convnext", "timm_pool": "avg"}, bert, {}),
+        "ConvNeXt, is not a plain ViT": (
+            {**timm, "timm_model_name": "test_convnext", "timm_pool": "avg"},
+            bert,
+            {},
+        ),
         "beside CLIP's text tower": (timm, small, {}),
-        "following tokens": (NATIVE_VISION, {**small, "no_causal_mask": True}, {"custom_text": True}),
+        "following tokens": (
+            NATIVE_VISION,
+            {**small, "no_causal_mask": True},
+            {"custom_text": True},
+        ),
         "pools by 'last'": (NATIVE_VISION, {**small, "pool_type": "last"}, {}),
         "logit_bias": (NATIVE_VISION, bert, {"init_logit_bias": -10}),
     }
     for number, (words, (vision, text, extra)) in enumerate(cases.items()):
         name = register(tmp_path / "configs", f"tf-odd-{number}", vision, text, **extra)
-        with pytest.raises(UserError, match=rf"transformers cannot hold this model: .*{words}") as caught:
+        with pytest.raises(
+            UserError, match=rf"transformers cannot hold this model: .*{words}"
+        ) as caught:
             whole_model(random_model(name))
         assert "\n" not in str(caught.value)
-    name = register(tmp_path / "configs", "tf-lower", NATIVE_VISION, {**bert, "tokenizer_kwargs": {"clean": "lower"}})
+    name = register(
+        tmp_path / "configs",
+        "tf-lower",
+        NATIVE_VISION,
+        {**bert, "tokenizer_kwargs": {"clean": "lower"}},
+    )
     checkpoint = write_run(tmp_path / name, random_model(name), {"model": name})
     with pytest.raises(UserError, match="changes texts first .clean: lower"):
         export_transformers(checkpoint, tmp_path / "export")
@@ -332,23 +417,40 @@ def test_what_transformers_cannot_hold_is_refused_by_name(tmp_path, home):
 
 
 def test_the_command_takes_an_exported_folder_and_carries_its_card(tmp_path, home, capsys):
-    params = {"model": "tf-plain-bert", "name": "my-run", "sampling": "debiased", "train_data": "sbu=/secret/sbu"}
+    params = {
+        "model": "tf-plain-bert",
+        "name": "my-run",
+        "sampling": "debiased",
+        "train_data": "sbu=/secret/sbu",
+    }
     checkpoint = write_run(tmp_path / "run", random_model("tf-plain-bert"), params)
     folder = export_local_dir(checkpoint, tmp_path / "open", licence="cc-by-4.0")
     assert "license: cc-by-4.0" in (folder / "README.md").read_text()
     out = tmp_path / "tf"
-    assert main(["export", str(folder), str(out), "--format", "transformers", "--license", "mit"]) == 0
+    assert (
+        main(["export", str(folder), str(out), "--format", "transformers", "--license", "mit"]) == 0
+    )
     assert "AutoModel.from_pretrained" in capsys.readouterr().out
     card = (out / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: transformers\n") and "license: mit" in card and "cc-by" not in card
-    assert "# my-run (tf-plain-bert)" in card and "- `--sampling`: debiased" in card and "- sbu" in card
+    assert (
+        card.startswith("---\nlibrary_name: transformers\n")
+        and "license: mit" in card
+        and "cc-by" not in card
+    )
+    assert (
+        "# my-run (tf-plain-bert)" in card
+        and "- `--sampling`: debiased" in card
+        and "- sbu" in card
+    )
     assert "AutoModel.from_pretrained" in card and "create_model_and_transforms" not in card
     # One export is not replaced by another without --force, and a folder for open_clip is not one for transformers.
     command = ["export", str(checkpoint), str(out), "--format", "transformers"]
     assert main(command) == 2 and "replace it with --force" in capsys.readouterr().err
     assert main([*command, "--force"]) == 0
     assert "license" not in (out / "README.md").read_text()
-    assert main(["export", str(checkpoint), str(folder), "--format", "transformers", "--force"]) == 2
+    assert (
+        main(["export", str(checkpoint), str(folder), "--format", "transformers", "--force"]) == 2
+    )
     assert "not an earlier export for transformers" in capsys.readouterr().err
     assert main([*command, "--force", "--license", "do as you like"]) == 2
     assert "'do as you like' is not a name" in capsys.readouterr().err

@@ -44,8 +44,12 @@ ASKS = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     home = tmp_path_factory.mktemp("trust")
-    name = register(home / "configs", "trust-bert", NATIVE_VISION, bert_text(write_bert(home / "bert")))
-    return export_local_dir(write_run(home / "run", random_model(name), {"model": name}), home / "exported")
+    name = register(
+        home / "configs", "trust-bert", NATIVE_VISION, bert_text(write_bert(home / "bert"))
+    )
+    return export_local_dir(
+        write_run(home / "run", random_model(name), {"model": name}), home / "exported"
+    )
 
 
 def with_code(folder, marker):
@@ -73,7 +77,9 @@ def evil(exported, tmp_path, monkeypatch):
     monkeypatch.setattr(transformers.BertTokenizer, "_auto_class", None)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on the terminal"))
-    return with_code(shutil.copytree(exported, tmp_path / "evil"), tmp_path / "ran"), tmp_path / "ran"
+    return with_code(
+        shutil.copytree(exported, tmp_path / "evil"), tmp_path / "ran"
+    ), tmp_path / "ran"
 
 
 @pytest.mark.line("3.3", reason="open_clip 4 passes over a folder's own trust_remote_code")
@@ -115,10 +121,15 @@ def test_code_that_a_folder_names_and_does_not_need_is_passed_over_without_a_que
 @ASKS
 def test_export_of_a_run_on_such_a_folder_runs_nothing_and_hands_no_permission_on(evil, tmp_path):
     folder, marker = evil
-    run = write_run(tmp_path / "run", random_model("trust-bert"), {"model": LOCAL_DIR + str(folder)})
+    run = write_run(
+        tmp_path / "run", random_model("trust-bert"), {"model": LOCAL_DIR + str(folder)}
+    )
     out = export_local_dir(run, tmp_path / "out")
     open_clip.get_tokenizer(LOCAL_DIR + str(out))
-    assert not marker.exists() and "trust_remote_code" not in (out / "open_clip_config.json").read_text()
+    assert (
+        not marker.exists()
+        and "trust_remote_code" not in (out / "open_clip_config.json").read_text()
+    )
 
 
 def test_the_text_towers_own_code_does_not_run(exported, tmp_path, evil):
@@ -160,15 +171,22 @@ def test_a_local_dir_without_a_whole_config(tmp_path, kind):
     content, words = CONFIGS[kind]
     if content is not None:
         (tmp_path / "open_clip_config.json").write_text(content)
-    for opened in (check_model, load_model):  # the first check of training and plan; the check of the other commands
+    for opened in (
+        check_model,
+        load_model,
+    ):  # the first check of training and plan; the check of the other commands
         with pytest.raises(UserError, match=words):
             opened(LOCAL_DIR + str(tmp_path))
 
 
-def test_a_relative_local_dir_that_is_elsewhere_says_where_it_was_looked_for(exported, tmp_path, monkeypatch):
+def test_a_relative_local_dir_that_is_elsewhere_says_where_it_was_looked_for(
+    exported, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     for opened in (check_model, load_model):
-        with pytest.raises(UserError, match=r"folder exported does not exist \(seen from .*; write its full path\)"):
+        with pytest.raises(
+            UserError, match=r"folder exported does not exist \(seen from .*; write its full path\)"
+        ):
             opened(LOCAL_DIR + "exported")
     monkeypatch.chdir(exported.parent)
     check_model(LOCAL_DIR + "exported")
@@ -217,7 +235,12 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path, capsys):
     for name in ("evil.pt", "plain.pt"):
         with pytest.raises(UserError, match="could run code|cannot be loaded"):
             load_model(tmp_path / name, model_name="trust-bert")
-    for command in (["convert", "--image-model", "test_vit", "--text-model", "x"], ["export", "--model", "trust-bert"]):
-        assert main([command[0], str(tmp_path / "evil.pt"), str(tmp_path / "out"), *command[1:]]) == 2
+    for command in (
+        ["convert", "--image-model", "test_vit", "--text-model", "x"],
+        ["export", "--model", "trust-bert"],
+    ):
+        assert (
+            main([command[0], str(tmp_path / "evil.pt"), str(tmp_path / "out"), *command[1:]]) == 2
+        )
         assert "was refused, since loading it could run code" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()

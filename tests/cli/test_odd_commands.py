@@ -23,14 +23,23 @@ from open_clip_zerovl.cli.models import _show_progress
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError, sentence_of
 from support.tars import png, write_source, write_tar
-from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_retrieval_set, write_run
+from support.tiny_clip import (
+    CLIP_TEXT,
+    NATIVE_VISION,
+    random_model,
+    register,
+    write_retrieval_set,
+    write_run,
+)
 
 
 def bomb() -> bytes:
     """A small PNG that claims 900 million pixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     header = struct.pack(">IIBBBBB", 30000, 30000, 8, 0, 0, 0, 0)
     return (
@@ -55,7 +64,9 @@ def home(tmp_path_factory) -> Path:
     (home / "full").symlink_to("/dev/full")
     for label in ("red", "blue"):
         for i in range(3):
-            write_file(home / "probe" / label / f"{i}.png", png((9 * i, 50, 200 * (label == "blue"))))
+            write_file(
+                home / "probe" / label / f"{i}.png", png((9 * i, 50, 200 * (label == "blue")))
+            )
     shutil.copytree(home / "probe", home / "bombprobe")
     write_file(home / "bombprobe" / "red" / "0.png", bomb())
 
@@ -97,7 +108,11 @@ def write_file(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
 
-MANIFESTS = {"listmanifest": b"[]", "flatmanifest": b'{"shards": {"00000.tar": 3}}', "binarymanifest": b"\xff"}
+MANIFESTS = {
+    "listmanifest": b"[]",
+    "flatmanifest": b'{"shards": {"00000.tar": 3}}',
+    "binarymanifest": b"\xff",
+}
 GOOD = b"model: odd-clip\n"
 RUNS = [
     ("binaryparams", b"\xff\xfemodel: x", b""),
@@ -168,7 +183,10 @@ ODD = {
     f"{CLUSTER} a=clusters --out c2": "cannot be read",
     "data check binarysizes": "is not a table of shard sizes",
     "data report binarysizes": "is not a table of shard sizes",
-    **{f"data check {folder}": "was not written by this program|is not valid JSON" for folder in MANIFESTS},
+    **{
+        f"data check {folder}": "was not written by this program|is not valid JSON"
+        for folder in MANIFESTS
+    },
     "data report flatmanifest": "was not written by this program",
     "data index notatar": "is broken",
     "data cc3m --out d1 --source file": "is not a list of captions",
@@ -212,7 +230,8 @@ def test_odd_input_ends_in_a_sentence(home, command, monkeypatch, capsys):
 def test_an_unwritable_place_is_refused_before_the_work(home, command, monkeypatch, capsys):
     monkeypatch.chdir(home)
     monkeypatch.setattr(
-        "open_clip_zerovl.checkpoints.loading.load_model", lambda *_, **__: pytest.fail("loaded the model first")
+        "open_clip_zerovl.checkpoints.loading.load_model",
+        lambda *_, **__: pytest.fail("loaded the model first"),
     )
     assert main(command.split()) == 2 and "cannot be written" in capsys.readouterr().err
 
@@ -231,11 +250,15 @@ def test_a_defect_keeps_its_traceback_and_a_missing_package_is_named(monkeypatch
     with pytest.raises(TypeError):
         main(BIAS.split())
     with pytest.raises(ModuleNotFoundError):  # a module of ours is a defect, too
-        monkeypatch.setattr("open_clip_zerovl.cli.shared.name_models", lacks("open_clip_zerovl.gone"))
+        monkeypatch.setattr(
+            "open_clip_zerovl.cli.shared.name_models", lacks("open_clip_zerovl.gone")
+        )
         main(BIAS.split())
     monkeypatch.setattr("open_clip_zerovl.cli.shared.name_models", lacks("torch"))
     assert main(BIAS.split()) == 2
-    assert "the package torch is not installed here; `zerovl doctor` lists" in capsys.readouterr().err
+    assert (
+        "the package torch is not installed here; `zerovl doctor` lists" in capsys.readouterr().err
+    )
     assert sentence_of(KeyError("a")) is None and sentence_of(UserError("a")) == "a"
 
 
@@ -250,7 +273,10 @@ def test_a_reader_that_goes_away_is_not_an_error(home, monkeypatch, capfd):
 
 
 def test_memory_and_odd_system_errors_become_sentences():
-    for error in (MemoryError(), RuntimeError("could not create a primitive")):  # the second is torch's, on a CPU
+    for error in (
+        MemoryError(),
+        RuntimeError("could not create a primitive"),
+    ):  # the second is torch's, on a CPU
         assert "lower the batch size" in sentence_of(error)
     with pytest.raises(MemoryError) as caught:
         np.empty(1 << 60, dtype="u1")
@@ -273,12 +299,24 @@ def test_version_prints_the_release(capsys):
         ("retreival m", "there is no command 'retreival'; did you mean `zerovl retrieval`?"),
         ("data pak x", "there is no command 'pak'; did you mean `zerovl data pack`?"),
         ("quux", "there is no command 'quux'; `zerovl --help` lists the commands"),
-        ("data pack x --out y --test-shar 0.1", "there is no flag --test-shar; did you mean --test-share?"),
-        ("search a b c d --zzzz", "there is no flag --zzzz; `zerovl search --help` lists the flags"),
+        (
+            "data pack x --out y --test-shar 0.1",
+            "there is no flag --test-shar; did you mean --test-share?",
+        ),
+        (
+            "search a b c d --zzzz",
+            "there is no flag --zzzz; `zerovl search --help` lists the flags",
+        ),
         ("export a b c", "unexpected argument 'c'; write it as --flag value"),
-        ("retrieval m", "the following arguments are required: --data; `zerovl retrieval --help` lists the flags"),
+        (
+            "retrieval m",
+            "the following arguments are required: --data; `zerovl retrieval --help` lists the flags",
+        ),
         ("", "`zerovl` needs a command; `zerovl --help` lists the commands"),
-        ("--verison", "`zerovl` needs a command, and --verison is not one; `zerovl --help` lists the commands"),
+        (
+            "--verison",
+            "`zerovl` needs a command, and --verison is not one; `zerovl --help` lists the commands",
+        ),
         ("data", "`zerovl data` needs a command; `zerovl data --help` lists the commands"),
         ("data nosuch", "there is no command 'nosuch'; `zerovl data --help` lists the commands"),
     ],
@@ -302,7 +340,9 @@ def test_a_command_that_waits_for_torch_shows_a_line_first(monkeypatch, capsys, 
         sys.modules, "torch", raising=False
     )
     assert main(["compare"]) == 0 and main(["report"]) == 0
-    assert seen == (["", ""] if loaded else ["loads", "zerovl compare: loading torch and open_clip ...\n", ""])
+    assert seen == (
+        ["", ""] if loaded else ["loads", "zerovl compare: loading torch and open_clip ...\n", ""]
+    )
     assert set(program.SILENT) <= set(program.ALL)
 
 
@@ -317,4 +357,6 @@ def test_progress_lines_of_an_export_come_once(monkeypatch, capsys, earlier):
     logging.warning("of open_clip")
     logger.getChild("export").warning("wrote x")
     start, warning, end = capsys.readouterr().err.splitlines()
-    assert (start, end) == ("zerovl: loading open_clip", "zerovl: wrote x") and warning.endswith("of open_clip")
+    assert (start, end) == ("zerovl: loading open_clip", "zerovl: wrote x") and warning.endswith(
+        "of open_clip"
+    )

@@ -28,7 +28,10 @@ def test_control_characters_are_escaped_for_a_terminal(text, shown):
 
 
 def test_keys_of_tars_are_printed_escaped(tmp_path):
-    write_tar(tmp_path / "s/0.tar", [(f"{KEY}.png", png((1, 2, 3))), (f"{KEY}.txt", b" "), ("b\udcff.txt", b"")])
+    write_tar(
+        tmp_path / "s/0.tar",
+        [(f"{KEY}.png", png((1, 2, 3))), (f"{KEY}.txt", b" "), ("b\udcff.txt", b"")],
+    )
     report = check_report(check_shards(tmp_path / "s", progress=False))
     assert r"caption is empty: 2 (a\x1b[2J\x1b]0;title\x07\u202e, b\udcff)" in report
     assert all(line.isprintable() for line in report.splitlines())

@@ -49,7 +49,10 @@ def save_arrays(path):
 def test_a_full_disk_keeps_the_former_file_and_gives_a_sentence(tmp_path, write):
     target = tmp_path / "file"
     target.write_bytes(b"old")
-    with largest_file(4096), pytest.raises(UserError, match=r"file cannot be written \(File too large\).*is kept"):
+    with (
+        largest_file(4096),
+        pytest.raises(UserError, match=r"file cannot be written \(File too large\).*is kept"),
+    ):
         write(target)
     assert target.read_bytes() == b"old" and os.listdir(tmp_path) == ["file"]
     write(target)
@@ -95,7 +98,9 @@ def test_scratch_of_killed_processes_is_removed_and_that_of_other_files_kept(tmp
     assert [file.name.startswith(".a1.json.") for file in tmp_path.iterdir()] == [True]
 
 
-def test_the_next_write_removes_what_killed_processes_left_and_nothing_that_is_being_written(tmp_path):
+def test_the_next_write_removes_what_killed_processes_left_and_nothing_that_is_being_written(
+    tmp_path,
+):
     (tmp_path / ".a.1.00000000.part").touch()
     with atomic_file(tmp_path / "a"):
         write_atomically(tmp_path / "a", "second")

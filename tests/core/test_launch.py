@@ -35,7 +35,9 @@ def collide(folder: Path) -> Path:
     for name in ("training", "elsewhere/training"):
         (folder / name).mkdir(parents=True)
         for module in ("__init__", "__main__", "main", "early", "params"):
-            (folder / name / f"{module}.py").write_text("raise SystemExit('another program called training')")
+            (folder / name / f"{module}.py").write_text(
+                "raise SystemExit('another program called training')"
+            )
     (folder / "training.py").write_text("raise SystemExit('a file called training')")
     for name in ("data", "config", "evaluate"):
         (folder / f"{name}.py").write_text(f"raise SystemExit('{name} of the current folder')")
@@ -70,7 +72,14 @@ def test_the_command():
     assert training_command(["--lr", "1"], 2)[2:] == ["--processes", "2", "--", "--lr", "1"]
     assert training_command([], None)[2:] == ["--processes", "gpus", "--"]
     place = ["--nnodes=2", "--node-rank=1"]
-    assert training_command(["--lr", "1"], 1, place)[2:] == ["--processes", "1", *place, "--", "--lr", "1"]
+    assert training_command(["--lr", "1"], 1, place)[2:] == [
+        "--processes",
+        "1",
+        *place,
+        "--",
+        "--lr",
+        "1",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +111,16 @@ def four_gpus(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.parametrize(
     ("visible", "count"),
-    [(None, 4), ("", 0), ("0,2", 2), (" 1 ", 1), ("GPU-0,GPU-3", 2), ("-1", 0), ("0,9,1", 1), ("0,-1,1", 1)],
+    [
+        (None, 4),
+        ("", 0),
+        ("0,2", 2),
+        (" 1 ", 1),
+        ("GPU-0,GPU-3", 2),
+        ("-1", 0),
+        ("0,9,1", 1),
+        ("0,-1,1", 1),
+    ],
 )
 def test_visible_gpus(four_gpus, visible, count):
     assert visible_gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == count
@@ -132,7 +150,12 @@ def test_without_nvidias_driver_there_is_no_gpu(tmp_path, monkeypatch):
         (None, "cuda", {"SLURM_NTASKS": "2"}, 1),
         (None, "cuda", {"SLURM_NTASKS": "1"}, 4),
         (5, "cuda", {}, "--gpus 5: 4 GPUs are visible here; give at most"),
-        (2, "cuda", {"CUDA_VISIBLE_DEVICES": "1"}, r"1 GPU is visible here \(CUDA_VISIBLE_DEVICES=1\)"),
+        (
+            2,
+            "cuda",
+            {"CUDA_VISIBLE_DEVICES": "1"},
+            r"1 GPU is visible here \(CUDA_VISIBLE_DEVICES=1\)",
+        ),
         (2, "cuda", {"CUDA_VISIBLE_DEVICES": ""}, "no GPU is visible here"),
         (2, "cuda:1", {}, "--gpus 2 does not work with --device cuda:1"),
         (2, "cuda", {"WORLD_SIZE": "8"}, "--gpus 2 does not work within torchrun"),
@@ -188,7 +211,9 @@ def test_each_rank_gets_ctrl_c_once_each_time(tmp_path, kind, ranks, presses):
         os.killpg(run.pid, signal.SIGINT)
         time.sleep(0.4)
     assert run.wait(timeout=30) == 130
-    assert [path.read_text() for path in tmp_path.glob("seen*")] == [" ".join(["SIGINT"] * presses)] * ranks
+    assert [path.read_text() for path in tmp_path.glob("seen*")] == [
+        " ".join(["SIGINT"] * presses)
+    ] * ranks
 
 
 def wait_until(condition, run: subprocess.Popen, seconds: float = 120) -> None:
@@ -208,7 +233,18 @@ def test_two_processes_train_and_stop_with_a_checkpoint(tmp_path):
     collide(tmp_path)
     write_bert(tmp_path / "bert", words=[*WORDS, "sample", *"0123456789"])
     data = f"a={write_source(tmp_path / 'a', 0, 40, 10)}"
-    line = [*ZEROVL, "--gpus", "2", *COMMON, "--model", "zerovl-emoji", "--text-model", "bert", "--train-data", data]
+    line = [
+        *ZEROVL,
+        "--gpus",
+        "2",
+        *COMMON,
+        "--model",
+        "zerovl-emoji",
+        "--text-model",
+        "bert",
+        "--train-data",
+        data,
+    ]
     line += ["--batch-size", "2", "--dga-steps", "2", "--workers", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
 
@@ -230,13 +266,17 @@ def test_two_processes_train_and_stop_with_a_checkpoint(tmp_path):
         wait_until(lambda name=name: "Train Epoch: 1 " in said(name), run)
         os.killpg(run.pid, number)
         assert run.wait(timeout=60) == status, said(name)
-        assert "is saved. The same command goes on from there" in said(name) and "Traceback" not in said(name)
+        assert "is saved. The same command goes on from there" in said(
+            name
+        ) and "Traceback" not in said(name)
         assert list((tmp_path / "logs" / name / "checkpoints").glob("step_*.pt"))
     line[line.index(data)] = f"{tmp_path / 'a'}/{{00000..00003}}.tar"
     run = start("unnamed", 10_000)
     wait_until(lambda: "Train Epoch: 1 " in said("unnamed"), run)
     os.kill(run.pid, signal.SIGTERM)
-    assert run.wait(timeout=60) == 128 + signal.SIGUSR1 and "Traceback" not in said("unnamed"), said("unnamed")
+    assert run.wait(timeout=60) == 128 + signal.SIGUSR1 and "Traceback" not in said("unnamed"), (
+        said("unnamed")
+    )
     assert not list((tmp_path / "logs" / "unnamed").glob("checkpoints/step_*.pt"))
 
 
@@ -253,7 +293,9 @@ sys.exit(int(sys.argv[1]))
 @pytest.fixture
 def program(tmp_path, monkeypatch):
     """A function that starts the stub with a word, and its log."""
-    monkeypatch.setattr(launch, "training_command", lambda words, processes: [sys.executable, "-c", PROGRAM, *words])
+    monkeypatch.setattr(
+        launch, "training_command", lambda words, processes: [sys.executable, "-c", PROGRAM, *words]
+    )
     return lambda word: start_training([word], log=tmp_path / "log", threads=1)
 
 
@@ -261,7 +303,9 @@ def test_a_training_that_is_started_tells_how_it_ended(program):
     training = program("0")
     training.check()
     assert not training.is_running()
-    with pytest.raises(UserError, match=r"ended with status 3: too much and more \(the whole output: .*log\)"):
+    with pytest.raises(
+        UserError, match=r"ended with status 3: too much and more \(the whole output: .*log\)"
+    ):
         program("3").check()
 
 

@@ -11,7 +11,9 @@ from open_clip_zerovl.core.lazy import uncollected
 
 
 def output_of(code: str, *arguments: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -53,9 +55,7 @@ def test_configs_are_registered_in_either_order():
     ],
 )
 def test_what_needs_no_torch_imports_none(code):
-    heavy = (
-        "[name for name in ('torch', 'timm', 'transformers', 'open_clip', 'pandas', 'numpy') if name in sys.modules]"
-    )
+    heavy = "[name for name in ('torch', 'timm', 'transformers', 'open_clip', 'pandas', 'numpy') if name in sys.modules]"
     assert output_of(f"import sys; {code}; print({heavy})") == "[]"
 
 
@@ -81,7 +81,9 @@ def test_every_name_lazy_exports_exists():
     for package in (open_clip_zerovl, checkpoints, data, dga, models, retrieval):
         assert package.__all__
         for name in package.__all__:
-            assert getattr(package, name).__module__.startswith("open_clip_zerovl.") and name in dir(package)
+            assert getattr(package, name).__module__.startswith(
+                "open_clip_zerovl."
+            ) and name in dir(package)
             # Once a module of this name is imported, it would stand in the package in the name's place.
             assert not (Path(package.__file__).parent / f"{name}.py").exists()
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

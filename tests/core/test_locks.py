@@ -56,7 +56,11 @@ def test_a_fork_holds_the_lock_only_if_it_may(tmp_path, forked):
 
 
 def test_a_folder_is_locked_within_the_block(tmp_path):
-    with locked(tmp_path / "made"), pytest.raises(UserError, match="busy"), locked(tmp_path / "made", busy="busy"):
+    with (
+        locked(tmp_path / "made"),
+        pytest.raises(UserError, match="busy"),
+        locked(tmp_path / "made", busy="busy"),
+    ):
         pass
     with locked(tmp_path / "made", busy="busy"):
         pass

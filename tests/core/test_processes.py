@@ -46,7 +46,9 @@ def supervised(folder: Path, program: str, *command: str) -> subprocess.Popen:
     kind = "torchrun" if command else "single"
     line = [sys.executable, "-c", SUPERVISE, kind, *(command or [sys.executable, "program.py"])]
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "src")))
-    return subprocess.Popen(line, cwd=folder, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"})
+    return subprocess.Popen(
+        line, cwd=folder, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    )
 
 
 def descendants(pid: int) -> list[int]:
@@ -59,10 +61,14 @@ def descendants(pid: int) -> list[int]:
     [
         (signal.SIGUSR1, 0.5, True),  # torchrun gets it, too, as from some schedulers
         # torchrun kills its ranks 30 s after it was asked to stop
-        pytest.param(signal.SIGTERM, 34, False, marks=pytest.mark.slow(reason="waits for 34 seconds")),
+        pytest.param(
+            signal.SIGTERM, 34, False, marks=pytest.mark.slow(reason="waits for 34 seconds")
+        ),
     ],
 )
-def test_ranks_that_are_asked_to_stop_have_the_time_they_need(tmp_path, number, saving_seconds, everyone):
+def test_ranks_that_are_asked_to_stop_have_the_time_they_need(
+    tmp_path, number, saving_seconds, everyone
+):
     run = supervised(tmp_path, SLOW_TO_SAVE, *TORCHRUN, "program.py", str(saving_seconds))
     try:
         deadline = time.monotonic() + 60
@@ -80,7 +86,9 @@ def test_ranks_that_are_asked_to_stop_have_the_time_they_need(tmp_path, number, 
 
 def test_training_ends_with_a_supervisor_that_is_killed(tmp_path):
     """A scheduler starts the job again, and two runs would write into one folder."""
-    program = "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(60)"
+    program = (
+        "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(60)"
+    )
     run = supervised(tmp_path, program)
     deadline = time.monotonic() + 60
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
@@ -90,6 +98,9 @@ def test_training_ends_with_a_supervisor_that_is_killed(tmp_path):
     run.kill()
     run.wait()
     deadline = time.monotonic() + 10
-    while Path(f"/proc/{pid}/stat").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]:
+    while (
+        Path(f"/proc/{pid}/stat").exists()
+        and "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+    ):
         assert time.monotonic() < deadline or os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)

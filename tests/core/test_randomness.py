@@ -14,7 +14,14 @@ from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 
 
 def test_no_two_purposes_and_no_two_keys_share_a_stream():
-    keys = [(), *((a,) for a in range(30)), *itertools.product(range(12), repeat=2), (1, 2, 3), (12, 3, 0), (0, 0, 0)]
+    keys = [
+        (),
+        *((a,) for a in range(30)),
+        *itertools.product(range(12), repeat=2),
+        (1, 2, 3),
+        (12, 3, 0),
+        (0, 0, 0),
+    ]
     keys += [(2**32,), (2**32, 0), (0, 1, 0), (1, 23), (12, 3)]
     names = {(seed, purpose, *key) for seed in (0, 1, 2**40) for purpose in Purpose for key in keys}
     assert len({stream_seed(*name) for name in names}) == len(names) > 5000
@@ -52,7 +59,10 @@ def test_a_steps_randomness_depends_on_seed_step_and_rank_alone():
         return torch.rand(3)
 
     assert torch.equal(draw(0, 5, 1), draw(0, 5, 1))
-    assert len({tuple(draw(*key).tolist()) for key in ((0, 5, 1), (0, 5, 0), (0, 6, 1), (1, 5, 1))}) == 4
+    assert (
+        len({tuple(draw(*key).tolist()) for key in ((0, 5, 1), (0, 5, 0), (0, 6, 1), (1, 5, 1))})
+        == 4
+    )
 
 
 def test_seeded_leaves_the_process_as_it_was():

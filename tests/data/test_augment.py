@@ -64,7 +64,9 @@ def test_rates_are_the_papers(tokenizer):
         masked += result.count("[MASK]")
         replaced += sum(word in WORDS or word == "cafe" for word in result)
         kept += sum(word in words for word in result)
-        assert [word for word in result if word in words] == [word for word in words if word in result]  # order stays
+        assert [word for word in result if word in words] == [
+            word for word in words if word in result
+        ]  # order stays
     n = per_caption * captions
     deleted = n - masked - replaced - kept
     for count, share in ((masked, 0.1), (replaced, 0.02), (deleted, 0.08), (kept, 0.8)):
@@ -76,18 +78,27 @@ def test_words_are_processed_one_by_one_not_a_fixed_number_of_them(tokenizer):
     augment = WordAugment(tokenizer, 0.2)
     words = [f"w{index}" for index in range(10)]
     counts = np.bincount(
-        [10 - sum(w in words for w in augment(" ".join(words), seed).split()) for seed in range(5000)], minlength=6
+        [
+            10 - sum(w in words for w in augment(" ".join(words), seed).split())
+            for seed in range(5000)
+        ],
+        minlength=6,
     )
     expected = np.array([math.comb(10, k) * 0.2**k * 0.8 ** (10 - k) for k in range(6)])
     observed, wanted = [*counts[:5], counts[5:].sum()], [*expected[:5], 1 - expected[:5].sum()]
-    chi_squared = sum((o - 5000 * w) ** 2 / (5000 * w) for o, w in zip(observed, wanted, strict=True))
+    chi_squared = sum(
+        (o - 5000 * w) ** 2 / (5000 * w) for o, w in zip(observed, wanted, strict=True)
+    )
     assert chi_squared < 20.5  # 5 degrees of freedom
 
 
 def test_replacements_are_whole_words_of_the_vocabulary(tokenizer):
     augment = WordAugment(tokenizer, 1.0)
     assert set(augment.vocabulary) == {word for word in [*WORDS, "cafe"] if len(word) > 1}
-    seen = {word for seed in range(3000) for word in augment(CAPTION, seed).split()} - {"[MASK]", "a"}
+    seen = {word for seed in range(3000) for word in augment(CAPTION, seed).split()} - {
+        "[MASK]",
+        "a",
+    }
     assert seen == set(augment.vocabulary)
 
 
@@ -134,7 +145,9 @@ def test_the_mask_becomes_the_mask_token(tokenizer):
 def test_byte_level_vocabularies_work_too(tmp_path):
     corpus = [CAPTION, "two dogs in the snow", "snowing again", "the moon above a tower"] * 20
     bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(corpus, vocab_size=500, min_frequency=1, special_tokens=["<s>", "<pad>", "</s>", "<unk>"])
+    bpe.train_from_iterator(
+        corpus, vocab_size=500, min_frequency=1, special_tokens=["<s>", "<pad>", "</s>", "<unk>"]
+    )
     bpe.save_model(str(tmp_path))
     RobertaTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
     augment = WordAugment(HFTokenizer(str(tmp_path), context_length=32), 1.0)
@@ -169,7 +182,9 @@ def test_words_are_fast_enough(tokenizer):
 
 
 def image(seed=0, size=(90, 70), mode="RGB"):
-    pixels = np.random.default_rng(seed).integers(0, 256, size=(size[1], size[0], 3), dtype=np.uint8)
+    pixels = np.random.default_rng(seed).integers(
+        0, 256, size=(size[1], size[0], 3), dtype=np.uint8
+    )
     return Image.fromarray(pixels).convert(mode)
 
 
@@ -178,10 +193,18 @@ def names(transform):
 
 
 def test_the_policy_goes_right_after_the_crop():
-    stock = image_transform(32, is_train=True, aug_cfg=AugmentationCfg(scale=(0.6, 1.0), color_jitter_prob=None))
+    stock = image_transform(
+        32, is_train=True, aug_cfg=AugmentationCfg(scale=(0.6, 1.0), color_jitter_prob=None)
+    )
     before = names(stock)
     transform = with_auto_augment(stock)
-    assert names(transform) == ["RandomResizedCrop", "MaybeConvertMode", "AutoAugment", "MaybeToTensor", "Normalize"]
+    assert names(transform) == [
+        "RandomResizedCrop",
+        "MaybeConvertMode",
+        "AutoAugment",
+        "MaybeToTensor",
+        "Normalize",
+    ]
     assert names(stock) == before  # the one that was given stays as it was
     assert len(transform.transforms[2].policies) == 25
 
@@ -189,12 +212,18 @@ def test_the_policy_goes_right_after_the_crop():
         with seeded(seed):
             return transform(image(mode="P"))  # a palette image: the policy works on RGB
 
-    assert shown(transform, 3).shape == (3, 32, 32) and torch.equal(shown(transform, 3), shown(transform, 3))
-    assert sum(not torch.equal(shown(transform, seed), shown(stock, seed)) for seed in range(20)) >= 10
+    assert shown(transform, 3).shape == (3, 32, 32) and torch.equal(
+        shown(transform, 3), shown(transform, 3)
+    )
+    assert (
+        sum(not torch.equal(shown(transform, seed), shown(stock, seed)) for seed in range(20)) >= 10
+    )
 
 
 def test_the_policy_goes_into_open_clips_timm_transform_too():
-    stock = image_transform(32, is_train=True, aug_cfg=AugmentationCfg(scale=(0.6, 1.0), use_timm=True))
+    stock = image_transform(
+        32, is_train=True, aug_cfg=AugmentationCfg(scale=(0.6, 1.0), use_timm=True)
+    )
     transform = with_auto_augment(stock)
     assert names(transform)[:2] == [names(stock)[0], "AutoAugment"]
     assert transform(image()).shape == (3, 32, 32)
@@ -231,10 +260,14 @@ def test_the_papers_training_transform():
 def test_the_papers_evaluation_transform_squashes():
     transform = paper_eval_transform(224)
     picture = image(size=(300, 200))
-    expected = Normalize(IMAGENET_MEAN, IMAGENET_STD)(ToTensor()(CenterCrop(224)(Resize((256, 256))(picture))))
+    expected = Normalize(IMAGENET_MEAN, IMAGENET_STD)(
+        ToTensor()(CenterCrop(224)(Resize((256, 256))(picture)))
+    )
     assert torch.equal(transform(picture), expected)
     assert transform.transforms[1].size == (256, 256)
     assert paper_eval_transform(112).transforms[1].size == (128, 128)
     # Negative control: open_clip's default keeps the aspect ratio.
-    stock = image_transform(224, is_train=False, mean=IMAGENET_MEAN, std=IMAGENET_STD, interpolation="bilinear")
+    stock = image_transform(
+        224, is_train=False, mean=IMAGENET_MEAN, std=IMAGENET_STD, interpolation="bilinear"
+    )
     assert (stock(picture) - expected).abs().max() > 0.1

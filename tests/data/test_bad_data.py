@@ -30,7 +30,13 @@ from open_clip_zerovl.data.reading import MAX_CAPTION_CHARACTERS, Reading
 from open_clip_zerovl.data.sample_stream import SliceReader
 from open_clip_zerovl.data.schedule import Batching, ShardSlice
 from open_clip_zerovl.data.sources import Source, parse_sources
-from open_clip_zerovl.data.stats import JUDGED_SAMPLES, BatchReport, DataStats, DroppedSample, EpochStats
+from open_clip_zerovl.data.stats import (
+    JUDGED_SAMPLES,
+    BatchReport,
+    DataStats,
+    DroppedSample,
+    EpochStats,
+)
 from open_clip_zerovl.shards.index import open_index
 from support import ROOT, loading, warm
 from support.tars import encoded, noise_jpeg, png, write_source, write_tar
@@ -55,11 +61,16 @@ def animation(form: str, **options) -> bytes:
 
 def bomb() -> bytes:
     def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        return (
+            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        )
 
     header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
     return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(bytes(1000)))
+        + chunk(b"IEND", b"")
     )
 
 
@@ -76,8 +87,16 @@ SAMPLES: dict[str, tuple[tuple[str, bytes] | None, bytes | None, str | None]] = 
     "a one-pixel image": (("png", png((9, 9, 9), 1)), b"x 5", "one-pixel image"),
     "a line of one pixel": (("png", grey("RGB", size=(40, 1))), b"x 5", "one-pixel image"),
     "a CMYK JPEG": (("jpg", grey("CMYK", "JPEG")), b"x 5", None),
-    "a 16-bit PNG": (("png", encoded(Image.fromarray(np.full((7, 9), 200 << 8, dtype=np.uint16)))), b"x 5", None),
-    "a palette with transparency": (("png", grey("P", transparency=bytes([0, 128] * 100))), b"x 5", None),
+    "a 16-bit PNG": (
+        ("png", encoded(Image.fromarray(np.full((7, 9), 200 << 8, dtype=np.uint16)))),
+        b"x 5",
+        None,
+    ),
+    "a palette with transparency": (
+        ("png", grey("P", transparency=bytes([0, 128] * 100))),
+        b"x 5",
+        None,
+    ),
     "an alpha channel": (("png", grey("RGBA")), b"x 5", None),
     "grey with alpha": (("png", grey("LA")), b"x 5", None),
     "one bit a pixel": (("png", grey("1")), b"x 5", None),
@@ -90,8 +109,16 @@ SAMPLES: dict[str, tuple[tuple[str, bytes] | None, bytes | None, str | None]] = 
     "no caption": (("png", png((200, 200, 200))), None, "no caption"),
     "an empty caption": (("png", png((200, 200, 200))), b"", "empty caption"),
     "a blank caption": (("png", png((200, 200, 200))), b" \n\t ", "empty caption"),
-    "a caption in Latin-1": (("png", png((200, 200, 200))), "Caf\u00e9 5".encode("latin-1"), "caption not UTF-8"),
-    "a caption in UTF-16": (("png", png((200, 200, 200))), "x 5".encode("utf-16"), "caption not UTF-8"),
+    "a caption in Latin-1": (
+        ("png", png((200, 200, 200))),
+        "Caf\u00e9 5".encode("latin-1"),
+        "caption not UTF-8",
+    ),
+    "a caption in UTF-16": (
+        ("png", png((200, 200, 200))),
+        "x 5".encode("utf-16"),
+        "caption not UTF-8",
+    ),
     "a byte-order mark": (("png", png((200, 200, 200))), "\ufeffx 5".encode(), None),
     "a caption of a megabyte": (("png", png((200, 200, 200))), b"x 5 " + b"word " * 200_000, None),
 }
@@ -101,7 +128,10 @@ def good_members(first: int = 0, leave_out: int | None = None) -> Members:
     members = []
     for number in range(first, first + SIZE):
         if number != leave_out:
-            members += [(f"{number:04d}.png", png((200, 200, 200))), (f"{number:04d}.txt", f"x {number}".encode())]
+            members += [
+                (f"{number:04d}.png", png((200, 200, 200))),
+                (f"{number:04d}.txt", f"x {number}".encode()),
+            ]
     return members
 
 
@@ -109,7 +139,9 @@ def truncate(shard: Path, sample: int, *, behind_picture: bool = False) -> None:
     """Cut a shard off in the middle of a sample's picture, or between picture and caption."""
     with tarfile.open(shard) as tar:
         picture, caption = tar.getmembers()[2 * sample :][:2]
-    shard.write_bytes(shard.read_bytes()[: caption.offset if behind_picture else picture.offset_data + 20])
+    shard.write_bytes(
+        shard.read_bytes()[: caption.offset if behind_picture else picture.offset_data + 20]
+    )
 
 
 def damage_header(shard: Path, member: int) -> None:
@@ -131,7 +163,9 @@ def compress(shard: Path, share: float = 1) -> None:
 
 def repeat_key(shard: Path) -> None:
     members = good_members()
-    write_tar(shard, [*members[: 2 * BAD], *members[2 * (BAD - 1) : 2 * BAD], *members[2 * BAD : -2]])
+    write_tar(
+        shard, [*members[: 2 * BAD], *members[2 * (BAD - 1) : 2 * BAD], *members[2 * BAD : -2]]
+    )
 
 
 def sizes_as(count: int) -> Callable[[Path], None]:
@@ -170,7 +204,10 @@ def become_folder(shard: Path) -> None:
 
 # One shard of two: name -> (what happens to it, {reason: samples lost})
 SHARDS: dict[str, tuple[Callable[[Path], object], dict[str, int]]] = {
-    "a tar truncated within a picture": (lambda shard: truncate(shard, BAD), {"truncated shard": SIZE - BAD}),
+    "a tar truncated within a picture": (
+        lambda shard: truncate(shard, BAD),
+        {"truncated shard": SIZE - BAD},
+    ),
     "a tar truncated behind a picture": (
         lambda shard: truncate(shard, BAD, behind_picture=True),
         {"no caption": 1, "short shard": SIZE - BAD - 1},
@@ -178,7 +215,10 @@ SHARDS: dict[str, tuple[Callable[[Path], object], dict[str, int]]] = {
     "a tar truncated between samples": (drop_tail, {"short shard": SIZE - BAD}),
     "a damaged header": (lambda shard: damage_header(shard, 2 * BAD), {"short shard": SIZE - BAD}),
     "an empty file": (lambda shard: shard.write_bytes(b""), {"unreadable shard": SIZE}),
-    "a web page for a tar": (lambda shard: shard.write_bytes(b"<html>404</html>" * 99), {"unreadable shard": SIZE}),
+    "a web page for a tar": (
+        lambda shard: shard.write_bytes(b"<html>404</html>" * 99),
+        {"unreadable shard": SIZE},
+    ),
     "a vanished shard": (lambda shard: shard.unlink(), {"unreadable shard": SIZE}),
     "a folder for a tar": (become_folder, {"unreadable shard": SIZE}),
     "a truncated gzip": (lambda shard: compress(shard, 0.5), {"short shard": -1}),
@@ -217,7 +257,9 @@ def test_samples_of_a_torn_slice_are_replaced_at_their_own_places(tmp_path):
     slices = [ShardSlice(0, 2, 6, 100), ShardSlice(1, 1, 5, 104)]
     samples = list(SliceReader(Reading(source, 0, fail=False), slices, slices).samples())
     assert [sample.place for sample in samples] == list(range(100, 108))
-    assert [sample.stands_for is not None for sample in samples] == [False] + 3 * [True] + 4 * [False]
+    assert [sample.stands_for is not None for sample in samples] == [False] + 3 * [True] + 4 * [
+        False
+    ]
 
 
 @pytest.mark.timeout(60)
@@ -236,11 +278,17 @@ def test_a_rotten_sample(tmp_path, kind):
     if reason is None:
         assert sorted(seen) == everything and loader.lost == {}
         (pixels,) = [images[ids == BAD] for images, ids, _ in batches if (ids == BAD).any()]
-        grey = {"a CMYK JPEG": 55 * 55 // 255, "an upper-case suffix": None, "one bit a pixel": None}.get(kind, 200)
+        grey = {
+            "a CMYK JPEG": 55 * 55 // 255,
+            "an upper-case suffix": None,
+            "one bit a pixel": None,
+        }.get(kind, 200)
         assert grey is None or abs(pixels.double().mean().item() - grey) < 4
     else:
         assert loader.lost == {"s": {reason: 1}} and len(seen) == 2 * SIZE
-        assert set(seen) == set(everything) - {BAD}  # each of the other samples once, and one of them again
+        assert set(seen) == set(everything) - {
+            BAD
+        }  # each of the other samples once, and one of them again
         strict = loader_of(sources, on_bad_sample="fail")
         with pytest.raises(UserError, match=f"sample '000{BAD}' in .*0.tar .source 's'.") as raised:
             list(strict)
@@ -266,8 +314,12 @@ def test_a_rotten_shard(tmp_path, kind, caplog):
     else:
         assert counted == lost
     if lost and kind != "fewer samples than counted":
-        assert set(range(SIZE, 2 * SIZE)) <= set(seen)  # the whole shard is seen, and stands in for the other
-        with pytest.raises(UserError, match=r"shard .*0.tar of source 's' (cannot be read|was counted)"):
+        assert set(range(SIZE, 2 * SIZE)) <= set(
+            seen
+        )  # the whole shard is seen, and stands in for the other
+        with pytest.raises(
+            UserError, match=r"shard .*0.tar of source 's' (cannot be read|was counted)"
+        ):
             list(loader_of(sources, on_bad_sample="fail"))
     elif kind == "the same key twice":
         assert len(seen) == 2 * SIZE and seen.count(BAD - 1) == 2
@@ -283,15 +335,23 @@ def test_a_disk_that_fails_while_a_sample_is_read(tmp_path, monkeypatch, workers
     read, bad = shard_reader._content, open_index(str(tmp_path / "s/0.tar")).image[BAD].tolist()
 
     def failing(descriptor, extent):
-        if extent is not None and list(extent) == bad and os.readlink(f"/proc/self/fd/{descriptor}").endswith("0.tar"):
+        if (
+            extent is not None
+            and list(extent) == bad
+            and os.readlink(f"/proc/self/fd/{descriptor}").endswith("0.tar")
+        ):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return read(descriptor, extent)
 
     monkeypatch.setattr(shard_reader, "_content", failing)
     loader = loader_of(sources, workers=workers)
     seen = torch.cat([ids for _, ids, _ in loader]).tolist()
-    assert len(seen) == 2 * SIZE and BAD not in seen and loader.lost["s"].keys() == {"truncated shard"}
-    with pytest.raises(UserError, match=r"shard .*0.tar of source 's' cannot be read .sample 5: Input/output error"):
+    assert (
+        len(seen) == 2 * SIZE and BAD not in seen and loader.lost["s"].keys() == {"truncated shard"}
+    )
+    with pytest.raises(
+        UserError, match=r"shard .*0.tar of source 's' cannot be read .sample 5: Input/output error"
+    ):
         list(loader_of(sources, on_bad_sample="fail", workers=workers))
 
 
@@ -320,12 +380,16 @@ def test_a_pipe(tmp_path, command, lost):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stalled_pipe_ends_with_a_sentence(workers):
     """No hang: with worker processes the training process watches, without them the pipe itself is watched."""
-    loader = loader_of((Source("s", ("pipe:sleep 1000",), (SIZE,)),), workers=workers, stall_timeout_seconds=2)
+    loader = loader_of(
+        (Source("s", ("pipe:sleep 1000",), (SIZE,)),), workers=workers, stall_timeout_seconds=2
+    )
     begin = time.monotonic()
     with pytest.raises(UserError, match=r"shard pipe:sleep 1000 of source 's'") as raised:
         list(loader)
     assert time.monotonic() - begin < 40
-    assert "2 s" in str(raised.value) and ("loader worker 0 of rank 0" in str(raised.value)) == bool(workers)
+    assert "2 s" in str(raised.value) and (
+        "loader worker 0 of rank 0" in str(raised.value)
+    ) == bool(workers)
 
 
 @pytest.mark.timeout(60)
@@ -339,7 +403,10 @@ def test_a_killed_worker_ends_with_a_sentence(tmp_path):
             time.sleep(0.5)
     error = raised.value
     sentence = str(error) if isinstance(error, UserError) else loader.explain(error)
-    assert sentence is not None and "loader worker 0 of rank 0 was lost while reading shard" in sentence
+    assert (
+        sentence is not None
+        and "loader worker 0 of rank 0 was lost while reading shard" in sentence
+    )
     assert loader.explain(RuntimeError("CUDA out of memory")) is None
     of_writer = RuntimeError(
         "unexpected pos 272000 vs 271888"
@@ -376,7 +443,9 @@ def test_a_source_of_which_nothing_is_left_ends_with_a_sentence(tmp_path):
         shard.unlink()
     with pytest.raises(UserError, match="none of the 2 shards of source 's' can be read"):
         list(loader_of(sources))
-    members = [(name, b"rotten" if name.endswith("png") else content) for name, content in good_members()]
+    members = [
+        (name, b"rotten" if name.endswith("png") else content) for name, content in good_members()
+    ]
     write_tar(tmp_path / "t" / "0.tar", members)
     with pytest.raises(UserError, match="none of the 128 samples around it can be shown either"):
         list(loader_of(parse_sources(f"t={tmp_path}/t")))
@@ -389,7 +458,10 @@ def test_one_bad_sample_that_is_all_that_a_reader_has(tmp_path):
     (source,) = parse_sources(f"s={two_shards(tmp_path / 's', members)}")
     seen = []
     for rank in range(2 * SIZE):
-        seen += [int(ids[0]) for _, ids, _ in loader_of((source,), Batching(1, world_size=2 * SIZE), rank=rank)]
+        seen += [
+            int(ids[0])
+            for _, ids, _ in loader_of((source,), Batching(1, world_size=2 * SIZE), rank=rank)
+        ]
     assert len(seen) == 2 * SIZE and set(seen) == set(range(2 * SIZE)) - {BAD}
 
 
@@ -398,7 +470,10 @@ def test_too_much_rot_ends_the_run(tmp_path, caplog):
     for number in (3, 4, 5):
         members[2 * number] = (members[2 * number][0], b"rotten")
     sources = parse_sources(f"s={two_shards(tmp_path / 's', members)}")
-    with pytest.raises(UserError, match=r"source 's' has lost 3 samples \(3 undecodable image\), more than 10% of 24"):
+    with pytest.raises(
+        UserError,
+        match=r"source 's' has lost 3 samples \(3 undecodable image\), more than 10% of 24",
+    ):
         list(loader_of(sources, max_bad_share=0.1))
     with caplog.at_level(logging.WARNING):
         caplog.clear()
@@ -418,7 +493,9 @@ def test_captions_that_fill_the_context_are_reported_once(tmp_path, caplog, word
     for _ in range(2):
         list(loader)
     told = [message for message in caplog.messages if "fill the text tower's context" in message]
-    assert len(told) == said and all("Source long: 100% of the captions" in message for message in told)
+    assert len(told) == said and all(
+        "Source long: 100% of the captions" in message for message in told
+    )
 
 
 def test_the_books_are_judged_over_all_ranks():
@@ -430,7 +507,9 @@ def test_the_books_are_judged_over_all_ranks():
     healthy = EpochStats({"a": 999_000})
     one.close_epoch([one.epoch, healthy])
     uniform = EpochStats({"a": 125_000}, {"a": {"no image": 30_000}})
-    with pytest.raises(UserError, match="240000 samples .240000 no image., more than 10% of 1000000"):
+    with pytest.raises(
+        UserError, match="240000 samples .240000 no image., more than 10% of 1000000"
+    ):
         one.close_epoch([uniform] * 8)
 
 
@@ -438,6 +517,8 @@ def test_a_shard_that_is_torn_before_the_run_is_counted_to_the_tear(tmp_path, ca
     folder = two_shards(tmp_path / "s")
     (folder / "sizes.json").unlink()
     truncate(folder / "1.tar", BAD)
-    assert parse_sources(f"s={folder}")[0].sizes == (SIZE, 5) and "torn after 5 samples" in caplog.text
+    assert (
+        parse_sources(f"s={folder}")[0].sizes == (SIZE, 5) and "torn after 5 samples" in caplog.text
+    )
     with pytest.raises(UserError, match="1.tar cannot be read as a tar file"):
         parse_sources(f"s={folder}", on_bad_sample="fail")

@@ -15,7 +15,9 @@ from open_clip_zerovl.data.buffers import BufferPool, PooledBatch
 from support.loading import loader_of
 from support.tars import write_source
 
-LIKE = torch.empty((4, 3, 8, 8), dtype=torch.uint8, memory_format=torch.channels_last, device="meta")
+LIKE = torch.empty(
+    (4, 3, 8, 8), dtype=torch.uint8, memory_format=torch.channels_last, device="meta"
+)
 
 
 class Pooled(NamedTuple):
@@ -35,7 +37,12 @@ class Pooled(NamedTuple):
 def pooled() -> Pooled:
     pool = BufferPool(1)
     number, block = pool.block(0, LIKE)
-    assert (number, block.shape, block.stride(), block.dtype) == (0, LIKE.shape, LIKE.stride(), LIKE.dtype)
+    assert (number, block.shape, block.stride(), block.dtype) == (
+        0,
+        LIKE.shape,
+        LIKE.stride(),
+        LIKE.dtype,
+    )
     return Pooled(pool, block)
 
 
@@ -43,7 +50,9 @@ def test_a_block_comes_back_when_its_last_tensor_is_gone(pooled):
     pooled.block.copy_(torch.arange(pooled.block.numel()).view(4, 3, 8, 8) % 256)
     images, texts, name = pooled.receive(torch.tensor([[5]]), "name")
     assert torch.equal(images, pooled.block) and images.stride() == pooled.block.stride()
-    assert images.data_ptr() == pooled.block.data_ptr() and texts.tolist() == [[5]] and name == "name"
+    assert (
+        images.data_ptr() == pooled.block.data_ptr() and texts.tolist() == [[5]] and name == "name"
+    )
     row = images[2]
     del images
     assert pooled.next_block() == 1  # `row` still reads block 0
@@ -97,17 +106,23 @@ def test_embeddings_in_bfloat16_travel_too(pooled):
     """`zerovl teacher --dtype bfloat16`: numpy has no such type."""
     sent = torch.tensor([0.1, -2.0, 3e30], dtype=torch.bfloat16)
     _, _, (found, other) = pooled.receive(torch.tensor([1]), (sent, torch.tensor([0.5])))
-    assert found.dtype == torch.bfloat16 and torch.equal(found, sent) and other.dtype == torch.float32
+    assert (
+        found.dtype == torch.bfloat16 and torch.equal(found, sent) and other.dtype == torch.float32
+    )
 
 
 def test_full_shared_memory_gets_a_sentence(monkeypatch):
     """The words are torch's, of a /dev/shm of 4 MiB."""
 
     def full(_):
-        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_7_1>: No space left on device (28)")
+        raise RuntimeError(
+            "unable to allocate shared memory(shm) for file </torch_7_1>: No space left on device (28)"
+        )
 
     monkeypatch.setattr(torch.Tensor, "share_memory_", full)
-    with pytest.raises(UserError, match=r"shared memory \(/dev/shm\) has no room .*--shm-size=8g.* lower --workers"):
+    with pytest.raises(
+        UserError, match=r"shared memory \(/dev/shm\) has no room .*--shm-size=8g.* lower --workers"
+    ):
         BufferPool(1).block(0, LIKE)
 
 
@@ -126,7 +141,9 @@ def test_a_fork_that_drops_its_copy_frees_nothing(pooled):
 def test_pinned_batches_free_their_block(pooled, monkeypatch):
     """Without a GPU nothing can be pinned; a copy stands in for it."""
     copied = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: copied.append(tensor) or tensor.clone())
+    monkeypatch.setattr(
+        torch.Tensor, "pin_memory", lambda tensor: copied.append(tensor) or tensor.clone()
+    )
     pooled.block.fill_(7)
     others = torch.tensor([1]), None, (torch.tensor([2]), torch.tensor([3]))
     pinned = PooledBatch.of(0, 0, pooled.block, others).pin_memory()
@@ -193,7 +210,9 @@ def test_every_batch_of_two_epochs_kept_at_once(source):
 def test_few_blocks_serve_a_whole_epoch(source):
     loader = loader_of(f"a={source}", workers=2)
     sums = [int(images.sum()) for images, _ in loader]
-    assert len(sums) == 60 and len(loader._pool._mapped) <= 10  # of 2 workers that read 2 batches ahead
+    assert (
+        len(sums) == 60 and len(loader._pool._mapped) <= 10
+    )  # of 2 workers that read 2 batches ahead
 
 
 def test_a_block_that_is_given_back_too_early_is_noticed(source, monkeypatch):

@@ -78,20 +78,31 @@ def test_a_clustering_is_a_source_a_cluster(place):
             found += [int(sample.caption.split()[-1]) for sample in samples]
             for start in (1, len(samples) - 1, len(samples)):  # entered in the middle
                 assert (
-                    list(Reading(source, 0).samples(shard, start, int(source.starts[shard]) + start)) == samples[start:]
+                    list(
+                        Reading(source, 0).samples(shard, start, int(source.starts[shard]) + start)
+                    )
+                    == samples[start:]
                 )
         assert found == np.flatnonzero(number == LABELS).tolist()
-    assert [source.name for source in parse_sources(f"{place}/clusters")] == ["cc-000", "cc-001", "cc-002"]
+    assert [source.name for source in parse_sources(f"{place}/clusters")] == [
+        "cc-000",
+        "cc-001",
+        "cc-002",
+    ]
 
 
 @pytest.mark.parametrize("workers, world_size, dga_steps", [(0, 1, 1), (2, 2, 2)])
-def test_every_step_is_one_cluster_and_every_sample_comes_once(place, workers, world_size, dga_steps):
+def test_every_step_is_one_cluster_and_every_sample_comes_once(
+    place, workers, world_size, dga_steps
+):
     sources = parse_sources(f"cc={place}/clusters")
     batching = Batching(3, dga_steps, world_size, max(1, workers))
     seen: list[int] = []
     for epoch in range(2):
         ranks = epoch_of(sources, batching, epoch, workers=workers)
-        assert all((images[:, 0, 0, 0] == ids % 256).all() for rank in ranks for images, ids in rank)  # of one sample
+        assert all(
+            (images[:, 0, 0, 0] == ids % 256).all() for rank in ranks for images, ids in rank
+        )  # of one sample
         steps = steps_of(ranks, dga_steps)
         assert is_pure(steps)
         numbers = [number for ids in steps for number in ids]
@@ -108,12 +119,18 @@ def test_every_step_is_one_cluster_and_every_sample_comes_once(place, workers, w
 
 def test_clusters_written_anew_hold_the_same_samples(place):
     through_index = parse_sources(f"cc={place}/clusters")
-    write_clusters(load_clustering(place / "clusters"), place / "clusters", shard_size=20, progress=False)
+    write_clusters(
+        load_clustering(place / "clusters"), place / "clusters", shard_size=20, progress=False
+    )
     assert train_data(place / "clusters") == f"cc={place}/clusters"
     written = parse_sources(train_data(place / "clusters"))
     assert all(source.picked is None for source in written)
-    assert [(s.name, s.num_samples) for s in written] == [(s.name, s.num_samples) for s in through_index]
-    steps = [steps_of(epoch_of(sources, Batching(4, 1, 2, 1))) for sources in (through_index, written)]
+    assert [(s.name, s.num_samples) for s in written] == [
+        (s.name, s.num_samples) for s in through_index
+    ]
+    steps = [
+        steps_of(epoch_of(sources, Batching(4, 1, 2, 1))) for sources in (through_index, written)
+    ]
     assert [*map(clusters_of, steps[0])] == [*map(clusters_of, steps[1])]  # the same schedule
     forced = parse_sources(f"cc={place}/clusters/assignment.npz")
     assert all(source.picked is not None for source in forced)
@@ -137,22 +154,29 @@ def test_a_bad_sample_is_replaced_from_its_own_cluster(place):
     lost = Counter()
     assert is_pure(steps_of(epoch_of(sources, Batching(2, 1, 2, 2), workers=2, lost=lost)))
     assert lost == {"cc-002: undecodable image": 1}
-    with pytest.raises(UserError, match=rf"sample '{number:08d}' in .*{shard.name} .source 'cc-002'. has an image"):
+    with pytest.raises(
+        UserError, match=rf"sample '{number:08d}' in .*{shard.name} .source 'cc-002'. has an image"
+    ):
         epoch_of(sources, Batching(2))
 
 
 def test_a_shard_torn_after_the_start_is_stood_in_for(place):
     sources = parse_sources(f"cc={place}/clusters")
     shard = place / "cc/00003.tar"
-    shard.write_bytes(shard.read_bytes()[: 15 * 4 * 512 + 540])  # in the picture of its sixteenth sample
+    shard.write_bytes(
+        shard.read_bytes()[: 15 * 4 * 512 + 540]
+    )  # in the picture of its sixteenth sample
     lost = Counter()
     assert is_pure(steps_of(epoch_of(sources, Batching(2, 1, 2, 1), lost=lost)))
-    assert {entry.partition(": ")[2] for entry in lost} == {"truncated shard"} and 10 <= lost.total() <= 16
+    assert {entry.partition(": ")[2] for entry in lost} == {
+        "truncated shard"
+    } and 10 <= lost.total() <= 16
     with pytest.raises(UserError, match="00003.tar of source 'cc-00.' cannot be read"):
         epoch_of(sources, Batching(2))
     write_source(place / "cc", 0, 100, PER_SHARD)  # now with ten samples, and no tear
     with pytest.raises(
-        UserError, match=r"00003.tar held \d+ samples of source 'cc-00.' when it was clustered and holds"
+        UserError,
+        match=r"00003.tar held \d+ samples of source 'cc-00.' when it was clustered and holds",
     ):
         epoch_of(sources, Batching(2))
 
@@ -161,12 +185,16 @@ def test_moved_shards_are_found_in_the_given_folder(place, caplog):
     (place / "elsewhere").mkdir()
     before = steps_of(epoch_of(f"cc={place}/clusters", Batching(4)))
     shutil.move(place / "cc", place / "elsewhere/m@de")
-    with pytest.raises(UserError, match=rf"8 of 8 clustered shards .* write {place}/clusters@FOLDER"):
+    with pytest.raises(
+        UserError, match=rf"8 of 8 clustered shards .* write {place}/clusters@FOLDER"
+    ):
         parse_sources(f"cc={place}/clusters")
     moved = f"cc={place}/clusters@{place}/elsewhere/m@de"
     assert steps_of(epoch_of(moved, Batching(4))) == before
     (place / "elsewhere/m@de/00002.tar").unlink()
-    with pytest.raises(UserError, match="1 of 8 clustered shards of cc do not exist, first .*00002.tar"):
+    with pytest.raises(
+        UserError, match="1 of 8 clustered shards of cc do not exist, first .*00002.tar"
+    ):
         parse_sources(moved, on_bad_sample="fail")
     sources = parse_sources(moved)
     assert "1 of 8 clustered shards" in caplog.text
@@ -180,18 +208,24 @@ def test_shards_of_several_folders_move_together(tmp_path):
     out = cluster(tmp_path / "clusters", pattern)
     (tmp_path / "old").rename(tmp_path / "new")
     sources = parse_sources(f"{out}@{tmp_path}/new")
-    assert sources[0].shards[0] == f"{tmp_path}/new/a/00000.tar" and sources[0].shards[-1].endswith("new/b/00003.tar")
+    assert sources[0].shards[0] == f"{tmp_path}/new/a/00000.tar" and sources[0].shards[-1].endswith(
+        "new/b/00003.tar"
+    )
     assert is_pure(steps_of(epoch_of(sources, Batching(4))))
 
 
 def test_shards_written_anew_since_are_refused_and_copies_are_not(place):
     shard = place / "cc/00001.tar"
     content = shard.read_bytes()
-    caption = content.index(b"sample 31"), content.index(b"sample 32")  # in the middle; the size stays
+    caption = (
+        content.index(b"sample 31"),
+        content.index(b"sample 32"),
+    )  # in the middle; the size stays
     shard.write_bytes(content[: caption[0]] + b"sample 32" + content[caption[0] + 9 :])
     os.utime(shard, ns=(0, 0))
     with pytest.raises(
-        UserError, match=r"00001.tar of cc has changed since it was clustered \(from \d+ to \d+ bytes\)"
+        UserError,
+        match=r"00001.tar of cc has changed since it was clustered \(from \d+ to \d+ bytes\)",
     ):
         parse_sources(f"cc={place}/clusters")
     shard.write_bytes(content)
@@ -218,7 +252,10 @@ def test_weights_of_all_clusters_and_of_one(place):
     assert factors("2::0.5") == [2, 0.5, 0.5, 0.5]
     assert factors("cc=0.5") == [1, 0.5, 0.5, 0.5]
     assert factors("cc-001=3::cc=0.5") == [1, 0.5, 3, 0.5]
-    for weights, words in (("1::1::1::1", "4 weights for 2 sources"), ("cc-003=1", "unknown source 'cc-003'")):
+    for weights, words in (
+        ("1::1::1::1", "4 weights for 2 sources"),
+        ("cc-003=1", "unknown source 'cc-003'"),
+    ):
         with pytest.raises(UserError, match=words):
             factors(weights)
     for taken in (f"cc-001={place}/sbu", f"cc={place}/sbu"):
@@ -229,10 +266,15 @@ def test_weights_of_all_clusters_and_of_one(place):
 def test_captions_of_clusters(place):
     sources = parse_sources(f"cc={place}/clusters", captions="one-per-epoch")
     assert is_pure(steps_of(epoch_of(sources, Batching(4))))
-    with pytest.raises(UserError, match="cannot count the captions of source .* with `zerovl cluster --reshard`"):
+    with pytest.raises(
+        UserError, match="cannot count the captions of source .* with `zerovl cluster --reshard`"
+    ):
         parse_sources(f"cc={place}/clusters", captions="all")
     write_clusters(load_clustering(place / "clusters"), place / "clusters", progress=False)
-    assert sum(source.num_samples for source in parse_sources(f"cc={place}/clusters", captions="all")) == SAMPLES
+    assert (
+        sum(source.num_samples for source in parse_sources(f"cc={place}/clusters", captions="all"))
+        == SAMPLES
+    )
 
 
 def test_a_slice_opens_its_shard_once_and_reads_nothing_else(place, monkeypatch):
@@ -240,18 +282,28 @@ def test_a_slice_opens_its_shard_once_and_reads_nothing_else(place, monkeypatch)
     opened, bytes_read, announced = [], [], []
     for name, book in (("open", opened), ("pread", bytes_read)):
         stock = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *args, _stock=stock, _book=book: (_book.append(args), _stock(*args))[1])
+        monkeypatch.setattr(
+            os, name, lambda *args, _stock=stock, _book=book: (_book.append(args), _stock(*args))[1]
+        )
     monkeypatch.setattr(os, "posix_fadvise", lambda *args: announced.append(args), raising=False)
-    schedule = Mixture((source,), Batching(1), Preprocessing(transforms.PILToTensor(), ids_of)).schedule(0)
+    schedule = Mixture(
+        (source,), Batching(1), Preprocessing(transforms.PILToTensor(), ids_of)
+    ).schedule(0)
     slices = epoch_slices(source.sizes, schedule, 0)
     list(SliceReader(Reading(source, 0), slices, slices).samples())  # builds the indexes
     opened.clear(), bytes_read.clear(), announced.clear()
     samples = list(SliceReader(Reading(source, 0), slices, slices).samples())
     tars = [path for path, *_ in opened if str(path).endswith(".tar")]
     assert len(tars) == len(slices) == 7 and len(samples) > 5 * len(tars)
-    assert sum(size for _, size, _ in bytes_read) == sum(len(s.image) + len(s.caption) for s in samples)
-    willneed = [(offset, size) for _, offset, size, advice in announced if advice == os.POSIX_FADV_WILLNEED]
-    assert sorted(willneed) == sorted((offset, size) for _, size, offset in bytes_read)  # each once, nothing besides
+    assert sum(size for _, size, _ in bytes_read) == sum(
+        len(s.image) + len(s.caption) for s in samples
+    )
+    willneed = [
+        (offset, size) for _, offset, size, advice in announced if advice == os.POSIX_FADV_WILLNEED
+    ]
+    assert sorted(willneed) == sorted(
+        (offset, size) for _, size, offset in bytes_read
+    )  # each once, nothing besides
 
 
 def test_without_fadvise_the_samples_are_the_same(place, monkeypatch):
@@ -282,21 +334,29 @@ def test_too_many_open_files_are_not_taken_for_lost_shards(place, monkeypatch):
         ("sizes", np.array([-5, 10**15])), ("shards", np.array("x")), ("marks", np.array("[[]]")), (None, np.zeros(0)),
     ],
 )  # fmt: skip
-def test_a_broken_assignment_or_one_whose_arrays_do_not_belong_together_is_refused(place, tmp_path, name, value):
+def test_a_broken_assignment_or_one_whose_arrays_do_not_belong_together_is_refused(
+    place, tmp_path, name, value
+):
     with np.load(place / "clusters/assignment.npz") as arrays:
         np.savez(tmp_path / "assignment.npz", **{**arrays, name or "labels": value})
     if name is None:
         (tmp_path / "assignment.npz").write_bytes(b"PK half an archive")
     with pytest.raises(UserError, match="make it with `zerovl cluster`"):
         parse_sources(f"cc={place}/nowhere/assignment.npz")
-    with pytest.raises(UserError, match="assignment.npz cannot be read .* write it again with `zerovl cluster`"):
+    with pytest.raises(
+        UserError, match="assignment.npz cannot be read .* write it again with `zerovl cluster`"
+    ):
         parse_sources(f"cc={tmp_path}/assignment.npz")
 
 
 def test_cluster_folders_come_in_their_numbers_order(tmp_path):
     for name in ("cluster-1000", "cluster-101", "cluster-002", "cluster-old", "clusters"):
         (tmp_path / name).mkdir()
-    assert [folder.name for folder in cluster_folders(tmp_path)] == ["cluster-002", "cluster-101", "cluster-1000"]
+    assert [folder.name for folder in cluster_folders(tmp_path)] == [
+        "cluster-002",
+        "cluster-101",
+        "cluster-1000",
+    ]
 
 
 def test_other_components_are_no_clusterings(place):

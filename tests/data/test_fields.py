@@ -45,14 +45,18 @@ def folder(tmp_path_factory):
                 content = json.dumps({"syn": [f"syn {number} a", f"syn {number} b"], "width": 3})
                 members.append((f"{number:03d}.json", b"{" if number == 8 else content.encode()))
             if number not in (3, 5, 7):
-                members.append((f"{number:03d}.other.json", json.dumps({"long": f"long {number}"}).encode()))
+                members.append(
+                    (f"{number:03d}.other.json", json.dumps({"long": f"long {number}"}).encode())
+                )
         write_tar(place / f"{shard:05d}.tar", members)
     return place
 
 
 def loader_of(folder, captions, batching=2, **options):
     wanted = {"tokenizer": tokens_of, "preprocessing": {"with_origin": True}}
-    return loading.loader_of(f"a={folder}", batching, captions=captions, strategy="random", seed=3, **wanted | options)
+    return loading.loader_of(
+        f"a={folder}", batching, captions=captions, strategy="random", seed=3, **wanted | options
+    )
 
 
 def shown(folder, *, epoch=0, start=0, workers=0, captions=CAPTIONS):
@@ -66,19 +70,33 @@ def shown(folder, *, epoch=0, start=0, workers=0, captions=CAPTIONS):
     ]
 
 
-def test_each_field_is_shown_as_often_as_asked_and_a_missing_one_gives_its_share_to_the_others(folder):
+def test_each_field_is_shown_as_often_as_asked_and_a_missing_one_gives_its_share_to_the_others(
+    folder,
+):
     seen = Counter()
     for epoch in range(300):
-        seen.update((sample, caption) for sample, caption in shown(folder, epoch=epoch) if sample in (0, 3, 5))
+        seen.update(
+            (sample, caption)
+            for sample, caption in shown(folder, epoch=epoch)
+            if sample in (0, 3, 5)
+        )
 
     def share(sample, word):
-        of_sample = {caption: count for (number, caption), count in seen.items() if number == sample}
-        return sum(count for caption, count in of_sample.items() if caption.startswith(word)) / sum(of_sample.values())
+        of_sample = {
+            caption: count for (number, caption), count in seen.items() if number == sample
+        }
+        return sum(count for caption, count in of_sample.items() if caption.startswith(word)) / sum(
+            of_sample.values()
+        )
 
     # 300 draws: a standard deviation of 0.029 at most
-    assert [share(0, word) for word in ("txt", "syn", "long")] == pytest.approx([0.5, 0.2, 0.3], abs=0.11)
+    assert [share(0, word) for word in ("txt", "syn", "long")] == pytest.approx(
+        [0.5, 0.2, 0.3], abs=0.11
+    )
     assert share(0, "syn 0 a") == pytest.approx(0.1, abs=0.08) and seen[0, "syn 0 b"] > 0
-    assert [share(3, word) for word in ("txt", "syn")] == pytest.approx([0.5 / 0.7, 0.2 / 0.7], abs=0.11)
+    assert [share(3, word) for word in ("txt", "syn")] == pytest.approx(
+        [0.5 / 0.7, 0.2 / 0.7], abs=0.11
+    )
     assert share(5, "txt") == 1.0
     assert not {sample for sample, _ in shown(folder)} & {7, 8}  # replaced by other samples
 
@@ -86,18 +104,25 @@ def test_each_field_is_shown_as_often_as_asked_and_a_missing_one_gives_its_share
 def test_draws_are_of_the_seed_epoch_and_sample_alone(folder):
     together, _ = shown_together(folder, epoch=1)
     assert together[4:] == shown_together(folder, epoch=1, start=2)[0]
-    assert {sample[:2] for sample in together} != {sample[:2] for sample in shown_together(folder, epoch=2)[0]}
+    assert {sample[:2] for sample in together} != {
+        sample[:2] for sample in shown_together(folder, epoch=2)[0]
+    }
     whole = shown(folder, epoch=1)
     assert whole == shown(folder, epoch=1) and whole[4:] == shown(folder, epoch=1, start=2)
     by_sample = dict(whole)
-    assert all(by_sample.get(sample, caption) == caption for sample, caption in shown(folder, epoch=1, workers=2))
+    assert all(
+        by_sample.get(sample, caption) == caption
+        for sample, caption in shown(folder, epoch=1, workers=2)
+    )
     assert dict(shown(folder, epoch=2)) != by_sample
 
 
 def test_captions_are_counted_for_teachers(folder):
     (source,) = parse_sources(f"a={folder}", captions=CAPTIONS)
     assert caption_starts(source).tolist() == [0, 4, 8, 12, 15, 19, 20, 24, 25, 26, 30, 34, 38]
-    (source,) = parse_sources(f"a={folder}", captions=TOGETHER)  # one that lacks a field is never shown
+    (source,) = parse_sources(
+        f"a={folder}", captions=TOGETHER
+    )  # one that lacks a field is never shown
     assert caption_starts(source).tolist() == [0, 4, 8, 12, 13, 17, 18, 22, 23, 24, 28, 32, 36]
 
 
@@ -107,7 +132,9 @@ def test_captions_of_a_cluster_are_counted_for_teachers(folder):
     every, starts = np.diff(caption_starts(source)), source.starts
     taken = [np.arange(1, size, 2) for size in source.sizes]
     cluster = replace(source, sizes=tuple(map(len, taken)), picked=np.concatenate(taken))
-    wanted = [int(every[begin + i]) for begin, places in zip(starts, taken, strict=False) for i in places]
+    wanted = [
+        int(every[begin + i]) for begin, places in zip(starts, taken, strict=False) for i in places
+    ]
     assert np.diff(caption_starts(cluster)).tolist() == wanted
 
 
@@ -116,7 +143,10 @@ TOGETHER = "txt + syn+other.json:long"
 
 def shown_together(folder, *, epoch=0, start=0, workers=0):
     """(sample, its captions of one step), and the lost samples, in the order of the epoch."""
-    wanted = {"augment_caption": lambda caption, seed: f"{caption}|{seed % 10**6}", "with_content": True}
+    wanted = {
+        "augment_caption": lambda caption, seed: f"{caption}|{seed % 10**6}",
+        "with_content": True,
+    }
     loader = loader_of(folder, TOGETHER, workers=workers, preprocessing=wanted)
     loader.set_epoch(epoch, start)
     found = []
@@ -130,7 +160,9 @@ def shown_together(folder, *, epoch=0, start=0, workers=0):
     return found, loader.lost
 
 
-def test_one_caption_of_each_field_is_shown_in_a_step_and_a_sample_that_lacks_one_is_replaced(folder):
+def test_one_caption_of_each_field_is_shown_in_a_step_and_a_sample_that_lacks_one_is_replaced(
+    folder,
+):
     seen = Counter()
     for epoch in range(40):
         samples, lost = shown_together(folder, epoch=epoch)
@@ -148,11 +180,16 @@ def test_one_caption_of_each_field_is_shown_in_a_step_and_a_sample_that_lacks_on
 def test_an_epoch_begun_with_another_split_keeps_each_samples_captions_together(folder):
     """Steps of 2 x 2 samples read as 4 x 1: the same steps."""
     found = []
-    for batching, dealt in ((Batching(2, 2, 1, 1), None), (Batching(4, 1, 1, 1), Batching(2, 2, 1, 1))):
+    for batching, dealt in (
+        (Batching(2, 2, 1, 1), None),
+        (Batching(4, 1, 1, 1), Batching(2, 2, 1, 1)),
+    ):
         loader = loader_of(folder, "txt+syn", batching)
         loader.set_epoch(0, 1, dealt)
         batches = list(loader)
-        assert [len(images) for images, _, _ in batches] == [batching.micro_batch] * (8 // batching.micro_batch)
+        assert [len(images) for images, _, _ in batches] == [batching.micro_batch] * (
+            8 // batching.micro_batch
+        )
         found.append(
             [
                 (int(position), text_of(first), text_of(second))
@@ -161,7 +198,10 @@ def test_an_epoch_begun_with_another_split_keeps_each_samples_captions_together(
             ]
         )
     assert found[0] == found[1]
-    assert all(first == f"txt {n % 12}" and second.startswith(f"syn {n % 12} ") for n, first, second in found[0])
+    assert all(
+        first == f"txt {n % 12}" and second.startswith(f"syn {n % 12} ")
+        for n, first, second in found[0]
+    )
 
 
 @pytest.mark.parametrize("text", ["txt+", "+", "txt+txt", "txt++syn"])
@@ -170,7 +210,9 @@ def test_bad_names_of_fields_together_are_refused(text):
         caption_sets(text)
 
 
-@pytest.mark.parametrize("text", ["txt=0.5,syn=0.4", "txt=0.5,txt=0.5", "txt=x,syn=1", "=1", "txt=-1,syn=2"])
+@pytest.mark.parametrize(
+    "text", ["txt=0.5,syn=0.4", "txt=0.5,txt=0.5", "txt=x,syn=1", "=1", "txt=-1,syn=2"]
+)
 def test_bad_shares_are_refused(text):
     with pytest.raises(UserError, match="--captions"):
         caption_fields(text)

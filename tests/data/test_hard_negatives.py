@@ -21,10 +21,17 @@ from support.loading import epoch_of, loader_of, steps_of
 from support.tars import png, write_source
 
 SAMPLES, CLUSTERS = 96, 16
-LABELS = np.random.default_rng(3).permutation(np.arange(SAMPLES) % CLUSTERS).astype(np.int32)  # six samples a cluster
+LABELS = (
+    np.random.default_rng(3).permutation(np.arange(SAMPLES) % CLUSTERS).astype(np.int32)
+)  # six samples a cluster
 NONE = np.zeros(SAMPLES, bool)
 NEAR = Sampling("debiased", hard_negatives=0.5)
-BATCHINGS = [Batching(12), Batching(3, 4), Batching(3, 2, 2, 3), Batching(2, 3, 2, 2)]  # 12 samples a step
+BATCHINGS = [
+    Batching(12),
+    Batching(3, 4),
+    Batching(3, 2, 2, 3),
+    Batching(2, 3, 2, 2),
+]  # 12 samples a step
 
 
 def clustered(folder: Path, copies: np.ndarray | None = NONE) -> str:
@@ -35,11 +42,16 @@ def clustered(folder: Path, copies: np.ndarray | None = NONE) -> str:
 
 def clustering_of(folder: Path, data: str, copies: np.ndarray | None = NONE) -> str:
     (source,) = parse_sources(data)
-    shards, sizes = tuple(dict.fromkeys(source.shards)), source.sizes if source.table is None else (SAMPLES,)
+    shards, sizes = (
+        tuple(dict.fromkeys(source.shards)),
+        source.sizes if source.table is None else (SAMPLES,),
+    )
     zeros = np.zeros(SAMPLES, np.float32), np.zeros((CLUSTERS, 1), np.float32)
     marks = tuple(file_mark(shard, {}) for shard in shards)
     (folder / "clusters").mkdir(parents=True, exist_ok=True)
-    save_clustering(Clustering("cc", shards, sizes, LABELS, *zeros, marks, copies), folder / "clusters")
+    save_clustering(
+        Clustering("cc", shards, sizes, LABELS, *zeros, marks, copies), folder / "clusters"
+    )
     return f"{folder}/clusters"
 
 
@@ -58,7 +70,9 @@ def test_half_of_each_batch_is_one_cluster_and_each_sample_comes_once(tmp_path):
     for batching in BATCHINGS:
         how = {"strategy": NEAR, "workers": batching.workers if batching.workers > 1 else 0}
         ranks = [epoch_of(sources, batching, epoch, **how) for epoch in (0, 1)]
-        assert all((images[:, 0, 0, 0] == ids % 256).all() for rank in ranks[0] for images, ids in rank)
+        assert all(
+            (images[:, 0, 0, 0] == ids % 256).all() for rank in ranks[0] for images, ids in rank
+        )
         epochs = [steps_of(one, batching.dga_steps) for one in ranks]
         for steps in epochs:
             assert sorted(itertools.chain(*steps)) == list(range(SAMPLES))
@@ -99,7 +113,10 @@ def test_several_sources_tables_and_half_weights(tmp_path):
     (tmp_path / "b/pairs.csv").write_text("\n".join(["filepath,title", *rows]) + "\n")
     clustering_of(tmp_path / "b", f"cc={tmp_path}/b/pairs.csv")
     sources = opened(f"a={tmp_path}/a/clusters::b={tmp_path}/b/clusters", "1::0.5")
-    assert [(source.name, source.num_samples) for source in sources] == [("a", SAMPLES), ("b", SAMPLES)]
+    assert [(source.name, source.num_samples) for source in sources] == [
+        ("a", SAMPLES),
+        ("b", SAMPLES),
+    ]
     seen: Counter[int] = Counter()
     for epoch in (0, 1):
         steps = steps_of(epoch_of(sources, Batching(6, 2), epoch, strategy=NEAR), 2)
@@ -152,9 +169,15 @@ def test_sources_without_clusters_and_mixed_steps_are_refused(tmp_path):
             NEAR,
             "needs the clusters of each source, and 'x' is not a clustering; run `zerovl cluster",
         ),
-        (f"x={data}", replace(NEAR, strategy="random"), "steps of one source; give --debiased-sampling"),
+        (
+            f"x={data}",
+            replace(NEAR, strategy="random"),
+            "steps of one source; give --debiased-sampling",
+        ),
     ):
         with pytest.raises(UserError, match=words):
             loader_of(opened(f"cc={data}::{others}"), 12, strategy=sampling)
-    alone = steps_of(epoch_of(opened(data), Batching(12), strategy=replace(NEAR, strategy="random")))
+    alone = steps_of(
+        epoch_of(opened(data), Batching(12), strategy=replace(NEAR, strategy="random"))
+    )
     assert largest_clusters(alone) == [6] * 8

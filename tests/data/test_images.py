@@ -16,7 +16,14 @@ from torchvision.transforms import Compose, PILToTensor, RandomResizedCrop, Resi
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import seeded
-from open_clip_zerovl.data.images import Crop, collate_images, crop_of, decode_image, normalize, split_normalize
+from open_clip_zerovl.data.images import (
+    Crop,
+    collate_images,
+    crop_of,
+    decode_image,
+    normalize,
+    split_normalize,
+)
 from open_clip_zerovl.data.transforms import image_transform_train, with_auto_augment
 from open_clip_zerovl.shards.pictures import FORMATS, BadPicture
 from support.loading import loader_of
@@ -48,10 +55,14 @@ def test_no_crop_of_a_reduced_image_is_enlarged_for_it(width, height, size, area
 def test_reduction_of_usual_sizes():
     crop = crop_of(STOCK)
     assert crop == Crop(224, 224, 0.6, (3 / 4, 4 / 3))
-    assert [crop.reduction(*size) for size in ((384, 256), (640, 480), (1280, 854), (4000, 3000))] == [1, 1, 2, 8]
+    assert [
+        crop.reduction(*size) for size in ((384, 256), (640, 480), (1280, 854), (4000, 3000))
+    ] == [1, 1, 2, 8]
     whole = crop_of(image_transform(224, True))  # open_clip's default crops as little as 90 %
     assert whole is not None and whole.min_area == 0.9
-    assert crop_of(Compose([Resize(224), ToTensor()])) is None and crop_of(lambda image: image) is None
+    assert (
+        crop_of(Compose([Resize(224), ToTensor()])) is None and crop_of(lambda image: image) is None
+    )
     assert crop_of(image_transform_train(224)) == Crop(224, 224, 0.6, (3 / 4, 4 / 3))
     assert crop_of(with_auto_augment(STOCK)) == crop
     timm = image_transform(224, True, aug_cfg={"scale": (0.5, 1.0), "use_timm": True})
@@ -75,7 +86,9 @@ def test_a_reduced_jpeg_shows_the_same_picture():
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
 def test_reduced_jpegs_of_all_modes_are_rgb(mode):
-    data = encoded(Image.new(mode, (1000, 1000), 40 if mode == "L" else tuple([40] * len(mode))), "JPEG")
+    data = encoded(
+        Image.new(mode, (1000, 1000), 40 if mode == "L" else tuple([40] * len(mode))), "JPEG"
+    )
     image = decode_image(data, Crop(100, 100, 0.6, (0.75, 4 / 3)))
     plain = Image.open(io.BytesIO(data)).convert("RGB")
     assert image.mode == "RGB" and image.size == (250, 250)
@@ -84,7 +97,9 @@ def test_reduced_jpegs_of_all_modes_are_rgb(mode):
 
 def test_sixteen_bits_are_scaled_and_not_clipped():
     for dtype, format in ((np.uint16, "PNG"), (np.uint16, "TIFF"), (np.int32, "TIFF")):
-        data = encoded(Image.fromarray(np.arange(0, 65536, 1024, dtype=dtype).reshape(8, 8)), format)
+        data = encoded(
+            Image.fromarray(np.arange(0, 65536, 1024, dtype=dtype).reshape(8, 8)), format
+        )
         assert np.asarray(decode_image(data))[..., 0].ravel().tolist() == list(range(0, 256, 4))
 
 
@@ -143,7 +158,9 @@ def test_memory_does_not_grow_over_an_epoch(tmp_path):
 def test_formats_that_start_other_programs_are_not_opened(monkeypatch):
     """Pillow takes a `.jpg` that holds EPS for EPS, and starts Ghostscript for it."""
     started = []
-    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *args, **options: started.append(args))
+    monkeypatch.setattr(
+        "PIL.EpsImagePlugin.Ghostscript", lambda *args, **options: started.append(args)
+    )
     for data in (
         encoded(Image.new("RGB", (8, 8)), "EPS"),
         b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n",

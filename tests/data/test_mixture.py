@@ -29,7 +29,8 @@ def train_data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sources")
     shards = {"a": 17, "b": 40, "c": 4}
     return "::".join(
-        f"{name}={write_source(folder / name, FIRST[name], count, shards[name])}" for name, count in COUNTS.items()
+        f"{name}={write_source(folder / name, FIRST[name], count, shards[name])}"
+        for name, count in COUNTS.items()
     )
 
 
@@ -37,7 +38,9 @@ BLENDED = Sampling("debiased", debiased_share=0.5)
 
 
 @pytest.mark.parametrize("strategy", ["debiased", "random", "sequential", BLENDED])
-@pytest.mark.parametrize("workers, world_size, dga_steps", [(0, 1, 1), (2, 2, 2), (3, 4, 1), (2, 1, 3)])
+@pytest.mark.parametrize(
+    "workers, world_size, dga_steps", [(0, 1, 1), (2, 2, 2), (3, 4, 1), (2, 1, 3)]
+)
 def test_exactly_once_and_pure(train_data, strategy, workers, world_size, dga_steps):
     """Each sample once but for the remainder; steps of one source, all of them or the requested share."""
     batching = Batching(3, dga_steps, world_size, max(1, workers))
@@ -63,10 +66,16 @@ def test_exactly_once_and_pure(train_data, strategy, workers, world_size, dga_st
 
 
 @pytest.mark.parametrize("strategy", ["debiased", "random", "blended"])
-@pytest.mark.parametrize(("begun", "now"), [((4, 3, 2), (12, 1, 2)), ((4, 3, 1), (6, 2, 2)), ((2, 6, 2), (3, 4, 0))])
-def test_an_epoch_that_was_begun_with_another_split_shows_each_sample_once(train_data, strategy, begun, now):
+@pytest.mark.parametrize(
+    ("begun", "now"), [((4, 3, 2), (12, 1, 2)), ((4, 3, 1), (6, 2, 2)), ((2, 6, 2), (3, 4, 0))]
+)
+def test_an_epoch_that_was_begun_with_another_split_shows_each_sample_once(
+    train_data, strategy, begun, now
+):
     """After the step at which the split changes, each step shows the samples that it would have shown, in their order."""
-    splits = [Batching(micro_batch, k, 1, max(1, workers)) for micro_batch, k, workers in (begun, now)]
+    splits = [
+        Batching(micro_batch, k, 1, max(1, workers)) for micro_batch, k, workers in (begun, now)
+    ]
     strategy = Sampling("debiased", debiased_share=0.6) if strategy == "blended" else strategy
     ((*whole,),) = epoch_of(train_data, splits[0], 1, workers=begun[2], strategy=strategy)
     loader = loader_of(train_data, splits[1], strategy=strategy, workers=now[2])
@@ -78,14 +87,18 @@ def test_an_epoch_that_was_begun_with_another_split_shows_each_sample_once(train
         assert torch.equal(torch.cat([batch[column] for batch in rest]), wanted)
     loader.set_epoch(2)  # dealt as this loader deals
     ((*following,),) = epoch_of(train_data, splits[1], 2, workers=now[2], strategy=strategy)
-    assert torch.equal(torch.cat([ids for _, ids in loader]), torch.cat([ids for _, ids in following]))
+    assert torch.equal(
+        torch.cat([ids for _, ids in loader]), torch.cat([ids for _, ids in following])
+    )
     loader.abandon()
 
 
 def test_same_seed_same_batches_other_seed_and_epoch_other_batches(train_data):
     """With random augmentation and two workers, whatever the process's own generators do meanwhile."""
     batching = Batching(4, 1, 1, 2)
-    crop = transforms.Compose([transforms.RandomCrop(5), transforms.ColorJitter(0.5), transforms.PILToTensor()])
+    crop = transforms.Compose(
+        [transforms.RandomCrop(5), transforms.ColorJitter(0.5), transforms.PILToTensor()]
+    )
 
     def run(epoch=0, **options):
         torch.manual_seed(random.randrange(1000))
@@ -104,14 +117,23 @@ def test_a_sample_is_augmented_alike_wherever_it_is_read(train_data):
     noise = transforms.Compose([transforms.PILToTensor(), lambda image: torch.rand(3)])
     by_id = []
     for batching in (Batching(4), Batching(2, 1, 2, 2)):
-        ranks = epoch_of(train_data, batching, workers=0 if batching.workers == 1 else 2, transform=noise)
+        ranks = epoch_of(
+            train_data, batching, workers=0 if batching.workers == 1 else 2, transform=noise
+        )
         by_id.append(
-            {int(i): image for rank in ranks for images, ids in rank for image, i in zip(images, ids, strict=True)}
+            {
+                int(i): image
+                for rank in ranks
+                for images, ids in rank
+                for image, i in zip(images, ids, strict=True)
+            }
         )
     common = by_id[0].keys() & by_id[1].keys()
     assert len(common) > 100
     assert all(torch.equal(by_id[0][i], by_id[1][i]) for i in common)
-    assert len({tuple(image.tolist()) for image in by_id[0].values()}) == len(by_id[0])  # no two samples share a draw
+    assert len({tuple(image.tolist()) for image in by_id[0].values()}) == len(
+        by_id[0]
+    )  # no two samples share a draw
 
 
 def test_items_are_reordered_without_reading_further_ahead_than_the_window():
@@ -119,7 +141,9 @@ def test_items_are_reordered_without_reading_further_ahead_than_the_window():
         return LocalOrder(2000, window, lambda block: np.random.default_rng([0, block])).chunks()
 
     order = np.concatenate([*chunks(50)])
-    assert abs(np.corrcoef(order[:-1] % 50, order[1:] % 50)[0, 1]) < 0.07  # neighbours are torn apart
+    assert (
+        abs(np.corrcoef(order[:-1] % 50, order[1:] % 50)[0, 1]) < 0.07
+    )  # neighbours are torn apart
     read: list[int] = []
     for place, item in enumerate(reordered(chunks(50), (read.append(i) or i for i in range(2000)))):
         assert item == order[place] and len(read) <= place + 2 * 50
@@ -129,16 +153,25 @@ def test_content_numbers_tell_same_captions_and_same_files():
     def sample(image, caption):
         return RawSample(image, ((0, caption),), 0, 0, "key", "shard")
 
-    one, other = content_numbers(sample(b"jpeg", "A  dog\n")), content_numbers(sample(b"png", "a Dog"))
+    one, other = (
+        content_numbers(sample(b"jpeg", "A  dog\n")),
+        content_numbers(sample(b"png", "a Dog")),
+    )
     assert one[0] == other[0] and one[1] != other[1]
-    assert content_numbers(sample(b"jpeg", "a cat"))[0] != one[0] and content_numbers(sample(b"jpeg", "x"))[1] == one[1]
+    assert (
+        content_numbers(sample(b"jpeg", "a cat"))[0] != one[0]
+        and content_numbers(sample(b"jpeg", "x"))[1] == one[1]
+    )
     assert one != content_numbers(sample(b"a dog", "jpeg"))
     assert all(-(2**63) <= number < 2**63 for number in (*one, *other))
 
 
 def test_micro_batches_are_divided_anew_with_the_tuples_in_them():
     """Three micro-batches of 2 become two of 3; teachers' embeddings are tuples of tensors."""
-    step = [(torch.tensor([i, i + 1]), (torch.tensor([-i, -i - 1]), torch.tensor([[i], [i + 1]]))) for i in (0, 2, 4)]
+    step = [
+        (torch.tensor([i, i + 1]), (torch.tensor([-i, -i - 1]), torch.tensor([[i], [i + 1]])))
+        for i in (0, 2, 4)
+    ]
     first, second = _divided(tuple(zip(*step, strict=True)), 3)
     assert first[0].tolist() == [0, 1, 2] and second[0].tolist() == [3, 4, 5]
     assert first[1][0].tolist() == [0, -1, -2] and second[1][1].tolist() == [[3], [4], [5]]
@@ -161,4 +194,8 @@ def test_the_example_of_the_page_on_python_runs(tmp_path):
         write_source(tmp_path / name, 0, 600, 300, px=4)
     names = {"preprocess_train": transforms.PILToTensor(), "tokenizer": ids_of}
     exec(code.replace("/data", str(tmp_path)).replace("range(20)", "range(2)"), names)
-    assert len(names["step"]) == 4 and names["step"][0][0].shape == (64, 3, 4, 4) and names["epoch"] == 1
+    assert (
+        len(names["step"]) == 4
+        and names["step"][0][0].shape == (64, 3, 4, 4)
+        and names["epoch"] == 1
+    )

@@ -50,23 +50,39 @@ def batches_of(data: str, **options) -> list[list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize(("where", "workers"), [("disk", 0), ("server", 0), ("cache", 2)])
-def test_the_batches_are_those_of_tars_and_go_on_where_a_run_stopped(folder, tmp_path, where, workers):
+def test_the_batches_are_those_of_tars_and_go_on_where_a_run_stopped(
+    folder, tmp_path, where, workers
+):
     tars = batches_of(f"cc={folder}/{{00000..00001}}.tar", workers=workers)
     with shard_server(folder) as server:
         server.faults["00000.parquet"] = ["", "", "", "cut:900"]
-        data = f"cc={folder}/*.parquet" if where == "disk" else f"cc={server.url('{00000..00001}.parquet')}"
+        data = (
+            f"cc={folder}/*.parquet"
+            if where == "disk"
+            else f"cc={server.url('{00000..00001}.parquet')}"
+        )
         cache = ShardCache(str(tmp_path / "cache"), 1 << 30) if where == "cache" else None
         found = batches_of(data, workers=workers, cache=cache)
-    assert [len(part) for part in found] == [8, 8, 4] and all(map(torch.equal, found[1][4:], found[2]))
+    assert [len(part) for part in found] == [8, 8, 4] and all(
+        map(torch.equal, found[1][4:], found[2])
+    )
     assert all(map(torch.equal, chain(*tars), chain(*found)))
     if where == "cache":  # counted by its end, then fetched once by two workers
-        assert len(list((tmp_path / "cache").glob("*.tar"))) == 2 and max(map(len, server.requests.values())) <= 5
+        assert (
+            len(list((tmp_path / "cache").glob("*.tar"))) == 2
+            and max(map(len, server.requests.values())) <= 5
+        )
 
 
 @pytest.mark.parametrize("start", [0, 5, 6, 9, 10])
 def test_a_reader_begins_at_any_row(folder, start):
-    tars, rows = (parse_sources(f"cc={folder}/{{00000..00001}}.{kind}")[0] for kind in ("tar", "parquet"))
-    found = [[(one.image, one.caption) for one in Reading(each, 0).samples(1, start, start)] for each in (tars, rows)]
+    tars, rows = (
+        parse_sources(f"cc={folder}/{{00000..00001}}.{kind}")[0] for kind in ("tar", "parquet")
+    )
+    found = [
+        [(one.image, one.caption) for one in Reading(each, 0).samples(1, start, start)]
+        for each in (tars, rows)
+    ]
     assert found[0] == found[1] and len(found[0]) == 10 - start
 
 
@@ -75,8 +91,15 @@ def write(path: Path, *rows: dict) -> None:
 
 
 def test_bad_rows_are_counted_and_other_columns_are_fields(tmp_path):
-    rows = [{"jpg": PICTURE, "captions": [f"sample {number}", ""], "syn": "x"} for number in range(20)]
-    rows[3]["jpg"], rows[4]["captions"], rows[5]["jpg"], rows[6]["captions"] = None, None, b"GIF", ["", " "]
+    rows = [
+        {"jpg": PICTURE, "captions": [f"sample {number}", ""], "syn": "x"} for number in range(20)
+    ]
+    rows[3]["jpg"], rows[4]["captions"], rows[5]["jpg"], rows[6]["captions"] = (
+        None,
+        None,
+        b"GIF",
+        ["", " "],
+    )
     latin = pyarrow.array([b"x"] * 19 + [b"\xe9"]).buffers()
     table = pyarrow.Table.from_pylist(rows).append_column(
         "raw", pyarrow.Array.from_buffers(pyarrow.string(), 20, latin)
@@ -88,7 +111,10 @@ def test_bad_rows_are_counted_and_other_columns_are_fields(tmp_path):
     assert len(list(loader)) == 5
     assert loader.lost == {"a": {"no image": 1, "empty caption": 2, "undecodable image": 1}}
     (raw,) = parse_sources(data, table_format=CsvFormat("jpg", "raw"))
-    assert [one.fault and one.fault.reason for one in Reading(raw, 0).samples(0, 18, 18)] == [None, "caption not UTF-8"]
+    assert [one.fault and one.fault.reason for one in Reading(raw, 0).samples(0, 18, 18)] == [
+        None,
+        "caption not UTF-8",
+    ]
     about = {"captions": ["sample 0", ""], "syn": "x", "raw": "x"}
     assert json.loads(next(samples_of(source, 0)).files["json"]) == about
     (both,) = parse_sources(data, captions="txt+syn", table_format=style)
@@ -103,13 +129,17 @@ def test_a_file_that_changes_after_it_was_counted_is_noticed(folder, tmp_path):
         assert len(list(loader)) == 4 and loader.lost == {"cc": {"unreadable shard": 10}}
         for number in (7, 8):  # the cache fetches it again
             cache = ShardCache(str(tmp_path / "cache"), 1 << 30)
-            write(folder / "00000.parquet", *[{"image": PICTURE, "text": f"sample {number}"}] * number)
+            write(
+                folder / "00000.parquet", *[{"image": PICTURE, "text": f"sample {number}"}] * number
+            )
             samples = Reading(source, 0, cache=cache).samples(0, 0, 0)
             assert [next(samples).caption for _ in range(number)] == [f"sample {number}"] * number
             with pytest.raises(ShardError, match=f"it holds {number} of 10 samples"):
                 next(samples)
     (folder / "00001.parquet").write_bytes((folder / "00001.parquet").read_bytes()[:-90])
-    with pytest.raises(UserError, match=r"1\.parquet is not a parquet file, or a broken one \(.*\): write or fetch"):
+    with pytest.raises(
+        UserError, match=r"1\.parquet is not a parquet file, or a broken one \(.*\): write or fetch"
+    ):
         parse_sources(f"cc={folder}/*.parquet")
 
 
@@ -122,9 +152,16 @@ class Hub(Handler):
             assert self.path.startswith("/datasets/me/cc/resolve/v1/data/")
             self.answer(200, (folder / self.path.rpartition("/")[2]).read_bytes())
             return
-        answer = [{"type": "file", "path": f"data/{path.name}", "size": 4, "oid": "0"} for path in folder.iterdir()]
+        answer = [
+            {"type": "file", "path": f"data/{path.name}", "size": 4, "oid": "0"}
+            for path in folder.iterdir()
+        ]
         if "/data?" not in self.path:
-            answer = [{"type": "directory", "path": "data", "oid": "0"}] if "/tree/" in self.path else {"id": "me/cc"}
+            answer = (
+                [{"type": "directory", "path": "data", "oid": "0"}]
+                if "/tree/" in self.path
+                else {"id": "me/cc"}
+            )
         self.answer(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
 
     do_HEAD = do_GET
@@ -132,9 +169,14 @@ class Hub(Handler):
 
 def test_a_star_of_a_query_or_beside_brackets_is_read_as_it_stands(folder, tmp_path):
     signed = "https://h/{00000..00001}.tar?token=exp=1~acl=/*~hmac=a"
-    assert expand_shards(signed) == tuple(f"https://h/0000{n}.tar?token=exp=1~acl=/*~hmac=a" for n in range(2))
+    assert expand_shards(signed) == tuple(
+        f"https://h/0000{n}.tar?token=exp=1~acl=/*~hmac=a" for n in range(2)
+    )
     folder.rename(tmp_path / "x[2023]")
-    assert [Path(shard).name for shard in expand_shards(f"{tmp_path}/x[2023]/*.tar")] == ["00000.tar", "00001.tar"]
+    assert [Path(shard).name for shard in expand_shards(f"{tmp_path}/x[2023]/*.tar")] == [
+        "00000.tar",
+        "00001.tar",
+    ]
     for shard in (tmp_path / "x[2023]").glob("*.tar"):
         shard.unlink()
     (tmp_path / "x[2023]" / "._0.parquet").write_bytes(b"of a Mac")
@@ -147,28 +189,58 @@ def test_a_star_names_the_files_of_a_data_set_on_the_hub(folder, monkeypatch):
         hub.folder = folder
         monkeypatch.setenv("HF_ENDPOINT", hub.address)
         (source,) = parse_sources("cc=hf://datasets/me/cc@v1/data/0000*.parquet")
-        assert source.sizes == (10, 10) and source.shards[1] == "hf://datasets/me/cc@v1/data/00001.parquet"
-        assert [one.caption for one in Reading(source, 0).samples(1, 8, 18)] == ["sample 18", "sample 19"]
-        with pytest.raises(UserError, match=r"no file is named like hf://datasets/me/cc@v1/data/\*\.pq"):
+        assert (
+            source.sizes == (10, 10)
+            and source.shards[1] == "hf://datasets/me/cc@v1/data/00001.parquet"
+        )
+        assert [one.caption for one in Reading(source, 0).samples(1, 8, 18)] == [
+            "sample 18",
+            "sample 19",
+        ]
+        with pytest.raises(
+            UserError, match=r"no file is named like hf://datasets/me/cc@v1/data/\*\.pq"
+        ):
             parse_sources("cc=hf://datasets/me/cc@v1/data/*.pq")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match=r"files of hf://.* cannot be listed \(.*\); check the address"):
+    with pytest.raises(
+        UserError, match=r"files of hf://.* cannot be listed \(.*\); check the address"
+    ):
         parse_sources("cc=hf://datasets/me/dd/*.parquet")
 
 
 PAIR = {"image": PICTURE, "text": "a dog"}
 MISTAKES = {  # row, columns that are given, words
-    "no bytes": ({"url": "h/1.jpg", "text": "x"}, {}, r"no pictures' bytes in 'url', 'text': .* pack .*1\.parquet"),
-    "no picture": (PAIR, {"image_key": "text"}, r"no pictures' bytes in 'text': .* is named with --csv-img-key"),
+    "no bytes": (
+        {"url": "h/1.jpg", "text": "x"},
+        {},
+        r"no pictures' bytes in 'url', 'text': .* pack .*1\.parquet",
+    ),
+    "no picture": (
+        PAIR,
+        {"image_key": "text"},
+        r"no pictures' bytes in 'text': .* is named with --csv-img-key",
+    ),
     "two pictures": (
         PAIR | {"mask": PICTURE},
         {},
         r"the columns 'image', 'mask': train on one with --csv-img-key, or",
     ),
-    "two captions": (PAIR | {"title": "x"}, {}, r"the columns 'title', 'text': train on one with --csv-caption-key"),
-    "no caption": ({"image": PICTURE, "label": 3}, {}, r"no captions in 'image', 'label': .* with --csv-caption-key"),
+    "two captions": (
+        PAIR | {"title": "x"},
+        {},
+        r"the columns 'title', 'text': train on one with --csv-caption-key",
+    ),
+    "no caption": (
+        {"image": PICTURE, "label": 3},
+        {},
+        r"no captions in 'image', 'label': .* with --csv-caption-key",
+    ),
     "numbers": ({"image": PICTURE, "text": 3}, {}, r"no captions in 'text': name a column of text"),
-    "misspelt": (PAIR, {"caption_key": "txet"}, r"no column 'txet', .*; did you mean --csv-caption-key 'text'"),
+    "misspelt": (
+        PAIR,
+        {"caption_key": "txet"},
+        r"no column 'txet', .*; did you mean --csv-caption-key 'text'",
+    ),
     "another file": (PAIR, {}, r"2\.parquet has no pictures' bytes in 'image'"),
     "repeated": (PAIR, {}, "has 2 columns named 'text': give each column its own name"),
     "every caption": (PAIR, {}, "'--captions all' cannot count .*; copy or pack them here"),
@@ -191,10 +263,21 @@ def test_a_mistake_gets_one_sentence_before_training(mistake, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_clusters_retrieval_sets_and_a_missing_pyarrow_have_a_sentence(folder, monkeypatch, tmp_path):
-    with pytest.raises(UserError, match="cc is parquet, .* make shards of them with `zerovl data pack`"):
-        cluster_source(f"cc={folder}/*.parquet", None, tmp_path / "out", ClusterSettings(clusters=2, min_size=2))
-    with pytest.raises(UserError, match=f"tars are read here; .* `zerovl data pack {folder} --out DIR`"):
+def test_clusters_retrieval_sets_and_a_missing_pyarrow_have_a_sentence(
+    folder, monkeypatch, tmp_path
+):
+    with pytest.raises(
+        UserError, match="cc is parquet, .* make shards of them with `zerovl data pack`"
+    ):
+        cluster_source(
+            f"cc={folder}/*.parquet",
+            None,
+            tmp_path / "out",
+            ClusterSettings(clusters=2, min_size=2),
+        )
+    with pytest.raises(
+        UserError, match=f"tars are read here; .* `zerovl data pack {folder} --out DIR`"
+    ):
         expand_shards(f"{folder}/{{00000..00001}}.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UserError, match=r"`pip install 'open_clip_zerovl\[parquet\]'`"):

@@ -10,13 +10,23 @@ import torch
 from open_clip.transform import image_transform
 from PIL import Image
 from sklearn.datasets import load_sample_image
-from torchvision.transforms import AutoAugment, AutoAugmentPolicy, Compose, RandomHorizontalFlip, RandomResizedCrop
+from torchvision.transforms import (
+    AutoAugment,
+    AutoAugmentPolicy,
+    Compose,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+)
 
 from open_clip_zerovl.core.randomness import seeded
 from open_clip_zerovl.data import pixels
 from open_clip_zerovl.data.images import ToBytes, crop_of, decode_image, split_normalize
 from open_clip_zerovl.data.pixels import decode_pixels, on_arrays
-from open_clip_zerovl.data.transforms import image_transform_train, paper_eval_transform, with_auto_augment
+from open_clip_zerovl.data.transforms import (
+    image_transform_train,
+    paper_eval_transform,
+    with_auto_augment,
+)
 from open_clip_zerovl.shards.pictures import BadPicture
 from support.tars import encoded
 
@@ -25,7 +35,9 @@ pytestmark = pytest.mark.skipif(pixels.simplejpeg is None, reason="simplejpeg ha
 
 @pytest.fixture(scope="module")
 def photographs() -> list[Image.Image]:
-    return [Image.fromarray(load_sample_image(name)) for name in ("china.jpg", "flower.jpg")]  # 640 x 427
+    return [
+        Image.fromarray(load_sample_image(name)) for name in ("china.jpg", "flower.jpg")
+    ]  # 640 x 427
 
 
 def file_of(picture: Image.Image, kind: str) -> bytes:
@@ -35,7 +47,11 @@ def file_of(picture: Image.Image, kind: str) -> bytes:
         return encoded(picture, "WEBP", quality=80)
     exif = Image.Exif()
     exif[0x0112] = 6  # lies on its side
-    options = {"4:4:4": {"subsampling": 0}, "progressive": {"progressive": True}, "exif": {"exif": exif}}
+    options = {
+        "4:4:4": {"subsampling": 0},
+        "progressive": {"progressive": True},
+        "exif": {"exif": exif},
+    }
     mode = {"grey": "L", "cmyk": "CMYK"}.get(kind, "RGB")
     return encoded(picture.convert(mode), "JPEG", quality=85, **options.get(kind, {}))
 
@@ -47,7 +63,9 @@ def training() -> Compose:
 TRANSFORMS = {
     "training": training,
     "bilinear": lambda: split_normalize(image_transform_train(224))[0],
-    "flipped": lambda: Compose([RandomResizedCrop(96, scale=(0.3, 1.0)), RandomHorizontalFlip(), ToBytes()]),
+    "flipped": lambda: Compose(
+        [RandomResizedCrop(96, scale=(0.3, 1.0)), RandomHorizontalFlip(), ToBytes()]
+    ),
     "evaluation": lambda: split_normalize(image_transform(224, False))[0],
     "paper evaluation": lambda: split_normalize(paper_eval_transform(224))[0],
 }
@@ -88,7 +106,12 @@ def check_pair(photographs, kind: str, number: int, size_number: int) -> None:
     (name, make), size = list(TRANSFORMS.items())[number], SIZES[size_number]
     picture = photographs[(number + size_number) % 2].resize(size)
     off = difference(file_of(picture, kind), make(), seed=size_number)
-    assert (off <= 2).mean() >= 0.999 and off.mean() < 0.5, (name, size, (off > 2).mean(), off.mean())
+    assert (off <= 2).mean() >= 0.999 and off.mean() < 0.5, (
+        name,
+        size,
+        (off > 2).mean(),
+        off.mean(),
+    )
 
 
 def test_the_comparison_can_fail(photographs):
@@ -103,7 +126,8 @@ def test_the_comparison_can_fail(photographs):
         torch.from_numpy(decode_pixels(data)).permute(2, 0, 1)[None].float(), (224, 224)
     )
     aliased = np.abs(
-        plain[0].numpy() - np.asarray(Image.open(io.BytesIO(data)).resize((224, 224), 3)).transpose(2, 0, 1)
+        plain[0].numpy()
+        - np.asarray(Image.open(io.BytesIO(data)).resize((224, 224), 3)).transpose(2, 0, 1)
     )
     assert (aliased <= 2).mean() < 0.9
 
@@ -123,14 +147,19 @@ def test_the_decoder_is_exactly_pils(photographs, size, scale, monkeypatch):
 
 def test_auto_augment_is_pils_on_the_crop(photographs):
     """Its operations get the same picture to rounding and make of equal pictures equal ones, for every policy's draws."""
-    transform = with_auto_augment(Compose([RandomResizedCrop(224, scale=(1, 1), ratio=(1, 1)), ToBytes()]))
+    transform = with_auto_augment(
+        Compose([RandomResizedCrop(224, scale=(1, 1), ratio=(1, 1)), ToBytes()])
+    )
     square = photographs[0].crop((0, 0, 224, 224))
     for seed in range(40):
-        assert difference(encoded(square), transform, seed).max() == 0  # nothing to resize: bit for bit
+        assert (
+            difference(encoded(square), transform, seed).max() == 0
+        )  # nothing to resize: bit for bit
 
 
 @pytest.mark.parametrize(
-    ("area", "ratio"), [((0.6, 1.0), (3 / 4, 4 / 3)), ((0.9, 1.0), (1.0, 1.0)), ((0.08, 1.0), (3 / 4, 4 / 3))]
+    ("area", "ratio"),
+    [((0.6, 1.0), (3 / 4, 4 / 3)), ((0.9, 1.0), (1.0, 1.0)), ((0.08, 1.0), (3 / 4, 4 / 3))],
 )
 def test_crops_are_torchvisions(area, ratio):
     """The same box from the same numbers, and the generator is left in the same place."""
@@ -142,7 +171,11 @@ def test_crops_are_torchvisions(area, ratio):
             torch.manual_seed(seed)
             expected, following = step.get_params(picture, step.scale, step.ratio), torch.rand(1)
             torch.manual_seed(seed)
-            assert (crop.box(height, width), torch.rand(1)) == (tuple(expected), following), (height, width, seed)
+            assert (crop.box(height, width), torch.rand(1)) == (tuple(expected), following), (
+                height,
+                width,
+                seed,
+            )
 
 
 @pytest.mark.parametrize("policy", AutoAugmentPolicy)
@@ -150,7 +183,11 @@ def test_every_policy_is_pils(photographs, policy):
     """Bit for bit, on a photograph, a picture of one colour and one with fewer pixels than grey levels."""
     step = AutoAugment(policy)
     (arrays,) = on_arrays(step).steps
-    pictures = [photographs[1].resize((60, 40)), Image.new("RGB", (30, 30), (7, 7, 200)), photographs[0].resize((9, 9))]
+    pictures = [
+        photographs[1].resize((60, 40)),
+        Image.new("RGB", (30, 30), (7, 7, 200)),
+        photographs[0].resize((9, 9)),
+    ]
     changed = 0
     for seed in range(240):
         picture = pictures[seed % 3]
@@ -180,7 +217,10 @@ def test_undecodable_pictures_raise_the_error_of_pil(photographs):
             decode_image(data)
         with pytest.raises(BadPicture) as found:
             decode_pixels(data)
-        assert (found.value.reason, found.value.detail) == (expected.value.reason, expected.value.detail)
+        assert (found.value.reason, found.value.detail) == (
+            expected.value.reason,
+            expected.value.detail,
+        )
 
 
 def test_a_step_of_ones_own_stays_with_pil():
@@ -192,6 +232,8 @@ def test_without_the_decoder_one_line(monkeypatch, caplog):
     pixels.has_decoder.cache_clear()
     assert not pixels.has_decoder() and not pixels.has_decoder()
     pixels.has_decoder.cache_clear()
-    assert [record.message for record in caplog.records if "simplejpeg is not installed" in record.message] == [
-        caplog.messages[0]
-    ]
+    assert [
+        record.message
+        for record in caplog.records
+        if "simplejpeg is not installed" in record.message
+    ] == [caplog.messages[0]]

@@ -37,7 +37,10 @@ def rotten(tmp_path_factory):
             for number in range(begin, min(begin + per_shard, count)):
                 image = b"rotten" if number % 7 == 3 else noise_jpeg(number, 12, 10)
                 text = b"\xff" if number % 11 == 5 else f"sample {1000 * s + number}".encode()
-                members += [(f"{number:04d}.jpg", image), *([] if number % 13 == 7 else [(f"{number:04d}.txt", text)])]
+                members += [
+                    (f"{number:04d}.jpg", image),
+                    *([] if number % 13 == 7 else [(f"{number:04d}.txt", text)]),
+                ]
             shard = write_tar(folder / name / f"{begin // per_shard:02d}.tar", members)
             table[shard.name] = min(per_shard, count - begin)
         (folder / name / "sizes.json").write_text(json.dumps(table))
@@ -45,10 +48,14 @@ def rotten(tmp_path_factory):
     torn.write_bytes(torn.read_bytes()[: torn.stat().st_size * 2 // 3])
     write_tar(folder / "c" / "02.tar", [("x.jpg", png((1, 2, 3))), ("x.txt", b"sample 2099")])
     (folder / "c" / "04.tar").unlink()
-    return parse_sources(f"a={folder}/a/{{00..02}}.tar::b={folder}/b::c={folder}/c/{{00..06}}.tar", "a=1::b=1.5::c=2")
+    return parse_sources(
+        f"a={folder}/a/{{00..02}}.tar::b={folder}/b::c={folder}/c/{{00..06}}.tar", "a=1::b=1.5::c=2"
+    )
 
 
-def loader_of(sources, batching, rank=0, *, window=40, pixel_path="pil", **options) -> MixtureLoader:
+def loader_of(
+    sources, batching, rank=0, *, window=40, pixel_path="pil", **options
+) -> MixtureLoader:
     crop = transforms.Compose([transforms.RandomResizedCrop(6), transforms.PILToTensor()])
     wanted = {"pixel_path": pixel_path, "with_origin": True}
     return loading.loader_of(
@@ -65,11 +72,15 @@ def loader_of(sources, batching, rank=0, *, window=40, pixel_path="pil", **optio
 
 def same(left, right) -> bool:
     return len(left) == len(right) and all(
-        torch.equal(a, b) for one, other in zip(left, right, strict=True) for a, b in zip(one, other, strict=True)
+        torch.equal(a, b)
+        for one, other in zip(left, right, strict=True)
+        for a, b in zip(one, other, strict=True)
     )
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_any_step_any_shape(rotten, data):
     draw = data.draw
@@ -117,9 +128,17 @@ def test_bad_samples_are_replaced_by_good_ones_of_their_source(rotten):
         assert (ids // 1000 == origin[:, 0]).all()
         assert ((ids % 1000) % 11 != 5).all() or (ids == 2099).any()
         assert images.shape == (2, 3, 6, 6)
-    assert set(loader.lost["a"]) == {"undecodable image", "caption not UTF-8", "no caption", "truncated shard"}
+    assert set(loader.lost["a"]) == {
+        "undecodable image",
+        "caption not UTF-8",
+        "no caption",
+        "truncated shard",
+    }
     assert {"short shard", "unreadable shard"} <= set(loader.lost["c"])
-    assert loader.lost["c"]["unreadable shard"] in (4, 8)  # a shard of four, twice an epoch but for the remainder
+    assert loader.lost["c"]["unreadable shard"] in (
+        4,
+        8,
+    )  # a shard of four, twice an epoch but for the remainder
 
 
 def test_both_pixel_paths_show_the_same_samples(rotten):
@@ -145,14 +164,22 @@ def test_a_step_outside_the_epoch_is_refused(rotten):
     ("bad", "expected"),
     [
         ({3, 4, 5, 8, 9}, [0, 1, 2, 2, 6, 6, 6, 7, 7, 7]),
-        ({1, 2}, [0, 0, 3, 3, 4, 5, 6, 7, 8, 9]),  # the first sample is as far back as there are any
+        (
+            {1, 2},
+            [0, 0, 3, 3, 4, 5, 6, 7, 8, 9],
+        ),  # the first sample is as far back as there are any
     ],
 )
 def test_the_nearest_good_place_replaces_a_bad_one_wherever_the_share_is_entered(bad, expected):
     fault = Fault("bad", "is bad")
-    raw = [RawSample(b"", ((0, ""),), 0, i, str(i), "shard", fault if i in bad else None) for i in range(10)]
+    raw = [
+        RawSample(b"", ((0, ""),), 0, i, str(i), "shard", fault if i in bad else None)
+        for i in range(10)
+    ]
     slices = SimpleNamespace(
-        samples=lambda first: iter(raw[first:]), reading=SimpleNamespace(fail=False), epoch_slices=()
+        samples=lambda first: iter(raw[first:]),
+        reading=SimpleNamespace(fail=False),
+        epoch_slices=(),
     )
     in_turn = LocalOrder(10, 1, np.random.default_rng)
     for begin in range(10):
@@ -170,7 +197,9 @@ def test_a_sample_that_replaces_another_is_augmented_for_that_place(rotten):
     twice = [images for images in shown.values() if len(images) > 1]
     assert len(twice) > 10
     equal = sum(torch.equal(one, other) for one, other, *_ in twice)
-    assert equal <= len(twice) / 5  # a picture of 12 x 10 has few crops, and two may be the same by chance
+    assert (
+        equal <= len(twice) / 5
+    )  # a picture of 12 x 10 has few crops, and two may be the same by chance
 
 
 @pytest.mark.parametrize("rank", [0, 1])

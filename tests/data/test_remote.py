@@ -25,7 +25,9 @@ def server(tmp_path):
 
 
 def loader_of(data: str, **options) -> MixtureLoader:
-    return loading.loader_of(data, 5, shuffle_window_samples=12, **{"stall_timeout_seconds": 20, **options})
+    return loading.loader_of(
+        data, 5, shuffle_window_samples=12, **{"stall_timeout_seconds": 20, **options}
+    )
 
 
 def epoch_of(loader: MixtureLoader, epoch: int = 0) -> list[list[int]]:
@@ -41,7 +43,9 @@ def on_server(server) -> str:
     return f"cc={server.url('cc/')}{{00000..0000{SHARDS - 1}}}.tar"
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])  # slow: waits once more
+@pytest.mark.parametrize(
+    "workers", [0, pytest.param(2, marks=pytest.mark.slow)]
+)  # slow: waits once more
 def test_remote_batches_are_the_same_and_waits_are_logged(server, workers, caplog):
     whole = [epoch_of(loader_of(on_disk(server), workers=workers), epoch) for epoch in (0, 1)]
     server.faults.update({
@@ -55,7 +59,9 @@ def test_remote_batches_are_the_same_and_waits_are_logged(server, workers, caplo
     assert sum("server answered 503" in message and "took" in message for message in said) >= 1
     assert len(said) == len(set(said)) <= 5  # a kind once, and the total
     (total,) = [message for message in said if message.endswith("of its readers.")]
-    assert total.startswith("Source cc: 3 of the shards opened in this epoch took 4 retries (2 cut off, 1 server")
+    assert total.startswith(
+        "Source cc: 3 of the shards opened in this epoch took 4 retries (2 cut off, 1 server"
+    )
 
 
 @pytest.mark.parametrize(("strategy", "workers"), [("random", 0), ("debiased", 2)])
@@ -66,14 +72,19 @@ def test_through_the_cache(server, tmp_path, strategy, workers, caplog):
     remote = data.replace(str(tmp_path), server.url().rstrip("/"))
     options = {"workers": workers, "strategy": strategy}
     size = (tmp_path / "cc/00000.tar").stat().st_size
-    cache = ShardCache(str(tmp_path / "cache"), (4 if workers == 0 else 7) * (size + size // 8 + 9000))
+    cache = ShardCache(
+        str(tmp_path / "cache"), (4 if workers == 0 else 7) * (size + size // 8 + 9000)
+    )
     entered = []
     for loader in (loader_of(data, **options), loader_of(remote, cache=cache, **options)):
         entered.append([epoch_of(loader, 0), epoch_of(loader, 1)])
         loader.set_epoch(1, 7)
         entered[-1].append([ids.tolist() for _, ids in loader])
     assert entered[0] == entered[1] and entered[0][1][7:] == entered[0][2]
-    assert sum(file.stat().st_size for file in (tmp_path / "cache").rglob("*") if file.is_file()) <= cache.limit_bytes
+    assert (
+        sum(file.stat().st_size for file in (tmp_path / "cache").rglob("*") if file.is_file())
+        <= cache.limit_bytes
+    )
     assert not caplog.records
 
 
@@ -86,10 +97,13 @@ def test_a_server_that_is_gone_ends_in_one_sentence(server):
     ):
         epoch_of(loader)
     strict = loader_of(
-        f"{on_server(server)}@{server.folder}/cc/sizes.json", on_bad_sample="fail", stall_timeout_seconds=5
+        f"{on_server(server)}@{server.folder}/cc/sizes.json",
+        on_bad_sample="fail",
+        stall_timeout_seconds=5,
     )
     with pytest.raises(
-        UserError, match=r"shard http.*tar of source 'cc' cannot be read \(no connection after \d retries"
+        UserError,
+        match=r"shard http.*tar of source 'cc' cannot be read \(no connection after \d retries",
     ):
         epoch_of(strict)
 
@@ -104,7 +118,8 @@ def test_one_shard_that_never_comes_is_replaced(server):
 def test_the_sizes_of_a_server_that_is_gone(server):
     server.faults["cc/sizes.json"] = ["503"] * 1000
     with pytest.raises(
-        UserError, match=r"sizes.json could not be fetched within 2 s .*server answered 503 after \d retries"
+        UserError,
+        match=r"sizes.json could not be fetched within 2 s .*server answered 503 after \d retries",
     ):
         parse_sources(on_server(server), timeout_seconds=2)
     server.faults["cc/sizes.json"] = ["404"]

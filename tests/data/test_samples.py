@@ -27,7 +27,9 @@ def test_a_row_is_a_sample_with_its_columns_as_json(tmp_path):
     assert first.files["png"] == png((1, 2, 3)) and first.files["txt"] == b"a dog, running"
     assert json.loads(first.files["json"])["place"] == "Oslo"
     assert list(second.files) == ["txt", "json"]  # its picture is gone
-    assert list(third.files) == ["png", "json"] and json.loads(third.files["json"]) == {"filepath": "in/big dog.v2.PNG"}
+    assert list(third.files) == ["png", "json"] and json.loads(third.files["json"]) == {
+        "filepath": "in/big dog.v2.PNG"
+    }
 
 
 @pytest.mark.parametrize(
@@ -49,8 +51,12 @@ def test_blocks_and_clusters_are_read_by_number(tmp_path):
     (tmp_path / "pairs.tsv").write_text("filepath\ttitle\n" + rows)
     (source,) = parse_sources(f"my={tmp_path}")
     assert source.sizes == (64, 64, 22)
-    texts = [[sample.files["txt"].decode() for sample in samples_of(source, block)] for block in range(3)]
-    assert [text for block in texts for text in block] == [f"caption {number}" for number in range(150)]
+    texts = [
+        [sample.files["txt"].decode() for sample in samples_of(source, block)] for block in range(3)
+    ]
+    assert [text for block in texts for text in block] == [
+        f"caption {number}" for number in range(150)
+    ]
     part = replace(source, table=source.table.part(np.array([3, 149])), sizes=(2,))
     assert [sample.files["txt"] for sample in samples_of(part, 0)] == [b"caption 3", b"caption 149"]
 
@@ -60,7 +66,9 @@ def test_a_retrieval_set_is_a_source_of_evaluation_alone(tmp_path):
     write_retrieval_set(tmp_path / "coco", samples)
     (source,) = parse_sources(f"{tmp_path}/coco", evaluation=True)
     assert (source.name, source.num_samples) == ("coco", 3)
-    with pytest.raises(UserError, match=r"coco is a retrieval set, .* name the shards to read: .*coco/test$"):
+    with pytest.raises(
+        UserError, match=r"coco is a retrieval set, .* name the shards to read: .*coco/test$"
+    ):
         parse_sources(f"a={tmp_path}/coco")
     write_source(tmp_path / "coco" / "val", 0, 2, 2)
     (tmp_path / "coco" / "test" / "nshards.txt").unlink()

@@ -57,10 +57,14 @@ def shards_of(rng: np.random.Generator, total: int) -> list[int]:
     return np.diff([0, *cuts.tolist(), total]).tolist()
 
 
-def check_readers(dealt: Assignment, counts: np.ndarray, sizes: list[int], seed: int, *, step: int) -> None:
+def check_readers(
+    dealt: Assignment, counts: np.ndarray, sizes: list[int], seed: int, *, step: int
+) -> None:
     """The samples that readers deliver, from any step; their slices are each source's samples of the epoch, once each."""
     schedule, batching = dealt.schedule, dealt.batching
-    readers = [(rank, worker) for rank in range(batching.world_size) for worker in range(batching.workers)]
+    readers = [
+        (rank, worker) for rank in range(batching.world_size) for worker in range(batching.workers)
+    ]
     quotas, before = [], np.zeros(len(sizes), dtype=int)
     for rank, worker in readers:
         assert (dealt.before(rank, worker) == before).all()
@@ -87,7 +91,9 @@ def check_readers(dealt: Assignment, counts: np.ndarray, sizes: list[int], seed:
             assert sum(map(len, mine)) == quota
             for piece in mine:
                 offset = sum(shards[: piece.shard])
-                assert (piece.position - offset - piece.start) % size == 0  # the position is the sample's own
+                assert (
+                    piece.position - offset - piece.start
+                ) % size == 0  # the position is the sample's own
                 seen.extend(offset + index for index in range(piece.start, piece.stop))
         assert len(seen) == len(set(seen)) == schedule.taken[source]
 
@@ -102,18 +108,26 @@ def check_readers(dealt: Assignment, counts: np.ndarray, sizes: list[int], seed:
     leaf=st.sampled_from([1, 16, 100_000]),
     share=st.floats(0, 1),
 )
-def test_every_sample_once_but_for_the_stated_remainder(batching, sizes, strategy, seed, epoch, leaf, share):
+def test_every_sample_once_but_for_the_stated_remainder(
+    batching, sizes, strategy, seed, epoch, leaf, share
+):
     """For each strategy, a number being the share of debiased steps: pure over ranks and micro-batches, any step entered."""
     n = batching.effective_batch
     blended = not isinstance(strategy, str)
     sizes = [*sizes, n + 30] if blended or strategy == "random" else [n + size for size in sizes]
-    arguments = {"strategy": "debiased", "debiased_share": strategy} if blended else {"strategy": strategy}
+    arguments = (
+        {"strategy": "debiased", "debiased_share": strategy} if blended else {"strategy": strategy}
+    )
     try:
         schedule = source_schedule(sizes, n, seed=seed, epoch=epoch, **arguments)
-    except UserError as error:  # all mixed steps together have no place for a sample of a tiny source
+    except (
+        UserError
+    ) as error:  # all mixed steps together have no place for a sample of a tiny source
         assert blended and "less than one effective batch" in str(error) and min(sizes) < n
         return
-    steps = np.bincount(schedule.source_of_step[schedule.source_of_step != MIXED], minlength=len(sizes))
+    steps = np.bincount(
+        schedule.source_of_step[schedule.source_of_step != MIXED], minlength=len(sizes)
+    )
     of_itself = 0 if strategy == "random" else strategy if blended else 1
     assert steps.tolist() == [int(of_itself * size / n + 1e-9) for size in sizes]
     assert (schedule.taken <= sizes).all()
@@ -124,13 +138,17 @@ def test_every_sample_once_but_for_the_stated_remainder(batching, sizes, strateg
     dealt = Assignment(schedule, batching, leaf_samples=leaf)
     counts = counts_of(dealt)
     assert counts.shape == (schedule.steps * batching.dga_steps, batching.world_size, len(sizes))
-    assert (counts.sum(axis=2) == batching.micro_batch).all() and (counts.sum(axis=(0, 1)) == schedule.taken).all()
+    assert (counts.sum(axis=2) == batching.micro_batch).all() and (
+        counts.sum(axis=(0, 1)) == schedule.taken
+    ).all()
     per_step = counts.reshape(schedule.steps, -1, len(sizes)).sum(axis=1)
     for source, row in zip(schedule.source_of_step.tolist(), per_step, strict=True):
         assert source == MIXED or (row[source] == n and row.sum() == n)
     check_readers(dealt, counts, sizes, seed, step=int(share * schedule.steps))
     again = source_schedule(sizes, n, seed=seed, epoch=epoch + 1, **arguments)
-    assert (again.begin == (epoch + 1) * schedule.taken).all()  # the next epoch goes on where this one ends
+    assert (
+        again.begin == (epoch + 1) * schedule.taken
+    ).all()  # the next epoch goes on where this one ends
 
 
 def test_a_sentence_names_sources_that_fill_few_steps():
@@ -140,10 +158,20 @@ def test_a_sentence_names_sources_that_fill_few_steps():
     assert sentence is not None and sentence.startswith(
         "2 of 3 sources fill fewer than 20 steps of 64 an epoch: tiny (1), small (10). Debiased sampling may then cost"
     )
-    assert few_steps(source_schedule([6400, 1280], 64, strategy="debiased", seed=0, epoch=0), names[:2]) is None
-    shared = source_schedule([6400, 640, 64], 64, strategy="debiased", seed=0, epoch=0, debiased_share=0.5)
+    assert (
+        few_steps(
+            source_schedule([6400, 1280], 64, strategy="debiased", seed=0, epoch=0), names[:2]
+        )
+        is None
+    )
+    shared = source_schedule(
+        [6400, 640, 64], 64, strategy="debiased", seed=0, epoch=0, debiased_share=0.5
+    )
     assert few_steps(shared, names) is None
-    assert few_steps(source_schedule([64], 64, strategy="debiased", seed=0, epoch=0), ["alone"]) is None
+    assert (
+        few_steps(source_schedule([64], 64, strategy="debiased", seed=0, epoch=0), ["alone"])
+        is None
+    )
 
 
 def test_the_remainder_is_the_first_of_the_next_epoch():
@@ -152,7 +180,11 @@ def test_the_remainder_is_the_first_of_the_next_epoch():
     for epoch in range(4):
         schedule = source_schedule(sizes, n, strategy="debiased", seed=1, epoch=epoch)
         slices = epoch_slices([30, 40], schedule, 0)
-        seen = {[0, 30][piece.shard] + index for piece in slices for index in range(piece.start, piece.stop)}
+        seen = {
+            [0, 30][piece.shard] + index
+            for piece in slices
+            for index in range(piece.start, piece.stop)
+        }
         if left_out is not None:
             assert left_out <= seen
         left_out = set(range(70)) - seen
@@ -165,7 +197,9 @@ def test_a_weight_means_passes(weight, passes):
     size, n = 64, 16
     total = np.zeros(size, dtype=int)
     for epoch in range(2):
-        schedule = source_schedule([size], n, strategy="debiased", seed=0, epoch=epoch, weights=[weight])
+        schedule = source_schedule(
+            [size], n, strategy="debiased", seed=0, epoch=epoch, weights=[weight]
+        )
         seen = np.zeros(size, dtype=int)
         for piece in epoch_slices([20, 44], schedule, 0):
             seen[[0, 20][piece.shard] + np.arange(piece.start, piece.stop)] += 1
@@ -178,10 +212,16 @@ def test_at_the_size_of_a_cluster():
     """1,024 ranks x 8 workers x K=16 on 14.23 M pairs: pure, balanced, covering, by arithmetic alone."""
     batching = Batching(2, 16, 1024, 8)
     sizes = [860_000, 500_000, 2_810_000, 10_060_000]
-    schedule = source_schedule(sizes, batching.effective_batch, strategy="debiased", seed=0, epoch=3)
+    schedule = source_schedule(
+        sizes, batching.effective_batch, strategy="debiased", seed=0, epoch=3
+    )
     dealt = Assignment(schedule, batching)
     of_rank = [dealt.quota(0, worker) for worker in range(8)]
-    assert all((dealt.quota(rank, worker) == of_rank[worker]).all() for rank in (1, 500, 1023) for worker in range(8))
+    assert all(
+        (dealt.quota(rank, worker) == of_rank[worker]).all()
+        for rank in (1, 500, 1023)
+        for worker in range(8)
+    )
     assert (1024 * sum(of_rank) == schedule.taken).all()
     assert (dealt.before(1023, 7) + of_rank[7] == schedule.taken).all()
     emitted = np.sum(of_rank, axis=1)
@@ -203,20 +243,31 @@ def test_random_batches_are_distributed_as_a_shuffled_deck():
     def table(first: np.ndarray, second: np.ndarray) -> np.ndarray:
         return np.bincount(first * 5 + second, minlength=25).astype(float)
 
-    decks = np.stack([rng.permutation(np.repeat(np.arange(3), sizes)).reshape(6, 4) for _ in range(rounds)])
+    decks = np.stack(
+        [rng.permutation(np.repeat(np.arange(3), sizes)).reshape(6, 4) for _ in range(rounds)]
+    )
     expected = (decks == 0).sum(axis=2)
     drawn = np.empty((rounds, 6), dtype=int)
     for seed in range(rounds):
         schedule = source_schedule(sizes, 4, strategy="random", seed=seed, epoch=0)
         drawn[seed] = counts_of(Assignment(schedule, batching, leaf_samples=4))[:, 0, 0]
     for one, other in ((0, 2), (0, 1), (4, 5)):  # numbers 0, 2 and 4 are one reader's
-        theirs, ours = table(expected[:, one], expected[:, other]), table(drawn[:, one], drawn[:, other])
+        theirs, ours = (
+            table(expected[:, one], expected[:, other]),
+            table(drawn[:, one], drawn[:, other]),
+        )
         cells = theirs + ours > 10
         assert cells.sum() >= 10
         statistic = ((theirs - ours)[cells] ** 2 / (theirs + ours)[cells]).sum()
-        assert statistic < cells.sum() + 5 * np.sqrt(2 * cells.sum())  # chi square: mean = cells, variance = 2 cells
-        independent = table(expected[:, one], rng.permutation(expected[:, other]))  # negative control
-        assert ((theirs - independent)[cells] ** 2 / (theirs + independent)[cells]).sum() > 2 * statistic
+        assert statistic < cells.sum() + 5 * np.sqrt(
+            2 * cells.sum()
+        )  # chi square: mean = cells, variance = 2 cells
+        independent = table(
+            expected[:, one], rng.permutation(expected[:, other])
+        )  # negative control
+        assert (
+            (theirs - independent)[cells] ** 2 / (theirs + independent)[cells]
+        ).sum() > 2 * statistic
 
 
 def test_hypergeometric_draws_beyond_numpy(monkeypatch):
@@ -231,10 +282,16 @@ def test_hypergeometric_draws_beyond_numpy(monkeypatch):
     assert abs(scaled.mean()) < 4 / np.sqrt(200) and 0.75 < scaled.var() < 1.3
     assert draw_without_replacement(rng, np.array([good, 0, bad]), draws).sum() == draws
     monkeypatch.setattr("open_clip_zerovl.data.assignment._EXACT_BELOW", 0)
-    ours = np.bincount([hypergeometric(rng, 30, 50, 20) for _ in range(20_000)], minlength=21).astype(float)
+    ours = np.bincount(
+        [hypergeometric(rng, 30, 50, 20) for _ in range(20_000)], minlength=21
+    ).astype(float)
     cells = theirs + ours > 10
-    assert ((theirs - ours)[cells] ** 2 / (theirs + ours)[cells]).sum() < cells.sum() + 5 * np.sqrt(2 * cells.sum())
-    assert [hypergeometric(rng, *case) for case in ((5, 0, 3), (0, 5, 3), (5, 5, 10), (5, 5, 0))] == [3, 0, 5, 0]
+    assert ((theirs - ours)[cells] ** 2 / (theirs + ours)[cells]).sum() < cells.sum() + 5 * np.sqrt(
+        2 * cells.sum()
+    )
+    assert [
+        hypergeometric(rng, *case) for case in ((5, 0, 3), (0, 5, 3), (5, 5, 10), (5, 5, 0))
+    ] == [3, 0, 5, 0]
 
 
 def test_a_billion_pairs_take_no_array_of_them():
@@ -253,11 +310,17 @@ def test_a_billion_pairs_take_no_array_of_them():
     next(order.chunks(int(done[2])))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert row.sum() == 64 and abs(done.sum() / quota.sum() - 0.5) < 1e-3 and quota.sum() == 64 * dealt.of_reader(3)
+    assert (
+        row.sum() == 64
+        and abs(done.sum() / quota.sum() - 0.5) < 1e-3
+        and quota.sum() == 64 * dealt.of_reader(3)
+    )
     assert peak < 64 << 20
 
 
-@pytest.mark.parametrize("count, window", [(40, 60), (9_000, 50), (20_000, 6_000), (4_096, 4_095), (1, 1), (0, 5)])
+@pytest.mark.parametrize(
+    "count, window", [(40, 60), (9_000, 50), (20_000, 6_000), (4_096, 4_095), (1, 1), (0, 5)]
+)
 def test_a_local_order_is_a_bounded_permutation_entered_anywhere(count, window):
     order = LocalOrder(count, window, lambda block: np.random.default_rng([7, block]))
     whole = np.concatenate([*order.chunks(), np.zeros(0, dtype=int)])
@@ -268,7 +331,9 @@ def test_a_local_order_is_a_bounded_permutation_entered_anywhere(count, window):
         assert np.array_equal(np.concatenate([*order.chunks(begin)]), whole[begin:])
         lowest = order.lowest(begin)
         assert lowest == whole[begin:].min()
-        assert order.passed(begin, lowest) == {item for item in whole[:begin].tolist() if item >= lowest}
+        assert order.passed(begin, lowest) == {
+            item for item in whole[:begin].tolist() if item >= lowest
+        }
 
 
 @pytest.mark.parametrize(
@@ -279,9 +344,17 @@ def test_a_local_order_is_a_bounded_permutation_entered_anywhere(count, window):
             {"strategy": "debiased", "names": ["a", "tiny"]},
             r"'tiny' gives 10 samples .* less than one effective batch of 16; .*--debiased-share 0.9",
         ),
-        ([5, 5], {"strategy": "random"}, "an epoch has 10 samples, fewer than one effective batch of 16"),
+        (
+            [5, 5],
+            {"strategy": "random"},
+            "an epoch has 10 samples, fewer than one effective batch of 16",
+        ),
         ([100], {"strategy": "sorted"}, "unknown sampling strategy 'sorted'"),
-        ([64, 32, 48], {"strategy": "sequential", "source_order": [2, 0]}, "must name each of the 3 sources once"),
+        (
+            [64, 32, 48],
+            {"strategy": "sequential", "source_order": [2, 0]},
+            "must name each of the 3 sources once",
+        ),
         ([100], {"strategy": "debiased", "draw": "often"}, "unknown draw 'often'"),
     ],
 )
@@ -298,7 +371,9 @@ def test_cut_refuses_what_does_not_add_up():
 
 
 def test_sequential_takes_one_source_after_the_other():
-    schedule = source_schedule([64, 32, 48], 16, strategy="sequential", seed=0, epoch=1, source_order=[2, 0, 1])
+    schedule = source_schedule(
+        [64, 32, 48], 16, strategy="sequential", seed=0, epoch=1, source_order=[2, 0, 1]
+    )
     assert schedule.source_of_step.tolist() == [2] * 3 + [0] * 4 + [1] * 2
 
 
@@ -320,7 +395,9 @@ def test_resampling_draws_with_replacement_in_proportion_to_shard_sizes():
     slices = epoch_slices([100, 200], schedule, 0, resampled=True)
     assert sum(map(len, slices)) == 30_000
     drawn = np.array([piece.shard for piece in slices])
-    assert abs((drawn == 1).mean() - 2 / 3) < 0.12 and len({piece.position for piece in slices}) == len(slices)
+    assert abs((drawn == 1).mean() - 2 / 3) < 0.12 and len(
+        {piece.position for piece in slices}
+    ) == len(slices)
     assert all(piece.position % 300 == [0, 100][piece.shard] + piece.start for piece in slices)
 
 
@@ -350,11 +427,17 @@ def test_steps_and_shards_come_in_another_order_in_each_epoch_and_source_and_wit
 def test_steps_that_are_counted_in_several_arrays_are_those_of_one(monkeypatch):
     """Readers take turns every three steps here, and an array of seven ends within a turn."""
     batching = Batching(2, 2, 2, 3)
-    schedule = source_schedule([400, 260], batching.effective_batch, strategy="debiased", seed=0, epoch=1)
+    schedule = source_schedule(
+        [400, 260], batching.effective_batch, strategy="debiased", seed=0, epoch=1
+    )
 
     def quotas():
         dealt = Assignment(schedule, batching)
-        return [dealt.quota(1, reader, step).tolist() for reader in range(3) for step in (8, 25, schedule.steps)]
+        return [
+            dealt.quota(1, reader, step).tolist()
+            for reader in range(3)
+            for step in (8, 25, schedule.steps)
+        ]
 
     whole = quotas()
     monkeypatch.setattr("open_clip_zerovl.data.assignment._STEPS_AT_ONCE", 7)
@@ -364,7 +447,9 @@ def test_steps_that_are_counted_in_several_arrays_are_those_of_one(monkeypatch):
 def test_no_stream_is_drawn_from_twice_on_the_way_to_a_leaf(monkeypatch):
     """A node of the tree and its first half would else draw the same numbers, and their counts would go together."""
     keys = []
-    monkeypatch.setattr("open_clip_zerovl.data.assignment.stream", lambda *key: keys.append(key) or stream(*key))
+    monkeypatch.setattr(
+        "open_clip_zerovl.data.assignment.stream", lambda *key: keys.append(key) or stream(*key)
+    )
     schedule = source_schedule([64, 32], 4, strategy="random", seed=0, epoch=0)
     next(Assignment(schedule, Batching(4), leaf_samples=4).counts(0, 0))
     assert len(keys) >= 5 and len(set(keys)) == len(keys)
@@ -373,12 +458,19 @@ def test_no_stream_is_drawn_from_twice_on_the_way_to_a_leaf(monkeypatch):
 @pytest.mark.parametrize(
     ("sizes", "effective_batch", "options", "taken"),
     [
-        ([100, 290], 29, {"weights": [0.29, 1]}, [29, 290]),  # 0.29 * 100 is 28.999999999999996: no step is lost
+        (
+            [100, 290],
+            29,
+            {"weights": [0.29, 1]},
+            [29, 290],
+        ),  # 0.29 * 100 is 28.999999999999996: no step is lost
         ([900, 100], 50, {"epoch_samples": 500}, [450, 50]),
     ],
 )
 def test_weights_and_the_length_of_an_epoch(sizes, effective_batch, options, taken):
-    schedule = source_schedule(sizes, effective_batch, strategy="debiased", seed=0, epoch=0, **options)
+    schedule = source_schedule(
+        sizes, effective_batch, strategy="debiased", seed=0, epoch=0, **options
+    )
     assert schedule.taken.tolist() == taken and schedule.steps == sum(taken) // effective_batch
 
 

@@ -47,7 +47,9 @@ def test_wrong_numbers_are_one_sentence_wherever_sizes_are_read(tmp_path, kind):
         lambda: check_shards(tmp_path, progress=False),
         lambda: find_datasets([tmp_path]),
     ):
-        with pytest.raises(UserError, match=r"sizes\.json is not a table of shard sizes like") as raised:
+        with pytest.raises(
+            UserError, match=r"sizes\.json is not a table of shard sizes like"
+        ) as raised:
             read()
         assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
 
@@ -73,9 +75,13 @@ def test_no_command_is_run_for_the_sizes(tmp_path):
         "cat '",
     ):
         assert listed_sizes([f"pipe:{command}"]) == {} and not marker.exists()
-    with pytest.raises(UserError, match=r"1 remote shards of source 'a' have no size.*SHARDS@/path/sizes\.json"):
+    with pytest.raises(
+        UserError, match=r"1 remote shards of source 'a' have no size.*SHARDS@/path/sizes\.json"
+    ):
         parse_sources("a=pipe:cat d/00000.tar")
-    (named,) = parse_sources(f"a=pipe:cd {tmp_path}; cat d/{{00000..00001}}.tar@{tmp_path}/d/sizes.json")
+    (named,) = parse_sources(
+        f"a=pipe:cd {tmp_path}; cat d/{{00000..00001}}.tar@{tmp_path}/d/sizes.json"
+    )
     assert named.sizes == (4, 3) and named.shards[1] == f"pipe:cd {tmp_path}; cat d/00001.tar"
     with pytest.raises(UserError, match=r"the file of shard sizes .*other\.json does not exist"):
         parse_sources(f"a=pipe:cat d/00000.tar@{tmp_path}/other.json")
@@ -87,9 +93,12 @@ def test_a_host_that_never_answers_ends_in_a_sentence():
         server.listen()
         begin = time.monotonic()
         with pytest.raises(
-            UserError, match=r"sizes\.json could not be fetched within 1 s.*; .* raise --loader-timeout"
+            UserError,
+            match=r"sizes\.json could not be fetched within 1 s.*; .* raise --loader-timeout",
         ):
-            parse_sources(f"a=http://127.0.0.1:{server.getsockname()[1]}/d/00000.tar", timeout_seconds=1)
+            parse_sources(
+                f"a=http://127.0.0.1:{server.getsockname()[1]}/d/00000.tar", timeout_seconds=1
+            )
         assert time.monotonic() - begin < 20
 
 
@@ -101,9 +110,21 @@ def test_the_sizes_of_a_url_lie_beside_it(monkeypatch):
         return json.dumps({"00000.tar": 5}).encode()
 
     monkeypatch.setattr("open_clip_zerovl.data.sizes._fetch", fetch)
-    shards = ["https://host/d/00000.tar?token=a/b", "s3://bucket/d/00000.tar", "pipe:curl -s https://host/e/00000.tar"]
-    assert list(listed_sizes([*shards, "pipe:aws s3 cp s3://bucket/d/00000.tar -"]).values()) == [5, 5, 5]
-    assert asked == ["https://host/d/sizes.json?token=a/b", "s3://bucket/d/sizes.json", "https://host/e/sizes.json"]
+    shards = [
+        "https://host/d/00000.tar?token=a/b",
+        "s3://bucket/d/00000.tar",
+        "pipe:curl -s https://host/e/00000.tar",
+    ]
+    assert list(listed_sizes([*shards, "pipe:aws s3 cp s3://bucket/d/00000.tar -"]).values()) == [
+        5,
+        5,
+        5,
+    ]
+    assert asked == [
+        "https://host/d/sizes.json?token=a/b",
+        "s3://bucket/d/sizes.json",
+        "https://host/e/sizes.json",
+    ]
 
 
 @pytest.mark.parametrize("shards", ["", "/{00000..00002}.tar"])
@@ -111,10 +132,15 @@ def test_a_folder_and_a_range_miss_the_shards_that_sizes_list(tmp_path, caplog, 
     """Those of a folder were dropped without a word, with `--on-bad-sample fail` too."""
     write_source(tmp_path, 0, 12, 4)
     (tmp_path / "00001.tar").unlink()
-    with pytest.raises(UserError, match=r"1 of 3 shards of source 'a' do not exist, first .*00001\.tar"):
+    with pytest.raises(
+        UserError, match=r"1 of 3 shards of source 'a' do not exist, first .*00001\.tar"
+    ):
         parse_sources(f"a={tmp_path}{shards}", on_bad_sample="fail")
     (source,) = parse_sources(f"a={tmp_path}{shards}")
-    assert source.sizes == (4, 4, 4) and "other samples of the source replace their 4 samples" in caplog.text
+    assert (
+        source.sizes == (4, 4, 4)
+        and "other samples of the source replace their 4 samples" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("url", ["https://host/a'; touch x; '/0.tar", "s3://bucket/it's/0.tar"])

@@ -93,18 +93,34 @@ def test_weights_in_order_and_by_name(tmp_path):
     [
         ("a=", None, "source 1 .* has no shards"),
         ("a={tmp}/a/00000.tar::", None, "source 2 .* has no shards"),
-        ("a={tmp}/a/{{00000..00007}}.tar", None, "7 of 8 shards of source 'a' do not exist, first .*00001.tar"),
+        (
+            "a={tmp}/a/{{00000..00007}}.tar",
+            None,
+            "7 of 8 shards of source 'a' do not exist, first .*00001.tar",
+        ),
         ("a={tmp}/a::a={tmp}/a", None, "two sources are called 'a'"),
         ("a={tmp}/a/{{0000", None, "braces .* do not match|do not exist"),
-        ("a={tmp}/empty", None, "holds no [*].tar shards; .* `zerovl data pack .*/empty --out DIR`"),
+        (
+            "a={tmp}/empty",
+            None,
+            "holds no [*].tar shards; .* `zerovl data pack .*/empty --out DIR`",
+        ),
         ("a={tmp}/x.parquet", None, "x.parquet does not exist"),
-        ("a={tmp}/p/*.parquet", None, "no file is named like {tmp}/p/.*.parquet; correct the pattern"),
+        (
+            "a={tmp}/p/*.parquet",
+            None,
+            "no file is named like {tmp}/p/.*.parquet; correct the pattern",
+        ),
         ("a={tmp}/a", "1::2", "gives 2 weights for 1 sources"),
         ("a={tmp}/a", "0", "is not a positive number"),
         ("a={tmp}/a", "x", "is not a positive number"),
         ("a={tmp}/a", "vg=2", "unknown source 'vg'; the sources are a"),
         ("a={tmp}/a::b={tmp}/a", "a=2::1", "gives names to only some of its weights"),
-        ("a=s3://bucket/{{0..3}}.tar", None, "shard s3://bucket/0.tar cannot be opened .* 'pipe:aws s3 cp"),
+        (
+            "a=s3://bucket/{{0..3}}.tar",
+            None,
+            "shard s3://bucket/0.tar cannot be opened .* 'pipe:aws s3 cp",
+        ),
         ("a=pipe:cat /nowhere/{{0..3}}.tar", None, "4 remote shards of source 'a' have no size"),
         ("a={tmp}/broken", None, "cannot be read as a tar file"),
         ("a={tmp}/badsizes", None, "is not a table of shard sizes"),
@@ -139,5 +155,7 @@ def test_remote_shards_are_sized_and_read(tmp_path, kind):
     assert source.sizes == (4, 3)
     for start in (0, 2):
         samples = list(Reading(source, 0).samples(0, start, start))
-        assert [sample.caption for sample in samples] == [f"sample {number}" for number in range(start, 4)]
+        assert [sample.caption for sample in samples] == [
+            f"sample {number}" for number in range(start, 4)
+        ]
         assert all(sample.image and sample.fault is None for sample in samples)

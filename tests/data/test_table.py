@@ -23,12 +23,17 @@ from support.tars import png, write_source, write_tar
 
 def captions_of_epochs(sources: tuple[Source, ...], epochs: int, **options) -> list[list[str]]:
     """Captions shown in each epoch; a tokenizer of bytes brings them through the loader."""
-    tokenizer = lambda texts: torch.tensor([list(text.encode().ljust(200, b"\0")[:200]) for text in texts])  # noqa: E731
+
+    def tokenizer(texts):
+        return torch.tensor([list(text.encode().ljust(200, b"\0")[:200]) for text in texts])
+
     loader = loader_of(sources, options.pop("batch", 1), tokenizer=tokenizer, **options)
     shown = []
     for epoch in range(epochs):
         loader.set_epoch(epoch)
-        shown.append([bytes(row.tolist()).rstrip(b"\0").decode() for _, texts in loader for row in texts])
+        shown.append(
+            [bytes(row.tolist()).rstrip(b"\0").decode() for _, texts in loader for row in texts]
+        )
     captions_of_epochs.lost = loader.lost
     return shown
 
@@ -43,7 +48,10 @@ def zerovl_table(folder: Path, images: int = 6, captions: int = 3) -> Path:
     write_pictures(folder, images)
     rows = ["image,image_id,caption,caption_id"]
     for caption in range(captions):  # an image's rows do not lie together
-        rows += [f'pictures/{i}.png,id{i},"image {i}, caption {caption}",{i}_{caption}' for i in range(images)]
+        rows += [
+            f'pictures/{i}.png,id{i},"image {i}, caption {caption}",{i}_{caption}'
+            for i in range(images)
+        ]
     (folder / "pairs.csv").write_text("\n".join(rows) + "\n")
     return folder / "pairs.csv"
 
@@ -54,11 +62,16 @@ def test_open_clips_and_zerovls_tables(tmp_path):
     (tmp_path / "a" / "pairs.tsv").write_text("\n".join(["filepath\ttitle", *rows]) + "\n")
     zerovl_table(tmp_path / "b")
     sources = parse_sources(f"one={tmp_path}/a/pairs.tsv::{tmp_path}/b", "b=0.5")
-    assert [(source.name, source.num_samples, source.weight) for source in sources] == [("one", 5, 1), ("b", 18, 0.5)]
+    assert [(source.name, source.num_samples, source.weight) for source in sources] == [
+        ("one", 5, 1),
+        ("b", 18, 0.5),
+    ]
     assert [source.layout for source in sources] == ["table pairs.tsv", "table pairs.csv"]
     ((*shown,),) = captions_of_epochs((sources[0],), 1, workers=1)
     assert sorted(shown) == [f"title {i}" for i in range(5)]
-    assert sorted(captions_of_epochs((sources[1],), 2)[0]) != sorted(captions_of_epochs((sources[1],), 2)[1])
+    assert sorted(captions_of_epochs((sources[1],), 2)[0]) != sorted(
+        captions_of_epochs((sources[1],), 2)[1]
+    )
 
 
 def test_columns_and_separator_by_flags(tmp_path):
@@ -72,11 +85,16 @@ def test_columns_and_separator_by_flags(tmp_path):
 
 
 @pytest.mark.parametrize("identity", ["7", ""])
-def test_an_id_of_two_pictures_is_refused_where_the_rows_of_an_image_are_one_sample(tmp_path, identity):
+def test_an_id_of_two_pictures_is_refused_where_the_rows_of_an_image_are_one_sample(
+    tmp_path, identity
+):
     """As in tables of two sets whose ids restart: the second picture would never be shown, and its captions for the first."""
     rows = [f"a.png,{identity},a cat,1", f"a.png,{identity},the cat,2", f"b.png,{identity},a dog,1"]
     (tmp_path / "t.csv").write_text("\n".join(["image,image_id,caption,caption_id", *rows]) + "\n")
-    with pytest.raises(UserError, match=f"line 4: the image_id '{identity}' is of two pictures .'a.png' and 'b.png'"):
+    with pytest.raises(
+        UserError,
+        match=f"line 4: the image_id '{identity}' is of two pictures .'a.png' and 'b.png'",
+    ):
         parse_sources(f"t={tmp_path}/t.csv", captions="one-per-epoch")
     assert parse_sources(f"t={tmp_path}/t.csv")[0].num_samples == 3
 
@@ -84,7 +102,11 @@ def test_an_id_of_two_pictures_is_refused_where_the_rows_of_an_image_are_one_sam
 @pytest.mark.parametrize(
     ("header", "style", "columns"),
     [
-        ("file,title", CsvFormat("file"), (0, 1)),  # one flag, and the other column by its usual name
+        (
+            "file,title",
+            CsvFormat("file"),
+            (0, 1),
+        ),  # one flag, and the other column by its usual name
         ("image,text", CsvFormat(None, "text"), (0, 1)),
         ("title,filepath,a,b", CsvFormat("a", "b"), (2, 3)),
         (
@@ -97,11 +119,21 @@ def test_an_id_of_two_pictures_is_refused_where_the_rows_of_an_image_are_one_sam
             CsvFormat("a", "b"),
             "the columns 'a' and 'b', each once; its header has 'filepath', 'title'; rename",
         ),
-        ("filepath,words", CsvFormat("file"), "'file' and 'title' or 'file' and 'caption', each once"),
-        ("image,caption,caption", CsvFormat(), "each once; its header has 'image', 'caption', 'caption'"),
+        (
+            "filepath,words",
+            CsvFormat("file"),
+            "'file' and 'title' or 'file' and 'caption', each once",
+        ),
+        (
+            "image,caption,caption",
+            CsvFormat(),
+            "each once; its header has 'image', 'caption', 'caption'",
+        ),
     ],
 )
-def test_columns_are_the_given_ones_or_one_sentence_names_all_that_lack(tmp_path, header, style, columns):
+def test_columns_are_the_given_ones_or_one_sentence_names_all_that_lack(
+    tmp_path, header, style, columns
+):
     """A flag that stood alone, or named no column, was passed over without a word."""
     (tmp_path / "x.csv").write_text(f"{header}\n{header}\n")
     if isinstance(columns, str):
@@ -119,7 +151,9 @@ def test_one_caption_of_an_image_an_epoch_and_all_in_turn(tmp_path):
     epochs = captions_of_epochs(sources, 3)
     for shown in epochs:
         assert sorted(text.split(",")[0] for text in shown) == [f"image {i}" for i in range(6)]
-    assert Counter(text for shown in epochs for text in shown).most_common(1)[0][1] == 1  # three epochs show all 18
+    assert (
+        Counter(text for shown in epochs for text in shown).most_common(1)[0][1] == 1
+    )  # three epochs show all 18
     assert len({text[-1] for text in epochs[0]}) > 1  # not caption 0 of every image in the first
     assert captions_of_epochs(sources, 3) == epochs
     every = parse_sources(f"t={path}", captions="all")
@@ -132,19 +166,23 @@ def test_captions_in_the_lines_of_a_tar(tmp_path):
         lines = "\n".join(f"image {i} line {line}" for line in range(i % 3 + 1))
         members += [(f"{i}.png", png((i, 0, 0))), (f"{i}.txt", (lines + "\n\n").encode())]
     write_tar(tmp_path / "s" / "0.tar", members)
-    whole, one, every = (parse_sources(f"s={tmp_path}/s", captions=c) for c in (None, "one-per-epoch", "all"))
+    whole, one, every = (
+        parse_sources(f"s={tmp_path}/s", captions=c) for c in (None, "one-per-epoch", "all")
+    )
     assert [source.num_samples for (source,) in (whole, one, every)] == [7, 7, 13]
     assert "image 1 line 0\nimage 1 line 1" in captions_of_epochs(whole, 1)[0]
     epochs = captions_of_epochs(one, 6)
     assert all(len({text.split(" line")[0] for text in shown}) == 7 for shown in epochs)
-    assert {text for shown in epochs for text in shown} == set(captions_of_epochs(every, 1)[0]) and len(
-        set(captions_of_epochs(every, 1)[0])
-    ) == 13
+    assert {text for shown in epochs for text in shown} == set(
+        captions_of_epochs(every, 1)[0]
+    ) and len(set(captions_of_epochs(every, 1)[0])) == 13
     assert (
-        sorted(captions_of_epochs(every, 1, workers=2, batch=2)[0])[:5] == sorted(captions_of_epochs(every, 1)[0])[:5]
+        sorted(captions_of_epochs(every, 1, workers=2, batch=2)[0])[:5]
+        == sorted(captions_of_epochs(every, 1)[0])[:5]
     )
     with pytest.raises(
-        UserError, match="cannot count the captions of remote shards .*, first pipe:cat .*; copy or pack them here"
+        UserError,
+        match="cannot count the captions of remote shards .*, first pipe:cat .*; copy or pack them here",
     ):
         parse_sources(f"s=pipe:cat {tmp_path}/s/0.tar", captions="all")
     with pytest.raises(UserError, match="unknown --captions 'some'; use one of one-per-epoch, all"):
@@ -160,9 +198,15 @@ def test_rotten_rows_are_replaced(tmp_path):
     (tmp_path / "pictures" / "9.png").unlink()
     os.mkfifo(tmp_path / "pictures" / "9.png")
     rows = [f"pictures/{i}.png\ttitle {i}".encode() for i in range(11)]
-    rows[5], rows[6], rows[7] = b"pictures/5.png", b"pictures/6.png\t\xff\xfe", b"pictures/\x007.png\tx"
+    rows[5], rows[6], rows[7] = (
+        b"pictures/5.png",
+        b"pictures/6.png\t\xff\xfe",
+        b"pictures/\x007.png\tx",
+    )
     rows[10] = b"/dev/zero\tdevice"
-    (tmp_path / "pairs.tsv").write_bytes(b"\n".join([b"\xef\xbb\xbffilepath\ttitle", *rows]) + b"\n\n")
+    (tmp_path / "pairs.tsv").write_bytes(
+        b"\n".join([b"\xef\xbb\xbffilepath\ttitle", *rows]) + b"\n\n"
+    )
     (shown,) = captions_of_epochs(parse_sources(f"t={tmp_path}"), 1)
     assert set(shown) == {f"title {i}" for i in (0, 1, 2, 8)} and len(shown) == 11
     assert captions_of_epochs.lost == {
@@ -172,7 +216,11 @@ def test_rotten_rows_are_replaced(tmp_path):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\0"), max_size=12), min_size=1, max_size=150)
+    st.lists(
+        st.text(st.characters(codec="utf-8", exclude_characters="\r\0"), max_size=12),
+        min_size=1,
+        max_size=150,
+    )
 )
 def test_rows_are_found_again_whatever_is_quoted_in_them(tmp_path_factory, captions):
     import csv
@@ -183,7 +231,9 @@ def test_rows_are_found_again_whatever_is_quoted_in_them(tmp_path_factory, capti
         writer.writerow(["image", "caption"])
         writer.writerows((f"{number}.png", caption) for number, caption in enumerate(captions))
     rows = [(sample.image, sample.captions) for sample in open_table(str(path)).samples()]
-    assert rows == [(f"{number}.png", [caption.encode()]) for number, caption in enumerate(captions)]
+    assert rows == [
+        (f"{number}.png", [caption.encode()]) for number, caption in enumerate(captions)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -191,13 +241,19 @@ def test_rows_are_found_again_whatever_is_quoted_in_them(tmp_path_factory, capti
     [
         ({"a.csv": "filepath,title\n"}, "holds no rows below its header"),
         ({"a.csv": ""}, "needs the columns .*; its header has nothing"),
-        ({"a.csv": "filepath,title\n", "b.tsv": "x"}, "holds 2 tables .a.csv, b.tsv ....; name the one"),
+        (
+            {"a.csv": "filepath,title\n", "b.tsv": "x"},
+            "holds 2 tables .a.csv, b.tsv ....; name the one",
+        ),
         ({"a.txt": ""}, "holds no [*].tar shards"),
         (
             {"pack.json": "{}", "refused.csv": "file\n"},
             "is a folder of `zerovl data pack`; name its sources: NAME=.*/train",
         ),
-        ({"a.csv": 'filepath,title\na.png,"' + "x" * 200_000 + '"\n'}, "cannot be read as CSV .field larger"),
+        (
+            {"a.csv": 'filepath,title\na.png,"' + "x" * 200_000 + '"\n'},
+            "cannot be read as CSV .field larger",
+        ),
     ],
 )
 def test_a_mistake_gives_one_sentence(tmp_path, files, words):
@@ -254,7 +310,9 @@ def test_odd_quoting_is_reported_by_line_and_loses_no_row(tmp_path, caplog, kind
     assert set(shown) == expected
     unreadable = captions_of_epochs.lost.get("t", {})
     assert unreadable == (
-        {"unreadable row": 1} if kind in ("commas without quotes", "a field of more than 128 KiB") else {}
+        {"unreadable row": 1}
+        if kind in ("commas without quotes", "a field of more than 128 KiB")
+        else {}
     )
 
 
@@ -282,7 +340,9 @@ def test_an_edit_while_training_ends_in_a_sentence(three_rows):
     """Rows were taken from where they had been."""
     sources = parse_sources(f"t={three_rows}")
     three_rows.write_text(three_rows.read_text().replace("title 0", "another title"))
-    with pytest.raises(UserError, match=r"t\.csv has changed since the run began; start the run again"):
+    with pytest.raises(
+        UserError, match=r"t\.csv has changed since the run began; start the run again"
+    ):
         captions_of_epochs(sources, 1)
 
 
@@ -294,7 +354,9 @@ def test_a_table_beside_tars_is_ignored(tmp_path):
 
 def test_a_long_table_is_shuffled_in_blocks(tmp_path):
     write_pictures(tmp_path, 1)
-    (tmp_path / "t.csv").write_text("filepath,title\n" + "".join(f"pictures/0.png,row {i}\n" for i in range(1000)))
+    (tmp_path / "t.csv").write_text(
+        "filepath,title\n" + "".join(f"pictures/0.png,row {i}\n" for i in range(1000))
+    )
     (source,) = parse_sources(f"t={tmp_path}/t.csv")
     assert set(source.sizes[:-1]) == {BLOCK_SAMPLES} and sum(source.sizes) == 1000
     (shown,) = captions_of_epochs((source,), 1, batch=10)

@@ -27,7 +27,9 @@ def short(monkeypatch):
 
 def loader_of(tmp_path, transform, workers):
     source = f"far={write_source(tmp_path / 'far', 0, 6, 6)}"
-    return loading.loader_of(source, 2, workers=workers, transform=transform, stall_timeout_seconds=60)
+    return loading.loader_of(
+        source, 2, workers=workers, transform=transform, stall_timeout_seconds=60
+    )
 
 
 class Slow:
@@ -42,11 +44,17 @@ class Slow:
 def test_a_wait_is_reported_while_it_lasts(tmp_path, short, caplog, workers):
     batches = iter(loader_of(tmp_path, Slow(), workers))
     next(batches)
-    told = [record.getMessage() for record in caplog.records if "Waiting for data" in record.getMessage()]
+    told = [
+        record.getMessage()
+        for record in caplog.records
+        if "Waiting for data" in record.getMessage()
+    ]
     assert len(told) >= 2, told  # 0.2 and 0.5 s into a wait of a second
     reader = "loader worker 0" if workers else "the process"
     assert f"no batch has come for 0 s from {reader} of rank 0" in told[0]
-    assert any(f"while reading shard {tmp_path}/far/00000.tar of source 'far'" in line for line in told)
+    assert any(
+        f"while reading shard {tmp_path}/far/00000.tar of source 'far'" in line for line in told
+    )
     assert ("it is given 60 s (--loader-timeout)" in told[0]) == (workers > 0)
     del batches
 
@@ -56,7 +64,9 @@ def test_handling_a_batch_is_not_a_wait_and_the_thread_ends(tmp_path, short, cap
         time.sleep(0.4)
     time.sleep(0.2)
     assert not [record for record in caplog.records if "Waiting for data" in record.getMessage()]
-    assert not [thread for thread in workers_module.threading.enumerate() if thread.name == "stall watchdog"]
+    assert not [
+        thread for thread in workers_module.threading.enumerate() if thread.name == "stall watchdog"
+    ]
 
 
 class Numbers(ItemSet):
@@ -115,7 +125,9 @@ def test_a_bad_item_is_raised_after_the_batches_before_it(workers: int):
 
 class Untransferable:
     def __reduce__(self):
-        raise RuntimeError("unable to resize file </torch_1_2_3> to the right size: No space left on device (28)")
+        raise RuntimeError(
+            "unable to resize file </torch_1_2_3> to the right size: No space left on device (28)"
+        )
 
 
 class FullMemory(ItemSet):
@@ -129,7 +141,10 @@ class FullMemory(ItemSet):
 @pytest.mark.timeout(60)
 def test_a_batch_that_cannot_be_handed_over_ends_the_reading():
     """As with a full /dev/shm: the worker's queue drops such a batch, and the reader would wait for ever."""
-    with pytest.raises(UserError, match=r"a loader worker was lost .*; if memory or /dev/shm is full, lower --workers"):
+    with pytest.raises(
+        UserError,
+        match=r"a loader worker was lost .*; if memory or /dev/shm is full, lower --workers",
+    ):
         list(read_batches(FullMemory(), list, num_workers=1))
 
 
@@ -151,7 +166,8 @@ def test_an_iterator_that_is_left_early_prints_nothing(tmp_path, monkeypatch, wo
 
 def test_numbers_of_workers_that_cannot_be_are_refused_where_they_are_given(tmp_path):
     with pytest.raises(
-        UserError, match="workers is 0, and must be at least 1; a loader without worker processes has one"
+        UserError,
+        match="workers is 0, and must be at least 1; a loader without worker processes has one",
     ):
         Batching(4, workers=0)
     with pytest.raises(UserError, match=r"give Batching\(..., workers=2\)"):

@@ -34,7 +34,9 @@ def test_what_multiplies_the_loss_multiplies_the_gradients():
     torch.manual_seed(SEED)
     value = DecoupledGradientAccumulation(model, loss, check="always").loss(micro_batches)
     scaler.scale(value / 4).backward()
-    assert error({name: gradient / 2 for name, gradient in gradients(model).items()}, wanted) <= EXACT
+    assert (
+        error({name: gradient / 2 for name, gradient in gradients(model).items()}, wanted) <= EXACT
+    )
     torch.testing.assert_close(loss.matrix.grad / 2, own, rtol=1e-9, atol=1e-12)
 
 
@@ -89,7 +91,9 @@ def test_what_is_refused():
     loss.backward(retain_graph=True)
     with pytest.raises(UserError, match="was backpropagated a second time"):
         loss.backward()
-    scaled = DecoupledGradientAccumulation(model, ContrastiveLoss(), scaler=torch.amp.GradScaler("cpu"))
+    scaled = DecoupledGradientAccumulation(
+        model, ContrastiveLoss(), scaler=torch.amp.GradScaler("cpu")
+    )
     with pytest.raises(UserError, match=re.escape("leave scaler= out and scale the returned loss")):
         scaled.loss(micro_batches)
     with torch.inference_mode(), pytest.raises(UserError, match="under torch.inference_mode"):
@@ -108,4 +112,6 @@ def test_weights_that_change_before_the_backward_pass_are_noticed(retain):
     with pytest.raises(UserError, match=r"conv1\.weight was changed within the step: after loss"):
         loss.backward()
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(now, before) for now, before in zip(model.buffers(), buffers, strict=True))
+    assert all(
+        torch.equal(now, before) for now, before in zip(model.buffers(), buffers, strict=True)
+    )

@@ -47,11 +47,18 @@ def test_every_kind_of_model_is_exact(name):
                 assert torch.equal(torch.get_rng_state(), after)
             else:
                 losses = step.backward(micro_batches)
-                assert torch.equal(torch.get_rng_state(), drawn), "random numbers were not as if forwarded once"
+                assert torch.equal(torch.get_rng_state(), drawn), (
+                    "random numbers were not as if forwarded once"
+                )
                 assert not any(entry.requires_grad for entry in losses.values())
-                assert {"contrastive_loss", "loss"} <= losses.keys() <= {"contrastive_loss", "loss", "logit_scale"}
+                assert (
+                    {"contrastive_loss", "loss"}
+                    <= losses.keys()
+                    <= {"contrastive_loss", "loss", "logit_scale"}
+                )
             assert error(gradients(model), wanted) <= EXACT
             assert all(
-                torch.equal(found, expected) for found, expected in zip(model.buffers(), once.buffers(), strict=True)
+                torch.equal(found, expected)
+                for found, expected in zip(model.buffers(), once.buffers(), strict=True)
             )
     assert type(micro_batches[0][1]) is kind  # the input is unchanged

@@ -73,6 +73,8 @@ except ModuleNotFoundError:
 
 def test_a_step_works_where_torch_is_the_only_package():
     """`pip install --no-deps open_clip_zerovl` in the environment of another trainer."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip() == "exact without open_clip"

@@ -67,7 +67,9 @@ def test_what_the_loss_learns_gets_its_gradient(call):
     _, found = accumulated(model, call(loss), micro_batches, scaler=scaler)
     assert error({name: grad / 4 for name, grad in found.items()}, wanted) <= EXACT
     for name, gradient in own.items():
-        torch.testing.assert_close((getattr(loss, name).grad - 1) / 4, gradient, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(
+            (getattr(loss, name).grad - 1) / 4, gradient, rtol=1e-9, atol=1e-12
+        )
     loss.zero_grad(set_to_none=True)
     accumulated(model, call(loss), micro_batches)
     assert loss.unused.grad is None
@@ -80,7 +82,9 @@ def test_what_a_loss_learns_and_does_not_hold_is_refused():
     def closure(image_features, text_features, logit_scale, output_dict):
         return {"loss": (image_features @ outside).sum() + (text_features * logit_scale).sum()}
 
-    with pytest.raises(UserError, match=r"The loss closure learns a tensor of shape \(16, 1\) that is not its own"):
+    with pytest.raises(
+        UserError, match=r"The loss closure learns a tensor of shape \(16, 1\) that is not its own"
+    ):
         accumulated(model, closure, batches([2, 2]))
 
 
@@ -100,7 +104,12 @@ def test_a_loss_that_does_not_fit_gets_a_sentence():
     model, pair, both = bert_clip(), seeded(TextText), token_batches([2, 2])
     one = torch.tensor(1.0)
     for of, inputs, loss, message in [
-        (model, None, lambda a, b, scale: a.sum(), "does not fit: it is called as .*image_features=.*output_dict="),
+        (
+            model,
+            None,
+            lambda a, b, scale: a.sum(),
+            "does not fit: it is called as .*image_features=.*output_dict=",
+        ),
         (model, None, nn.CrossEntropyLoss(), "The loss CrossEntropyLoss does not fit"),
         (
             pair,
@@ -108,11 +117,21 @@ def test_a_loss_that_does_not_fit_gets_a_sentence():
             ContrastiveLoss(),
             "called as loss.image_features=, text_features=, output_dict=., and .*logit_scale",
         ),
-        (model, None, lambda **_: 3.0, "must return one number as a tensor, .* but returned a float"),
+        (
+            model,
+            None,
+            lambda **_: 3.0,
+            "must return one number as a tensor, .* but returned a float",
+        ),
         (model, None, lambda **_: {"a": torch.ones(2)}, r"returned a tensor of shape \(2,\)"),
         (model, None, lambda **_: {}, "returned a dict"),
         (model, None, lambda **_: one, "a number without gradient"),
-        (model, None, lambda image_features, **_: image_features.detach().sum(), "a number without gradient"),
+        (
+            model,
+            None,
+            lambda image_features, **_: image_features.detach().sum(),
+            "a number without gradient",
+        ),
     ]:
         with pytest.raises(UserError, match=message):
             accumulated(of, loss, inputs or batches([2, 2]))
@@ -130,7 +149,10 @@ def test_a_loss_that_does_not_fit_gets_a_sentence():
 def test_wrong_inputs_get_a_sentence():
     model, images, texts = seeded(TextText), torch.ones(2, 4).long(), torch.ones(3, 4).long()
     for wrong, message in [
-        ((images, {"input_ids": images, "words": ["a", "b"]}), "Micro-batch 0 must be a pair .* but holds a str"),
+        (
+            (images, {"input_ids": images, "words": ["a", "b"]}),
+            "Micro-batch 0 must be a pair .* but holds a str",
+        ),
         ((images, {"a": images, "b": texts}), r"an input's tensors have \[2, 3\] rows"),
         ((images, {"a": texts}), "the numbers are 3 and 2"),
         ((images, torch.tensor(1)), "but holds a tensor without rows"),
@@ -182,8 +204,12 @@ def test_in_an_autocast_region_of_the_caller(monkeypatch):
         calls.clear()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             _, found = accumulated(model, ContrastiveLoss(), micro_batches, retain=retain)
-        assert len(calls) == 3 + 1  # before each forward pass with graph, and by torch as the region ends
-        assert error(found, wanted) <= 0.3  # bf16's roundings; without the weights' gradients it is 1
+        assert (
+            len(calls) == 3 + 1
+        )  # before each forward pass with graph, and by torch as the region ends
+        assert (
+            error(found, wanted) <= 0.3
+        )  # bf16's roundings; without the weights' gradients it is 1
 
 
 class Counting(nn.Module):
@@ -192,7 +218,11 @@ class Counting(nn.Module):
     def __init__(self):
         super().__init__()
         self.image = nn.Sequential(
-            nn.Conv2d(3, 4, 8, 8), nn.BatchNorm2d(4), nn.Dropout(0.1), nn.Flatten(), nn.Linear(64, 8)
+            nn.Conv2d(3, 4, 8, 8),
+            nn.BatchNorm2d(4),
+            nn.Dropout(0.1),
+            nn.Flatten(),
+            nn.Linear(64, 8),
         )
         self.text = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Dropout(0.1))
         self.logit_scale = nn.Parameter(torch.tensor(2.0))
@@ -231,7 +261,9 @@ def test_after_a_failure_all_is_as_before(fails_at, one_rank):
     torch.manual_seed(SEED)
     state = torch.get_rng_state()
     with pytest.raises((KeyboardInterrupt, ReplayError)):
-        DecoupledGradientAccumulation(wrapped, loss, check="always").backward(micro_batches, prepare=prepare)
+        DecoupledGradientAccumulation(wrapped, loss, check="always").backward(
+            micro_batches, prepare=prepare
+        )
     assert torch.equal(torch.get_rng_state(), state)
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, before[name]), name
@@ -266,7 +298,9 @@ def test_retain_auto_waits_for_an_optimizer_step():
     decided = []
     for number in range(4):
         optimizer.zero_grad()
-        step.backward(micro_batches, prepare=lambda images, texts, n=number: (images / (n > 1), texts))  # inf at first
+        step.backward(
+            micro_batches, prepare=lambda images, texts, n=number: (images / (n > 1), texts)
+        )  # inf at first
         decided.append((step._retention._auto is not None, bool(optimizer.state)))
         scaler.step(optimizer)
         scaler.update()
@@ -308,7 +342,9 @@ def fp32_flags():
 
 SETTINGS = {
     "allow_tf32": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
-    "fp32_precision of cuBLAS": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    "fp32_precision of cuBLAS": lambda: setattr(
+        torch.backends.cuda.matmul, "fp32_precision", "tf32"
+    ),
     "fp32_precision of all": lambda: setattr(torch.backends, "fp32_precision", "tf32"),
     "high": lambda: torch.set_float32_matmul_precision("high"),
     "medium": lambda: torch.set_float32_matmul_precision("medium"),
@@ -330,16 +366,23 @@ def flags():
     return found
 
 
-@pytest.mark.parametrize("setting", [name for name in SETTINGS if NEW_FLAGS or "fp32_precision" not in name])
+@pytest.mark.parametrize(
+    "setting", [name for name in SETTINGS if NEW_FLAGS or "fp32_precision" not in name]
+)
 def test_products_of_the_loss_are_ieee_fp32(setting, fp32_flags):
     SETTINGS[setting]()
     before = flags()
     assert product_precision("cuda") == torch.float16
-    assert replay_tolerance(nn.Linear(1, 1), torch.device("cuda"), torch.no_grad) == REPLAY_TOLERANCE[torch.float16]
+    assert (
+        replay_tolerance(nn.Linear(1, 1), torch.device("cuda"), torch.no_grad)
+        == REPLAY_TOLERANCE[torch.float16]
+    )
     for device in ("cuda", "cpu"):
         with ieee_products(device):
             assert product_precision(device) == torch.float32
-            assert device == "cpu" or not torch.backends.cuda.matmul.allow_tf32  # readable: cuBLAS asks it
+            assert (
+                device == "cpu" or not torch.backends.cuda.matmul.allow_tf32
+            )  # readable: cuBLAS asks it
         assert flags() == before
     seen = []
 
@@ -357,7 +400,9 @@ def test_our_loss_by_itself_sets_the_flags(fp32_flags, monkeypatch):
     seen = []
     chunk = Logits.chunk
     monkeypatch.setattr(
-        Logits, "chunk", lambda *given, **named: seen.append(product_precision("cpu")) or chunk(*given, **named)
+        Logits,
+        "chunk",
+        lambda *given, **named: seen.append(product_precision("cpu")) or chunk(*given, **named),
     )
     features = torch.randn(2, 4, 8)
     ContrastiveLoss(chunk_size=2)(*features.requires_grad_(), torch.tensor(3.0)).backward()
@@ -370,21 +415,41 @@ def test_our_loss_by_itself_sets_the_flags(fp32_flags, monkeypatch):
 def documented(name):
     """The class `name` of a Python block of docs/dga.md."""
     page = (ROOT / "docs" / "dga.md").read_text(encoding="utf-8")
-    code = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if f"class {name}" in block)
+    code = next(
+        block
+        for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        if f"class {name}" in block
+    )
     scope = {}
     exec(compile(code, "docs/dga.md", "exec"), scope)
     return scope[name]
 
 
-VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+VISION = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
 VISION |= {"image_size": 32, "patch_size": 16}
-TEXT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+TEXT = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
 TEXT |= {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}
 
 
 def clip_model():
     config = CLIPConfig(
-        text_config={**TEXT, "attention_dropout": 0.1, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0},
+        text_config={
+            **TEXT,
+            "attention_dropout": 0.1,
+            "eos_token_id": 2,
+            "bos_token_id": 1,
+            "pad_token_id": 0,
+        },
         vision_config={**VISION, "attention_dropout": 0.1},
         projection_dim=8,
     )
@@ -393,14 +458,18 @@ def clip_model():
 
 def dual_encoder():
     config = VisionTextDualEncoderConfig.from_vision_text_configs(
-        ViTConfig(**VISION, hidden_dropout_prob=0.1), BertConfig(**TEXT, hidden_dropout_prob=0.1), projection_dim=8
+        ViTConfig(**VISION, hidden_dropout_prob=0.1),
+        BertConfig(**TEXT, hidden_dropout_prob=0.1),
+        projection_dim=8,
     )
     return VisionTextDualEncoderModel(config)
 
 
 def siglip():
     text = {**TEXT, "projection_size": 16, "attention_dropout": 0.1}
-    return SiglipModel(SiglipConfig(text_config=text, vision_config={**VISION, "attention_dropout": 0.1}))
+    return SiglipModel(
+        SiglipConfig(text_config=text, vision_config={**VISION, "attention_dropout": 0.1})
+    )
 
 
 def tokenized(size, generator):
@@ -416,7 +485,9 @@ CLIP_IN_FP64 = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("make", [pytest.param(clip_model, marks=CLIP_IN_FP64), dual_encoder, siglip])
+@pytest.mark.parametrize(
+    "make", [pytest.param(clip_model, marks=CLIP_IN_FP64), dual_encoder, siglip]
+)
 @pytest.mark.parametrize("frozen", [None, "vision_model", "text_model"])
 def test_hugging_face_models_in_the_documented_adapter(make, frozen):
     model = seeded(lambda: documented("HuggingFaceTowers")(make()))
@@ -424,10 +495,15 @@ def test_hugging_face_models_in_the_documented_adapter(make, frozen):
         getattr(model.model, frozen).requires_grad_(False)
     generator = torch.Generator().manual_seed(1)
     micro_batches = [
-        ({"pixel_values": torch.randn(size, 3, 32, 32, generator=generator).double()}, tokenized(size, generator))
+        (
+            {"pixel_values": torch.randn(size, 3, 32, 32, generator=generator).double()},
+            tokenized(size, generator),
+        )
         for size in (3, 2, 4)
     ]
-    theirs, ours = (SigLipLoss(), SigmoidLoss()) if make is siglip else (ClipLoss(), ContrastiveLoss())
+    theirs, ours = (
+        (SigLipLoss(), SigmoidLoss()) if make is siglip else (ClipLoss(), ContrastiveLoss())
+    )
     _, wanted = reference(model, theirs, micro_batches)
     for retain in (0, 1):
         _, found = accumulated(model, ours, micro_batches, retain=retain)
@@ -452,12 +528,16 @@ def test_lora_by_peft(image):
         model.text.transformer, peft.LoraConfig(target_modules=["query", "value"], **options)
     )
     if image:
-        model.visual = peft.get_peft_model(model.visual, peft.LoraConfig(target_modules=["c_fc"], **options))
+        model.visual = peft.get_peft_model(
+            model.visual, peft.LoraConfig(target_modules=["c_fc"], **options)
+        )
     model.double().train()
     _, wanted = reference(model, ClipLoss(), micro_batches)
     assert sum("lora_" in name for name in wanted) == (8 + 4 if image else 8)
     for retain in (0, 1):
-        _, found = accumulated(model, ContrastiveLoss(), micro_batches, retain=retain, check="always")
+        _, found = accumulated(
+            model, ContrastiveLoss(), micro_batches, retain=retain, check="always"
+        )
         assert error(found, wanted) <= EXACT
     _, redrawn = accumulated(model, ContrastiveLoss(), micro_batches, retain=0, replay_rng=False)
     assert error(redrawn, wanted) > 0.01

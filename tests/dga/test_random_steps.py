@@ -28,7 +28,11 @@ FROZEN = (None, "visual", "text", "visual.proj", "text.proj", "logit_scale")
 @st.composite
 def cases(draw):
     model = draw(st.sampled_from(sorted(MODELS)))
-    losses = ["SigLIP", "ours", "ClipLoss"] if model == "with a bias" else sorted(LOSSES.keys() - {"SigLIP"})
+    losses = (
+        ["SigLIP", "ours", "ClipLoss"]
+        if model == "with a bias"
+        else sorted(LOSSES.keys() - {"SigLIP"})
+    )
     if "two" in model or model in ("tied embeddings", "not open_clip's"):
         losses.remove("one that learns")  # its matrix has another width
     smallest = 2 if "images" in model else 1  # batch norm takes no single sample
@@ -51,7 +55,9 @@ def worst_error(case):
     make, make_batches = MODELS[case["model"]]
     model = make()
     loss = loss_for(model, LOSSES[case["loss"]]())
-    frozen = dict(model.named_modules()).get(case["frozen"]) or dict(model.named_parameters()).get(case["frozen"])
+    frozen = dict(model.named_modules()).get(case["frozen"]) or dict(model.named_parameters()).get(
+        case["frozen"]
+    )
     if frozen is not None:
         frozen.requires_grad_(False)
     model.train(case["training"])
@@ -59,7 +65,9 @@ def worst_error(case):
     if case["loss"] == "ours with mixup":
         inputs = {"mixup_lambda": 0.7, "partner": reversed_partner(case["sizes"])}
     scaler = None if case["deferred"] else torch.amp.GradScaler("cpu", init_scale=case["scale"])
-    step = DecoupledGradientAccumulation(model, loss, retain=case["retain"], check="always", scaler=scaler)
+    step = DecoupledGradientAccumulation(
+        model, loss, retain=case["retain"], check="always", scaler=scaler
+    )
     worst = 0.0
     for number in range(case["steps"]):
         micro_batches = make_batches(case["sizes"])
@@ -77,13 +85,24 @@ def worst_error(case):
             (case["scale"] * step.loss(micro_batches, **inputs)).backward()
         else:
             step.backward(micro_batches, **inputs)
-        assert torch.equal(torch.get_rng_state(), ended), "random numbers were not as if forwarded once"
-        found = gradients(model) | {f"loss {i}": p.grad for i, p in enumerate(own) if p.grad is not None}
-        worst = max(worst, error({name: grad / case["scale"] for name, grad in found.items()}, wanted))
+        assert torch.equal(torch.get_rng_state(), ended), (
+            "random numbers were not as if forwarded once"
+        )
+        found = gradients(model) | {
+            f"loss {i}": p.grad for i, p in enumerate(own) if p.grad is not None
+        }
+        worst = max(
+            worst, error({name: grad / case["scale"] for name, grad in found.items()}, wanted)
+        )
     return worst
 
 
-QUIET = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
+QUIET = {
+    "deadline": None,
+    "database": None,
+    "suppress_health_check": list(HealthCheck),
+    "derandomize": True,
+}
 
 
 @settings(max_examples=15, **QUIET)

@@ -53,7 +53,9 @@ class Case:
     compile: bool = False
     deferred: bool = False  # the step is the backward pass of `loss()`
     adapter: bool = False  # the model in DDP is inside of a module that is not
-    shuffle_texts: bool = False  # texts in another order than images; without dropout, whose masks would differ
+    shuffle_texts: bool = (
+        False  # texts in another order than images; without dropout, whose masks would differ
+    )
     options: dict[str, Any] = field(default_factory=dict)  # of our loss and of its dense reference
     texts: int = 1  # of each image
 
@@ -65,7 +67,9 @@ class Case:
             add_lora(model, 2, self.lora)
             for number, (name, parameter) in enumerate(model.named_parameters()):
                 if is_adapter(name):  # both factors must differ from zero
-                    noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+                    noise = torch.randn(
+                        parameter.shape, generator=torch.Generator().manual_seed(number)
+                    )
                     parameter.data.copy_(0.1 * noise)
         return model.eval() if self.shuffle_texts else model
 
@@ -77,14 +81,19 @@ class Case:
             inputs["ids"] = sample_ids(sum(sizes), seed)
             inputs["ids"]["caption"] = sample_ids(self.texts * sum(sizes), seed)["caption"]
         if self.options.get("distill_weight"):
-            several = [teacher_features(sum(sizes), seed + 100 * number) for number in range(self.texts)]
+            several = [
+                teacher_features(sum(sizes), seed + 100 * number) for number in range(self.texts)
+            ]
             inputs["teacher_features"] = [
-                (of_one[0][0], torch.cat([texts for _, texts in of_one])) for of_one in zip(*several, strict=True)
+                (of_one[0][0], torch.cat([texts for _, texts in of_one]))
+                for of_one in zip(*several, strict=True)
             ]
         if self.mixup_lambda is not None:
             inputs |= {"mixup_lambda": self.mixup_lambda, "partner": reversed_partner(sizes)}
             if "ids" in inputs:  # partners of one source
-                inputs["ids"]["source"] = torch.minimum(*(inputs["ids"]["source"][x] for x in (..., inputs["partner"])))
+                inputs["ids"]["source"] = torch.minimum(
+                    *(inputs["ids"]["source"][x] for x in (..., inputs["partner"]))
+                )
         return inputs
 
     def all_loss_inputs(self, world_size: int, step: int) -> dict[str, Any]:
@@ -92,8 +101,12 @@ class Case:
         each = [self.loss_inputs(rank, step) for rank in range(world_size)]
         joined = dict(each[0])
         if "ids" in joined:
-            joined["ids"] = {name: torch.cat([one["ids"][name] for one in each]) for name in ("source", "image")}
-            joined["ids"]["caption"] = set_by_set([one["ids"]["caption"] for one in each], self.texts)
+            joined["ids"] = {
+                name: torch.cat([one["ids"][name] for one in each]) for name in ("source", "image")
+            }
+            joined["ids"]["caption"] = set_by_set(
+                [one["ids"]["caption"] for one in each], self.texts
+            )
         if "teacher_features" in joined:
             teachers = zip(*(one["teacher_features"] for one in each), strict=True)
             joined["teacher_features"] = [
@@ -104,7 +117,9 @@ class Case:
                 for of_ranks in teachers
             ]
         if "partner" in joined:
-            joined["partner"] = reversed_partner([size for rank in range(world_size) for size in self.sizes(rank)])
+            joined["partner"] = reversed_partner(
+                [size for rank in range(world_size) for size in self.sizes(rank)]
+            )
         return joined
 
 
@@ -112,7 +127,9 @@ class FirstTextAlone(DenseLoss):
     """The loss of each image's first text."""
 
     def forward(self, image_features, text_features, *scalars, texts_per_image, **inputs):
-        return super().forward(image_features, text_features[: len(image_features)], *scalars, **inputs)
+        return super().forward(
+            image_features, text_features[: len(image_features)], *scalars, **inputs
+        )
 
 
 class OtherTextsTeachers(DenseLoss):
@@ -120,9 +137,14 @@ class OtherTextsTeachers(DenseLoss):
 
     def forward(self, *features_and_scale, teacher_features=(), texts_per_image=1, **inputs):
         if texts_per_image > 1:
-            teacher_features = [(images, texts.roll(len(texts) // 2, 0)) for images, texts in teacher_features]
+            teacher_features = [
+                (images, texts.roll(len(texts) // 2, 0)) for images, texts in teacher_features
+            ]
         return super().forward(
-            *features_and_scale, teacher_features=teacher_features, texts_per_image=texts_per_image, **inputs
+            *features_and_scale,
+            teacher_features=teacher_features,
+            texts_per_image=texts_per_image,
+            **inputs,
         )
 
 
@@ -150,9 +172,15 @@ def clip_loss_in_a_partial(**ranks: int) -> Any:
 
 CASES = {
     "ours": Case(ContrastiveLoss),
-    "ours, chunks of 3, ragged within and between ranks": Case(partial(ContrastiveLoss, chunk_size=3), sizes=ragged),
+    "ours, chunks of 3, ragged within and between ranks": Case(
+        partial(ContrastiveLoss, chunk_size=3), sizes=ragged
+    ),
     "ours, mixup, ragged": Case(
-        partial(ContrastiveLoss, chunk_size=4), ContrastiveLoss, sizes=ragged, mixup_lambda=0.8, retain=0
+        partial(ContrastiveLoss, chunk_size=4),
+        ContrastiveLoss,
+        sizes=ragged,
+        mixup_lambda=0.8,
+        retain=0,
     ),
     "ours, retain K-1": Case(ContrastiveLoss, retain=2),
     "ours, texts in another order, ragged": Case(
@@ -168,21 +196,33 @@ CASES = {
     "ours, adapters, ragged": Case(ContrastiveLoss, sizes=ragged, lora="both"),
     "ours, adapters on images, retain 0": Case(ContrastiveLoss, retain=0, lora="image"),
     "ours, logit_bias": Case(ContrastiveLoss, model={"bias": True}),
-    "ours, deferred, ragged": Case(partial(ContrastiveLoss, chunk_size=3), sizes=ragged, deferred=True),
+    "ours, deferred, ragged": Case(
+        partial(ContrastiveLoss, chunk_size=3), sizes=ragged, deferred=True
+    ),
     "ours, deferred, one micro-batch": Case(ContrastiveLoss, sizes=one_micro_batch, deferred=True),
-    "ours, deferred, retain K-1, frozen text": Case(ContrastiveLoss, retain=2, freeze="text", deferred=True),
+    "ours, deferred, retain K-1, frozen text": Case(
+        ContrastiveLoss, retain=2, freeze="text", deferred=True
+    ),
     "ours, an adapter around DDP": Case(ContrastiveLoss, adapter=True),
-    "ours, an adapter around DDP, deferred": Case(ContrastiveLoss, sizes=ragged, adapter=True, deferred=True),
+    "ours, an adapter around DDP, deferred": Case(
+        ContrastiveLoss, sizes=ragged, adapter=True, deferred=True
+    ),
     "ours, find_unused_parameters": Case(ContrastiveLoss, ddp={"find_unused_parameters": True}),
     "ours, gradients as bucket views": Case(ContrastiveLoss, ddp={"gradient_as_bucket_view": True}),
     "ours, an ordinary DDP loop": Case(ContrastiveLoss, sizes=lambda rank: [4], use_dga=False),
-    "ours, an ordinary DDP loop, ragged": Case(ContrastiveLoss, sizes=lambda rank: [4 + rank], use_dga=False),
+    "ours, an ordinary DDP loop, ragged": Case(
+        ContrastiveLoss, sizes=lambda rank: [4 + rank], use_dga=False
+    ),
     "ClipLoss, 1/W corrected": Case(ClipLoss),
     "ClipLoss in a partial, 1/W corrected": Case(clip_loss_in_a_partial, ClipLoss),
     "ClipLoss, gather_with_grad": Case(partial(ClipLoss, gather_with_grad=True)),
-    "ClipLoss, gather_with_grad, local_loss": Case(partial(ClipLoss, gather_with_grad=True, local_loss=True)),
+    "ClipLoss, gather_with_grad, local_loss": Case(
+        partial(ClipLoss, gather_with_grad=True, local_loss=True)
+    ),
     **{
-        f"SigLipLoss, {impl}": Case(partial(SigLipLoss, dist_impl=impl), SigLipLoss, model={"bias": True})
+        f"SigLipLoss, {impl}": Case(
+            partial(SigLipLoss, dist_impl=impl), SigLipLoss, model={"bias": True}
+        )
         for impl in ("bidir", "shift", "reduce", "gather")
     },
 }
@@ -227,8 +267,12 @@ CASES |= {
     }.items()
 } | {
     "two texts an image, frozen text": Case(texts=2, freeze="text", **ours()),
-    "two texts an image, mixup, ragged": Case(texts=2, sizes=ragged, mixup_lambda=0.8, retain=0, **ours()),
-    "two texts an image, in another order, ragged": Case(texts=2, sizes=ragged, shuffle_texts=True, **ours()),
+    "two texts an image, mixup, ragged": Case(
+        texts=2, sizes=ragged, mixup_lambda=0.8, retain=0, **ours()
+    ),
+    "two texts an image, in another order, ragged": Case(
+        texts=2, sizes=ragged, shuffle_texts=True, **ours()
+    ),
     "three texts an image, sigmoid": Case(
         partial(SigmoidLoss, chunk_size=3),
         partial(DenseLoss, sigmoid=True),
@@ -251,7 +295,10 @@ CONTROLS = {
     ),
     "detached gather": (Case(partial(ContrastiveLoss, gather_grad=False)), 0.01),
     **{
-        f"{name} against the plain loss": (Case(**ours(**options) | {"reference_loss": DenseLoss}), 0.01)
+        f"{name} against the plain loss": (
+            Case(**ours(**options) | {"reference_loss": DenseLoss}),
+            0.01,
+        )
         for name, options in {
             "other sources a tenth": {"cross_source_weight": 0.1},
             "same caption": {"positives": "caption"},
@@ -267,10 +314,16 @@ CONTROLS = {
         0.1,
     ),
     "two texts an image, each with the other's teachers": (
-        Case(texts=2, **ours(**ALL_OPTIONS) | {"reference_loss": partial(OtherTextsTeachers, **ALL_OPTIONS)}),
+        Case(
+            texts=2,
+            **ours(**ALL_OPTIONS) | {"reference_loss": partial(OtherTextsTeachers, **ALL_OPTIONS)},
+        ),
         0.01,
     ),
-    "ClipLoss in an ordinary DDP loop: 1/W": (Case(ClipLoss, sizes=lambda rank: [4], use_dga=False), 0.4),
+    "ClipLoss in an ordinary DDP loop: 1/W": (
+        Case(ClipLoss, sizes=lambda rank: [4], use_dga=False),
+        0.4,
+    ),
 }
 
 
@@ -296,12 +349,18 @@ def run_case(case: Case, rank: int, world_size: int) -> list[dict[str, torch.Ten
     model = case.build()
     wrapped = DistributedDataParallel(model, **case.ddp) if world_size > 1 else model
     if case.compile:
-        wrapped = torch.compile(wrapped, backend="aot_eager")  # the wrapping is tested here, not the code generator
+        wrapped = torch.compile(
+            wrapped, backend="aot_eager"
+        )  # the wrapping is tested here, not the code generator
     if case.adapter:
         wrapped = Adapter(wrapped)
     loss = case.loss(rank=rank, world_size=world_size)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    dga = DecoupledGradientAccumulation(wrapped, loss, retain=case.retain, **case.dga) if case.use_dga else None
+    dga = (
+        DecoupledGradientAccumulation(wrapped, loss, retain=case.retain, **case.dga)
+        if case.use_dga
+        else None
+    )
     found = []
     for step in range(STEPS):
         micro_batches = rank_batches(case, rank, step)
@@ -340,7 +399,12 @@ def reference(case: Case, world_size: int) -> list[dict[str, torch.Tensor]]:
             states += [torch.get_rng_state()] + [None] * (len(of_rank) - 1)
         inputs = case.all_loss_inputs(world_size, step)
         _, grads = one_graph(
-            model, case.reference_loss(), micro_batches, rng_states=states, texts_per_image=case.texts, **inputs
+            model,
+            case.reference_loss(),
+            micro_batches,
+            rng_states=states,
+            texts_per_image=case.texts,
+            **inputs,
         )
         found.append(grads)
         for name, parameter in model.named_parameters():
@@ -368,7 +432,9 @@ def run_cases(folder: str, names: list[str]) -> None:
 
 def global_loss(rank: int, world_size: int) -> tuple[float, float]:
     """The value of our loss, and of the detached variant: the global mean on every rank."""
-    images, texts = torch.randn(2, 4 * world_size, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    images, texts = torch.randn(
+        2, 4 * world_size, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     mine, scale = slice(4 * rank, 4 * rank + 4), torch.tensor(3.0, dtype=torch.float64)
     return tuple(
         ContrastiveLoss(rank=rank, world_size=world_size, gather_grad=gather_grad, chunk_size=3)(
@@ -387,14 +453,19 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
             model, ClipLoss(local_loss=True, rank=rank, world_size=world_size)
         ),
         "world_size": lambda: DecoupledGradientAccumulation(model, ClipLoss()),
-        "world_size in a partial": lambda: DecoupledGradientAccumulation(model, partial(ContrastiveLoss())),
+        "world_size in a partial": lambda: DecoupledGradientAccumulation(
+            model, partial(ContrastiveLoss())
+        ),
         "static_graph": lambda: DecoupledGradientAccumulation(
-            DistributedDataParallel(bert_clip(), static_graph=True), ContrastiveLoss(rank=rank, world_size=world_size)
+            DistributedDataParallel(bert_clip(), static_graph=True),
+            ContrastiveLoss(rank=rank, world_size=world_size),
         ),
         "a parameter outside": lambda: DecoupledGradientAccumulation(
             outside, ContrastiveLoss(rank=rank, world_size=world_size)
         ),
-        "no DDP": lambda: DecoupledGradientAccumulation(bert_clip(), ContrastiveLoss(rank=rank, world_size=world_size)),
+        "no DDP": lambda: DecoupledGradientAccumulation(
+            bert_clip(), ContrastiveLoss(rank=rank, world_size=world_size)
+        ),
         "retain": lambda: DecoupledGradientAccumulation(
             model, ContrastiveLoss(rank=rank, world_size=world_size), retain=2
         ).backward(batches([2, 2])),
@@ -437,7 +508,9 @@ def graphs_kept(rank: int, world_size: int) -> list[int]:
         graph = torch.zeros(1000)
     retention.step_done(sizes)
     others = 2 if rank == 1 else 4
-    free = (2 + others + 0.5) * graph.nbytes / AUTO_SHARE  # two graphs' worth is set aside for the step itself
+    free = (
+        (2 + others + 0.5) * graph.nbytes / AUTO_SHARE
+    )  # two graphs' worth is set aside for the step itself
     with mock.patch("open_clip_zerovl.dga.retain.available_bytes", lambda device: free):
         return [*kept, retention.graphs(sizes)]
 
@@ -447,20 +520,26 @@ def learned_by_the_loss(rank: int, world_size: int) -> dict[str, torch.Tensor]:
     found = {}
     for name in ("plain", "in DDP"):
         model, loss = bert_clip(), Metric(rank=rank, world_size=world_size, chunk_size=2)
-        wrapped = DistributedDataParallel(loss, find_unused_parameters=True) if name == "in DDP" else loss
+        wrapped = (
+            DistributedDataParallel(loss, find_unused_parameters=True) if name == "in DDP" else loss
+        )
         torch.manual_seed(rank_seed(rank, 0))
         DecoupledGradientAccumulation(DistributedDataParallel(model), wrapped).backward(
             rank_batches(Case(Metric, sizes=ragged), rank, 0)
         )
         found |= {
-            f"{name}: {key}": parameter.grad for key, parameter in [*model.named_parameters(), *loss.named_parameters()]
+            f"{name}: {key}": parameter.grad
+            for key, parameter in [*model.named_parameters(), *loss.named_parameters()]
         }
     return found
 
 
 def start(world_size: int, names: list[str], folder: Any) -> list[dict[str, Any]]:
     run_ranks(world_size, __file__, str(folder), *names, timeout=600)
-    return [torch.load(os.path.join(folder, f"{rank}.pt"), weights_only=False) for rank in range(world_size)]
+    return [
+        torch.load(os.path.join(folder, f"{rank}.pt"), weights_only=False)
+        for rank in range(world_size)
+    ]
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
@@ -476,12 +555,18 @@ def test_every_rank_has_the_gradient_of_one_graph(ranks, name):
     wanted = reference(CASES[name], world_size)
     for rank in range(world_size):
         for step in range(STEPS):
-            assert error(found[rank][name][step], wanted[step]) <= EXACT, f"rank {rank}, step {step}"
+            assert error(found[rank][name][step], wanted[step]) <= EXACT, (
+                f"rank {rank}, step {step}"
+            )
             for parameter, gradient in found[rank][name][step].items():
-                assert torch.equal(gradient, found[0][name][step][parameter]), f"ranks drift apart in {parameter}"
+                assert torch.equal(gradient, found[0][name][step][parameter]), (
+                    f"ranks drift apart in {parameter}"
+                )
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.options or case.texts > 1])
+@pytest.mark.parametrize(
+    "name", [name for name, case in CASES.items() if case.options or case.texts > 1]
+)
 def test_one_rank_has_the_gradient_of_one_graph(name):
     found, wanted = run_case(CASES[name], 0, 1), reference(CASES[name], 1)
     for step in range(STEPS):
@@ -512,12 +597,16 @@ class DetachedGather(torch.nn.Module):
         total = 0.0
         for r in range(self.world_size):
             seen = [
-                torch.cat([x if o == r and self.keeps_own else x.detach() for o, x in enumerate(side)])
+                torch.cat(
+                    [x if o == r and self.keeps_own else x.detach() for o, x in enumerate(side)]
+                )
                 for side in (images, texts)
             ]
             labels = torch.arange(len(images[r])) + r * len(images[r])
             for query, keys in ((images[r], seen[1]), (texts[r], seen[0])):
-                total = total + torch.nn.functional.cross_entropy(logit_scale * query @ keys.T, labels)
+                total = total + torch.nn.functional.cross_entropy(
+                    logit_scale * query @ keys.T, labels
+                )
         return {"contrastive_loss": total / (2 * self.world_size)}
 
 
@@ -528,7 +617,9 @@ def test_detached_gather_is_the_released_codes(ranks):
     wanted = reference(Case(case.loss, partial(DetachedGather, world_size)), world_size)
     for step in range(STEPS):
         assert error(found[0]["detached gather"][step], wanted[step]) <= EXACT
-    keeps_own = reference(Case(case.loss, partial(DetachedGather, world_size, keeps_own=True)), world_size)
+    keeps_own = reference(
+        Case(case.loss, partial(DetachedGather, world_size, keeps_own=True)), world_size
+    )
     assert error(found[0]["detached gather"][0], keeps_own[0]) >= 0.01
 
 
@@ -537,19 +628,26 @@ def test_the_released_gathers_gradient_is_p_minus_y_in_each_direction(virtual_ra
     """The dense reference itself against the closed form: s/(2N) (P - Y) T for images, and alike for texts."""
     generator = torch.Generator().manual_seed(0)
     images, texts = torch.randn(2, 8, 6, dtype=torch.float64, generator=generator)
-    images, texts = (torch.nn.functional.normalize(x, dim=1).requires_grad_() for x in (images, texts))
+    images, texts = (
+        torch.nn.functional.normalize(x, dim=1).requires_grad_() for x in (images, texts)
+    )
     scale = torch.tensor(7.0, dtype=torch.float64)
     DetachedGather(virtual_ranks)(images, texts, scale, True)["contrastive_loss"].backward()
     with torch.no_grad():
         logits = scale * images @ texts.T
-        for found, p, keys in ((images.grad, logits.softmax(1), texts), (texts.grad, logits.T.softmax(1), images)):
+        for found, p, keys in (
+            (images.grad, logits.softmax(1), texts),
+            (texts.grad, logits.T.softmax(1), images),
+        ):
             wanted = scale / (2 * len(images)) * (p - torch.eye(len(images))) @ keys
             assert (found - wanted).abs().max() <= 1e-15
 
 
 def test_loss_is_the_global_mean_on_every_rank(ranks):
     world_size, found = ranks
-    images, texts = torch.randn(2, 4 * world_size, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    images, texts = torch.randn(
+        2, 4 * world_size, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     wanted = ClipLoss()(images, texts, torch.tensor(3.0, dtype=torch.float64)).item()
     for of_rank in found:
         assert of_rank["losses"] == pytest.approx((wanted, wanted), rel=1e-13)
@@ -561,7 +659,10 @@ def test_what_cannot_be_right_over_ranks_is_refused(ranks):
         seen = of_rank["refusals"]
         assert "gather_with_grad=True or use ContrastiveLoss" in seen["local_loss"]
         for name in ("world_size", "world_size in a partial"):
-            assert f"made for world_size=1, but the model's gradients are averaged over {world_size}" in seen[name]
+            assert (
+                f"made for world_size=1, but the model's gradients are averaged over {world_size}"
+                in seen[name]
+            )
         assert f"made for world_size={world_size}" in seen["no DDP"]
         assert "static_graph" in seen["static_graph"]
         assert "at most 1 (over several ranks one must be replayed" in seen["retain"]
@@ -578,12 +679,18 @@ def test_what_the_loss_learns_is_averaged_over_ranks(ranks):
         micro_batches += (of_rank := rank_batches(case, rank, 0))
         states += [torch.get_rng_state()] + [None] * (len(of_rank) - 1)
     _, wanted = one_graph(bert_clip(), loss, micro_batches, rng_states=states)
-    wanted |= {name: parameter.grad for name, parameter in loss.named_parameters() if parameter.grad is not None}
+    wanted |= {
+        name: parameter.grad
+        for name, parameter in loss.named_parameters()
+        if parameter.grad is not None
+    }
     wanted["unused"] = torch.zeros(2, dtype=torch.float64)
     for of_rank in found:
         for name in ("plain: ", "in DDP: "):
             own = of_rank["learned by the loss"]
-            mine = {key.removeprefix(name): value for key, value in own.items() if key.startswith(name)}
+            mine = {
+                key.removeprefix(name): value for key, value in own.items() if key.startswith(name)
+            }
             assert error(mine, wanted) <= EXACT
 
 

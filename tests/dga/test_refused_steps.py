@@ -60,14 +60,18 @@ class PredictedScale(Towers):
 
 class DroppedScale(Towers):
     def scale(self, image):
-        return (self.logit_scale + nn.functional.dropout(self.logit_scale, 0.5, self.training)).exp()
+        return (
+            self.logit_scale + nn.functional.dropout(self.logit_scale, 0.5, self.training)
+        ).exp()
 
 
 @pytest.mark.parametrize("make", [PredictedScale, DroppedScale])
 @pytest.mark.parametrize("retain", [0, 1, 2, 4])
 def test_a_logit_scale_that_depends_on_the_micro_batch_is_refused(make, retain):
     torch.manual_seed(SEED)
-    with pytest.raises(ReplayError, match="logit_scale of micro-batch [0-3] is another than that of the last one"):
+    with pytest.raises(
+        ReplayError, match="logit_scale of micro-batch [0-3] is another than that of the last one"
+    ):
         step_of(seeded(make), retain=retain).backward(batches([3, 2, 2, 4]))
 
 
@@ -86,7 +90,9 @@ class ScaleFromAHead(Towers):
 def test_a_scale_that_begins_to_depend_on_the_micro_batch_after_the_first_step_is_found_soon():
     model = seeded(ScaleFromAHead)
     step, optimizer = step_of(model), torch.optim.SGD(model.parameters(), lr=0.01)
-    with pytest.raises(ReplayError, match="logit_scale of micro-batch [0-2] is another than that of the last one"):
+    with pytest.raises(
+        ReplayError, match="logit_scale of micro-batch [0-2] is another than that of the last one"
+    ):
         for _ in range(11):
             optimizer.zero_grad()
             step.backward(batches([3, 2, 2]))
@@ -113,7 +119,9 @@ def test_an_optimizer_in_a_gradient_hook_is_refused(retain):
     model = seeded(Towers)
     optimizer = torch.optim.SGD([model.text.weight], lr=0.1)
     # Hooks on gradients are refused by themselves; this one cannot be seen there.
-    model.image.register_full_backward_hook(lambda *_: optimizer.step() if model.text.weight.grad is not None else None)
+    model.image.register_full_backward_hook(
+        lambda *_: optimizer.step() if model.text.weight.grad is not None else None
+    )
     with pytest.raises(UserError, match=r"text\.weight was changed within the step"):
         step_of(model, retain=retain, check="never").backward(batches([3, 2, 2]))
 
@@ -157,7 +165,9 @@ def test_a_parameter_that_forward_changes_without_its_version_is_refused(way, dt
     if way == "the same values":  # a clamp within bounds changes nothing
         step.backward(batches([3, 2, 2]))
         return
-    with pytest.raises(ReplayError, match=r"^copy\.weight was changed within the step, through \.data"):
+    with pytest.raises(
+        ReplayError, match=r"^copy\.weight was changed within the step, through \.data"
+    ):
         step.backward(batches([3, 2, 2]))
     step_of(step._inner, retain=3).backward(batches([3, 2, 2]))  # nothing is forwarded twice
 
@@ -188,7 +198,9 @@ class ForeignNoise(Towers):
         return super().forward(image * (1 + self.draw()), text)
 
 
-@pytest.mark.parametrize("draw", [random.random, lambda: float(np.random.rand())], ids=["random", "numpy"])
+@pytest.mark.parametrize(
+    "draw", [random.random, lambda: float(np.random.rand())], ids=["random", "numpy"]
+)
 @pytest.mark.parametrize("deferred", [False, True])
 def test_random_numbers_of_python_and_numpy_are_repeated(draw, deferred):
     model, micro_batches = seeded(lambda: ForeignNoise(draw)), batches([3, 2, 4])
@@ -245,7 +257,8 @@ class WithoutGraph(Towers):
 
     def forward(self, image, text):
         return {
-            name: value.detach() if name in self.of else value for name, value in super().forward(image, text).items()
+            name: value.detach() if name in self.of else value
+            for name, value in super().forward(image, text).items()
         }
 
 
@@ -278,7 +291,13 @@ def test_features_of_which_some_have_a_graph_or_the_scale_alone_is_trained_are_n
 
 
 @pytest.mark.parametrize(
-    "hook", [lambda g: g.clamp(-1e-3, 1e-3), lambda g: g / (g.norm() + 1e-6), lambda g: g.sign(), lambda g: g + 1.0]
+    "hook",
+    [
+        lambda g: g.clamp(-1e-3, 1e-3),
+        lambda g: g / (g.norm() + 1e-6),
+        lambda g: g.sign(),
+        lambda g: g + 1.0,
+    ],
 )
 def test_a_hook_that_is_not_linear_in_the_gradient_is_refused(hook):
     model = seeded(Towers)
@@ -303,8 +322,12 @@ def test_a_clamp_is_refused_in_each_dtype_and_a_mask_is_not(dtype, bound):
 
 def test_a_hook_after_accumulation_is_refused():
     model = seeded(Towers)
-    model.text.weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.clamp_(-1e-3, 1e-3))
-    with pytest.raises(UserError, match=r"text\.weight has a hook that acts on its accumulated gradient"):
+    model.text.weight.register_post_accumulate_grad_hook(
+        lambda parameter: parameter.grad.clamp_(-1e-3, 1e-3)
+    )
+    with pytest.raises(
+        UserError, match=r"text\.weight has a hook that acts on its accumulated gradient"
+    ):
         step_of(model).backward(batches([3, 2]))
 
 
@@ -329,7 +352,9 @@ def test_a_loss_with_its_own_total_beside_the_parts_is_refused(name):
 
     with pytest.raises(UserError, match=f"'{name}' beside contrastive_loss.*would be summed twice"):
         step_of(seeded(Towers), both).backward(batches([2, 2]))
-    total = step_of(seeded(Towers), lambda **values: {name: both(**values)[name]}).backward(batches([2, 2]))
+    total = step_of(seeded(Towers), lambda **values: {name: both(**values)[name]}).backward(
+        batches([2, 2])
+    )
     assert total["loss"] > 0
 
 
@@ -339,7 +364,9 @@ def test_collectives_of_a_step_are_those_of_the_models_process_group(monkeypatch
     monkeypatch.setattr(dist, "all_reduce", lambda *_, group=None: groups.append(group))
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(
-        dist, "all_gather_into_tensor", lambda out, mine, group=None: (out.copy_(mine.expand(2)), groups.append(group))
+        dist,
+        "all_gather_into_tensor",
+        lambda out, mine, group=None: (out.copy_(mine.expand(2)), groups.append(group)),
     )
     check = ReplayCheck("always", 2, group)
     check.start()

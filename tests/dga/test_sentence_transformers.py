@@ -12,7 +12,9 @@ from support import ROOT
 from support.dga_reference import TOLERANCE, error, gradients
 from support.tiny_clip import WORDS, write_bert
 
-library = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+library = pytest.importorskip(
+    "sentence_transformers", reason="sentence-transformers is not installed"
+)
 losses = pytest.importorskip("sentence_transformers.losses")
 
 EXACT = TOLERANCE[torch.float64]
@@ -42,7 +44,10 @@ def tiny(folder, dtype=torch.float64):
 def columns(model, count, samples=SAMPLES):
     """Tokens of `count` columns: sentences of several lengths, so that each column is padded to another."""
     sentences = [
-        [" ".join(WORDS[(i * 5 + c + j) % len(WORDS)] for j in range(2 + (i + c) % 5)) for i in range(samples)]
+        [
+            " ".join(WORDS[(i * 5 + c + j) % len(WORDS)] for j in range(2 + (i + c) % 5))
+            for i in range(samples)
+        ]
         for c in range(count)
     ]
     tokenize = getattr(model, "preprocess", None) or model.tokenize
@@ -55,11 +60,16 @@ def whole(loss, features, labels, mini):
     parts = []
     for start in range(0, SAMPLES, mini):
         cut = [
-            {k: v[start : start + mini] if isinstance(v, torch.Tensor) else v for k, v in column.items()}
+            {
+                k: v[start : start + mini] if isinstance(v, torch.Tensor) else v
+                for k, v in column.items()
+            }
             for column in features
         ]
         parts.append([loss.model(column)["sentence_embedding"] for column in cut])
-    value = loss.compute_loss_from_embeddings([torch.cat(column) for column in zip(*parts, strict=True)], labels)
+    value = loss.compute_loss_from_embeddings(
+        [torch.cat(column) for column in zip(*parts, strict=True)], labels
+    )
     value.backward()
     return value.item(), gradients(loss.model)
 
@@ -70,7 +80,9 @@ KINDS = {
     "triplets": (lambda model: losses.MultipleNegativesRankingLoss(model), 3, None),
     "GTE's directions": (
         lambda model: losses.MultipleNegativesRankingLoss(
-            model, directions=("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"), partition_mode="joint"
+            model,
+            directions=("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"),
+            partition_mode="joint",
         ),
         2,
         None,
@@ -85,7 +97,10 @@ def test_a_loss_on_mini_batches_has_the_gradient_of_the_batch(folder, kind):
     model = tiny(folder)
     features = columns(model, count)
     value, wanted = whole(make(model), features, labels, MINI)
-    kept = [{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in column.items()} for column in features]
+    kept = [
+        {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in column.items()}
+        for column in features
+    ]
     for retain in (0, 1, 3):
         loss = DecoupledLoss(make(model), MINI, retain=retain, check="always")
         torch.manual_seed(SEED)
@@ -94,7 +109,10 @@ def test_a_loss_on_mini_batches_has_the_gradient_of_the_batch(folder, kind):
         found.backward()
         assert error(gradients(model), wanted) <= EXACT
     assert all(
-        torch.equal(a[k], b[k]) for a, b in zip(kept, features, strict=True) for k in a if k.endswith(("ids", "mask"))
+        torch.equal(a[k], b[k])
+        for a, b in zip(kept, features, strict=True)
+        for k in a
+        if k.endswith(("ids", "mask"))
     )
 
 
@@ -137,10 +155,15 @@ def test_what_a_loss_learns_itself(folder):
 def test_what_cannot_be_used_gets_a_sentence(folder):
     model = tiny(folder)
     cached = losses.CachedMultipleNegativesRankingLoss(model)
-    with pytest.raises(UserError, match="CachedMultipleNegativesRankingLoss does not compute its loss from embeddings"):
+    with pytest.raises(
+        UserError,
+        match="CachedMultipleNegativesRankingLoss does not compute its loss from embeddings",
+    ):
         DecoupledLoss(cached)
     plain = losses.MultipleNegativesRankingLoss(model)
-    with pytest.raises(UserError, match="mini_batch_size must be a positive number of samples, but is 0"):
+    with pytest.raises(
+        UserError, match="mini_batch_size must be a positive number of samples, but is 0"
+    ):
         DecoupledLoss(plain, 0)
     features = columns(model, 2)
     with pytest.raises(UserError, match="needs two columns at least, .* but got 1"):
@@ -154,16 +177,27 @@ def test_what_cannot_be_used_gets_a_sentence(folder):
 def example():
     """The block of docs/dga.md that trains."""
     page = (ROOT / "docs" / "dga.md").read_text(encoding="utf-8")
-    return next(b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "SentenceTransformerTrainer(" in b)
+    return next(
+        b
+        for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        if "SentenceTransformerTrainer(" in b
+    )
 
 
 def test_the_documented_trainer_gives_the_weights_of_the_plain_loss(folder, tmp_path, monkeypatch):
     """Without dropout, in fp64: three steps of AdamW with clipping and two accumulated batches each, and an evaluation."""
     pytest.importorskip("accelerate", reason="accelerate is not installed, which the trainer needs")
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed, which the trainer needs")
+    datasets = pytest.importorskip(
+        "datasets", reason="datasets is not installed, which the trainer needs"
+    )
     monkeypatch.setenv("WANDB_DISABLED", "true")
-    pairs = [(f"{WORDS[i % 18]} {WORDS[i % 7]}", f"{WORDS[(i + 3) % 18]} of {WORDS[i % 5]}") for i in range(48)]
-    dataset = datasets.Dataset.from_dict({"anchor": [a for a, _ in pairs], "positive": [p for _, p in pairs]})
+    pairs = [
+        (f"{WORDS[i % 18]} {WORDS[i % 7]}", f"{WORDS[(i + 3) % 18]} of {WORDS[i % 5]}")
+        for i in range(48)
+    ]
+    dataset = datasets.Dataset.from_dict(
+        {"anchor": [a for a, _ in pairs], "positive": [p for _, p in pairs]}
+    )
     arguments = library.SentenceTransformerTrainingArguments(
         output_dir=str(tmp_path),
         num_train_epochs=1,
@@ -183,22 +217,32 @@ def test_the_documented_trainer_gives_the_weights_of_the_plain_loss(folder, tmp_
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-        scope = {"model": model, "arguments": arguments, "dataset": dataset, "evaluation": dataset.select(range(10))}
+        scope = {
+            "model": model,
+            "arguments": arguments,
+            "dataset": dataset,
+            "evaluation": dataset.select(range(10)),
+        }
         code = example()
         if way == "plain":
             assert "DecoupledLoss(MultipleNegativesRankingLoss(model), mini_batch_size=32)" in code
             code = code.replace(
-                "DecoupledLoss(MultipleNegativesRankingLoss(model), mini_batch_size=32)", "given(model)"
+                "DecoupledLoss(MultipleNegativesRankingLoss(model), mini_batch_size=32)",
+                "given(model)",
             )
             scope["given"] = MultipleNegativesRankingLoss
         else:
             code = code.replace("mini_batch_size=32", "mini_batch_size=3")
         exec(compile(code, "docs/dga.md", "exec"), scope)
         weights[way] = {name: value.clone() for name, value in model.state_dict().items()}
-        evaluated[way] = [row["eval_loss"] for row in scope["trainer"].state.log_history if "eval_loss" in row]
+        evaluated[way] = [
+            row["eval_loss"] for row in scope["trainer"].state.log_history if "eval_loss" in row
+        ]
         assert scope["trainer"].state.global_step == 3
     start = tiny(folder).state_dict()
     moved = max((weights["plain"][name] - start[name]).abs().max().item() for name in start)
-    apart = max((weights["plain"][name] - weights["decoupled"][name]).abs().max().item() for name in start)
+    apart = max(
+        (weights["plain"][name] - weights["decoupled"][name]).abs().max().item() for name in start
+    )
     assert moved > 1e-5 and apart < 1e-9
     assert evaluated["plain"] == pytest.approx(evaluated["decoupled"], abs=1e-9)

@@ -53,7 +53,10 @@ CHOSEN = [
 
 @pytest.mark.parametrize(
     ("sizes", "retain", "dtype"),
-    [*CHOSEN, *(pytest.param(*case, marks=pytest.mark.slow) for case in GRID if case[1] <= len(case[0]))],
+    [
+        *CHOSEN,
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in GRID if case[1] <= len(case[0])),
+    ],
 )
 def test_every_gradient_is_that_of_one_graph(sizes, retain, dtype):
     model, micro_batches = bert_clip(dtype), batches(sizes, dtype)
@@ -62,7 +65,9 @@ def test_every_gradient_is_that_of_one_graph(sizes, retain, dtype):
     for loss in (ClipLoss(), ContrastiveLoss(), ContrastiveLoss(chunk_size=3)):
         losses, found = accumulated(model, loss, micro_batches, retain=retain)
         assert error(found, wanted) <= TOLERANCE[dtype]
-        assert torch.equal(torch.get_rng_state(), ended), "random numbers were not as if forwarded once"
+        assert torch.equal(torch.get_rng_state(), ended), (
+            "random numbers were not as if forwarded once"
+        )
         assert set(losses) == {"contrastive_loss", "loss", "logit_scale"}
         assert not any(entry.requires_grad for entry in losses.values())
         torch.testing.assert_close(losses["loss"], value)
@@ -75,7 +80,9 @@ def test_gradients_are_added_to_what_is_there():
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     _, twice = accumulated(model, ContrastiveLoss(), micro_batches)
-    assert error({name: grad - 1 for name, grad in twice.items()}, once) <= 1e-9  # 1 + small - 1 loses digits
+    assert (
+        error({name: grad - 1 for name, grad in twice.items()}, once) <= 1e-9
+    )  # 1 + small - 1 loses digits
 
 
 @pytest.mark.parametrize("frozen", [None, "text", "visual"])
@@ -89,7 +96,9 @@ def test_random_numbers_of_prepare_are_repeated(frozen):
 
     _, wanted = reference(model, ClipLoss(), micro_batches, prepare=noise)
     for retain in (0, 1):
-        _, found = accumulated(model, ContrastiveLoss(), micro_batches, prepare=noise, retain=retain, check="always")
+        _, found = accumulated(
+            model, ContrastiveLoss(), micro_batches, prepare=noise, retain=retain, check="always"
+        )
         assert error(found, wanted) <= EXACT
 
 
@@ -98,7 +107,9 @@ def test_what_follows_the_two_inputs_is_for_prepare():
     model, micro_batches = bert_clip(), batches([3, 2])
     weights = [torch.full((3,), 0.5), torch.full((2,), 2.0)]
     _, wanted = reference(
-        model, ClipLoss(), [(images * w[0], t) for (images, t), w in zip(micro_batches, weights, strict=True)]
+        model,
+        ClipLoss(),
+        [(images * w[0], t) for (images, t), w in zip(micro_batches, weights, strict=True)],
     )
     seen = []
 
@@ -106,12 +117,15 @@ def test_what_follows_the_two_inputs_is_for_prepare():
         seen.append(weight)
         return images * weight[:, None, None, None], texts
 
-    with_weights = [(*micro_batch, w) for micro_batch, w in zip(micro_batches, weights, strict=True)]
+    with_weights = [
+        (*micro_batch, w) for micro_batch, w in zip(micro_batches, weights, strict=True)
+    ]
     _, found = accumulated(model, ContrastiveLoss(), with_weights, prepare=prepare, retain=0)
     assert error(found, wanted) <= EXACT
     assert [id(weight) for weight in seen] == [id(weight) for weight in weights * 2]
     with pytest.raises(
-        UserError, match="Micro-batch 0 must be a pair .* has 3 parts; parts after the first two .* `prepare`"
+        UserError,
+        match="Micro-batch 0 must be a pair .* has 3 parts; parts after the first two .* `prepare`",
     ):
         accumulated(model, ContrastiveLoss(), with_weights)
 
@@ -135,7 +149,9 @@ def open_clip_accumulation(model, loss, micro_batches):
     for k, micro_batch in enumerate(micro_batches):
         outputs = model(*micro_batch)
         features = {
-            name: torch.cat([outputs[name] if j == k else cached[j][name] for j in range(len(micro_batches))])
+            name: torch.cat(
+                [outputs[name] if j == k else cached[j][name] for j in range(len(micro_batches))]
+            )
             for name in ("image_features", "text_features")
         }
         loss(**features, logit_scale=outputs["logit_scale"]).backward()
@@ -175,13 +191,23 @@ def test_bf16_error_is_that_of_one_graph_in_bf16(kind):
     for retain in (0, 1, 3):
         for loss in (ContrastiveLoss(), ClipLoss()):
             _, found = accumulated(
-                model, loss, micro_batches, prepare=prepare, autocast=autocast, retain=retain, check="always"
+                model,
+                loss,
+                micro_batches,
+                prepare=prepare,
+                autocast=autocast,
+                retain=retain,
+                check="always",
             )
             theirs, ours = errors(one, exact), errors(found, exact)
             total = [math.sqrt(sum(e**2 for e in of.values()) / len(of)) for of in (ours, theirs)]
             assert total[0] <= 1.5 * total[1]
-            noisy = {name for name in ours if name.endswith("key.bias")}  # true gradient 0: all of it is rounding
-            assert all(ours[name] <= 1.5 * theirs[name] + 1e-3 for name in ours if name not in noisy)
+            noisy = {
+                name for name in ours if name.endswith("key.bias")
+            }  # true gradient 0: all of it is rounding
+            assert all(
+                ours[name] <= 1.5 * theirs[name] + 1e-3 for name in ours if name not in noisy
+            )
 
 
 def test_grad_scaler():
@@ -190,7 +216,10 @@ def test_grad_scaler():
     _, wanted = reference(model, ContrastiveLoss(), micro_batches)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     losses, found = accumulated(model, ContrastiveLoss(), micro_batches, scaler=scaler)
-    assert error({name: grad / 2**10 for name, grad in found.items()}, wanted) <= TOLERANCE[torch.float32]
+    assert (
+        error({name: grad / 2**10 for name, grad in found.items()}, wanted)
+        <= TOLERANCE[torch.float32]
+    )
     assert losses["loss"] < 100  # the loss itself comes back unscaled
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = model.logit_scale.item()
@@ -216,7 +245,9 @@ def test_a_frozen_tower_runs_once(frozen, kind):
     calls = {"encode_image": 0, "encode_text": 0}
     count = lambda name: calls.__setitem__(name, calls[name] + 1)  # noqa: E731
     model.visual.register_forward_hook(lambda *_: count("encode_image"))
-    (model.text if kind == "bert" else model.transformer).register_forward_hook(lambda *_: count("encode_text"))
+    (model.text if kind == "bert" else model.transformer).register_forward_hook(
+        lambda *_: count("encode_text")
+    )
     micro_batches = batches([3, 2, 2])
     _, wanted = reference(model, ClipLoss(), micro_batches)
     calls.update(encode_image=0, encode_text=0)
@@ -256,8 +287,12 @@ class Graphs:
 
     def __call__(self, module, inputs):
         self.traced += 1
-        called = " ".join(str(node.target) for node in module.graph.nodes if node.op == "call_function")
-        towers = [tower for tower, name in (("image", "conv2d"), ("text", "embedding")) if name in called]
+        called = " ".join(
+            str(node.target) for node in module.graph.nodes if node.op == "call_function"
+        )
+        towers = [
+            tower for tower, name in (("image", "conv2d"), ("text", "embedding")) if name in called
+        ]
 
         def run(*args):
             self.runs.update({tower: self.runs[tower] + 1 for tower in towers})
@@ -270,7 +305,9 @@ def test_a_compiled_model_is_traced_twice_in_the_first_step_and_never_again():
     """Once without and once with gradient, whatever K and R; micro-batches of other sizes, all of them, once more."""
     torch._dynamo.reset()
     graphs = Graphs()
-    step = DecoupledGradientAccumulation(torch.compile(bert_clip(torch.float32), backend=graphs), ContrastiveLoss())
+    step = DecoupledGradientAccumulation(
+        torch.compile(bert_clip(torch.float32), backend=graphs), ContrastiveLoss()
+    )
     traced = []
     for sizes in ([4, 4, 4], [4, 4, 4], [4, 4, 4, 4], [4, 4, 3], [4, 4, 2], [4, 4, 4]):
         step.backward(batches(sizes, torch.float32, seed=len(traced)))
@@ -295,7 +332,9 @@ def test_a_compiled_step_is_the_eager_one(frozen, fullgraph):
         torch.manual_seed(SEED)
         step.backward(micro_batches)
         assert error(gradients(model), wanted) <= TOLERANCE[torch.float32]
-        assert graphs.runs == {tower: 3 if tower == frozen else 3 + 2 for tower in ("image", "text")}
+        assert graphs.runs == {
+            tower: 3 if tower == frozen else 3 + 2 for tower in ("image", "text")
+        }
         traced.append(graphs.traced)
     assert traced == [traced[0]] * 3
     _, redrawn = accumulated(compiled, ContrastiveLoss(), micro_batches, replay_rng=False)
@@ -316,7 +355,9 @@ def test_compiled_by_inductor(frozen):
             compiled = torch.compile(model)
             _, wanted = reference(compiled if own_numbers else model, ClipLoss(), micro_batches)
             for retain in (0, 1):
-                _, found = accumulated(compiled, ClipLoss(), micro_batches, retain=retain, check="always")
+                _, found = accumulated(
+                    compiled, ClipLoss(), micro_batches, retain=retain, check="always"
+                )
                 assert error(found, wanted) <= TOLERANCE[torch.float32]
             _, redrawn = accumulated(compiled, ClipLoss(), micro_batches, replay_rng=False)
             assert error(redrawn, wanted) > 0.1
@@ -333,7 +374,10 @@ def test_check_names_what_differs():
         return images * calls[0], texts
 
     model, micro_batches = bert_clip(), batches([3, 2, 2])
-    with pytest.raises(ReplayError, match=r"image_features of micro-batch [01] .*relative difference .*random masks"):
+    with pytest.raises(
+        ReplayError,
+        match=r"image_features of micro-batch [01] .*relative difference .*random masks",
+    ):
         accumulated(model, ClipLoss(), micro_batches, prepare=unsteady)
     model.zero_grad()
     accumulated(model, ClipLoss(), micro_batches, prepare=unsteady, check="never")
@@ -351,7 +395,9 @@ def test_check_first_looks_at_the_first_replay_only():
     first = DecoupledGradientAccumulation(model, ClipLoss())
     always = DecoupledGradientAccumulation(model, ClipLoss(), check="always")
     for step in (first, always):
-        step.backward(micro_batches[:1], prepare=prepare)  # nothing replayed: the check is still to come
+        step.backward(
+            micro_batches[:1], prepare=prepare
+        )  # nothing replayed: the check is still to come
         step.backward(micro_batches, prepare=prepare)
     drift[0] = 0.1
     first.backward(micro_batches, prepare=prepare)
@@ -359,7 +405,9 @@ def test_check_first_looks_at_the_first_replay_only():
         always.backward(micro_batches, prepare=prepare)
 
 
-@pytest.mark.parametrize("passed", [[2, 2], None], ids=["scalars alone were compared", "the first check failed"])
+@pytest.mark.parametrize(
+    "passed", [[2, 2], None], ids=["scalars alone were compared", "the first check failed"]
+)
 def test_the_check_is_done_only_when_replayed_features_have_passed(passed):
     """A step that keeps all graphs compares no features; after a failed comparison the next replay is compared again."""
     model, calls = bert_clip(), [0]
@@ -443,14 +491,23 @@ def test_an_earlier_decision_of_auto_holds_while_it_fits(monkeypatch, caplog):
         return found, step.decision()
 
     found, first = decided(None, 1e15, steps=1)
-    assert found == [1] and first.graphs == 4  # decided between the steps, when a checkpoint asks for it
+    assert (
+        found == [1] and first.graphs == 4
+    )  # decided between the steps, when a checkpoint asks for it
     adopted = dataclasses.replace(first, graphs=3)
     assert decided(adopted, 1e15) == ([3, 3], adopted)
-    assert decided(adopted, adopted.needed_bytes) == ([3, 3], adopted)  # a new decision would leave a tenth free
+    assert decided(adopted, adopted.needed_bytes) == (
+        [3, 3],
+        adopted,
+    )  # a new decision would leave a tenth free
     assert "decided anew" not in caplog.text
     with caplog.at_level(logging.WARNING):
         found, last = decided(adopted, adopted.needed_bytes - 1)
-    assert found[0] == 1 and last.graphs < 3 and "The graphs of 3 micro-batches that were kept" in caplog.text
+    assert (
+        found[0] == 1
+        and last.graphs < 3
+        and "The graphs of 3 micro-batches that were kept" in caplog.text
+    )
     assert "decided anew" in caplog.text
 
 
@@ -476,7 +533,10 @@ def test_retain_auto_fits_the_memory(monkeypatch, caplog):
     torch.manual_seed(SEED)
     with caplog.at_level(logging.INFO):
         step.backward(micro_batches)
-    assert step._retention.graphs([4, 4, 4, 2]) == 3 and "the graphs of 3 of a step's 4 micro-batches" in caplog.text
+    assert (
+        step._retention.graphs([4, 4, 4, 2]) == 3
+        and "the graphs of 3 of a step's 4 micro-batches" in caplog.text
+    )
     assert error(gradients(model), wanted) <= EXACT
     assert step._retention.graphs([4, 4]) == 2  # never more than there are
 
@@ -512,7 +572,10 @@ def test_refusals_before_any_pass():
         ([], "is empty"),
         (iter(batches([2])), "is a list_iterator"),
         ([batches([2])[0][0]], "Micro-batch 0 must be a pair"),
-        ([(torch.zeros(2, 3, 32, 32), torch.zeros(3, CONTEXT))], "as many texts as images; the numbers are 3 and 2"),
+        (
+            [(torch.zeros(2, 3, 32, 32), torch.zeros(3, CONTEXT))],
+            "as many texts as images; the numbers are 3 and 2",
+        ),
         (
             [(torch.zeros(0, 3, 32, 32), torch.zeros(0, CONTEXT))],
             r"Micro-batch 0 is empty \(0 images, 0 texts\); leave it out",
@@ -533,7 +596,11 @@ def test_refused_outputs():
 
         def forward(self, image, text):
             features = torch.ones(len(image), 4)
-            known = {"image_features": features, "text_features": features, "logit_scale": self.logit_scale.exp()}
+            known = {
+                "image_features": features,
+                "text_features": features,
+                "logit_scale": self.logit_scale.exp(),
+            }
             return {**known, **self.outputs} if isinstance(self.outputs, dict) else self.outputs
 
     for outputs, message in [
@@ -546,7 +613,10 @@ def test_refused_outputs():
             {"text_features": torch.ones(2, 4).long()},
             r"text_features must be a floating point tensor, but is torch\.int64",
         ),
-        ({"text_features": torch.ones(2, 4) * 1j}, r"text_features must be .* but is torch\.complex64"),
+        (
+            {"text_features": torch.ones(2, 4) * 1j},
+            r"text_features must be .* but is torch\.complex64",
+        ),
         ({"logit_scale": 20.0}, "logit_scale must be a floating point tensor, but is a float"),
         ((1, 2, 3), "returned tuple; create open_clip models with output_dict=True"),
     ]:
@@ -559,7 +629,9 @@ def test_a_failure_leaves_the_model_as_it_was():
     model = bert_clip()
     model.text.requires_grad_(False)
     with pytest.raises(RuntimeError):
-        DecoupledGradientAccumulation(model, ClipLoss()).backward([(torch.zeros(2, 5), torch.zeros(2, CONTEXT))])
+        DecoupledGradientAccumulation(model, ClipLoss()).backward(
+            [(torch.zeros(2, 5), torch.zeros(2, CONTEXT))]
+        )
     assert "encode_text" not in vars(model)
 
 
@@ -571,5 +643,8 @@ def test_the_loop_in_the_documentation_runs():
     before = model.logit_scale.item()
     loader = [batches([4, 4], torch.float32, seed=number) for number in range(2)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    exec(compile(code, "docs/dga.md", "exec"), {"model": model, "effective_batches": loader, "optimizer": optimizer})
+    exec(
+        compile(code, "docs/dga.md", "exec"),
+        {"model": model, "effective_batches": loader, "optimizer": optimizer},
+    )
     assert model.logit_scale.item() != before

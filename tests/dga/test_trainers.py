@@ -8,7 +8,12 @@ import pytest
 from support.programs import run_ranks
 
 PROGRAM = str(Path(__file__).with_name("trainers.py"))
-LIBRARIES = {"accelerate": "accelerate", "lightning": "lightning", "clip": "accelerate", "siglip2": "accelerate"}
+LIBRARIES = {
+    "accelerate": "accelerate",
+    "lightning": "lightning",
+    "clip": "accelerate",
+    "siglip2": "accelerate",
+}
 
 
 @pytest.mark.slow  # importing a trainer takes up to 7 seconds; CI's job `trainers` runs it. `dga.loss` itself: test_deferred.py

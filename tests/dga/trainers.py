@@ -20,13 +20,23 @@ from support import ROOT
 from support.dga_reference import CONTEXT, VOCABULARY
 
 SAMPLES, STEPS, MICRO_BATCH, RATE = 12, 3, "4", 0.05
-SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
 
 
 def documented(page: str, *needles: str) -> dict:
     """The names that Python blocks of a page define, with micro-batches of 4 instead of 32."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
-    scope = {"ContrastiveLoss": ContrastiveLoss, "DecoupledGradientAccumulation": DecoupledGradientAccumulation}
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL
+    )
+    scope = {
+        "ContrastiveLoss": ContrastiveLoss,
+        "DecoupledGradientAccumulation": DecoupledGradientAccumulation,
+    }
     for needle in needles:
         (code,) = (block for block in blocks if needle in block)
         exec(compile(code.replace("32", MICRO_BATCH), page, "exec"), scope)
@@ -43,7 +53,9 @@ class Towers(nn.Module):
 
     def forward(self, images, texts):
         sides = {"image_features": self.image(images), "text_features": self.text(texts)}
-        normal = {name: nn.functional.normalize(features, dim=1) for name, features in sides.items()}
+        normal = {
+            name: nn.functional.normalize(features, dim=1) for name, features in sides.items()
+        }
         return {**normal, "logit_scale": self.scale.exp()}
 
 
@@ -57,21 +69,28 @@ def ranks() -> int:
 
 def pairs() -> list:
     generator = torch.Generator().manual_seed(1)
-    return [tuple(torch.randn(width, generator=generator).double() for width in (6, 5)) for _ in range(SAMPLES)]
+    return [
+        tuple(torch.randn(width, generator=generator).double() for width in (6, 5))
+        for _ in range(SAMPLES)
+    ]
 
 
 def own_loop(train, epochs: int):
     """`train(model, loader)` trains the model that it was given; the loader has as many steps as the epochs leave."""
     model = Towers().double()
     rows = pairs()
-    wanted = whole(model, ContrastiveLoss(), lambda towers: towers(*map(torch.stack, zip(*rows, strict=True))))
+    wanted = whole(
+        model, ContrastiveLoss(), lambda towers: towers(*map(torch.stack, zip(*rows, strict=True)))
+    )
     train(model, DataLoader(rows * (STEPS // epochs), batch_size=SAMPLES // ranks()))
     return model, wanted
 
 
 def accelerate():
     def train(model, loader):
-        documented("api.md", "def train(model, optimizer, loader)")["train"](model, sgd(model), loader)
+        documented("api.md", "def train(model, optimizer, loader)")["train"](
+            model, sgd(model), loader
+        )
 
     os.environ["ACCELERATE_USE_CPU"] = (
         "true"  # as `accelerate launch --cpu` does; torchrun alone makes one process of each
@@ -84,8 +103,17 @@ def lightning(towers_alone: bool = True):
 
     def train(model, loader):
         scope = documented("api.md", "class TowersDDP")
-        chosen = scope["TowersDDP"](process_group_backend="gloo") if ranks() > 1 and towers_alone else "auto"
-        options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "devices": ranks()}
+        chosen = (
+            scope["TowersDDP"](process_group_backend="gloo")
+            if ranks() > 1 and towers_alone
+            else "auto"
+        )
+        options = {
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "devices": ranks(),
+        }
         trainer = lightning.Trainer(accelerator="cpu", max_epochs=STEPS, strategy=chosen, **options)
         trainer.fit(scope["LargeBatchModule"](model, sgd(model)), loader)
 
@@ -98,7 +126,9 @@ def hugging_face(model, rows, loss):
 
     scope = documented("dga.md", "class HuggingFaceTowers", "class LargeBatchTrainer")
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    sides = [{k: v for k, v in batch.items() if (k == "input_ids") == text} for text in (False, True)]
+    sides = [
+        {k: v for k, v in batch.items() if (k == "input_ids") == text} for text in (False, True)
+    ]
     wanted = whole(model, loss(), lambda inner: scope["HuggingFaceTowers"](inner)(*sides))
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -126,11 +156,20 @@ def texts(generator) -> dict:
 def clip():
     from transformers import CLIPConfig, CLIPModel
 
-    text = {**SIZES, "vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT, "bos_token_id": 1, "eos_token_id": 2}
+    text = {
+        **SIZES,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": CONTEXT,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     vision = {**SIZES, "image_size": 32, "patch_size": 16}
     model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).double()
     generator = torch.Generator().manual_seed(1)
-    rows = [{"pixel_values": torch.randn(3, 32, 32, generator=generator).double(), **texts(generator)} for _ in pairs()]
+    rows = [
+        {"pixel_values": torch.randn(3, 32, 32, generator=generator).double(), **texts(generator)}
+        for _ in pairs()
+    ]
     return hugging_face(model, rows, ContrastiveLoss)
 
 
@@ -138,8 +177,15 @@ def siglip2():
     """Pictures of 2 x 3 and 3 x 2 patches, padded to 8."""
     from transformers import Siglip2Config, Siglip2Model
 
-    text = {**SIZES, "vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT, "projection_size": 16}
-    model = Siglip2Model(Siglip2Config(text_config=text, vision_config={**SIZES, "num_patches": 9, "patch_size": 4}))
+    text = {
+        **SIZES,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": CONTEXT,
+        "projection_size": 16,
+    }
+    model = Siglip2Model(
+        Siglip2Config(text_config=text, vision_config={**SIZES, "num_patches": 9, "patch_size": 4})
+    )
     model = model.double()
     with torch.no_grad():
         model.logit_scale.fill_(1.0), model.logit_bias.fill_(-2.0)
@@ -174,7 +220,9 @@ def main() -> None:
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         # Siglip2Model interpolates its position embedding in fp32, also in an fp64 model.
-        bound = 1e-8 if name.endswith("vision_model.embeddings.position_embedding.weight") else 1e-10
+        bound = (
+            1e-8 if name.endswith("vision_model.embeddings.position_embedding.weight") else 1e-10
+        )
         worst = (found[name] - value).abs().max().item()
         assert worst < bound, f"{name} differs by {worst}"
 

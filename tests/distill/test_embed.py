@@ -35,8 +35,13 @@ def write_data(folder, *, first=0, bad=()):
     for shard in range(3):
         members = []
         for number in range(first + 5 * shard, first + 5 * shard + 5):
-            image = (b"no picture", b"")[number % 2] if number in bad else noise_jpeg(number, 40, 40)
-            members += [(f"{number:04d}.jpg", image), (f"{number:04d}.txt", f"caption {number}".encode())]
+            image = (
+                (b"no picture", b"")[number % 2] if number in bad else noise_jpeg(number, 40, 40)
+            )
+            members += [
+                (f"{number:04d}.jpg", image),
+                (f"{number:04d}.txt", f"caption {number}".encode()),
+            ]
         write_tar(folder / f"{shard:05d}.tar", members)
     return folder
 
@@ -57,7 +62,10 @@ def rows_of(stored, data, settings=SETTINGS, **differing):
     sources = parse_sources(data, captions=settings.captions)
     path = differing.get("pixel_path", settings.pixel_path)
     return TeacherRows(
-        open_teacher_folder(stored), sources, augmentation=augmentation_of(transform, path), captions=settings.captions
+        open_teacher_folder(stored),
+        sources,
+        augmentation=augmentation_of(transform, path),
+        captions=settings.captions,
     )
 
 
@@ -72,14 +80,18 @@ def test_a_real_model_is_embedded_as_by_hand(tmp_path, data):
     checkpoint = write_run(tmp_path / "run", model, {"model": "teach"})
     for dtype, tolerance in (("float16", 1e-3), ("bfloat16", 8e-3)):
         settings = replace(SETTINGS, dtype=dtype)
-        store = embed_sources(data, [Encoder(str(checkpoint))], tmp_path / dtype, settings, progress=False)
+        store = embed_sources(
+            data, [Encoder(str(checkpoint))], tmp_path / dtype, settings, progress=False
+        )
         store = open_teacher_folder(store.folder)
         images, texts = (store.rows[f"0.{kind}"][:].float() for kind in ("images", "texts"))
         assert images.shape == (15, 2, 24) and texts.shape == (15, 24)
         assert torch.allclose(images.norm(dim=-1), torch.ones(15, 2), atol=2 * tolerance)
         with torch.no_grad():
             wanted = normalize(
-                model.encode_text(open_clip.get_tokenizer("teach")([f"caption {number}" for number in range(15)])),
+                model.encode_text(
+                    open_clip.get_tokenizer("teach")([f"caption {number}" for number in range(15)])
+                ),
                 dim=-1,
             )
         assert (texts - wanted).abs().max() < tolerance
@@ -95,7 +107,9 @@ def test_killed_and_called_again_ends_with_the_same_bits(tmp_path, data, monkeyp
 
     def images(self, pixels):
         calls.append(len(pixels))
-        if len(calls) == 8 and os.getpid() != parent:  # a unit takes three: 8 pictures four at a time, and 2
+        if (
+            len(calls) == 8 and os.getpid() != parent
+        ):  # a unit takes three: 8 pictures four at a time, and 2
             os._exit(9)
         return stock(self, pixels)
 
@@ -104,7 +118,9 @@ def test_killed_and_called_again_ends_with_the_same_bits(tmp_path, data, monkeyp
         embed_sources(data, [HashEncoder()], tmp_path / "broken", SETTINGS, progress=False)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    with pytest.raises(UserError, match=r"not finished: (5|10) of 15 samples of source 'a' are missing"):
+    with pytest.raises(
+        UserError, match=r"not finished: (5|10) of 15 samples of source 'a' are missing"
+    ):
         open_teacher_folder(tmp_path / "broken")
     embed_sources(data, [HashEncoder()], tmp_path / "broken", SETTINGS, progress=False)
     assert 0 < sum(calls) < 30
@@ -117,7 +133,9 @@ def test_killed_and_called_again_ends_with_the_same_bits(tmp_path, data, monkeyp
 def test_calls_that_share_the_work_end_with_the_same_bits(tmp_path, data, stored, monkeypatch):
     monkeypatch.setattr(reading_module, "UNIT_SAMPLES", 5)
     for part in ((1, 2), (0, 2)):
-        embed_sources(data, [HashEncoder()], tmp_path / "parts", replace(SETTINGS, part=part), progress=False)
+        embed_sources(
+            data, [HashEncoder()], tmp_path / "parts", replace(SETTINGS, part=part), progress=False
+        )
     parts, whole = files_of(tmp_path / "parts"), files_of(stored)
     assert parts == whole
     open_teacher_folder(tmp_path / "parts")
@@ -132,7 +150,11 @@ def test_samples_that_cannot_be_shown_are_counted_and_have_no_embeddings(tmp_pat
     assert "Source a: 2 samples cannot be shown (2 undecodable image)" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"sample '0003'.*source 'a'"):
         embed_sources(
-            data, [HashEncoder()], tmp_path / "strict", replace(SETTINGS, on_bad_sample="fail"), progress=False
+            data,
+            [HashEncoder()],
+            tmp_path / "strict",
+            replace(SETTINGS, on_bad_sample="fail"),
+            progress=False,
         )
 
 
@@ -146,14 +168,24 @@ def test_samples_that_cannot_be_shown_are_counted_and_have_no_embeddings(tmp_pat
         ({"seed": 1}, [HashEncoder()], "seed 0 and not 1"),
         ({"dtype": "bfloat16"}, [HashEncoder()], "dtype float16 and not bfloat16"),
         ({"image_size": 20}, [HashEncoder()], "another augmentation: RandomResizedCrop"),
-        ({"auto_augment": "imagenet"}, [HashEncoder()], "another augmentation: nothing and not AutoAugment"),
+        (
+            {"auto_augment": "imagenet"},
+            [HashEncoder()],
+            "another augmentation: nothing and not AutoAugment",
+        ),
         ({}, [HashEncoder("other")], "another model: hash and not other"),
         ({}, [HashEncoder(), HashEncoder("two")], "another model: nothing and not two"),
         ({}, [HashEncoder(salt=7)], "other weights, preprocessing or precision of the same model"),
-        ({}, [HashEncoder(size_px=24)], "other weights, preprocessing or precision of the same model"),
+        (
+            {},
+            [HashEncoder(size_px=24)],
+            "other weights, preprocessing or precision of the same model",
+        ),
     ],
 )
-def test_a_folder_of_other_embeddings_is_refused_by_name(stored, data, settings, encoders, sentence):
+def test_a_folder_of_other_embeddings_is_refused_by_name(
+    stored, data, settings, encoders, sentence
+):
     before = files_of(stored)
     with pytest.raises(UserError, match=sentence):
         embed_sources(data, encoders, stored, replace(SETTINGS, **settings), progress=False)
@@ -166,7 +198,9 @@ def test_a_folder_of_other_data_is_refused_by_name(tmp_path, stored, data):
         embed_sources(f"b={other}", [HashEncoder()], stored, SETTINGS, progress=False)
     with pytest.raises(UserError, match=r"other data: .*shard 00000\.tar of 'a' differs"):
         embed_sources(f"a={other}", [HashEncoder()], stored, SETTINGS, progress=False)
-    with pytest.raises(UserError, match=r"do not fit source 'a': they are of other data: shard 00000\.tar"):
+    with pytest.raises(
+        UserError, match=r"do not fit source 'a': they are of other data: shard 00000\.tar"
+    ):
         rows_of(stored, f"a={other}")
     with pytest.raises(UserError, match="have not seen source 'c', only a"):
         rows_of(stored, f"a={tmp_path / 'a'}::c={other}")
@@ -178,8 +212,14 @@ def test_a_folder_of_other_data_is_refused_by_name(tmp_path, stored, data):
 @pytest.mark.parametrize(
     ("differing", "sentence"),
     [
-        ({"image_size": 24}, r"saw other pictures than this run shows: RandomResizedCrop\(size=\(16, 16\)"),
-        ({"aug_cfg": {"scale": (0.5, 1.0)}}, r"RandomResizedCrop\(.*scale=\(0.3, 1.0\).* and not .*\(0.5, 1.0\)"),
+        (
+            {"image_size": 24},
+            r"saw other pictures than this run shows: RandomResizedCrop\(size=\(16, 16\)",
+        ),
+        (
+            {"aug_cfg": {"scale": (0.5, 1.0)}},
+            r"RandomResizedCrop\(.*scale=\(0.3, 1.0\).* and not .*\(0.5, 1.0\)",
+        ),
         ({"pixel_path": "pil"}, "pixel path arrays and not pixel path pil"),
     ],
 )
@@ -193,7 +233,9 @@ def test_training_with_another_augmentation_is_refused_by_name(stored, data, dif
 def test_training_with_other_captions_is_refused_by_name(stored, data):
     sources = parse_sources(data, captions="all")
     augmentation = augmentation_of(SETTINGS.transform(), SETTINGS.pixel_path)
-    with pytest.raises(UserError, match="read captions with --captions left out, and this run has all"):
+    with pytest.raises(
+        UserError, match="read captions with --captions left out, and this run has all"
+    ):
         TeacherRows(open_teacher_folder(stored), sources, augmentation=augmentation, captions="all")
 
 
@@ -206,7 +248,9 @@ def test_a_folder_without_a_manifest_or_with_a_broken_one_gets_a_sentence(stored
         open_teacher_folder(stored)
 
 
-def test_a_sample_that_the_teachers_could_not_be_shown_is_named_when_training_reads_it(stored, data):
+def test_a_sample_that_the_teachers_could_not_be_shown_is_named_when_training_reads_it(
+    stored, data
+):
     rows = np.load(stored / "0.texts.npy", mmap_mode="r+")
     rows[7] = 0
     rows.flush()
@@ -232,14 +276,25 @@ def test_too_little_room_is_refused_before_the_work(tmp_path, data, monkeypatch)
 def test_the_command_tells_time_and_size_and_goes_on_when_called_again(tmp_path, data, capsys):
     register(tmp_path / "configs", "teach2", NATIVE_VISION, CLIP_TEXT)
     checkpoint = write_run(tmp_path / "run", random_model("teach2"), {"model": "teach2"})
-    words = ["teacher", str(checkpoint), "--train-data", data, "--out", str(tmp_path / "out"), "--views", "3"]
+    words = [
+        "teacher",
+        str(checkpoint),
+        "--train-data",
+        data,
+        "--out",
+        str(tmp_path / "out"),
+        "--views",
+        "3",
+    ]
     words += ["--image-size", "32", "--aug-cfg", "scale=(0.6,1.0)", "--device", "cpu"]
     assert zerovl(words) == 0
     said = capsys.readouterr().out
     assert f"15 samples are left to embed, 3 views each, 0.0 MiB in {tmp_path / 'out'}" in said
     assert f"Train with --teacher {tmp_path / 'out'}" in said
     manifest = json.loads((tmp_path / "out" / "embeddings.json").read_text())
-    assert manifest["arrays"]["0.texts"][1] == [15, 24] and "scale=(0.6, 1.0)" in str(manifest["facts"]["augmentation"])
+    assert manifest["arrays"]["0.texts"][1] == [15, 24] and "scale=(0.6, 1.0)" in str(
+        manifest["facts"]["augmentation"]
+    )
     assert zerovl(words) == 0 and "0 samples" in capsys.readouterr().out
     assert zerovl([*words[:-2], "--device", "cpu", "--seed", "4"]) == 2
     assert "seed 0 and not 4" in capsys.readouterr().err

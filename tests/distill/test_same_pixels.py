@@ -35,7 +35,12 @@ from support.hash_teacher import WIDTH, HashEncoder, hashed, tokens_of
 from support.tars import noise_jpeg, write_tar
 
 SETTINGS = TeacherSettings(
-    views=3, image_size=16, aug_cfg={"scale": (0.3, 1.0)}, captions="one-per-epoch", seed=5, auto_augment="imagenet"
+    views=3,
+    image_size=16,
+    aug_cfg={"scale": (0.3, 1.0)},
+    captions="one-per-epoch",
+    seed=5,
+    auto_augment="imagenet",
 )
 
 
@@ -68,7 +73,9 @@ def place(tmp_path_factory):
     return folder, data, store
 
 
-def batches(data, store, *, rank=0, ranks=1, workers=0, dga_steps=1, epoch=0, start=0, settings=SETTINGS):
+def batches(
+    data, store, *, rank=0, ranks=1, workers=0, dga_steps=1, epoch=0, start=0, settings=SETTINGS
+):
     """(images, tokens, origin, embeddings) of one rank's epoch."""
     sources = parse_sources(data, captions=settings.captions)
     transform = settings.transform()
@@ -99,12 +106,21 @@ def as_kept(rows: torch.Tensor) -> torch.Tensor:
     ("ranks", "workers", "dga_steps", "epoch", "start"),
     [(1, 0, 1, 0, 0), (1, 2, 2, 1, 0), (2, 1, 1, 2, 0), (1, 2, 1, 1, 5)],
 )
-def test_embeddings_are_of_the_pixels_and_captions_beside_them(place, ranks, workers, dga_steps, epoch, start):
+def test_embeddings_are_of_the_pixels_and_captions_beside_them(
+    place, ranks, workers, dga_steps, epoch, start
+):
     _, data, store = place
     shown = set()
     for rank in range(ranks):
         for images, tokens, origin, embeddings in batches(
-            data, store, rank=rank, ranks=ranks, workers=workers, dga_steps=dga_steps, epoch=epoch, start=start
+            data,
+            store,
+            rank=rank,
+            ranks=ranks,
+            workers=workers,
+            dga_steps=dga_steps,
+            epoch=epoch,
+            start=start,
         ):
             assert [tuple(part.shape) for part in embeddings] == [(4, WIDTH)] * 4
             assert torch.equal(embeddings[0], as_kept(hashed(images, 1)))
@@ -129,7 +145,9 @@ def test_a_view_is_the_draw_of_its_own_number_and_the_step_shows_the_drawn_one(p
                 expected = hashed(transform(image)[None], 1)[0]
                 picture, embeddings = rows.show(sample, image, transform, 3 * 7 + view)
             assert torch.equal(store.rows["0.images"][8 + number, view], as_kept(expected))
-            assert torch.equal(embeddings[0], as_kept(expected)) and torch.equal(hashed(picture[None], 1)[0], expected)
+            assert torch.equal(embeddings[0], as_kept(expected)) and torch.equal(
+                hashed(picture[None], 1)[0], expected
+            )
 
 
 def test_a_teacher_of_another_size_sees_the_view_resized(place):
@@ -137,7 +155,11 @@ def test_a_teacher_of_another_size_sees_the_view_resized(place):
     eye = HashEncoder("wide", size_px=20).load()[1]
     images, _, _, embeddings = batches(data, store)[0]
     for image, stored in zip(images, embeddings[2], strict=True):
-        seen = (eye(Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())) * 255).round().to(torch.uint8)
+        seen = (
+            (eye(Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())) * 255)
+            .round()
+            .to(torch.uint8)
+        )
         assert seen.shape == (3, 20, 20)
         assert torch.equal(stored, as_kept(hashed(seen[None], 2))[0])
 
@@ -164,7 +186,9 @@ def test_captions_of_two_fields_in_a_step_have_their_embeddings(tmp_path):
             of_images, *of_texts = embeddings[3 * teacher : 3 * teacher + 3]
             assert torch.equal(of_images, as_kept(hashed(images, salt)))
             assert torch.equal(torch.cat(of_texts), as_kept(hashed(tokens.to(torch.uint8), salt)))
-    with pytest.raises(UserError, match="read captions with --captions txt=0.5,syn=0.5, and this run has syn\\+txt"):
+    with pytest.raises(
+        UserError, match="read captions with --captions txt=0.5,syn=0.5, and this run has syn\\+txt"
+    ):
         batches(data, store, settings=replace(SETTINGS, captions="syn+txt"))
 
 
@@ -196,17 +220,22 @@ def test_views_change_over_epochs_and_each_is_seen(place):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_rows_that_are_no_numbers_stop_a_training_that_reads_them(place, tmp_path, monkeypatch, workers):
+def test_rows_that_are_no_numbers_stop_a_training_that_reads_them(
+    place, tmp_path, monkeypatch, workers
+):
     """Rows between those that are looked at on opening; the other teacher is not blamed."""
     _, data, store = place
     shutil.copytree(store.folder, tmp_path / "teacher")
     rows = np.load(tmp_path / "teacher" / "1.images.npy", mmap_mode="r+")
     rows[1:-1, :, 3] = np.inf
     rows.flush()
-    monkeypatch.setattr(store_module, "_SAMPLED_ROWS", 2)  # the first and the last, as if the file were long
+    monkeypatch.setattr(
+        store_module, "_SAMPLED_ROWS", 2
+    )  # the first and the last, as if the file were long
     damaged = open_teacher_folder(tmp_path / "teacher")
     with pytest.raises(
-        UserError, match=r"teacher/1\.images\.npy holds rows with NaN or infinite numbers.*make the embeddings"
+        UserError,
+        match=r"teacher/1\.images\.npy holds rows with NaN or infinite numbers.*make the embeddings",
     ):
         batches(data, damaged, workers=workers)
 
@@ -217,5 +246,7 @@ def test_a_damaged_table_of_captions_gets_a_sentence(place, tmp_path):
     starts = np.load(tmp_path / "teacher" / "starts.npy", mmap_mode="r+")
     starts[10:] = 0  # a copy that ended early in a file of full length
     starts.flush()
-    with pytest.raises(UserError, match=r"starts\.npy does not say where the captions of each sample begin"):
+    with pytest.raises(
+        UserError, match=r"starts\.npy does not say where the captions of each sample begin"
+    ):
         open_teacher_folder(tmp_path / "teacher")

@@ -29,7 +29,9 @@ CAPTIONS = "txt=0.5,syn.json:syn_text=0.5"
 def by_hand(picture: Image.Image, number: int) -> np.ndarray:
     """The augmented picture (3, S, S), by PIL alone."""
     top, left, height, width = AUGMENTATIONS[number][0]
-    picture = picture.crop((left, top, left + width, top + height)).resize((SIZE, SIZE), Image.Resampling.BICUBIC)
+    picture = picture.crop((left, top, left + width, top + height)).resize(
+        (SIZE, SIZE), Image.Resampling.BICUBIC
+    )
     if number == 0:
         picture = ImageOps.solarize(ImageEnhance.Brightness(picture).enhance(1.27), 170)
     if number == 1:
@@ -43,7 +45,10 @@ def by_hand(picture: Image.Image, number: int) -> np.ndarray:
 def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("dr")
     for shard, kind in enumerate(("whole", "apart", "pth.gz")):
-        write_tar(place / f"{shard:05d}.tar", [m for n in range(8 * shard, 8 * shard + 8) for m in members_of(n, kind)])
+        write_tar(
+            place / f"{shard:05d}.tar",
+            [m for n in range(8 * shard, 8 * shard + 8) for m in members_of(n, kind)],
+        )
     return place
 
 
@@ -81,20 +86,31 @@ def test_pictures_are_the_stored_views_and_embeddings_are_of_them(folder, worker
         for row in range(4):
             number = int(origin[row, 1]) % 24
             stored = embeddings_of(number)
-            found = [v for v in range(4) if torch.equal(embeddings[0][row], unit(stored["image_emb"][v], 0))]
+            found = [
+                v
+                for v in range(4)
+                if torch.equal(embeddings[0][row], unit(stored["image_emb"][v], 0))
+            ]
             assert len(found) == 1  # views differ: which one is beside the picture is known
             assert torch.equal(embeddings[2][row], unit(stored["image_emb"][found[0]], 1))
             with Image.open(io.BytesIO(noise_jpeg(number, 180, 150))) as picture:
-                assert np.array_equal(images[row].numpy(), by_hand(picture.convert("RGB"), found[0]))
+                assert np.array_equal(
+                    images[row].numpy(), by_hand(picture.convert("RGB"), found[0])
+                )
             caption = bytes(texts[row].tolist()).decode().strip()
             place = [f"caption {number}", f"syn {number} a", f"syn {number} b"].index(caption)
-            assert all(torch.equal(embeddings[1 + 2 * t][row], unit(stored["text_emb"][place], t)) for t in (0, 1))
+            assert all(
+                torch.equal(embeddings[1 + 2 * t][row], unit(stored["text_emb"][place], t))
+                for t in (0, 1)
+            )
             views.add(found[0])
             shown.add(caption.split()[0])
     assert shown == {"caption", "syn"} and len(views) > 1
 
 
-@pytest.mark.parametrize(("captions", "words"), [(None, {"caption"}), ("syn.json:syn_text=1", {"syn"})])
+@pytest.mark.parametrize(
+    ("captions", "words"), [(None, {"caption"}), ("syn.json:syn_text=1", {"syn"})]
+)
 def test_one_kind_of_caption_alone(folder, captions, words):
     for _, texts, origin, embeddings in batches(folder, captions=captions):
         for row in range(4):
@@ -102,7 +118,9 @@ def test_one_kind_of_caption_alone(folder, captions, words):
             caption = bytes(texts[row].tolist()).decode().strip()
             assert caption.split()[0] in words
             place = [f"caption {number}", f"syn {number} a", f"syn {number} b"].index(caption)
-            assert torch.equal(embeddings[1][row], unit(embeddings_of(number)["text_emb"][place], 0))
+            assert torch.equal(
+                embeddings[1][row], unit(embeddings_of(number)["text_emb"][place], 0)
+            )
 
 
 def views_of(augmentation: bytes) -> bytes:
@@ -124,10 +142,18 @@ def npz_with_nan() -> bytes:
         ("npz", b"PK", "no teachers' embeddings that can be read"),
         ("npz", packed(3, "whole")[1][:-40], "no teachers' embeddings that can be read"),
         ("npz", npz_with_nan(), "its embeddings are not finite"),
-        ("paug.json", b'{"param_aug": [[[0, 0, 9, 9], null]]}', "are not of 1 augmentations and width 7"),
+        (
+            "paug.json",
+            b'{"param_aug": [[[0, 0, 9, 9], null]]}',
+            "are not of 1 augmentations and width 7",
+        ),
         ("paug.json", b"{}", "'param_aug'"),
         ("paug.json", views_of(b"[[0, 0, Infinity, 9], null]"), "infinity"),
-        ("paug.json", views_of(b"[[0, 0, 9, 9], [[10, NaN]]]"), "a magnitude of its augmentation is not finite"),
+        (
+            "paug.json",
+            views_of(b"[[0, 0, 9, 9], [[10, NaN]]]"),
+            "a magnitude of its augmentation is not finite",
+        ),
         ("txt", None, "the first embedding is of no caption"),
         ("syn.json", b'{"syn_text": [null, "syn 3 a"]}', "syn_text is not a list of 2 captions"),
     ],
@@ -139,7 +165,9 @@ def test_samples_without_what_is_needed_are_bad_samples(tmp_path, member, conten
     write_tar(tmp_path / "00000.tar", members)
     with pytest.raises(UserError, match=rf"sample '0003'.*{detail}"):
         batches(tmp_path)
-    positions = [int(p) for *_, origin, _ in batches(tmp_path, on_bad_sample="replace") for p in origin[:, 1]]
+    positions = [
+        int(p) for *_, origin, _ in batches(tmp_path, on_bad_sample="replace") for p in origin[:, 1]
+    ]
     assert len(positions) == 8 and 3 not in positions
 
 
@@ -152,8 +180,13 @@ def test_a_sample_without_a_single_view_is_a_bad_sample():
 
 def test_pictures_of_another_size_get_a_sentence(tmp_path):
     members = [m for number in range(4) for m in members_of(number, "whole")]
-    write_tar(tmp_path / "00000.tar", [(n, noise_jpeg(1, 60, 50) if n.endswith("jpg") else c) for n, c in members])
-    with pytest.raises(UserError, match=r"the stored crop .* does not fit its picture of 60 x 50 pixels"):
+    write_tar(
+        tmp_path / "00000.tar",
+        [(n, noise_jpeg(1, 60, 50) if n.endswith("jpg") else c) for n, c in members],
+    )
+    with pytest.raises(
+        UserError, match=r"the stored crop .* does not fit its picture of 60 x 50 pixels"
+    ):
         batches(tmp_path)
 
 
@@ -161,9 +194,13 @@ def test_what_does_not_go_with_stored_augmentations_is_refused_by_name():
     assert parse_widths("shards:768,768") == (768, 768)
     with pytest.raises(UserError, match="--teacher shards: names no widths"):
         parse_widths("shards:")
-    with pytest.raises(UserError, match="--captions one-per-epoch does not work with --teacher shards"):
+    with pytest.raises(
+        UserError, match="--captions one-per-epoch does not work with --teacher shards"
+    ):
         InShards(WIDTHS, "one-per-epoch")
     assert open_teachers("shards:4,3", None).widths == WIDTHS
     transform = with_auto_augment(image_transform_v2(PreprocessCfg(size=SIZE), is_train=True))
-    with pytest.raises(UserError, match="repeats the stored augmentation, and this run has its own"):
+    with pytest.raises(
+        UserError, match="repeats the stored augmentation, and this run has its own"
+    ):
         InShards(WIDTHS, None).check(split_normalize(transform)[0])

@@ -14,7 +14,12 @@ from open_clip.transform import image_transform
 
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.table import CsvFormat
-from open_clip_zerovl.embeddings.fingerprint import describe_source, difference_of_sources, module_digest, tower_digest
+from open_clip_zerovl.embeddings.fingerprint import (
+    describe_source,
+    difference_of_sources,
+    module_digest,
+    tower_digest,
+)
 from open_clip_zerovl.shards.marks import digests_of, file_mark, is_same
 from support.dga_reference import bert_clip
 from support.tars import png
@@ -28,7 +33,12 @@ def test_the_fingerprint_changes_with_weights_tokenizer_data_and_precision(tmp_p
     first = tower_digest(model, "text", inputs=tokenizer)
     tokenizer(["a cat"])  # leaves a length to cut and to pad to in the tokenizer
     assert tower_digest(model, "text", inputs=tokenizer) == first
-    assert tower_digest(bert_clip(torch.float32), "text", inputs=HFTokenizer(str(folder), context_length=12)) == first
+    assert (
+        tower_digest(
+            bert_clip(torch.float32), "text", inputs=HFTokenizer(str(folder), context_length=12)
+        )
+        == first
+    )
     image_only = copy.deepcopy(model)
     with torch.no_grad():
         image_only.visual.proj.add_(1)
@@ -45,7 +55,9 @@ def test_the_fingerprint_changes_with_weights_tokenizer_data_and_precision(tmp_p
         tower_digest(model, "image", inputs=tokenizer, pixel_path="arrays"),
         tower_digest(model, "text", inputs=tokenizer, precision="amp_bf16"),
         tower_digest(model, "text", inputs=HFTokenizer(str(folder), context_length=11)),
-        tower_digest(model, "text", inputs=HFTokenizer(str(folder), context_length=12, clean="lower")),
+        tower_digest(
+            model, "text", inputs=HFTokenizer(str(folder), context_length=12, clean="lower")
+        ),
         tower_digest(model, "text", inputs=HFTokenizer(str(smaller), context_length=12)),
         tower_digest(model, "image", inputs=image_transform(32, is_train=False)),
         tower_digest(model, "image", inputs=image_transform(40, is_train=False)),
@@ -77,11 +89,17 @@ def test_strides_and_buffers_that_no_checkpoint_holds_count():
 
 
 @pytest.mark.parametrize("changed", ["quick_gelu", "head_width"])
-def test_towers_of_the_same_tensors_and_another_function_have_digests_of_their_own(tmp_path, changed):
+def test_towers_of_the_same_tensors_and_another_function_have_digests_of_their_own(
+    tmp_path, changed
+):
     configs = {"plain": (NATIVE_VISION, False), "quick_gelu": (NATIVE_VISION, True)}
     configs["head_width"] = ({**NATIVE_VISION, "head_width": 8}, False)
     plain, quick = (
-        random_model(register(tmp_path, f"digest-{kind}", configs[kind][0], CLIP_TEXT, quick_gelu=configs[kind][1]))
+        random_model(
+            register(
+                tmp_path, f"digest-{kind}", configs[kind][0], CLIP_TEXT, quick_gelu=configs[kind][1]
+            )
+        )
         for kind in ("plain", changed)
     )
     quick.load_state_dict(plain.state_dict())
@@ -97,7 +115,12 @@ def test_towers_of_the_same_tensors_and_another_function_have_digests_of_their_o
         assert digest(plain) == same
 
 
-SOURCE = {"name": "a", "marks": [["0.tar", 10, 111, "aa"], ["1.tar", 20, 222, "bb"]], "sizes": [3, 4], "picked": None}
+SOURCE = {
+    "name": "a",
+    "marks": [["0.tar", 10, 111, "aa"], ["1.tar", 20, 222, "bb"]],
+    "sizes": [3, 4],
+    "picked": None,
+}
 
 
 @pytest.mark.parametrize(
@@ -106,7 +129,10 @@ SOURCE = {"name": "a", "marks": [["0.tar", 10, 111, "aa"], ["1.tar", 20, 222, "b
         ({"marks": [["0.tar", 10, 999, "aa"], ["1.tar", 20, 888, "bb"]]}, None),  # a copy
         ({"sizes": [3, 5]}, "of 7 samples of 'a', and it holds 8"),
         ({"picked": "cc"}, "another clustering's 'a'"),
-        ({"marks": [["0.tar", 10, 111, "aa"], ["1.tar", 20, 222, "cc"]]}, "shard 1.tar of 'a' differs"),
+        (
+            {"marks": [["0.tar", 10, 111, "aa"], ["1.tar", 20, 222, "cc"]]},
+            "shard 1.tar of 'a' differs",
+        ),
         ({"marks": SOURCE["marks"][::-1]}, "its shards in another order"),
         ({"sizes": [4, 3]}, "of other sizes"),
     ],
@@ -131,10 +157,14 @@ def test_rows_of_a_source_whose_middle_changed_are_refused_and_those_of_a_copy_a
     stored = described(rows)
     assert difference_of_sources(stored, described(rows, stored["marks"])) is None
     middle = rows[:2500] + rows[3500:2499:-1] + rows[3501:]
-    assert "shard t.csv of 't' differs" in difference_of_sources(stored, described(middle, stored["marks"]))
+    assert "shard t.csv of 't' differs" in difference_of_sources(
+        stored, described(middle, stored["marks"])
+    )
     (tmp_path / "0.png").rename(tmp_path / "x.png")
     (tmp_path / "3.png").rename(tmp_path / "0.png")
-    assert "shard t.csv of 't' differs" in difference_of_sources(stored, described(rows, stored["marks"]))
+    assert "shard t.csv of 't' differs" in difference_of_sources(
+        stored, described(rows, stored["marks"])
+    )
     (tmp_path / "0.png").rename(tmp_path / "3.png")
     (tmp_path / "x.png").rename(tmp_path / "0.png")
     assert difference_of_sources(stored, described(rows, stored["marks"])) is None
@@ -148,7 +178,9 @@ def test_a_file_is_read_whole_once(tmp_path, monkeypatch):
     mark = file_mark(str(file), {})
     damaged = ["damaged", ["1.tar", 2], [[], {}, None, 1]]
     assert file_mark(str(file), digests_of([*damaged, [*mark[:3], "known"]]))[3] == "known"
-    assert file_mark(str(file), digests_of([[*mark[:3], "a"], [*mark[:3], "b"]])) == mark  # two files of one name
+    assert (
+        file_mark(str(file), digests_of([[*mark[:3], "a"], [*mark[:3], "b"]])) == mark
+    )  # two files of one name
     (kept,) = (tmp_path / "cache").rglob("*.json")
     kept.write_text(kept.read_text().replace(mark[3], "kept"))
     assert file_mark(str(file), {})[3] == "kept"
@@ -157,12 +189,19 @@ def test_a_file_is_read_whole_once(tmp_path, monkeypatch):
     os.utime(file, ns=(0, 5))
     file.write_bytes(bytes(9) + b"x")
     assert file_mark(str(file), {})[3] != mark[3]
-    assert file_mark(str(tmp_path / "1.tar"), {}) == ["1.tar"] and file_mark("https://h/2.tar") == ["2.tar"]
+    assert file_mark(str(tmp_path / "1.tar"), {}) == ["1.tar"] and file_mark("https://h/2.tar") == [
+        "2.tar"
+    ]
 
 
 def test_marks_of_earlier_releases_are_compared_as_far_as_they_go():
     found = ["t.csv", 9, 1, "aa", "sizes", "image", "caption"]
-    for stored, same in ((found[:4], True), (found[:2], True), (["t.csv", 9, 7, *found[3:]], True), (["t.csv"], False)):
+    for stored, same in (
+        (found[:4], True),
+        (found[:2], True),
+        (["t.csv", 9, 7, *found[3:]], True),
+        (["t.csv"], False),
+    ):
         assert is_same(stored, found) == same
     for changed in range(3, 7):
         assert not is_same([*found[:changed], "other", *found[changed + 1 :]], found)
@@ -182,4 +221,6 @@ def test_rows_of_another_caption_column_are_other_rows(tmp_path, form):
         return describe_source(parse_sources(f"t={tmp_path}/t.{form}", table_format=style)[0])
 
     assert difference_of_sources(described("short"), described("short")) is None
-    assert f"shard t.{form} of 't' differs" in difference_of_sources(described("short"), described("long"))
+    assert f"shard t.{form} of 't' differs" in difference_of_sources(
+        described("short"), described("long")
+    )

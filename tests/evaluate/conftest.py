@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from open_clip_zerovl.checkpoints.export import export_local_dir
-from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, bert_text, random_model, register, write_bert, write_run
+from support.tiny_clip import (
+    CLIP_TEXT,
+    NATIVE_VISION,
+    bert_text,
+    random_model,
+    register,
+    write_bert,
+    write_run,
+)
 
 
 @pytest.fixture(scope="session")
@@ -15,7 +23,10 @@ def clip_runs(tmp_path_factory) -> list[str]:
     """Checkpoints of two seeds of a small CLIP."""
     folder = tmp_path_factory.mktemp("clip")
     name = register(folder, "evaluated-clip", NATIVE_VISION, CLIP_TEXT)
-    return [str(write_run(folder / f"run{s}", random_model(name, seed=s), {"model": name})) for s in range(2)]
+    return [
+        str(write_run(folder / f"run{s}", random_model(name, seed=s), {"model": name}))
+        for s in range(2)
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +35,9 @@ def bert_runs(tmp_path_factory) -> list[str]:
     folder = tmp_path_factory.mktemp("bert")
     name = register(folder, "evaluated-bert", NATIVE_VISION, bert_text(write_bert(folder / "bert")))
     params = {"model": name, "image_mean": (0.5, 0.4, 0.3)}
-    return [str(write_run(folder / f"run{s}", random_model(name, seed=s), params)) for s in range(2)]
+    return [
+        str(write_run(folder / f"run{s}", random_model(name, seed=s), params)) for s in range(2)
+    ]
 
 
 @pytest.fixture(scope="session")

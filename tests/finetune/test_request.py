@@ -59,8 +59,13 @@ def test_every_flag_belongs_to_one_key(tmp_path, monkeypatch):
     )
     parser = argparse.ArgumentParser()
     run, seen = finetune(parser), []
-    monkeypatch.setattr("open_clip_zerovl.finetune.finetuning.run_finetune", lambda request, say: seen.append(request))
-    declared = {(action.option_strings or [action.dest])[-1] for action in parser._actions} - {"--help"}
+    monkeypatch.setattr(
+        "open_clip_zerovl.finetune.finetuning.run_finetune",
+        lambda request, say: seen.append(request),
+    )
+    declared = {(action.option_strings or [action.dest])[-1] for action in parser._actions} - {
+        "--help"
+    }
     assert declared == KEYS.keys()
 
     def keys(*words: str) -> list[str]:
@@ -70,7 +75,10 @@ def test_every_flag_belongs_to_one_key(tmp_path, monkeypatch):
 
     first = keys()
     for flag, (words, key) in KEYS.items():
-        assert [a != b for a, b in zip(keys(*words), first, strict=True)] == [key == "training", key == "curve"], flag
+        assert [a != b for a, b in zip(keys(*words), first, strict=True)] == [
+            key == "training",
+            key == "curve",
+        ], flag
 
 
 @pytest.fixture
@@ -97,20 +105,37 @@ def test_a_model_of_another_kind_is_made_anew_or_refused(started):
     assert not (out / "before").exists()
     (out / "run").mkdir()
     stored = json.loads((out / "request.json").read_text())
-    older = {flag: value for flag, value in stored.items() if flag not in ("--model-name", "--text-model")}
+    older = {
+        flag: value
+        for flag, value in stored.items()
+        if flag not in ("--model-name", "--text-model")
+    }
     (out / "request.json").write_text(json.dumps(older))
     started(name="request-quick")  # an earlier version has stored no name
     (out / "request.json").write_text(json.dumps(stored))
-    with pytest.raises(UserError, match="with --model-name request-quick, but this call has --model-name request-tiny"):
+    with pytest.raises(
+        UserError,
+        match="with --model-name request-quick, but this call has --model-name request-tiny",
+    ):
         started()
 
 
-@pytest.mark.parametrize("changed", ["open_clip_model.safetensors", "open_clip_config.json", "tokenizer.json"])
+@pytest.mark.parametrize(
+    "changed", ["open_clip_model.safetensors", "open_clip_config.json", "tokenizer.json"]
+)
 def test_a_model_that_was_overwritten_is_another_one(started, tmp_path, changed):
     folder = tmp_path / "export"
     folder.mkdir()
-    config = {"model_cfg": {"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT}, "preprocess_cfg": {}}
-    for file in ("open_clip_model.safetensors", "tokenizer.json", "README.md", "interpolation.json"):
+    config = {
+        "model_cfg": {"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT},
+        "preprocess_cfg": {},
+    }
+    for file in (
+        "open_clip_model.safetensors",
+        "tokenizer.json",
+        "README.md",
+        "interpolation.json",
+    ):
         (folder / file).write_text("first")
     (folder / "open_clip_config.json").write_text(json.dumps(config))
     out = started(folder, name=None)
@@ -123,7 +148,8 @@ def test_a_model_that_was_overwritten_is_another_one(started, tmp_path, changed)
     (folder / changed).write_text(other if changed == "open_clip_config.json" else "other")
     (out / "run").mkdir()
     with pytest.raises(
-        UserError, match="export are not those from which the training in .*out started; put these back"
+        UserError,
+        match="export are not those from which the training in .*out started; put these back",
     ):
         started(folder, name=None)
     (out / "run").rmdir()
@@ -155,7 +181,10 @@ def test_a_finished_call_goes_on_with_more_patience(tmp_path):
         return _finished(request, Training(tmp_path, [], 1, 3, patience, ("a",))) is not None
 
     def scored(*rows: float) -> None:
-        lines = [json.dumps({"epoch": epoch, "a_rsum": row}) + "\n" for epoch, row in enumerate(rows, start=1)]
+        lines = [
+            json.dumps({"epoch": epoch, "a_rsum": row}) + "\n"
+            for epoch, row in enumerate(rows, start=1)
+        ]
         (checkpoints / "results.jsonl").write_text("".join(lines))
         (checkpoints / f"epoch_{len(rows)}.pt").touch()
 

@@ -26,7 +26,13 @@ from open_clip_zerovl.core.launch import CPU_MICRO_BATCH
 from open_clip_zerovl.data.mixture import Sampling, schedule_of
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.finetune.data import open_sources
-from open_clip_zerovl.finetune.finetuning import _announce, _before, _facts, _micro_batch_that_fits, _training
+from open_clip_zerovl.finetune.finetuning import (
+    _announce,
+    _before,
+    _facts,
+    _micro_batch_that_fits,
+    _training,
+)
 from open_clip_zerovl.finetune.keeping import keeping_notes, store_teacher, with_old_pairs
 from open_clip_zerovl.finetune.proposal import Facts, choose_settings
 from open_clip_zerovl.finetune.request import Prepared, Request
@@ -48,7 +54,14 @@ from training.params import parse
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 220)}
 THINGS = ("cat", "dog", "house", "tree", "sun", "moon", "face")
-ASKED = ["--device=cpu", "--set=lr=5e-4", "--set=epochs=3", "--set=text-augment=", "--alphas=0.5", "--batch-size=16"]
+ASKED = [
+    "--device=cpu",
+    "--set=lr=5e-4",
+    "--set=epochs=3",
+    "--set=text-augment=",
+    "--alphas=0.5",
+    "--batch-size=16",
+]
 
 
 def drawn(number: int) -> Sample:
@@ -70,7 +83,11 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finetune")
     bert = write_bert(folder / "bert")
     name = with_text_model("zerovl-emoji", bert)
-    write_run(folder / "start", random_model(name, seed=1), {"model": "zerovl-emoji", "text_model": str(bert)})
+    write_run(
+        folder / "start",
+        random_model(name, seed=1),
+        {"model": "zerovl-emoji", "text_model": str(bert)},
+    )
     write_source(folder / "mine", [drawn(number) for number in range(100)], shard_size=60)
     write_retrieval_set(folder / "old", [1] * 10)
     return folder
@@ -78,7 +95,17 @@ def made(tmp_path_factory):
 
 def arguments(made: Path, out: Path, *more: str) -> list[str]:
     start = made / "start" / "checkpoints" / "epoch_1.pt"
-    return ["finetune", "--from", str(start), "--data", str(made / "mine"), "--out", str(out), *ASKED, *more]
+    return [
+        "finetune",
+        "--from",
+        str(start),
+        "--data",
+        str(made / "mine"),
+        "--out",
+        str(out),
+        *ASKED,
+        *more,
+    ]
 
 
 @pytest.fixture
@@ -107,7 +134,10 @@ def test_refusals_come_before_the_training(made, tmp_path, refusal):
         (tmp_path / "things" / name / "0.png").write_bytes(drawn(number).files["png"])
     held_out = f"--retrieval-data=x={made / 'old'}"
     trained = refusal(held_out, f"--zero-shot-data=new={tmp_path / 'things'}", out="trained")
-    assert "1 of the 2 pictures of --zero-shot-data new are trained on (first: 0.png, in sample 00001" in trained
+    assert (
+        "1 of the 2 pictures of --zero-shot-data new are trained on (first: 0.png, in sample 00001"
+        in trained
+    )
     absent = tmp_path / "flowers"
     assert f"{absent} does not exist" in refusal(f"--zero-shot-data=new={absent}", out="absent")
     assert not list(tmp_path.glob("*/run"))
@@ -121,7 +151,9 @@ def test_a_folder_is_not_kept_by_a_call_that_ended_with_a_mistake(made, tmp_path
     assert f"--data {made / 'mien'} does not exist; did you mean {made / 'mine'}?" in missing
     assert "larger than the 90 samples" in refusal("--set", "effective-batch=512")
     before = held_out.read_bytes()
-    assert "batch of 300 is larger than the 90" in refusal("--seed", "1", "--set", "effective-batch=300")
+    assert "batch of 300 is larger than the 90" in refusal(
+        "--seed", "1", "--set", "effective-batch=300"
+    )
     anew = held_out.read_bytes()
     assert anew != before
     (tmp_path / "ft" / "run").mkdir()  # from here on something was trained
@@ -143,9 +175,13 @@ def test_old_pairs_and_the_model_before_reach_the_training(made, tmp_path):
         schedule = schedule_of(sources, 5, Sampling(strategy), seed=0, epoch=0)
         assert schedule.taken.tolist() == [100, 25]  # a fifth
     plain, _, _ = with_old_pairs(replace(request, keep_data=None), request.data)
-    assert schedule_of(plain, 5, Sampling("random"), seed=0, epoch=0).taken.tolist() == [100]  # negative control
+    assert schedule_of(plain, 5, Sampling("random"), seed=0, epoch=0).taken.tolist() == [
+        100
+    ]  # negative control
     prepared = Prepared("local-dir:/m", train_data, f"old={made / 'old'}", sources, (), factors)
-    training = _training(request, prepared, choose_settings(Facts(125, {"mine": 100}, False, 0, False, 2), {}), 1)
+    training = _training(
+        request, prepared, choose_settings(Facts(125, {"mine": 100}, False, 0, False, 2), {}), 1
+    )
     _, config = parse(training.arguments)
     given = dict(zip(training.arguments[::2], training.arguments[1::2], strict=True))
     assert given["--train-data"] == f"mine={made / 'mine'}::past={tmp_path / 'past'}"
@@ -155,22 +191,30 @@ def test_old_pairs_and_the_model_before_reach_the_training(made, tmp_path):
 
 
 @pytest.mark.parametrize("captions", ["one-per-epoch", "all", None])
-def test_the_share_of_old_pairs_is_one_of_the_samples_that_training_counts(made, tmp_path, monkeypatch, captions):
+def test_the_share_of_old_pairs_is_one_of_the_samples_that_training_counts(
+    made, tmp_path, monkeypatch, captions
+):
     """Old pictures with five captions each, as lines of a shard's text and as rows of a table."""
     old = [drawn(number) for number in range(200, 208)]
     words = "\n".join(f"word {number}" for number in range(5))
     write_source(
-        tmp_path / "tar", [replace(one, files={**one.files, "txt": words.encode()}) for one in old], shard_size=9
+        tmp_path / "tar",
+        [replace(one, files={**one.files, "txt": words.encode()}) for one in old],
+        shard_size=9,
     )
     rows = [f"{one.key}.png,word {number}" for one in old[:2] for number in range(5)]
     (tmp_path / "old.csv").write_text("\n".join(["filepath,title", *rows]) + "\n")
     keep = f"tar={tmp_path / 'tar'}::table={tmp_path / 'old.csv'}"
     start = Encoder("x", device="cpu")
-    request = Request(start, f"mine={made / 'mine'}", tmp_path, given={"captions": captions}, keep_data=keep)
+    request = Request(
+        start, f"mine={made / 'mine'}", tmp_path, given={"captions": captions}, keep_data=keep
+    )
     sources, train_data, factors = with_old_pairs(request, request.data)
     trained = parse_sources(train_data, factors, captions=captions)  # as the training opens them
     new, *taken = schedule_of(trained, 1, Sampling("random"), seed=0, epoch=0).taken.tolist()
-    assert new == (200 if captions == "all" else 100) and sum(taken) == pytest.approx(new / 4, abs=1)
+    assert new == (200 if captions == "all" else 100) and sum(taken) == pytest.approx(
+        new / 4, abs=1
+    )
     (note,) = keeping_notes(request, sources, factors)
     assert f"{new} new pairs and 20% old ones ({taken[0]} of tar, {taken[1]} of table)" in note
     monkeypatch.setattr("open_clip_zerovl.finetune.finetuning._tokenizer", lambda before: (None, 0))
@@ -181,7 +225,10 @@ def test_the_share_of_old_pairs_is_one_of_the_samples_that_training_counts(made,
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--rule=mean"], "--rule mean needs retrieval sets of the ability to keep; give --kept, or --rule new"),
+        (
+            ["--rule=mean"],
+            "--rule mean needs retrieval sets of the ability to keep; give --kept, or --rule new",
+        ),
         (["--keep-share=0.3"], "--keep-share 0.3 needs --keep-data NAME=SHARDS"),
         (["--keep-data=mine={mine}", "--keep-share=1"], "--keep-share 1 must lie between 0 and 1"),
         (
@@ -189,8 +236,14 @@ def test_the_share_of_old_pairs_is_one_of_the_samples_that_training_counts(made,
             "both decide the weights of the sources",
         ),
         (["--keep-data=mine={mine}"], "two sources are called 'mine'"),
-        (["--keep-teacher", "--set=teacher=/d"], "--set teacher and --keep-teacher both name a teacher"),
-        (["--keep-teacher", "--set=force-image-size=8"], "--set force-image-size does not work with --keep-teacher"),
+        (
+            ["--keep-teacher", "--set=teacher=/d"],
+            "--set teacher and --keep-teacher both name a teacher",
+        ),
+        (
+            ["--keep-teacher", "--set=force-image-size=8"],
+            "--set force-image-size does not work with --keep-teacher",
+        ),
     ],
 )
 def test_what_keeping_refuses(made, refusal, flags, words):
@@ -200,10 +253,14 @@ def test_what_keeping_refuses(made, refusal, flags, words):
 def test_the_memory_of_the_teacher_is_free_before_the_training(made, tmp_path, monkeypatch):
     done: list[str] = []
     folder = export_local_dir(made / "start" / "checkpoints" / "epoch_1.pt", tmp_path / "before")
-    monkeypatch.setattr("open_clip_zerovl.finetune.keeping.embed_sources", lambda *_, **__: done.append("embedded"))
+    monkeypatch.setattr(
+        "open_clip_zerovl.finetune.keeping.embed_sources", lambda *_, **__: done.append("embedded")
+    )
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("freed"))
     prepared = Prepared(f"local-dir:{folder}", "", "", (), ())
-    store_teacher(Request(Encoder("x"), "", tmp_path / "out", keep_teacher=True), prepared, lambda line: None)
+    store_teacher(
+        Request(Encoder("x"), "", tmp_path / "out", keep_teacher=True), prepared, lambda line: None
+    )
     assert done == ["embedded", "freed"]
 
 
@@ -212,13 +269,16 @@ def test_held_out_pictures_that_share_captions_get_a_sentence(made, tmp_path, di
     """No model ranks one of 40 equal captions before another: R@1, R@5 and R@10 are 1/40, 5/40 and 10/40."""
     pictures = [drawn(number) for number in range(40)]
     samples = [
-        replace(one, files={**one.files, "txt": f"caption {n % distinct}".encode()}) for n, one in enumerate(pictures)
+        replace(one, files={**one.files, "txt": f"caption {n % distinct}".encode()})
+        for n, one in enumerate(pictures)
     ]
     write_packed_set(tmp_path / "new", samples)
     folder = export_local_dir(made / "start" / "checkpoints" / "epoch_1.pt", tmp_path / "before")
     sources = open_sources(f"mine={made / 'mine'}")
     said: list[str] = []
-    _announce(Prepared(f"local-dir:{folder}", "", f"new={tmp_path / 'new'}", sources, ()), [], said.append)
+    _announce(
+        Prepared(f"local-dir:{folder}", "", f"new={tmp_path / 'new'}", sources, ()), [], said.append
+    )
     notes = [line for line in said if "positives" in line]
     expected = "RSUM can reach 80 of 600 at best"
     assert (len(notes) == 1 and expected in notes[0]) if distinct == 1 else notes == []
@@ -236,7 +296,9 @@ def test_the_micro_batch_is_what_a_plan_of_the_same_flags_finds(made, tmp_path):
     prepared = Prepared(f"local-dir:{folder}", request.data, f"new={tmp_path / 'new'}", sources, ())
     facts = Facts(100, {"mine": 100}, masks=True, gpus=1, bf16=True, cores=2)
     said: list[str] = []
-    found = _micro_batch_that_fits(64, choose_settings(facts, {}), request, prepared, facts, said.append)
+    found = _micro_batch_that_fits(
+        64, choose_settings(facts, {}), request, prepared, facts, said.append
+    )
     assert found == CPU_MICRO_BATCH and "fits 1 GPU" in said[0] and "one step takes" in said[1]
 
 
@@ -246,7 +308,9 @@ def test_a_whole_fine_tuning_and_later_calls(made, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(arguments(made, out)) == 0
     said = capsys.readouterr()
-    assert "settings (--set FLAG=VALUE replaces one)" in said.err and "epoch 3 of 3: RSUM" in said.err
+    assert (
+        "settings (--set FLAG=VALUE replaces one)" in said.err and "epoch 3 of 3: RSUM" in said.err
+    )
     result = json.loads((out / "finetune.json").read_text())
 
     # The table equals the output of `zerovl retrieval`.
@@ -261,7 +325,9 @@ def test_a_whole_fine_tuning_and_later_calls(made, tmp_path, capsys):
     assert by_hand["images"] == 10 and "No --kept set was given" in said.out
 
     model, _, _ = open_clip.create_model_and_transforms(f"local-dir:{out / 'model'}")
-    assert model.encode_text(open_clip.get_tokenizer(f"local-dir:{out / 'model'}")(["a red cat"])).shape == (1, 128)
+    assert model.encode_text(
+        open_clip.get_tokenizer(f"local-dir:{out / 'model'}")(["a red cat"])
+    ).shape == (1, 128)
     for page in ("report.html", "gallery.html"):
         assert "held-out" in (out / page).read_text(encoding="utf-8")
     assert len(list((out / "run" / "checkpoints").glob("epoch_*.pt"))) <= 2
@@ -272,12 +338,19 @@ def test_a_whole_fine_tuning_and_later_calls(made, tmp_path, capsys):
     again = capsys.readouterr()
     assert "finished before" in again.err and again.out.endswith(said.out)
     assert main(arguments(made, out, "--set", "lr=1e-3")) == 2
-    assert "with --set lr=5e-4, but this call has --set lr=1e-3; to continue it repeat" in capsys.readouterr().err
+    assert (
+        "with --set lr=5e-4, but this call has --set lr=1e-3; to continue it repeat"
+        in capsys.readouterr().err
+    )
     for number in range(12):
         place = tmp_path / "things" / THINGS[number % 2]
         place.mkdir(parents=True, exist_ok=True)
         (place / f"{number}.png").write_bytes(drawn(300 + number).files["png"])
-    more = [f"--kept=old={made / 'old'}", "--keep=0", f"--zero-shot-data=things={tmp_path / 'things'}"]
+    more = [
+        f"--kept=old={made / 'old'}",
+        "--keep=0",
+        f"--zero-shot-data=things={tmp_path / 'things'}",
+    ]
     assert main(arguments(made, out, *more)) == 0
     kept = capsys.readouterr().out
     shares = json.loads((out / "finetune.json").read_text())["zero_shot"]["things"]
@@ -294,12 +367,18 @@ def test_a_killed_call_goes_on_and_ends_as_one_that_was_not(made, tmp_path, keep
     """With `keeps` beside old pairs and with the model before as a teacher."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     write_source(tmp_path / "past", [drawn(number) for number in range(200, 230)], shard_size=20)
-    more = [f"--keep-data=past={tmp_path / 'past'}", "--keep-teacher", f"--kept=old={made / 'old'}"] * keeps
+    more = [
+        f"--keep-data=past={tmp_path / 'past'}",
+        "--keep-teacher",
+        f"--kept=old={made / 'old'}",
+    ] * keeps
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def start(out: Path) -> subprocess.Popen:
         line = [sys.executable, "-m", "open_clip_zerovl.cli", *arguments(made, out, *more)]
-        return subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(
+            line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
 
     first = start(killed)
     while first.poll() is None and not (killed / "run" / "checkpoints" / "epoch_1.pt").is_file():
@@ -314,22 +393,40 @@ def test_a_killed_call_goes_on_and_ends_as_one_that_was_not(made, tmp_path, keep
         if out == killed:
             assert "going on after epoch" in said
     results = [json.loads((out / "finetune.json").read_text()) for out in (killed, whole)]
-    assert ("90 new pairs and 20% old ones (22 of past): 1.25 times the samples" in results[0]["table"]) == keeps
+    assert (
+        "90 new pairs and 20% old ones (22 of past): 1.25 times the samples" in results[0]["table"]
+    ) == keeps
     assert ("distillation from the model before" in results[0]["table"]) == keeps
-    assert ("112 samples an epoch: mine 90, past 22;" in (whole / "training.log").read_text()) == keeps
-    assert results[0]["epochs"] == results[1]["epochs"] and results[0]["best epoch"] == results[1]["best epoch"]
-    models = [open_clip.create_model_and_transforms(f"local-dir:{out / 'model'}")[0] for out in (killed, whole)]
+    assert (
+        "112 samples an epoch: mine 90, past 22;" in (whole / "training.log").read_text()
+    ) == keeps
+    assert (
+        results[0]["epochs"] == results[1]["epochs"]
+        and results[0]["best epoch"] == results[1]["best epoch"]
+    )
+    models = [
+        open_clip.create_model_and_transforms(f"local-dir:{out / 'model'}")[0]
+        for out in (killed, whole)
+    ]
     for key, tensor in models[0].state_dict().items():
         assert torch.equal(tensor, models[1].state_dict()[key]), key
 
 
 def test_a_tag_of_open_clip_becomes_a_folder_to_start_from(tmp_path, monkeypatch):
-    name = register(tmp_path, "finetuned-tiny", NATIVE_VISION, {**CLIP_TEXT, "context_length": 32}, quick_gelu=True)
+    name = register(
+        tmp_path,
+        "finetuned-tiny",
+        NATIVE_VISION,
+        {**CLIP_TEXT, "context_length": 32},
+        quick_gelu=True,
+    )
     model = random_model(name, seed=5)
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     tags = {"mine": {"url": "", "mean": (0.5,) * 3, "std": (0.25,) * 3, "quick_gelu": True}}
     monkeypatch.setitem(open_clip.pretrained._PRETRAINED, name, tags)
-    monkeypatch.setattr("open_clip.factory.download_pretrained", lambda *_, **__: str(tmp_path / "weights.pt"))
+    monkeypatch.setattr(
+        "open_clip.factory.download_pretrained", lambda *_, **__: str(tmp_path / "weights.pt")
+    )
     request = Request(Encoder(f"{name}/mine", device="cpu"), "x=/data", tmp_path / "out")
     said: list[str] = []
     folder = _before(request, said.append)
@@ -340,7 +437,9 @@ def test_a_tag_of_open_clip_becomes_a_folder_to_start_from(tmp_path, monkeypatch
     for own, theirs in zip(found(picture, text), model(picture, text), strict=True):
         assert torch.equal(own, theirs)
 
-    longer = Request(Encoder(folder, device="cpu"), "x=/data", tmp_path / "longer", context_length=40)
+    longer = Request(
+        Encoder(folder, device="cpu"), "x=/data", tmp_path / "longer", context_length=40
+    )
     folder = _before(longer, said.append)
     assert open_clip.get_tokenizer(folder)(["a"]).shape == (1, 40)
     positions = open_clip.create_model(folder).positional_embedding

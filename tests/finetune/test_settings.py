@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.finetune.proposal import AS_ASKED, Facts, as_flags, choose_settings, split_batch
+from open_clip_zerovl.finetune.proposal import (
+    AS_ASKED,
+    Facts,
+    as_flags,
+    choose_settings,
+    split_batch,
+)
 from open_clip_zerovl.recipe.arguments import as_arguments, parse_settings, settings_of
 from training.params import parse
 
@@ -19,7 +25,9 @@ def chosen(facts: Facts, fitting: int | None = None, **given) -> dict[str, str |
     asked = {flag.replace("_", "-"): value for flag, value in given.items()}
     settings = choose_settings(facts, asked)
     batch = int(settings[0].value)
-    return {each.flag: each.value for each in [*settings, *split_batch(batch, facts, asked, fitting)]}
+    return {
+        each.flag: each.value for each in [*settings, *split_batch(batch, facts, asked, fitting)]
+    }
 
 
 @pytest.mark.parametrize(
@@ -32,7 +40,9 @@ def chosen(facts: Facts, fitting: int | None = None, **given) -> dict[str, str |
 def test_batch_and_length_follow_from_the_data(samples, batch, epochs):
     values = chosen(facts(samples))
     assert values["effective-batch"] == str(batch) and samples // batch >= 8
-    assert values["epochs"] == str(epochs) and values["lr"] == "1e-05" and values["lr-min"] == "1e-06"
+    assert (
+        values["epochs"] == str(epochs) and values["lr"] == "1e-05" and values["lr-min"] == "1e-06"
+    )
     steps = epochs * (samples // batch)
     assert 0.025 <= float(values["warmup-share"]) <= 0.2
     assert float(values["warmup-share"]) * steps >= min(50, 0.2 * steps) - 1
@@ -53,23 +63,38 @@ def test_sources_tokenizer_and_machine_decide():
     assert chosen(facts(8_000, sources=two))["sampling"] == "debiased"
     assert chosen(facts(8_000, sources={"a": 7_900, "b": 100}))["sampling"] == "random"
     assert chosen(facts(8_000, sources=two, old_share=0.2))["sampling"] == "random"
-    assert chosen(facts(8_000))["text-augment"] is None and chosen(facts(8_000, masks=True))["text-augment"] == "0.2"
+    assert (
+        chosen(facts(8_000))["text-augment"] is None
+        and chosen(facts(8_000, masks=True))["text-augment"] == "0.2"
+    )
     assert [chosen(facts(8_000, gpus=gpus, bf16=bf16))["precision"] for gpus, bf16 in ((0, False), (1, True), (1, False))] == [
         "fp32", "amp_bf16", "amp",
     ]  # fmt: skip
-    assert chosen(facts(1_000_000))["save-every-steps"] == "250" and chosen(facts(1_000))["save-every-steps"] is None
+    assert (
+        chosen(facts(1_000_000))["save-every-steps"] == "250"
+        and chosen(facts(1_000))["save-every-steps"] is None
+    )
 
 
 def test_what_is_asked_replaces_the_choice_and_says_so():
-    given = parse_settings(["lr=5e-6", "freeze=text", "text-augment=", "grad-checkpointing"]) | settings_of(
-        ["--wd", "0.2"]
-    )
+    given = parse_settings(
+        ["lr=5e-6", "freeze=text", "text-augment=", "grad-checkpointing"]
+    ) | settings_of(["--wd", "0.2"])
     settings = {each.flag: each for each in choose_settings(facts(8_000, masks=True), given)}
-    expected = {"lr": "5e-6", "freeze": "text", "text-augment": None, "grad-checkpointing": "", "wd": "0.2"}
+    expected = {
+        "lr": "5e-6",
+        "freeze": "text",
+        "text-augment": None,
+        "grad-checkpointing": "",
+        "wd": "0.2",
+    }
     for flag, value in expected.items():
         assert settings[flag].value == value and settings[flag].reason == AS_ASKED
     assert settings["lr-min"].value == "5e-07"
-    assert all(each.reason and "\n" not in each.reason and len(str(each)) < 130 for each in settings.values())
+    assert all(
+        each.reason and "\n" not in each.reason and len(str(each)) < 130
+        for each in settings.values()
+    )
 
 
 @pytest.mark.parametrize(("samples", "gpus"), [(1_000, 0), (300_000, 2)])
@@ -84,14 +109,30 @@ def test_training_takes_the_flags(samples, gpus):
 @pytest.mark.parametrize(
     ("samples", "given", "sentence"),
     [
-        (100, {"effective-batch": "128"}, r"batch of 128 is larger than the 100 samples .*effective-batch=8 or less"),
-        (100, {"batch-size": "64", "dga-steps": "2"}, "batch of 128 is larger than the 100 samples"),
+        (
+            100,
+            {"effective-batch": "128"},
+            r"batch of 128 is larger than the 100 samples .*effective-batch=8 or less",
+        ),
+        (
+            100,
+            {"batch-size": "64", "dga-steps": "2"},
+            "batch of 128 is larger than the 100 samples",
+        ),
         (5, {}, "fine-tuning needs at least 16 samples, and the data has 5"),
         (100, {"epochs": "many"}, "--set epochs=many must be a whole number"),
         (100, {"lr": "fast"}, "--set lr=fast must be a number above 0, as 1e-5"),
         (100, {"epochs": None}, "--set epochs= removes a setting that fine-tuning needs"),
-        (100, {"model": "RN50"}, "--set model does not work with finetune, which decides it; give --from MODEL"),
-        (100, {"zero-shot-data": "x=/d"}, "--set zero-shot-data does not work with finetune, .* give --zero-shot-data"),
+        (
+            100,
+            {"model": "RN50"},
+            "--set model does not work with finetune, which decides it; give --from MODEL",
+        ),
+        (
+            100,
+            {"zero-shot-data": "x=/d"},
+            "--set zero-shot-data does not work with finetune, .* give --zero-shot-data",
+        ),
     ],
 )
 def test_refusals(samples, given, sentence):
@@ -102,7 +143,11 @@ def test_refusals(samples, given, sentence):
 def test_command_lines_as_settings():
     words = ["--aug-cfg", "scale=(0.6,1.0)", "ratio=(1.0,1.0)", "--pretrained-image", "--lr=1e-4"]
     settings = settings_of(words)
-    assert settings == {"aug-cfg": "'scale=(0.6,1.0)' 'ratio=(1.0,1.0)'", "pretrained-image": "", "lr": "1e-4"}
+    assert settings == {
+        "aug-cfg": "'scale=(0.6,1.0)' 'ratio=(1.0,1.0)'",
+        "pretrained-image": "",
+        "lr": "1e-4",
+    }
     assert as_arguments(settings) == [*words[:-1], "--lr", "1e-4"]
     with pytest.raises(UserError, match="unexpected argument '1e-4'"):
         settings_of(["1e-4"])
@@ -114,17 +159,30 @@ def test_adapters_have_a_rate_of_their_own(monkeypatch):
     from open_clip_zerovl.finetune import finetuning
 
     asked = []
-    monkeypatch.setattr(finetuning, "run_finetune", lambda request, say: asked.append(request.given))
+    monkeypatch.setattr(
+        finetuning, "run_finetune", lambda request, say: asked.append(request.given)
+    )
     command = "finetune --from m --data d --out o --lora 16 --lora-on image --layer-decay 0.8 --set wd=0.2"
     assert main(command.split()) in (None, 0)
     assert asked == [{"lora": "16", "lora-on": "image", "layer-decay": "0.8", "wd": "0.2"}]
-    values = chosen(facts(10_000), **{flag.replace("-", "_"): value for flag, value in asked[0].items()})
+    values = chosen(
+        facts(10_000), **{flag.replace("-", "_"): value for flag, value in asked[0].items()}
+    )
     assert values["lr"] == "0.0001" and values["lr-head"] == "1e-05" and values["lora"] == "16"
     _, config = parse(
-        as_arguments({"model": "ViT-B-32", "train-data": "mine=/data", **values, "effective-batch": None})
+        as_arguments(
+            {"model": "ViT-B-32", "train-data": "mine=/data", **values, "effective-batch": None}
+        )
     )
-    assert (config.lora, config.lora_on, config.lr_head, config.layer_decay) == (16, "image", 1e-5, 0.8)
-    assert "lr-head" not in chosen(facts(10_000), lora="16", opt="timm/lamb")  # training has one rate for it
-    assert chosen(facts(10_000), lora="16", lr_head="2e-5")["lr-head"] == "2e-5" and "lr-head" not in chosen(
-        facts(10_000)
+    assert (config.lora, config.lora_on, config.lr_head, config.layer_decay) == (
+        16,
+        "image",
+        1e-5,
+        0.8,
     )
+    assert "lr-head" not in chosen(
+        facts(10_000), lora="16", opt="timm/lamb"
+    )  # training has one rate for it
+    assert chosen(facts(10_000), lora="16", lr_head="2e-5")[
+        "lr-head"
+    ] == "2e-5" and "lr-head" not in chosen(facts(10_000))

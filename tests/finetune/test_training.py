@@ -55,11 +55,15 @@ def test_the_best_epoch_and_the_newest_checkpoint_are_kept(run):
     epoch, checkpoint = train(training, said.append)
     assert (epoch, checkpoint.read_text()) == (2, "40")
     assert names(training) == ["epoch_2.pt", "epoch_4.pt"]
-    assert said.pop(0) == f"training; its lines are in {training.out / module.LOG}"  # else silent for a whole epoch
+    assert (
+        said.pop(0) == f"training; its lines are in {training.out / module.LOG}"
+    )  # else silent for a whole epoch
     assert [line.partition(":")[0] for line in said] == [f"epoch {n} of 4" for n in (1, 2, 3, 4)]
     assert [line.endswith("the best so far") for line in said] == [True, True, False, False]
     assert "RSUM 20.0 on a, b" in said[1]
-    assert train(training, said.append)[0] == 2 and len(said) == 4  # it is over: nothing is started again
+    assert (
+        train(training, said.append)[0] == 2 and len(said) == 4
+    )  # it is over: nothing is started again
 
 
 def test_classes_are_scored_by_zero_shot_accuracy(run):
@@ -85,8 +89,13 @@ def test_a_call_goes_on_where_one_stopped(run):
 
 
 def test_a_failed_training_says_its_last_words(run):
-    with pytest.raises(UserError, match=r"status 2: --lr 7 is too much \(the whole output: .*training.log\)"):
-        train(run([], epochs=3, status=2, words="training.main: error: --lr 7 is too much"), lambda line: None)
+    with pytest.raises(
+        UserError, match=r"status 2: --lr 7 is too much \(the whole output: .*training.log\)"
+    ):
+        train(
+            run([], epochs=3, status=2, words="training.main: error: --lr 7 is too much"),
+            lambda line: None,
+        )
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,9 @@ HALF_TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 def step(model, micro_batches, *, scaler=None, **options):
     torch.manual_seed(SEED)
-    dga = DecoupledGradientAccumulation(model, ContrastiveLoss(chunk_size=3), scaler=scaler, **options)
+    dga = DecoupledGradientAccumulation(
+        model, ContrastiveLoss(chunk_size=3), scaler=scaler, **options
+    )
     dga.backward(micro_batches)
     return gradients(model)
 
@@ -48,10 +50,15 @@ def padded(micro_batches):
 
 @pytest.mark.parametrize("retain", [0, 1, len(SIZES), "auto"])
 def test_fp32(device, to_device, retain):
-    model, micro_batches = bert_clip(torch.float32).to(device), padded(batches(SIZES, torch.float32))
+    model, micro_batches = (
+        bert_clip(torch.float32).to(device),
+        padded(batches(SIZES, torch.float32)),
+    )
     wanted = reference(model, micro_batches, prepare=to_device)
     torch.manual_seed(SEED)
-    dga = DecoupledGradientAccumulation(model, ContrastiveLoss(chunk_size=3), retain=retain, check="always")
+    dga = DecoupledGradientAccumulation(
+        model, ContrastiveLoss(chunk_size=3), retain=retain, check="always"
+    )
     for _ in range(2):  # "auto" decides in the second step
         torch.manual_seed(SEED)
         dga.backward(micro_batches)
@@ -62,7 +69,10 @@ def test_fp32(device, to_device, retain):
 @pytest.mark.parametrize("retain", [0, 1])
 def test_half_precision_replays_berts_masks(device, to_device, dtype, retain):
     autocast = partial(torch.autocast, device.type, dtype=dtype)
-    model, micro_batches = bert_clip(torch.float32).to(device), padded(batches(SIZES, torch.float32))
+    model, micro_batches = (
+        bert_clip(torch.float32).to(device),
+        padded(batches(SIZES, torch.float32)),
+    )
     wanted = reference(model, micro_batches, prepare=to_device, autocast=autocast)
     found = step(model, micro_batches, autocast=autocast, retain=retain, check="always")
     assert error(found, wanted) <= HALF_TOLERANCE[dtype]
@@ -101,7 +111,10 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x):
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, dim=-1)
+        )
         mixed = scaled_dot_product_attention(q, k, v, dropout_p=self.dropout)
         return self.out(mixed.transpose(1, 2).flatten(-2)).mean(dim=1)
 
@@ -119,7 +132,9 @@ class Towers(nn.Module):
 
     def forward(self, image, text):
         return {
-            "image_features": normalize(self.image(self.patches(image).flatten(2).transpose(1, 2)), dim=-1),
+            "image_features": normalize(
+                self.image(self.patches(image).flatten(2).transpose(1, 2)), dim=-1
+            ),
             "text_features": normalize(self.text(self.words(text)), dim=-1),
             "logit_scale": self.logit_scale.exp(),
         }
@@ -142,7 +157,9 @@ def test_each_attention_kernel_replays_its_dropout(device, to_device, kernel, dt
         try:
             wanted = reference(model, micro_batches, prepare=to_device, autocast=autocast)
         except RuntimeError as failure:
-            if not any(words in str(failure) for words in ("No available kernel", "No viable backend")):
+            if not any(
+                words in str(failure) for words in ("No available kernel", "No viable backend")
+            ):
                 raise
             pytest.skip(f"{kernel.name} has no kernel for this on {device.type}")
         found = step(model, micro_batches, autocast=autocast, retain=0, check="always")

@@ -27,8 +27,12 @@ def loss_and_gradients(features, scale, chunk):
 def test_chunks_against_float64(device, chunk, tf32):
     generator = torch.Generator().manual_seed(0)
     pairs = 2048 if device.type == "cuda" else 512
-    images, noise = (torch.randn(pairs, 256, generator=generator, dtype=torch.float64) for _ in range(2))
-    features = [torch.nn.functional.normalize(part, dim=1) for part in (images, 0.3 * images + noise)]
+    images, noise = (
+        torch.randn(pairs, 256, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
+    features = [
+        torch.nn.functional.normalize(part, dim=1) for part in (images, 0.3 * images + noise)
+    ]
     scale = torch.tensor(50.0, dtype=torch.float64)
     exact, wanted = loss_and_gradients(features, scale, None)
     torch.set_float32_matmul_precision("high" if tf32 else "highest")

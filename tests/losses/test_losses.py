@@ -49,9 +49,13 @@ def test_two_orthogonal_pairs_by_hand(lam):
     p, weight = math.e / (math.e + 1), 1.0 if lam is None else lam
     images, texts = (torch.eye(2, dtype=torch.float64).requires_grad_() for _ in range(2))
     inputs = {} if lam is None else {"mixup_lambda": lam, "partner": reversed_partner([2])}
-    value, image_grad, text_grad, scale_grad = value_and_gradients(ContrastiveLoss(), images, texts, 1.0, **inputs)
+    value, image_grad, text_grad, scale_grad = value_and_gradients(
+        ContrastiveLoss(), images, texts, 1.0, **inputs
+    )
     expected = (p - weight) / 2 * torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=torch.float64)
-    assert value.item() == pytest.approx(-(weight * math.log(p) + (1 - weight) * math.log(1 - p)), rel=1e-14)
+    assert value.item() == pytest.approx(
+        -(weight * math.log(p) + (1 - weight) * math.log(1 - p)), rel=1e-14
+    )
     torch.testing.assert_close(image_grad, expected, rtol=1e-14, atol=1e-15)
     torch.testing.assert_close(text_grad, expected, rtol=1e-14, atol=1e-15)
     assert scale_grad.item() == pytest.approx(p - weight, rel=1e-14)
@@ -70,16 +74,21 @@ def test_mixup_is_the_papers_two_terms(chunk_size):
                 normaliser = torch.logsumexp(s * query[j] @ key.T, dim=0)
                 total = total - lam * (s * query[j] @ key[j] - normaliser) / 7
                 total = total - (1 - lam) * (s * query[j] @ key[int(partner[j])] - normaliser) / 7
-        return total / 2  # open_clip's convention (and the paper's code): the mean of both directions
+        return (
+            total / 2
+        )  # open_clip's convention (and the paper's code): the mean of both directions
 
-    ours = value_and_gradients(ContrastiveLoss(chunk_size=chunk_size), images, texts, mixup_lambda=lam, partner=partner)
+    ours = value_and_gradients(
+        ContrastiveLoss(chunk_size=chunk_size), images, texts, mixup_lambda=lam, partner=partner
+    )
     for found, reference in zip(ours, value_and_gradients(paper, images, texts), strict=True):
         assert relative(found, reference) <= 1e-12
 
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 4, 13, 50])
 @pytest.mark.parametrize(
-    ("ours", "theirs", "scalars"), [(ContrastiveLoss, ClipLoss, (20.0,)), (SigmoidLoss, SigLipLoss, (5.0, -2.0))]
+    ("ours", "theirs", "scalars"),
+    [(ContrastiveLoss, ClipLoss, (20.0,)), (SigmoidLoss, SigLipLoss, (5.0, -2.0))],
 )
 def test_equals_open_clips_loss(ours, theirs, scalars, chunk_size):
     sides = features(13)
@@ -90,8 +99,12 @@ def test_equals_open_clips_loss(ours, theirs, scalars, chunk_size):
 
 def test_a_mixup_weight_of_one_mixes_nothing():
     images, texts = features(6)
-    mixed = value_and_gradients(ContrastiveLoss(), images, texts, mixup_lambda=1.0, partner=reversed_partner([6]))
-    for found, reference in zip(mixed, value_and_gradients(ContrastiveLoss(), images, texts), strict=True):
+    mixed = value_and_gradients(
+        ContrastiveLoss(), images, texts, mixup_lambda=1.0, partner=reversed_partner([6])
+    )
+    for found, reference in zip(
+        mixed, value_and_gradients(ContrastiveLoss(), images, texts), strict=True
+    ):
         assert torch.equal(found, reference)
 
 
@@ -100,7 +113,8 @@ def test_numerical_derivative():
     scale = torch.tensor(7.0, dtype=torch.float64, requires_grad=True)
     loss = ContrastiveLoss(chunk_size=2)
     assert torch.autograd.gradcheck(
-        lambda i, t, s: loss(i, t, s, mixup_lambda=0.6, partner=reversed_partner([2, 3])), (images, texts, scale)
+        lambda i, t, s: loss(i, t, s, mixup_lambda=0.6, partner=reversed_partner([2, 3])),
+        (images, texts, scale),
     )
 
 
@@ -141,7 +155,9 @@ def test_half_precision_features_are_computed_in_fp32():
         )
     assert value.dtype == torch.float32 and image_grad.dtype == torch.bfloat16
     assert relative(value, reference[0]) <= 1e-6 and relative(scale_grad, reference[3]) <= 1e-5
-    assert relative(image_grad, reference[1]) <= 2**-8 and relative(text_grad, reference[2]) <= 2**-8
+    assert (
+        relative(image_grad, reference[1]) <= 2**-8 and relative(text_grad, reference[2]) <= 2**-8
+    )
 
 
 def test_half_precision_gradients_survive_a_loss_scaler():
@@ -151,7 +167,9 @@ def test_half_precision_gradients_survive_a_loss_scaler():
     (gradient,) = torch.autograd.grad(scaled, images)
     exact = [x.detach().double().requires_grad_() for x in (images, texts)]
     reference = value_and_gradients(ContrastiveLoss(), *exact, 30.0)[1]
-    assert (reference.abs() < 2**-24).float().mean() > 0.02  # the case is one: many would have been lost
+    assert (
+        reference.abs() < 2**-24
+    ).float().mean() > 0.02  # the case is one: many would have been lost
     assert relative(gradient.double() / 2**16, reference) <= 2**-10
 
 
@@ -160,7 +178,9 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        self.numel = max([self.numel, *(t.numel() for t in tree_leaves(result) if isinstance(t, torch.Tensor))])
+        self.numel = max(
+            [self.numel, *(t.numel() for t in tree_leaves(result) if isinstance(t, torch.Tensor))]
+        )
         return result
 
 
@@ -177,8 +197,16 @@ def test_only_a_chunk_of_logits_is_alive():
 
 def test_called_as_open_clips_training_loop_calls_it():
     images, texts = features(4)
-    scale, bias = torch.full((1,), 20.0, dtype=torch.float64, requires_grad=True), torch.zeros((), requires_grad=True)
-    inputs = {"image_features": images, "text_features": texts, "logit_scale": scale, "logit_bias": bias}
+    scale, bias = (
+        torch.full((1,), 20.0, dtype=torch.float64, requires_grad=True),
+        torch.zeros((), requires_grad=True),
+    )
+    inputs = {
+        "image_features": images,
+        "text_features": texts,
+        "logit_scale": scale,
+        "logit_bias": bias,
+    }
     losses = ContrastiveLoss()(**inputs, output_dict=True)
     assert list(losses) == ["contrastive_loss"] and losses["contrastive_loss"].ndim == 0
     losses["contrastive_loss"].backward()
@@ -242,7 +270,9 @@ def test_refusals(options, inputs, message):
     images, texts = FOUR
     loss = SigmoidLoss if "sigmoid" in message else ContrastiveLoss
     with pytest.raises(UserError, match=message):
-        loss(**options)(**{"image_features": images, "text_features": texts, "logit_scale": SCALE, **inputs})
+        loss(**options)(
+            **{"image_features": images, "text_features": texts, "logit_scale": SCALE, **inputs}
+        )
 
 
 OPTIONS = {
@@ -260,7 +290,12 @@ OPTIONS = {
         "distill_temperature": 0.1,
         "cross_source_weight": 0.0,
     },
-    "all": {"distill_weight": 0.4, "distill_temperature": 0.2, "cross_source_weight": 0.3, "positives": "both"},
+    "all": {
+        "distill_weight": 0.4,
+        "distill_temperature": 0.2,
+        "cross_source_weight": 0.3,
+        "positives": "both",
+    },
 }
 
 
@@ -301,7 +336,9 @@ def test_options_are_their_dense_definition(name, kind, chunk_size):
     assert relative(plain[1], wanted[1]) >= (0.05 if kind == "softmax" else 0.02)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("softmax", "all"), ("sigmoid", "all"), ("sigmoid", None)])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("softmax", "all"), ("sigmoid", "all"), ("sigmoid", None)]
+)
 def test_gradients_twice_are_the_same(kind, name):
     """The first call overwrites the matrices that `value` has kept; the second one computes them."""
     make, _, scalars = KINDS[kind]
@@ -315,12 +352,21 @@ def test_gradients_twice_are_the_same(kind, name):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Problem, "gradients", twice)
         value_and_gradients(make(**options), *features(13), *scalars, **option_inputs(options, 13))
-    assert all(relative(again, first) <= 1e-12 for first, again in zip(*found, strict=True) if first.abs().max())
+    assert all(
+        relative(again, first) <= 1e-12
+        for first, again in zip(*found, strict=True)
+        if first.abs().max()
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("softmax", "other sources left out"), ("softmax", "all"), ("softmax", "two teachers alone"), ("sigmoid", None)],
+    [
+        ("softmax", "other sources left out"),
+        ("softmax", "all"),
+        ("softmax", "two teachers alone"),
+        ("sigmoid", None),
+    ],
 )
 def test_single_precision_at_scale_100(kind, name):
     """Teachers' features in fp16 as a store holds them, against the same numbers in fp64. Most logits of the sigmoid are far on
@@ -330,7 +376,11 @@ def test_single_precision_at_scale_100(kind, name):
     inputs = wide = {"ids": sample_ids(n, 0)}
     if options.get("distill_weight"):
         inputs = inputs | {"teacher_features": teacher_features(n, 0, dtype=torch.float16)}
-        wide = inputs | {"teacher_features": [tuple(x.double() for x in pair) for pair in inputs["teacher_features"]]}
+        wide = inputs | {
+            "teacher_features": [
+                tuple(x.double() for x in pair) for pair in inputs["teacher_features"]
+            ]
+        }
     wanted = value_and_gradients(
         dense(**options), *(x.detach().double().requires_grad_() for x in single), 100.0, **wide
     )
@@ -339,7 +389,9 @@ def test_single_precision_at_scale_100(kind, name):
         assert relative(one, expected) <= 2e-5
 
 
-@pytest.mark.parametrize(("kind", "name"), [*(("softmax", name) for name in OPTIONS), ("sigmoid", None)])
+@pytest.mark.parametrize(
+    ("kind", "name"), [*(("softmax", name) for name in OPTIONS), ("sigmoid", None)]
+)
 def test_memory_is_not_quadratic(kind, name):
     """Four times as many rows take four times the memory, not sixteen times."""
     peaks, options = [], OPTIONS.get(name, {})
@@ -357,7 +409,9 @@ def test_cross_source_weight_by_hand():
     images, texts = torch.zeros(2, 4, 3, dtype=torch.float64).requires_grad_().unbind()
     ids = {"source": torch.tensor([0, 1, 0, 1])}
     for weight in (0.0, 0.5, 1.0, 3.0):
-        loss = ContrastiveLoss(cross_source_weight=weight)(images, texts, torch.tensor(1.0), ids=ids)
+        loss = ContrastiveLoss(cross_source_weight=weight)(
+            images, texts, torch.tensor(1.0), ids=ids
+        )
         assert loss.item() == pytest.approx(math.log(2 + 2 * weight), rel=1e-14)
 
 
@@ -365,7 +419,9 @@ def test_other_sources_left_out_is_a_loss_for_each_source():
     """W = 0 gives the loss of one-source batches of those sizes, weighted by their sizes."""
     images, texts = features(9)
     sources = torch.tensor([0, 2, 0, 1, 1, 0, 2, 2, 2])
-    found = value_and_gradients(ContrastiveLoss(cross_source_weight=0.0), images, texts, ids={"source": sources})
+    found = value_and_gradients(
+        ContrastiveLoss(cross_source_weight=0.0), images, texts, ids={"source": sources}
+    )
 
     def apart(i, t, s):
         groups = [sources == source for source in range(3)]
@@ -383,7 +439,9 @@ def test_mixup_within_sources_with_a_cross_source_weight():
         "partner": torch.tensor([5, 4, 3, 2, 1, 0]),
     }
     wanted = value_and_gradients(DenseLoss(cross_source_weight=0.1), images, texts, **inputs)
-    ours = value_and_gradients(ContrastiveLoss(cross_source_weight=0.1, chunk_size=4), images, texts, **inputs)
+    ours = value_and_gradients(
+        ContrastiveLoss(cross_source_weight=0.1, chunk_size=4), images, texts, **inputs
+    )
     for found, reference in zip(ours, wanted, strict=True):
         assert relative(found, reference) <= 1e-12
 
@@ -394,7 +452,11 @@ def test_half_precision_teachers_are_widened_some_columns_at_a_time(monkeypatch,
     monkeypatch.setattr("open_clip_zerovl.losses.logits._WIDENED_ROWS", columns)
     sides = features(40)
     inputs = {"teacher_features": teacher_features(40, 0, dtype=torch.float16)}
-    wide = {"teacher_features": [tuple(x.to(sides[0].dtype) for x in pair) for pair in inputs["teacher_features"]]}
+    wide = {
+        "teacher_features": [
+            tuple(x.to(sides[0].dtype) for x in pair) for pair in inputs["teacher_features"]
+        ]
+    }
     loss = ContrastiveLoss(chunk_size=9, distill_weight=0.6, distill_temperature=0.1)
     found = value_and_gradients(loss, *sides, **inputs)
     wanted = value_and_gradients(loss, *sides, **wide)
@@ -420,7 +482,13 @@ def test_report_of_sources_and_duplicates():
     assert loss.report.duplicates.tolist() == [True, True, False, True, True]
     two_texts = {"source": ids["source"], "caption": torch.tensor([7, 8, 9, 8, 6, 1, 2, 3, 4, 2])}
     loss(images, torch.cat([texts, texts]), torch.tensor(5.0), ids=two_texts, texts_per_image=2)
-    assert loss.report.duplicates.tolist() == [False, True, False, True, True]  # by either of their captions
+    assert loss.report.duplicates.tolist() == [
+        False,
+        True,
+        False,
+        True,
+        True,
+    ]  # by either of their captions
     plain = ContrastiveLoss()
     plain(images, texts, torch.tensor(5.0))
     assert plain.report.sources is None and plain.report.duplicates is None

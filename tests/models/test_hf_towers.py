@@ -80,16 +80,26 @@ def test_a_config_builds_with_a_folder_and_reads_77_tokens(tower, folder):
     model, _, _ = create_model_and_transforms(name)
     model.eval()
     tokens = open_clip.get_tokenizer(name)(tower.texts)
-    assert tokens.shape == (3, 77) and (tokens[:, 0] == tower.start).all() and (tokens == tower.pad).any()
+    assert (
+        tokens.shape == (3, 77)
+        and (tokens[:, 0] == tower.start).all()
+        and (tokens == tower.pad).any()
+    )
     with torch.no_grad():
         features = model.encode_text(tokens)
         mask = (tokens != tower.pad).long()
         hidden = model.text.transformer(input_ids=tokens, attention_mask=mask).last_hidden_state
-        torch.testing.assert_close(features, hidden[:, 0] @ model.text.proj.weight.T, rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            features, hidden[:, 0] @ model.text.proj.weight.T, rtol=0, atol=1e-6
+        )
         # Padding changes nothing; without its mask it would.
         length = int(mask.sum(dim=1).max())
-        torch.testing.assert_close(model.encode_text(tokens[:, :length]), features, rtol=0, atol=1e-5)
-        unmasked = model.text.transformer(input_ids=tokens, attention_mask=torch.ones_like(mask)).last_hidden_state
+        torch.testing.assert_close(
+            model.encode_text(tokens[:, :length]), features, rtol=0, atol=1e-5
+        )
+        unmasked = model.text.transformer(
+            input_ids=tokens, attention_mask=torch.ones_like(mask)
+        ).last_hidden_state
     assert (unmasked[:, 0] - hidden[:, 0]).abs().max() > 1e-3
 
 
@@ -109,7 +119,9 @@ def test_accumulation_is_exact_with_dropout_and_token_drop(tower, small, frozen,
     DecoupledGradientAccumulation(model, ContrastiveLoss(), retain=1).backward(parts)
     assert error(gradients(model), reference) <= TOLERANCE[torch.float64]
     if not frozen and not checkpointing:  # the control: other masks in the second pass
-        dga = DecoupledGradientAccumulation(model, ContrastiveLoss(), retain=1, replay_rng=False, check="never")
+        dga = DecoupledGradientAccumulation(
+            model, ContrastiveLoss(), retain=1, replay_rng=False, check="never"
+        )
         torch.manual_seed(7)
         dga.backward(parts)
         assert error(gradients(model), reference) > 0.01
@@ -121,7 +133,10 @@ def test_the_prepared_masks_give_the_same_features(tower, small):
     without_gpu_syncs(ours)
     hooks = len(ours.text.transformer._forward_pre_hooks)
     without_gpu_syncs(ours)  # once is enough
-    reads = type(ours.text.transformer).__name__ != "ModernBertModel" or version("transformers") >= "5.1"
+    reads = (
+        type(ours.text.transformer).__name__ != "ModernBertModel"
+        or version("transformers") >= "5.1"
+    )
     assert hooks == len(ours.text.transformer._forward_pre_hooks) == int(reads)
     tokens = open_clip.get_tokenizer(small)(tower.texts)
     with torch.no_grad():
@@ -143,7 +158,9 @@ def test_sorted_texts_are_cut_at_their_own_padding(tower, small):
 def test_layers_are_locked_where_the_tower_has_them(tower, small):
     model = random_model(small)
     lock_text_layers(model, unlocked_layers=1)
-    trained = {name for name, value in model.text.transformer.named_parameters() if value.requires_grad}
+    trained = {
+        name for name, value in model.text.transformer.named_parameters() if value.requires_grad
+    }
     assert trained and all(name.startswith(tower.last_layer) for name in trained)
 
 
@@ -152,5 +169,7 @@ def test_words_are_masked_and_replaced_by_the_towers_own(tower, small):
     augment = WordAugment(tokenizer, 1.0)
     assert augment.mask == tower.mask and "cat" in augment.vocabulary
     inner = tokenizer.tokenizer
-    seen = torch.cat([tokenizer([augment("the small red cat", random.Random(seed))])[0] for seed in range(40)])
+    seen = torch.cat(
+        [tokenizer([augment("the small red cat", random.Random(seed))])[0] for seed in range(40)]
+    )
     assert (seen == inner.mask_token_id).sum() > 20 and not (seen == inner.unk_token_id).any()

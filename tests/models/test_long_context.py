@@ -75,7 +75,10 @@ def test_the_first_rows_stay_and_the_rest_is_interpolated(old, new):
     found = stretched(rows, new)
     assert found.shape == (new, 5) and torch.equal(found[:20], rows[:20])
     at = np.linspace(20, old - 1, new - 20)
-    expected = np.stack([np.interp(at, np.arange(20, old), column[20:]) for column in rows.double().numpy().T], axis=1)
+    expected = np.stack(
+        [np.interp(at, np.arange(20, old), column[20:]) for column in rows.double().numpy().T],
+        axis=1,
+    )
     assert np.abs(found[20:].numpy() - expected).max() < 1e-5
     assert torch.equal(found[-1], rows[-1])
 
@@ -93,7 +96,9 @@ def test_each_tower_reads_more_tokens(name):
     # SigLIP's text is its last place, which is another one now; padding is read by none of the other towers
     assert torch.allclose(*short, atol=1e-6) == (name != "long-last")
     long = encoded(model, [LONG, LONG + " dog"], LONGER, name)
-    assert (long[0] - long[1]).norm() / long[0].norm() > 1e-3  # the word after the old length counts
+    assert (long[0] - long[1]).norm() / long[
+        0
+    ].norm() > 1e-3  # the word after the old length counts
     cut = encoded(before, [LONG, LONG + " dog"], old, name)
     assert torch.equal(cut[0], cut[1])
 
@@ -118,31 +123,44 @@ def test_a_tower_with_enough_positions_is_left_as_it_is():
     assert torch.equal(rows_of(model), rows_of(random_model("long-bert")))
 
 
-@pytest.mark.parametrize(("name", "length", "said"), [("long-clip", LONGER, 1), ("long-bert", 30, 0)])
+@pytest.mark.parametrize(
+    ("name", "length", "said"), [("long-clip", LONGER, 1), ("long-bert", 30, 0)]
+)
 def test_adapters_beside_stretched_positions_are_said_to_learn_alone(name, length, said, caplog):
     caplog.set_level("INFO")
-    model, *_ = build_model(name, None, RecipeConfig(context_length=length, lora=2, lora_on="text"), seed=0)
+    model, *_ = build_model(
+        name, None, RecipeConfig(context_length=length, lora=2, lora_on="text"), seed=0
+    )
     assert caplog.messages.count(CONSTANT) == said
     assert not any(p.requires_grad for n, p in model.named_parameters() if "position" in n)
 
 
 @pytest.mark.parametrize("name", TOWERS)
-def test_a_stretched_checkpoint_starts_a_run_of_its_length_and_of_a_longer_one(tmp_path, name, caplog):
+def test_a_stretched_checkpoint_starts_a_run_of_its_length_and_of_a_longer_one(
+    tmp_path, name, caplog
+):
     """Weights were loaded before positions were stretched: the text tower did not fit and stayed random."""
     trained = random_model(name)
     lengthen(trained, LONGER, 12 if name == "long-bert" else None)
-    checkpoint = write_run(tmp_path / "run", trained, {"model": name, "force_context_length": LONGER})
+    checkpoint = write_run(
+        tmp_path / "run", trained, {"model": name, "force_context_length": LONGER}
+    )
     found = {}
     for length in (LONGER, 2 * LONGER):
         start = partial(init_from, checkpoint=checkpoint, context_length=length)
-        found[length], *_ = build_model(name, None, RecipeConfig(context_length=length), seed=0, start=start)
+        found[length], *_ = build_model(
+            name, None, RecipeConfig(context_length=length), seed=0, start=start
+        )
         assert text_positions(found[length]) == length
     weights = trained.state_dict()
-    assert all(torch.equal(tensor, weights[key]) for key, tensor in found[LONGER].state_dict().items())
+    assert all(
+        torch.equal(tensor, weights[key]) for key, tensor in found[LONGER].state_dict().items()
+    )
     lengthen(trained, 2 * LONGER, LONGER)
     assert torch.equal(rows_of(found[2 * LONGER]), rows_of(trained))
     with pytest.raises(
-        UserError, match=f"has positions for {LONGER} tokens, more than --context-length 90; give --context-length"
+        UserError,
+        match=f"has positions for {LONGER} tokens, more than --context-length 90; give --context-length",
     ):
         init_from(random_model(name), checkpoint, context_length=90)
     assert "text tower" in init_from(random_model(name), checkpoint).left
@@ -166,16 +184,25 @@ def test_stock_open_clip_loads_the_export_with_the_new_length(tmp_path, name):
 def test_a_training_with_longer_captions_resumes_and_exports(tmp_path):
     bert = write_bert(tmp_path / "bert", words=[*WORDS, "sample", *"0123456789"])
     config = tmp_path / "tiny.json"
-    config.write_text(json.dumps({"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": bert_text(bert)}))
+    config.write_text(
+        json.dumps({"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": bert_text(bert)})
+    )
     words = f"--train-data a={write_source(tmp_path / 'a', 0, 24, 12)} --batch-size 8 --workers 0 --context-length 40"
 
     def train(name: str, *more: str, status: int = 0) -> str:
         return launch(
-            "ours", config, [*COMMON, *words.split(), "--name", name, *more], cwd=tmp_path, status=status
+            "ours",
+            config,
+            [*COMMON, *words.split(), "--name", name, *more],
+            cwd=tmp_path,
+            status=status,
         ).stderr
 
     train("whole", "--epochs", "2")
-    assert "the text tower has 32 positions, the first 20 are kept" in (tmp_path / "logs/whole/out.log").read_text()
+    assert (
+        "the text tower has 32 positions, the first 20 are kept"
+        in (tmp_path / "logs/whole/out.log").read_text()
+    )
     first = tmp_path / "logs" / "whole" / "checkpoints" / "epoch_1.pt"
     train("resumed", "--epochs", "2", "--resume", str(first))
     weights = [state_of(tmp_path, name, 2)["state_dict"] for name in ("whole", "resumed")]

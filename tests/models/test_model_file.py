@@ -18,7 +18,11 @@ from open_clip_zerovl.models.model_file import register_model_file
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, write_run
 from training.params import parse
 
-CONFIG = {"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": {**CLIP_TEXT, "vocab_size": 49408}}
+CONFIG = {
+    "embed_dim": 24,
+    "vision_cfg": NATIVE_VISION,
+    "text_cfg": {**CLIP_TEXT, "vocab_size": 49408},
+}
 TEXTS = torch.arange(1, 33).reshape(2, 16)
 
 
@@ -43,8 +47,19 @@ def test_training_and_plan_take_the_file_in_place_of_a_name(tmp_path, monkeypatc
     planned = parse_plan(["--model-config", "own-training.json", "--train-data", "a=/nowhere"])
     assert planned["model"] == "own-training"
     for read in (parse, parse_plan):
-        with pytest.raises(UserError, match="--model ViT-B-32 and --model-config .* are two models"):
-            read(["--model", "ViT-B-32", "--model-config", "own-training.json", "--train-data", "a=/nowhere"])
+        with pytest.raises(
+            UserError, match="--model ViT-B-32 and --model-config .* are two models"
+        ):
+            read(
+                [
+                    "--model",
+                    "ViT-B-32",
+                    "--model-config",
+                    "own-training.json",
+                    "--train-data",
+                    "a=/nowhere",
+                ]
+            )
 
 
 def test_evaluation_and_export_find_the_runs_file_or_take_it(tmp_path, capsys):
@@ -74,10 +89,14 @@ def test_two_runs_whose_files_have_one_name_keep_their_own_models(tmp_path):
     checkpoints, wanted = [], []
     for name, config in (("a", CONFIG), ("b", other)):
         model = random_model(register_model_file(write(tmp_path / f"heads-{name}.json", config)))
-        checkpoints.append(write_run(tmp_path / name, model, {"model": "heads", "model_config": "heads.json"}))
+        checkpoints.append(
+            write_run(tmp_path / name, model, {"model": "heads", "model_config": "heads.json"})
+        )
         write(tmp_path / name / "heads.json", config)
         wanted.append(model.eval().encode_text(TEXTS))
-    for checkpoint, embeddings in zip([*checkpoints, checkpoints[0]], [*wanted, wanted[0]], strict=True):
+    for checkpoint, embeddings in zip(
+        [*checkpoints, checkpoints[0]], [*wanted, wanted[0]], strict=True
+    ):
         assert torch.equal(load_model(checkpoint)[0].encode_text(TEXTS), embeddings)
 
 
@@ -88,13 +107,21 @@ def test_two_runs_whose_files_have_one_name_keep_their_own_models(tmp_path):
         ("bad-list.json", [1], "holds no table"),
         ("bad-empty.json", {}, "has no 'embed_dim'"),
         ("bad-text.json", {"embed_dim": 8, "vision_cfg": {}}, "has no 'text_cfg'"),
-        ("bad-key.json", {**CONFIG, "temperature": 1}, "has 'temperature', which open_clip does not know"),
+        (
+            "bad-key.json",
+            {**CONFIG, "temperature": 1},
+            "has 'temperature', which open_clip does not know",
+        ),
         (
             "bad-slip.json",
             {**CONFIG, "vision_cfg": {"layrs": 2}},
             "'vision_cfg.layrs', .*; did you mean 'vision_cfg.layers'",
         ),
-        ("bad-tower.json", {**CONFIG, "vision_cfg": {"depth": 2}}, "has 'vision_cfg.depth', .*; correct it"),
+        (
+            "bad-tower.json",
+            {**CONFIG, "vision_cfg": {"depth": 2}},
+            "has 'vision_cfg.depth', .*; correct it",
+        ),
         (
             "bad-size.json",
             {**CONFIG, "vision_cfg": {"head_width": 0}},

@@ -17,7 +17,12 @@ from transformers import BertConfig, BertForMaskedLM, BertModel
 import open_clip_zerovl
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.models import configs as models
-from open_clip_zerovl.models.build import check_model, create_model_and_transforms, pretrained_text_of, with_text_model
+from open_clip_zerovl.models.build import (
+    check_model,
+    create_model_and_transforms,
+    pretrained_text_of,
+    with_text_model,
+)
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
 from scripts.drawn.vocabulary import write_bert
 from support.tars import write_tar
@@ -47,8 +52,12 @@ def bert_with_weights(bert, tmp_path):
 def small(tmp_path_factory, bert):
     """A registered model of the paper's layout with a timm ViT of 0.4 M parameters."""
     config = get_model_config(PAPER[0])
-    config["vision_cfg"].update(timm_model_name="test_vit", timm_model_pretrained=False, image_size=160)
-    config["text_cfg"].update(hf_model_name=str(bert), hf_tokenizer_name=str(bert), hf_model_pretrained=False)
+    config["vision_cfg"].update(
+        timm_model_name="test_vit", timm_model_pretrained=False, image_size=160
+    )
+    config["text_cfg"].update(
+        hf_model_name=str(bert), hf_tokenizer_name=str(bert), hf_model_pretrained=False
+    )
     file = tmp_path_factory.mktemp("configs") / "zerovl-test-small.json"
     file.write_text(json.dumps(config))
     open_clip.add_model_config(file)
@@ -62,7 +71,11 @@ def test_importing_the_package_registers_its_configs_and_again_is_harmless():
     assert open_clip_zerovl.__doc__
     before = open_clip.list_models()
     others = {"zerovl-ViT-B-16-288-BERT-base", "zerovl-emoji", "zerovl-emoji-vit"}
-    others |= {name.replace("-BERT", f"-{kind}") for name in PAPER for kind in ("XLM-RoBERTa", "ModernBERT")}
+    others |= {
+        name.replace("-BERT", f"-{kind}")
+        for name in PAPER
+        for kind in ("XLM-RoBERTa", "ModernBERT")
+    }
     assert set(models.register_model_configs()) == {*PAPER, *others} <= set(before)
     assert open_clip.list_models() == before
 
@@ -77,17 +90,29 @@ def test_a_missing_config_folder_is_not_silent(monkeypatch, tmp_path):
         models.register_model_configs()
 
 
-@pytest.mark.parametrize(("name", "tag"), zip(PAPER, ("base_patch16", "base_patch32", "small_patch16"), strict=True))
+@pytest.mark.parametrize(
+    ("name", "tag"), zip(PAPER, ("base_patch16", "base_patch32", "small_patch16"), strict=True)
+)
 def test_the_paper_configs_name_the_pretrained_towers(name, tag):
     config = get_model_config(name)
     vision, text = config["vision_cfg"], config["text_cfg"]
-    assert vision["timm_model_name"] == f"vit_{tag}_224.augreg_in21k" and vision["timm_model_pretrained"]
+    assert (
+        vision["timm_model_name"] == f"vit_{tag}_224.augreg_in21k"
+        and vision["timm_model_pretrained"]
+    )
     assert vision["timm_model_name"] in timm.list_models(pretrained=True)
-    assert text["hf_model_name"] == text["hf_tokenizer_name"] == "bert-base-uncased" and text["hf_model_pretrained"]
-    assert math.exp(-config["init_logit_scale"]) == pytest.approx(models.INITIAL_TEMPERATURE, rel=1e-6)
+    assert (
+        text["hf_model_name"] == text["hf_tokenizer_name"] == "bert-base-uncased"
+        and text["hf_model_pretrained"]
+    )
+    assert math.exp(-config["init_logit_scale"]) == pytest.approx(
+        models.INITIAL_TEMPERATURE, rel=1e-6
+    )
 
 
-@pytest.mark.parametrize(("name", "pixels"), [(PAPER[0], 224), (PAPER[2], 224), ("zerovl-emoji", 32)])
+@pytest.mark.parametrize(
+    ("name", "pixels"), [(PAPER[0], 224), (PAPER[2], 224), ("zerovl-emoji", 32)]
+)
 def test_the_configs_build_as_the_paper_says(name, pixels, bert):
     model, _, _ = create_model_and_transforms(with_text_model(name, bert))
     tokenizer = open_clip.get_tokenizer(with_text_model(name, bert))
@@ -102,11 +127,17 @@ def test_the_configs_build_as_the_paper_says(name, pixels, bert):
     with torch.no_grad():
         image_features, text_features = model.encode_image(images), model.encode_text(tokens)
         # Raw [CLS], then one linear map without bias.
-        hidden = model.text.transformer(input_ids=tokens, attention_mask=(tokens != 0).long()).last_hidden_state
-        torch.testing.assert_close(text_features, hidden[:, 0] @ model.text.proj.weight.T, rtol=0, atol=1e-6)
+        hidden = model.text.transformer(
+            input_ids=tokens, attention_mask=(tokens != 0).long()
+        ).last_hidden_state
+        torch.testing.assert_close(
+            text_features, hidden[:, 0] @ model.text.proj.weight.T, rtol=0, atol=1e-6
+        )
         if name in PAPER:
             token = model.visual.trunk.forward_features(images)[:, 0]
-            torch.testing.assert_close(image_features, token @ model.visual.head.proj.weight.T, rtol=0, atol=1e-4)
+            torch.testing.assert_close(
+                image_features, token @ model.visual.head.proj.weight.T, rtol=0, atol=1e-4
+            )
     width = 512 if name in PAPER else get_model_config(name)["embed_dim"]
     assert image_features.shape == (2, width) and text_features.shape == (3, width)
     assert model.text.proj.bias is None
@@ -129,18 +160,30 @@ def test_with_text_model_is_idempotent_and_leaves_the_model_alone(bert, monkeypa
     before = get_model_config("zerovl-emoji")
     name = with_text_model("zerovl-emoji", bert)
     count = len(open_clip.list_models())
-    assert with_text_model("zerovl-emoji", str(bert)) == name and len(open_clip.list_models()) == count
+    assert (
+        with_text_model("zerovl-emoji", str(bert)) == name and len(open_clip.list_models()) == count
+    )
     monkeypatch.chdir(bert.parent)
-    assert with_text_model("zerovl-emoji", "./bert") == name  # a relative folder is kept as an absolute one
+    assert (
+        with_text_model("zerovl-emoji", "./bert") == name
+    )  # a relative folder is kept as an absolute one
     assert get_model_config("zerovl-emoji") == before
     derived = get_model_config(name)
-    assert derived["text_cfg"]["hf_model_name"] == derived["text_cfg"]["hf_tokenizer_name"] == str(bert.resolve())
+    assert (
+        derived["text_cfg"]["hf_model_name"]
+        == derived["text_cfg"]["hf_tokenizer_name"]
+        == str(bert.resolve())
+    )
     assert derived["vision_cfg"] == before["vision_cfg"] and "/" not in name
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # a hub id is taken on trust; nothing is downloaded
+    monkeypatch.setattr(
+        constants, "HF_HUB_OFFLINE", False
+    )  # a hub id is taken on trust; nothing is downloaded
     assert with_text_model("zerovl-emoji", "org/some-bert") != name
 
 
-def test_a_folder_with_weights_loads_them_and_one_without_logs_a_random_start(bert, bert_with_weights, small, caplog):
+def test_a_folder_with_weights_loads_them_and_one_without_logs_a_random_start(
+    bert, bert_with_weights, small, caplog
+):
     name = with_text_model(small, bert_with_weights)
     assert pretrained_text_of(name)
     model, _, _ = create_model_and_transforms(name)
@@ -153,7 +196,9 @@ def test_a_folder_with_weights_loads_them_and_one_without_logs_a_random_start(be
 
 
 def test_open_clip_ignores_hf_model_pretrained_and_our_function_does_not(small):
-    with pytest.raises(OSError, match="no file named"):  # the trap: the config says false, open_clip looks for weights
+    with pytest.raises(
+        OSError, match="no file named"
+    ):  # the trap: the config says false, open_clip looks for weights
         open_clip.create_model_and_transforms(small)
     model, _, _ = create_model_and_transforms(small)
     assert model.text.transformer is not None
@@ -193,7 +238,8 @@ def test_a_name_that_is_not_registered_ends_with_a_sentence(name, words):
 def test_the_demo_model_without_its_text_folder_says_what_to_run(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
-        UserError, match="data/emoji/bert does not exist .*`python -m scripts.drawn emoji --out data/emoji` writes it"
+        UserError,
+        match="data/emoji/bert does not exist .*`python -m scripts.drawn emoji --out data/emoji` writes it",
     ):
         check_model("zerovl-emoji")
 
@@ -223,7 +269,9 @@ def test_text_models_that_cannot_serve_are_refused(bert, small, tmp_path):
         no_tokenizer: "holds no tokenizer",
         broken("gpt", model_type="gpt9"): "a model of type 'gpt9'",
         broken("vocabulary", vocab_size=7): "the tower only 7",
-        broken("short", max_position_embeddings=16): "16 positions, fewer than the 25 tokens of a text",
+        broken(
+            "short", max_position_embeddings=16
+        ): "16 positions, fewer than the 25 tokens of a text",
     }
     for source, words in cases.items():
         with pytest.raises(UserError, match=words):
@@ -251,25 +299,32 @@ def test_an_hf_tower_without_a_named_tokenizer_is_refused(bert, tmp_path):
 def test_weights_that_cannot_be_had_end_with_a_sentence(monkeypatch, tmp_path, bert):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(UserError, match="bert-base-uncased is neither a folder nor in the Hugging Face cache"):
+    with pytest.raises(
+        UserError, match="bert-base-uncased is neither a folder nor in the Hugging Face cache"
+    ):
         check_model(PAPER[0])
     name = with_text_model(PAPER[2], bert)
     with pytest.raises(UserError, match="cannot be built with its weights"):
         create_model_and_transforms(name, pretrained_image=True, cache_dir=str(tmp_path))
-    with pytest.raises(UserError, match="'absent.pt' is not a known tag or valid file path|absent.pt"):
+    with pytest.raises(
+        UserError, match="'absent.pt' is not a known tag or valid file path|absent.pt"
+    ):
         create_model_and_transforms(name, "absent.pt")
 
 
 def test_a_misspelt_folder_that_could_be_a_hub_name_is_named(monkeypatch, tmp_path, bert):
     (tmp_path / "bert").symlink_to(bert)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"folder ./brt does not exist \(seen from .*\); did you mean bert\?"):
+    with pytest.raises(
+        UserError, match=r"folder ./brt does not exist \(seen from .*\); did you mean bert\?"
+    ):
         with_text_model("zerovl-emoji", "./brt")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     name = with_text_model("zerovl-emoji", "brt")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(
-        UserError, match=r"; brt is not a folder here, so the hub was asked for it; did you mean bert\?\)"
+        UserError,
+        match=r"; brt is not a folder here, so the hub was asked for it; did you mean bert\?\)",
     ):
         create_model_and_transforms(name)
 
@@ -294,14 +349,18 @@ def test_raw_timm_weights_load_whole_where_open_clip_loads_nothing(small, tmp_pa
 
     stock, _, _ = create_model_and_transforms(small, pretrained_image_path=str(tmp_path / "raw.pt"))
     trunk = stock.visual.trunk.state_dict()
-    assert not torch.equal(trunk["patch_embed.proj.weight"], raw["patch_embed.proj.weight"])  # the trap, silent
+    assert not torch.equal(
+        trunk["patch_embed.proj.weight"], raw["patch_embed.proj.weight"]
+    )  # the trap, silent
 
     for file in ("raw.pt", "raw.safetensors"):
         model, _, _ = create_model_and_transforms(small)
         head = model.visual.head.proj.weight.clone()
         done = load_pretrained_tower(model, "image", tmp_path / file)
         assert done.loaded == len(trunk) and set(done.unused) == {"head.weight", "head.bias"}
-        assert all(torch.equal(value, raw[key]) for key, value in model.visual.trunk.state_dict().items())
+        assert all(
+            torch.equal(value, raw[key]) for key, value in model.visual.trunk.state_dict().items()
+        )
         assert torch.equal(model.visual.head.proj.weight, head)
 
 
@@ -310,14 +369,19 @@ def test_raw_bert_weights_load_under_the_names_in_use(small, bert, tmp_path):
     source = BertForMaskedLM(BertConfig.from_pretrained(bert))
     whole = source.state_dict()
     old_names = {
-        k.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): v
+        k.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): v
         for k, v in whole.items()
     }
     folder = tmp_path / "folder"
     folder.mkdir()
     torch.save(old_names, folder / "pytorch_model.bin")
     model, _, _ = create_model_and_transforms(small)
-    torch.save({"state_dict": {f"module.{k}": v for k, v in model.state_dict().items()}}, tmp_path / "epoch_1.pt")
+    torch.save(
+        {"state_dict": {f"module.{k}": v for k, v in model.state_dict().items()}},
+        tmp_path / "epoch_1.pt",
+    )
 
     done = load_pretrained_tower(model, "text", folder)
     assert all(key.startswith("cls.") for key in done.unused)
@@ -326,7 +390,8 @@ def test_raw_bert_weights_load_under_the_names_in_use(small, bert, tmp_path):
     # And back from a training checkpoint.
     load_pretrained_tower(model, "text", tmp_path / "epoch_1.pt")
     assert not torch.equal(
-        model.text.transformer.embeddings.word_embeddings.weight, whole["bert.embeddings.word_embeddings.weight"]
+        model.text.transformer.embeddings.word_embeddings.weight,
+        whole["bert.embeddings.word_embeddings.weight"],
     )
 
 
@@ -335,7 +400,9 @@ def test_tower_weights_that_do_not_fit_change_nothing(small, tmp_path):
     before = {key: value.clone() for key, value in model.state_dict().items()}
     raw = raw_image_weights()
     torch.save({f"odd.{key}": value for key, value in raw.items()}, tmp_path / "renamed.pt")
-    torch.save({key: value for key, value in raw.items() if key != "norm.bias"}, tmp_path / "short.pt")
+    torch.save(
+        {key: value for key, value in raw.items() if key != "norm.bias"}, tmp_path / "short.pt"
+    )
     torch.save({**raw, "norm.bias": torch.zeros(3)}, tmp_path / "shape.pt")
     torch.save({}, tmp_path / "empty.pt")
     (tmp_path / "text.pt").write_text("no tensors")
@@ -367,5 +434,7 @@ def test_a_file_that_holds_no_weights_gets_a_sentence(tmp_path, content, form):
     name = register(tmp_path / "configs", "models-tiny", NATIVE_VISION, CLIP_TEXT)
     file = tmp_path / f"words.{form}"
     write_tar(file, [("a.txt", b"a")]) if content == "tar" else file.write_bytes(content)
-    with pytest.raises(UserError, match=rf"words\.{form} is not a file of weights, or is cut short"):
+    with pytest.raises(
+        UserError, match=rf"words\.{form} is not a file of weights, or is cut short"
+    ):
         create_model_and_transforms(name, str(file))

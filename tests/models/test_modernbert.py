@@ -38,7 +38,9 @@ from support.tiny_clip import (
     write_run,
 )
 
-modernbert = pytest.importorskip("transformers.models.modernbert", reason="transformers before 4.48 has no ModernBERT")
+modernbert = pytest.importorskip(
+    "transformers.models.modernbert", reason="transformers before 4.48 has no ModernBERT"
+)
 
 NAME = "zerovl-ViT-S-16-ModernBERT-base"
 TEXTS = ["a small red cat", "the sun", "the big round house with a tree and the moon of a red dog"]
@@ -61,7 +63,11 @@ def small(tmp_path_factory, tower) -> str:
 def test_other_towers_are_built_by_the_same_calls(monkeypatch):
     seen = []
     for name in ("from_config", "from_pretrained"):
-        monkeypatch.setattr(AutoModel, name, classmethod(lambda cls, *a, _name=name, **k: seen.append((_name, a, k))))
+        monkeypatch.setattr(
+            AutoModel,
+            name,
+            classmethod(lambda cls, *a, _name=name, **k: seen.append((_name, a, k))),
+        )
     bert = hf_model.AutoConfig.for_model("bert")
     TowerModel.from_config(bert, add_pooling_layer=True)
     TowerModel.from_pretrained("folder", config=bert, add_pooling_layer=False)
@@ -71,7 +77,9 @@ def test_other_towers_are_built_by_the_same_calls(monkeypatch):
     ]
 
 
-def test_registering_again_changes_nothing_and_an_open_clip_with_other_names_is_left_alone(monkeypatch):
+def test_registering_again_changes_nothing_and_an_open_clip_with_other_names_is_left_alone(
+    monkeypatch,
+):
     register_text_towers()
     assert hf_model.AutoModel is TowerModel
     other = object()
@@ -92,19 +100,27 @@ def test_a_folders_weights_are_loaded_whatever_head_they_were_stored_with(tower,
     """Hubs hold ModernBERT with its head for masked words, and some in half precision."""
     folder = tmp_path / "with-weights"
     torch.manual_seed(3)
-    whole = modernbert.ModernBertForMaskedLM(modernbert.ModernBertConfig.from_pretrained(tower)).half()
+    whole = modernbert.ModernBertForMaskedLM(
+        modernbert.ModernBertConfig.from_pretrained(tower)
+    ).half()
     whole.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (folder / file).write_bytes((tower / file).read_bytes())
     text = {**bert_text(folder), "hf_model_pretrained": True}
-    model, _, _ = create_model_and_transforms(register(tmp_path, "weights-modernbert", NATIVE_VISION, text))
+    model, _, _ = create_model_and_transforms(
+        register(tmp_path, "weights-modernbert", NATIVE_VISION, text)
+    )
     found = model.text.transformer.state_dict()
     assert len(found) > 10
     for key, tensor in whole.model.state_dict().items():
         assert found[key].dtype == torch.float32 and torch.equal(found[key], tensor.float()), key
-    other = random_model(register(tmp_path, "no-weights-modernbert", NATIVE_VISION, {**bert_text(folder)}))
+    other = random_model(
+        register(tmp_path, "no-weights-modernbert", NATIVE_VISION, {**bert_text(folder)})
+    )
     assert load_pretrained_tower(other, "text", folder).loaded == len(found)
-    assert all(torch.equal(value, found[key]) for key, value in other.text.transformer.state_dict().items())
+    assert all(
+        torch.equal(value, found[key]) for key, value in other.text.transformer.state_dict().items()
+    )
 
 
 @pytest.mark.line("3.3", reason="open_clip 4 does not ask ModernBERT for a pooler")
@@ -112,7 +128,8 @@ def test_a_pooler_that_it_has_not_is_refused(tower, tmp_path):
     text = {**bert_text(tower), "hf_pooler_type": "cls_pooler"}
     name = register(tmp_path, "pooled-modernbert", NATIVE_VISION, text)
     with pytest.raises(
-        UserError, match="modernbert has no pooler for hf_pooler_type 'cls_pooler': take 'cls_last_hidden"
+        UserError,
+        match="modernbert has no pooler for hf_pooler_type 'cls_pooler': take 'cls_last_hidden",
     ):
         create_model_and_transforms(name)
 
@@ -121,14 +138,18 @@ def test_rotary_frequencies_stay_in_float32_where_the_model_is_cast(small):
     """Checkpoints do not hold them: if training rounded them to bfloat16, they would differ in evaluation."""
     model = random_model(small)
     exact = {name: value.clone() for name, value in model.text.transformer.named_buffers()}
-    assert exact and not any(name.endswith("inv_freq") for name in model.text.transformer.state_dict())
+    assert exact and not any(
+        name.endswith("inv_freq") for name in model.text.transformer.state_dict()
+    )
     changed = copy.deepcopy(model).to(torch.bfloat16)
     again = pickle.loads(pickle.dumps(model.text)).to(torch.bfloat16)
     for part in (changed.text.transformer, again.transformer):
         assert {parameter.dtype for parameter in part.parameters()} == {torch.bfloat16}
         assert all(torch.equal(value, exact[name]) for name, value in part.named_buffers())
     assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
-    plain = AutoModel.from_config(model.text.config).to(torch.bfloat16)  # the control: transformers' own
+    plain = AutoModel.from_config(model.text.config).to(
+        torch.bfloat16
+    )  # the control: transformers' own
     assert not all(torch.equal(value.float(), exact[name]) for name, value in plain.named_buffers())
 
 
@@ -138,12 +159,19 @@ def test_rotary_frequencies_stay_in_float32_where_the_model_is_cast(small):
 @pytest.mark.parametrize("prepared_first", [False, True])
 def test_mixed_word_embeddings_are_exact(small, prepared_first):
     """DGA's gradient is that of the same mixture, written down without hooks."""
-    model, mix, weight = random_model(small).double().eval(), Mix(mixes_images=False, weight=0.35), 0.35
+    model, mix, weight = (
+        random_model(small).double().eval(),
+        Mix(mixes_images=False, weight=0.35),
+        0.35,
+    )
     model.output_dict = True
     parts = micro_batches_of(small, TEXTS)
     loss_inputs = mix.loss_inputs([3, 3, 3])
     _, reference = one_graph(
-        MixedByHand(model, weight, texts="embeddings", pad=PAD), ContrastiveLoss(), parts, **loss_inputs
+        MixedByHand(model, weight, texts="embeddings", pad=PAD),
+        ContrastiveLoss(),
+        parts,
+        **loss_inputs,
     )
     mixup = CoinFlipMixup(texts="embeddings")
     if prepared_first:
@@ -154,7 +182,10 @@ def test_mixed_word_embeddings_are_exact(small, prepared_first):
     with mixup.applied(mix):
         dga.backward(parts, prepare=mix.prepare, **loss_inputs)
     found = gradients(model)
-    assert error(found, {name.removeprefix("model."): value for name, value in reference.items()}) <= 1e-10
+    assert (
+        error(found, {name.removeprefix("model."): value for name, value in reference.items()})
+        <= 1e-10
+    )
 
 
 def test_the_compiled_part_of_its_tokenizer_is_found(small):
@@ -166,7 +197,9 @@ def test_the_norms_of_locked_layers_are_found_by_what_they_are(small):
     model = random_model(small)
     assert not open_clip_locks_layers(model) or hasattr(model.text, "layer_groups")
     lock_text_layers(model, freeze_layer_norm=False)
-    trained = {name for name, value in model.text.transformer.named_parameters() if value.requires_grad}
+    trained = {
+        name for name, value in model.text.transformer.named_parameters() if value.requires_grad
+    }
     assert "layers.2.mlp_norm.weight" in trained and all("norm" in name for name in trained)
 
 
@@ -196,21 +229,38 @@ def test_an_export_loads_in_another_process_after_one_import(small, tmp_path, ca
     folder, features = tmp_path / "out", tmp_path / "features.pt"
     assert main(["export", str(checkpoint), str(folder)]) in (0, None)
     said = capsys.readouterr().out
-    assert "write 'import open_clip_zerovl' before the model is loaded" in said and "after moving" in said
+    assert (
+        "write 'import open_clip_zerovl' before the model is loaded" in said
+        and "after moving" in said
+    )
     card = (folder / "README.md").read_text()
-    assert "import open_clip\nimport open_clip_zerovl  # its text tower\n" in card and "stock" not in card
+    assert (
+        "import open_clip\nimport open_clip_zerovl  # its text tower\n" in card
+        and "stock" not in card
+    )
     assert json.loads((folder / "config.json").read_text())["model_type"] == "modernbert"
     # transformers 4 knows this name alone, 5 both.
-    assert json.loads((folder / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert (
+        json.loads((folder / "tokenizer_config.json").read_text())["tokenizer_class"]
+        == "PreTrainedTokenizerFast"
+    )
 
     command = [warm.python(), "-c", LOADS, str(folder), str(features), *TEXTS]
-    finished = subprocess.run(command, capture_output=True, text=True, env=os.environ, cwd=tmp_path, timeout=240)
+    finished = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ, cwd=tmp_path, timeout=240
+    )
     assert finished.returncode == 0, finished.stderr[-2000:]
     by_itself = hasattr(hf_model.HFTextEncoder, "layer_groups")  # open_clip 4
     assert (
-        "stock open_clip loads it" if by_itself else "unexpected keyword argument 'add_pooling_layer'"
+        "stock open_clip loads it"
+        if by_itself
+        else "unexpected keyword argument 'add_pooling_layer'"
     ) in finished.stdout
-    assert torch.equal(torch.load(features), model.encode_text(open_clip.get_tokenizer(small)(TEXTS)).detach())
+    assert torch.equal(
+        torch.load(features), model.encode_text(open_clip.get_tokenizer(small)(TEXTS)).detach()
+    )
 
-    with pytest.raises(UserError, match="takes a text tower with a pooler .*, and not 'modernbert'"):
+    with pytest.raises(
+        UserError, match="takes a text tower with a pooler .*, and not 'modernbert'"
+    ):
         export_transformers(checkpoint, tmp_path / "tf")

@@ -13,7 +13,14 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.words import WordAugment
 from open_clip_zerovl.models.build import check_model
 from support.hf_towers import small_model
-from support.tiny_clip import NATIVE_VISION, bert_text, random_model, register, write_run, write_xlm_roberta
+from support.tiny_clip import (
+    NATIVE_VISION,
+    bert_text,
+    random_model,
+    register,
+    write_run,
+    write_xlm_roberta,
+)
 
 TEXTS = ["a small red cat", "猫", "the big round house with a tree and the moon"]
 PAD = 1
@@ -41,7 +48,9 @@ def test_positions_are_counted_from_behind_the_padding_token(tower, tmp_path):
             full[0, 0] = 0
             assert model.encode_text(full).isfinite().all()
         else:
-            with pytest.raises(UserError, match="has 78 positions, fewer than the 79 tokens of a text"):
+            with pytest.raises(
+                UserError, match="has 78 positions, fewer than the 79 tokens of a text"
+            ):
                 check_model(name)
 
 
@@ -59,12 +68,18 @@ def test_both_exports_hold_it(small, tmp_path):
     model, _, _ = open_clip.create_model_and_transforms(f"local-dir:{folder}")
     tokens = open_clip.get_tokenizer(f"local-dir:{folder}")(TEXTS)
     assert torch.equal(tokens, open_clip.get_tokenizer(small)(TEXTS))
-    for_transformers = export_transformers(checkpoint, tmp_path / "tf")  # compares the embeddings itself
+    for_transformers = export_transformers(
+        checkpoint, tmp_path / "tf"
+    )  # compares the embeddings itself
     from transformers import AutoModel, AutoProcessor
 
     loaded = AutoModel.from_pretrained(for_transformers).eval()
-    inputs = AutoProcessor.from_pretrained(for_transformers)(text=TEXTS, padding=True, return_tensors="pt")
+    inputs = AutoProcessor.from_pretrained(for_transformers)(
+        text=TEXTS, padding=True, return_tensors="pt"
+    )
     pixels = torch.zeros(1, 3, 32, 32)
     with torch.no_grad():
         found = loaded(**inputs, pixel_values=pixels).text_embeds
-        torch.testing.assert_close(found, F.normalize(model.eval().encode_text(tokens), dim=-1), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            found, F.normalize(model.eval().encode_text(tokens), dim=-1), rtol=0, atol=1e-5
+        )

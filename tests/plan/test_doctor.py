@@ -34,9 +34,21 @@ def test_on_this_machine_doctor_finds_no_unexpected_problem(capsys, tmp_path):
     findings = json.loads(capsys.readouterr().out)
     problems = [finding for finding in findings if finding["problem"] is not None]
     assert status == int(bool(problems))
-    assert {finding["topic"] for finding in problems} <= {"disk for --logs", "shared memory", "open files"}
+    assert {finding["topic"] for finding in problems} <= {
+        "disk for --logs",
+        "shared memory",
+        "open files",
+    }
     topics = [finding["topic"] for finding in findings]
-    assert {"python", "open_clip_torch", "torch", "transformers", "timm", "webdataset", "numpy"} <= set(topics)
+    assert {
+        "python",
+        "open_clip_torch",
+        "torch",
+        "transformers",
+        "timm",
+        "webdataset",
+        "numpy",
+    } <= set(topics)
     assert {"CUDA", "cpu", "gloo", "CPU cores", "open files", "disk for --logs"} <= set(topics)
     assert "pytest" not in topics
     assert not torch.distributed.is_initialized()
@@ -44,9 +56,14 @@ def test_on_this_machine_doctor_finds_no_unexpected_problem(capsys, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "version", "advice"),
-    [("torchvision", "0.9.2", "'torchvision>=0.21'"), ("webdataset", "2.0.0", "'webdataset<2,>=0.2.86'")],
+    [
+        ("torchvision", "0.9.2", "'torchvision>=0.21'"),
+        ("webdataset", "2.0.0", "'webdataset<2,>=0.2.86'"),
+    ],
 )
-def test_a_package_of_another_version_is_named_with_what_to_install(monkeypatch, tmp_path, name, version, advice):
+def test_a_package_of_another_version_is_named_with_what_to_install(
+    monkeypatch, tmp_path, name, version, advice
+):
     assert of_topic(doctor.package_versions(), name).problem is None  # a negative control
     plant(tmp_path, name, version)
     monkeypatch.syspath_prepend(tmp_path)
@@ -60,7 +77,10 @@ def test_a_package_of_another_version_is_named_with_what_to_install(monkeypatch,
     [
         ("3.3.1", None),
         ("4.2.0.dev0", None),
-        ("4.5.0", "this package was not tested with open_clip_torch 4.5.0, but with 4.2.0.dev0; pip install"),
+        (
+            "4.5.0",
+            "this package was not tested with open_clip_torch 4.5.0, but with 4.2.0.dev0; pip install",
+        ),
         (
             "2.30.0",
             "open_clip_torch 2.30.0 is not supported, 3.3.x and 4.x are; pip install 'open_clip_torch>=3.3,<3.4'",
@@ -71,8 +91,13 @@ def test_a_package_of_another_version_is_named_with_what_to_install(monkeypatch,
 def test_the_open_clip_that_is_imported_counts(monkeypatch, version, problem):
     monkeypatch.setattr(open_clip, "__version__", version)
     finding = of_topic(doctor.package_versions(), "open_clip_torch")
-    assert finding.seen.startswith(f"{version} ") and "4.x, tested at 4.2.0.dev0 of its main branch" in finding.seen
-    assert f"imported from {Path(open_clip.__file__).parent}" in finding.seen  # another version is installed
+    assert (
+        finding.seen.startswith(f"{version} ")
+        and "4.x, tested at 4.2.0.dev0 of its main branch" in finding.seen
+    )
+    assert (
+        f"imported from {Path(open_clip.__file__).parent}" in finding.seen
+    )  # another version is installed
     assert (finding.problem is None) if problem is None else finding.problem.startswith(problem)
 
 
@@ -81,15 +106,23 @@ def test_an_open_clip_of_a_wrong_version_is_found_by_the_command(tmp_path):
     package = tmp_path / "open_clip"
     package.mkdir()
     (package / "version.py").write_text('__version__ = "2.30.0"\n')
-    (package / "__init__.py").write_text("raise ImportError('no timm')\n")  # or another thing that an older one lacks
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])}
+    (package / "__init__.py").write_text(
+        "raise ImportError('no timm')\n"
+    )  # or another thing that an older one lacks
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]),
+    }
     program = "from open_clip_zerovl.plan.doctor import package_versions, page; print(page(package_versions()))"
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     seen = "1> open_clip_torch   2.30.0           supported: 3.3.x; 4.x, tested at"
     assert seen in done.stdout, done.stdout + done.stderr
     assert f"imported from {package} in place of the installed" in done.stdout
-    assert "1. open_clip_torch: open_clip_torch 2.30.0 is not supported, 3.3.x and 4.x are; pip install" in done.stdout
+    assert (
+        "1. open_clip_torch: open_clip_torch 2.30.0 is not supported, 3.3.x and 4.x are; pip install"
+        in done.stdout
+    )
 
 
 def test_not_installed_at_all(monkeypatch, capsys):
@@ -98,7 +131,11 @@ def test_not_installed_at_all(monkeypatch, capsys):
 
     monkeypatch.setattr(doctor.metadata, "version", absent)
     (finding,) = doctor.package_versions()
-    assert finding.seen == "not installed" and finding.problem is not None and "pip install it" in finding.problem
+    assert (
+        finding.seen == "not installed"
+        and finding.problem is not None
+        and "pip install it" in finding.problem
+    )
 
 
 def test_a_wrong_gradient_is_found(monkeypatch):
@@ -132,7 +169,9 @@ def test_without_a_package_that_it_needs(monkeypatch, capsys, gone):
     monkeypatch.setitem(sys.modules, f"{gone}.requirements", None)
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
-    assert f"{gone} is not installed; pip install open_clip_zerovl again" in out and "CPU cores" in out
+    assert (
+        f"{gone} is not installed; pip install open_clip_zerovl again" in out and "CPU cores" in out
+    )
 
 
 def test_a_driver_without_a_gpu_that_torch_sees(monkeypatch, tmp_path):
@@ -143,7 +182,11 @@ def test_a_driver_without_a_gpu_that_torch_sees(monkeypatch, tmp_path):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     (finding,) = doctor.graphics_driver()
-    assert "driver 570.12" in finding.seen and finding.problem is not None and "CUDA_VISIBLE_DEVICES" in finding.problem
+    assert (
+        "driver 570.12" in finding.seen
+        and finding.problem is not None
+        and "CUDA_VISIBLE_DEVICES" in finding.problem
+    )
 
 
 def test_small_limits_are_reported(monkeypatch, tmp_path):
@@ -155,7 +198,11 @@ def test_small_limits_are_reported(monkeypatch, tmp_path):
 
 
 def test_the_page_numbers_what_is_wrong():
-    findings = [doctor.Finding("a", "1"), doctor.Finding("bc", "2", "mend it"), doctor.Finding("d", "3", "and this")]
+    findings = [
+        doctor.Finding("a", "1"),
+        doctor.Finding("bc", "2", "mend it"),
+        doctor.Finding("d", "3", "and this"),
+    ]
     assert doctor.page(findings).splitlines() == [
         "   a   1", "1> bc  2", "2> d   3", "", "1. bc: mend it", "2. d: and this",
     ]  # fmt: skip

@@ -34,7 +34,14 @@ from open_clip_zerovl.shards.marks import file_mark
 from scripts.paper.recipes import GRAPHS, MIB, micro_batch_for
 from support import ROOT
 from support.tars import png, write_source, write_tar
-from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, bert_text, register, write_bert, write_retrieval_set
+from support.tiny_clip import (
+    CLIP_TEXT,
+    NATIVE_VISION,
+    bert_text,
+    register,
+    write_bert,
+    write_retrieval_set,
+)
 
 RECIPES = ROOT / "docs" / "recipes.md"
 CPU = torch.device("cpu")
@@ -48,11 +55,15 @@ def short(monkeypatch):
 
 @pytest.fixture
 def model(tmp_path) -> str:
-    return register(tmp_path / "configs", "plan-tiny", NATIVE_VISION, bert_text(write_bert(tmp_path / "bert")))
+    return register(
+        tmp_path / "configs", "plan-tiny", NATIVE_VISION, bert_text(write_bert(tmp_path / "bert"))
+    )
 
 
 def settings_of(model: str = "x", **values) -> PlanSettings:
-    return PlanSettings(**{"model": model, "train_data": "a=/nowhere", "precision": "fp32", **values})
+    return PlanSettings(
+        **{"model": model, "train_data": "a=/nowhere", "precision": "fp32", **values}
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -70,7 +81,11 @@ def test_the_documented_command_line_is_taken_as_it_stands():
     values = parse_plan(["--", *documented_arguments()])
     settings = PlanSettings(**{name: value for name, value in values.items() if name != "json"})
     assert (settings.batch_size, settings.dga_steps, settings.sampling) == (128, 16, "debiased")
-    assert settings.aug_cfg == {"scale": (0.6, 1.0)} and settings.image_mean == (0.485, 0.456, 0.406)
+    assert settings.aug_cfg == {"scale": (0.6, 1.0)} and settings.image_mean == (
+        0.485,
+        0.456,
+        0.406,
+    )
     assert {"--lr", "--warmup-share", "--name", "--resume"} <= set(settings.passed_over)
     assert choose_batching(settings, 8, 1).effective_batch == 16384
 
@@ -78,7 +93,12 @@ def test_the_documented_command_line_is_taken_as_it_stands():
 def test_flags_of_training_are_passed_over_in_either_form():
     line = "--model m --train-data a=/x --lr=1e-3 --zeroshot-freq 2 --resume latest --report-to tensorboard"
     found = parse_plan(line.split())["passed_over"]
-    assert [flag.partition(" ")[0] for flag in found] == ["--lr", "--zeroshot-freq", "--resume", "--report-to"]
+    assert [flag.partition(" ")[0] for flag in found] == [
+        "--lr",
+        "--zeroshot-freq",
+        "--resume",
+        "--report-to",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -91,8 +111,14 @@ def test_flags_of_training_are_passed_over_in_either_form():
         ("--model m --train-data a=/x --epochs two", "invalid int"),
         ("--model m --train-data a=/x --token-drop 1.5", "--token-drop 1.5"),
         ("word --model m --train-data a=/x", "unexpected argument 'word'"),
-        ("--model m --train-data a=/x --dga-stepz 4", "there is no flag --dga-stepz; did you mean --dga-steps?"),
-        ("--model m --train-data a=/x --batch-sise=3", "there is no flag --batch-sise; did you mean --batch-size?"),
+        (
+            "--model m --train-data a=/x --dga-stepz 4",
+            "there is no flag --dga-stepz; did you mean --dga-steps?",
+        ),
+        (
+            "--model m --train-data a=/x --batch-sise=3",
+            "there is no flag --batch-sise; did you mean --batch-size?",
+        ),
         ("--model m --train-data a=/x --sampling random --debiased-sampling", "contradict"),
         ("--model m --train-data a=/x --assume p100:8", "--assume p100:8 is not a known GPU"),
         ("--model m --train-data a=/x --assume v100:many", "no number of GPUs"),
@@ -103,7 +129,9 @@ def test_flags_of_training_are_passed_over_in_either_form():
 )
 def test_bad_input_ends_with_status_2_and_a_sentence(line, words, capsys):
     assert main(["plan", *line.split()]) == 2
-    errors = [text for text in capsys.readouterr().err.splitlines() if text.startswith("zerovl: error: ")]
+    errors = [
+        text for text in capsys.readouterr().err.splitlines() if text.startswith("zerovl: error: ")
+    ]
     assert len(errors) == 1 and words in errors[0]
 
 
@@ -138,7 +166,10 @@ def test_batches(given, ranks, fits, expected):
             {"effective_batch": 100, "batch_size": 8, "dga_steps": 2},
             "--effective-batch 100 is not --batch-size 8 x --dga-steps 2 x 2 ranks = 32",
         ),
-        ({"batch_size": 8, "dga_steps": 4, "dga_retain": 4}, "--dga-retain 4 is out of range .* 0 to 3"),
+        (
+            {"batch_size": 8, "dga_steps": 4, "dga_retain": 4},
+            "--dga-retain 4 is out of range .* 0 to 3",
+        ),
     ],
 )
 def test_batches_that_contradict_each_other_are_refused(given, sentence):
@@ -161,7 +192,8 @@ def test_hardware_table():
 
 
 @pytest.mark.parametrize(
-    ("memory_gib", "size"), [(32, 128), (31.7, 128), (16, 64), (15.8, 64), (24, 64), (40, 128), (80, 256), (141, 512)]
+    ("memory_gib", "size"),
+    [(32, 128), (31.7, 128), (16, 64), (15.8, 64), (24, 64), (40, 128), (80, 256), (141, 512)],
 )
 def test_micro_batch_for_a_gpus_memory(memory_gib, size):
     assert micro_batch_for(memory_gib) == size
@@ -189,11 +221,15 @@ def test_micro_batch_steps_and_graphs_are_chosen_together(ranks, memory_gib, exp
 
 def test_one_graph_asked_for_takes_the_largest_micro_batch_of_about_the_least_time():
     batch = fastest_batch(16384, 8, 70 * GIB, 60 * MIB, 3 * GIB, most=1)
-    every = [1 + (k - 1) / (3 * k) for k in (16, 8, 4)]  # 128, 256, 512; 1,024 would leave no room for a mistake
+    every = [
+        1 + (k - 1) / (3 * k) for k in (16, 8, 4)
+    ]  # 128, 256, 512; 1,024 would leave no room for a mistake
     assert batch.dga_steps == 4 and batch.relative_time == pytest.approx(min(every))
 
 
-@pytest.mark.parametrize(("wanted", "ranks", "expected"), [(1024, 3, (128, 3)), (1024, 8, (128, 1)), (96, 1, (96, 1))])
+@pytest.mark.parametrize(
+    ("wanted", "ranks", "expected"), [(1024, 3, (128, 3)), (1024, 8, (128, 1)), (96, 1, (96, 1))]
+)
 def test_the_batch_wanted_comes_before_speed(wanted, ranks, expected):
     batch = fastest_batch(wanted, ranks, 30 * GIB, 75 * MIB, 3 * GIB)
     assert (batch.micro_batch, batch.dga_steps) == expected
@@ -216,7 +252,9 @@ def test_the_launchers_bytes_are_those_counted(tmp_path):
         captions = "txt+syn" if texts == 2 else None
         frozen_towers = () if frozen is None else (frozen,)
         text_model = tower if "BERT" in name else None
-        settings = settings_of(name, token_drop=drop, freeze=frozen_towers, captions=captions, text_model=text_model)
+        settings = settings_of(
+            name, token_drop=drop, freeze=frozen_towers, captions=captions, text_model=text_model
+        )
         costs = count_costs(build(settings, CPU, "amp_bf16"))
         assert costs.sample_bytes / MIB == pytest.approx(sample_mib, rel=0.02)
         assert (costs.state_bytes + costs.fixed_bytes) / GIB == pytest.approx(fixed_gib, rel=0.02)
@@ -224,13 +262,18 @@ def test_the_launchers_bytes_are_those_counted(tmp_path):
 
 def test_a_plan_for_an_effective_batch_keeps_the_graphs_that_fit():
     assert parse_plan(["--model", "x", "--effective-batch", "64"])["dga_retain"] == "auto"
-    assert parse_plan(["--model", "x", "--effective-batch", "64", "--dga-retain", "1"])["dga_retain"] == 1
+    assert (
+        parse_plan(["--model", "x", "--effective-batch", "64", "--dga-retain", "1"])["dga_retain"]
+        == 1
+    )
     assert "dga_retain" not in parse_plan(["--model", "x"])
 
 
 @pytest.mark.slow  # builds ViT-B/16 and BERT-base and takes two steps
 def test_flops_of_the_papers_run_are_counted_right(tmp_path):
-    settings = settings_of("zerovl-ViT-B-16-BERT-base", text_model=bert_base(tmp_path / "bert-base"))
+    settings = settings_of(
+        "zerovl-ViT-B-16-BERT-base", text_model=bert_base(tmp_path / "bert-base")
+    )
     planned = build(settings, CPU, "fp32")
     costs = count_costs(planned)
     hours = plan_estimate.PAPER_FLOPS * plan_estimate.PAPER_SAMPLES / (UTILISATION * 125e12) / 3600
@@ -260,7 +303,11 @@ def test_counted_flops_are_those_of_forward_and_backward(model):
     weights = layers * 12 * width * width
     by_hand = 2 * (tokens * weights + 16 * 3 * patch * patch * width + width * 24)
     by_hand += layers * 4 * tokens * tokens * width  # attention
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as image_tower, torch.no_grad():
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        FlopCounterMode(display=False) as image_tower,
+        torch.no_grad(),
+    ):
         planned.model.encode_image(images)
     assert image_tower.get_total_flops() == pytest.approx(by_hand, rel=0.02)
 
@@ -270,10 +317,14 @@ def test_frozen_tower_and_token_drop_cost_less(model):
     frozen_model = build(settings_of(model, freeze=("text",)), CPU, "fp32")
     frozen = count_costs(frozen_model)
     dropped = count_costs(build(settings_of(model, token_drop=0.5), CPU, "fp32"))
-    assert dropped.retained_flops < whole.retained_flops and dropped.sample_bytes < whole.sample_bytes
+    assert (
+        dropped.retained_flops < whole.retained_flops and dropped.sample_bytes < whole.sample_bytes
+    )
     assert frozen.retained_flops < whole.retained_flops and frozen.state_bytes < whole.state_bytes
     # A frozen tower is forwarded once in a replayed micro-batch, too: the replay adds the image tower's pass alone.
-    assert frozen.replayed_flops - frozen.retained_flops < whole.replayed_flops - whole.retained_flops
+    assert (
+        frozen.replayed_flops - frozen.retained_flops < whole.replayed_flops - whole.retained_flops
+    )
     total, trained = frozen_model.parameters
     assert frozen.state_bytes == 4 * total + 8 * trained
 
@@ -364,7 +415,9 @@ def test_sources_table(tmp_path):
     ]  # fmt: skip
     assert data.missing == [] and data.steps == 10
     assert data.sources[2].state == "counted, no sizes.json"
-    assert any("no sizes.json" in note and f"zerovl data index {tmp_path}/c" in note for note in data.notes)
+    assert any(
+        "no sizes.json" in note and f"zerovl data index {tmp_path}/c" in note for note in data.notes
+    )
     (few,) = (note for note in data.notes if "fewer than 20 steps" in note)
     assert few.startswith(
         "3 of 3 sources fill fewer than 20 steps of 7 an epoch: c (1), b (4), a (5). Debiased sampling"
@@ -374,7 +427,8 @@ def test_sources_table(tmp_path):
     mixed = scheduled(three, 7, sampling="random")
     assert mixed.steps == 11 and all(source.steps is None for source in mixed.sources)
     with pytest.raises(
-        UserError, match="--source-order a::b must name each source once, separated by '::', as a::b::c"
+        UserError,
+        match="--source-order a::b must name each source once, separated by '::', as a::b::c",
     ):
         scheduled(three, 7, sampling="sequential", source_order="a::b")
 
@@ -402,14 +456,19 @@ def test_missing_shard_and_missing_folder_are_named(tmp_path):
     assert found[f"sbu: there is no {tmp_path}/sbu"] == f"zerovl data sbu --out {tmp_path}/sbu"
     assert found[f"own: there is no {tmp_path}/own"].startswith("correct the path")
     folder = missing_of(train_data=f"a={tmp_path}/a")  # where only sizes.json knows of it
-    assert "1 of 4 shards are missing, first" in next(iter(folder)) and "00001.tar" in next(iter(folder))
+    assert "1 of 4 shards are missing, first" in next(iter(folder)) and "00001.tar" in next(
+        iter(folder)
+    )
     braces = missing_of(train_data=f"sbu={tmp_path}/sbu/{{00000..00086}}.tar")
     assert braces == {f"sbu: there is no {tmp_path}/sbu": f"zerovl data sbu --out {tmp_path}/sbu"}
 
 
 def test_an_undecodable_first_sample_and_a_torn_shard_are_named(tmp_path):
     write_tar(tmp_path / "bad" / "0.tar", [("0.png", b"no picture"), ("0.txt", b"a cat")])
-    good = write_tar(tmp_path / "torn" / "0.tar", [("0.png", png((1, 2, 3))), ("0.txt", b"a"), ("1.txt", b"x" * 5000)])
+    good = write_tar(
+        tmp_path / "torn" / "0.tar",
+        [("0.png", png((1, 2, 3))), ("0.txt", b"a"), ("1.txt", b"x" * 5000)],
+    )
     (tmp_path / "torn" / "sizes.json").write_text('{"0.tar": 2}')
     good.write_bytes(good.read_bytes()[:4000])
     found = list(missing_of(train_data=f"bad={tmp_path}/bad::torn={tmp_path}/torn"))
@@ -430,26 +489,47 @@ def test_retrieval_sets(tmp_path):
 
 
 def test_what_is_missing_gives_status_1(model, tmp_path, capsys):
-    line = ["--model", model, "--train-data", f"{two_sources(tmp_path)}::cc3m={tmp_path}/cc3m", "--device", "cpu"]
+    line = [
+        "--model",
+        model,
+        "--train-data",
+        f"{two_sources(tmp_path)}::cc3m={tmp_path}/cc3m",
+        "--device",
+        "cpu",
+    ]
     line += ["--batch-size", "4", "--workers", "0", "--precision", "fp32", "--logs", str(tmp_path)]
     assert main(["plan", *line]) == 1
     out = capsys.readouterr().out
     words = " ".join(out.replace("\\\n", "").split())  # a long path begins a line of its own
-    assert f"- cc3m: there is no {tmp_path}/cc3m" in words and f"zerovl data cc3m --out {tmp_path}/cc3m" in words
+    assert (
+        f"- cc3m: there is no {tmp_path}/cc3m" in words
+        and f"zerovl data cc3m --out {tmp_path}/cc3m" in words
+    )
     assert main(["plan", "--", *line[:3], two_sources(tmp_path), *line[4:]]) == 0
 
 
 def test_assumed_hardware_is_labelled_and_needs_no_data(model, capsys):
-    line = ["--model", model, "--train-data", "sbu=/nowhere/sbu::vg=/nowhere/vg", "--debiased-sampling"]
+    line = [
+        "--model",
+        model,
+        "--train-data",
+        "sbu=/nowhere/sbu::vg=/nowhere/vg",
+        "--debiased-sampling",
+    ]
     line += ["--effective-batch", "16384", "--epochs", "20", "--dga-retain", "1"]
     assert main(["plan", "--assume", "v100:8", *line]) == 1  # how many pairs there are is not known
     out = capsys.readouterr().out
-    assert "steps of an epoch are not known: --train-num-samples" in out and "sbu: there is no /nowhere/sbu" in out
+    assert (
+        "steps of an epoch are not known: --train-num-samples" in out
+        and "sbu: there is no /nowhere/sbu" in out
+    )
     line += ["--train-num-samples", "1360000"]
     assert main(["plan", "--assume", "v100:8", *line]) == 0
     out = capsys.readouterr().out
     assert "ESTIMATE for 8x V100 32 GB" in out and "Nothing is missing." in out
-    assert "micro-batch 2048 x 1 DGA steps x 8 ranks = effective batch 16,384" in out  # so small a model fits whole
+    assert (
+        "micro-batch 2048 x 1 DGA steps x 8 ranks = effective batch 16,384" in out
+    )  # so small a model fits whole
     assert "83 steps an epoch x 20 = 1,660 steps" in out and "/nowhere" not in out
     assert max(map(len, out.splitlines())) <= WIDTH
 
@@ -465,14 +545,18 @@ def test_assumed_hardware_is_labelled_and_needs_no_data(model, capsys):
     )  # one forward pass of each pair at the step's rate
     forward = plan["costs"]["replayed_flops"] - plan["costs"]["retained_flops"]
     seconds = forward / plan["sample_flops"] * plan["compute_seconds"] / 16384 * 83 * 16384
-    assert f"encoding {83 * 16384:,} pairs once takes {duration(seconds)} of one device and " in note
+    assert (
+        f"encoding {83 * 16384:,} pairs once takes {duration(seconds)} of one device and " in note
+    )
     assert note.endswith("and in memory the rows and 16 GiB.") and note.startswith("ESTIMATE ")
 
 
 def test_estimate_follows_flops_and_peak(model):
     def seconds(gpu: str, **values) -> float:
         data = {"train_data": None, "train_num_samples": 10**6, "batch_size": 8, "dga_steps": 16}
-        return make_plan(settings_of(model, precision="amp", assume=gpu, **{**data, **values})).step_seconds
+        return make_plan(
+            settings_of(model, precision="amp", assume=gpu, **{**data, **values})
+        ).step_seconds
 
     assert seconds("h100") / seconds("v100") == pytest.approx(125 / 989)
     assert seconds("v100", dga_retain=16) < seconds("v100") < seconds("v100", dga_retain=0)
@@ -480,7 +564,13 @@ def test_estimate_follows_flops_and_peak(model):
 
 def test_too_little_memory_is_missing_with_a_way_out(model):
     settings = settings_of(
-        model, train_data=None, train_num_samples=10**7, assume="t4", batch_size=2**18, dga_steps=1, precision="amp"
+        model,
+        train_data=None,
+        train_num_samples=10**7,
+        assume="t4",
+        batch_size=2**18,
+        dga_steps=1,
+        precision="amp",
     )
     (missing,) = make_plan(settings).data.missing
     assert missing.startswith("memory:") and f"; --batch-size {2**17} --dga-steps 2" in missing
@@ -501,7 +591,11 @@ def test_checkpoints_that_are_kept(given, kept):
 
 
 def test_a_text_tower_that_is_not_here_is_named(tmp_path, model):
-    text = {**bert_text(tmp_path / "bert"), "hf_model_name": "nobody/no-tower", "hf_tokenizer_name": "nobody/no-tower"}
+    text = {
+        **bert_text(tmp_path / "bert"),
+        "hf_model_name": "nobody/no-tower",
+        "hf_tokenizer_name": "nobody/no-tower",
+    }
     name = register(tmp_path / "configs", "plan-hub", NATIVE_VISION, text)
     with pytest.raises(UserError, match=r"nobody/no-tower .*(--text-model|text model)"):
         build(settings_of(name), CPU, "fp32")
@@ -524,7 +618,9 @@ def test_files_and_teachers_that_are_not_there_are_missing(model, tmp_path):
     weights, teachers = plan.data.missing
     assert weights.startswith(f"--pretrained: there is no {tmp_path}/weights.pt; ")
     assert teachers.startswith("teachers: ")
-    assert f"; zerovl teacher MODEL --train-data 'a={tmp_path}/a' --out {tmp_path}/teacher" in teachers
+    assert (
+        f"; zerovl teacher MODEL --train-data 'a={tmp_path}/a' --out {tmp_path}/teacher" in teachers
+    )
 
 
 def test_weights_of_pretrained_are_a_file_in_the_cache_or_to_be_fetched(monkeypatch, tmp_path):
@@ -540,7 +636,9 @@ def test_weights_of_pretrained_are_a_file_in_the_cache_or_to_be_fetched(monkeypa
         return plan_model.weights_to_fetch(settings_of(model, pretrained=pretrained, **more))
 
     tag, repo = "laion2b_s34b_b79k", "laion/CLIP-ViT-B-32-laion2B-s34B-b79K"
-    assert absent("") == {} and absent(tag) == {f"the weights {tag} of ViT-B-32": "--pretrained FILE"}
+    assert absent("") == {} and absent(tag) == {
+        f"the weights {tag} of ViT-B-32": "--pretrained FILE"
+    }
     for name in ("open_clip_pytorch_model.bin", "open_clip_model.safetensors"):
         cached.add((repo, name))
         assert absent(tag) == absent(tag, "ViT-B/32") == absent(tag, cache_dir="here") == {}
@@ -552,10 +650,13 @@ def test_weights_of_pretrained_are_a_file_in_the_cache_or_to_be_fetched(monkeypa
     assert absent(str(tmp_path / "weights.pt"), "convnext_base", pretrained_image=True) == {}
     assert absent("", "convnext_base", pretrained_image=True)
     with pytest.raises(
-        UserError, match=r"--pretrained nothing is neither a file nor a tag of ViT-B-32; its tags are openai, "
+        UserError,
+        match=r"--pretrained nothing is neither a file nor a tag of ViT-B-32; its tags are openai, ",
     ):
         absent("nothing")
-    with pytest.raises(UserError, match=r"--pretrained laion2b_s34b_b79k does not work with --text-model"):
+    with pytest.raises(
+        UserError, match=r"--pretrained laion2b_s34b_b79k does not work with --text-model"
+    ):
         absent(tag, text_model="bert")
 
 
@@ -571,7 +672,11 @@ def test_a_clustering_is_planned_as_a_source_each_cluster(tmp_path):
     both = f"cc={tmp_path / 'clusters'}::b={tmp_path / 'b'}"
     data = check_data(settings_of(train_data=both))
     found = {source.name: (source.pairs, source.state) for source in data.sources}
-    assert found == {"cc-000": (6, "ok"), "cc-001": (6, "ok"), "b": (5, "ok")} and not data.missing and not data.notes
+    assert (
+        found == {"cc-000": (6, "ok"), "cc-001": (6, "ok"), "b": (5, "ok")}
+        and not data.missing
+        and not data.notes
+    )
     assert [source.name for source in data.opened] == list(found)
     data = check_data(settings_of(train_data=f"{both}::gone={tmp_path / 'gone'}"))
     assert [source.name for source in data.sources] == [*found, "gone"] and len(data.missing) == 1

@@ -23,7 +23,13 @@ from open_clip_zerovl.models.long_context import lengthen
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.recipe.optimizer import constant_temperature, optimizer_step, parameter_groups
 from open_clip_zerovl.recipe.start import init_from
-from open_clip_zerovl.recipe.towers import GROUPS, check_token_drop, freeze, group_of, lock_text_layers
+from open_clip_zerovl.recipe.towers import (
+    GROUPS,
+    check_token_drop,
+    freeze,
+    group_of,
+    lock_text_layers,
+)
 from support.dga_reference import batches, bert_clip
 from support.tiny_clip import (
     CLIP_TEXT,
@@ -43,7 +49,11 @@ EMBED_DIM = 24
 def native(*, custom=False, seed=0, vision=None, text=None, embed_dim=EMBED_DIM):
     torch.manual_seed(seed)
     build = open_clip.CustomTextCLIP if custom else open_clip.CLIP
-    return build(embed_dim=embed_dim, vision_cfg=NATIVE_VISION | (vision or {}), text_cfg=CLIP_TEXT | (text or {}))
+    return build(
+        embed_dim=embed_dim,
+        vision_cfg=NATIVE_VISION | (vision or {}),
+        text_cfg=CLIP_TEXT | (text or {}),
+    )
 
 
 def randomised(model, seed=1):
@@ -55,7 +65,9 @@ def randomised(model, seed=1):
 
 
 def saved(model, path, prefix=""):
-    torch.save({"epoch": 1, "state_dict": {prefix + k: v for k, v in model.state_dict().items()}}, path)
+    torch.save(
+        {"epoch": 1, "state_dict": {prefix + k: v for k, v in model.state_dict().items()}}, path
+    )
     return path
 
 
@@ -66,7 +78,9 @@ def bert(tmp_path_factory):
 
 def timm_bert(bert, seed=0, **vision):
     torch.manual_seed(seed)
-    return open_clip.CustomTextCLIP(embed_dim=EMBED_DIM, vision_cfg=TIMM_VISION | vision, text_cfg=bert_text(bert))
+    return open_clip.CustomTextCLIP(
+        embed_dim=EMBED_DIM, vision_cfg=TIMM_VISION | vision, text_cfg=bert_text(bert)
+    )
 
 
 # --- groups ----------------------------------------------------------------------------------------------------------
@@ -77,7 +91,11 @@ def test_every_tensor_has_its_group(bert):
         (native(), {"visual.proj"}, {"text_projection"}),
         (native(custom=True), {"visual.proj"}, {"text.text_projection"}),
         (timm_bert(bert), {"visual.head.proj.weight"}, {"text.proj.weight"}),
-        (timm_bert(bert, timm_proj=""), {"visual.trunk.head.weight", "visual.trunk.head.bias"}, {"text.proj.weight"}),
+        (
+            timm_bert(bert, timm_proj=""),
+            {"visual.trunk.head.weight", "visual.trunk.head.bias"},
+            {"text.proj.weight"},
+        ),
     ):
         groups = {}
         for name in model.state_dict():
@@ -107,8 +125,13 @@ def test_a_text_tower_that_fits_is_loaded_and_the_image_tower_left(tmp_path, pre
     lines = str(report).splitlines()
     assert len(lines) == 6
     assert "left: visual.positional_embedding is (5, 32) there and (17, 32) here" in lines[1]
-    assert "left: its image tower was left" in lines[2]  # fits by shape, but means another tower's features
-    assert "loaded" in lines[3] and f"{sum(group_of(n) == 'text tower' for n in after)} tensors" in lines[3]
+    assert (
+        "left: its image tower was left" in lines[2]
+    )  # fits by shape, but means another tower's features
+    assert (
+        "loaded" in lines[3]
+        and f"{sum(group_of(n) == 'text tower' for n in after)} tensors" in lines[3]
+    )
 
 
 @pytest.mark.parametrize("file", ["epoch_1.pt", "weights.safetensors", "."])
@@ -150,15 +173,26 @@ def test_groups_are_never_loaded_in_part(tmp_path, teacher, loaded, words):
 
 
 def test_bert_is_initialised_whole(tmp_path, bert):
-    assert len(init_from(timm_bert(bert), saved(randomised(timm_bert(bert)), tmp_path / "bert.pt")).loaded) == 5
+    assert (
+        len(
+            init_from(
+                timm_bert(bert), saved(randomised(timm_bert(bert)), tmp_path / "bert.pt")
+            ).loaded
+        )
+        == 5
+    )
 
 
 def test_a_checkpoint_that_fits_nowhere_is_an_error(tmp_path, bert):
     student = native()
     before = copy.deepcopy(student.state_dict())
-    with pytest.raises(UserError, match="no tower of .* fits this model, so nothing was loaded: image tower: the"):
+    with pytest.raises(
+        UserError, match="no tower of .* fits this model, so nothing was loaded: image tower: the"
+    ):
         init_from(student, saved(timm_bert(bert), tmp_path / "other.pt"))
-    assert all(torch.equal(v, before[k]) for k, v in student.state_dict().items())  # not even the logit scale
+    assert all(
+        torch.equal(v, before[k]) for k, v in student.state_dict().items()
+    )  # not even the logit scale
     for missing in (tmp_path / "nowhere.pt", tmp_path / "nowhere.safetensors"):
         with pytest.raises(UserError, match="nowhere"):
             init_from(student, missing)
@@ -188,20 +222,33 @@ HEADS = {"hf_model_name": "{heads}", "hf_tokenizer_name": "{heads}"}
         ),
         ({"quick_gelu": True}, "quick_gelu is True there and not given here"),
         # Not of the function: places, defaults that are written out, lengths and dropout of a training
-        ({"text": {**LIKE_BERT, "context_length": 10}, "vision": {"mlp_ratio": 4.0, "patch_dropout": 0.5}}, None),
+        (
+            {
+                "text": {**LIKE_BERT, "context_length": 10},
+                "vision": {"mlp_ratio": 4.0, "patch_dropout": 0.5},
+            },
+            None,
+        ),
     ],
 )
-def test_a_tower_that_fits_and_computes_another_function_is_refused(tmp_path, bert, caplog, theirs, sentence):
+def test_a_tower_that_fits_and_computes_another_function_is_refused(
+    tmp_path, bert, caplog, theirs, sentence
+):
     """Names and shapes are equal, and embeddings were not: text cosine 0.69 to 0.85 for another pooling."""
     for file in bert.iterdir():
         for folder in ("heads", "copy"):
             (tmp_path / folder).mkdir(exist_ok=True)
             (tmp_path / folder / file.name).write_bytes(file.read_bytes())
-    for folder, change in (("heads", {"num_attention_heads": 4}), ("copy", {"hidden_dropout_prob": 0.3})):
+    for folder, change in (
+        ("heads", {"num_attention_heads": 4}),
+        ("copy", {"hidden_dropout_prob": 0.3}),
+    ):
         content = json.loads((bert / "config.json").read_text())
         (tmp_path / folder / "config.json").write_text(json.dumps({**content, **change}))
     places = {"{heads}": str(tmp_path / "heads"), "{bert}": str(tmp_path / "copy")}
-    text = bert_text(bert) | {key: places.get(value, value) for key, value in theirs.get("text", {}).items()}
+    text = bert_text(bert) | {
+        key: places.get(value, value) for key, value in theirs.get("text", {}).items()
+    }
     more = {"quick_gelu": True} if "quick_gelu" in theirs else {}
     name = f"function-{tmp_path.name}"
     own, other = (
@@ -213,7 +260,10 @@ def test_a_tower_that_fits_and_computes_another_function_is_refused(tmp_path, be
     before = copy.deepcopy(student.state_dict())
     config = open_clip.get_model_config(own)
     if sentence is None:
-        assert len(init_from(student, checkpoint, config).loaded) == 5 and "not compared" not in caplog.text
+        assert (
+            len(init_from(student, checkpoint, config).loaded) == 5
+            and "not compared" not in caplog.text
+        )
         return
     with pytest.raises(UserError, match=sentence):
         init_from(student, checkpoint, config)
@@ -221,7 +271,10 @@ def test_a_tower_that_fits_and_computes_another_function_is_refused(tmp_path, be
         init_from(student, export_local_dir(checkpoint, tmp_path / "export"), config)
     assert all(torch.equal(v, before[k]) for k, v in student.state_dict().items())
     # The way out: weights alone
-    assert len(init_from(student, tmp_path / "export" / "open_clip_model.safetensors", config).loaded) == 5
+    assert (
+        len(init_from(student, tmp_path / "export" / "open_clip_model.safetensors", config).loaded)
+        == 5
+    )
 
 
 def test_a_projection_that_is_left_may_differ(tmp_path):
@@ -237,28 +290,40 @@ def test_a_projection_that_is_left_may_differ(tmp_path):
 
 def test_a_tower_that_is_left_may_differ_and_a_config_that_is_gone_is_a_warning(tmp_path, caplog):
     own = register(tmp_path, "gone-own", NATIVE_VISION, CLIP_TEXT)
-    other = register(tmp_path, "gone-other", NATIVE_VISION | {"patch_size": 16, "head_width": 8}, CLIP_TEXT)
+    other = register(
+        tmp_path, "gone-other", NATIVE_VISION | {"patch_size": 16, "head_width": 8}, CLIP_TEXT
+    )
     checkpoint = write_run(tmp_path / "run", random_model(other), {"model": other})
     config = open_clip.get_model_config(own)
     assert (
-        init_from(random_model(own), checkpoint, config).loaded[0] == "text tower" and "not compared" not in caplog.text
+        init_from(random_model(own), checkpoint, config).loaded[0] == "text tower"
+        and "not compared" not in caplog.text
     )
     (tmp_path / "run" / "params.txt").write_text("model: nowhere\n")
     assert init_from(random_model(own), checkpoint, config).loaded[0] == "text tower"
-    assert "is not compared, only names and shapes of tensors: " in caplog.text and "nowhere" in caplog.text
+    assert (
+        "is not compared, only names and shapes of tensors: " in caplog.text
+        and "nowhere" in caplog.text
+    )
 
 
 def test_a_run_compares_its_config_and_meets_its_length(tmp_path):
     """As `--init-from` calls it: with the run's own flags, and before positions are stretched."""
     own = register(tmp_path, "run-own", NATIVE_VISION, CLIP_TEXT | {"context_length": 32})
-    quick = write_run(tmp_path / "quick", random_model(own), {"model": own, "force_quick_gelu": True})
+    quick = write_run(
+        tmp_path / "quick", random_model(own), {"model": own, "force_quick_gelu": True}
+    )
     longer = random_model(own)
     lengthen(longer, 64)
     stretched = write_run(tmp_path / "long", longer, {"model": own, "force_context_length": 64})
 
     def create(start, name=own, **flags):
-        config = RecipeConfig(init_from=str(start), context_length=flags.pop("context_length", None))
-        return create_model(config, Namespace(precision="fp32", seed=0, **flags), name, None, **flags)[0]
+        config = RecipeConfig(
+            init_from=str(start), context_length=flags.pop("context_length", None)
+        )
+        return create_model(
+            config, Namespace(precision="fp32", seed=0, **flags), name, None, **flags
+        )[0]
 
     with pytest.raises(UserError, match="quick_gelu is True there and not given here"):
         create(quick)
@@ -276,29 +341,43 @@ def test_a_run_compares_its_config_and_meets_its_length(tmp_path):
 @pytest.mark.parametrize("tower", ["image", "text"])
 @pytest.mark.parametrize("kind", ["native", "custom", "timm_bert"])
 def test_a_frozen_tower_does_not_learn_and_does_not_draw(kind, tower, projection, bert):
-    model = {"native": native, "custom": lambda: native(custom=True), "timm_bert": lambda: timm_bert(bert)}[kind]()
+    model = {
+        "native": native,
+        "custom": lambda: native(custom=True),
+        "timm_bert": lambda: timm_bert(bert),
+    }[kind]()
     wanted = {f"{tower} tower"} | ({f"{tower} projection"} if projection else set())
     count = freeze(model, [tower], projection=projection)
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     assert {group_of(name) for name in frozen} == wanted
     assert count == sum(p.numel() for p in frozen.values())
-    assert all(p.requires_grad for name, p in model.named_parameters() if group_of(name) not in wanted)
+    assert all(
+        p.requires_grad for name, p in model.named_parameters() if group_of(name) not in wanted
+    )
     for step in (model.eval, model.train):
         step()
         for name, module in model.named_modules():
             if name and not isinstance(module, nn.Identity):
-                assert module.training == (group_of(f"{name}.") not in wanted and step == model.train), name
+                assert module.training == (
+                    group_of(f"{name}.") not in wanted and step == model.train
+                ), name
     for module in model.modules():
         module.train()  # one by one, as some loops do
-    assert not any(m.training for n, m in model.named_modules() if n and group_of(f"{n}.") in wanted)
+    assert not any(
+        m.training for n, m in model.named_modules() if n and group_of(f"{n}.") in wanted
+    )
 
 
 def test_dropout_token_drop_and_batch_norm_are_off_in_a_frozen_tower(bert):
     images, texts = batches([4], torch.float32)[0]
     model = bert_clip(torch.float32)
     with torch.no_grad():
-        assert not torch.equal(model.encode_text(texts), model.encode_text(texts))  # negative control: dropout
-        assert not torch.equal(model.encode_image(images), model.encode_image(images))  # and token drop
+        assert not torch.equal(
+            model.encode_text(texts), model.encode_text(texts)
+        )  # negative control: dropout
+        assert not torch.equal(
+            model.encode_image(images), model.encode_image(images)
+        )  # and token drop
         freeze(model, ["text"])
         model.train()
         assert torch.equal(model.encode_text(texts), model.encode_text(texts))
@@ -310,7 +389,9 @@ def test_dropout_token_drop_and_batch_norm_are_off_in_a_frozen_tower(bert):
     resnet = {"layers": [1, 1, 1, 1], "width": 16, "image_size": 64}
     model = open_clip.CLIP(embed_dim=16, vision_cfg=resnet, text_cfg=CLIP_TEXT)
     freeze(model, ["image"])
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(model).train()  # open_clip's --use-bn-sync comes after
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(
+        model
+    ).train()  # open_clip's --use-bn-sync comes after
     before = copy.deepcopy(model.visual.state_dict())
     model.encode_image(torch.randn(4, 3, 64, 64))
     assert all(torch.equal(v, before[k]) for k, v in model.visual.state_dict().items())
@@ -356,15 +437,21 @@ def test_open_clip_cannot_unlock_bert(bert):
 def test_layers_of_bert_are_unlocked(bert, unlocked, frozen_norms):
     model = timm_bert(bert)
     lock_text_layers(model, unlocked, freeze_layer_norm=frozen_norms)
-    learning = [f"layer.{number}." for number in (0, 1)][2 - min(unlocked, 2) :] + ["embeddings"] * (unlocked == 3)
+    learning = [f"layer.{number}." for number in (0, 1)][2 - min(unlocked, 2) :] + [
+        "embeddings"
+    ] * (unlocked == 3)
     for name, parameter in model.text.transformer.named_parameters():
-        learns = any(part in name for part in learning) or (not frozen_norms and "LayerNorm" in name)
+        learns = any(part in name for part in learning) or (
+            not frozen_norms and "LayerNorm" in name
+        )
         assert parameter.requires_grad == learns, name
     assert model.text.proj.weight.requires_grad
 
 
 def test_what_cannot_be_unlocked_is_refused(bert):
-    with pytest.raises(UserError, match="has 2 layers and its embeddings, so that 0 to 3 can be unlocked, not 4"):
+    with pytest.raises(
+        UserError, match="has 2 layers and its embeddings, so that 0 to 3 can be unlocked, not 4"
+    ):
         lock_text_layers(timm_bert(bert), 4)
     with pytest.raises(UserError, match="not a Hugging Face model"):
         lock_text_layers(native(custom=True), 1)
@@ -396,7 +483,9 @@ def test_a_quarter_of_the_patches_is_dropped_and_the_class_token_kept(kind, bert
     assert torch.equal(after[:, 0], before[:, 0])
     for row_before, row_after in zip(before[:, 1:], after[:, 1:], strict=True):
         matches = (row_after[:, None] == row_before[None]).all(dim=-1)
-        assert (matches.sum(dim=1) == 1).all() and (matches.sum(dim=0) <= 1).all()  # patches as they were, none twice
+        assert (matches.sum(dim=1) == 1).all() and (
+            matches.sum(dim=0) <= 1
+        ).all()  # patches as they were, none twice
 
     seen.clear()
     model.eval()
@@ -410,7 +499,9 @@ def test_a_quarter_of_the_patches_is_dropped_and_the_class_token_kept(kind, bert
 
 def test_a_tower_that_ignores_token_drop_is_refused(bert, tmp_path):
     resnet = {"layers": [1, 1, 1, 1], "width": 16, "image_size": 64, "patch_dropout": 0.25}
-    model = open_clip.CLIP(embed_dim=16, vision_cfg=resnet, text_cfg=CLIP_TEXT)  # open_clip is silent
+    model = open_clip.CLIP(
+        embed_dim=16, vision_cfg=resnet, text_cfg=CLIP_TEXT
+    )  # open_clip is silent
     for made, rate, words in (
         (model, 0.25, "ModifiedResNet drops no tokens"),
         (timm_bert(bert), 0.25, "drops no tokens"),
@@ -420,10 +511,17 @@ def test_a_tower_that_ignores_token_drop_is_refused(bert, tmp_path):
     ):
         with pytest.raises(UserError, match=words):
             check_token_drop(made, rate)
-    convnet = {"timm_model_name": "resnet10t", "timm_model_pretrained": False, "timm_proj": "linear", "image_size": 64}
+    convnet = {
+        "timm_model_name": "resnet10t",
+        "timm_model_pretrained": False,
+        "timm_proj": "linear",
+        "image_size": 64,
+    }
     name = register(tmp_path, "token-drop-convnet", convnet, CLIP_TEXT)
     create_model_and_transforms(name)
-    with pytest.raises(UserError, match=r"has no tokens to drop .*0\.25"):  # timm raises a TypeError
+    with pytest.raises(
+        UserError, match=r"has no tokens to drop .*0\.25"
+    ):  # timm raises a TypeError
         create_model_and_transforms(name, force_patch_dropout=0.25)
 
 
@@ -442,7 +540,9 @@ def test_the_default_groups_are_open_clips(bert):
         assert [group["weight_decay"] for group in groups] == [0.0, 0.2]
         for group, spared in zip(groups, (True, False), strict=True):
             wanted = [
-                id(p) for n, p in model.named_parameters() if p.requires_grad and spared_by_open_clip(n, p) == spared
+                id(p)
+                for n, p in model.named_parameters()
+                if p.requires_grad and spared_by_open_clip(n, p) == spared
             ]
             assert [id(p) for p in group["params"]] == wanted
 
@@ -454,7 +554,10 @@ def test_the_rate_rises_over_the_warm_up_and_falls_to_its_floor():
     assert [floored(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
     assert floored(8) == pytest.approx(0.6) and floored(12) == floored(20) == pytest.approx(0.2)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
-    ours, stock = cosine_lr(optimizer, 1.0, 4, 12, lr_min=0.0), stock_cosine_lr(optimizer, 1.0, 4, 12)
+    ours, stock = (
+        cosine_lr(optimizer, 1.0, 4, 12, lr_min=0.0),
+        stock_cosine_lr(optimizer, 1.0, 4, 12),
+    )
     assert [ours(step) for step in range(12)] == pytest.approx([stock(step) for step in range(12)])
 
 
@@ -478,7 +581,11 @@ def test_a_step_clips_unscaled_gradients_and_leaves_out_infinite_ones(clip, move
 
 
 def test_a_step_keeps_the_temperature_in_its_bounds_in_whatever_the_model_is_wrapped():
-    for wrap in (lambda model: model, torch.compile, lambda model: nn.ModuleDict({"module": model})):
+    for wrap in (
+        lambda model: model,
+        torch.compile,
+        lambda model: nn.ModuleDict({"module": model}),
+    ):
         for given, expected in ((5.0, math.log(100)), (-0.5, 0.0), (1.5, 1.5)):
             model = native()
             with torch.no_grad():
@@ -491,18 +598,28 @@ def test_a_step_keeps_the_temperature_in_its_bounds_in_whatever_the_model_is_wra
     ("kind", "embeddings"),
     [
         ("timm", "cls_token pos_embed word_embeddings position_embeddings token_type_embeddings"),
-        ("native", "class_embedding positional_embedding visual.positional_embedding token_embedding"),
+        (
+            "native",
+            "class_embedding positional_embedding visual.positional_embedding token_embedding",
+        ),
     ],
 )
 def test_embeddings_are_spared_on_request(bert, kind, embeddings):
     model = timm_bert(bert) if kind == "timm" else native()
-    usual, spared = parameter_groups(model, 0.1), parameter_groups(model, 0.1, exempt_embeddings=True)
+    usual, spared = (
+        parameter_groups(model, 0.1),
+        parameter_groups(model, 0.1, exempt_embeddings=True),
+    )
     names = {id(p): n for n, p in model.named_parameters()}
     moved = {names[id(p)] for p in spared[0]["params"]} - {names[id(p)] for p in usual[0]["params"]}
     decayed = {names[id(p)] for p in spared[1]["params"]}
     assert all(any(embedding in name for embedding in embeddings.split()) for name in moved), moved
-    assert all(any(embedding in name for name in names.values()) for embedding in embeddings.split())
-    assert not any("embed" in name.split(".")[-1] or "_embeddings" in name for name in decayed), decayed
+    assert all(
+        any(embedding in name for name in names.values()) for embedding in embeddings.split()
+    )
+    assert not any("embed" in name.split(".")[-1] or "_embeddings" in name for name in decayed), (
+        decayed
+    )
     assert sum(len(g["params"]) for g in spared) == len(names)
 
 
@@ -530,24 +647,32 @@ def test_a_constant_temperature_stays_and_the_rest_learns():
 def mt5_or_bert(folder, kind, precision="fp32"):
     """A model with a text tower of that kind, made as training makes it with a flag of ours."""
     if kind == "mt5":
-        MT5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=3, num_heads=2).save_pretrained(folder / "mt5")
+        MT5Config(
+            vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=3, num_heads=2
+        ).save_pretrained(folder / "mt5")
         text = {**bert_text(folder / "mt5"), "hf_pooler_type": "mean_pooler"}
     else:
         text = bert_text(write_bert(folder / "bert"))
     name = register(folder / "configs", f"unlock-{kind}", NATIVE_VISION, text)
     args = Namespace(seed=0, precision=precision)
-    return create_model(RecipeConfig(dga_steps=2), args, name, None, pretrained_text=False, precision=precision)[0]
+    return create_model(
+        RecipeConfig(dga_steps=2), args, name, None, pretrained_text=False, precision=precision
+    )[0]
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_a_precision_that_casts_half_of_a_tower_is_refused(tmp_path, precision):
     """The first forward pass would end in a traceback about dtypes."""
-    with pytest.raises(UserError, match=f"--precision {precision} does not work with .* BertModel: .*take amp_bf16"):
+    with pytest.raises(
+        UserError, match=f"--precision {precision} does not work with .* BertModel: .*take amp_bf16"
+    ):
         mt5_or_bert(tmp_path, "bert", precision)
 
 
 @pytest.mark.line("4", reason="open_clip 3.3 knows no layers of BERT")
-@pytest.mark.parametrize(("kind", "layers", "last"), [("mt5", ".block.", "block.2"), ("bert", ".layer.", "layer.1")])
+@pytest.mark.parametrize(
+    ("kind", "layers", "last"), [("mt5", ".block.", "block.2"), ("bert", ".layer.", "layer.1")]
+)
 def test_open_clip_4_unlocks_layers_by_itself(tmp_path, kind, layers, last):
     model = mt5_or_bert(tmp_path, kind)
     assert "lock_text_tower" not in vars(model)
@@ -558,7 +683,9 @@ def test_open_clip_4_unlocks_layers_by_itself(tmp_path, kind, layers, last):
 
 
 @pytest.mark.line("3.3", reason="open_clip 4 unlocks layers of every tower by itself")
-@pytest.mark.parametrize(("kind", "layers", "last"), [("mt5", ".block.", "block.2"), ("bert", ".layer.", "layer.1")])
+@pytest.mark.parametrize(
+    ("kind", "layers", "last"), [("mt5", ".block.", "block.2"), ("bert", ".layer.", "layer.1")]
+)
 def test_partial_unlocking_is_left_to_open_clip_where_it_can(tmp_path, kind, layers, last):
     """mT5's layers are in open_clip's table, BERT's are not: with a flag of ours each is unlocked by who can do it."""
     model = mt5_or_bert(tmp_path, kind)

@@ -20,11 +20,21 @@ from open_clip_zerovl.recipe.step import RecipeStep
 from open_clip_zerovl.recipe.text_lengths import text_padding
 from open_clip_zerovl.recipe.towers import freeze
 from support.fake_cuda import GIB, Waits, fake_cuda, to_fake_cuda
-from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, TIMM_VISION, bert_text, register, write_bert, write_modernbert
+from support.tiny_clip import (
+    CLIP_TEXT,
+    NATIVE_VISION,
+    TIMM_VISION,
+    bert_text,
+    register,
+    write_bert,
+    write_modernbert,
+)
 
 K, B = 3, 4
 # Waits allowed, by a part of their line: (the most times per step, why).
-ALLOWED = {"torch/amp/grad_scaler.py": (1, "GradScaler reads once a step whether gradients overflowed")}
+ALLOWED = {
+    "torch/amp/grad_scaler.py": (1, "GradScaler reads once a step whether gradients overflowed")
+}
 FIRST_STEP = {
     # One read; a fake tensor gives its list number by number, two for each of two features of each micro-batch, and for each
     # micro-batch's logit_scale beside the last one's.
@@ -131,9 +141,14 @@ def watched_steps(
         mixup.attach(model)
     if precision == "pure_bf16":
         model.to(torch.bfloat16)
-    origins = torch.stack([torch.zeros(sum(sizes), dtype=torch.long), torch.arange(sum(sizes))], dim=1).split(sizes)
+    origins = torch.stack(
+        [torch.zeros(sum(sizes), dtype=torch.long), torch.arange(sum(sizes))], dim=1
+    ).split(sizes)
     padding = text_padding(model) if sort_text else None
-    with fake_cuda(total_bytes=total_bytes), mock.patch.object(step_module, "text_padding", lambda model: padding):
+    with (
+        fake_cuda(total_bytes=total_bytes),
+        mock.patch.object(step_module, "text_padding", lambda model: padding),
+    ):
         to_fake_cuda(model)
         optimizer = torch.optim.AdamW(parameter_groups(model, 1e-3))
         step = RecipeStep(
@@ -152,13 +167,23 @@ def watched_steps(
             retain=retain,
         )
         micro_batches = [
-            (torch.empty(n, 3, side, side, dtype=torch.uint8), torch.ones(n, length, dtype=torch.long)) for n in sizes
+            (
+                torch.empty(n, 3, side, side, dtype=torch.uint8),
+                torch.ones(n, length, dtype=torch.long),
+            )
+            for n in sizes
         ]
         if cached:
-            micro_batches = [(*pair, origin) for pair, origin in zip(micro_batches, origins, strict=True)]
+            micro_batches = [
+                (*pair, origin) for pair, origin in zip(micro_batches, origins, strict=True)
+            ]
         if loss:  # origins with a caption and a picture, and a teacher's embeddings of both
             micro_batches = [
-                (*pair, torch.zeros(len(pair[0]), 4, dtype=torch.long), (torch.ones(len(pair[0]), 10).half(),) * 2)
+                (
+                    *pair,
+                    torch.zeros(len(pair[0]), 4, dtype=torch.long),
+                    (torch.ones(len(pair[0]), 10).half(),) * 2,
+                )
                 for pair in micro_batches
             ]
         waits = []
@@ -167,7 +192,9 @@ def watched_steps(
             with waits[-1]:
                 losses = step.take(micro_batches, number)
         for key, parameter in model.named_parameters():
-            assert not parameter.requires_grad or parameter.grad is not None, f"{key} has no gradient"
+            assert not parameter.requires_grad or parameter.grad is not None, (
+                f"{key} has no gradient"
+            )
         assert losses["loss"].dtype == torch.float32 and losses["loss"].device.type == "cuda"
     images_module._scale_and_shift.cache_clear()
     return waits
@@ -184,15 +211,25 @@ def unexpected(waits, allowed):
 
 
 # In the fast tests each setting comes once; slow: those that come together with another one.
-TOGETHER = ("ModernBERT", "GradScaler", "pure bf16", "texts sorted", "frozen text", "frozen text, cached")
+TOGETHER = (
+    "ModernBERT",
+    "GradScaler",
+    "pure bf16",
+    "texts sorted",
+    "frozen text",
+    "frozen text, cached",
+)
 
 
 @pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=[pytest.mark.slow] * (name in TOGETHER)) for name in RECIPES]
+    "recipe",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in TOGETHER)) for name in RECIPES],
 )
 def test_a_step_waits_nowhere(recipe, names, tmp_path):
     options = dict(RECIPES[recipe])
-    first, *later = watched_steps(names[options.pop("model", "native and BERT")], tmp_path, **options)
+    first, *later = watched_steps(
+        names[options.pop("model", "native and BERT")], tmp_path, **options
+    )
     assert unexpected(first, ALLOWED | FIRST_STEP) == {}
     for waits in later:
         assert unexpected(waits, ALLOWED) == {}

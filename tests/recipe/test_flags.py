@@ -16,16 +16,29 @@ from open_clip_zerovl.core.flags import flags_of
 from open_clip_zerovl.core.releases import OPENCLIP_V4, line_here
 from open_clip_zerovl.plan.batching import PlanFlags, PlanSettings
 from open_clip_zerovl.recipe.arguments import check_known, open_clip_options
-from open_clip_zerovl.recipe.flags import SECTIONS, AllFlags, OpenClipFlags, RecipeConfig, contradicted
+from open_clip_zerovl.recipe.flags import (
+    SECTIONS,
+    AllFlags,
+    OpenClipFlags,
+    RecipeConfig,
+    contradicted,
+)
 from support import ROOT
 from training.params import build_parser, open_clip_parser, parse
 
-READERS = ("training", "open_clip_zerovl/plan", "open_clip_zerovl/recipe", "open_clip_zerovl/cli/plan.py")
+READERS = (
+    "training",
+    "open_clip_zerovl/plan",
+    "open_clip_zerovl/recipe",
+    "open_clip_zerovl/cli/plan.py",
+)
 DATA = ["--train-data", "a=/x"]
 
 
 def actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    return {action.option_strings[-1]: action for action in parser._actions if action.option_strings}
+    return {
+        action.option_strings[-1]: action for action in parser._actions if action.option_strings
+    }
 
 
 def options() -> set[str]:
@@ -36,8 +49,12 @@ def options() -> set[str]:
 
 def test_a_flag_is_declared_once():
     """No flag in two sections, and none of them spelled out in another module that reads a command line."""
-    names = [each.name for section in (*SECTIONS, OpenClipFlags, PlanFlags) for each in flags_of(section)]
-    assert len(names) == len(set(names)) and set(names) >= {field.name for field in fields(RecipeConfig)}
+    names = [
+        each.name for section in (*SECTIONS, OpenClipFlags, PlanFlags) for each in flags_of(section)
+    ]
+    assert len(names) == len(set(names)) and set(names) >= {
+        field.name for field in fields(RecipeConfig)
+    }
     assert {each.name for section in SECTIONS for each in flags_of(section)} == {
         field.name for field in fields(RecipeConfig)
     }
@@ -64,18 +81,26 @@ def test_training_and_plan_agree_on_every_flag_of_ours():
     assert set(training) - set(plan) == passed_over
     settings = {field.name: field.default for field in fields(PlanSettings)}
     for each in flags_of(RecipeConfig):
-        assert settings[each.name] == (None if each.name == "dga_steps" else each.default), each.name
+        assert settings[each.name] == (None if each.name == "dga_steps" else each.default), (
+            each.name
+        )
 
 
 # Differences of open_clip 4 from 3.3: removed flags, and more choices.
 GONE = ("--torchscript", "--trace", "--horovod") if line_here() is OPENCLIP_V4 else ()
-MORE = {"--dataset-type": ("webdataset-audio", "synthetic-audio")} if line_here() is OPENCLIP_V4 else {}
+MORE = (
+    {"--dataset-type": ("webdataset-audio", "synthetic-audio")}
+    if line_here() is OPENCLIP_V4
+    else {}
+)
 
 
 def test_the_names_of_open_clips_flags_are_read_without_importing_its_program():
     assert open_clip_options() == set(actions(open_clip_parser())) - {"--help"}
     check_known(["--lr", "--zeroshot-freq", "--dga-steps"], ["--dga-steps"], "help")
-    with pytest.raises(UserError, match="there is no flag --zeroshott-freq; did you mean --zeroshot-frequency"):
+    with pytest.raises(
+        UserError, match="there is no flag --zeroshott-freq; did you mean --zeroshot-frequency"
+    ):
         check_known(["--lr", "--zeroshott-freq"], [], "help")
 
 
@@ -92,15 +117,30 @@ def test_open_clips_flags_are_as_open_clip_has_them():
             continue
         assert (action.type or str) is each.kind and action.nargs == each.nargs, each.option
         if action.choices is not None:
-            choices = [choice for choice in action.choices if choice not in MORE.get(each.option, ())]
+            choices = [
+                choice for choice in action.choices if choice not in MORE.get(each.option, ())
+            ]
             assert tuple(choices) == each.choices, each.option
 
 
 def test_ablations_are_what_the_library_takes():
     _, config = parse(
-        [*DATA, "--debiased-sampling", "--ablate", "no-replay", "--ablate", "iid-draw", "--dga-steps", "2"]
+        [
+            *DATA,
+            "--debiased-sampling",
+            "--ablate",
+            "no-replay",
+            "--ablate",
+            "iid-draw",
+            "--dga-steps",
+            "2",
+        ]
     )
-    assert config.ablate == ("iid-draw", "no-replay") and config.draw == "iid" and parse(DATA)[1].draw == "exact"
+    assert (
+        config.ablate == ("iid-draw", "no-replay")
+        and config.draw == "iid"
+        and parse(DATA)[1].draw == "exact"
+    )
 
 
 def test_no_flag_given_means_open_clips_own_run():
@@ -128,7 +168,10 @@ def test_training_and_plan_refuse_a_value_in_the_same_words(option):
         with pytest.raises(UserError) as caught:
             read([*line, *(["--dga-steps", "4"] if option == "--dga-retain" else [])])
         sentences.append(str(caught.value))
-    assert sentences[0] == sentences[1] and f"{option} {OUT_OF_RANGE[option]} is out of range; give" in sentences[0]
+    assert (
+        sentences[0] == sentences[1]
+        and f"{option} {OUT_OF_RANGE[option]} is out of range; give" in sentences[0]
+    )
 
 
 def without_json(values: dict) -> dict:
@@ -208,7 +251,9 @@ OF_OPENCLIP_V3 = "--sort-text --torchscript | --torchscript does not work with -
 )
 
 
-@pytest.mark.parametrize("case", [*filter(None, f"{REFUSED}{BY_A_PLAN_TOO}{OF_OPENCLIP_V3}".splitlines())])
+@pytest.mark.parametrize(
+    "case", [*filter(None, f"{REFUSED}{BY_A_PLAN_TOO}{OF_OPENCLIP_V3}".splitlines())]
+)
 def test_a_slip_or_a_contradiction_is_one_sentence(case):
     line, _, sentence = case.partition(" | ")
     with pytest.raises(UserError) as caught:
@@ -246,13 +291,19 @@ def test_only_what_was_typed_counts_as_given():
 
 @pytest.mark.parametrize(
     ("vision", "beta2"),
-    [({"layers": 2}, 0.98), ({"layers": [1, 1, 1, 1]}, 0.999), ({"timm_model_name": "vit_tiny"}, 0.98)],
+    [
+        ({"layers": 2}, 0.98),
+        ({"layers": [1, 1, 1, 1]}, 0.999),
+        ({"timm_model_name": "vit_tiny"}, 0.98),
+    ],
 )
 def test_the_betas_of_a_model_file_follow_its_image_tower(tmp_path, vision, beta2):
     """open_clip goes by "vit" in the model's name, which here is the file's."""
     file = tmp_path / f"mine-{len(str(vision))}.json"
     text = {"context_length": 8, "vocab_size": 64, "width": 32, "heads": 2, "layers": 1}
-    file.write_text(json.dumps({"embed_dim": 16, "vision_cfg": {**vision, "image_size": 32}, "text_cfg": text}))
+    file.write_text(
+        json.dumps({"embed_dim": 16, "vision_cfg": {**vision, "image_size": 32}, "text_cfg": text})
+    )
     words = [*DATA, "--model-config", str(file)]
     assert parse(words)[0].beta2 == beta2
     assert parse([*words, "--beta2", "0.95"])[0].beta2 == 0.95

@@ -25,7 +25,10 @@ WIDTH = 16
 
 
 def sources(*sizes):
-    return [Source(name=f"s{i}", shards=(f"/d/s{i}/0.tar",), sizes=(size,)) for i, size in enumerate(sizes)]
+    return [
+        Source(name=f"s{i}", shards=(f"/d/s{i}/0.tar",), sizes=(size,))
+        for i, size in enumerate(sizes)
+    ]
 
 
 def cache(folder, *, sizes=(7, 5), mark="a", tower="text"):
@@ -56,7 +59,9 @@ def test_rows_come_back_as_they_were_over_epochs_and_processes(tmp_path):
     assert first.get(ORIGIN) is None and len(first) == 0
     first.put(ORIGIN, features)
     assert torch.equal(first.get(ORIGIN), features) and len(first) == 4
-    later = ORIGIN + torch.tensor([[0, 14], [0, 5], [0, 7], [0, 10]])  # positions go on in later epochs
+    later = ORIGIN + torch.tensor(
+        [[0, 14], [0, 5], [0, 7], [0, 10]]
+    )  # positions go on in later epochs
     assert torch.equal(first.get(later), features)
     assert first.get(torch.tensor([[0, 3], [0, 0]])) is None  # one is missing: none
     other = cache(tmp_path)  # opened before the marks were written: its rows are not believed yet
@@ -87,7 +92,10 @@ def test_embeddings_of_another_use_are_never_thrown_away(tmp_path):
     made = Manifest({"use": "teachers"}, [], {"0.images": ("float16", (2, 4))})
     Store.create(tmp_path, made).rows["0.images"][:] = torch.ones(2, 4)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(UserError, match="holds embeddings for teachers, which are not replaced; give another folder"):
+    with pytest.raises(
+        UserError,
+        match="holds embeddings for teachers, which are not replaced; give another folder",
+    ):
         cache(tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
@@ -128,7 +136,10 @@ def test_other_data_under_the_same_names_is_noticed_and_the_rest_kept(tmp_path, 
     with caplog.at_level(logging.INFO):
         found = of(folder, source)
     assert torch.equal(found.get(torch.tensor([[0, 0]])), features[:1]) and len(found) == 1
-    assert "other data: they are of other data: shard 1.tar of 's' differs, or was not there: 1 are kept" in caplog.text
+    assert (
+        "other data: they are of other data: shard 1.tar of 's' differs, or was not there: 1 are kept"
+        in caplog.text
+    )
     os.utime(first, ns=(0, 1))  # the same size, another time
     assert len(of(folder, source)) == 0
     longer = written(tmp_path / "data", b"new", b"one", b"longer")
@@ -137,7 +148,9 @@ def test_other_data_under_the_same_names_is_noticed_and_the_rest_kept(tmp_path, 
 
 def test_captions_that_change_with_the_epoch_are_refused(tmp_path):
     source = written(tmp_path / "data", b"one", captions="one-per-epoch")
-    with pytest.raises(UserError, match="'s' shows another caption of an image in each epoch .*--captions all"):
+    with pytest.raises(
+        UserError, match="'s' shows another caption of an image in each epoch .*--captions all"
+    ):
         of(tmp_path / "cache", source)
     FrozenCache(tmp_path / "images", [source], tower="image", width=WIDTH, fingerprint="a")
     of(tmp_path / "cache", written(tmp_path / "data", b"one", captions="all"))
@@ -170,9 +183,14 @@ def test_training_with_the_cache_is_training_without(tmp_path):
     with_origin = [(*pair, origin) for pair, origin in zip(micro_batches, origins, strict=True)]
     for epoch in range(2):
         found = []
-        for model, inputs, prepare in ((plain, micro_batches, None), (cached, with_origin, store.prepare)):
+        for model, inputs, prepare in (
+            (plain, micro_batches, None),
+            (cached, with_origin, store.prepare),
+        ):
             torch.manual_seed(epoch)
-            DecoupledGradientAccumulation(model, ContrastiveLoss(), check="always").backward(inputs, prepare=prepare)
+            DecoupledGradientAccumulation(model, ContrastiveLoss(), check="always").backward(
+                inputs, prepare=prepare
+            )
             found.append(gradients(model))
         assert error(found[1], found[0]) < TOLERANCE[torch.float32]
         assert len(calls) == 2
@@ -194,7 +212,10 @@ def test_features_are_equal_to_1e6_and_evaluation_goes_past_the_cache(tmp_path, 
         assert (called(images, texts)["text_features"] - expected).abs().max() < 1e-6
     assert len(calls) == 1 and len(store) == 4
     other = texts.flip(0)
-    assert torch.allclose(model.encode_text(other, normalize=True), expected.flip(0), atol=1e-6) and len(calls) == 2
+    assert (
+        torch.allclose(model.encode_text(other, normalize=True), expected.flip(0), atol=1e-6)
+        and len(calls) == 2
+    )
     store.prepare(texts, texts, ORIGIN)
     with pytest.raises(UserError, match="4 samples were announced to the cache, 3 came"):
         model.encode_text(texts[:3])
@@ -244,7 +265,10 @@ TEXT = {"context_length": 12, "vocab_size": 64, "width": 32, "heads": 2, "layers
         (lambda: bert_clip(torch.float32), "freeze the text tower first"),
         (lambda: partly_frozen(projection=True), "freeze the text tower first"),
         (lambda: partly_frozen(projection=False), "training mode"),
-        (lambda: open_clip.CLIP(embed_dim=WIDTH, vision_cfg=vit(), text_cfg=TEXT), "--force-custom-text"),
+        (
+            lambda: open_clip.CLIP(embed_dim=WIDTH, vision_cfg=vit(), text_cfg=TEXT),
+            "--force-custom-text",
+        ),
     ],
 )
 def test_only_a_frozen_tower_is_cached(tmp_path, model, words):
@@ -259,7 +283,10 @@ def test_what_does_not_fit_a_cache_is_refused(tmp_path):
     for words, wrong in (
         ("already", lambda: store.attach(frozen_model())),
         (r"must be \(4, 16\)", lambda: store.put(ORIGIN, torch.zeros(4, 8))),
-        ("origin must be", lambda: store.prepare(torch.zeros(3), torch.zeros(3, 12, dtype=torch.long), ORIGIN)),
+        (
+            "origin must be",
+            lambda: store.prepare(torch.zeros(3), torch.zeros(3, 12, dtype=torch.long), ORIGIN),
+        ),
         ("cannot be written", lambda: cache(tmp_path / "file")),
     ):
         with pytest.raises(UserError, match=words):

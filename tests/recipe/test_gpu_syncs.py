@@ -12,14 +12,19 @@ from support.dga_reference import CONTEXT, bert_clip
 def test_patch_dropout_keeps_the_same_tokens(exclude):
     tokens = torch.randn(3, 17, 8)
     for training in (True, False):
-        stock, ours = (kind(0.25, exclude_first_token=exclude).train(training) for kind in (PatchDropout, PatchDropout))
+        stock, ours = (
+            kind(0.25, exclude_first_token=exclude).train(training)
+            for kind in (PatchDropout, PatchDropout)
+        )
         without_gpu_syncs(ours)
         assert type(ours) is DevicePatchDropout
         results = []
         for module in (stock, ours):
             torch.manual_seed(0)
             results.append(module(tokens))
-        assert torch.equal(*results) and results[0].shape[1] == (13 if training and exclude else 12 if training else 17)
+        assert torch.equal(*results) and results[0].shape[1] == (
+            13 if training and exclude else 12 if training else 17
+        )
 
 
 @pytest.mark.parametrize("padded", [True, False])

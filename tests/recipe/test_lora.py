@@ -50,12 +50,20 @@ from training.resume import load_checkpoint
 
 
 def native_clip():
-    text = {"context_length": CONTEXT, "vocab_size": VOCABULARY, "width": 32, "heads": 2, "layers": 1}
+    text = {
+        "context_length": CONTEXT,
+        "vocab_size": VOCABULARY,
+        "width": 32,
+        "heads": 2,
+        "layers": 1,
+    }
     return open_clip.CLIP(16, vit(), text, output_dict=True).double().train()
 
 
 def resnet_clip():
-    return open_clip.CLIP(16, {"layers": [1, 1, 1, 1], "width": 8, "image_size": 32}, {**CLIP_TEXT, "vocab_size": 64})
+    return open_clip.CLIP(
+        16, {"layers": [1, 1, 1, 1], "width": 8, "image_size": 32}, {**CLIP_TEXT, "vocab_size": 64}
+    )
 
 
 def adapted(make, rank=2, on="both"):
@@ -71,7 +79,9 @@ def adapted(make, rank=2, on="both"):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-@pytest.mark.parametrize(("make", "on"), [(bert_clip, "both"), (bert_clip, "image"), (native_clip, "both")])
+@pytest.mark.parametrize(
+    ("make", "on"), [(bert_clip, "both"), (bert_clip, "image"), (native_clip, "both")]
+)
 def test_gradients_under_decoupled_accumulation_are_exact(make, on, checkpointing):
     """fp64, dropout and token drop on; without replay it fails. Only the adapters of the towers have gradients."""
     model, micro_batches = adapted(make, on=on), batches([3, 2, 2])
@@ -82,7 +92,9 @@ def test_gradients_under_decoupled_accumulation_are_exact(make, on, checkpointin
     assert all(is_adapter(name) or not group_of(name).endswith(" tower") for name in wanted)
     assert "logit_scale" in wanted and all(bool(gradient.any()) for gradient in wanted.values())
     for retain in (0, 1):
-        _, found = accumulated(model, ContrastiveLoss(), micro_batches, retain=retain, check="always")
+        _, found = accumulated(
+            model, ContrastiveLoss(), micro_batches, retain=retain, check="always"
+        )
         assert error(found, wanted) <= 1e-10
     _, redrawn = accumulated(model, ContrastiveLoss(), micro_batches, retain=0, replay_rng=False)
     assert error(redrawn, wanted) > 0.01
@@ -94,7 +106,11 @@ LAYERS = [
     (bert_clip, "image", 8),
     (bert_clip, "text", 12),
     (native_clip, "text", 4),  # whose layers have the image tower's names without their prefix
-    (lambda: open_clip.CustomTextCLIP(24, TIMM_VISION, {**CLIP_TEXT, "vocab_size": 64}), "image", 6 * 4),
+    (
+        lambda: open_clip.CustomTextCLIP(24, TIMM_VISION, {**CLIP_TEXT, "vocab_size": 64}),
+        "image",
+        6 * 4,
+    ),
 ]
 
 
@@ -108,13 +124,19 @@ def test_adapters_lie_on_each_linear_layer_of_the_chosen_towers(make, on, count)
     assert len(shapes) == 2 * count and all(4 in shape for shape in shapes.values())
     assert on == "both" or {group_of(name) for name in shapes} == {f"{on} tower"}
     for name, parameter in model.named_parameters():
-        assert parameter.requires_grad == (is_adapter(name) or not group_of(name).endswith(" tower")), name
+        assert parameter.requires_grad == (
+            is_adapter(name) or not group_of(name).endswith(" tower")
+        ), name
     assert set(lora_entry(model, 4)["trained"]) == {
         n for n, p in plain.named_parameters() if not group_of(n).endswith(" tower")
     }
     side = model.visual.image_size
-    images = torch.randn(2, 3, *(side if isinstance(side, tuple) else (side, side)), dtype=plain.logit_scale.dtype)
-    torch.testing.assert_close(model.encode_image(images), plain.encode_image(images), rtol=1e-6, atol=1e-7)
+    images = torch.randn(
+        2, 3, *(side if isinstance(side, tuple) else (side, side)), dtype=plain.logit_scale.dtype
+    )
+    torch.testing.assert_close(
+        model.encode_image(images), plain.encode_image(images), rtol=1e-6, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize("cast", ["a part", "all"])
@@ -133,7 +155,9 @@ def test_packed_attention_leaves_its_weights_alone():
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         for _ in range(3):
             model.encode_image(torch.randn(1, 3, 32, 32))
-        return any(not torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+        return any(
+            not torch.equal(before[name], tensor) for name, tensor in model.state_dict().items()
+        )
 
     model = adapted(lambda: native_clip().float())
     held = list(model.parameters())
@@ -155,7 +179,9 @@ def lora_run(folder, name, make, **params):
 
 
 @pytest.mark.parametrize("kind", ["native", "timm and BERT"])
-def test_a_merged_export_equals_the_adapted_model_and_stock_open_clip_loads_it(tmp_path, kind, monkeypatch):
+def test_a_merged_export_equals_the_adapted_model_and_stock_open_clip_loads_it(
+    tmp_path, kind, monkeypatch
+):
     if kind == "native":
         name = register(tmp_path / "configs", "lora-native", NATIVE_VISION, CLIP_TEXT)
     else:
@@ -165,10 +191,14 @@ def test_a_merged_export_equals_the_adapted_model_and_stock_open_clip_loads_it(t
     complete: list[bool] = []
     rename = os.rename
     monkeypatch.setattr(
-        os, "rename", lambda old, new: [complete.append((Path(old) / FOLDER).is_dir()), rename(old, new)][1]
+        os,
+        "rename",
+        lambda old, new: [complete.append((Path(old) / FOLDER).is_dir()), rename(old, new)][1],
     )
     folder = export_local_dir(checkpoint, tmp_path / "exported")
-    assert complete == [True]  # no folder without its adapters has the export's name, even if the process is killed
+    assert complete == [
+        True
+    ]  # no folder without its adapters has the export's name, even if the process is killed
     side = model.visual.image_size
     images = torch.randn(3, 3, *(side if isinstance(side, tuple) else (side, side)))
     texts = torch.randint(5, 20, (3, 12 if kind != "native" else 16))
@@ -181,7 +211,9 @@ def test_a_merged_export_equals_the_adapted_model_and_stock_open_clip_loads_it(t
         assert others[-1].base_model.model.logit_scale == model.logit_scale
     for encode, inputs in (("encode_image", images), ("encode_text", texts)):
         with torch.no_grad():
-            wanted, before = (getattr(each, encode)(inputs, normalize=True) for each in (model, base))
+            wanted, before = (
+                getattr(each, encode)(inputs, normalize=True) for each in (model, base)
+            )
             for other in others:
                 assert (getattr(other, encode)(inputs, normalize=True) - wanted).abs().max() <= 1e-6
         assert (before - wanted).abs().max() > 1e-3  # the adapters have an effect
@@ -195,17 +227,24 @@ def test_a_merged_export_equals_the_adapted_model_and_stock_open_clip_loads_it(t
 
 def test_refused_towers_and_a_missing_peft(monkeypatch):
     with pytest.raises(
-        UserError, match="--lora is for transformers of linear layers, and the image tower has visual.bn1"
+        UserError,
+        match="--lora is for transformers of linear layers, and the image tower has visual.bn1",
     ):
         add_lora(resnet_clip(), 2, "image")
     model = bert_clip()
     layer = model.text.transformer.encoder.layer[0].output.dense
     layer.forward = None
-    model.text.transformer.encoder.layer[0].output.forward = lambda hidden, inputs: inputs + hidden @ layer.weight.T
-    with pytest.raises(UserError, match="--lora cannot train text.transformer.encoder.layer.0.output.dense"):
+    model.text.transformer.encoder.layer[0].output.forward = lambda hidden, inputs: (
+        inputs + hidden @ layer.weight.T
+    )
+    with pytest.raises(
+        UserError, match="--lora cannot train text.transformer.encoder.layer.0.output.dense"
+    ):
         add_lora(model, 2, "text")
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(UserError, match=r"--lora needs peft, .* pip install 'open_clip_zerovl\[lora\]'"):
+    with pytest.raises(
+        UserError, match=r"--lora needs peft, .* pip install 'open_clip_zerovl\[lora\]'"
+    ):
         add_lora(bert_clip(), 2, "both")
 
 
@@ -214,7 +253,10 @@ def test_refused_towers_and_a_missing_peft(monkeypatch):
     [
         ("--lora 0", "--lora 0 is out of range; give at least 1"),
         ("--lora-on text", "--lora-on needs --lora"),
-        ("--lora 4 --lock-image", "--lock-image does not work with --lora: the weights of both towers are constant"),
+        (
+            "--lora 4 --lock-image",
+            "--lock-image does not work with --lora: the weights of both towers are constant",
+        ),
         (
             "--lora 4 --freeze text",
             "--freeze of a tower with adapters does not work with --lora: give --lora-on the other",
@@ -227,13 +269,22 @@ def test_refused_flags(words, message):
 
     with pytest.raises(UserError, match=message):
         parse(["--train-data", "a=/x", *words.split()])
-    assert parse(["--train-data", "a=/x", *["--lora", "4", "--lora-on", "image", "--freeze", "text"]])[1].lora == 4
+    assert (
+        parse(["--train-data", "a=/x", *["--lora", "4", "--lora-on", "image", "--freeze", "text"]])[
+            1
+        ].lora
+        == 4
+    )
 
 
 @pytest.mark.slow(reason="two runs of training; the fast tests hold its parts")
 def test_a_run_resumes_bit_for_bit_and_keeps_its_base(tmp_path):
     bert = write_bert(tmp_path / "bert")
-    config = {"embed_dim": 24, "vision_cfg": {**NATIVE_VISION, "patch_dropout": 0.25}, "text_cfg": bert_text(bert)}
+    config = {
+        "embed_dim": 24,
+        "vision_cfg": {**NATIVE_VISION, "patch_dropout": 0.25},
+        "text_cfg": bert_text(bert),
+    }
     (tmp_path / "tiny.json").write_text(json.dumps(config))
     open_clip.add_model_config(tmp_path / "tiny.json")
     start = write_run(tmp_path / "base", random_model("tiny"), {"model": "tiny"})
@@ -248,13 +299,20 @@ def test_a_run_resumes_bit_for_bit_and_keeps_its_base(tmp_path):
     (checkpoints / "step_0000_00000004.pt").unlink()
     resumed = [*arguments, "--name", "broken", "--resume", "latest"]
     other = [word if word != "1e-4" else "2e-4" for word in resumed]
-    assert "heads at 0.1 x --lr" in launch("ours", tmp_path / "tiny.json", other, cwd=tmp_path, status=2).stderr
+    assert (
+        "heads at 0.1 x --lr"
+        in launch("ours", tmp_path / "tiny.json", other, cwd=tmp_path, status=2).stderr
+    )
     launch("ours", tmp_path / "tiny.json", resumed, cwd=tmp_path)
     whole, broken = (flat_tensors(state_of(tmp_path, name)) for name in ("whole", "broken"))
-    assert whole.keys() == broken.keys() and all(torch.equal(whole[key], broken[key]) for key in whole)
+    assert whole.keys() == broken.keys() and all(
+        torch.equal(whole[key], broken[key]) for key in whole
+    )
     base = torch.load(start)["state_dict"]
     for name, tensor in state_of(tmp_path, "whole")["state_dict"].items():
         plain = name.replace(".base_layer", "")
         constant = group_of(name).endswith(" tower") and not is_adapter(name)
         assert is_adapter(name) or torch.equal(tensor, base[plain]) == constant, name
-    export_local_dir(tmp_path / "logs" / "whole" / "checkpoints" / "epoch_1.pt", tmp_path / "exported")
+    export_local_dir(
+        tmp_path / "logs" / "whole" / "checkpoints" / "epoch_1.pt", tmp_path / "exported"
+    )

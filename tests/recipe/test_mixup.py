@@ -72,7 +72,9 @@ def test_values_and_gradients_are_those_of_the_paper(mixes_images):
         plain_text = 0.7 * plain_text + 0.3 * plain_text[[4, 3, 2, 1, 0]]
     image_features = plain_image / plain_image.norm(dim=1, keepdim=True)
     text_features = plain_text / plain_text.norm(dim=1, keepdim=True)
-    expected = paper_loss(image_features, text_features, 1 / model.logit_scale.exp(), 0.7) / 2  # CLIP's half
+    expected = (
+        paper_loss(image_features, text_features, 1 / model.logit_scale.exp(), 0.7) / 2
+    )  # CLIP's half
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
     assert error(found, gradients(model)) < EXACT
@@ -109,7 +111,9 @@ def test_the_hook_leaves_names_and_copies_alone():
     copied = copy.deepcopy(model).eval()
     texts = batches([4])[0][1]
     with torch.no_grad(), mixup.applied(Mix(False, 0.5)):
-        assert torch.equal(copied.encode_text(texts), bert_clip().eval().encode_text(texts))  # an EMA copy does not mix
+        assert torch.equal(
+            copied.encode_text(texts), bert_clip().eval().encode_text(texts)
+        )  # an EMA copy does not mix
 
 
 def test_rows_in_low_precision_are_mixed_in_fp32():
@@ -150,7 +154,10 @@ def test_draws_are_a_function_of_seed_and_count_alone():
     assert draws(CoinFlipMixup(seed=2), 8) != first
     torch.manual_seed(0)
     draws(CoinFlipMixup(seed=1), 8)
-    assert torch.equal(torch.get_rng_state(), before[0]) and (np.random.get_state()[1] == before[1]).all()
+    assert (
+        torch.equal(torch.get_rng_state(), before[0])
+        and (np.random.get_state()[1] == before[1]).all()
+    )
 
 
 def test_a_resumed_run_repeats_coins_and_lambdas():
@@ -160,7 +167,9 @@ def test_a_resumed_run_repeats_coins_and_lambdas():
     sought = CoinFlipMixup(seed=5)
     sought.seek(4)
     assert draws(sought, 6) == whole[4:]
-    assert draws(CoinFlipMixup(seed=5), 6) != whole[4:]  # negative control: without it the draws start over
+    assert (
+        draws(CoinFlipMixup(seed=5), 6) != whole[4:]
+    )  # negative control: without it the draws start over
     with pytest.raises(UserError, match="give 0 or more"):
         sought.seek(-1)
 
@@ -215,7 +224,9 @@ def test_the_papers_alternatives_are_exact_too(of, texts):
     reference = {name.removeprefix("model."): gradient for name, gradient in reference.items()}
     mixup.attach(model)
     for retain in (0, 2):
-        dga = DecoupledGradientAccumulation(model, ContrastiveLoss(chunk_size=3), retain=retain, check="always")
+        dga = DecoupledGradientAccumulation(
+            model, ContrastiveLoss(chunk_size=3), retain=retain, check="always"
+        )
         torch.manual_seed(7)
         with mixup.applied(mix):
             dga.backward(micro_batches, prepare=mix.prepare, **loss_inputs)
@@ -247,7 +258,9 @@ def test_decoupled_accumulation_gives_the_one_graph_gradient(mixes_images, retai
         reference_loss, reference = one_graph(
             model, ContrastiveLoss(), micro_batches, prepare=mix.prepare, **mix.loss_inputs(sizes)
         )
-    dga = DecoupledGradientAccumulation(model, ContrastiveLoss(chunk_size=3), retain=retain, check="always")
+    dga = DecoupledGradientAccumulation(
+        model, ContrastiveLoss(chunk_size=3), retain=retain, check="always"
+    )
     torch.manual_seed(7)
     with mixup.applied(mix):
         losses = dga.backward(micro_batches, prepare=mix.prepare, **mix.loss_inputs(sizes))

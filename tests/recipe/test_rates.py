@@ -24,8 +24,16 @@ def timm_clip():
 
 
 def plain_clip():
-    text = {"context_length": CONTEXT, "vocab_size": VOCABULARY, "width": 32, "heads": 2, "layers": 3}
-    return open_clip.CLIP(16, {"layers": 4, "width": 32, "head_width": 16, "patch_size": 8, "image_size": 32}, text)
+    text = {
+        "context_length": CONTEXT,
+        "vocab_size": VOCABULARY,
+        "width": 32,
+        "heads": 2,
+        "layers": 3,
+    }
+    return open_clip.CLIP(
+        16, {"layers": 4, "width": 32, "head_width": 16, "patch_size": 8, "image_size": 32}, text
+    )
 
 
 # model, parameter -> number of layers above it; None for a parameter without layers
@@ -66,25 +74,38 @@ def test_layer_decay_of_each_layer(make):
 def test_groups_have_the_rates_of_their_parts_and_hold_each_parameter_once():
     model = bert_clip()
     groups = parameter_groups(model, 0.1, rates=Rates(1e-4, image=1e-5, head=1e-3))
-    assert [(group["part"], round(group["rate_scale"], 9), group["weight_decay"]) for group in groups] == [
+    assert [
+        (group["part"], round(group["rate_scale"], 9), group["weight_decay"]) for group in groups
+    ] == [
         (part, scale, decay)
         for part, scale in (("image tower", 0.1), ("text tower", 1.0), ("heads", 10.0))
         for decay in (0.0, 0.1)
     ]
-    assert sorted(id(p) for group in groups for p in group["params"]) == sorted(map(id, model.parameters()))
+    assert sorted(id(p) for group in groups for p in group["params"]) == sorted(
+        map(id, model.parameters())
+    )
     stock = parameter_groups(model, 0.1)
-    assert [set(group) for group in stock] == [{"params", "weight_decay"}] * 2  # open_clip's, as ever
+    assert [set(group) for group in stock] == [
+        {"params", "weight_decay"}
+    ] * 2  # open_clip's, as ever
     spared = {id(p) for p in stock[0]["params"]}
-    assert spared == {id(p) for group in groups if not group["weight_decay"] for p in group["params"]}
+    assert spared == {
+        id(p) for group in groups if not group["weight_decay"] for p in group["params"]
+    }
     model.visual.requires_grad_(False)
     assert [group["part"] for group in parameter_groups(model, 0.1, rates=Rates(1e-4, text=1e-5))[::2]] == [
         "text tower", "heads",
     ]  # fmt: skip
-    with pytest.raises(UserError, match="--lr-image 1e-05 has no effect, since nothing of the image tower is trained"):
+    with pytest.raises(
+        UserError,
+        match="--lr-image 1e-05 has no effect, since nothing of the image tower is trained",
+    ):
         parameter_groups(model, 0.1, rates=Rates(1e-4, image=1e-5))
     resnet = {"layers": [1, 1, 1, 1], "width": 8, "image_size": 32}
     convolutions = open_clip.CLIP(16, resnet, {**CLIP_TEXT, "vocab_size": VOCABULARY})
-    with pytest.raises(UserError, match="--layer-decay does not find the layers of the image tower"):
+    with pytest.raises(
+        UserError, match="--layer-decay does not find the layers of the image tower"
+    ):
         parameter_groups(convolutions, 0.1, rates=Rates(1e-4, layer_decay=0.5))
 
 
@@ -101,7 +122,9 @@ def trained(scale: float, **flags) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     for step in range(3):
         for parameter in model.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.grad = torch.randn(
+                parameter.shape, generator=generator, dtype=parameter.dtype
+            )
         schedule(step)
         for group in optimizer.param_groups:
             group["lr"] *= group.get("lr_scale", 1.0)  # as the schedules of open_clip 4 do
@@ -127,7 +150,9 @@ def test_a_resume_with_other_rates_is_refused():
     """torch would silently load the rates of the checkpoint."""
     saved = {"optimizer": adamw(bert_clip(), lr_image=1e-3, layer_decay=0.5).state_dict()}
     require_same_rates(saved, adamw(bert_clip(), lr_image=1e-3, layer_decay=0.5), TRAINS, "a.pt")
-    require_same_rates(saved, adamw(bert_clip(), lr=2e-2, lr_image=2e-3, layer_decay=0.5), TRAINS, "a.pt")
+    require_same_rates(
+        saved, adamw(bert_clip(), lr=2e-2, lr_image=2e-3, layer_decay=0.5), TRAINS, "a.pt"
+    )
     plain = {"optimizer": adamw(bert_clip(), no_embedding_decay=True).state_dict()}
     require_same_rates(plain, None, TRAINS, "a.pt")
     for checkpoint, other, words in (
@@ -155,7 +180,10 @@ def test_a_resume_with_other_rates_is_refused():
         ("--lr-image 0", "--lr-image 0.0 is out of range; give a positive number"),
         ("--layer-decay 1.5", "--layer-decay 1.5 is out of range"),
         ("--lr-text 1e-4 --lr 0", "--lr-text needs --lr above 0"),
-        ("--lr-head 1e-4 --opt timm/lamb --eps 1e-6 --lr 1e-3", "--opt timm/lamb does not work with --lr-head"),
+        (
+            "--lr-head 1e-4 --opt timm/lamb --eps 1e-6 --lr 1e-3",
+            "--opt timm/lamb does not work with --lr-head",
+        ),
     ],
 )
 def test_refused_flags(words, message):

@@ -31,7 +31,9 @@ STEPS, K, SEED = 8, 2, 5
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("step")
-    return register(folder / "configs", "step-tiny", NATIVE_VISION, bert_text(write_bert(folder / "bert")))
+    return register(
+        folder / "configs", "step-tiny", NATIVE_VISION, bert_text(write_bert(folder / "bert"))
+    )
 
 
 def planned_of(model: str, precision: str, **values) -> tuple[PlannedModel, PlanSettings]:
@@ -45,7 +47,9 @@ def planned_of(model: str, precision: str, **values) -> tuple[PlannedModel, Plan
 def what_it_sees(planned: PlannedModel) -> list[torch.Tensor]:
     """All images and tokens that the model is called with from now on, in order."""
     seen: list[torch.Tensor] = []
-    planned.model.register_forward_pre_hook(lambda _, inputs: seen.extend(part.clone() for part in inputs))
+    planned.model.register_forward_pre_hook(
+        lambda _, inputs: seen.extend(part.clone() for part in inputs)
+    )
     return seen
 
 
@@ -56,14 +60,18 @@ def groups_of(planned: PlannedModel) -> list[list[tuple[torch.Tensor, torch.Tens
     return [[(images[step, k], texts) for k in range(K)] for step in range(STEPS)]
 
 
-def train(planned: PlannedModel, settings: PlanSettings, optimizer: torch.optim.Optimizer, rank: int = 0) -> None:
+def train(
+    planned: PlannedModel, settings: PlanSettings, optimizer: torch.optim.Optimizer, rank: int = 0
+) -> None:
     """One epoch of training's loop over `groups_of`."""
     batches = [pair for group in groups_of(planned) for pair in group]
 
     class Loader(list):
         num_batches, num_samples = STEPS, 4 * len(batches)
 
-    data = SimpleNamespace(dataloader=Loader(batches), normalize=planned.normalize, set_epoch=lambda epoch: None)
+    data = SimpleNamespace(
+        dataloader=Loader(batches), normalize=planned.normalize, set_epoch=lambda epoch: None
+    )
     args = argparse.Namespace(
         device="cpu", precision=settings.precision, seed=SEED, rank=rank, world_size=1, distributed=False, batch_size=4,
         workers=0, skip_scheduler=True, grad_clip_norm=settings.grad_clip_norm, log_every_n_steps=1, wandb=False,
@@ -115,7 +123,9 @@ def test_captions_and_embeddings_of_a_step_stand_as_its_texts_do():
     for origin in map(torch.tensor, origins):
         numbers = origin[:, [3, 2, 4], None].float()  # of the picture and of both texts
         texts = torch.cat([origin[:, 2:3], origin[:, 4:5]])
-        micro_batches.append((torch.zeros(len(origin), 3, 8, 8), texts, origin, tuple(numbers.unbind(dim=1))))
+        micro_batches.append(
+            (torch.zeros(len(origin), 3, 8, 8), texts, origin, tuple(numbers.unbind(dim=1)))
+        )
     inputs = loss_inputs_of(micro_batches)
     texts = [10, 11, 12, 30, 31, 32]
     assert {name: ids.tolist() for name, ids in inputs["ids"].items()} == {
@@ -154,8 +164,12 @@ def test_images_are_mixed_before_they_are_cast(model):
         mix = planned.mixup.draw()
         for k, (images, texts) in enumerate(group):
             floats = planned.normalize(images)
-            assert torch.equal(seen[2 * (K * step + k)], mix.prepare(floats, texts)[0].to(torch.bfloat16))
-            mixed += not torch.equal(seen[2 * (K * step + k)], mix.prepare(floats.to(torch.bfloat16), texts)[0])
+            assert torch.equal(
+                seen[2 * (K * step + k)], mix.prepare(floats, texts)[0].to(torch.bfloat16)
+            )
+            mixed += not torch.equal(
+                seen[2 * (K * step + k)], mix.prepare(floats.to(torch.bfloat16), texts)[0]
+            )
     assert mixed  # negative control
 
 
@@ -174,9 +188,14 @@ def test_the_loss_that_the_flags_ask_for(line, kind, chunk_size):
     args.rank, args.world_size, args.distill = 1, 2, False
     loss = create_loss(config, args)
     assert type(loss) is kind and (loss.rank, loss.world_size) == (1, 2)
-    assert (getattr(loss, "chunk_size", None) or None) == chunk_size  # of open_clip 4's own loss 0: all rows
+    assert (
+        getattr(loss, "chunk_size", None) or None
+    ) == chunk_size  # of open_clip 4's own loss 0: all rows
     if kind is not SigLipLoss:
-        assert (loss.positives, loss.cross_source_weight) == (config.positives or "pair", config.cross_source_weight)
+        assert (loss.positives, loss.cross_source_weight) == (
+            config.positives or "pair",
+            config.cross_source_weight,
+        )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -195,11 +214,15 @@ def test_compiled_blocks_give_the_gradient_of_one_graph():
     for block in model.visual.transformer.resblocks:
         block.compile(backend="eager")
     torch.manual_seed(3)
-    DecoupledGradientAccumulation(model, ContrastiveLoss(), retain=0, check="always").backward(batches([3, 3]))
+    DecoupledGradientAccumulation(model, ContrastiveLoss(), retain=0, check="always").backward(
+        batches([3, 3])
+    )
     assert error(gradients(model), wanted) <= 1e-10
 
 
-@pytest.mark.parametrize("frozen", [(), pytest.param(("text",), marks=pytest.mark.slow)])  # slow: compiles once more
+@pytest.mark.parametrize(
+    "frozen", [(), pytest.param(("text",), marks=pytest.mark.slow)]
+)  # slow: compiles once more
 def test_a_compiled_recipe_traces_nothing_after_a_step_with_each_coin(model, frozen):
     torch._dynamo.reset()
     traced, mixes, counts = [], [], []

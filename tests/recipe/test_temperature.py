@@ -14,7 +14,12 @@ from torch import nn
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.losses.names import TEMPERATURE_RANGE
-from open_clip_zerovl.recipe.optimizer import MARK, as_temperatures, optimizer_step, parameter_groups
+from open_clip_zerovl.recipe.optimizer import (
+    MARK,
+    as_temperatures,
+    optimizer_step,
+    parameter_groups,
+)
 from open_clip_zerovl.recipe.step import RecipeStep
 from support.dga_reference import batches, bert_clip
 from training.resume import load_checkpoint
@@ -54,7 +59,11 @@ def by_torch(model: nn.Module, tau: float, steps: list, clip: float | None) -> l
     for micro_batches in steps:
         optimizer.zero_grad()
         images, texts = (torch.cat(part) for part in zip(*micro_batches, strict=True))
-        logits = model.encode_image(images, normalize=True) @ model.encode_text(texts, normalize=True).T / parameter
+        logits = (
+            model.encode_image(images, normalize=True)
+            @ model.encode_text(texts, normalize=True).T
+            / parameter
+        )
         labels = torch.arange(len(images))
         ((F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2).backward()
         if clip is not None:
@@ -66,10 +75,17 @@ def by_torch(model: nn.Module, tau: float, steps: list, clip: float | None) -> l
     return seen
 
 
-def by_the_recipe(model: nn.Module, steps: list, clip: float | None, parameter: bool) -> list[float]:
+def by_the_recipe(
+    model: nn.Module, steps: list, clip: float | None, parameter: bool
+) -> list[float]:
     optimizer = adamw(groups_of(model))
     step = RecipeStep(
-        model, ContrastiveLoss(), optimizer, precision="fp32", grad_clip_norm=clip, temperature_parameter=parameter
+        model,
+        ContrastiveLoss(),
+        optimizer,
+        precision="fp32",
+        grad_clip_norm=clip,
+        temperature_parameter=parameter,
     )
     seen = []
     for number, micro_batches in enumerate(steps):
@@ -78,7 +94,9 @@ def by_the_recipe(model: nn.Module, steps: list, clip: float | None, parameter: 
     return seen
 
 
-@pytest.mark.parametrize(("tau", "clip"), [(0.05, None), (0.05, 0.5), (0.0035, None), (0.498, None)])
+@pytest.mark.parametrize(
+    ("tau", "clip"), [(0.05, None), (0.05, 0.5), (0.0035, None), (0.498, None)]
+)
 def test_steps_are_those_of_a_parameter_tau(tau, clip):
     """Inside the bounds, with clipped gradients, and driven against either bound; K = 2, fp64."""
     model = start(tau)
@@ -87,7 +105,9 @@ def test_steps_are_those_of_a_parameter_tau(tau, clip):
     expected = by_torch(expected_model, tau, steps, clip)
     found = by_the_recipe(model, steps, clip, True)
     assert found == pytest.approx(expected, rel=1e-11)
-    for (name, weight), reference in zip(model.named_parameters(), expected_model.parameters(), strict=True):
+    for (name, weight), reference in zip(
+        model.named_parameters(), expected_model.parameters(), strict=True
+    ):
         if name != "logit_scale":
             torch.testing.assert_close(weight, reference, rtol=1e-9, atol=1e-11)
     # Negative control: Adam on the logit scale takes other steps.
@@ -99,7 +119,9 @@ def test_steps_are_those_of_a_parameter_tau(tau, clip):
         assert max(expected) == HIGH
 
 
-@pytest.mark.parametrize(("given", "expected"), [(7.2, math.log(1000)), (0.1, math.log(2)), (3.9, 3.9)])
+@pytest.mark.parametrize(
+    ("given", "expected"), [(7.2, math.log(1000)), (0.1, math.log(2)), (3.9, 3.9)]
+)
 def test_the_bounds_hold_and_a_skipped_step_moves_nothing(given, expected):
     model = start(0.02, torch.float32)
     with torch.no_grad():
@@ -159,7 +181,9 @@ def test_checkpoints_are_stock_and_resume_to_the_bit(tmp_path):
 
     optimizer = run(model, steps[:2], None)
     file = tmp_path / "epoch_1.pt"
-    torch.save({"epoch": 1, "state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    torch.save(
+        {"epoch": 1, "state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}, file
+    )
     resumed = start(0.5, torch.float32)
     args = argparse.Namespace(model="tiny", train_data="a=x", ablate=("temperature-parameter",))
     checkpoint = load_checkpoint(resumed, args, str(file))
@@ -170,17 +194,26 @@ def test_checkpoints_are_stock_and_resume_to_the_bit(tmp_path):
     resumed.load_state_dict(checkpoint["state_dict"])
     run(resumed, steps[2:], checkpoint["optimizer"])
     assert math.exp(-resumed.logit_scale.item()) == expected[-1]
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True)
+    )
 
     # The other parameter is refused, both ways, and also by a run of open_clip's own flags, whose namespace has none of ours.
     for other in (argparse.Namespace(**{**vars(args), "ablate": ()}),
                   argparse.Namespace(model="tiny", train_data="a=x")):  # fmt: skip
-        with pytest.raises(UserError, match="trained with --ablate temperature-parameter, and this run is without it"):
+        with pytest.raises(
+            UserError,
+            match="trained with --ablate temperature-parameter, and this run is without it",
+        ):
             load_checkpoint(resumed, other, str(file))
     plain = start(0.02, torch.float32)
     by_log = adamw(groups_of(plain))
     RecipeStep(plain, ContrastiveLoss(), by_log, precision="fp32").take(steps[0], 0)
     assert MARK not in by_log.param_groups[0]
-    torch.save({"epoch": 1, "state_dict": plain.state_dict(), "optimizer": by_log.state_dict()}, file)
-    with pytest.raises(UserError, match="trained without --ablate temperature-parameter, and this run is with it"):
+    torch.save(
+        {"epoch": 1, "state_dict": plain.state_dict(), "optimizer": by_log.state_dict()}, file
+    )
+    with pytest.raises(
+        UserError, match="trained without --ablate temperature-parameter, and this run is with it"
+    ):
         load_checkpoint(plain, args, str(file))

@@ -20,7 +20,16 @@ from open_clip_zerovl.recipe.step import RecipeStep
 from open_clip_zerovl.recipe.text_lengths import equal_token_sizes, sort_texts, text_padding
 from open_clip_zerovl.recipe.towers import freeze
 from support.dense_loss import DenseLoss
-from support.dga_reference import CONTEXT, VOCABULARY, batches, bert_clip, error, gradients, one_graph, vit
+from support.dga_reference import (
+    CONTEXT,
+    VOCABULARY,
+    batches,
+    bert_clip,
+    error,
+    gradients,
+    one_graph,
+    vit,
+)
 
 SIZES = [4, 5, 3]
 EXACT = 1e-12
@@ -30,7 +39,13 @@ SEED = 7
 def clip(custom_text: bool = True, **text) -> nn.Module:
     torch.manual_seed(0)
     kind = open_clip.CustomTextCLIP if custom_text else open_clip.CLIP
-    text_cfg = {"context_length": CONTEXT, "vocab_size": VOCABULARY, "width": 32, "heads": 2, "layers": 2} | text
+    text_cfg = {
+        "context_length": CONTEXT,
+        "vocab_size": VOCABULARY,
+        "width": 32,
+        "heads": 2,
+        "layers": 2,
+    } | text
     return kind(16, vit(), text_cfg, output_dict=True).double().train()
 
 
@@ -55,7 +70,9 @@ def sorted_and_cut(micro_batches, equal_tokens=False):
 
 
 def test_texts_are_sorted_and_cut():
-    first = torch.tensor([[1, 2, 9, 0, 0], [1, 2, 3, 4, 9], [1, 0, 2, 9, 0]])  # 0 is a token of open_clip's, too
+    first = torch.tensor(
+        [[1, 2, 9, 0, 0], [1, 2, 3, 4, 9], [1, 0, 2, 9, 0]]
+    )  # 0 is a token of open_clip's, too
     second = torch.tensor([[1, 9, 0, 0, 0], [0, 0, 0, 0, 0]])
     (short, long), order = sort_texts([first, second], 0)
     assert order.tolist() == [4, 3, 0, 2, 1]
@@ -94,13 +111,17 @@ def test_without_dropout_the_gradient_is_that_of_texts_as_they_came(kind, retain
     _, wanted = one_graph(model, ClipLoss(), micro_batches)
     short, order = sorted_and_cut(micro_batches, equal_tokens)
     assert short[0][1].shape[1] < CONTEXT and (len(short[0][1]) == SIZES[0]) is not equal_tokens
-    dga = DecoupledGradientAccumulation(model, ContrastiveLoss(chunk_size=5), retain=retain, check="always")
+    dga = DecoupledGradientAccumulation(
+        model, ContrastiveLoss(chunk_size=5), retain=retain, check="always"
+    )
     dga.backward(short, text_order=order)
     assert error(gradients(model), wanted) <= EXACT
     if equal_tokens:
         with pytest.raises(UserError, match="Micro-batch 0 must hold as many texts as images"):
             dga.backward(short)
-        with pytest.raises(UserError, match="The micro-batches together must hold .* numbers are 11 and 12"):
+        with pytest.raises(
+            UserError, match="The micro-batches together must hold .* numbers are 11 and 12"
+        ):
             dga.backward([*short[:-1], (short[-1][0], short[-1][1][:-1])], text_order=order)
         return
     dga.backward(short)
@@ -164,7 +185,12 @@ def test_two_texts_an_image_are_sorted_together(equal_tokens):
     ]
     _, wanted = one_graph(model, DenseLoss(), micro_batches, texts_per_image=2)
     step = RecipeStep(
-        model, ContrastiveLoss(), Keeping(model), precision="fp32", sort_text=True, equal_tokens=equal_tokens
+        model,
+        ContrastiveLoss(),
+        Keeping(model),
+        precision="fp32",
+        sort_text=True,
+        equal_tokens=equal_tokens,
     )
     step.take(micro_batches, 0)
     assert error(gradients(model), wanted) <= EXACT
@@ -204,7 +230,9 @@ def test_a_compiled_model_is_traced_for_all_lengths_at_once():
         return module.forward
 
     model = bert_clip()
-    dga = DecoupledGradientAccumulation(torch.compile(model, backend=backend), ContrastiveLoss(), check="always")
+    dga = DecoupledGradientAccumulation(
+        torch.compile(model, backend=backend), ContrastiveLoss(), check="always"
+    )
     counts = []
     for seed in range(4):
         short, order = sorted_and_cut(padded([4, 4, 4], seed=seed))
@@ -238,7 +266,9 @@ def test_a_causal_tower_takes_cut_texts(pooled):
     assert text_padding(clip(pool_type=pooled)) == 0
 
 
-@pytest.mark.parametrize("order", [torch.arange(7), torch.zeros(12, dtype=torch.long), torch.arange(12.0)], ids=str)
+@pytest.mark.parametrize(
+    "order", [torch.arange(7), torch.zeros(12, dtype=torch.long), torch.arange(12.0)], ids=str
+)
 def test_an_order_that_is_not_a_permutation_is_refused(order):
     model = bert_clip()
     with pytest.raises(UserError, match=r"text_order must hold each of 0..11 once"):

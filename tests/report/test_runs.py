@@ -27,12 +27,16 @@ def test_the_retrieval_chart_of_one_epoch_has_that_epoch_and_begins_at_zero(monk
     lines = [{"at": 3, "metrics": {"coco": {"rsum": 120.0}}}]
     (axes,) = charts.evaluation_picture(lines, {"coco": "red"}).axes
     assert list(axes.get_xticks()) == [3] and axes.get_ylim()[0] == 0 and axes.get_ylim()[1] > 120
-    (axes,) = charts.evaluation_picture([*lines, {"at": 5, "metrics": {"coco": {"rsum": 140.0}}}], {"coco": "red"}).axes
+    (axes,) = charts.evaluation_picture(
+        [*lines, {"at": 5, "metrics": {"coco": {"rsum": 140.0}}}], {"coco": "red"}
+    ).axes
     assert axes.get_ylim()[0] > 100
 
 
 def step(record: Record, at: float, loss: float | None = 1.0, **by_source: float) -> None:
-    record.add("step", at, loss=loss, by_source=by_source, lr=1e-3, samples_per_second=10.0, waited=0.1)
+    record.add(
+        "step", at, loss=loss, by_source=by_source, lr=1e-3, samples_per_second=10.0, waited=0.1
+    )
 
 
 def write_record(folder: Path, *, name: str = "a") -> None:
@@ -42,10 +46,15 @@ def write_record(folder: Path, *, name: str = "a") -> None:
                settings={"lr": "0.001", "train_data": "<script>"})  # fmt: skip
     for i in range(8):
         step(
-            record, (i + 1) / 4, 5.0 - i / 2 if i != 6 else float("nan"), **{name: 5.0 - i / 2} if i % 2 else {"b": 4.0}
+            record,
+            (i + 1) / 4,
+            5.0 - i / 2 if i != 6 else float("nan"),
+            **{name: 5.0 - i / 2} if i % 2 else {"b": 4.0},
         )
     for epoch, rsum in ((1, 300.0), (2, 250.0)):
-        recalls = {f"{way}_R@{k}": 0.5 for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)}
+        recalls = {
+            f"{way}_R@{k}": 0.5 for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)
+        }
         record.add("retrieval", epoch, metrics={"coco": {**recalls, "rsum": rsum}})
         record.add("lost", epoch, delivered={name: 40, "b": 20}, lost={name: {"no caption": 2}})
     record.add("end", 2.0, how="done", words="")
@@ -62,7 +71,11 @@ def test_what_lies_after_the_position_of_a_resume_is_taken_back(tmp_path):
     record = Record(tmp_path, 0 + 2 / 3)
     step(record, 1.0, loss=9.0)
     found = read_record(tmp_path)
-    assert [(line["at"], line["loss"]) for line in found["step"]] == [(1 / 3, 1.0), (2 / 3, 1.0), (1.0, 9.0)]
+    assert [(line["at"], line["loss"]) for line in found["step"]] == [
+        (1 / 3, 1.0),
+        (2 / 3, 1.0),
+        (1.0, 9.0),
+    ]
     assert not found["retrieval"] and not found["end"]
     assert len(record.path.read_text().splitlines()) == 3
 
@@ -78,7 +91,11 @@ def test_an_evaluation_that_is_made_again_counts_once(tmp_path):
 def test_the_page(tmp_path):
     write_record(tmp_path / "run", name="a & <b>")
     shown = RetrievedPicture(Image.new("RGB", (9, 9)), "coco", True)
-    write_examples(tmp_path / "run", 2, [RetrievalExample("a <i>cat</i>", "coco", PICTURE, {"": [shown]}, {"": 3})])
+    write_examples(
+        tmp_path / "run",
+        2,
+        [RetrievalExample("a <i>cat</i>", "coco", PICTURE, {"": [shown]}, {"": 3})],
+    )
     assert zerovl(["report", str(tmp_path / "run")]) == 0
     page = (tmp_path / "run" / "run.html").read_text()
     assert page.count('src="data:image/png;base64,') == 3  # loss, retrieval, course
@@ -97,7 +114,10 @@ def test_the_page(tmp_path):
     [
         (None, "has no record.jsonl: give the folder of a run"),
         ("", "does not say how the run began"),
-        ('not json\n{"kind": "step", "at": -1}\n[]\n{"kind": "else", "at": 1}\n', "does not say how the run began"),
+        (
+            'not json\n{"kind": "step", "at": -1}\n[]\n{"kind": "else", "at": 1}\n',
+            "does not say how the run began",
+        ),
     ],
 )
 def test_no_record(tmp_path, capsys, content, words):
@@ -140,7 +160,9 @@ def test_a_line_with_values_of_other_types_is_left_out_with_a_sentence(tmp_path,
 
 def test_an_evaluation_without_some_of_its_numbers_has_a_page(tmp_path):
     write_record(tmp_path)
-    Record(tmp_path, 3.0).add("retrieval", 3, metrics={"coco": {"rsum": 310.0, "rsum_chance_upper": 400.0}, "own": {}})
+    Record(tmp_path, 3.0).add(
+        "retrieval", 3, metrics={"coco": {"rsum": 310.0, "rsum_chance_upper": 400.0}, "own": {}}
+    )
     assert "<td>310.0</td>" in write_run_page(tmp_path).read_text()
 
 
@@ -180,13 +202,27 @@ def test_a_missing_matplotlib_is_named(tmp_path, monkeypatch):
 
 def test_chance_stands_on_the_page_of_a_run_that_learned_nothing(tmp_path, monkeypatch):
     record = Record(tmp_path, 0.0)
-    record.add("start", 0.0, model="tiny", epochs=1, sources={"shop": 40, "web": 20}, settings={}, loss_at_chance=2.77)
+    record.add(
+        "start",
+        0.0,
+        model="tiny",
+        epochs=1,
+        sources={"shop": 40, "web": 20},
+        settings={},
+        loss_at_chance=2.77,
+    )
     step(record, 0.5, 2.78, shop=2.78)  # a single logged step
     metrics = {"rsum": 90.0, "rsum_chance": 80.0, "rsum_chance_upper": 130.0, "rsum_best": 90.0}
-    record.add("retrieval", 1, metrics={"shop": metrics | {f"{way}_R@{k}": 0.1 for way in WAYS for k in (1, 5, 10)}})
+    record.add(
+        "retrieval",
+        1,
+        metrics={"shop": metrics | {f"{way}_R@{k}": 0.1 for way in WAYS for k in (1, 5, 10)}},
+    )
     record.add("end", 1.0, how="done", words="")
     page = write_run_page(tmp_path).read_text()
-    assert "shop: RSUM 90.0 is not above chance (a random order has 80.0, and reaches 130.0)." in page
+    assert (
+        "shop: RSUM 90.0 is not above chance (a random order has 80.0, and reaches 130.0)." in page
+    )
     assert "RSUM can reach 90 of 600 at best" in page and "<td>80.0</td>" in page
     assert "The loss ends at 2.780; a model that cannot tell pairs apart has 2.770." in page
     monkeypatch.setattr(plot, "png_bytes", lambda figure: figure)
@@ -194,7 +230,12 @@ def test_chance_stands_on_the_page_of_a_run_that_learned_nothing(tmp_path, monke
     (loss,) = charts.loss_picture(steps, colours, 2.77).axes
     (retrieval,) = charts.evaluation_picture(read_record(tmp_path)["retrieval"], colours).axes
     marked = [line.get_color() for line in loss.lines if line.get_marker() == "o"]
-    assert marked == ["#332288", plot.INK]  # what matplotlib would not draw; the source's colour is that of its set
+    assert marked == [
+        "#332288",
+        plot.INK,
+    ]  # what matplotlib would not draw; the source's colour is that of its set
     assert retrieval.lines[0].get_color() == "#332288"
-    assert [text.get_text() for text in loss.texts] == ["chance 2.77"] and "not from 0" in loss.get_ylabel()
+    assert [text.get_text() for text in loss.texts] == [
+        "chance 2.77"
+    ] and "not from 0" in loss.get_ylabel()
     assert [text.get_text() for text in retrieval.texts] == ["shop: chance 80.0"]

@@ -20,7 +20,15 @@ from scripts import demo
 from scripts.ablation import measuring, protocol, report, rows, run, sources
 from scripts.ablation.jobs import Ablation, Job
 from scripts.ablation.measuring import Ended, Measurements, thinned, unseen_pools
-from scripts.ablation.protocol import ALL_UNSEEN, CONDITIONS, MINIATURES, PILOT_SEEDS, QUICK, TABLES, read_choices
+from scripts.ablation.protocol import (
+    ALL_UNSEEN,
+    CONDITIONS,
+    MINIATURES,
+    PILOT_SEEDS,
+    QUICK,
+    TABLES,
+    read_choices,
+)
 from scripts.ablation.raw_probe import probe_mixture
 from scripts.ablation.run import Processes
 from scripts.drawn import training as drawn_training
@@ -40,31 +48,52 @@ def test_flags_replace_those_of_the_same_name_and_keep_the_rest(tmp_path):
         return drawn_flags(tmp_path, sampling="random", epochs=2, seed=0, more=more)
 
     base, more = flags(), ["--aug-cfg", "scale=(0.6,1.0)", "--coin-flip-mixup", "--lr=2e-3"]
-    changed = {**flag_values(base), "--aug-cfg": ["scale=(0.6,1.0)"], "--coin-flip-mixup": [], "--lr": ["2e-3"]}
+    changed = {
+        **flag_values(base),
+        "--aug-cfg": ["scale=(0.6,1.0)"],
+        "--coin-flip-mixup": [],
+        "--lr": ["2e-3"],
+    }
     assert flag_values(flags(*more)) == changed and flags(*more)[-2:] == ["--lr", "2e-3"]
-    assert len(flags(*more)) == len(set(flag_values(flags(*more)))) + sum(map(len, changed.values()))
+    assert len(flags(*more)) == len(set(flag_values(flags(*more)))) + sum(
+        map(len, changed.values())
+    )
     assert "--warmup-share" not in flags("--warmup", "5")
     # A flag that may come twice comes twice.
-    assert flags("--freeze", "text", "--freeze", "image")[-4:] == ["--freeze", "text", "--freeze", "image"]
+    assert flags("--freeze", "text", "--freeze", "image")[-4:] == [
+        "--freeze",
+        "text",
+        "--freeze",
+        "image",
+    ]
     with pytest.raises(UserError, match="begin with --.*'0.2'"):
         flags("0.2")
 
 
 def test_the_demo_takes_training_flags_but_not_those_that_it_compares():
-    settings = demo.Settings(Path("data"), Path("out"), 3, 7, "val", ("--lr", "5e-4", "--epochs", "5"))
+    settings = demo.Settings(
+        Path("data"), Path("out"), 3, 7, "val", ("--lr", "5e-4", "--epochs", "5")
+    )
     demo.check_flags(settings.flags)
     for own in ("--sampling", "--train-data=x", "--name"):
         with pytest.raises(UserError, match=r"the demo sets --\S+ itself: .*; leave it out"):
             demo.check_flags(["--coin-flip-mixup", own, "x"])
     flags = flag_values(settings.run_of("random").flags)
-    assert [flags[f"--{name}"] for name in ("lr", "epochs", "seed", "sampling")] == [["5e-4"], ["5"], ["7"], ["random"]]
+    assert [flags[f"--{name}"] for name in ("lr", "epochs", "seed", "sampling")] == [
+        ["5e-4"],
+        ["5"],
+        ["7"],
+        ["random"],
+    ]
 
 
 @pytest.mark.parametrize(("scores", "at_chance"), [((19.2, 18.4), True), ((19.0, 33.0), False)])
 def test_the_demo_says_when_both_models_are_at_chance(scores, at_chance):
     sides = {name: {"value": score} for name, score in zip(demo.SAMPLINGS, scores, strict=True)}
     words = demo.judgement({"measures": {"within": {"sides": sides}}}, 2)
-    sentence = "At chance: RSUM within a source is 19 (random) and 18 (debiased), a random order has 16."
+    sentence = (
+        "At chance: RSUM within a source is 19 (random) and 18 (debiased), a random order has 16."
+    )
     assert (sentence in words) == ("At chance" in words) == at_chance
 
 
@@ -99,7 +128,10 @@ def test_a_training_log_of_open_clip_is_read_and_thinned_by_means(tmp_path):
     with pytest.raises(UserError, match="no step was logged"):
         read_loss_curve(tmp_path / "absent.log")
     straight = [(64 * i, float(i)) for i in range(1, 11)]
-    assert thinned(straight, 5) == [(64 * i, i - 0.5) for i in (2, 4, 6, 8, 10)] and thinned(straight) == straight
+    assert (
+        thinned(straight, 5) == [(64 * i, i - 0.5) for i in (2, 4, 6, 8, 10)]
+        and thinned(straight) == straight
+    )
 
 
 def test_the_log_format_is_the_one_that_open_clip_writes():
@@ -108,14 +140,18 @@ def test_the_log_format_is_the_one_that_open_clip_writes():
     source = Path(train.__file__).read_text(encoding="utf-8")
     assert 'f"Train Epoch: {epoch} [{num_samples:>{sample_digits}}/{samples_per_epoch} ' in source
     # 3.3: "{loss_name.capitalize()}: {loss_m.val:#.5g} ({loss_m.avg:#.5g})"; 4 breaks the same line after the value
-    assert re.search(r'\{(loss_)?name\.capitalize\(\)\}: \{(loss_)?m\.val:#\.5g\} ("\s+f")?\(\{', source)
+    assert re.search(
+        r'\{(loss_)?name\.capitalize\(\)\}: \{(loss_)?m\.val:#\.5g\} ("\s+f")?\(\{', source
+    )
 
 
 # --- the protocol ----------------------------------------------------------------------------------------------------
 
 
 def ablation_in(folder: Path, choices=QUICK, split: str = "test", out: str = "out") -> Ablation:
-    return Ablation({name: folder / "data" / name for name in MINIATURES}, folder / out, choices, split)
+    return Ablation(
+        {name: folder / "data" / name for name in MINIATURES}, folder / out, choices, split
+    )
 
 
 @pytest.mark.parametrize("name", CONDITIONS)
@@ -125,14 +161,22 @@ def test_open_clips_parser_takes_every_condition(name, tmp_path):
     args, config = parse([*training.flags, "--logs", "x", "--name", "y"])
     condition = CONDITIONS[name]
     # Nothing differs from the demo's flags but the flags that the condition names.
-    assert args.epochs == condition.run_epochs(QUICK) and args.seed == 1 and config.sampling == condition.sampling
+    assert (
+        args.epochs == condition.run_epochs(QUICK)
+        and args.seed == 1
+        and config.sampling == condition.sampling
+    )
     data = tmp_path / "data" / condition.miniature
-    plain = drawn_flags(data, sampling=condition.sampling, epochs=args.epochs, seed=1, sources=job.trained)
+    plain = drawn_flags(
+        data, sampling=condition.sampling, epochs=args.epochs, seed=1, sources=job.trained
+    )
     flags = condition.run_flags(QUICK)
     named = {*flag_values(flags), "--init-from", "--save-frequency"}
     named |= {"--train-data"} if condition.kind != "plain" else set()
     named |= {"--teacher"} if condition.teacher else set()
-    ours, theirs = ([group for group in grouped(f) if group[0] not in named] for f in (training.flags, plain))
+    ours, theirs = (
+        [group for group in grouped(f) if group[0] not in named] for f in (training.flags, plain)
+    )
     assert ours == theirs and not any("{" in flag for flag in training.flags)
     assert ("--init-from" in training.flags) == (condition.init_from is not None)
 
@@ -151,29 +195,48 @@ def test_a_run_is_scored_in_the_source_that_it_does_not_see():
 
 def test_the_tables_name_conditions_that_are_there_and_use_all():
     used = {name for table in TABLES for name in table.conditions}
-    assert set(CONDITIONS) - used == {needs for one in CONDITIONS.values() for needs in one.needs} - used
+    assert (
+        set(CONDITIONS) - used
+        == {needs for one in CONDITIONS.values() for needs in one.needs} - used
+    )
     assert all(needs in CONDITIONS for one in CONDITIONS.values() for needs in one.needs)
     for one in (one for table in TABLES for one in table.comparisons):
         assert {one.run, one.against} <= set(CONDITIONS)
         if one.paper and one.claim != "same":  # the claim is that of the paper's own numbers
-            assert {(a > b) == (one.claim == "higher") for a, b in zip(*one.paper, strict=True)} == {True}
+            assert {
+                (a > b) == (one.claim == "higher") for a, b in zip(*one.paper, strict=True)
+            } == {True}
         # Two conditions that are compared are scored by the same number, on the same source.
         pair = [Job(3, name) for name in (one.run, one.against)]
-        assert len({(job.condition.score, job.unseen, job.condition.miniature) for job in pair}) == 1
+        assert (
+            len({(job.condition.score, job.unseen, job.condition.miniature) for job in pair}) == 1
+        )
 
 
 def test_each_arm_of_the_stack_adds_a_method_to_the_one_before_and_has_the_same_grid():
     arms = [name for name in CONDITIONS if name.startswith("stack-")]
     rates = [next(iter(CONDITIONS[name].choices - {"long-epochs"})) for name in arms]
     assert len(set(rates)) == len(arms) == 5
-    assert all(protocol.CHOICES[rate].conditions == [name] for rate, name in zip(rates, arms, strict=True))
-    choices = [dataclasses.replace(protocol.CHOICES[rate], what="", conditions=()) for rate in rates]
+    assert all(
+        protocol.CHOICES[rate].conditions == [name] for rate, name in zip(rates, arms, strict=True)
+    )
+    choices = [
+        dataclasses.replace(protocol.CHOICES[rate], what="", conditions=()) for rate in rates
+    ]
     assert choices == choices[:1] * 5
     flags = [
-        {"--sampling": CONDITIONS[name].sampling, **flag_values(CONDITIONS[name].run_flags(QUICK))} for name in arms
+        {"--sampling": CONDITIONS[name].sampling, **flag_values(CONDITIONS[name].run_flags(QUICK))}
+        for name in arms
     ]
-    added = [{key for key in new if new[key] != old.get(key)} for old, new in itertools.pairwise(flags)]
-    assert added == [{"--dga-steps", "--log-every-n-steps"}, {"--sampling"}, {"--coin-flip-mixup"}, {"--token-drop"}]
+    added = [
+        {key for key in new if new[key] != old.get(key)} for old, new in itertools.pairwise(flags)
+    ]
+    assert added == [
+        {"--dga-steps", "--log-every-n-steps"},
+        {"--sampling"},
+        {"--coin-flip-mixup"},
+        {"--token-drop"},
+    ]
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
@@ -193,7 +256,9 @@ class Recorder:
         run = self.which.training_run(ended.job)
         assert run.checkpoint.is_file()
         # More epochs score higher, up to a point; of learning rates, the middle one.
-        score = min(100.0, 10.0 * ended.job.condition.run_epochs(self.which.choices)) + 5 * ("1e-3" in run.flags)
+        score = min(100.0, 10.0 * ended.job.condition.run_epochs(self.which.choices)) + 5 * (
+            "1e-3" in run.flags
+        )
         rsum = {"unseen": score, ALL_UNSEEN: score, "across": None}
         record = {**self.which.asked(ended.job), "rsum": rsum, "score": score}
         self.which.record_file(ended.job).write_text(json.dumps(record))
@@ -236,11 +301,18 @@ def test_runs_come_seed_by_seed_behind_their_bases_and_are_kept(quick):
     # Measured runs are kept, and their checkpoints are gone once nothing needs them.
     assert quick.plan([0, 1], names) == []
     assert not list((quick.out / "runs" / "auxiliary-seed0").rglob("*.pt"))
-    assert list((quick.out / "runs" / "start-seed0").rglob("*.pt"))  # `go-on-random` is still to come
+    assert list(
+        (quick.out / "runs" / "start-seed0").rglob("*.pt")
+    )  # `go-on-random` is still to come
 
     # Other choices, or a base of other flags, begin again; and the base is trained again, since its checkpoint is gone.
     longer = Ablation(quick.data, quick.out, {**QUICK, "epochs": "3"})
-    assert [job.name for job in longer.plan([0], names)] == ["debiased", "mixed-bert", "auxiliary", "clusters"]
+    assert [job.name for job in longer.plan([0], names)] == [
+        "debiased",
+        "mixed-bert",
+        "auxiliary",
+        "clusters",
+    ]
     record = json.loads(quick.record_file(Job(0, "auxiliary")).read_text())
     changed = {**record, "built_on": {"mixed-bert": ["--lr", "5"]}}
     quick.record_file(Job(0, "auxiliary")).write_text(json.dumps(changed))
@@ -273,11 +345,23 @@ def test_pilots_choose_on_validation_one_after_the_other(quick, monkeypatch, tmp
     monkeypatch.setattr(run, "CHOICES_FILE", file)
     run.choose(quick.data, tmp_path / "pilots", 2)
     rates = {name: "1e-3" for name in protocol.CHOICES if name.startswith("lr-")}
-    assert read_choices(file) == {**protocol.FIXED, **rates, "long-epochs": "20", "clusters": "image-4"}
+    assert read_choices(file) == {
+        **protocol.FIXED,
+        **rates,
+        "long-epochs": "20",
+        "clusters": "image-4",
+    }
     # 40 epochs gained nothing over 20, so that nobody waits for 80.
-    assert {folder.name for folder in (tmp_path / "pilots").glob("long-*")} == {"long-epochs=20", "long-epochs=40"}
-    records = [json.loads(one.read_text()) for one in (tmp_path / "pilots" / "lr-16=5e-4").glob("*.json")]
-    assert {(record["seed"], record["split"]) for record in records} == {(seed, "val") for seed in PILOT_SEEDS}
+    assert {folder.name for folder in (tmp_path / "pilots").glob("long-*")} == {
+        "long-epochs=20",
+        "long-epochs=40",
+    }
+    records = [
+        json.loads(one.read_text()) for one in (tmp_path / "pilots" / "lr-16=5e-4").glob("*.json")
+    ]
+    assert {(record["seed"], record["split"]) for record in records} == {
+        (seed, "val") for seed in PILOT_SEEDS
+    }
     assert {flag_values(record["flags"])["--epochs"][0] for record in records} == {"16"}
     before = len(list((tmp_path / "pilots").rglob("*.json")))
     Recorder.seen = []
@@ -289,27 +373,43 @@ def test_pilots_choose_on_validation_one_after_the_other(quick, monkeypatch, tmp
     assert "clusters" not in read_choices(file)
     run.choose(quick.data, tmp_path / "elsewhere", 2)
     assert json.loads(file.read_text()) == found
-    assert {folder.name.partition("=")[0] for folder in (tmp_path / "elsewhere").iterdir()} == {"clusters"}
+    assert {folder.name.partition("=")[0] for folder in (tmp_path / "elsewhere").iterdir()} == {
+        "clusters"
+    }
     # A grid that has become longer is gone through again, for the values that have no pilot yet.
     grid = ("1e-4", *protocol.CHOICES["lr-256"].grid)
-    longer = dataclasses.replace(protocol.CHOICES["lr-256"], grid=grid, seeds=[102], during={"epochs": "7"})
+    longer = dataclasses.replace(
+        protocol.CHOICES["lr-256"], grid=grid, seeds=[102], during={"epochs": "7"}
+    )
     monkeypatch.setitem(protocol.CHOICES, "lr-256", longer)
     Recorder.seen = []
     run.choose(quick.data, tmp_path / "pilots", 2)
-    (record,) = (json.loads(one.read_text()) for one in (tmp_path / "pilots" / "lr-256=1e-4").glob("*.json"))
+    (record,) = (
+        json.loads(one.read_text()) for one in (tmp_path / "pilots" / "lr-256=1e-4").glob("*.json")
+    )
     assert len(Recorder.seen) == 1
     assert (record["seed"], flag_values(record["flags"])["--epochs"]) == (102, ["7"])
     assert "1e-4" in json.loads(file.read_text())["lr-256"]["scores"]
 
 
-def test_before_the_pilots_only_conditions_without_choices_are_run(quick, monkeypatch, tmp_path, capsys):
+def test_before_the_pilots_only_conditions_without_choices_are_run(
+    quick, monkeypatch, tmp_path, capsys
+):
     assert read_choices(tmp_path / "choices.json") == protocol.FIXED
     free = {name for name, one in CONDITIONS.items() if one.choices <= set(protocol.FIXED)}
     assert {"random", "debiased", "icons-weight-0", "auxiliary"} <= free
     assert not free & {"batch-16", "clusters", "mixup", "student-half"}  # the last by its teacher
     monkeypatch.setattr(run, "read_choices", lambda: protocol.FIXED)
-    assert run.main(["--only", "random,student-half", "--data", str(tmp_path), "--out", str(tmp_path / "o")]) == 2
-    assert "1 conditions (student-half ...) depend on settings that pilots choose" in capsys.readouterr().err
+    assert (
+        run.main(
+            ["--only", "random,student-half", "--data", str(tmp_path), "--out", str(tmp_path / "o")]
+        )
+        == 2
+    )
+    assert (
+        "1 conditions (student-half ...) depend on settings that pilots choose"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "o").exists()
     before = Ablation(quick.data, quick.out, protocol.FIXED)
     assert run.run_all(before, before.plan([0], ["debiased", "start"]), 1) == {}
@@ -328,7 +428,9 @@ def test_finished_runs_of_another_machine_are_taken_over(quick, tmp_path):
     here = ablation_in(tmp_path, out="elsewhere")
     assert here.take_over(runs) == 2 and here.plan([0], ["debiased", "random"]) == []
     assert here.take_over(runs) == 0 == here.take_over(tmp_path / "none.json")
-    assert ablation_in(tmp_path, {**QUICK, "epochs": "3"}, out="other settings").take_over(runs) == 0
+    assert (
+        ablation_in(tmp_path, {**QUICK, "epochs": "3"}, out="other settings").take_over(runs) == 0
+    )
 
     def taken(record: dict, **choices: str) -> int:
         runs.write_text(json.dumps([record]))
@@ -337,7 +439,10 @@ def test_finished_runs_of_another_machine_are_taken_over(quick, tmp_path):
 
     # A setting that became a choice after the run: its flags give the value, then among the flags that all runs share.
     older = quick.asked(Job(0, "gather"))
-    assert older["choices"].pop("lr-64") == "1e-3" == older["flags"].pop() and older["flags"].pop() == "--lr"
+    assert (
+        older["choices"].pop("lr-64") == "1e-3" == older["flags"].pop()
+        and older["flags"].pop() == "--lr"
+    )
     older["flags"] = ["--lr", "1e-3", *older["flags"]]
     assert taken(older) == 1 and taken(older, **{"lr-64": "2e-3"}) == 0
     assert taken({**older, "choices": {**older["choices"], "lr-64": "2e-3"}}) == 0
@@ -384,8 +489,17 @@ def tiny_emoji(out: Path, *, pairs: int, held_out: int = 12, sources=tuple(EMOJI
         Image.fromarray(rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(png)
         caption = " ".join(rng.permutation(words)[: 1 + number % 10])
         group = f"g{number % 7}"
-        facts = {"concept": f"c{number}", "source": source, "group": group, "held_out": "test" if held else None}
-        files = {"png": png.read_bytes(), "txt": caption.encode(), "json": json.dumps(facts).encode()}
+        facts = {
+            "concept": f"c{number}",
+            "source": source,
+            "group": group,
+            "held_out": "test" if held else None,
+        }
+        files = {
+            "png": png.read_bytes(),
+            "txt": caption.encode(),
+            "json": json.dumps(facts).encode(),
+        }
         return Sample(f"{source}-c{number}", files)
 
     out.mkdir(parents=True)
@@ -406,24 +520,40 @@ def test_the_longer_captions_get_the_frame_and_the_swap_exchanges_it(tmp_path):
     data = tiny_emoji(tmp_path / "data", pairs=40)
     sources.write_contexts(data, tmp_path / "contexts")
     halves = {context: read(tmp_path / "contexts" / context) for context in sources.CONTEXTS}
-    lengths = {context: [len(pair.files["txt"].split()) for pair in half] for context, half in halves.items()}
-    assert len(halves["long"]) == len(halves["short"]) == 20 and min(lengths["long"]) >= max(lengths["short"])
+    lengths = {
+        context: [len(pair.files["txt"].split()) for pair in half]
+        for context, half in halves.items()
+    }
+    assert len(halves["long"]) == len(halves["short"]) == 20 and min(lengths["long"]) >= max(
+        lengths["short"]
+    )
 
     grey = Image.new("RGB", (16, 16), "grey")
-    samples = [DrawnSample(grey, " ".join(["a"] * n), str(n), "twemoji", "g", n < 9) for n in range(1, 11)]
+    samples = [
+        DrawnSample(grey, " ".join(["a"] * n), str(n), "twemoji", "g", n < 9) for n in range(1, 11)
+    ]
     pairs = measuring.ContextPairs.of(samples, tmp_path / "contexts")
     red = context_bias.RED
     for context, frame, other in (("long", True, False), ("short", False, True)):
-        assert pairs.own[context] and all((s.image.getpixel((0, 0)) == red) == frame for s in pairs.own[context])
+        assert pairs.own[context] and all(
+            (s.image.getpixel((0, 0)) == red) == frame for s in pairs.own[context]
+        )
         assert all((s.image.getpixel((0, 0)) == red) == other for s in pairs.other[context])
         assert [s.caption for s in pairs.own[context]] == [s.caption for s in pairs.other[context]]
-    assert sum(map(len, pairs.own.values())) == len(pairs.plain) == 8  # pairs that are not held out are left out
-    assert all(sample.image.getpixel((0, 0)) != red for sample in pairs.plain) and grey.getpixel((0, 0)) != red
+    assert (
+        sum(map(len, pairs.own.values())) == len(pairs.plain) == 8
+    )  # pairs that are not held out are left out
+    assert (
+        all(sample.image.getpixel((0, 0)) != red for sample in pairs.plain)
+        and grey.getpixel((0, 0)) != red
+    )
 
 
 def test_every_second_caption_becomes_the_name_of_its_group(tmp_path):
     data = tiny_emoji(tmp_path / "data", pairs=10, sources=("noto", "fluent"))
-    sources.write_groups(data, {source: tmp_path / "groups" / source for source in ("noto", "fluent")})
+    sources.write_groups(
+        data, {source: tmp_path / "groups" / source for source in ("noto", "fluent")}
+    )
     for source in ("noto", "fluent"):
         before, after = read(data / source), read(tmp_path / "groups" / source)
         assert [pair.key for pair in after] == [pair.key for pair in before]
@@ -431,7 +561,9 @@ def test_every_second_caption_becomes_the_name_of_its_group(tmp_path):
         captions = {pair.key: pair.files["txt"].decode() for pair in after}
         groups = {pair.key: json.loads(pair.files["json"])["group"] for pair in after}
         assert [captions[key] == groups[key] for key in sorted(captions)] == [True, False] * 5
-        assert all(captions[pair.key] in (groups[pair.key], pair.files["txt"].decode()) for pair in before)
+        assert all(
+            captions[pair.key] in (groups[pair.key], pair.files["txt"].decode()) for pair in before
+        )
     with pytest.raises(UserError, match="holds no shards"):
         sources.write_groups(data, {"mdi": tmp_path / "others"})
 
@@ -444,12 +576,16 @@ def test_mixtures_have_the_declared_construction(tmp_path):
         out = {part: tmp_path / kind / part for part in parts}
         for _ in range(2):  # a second call keeps them
             sources.write_mixture(data, kind, names, out)
-        return [[json.loads(pair.files["json"]) for pair in read(folder)] for folder in out.values()]
+        return [
+            [json.loads(pair.files["json"]) for pair in read(folder)] for folder in out.values()
+        ]
 
     apart = made("apart", names)
     concepts = [{fact["concept"] for fact in facts} for facts in apart]
     assert [{fact["source"] for fact in facts} for facts in apart] == [{name} for name in names]
-    assert sum(map(len, concepts)) == len(set.union(*concepts)) == 72 and min(map(len, concepts)) > 12
+    assert (
+        sum(map(len, concepts)) == len(set.union(*concepts)) == 72 and min(map(len, concepts)) > 12
+    )
     alike = made("alike", ["part-0", "part-1", "part-2"])
     groups = [{fact["group"] for fact in facts} for facts in alike]
     assert sum(map(len, alike)) == 72 and sum(map(len, groups)) == len(set.union(*groups)) == 7
@@ -480,13 +616,19 @@ def test_the_raw_probe_finds_a_style_and_no_difference_where_there_is_none():
 
 def test_an_unseen_source_is_scored_on_all_its_pairs(tmp_path):
     data = tiny_emoji(tmp_path / "data", pairs=500)
-    test = Measurements(Ablation({"emoji": data}, tmp_path / "out", QUICK)).samples("emoji")["fluent"]
+    test = Measurements(Ablation({"emoji": data}, tmp_path / "out", QUICK)).samples("emoji")[
+        "fluent"
+    ]
     pools = unseen_pools(data, "fluent", test)
     pairs = [sample for pool in pools for sample in pool]
     assert [len(pool) for pool in pools] == [200, 200]  # of 500 training and 12 test pairs
-    assert {sample.source for sample in pairs} == {"fluent"} and len({sample.concept for sample in pairs}) == 400
+    assert {sample.source for sample in pairs} == {"fluent"} and len(
+        {sample.concept for sample in pairs}
+    ) == 400
     held_out = {sample.concept for sample in test if sample.held_out}
-    assert held_out & {sample.concept for sample in pairs} and all(sample.held_out for sample in pairs)
+    assert held_out & {sample.concept for sample in pairs} and all(
+        sample.held_out for sample in pairs
+    )
     again = [sample for pool in unseen_pools(data, "fluent", test) for sample in pool]
     assert [sample.concept for sample in pairs] == [sample.concept for sample in again]
 
@@ -495,7 +637,15 @@ def test_an_unseen_source_is_scored_on_all_its_pairs(tmp_path):
 def test_real_runs_are_trained_measured_and_reported(tmp_path):
     real = ablation_in(tmp_path, {**QUICK, "epochs": "1"})
     tiny_emoji(real.data["emoji"], pairs=200)
-    names = ["contexts-debiased", "gather", "clusters", "auxiliary", "student-half", "repeated", "repeated-positives"]
+    names = [
+        "contexts-debiased",
+        "gather",
+        "clusters",
+        "auxiliary",
+        "student-half",
+        "repeated",
+        "repeated-positives",
+    ]
     assert run.run_all(real, real.plan([0], names), 2) == {}
     records = rows.read_records(real.out)
     for name in names:
@@ -508,7 +658,10 @@ def test_real_runs_are_trained_measured_and_reported(tmp_path):
     assert records["contexts-debiased"][0]["probe_chance"] == 0.5
     assert 0 <= records["clusters"][0]["shared_information"] <= 1
     assert len(records["auxiliary"][0]["score_by_epoch"]) == 1
-    assert "noto=" not in " ".join(records["gather"][0]["flags"]) and records["gather"][0]["unseen"] == "noto"
+    assert (
+        "noto=" not in " ".join(records["gather"][0]["flags"])
+        and records["gather"][0]["unseen"] == "noto"
+    )
     assert real.plan([0], names) == []
     report.write_rows(records, tmp_path / "rows")
     assert "too few seeds" in (tmp_path / "rows" / "rows.csv").read_text()

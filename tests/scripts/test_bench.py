@@ -27,13 +27,20 @@ def rows(tmp_path_factory):
     argv += f" --error-steps {STEPS} --error-batch 2 --out {out}"
     step.main(argv.split())
     results = json.loads(out.read_text())
-    return {(row["steps"], row["way"]): row for row in results["rows"]}, out.with_suffix(".md").read_text()
+    return {(row["steps"], row["way"]): row for row in results["rows"]}, out.with_suffix(
+        ".md"
+    ).read_text()
 
 
 def test_every_way_has_a_row(rows):
     found, markdown = rows
     alone = {"plain micro-batches", "their forward passes alone", "one graph", "ours, retain 1"}
-    several = {"open_clip --accum-freq", "two-pass (GradCache)", "ours, retain 2", "ours, retain auto"}
+    several = {
+        "open_clip --accum-freq",
+        "two-pass (GradCache)",
+        "ours, retain 2",
+        "ours, retain auto",
+    }
     several |= {"ours, retain 1, texts sorted"}
     assert found.keys() == {(1, way) for way in alone} | {(STEPS, way) for way in alone | several}
     assert all(way in markdown for way in alone | several)
@@ -55,13 +62,18 @@ def test_passes_and_flops_are_the_ideal(rows, way, forwards):
     assert row["forwards_per_sample"] == pytest.approx(forwards)
     assert row["backwards_per_sample"] == 1
     assert row["ideal"] == pytest.approx((forwards + 2) / 3)
-    assert row["flops"] == pytest.approx(row["flops_due"], rel=0.02)  # beside the towers' the loss' own products
+    assert row["flops"] == pytest.approx(
+        row["flops_due"], rel=0.02
+    )  # beside the towers' the loss' own products
     assert row["time"] > 0
 
 
 def test_sorted_texts_take_fewer_flops_and_auto_keeps_graphs(rows):
     found, _ = rows
-    assert found[STEPS, "ours, retain 1, texts sorted"]["flops"] < 0.99 * found[STEPS, "ours, retain 1"]["flops"]
+    assert (
+        found[STEPS, "ours, retain 1, texts sorted"]["flops"]
+        < 0.99 * found[STEPS, "ours, retain 1"]["flops"]
+    )
     assert found[STEPS, "ours, retain auto"]["retained"] == STEPS
 
 
@@ -79,7 +91,9 @@ def test_memory_and_errors_tell_the_ways_apart(rows):
 
 def test_loss_alone_stays_lean(tmp_path):
     out = tmp_path / "loss.json"
-    loss.main(["--device", "cpu", "--pairs", "512", "--width", "8", "--chunk", "16", "--out", str(out)])
+    loss.main(
+        ["--device", "cpu", "--pairs", "512", "--width", "8", "--chunk", "16", "--out", str(out)]
+    )
     ours, theirs = json.loads(out.read_text())["loss"]
     assert ours["logit_scale_gradient"] == pytest.approx(theirs["logit_scale_gradient"], rel=1e-4)
     assert ours["peak_mib"] < 0.25 < 4 < theirs["peak_mib"]  # a logit matrix takes 1 MiB

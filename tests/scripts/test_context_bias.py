@@ -17,18 +17,26 @@ def source(folder, captions: list[str], per_shard: int = 4):
     for first in range(0, len(captions), per_shard):
         members = []
         for number, caption in enumerate(captions[first : first + per_shard], start=first):
-            members += [(f"{number:03d}.png", png((0, 0, 200), 40)), (f"{number:03d}.txt", caption.encode())]
+            members += [
+                (f"{number:03d}.png", png((0, 0, 200), 40)),
+                (f"{number:03d}.txt", caption.encode()),
+            ]
         write_tar(folder / f"{first // per_shard:05d}.tar", members)
     return folder
 
 
 def halves_of(out):
     shards = {name: sorted((out / f"cc3m-{name}").glob("*.tar")) for name in ("long", "short")}
-    return {name: [sample for shard in found for sample in read_samples(shard)] for name, found in shards.items()}
+    return {
+        name: [sample for shard in found for sample in read_samples(shard)]
+        for name, found in shards.items()
+    }
 
 
 def test_longer_captions_get_the_frame_and_every_pair_is_in_one_half(tmp_path, monkeypatch):
-    captions = [" ".join(["word"] * (1 + number % 5)) for number in range(20)]  # one to five words, four of each
+    captions = [
+        " ".join(["word"] * (1 + number % 5)) for number in range(20)
+    ]  # one to five words, four of each
     cc3m = source(tmp_path / "cc3m", captions)
     broken = [
         ("900.png", b"no picture"),
@@ -50,7 +58,12 @@ def test_longer_captions_get_the_frame_and_every_pair_is_in_one_half(tmp_path, m
         write_halves(cc3m, tmp_path, progress=False)
     monkeypatch.setattr(context_bias, "write_shard", real)
     done = write_halves(cc3m, tmp_path, progress=False)
-    assert done == {"long": 8, "short": 12, "bad": 1, "long_from": 4}  # 21 captions: 8 and the broken one, or 12 and it
+    assert done == {
+        "long": 8,
+        "short": 12,
+        "bad": 1,
+        "long_from": 4,
+    }  # 21 captions: 8 and the broken one, or 12 and it
     halves = halves_of(tmp_path)
     assert sorted(sample.key for half in halves.values() for sample in half) == [
         f"{number:03d}" for number in range(20)
@@ -58,7 +71,9 @@ def test_longer_captions_get_the_frame_and_every_pair_is_in_one_half(tmp_path, m
     for name, half in halves.items():
         for sample in half:
             assert (len(sample.files["txt"].split()) >= 4) == (name == "long")
-            picture = Image.open(io.BytesIO(sample.files["jpg" if name == "long" else "png"])).convert("RGB")
+            picture = Image.open(
+                io.BytesIO(sample.files["jpg" if name == "long" else "png"])
+            ).convert("RGB")
             red, _, blue = picture.getpixel((0, 20))
             assert (red > 200 and blue < 60) if name == "long" else (red, blue) == (0, 200)
             assert picture.getpixel((20, 20))[2] > 180

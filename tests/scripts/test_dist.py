@@ -27,14 +27,31 @@ def test_one_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
     headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)
     released = [heading for heading in headings if heading != "Unreleased"]
-    assert (metadata.version("open_clip_zerovl"), citation["version"], released[0]) == (here, here, here)
+    assert (metadata.version("open_clip_zerovl"), citation["version"], released[0]) == (
+        here,
+        here,
+        here,
+    )
 
 
 def test_the_citation_names_the_paper():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
-    assert citation["cff-version"] == "1.2.0" and citation["message"] and citation["authors"] and citation["title"]
+    assert (
+        citation["cff-version"] == "1.2.0"
+        and citation["message"]
+        and citation["authors"]
+        and citation["title"]
+    )
     paper = citation["preferred-citation"]
-    assert [one["family-names"] for one in paper["authors"]] == ["Cui", "Zhou", "Guo", "Yin", "Wu", "Yoshie", "Chen"]
+    assert [one["family-names"] for one in paper["authors"]] == [
+        "Cui",
+        "Zhou",
+        "Guo",
+        "Yin",
+        "Wu",
+        "Yoshie",
+        "Chen",
+    ]
     assert paper["year"] == 2022 and paper["identifiers"][0]["value"] == "arXiv:2112.09331"
 
 
@@ -64,14 +81,18 @@ def test_links_between_pages_lead_somewhere(page):
             continue
         path, _, anchor = target.partition("#")
         there = (page.parent / path).resolve() if path else page
-        if not there.exists() or (anchor and there.suffix == ".md" and anchor not in anchors(there.read_text("utf-8"))):
+        if not there.exists() or (
+            anchor and there.suffix == ".md" and anchor not in anchors(there.read_text("utf-8"))
+        ):
             lost.append(target)
     assert lost == []
 
 
 def test_dist_check_finds_what_a_wheel_lacks(tmp_path):
     src = ROOT / "src"
-    kept = [file for kind in ("*.py", "*.json", "*.j2", "*.html", "*.css") for file in src.rglob(kind)]
+    kept = [
+        file for kind in ("*.py", "*.json", "*.j2", "*.html", "*.css") for file in src.rglob(kind)
+    ]
     with zipfile.ZipFile(tmp_path / "a.whl", "w") as wheel:
         for file in kept:
             wheel.write(file, file.relative_to(src))
@@ -81,5 +102,7 @@ def test_dist_check_finds_what_a_wheel_lacks(tmp_path):
 
 def test_the_environment_of_dist_check_holds_what_is_required():
     found = required("open_clip_zerovl")
-    assert {"torch", "open-clip-torch", "transformers", "aiohttp", "numpy"} <= set(found)  # aiohttp: of fsspec[http]
+    assert {"torch", "open-clip-torch", "transformers", "aiohttp", "numpy"} <= set(
+        found
+    )  # aiohttp: of fsspec[http]
     assert not {"pytest", "ruff", "clip-benchmark", "open-clip-zerovl"} & set(found)

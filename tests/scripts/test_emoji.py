@@ -58,8 +58,12 @@ def iconify(concepts: list[str], side: int, fill: str) -> dict[str, str]:
     del icons["thing-1"]
     aliases = {"thing-1": {"parent": "thing-0", "hFlip": True}}
     return {
-        "icons.json": json.dumps({"prefix": "x", "icons": icons, "aliases": aliases, "width": side, "height": side}),
-        "chars.json": json.dumps(names | {f"{concepts[0].lower()}-1f3fb": "thing-2"}),  # a skin tone, to be dropped
+        "icons.json": json.dumps(
+            {"prefix": "x", "icons": icons, "aliases": aliases, "width": side, "height": side}
+        ),
+        "chars.json": json.dumps(
+            names | {f"{concepts[0].lower()}-1f3fb": "thing-2"}
+        ),  # a skin tone, to be dropped
         "info.json": "{}",
     }
 
@@ -77,13 +81,17 @@ def fake_packages(folder: Path) -> dict[str, Path]:
     ]
     rows.append({"unified": "1F3FB", "short_names": ["skin-tone-2"], "category": "Component"})
     table = "hexcode,group,subgroups,annotation,skintone\n" + "".join(
-        f'{concept_of(c)},smileys-emotion,face-smiling,"beaming, face {i}",\n' for i, c in enumerate(everything)
+        f'{concept_of(c)},smileys-emotion,face-smiling,"beaming, face {i}",\n'
+        for i, c in enumerate(everything)
     )
     table += f"{CONCEPTS[0]}-1F3FB,people-body,hand,light hand,1\n"
 
     def spoken(name: str, concepts: list[str]) -> dict[str, str]:
         characters = {"".join(chr(int(x, 16)) for x in c.split("-")): c for c in concepts}
-        found = {chars: {"default": ["naïve", f"keyword {c}"], "tts": ["x"]} for chars, c in characters.items()}
+        found = {
+            chars: {"default": ["naïve", f"keyword {c}"], "tts": ["x"]}
+            for chars, c in characters.items()
+        }
         return {f"{name}/en/annotations.json": json.dumps({name: {"annotations": found}})}
 
     head = '<svg viewBox="0 0 72 72" xmlns="http://www.w3.org/2000/svg">'
@@ -97,7 +105,10 @@ def fake_packages(folder: Path) -> dict[str, Path]:
         "openmoji": {
             "data/openmoji.csv": table,
             "LICENSE.txt": "Attribution-ShareAlike",
-            **{f"color/svg/{c}.svg": f"{head}{disc(i, 72, 'red')}</svg>" for i, c in enumerate(everything)},
+            **{
+                f"color/svg/{c}.svg": f"{head}{disc(i, 72, 'red')}</svg>"
+                for i, c in enumerate(everything)
+            },
         },
         "fluent": iconify([*CONCEPTS, KEYCAP], 32, "teal"),
         "names": {"emoji.json": json.dumps(rows)},
@@ -124,11 +135,19 @@ def emoji(registry, tmp_path) -> Path:
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file of the data but the cache."""
     files = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name.as_posix(): path.read_bytes() for name, path in files.items() if ".cache" not in name.parts}
+    return {
+        name.as_posix(): path.read_bytes()
+        for name, path in files.items()
+        if ".cache" not in name.parts
+    }
 
 
 def concepts_in(paths) -> list[str]:
-    return [json.loads(s.files["json"])["concept"] for path in sorted(paths) for s in members.read_samples(path)]
+    return [
+        json.loads(s.files["json"])["concept"]
+        for path in sorted(paths)
+        for s in members.read_samples(path)
+    ]
 
 
 # ------------------------------------------------------------------------------------------------ reading the sets
@@ -148,7 +167,9 @@ def test_sources_are_read_from_the_true_formats(tmp_path):
     assert sets["twemoji"][first].caption == f"naïve, keyword {first}"
     assert sets["openmoji"][first].caption == "smileys emotion: face smiling: beaming, face 2"
     assert sets["fluent"][first].caption == "thing 2"
-    assert sets["twemoji"]["23-20E3"].caption == f"naïve, keyword {KEYCAP}"  # from the derived annotations
+    assert (
+        sets["twemoji"]["23-20E3"].caption == f"naïve, keyword {KEYCAP}"
+    )  # from the derived annotations
     # The sprite only fills gaps: the flag comes from it, the first concept does not.
     assert "navy" in sets["noto"][FLAG].svg
     assert "navy" not in sets["noto"][CONCEPTS[0]].svg
@@ -157,9 +178,15 @@ def test_sources_are_read_from_the_true_formats(tmp_path):
 def test_an_alias_is_drawn_as_the_mirror_image_of_its_parent(tmp_path):
     sets = read_sources(fake_packages(tmp_path))
     pictures = [drawings.rasterise(sets["fluent"][concept].svg, 32) for concept in CONCEPTS[:2]]
-    parent, alias = (np.asarray(Image.open(io.BytesIO(picture)).convert("RGB")) for picture in pictures)
-    assert np.abs(parent.astype(int) - parent[:, ::-1]).max() > 100  # a negative control: it is not symmetric itself
-    assert np.abs(alias.astype(int) - parent[:, ::-1]).max() < 32  # edges are sampled at other points
+    parent, alias = (
+        np.asarray(Image.open(io.BytesIO(picture)).convert("RGB")) for picture in pictures
+    )
+    assert (
+        np.abs(parent.astype(int) - parent[:, ::-1]).max() > 100
+    )  # a negative control: it is not symmetric itself
+    assert (
+        np.abs(alias.astype(int) - parent[:, ::-1]).max() < 32
+    )  # edges are sampled at other points
 
 
 def test_a_flag_is_drawn_whole_and_centred_on_white(tmp_path):
@@ -167,7 +194,11 @@ def test_a_flag_is_drawn_whole_and_centred_on_white(tmp_path):
     picture = Image.open(io.BytesIO(drawings.rasterise(svg, 40)))
     assert picture.mode == "RGB" and picture.size == (40, 40)
     pixels = np.asarray(picture)
-    assert (pixels[:10] == 255).all() and (pixels[30:] == 255).all() and (pixels[10:30] == (0, 0, 255)).all()
+    assert (
+        (pixels[:10] == 255).all()
+        and (pixels[30:] == 255).all()
+        and (pixels[10:30] == (0, 0, 255)).all()
+    )
 
 
 def test_blank_drawings_are_recognised_and_bad_ones_refused():
@@ -220,7 +251,10 @@ def test_every_source_has_the_held_out_concepts_for_retrieval_across_sources(emo
     assert len(concepts) == 8
     assert all([s.concept for s in samples[source]] == concepts for source in SOURCES)
     for concept in concepts:
-        assert sum(s.held_out for source in SOURCES for s in samples[source] if s.concept == concept) == 1
+        assert (
+            sum(s.held_out for source in SOURCES for s in samples[source] if s.concept == concept)
+            == 1
+        )
     for source in SOURCES:
         held_out = {s.concept for s in samples[source] if s.held_out}
         assert held_out == set(concepts_in((emoji / "test" / source).glob("test/*.tar")))
@@ -243,13 +277,23 @@ def test_the_same_settings_give_the_same_bytes(emoji, tmp_path):
     for name, more in (("second", {}), ("other", {"seed": 1})):
         prepare_drawn(EMOJI, tmp_path / name, **SMALL, **more)
     assert contents(emoji) == contents(tmp_path / "second")
-    assert contents(emoji)["test/noto/test/0.tar"] != contents(tmp_path / "other")["test/noto/test/0.tar"]
+    assert (
+        contents(emoji)["test/noto/test/0.tar"]
+        != contents(tmp_path / "other")["test/noto/test/0.tar"]
+    )
 
 
 def test_the_training_pairs_as_a_table_and_pictures(registry, tmp_path, monkeypatch, capsys):
     """As the quick start asks for them."""
-    monkeypatch.setattr(command, "prepare_drawn", lambda data, out, **_: prepare_drawn(data, out, **SMALL))
-    assert command.main(["emoji", "--out", str(tmp_path / "emoji"), "--pairs", str(tmp_path / "pairs")]) == 0
+    monkeypatch.setattr(
+        command, "prepare_drawn", lambda data, out, **_: prepare_drawn(data, out, **SMALL)
+    )
+    assert (
+        command.main(
+            ["emoji", "--out", str(tmp_path / "emoji"), "--pairs", str(tmp_path / "pairs")]
+        )
+        == 0
+    )
     with open(tmp_path / "pairs" / "pairs.csv", encoding="utf-8", newline="") as table:
         rows = list(csv.DictReader(table))
     trained = [
@@ -260,11 +304,13 @@ def test_the_training_pairs_as_a_table_and_pictures(registry, tmp_path, monkeypa
     ]
     assert f"{len(trained)} pairs are in" in capsys.readouterr().out
     assert [row["title"] for row in rows] == [sample.files["txt"].decode() for sample in trained]
-    assert [row["site"] for row in rows] == [json.loads(sample.files["json"])["source"] for sample in trained]
+    assert [row["site"] for row in rows] == [
+        json.loads(sample.files["json"])["source"] for sample in trained
+    ]
     pictures = [(tmp_path / "pairs" / row["filepath"]).read_bytes() for row in rows]
-    assert pictures == [sample.files["png"] for sample in trained] and len({row["filepath"] for row in rows}) == len(
-        rows
-    )
+    assert pictures == [sample.files["png"] for sample in trained] and len(
+        {row["filepath"] for row in rows}
+    ) == len(rows)
 
 
 @pytest.mark.slow(reason="every command of the page, on 80 pairs: a minute and a half")
@@ -274,20 +320,27 @@ def test_the_quick_start_runs_as_its_page_stands(registry, tmp_path):
     prepare_drawn(EMOJI, folder / "data" / "emoji", px=16, held_out_per_source=1, vocab_size=300)
     count = write_pairs(EMOJI, folder / "data" / "emoji", folder / "pairs")
     first = "python -m scripts.drawn emoji --out data/emoji --pairs pairs"
-    few = {first: f"echo '{count} pairs are in pairs/pairs.csv'", "--batch-size 32": "--batch-size 2"}
+    few = {
+        first: f"echo '{count} pairs are in pairs/pairs.csv'",
+        "--batch-size 32": "--batch-size 2",
+    }
     row = "pictures/noto/noto-1f401.png,mouse2 (Animals & Nature),noto"
     hit = "  1  0.726  test/0.tar/2db122b442130bdbb55e3951\n            clock2 (Travel & Places)"
     assert all(text in quickstart.PAGE.read_text() for text in (row, hit))
     few |= {"--test-share 0.1": "--test-share 0.5", row: "...", hit: "..."}  # other pictures
     quickstart.run(quickstart.PAGE, folder, few, tmp_path / "run.svg")
-    assert (folder / "found.html").is_file() and (folder / "exported" / "open_clip_config.json").is_file()
+    assert (folder / "found.html").is_file() and (
+        folder / "exported" / "open_clip_config.json"
+    ).is_file()
     assert "epoch 10/10" in (tmp_path / "run.svg").read_text()
 
 
 # ------------------------------------------------------------------------------------------------ called again
 
 
-def test_changed_settings_and_lost_files_are_built_again_without_fetching(registry, emoji, tmp_path):
+def test_changed_settings_and_lost_files_are_built_again_without_fetching(
+    registry, emoji, tmp_path
+):
     calls, before = len(registry.calls), contents(emoji)
     (emoji / "noto" / "train-00000.tar").unlink()
     prepare_drawn(EMOJI, emoji, **SMALL)
@@ -342,12 +395,16 @@ def test_broken_and_failed_downloads_are_tried_again(registry, tmp_path):
     path = fetch_npm_package(PACKAGE, tmp_path / "packages")
     assert path.read_bytes() == registry.tarballs["twemoji"].read_bytes()
     assert registry.calls == [str(PACKAGE)] * 3
-    assert [p.name for p in (tmp_path / "packages").iterdir()] == [PACKAGE.file_name]  # no leftovers
+    assert [p.name for p in (tmp_path / "packages").iterdir()] == [
+        PACKAGE.file_name
+    ]  # no leftovers
     fetch_npm_package(PACKAGE, tmp_path / "packages")
     assert len(registry.calls) == 3
 
 
-@pytest.mark.parametrize(("fault", "reason"), [("broken", "the tarball is broken"), ("fail", "ECONNRESET")])
+@pytest.mark.parametrize(
+    ("fault", "reason"), [("broken", "the tarball is broken"), ("fail", "ECONNRESET")]
+)
 def test_a_download_that_stays_broken_is_named(registry, tmp_path, fault, reason):
     registry.faults.write_text(f"{fault} " * 3)
     with pytest.raises(UserError, match=f"{PACKAGE} could not be fetched in 3 attempts .*{reason}"):
@@ -372,7 +429,9 @@ def test_a_tarball_of_another_content_than_the_pinned_one_is_not_taken(registry,
     with pytest.raises(UserError, match="SHA-512 is .*, not the pinned one"):
         fetch_npm_package(PINNED["twemoji"], tmp_path / "packages", attempts=1)
     assert list((tmp_path / "packages").iterdir()) == []
-    own = base64.b64encode(hashlib.sha512(registry.tarballs["twemoji"].read_bytes()).digest()).decode()
+    own = base64.b64encode(
+        hashlib.sha512(registry.tarballs["twemoji"].read_bytes()).digest()
+    ).decode()
     assert fetch_npm_package(replace(PACKAGE, sha512=own), tmp_path / "packages").is_file()
 
 
@@ -400,7 +459,9 @@ def test_split_of_many_sizes():
         split = split_concepts(sources, held_out_per_source=7, seed=seed)
         held = [c for part in split.values() for concepts in part.values() for c in concepts]
         assert len(held) == len(set(held)) == 2 * 4 * 7
-        assert all(c in sources[name] for part in split.values() for name, cs in part.items() for c in cs)
+        assert all(
+            c in sources[name] for part in split.values() for name, cs in part.items() for c in cs
+        )
         assert all(c in everywhere for cs in split["test"].values() for c in cs)
         # Concepts that some source lacks are taken only when the other concepts have run out.
         assert sum("only" in c for c in held) == max(0, 56 - len(everywhere))
@@ -429,13 +490,23 @@ def test_the_bert_folder_works_in_open_clip_offline(emoji, monkeypatch):
     pieces = tokenizer.tokenizer
     assert pieces.convert_ids_to_tokens(range(5)) == list(vocabulary.SPECIAL_TOKENS)
     assert (pieces.pad_token_id, pieces.cls_token, pieces.sep_token) == (0, "[CLS]", "[SEP]")
-    samples = (s for source in SOURCES for p in (out / source).glob("*.tar") for s in members.read_samples(p))
+    samples = (
+        s
+        for source in SOURCES
+        for p in (out / source).glob("*.tar")
+        for s in members.read_samples(p)
+    )
     train = [sample.files["txt"].decode() for sample in samples]
     ids = tokenizer(train)
     assert ids.shape == (len(train), 25) and (ids[:, 0] == pieces.cls_token_id).all()
     assert not (ids == pieces.unk_token_id).any()
-    assert pieces.decode(pieces("Naïve, thing 2")["input_ids"], skip_special_tokens=True) == "naive, thing 2"
-    assert pieces.unk_token_id in pieces("日")["input_ids"]  # a negative control: unseen letters are unknown
+    assert (
+        pieces.decode(pieces("Naïve, thing 2")["input_ids"], skip_special_tokens=True)
+        == "naive, thing 2"
+    )
+    assert (
+        pieces.unk_token_id in pieces("日")["input_ids"]
+    )  # a negative control: unseen letters are unknown
     config = AutoConfig.from_pretrained(out / "bert")
     model = AutoModel.from_config(config)
     assert config.vocab_size == len(pieces) == model.embeddings.word_embeddings.num_embeddings

@@ -60,7 +60,9 @@ def test_the_split_holds_each_source_out_by_itself_and_keeps_half(tmp_path):
         assert len(test) == len(val) == 3 and not test & val and test | val <= set(families[source])
     assert split == split_names(dict(reversed(families.items())), held_out_per_source=3, seed=0)
     assert split != split_names(families, held_out_per_source=3, seed=1)
-    with pytest.raises(UserError, match="Holding 6 of the 20 icons of .* lower held_out_per_source"):
+    with pytest.raises(
+        UserError, match="Holding 6 of the 20 icons of .* lower held_out_per_source"
+    ):
         split_names(families, held_out_per_source=6, seed=0)
 
 
@@ -72,8 +74,12 @@ def test_the_data_is_written_once_and_no_held_out_icon_is_trained_on(tmp_path, m
     assert [card["sources"][source]["train"] for source in SOURCES] == [16] * 4
     for source, samples in load_drawn_split(ICONS, out, "test").items():
         assert [sample.held_out for sample in samples] == [True, True]
-        trained = {s.key for shard in sorted((out / source).glob("*.tar")) for s in read_samples(shard)}
-        assert len(trained) == 16 and not trained & {f"{source}-{sample.concept}" for sample in samples}
+        trained = {
+            s.key for shard in sorted((out / source).glob("*.tar")) for s in read_samples(shard)
+        }
+        assert len(trained) == 16 and not trained & {
+            f"{source}-{sample.concept}" for sample in samples
+        }
     assert not (out / "test-across").exists() and (out / "bert" / "config.json").is_file()
     assert "ByteDance" in (out / "test" / "icon-park" / "LICENSE").read_text()
     called = len(registry.calls)

@@ -18,8 +18,12 @@ ROOT = Path(__file__).resolve().parents[2]
 RUNS: dict[str, dict[int, dict]] = {}
 for _run in json.loads((ROOT / "docs" / "results" / "runs.json").read_text(encoding="utf-8")):
     RUNS.setdefault(_run["condition"], {})[_run["seed"]] = _run
-CONDITIONS = yaml.safe_load((ROOT / "scripts/ablation/protocol.yaml").read_text(encoding="utf-8"))["conditions"]
-ROWS = list(csv.DictReader((ROOT / "docs/results/rows.csv").read_text(encoding="utf-8").splitlines()))
+CONDITIONS = yaml.safe_load((ROOT / "scripts/ablation/protocol.yaml").read_text(encoding="utf-8"))[
+    "conditions"
+]
+ROWS = list(
+    csv.DictReader((ROOT / "docs/results/rows.csv").read_text(encoding="utf-8").splitlines())
+)
 #: A record's RSUM of all pairs of the unseen source, of pools, without the frame (A.5); the probe; log p.
 OF: dict[str, Callable[[dict], float]] = {
     "score": lambda run: run["rsum"]["all unseen" if run["unseen"] else "plain"],
@@ -43,7 +47,12 @@ MAIN = [
         "contexts-random",
         "score",
     ),
-    ("debiased over random, batch 256, unseen style, 16 epochs", "batch-256", "random-256", "score"),
+    (
+        "debiased over random, batch 256, unseen style, 16 epochs",
+        "batch-256",
+        "random-256",
+        "score",
+    ),
     ("mixup, unseen style, 40 epochs", "mixup", "long-debiased", "score"),
     (
         "whole recipe over its baseline (Tables 1 and 9), unseen style, 40 epochs",
@@ -87,15 +96,24 @@ def student(run: str, against: str, measure: str) -> tuple[float, float, float, 
 
 def page_rows() -> list[list[str]]:
     text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    return [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    return [
+        [cell.strip(" *") for cell in line.split("|")[1:-1]]
+        for line in text.splitlines()
+        if line.startswith("| ")
+    ]
 
 
 @pytest.mark.parametrize(("label", "run", "against", "measure"), MAIN)
 def test_a_main_row_follows_from_the_records(label, run, against, measure):
     found, low, high, seeds, word = student(run, against, measure)
     named = tuple(CONDITIONS[name]["label"] for name in (run, against))
-    (row,) = [one for one in ROWS if (one["run"], one["against"], one["measure"]) == (*named, measure)]
-    stored = [float(row[column]) for column in ("difference", "low", "high", "p", "mean run", "mean against")]
+    (row,) = [
+        one for one in ROWS if (one["run"], one["against"], one["measure"]) == (*named, measure)
+    ]
+    stored = [
+        float(row[column])
+        for column in ("difference", "low", "high", "p", "mean run", "mean against")
+    ]
     ours, theirs = of_both(run, against, measure)
     expected = [found, low, high, ttest_rel(ours, theirs).pvalue, mean(ours), mean(theirs)]
     assert stored == pytest.approx(expected, abs=0.006) and int(row["seeds"]) == seeds
@@ -113,14 +131,20 @@ def test_the_page_has_no_names_of_conditions():
 def test_the_numbers_of_the_readme_are_those_of_the_records():
     """Each `+13 (+2 to +24)` between the two headings, and the interval for other sources."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    evidence = " ".join(readme[readme.index("Benefit, in miniatures") : readme.index("## Limits")].split())
+    evidence = " ".join(
+        readme[readme.index("Benefit, in miniatures") : readme.index("## Limits")].split()
+    )
     known = {"{:+.0f} ({:+.0f} to {:+.0f}".format(*student(*one)[:3]) for _, *one in MAIN}
     shown = re.findall(r"[+-]\d+ \([+-]\d+ to [+-]\d+", evidence)
     assert len(shown) >= 8 and set(shown) <= known, sorted(set(shown) - known)
     differences: dict[str, list[float]] = {}
     for seed, run in RUNS["debiased"].items():
-        differences.setdefault(run["unseen"], []).append(OF["score"](run) - OF["score"](RUNS["random"][seed]))
-    low, high = ttest_1samp([mean(one) for one in differences.values()], 0.0).confidence_interval(0.95)
+        differences.setdefault(run["unseen"], []).append(
+            OF["score"](run) - OF["score"](RUNS["random"][seed])
+        )
+    low, high = ttest_1samp([mean(one) for one in differences.values()], 0.0).confidence_interval(
+        0.95
+    )
     assert f"{low:+.0f} to {high:+.0f}" in evidence and "65 %" in evidence and "84 %" in evidence
 
 

@@ -45,7 +45,11 @@ PROGRAM = ROOT / "src" / "training" / "main.py"
 RECIPES_PROGRAM = [sys.executable, "-m", "scripts.paper.recipes"]
 TRAININGS = [name for name, recipe in RECIPES.items() if recipe.program == "training"]
 ENVIRONMENT = {
-    **{name: value for name, value in os.environ.items() if name not in ("DATA", "DRY_RUN", "NODES", "SLURM_JOB_ID")},
+    **{
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("DATA", "DRY_RUN", "NODES", "SLURM_JOB_ID")
+    },
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "CUDA_VISIBLE_DEVICES": "",
@@ -104,10 +108,16 @@ def fill(data: Path, *folders: str) -> None:
 
 def test_the_table_covers_the_papers_tables_and_each_recipe_says_what_it_is():
     papers = " ".join(recipe.paper for recipe in RECIPES.values())
-    assert all(part in papers for part in (*(f"Table {n}" for n in range(3, 13)), "A.4", "A.5", "A.6", "288 px"))
+    assert all(
+        part in papers
+        for part in (*(f"Table {n}" for n in range(3, 13)), "A.4", "A.5", "A.6", "288 px")
+    )
     for name, recipe in RECIPES.items():
         text = described(name)
-        assert all(f"\n  {key} " in text for key in ("paper", "metric", "hardware", "time", "data", "batch", "command"))
+        assert all(
+            f"\n  {key} " in text
+            for key in ("paper", "metric", "hardware", "time", "data", "batch", "command")
+        )
         assert recipe.result in text and f"{recipe.effective_batch:,}" in text
         target = re.search(r"make (\S+) DATA=DIR", text)
         assert target is not None and find_recipe(target[1]) == name
@@ -120,16 +130,28 @@ def test_the_table_covers_the_papers_tables_and_each_recipe_says_what_it_is():
     [
         ("train-14m", Hardware(8, 31.7), (128, 16)),  # a V100 "with 32 GB": the paper's own numbers
         ("train-14m", Hardware(1, 141), (512, 32)),
-        ("train-14m", Hardware(8, 141), (128, 16)),  # all graphs but one are kept: 1.021, where 512 x 4 gives 1.083
+        (
+            "train-14m",
+            Hardware(8, 141),
+            (128, 16),
+        ),  # all graphs but one are kept: 1.021, where 512 x 4 gives 1.083
         ("train-14m", Hardware(8, 79.6), (512, 4)),
         ("train-14m", Hardware(8, 31.7, nodes=2), (128, 8)),
         ("gather", Hardware(8, 31.7), (128, 1)),
-        ("gather", Hardware(8, 79.6), (128, 1)),  # a micro-batch of 256 fits, but 128 already fill the batch
+        (
+            "gather",
+            Hardware(8, 79.6),
+            (128, 1),
+        ),  # a micro-batch of 256 fits, but 128 already fill the batch
         ("batch-8192", Hardware(64, 31.7), (128, 1)),
         ("train-14m", Hardware(0, 0, processes=2), (16, 512)),
         ("distill-14m", Hardware(1, 31.7), (128, 128)),
         ("datacompdr-12m", Hardware(1, 79.6), (256, 32)),
-        ("datacompdr-12m", Hardware(8, 79.6), (128, 8)),  # 5 graphs kept: 1.125, where 256 x 4 with 2 gives 1.167
+        (
+            "datacompdr-12m",
+            Hardware(8, 79.6),
+            (128, 8),
+        ),  # 5 graphs kept: 1.125, where 256 x 4 with 2 gives 1.167
     ],
 )
 def test_micro_batch_and_steps_make_the_effective_batch(name, hardware, expected):
@@ -141,7 +163,9 @@ def test_micro_batch_and_steps_make_the_effective_batch(name, hardware, expected
 def test_an_indivisible_batch_gives_a_note_and_one_without_dga_is_refused(capsys):
     assert batching_of(RECIPES["gather"], Hardware(3, 32), {}) == (128, 3)
     assert "effective batch is 1152 instead of 1024 (3 ranks x 128 x 3)" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="needs 128 GPUs of this size, but there are 8: take dga-8 or dga-16"):
+    with pytest.raises(
+        SystemExit, match="needs 128 GPUs of this size, but there are 8: take dga-8 or dga-16"
+    ):
         batching_of(RECIPES["batch-16384"], Hardware(8, 32), {})
 
 
@@ -150,25 +174,38 @@ def test_a_dry_run_prints_the_command_and_what_is_missing(tmp_path):
     assert line[1] == str(PROGRAM) and line[2:5] == ["--processes", "8", "--"]
     assert (given(line, "--batch-size"), given(line, "--dga-steps")) == ("128", "16")
     assert given(line, "--train-data").split("::")[0] == f"sbu={tmp_path}/sbu"
-    assert line[line.index("--image-mean") + 1 : line.index("--image-std")] == ["0.485", "0.456", "0.406"]
+    assert line[line.index("--image-mean") + 1 : line.index("--image-std")] == [
+        "0.485",
+        "0.456",
+        "0.406",
+    ]
     absent = ", ".join(f"{tmp_path}/{source}" for source in ("sbu", "vg", "cc3m", "cc12m"))
     assert f"missing: {absent} are not there; docs/datasets.md" in said
     refused = recipes("train-14m", "--no-slurm", "--data", tmp_path)
-    assert refused.returncode == 1 and f"{absent} are not there" in refused.stderr and not refused.stdout
+    assert (
+        refused.returncode == 1
+        and f"{absent} are not there" in refused.stderr
+        and not refused.stdout
+    )
 
 
 def test_empty_source_folders_are_named(tmp_path):
     fill(tmp_path, "sbu", "vg", "cc3m", "cc12m")
     assert missing_for(RECIPES["train-14m"], tmp_path, {}) is None
     (tmp_path / "vg" / "00000.tar").unlink()
-    assert missing_for(RECIPES["train-14m"], tmp_path, {}).startswith(f"{tmp_path}/vg holds no data; docs/datasets.md")
+    assert missing_for(RECIPES["train-14m"], tmp_path, {}).startswith(
+        f"{tmp_path}/vg holds no data; docs/datasets.md"
+    )
 
 
 def test_a_plan_without_data_or_gpu_is_refused_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(paper_recipes, "gpu_memories", list)
-    monkeypatch.setattr(paper_recipes, "run_line", lambda *_, **__: pytest.fail("measures on the CPU"))
+    monkeypatch.setattr(
+        paper_recipes, "run_line", lambda *_, **__: pytest.fail("measures on the CPU")
+    )
     with pytest.raises(
-        SystemExit, match="cc12m are not there.*no GPU to measure either: plan for one with ASSUME=v100:8"
+        SystemExit,
+        match="cc12m are not there.*no GPU to measure either: plan for one with ASSUME=v100:8",
     ):
         paper_recipes.main(["14m", "--plan", "--data", str(tmp_path)])
 
@@ -186,17 +223,26 @@ def test_more_loader_processes_than_cores_are_reported():
 
 
 def test_a_dry_run_on_several_nodes_needs_no_sbatch(tmp_path):
-    done = recipes("14m", "--dry-run", "--nodes", "2", "--gpus", "8", "--gpu-memory", "32", "--data", tmp_path)
-    assert done.returncode == 0 and shlex.split(done.stdout.splitlines()[1])[:2] == ["sbatch", "--nodes=2"]
+    done = recipes(
+        "14m", "--dry-run", "--nodes", "2", "--gpus", "8", "--gpu-memory", "32", "--data", tmp_path
+    )
+    assert done.returncode == 0 and shlex.split(done.stdout.splitlines()[1])[:2] == [
+        "sbatch",
+        "--nodes=2",
+    ]
     assert "are 64 loader processes on 16 CPU cores" in done.stderr
-    here = recipes("14m", "--dry-run", "--nodes", "2", "--no-slurm", "--gpus", "8", "--data", tmp_path)
+    here = recipes(
+        "14m", "--dry-run", "--nodes", "2", "--no-slurm", "--gpus", "8", "--data", tmp_path
+    )
     assert here.returncode == 1 and "--nodes 2 needs SLURM" in here.stderr
 
 
 def test_settings_set_replace_and_leave_out_flags(tmp_path):
     changed = settings("lr=3e-4", "pretrained-image=", "lock-text", "name=other")
     line, _ = shown("clip", "--gpus", "0", "--data", tmp_path, *changed)
-    assert given(line, "--lr") == "3e-4" and "--pretrained-image" not in line and "--lock-text" in line
+    assert (
+        given(line, "--lr") == "3e-4" and "--pretrained-image" not in line and "--lock-text" in line
+    )
     assert line.count("--name") == 1 and given(line, "--name") == "other"
     assert (given(line, "--device"), given(line, "--precision")) == ("cpu", "fp32")
 
@@ -210,7 +256,9 @@ def test_settings_set_replace_and_leave_out_flags(tmp_path):
     ],
 )
 def test_a_slip_in_a_setting_is_refused_before_anything_is_started(tmp_path, slip, said):
-    done = recipes("train-14m", "--dry-run", "--no-slurm", "--gpus", "8", "--data", tmp_path, *settings(slip))
+    done = recipes(
+        "train-14m", "--dry-run", "--no-slurm", "--gpus", "8", "--data", tmp_path, *settings(slip)
+    )
     assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr
     assert str(PROGRAM) not in done.stdout
 
@@ -237,29 +285,59 @@ def test_the_papers_runs_ask_for_what_the_paper_says(tmp_path):
         ) == own  # the release's crops, and those of A.9's evaluation
         assert not any(flag.startswith("retrieval-") for flag in flags(name, "retrieval-data="))
         # One's own sets are scored alike, whether the paper's are there or not.
-        mine = [flags(name, "retrieval-data=a=/d/a", data=data) for data in (tmp_path, tmp_path / "none")]
-        assert [one.get("retrieval-transform") for one in mine] == [found.get("retrieval-transform")] * 2
+        mine = [
+            flags(name, "retrieval-data=a=/d/a", data=data)
+            for data in (tmp_path, tmp_path / "none")
+        ]
+        assert [one.get("retrieval-transform") for one in mine] == [
+            found.get("retrieval-transform")
+        ] * 2
     assert flags("train-14m")["token-drop"] == "0.25" and "token-drop" not in flags("train-100m")
-    assert (flags("no-replay")["ablate"], flags("no-replay")["dga-retain"]) == ("no-replay temperature-parameter", "0")
+    assert (flags("no-replay")["ablate"], flags("no-replay")["dga-retain"]) == (
+        "no-replay temperature-parameter",
+        "0",
+    )
 
 
 def test_with_sbatch_the_batch_file_is_submitted(tmp_path):
-    (tmp_path / "sbatch").write_text(f'#!/bin/sh\necho "Submitted batch job 7"; echo "$@" > {tmp_path}/submitted\n')
+    (tmp_path / "sbatch").write_text(
+        f'#!/bin/sh\necho "Submitted batch job 7"; echo "$@" > {tmp_path}/submitted\n'
+    )
     (tmp_path / "sbatch").chmod(0o755)
     environment = {**ENVIRONMENT, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     fill(tmp_path, "coco/train", "coco/test")
-    command = [*RECIPES_PROGRAM, "train-finetune-coco", "--data", tmp_path, "--gpus", "8", "--gpu-memory", "32"]
+    command = [
+        *RECIPES_PROGRAM,
+        "train-finetune-coco",
+        "--data",
+        tmp_path,
+        "--gpus",
+        "8",
+        "--gpu-memory",
+        "32",
+    ]
     command += ["--nodes", "2", "--sbatch=--partition=gpu", *settings("init-from=a.pt")]
-    blind = subprocess.run([*command[:6], *command[10:]], env=environment, capture_output=True, text=True)
-    assert blind.returncode == 1 and "no GPUs, so those of a SLURM node are not known: give --gpus" in blind.stderr
+    blind = subprocess.run(
+        [*command[:6], *command[10:]], env=environment, capture_output=True, text=True
+    )
+    assert (
+        blind.returncode == 1
+        and "no GPUs, so those of a SLURM node are not known: give --gpus" in blind.stderr
+    )
     assert not (tmp_path / "submitted").exists()
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "Submitted batch job 7" in done.stdout
     submitted = (tmp_path / "submitted").read_text().split()
-    assert {"--nodes=2", "--gres=gpu:8", "--partition=gpu", "--job-name=finetune-coco"} <= set(submitted)
+    assert {"--nodes=2", "--gres=gpu:8", "--partition=gpu", "--job-name=finetune-coco"} <= set(
+        submitted
+    )
     own = submitted[submitted.index(str(ROOT / "scripts" / "paper" / "train.sbatch")) :]
     assert own[1:4] == ["--ranks", "8", "--"]
-    assert (given(own, "--batch-size"), given(own, "--dga-steps"), given(own, "--epochs")) == ("128", "1", "1")
+    assert (given(own, "--batch-size"), given(own, "--dga-steps"), given(own, "--epochs")) == (
+        "128",
+        "1",
+        "1",
+    )
     assert given(own, "--train-num-samples") == str(5000 * 2048)
     assert given(own, "--retrieval-data") == f"coco={tmp_path}/coco"
 
@@ -269,7 +347,11 @@ def test_with_sbatch_the_batch_file_is_submitted(tmp_path):
     [
         (["finetune-f30k"], 1, "give --set init-from="),
         (["nothing"], 2, "no recipe 'nothing'"),
-        (["finetune-coco", "--plan", "--assume", "v100:8", "--dry-run"], 0, "the run needs it: give --set init-from="),
+        (
+            ["finetune-coco", "--plan", "--assume", "v100:8", "--dry-run"],
+            0,
+            "the run needs it: give --set init-from=",
+        ),
     ],
 )
 def test_a_recipe_asks_for_its_missing_inputs(tmp_path, words, status, said):
@@ -279,16 +361,29 @@ def test_a_recipe_asks_for_its_missing_inputs(tmp_path, words, status, said):
 
 def test_the_plan_gets_the_recipes_flags_and_chooses_the_batch_itself(tmp_path):
     line, _ = shown("14m", "--plan", "--assume", "v100:8", "--data", tmp_path)
-    assert line[line.index("plan") :][:5] == ["plan", "--effective-batch", "16384", "--assume", "v100:8"]
+    assert line[line.index("plan") :][:5] == [
+        "plan",
+        "--effective-batch",
+        "16384",
+        "--assume",
+        "v100:8",
+    ]
     assert "--batch-size" not in line and "--dga-steps" not in line and "--device" not in line
     line, _ = shown("14m", "--plan", "--gpus", "0", "--data", tmp_path, *settings("batch-size=4"))
-    assert given(line, "--device") == "cpu" and given(line, "--batch-size") == "4" and "--assume" not in line
+    assert (
+        given(line, "--device") == "cpu"
+        and given(line, "--batch-size") == "4"
+        and "--assume" not in line
+    )
 
 
 def test_stored_teachers_are_asked_for(tmp_path):
     """Their embeddings lie in DATA/teacher by default."""
     recipe = RECIPES["distill-14m"]
-    assert training_flags(recipe, "distill-14m", tmp_path, Hardware(8, 32), {})["teacher"] == f"{tmp_path}/teacher"
+    assert (
+        training_flags(recipe, "distill-14m", tmp_path, Hardware(8, 32), {})["teacher"]
+        == f"{tmp_path}/teacher"
+    )
     fill(tmp_path, *recipe.sources)
     missing = missing_for(recipe, tmp_path, {})
     assert missing.startswith(
@@ -297,7 +392,9 @@ def test_stored_teachers_are_asked_for(tmp_path):
     (tmp_path / "teacher").mkdir()
     (tmp_path / "teacher" / "embeddings.json").touch()
     assert missing_for(recipe, tmp_path, {}) is None
-    assert missing_for(recipe, tmp_path, {"teacher": "/t"}).startswith("/t holds no teachers' embeddings")
+    assert missing_for(recipe, tmp_path, {"teacher": "/t"}).startswith(
+        "/t holds no teachers' embeddings"
+    )
     assert missing_for(recipe, tmp_path, {"teacher": "shards:4,3"}) is None
 
 
@@ -306,7 +403,10 @@ def test_stored_teachers_are_asked_for(tmp_path):
     [
         (["train-14m", "DATA=/d", "DRY_RUN=1"], ["train-14m", "--data", "/d", "--dry-run"]),
         (["train-finetune-coco", "ARGS=--nodes 2"], ["train-finetune-coco", "--nodes", "2"]),
-        (["train-14m", "DATA=/my data; touch it's"], ["train-14m", "--data", "/my data; touch it's"]),
+        (
+            ["train-14m", "DATA=/my data; touch it's"],
+            ["train-14m", "--data", "/my data; touch it's"],
+        ),
         (["finetune-coco-288"], ["finetune-coco-288"]),
         (["plan-14m", "ASSUME=v100:8"], ["train-14m", "--plan", "--assume", "v100:8"]),
     ],
@@ -328,7 +428,9 @@ def test_the_288_px_model_takes_what_convert_writes():
         visual = _build_vision_tower(config["embed_dim"], CLIPVisionCfg(**config["vision_cfg"]))
     assert config["vision_cfg"] == native_vision_config(trunk, 288)
     weights = trunk.state_dict()
-    weights["pos_embed"] = timm.layers.resample_abs_pos_embed(weights["pos_embed"], [288 // 16, 288 // 16])
+    weights["pos_embed"] = timm.layers.resample_abs_pos_embed(
+        weights["pos_embed"], [288 // 16, 288 // 16]
+    )
     converted = {key: value.shape for key, value in as_native_vit(weights).items()}
     own = {key: value.shape for key, value in visual.state_dict().items() if key != "proj"}
     assert own == converted and visual.proj.shape == (768, 512)
@@ -346,7 +448,17 @@ def workplace(tmp_path_factory) -> Path:
     """A DATA folder with all sources and sets of the recipes, small, and a BERT folder."""
     folder = tmp_path_factory.mktemp("recipes")
     write_bert(folder / "bert", words=NUMBERED)
-    sources = ("sbu", "vg", "cc3m", "cc12m", "web", "coco/train", "f30k/train", "cc3m-long", "cc3m-short")
+    sources = (
+        "sbu",
+        "vg",
+        "cc3m",
+        "cc12m",
+        "web",
+        "coco/train",
+        "f30k/train",
+        "cc3m-long",
+        "cc3m-short",
+    )
     for number, source in enumerate(sources):
         write_source(folder / "data" / source, 1000 * number, 40, 20)
     for name in ("coco", "f30k"):
@@ -367,7 +479,9 @@ def small(folder: Path, *values: str) -> list[str]:
 
 
 def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    return torch.load(folder / "logs" / name / "checkpoints" / "epoch_1.pt", weights_only=True)["state_dict"]
+    return torch.load(folder / "logs" / name / "checkpoints" / "epoch_1.pt", weights_only=True)[
+        "state_dict"
+    ]
 
 
 @pytest.mark.slow  # a training of each recipe, two minutes on two cores though they share one start of Python
@@ -381,12 +495,21 @@ def test_every_recipe_starts_and_takes_its_steps(workplace):
             if name == "clusters":
                 cc12m = ["--data", f"cc12m={data / 'cc12m'}", "--out", data / "cc12m-clusters"]
                 zerovl("cluster", base, "--clusters", "3", *cc12m)
-            steps = max(3, len(recipe.sources))  # debiased sampling takes one from each source at least
+            steps = max(
+                3, len(recipe.sources)
+            )  # debiased sampling takes one from each source at least
             values = ["effective-batch=4", f"batch-size={2 if recipe.dga else 4}", "epochs=1"]
             values += [f"train-num-samples={4 * steps}"]
             if recipe.teachers:
                 sources = "::".join(f"{source}={data / source}" for source in recipe.sources)
-                seen = ["--image-size", "32", "--aug-cfg", "scale=(0.6,1.0)", "--auto-augment", "imagenet"]
+                seen = [
+                    "--image-size",
+                    "32",
+                    "--aug-cfg",
+                    "scale=(0.6,1.0)",
+                    "--auto-augment",
+                    "imagenet",
+                ]
                 zerovl("teacher", base, "--train-data", sources, "--out", data / "teacher", *seen)
             values += [f"{need}={base}" for need in recipe.needs]
             values += ["teacher=shards:4,3"] * (name == "datacompdr-12m")
@@ -395,21 +518,31 @@ def test_every_recipe_starts_and_takes_its_steps(workplace):
             answer, printed = trainings(line[2:], workplace / f"{name}.txt")
             assert answer["statuses"] == [0], f"{name}: {answer}\n{printed[-3000:]}"
             words = (workplace / "logs" / name / "out.log").read_text()
-            assert words.count("Train Epoch: 0 [") == steps and f" {steps} steps of 4 samples" in words, name
+            assert (
+                words.count("Train Epoch: 0 [") == steps and f" {steps} steps of 4 samples" in words
+            ), name
             assert "rsum" in words  # of the sets under DATA
     finally:
         trainings.close()
 
 
 def test_a_probe_of_a_dataset_names_it_for_both_parts(tmp_path):
-    line = probe_line(RECIPES["linear-probe-cub"], "linear-probe-cub", tmp_path, Hardware(8, 32), {"model": "M"})
+    line = probe_line(
+        RECIPES["linear-probe-cub"], "linear-probe-cub", tmp_path, Hardware(8, 32), {"model": "M"}
+    )
     assert given(line, "--train") == given(line, "--test") == f"cub:{tmp_path}/cub"
-    assert (given(line, "--batch-size"), given(line, "--lr"), "--amp" in line) == ("512", "6.4", True)
+    assert (given(line, "--batch-size"), given(line, "--lr"), "--amp" in line) == (
+        "512",
+        "6.4",
+        True,
+    )
     parser = argparse.ArgumentParser()
     evaluate.linear_probe(parser)
     for name, recipe in RECIPES.items():
         if recipe.program == "linear-probe":
-            parser.parse_args(probe_line(recipe, name, tmp_path, Hardware(0, 32), {"model": "M"})[4:])
+            parser.parse_args(
+                probe_line(recipe, name, tmp_path, Hardware(0, 32), {"model": "M"})[4:]
+            )
 
 
 def start(command: list[str | Path], log: Path) -> subprocess.Popen:
@@ -434,9 +567,23 @@ run_as_program()
 @pytest.mark.timeout(300)
 def test_ranks_without_a_checkpoint_to_write_wait_for_the_one_that_writes(workplace, tmp_path):
     (tmp_path / "slow.py").write_text(SLOW_TO_WRITE)
-    values = small(workplace, "name=slow", "effective-batch=8", "batch-size=4", "retrieval-data=", "save-every-steps=")
+    values = small(
+        workplace,
+        "name=slow",
+        "effective-batch=8",
+        "batch-size=4",
+        "retrieval-data=",
+        "save-every-steps=",
+    )
     line, _ = shown("clip", "--gpus", "0", "--data", workplace / "data", *values)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--",
+    ]
     log, folder = tmp_path / "log", workplace / "logs" / "slow"
     run = start([*torchrun, tmp_path / "slow.py", *line[2:]], log)
     try:
@@ -447,4 +594,6 @@ def test_ranks_without_a_checkpoint_to_write_wait_for_the_one_that_writes(workpl
         run.wait(timeout=120)
     finally:
         kill(run)
-    assert len(list((folder / "checkpoints").glob("step_*.pt"))) == 1 and (folder / "requeue").exists()
+    assert (
+        len(list((folder / "checkpoints").glob("step_*.pt"))) == 1 and (folder / "requeue").exists()
+    )

@@ -21,7 +21,8 @@ class Towers(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.image, self.text = (
-            nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 4)) for _ in range(2)
+            nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 4))
+            for _ in range(2)
         )
         self.logit_scale = nn.Parameter(torch.tensor(1.0))
 
@@ -52,7 +53,9 @@ def test_two_means_with_replay_differ_by_chance_only(batch, monkeypatch):
     """The negative control: without any bias the difference is within the chance that is taken off."""
     stock = replay.DecoupledGradientAccumulation
     monkeypatch.setattr(
-        replay, "DecoupledGradientAccumulation", lambda *args, replay_rng, **kwargs: stock(*args, **kwargs)
+        replay,
+        "DecoupledGradientAccumulation",
+        lambda *args, replay_rng, **kwargs: stock(*args, **kwargs),
     )
     bias, chance, _ = gradient_bias(Towers(0.5), batch, 64)
     assert bias < chance
@@ -67,15 +70,28 @@ def test_a_model_without_dropout_has_nothing_to_measure(tmp_path):
 def test_a_runs_checkpoints_are_measured_as_they_are(tmp_path, monkeypatch, capsys):
     """From a training checkpoint, whose model returns a tuple of features by default, to the numbers of the page."""
     vision = {"image_size": 32, "patch_size": 16, "width": 32, "layers": 1, "head_width": 16}
-    name = register(tmp_path / "configs", "tiny-replay", vision, bert_text(write_bert(tmp_path / "bert")))
+    name = register(
+        tmp_path / "configs", "tiny-replay", vision, bert_text(write_bert(tmp_path / "bert"))
+    )
     write_run(tmp_path / "run", random_model(name), {"model": name})
     pairs = [
-        DrawnSample(Image.new("RGB", (32, 32), (4 * n, 0, 0)), f"a red cat {n}", str(n), "s", "g", False)
+        DrawnSample(
+            Image.new("RGB", (32, 32), (4 * n, 0, 0)), f"a red cat {n}", str(n), "s", "g", False
+        )
         for n in range(64)
     ]
     monkeypatch.setattr(replay, "load_drawn_split", lambda *_: {"openmoji": pairs})
     out = tmp_path / "replay.json"
-    argv = ["--run", str(tmp_path / "run"), "--draws", "2", "--dropout", "0.1,0.3", "--out", str(out)]
+    argv = [
+        "--run",
+        str(tmp_path / "run"),
+        "--draws",
+        "2",
+        "--dropout",
+        "0.1,0.3",
+        "--out",
+        str(out),
+    ]
     assert replay.main(argv) == 0, capsys.readouterr().err
     found = json.loads(out.read_text())
     assert [(one["epoch"], one["dropout"]) for one in found] == [(1, 0.1), (1, 0.3)]

@@ -61,7 +61,12 @@ from support import ROOT
         ("higher", (9, 14, 12, 8, 13), HIGHER, REPRODUCED),
         ("higher", (20, 22, 21, 19), TOO_FEW, ""),
         ("same", (), NOT_RUN, ""),
-        ("lower", (1.0, math.inf, 2.0, 1.0, 0.0), UNDECIDED, ""),  # a score that was never reached has no cost
+        (
+            "lower",
+            (1.0, math.inf, 2.0, 1.0, 0.0),
+            UNDECIDED,
+            "",
+        ),  # a score that was never reached has no cost
     ],
 )
 def test_the_rule(claim, differences, word, paper):
@@ -80,7 +85,9 @@ def test_the_three_intervals():
     """Student's is scipy's; that of the same sources leaves their differences out; that of other sources is of their means."""
     values = [1.0, -2.0, 3.0, 4.0, 5.0]
     test = stats.ttest_1samp(values, 0.0)
-    assert student(values) == pytest.approx((2.2, *test.confidence_interval(0.95), test.pvalue), rel=1e-12)
+    assert student(values) == pytest.approx(
+        (2.2, *test.confidence_interval(0.95), test.pvalue), rel=1e-12
+    )
     one = student([7.0])
     assert (one.mean, one.low, one.high) == (7.0, -math.inf, math.inf) and math.isnan(one.p)
     assert student([2.0, 2.0]).p == 0.0 and student([0.0, 0.0]).p == 1.0
@@ -130,7 +137,9 @@ def rows_from(folder: Path, *records: dict) -> list[Row]:
 
 
 def row_of(rows: list[Row], name: str, *measures: str) -> Row:
-    return next(row for row in rows if row.name == name and row.measure in (measures or ("score", HELD_OUT)))
+    return next(
+        row for row in rows if row.name == name and row.measure in (measures or ("score", HELD_OUT))
+    )
 
 
 def scored(name: str, seed: int, score: float) -> dict:
@@ -148,23 +157,40 @@ def test_pairs_of_seeds_make_a_row_and_single_seeds_wait(tmp_path):
         "+52 (+50 to +54)", "higher (+52, +50 to +54)", HIGHER, REPRODUCED,
     )  # fmt: skip
     assert (row.mean(0), row.mean(1), row.papers_words) == (242.0, 190.0, "+21, +27")
-    assert row.by_source == {"fluent": [53.0], "noto": [50.0, 54.0], "openmoji": [52.0], "twemoji": [51.0]}
+    assert row.by_source == {
+        "fluent": [53.0],
+        "noto": [50.0, 54.0],
+        "openmoji": [52.0],
+        "twemoji": [51.0],
+    }
     assert row_of(rows, "debiased - random", "mixed").verdict == NO_DIFFERENCE
     assert row_of(rows, "gather - detached-gather").judged == NOT_RUN
-    assert row_of(rows_from(tmp_path / "one", *runs[:1], runs[5]), "debiased - random").words == "+50"
+    assert (
+        row_of(rows_from(tmp_path / "one", *runs[:1], runs[5]), "debiased - random").words == "+50"
+    )
 
 
 def test_scores_of_other_pairs_are_never_compared(tmp_path):
     """Runs with and without the score of all pairs meet in the held-out pairs, which both have."""
     name = "debiased - random"
     held_out = [record("random", seed) for seed in range(6)]
-    rows = rows_from(tmp_path, *held_out, *(scored("debiased", seed, 70.0) for seed in range(5)), record("debiased", 5))
+    rows = rows_from(
+        tmp_path,
+        *held_out,
+        *(scored("debiased", seed, 70.0) for seed in range(5)),
+        record("debiased", 5),
+    )
     assert (row_of(rows, name).measure, row_of(rows, name).words) == (HELD_OUT, "+52 (+51 to +54)")
-    rows = rows_from(tmp_path, *(scored("random", seed, 50.0 + seed) for seed in range(5)))  # the sixth has none
+    rows = rows_from(
+        tmp_path, *(scored("random", seed, 50.0 + seed) for seed in range(5))
+    )  # the sixth has none
     row = row_of(rows, name)
     assert (row.measure, row.words, len(row.values)) == ("score", "+18 (+16 to +20)", 5)
     assert row_of(rows, name, HELD_OUT).decides is False and row.decides
-    near = rows_from(tmp_path, *(scored(one, seed, 20.0 + seed) for one in ("random", "debiased") for seed in range(5)))
+    near = rows_from(
+        tmp_path,
+        *(scored(one, seed, 20.0 + seed) for one in ("random", "debiased") for seed in range(5)),
+    )
     assert row_of(near, name).verdict == NEAR_CHANCE
 
 
@@ -178,7 +204,10 @@ def test_the_cost_of_a_score_counts_the_epochs_until_it_is_reached(tmp_path):
     reached = {"score_by_epoch": [60.0, 100.0, 90.0, 95.0], "epochs": 4, "cpu_seconds": 30.0}
     runs = [record("auxiliary", seed, **reached) for seed in range(5)]
     row = reach(*runs, whole=[60.0, 80.0, 90.0, 100.0])
-    assert round(math.exp(row.found.mean), 6) == 0.3 and (row.verdict, row.beside_paper) == (LOWER, REPRODUCED)
+    assert round(math.exp(row.found.mean), 6) == 0.3 and (row.verdict, row.beside_paper) == (
+        LOWER,
+        REPRODUCED,
+    )
     # The whole run, too, is charged until it first reaches its score: 15 of 37.5.
     assert round(math.exp(reach(whole=[60.0, 80.0, 110.0, 100.0]).found.mean), 6) == 0.4
     never = record("auxiliary", 4, score_by_epoch=[60.0, 70.0, 90.0, 95.0], epochs=4)
@@ -186,8 +215,14 @@ def test_the_cost_of_a_score_counts_the_epochs_until_it_is_reached(tmp_path):
 
 
 def test_rows_stand_as_one_family_of_tests(tmp_path):
-    runs = [record(name, seed) for name in ("random", "debiased", "weight-0.3") for seed in range(5)]
-    runs += [scored(name, seed, 90.0 + (seed % 3 - 1)) for name in ("four-debiased", "last-noto") for seed in range(5)]
+    runs = [
+        record(name, seed) for name in ("random", "debiased", "weight-0.3") for seed in range(5)
+    ]
+    runs += [
+        scored(name, seed, 90.0 + (seed % 3 - 1))
+        for name in ("four-debiased", "last-noto")
+        for seed in range(5)
+    ]
     kept = [(row.name, row.measure) for row in standing(rows_from(tmp_path, *runs))]
     assert kept == [("debiased - random", HELD_OUT), ("weight-0.3 - random", HELD_OUT)]
 
@@ -200,7 +235,8 @@ def test_runs_that_do_not_stand_side_by_side_are_refused(tmp_path):
         rows_from(tmp_path, record("debiased", 0, choices={"epochs": "9"}))
     flags = ["--cross-source-weight", "0.5", *record("random", 0)["flags"]]
     with pytest.raises(
-        UserError, match=r"debiased-seed0 of .* other settings than the condition has now \(--sampling\)"
+        UserError,
+        match=r"debiased-seed0 of .* other settings than the condition has now \(--sampling\)",
     ):
         rows_from(tmp_path, record("debiased", 0, flags=flags))
 
@@ -223,7 +259,9 @@ def test_the_committed_page_and_its_data_are_those_of_its_runs(tmp_path, capsys)
     )
     for name in ("results.md", "results/rows.csv", "results/runs.json"):
         assert (tmp_path / name).read_text() == (ROOT / "docs" / name).read_text(), name
-    assert (made.with_suffix("") / "main.png").stat().st_size > 10_000 and (folder / "main.png").is_file()
+    assert (made.with_suffix("") / "main.png").stat().st_size > 10_000 and (
+        folder / "main.png"
+    ).is_file()
     with open(folder / "rows.csv", encoding="utf-8") as file:
         tables = {row["table"] for row in csv.DictReader(file)}
     assert tables == {table.name for table in TABLES}
@@ -232,7 +270,9 @@ def test_the_committed_page_and_its_data_are_those_of_its_runs(tmp_path, capsys)
 
 def test_quick_runs_make_rows_and_no_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    rows_from(tmp_path / "ablation" / "quick", *(record(name, 0) for name in ("random", "debiased")))
+    rows_from(
+        tmp_path / "ablation" / "quick", *(record(name, 0) for name in ("random", "debiased"))
+    )
     assert report.main(["--quick"]) == 0
     assert "too few seeds" in (tmp_path / "ablation/quick/rows.csv").read_text()
     assert not (tmp_path / "docs").exists()
@@ -252,4 +292,6 @@ def test_the_page_is_short_and_has_no_broken_emphasis(page, words):
     assert broken_emphasis(text) == [] and len(text.split()) <= words
     rendered = markdown.markdown(text, extensions=["tables", "fenced_code"])
     assert "<table>" in rendered and "|--" not in rendered
-    assert broken_emphasis("+12.9 (+10.6 to +15.2)*; more (+1.0 to +2.0)* here")  # the page as it was
+    assert broken_emphasis(
+        "+12.9 (+10.6 to +15.2)*; more (+1.0 to +2.0)* here"
+    )  # the page as it was

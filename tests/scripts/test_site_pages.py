@@ -18,7 +18,11 @@ Settings.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffi
 def leaves(part):
     if isinstance(part, str):
         return [part]
-    return [leaf for inner in (part.values() if isinstance(part, dict) else part) for leaf in leaves(inner)]
+    return [
+        leaf
+        for inner in (part.values() if isinstance(part, dict) else part)
+        for leaf in leaves(inner)
+    ]
 
 
 def test_every_page_is_in_the_navigation():
@@ -38,7 +42,10 @@ def test_links_of_the_repository_become_links_of_the_site():
         == "[log](changelog.md) [dga](dga.md#retain)"
     )
     assert (
-        relinked("[page](../results.md#a) ![p](earlier/a4.png) [log](../../CHANGELOG.md)", ROOT / "docs" / "results")
+        relinked(
+            "[page](../results.md#a) ![p](earlier/a4.png) [log](../../CHANGELOG.md)",
+            ROOT / "docs" / "results",
+        )
         == "[page](../results.md#a) ![p](earlier/a4.png) [log](../changelog.md)"
     )
 

@@ -50,14 +50,18 @@ class Stub:
 
     folder: Path
 
-    def start(self, *arguments: str, srun: str, environment: dict[str, str] | None = None) -> subprocess.Popen:
+    def start(
+        self, *arguments: str, srun: str, environment: dict[str, str] | None = None
+    ) -> subprocess.Popen:
         commands = self.folder / "commands"
         commands.mkdir(exist_ok=True)
         scontrol = 'case "$*" in *hostnames*) echo n1; echo n2 ;; *node*) echo "NodeName=n1 NodeAddr=10.0.0.1 X=1" ;; '
         scontrol += f'*) echo "scontrol $*" >> {self.folder}/calls ;; esac'
         python = f'echo "python $*" >> {self.folder}/calls'
         for name, body in {"srun": srun, "scontrol": scontrol, "python": python}.items():
-            (commands / name).write_text(f'#!/usr/bin/env bash\necho "{name} $*" >> {self.folder}/log\n{body}\n')
+            (commands / name).write_text(
+                f'#!/usr/bin/env bash\necho "{name} $*" >> {self.folder}/log\n{body}\n'
+            )
             (commands / name).chmod(0o755)
         job = {
             "SLURM_SUBMIT_DIR": str(self.folder), "SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "n[1-2]",
@@ -71,7 +75,9 @@ class Stub:
             text=True,
         )
 
-    def run(self, *arguments: str, srun: str = "exit 0", environment: dict[str, str] | None = None) -> tuple[int, str]:
+    def run(
+        self, *arguments: str, srun: str = "exit 0", environment: dict[str, str] | None = None
+    ) -> tuple[int, str]:
         process = self.start(*arguments, srun=srun, environment=environment)
         output, _ = process.communicate(timeout=30)
         return process.returncode, output
@@ -100,7 +106,9 @@ def task_of(stub: Stub, node: int) -> list[str]:
     environment = {**os.environ, "SLURM_NODEID": str(node), "SLURM_NNODES": "2"}
     python = stub.folder / "commands" / "python"
     python.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
-    done = subprocess.run(words[words.index("bash") :], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        words[words.index("bash") :], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -123,7 +131,8 @@ def test_one_program_a_node_meets_at_the_first_ones_address(stub):
 
 
 @pytest.mark.parametrize(
-    ("left", "status", "requeued"), [(True, 85, True), (False, 1, False), (True, 0, False), (False, 0, False)]
+    ("left", "status", "requeued"),
+    [(True, 85, True), (False, 1, False), (True, 0, False), (False, 0, False)],
 )
 def test_only_a_run_that_left_its_marker_goes_back_into_the_queue(stub, left, status, requeued):
     """Left by this start: with an earlier one's, a run that cannot start would go round for ever."""
@@ -133,7 +142,9 @@ def test_only_a_run_that_left_its_marker_goes_back_into_the_queue(stub, left, st
     assert ("scontrol requeue 4711" in stub.calls) == requeued
 
 
-def wait_for(condition: Callable[[], object], seconds: float, what: str, every: float = 0.1) -> None:
+def wait_for(
+    condition: Callable[[], object], seconds: float, what: str, every: float = 0.1
+) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
@@ -141,7 +152,9 @@ def wait_for(condition: Callable[[], object], seconds: float, what: str, every: 
 
 
 # A launcher that is asked to stop: the ranks need a while to save.
-SAVES_WHEN_ASKED = "trap 'sleep 1; exit 85' USR1; touch {folder}/started; while :; do sleep 0.1; done"
+SAVES_WHEN_ASKED = (
+    "trap 'sleep 1; exit 85' USR1; touch {folder}/started; while :; do sleep 0.1; done"
+)
 
 
 def test_short_of_time_the_ranks_are_asked_to_stop_and_the_job_goes_back(stub):
@@ -163,13 +176,17 @@ def test_a_run_that_saves_each_epoch_only_goes_back_if_one_has_ended(stub, saved
     wrote = f"sleep 0.1; touch {checkpoints}/epoch_2.pt; " if saved else ""
     started = stub.folder / "started"
     process = stub.start(
-        "--name", "a-run", srun=f"trap 'exit 138' USR1; {wrote}touch {started}; while :; do sleep 0.1; done"
+        "--name",
+        "a-run",
+        srun=f"trap 'exit 138' USR1; {wrote}touch {started}; while :; do sleep 0.1; done",
     )
     wait_for(started.exists, 10, "srun")
     process.send_signal(signal.SIGUSR1)
     output, _ = process.communicate(timeout=30)
     assert ("scontrol requeue 4711" in stub.calls) is saved, output
-    assert ("ask for more --time" in output) is not saved and process.returncode == (138 if saved else 2)
+    assert ("ask for more --time" in output) is not saved and process.returncode == (
+        138 if saved else 2
+    )
 
 
 def test_ended_by_slurm_it_leaves_the_queue_to_slurm(stub):
@@ -233,14 +250,25 @@ class Slurm:
     folder: Path
 
     def __call__(self, *command: str) -> str:
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=60
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     @property
     def environment(self) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
-        return {**kept, "SLURM_CONF": str(self.folder / "slurm.conf"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SLURM_", "SBATCH_"))
+        }
+        return {
+            **kept,
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
 
     def state_of(self, job: str) -> str:
         shown = self("scontrol", "--oneliner", "show", "job", job)
@@ -262,12 +290,24 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
     munged += [f"--{what}-file={folder}/munge.{what}" for what in ("key", "pid", "log", "seed")]
     daemons: list[subprocess.Popen] = []
     try:
-        for command in (munged, ["slurmctld", "-D", "-c"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"]):
+        for command in (
+            munged,
+            ["slurmctld", "-D", "-c"],
+            ["slurmd", "-D", "-N", "n1"],
+            ["slurmd", "-D", "-N", "n2"],
+        ):
             with open(folder / "daemons.err", "a") as errors:
-                daemons.append(subprocess.Popen(command, env=cluster.environment, stdout=errors, stderr=errors))
+                daemons.append(
+                    subprocess.Popen(command, env=cluster.environment, stdout=errors, stderr=errors)
+                )
             if command is munged:
                 wait_for((folder / "munge.socket").exists, 20, "munged")
-        wait_for(lambda: idle_nodes(cluster) == 2, 60, f"two idle nodes; {folder} holds the daemons' logs", every=1)
+        wait_for(
+            lambda: idle_nodes(cluster) == 2,
+            60,
+            f"two idle nodes; {folder} holds the daemons' logs",
+            every=1,
+        )
         yield cluster
     finally:
         for daemon in reversed(daemons):
@@ -281,7 +321,9 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
 
 def idle_nodes(cluster: Slurm) -> int:
     command = ["sinfo", "--noheader", "--Node", "--format=%t"]
-    done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, env=cluster.environment, capture_output=True, text=True, timeout=60
+    )
     return done.stdout.split().count("idle")
 
 
@@ -290,7 +332,10 @@ def settings(tmp_path_factory) -> tuple[Path, list[str]]:
     """A folder for logs, and recipe settings of a run of 100 short steps on two ranks."""
     folder = tmp_path_factory.mktemp("runs")
     bert = write_bert(folder / "bert", words=NUMBERED)
-    data = "::".join(f"{name}={write_source(folder / name, first, 120, 40)}" for name, first in (("a", 0), ("b", 1000)))
+    data = "::".join(
+        f"{name}={write_source(folder / name, first, 120, 40)}"
+        for name, first in (("a", 0), ("b", 1000))
+    )
     values = [
         "model=zerovl-emoji", f"text-model={bert}", f"train-data={data}", f"logs={folder / 'logs'}",
         "pretrained-image=", "token-drop=", "auto-augment=", "aug-cfg=", "retrieval-data=",
@@ -327,7 +372,10 @@ needs_slurm = pytest.mark.skipif(
 def test_a_run_requeued_by_slurm_ends_as_if_never_interrupted(slurm, settings):
     """Two nodes, one rank each. SIGUSR1 (short of time), then `scontrol requeue` (preemption), then to the end."""
     folder, values = settings
-    assert slurm("sbatch", "--test-only", "--cpus-per-task=2", "--nodes=2", str(SBATCH), "--name", "a") == ""
+    assert (
+        slurm("sbatch", "--test-only", "--cpus-per-task=2", "--nodes=2", str(SBATCH), "--name", "a")
+        == ""
+    )
     job, log = submit(slurm, folder, values, "broken")
     wait_for(lambda: steps_saved(folder, "broken") >= 10, 240, "step 10")
     slurm("scancel", "--signal=USR1", "--batch", job)
@@ -346,17 +394,37 @@ def test_a_run_requeued_by_slurm_ends_as_if_never_interrupted(slurm, settings):
     for step in (first, second):
         assert f"step_0000_{step:08d}.pt" in words
 
-    whole = [sys.executable, *RECIPES, "train-14m", "--no-slurm", "--gpus", "0", "--processes", "2", *values]
+    whole = [
+        sys.executable,
+        *RECIPES,
+        "train-14m",
+        "--no-slurm",
+        "--gpus",
+        "0",
+        "--processes",
+        "2",
+        *values,
+    ]
     done = subprocess.run(
-        [*whole, "--set", "name=whole"], env=slurm.environment, capture_output=True, text=True, timeout=240
+        [*whole, "--set", "name=whole"],
+        env=slurm.environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     import torch
 
     ours, theirs = (
-        torch.load(folder / "logs" / name / "checkpoints" / "epoch_1.pt", weights_only=True)["state_dict"]
+        torch.load(folder / "logs" / name / "checkpoints" / "epoch_1.pt", weights_only=True)[
+            "state_dict"
+        ]
         for name in ("broken", "whole")
     )
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
-    before = torch.load(folder / "logs" / "whole" / "checkpoints" / "step_0000_00000095.pt", weights_only=True)
-    assert not all(torch.equal(before["state_dict"][key], theirs[key]) for key in theirs)  # the comparison sees 5 steps
+    before = torch.load(
+        folder / "logs" / "whole" / "checkpoints" / "step_0000_00000095.pt", weights_only=True
+    )
+    assert not all(
+        torch.equal(before["state_dict"][key], theirs[key]) for key in theirs
+    )  # the comparison sees 5 steps

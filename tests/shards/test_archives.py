@@ -31,7 +31,9 @@ def test_json_is_streamed_whatever_the_pieces(step, indent):
     text = json.dumps(VALUE, ensure_ascii=step % 2 == 0, indent=indent).encode()
     assert list(json_array(Dribble(text, step), "x.json")) == VALUE
     assert list(json_array(Dribble(b"\xef\xbb\xbf " + text + b"\n", step), "x.json")) == VALUE
-    document = json.dumps({"first": VALUE, "n": 3, "images": VALUE, "last": [1]}, indent=indent).encode()
+    document = json.dumps(
+        {"first": VALUE, "n": 3, "images": VALUE, "last": [1]}, indent=indent
+    ).encode()
     assert list(json_array(Dribble(document, step), "x.json", key="images")) == VALUE
 
 
@@ -39,7 +41,10 @@ def test_json_is_streamed_whatever_the_pieces(step, indent):
 @pytest.mark.parametrize("content", [b"[" * 200_000, b'{"images":' * 200_000])
 def test_brackets_within_brackets_end_in_a_sentence(tmp_path, content):
     (tmp_path / "x.json").write_bytes(b'{"images": ' + content)
-    with pytest.raises(UserError, match="x.json"), open_member(tmp_path / "x.json", "x.json") as stream:
+    with (
+        pytest.raises(UserError, match="x.json"),
+        open_member(tmp_path / "x.json", "x.json") as stream,
+    ):
         list(json_array(stream, "x.json", key="images"))
 
 
@@ -70,5 +75,7 @@ def test_a_zip_that_asks_for_a_later_reader_is_broken(tmp_path):
     content = bytearray((tmp_path / "x.zip").read_bytes())
     content[content.index(b"PK\x01\x02") + 6] = 84  # version needed: 8.4
     (tmp_path / "x.zip").write_bytes(content)
-    with pytest.raises(UserError, match=r"x\.zip is a broken archive \(zip file version 8\.4\): fetch it again"):
+    with pytest.raises(
+        UserError, match=r"x\.zip is a broken archive \(zip file version 8\.4\): fetch it again"
+    ):
         members(tmp_path / "x.zip")

@@ -33,7 +33,14 @@ def server(tmp_path):
 
 
 def patient(**options) -> RetryPolicy:
-    return RetryPolicy(**{"first_wait_seconds": 0.01, "longest_wait_seconds": 0.05, "stall_seconds": 1.0, **options})
+    return RetryPolicy(
+        **{
+            "first_wait_seconds": 0.01,
+            "longest_wait_seconds": 0.05,
+            "stall_seconds": 1.0,
+            **options,
+        }
+    )
 
 
 def used(folder: Path) -> int:
@@ -79,7 +86,10 @@ def test_the_bound_holds_and_the_least_recently_used_makes_room(server, tmp_path
     for number in (0, 1, 2, 0, 3, 0):  # 3 takes the place of 1
         assert read(cache, server, number) == original(server, number)
         assert used(folder) <= cache.limit_bytes
-        os.utime(*[path for path in folder.glob(".about/*") if f"-{number:05d}" in path.name], ns=(time.time_ns(),) * 2)
+        os.utime(
+            *[path for path in folder.glob(".about/*") if f"-{number:05d}" in path.name],
+            ns=(time.time_ns(),) * 2,
+        )
         time.sleep(0.01)
     left = sorted(path.name.partition("-")[2] for path in folder.glob("*.tar"))
     assert left == ["00000.tar", "00002.tar", "00003.tar"]
@@ -114,7 +124,11 @@ def test_what_is_being_read_stays(server, tmp_path):
             stack.enter_context(cache.borrowed(server.url(f"{number:05d}.tar"), patient()))
         assert read(cache, server, 2, notes) is None
         assert used(tmp_path / "cache") <= cache.limit_bytes
-    assert len(notes) == 1 and "is full of shards that are being read" in notes[0] and "--shard-cache-gib" in notes[0]
+    assert (
+        len(notes) == 1
+        and "is full of shards that are being read" in notes[0]
+        and "--shard-cache-gib" in notes[0]
+    )
     assert read(cache, server, 2) == original(server, 2)
 
 
@@ -128,7 +142,10 @@ def test_several_processes_fetch_a_shard_once(server, tmp_path):
     cache = ShardCache(str(tmp_path / "cache"), GIB)
     server.faults["00000.tar"] = ["drip:50"]
     barrier, answers = FORK.Barrier(4), FORK.Queue()
-    children = [FORK.Process(target=_borrow, args=(cache, server.url("00000.tar"), barrier, answers)) for _ in range(4)]
+    children = [
+        FORK.Process(target=_borrow, args=(cache, server.url("00000.tar"), barrier, answers))
+        for _ in range(4)
+    ]
     for child in children:
         child.start()
     assert {answers.get(timeout=60) for _ in children} == {original(server, 0)}
@@ -141,7 +158,9 @@ def test_a_process_that_dies_while_it_fetches_leaves_nothing_in_the_way(server, 
     folder = tmp_path / "cache"
     cache = ShardCache(str(folder), GIB)
     server.faults["00000.tar"] = ["drip:100000"]
-    child = FORK.Process(target=_borrow, args=(cache, server.url("00000.tar"), FORK.Barrier(1), FORK.Queue()))
+    child = FORK.Process(
+        target=_borrow, args=(cache, server.url("00000.tar"), FORK.Barrier(1), FORK.Queue())
+    )
     child.start()
     wait_until(lambda: any(path.stat().st_size for path in folder.glob("*.part")))
     waiting = cache.borrowed(server.url("00000.tar"), patient(most_seconds=0.3))
@@ -165,7 +184,9 @@ def test_what_is_not_the_shard_is_not_kept(server, tmp_path, fault):
         server.fault = "503"
     with pytest.raises(Unreachable):
         read(cache, server, 1)
-    assert [path.name.partition("-")[2] for path in (tmp_path / "cache").glob("[!.]*")] == ["00000.tar"]
+    assert [path.name.partition("-")[2] for path in (tmp_path / "cache").glob("[!.]*")] == [
+        "00000.tar"
+    ]
 
 
 def test_each_run_asks_once_whether_a_shard_has_changed(server, tmp_path):
@@ -183,14 +204,18 @@ def test_each_run_asks_once_whether_a_shard_has_changed(server, tmp_path):
     notes: list[str] = []
     third = ShardCache(folder, GIB)
     assert read(third, server, 0, notes) == new
-    assert notes == ["shards are taken from the cache without asking whether they have changed (no connection)"]
+    assert notes == [
+        "shards are taken from the cache without asking whether they have changed (no connection)"
+    ]
 
 
 def test_a_cache_that_cannot_be_written_is_read_past(server, tmp_path):
     (tmp_path / "cache").write_text("a file")
     notes: list[str] = []
     assert read(ShardCache(str(tmp_path / "cache"), GIB), server, 0, notes) is None
-    assert "cannot be used (File exists)" in notes[0] or "cannot be used (Not a directory)" in notes[0]
+    assert (
+        "cannot be used (File exists)" in notes[0] or "cannot be used (Not a directory)" in notes[0]
+    )
 
 
 def test_shards_are_fetched_ahead(server, tmp_path):
@@ -224,12 +249,17 @@ def test_a_compressed_shard_without_its_end_is_not_kept(tmp_path):
     served = tmp_path / "served"
     served.mkdir()
     (served / "00000.tar").write_bytes(gzip.compress(os.urandom(4000))[:15])
-    with shard_server(served) as server, pytest.raises(Unreachable, match="no tar or parquet, 3 times"):
+    with (
+        shard_server(served) as server,
+        pytest.raises(Unreachable, match="no tar or parquet, 3 times"),
+    ):
         read(ShardCache(str(tmp_path / "cache"), GIB), server, 0)
 
 
 @pytest.mark.parametrize("bytes_", [700, 512 * 20])  # within the first member, within another one
-def test_a_shard_that_breaks_off_where_no_length_was_announced_is_fetched_again(server, tmp_path, bytes_):
+def test_a_shard_that_breaks_off_where_no_length_was_announced_is_fetched_again(
+    server, tmp_path, bytes_
+):
     server.faults["00001.tar"] = [f"open:{bytes_}", "open:9999999"]
     cache = ShardCache(str(tmp_path / "cache"), GIB)
     assert read(cache, server, 1) == original(server, 1)

@@ -20,19 +20,38 @@ from open_clip_zerovl.shards.index import open_index
 from open_clip_zerovl.shards.members import META, ShardError, group, stream_samples
 from support.tars import png, write_source, write_tar
 
-MEMBERS = ["a.jpg", "a.txt", "b.txt", "b.png", "b.json", "c.JPG", "c.txt", "__meta__", "noext", "d/a.jpg", "d/a.txt"]
+MEMBERS = [
+    "a.jpg",
+    "a.txt",
+    "b.txt",
+    "b.png",
+    "b.json",
+    "c.JPG",
+    "c.txt",
+    "__meta__",
+    "noext",
+    "d/a.jpg",
+    "d/a.txt",
+]
 
 
 def by_streaming(source: Source, start: int) -> list:
     """Samples read through a pipe, which always begins at the tar's first byte."""
-    piped = Source(source.name, (f"pipe:cat {source.shards[0]}",), source.sizes, captions=source.captions)
+    piped = Source(
+        source.name, (f"pipe:cat {source.shards[0]}",), source.sizes, captions=source.captions
+    )
     return list(Reading(piped, 0).samples(0, start, start))
 
 
 @settings(max_examples=40, deadline=None)
 @given(names=st.lists(st.sampled_from(MEMBERS), min_size=1, max_size=24), data=st.data())
 def test_counting_index_streaming_and_direct_access_agree(tmp_path_factory, names, data):
-    path = str(write_tar(tmp_path_factory.mktemp("tar") / "0.tar", [(n, f"{i}".encode()) for i, n in enumerate(names)]))
+    path = str(
+        write_tar(
+            tmp_path_factory.mktemp("tar") / "0.tar",
+            [(n, f"{i}".encode()) for i, n in enumerate(names)],
+        )
+    )
     count = count_tar_samples(path)
     with_keys = [key for key, _ in stream_samples(path)]
     assert len(with_keys) == count == len(open_index(path))
@@ -41,7 +60,11 @@ def test_counting_index_streaming_and_direct_access_agree(tmp_path_factory, name
     whole = list(Reading(source, 0).samples(0, 0, 0)) if count else []
     assert [sample.key for sample in whole] == with_keys
     start = data.draw(st.integers(0, max(0, count - 1)))
-    for others in (list(Reading(source, 0).samples(0, start, start)), by_streaming(source, start)) if count else ():
+    for others in (
+        (list(Reading(source, 0).samples(0, start, start)), by_streaming(source, start))
+        if count
+        else ()
+    ):
         assert [(s.image, s.caption, s.fault, s.position) for s in others] == [
             (s.image, s.caption, s.fault, s.position) for s in whole[start:]
         ]
@@ -51,7 +74,10 @@ def test_a_sample_ends_where_the_key_changes_or_a_suffix_repeats():
     def keys(*names: str) -> list:
         return [(key, sorted(sample)) for key, sample in group((name, None) for name in names)]
 
-    assert keys("a.jpg", "a.txt", "b.jpg", "b.TXT") == [("a", ["jpg", "txt"]), ("b", ["jpg", "txt"])]
+    assert keys("a.jpg", "a.txt", "b.jpg", "b.TXT") == [
+        ("a", ["jpg", "txt"]),
+        ("b", ["jpg", "txt"]),
+    ]
     assert keys("a.jpg", "a.txt", "a.jpg", "a.txt") == [("a", ["jpg", "txt"])] * 2
     assert keys("a.jpg", "__x__/a.txt", "noext", "a.txt") == [("a", ["jpg", "txt"])]
     assert keys("x/a.jpg", "y/a.txt") == [("x/a", ["jpg"]), ("y/a", ["txt"])]
@@ -107,7 +133,9 @@ def test_a_stored_index_that_does_not_add_up_is_built_again(shard, caplog, name,
     assert "cannot be read" in caplog.text and "built again" in caplog.text
 
 
-def test_where_the_folder_is_not_writable_it_goes_into_the_cache(shard, monkeypatch, tmp_path, caplog):
+def test_where_the_folder_is_not_writable_it_goes_into_the_cache(
+    shard, monkeypatch, tmp_path, caplog
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (shard.parent / ".zerovl-index").write_text("in the way, even for root")
     assert len(open_index(str(shard))) == 30
@@ -125,7 +153,9 @@ def test_many_may_build_the_same_one(shard):
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(build, range(8))) == [30] * 8
-    assert os.listdir(shard.parent / ".zerovl-index") == ["00000.tar.npz"]  # nothing temporary is left
+    assert os.listdir(shard.parent / ".zerovl-index") == [
+        "00000.tar.npz"
+    ]  # nothing temporary is left
 
 
 def test_a_torn_tar_gives_the_same_samples_by_all_ways(shard):
@@ -160,7 +190,9 @@ def test_a_stream_is_not_read_on_behind_its_end_for_what_a_header_claims(tmp_pat
     member = tarfile.TarInfo("b.png")
     member.size, member.type = (1 << 63) - 1, kind
     write_tar(tmp_path / "0.tar", [("a.txt", b"x")])
-    content = (tmp_path / "0.tar").read_bytes()[:1024] + member.tobuf(tarfile.GNU_FORMAT) + bytes(1024)
+    content = (
+        (tmp_path / "0.tar").read_bytes()[:1024] + member.tobuf(tarfile.GNU_FORMAT) + bytes(1024)
+    )
     (tmp_path / "0.tar.gz").write_bytes(gzip.compress(content))
     with pytest.raises(ShardError, match="claims 9223372036854[0-9]+ bytes"):
         list(stream_samples(f"file:{tmp_path}/0.tar.gz"))

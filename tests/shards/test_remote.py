@@ -25,7 +25,12 @@ def server(tmp_path):
 
 
 def patient(waits: list[Wait] | None = None, **options) -> RetryPolicy:
-    quick = {"first_wait_seconds": 0.01, "longest_wait_seconds": 0.05, "stall_seconds": 1.0, **options}
+    quick = {
+        "first_wait_seconds": 0.01,
+        "longest_wait_seconds": 0.05,
+        "stall_seconds": 1.0,
+        **options,
+    }
     return RetryPolicy(**quick, waits=(waits if waits is not None else []).append)
 
 
@@ -53,14 +58,20 @@ def read_all(url: str, policy: RetryPolicy, size: int = 70_001) -> bytes:
 def test_a_broken_transfer_goes_on_at_its_byte(server, faults, reason, ranges):
     server.ranges, server.faults["0.tar"] = ranges, list(faults)
     waits: list[Wait] = []
-    if faults == ["long"] and ranges:  # the range after the last byte is requested, and does not exist
+    if (
+        faults == ["long"] and ranges
+    ):  # the range after the last byte is requested, and does not exist
         server.faults["0.tar"] += ["416"]
         with pytest.raises(Unreachable, match="server answered 416"):
             read_all(server.url("0.tar"), patient(waits))
         return
     assert read_all(server.url("0.tar"), patient(waits)) == CONTENT
     (wait,) = waits
-    assert sum(wait.reasons.values()) == len(faults) and reason in wait.reasons and 0 < wait.seconds < 20
+    assert (
+        sum(wait.reasons.values()) == len(faults)
+        and reason in wait.reasons
+        and 0 < wait.seconds < 20
+    )
     asked = server.requests["0.tar"]
     assert len(asked) == len(faults) + 1 and asked == sorted(asked)
     if faults[0].startswith(("reset", "cut")):
@@ -82,7 +93,9 @@ def test_a_slow_drip_that_ends_is_not_an_interruption(server):
 
 def test_a_server_that_dies_and_comes_back(server):
     waits: list[Wait] = []
-    policy = patient(waits, first_wait_seconds=0.05, longest_wait_seconds=0.1, retries=200, stall_seconds=30)
+    policy = patient(
+        waits, first_wait_seconds=0.05, longest_wait_seconds=0.1, retries=200, stall_seconds=30
+    )
     server.faults["0.tar"] = ["hold:100000"]
     with RemoteStream(server.url("0.tar"), policy) as stream:
         content = stream.read(90_000)
@@ -96,7 +109,9 @@ def test_a_server_that_dies_and_comes_back(server):
 def test_a_shard_that_does_not_come_ends_after_its_retries(server):
     server.fault = "503"
     policy = patient(retries=3)
-    with pytest.raises(Unreachable, match=r"^server answered 503 after 3 retries in 0 s$") as raised:
+    with pytest.raises(
+        Unreachable, match=r"^server answered 503 after 3 retries in 0 s$"
+    ) as raised:
         read_all(server.url("0.tar"), policy)
     assert raised.value.passing and len(server.requests["0.tar"]) == 4
     # The outage has been waited out once: the next shard is asked once, and the first that comes ends it.
@@ -123,7 +138,9 @@ def test_what_a_server_says_for_good_is_not_asked_again(server):
 
 def test_a_shard_that_changes_while_it_is_read_is_not_mended_together(server):
     server.faults["0.tar"] = ["cut:3500000", "changed"]
-    with pytest.raises(Unreachable, match="it has changed on the server while it was read at byte [1-9]"):
+    with pytest.raises(
+        Unreachable, match="it has changed on the server while it was read at byte [1-9]"
+    ):
         read_all(server.url("0.tar"), patient())
 
 
@@ -204,7 +221,10 @@ class Hub(BaseHTTPRequestHandler):
     ("url", "path"),
     [
         ("hf://datasets/user/photos/train/0.tar", "/datasets/user/photos/resolve/main/train/0.tar"),
-        ("hf://datasets/user/photos@refs%2Fpr%2F1/0.tar", "/datasets/user/photos/resolve/refs%2Fpr%2F1/0.tar"),
+        (
+            "hf://datasets/user/photos@refs%2Fpr%2F1/0.tar",
+            "/datasets/user/photos/resolve/refs%2Fpr%2F1/0.tar",
+        ),
         ("hf://user/model/0 1.tar", "/user/model/resolve/main/0%201.tar"),
     ],
 )

@@ -17,10 +17,20 @@ class DenseLoss(nn.Module):
     """`ContrastiveLoss`, and with `sigmoid` `SigmoidLoss`, by definition; called as they are, in one process."""
 
     def __init__(
-        self, *, cross_source_weight=1.0, positives="pair", distill_weight=0.0, distill_temperature=0.01, sigmoid=False
+        self,
+        *,
+        cross_source_weight=1.0,
+        positives="pair",
+        distill_weight=0.0,
+        distill_temperature=0.01,
+        sigmoid=False,
     ) -> None:
         super().__init__()
-        self.cross_source_weight, self.positives, self.sigmoid = cross_source_weight, positives, sigmoid
+        self.cross_source_weight, self.positives, self.sigmoid = (
+            cross_source_weight,
+            positives,
+            sigmoid,
+        )
         self.distill_weight, self.distill_temperature = distill_weight, distill_temperature
 
     def forward(
@@ -41,8 +51,14 @@ class DenseLoss(nn.Module):
                 name: values.chunk(texts_per_image)[number] if name == "caption" else values
                 for name, values in ids.items()
             }
-            own = [(images, of_texts.chunk(texts_per_image)[number]) for images, of_texts in teachers]
-            losses.append(self._of_pairs(image_features, texts, logit_scale, logit_bias, own_ids, own, **targets))
+            own = [
+                (images, of_texts.chunk(texts_per_image)[number]) for images, of_texts in teachers
+            ]
+            losses.append(
+                self._of_pairs(
+                    image_features, texts, logit_scale, logit_bias, own_ids, own, **targets
+                )
+            )
         return {"contrastive_loss": sum(losses)} if output_dict else sum(losses)
 
     def _of_pairs(
@@ -58,11 +74,15 @@ class DenseLoss(nn.Module):
     ):
         n = len(image_features)
         positive = torch.eye(n, dtype=torch.bool)
-        for name in {"pair": [], "both": ["caption", "image"]}.get(self.positives, [self.positives]):
+        for name in {"pair": [], "both": ["caption", "image"]}.get(
+            self.positives, [self.positives]
+        ):
             positive |= ids[name][:, None] == ids[name]
         weights = torch.ones(n, n, dtype=image_features.dtype)  # of the softmaxes' terms
         if self.cross_source_weight != 1:
-            weights[(ids["source"][:, None] != ids["source"]) & ~positive] = self.cross_source_weight
+            weights[(ids["source"][:, None] != ids["source"]) & ~positive] = (
+                self.cross_source_weight
+            )
         cosines = image_features @ text_features.T
         logits = logit_scale * cosines
         bias = 0.0 if logit_bias is None else logit_bias
@@ -80,21 +100,27 @@ class DenseLoss(nn.Module):
         loss = (1 - self.distill_weight) * contrastive
         if teacher_features:
             of_teachers = [
-                images @ texts.T / self.distill_temperature + weights.log() for images, texts in teacher_features
+                images @ texts.T / self.distill_temperature + weights.log()
+                for images, texts in teacher_features
             ]
             over_texts = torch.stack([one.softmax(dim=1) for one in of_teachers]).mean(dim=0)
             over_images = torch.stack([one.softmax(dim=0) for one in of_teachers]).mean(dim=0)
-            loss = loss + self.distill_weight * cross_entropies(logits, weights, over_texts, over_images)
+            loss = loss + self.distill_weight * cross_entropies(
+                logits, weights, over_texts, over_images
+            )
         if logit_bias is not None:
             loss = loss + 0.0 * logit_bias.sum()
         return loss
 
 
-def cross_entropies(logits: Tensor, weights: Tensor, over_texts: Tensor, over_images: Tensor) -> Tensor:
+def cross_entropies(
+    logits: Tensor, weights: Tensor, over_texts: Tensor, over_images: Tensor
+) -> Tensor:
     """The mean of both directions: from targets to softmaxes whose terms are weighed."""
     weighed = logits + weights.log()
     return sum(
-        -(target * weighed.log_softmax(dim=dim).masked_fill(weights == 0, 0.0)).sum() / (2 * len(logits))
+        -(target * weighed.log_softmax(dim=dim).masked_fill(weights == 0, 0.0)).sum()
+        / (2 * len(logits))
         for dim, target in ((1, over_texts), (0, over_images))
     )
 
@@ -114,7 +140,9 @@ def set_by_set(parts: Sequence[Tensor], texts_per_image: int) -> Tensor:
     return torch.cat([chunk[number] for number in range(texts_per_image) for chunk in chunks])
 
 
-def teacher_features(b: int, seed: int, widths: tuple[int, ...] = (6, 9), **like: Any) -> list[tuple[Tensor, Tensor]]:
+def teacher_features(
+    b: int, seed: int, widths: tuple[int, ...] = (6, 9), **like: Any
+) -> list[tuple[Tensor, Tensor]]:
     """Unit features (b, D_t) of images and texts, one pair a teacher, alike enough for softmaxes that are not even."""
     generator = torch.Generator().manual_seed(seed)
     found = []

@@ -34,8 +34,15 @@ VOCABULARY = 64
 @cache
 def bert_folder() -> str:
     folder = Path(tempfile.mkdtemp(prefix="tiny-bert-"))
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    BertConfig(**sizes, intermediate_size=64, max_position_embeddings=CONTEXT).save_pretrained(folder)  # dropout 0.1
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    BertConfig(**sizes, intermediate_size=64, max_position_embeddings=CONTEXT).save_pretrained(
+        folder
+    )  # dropout 0.1
     return str(folder)
 
 
@@ -44,7 +51,9 @@ def vit(patch_dropout: float = 0.25) -> dict[str, Any]:
     return {**sizes, "patch_dropout": patch_dropout}
 
 
-def bert_clip(dtype: torch.dtype = torch.float64, *, bias: bool = False, seed: int = 0, **vision: Any) -> nn.Module:
+def bert_clip(
+    dtype: torch.dtype = torch.float64, *, bias: bool = False, seed: int = 0, **vision: Any
+) -> nn.Module:
     """open_clip's ViT with token drop 0.25 and a Hugging Face BERT with dropout 0.1, in training mode."""
     torch.manual_seed(seed)
     model = open_clip.CustomTextCLIP(
@@ -59,7 +68,10 @@ def bert_clip(dtype: torch.dtype = torch.float64, *, bias: bool = False, seed: i
 
 
 def batches(
-    sizes: Sequence[int], dtype: torch.dtype = torch.float64, seed: int = 1, texts_per_image: int = 1
+    sizes: Sequence[int],
+    dtype: torch.dtype = torch.float64,
+    seed: int = 1,
+    texts_per_image: int = 1,
 ) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     return [
@@ -77,7 +89,9 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             assert parameter.grad is not None, f"{name} got no gradient"
-            found[name.replace("module.", "").replace("_orig_mod.", "")] = parameter.grad.detach().clone()
+            found[name.replace("module.", "").replace("_orig_mod.", "")] = (
+                parameter.grad.detach().clone()
+            )
             parameter.grad = None
         else:
             assert parameter.grad is None, f"{name} is frozen and got a gradient"
@@ -108,13 +122,22 @@ def one_graph(
             images, texts = prepare(images, texts)
         with autocast():
             found = model(images, texts)
-        outputs.append(found if isinstance(found, dict) else dict(zip(FEATURES, found, strict=True)))
+        outputs.append(
+            found if isinstance(found, dict) else dict(zip(FEATURES, found, strict=True))
+        )
     sides = [[output[name] for output in outputs] for name in FEATURES]
-    features = dict(zip(FEATURES, (torch.cat(sides[0]), set_by_set(sides[1], texts_per_image)), strict=True))
+    features = dict(
+        zip(FEATURES, (torch.cat(sides[0]), set_by_set(sides[1], texts_per_image)), strict=True)
+    )
     if texts_per_image > 1:
         loss_inputs["texts_per_image"] = texts_per_image
-    features = {name: value.to(torch.promote_types(value.dtype, torch.float32)) for name, value in features.items()}
-    scalars = {name: outputs[-1][name] for name in ("logit_scale", "logit_bias") if name in outputs[-1]}
+    features = {
+        name: value.to(torch.promote_types(value.dtype, torch.float32))
+        for name, value in features.items()
+    }
+    scalars = {
+        name: outputs[-1][name] for name in ("logit_scale", "logit_bias") if name in outputs[-1]
+    }
     value = loss(**features, **scalars, **loss_inputs, output_dict=True)["contrastive_loss"]
     value.backward()
     return value.detach(), gradients(model)
@@ -129,7 +152,9 @@ def errors(found: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, 
     assert found.keys() == reference.keys()
     total = math.sqrt(sum(g.double().square().sum().item() for g in reference.values()))
     return {
-        name: ((found[name].double() - g.double()).norm() / max(g.double().norm().item(), 1e-6 * total)).item()
+        name: (
+            (found[name].double() - g.double()).norm() / max(g.double().norm().item(), 1e-6 * total)
+        ).item()
         for name, g in reference.items()
     }
 
@@ -137,7 +162,9 @@ def errors(found: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, 
 SEED = 5
 
 
-def reference(model: nn.Module, loss: Callable[..., Any], micro_batches: Sequence[Any], **options: Any) -> Any:
+def reference(
+    model: nn.Module, loss: Callable[..., Any], micro_batches: Sequence[Any], **options: Any
+) -> Any:
     """`one_graph` from the seed."""
     torch.manual_seed(SEED)
     return one_graph(model, loss, micro_batches, **options)

@@ -52,7 +52,11 @@ def calling_line() -> str:
         path = frame.filename
         if "/site-packages/torch/" in path and "grad_scaler" not in path:
             continue
-        if path == __file__ or path.startswith("<") or path.endswith(("/contextlib.py", "/functools.py")):
+        if (
+            path == __file__
+            or path.startswith("<")
+            or path.endswith(("/contextlib.py", "/functools.py"))
+        ):
             continue
         package = path.split("/site-packages/")[-1].split("/src/")[-1]
         return f"{package} {frame.name}: {frame.line}"
@@ -78,7 +82,9 @@ class Waits(TorchDispatchMode):
         self.copies: Counter[tuple[str, str]] = Counter()
         self.bytes_to_device = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         on_gpu = any(tensor.device.type == "cuda" for tensor in tensors)
@@ -89,7 +95,13 @@ class Waits(TorchDispatchMode):
         if func is aten._local_scalar_dense.default:
             value = self.read if on_gpu else 1
             dtype = args[0].dtype
-            return bool(value) if dtype == torch.bool else float(value) if dtype.is_floating_point else int(value)
+            return (
+                bool(value)
+                if dtype == torch.bool
+                else float(value)
+                if dtype.is_floating_point
+                else int(value)
+            )
         if func is aten._to_copy.default:
             target = torch.device(kwargs.get("device") or args[0].device)
             self._copy(args[0], target, bool(kwargs.get("non_blocking")))
@@ -146,8 +158,13 @@ class Engine:
             zero = torch.zeros_like(leaf)
             leaf.grad = zero if leaf.grad is None else leaf.grad + zero
 
-    def grad(self, outputs: Any, inputs: Sequence[Tensor], *_: Any, **__: Any) -> tuple[Tensor, ...]:
-        reached = {id(leaf) for leaf in reached_from([outputs] if isinstance(outputs, Tensor) else list(outputs))}
+    def grad(
+        self, outputs: Any, inputs: Sequence[Tensor], *_: Any, **__: Any
+    ) -> tuple[Tensor, ...]:
+        reached = {
+            id(leaf)
+            for leaf in reached_from([outputs] if isinstance(outputs, Tensor) else list(outputs))
+        }
         return tuple(torch.zeros_like(value) if id(value) in reached else None for value in inputs)
 
 
@@ -208,7 +225,9 @@ def to_fake_cuda(model: nn.Module) -> nn.Module:
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[name] = nn.Parameter(_fake(parameter), requires_grad=parameter.requires_grad)
+                module._parameters[name] = nn.Parameter(
+                    _fake(parameter), requires_grad=parameter.requires_grad
+                )
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = _fake(buffer)

@@ -18,7 +18,9 @@ WIDTH = 6
 def hashed(rows: torch.Tensor, salt: int) -> torch.Tensor:
     """(b, ...) whole numbers to (b, WIDTH) unit rows."""
     digests = [
-        hashlib.blake2b(row.contiguous().numpy().tobytes(), digest_size=4 * WIDTH, salt=bytes([salt] * 8)).digest()
+        hashlib.blake2b(
+            row.contiguous().numpy().tobytes(), digest_size=4 * WIDTH, salt=bytes([salt] * 8)
+        ).digest()
         for row in rows
     ]
     numbers = np.frombuffer(b"".join(digests), dtype=np.int32).astype(np.float32).reshape(-1, WIDTH)
@@ -60,4 +62,9 @@ class HashEncoder(Encoder):
 
     def load(self, *, local_rank: int = 0):
         cfg = PreprocessCfg(size=self.size_px, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
-        return HashModel(self.salt), image_transform_v2(cfg, is_train=False), tokens_of, torch.device("cpu")
+        return (
+            HashModel(self.salt),
+            image_transform_v2(cfg, is_train=False),
+            tokens_of,
+            torch.device("cpu"),
+        )

@@ -13,7 +13,9 @@ from support.tiny_clip import NATIVE_VISION, bert_text, register
 def small_model(configs: Path, name: str, text_folder: Path) -> str:
     """Register a small model with dropout 0.1 everywhere in the text tower and token drop in the image tower; its name."""
     text = {**bert_text(text_folder), "context_length": 24}
-    return register(configs, name, {**NATIVE_VISION, "patch_dropout": 0.25}, text, init_logit_scale=3.9)
+    return register(
+        configs, name, {**NATIVE_VISION, "patch_dropout": 0.25}, text, init_logit_scale=3.9
+    )
 
 
 def micro_batches_of(name: str, texts: list[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -37,10 +39,22 @@ class MixedByHand(torch.nn.Module):
     """
 
     def __init__(
-        self, model: torch.nn.Module, weight: float, *, texts: str, images: bool = False, pad: int = 0
+        self,
+        model: torch.nn.Module,
+        weight: float,
+        *,
+        texts: str,
+        images: bool = False,
+        pad: int = 0,
     ) -> None:
         super().__init__()
-        self.model, self.weight, self.texts, self.images, self.pad = model, weight, texts, images, pad
+        self.model, self.weight, self.texts, self.images, self.pad = (
+            model,
+            weight,
+            texts,
+            images,
+            pad,
+        )
 
     def mixed(self, rows: torch.Tensor) -> torch.Tensor:
         return self.weight * rows + (1 - self.weight) * rows.flip(0)
@@ -51,12 +65,18 @@ class MixedByHand(torch.nn.Module):
         if self.texts == "embeddings":
             words = self.mixed(tower.get_input_embeddings()(tokens))
             text = self.model.text.proj(
-                tower(inputs_embeds=words, attention_mask=mask | mask.flip(0)).last_hidden_state[:, 0]
+                tower(inputs_embeds=words, attention_mask=mask | mask.flip(0)).last_hidden_state[
+                    :, 0
+                ]
             )
         else:
             text = self.mixed(
-                self.model.text.proj(tower(input_ids=tokens, attention_mask=mask).last_hidden_state[:, 0])
+                self.model.text.proj(
+                    tower(input_ids=tokens, attention_mask=mask).last_hidden_state[:, 0]
+                )
             )
         features = {"image_features": image, "text_features": text}
-        unit = {name: torch.nn.functional.normalize(value, dim=-1) for name, value in features.items()}
+        unit = {
+            name: torch.nn.functional.normalize(value, dim=-1) for name, value in features.items()
+        }
         return {**unit, "logit_scale": self.model.logit_scale.exp()}

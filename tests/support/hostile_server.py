@@ -12,11 +12,15 @@ from PIL import Image
 from support.loopback import Handler, Server, serving
 
 
-def photo(number: int, width: int = 120, height: int = 80, format: str = "JPEG", mode: str = "RGB") -> bytes:
+def photo(
+    number: int, width: int = 120, height: int = 80, format: str = "JPEG", mode: str = "RGB"
+) -> bytes:
     """A picture that no other number has, and that does not compress to nothing."""
     pixels = np.random.default_rng(number).integers(0, 256, size=(8, 12, 3), dtype=np.uint8)
     content = io.BytesIO()
-    Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST).convert(mode).save(content, format)
+    Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST).convert(mode).save(
+        content, format
+    )
     return content.getvalue()
 
 
@@ -25,7 +29,11 @@ PLAIN = {
     "good": (200, lambda number: photo(number), "image/jpeg"),
     "png": (200, lambda number: photo(number, format="PNG", mode="RGBA"), "image/png"),
     "pixel": (200, lambda number: photo(number, 1, 1), "image/jpeg"),
-    "truncated": (200, lambda number: _half(number)[0], "image/jpeg"),  # half a picture, served whole
+    "truncated": (
+        200,
+        lambda number: _half(number)[0],
+        "image/jpeg",
+    ),  # half a picture, served whole
     "html": (200, lambda _: b"<html>This picture is no longer available</html>", "text/html"),
     "missing": (404, lambda _: b"gone", "text/plain"),
     "busy": (503, lambda _: b"busy", "text/plain"),

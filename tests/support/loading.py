@@ -74,13 +74,24 @@ def epoch_of(
         loader.set_epoch(epoch, start_step)
         ranks.append(list(loader))
         if lost is not None:
-            lost.update({f"{name}: {why}": n for name, reasons in loader.lost.items() for why, n in reasons.items()})
+            lost.update(
+                {
+                    f"{name}: {why}": n
+                    for name, reasons in loader.lost.items()
+                    for why, n in reasons.items()
+                }
+            )
     return ranks
 
 
 def steps_of(ranks: list[list[tuple[torch.Tensor, ...]]], dga_steps: int = 1) -> list[list[int]]:
     """The IDs of each optimizer step, over all ranks and micro-batches."""
     return [
-        [number for rank in ranks for _, ids in rank[begin : begin + dga_steps] for number in ids.tolist()]
+        [
+            number
+            for rank in ranks
+            for _, ids in rank[begin : begin + dga_steps]
+            for number in ids.tolist()
+        ]
         for begin in range(0, len(ranks[0]), dga_steps)
     ]

@@ -19,7 +19,12 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def answer(
-        self, status: int, content: bytes = b"", headers: dict[str, str] | None = None, *, announced: int | None = None
+        self,
+        status: int,
+        content: bytes = b"",
+        headers: dict[str, str] | None = None,
+        *,
+        announced: int | None = None,
     ) -> None:
         """Send an answer; `announced` is the length that its header claims, if not the true one."""
         self.send_response(status)
@@ -46,7 +51,9 @@ class Server(ThreadingHTTPServer):
         pass
 
     def start(self) -> None:
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        threading.Thread(
+            target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
 
     def stop(self) -> None:
         self.stopping.set()

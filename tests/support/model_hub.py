@@ -25,7 +25,9 @@ class ModelHub(Server):
 class _Handler(Handler):
     server: ModelHub
 
-    def _send(self, content: object, status: int = 200, headers: dict[str, str] | None = None) -> None:
+    def _send(
+        self, content: object, status: int = 200, headers: dict[str, str] | None = None
+    ) -> None:
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.answer(status, body, {"Content-Type": "application/json", **(headers or {})})
 
@@ -40,7 +42,9 @@ class _Handler(Handler):
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
     def _refused(self) -> bool:
-        role = {"Bearer writer": "write", "Bearer reader": "read"}.get(self.headers.get("Authorization", ""))
+        role = {"Bearer writer": "write", "Bearer reader": "read"}.get(
+            self.headers.get("Authorization", "")
+        )
         if role is None:
             self._send({"error": "Invalid user token."}, 401)
         return role is None
@@ -64,7 +68,9 @@ class _Handler(Handler):
             self._send({"errors": [], "warnings": []})
         elif self.path.endswith("/preupload/main"):
             files = json.loads(content)["files"]
-            modes = [("lfs" if file["path"].endswith(".safetensors") else "regular") for file in files]
+            modes = [
+                ("lfs" if file["path"].endswith(".safetensors") else "regular") for file in files
+            ]
             answer = [
                 {"path": file["path"], "uploadMode": mode, "shouldIgnore": False}
                 for file, mode in zip(files, modes, strict=True)
@@ -72,23 +78,35 @@ class _Handler(Handler):
             self._send({"files": answer})
         elif self.path.endswith("/info/lfs/objects/batch"):
             large = [
-                {**item, "actions": {"upload": {"href": f"{self.server.address}/objects/{item['oid']}"}}}
+                {
+                    **item,
+                    "actions": {"upload": {"href": f"{self.server.address}/objects/{item['oid']}"}},
+                }
                 for item in json.loads(content)["objects"]
             ]
             self._send(
-                {"objects": large, "transfer": "basic"}, headers={"Content-Type": "application/vnd.git-lfs+json"}
+                {"objects": large, "transfer": "basic"},
+                headers={"Content-Type": "application/vnd.git-lfs+json"},
             )
         else:
             self._commit(self.path.split("/api/models/")[1].split("/commit/")[0], content)
 
     def _create(self, asked: dict) -> None:
-        name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else f"me/{asked['name']}"
+        name = (
+            f"{asked['organization']}/{asked['name']}"
+            if asked.get("organization")
+            else f"me/{asked['name']}"
+        )
         if not name.startswith("me/"):
-            self._send({"error": "You don't have the rights to create a model under this namespace"}, 403)
+            self._send(
+                {"error": "You don't have the rights to create a model under this namespace"}, 403
+            )
             return
         there = name in self.server.repositories
         self.server.repositories.setdefault(name, {})
-        if asked.get("private") or asked.get("visibility") == "private":  # before and since huggingface_hub 1.0
+        if (
+            asked.get("private") or asked.get("visibility") == "private"
+        ):  # before and since huggingface_hub 1.0
             self.server.private.add(name)
         self._send({"url": f"{self.server.address}/{name}", "name": name}, 409 if there else 200)
 
@@ -118,12 +136,23 @@ class _Handler(Handler):
         if path == "/api/whoami-v2":
             if not self._refused():
                 role = "read" if self.headers["Authorization"].endswith("reader") else "write"
-                self._send({"name": "me", "type": "user", "orgs": [], "auth": {"accessToken": {"role": role}}})
+                self._send(
+                    {
+                        "name": "me",
+                        "type": "user",
+                        "orgs": [],
+                        "auth": {"accessToken": {"role": role}},
+                    }
+                )
         elif "/revision/" in path:  # before huggingface_hub 1.0: where large files go
-            self._send({"id": path.split("/api/models/")[1].split("/revision/")[0], "xetEnabled": False})
+            self._send(
+                {"id": path.split("/api/models/")[1].split("/revision/")[0], "xetEnabled": False}
+            )
         elif "/tree/" in path:
             name = path.split("/api/models/")[1].split("/tree/")[0]
-            self._send([_entry(file, content) for file, content in self.server.repositories[name].items()])
+            self._send(
+                [_entry(file, content) for file, content in self.server.repositories[name].items()]
+            )
         elif "/resolve/" in path:
             name, file = path.strip("/").split("/resolve/")
             content = self.server.repositories.get(name, {}).get(file.split("/", 1)[1])
@@ -140,7 +169,11 @@ def _entry(file: str, content: bytes) -> dict:
     blob = hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
     entry = {"type": "file", "path": file, "size": len(content), "oid": blob}
     if file.endswith(".safetensors"):
-        entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
+        entry["lfs"] = {
+            "oid": hashlib.sha256(content).hexdigest(),
+            "size": len(content),
+            "pointerSize": 134,
+        }
     return entry
 
 

@@ -16,7 +16,10 @@ from support.tars import add_file
 
 def tarball(path: Path, package: NpmPackage, files: dict[str, str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    files = {"package.json": json.dumps({"name": package.name, "version": package.version}), **files}
+    files = {
+        "package.json": json.dumps({"name": package.name, "version": package.version}),
+        **files,
+    }
     with tarfile.open(path, "w:gz") as tar:
         for name, text in files.items():
             add_file(tar, f"package/{name}", text.encode())

@@ -61,7 +61,9 @@ def as_folder(folder: Path, pairs: list[Pair]) -> Path:
     """Texts beside the pictures, one caption a line."""
     write_pictures(folder, pairs)
     for pair in pairs:
-        (folder / pair.name).with_suffix(".txt").write_text("\n".join(pair.captions) + "\n", encoding="utf-8")
+        (folder / pair.name).with_suffix(".txt").write_text(
+            "\n".join(pair.captions) + "\n", encoding="utf-8"
+        )
     return folder
 
 
@@ -75,7 +77,12 @@ def as_json_folder(folder: Path, pairs: list[Pair]) -> Path:
 
 
 def _write_table(
-    folder: Path, pairs: list[Pair], header: tuple, rows: list[tuple], name: str = "pairs.csv", separator: str = ","
+    folder: Path,
+    pairs: list[Pair],
+    header: tuple,
+    rows: list[tuple],
+    name: str = "pairs.csv",
+    separator: str = ",",
 ) -> Path:
     write_pictures(folder, pairs)
     with open(folder / name, "w", encoding="utf-8", newline="") as file:
@@ -83,7 +90,9 @@ def _write_table(
     return folder / name
 
 
-def as_csv(folder: Path, pairs: list[Pair], *, separator: str = ",", name: str = "pairs.csv") -> Path:
+def as_csv(
+    folder: Path, pairs: list[Pair], *, separator: str = ",", name: str = "pairs.csv"
+) -> Path:
     """A row a caption, paths relative to the table."""
     rows = [(pair.name, caption, pair.source) for pair in pairs for caption in pair.captions]
     return _write_table(folder, pairs, ("filepath", "title", "kind"), rows, name, separator)
@@ -112,7 +121,9 @@ def as_jsonl(folder: Path, pairs: list[Pair]) -> Path:
 def as_json_list(folder: Path, pairs: list[Pair]) -> Path:
     write_pictures(folder, pairs)
     (folder / "pairs.json").write_text(
-        json.dumps([{"image": p.name, "caption": p.captions, "kind": p.source} for p in pairs], indent=1)
+        json.dumps(
+            [{"image": p.name, "caption": p.captions, "kind": p.source} for p in pairs], indent=1
+        )
     )
     return folder / "pairs.json"
 
@@ -138,8 +149,16 @@ def as_tars(folder: Path, pairs: list[Pair]) -> Path:
         members = []
         for number, pair in enumerate(pairs[shard::2]):
             key = f"{shard:05d}{number:04d}"
-            members += [(f"{key}.{pair.name[-3:]}", pair.content), (f"{key}.txt", "\n".join(pair.captions).encode())]
-            members += [(f"{key}.json", json.dumps({"caption": pair.captions[0], "kind": pair.source}).encode())]
+            members += [
+                (f"{key}.{pair.name[-3:]}", pair.content),
+                (f"{key}.txt", "\n".join(pair.captions).encode()),
+            ]
+            members += [
+                (
+                    f"{key}.json",
+                    json.dumps({"caption": pair.captions[0], "kind": pair.source}).encode(),
+                )
+            ]
         write_tar(folder / f"{shard:05d}.tar", members)
         (folder / f"{shard:05d}.parquet").write_bytes(b"PAR1 of no matter")
         (folder / f"{shard:05d}_stats.json").write_text("{}")
@@ -156,32 +175,44 @@ def as_gzipped_tar(folder: Path, pairs: list[Pair]) -> Path:
 
 def _table(pairs: list[Pair], pictures: list, name: str):
     captions, kinds = [pair.captions for pair in pairs], [pair.source for pair in pairs]
-    return pyarrow.table({name: pictures, "caption": captions, "kind": kinds, "width": [24] * len(pairs)})
+    return pyarrow.table(
+        {name: pictures, "caption": captions, "kind": kinds, "width": [24] * len(pairs)}
+    )
 
 
 def as_parquet(folder: Path, pairs: list[Pair]) -> Path:
     """img2dataset's parquet form: a column of bytes, in two files."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, part in enumerate((pairs[:5], pairs[5:])):
-        pyarrow.parquet.write_table(_table(part, [p.content for p in part], "jpg"), folder / f"{number:05d}.parquet")
+        pyarrow.parquet.write_table(
+            _table(part, [p.content for p in part], "jpg"), folder / f"{number:05d}.parquet"
+        )
     return folder
 
 
 def as_parquet_rows(folder: Path, pairs: list[Pair]) -> Path:
     """Hugging Face's image column, a row a caption: the bytes of a picture come again with each of its captions."""
     rows = [
-        {"image": {"bytes": pair.content, "path": Path(pair.name).name}, "text": caption, "kind": pair.source}
+        {
+            "image": {"bytes": pair.content, "path": Path(pair.name).name},
+            "text": caption,
+            "kind": pair.source,
+        }
         for pair in pairs
         for caption in pair.captions
     ]
     folder.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "train-00000-of-00001.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(rows), folder / "train-00000-of-00001.parquet"
+    )
     return folder / "train-00000-of-00001.parquet"
 
 
 def as_parquet_paths(folder: Path, pairs: list[Pair]) -> Path:
     write_pictures(folder, pairs)
-    pyarrow.parquet.write_table(_table(pairs, [p.name for p in pairs], "image_path"), folder / "pairs.parquet")
+    pyarrow.parquet.write_table(
+        _table(pairs, [p.name for p in pairs], "image_path"), folder / "pairs.parquet"
+    )
     return folder / "pairs.parquet"
 
 
@@ -191,9 +222,14 @@ def as_saved_dataset(folder: Path, pairs: list[Pair]) -> Path:
     names = [f"data-{number:05d}-of-00002.arrow" for number in range(2)]
     for name, part in zip(names, (pairs[:7], pairs[7:]), strict=True):
         table = _table(part, [{"bytes": p.content, "path": None} for p in part], "image")
-        with pyarrow.OSFile(str(folder / name), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        with (
+            pyarrow.OSFile(str(folder / name), "wb") as sink,
+            pyarrow.ipc.new_stream(sink, table.schema) as writer,
+        ):
             writer.write_table(table, max_chunksize=3)
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": name} for name in names]})
+    )
     (folder / "dataset_info.json").write_text("{}")
     return folder
 

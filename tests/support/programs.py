@@ -18,17 +18,36 @@ from open_clip_zerovl.core.processes import children_of
 from support import warm
 
 SCRIPT = Path(__file__).parent / "training_script.py"
-COMMON = ["--model", "tiny", "--device", "cpu", "--precision", "fp32", "--log-every-n-steps", "1", "--warmup", "2"]
+COMMON = [
+    "--model",
+    "tiny",
+    "--device",
+    "cpu",
+    "--precision",
+    "fp32",
+    "--log-every-n-steps",
+    "1",
+    "--warmup",
+    "2",
+]
 
 
 def torchrun(ranks: int) -> list[str]:
     """The arguments after Python that start a program in this number of processes; none for one."""
-    return [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return (
+        []
+        if ranks == 1
+        else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    )
 
 
 def run_ranks(ranks: int, file: str, *arguments: str, timeout: float = 240) -> None:
     """Run a file of tests as a program under torchrun, with this process's `sys.path`; all its ranks have to succeed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
     command = [warm.python(), *torchrun(ranks), file, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -51,7 +70,9 @@ def launch(
         command += [flag, str(file)] if file else []
     command += ["--", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == status, done.stderr[-3000:]
     return done
 
@@ -65,10 +86,14 @@ class ForkedTrainings:
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def __call__(self, arguments: Sequence[str], output: Path, **request: object) -> tuple[dict, str]:
+    def __call__(
+        self, arguments: Sequence[str], output: Path, **request: object
+    ) -> tuple[dict, str]:
         """Its answer to a request, and the output of the processes."""
         assert self._program.stdin is not None and self._program.stdout is not None
-        self._program.stdin.write(json.dumps({"arguments": arguments, "output": str(output), **request}) + "\n")
+        self._program.stdin.write(
+            json.dumps({"arguments": arguments, "output": str(output), **request}) + "\n"
+        )
         self._program.stdin.flush()
         return json.loads(self._program.stdout.readline()), output.read_text()
 
@@ -79,14 +104,26 @@ class ForkedTrainings:
 
 
 def state_of(folder: Path, name: str, epoch: int = 1) -> dict:
-    return torch.load(folder / "logs" / name / "checkpoints" / f"epoch_{epoch}.pt", weights_only=True)
+    return torch.load(
+        folder / "logs" / name / "checkpoints" / f"epoch_{epoch}.pt", weights_only=True
+    )
 
 
 def flat_tensors(value, prefix="") -> dict[str, torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return {prefix: value}
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return {key: tensor for name, item in items for key, tensor in flat_tensors(item, f"{prefix}/{name}").items()}
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
+    return {
+        key: tensor
+        for name, item in items
+        for key, tensor in flat_tensors(item, f"{prefix}/{name}").items()
+    }
 
 
 def kill(program: subprocess.Popen) -> None:
@@ -102,7 +139,9 @@ def kill(program: subprocess.Popen) -> None:
         program.wait(timeout=60)
 
 
-def wait_until(condition: Callable[[], object], program: subprocess.Popen, log: Path | None = None) -> None:
+def wait_until(
+    condition: Callable[[], object], program: subprocess.Popen, log: Path | None = None
+) -> None:
     """Wait for a condition while a program runs, at most 200 seconds."""
     deadline = time.monotonic() + 200
     while not condition():
@@ -112,9 +151,19 @@ def wait_until(condition: Callable[[], object], program: subprocess.Popen, log: 
         time.sleep(0.01)
 
 
-def kill_when(folder: Path, name: str, arguments: list[str], ranks: int, pattern: str, number: signal.Signals) -> int:
+def kill_when(
+    folder: Path, name: str, arguments: list[str], ranks: int, pattern: str, number: signal.Signals
+) -> int:
     """Start a run, and signal all its training processes as soon as a checkpoint of this pattern is there."""
-    command = [sys.executable, *torchrun(ranks), str(SCRIPT), "ours", str(folder / "tiny.json"), "--", *arguments]
+    command = [
+        sys.executable,
+        *torchrun(ranks),
+        str(SCRIPT),
+        "ours",
+        str(folder / "tiny.json"),
+        "--",
+        *arguments,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     child = subprocess.Popen(
         command,

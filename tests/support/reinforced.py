@@ -53,6 +53,9 @@ def members_of(number: int, kind: str) -> list[tuple[str, bytes]]:
         (f"{number:04d}.txt", f"caption {number}".encode()),
         (f"{number:04d}.url.txt", b"http://example.com/a.jpg"),
         (f"{number:04d}.paug.json", json.dumps({"param_aug": augmentations}).encode()),
-        (f"{number:04d}.syn.json", json.dumps({"syn_text": [f"syn {number} a", f"syn {number} b"]}).encode()),
+        (
+            f"{number:04d}.syn.json",
+            json.dumps({"syn_text": [f"syn {number} a", f"syn {number} b"]}).encode(),
+        ),
         (f"{number:04d}.{name}", content),
     ]

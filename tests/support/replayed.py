@@ -28,18 +28,24 @@ def features_of(
     return {
         "image_features": torch.cat([output["image_features"] for output in outputs]),
         "text_features": set_by_set(
-            [output["text_features"] for output in outputs], entries[0]["loss_inputs"].get("texts_per_image", 1)
+            [output["text_features"] for output in outputs],
+            entries[0]["loss_inputs"].get("texts_per_image", 1),
         ),
         "logit_scale": outputs[-1]["logit_scale"],
     }
 
 
 def gradient_errors(
-    model: nn.Module, entries: Sequence[Mapping[str, Any]], loss: Callable[..., Tensor], **loss_inputs: Any
+    model: nn.Module,
+    entries: Sequence[Mapping[str, Any]],
+    loss: Callable[..., Tensor],
+    **loss_inputs: Any,
 ) -> tuple[float, list[float]]:
     """A dense loss of a recorded step, and of each rank the largest error of its gradient against that loss' own."""
     model.zero_grad()
     value = loss(**features_of(model, entries), **loss_inputs)
     value.backward()
     wanted = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    return float(value.detach()), [max(errors(entry["gradients"], wanted).values()) for entry in entries]
+    return float(value.detach()), [
+        max(errors(entry["gradients"], wanted).values()) for entry in entries
+    ]

@@ -5,10 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from open_clip_zerovl.checkpoints.loading import Encoder
-from open_clip_zerovl.evaluate.retrieval.score import RetrievalFiles, RetrievalSettings, run_retrieval
+from open_clip_zerovl.evaluate.retrieval.score import (
+    RetrievalFiles,
+    RetrievalSettings,
+    run_retrieval,
+)
 
 
-def score_checkpoint(model: str, data: str, *, output: Path | None = None, gallery: Path | None = None, **settings):
+def score_checkpoint(
+    model: str, data: str, *, output: Path | None = None, gallery: Path | None = None, **settings
+):
     """On the CPU."""
     files = RetrievalFiles(json=output, gallery=gallery)
     return run_retrieval(Encoder(model, device="cpu"), data, RetrievalSettings(**settings), files)

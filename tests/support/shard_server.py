@@ -70,16 +70,22 @@ class _Handler(Handler):
         if kind in ("reset", "cut"):
             self.wfile.write(part[: int(number)])
             self.close_connection = True
-            if kind == "reset":  # with data that nobody reads any more: the other side sees ECONNRESET
+            if (
+                kind == "reset"
+            ):  # with data that nobody reads any more: the other side sees ECONNRESET
                 time.sleep(0.05)
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.connection.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                )
                 self.connection.close()
         elif kind == "hold":
             self.wfile.write(part[: int(number)])
             self.server.stopping.wait(60)
             self.close_connection = True
         else:
-            slow, wait = {"drip": (int(number or 0), 0.01), "crawl": (len(part), 0.2)}.get(kind, (0, 0.0))
+            slow, wait = {"drip": (int(number or 0), 0.01), "crawl": (len(part), 0.2)}.get(
+                kind, (0, 0.0)
+            )
             for at in range(slow):  # byte by byte
                 self.wfile.write(part[at : at + 1])
                 if self.server.stopping.wait(wait):

@@ -30,7 +30,10 @@ def noise_jpeg(seed: int, width_px: int, height_px: int, quality: int = 85) -> b
     """A JPEG with large shapes and a little noise, about as large in bytes as a photograph of its size."""
     rng = np.random.default_rng(seed)
     shapes = rng.integers(0, 256, (height_px // 16 + 2, width_px // 16 + 2, 3), dtype=np.uint8)
-    pixels = np.asarray(Image.fromarray(shapes).resize((width_px, height_px), Image.Resampling.BICUBIC), dtype=np.int16)
+    pixels = np.asarray(
+        Image.fromarray(shapes).resize((width_px, height_px), Image.Resampling.BICUBIC),
+        dtype=np.int16,
+    )
     pixels = (pixels + rng.normal(0, 4, pixels.shape)).clip(0, 255).astype(np.uint8)
     return encoded(Image.fromarray(pixels), "JPEG", quality=quality)
 
@@ -56,11 +59,16 @@ def as_parquet(folder: Path, *, rows_in_group: int = 6) -> str:
 
     for shard in sorted(folder.glob("*.tar")):
         rows = [
-            {"image": {"bytes": one.files["png"], "path": f"{one.key}.png"}, "text": one.files["txt"].decode()}
+            {
+                "image": {"bytes": one.files["png"], "path": f"{one.key}.png"},
+                "text": one.files["txt"].decode(),
+            }
             for one in read_samples(shard)
         ]
         table = pyarrow.Table.from_pylist(rows)
-        pyarrow.parquet.write_table(table, shard.with_suffix(".parquet"), row_group_size=rows_in_group)
+        pyarrow.parquet.write_table(
+            table, shard.with_suffix(".parquet"), row_group_size=rows_in_group
+        )
     return f"{folder}/*.parquet"
 
 
@@ -70,7 +78,14 @@ def ids_of(captions: list[str]) -> torch.Tensor:
 
 
 def write_source(
-    folder: Path, first_id: int, count: int, per_shard: int, *, px: int = 8, sizes: bool = True, caption: str = "sample"
+    folder: Path,
+    first_id: int,
+    count: int,
+    per_shard: int,
+    *,
+    px: int = 8,
+    sizes: bool = True,
+    caption: str = "sample",
 ) -> str:
     """Shards whose captions are `caption ID` with IDs from `first_id` on; returns a --train-data component."""
     table = {}
@@ -79,7 +94,10 @@ def write_source(
         members = []
         for number in ids:
             members += [
-                (f"{number:08d}.png", png((number % 256, number // 256 % 256, number // 65536), px)),
+                (
+                    f"{number:08d}.png",
+                    png((number % 256, number // 256 % 256, number // 65536), px),
+                ),
                 (f"{number:08d}.txt", f"{caption} {number}".encode()),
             ]
         shard = write_tar(folder / f"{begin // per_shard:05d}.tar", members)

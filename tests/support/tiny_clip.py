@@ -30,7 +30,22 @@ from transformers import (
 
 from support.tars import write_tar
 
-WORDS = ["red", "green", "blue", "small", "big", "round", "cat", "dog", "house", "tree", "sun", "moon", "face", "of"]
+WORDS = [
+    "red",
+    "green",
+    "blue",
+    "small",
+    "big",
+    "round",
+    "cat",
+    "dog",
+    "house",
+    "tree",
+    "sun",
+    "moon",
+    "face",
+    "of",
+]
 WORDS += ["a", "the", "with", "and"]
 # With these words a tokenizer keeps apart the captions of `tars.write_source`, which are numbered.
 NUMBERED = [*WORDS, "sample", *"0123456789", *(f"##{digit}" for digit in "0123456789")]
@@ -38,7 +53,12 @@ IMAGE_SIZE_PX = 32
 
 
 def _sizes(width: int) -> dict[str, int]:
-    return {"hidden_size": width, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 2 * width}
+    return {
+        "hidden_size": width,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 2 * width,
+    }
 
 
 def write_bert(folder: Path, *, words: list[str] = WORDS, width: int = 32) -> Path:
@@ -49,7 +69,9 @@ def write_bert(folder: Path, *, words: list[str] = WORDS, width: int = 32) -> Pa
     vocab = list(dict.fromkeys(vocab))
     (folder / "vocab.txt").write_text("\n".join(vocab) + "\n", encoding="utf-8")
     BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
-    BertConfig(vocab_size=len(vocab), **_sizes(width), max_position_embeddings=32).save_pretrained(folder)
+    BertConfig(vocab_size=len(vocab), **_sizes(width), max_position_embeddings=32).save_pretrained(
+        folder
+    )
     return folder
 
 
@@ -57,29 +79,45 @@ def write_xlm_roberta(folder: Path, *, words: list[str] = WORDS, width: int = 32
     """A folder as `from_pretrained` reads it: XLM-RoBERTa's config and a SentencePiece tokenizer, no weights."""
     folder.mkdir(parents=True)
     special = ["<s>", "<pad>", "</s>", "<unk>"]
-    pieces = [f"\u2581{word}" for word in words] + list("\u2581abcdefghijklmnopqrstuvwxyzäöü猫犬赤い")
-    vocab = [(word, 0.0) for word in special] + [(piece, -1.0 - 0.01 * i) for i, piece in enumerate(pieces)]
+    pieces = [f"\u2581{word}" for word in words] + list(
+        "\u2581abcdefghijklmnopqrstuvwxyzäöü猫犬赤い"
+    )
+    vocab = [(word, 0.0) for word in special] + [
+        (piece, -1.0 - 0.01 * i) for i, piece in enumerate(pieces)
+    ]
     vocab.append(("<mask>", 0.0))
     if version("transformers").startswith("4."):  # its own class asks for the package sentencepiece
         pieces = Tokenizer(Unigram(vocab, unk_id=3))
         pieces.pre_tokenizer, pieces.decoder = Metaspace(), MetaspaceDecoder()
-        pieces.post_processor = TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)])
+        pieces.post_processor = TemplateProcessing(
+            "<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+        )
         XLMRobertaTokenizerFast(tokenizer_object=pieces).save_pretrained(folder)
     else:
         XLMRobertaTokenizer(vocab=vocab).save_pretrained(folder)
-    places = {"max_position_embeddings": 80, "type_vocab_size": 1}  # 78 places after the offset of 2
+    places = {
+        "max_position_embeddings": 80,
+        "type_vocab_size": 1,
+    }  # 78 places after the offset of 2
     XLMRobertaConfig(vocab_size=len(vocab), **_sizes(width), **places).save_pretrained(folder)
     return folder
 
 
-def write_modernbert(folder: Path, *, words: list[str] = WORDS, width: int = 32, dropout: float = 0.1) -> Path:
+def write_modernbert(
+    folder: Path, *, words: list[str] = WORDS, width: int = 32, dropout: float = 0.1
+) -> Path:
     """A folder as `from_pretrained` reads it: ModernBERT's config, layers of both kinds, a byte-level BPE, no weights."""
-    modern = pytest.importorskip("transformers.models.modernbert", reason="transformers before 4.48 has no ModernBERT")
+    modern = pytest.importorskip(
+        "transformers.models.modernbert", reason="transformers before 4.48 has no ModernBERT"
+    )
     special = ["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"]
     bpe = Tokenizer(BPE())
     bpe.pre_tokenizer, bpe.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
     trainer = BpeTrainer(
-        vocab_size=2000, special_tokens=special, initial_alphabet=ByteLevel.alphabet(), show_progress=False
+        vocab_size=2000,
+        special_tokens=special,
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
     )
     bpe.train_from_iterator([f" {word} {word}" for word in words], trainer)
     first, last = (("[CLS]", bpe.token_to_id("[CLS]")), ("[SEP]", bpe.token_to_id("[SEP]")))
@@ -87,7 +125,9 @@ def write_modernbert(folder: Path, *, words: list[str] = WORDS, width: int = 32,
     names = {f"{token[1:-1].lower()}_token": token for token in special}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, model_max_length=8192, **names)
     tokenizer.save_pretrained(folder)
-    ids = {name: getattr(tokenizer, f"{name}_id") for name in ("pad_token", "cls_token", "sep_token")}
+    ids = {
+        name: getattr(tokenizer, f"{name}_id") for name in ("pad_token", "cls_token", "sep_token")
+    }
     modern.ModernBertConfig(
         vocab_size=len(tokenizer), hidden_size=width, intermediate_size=48, num_attention_heads=2,
         num_hidden_layers=4,  # all tokens, window, window, all tokens
@@ -99,8 +139,18 @@ def write_modernbert(folder: Path, *, words: list[str] = WORDS, width: int = 32,
     return folder
 
 
-NATIVE_VISION = {"image_size": IMAGE_SIZE_PX, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8}
-TIMM_VISION = {"image_size": 160, "timm_model_name": "test_vit.r160_in1k", "timm_model_pretrained": False}
+NATIVE_VISION = {
+    "image_size": IMAGE_SIZE_PX,
+    "layers": 2,
+    "width": 32,
+    "head_width": 16,
+    "patch_size": 8,
+}
+TIMM_VISION = {
+    "image_size": 160,
+    "timm_model_name": "test_vit.r160_in1k",
+    "timm_model_pretrained": False,
+}
 TIMM_VISION |= {"timm_pool": "token", "timm_proj": "linear"}
 CLIP_TEXT = {"context_length": 16, "width": 32, "heads": 2, "layers": 2}
 
@@ -135,7 +185,9 @@ def random_model(name: str, *, seed: int = 0, **forced: object) -> torch.nn.Modu
     return model.eval()
 
 
-def write_run(folder: Path, weights: torch.nn.Module, params: dict[str, object], *, prefix: str = "") -> Path:
+def write_run(
+    folder: Path, weights: torch.nn.Module, params: dict[str, object], *, prefix: str = ""
+) -> Path:
     """Write a run's folder as open_clip's main does: params.txt and checkpoints/epoch_1.pt with an optimizer's state."""
     (folder / "checkpoints").mkdir(parents=True)
     lines = "".join(f"{key}: {value}\n" for key, value in sorted(params.items()))
@@ -170,7 +222,12 @@ def captions(rng: np.random.Generator, count: int) -> list[str]:
 
 
 def write_retrieval_set(
-    folder: Path, counts: list[int], *, shards: int = 2, seed: int = 0, extensions: tuple[str, ...] = ("png", "jpg")
+    folder: Path,
+    counts: list[int],
+    *,
+    shards: int = 2,
+    seed: int = 0,
+    extensions: tuple[str, ...] = ("png", "jpg"),
 ) -> list[list[str]]:
     """CLIP_benchmark's layout with `counts[i]` captions for picture i; returns the captions."""
     rng = np.random.default_rng(seed)
@@ -183,6 +240,9 @@ def write_retrieval_set(
         for i in members.tolist():
             extension = extensions[i % len(extensions)]
             image = picture(rng, "JPEG" if extension.startswith("jp") else extension.upper())
-            files += [(f"{i:05d}.{extension}", image), (f"{i:05d}.txt", "\n".join(texts[i]).encode())]
+            files += [
+                (f"{i:05d}.{extension}", image),
+                (f"{i:05d}.txt", "\n".join(texts[i]).encode()),
+            ]
         write_tar(folder / "test" / f"{shard}.tar", files)
     return texts

@@ -52,7 +52,9 @@ def record_gradients(path: str) -> None:
             "loss_inputs": loss_inputs,
         }
         losses = stock(self, micro_batches, prepare=prepare, **loss_inputs)
-        entry["gradients"] = {name: parameter.grad.clone() for name, parameter in inner.named_parameters()}
+        entry["gradients"] = {
+            name: parameter.grad.clone() for name, parameter in inner.named_parameters()
+        }
         entry["loss"] = losses["loss"]
         steps.append(entry)
         torch.save(steps, f"{path}.{rank}")

@@ -35,7 +35,11 @@ class TextText(nn.Module):
         features = self.encode(left), self.encode(right)
         if self.pair:
             return features
-        return {"image_features": features[0], "text_features": features[1], "logit_scale": self.scale.exp()}
+        return {
+            "image_features": features[0],
+            "text_features": features[1],
+            "logit_scale": self.scale.exp(),
+        }
 
 
 def token_batches(sizes, wrap=lambda tokens: tokens):
@@ -50,7 +54,9 @@ def seeded(make):
 
 
 # The method by which open_clip's forward runs the image tower: in open_clip 4 `_encode_image`, which `encode_image` calls.
-ENCODE_IMAGE = "_encode_image" if hasattr(open_clip.CustomTextCLIP, "_encode_image") else "encode_image"
+ENCODE_IMAGE = (
+    "_encode_image" if hasattr(open_clip.CustomTextCLIP, "_encode_image") else "encode_image"
+)
 
 
 class WithAdapter(open_clip.CustomTextCLIP):
@@ -113,7 +119,10 @@ class Metric(ContrastiveLoss):
 
 def noisy(image_features, text_features, logit_scale, output_dict):
     """A loss that drops features at random."""
-    sides = (normalize(nn.functional.dropout(side, 0.3), dim=-1) for side in (image_features, text_features))
+    sides = (
+        normalize(nn.functional.dropout(side, 0.3), dim=-1)
+        for side in (image_features, text_features)
+    )
     return ClipLoss()(*sides, logit_scale, output_dict=output_dict)
 
 
@@ -165,11 +174,19 @@ class ImageImage(nn.Module):
 
 def image_batches(sizes):
     generator = torch.Generator().manual_seed(0)
-    return [tuple(torch.randn(2, n, 3, 32, 32, generator=generator, dtype=torch.float64)) for n in sizes]
+    return [
+        tuple(torch.randn(2, n, 3, 32, 32, generator=generator, dtype=torch.float64)) for n in sizes
+    ]
 
 
 def stock_clip():
-    text = {"context_length": CONTEXT, "vocab_size": VOCABULARY, "width": 32, "heads": 2, "layers": 1}
+    text = {
+        "context_length": CONTEXT,
+        "vocab_size": VOCABULARY,
+        "width": 32,
+        "heads": 2,
+        "layers": 1,
+    }
     return seeded(lambda: open_clip.CLIP(16, vit(), text, output_dict=True))
 
 
@@ -205,7 +222,10 @@ def masked(ids):
 FORMS = {
     "tensor": (lambda side: side, lambda ids: ids),
     "dict": (lambda side: side["input_ids"] * side["attention_mask"], masked),
-    "BatchEncoding": (lambda side: side.input_ids * side["attention_mask"], lambda ids: BatchEncoding(masked(ids))),
+    "BatchEncoding": (
+        lambda side: side.input_ids * side["attention_mask"],
+        lambda ids: BatchEncoding(masked(ids)),
+    ),
     "tuple": (lambda side: side[0] * side[1], lambda ids: (ids, (ids > 9).long())),
     "named tuple": (lambda side: side.ids * side.mask, lambda ids: Tokens(ids, (ids > 9).long())),
     "nested": (lambda side: side["tokens"][0], lambda ids: {"tokens": [ids]}),
@@ -214,7 +234,9 @@ FORMS = {
 
 def text_text(form, pair):
     tokens, wrap = FORMS[form]
-    return lambda: seeded(lambda: TextText(tokens, pair=pair)), lambda sizes: token_batches(sizes, wrap)
+    return lambda: seeded(lambda: TextText(tokens, pair=pair)), lambda sizes: token_batches(
+        sizes, wrap
+    )
 
 
 # name -> (makes the model, makes micro-batches of these sizes)
@@ -234,10 +256,18 @@ MODELS = {
     "tied embeddings": (lambda: seeded(Tied), token_batches),
     "two images": (lambda: seeded(ImageImage), image_batches),
     "two images, norm in eval": (norm_in_eval, image_batches),
-    **{f"two texts, {form}, {pair=}": text_text(form, pair) for form in FORMS for pair in (False, True)},
+    **{
+        f"two texts, {form}, {pair=}": text_text(form, pair)
+        for form in FORMS
+        for pair in (False, True)
+    },
 }
 
 
 def loss_for(model, loss):
     """The loss, with a scale of its own if the model has none."""
-    return partial(loss, **FIXED_SCALE) if isinstance(model, Tied) or getattr(model, "pair", False) else loss
+    return (
+        partial(loss, **FIXED_SCALE)
+        if isinstance(model, Tied) or getattr(model, "pair", False)
+        else loss
+    )

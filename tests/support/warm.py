@@ -47,7 +47,9 @@ def python() -> str:
         import tempfile
 
         # A socket's address has 107 bytes at most.
-        folder = tempfile.mkdtemp(prefix="warm-python-", dir=None if len(tempfile.gettempdir()) < 70 else "/tmp")
+        folder = tempfile.mkdtemp(
+            prefix="warm-python-", dir=None if len(tempfile.gettempdir()) < 70 else "/tmp"
+        )
         listener = socket.socket(socket.AF_UNIX)
         address = os.path.join(folder, "socket")
         listener.bind(address)
@@ -55,12 +57,18 @@ def python() -> str:
         fd = listener.fileno()
         _python = os.path.join(folder, "python")
         command = [sys.executable, os.path.abspath(__file__), "serve", str(fd), _python]
-        environment = {**os.environ, "HF_HOME": os.path.join(folder, "empty"), "HF_HUB_OFFLINE": "1"}
+        environment = {
+            **os.environ,
+            "HF_HOME": os.path.join(folder, "empty"),
+            "HF_HUB_OFFLINE": "1",
+        }
         server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[fd], env=environment)
         listener.close()
         atexit.register(_end, os.getpid(), server, folder)
         with open(_python, "w", encoding="utf-8") as script:
-            script.write(f'#!/bin/sh\nexec "{sys.executable}" -IS "{os.path.abspath(__file__)}" run "{address}" "$@"\n')
+            script.write(
+                f'#!/bin/sh\nexec "{sys.executable}" -IS "{os.path.abspath(__file__)}" run "{address}" "$@"\n'
+            )
         os.chmod(_python, 0o755)
     return _python
 
@@ -130,7 +138,9 @@ def serve(listener: socket.socket) -> dict | None:
                     _tell(children.pop(pid), os.waitstatus_to_exitcode(status))
         for pid, connection in list(children.items()):
             if connection in ready:
-                for number in _received(connection) or [signal.SIGKILL]:  # without its stub it ends too
+                for number in _received(connection) or [
+                    signal.SIGKILL
+                ]:  # without its stub it ends too
                     os.kill(pid, number)
         if listener in ready:
             connection, _ = listener.accept()
@@ -212,7 +222,9 @@ def main() -> int:
     del sys.path[0]  # this folder
     without = [sys.executable, "-E", "-c", "import json, sys; print(json.dumps(sys.path[1:]))"]
     base = json.loads(subprocess.run(without, capture_output=True, check=True).stdout)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the tests' terminal: our standard input ends then
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C in the tests' terminal: our standard input ends then
     for name in IMPORTED:
         importlib.import_module(name)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -28,7 +28,9 @@ def test_the_layout_is_ready_before_the_first_step(compiled, one_rank):
     statistics = model.module.norm.running_mean.clone()
     called = torch.compile(model, backend="eager") if compiled else model
     assert not model.reducer._rebuild_buckets()  # no backward pass has shown the order of gradients
-    settle_buckets(called, (torch.randn(2, 4), torch.randn(2, 4)), lambda *inputs: inputs, torch.enable_grad)
+    settle_buckets(
+        called, (torch.randn(2, 4), torch.randn(2, 4)), lambda *inputs: inputs, torch.enable_grad
+    )
     assert model.reducer._rebuild_buckets()  # in the next forward pass, the first that counts
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(model.module.norm.running_mean, statistics)

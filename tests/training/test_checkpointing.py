@@ -29,7 +29,13 @@ from open_clip_zerovl.dga.retain import Decision
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
 from training import scratch
-from training.checkpointing import StepCheckpoints, damage_of, newest_whole, remove_leftovers, require_room
+from training.checkpointing import (
+    StepCheckpoints,
+    damage_of,
+    newest_whole,
+    remove_leftovers,
+    require_room,
+)
 from training.console import Console
 from training.params import parse
 from training.resume import Position
@@ -56,7 +62,12 @@ def names(folder: Path) -> list[str]:
 
 def checkpoints(folder: Path, keep: int, **more) -> StepCheckpoints:
     args = argparse.Namespace(
-        save_logs=True, checkpoint_path=str(folder), name="run", logs="logs", save_most_recent=False, **more
+        save_logs=True,
+        checkpoint_path=str(folder),
+        name="run",
+        logs="logs",
+        save_most_recent=False,
+        **more,
     )
     return StepCheckpoints(args, every=2, keep=keep)
 
@@ -72,7 +83,12 @@ def save(folder: Path, epoch: int, step: int, keep: int) -> None:
     [
         # Step 20 of batches of 8 is step 10 of batches of 16: the checkpoint of step 12 is newer than that of step 20.
         (["epoch_1", "1:18", "1:20"], 12, 2, ["epoch_1", "1:12"]),
-        (["1:2", "1:8 cut"], 4, 1, ["1:4"]),  # a cut file does not count, whether it is newer or older
+        (
+            ["1:2", "1:8 cut"],
+            4,
+            1,
+            ["1:4"],
+        ),  # a cut file does not count, whether it is newer or older
         (["1:2", "1:8 cut"], 4, 2, ["1:2", "1:4"]),
         (["1:2", "1:4", "1:6 cut"], 8, 2, ["1:4", "1:6", "1:8"]),
     ],
@@ -83,10 +99,14 @@ def test_which_checkpoints_stay(tmp_path, before, saved, keep, after):
 
     for short in before:
         write(tmp_path, name(short.removesuffix(" cut")), cut=short.endswith(" cut"))
-    args = argparse.Namespace(save_logs=True, checkpoint_path=str(tmp_path), name="x", logs="l", save_most_recent=False)
+    args = argparse.Namespace(
+        save_logs=True, checkpoint_path=str(tmp_path), name="x", logs="l", save_most_recent=False
+    )
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    StepCheckpoints(args, every=2, keep=keep).write(model, optimizer, None, Position(1, saved, Batching(8)))
+    StepCheckpoints(args, every=2, keep=keep).write(
+        model, optimizer, None, Position(1, saved, Batching(8))
+    )
     assert names(tmp_path) == sorted(map(name, after))
     assert newest_whole(str(tmp_path)) == str(tmp_path / name(f"1:{saved}"))
 
@@ -110,7 +130,10 @@ def test_any_rot_is_damage(tmp_path, rot):
     for name in ("epoch_1.pt", "tmp.pt", "epoch_latest.pt"):  # open_clip takes the last name
         write(tmp_path, name)
     assert damage_of(tmp_path / "epoch_2.pt") is not None
-    assert newest_whole(str(tmp_path)) == str(tmp_path / "epoch_1.pt") and newest_whole(str(tmp_path / "no")) is None
+    assert (
+        newest_whole(str(tmp_path)) == str(tmp_path / "epoch_1.pt")
+        and newest_whole(str(tmp_path / "no")) is None
+    )
 
 
 def test_flipped_bytes_anywhere_raise_nothing(tmp_path):
@@ -132,13 +155,19 @@ def test_half_written_files_are_removed_and_no_others(tmp_path):
 
 def test_on_a_remote_store_a_later_epoch_wins_over_an_earlier_step(tmp_path, monkeypatch):
     """open_clip sorts names, and "step" comes after "epoch"."""
-    program, there = tmp_path / "aws", "epoch_2.pt epoch_10.pt step_0009_00000100.pt tmp.pt results.jsonl"
+    program, there = (
+        tmp_path / "aws",
+        "epoch_2.pt epoch_10.pt step_0009_00000100.pt tmp.pt results.jsonl",
+    )
     listing = "".join(f"2026-01-01 00:00:00      100 {name}\n" for name in there.split())
     asked = "s3 ls s3://bucket/run/checkpoints/"
     program.write_text(f"#!/bin/sh\n[ \"$*\" = '{asked}' ] || exit 1\ncat <<'END'\n{listing}END\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert newest_whole("s3://bucket/run/checkpoints", remote=True) == "s3://bucket/run/checkpoints/epoch_10.pt"
+    assert (
+        newest_whole("s3://bucket/run/checkpoints", remote=True)
+        == "s3://bucket/run/checkpoints/epoch_10.pt"
+    )
     assert newest_whole("s3://bucket/other", remote=True) is None
 
 
@@ -153,18 +182,30 @@ TAKEN = Position(
     [
         ("--seed", 1, "with --seed 0, and this run has 1"),
         ("--sampling", "random", "with --sampling debiased, and this run has random"),
-        ("--train-data-upsampling-factors", "2", "--train-data-upsampling-factors 1, and this run has 2"),
+        (
+            "--train-data-upsampling-factors",
+            "2",
+            "--train-data-upsampling-factors 1, and this run has 2",
+        ),
         ("--captions", "all", "with --captions left out, and this run has all"),
-        ("--debiased-share", 0.8, "with --debiased-share left out, and this run has 0.8"),  # of an older checkpoint
+        (
+            "--debiased-share",
+            0.8,
+            "with --debiased-share left out, and this run has 0.8",
+        ),  # of an older checkpoint
     ],
 )
 def test_another_order_in_the_middle_of_an_epoch_is_refused(flag, value, words):
     now = replace(TAKEN, order={**TAKEN.order, flag: value})
-    with pytest.raises(UserError, match="the remaining batches would contain different samples") as refused:
+    with pytest.raises(
+        UserError, match="the remaining batches would contain different samples"
+    ) as refused:
         TAKEN.start_step(now)
     assert words in str(refused.value)
     assert replace(TAKEN, step=0).start_step(now) == 0  # an epoch's end has no order
-    assert replace(TAKEN, order={}).start_step(now) == 10  # a checkpoint of an earlier version does not record it
+    assert (
+        replace(TAKEN, order={}).start_step(now) == 10
+    )  # a checkpoint of an earlier version does not record it
 
 
 def test_what_decides_the_order_of_samples_is_in_the_position():
@@ -214,7 +255,9 @@ def test_another_split_of_the_same_effective_batch_is_read_as_the_epoch_was_begu
         assert TAKEN.start_step(TAKEN) == 10 and TAKEN.read_on(TAKEN) is TAKEN and not caplog.text
         now = replace(TAKEN, step=0, batching=Batching(24))
         assert TAKEN.start_step(now) == 10
-    assert all(words in caplog.text for words in ("24 = 8 x 3 x 1", "24 = 24 x 1 x 1", "is read by"))
+    assert all(
+        words in caplog.text for words in ("24 = 8 x 3 x 1", "24 = 24 x 1 x 1", "is read by")
+    )
     begun = TAKEN.read_on(now)
     assert begun.dealt == Batching(8, 3, 1, 2) and begun.batching == Batching(24)
     # stopped again in this epoch and resumed with a third split
@@ -259,7 +302,9 @@ def test_two_runs_with_one_made_up_name(held, monkeypatch):
     """Without --name, open_clip's main names a run by the second in which it starts, after our checks."""
     monkeypatch.setattr(lock_folder, "__defaults__", (0.2,))
     folder, _ = held
-    args, config = parse(["--model", "ViT-B-32", "--logs", str(folder.parent), "--dataset-type", "synthetic"])
+    args, config = parse(
+        ["--model", "ViT-B-32", "--logs", str(folder.parent), "--dataset-type", "synthetic"]
+    )
     run = Run(args, config, None, Console())
     args.name, args.rank = folder.name, 0
     with pytest.raises(UserError, match="is training the run in"):
@@ -270,9 +315,21 @@ def test_two_runs_with_one_made_up_name(held, monkeypatch):
 def test_the_config_of_a_checkpoint_has_a_forced_quickgelu(words, expected, monkeypatch):
     """Without it, a resume without the flag trained on as another function."""
     args, config = parse(
-        ["--model", "ViT-B-32", "--dataset-type", "synthetic", "--dga-steps", "2", "--logs", "none", *words]
+        [
+            "--model",
+            "ViT-B-32",
+            "--dataset-type",
+            "synthetic",
+            "--dga-steps",
+            "2",
+            "--logs",
+            "none",
+            *words,
+        ]
     )
-    monkeypatch.setattr("training.model.create_model", lambda *given: (torch.nn.Linear(1, 1), None, None, None))
+    monkeypatch.setattr(
+        "training.model.create_model", lambda *given: (torch.nn.Linear(1, 1), None, None, None)
+    )
     monkeypatch.setattr("training.stopping.end_by_signals", lambda: None)
     run = Run(args, config, None, Console())
     args.rank = 0
@@ -284,10 +341,14 @@ def test_the_config_of_a_checkpoint_has_a_forced_quickgelu(words, expected, monk
     assert run.entries.keys() == {MODEL_ENTRY, "lora"}
 
 
-def test_a_disk_without_room_for_a_checkpoint_is_reported_before_the_first_step(tmp_path, monkeypatch):
+def test_a_disk_without_room_for_a_checkpoint_is_reported_before_the_first_step(
+    tmp_path, monkeypatch
+):
     model = torch.nn.Linear(1 << 10, 1 << 10)  # 4 MiB of weights, 8 MiB of moments
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=11 * 2**20))
-    with pytest.raises(UserError, match="has 11 MiB free, and a checkpoint of this run takes about 12 MiB"):
+    with pytest.raises(
+        UserError, match="has 11 MiB free, and a checkpoint of this run takes about 12 MiB"
+    ):
         require_room(tmp_path, model)
     model.requires_grad_(False)  # no moments
     require_room(tmp_path, model)
@@ -300,15 +361,25 @@ def test_a_model_of_ones_own_is_read_wherever_its_run_is(tmp_path):
     """
     config = {"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT}
     edited = {**config, "text_cfg": {**CLIP_TEXT, "heads": 2 * CLIP_TEXT["heads"]}}
-    for name, where in (("moved-a", "run"), ("moved-b", "checkpoint"), ("moved-c", "checkpoint, edited")):
+    for name, where in (
+        ("moved-a", "run"),
+        ("moved-b", "checkpoint"),
+        ("moved-c", "checkpoint, edited"),
+    ):
         folder = tmp_path / name
         (folder / "checkpoints").mkdir(parents=True)
         (folder / "params.txt").write_text(f"model: {name}\nmodel_config: /nowhere/{name}.json\n")
         entries = {MODEL_ENTRY: config} if where != "run" else {}
-        torch.save({"epoch": 1, "state_dict": {"a": torch.zeros(1)}, **entries}, folder / "checkpoints" / "epoch_1.pt")
+        torch.save(
+            {"epoch": 1, "state_dict": {"a": torch.zeros(1)}, **entries},
+            folder / "checkpoints" / "epoch_1.pt",
+        )
         if where != "checkpoint":
             (folder / f"{name}.json").write_text(json.dumps(config if where == "run" else edited))
-        assert read_model_spec(folder / "checkpoints" / "epoch_1.pt").model_cfg["text_cfg"] == CLIP_TEXT
+        assert (
+            read_model_spec(folder / "checkpoints" / "epoch_1.pt").model_cfg["text_cfg"]
+            == CLIP_TEXT
+        )
 
 
 @pytest.mark.parametrize("length", [scratch.LONGEST, scratch.LONGEST + 1])
@@ -333,7 +404,9 @@ def test_a_socket_has_room_below_the_temporary_folder(length):
 
 
 @pytest.mark.parametrize("killed", [True, False])
-def test_temporary_folders_of_killed_trainings_are_removed_by_the_next(tmp_path, monkeypatch, killed):
+def test_temporary_folders_of_killed_trainings_are_removed_by_the_next(
+    tmp_path, monkeypatch, killed
+):
     monkeypatch.setattr(scratch, "LONGEST", 500)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     ready, done = os.pipe()
@@ -359,10 +432,13 @@ def test_statistics_with_nan_are_not_saved_and_masks_with_infinite_numbers_are()
     """An overflow whose step a GradScaler leaves out stays in batch norm, and every score of the model is NaN."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     model.register_buffer("mask", torch.full((2, 2), -torch.inf))
-    model.register_buffer("scratch", torch.full((2,), torch.nan), persistent=False)  # no checkpoint holds it
+    model.register_buffer(
+        "scratch", torch.full((2,), torch.nan), persistent=False
+    )  # no checkpoint holds it
     require_finite(model, "after epoch 1")
     model(torch.full((3, 2), torch.inf))
     with pytest.raises(
-        UserError, match="after epoch 1 the weights are not finite numbers; no checkpoint of them is written"
+        UserError,
+        match="after epoch 1 the weights are not finite numbers; no checkpoint of them is written",
     ):
         require_finite(model, "after epoch 1")

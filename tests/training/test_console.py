@@ -95,7 +95,9 @@ def test_weights_that_follow_are_not_called_random(quiet_root):
         assert not handler._shows(made) and handler._shows(record_of(HOST, logging.WARNING))
         with warnings.catch_warnings(record=True) as heard:
             handler.shorten(0)  # of torch, twice in four lines; the summary has it
-            warnings.warn("This DataLoader will create 4 worker processes in total", UserWarning, stacklevel=1)
+            warnings.warn(
+                "This DataLoader will create 4 worker processes in total", UserWarning, stacklevel=1
+            )
             warnings.warn("another", UserWarning, stacklevel=1)
         assert [str(one.message) for one in heard] == ["another"]
     finally:
@@ -105,7 +107,10 @@ def test_weights_that_follow_are_not_called_random(quiet_root):
 def test_more_loader_processes_than_cores_are_reported_in_the_summary(monkeypatch):
     monkeypatch.setattr("training.run_log.usable_cores", lambda: 2)
     args = argparse.Namespace(device="cpu", precision="fp32", workers=4, world_size=1)
-    assert _device(args) == "1 x cpu, fp32, 4 loader processes a rank (on 2 CPU cores: --workers 2 is enough)"
+    assert (
+        _device(args)
+        == "1 x cpu, fp32, 4 loader processes a rank (on 2 CPU cores: --workers 2 is enough)"
+    )
     args.workers = 2
     assert _device(args) == "1 x cpu, fp32, 2 loader processes a rank"
 
@@ -122,4 +127,8 @@ def test_in_the_short_form_open_clips_own_handler_is_silent(quiet_root, monkeypa
         logging.warning("once")
     finally:
         handler.close()
-    assert err.getvalue().count("once") == 1 and theirs.getvalue() == "" and before.getvalue() == "once\n"
+    assert (
+        err.getvalue().count("once") == 1
+        and theirs.getvalue() == ""
+        and before.getvalue() == "once\n"
+    )

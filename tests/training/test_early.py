@@ -36,15 +36,27 @@ print("imported", [name for name in {HEAVY} if name in sys.modules])
     [
         (["--help"], 0, "micro-batches of --batch-size per rank make one exact effective batch"),
         (["--dga-stepps", "4"], 2, "there is no flag --dga-stepps; did you mean --dga-steps?"),
-        (["--", "--train-data", "a=/x", "--lr-min", "1"], 2, "--lr-min 1.0 is out of range; give 0 to --lr 0.0005"),
+        (
+            ["--", "--train-data", "a=/x", "--lr-min", "1"],
+            2,
+            "--lr-min 1.0 is out of range; give 0 to --lr 0.0005",
+        ),
         (["--train-data", "a=/x", "--name", "taken"], 2, "a run called 'taken' exists"),
         (["--train-data", "a=/x", "--logs", "file"], 2, "--logs file is a file"),
         ([], 2, "there is nothing to do"),
         (["--train-data", "a=/x", "--logs", "/proc/x"], 2, "/proc/x cannot be written"),
         (["--train-data", "a=/nowhere/a"], 2, "source 'a': /nowhere/a does not exist"),
         (["--train-data", "a=file:b=file"], 2, "write a=file::b=..."),
-        (["--train-data", "a=file", "--resume", "epoch_9.pt"], 2, "--resume epoch_9.pt does not exist"),
-        (["--train-data", "a=file", "--init-from", "file"], 2, "--init-from file is not a checkpoint: it is empty"),
+        (
+            ["--train-data", "a=file", "--resume", "epoch_9.pt"],
+            2,
+            "--resume epoch_9.pt does not exist",
+        ),
+        (
+            ["--train-data", "a=file", "--init-from", "file"],
+            2,
+            "--init-from file is not a checkpoint: it is empty",
+        ),
     ],
 )
 def test_help_and_refusals_need_no_torch(tmp_path, arguments, status, words):
@@ -53,7 +65,9 @@ def test_help_and_refusals_need_no_torch(tmp_path, arguments, status, words):
     (tmp_path / "file").write_text("")
     command = [sys.executable, "-c", PROGRAM, *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert f"status {status}" in done.stdout and "imported []" in done.stdout, done.stdout + done.stderr
+    assert f"status {status}" in done.stdout and "imported []" in done.stdout, (
+        done.stdout + done.stderr
+    )
     assert words in " ".join((done.stdout + done.stderr).split())
 
 
@@ -76,8 +90,22 @@ def test_a_device_that_torch_does_not_know_is_refused():
 @pytest.mark.parametrize(
     ("device", "precision", "recipe", "gpu", "taken", "told"),
     [
-        ("cuda", "amp", True, False, "fp32", ["no cuda device here: this run trains on the CPU", "fp32 is used"]),
-        ("cpu", "amp", False, False, "amp", ["give --precision fp32"]),  # open_clip's own run keeps its precision
+        (
+            "cuda",
+            "amp",
+            True,
+            False,
+            "fp32",
+            ["no cuda device here: this run trains on the CPU", "fp32 is used"],
+        ),
+        (
+            "cpu",
+            "amp",
+            False,
+            False,
+            "amp",
+            ["give --precision fp32"],
+        ),  # open_clip's own run keeps its precision
         ("cpu", "fp32", True, False, "fp32", []),
         ("cpu", "amp_bf16", True, False, "amp_bf16", []),
         ("cuda:0", "amp", True, True, "amp", []),
@@ -131,9 +159,15 @@ def test_classes_take_their_captions_as_positives(sources, tmp_path, caplog):
     (tmp_path / "classnames.txt").write_text("hat\nshoe\n")
     caplog.set_level("INFO")
     assert settled() == ("caption", True)
-    assert settled("--positives", "pair") == (None, False) and settled("--positives", "image") == ("image", False)
+    assert settled("--positives", "pair") == (None, False) and settled("--positives", "image") == (
+        "image",
+        False,
+    )
     assert settled("--positives", "pair", "--coin-flip-mixup")[0] is None
-    assert settled("--coin-flip-mixup") == (None, True) and "does not work with --positives" in caplog.text
+    assert (
+        settled("--coin-flip-mixup") == (None, True)
+        and "does not work with --positives" in caplog.text
+    )
 
 
 def test_a_retrieval_set_in_the_files_of_a_source_gives_a_warning(sources, tmp_path, told):
@@ -168,7 +202,9 @@ def test_a_retrieval_set_in_the_files_of_a_source_gives_a_warning(sources, tmp_p
 )
 def test_a_warmup_longer_than_the_run_gives_a_warning(sources, monkeypatch, caplog, given, told):
     loader = SimpleNamespace(num_batches=10)
-    monkeypatch.setattr(training_data, "_mixture_data", lambda *_: SimpleNamespace(dataloader=loader))
+    monkeypatch.setattr(
+        training_data, "_mixture_data", lambda *_: SimpleNamespace(dataloader=loader)
+    )
     args, config = parse(["--train-data", sources, "--epochs", "3", "--lr", "1e-3", *given])
     args.world_size = args.rank = 0
     args.local_rank = 0

@@ -47,10 +47,21 @@ class Trainings:
 
     def arguments(self, name: str, *extra: str, every: int | None = 2) -> list[str]:
         words = f"--train-data a={self.folder}/a --batch-size 4 --dga-steps 2 --workers 1 --epochs 2 --name {name}"
-        return [*COMMON, *words.split(), *([f"--save-every-steps={every}"] if every is not None else []), *extra]
+        return [
+            *COMMON,
+            *words.split(),
+            *([f"--save-every-steps={every}"] if every is not None else []),
+            *extra,
+        ]
 
     def __call__(
-        self, fault: str | None, *extra: str, name: str | None = None, every: int | None = 2, status=None, **request
+        self,
+        fault: str | None,
+        *extra: str,
+        name: str | None = None,
+        every: int | None = 2,
+        status=None,
+        **request,
     ) -> tuple[dict, str, Path]:
         """The end of a run, its output and its folder; `status` is that of its one rank."""
         self.count += 1
@@ -61,7 +72,9 @@ class Trainings:
         }  # fmt: skip
         output = self.folder / f"output{self.count}"
         done, printed = self.program(self.arguments(name, *extra, every=every), output, **request)
-        assert status is None or done == {"statuses": [status], "seconds": 0.0, "left": 0}, printed[-3000:]
+        assert status is None or done == {"statuses": [status], "seconds": 0.0, "left": 0}, printed[
+            -3000:
+        ]
         return done, printed, self.folder / "logs" / name
 
 
@@ -92,12 +105,21 @@ CAUSES = {
     "full disk": (2, "cannot be written"),
 }  # fmt: skip
 # One of each way out in the fast tests: an exception, a status, both signals, a lost child, an error of the system.
-QUICK = ("defect in the step", "ctrl-c", "sigterm", "sighup", "weights not finite", "loader worker killed", "full disk")
+QUICK = (
+    "defect in the step",
+    "ctrl-c",
+    "sigterm",
+    "sighup",
+    "weights not finite",
+    "loader worker killed",
+    "full disk",
+)
 
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    "fault", [cause if cause in QUICK else pytest.param(cause, marks=pytest.mark.slow) for cause in CAUSES]
+    "fault",
+    [cause if cause in QUICK else pytest.param(cause, marks=pytest.mark.slow) for cause in CAUSES],
 )
 def test_one_rank_ends(train, fault):
     status, words = CAUSES[fault]
@@ -110,7 +132,8 @@ def test_one_rank_ends(train, fault):
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    ("program", "status"), [(lambda: 1 // 0, 1), (lambda: training_main.main(["--dga-steps", "0"]), 2)]
+    ("program", "status"),
+    [(lambda: 1 // 0, 1), (lambda: training_main.main(["--dga-steps", "0"]), 2)],
 )
 def test_a_process_ends_where_nothing_can_be_printed(program, status):
     """Standard error may be a file on the disk that is full."""
@@ -135,9 +158,18 @@ def test_a_process_ends_where_nothing_can_be_printed(program, status):
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), "is full (CUDA out of memory. Tried); lower"),
-        (OSError(errno.ENOSPC, "No space left", "a.pt"), "a.pt: No space left; make room there or choose another"),
-        (RuntimeError("Connection closed by peer [::1]"), "another rank has ended; its own message gives the reason"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"),
+            "is full (CUDA out of memory. Tried); lower",
+        ),
+        (
+            OSError(errno.ENOSPC, "No space left", "a.pt"),
+            "a.pt: No space left; make room there or choose another",
+        ),
+        (
+            RuntimeError("Connection closed by peer [::1]"),
+            "another rank has ended; its own message gives the reason",
+        ),
         (ZeroDivisionError("1 / 0"), None),
     ],
 )
@@ -153,7 +185,9 @@ def test_a_broken_picture_in_the_retrieval_data_ends_the_run(train):
     start = content.index(b"\x89PNG")
     content[start : start + 60] = bytes(60)
     shard.write_bytes(content)
-    done, printed, _ = train(None, "--retrieval-data", f"r={train.folder / 'pairs'}", "--epochs", "1")
+    done, printed, _ = train(
+        None, "--retrieval-data", f"r={train.folder / 'pairs'}", "--epochs", "1"
+    )
     assert done["statuses"][0] not in (0, None) and done["left"] == 0, (printed[-3000:], pairs)
 
 
@@ -163,8 +197,20 @@ def test_a_broken_picture_in_the_retrieval_data_ends_the_run(train):
     [
         ("defect in the step", 1, [1, 1], "[rank 0] training.main: error: another rank has ended"),
         ("killed", 1, [1, -9], "[rank 0] training.main: error: another rank has ended"),
-        pytest.param("killed", 0, [-9, 1], "[rank 1] training.main: error: another rank", marks=pytest.mark.slow),
-        pytest.param("killed after the first step", 1, [1, -9], "another rank has ended", marks=pytest.mark.slow),
+        pytest.param(
+            "killed",
+            0,
+            [-9, 1],
+            "[rank 1] training.main: error: another rank",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "killed after the first step",
+            1,
+            [1, -9],
+            "another rank has ended",
+            marks=pytest.mark.slow,
+        ),
         ("full disk", 0, [2, 1], "cannot be written"),
         ("ctrl-c", 1, [130, 130], "is saved. The same command goes on"),
     ],
@@ -177,7 +223,8 @@ def test_two_ranks_end(train, fault, fault_rank, statuses, words):
 
 
 @pytest.mark.skipif(
-    not hasattr(torch.distributed.ProcessGroup, "set_timeout"), reason="torch before 2.9 waits 30 minutes"
+    not hasattr(torch.distributed.ProcessGroup, "set_timeout"),
+    reason="torch before 2.9 waits 30 minutes",
 )
 def test_a_rank_that_never_comes_is_not_waited_for_longer_than_asked():
     """A group of ranks beside NCCL's is made in a store, where nobody hears that a rank has ended. Its collectives may last."""
@@ -191,7 +238,9 @@ def test_a_rank_that_never_comes_is_not_waited_for_longer_than_asked():
         if children[-1] == 0:
             try:
                 atexit._clear()
-                os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), WORLD_SIZE="2", RANK=str(rank))
+                os.environ.update(
+                    MASTER_ADDR="localhost", MASTER_PORT=str(port), WORLD_SIZE="2", RANK=str(rank)
+                )
                 torch.distributed.init_process_group("gloo")
                 group = new_cpu_group(1.0)
                 time.sleep(2.5 * rank)
@@ -201,7 +250,10 @@ def test_a_rank_that_never_comes_is_not_waited_for_longer_than_asked():
                     try:
                         new_cpu_group(1.0)
                     except RuntimeError as error:
-                        os.write(done, f"{stopping.sentence_of(error)} {time.monotonic() - begin:.1f}".encode())
+                        os.write(
+                            done,
+                            f"{stopping.sentence_of(error)} {time.monotonic() - begin:.1f}".encode(),
+                        )
                 else:
                     time.sleep(20)
             finally:
@@ -222,16 +274,23 @@ def test_what_is_saved_most_recently_is_resumed_from(train):
     _, printed, folder = train("sigterm", *extra, name="recent", every=None, status=85)
     assert (folder / "checkpoints" / "epoch_latest.pt").exists()
     _, printed, _ = train(None, *extra, "--resume", "latest", name="recent", every=None, status=0)
-    assert printed.count("Train Epoch: 0 [") == STEPS - 2 and printed.count("Train Epoch: 1 [") == STEPS
+    assert (
+        printed.count("Train Epoch: 0 [") == STEPS - 2
+        and printed.count("Train Epoch: 1 [") == STEPS
+    )
 
 
 def test_a_run_without_that_checkpoint_does_not_begin_anew_with_the_flag(tmp_path):
     """It wrote over epoch_1.pt, and the log of the run was the one place that had a word about it."""
-    args = SimpleNamespace(name="run", logs=str(tmp_path), resume="latest", save_most_recent=True, log_local=False)
+    args = SimpleNamespace(
+        name="run", logs=str(tmp_path), resume="latest", save_most_recent=True, log_local=False
+    )
     require_new_name(args)  # nothing is saved
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     (saved := tmp_path / "run/checkpoints/epoch_1.pt").touch()
-    with pytest.raises(UserError, match=r"which is not beside .*epoch_1\.pt: .*leave --save-most-recent out"):
+    with pytest.raises(
+        UserError, match=r"which is not beside .*epoch_1\.pt: .*leave --save-most-recent out"
+    ):
         require_new_name(args)
     saved.with_name("epoch_latest.pt").touch()
     require_new_name(args)
@@ -246,7 +305,14 @@ def test_without_logs_no_message_claims_a_checkpoint(train):
 @pytest.mark.slow(reason="two trainings of a rare flag")
 def test_remote_sync_ends_and_has_the_last_checkpoint(train):
     remote = train.folder / "remote"
-    extra = ["--remote-sync", str(remote), "--remote-sync-protocol", "fsspec", "--remote-sync-frequency", "1000"]
+    extra = [
+        "--remote-sync",
+        str(remote),
+        "--remote-sync-protocol",
+        "fsspec",
+        "--remote-sync-frequency",
+        "1000",
+    ]
     train(None, *extra, "--epochs", "1", name="synced", status=0)
     assert (remote / "synced" / "checkpoints" / "epoch_1.pt").exists()
     train("sigterm", *extra, name="stopped-sync", status=85)
@@ -255,21 +321,39 @@ def test_remote_sync_ends_and_has_the_last_checkpoint(train):
 
 def test_a_failed_sync_leaves_the_name_free(train):
     (train.folder / "a-file").touch()
-    extra = ["--remote-sync", str(train.folder / "a-file" / "x"), "--remote-sync-protocol", "fsspec"]
+    extra = [
+        "--remote-sync",
+        str(train.folder / "a-file" / "x"),
+        "--remote-sync-protocol",
+        "fsspec",
+    ]
     _, printed, folder = train(None, *extra, status=2)
     assert "gave up with status -1" in printed and not folder.exists()
 
 
-@pytest.mark.slow(reason="four trainings; the adopted decision is tested in tests/dga and test_checkpointing")
+@pytest.mark.slow(
+    reason="four trainings; the adopted decision is tested in tests/dga and test_checkpointing"
+)
 def test_what_auto_decided_holds_after_a_resume(train):
     """With another number of retained graphs, gradients are added up in another order, and the last bits differ."""
-    extra = ["--dga-retain", "auto", "--batch-size", "2", "--dga-steps", "4", "--keep-checkpoints", "99"]
+    extra = [
+        "--dga-retain",
+        "auto",
+        "--batch-size",
+        "2",
+        "--dga-steps",
+        "4",
+        "--keep-checkpoints",
+        "99",
+    ]
     _, printed, whole = train("auto keeps 3 graphs", *extra, name="auto-whole", every=1, status=0)
     for begin in ("step_0000_00000001.pt", "step_0000_00000004.pt", "epoch_1.pt"):
         name = f"auto-{begin[:-3]}"
         (train.folder / "logs" / name / "checkpoints").mkdir(parents=True)
         shutil.copy(whole / "checkpoints" / begin, train.folder / "logs" / name / "checkpoints")
-        _, printed, resumed = train("auto keeps 1 graph", *extra, "--resume", "latest", name=name, every=1, status=0)
+        _, printed, resumed = train(
+            "auto keeps 1 graph", *extra, "--resume", "latest", name=name, every=1, status=0
+        )
         kept = "Graphs kept a step, as before this run was resumed: 3"
         assert printed.count(kept) == 1, printed[-3000:]
         wanted, found = (
@@ -282,7 +366,9 @@ def test_what_auto_decided_holds_after_a_resume(train):
 def test_each_line_of_the_log_comes_once(train):
     """If a source has no sizes.json, a warning comes before the log is set up."""
     write_source(train.folder / "uncounted", 0, 20, 13, sizes=False)
-    _, printed, _ = train(None, "--epochs=1", f"--train-data=a={train.folder}/uncounted", "--verbose", status=0)
+    _, printed, _ = train(
+        None, "--epochs=1", f"--train-data=a={train.folder}/uncounted", "--verbose", status=0
+    )
     assert printed.count("Start epoch 0") == 1
 
 
@@ -290,28 +376,48 @@ def test_a_run_shows_what_it_will_do_and_where_it_is(train):
     """Ten lines and not hundreds; the log file has the rest. At its end it lists the results and the next command."""
     pairs = train.folder / "shown"
     write_retrieval_set(pairs, [1, 2, 1, 1])
-    _, printed, folder = train(None, "--epochs", "1", "--retrieval-data", f"r={pairs}", name="shown", status=0)
+    _, printed, folder = train(
+        None, "--epochs", "1", "--retrieval-data", f"r={pairs}", name="shown", status=0
+    )
     before = printed.partition("Train Epoch")[0].splitlines()
-    labels = [line.partition(" | INFO | ")[2].split(" ")[0] for line in before if " | INFO | " in line][:-1]
+    labels = [
+        line.partition(" | INFO | ")[2].split(" ")[0] for line in before if " | INFO | " in line
+    ][:-1]
     wanted = ["model", "data", "batch", "run", "loss", "optimizer", "device", "saves", "log"]
-    assert labels == ["Opening", "Building", "Retrieval:", *wanted, "Waiting"] and len(before) < 18, printed
+    assert (
+        labels == ["Opening", "Building", "Retrieval:", *wanted, "Waiting"] and len(before) < 18
+    ), printed
     assert "4 x 2 x 1 = 8 pairs a step (micro-batch x DGA steps x ranks)" in printed
-    assert "7 steps an epoch, 1 epoch: 7 steps" in printed and "ETA: " in printed and "Data wait: " in printed
+    assert (
+        "7 steps an epoch, 1 epoch: 7 steps" in printed
+        and "ETA: " in printed
+        and "Data wait: " in printed
+    )
     assert "Params:" not in printed and "Params:" in (folder / "out.log").read_text()
     last = [line.partition(" | INFO | ")[2] for line in printed.splitlines()[-4:]]
-    assert re.match(r"Done: 7 steps in .* Checkpoint: logs/shown/checkpoints/epoch_1\.pt\.$", last[0])
-    assert re.match(r"Best RSUM: r [\d.]+ after epoch 1\.( r: RSUM .* is not above chance .*)?$", last[1])
+    assert re.match(
+        r"Done: 7 steps in .* Checkpoint: logs/shown/checkpoints/epoch_1\.pt\.$", last[0]
+    )
+    assert re.match(
+        r"Best RSUM: r [\d.]+ after epoch 1\.( r: RSUM .* is not above chance .*)?$", last[1]
+    )
     assert last[3] == "Next: zerovl export logs/shown/checkpoints/epoch_1.pt logs/shown/exported"
     page = (folder / "run.html").read_text()
-    assert last[2] == "Page of the run: logs/shown/run.html." and page.count("own picture at rank") == 5
+    assert (
+        last[2] == "Page of the run: logs/shown/run.html."
+        and page.count("own picture at rank") == 5
+    )
     record = read_record(folder)
-    assert [line["at"] for line in record["step"]] == pytest.approx([(i + 1) / STEPS for i in range(STEPS)])
+    assert [line["at"] for line in record["step"]] == pytest.approx(
+        [(i + 1) / STEPS for i in range(STEPS)]
+    )
     assert record["lost"][0]["delivered"] == {"a": 56} and record["end"][0]["how"] == "done"
     assert record["start"][0]["settings"]["dga_steps"] == "2"
 
 
 @pytest.mark.parametrize(
-    ("fault", "how"), [("sigterm", "stopped"), pytest.param("defect in the step", "failed", marks=pytest.mark.slow)]
+    ("fault", "how"),
+    [("sigterm", "stopped"), pytest.param("defect in the step", "failed", marks=pytest.mark.slow)],
 )
 def test_a_run_that_ends_early_leaves_its_page_and_a_resumed_one_each_step_once(train, fault, how):
     name = f"page-{how}"
@@ -319,7 +425,9 @@ def test_a_run_that_ends_early_leaves_its_page_and_a_resumed_one_each_step_once(
     assert done["statuses"] != [0] and (folder / "run.html").exists(), printed[-3000:]
     assert read_record(folder)["end"][-1]["how"] == how
     begun = (folder / "record.jsonl").read_text()
-    (folder / "record.jsonl").write_text(begun + '{"kind": "step", "at": 0.9')  # as a killed process may leave it
+    (folder / "record.jsonl").write_text(
+        begun + '{"kind": "step", "at": 0.9'
+    )  # as a killed process may leave it
     (folder / "checkpoints" / ".epoch_1.pt.99.00.part").touch()
     _, printed, _ = train(None, "--resume", "latest", name=name, status=0)
     record = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
@@ -330,7 +438,9 @@ def test_a_run_that_ends_early_leaves_its_page_and_a_resumed_one_each_step_once(
     assert not list((folder / "checkpoints").glob(".*"))
 
 
-@pytest.mark.slow(reason="torchrun and a rank that import torch, 12 s; tests/core holds the end with a parent")
+@pytest.mark.slow(
+    reason="torchrun and a rank that import torch, 12 s; tests/core holds the end with a parent"
+)
 @pytest.mark.timeout(200)
 def test_ranks_end_with_a_torchrun_that_is_killed(train):
     """They would train on, and write into the folder in which a restart writes."""

@@ -18,7 +18,9 @@ from support.tars import png, write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
 from training.params import open_clip_parser, parse
 
-WORKS = ""  # exit status 0 after two steps; any other outcome is a part of the sentence of a refusal
+WORKS = (
+    ""  # exit status 0 after two steps; any other outcome is a part of the sentence of a refusal
+)
 LIMIT_SECONDS = 120
 
 # Option -> ("words given to it, and to flags beside it", outcome). "{...}" are folders and files of `place`. A `!` in front
@@ -224,8 +226,14 @@ NEWEST = {
     "--torchcompile-pass-break": [("", WORKS)],
 }
 if line_here() is OPENCLIP_V4:
-    TABLE = {option: cases for option, cases in TABLE.items() if option not in GONE} | OF_OPENCLIP_V4
-    TABLE |= {option: cases for option, cases in NEWEST.items() if option in open_clip_parser()._option_string_actions}
+    TABLE = {
+        option: cases for option, cases in TABLE.items() if option not in GONE
+    } | OF_OPENCLIP_V4
+    TABLE |= {
+        option: cases
+        for option, cases in NEWEST.items()
+        if option in open_clip_parser()._option_string_actions
+    }
 
 
 def test_every_flag_of_open_clips_parser_is_in_the_table():
@@ -277,8 +285,17 @@ def train(place):
             "--epochs": "1", "--train-num-samples": "16", "--log-every-n-steps": "1", "--name": f"run{count}",
             "--train-data": f"a={place}/a::b={place}/b", "--dga-steps": "2", "--save-frequency": "0",
         }  # fmt: skip
-        line = [word for flag, value in shared.items() if flag not in arguments for word in (flag, value)]
-        request = {"model_config": str(place / "tiny.json"), "cwd": str(place), "limit": LIMIT_SECONDS}
+        line = [
+            word
+            for flag, value in shared.items()
+            if flag not in arguments
+            for word in (flag, value)
+        ]
+        request = {
+            "model_config": str(place / "tiny.json"),
+            "cwd": str(place),
+            "limit": LIMIT_SECONDS,
+        }
         answer, printed = trainings([*line, *arguments], place / f"output{count}", **request)
         return answer["statuses"][0], printed
 

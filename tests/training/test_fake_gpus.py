@@ -24,7 +24,10 @@ W, K, B, STEPS = 8, 3, 4, 3
 # Waits allowed in the epoch, by a part of their line: (how often, why). A fake tensor gives a list number by number.
 ALLOWED = {
     "data/images.py _scale_and_shift": (2, "mean and std are brought to the device once"),
-    "losses/gathering.py gathered_sizes": ((W + 1) * STEPS, "how many rows each rank holds, once a step"),
+    "losses/gathering.py gathered_sizes": (
+        (W + 1) * STEPS,
+        "how many rows each rank holds, once a step",
+    ),
     "training/step_log.py": (4 * STEPS, "the loss is read in the steps that are logged, here all"),
 }
 
@@ -39,7 +42,9 @@ class Loader:
 
     def __iter__(self):
         for number in range(STEPS * K):
-            origin = torch.stack([torch.zeros(B, dtype=torch.long), torch.arange(B) + number * B], dim=1)
+            origin = torch.stack(
+                [torch.zeros(B, dtype=torch.long), torch.arange(B) + number * B], dim=1
+            )
             images = torch.empty(B, 3, self.side, self.side, dtype=torch.uint8)
             yield images, torch.ones(B, self.length, dtype=torch.long), origin
 
@@ -51,10 +56,17 @@ class Loader:
 def test_an_epoch_over_eight_ranks_waits_only_where_it_must(sort_text, tmp_path, monkeypatch):
     images_module._scale_and_shift.cache_clear()
     name = register(
-        tmp_path, f"fake-ranks-{sort_text}", {**NATIVE_VISION, "layers": 1}, bert_text(write_bert(tmp_path / "bert"))
+        tmp_path,
+        f"fake-ranks-{sort_text}",
+        {**NATIVE_VISION, "layers": 1},
+        bert_text(write_bert(tmp_path / "bert")),
     )
     model = open_clip.create_model(
-        name, pretrained_text=False, pretrained_image=False, force_patch_dropout=0.25, output_dict=True
+        name,
+        pretrained_text=False,
+        pretrained_image=False,
+        force_patch_dropout=0.25,
+        output_dict=True,
     )
     mixup = CoinFlipMixup(seed=1)  # both coins in three steps
     mixup.attach(model)
@@ -78,7 +90,16 @@ def test_an_epoch_over_eight_ranks_waits_only_where_it_must(sort_text, tmp_path,
         trainer = Trainer(config, never, mixup=mixup)
         waits = Waits(read=K * B)
         with waits:
-            trainer(FakeDDP(model), {"train": train}, create_loss(config, args), 0, optimizer, None, steps.append, args)
+            trainer(
+                FakeDDP(model),
+                {"train": train},
+                create_loss(config, args),
+                0,
+                optimizer,
+                None,
+                steps.append,
+                args,
+            )
         assert all(parameter.grad is not None for parameter in model.parameters())
     assert steps == list(range(STEPS))
     found = waits.by_line()
@@ -88,5 +109,7 @@ def test_an_epoch_over_eight_ranks_waits_only_where_it_must(sort_text, tmp_path,
         if count > max((most for part, (most, _) in ALLOWED.items() if part in line), default=0)
     }
     assert unexpected == {}
-    assert any("gathered_sizes" in line for line in found) and any("step_log" in line for line in found)
+    assert any("gathered_sizes" in line for line in found) and any(
+        "step_log" in line for line in found
+    )
     images_module._scale_and_shift.cache_clear()

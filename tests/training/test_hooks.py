@@ -51,7 +51,8 @@ def test_each_line_is_known_by_its_version_and_its_names(line, version):
 @pytest.mark.parametrize("version", ["3.2.0", "3.4.1", "2.30.0", "5.0.0"])
 def test_a_release_whose_main_was_not_read_is_refused(version):
     with pytest.raises(
-        UserError, match=rf"open_clip_torch {version} is not supported, 3\.3\.x and 4\.x are; pip install"
+        UserError,
+        match=rf"open_clip_torch {version} is not supported, 3\.3\.x and 4\.x are; pip install",
     ):
         hooks.check_host(main_with(openclip_v3), version)
 
@@ -59,24 +60,36 @@ def test_a_release_whose_main_was_not_read_is_refused(version):
 def test_what_is_installed_is_the_release_that_was_tested():
     """A wheel asks for the line that the registry has; the other runs from a checkout."""
     (wanted,) = [
-        Requirement(text) for text in metadata.requires("open_clip_zerovl") if text.startswith("open_clip_torch")
+        Requirement(text)
+        for text in metadata.requires("open_clip_zerovl")
+        if text.startswith("open_clip_torch")
     ]
-    assert wanted.specifier == Requirement(INSTALL.removeprefix("pip install ").strip("'")).specifier
+    assert (
+        wanted.specifier == Requirement(INSTALL.removeprefix("pip install ").strip("'")).specifier
+    )
     assert wanted.specifier.contains(OPENCLIP_V3.read) and OPENCLIP_V3.released
-    assert not wanted.specifier.contains(OPENCLIP_V4.read, prereleases=True) and not OPENCLIP_V4.released
+    assert (
+        not wanted.specifier.contains(OPENCLIP_V4.read, prereleases=True)
+        and not OPENCLIP_V4.released
+    )
 
 
 @pytest.mark.parametrize(
-    ("version", "told"), [("3.3.9", None), ("4.2.1", None), ("4.3.0", "not tested"), ("4.0.2", "not")]
+    ("version", "told"),
+    [("3.3.9", None), ("4.2.1", None), ("4.3.0", "not tested"), ("4.0.2", "not")],
 )
-def test_a_minor_release_that_was_not_tested_is_taken_with_a_warning(monkeypatch, caplog, version, told):
+def test_a_minor_release_that_was_not_tested_is_taken_with_a_warning(
+    monkeypatch, caplog, version, told
+):
     """The names of main are looked at all the same; other changes stay unknown."""
     monkeypatch.setattr(open_clip, "__version__", version)
     monkeypatch.setattr(run, "check_host", lambda: hooks.TABLES[line_of(version)])
     args, config = parse(["--dataset-type", "synthetic", "--device", "foo"])
     assert run.train(args, config) == 2  # refused after the warning, before anything is opened
     said = [record.message for record in caplog.records if version in record.message]
-    assert (told is None and not said) or (len(said) == 1 and told in said[0] and "docs/open_clip.md" in said[0])
+    assert (told is None and not said) or (
+        len(said) == 1 and told in said[0] and "docs/open_clip.md" in said[0]
+    )
 
 
 @pytest.mark.parametrize(("line", "version"), [(openclip_v3, "3.3.0"), (openclip_v4, "4.2.0.dev0")])
@@ -128,21 +141,32 @@ def september(tmp_path, monkeypatch):
 @pytest.mark.line("3.3", reason="the test changes its source")
 @pytest.mark.parametrize("loss", ["", "--siglip"])
 @pytest.mark.parametrize("generative", [False, True])
-def test_main_of_september_trains_and_its_captioners_are_refused(september, tmp_path, capsys, generative, loss):
+def test_main_of_september_trains_and_its_captioners_are_refused(
+    september, tmp_path, capsys, generative, loss
+):
     september.traits.generative = generative
     words = f"""--model september --train-data a={write_source(tmp_path / "a", 0, 8, 8)} --batch-size 2 --dga-steps 2
     --workers 0 --epochs 1 --device cpu --precision fp32 --warmup 1 --name x {loss}"""
     status, said = training_main(words.split()), capsys.readouterr().err
     if generative:  # open_clip's MaMMUT2 and CoCa2: their caption loss would be lost without a word
-        assert status == 2 and "--model september does not work with the recipe's step: it also learns to write" in said
+        assert (
+            status == 2
+            and "--model september does not work with the recipe's step: it also learns to write"
+            in said
+        )
     else:
         assert status == 0 and september.forwarded == [(september.traits, True)], said
 
 
 def test_a_parameter_that_a_replacement_does_not_take_is_refused(monkeypatch):
-    monkeypatch.setattr(host, "cosine_lr", lambda optimizer, base_lr, warmup_length, steps, floor=0.0: None)
+    monkeypatch.setattr(
+        host, "cosine_lr", lambda optimizer, base_lr, warmup_length, steps, floor=0.0: None
+    )
     known = {"cosine_lr": lambda optimizer, base_lr, warmup_length, steps: None}
-    with pytest.raises(UserError, match="'floor' of cosine_lr .* does not know"), hooks.replaced(known):
+    with (
+        pytest.raises(UserError, match="'floor' of cosine_lr .* does not know"),
+        hooks.replaced(known),
+    ):
         pass
     with hooks.replaced({"cosine_lr": lambda *given, **more: None}):
         pass
@@ -173,8 +197,13 @@ def test_copy_codebase_copies_the_packages_that_train_once_on_the_first_rank(tmp
     assert not code.exists()
     a_run.copy_codebase(Namespace(rank=0))
     assert sorted(path.name for path in code.iterdir()) == sorted(run.PACKAGES)
-    for package, name in ((open_clip_zerovl, "open_clip_zerovl/core/errors.py"), (open_clip, "open_clip/model.py")):
-        assert (code / name).read_bytes() == (Path(package.__file__).parent.parent / name).read_bytes()
+    for package, name in (
+        (open_clip_zerovl, "open_clip_zerovl/core/errors.py"),
+        (open_clip, "open_clip/model.py"),
+    ):
+        assert (code / name).read_bytes() == (
+            Path(package.__file__).parent.parent / name
+        ).read_bytes()
     assert list(code.rglob("model_configs/*.json")) and not list(code.rglob("__pycache__"))
     (code / "training" / "main.py").write_text("kept")
     a_run.copy_codebase(Namespace(rank=0))  # resumed

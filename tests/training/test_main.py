@@ -54,15 +54,27 @@ def workplace(tmp_path_factory):
 def test_without_our_flags_it_is_open_clip_bit_for_bit(workplace):
     """Invariant 5, on csv data with no workers; with a seed changed the weights differ (negative control)."""
     folder, *_ = workplace
-    arguments = [*COMMON, *f"--train-data {folder}/pairs.csv --batch-size 8 --workers 0 --epochs 2".split()]
-    for program, name, extra in (("stock", "s", []), ("ours", "o", []), ("ours", "other", ["--seed", "1"])):
-        launch(program, folder / "clip" / "tiny.json", [*arguments, "--name", name, *extra], cwd=folder)
+    arguments = [
+        *COMMON,
+        *f"--train-data {folder}/pairs.csv --batch-size 8 --workers 0 --epochs 2".split(),
+    ]
+    for program, name, extra in (
+        ("stock", "s", []),
+        ("ours", "o", []),
+        ("ours", "other", ["--seed", "1"]),
+    ):
+        launch(
+            program, folder / "clip" / "tiny.json", [*arguments, "--name", name, *extra], cwd=folder
+        )
     stock, ours, other = (flat_tensors(state_of(folder, name, 2)) for name in ("s", "o", "other"))
     assert stock.keys() == ours.keys() and len(stock) > 50
     assert all(torch.equal(stock[key], ours[key]) for key in stock)
     assert not all(torch.equal(stock[key], other[key]) for key in stock)
     parameters = [(folder / "logs" / name / "params.txt").read_text() for name in ("s", "o")]
-    assert len({re.sub(r"(?m)^(name|log_path|checkpoint_path): .*$", "", text) for text in parameters}) == 1
+    assert (
+        len({re.sub(r"(?m)^(name|log_path|checkpoint_path): .*$", "", text) for text in parameters})
+        == 1
+    )
 
 
 def recorded(path: Path, ranks: int) -> list[list[list[int]]]:
@@ -72,7 +84,9 @@ def recorded(path: Path, ranks: int) -> list[list[list[int]]]:
     tokenizer = AutoTokenizer.from_pretrained(path.parent / "bert")
 
     def ids(line: str) -> list[int]:
-        texts = tokenizer.batch_decode(list(chain(*json.loads(line)["tokens"])), skip_special_tokens=True)
+        texts = tokenizer.batch_decode(
+            list(chain(*json.loads(line)["tokens"])), skip_special_tokens=True
+        )
         return [int(text.split()[-1]) for text in texts]
 
     of_ranks = (map(ids, Path(f"{path}.{rank}").read_text().splitlines()) for rank in range(ranks))
@@ -81,7 +95,12 @@ def recorded(path: Path, ranks: int) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize(
     "sampling",
-    ["debiased", pytest.param("random", marks=pytest.mark.slow(reason="a second strategy; tests/data holds both"))],
+    [
+        "debiased",
+        pytest.param(
+            "random", marks=pytest.mark.slow(reason="a second strategy; tests/data holds both")
+        ),
+    ],
 )
 def test_effective_batches_on_two_ranks_and_two_workers(workplace, sampling):
     """Invariants 2 and 3 through the whole program, with K=2: pure, each ID once an epoch."""
@@ -92,7 +111,11 @@ def test_effective_batches_on_two_ranks_and_two_workers(workplace, sampling):
     launch("ours", folder / "bert" / "tiny.json", arguments, ranks=2, record=record, cwd=folder)
     run = recorded(record, 2)
     n = 3 * 2 * 2
-    steps = sum(count // n for _, count, _ in counts.values()) if sampling == "debiased" else (70 + 40 + 33 + 21) // n
+    steps = (
+        sum(count // n for _, count, _ in counts.values())
+        if sampling == "debiased"
+        else (70 + 40 + 33 + 21) // n
+    )
     assert len(run) == 2 * steps
     sources = [{number // 1000 for rank in step for number in rank} for step in run]
     if sampling == "debiased":
@@ -101,9 +124,16 @@ def test_effective_batches_on_two_ranks_and_two_workers(workplace, sampling):
         assert sum(len(step) > 1 for step in sources) > steps  # negative control
     left_out: list[set[int]] = []
     for epoch in range(2):
-        seen = [number for step in run[epoch * steps : (epoch + 1) * steps] for rank in step for number in rank]
+        seen = [
+            number
+            for step in run[epoch * steps : (epoch + 1) * steps]
+            for rank in step
+            for number in rank
+        ]
         assert len(seen) == len(set(seen)) == steps * n
-        everything = {first[name] + index for name, (_, count, _) in counts.items() for index in range(count)}
+        everything = {
+            first[name] + index for name, (_, count, _) in counts.items() for index in range(count)
+        }
         left_out.append(everything - set(seen))
         if sampling == "debiased":
             for name, (begin, count, _) in counts.items():
@@ -123,35 +153,51 @@ def test_retrieval_while_training_floor_of_the_schedule_and_resume(workplace):
     words = f"""--train-data {data} --debiased-sampling --workers 0 --lr 1e-3 --lr-min 2e-4 --retrieval-frequency 2
     --retrieval-data mine={folder}/pairs --zero-shot-data things={write_classes(folder / "classes", "cat dog", each=3)}"""
     arguments, config = [*COMMON, *words.split()], folder / "bert" / "tiny.json"
-    launch("ours", config, [*arguments, "--batch-size=8", "--epochs=3", "--name=retrieval"], cwd=folder)
+    launch(
+        "ours", config, [*arguments, "--batch-size=8", "--epochs=3", "--name=retrieval"], cwd=folder
+    )
     metrics = metrics_of(folder, "retrieval")
     assert [row["epoch"] for row in metrics] == [2, 3]  # every second epoch, and the last
     assert {"mine_image_to_text_R@1", "mine_text_to_image_R@10", "mine_rsum"} <= metrics[0].keys()
-    assert (metrics[0]["retrieval_transform"], metrics[0]["retrieval_captions"]) == ("checkpoint", 5)
-    log = (folder / "logs" / "retrieval" / "out.log").read_text()
-    words = (
-        "Retrieval: mine (40 images, 45 captions); the first 5 captions of each image; transform: the checkpoint's own"
+    assert (metrics[0]["retrieval_transform"], metrics[0]["retrieval_captions"]) == (
+        "checkpoint",
+        5,
     )
+    log = (folder / "logs" / "retrieval" / "out.log").read_text()
+    words = "Retrieval: mine (40 images, 45 captions); the first 5 captions of each image; transform: the checkpoint's own"
     assert words in log
     assert [(row["epoch"], "things_top1" in row) for row in metrics] == [(2, True), (3, True)]
     assert "things zero-shot top-1: " in log and "% of 6 pictures, chance 50.0 %" in log
-    assert "Zero-shot top-1 after epoch 3: things" in (folder / "logs" / "retrieval" / "run.html").read_text()
+    assert (
+        "Zero-shot top-1 after epoch 3: things"
+        in (folder / "logs" / "retrieval" / "run.html").read_text()
+    )
     rates = [float(rate) for rate in re.findall(r"LR: (\S+)", log)]
-    assert max(rates) == pytest.approx(1e-3, abs=1e-5) and min(rates[2:]) >= 2e-4 and rates[-1] < 2.5e-4
+    assert (
+        max(rates) == pytest.approx(1e-3, abs=1e-5)
+        and min(rates[2:]) >= 2e-4
+        and rates[-1] < 2.5e-4
+    )
     assert "Mixture (debiased)" in log and "  c: 32 of 33 samples in 7 shards" in log
     # a single-process checkpoint goes on over two ranks (open_clip 3.3 fails on the module. prefix)
     checkpoint = folder / "logs" / "retrieval" / "checkpoints" / "epoch_3.pt"
     more = f"--resume {checkpoint} --retrieval-transform paper --retrieval-captions all --batch-size 4 --epochs 4"
     launch("ours", config, [*arguments, *more.split(), "--name=resumed"], ranks=2, cwd=folder)
     last = metrics_of(folder, "resumed")[-1]
-    assert (last["epoch"], last["retrieval_transform"], last["retrieval_captions"]) == (4, "paper", "all")
+    assert (last["epoch"], last["retrieval_transform"], last["retrieval_captions"]) == (
+        4,
+        "paper",
+        "all",
+    )
     # `zerovl retrieval` measures the logged scores from the checkpoint with the same transform.
     open_clip.add_model_config(str(config))
     encoder = Encoder(str(folder / "logs" / "resumed" / "checkpoints" / "epoch_4.pt"), device="cpu")
     settings = RetrievalSettings(captions_per_image=None, paper_transform=True)
     found = run_retrieval(encoder, f"mine={folder}/pairs", settings)["mine"]
     assert (found.pop("images"), found.pop("captions")) == (40, 47)
-    logged = {key: last[f"mine_{key}"] for key in found if not key.startswith("rsum_")}  # bounds belong to the set
+    logged = {
+        key: last[f"mine_{key}"] for key in found if not key.startswith("rsum_")
+    }  # bounds belong to the set
     classified = run_zero_shot(encoder, f"things={folder}/classes")["things"]
     assert [last[f"things_{key}"] for key in ("top1", "mean_per_class")] == pytest.approx(
         [classified[key] for key in ("top1", "mean_per_class")]
@@ -159,7 +205,9 @@ def test_retrieval_while_training_floor_of_the_schedule_and_resume(workplace):
     assert "rsum" in logged and {key: found[key] for key in logged} == pytest.approx(logged)
 
 
-@pytest.mark.slow(reason="four trainings, half a minute; tests/dga and test_methods_together hold each gradient")
+@pytest.mark.slow(
+    reason="four trainings, half a minute; tests/dga and test_methods_together hold each gradient"
+)
 def test_dga_and_ranks_follow_the_large_batch(workplace):
     """`--dga-steps 4 --batch-size 16` and two ranks of 8 x 4 train as `--batch-size 64` does (dropout off).
 
@@ -170,7 +218,9 @@ def test_dga_and_ranks_follow_the_large_batch(workplace):
     folder, *_ = workplace
     data = f"all={write_source(folder / 'sixty-four', 5000, 64, 10)}"  # one effective batch an epoch, the same for all
     config = json.loads((folder / "bert" / "tiny.json").read_text())
-    no_dropout = write_bert(folder / "bert-without-dropout", words=[*WORDS, "sample", *"0123456789"])
+    no_dropout = write_bert(
+        folder / "bert-without-dropout", words=[*WORDS, "sample", *"0123456789"]
+    )
     settings = json.loads((no_dropout / "config.json").read_text())
     settings.update(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     (no_dropout / "config.json").write_text(json.dumps(settings))
@@ -178,15 +228,29 @@ def test_dga_and_ranks_follow_the_large_batch(workplace):
     (folder / "exact").mkdir()
     (folder / "exact" / "tiny.json").write_text(json.dumps(config))
     weights, curves = {}, {}
-    for name, size, steps, ranks in (("full", 64, 1, 1), ("dga", 16, 4, 1), ("ranks", 8, 4, 2), ("small", 16, 1, 1)):
+    for name, size, steps, ranks in (
+        ("full", 64, 1, 1),
+        ("dga", 16, 4, 1),
+        ("ranks", 8, 4, 2),
+        ("small", 16, 1, 1),
+    ):
         epochs, record = 12 if name != "small" else 3, folder / f"record-exact-{name}"
         words = f"""--train-data {data} --debiased-sampling --batch-size {size} --dga-steps {steps} --workers 0 --lr 1e-3
         --epochs {epochs} --name exact-{name} --save-frequency 0 --aug-cfg scale=(1.0,1.0) ratio=(1.0,1.0)"""
         arguments = [*COMMON, *words.split()]
-        launch("ours", folder / "exact" / "tiny.json", arguments, ranks=ranks, record=record, cwd=folder)
+        launch(
+            "ours",
+            folder / "exact" / "tiny.json",
+            arguments,
+            ranks=ranks,
+            record=record,
+            cwd=folder,
+        )
         state = state_of(folder, f"exact-{name}", epochs)["state_dict"]
         weights[name] = {key.removeprefix("module."): value for key, value in state.items()}
-        curves[name] = [json.loads(line)["loss"] for line in Path(f"{record}.0").read_text().splitlines()]
+        curves[name] = [
+            json.loads(line)["loss"] for line in Path(f"{record}.0").read_text().splitlines()
+        ]
     for name in ("dga", "ranks"):
         assert curves[name] == pytest.approx(curves["full"], rel=1e-4)
         for key, value in weights["full"].items():
@@ -206,7 +270,9 @@ def bad_input(workplace, monkeypatch, capsys):
 
     def run(arguments: list[str], name: str):
         status = main([*COMMON, "--workers", "0", "--name", name, *arguments])
-        lines = [line for line in capsys.readouterr().err.splitlines() if "training.main: error:" in line]
+        lines = [
+            line for line in capsys.readouterr().err.splitlines() if "training.main: error:" in line
+        ]
         assert len(lines) == 1
         return status, lines[0], folder / "logs" / name
 
@@ -215,14 +281,26 @@ def bad_input(workplace, monkeypatch, capsys):
 
 # Bad input of a first run on real data: one sentence each, and a status that is not zero.
 BAD_INPUT = {
-    "no such shard": ("--train-data x=/nowhere/{{0..3}}.tar", "4 of 4 shards of source 'x' do not exist"),
+    "no such shard": (
+        "--train-data x=/nowhere/{{0..3}}.tar",
+        "4 of 4 shards of source 'x' do not exist",
+    ),
     "no captions": ("--train-data x={folder}/nocaptions --batch-size 2", "has no caption"),
-    "batch too large": ("--train-data {data} --debiased-sampling --batch-size 30", "less than one effective"),
+    "batch too large": (
+        "--train-data {data} --debiased-sampling --batch-size 30",
+        "less than one effective",
+    ),
     "bert folder": ("--train-data {data} --text-model /nowhere/of/bert", "does not exist"),
     "nothing": ("", "nothing to do"),
-    "csv zero steps": ("--train-data {folder}/pairs.csv --batch-size 8 --dga-steps 9", "zero optimizer steps"),
+    "csv zero steps": (
+        "--train-data {folder}/pairs.csv --batch-size 8 --dga-steps 9",
+        "zero optimizer steps",
+    ),
     "retrieval": ("--train-data {data} --batch-size 4 --retrieval-data r=/nowhere", "/nowhere"),
-    "long texts": ("--train-data {data} --force-context-length 99", "32 positions, fewer than the 99 tokens of a text"),
+    "long texts": (
+        "--train-data {data} --force-context-length 99",
+        "32 positions, fewer than the 99 tokens of a text",
+    ),
     "foreign weights": (
         "--train-data {data} --batch-size 4 --pretrained {folder}/foreign.pt",
         "foreign.pt holds weights of another model than tiny: it lacks logit_scale; give the model",
@@ -243,7 +321,10 @@ def test_bad_input(workplace, bad_input, kind):
     folder, data, *_ = workplace
     torch.save({"layer.weight": torch.zeros(2)}, folder / "foreign.pt")
     (folder / "words.pt").write_text("hello")
-    write_tar(folder / "nocaptions" / "0.tar", [(f"{number}.png", png((number, 0, 0))) for number in range(8)])
+    write_tar(
+        folder / "nocaptions" / "0.tar",
+        [(f"{number}.png", png((number, 0, 0))) for number in range(8)],
+    )
     line, words = BAD_INPUT[kind]
     arguments = line.format(folder=folder, data=data).split()
     status, sentence, run_folder = bad_input(arguments, name="bad-" + kind.replace(" ", "-"))
@@ -259,7 +340,10 @@ def test_an_existing_name_and_a_checkpoint_of_another_model_are_refused(workplac
     status, sentence, run_folder = bad_input(["--train-data", data], name="taken")
     assert status == 2 and "a run called 'taken' exists" in sentence
     assert (run_folder / "out.log").read_text() == "kept"
-    torch.save({"epoch": 1, "state_dict": {"visual.other": torch.zeros(1)}, "optimizer": {}}, folder / "other.pt")
+    torch.save(
+        {"epoch": 1, "state_dict": {"visual.other": torch.zeros(1)}, "optimizer": {}},
+        folder / "other.pt",
+    )
     arguments = ["--train-data", data, "--batch-size", "4", "--resume", str(folder / "other.pt")]
     status, sentence, _ = bad_input(arguments, name="mismatch")
     assert status == 2 and "is a checkpoint of another model than --model tiny" in sentence

@@ -26,10 +26,15 @@ FLAGS = [
 def train(folder, model: str, *extra: str) -> dict:
     """The weights that a run leaves; it must take two steps of two micro-batches."""
     name = f"run{len(list(folder.glob('logs/*')))}"
-    assert main([*FLAGS, "--logs", str(folder / "logs"), "--name", name, "--model", model, *extra]) == 0
+    assert (
+        main([*FLAGS, "--logs", str(folder / "logs"), "--name", name, "--model", model, *extra])
+        == 0
+    )
     log = (folder / "logs" / name / "out.log").read_text()
     assert log.count("Train Epoch: 0") >= 1 and "nan" not in log.lower()
-    return torch.load(folder / "logs" / name / "checkpoints" / "epoch_1.pt", weights_only=True)["state_dict"]
+    return torch.load(folder / "logs" / name / "checkpoints" / "epoch_1.pt", weights_only=True)[
+        "state_dict"
+    ]
 
 
 @OF_3
@@ -39,12 +44,24 @@ def test_training_clip_with_jit(tmp_path, data):
     name = register(tmp_path / "configs", f"own-case-jit-{data}", NATIVE_VISION, CLIP_TEXT)
     options = ["--dga-steps", "2", "--workers", "2"]
     if data == "named":
-        options += ["--train-data", f"a={write_source(tmp_path / 'a', 0, 16, 8)}", "--dataset-type", "auto"]
+        options += [
+            "--train-data",
+            f"a={write_source(tmp_path / 'a', 0, 16, 8)}",
+            "--dataset-type",
+            "auto",
+        ]
     # open_clip's synthetic pairs are all the same: their gradient is rounding, which AdamW's epsilon keeps small
     options += ["--eps", "0.1"]
-    scripted, plain = train(tmp_path, name, *options, "--torchscript"), train(tmp_path, name, *options)
-    assert scripted.keys() - plain.keys() == {"attn_mask"}  # a scripted model stores its constants, too
-    exported = export_local_dir(next(tmp_path.glob("logs/run0/checkpoints/epoch_1.pt")), tmp_path / "exported")
+    scripted, plain = (
+        train(tmp_path, name, *options, "--torchscript"),
+        train(tmp_path, name, *options),
+    )
+    assert scripted.keys() - plain.keys() == {
+        "attn_mask"
+    }  # a scripted model stores its constants, too
+    exported = export_local_dir(
+        next(tmp_path.glob("logs/run0/checkpoints/epoch_1.pt")), tmp_path / "exported"
+    )
     model, *_ = load_model(exported)
     assert torch.equal(model.visual.proj, scripted["visual.proj"])
     for key, value in plain.items():

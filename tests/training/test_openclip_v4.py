@@ -16,7 +16,9 @@ ITS_FLAGS = "these flags are of open_clip 4"
 @pytest.mark.line("4", reason=ITS_FLAGS)
 def test_without_flags_of_ours_all_of_its_own_are_taken():
     line = "--train-data x.tar --fsdp --use-naflex --image-key png --wd-exclude *.bias --opt nadamw --torchcompile"
-    args, config = parse([*line.split(), "--model", "CLAP-HTSAT-tiny", "--dataset-type", "webdataset-audio"])
+    args, config = parse(
+        [*line.split(), "--model", "CLAP-HTSAT-tiny", "--dataset-type", "webdataset-audio"]
+    )
     assert args.fsdp and args.torchcompile_strategy == "task" and not config.active
     check_model("CLAP-HTSAT-tiny")
 
@@ -36,12 +38,19 @@ def test_a_sharded_checkpoint_is_open_clips_to_find_and_to_load(tmp_path):
     folder = tmp_path / "epoch_2"
     folder.mkdir()
     (tmp_path / "epoch_3.pt").touch()
-    for newest, found in ((str(folder), str(folder)), (str(tmp_path / "epoch_3.pt"), "ours of x"), (None, "ours of x")):
+    for newest, found in (
+        (str(folder), str(folder)),
+        (str(tmp_path / "epoch_3.pt"), "ours of x"),
+        (None, "ours of x"),
+    ):
         assert filled(newest)["get_latest_checkpoint"]("x", remote=False) == found
     assert filled(str(folder))["get_latest_checkpoint"]("x", remote=True) == "ours of x"
 
     load = filled(None)["load_sharded_checkpoint"]
-    with pytest.raises(UserError, match=r"epoch_2 is a folder, but not a sharded checkpoint \(.metadata is missing\)"):
+    with pytest.raises(
+        UserError,
+        match=r"epoch_2 is a folder, but not a sharded checkpoint \(.metadata is missing\)",
+    ):
         load(None, str(folder))
     (folder / openclip_v4.SHARDED).touch()
     assert load(None, str(folder)) == "open_clip's load_sharded_checkpoint"

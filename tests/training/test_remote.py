@@ -23,18 +23,29 @@ DOWN_SECONDS = 2.0
 def place(tmp_path_factory):
     """A folder with two sources, the weights that training from it comes to by ranks, and a program that trains."""
     folder = tmp_path_factory.mktemp("remote")
-    (folder / "tiny.json").write_text(json.dumps({"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT}))
+    (folder / "tiny.json").write_text(
+        json.dumps({"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT})
+    )
     for name, first in (("a", 0), ("b", 1000)):
         write_source(folder / name, first, 60, 13)
         as_parquet(folder / name)
     trainings = ForkedTrainings()
 
-    def train(name: str, where: str, ranks: int, *extra: str, status: int = 0, kind: str = "tar") -> str:
+    def train(
+        name: str, where: str, ranks: int, *extra: str, status: int = 0, kind: str = "tar"
+    ) -> str:
         words = f"""--train-data a={where}/a/{{00000..00004}}.{kind}::b={where}/b/{{00000..00004}}.{kind} --debiased-sampling
         --batch-size 4 --dga-steps 2 --workers 1 --epochs 2 --aug-cfg scale=(0.6,1.0) --loader-timeout 60 --name {name}"""
-        request = {"model_config": str(folder / "tiny.json"), "cwd": str(folder), "limit": 120, "after": 60}
+        request = {
+            "model_config": str(folder / "tiny.json"),
+            "cwd": str(folder),
+            "limit": 120,
+            "after": 60,
+        }
         output = folder / f"{name}.txt"
-        answer, printed = trainings([*COMMON, *words.split(), *extra], output, ranks=ranks, **request)
+        answer, printed = trainings(
+            [*COMMON, *words.split(), *extra], output, ranks=ranks, **request
+        )
         assert answer["statuses"] == [status] * ranks and answer["left"] == 0, printed[-3000:]
         return printed
 
@@ -48,7 +59,10 @@ def sabotage(server: ShardServer, after: int):
     done = threading.Event()
 
     def run() -> None:
-        while sum(len(asked) for name, asked in server.requests.items() if name.endswith(".tar")) < after:
+        while (
+            sum(len(asked) for name, asked in server.requests.items() if name.endswith(".tar"))
+            < after
+        ):
             if done.wait(0.005):
                 return
         server.kill()
@@ -70,7 +84,9 @@ def weights_of(folder: Path, name: str) -> dict[str, torch.Tensor]:
     return weights
 
 
-@pytest.mark.slow(reason="half a minute; tests/shards reads through the same faults without training")
+@pytest.mark.slow(
+    reason="half a minute; tests/shards reads through the same faults without training"
+)
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("ranks, cached", [(1, False), (1, True), (2, True)])
 def test_the_same_weights_as_from_the_disk(place, tmp_path, ranks, cached):
@@ -84,19 +100,32 @@ def test_the_same_weights_as_from_the_disk(place, tmp_path, ranks, cached):
             "b/sizes.json": ["503"], "b/00002.tar": ["long", "drip:30"], "b/00001.tar": ["silent"],
         })  # fmt: skip
         if not cached:
-            server.faults["b/00002.tar"] = ["drip:30", "502"]  # a length that is wrong is met by asking for the rest
-        extra = ["--shard-cache", str(tmp_path / "cache"), "--shard-cache-gib", "0.0003"] if cached else []
+            server.faults["b/00002.tar"] = [
+                "drip:30",
+                "502",
+            ]  # a length that is wrong is met by asking for the rest
+        extra = (
+            ["--shard-cache", str(tmp_path / "cache"), "--shard-cache-gib", "0.0003"]
+            if cached
+            else []
+        )
         printed = train(remote, server.url().rstrip("/"), ranks, *extra)
     first, second = weights_of(folder, disk), weights_of(folder, remote)
     assert first.keys() == second.keys()
     assert not [key for key in first if not torch.equal(first[key], second[key])]
     assert "replaced" not in printed
-    totals = [line.partition("WARNING | ")[2] for line in printed.splitlines() if line.endswith("of its readers.")]
+    totals = [
+        line.partition("WARNING | ")[2]
+        for line in printed.splitlines()
+        if line.endswith("of its readers.")
+    ]
     assert len(totals) == len(set(totals))  # one rank logs them
     if not cached:  # with a cache, what breaks may be fetched ahead, and nobody waits
         assert " took " in printed and "no connection" in printed and len(totals) >= 2
     if cached:
-        used = sum(file.stat().st_size for file in (tmp_path / "cache").rglob("*") if file.is_file())
+        used = sum(
+            file.stat().st_size for file in (tmp_path / "cache").rglob("*") if file.is_file()
+        )
         assert 100_000 < used <= 0.0003 * 2**30
 
 
@@ -113,6 +142,8 @@ def test_parquet_on_a_server_trains_as_tars_on_the_disk(place, tmp_path, ranks, 
         extra = ["--shard-cache", str(tmp_path / "cache")] if cached else []
         printed = train(remote, server.url().rstrip("/"), ranks, *extra, kind="parquet")
     first, second = weights_of(folder, disk), weights_of(folder, remote)
-    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+    assert first.keys() == second.keys() and all(
+        torch.equal(first[key], second[key]) for key in first
+    )
     assert "pictures in 'image', captions in 'text'" in printed and "replaced" not in printed
     assert len(list((tmp_path / "cache").glob("*.tar"))) == (10 if cached else 0)

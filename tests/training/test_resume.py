@@ -20,7 +20,14 @@ from open_clip_zerovl.data.schedule import Batching
 from support.programs import COMMON, flat_tensors, kill_when, launch, state_of
 from support.tars import write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, NUMBERED, bert_text, write_bert
-from training.resume import Position, entry_of, load_checkpoint, of_this_line, read_position, require_same_function
+from training.resume import (
+    Position,
+    entry_of,
+    load_checkpoint,
+    of_this_line,
+    read_position,
+    require_same_function,
+)
 from training.run import OTHER_GROUPS
 from training.stopping import Preemption
 
@@ -31,7 +38,11 @@ EPOCHS = 3
 def workplace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("resume")
     bert = write_bert(folder / "bert", words=NUMBERED)
-    config = {"embed_dim": 24, "vision_cfg": {**NATIVE_VISION, "patch_dropout": 0.25}, "text_cfg": bert_text(bert)}
+    config = {
+        "embed_dim": 24,
+        "vision_cfg": {**NATIVE_VISION, "patch_dropout": 0.25},
+        "text_cfg": bert_text(bert),
+    }
     (folder / "tiny.json").write_text(json.dumps(config))
     data = "::".join(
         f"{name}={write_source(folder / name, first, count, 13)}"
@@ -55,7 +66,9 @@ def assert_same_weights(folder: Path, names: tuple[str, str]) -> None:
     assert not different
 
 
-@pytest.mark.slow(reason="four runs, half a minute; the fast tests resume one in the middle of an epoch (test_teacher)")
+@pytest.mark.slow(
+    reason="four runs, half a minute; the fast tests resume one in the middle of an epoch (test_teacher)"
+)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_killed_and_resumed_equals_never_interrupted(workplace, workers):
@@ -123,10 +136,14 @@ def test_where_a_run_goes_on_and_what_it_says(taken, changed, steps, begin, word
 
 
 def test_a_position_is_read_as_it_was_written_and_one_of_another_format_is_refused():
-    position = Position(1, 10, Batching(16, 2, 2, 4), "a (100)", {"--seed": 0}, read_as=Batching(32, 1, 2, 1))
+    position = Position(
+        1, 10, Batching(16, 2, 2, 4), "a (100)", {"--seed": 0}, read_as=Batching(32, 1, 2, 1)
+    )
     entry = entry_of(position)
     assert read_position({"zerovl": entry}) == position and read_position({"epoch": 1}) is None
-    assert read_position({"zerovl": {**entry, "effective_batch": 64}}) == position  # which was written once
+    assert (
+        read_position({"zerovl": {**entry, "effective_batch": 64}}) == position
+    )  # which was written once
     for written in (1, 99, "x"):
         with pytest.raises(UserError, match=f"has format {written}, and this release reads 2"):
             read_position({"zerovl": {**entry, "format": written}})
@@ -150,14 +167,17 @@ def test_a_checkpoint_that_says_nonsense_about_where_it_was_taken_is_refused(ent
 
 
 @pytest.mark.parametrize(
-    ("entry", "value"), [("epoch", "1"), ("epoch", -1), ("optimizer", 3), ("optimizer", {}), ("optimizer", None)]
+    ("entry", "value"),
+    [("epoch", "1"), ("epoch", -1), ("optimizer", 3), ("optimizer", {}), ("optimizer", None)],
 )
 def test_a_checkpoint_with_a_foreign_optimizer_or_epoch_is_refused(tmp_path, entry, value):
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     content = {"epoch": 1, "state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(content, tmp_path / "a.pt")
-    assert load_checkpoint(model, argparse.Namespace(model="m"), str(tmp_path / "a.pt"))["epoch"] == 1
+    assert (
+        load_checkpoint(model, argparse.Namespace(model="m"), str(tmp_path / "a.pt"))["epoch"] == 1
+    )
     torch.save({**content, entry: value}, tmp_path / "a.pt")
     with pytest.raises(UserError, match=f"has no '{entry}'.*give a checkpoint that training wrote"):
         load_checkpoint(model, argparse.Namespace(model="m"), str(tmp_path / "a.pt"))
@@ -170,8 +190,14 @@ HEADS = 2 * CLIP_TEXT["heads"]
 @pytest.mark.parametrize(
     ("saved", "words"),
     [
-        ({**CONFIG, "quick_gelu": True}, "was trained with quick_gelu True, and this run's model has not given"),
-        ({**CONFIG, "text_cfg": {**CLIP_TEXT, "heads": HEADS}}, f"was trained with text_cfg.heads {HEADS}, and .* has"),
+        (
+            {**CONFIG, "quick_gelu": True},
+            "was trained with quick_gelu True, and this run's model has not given",
+        ),
+        (
+            {**CONFIG, "text_cfg": {**CLIP_TEXT, "heads": HEADS}},
+            f"was trained with text_cfg.heads {HEADS}, and .* has",
+        ),
         ({"embed_dim": 24}, "has an entry 'model_config' that is no model's"),
     ],
 )
@@ -195,7 +221,9 @@ def test_a_checkpoint_of_several_ranks_has_the_names_of_one(tmp_path):
     for prefix in ("", "module."):
         state = {prefix + name: value for name, value in model.state_dict().items()}
         torch.save({"epoch": 1, "state_dict": state}, tmp_path / "a.pt")
-        loaded = load_checkpoint(model, argparse.Namespace(model="m", train_data=None), str(tmp_path / "a.pt"))
+        loaded = load_checkpoint(
+            model, argparse.Namespace(model="m", train_data=None), str(tmp_path / "a.pt")
+        )
         assert loaded["state_dict"].keys() == model.state_dict().keys()
 
 
@@ -214,7 +242,9 @@ def clip_and_optimizer(divide):
     model = CLIP(8, CLIPVisionCfg(**NATIVE_VISION), CLIPTextCfg(**{**CLIP_TEXT, "vocab_size": 64}))
     spared = [p for name, p in model.named_parameters() if divide(name, p)]
     decayed = [p for name, p in model.named_parameters() if not divide(name, p)]
-    optimizer = torch.optim.AdamW([{"params": spared, "weight_decay": 0.0}, {"params": decayed, "weight_decay": 0.2}])
+    optimizer = torch.optim.AdamW(
+        [{"params": spared, "weight_decay": 0.0}, {"params": decayed, "weight_decay": 0.2}]
+    )
     for _ in range(2):
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
@@ -242,7 +272,10 @@ def test_an_optimizers_state_of_open_clip_3_goes_on_in_the_groups_of_4():
     optimizer.load_state_dict(of_this_line(old.state_dict(), model, optimizer))
     for (name, before), after in zip(old_model.named_parameters(), model.parameters(), strict=True):
         assert old.state[before].keys() == optimizer.state[after].keys(), name
-        assert all(torch.equal(old.state[before][key], optimizer.state[after][key]) for key in old.state[before]), name
+        assert all(
+            torch.equal(old.state[before][key], optimizer.state[after][key])
+            for key in old.state[before]
+        ), name
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.2]
     for state in (optimizer.state_dict(), {"state": {}, "param_groups": [{"params": [0, 1]}]}):
         assert of_this_line(state, model, optimizer) is state

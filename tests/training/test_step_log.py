@@ -15,7 +15,14 @@ from training.step_log import BySource, StepLog, loader_sentence, stuck_sentence
 from training.train import warn_of_equal_captions
 
 ARGS = argparse.Namespace(
-    batch_size=10, workers=2, rank=0, local_rank=0, log_local=False, log_every_n_steps=1, world_size=1, wandb=False
+    batch_size=10,
+    workers=2,
+    rank=0,
+    local_rank=0,
+    log_local=False,
+    log_every_n_steps=1,
+    world_size=1,
+    wandb=False,
 )
 
 
@@ -30,13 +37,17 @@ def test_the_sentence():
     assert loader_sentence(0.0, 0.0, 0, 8) is None
 
 
-def log_of(epoch: int = 0, steps: int = 3, *, samples: int = 20, run_log=None, judged=False, **args) -> StepLog:
+def log_of(
+    epoch: int = 0, steps: int = 3, *, samples: int = 20, run_log=None, judged=False, **args
+) -> StepLog:
     """The log of an epoch with effective batches of 20."""
     given = argparse.Namespace(**{**vars(ARGS), **args})
     return StepLog(given, epoch, steps, steps * samples, 2, judged=judged, run_log=run_log)
 
 
-def take(log: StepLog, *, first: int = 0, loss=lambda index: 1.0, clock=None, wait=lambda index: 0.0) -> None:
+def take(
+    log: StepLog, *, first: int = 0, loss=lambda index: 1.0, clock=None, wait=lambda index: 0.0
+) -> None:
     """All steps of an epoch, each a second after the loader's wait."""
     clock = clock or [0.0]
     for index in range(log.steps):
@@ -100,11 +111,24 @@ def test_an_epoch_that_learned_nothing(caplog, loss, judged, first, said):
 
 def test_losses_by_source_are_means_since_they_were_last_taken():
     by_source = BySource(["sbu", "vg", "cc3m"])
-    by_source.see(Report(torch.tensor([1.0, 2.0, 6.0]), torch.tensor([0, 0, 1]), torch.tensor([True, False, False])))
-    by_source.see(Report(torch.tensor([3.0, 4.0]), torch.tensor([0, 1]), torch.tensor([True, True])))
+    by_source.see(
+        Report(
+            torch.tensor([1.0, 2.0, 6.0]),
+            torch.tensor([0, 0, 1]),
+            torch.tensor([True, False, False]),
+        )
+    )
+    by_source.see(
+        Report(torch.tensor([3.0, 4.0]), torch.tensor([0, 1]), torch.tensor([True, True]))
+    )
     metrics, line = by_source.take()
-    assert metrics == pytest.approx({"loss/sbu": 2.0, "duplicates/sbu": 2 / 3, "loss/vg": 5.0, "duplicates/vg": 0.5})
-    assert line == " By source: sbu 2.0000 (2 of 3 samples have duplicates), vg 5.0000 (1 of 2 samples have duplicates)"
+    assert metrics == pytest.approx(
+        {"loss/sbu": 2.0, "duplicates/sbu": 2 / 3, "loss/vg": 5.0, "duplicates/vg": 0.5}
+    )
+    assert (
+        line
+        == " By source: sbu 2.0000 (2 of 3 samples have duplicates), vg 5.0000 (1 of 2 samples have duplicates)"
+    )
     assert by_source.take() == ({}, "")
 
 
@@ -137,12 +161,16 @@ def test_tensorboard_has_a_curve_for_each_source():
     log = StepLog(args, 0, 2, 4, 1, Writer(), ["sbu", "vg"])
     for index, value in enumerate((1.0, 9.0)):
         log.by_source.see(Report(torch.full((2,), value), torch.full((2,), index)))
-        log.step_done(index, index, {"loss": torch.tensor(value), "logit_scale": torch.tensor(1.0)}, 1e-3)
+        log.step_done(
+            index, index, {"loss": torch.tensor(value), "logit_scale": torch.tensor(1.0)}, 1e-3
+        )
     assert written["train/loss/sbu"] == [(0, 1.0)] and written["train/loss/vg"] == [(1, 9.0)]
     assert written["train/loss"] == [(0, 1.0), (1, 9.0)]
 
 
-@pytest.mark.parametrize(("every", "steps", "logged"), [(100, 7, 7), (100, 400, 21), (10, 400, 41), (1000, 10_000, 21)])
+@pytest.mark.parametrize(
+    ("every", "steps", "logged"), [(100, 7, 7), (100, 400, 21), (10, 400, 41), (1000, 10_000, 21)]
+)
 def test_an_epoch_is_logged_at_least_twenty_times(every, steps, logged, caplog):
     with caplog.at_level(logging.INFO):
         take(log_of(0, steps, log_every_n_steps=every))
@@ -155,8 +183,13 @@ def test_a_loss_that_is_not_finite_is_counted_between_logged_steps(caplog):
     log = log_of(0, 80, log_every_n_steps=4, run_log=run_log)
     take(log, loss=lambda index: torch.tensor(float(losses.get(index, 1.0))))
     said = [message for message in caplog.messages if "is not a finite number" in message]
-    assert [message.partition(":")[0] for message in said] == ["Step 5 of epoch 0", "Step 9 of epoch 0"]
-    assert "in 2 of the last" in said[0] and "in 1 of the last" in said[1] and run_log.not_finite == 3
+    assert [message.partition(":")[0] for message in said] == [
+        "Step 5 of epoch 0",
+        "Step 9 of epoch 0",
+    ]
+    assert (
+        "in 2 of the last" in said[0] and "in 1 of the last" in said[1] and run_log.not_finite == 3
+    )
 
 
 def test_equal_captions_in_most_of_the_first_batch_name_the_flag(caplog):
@@ -164,8 +197,16 @@ def test_equal_captions_in_most_of_the_first_batch_name_the_flag(caplog):
     texts = torch.tensor([[1, 2], [1, 2], [3, 4], [5, 6]])
     warn_of_equal_captions([(None, texts)])  # two of four
     assert not caplog.messages
-    warn_of_equal_captions([(None, texts), (None, texts.view(2, 2, 2))])  # the second with two captions per picture
+    warn_of_equal_captions(
+        [(None, texts), (None, texts.view(2, 2, 2))]
+    )  # the second with two captions per picture
     warn_of_equal_captions([(None, texts), (None, torch.tensor([[1, 2]]))])
-    warn_of_equal_captions([(None, texts[:2]), (None, torch.tensor([[1, 2, 0]]))])  # of another width
-    assert [message.split(" captions")[0] for message in caplog.messages] == ["8 of the 8", "3 of the 5", "2 of the 3"]
+    warn_of_equal_captions(
+        [(None, texts[:2]), (None, torch.tensor([[1, 2, 0]]))]
+    )  # of another width
+    assert [message.split(" captions")[0] for message in caplog.messages] == [
+        "8 of the 8",
+        "3 of the 5",
+        "2 of the 3",
+    ]
     assert "--positives caption" in caplog.text

@@ -44,7 +44,9 @@ def data(tmp_path, monkeypatch):
     (tmp_path / "p").mkdir()
     for number in range(8):
         (tmp_path / "p" / f"{number}.png").write_bytes(png((9 * number, 0, 0)))
-    (tmp_path / "here.csv").write_text("filepath,title\n" + "".join(f"p/{n}.png,a cat {n}\n" for n in range(8)))
+    (tmp_path / "here.csv").write_text(
+        "filepath,title\n" + "".join(f"p/{n}.png,a cat {n}\n" for n in range(8))
+    )
     (tmp_path / "p" / "beside.tsv").write_text("filepath\ttitle\n0.png\ta cat\n")
     (tmp_path / "empty.tsv").write_text("filepath\ttitle\n")
     return tmp_path
@@ -55,10 +57,20 @@ def check(**given) -> None:
 
 
 REFUSED = {
-    "missing shards": ({"train_data": "s/{0..4}.tar"}, "2 of 5 shards of --train-data do not exist, first s/3.tar"),
-    "missing shard to evaluate on": ({"val_data": "s/9.tar"}, "1 of 1 shards of --val-data do not exist"),
+    "missing shards": (
+        {"train_data": "s/{0..4}.tar"},
+        "2 of 5 shards of --train-data do not exist, first s/3.tar",
+    ),
+    "missing shard to evaluate on": (
+        {"val_data": "s/9.tar"},
+        "1 of 1 shards of --val-data do not exist",
+    ),
     "three weights of two": (
-        {"train_data": "s/0.tar::s/1.tar", "train_data_upsampling_factors": "1::2::3", "dataset_resampled": True},
+        {
+            "train_data": "s/0.tar::s/1.tar",
+            "train_data_upsampling_factors": "1::2::3",
+            "dataset_resampled": True,
+        },
         "with --train-data-upsampling-factors 1::2::3 is not understood",
     ),
     "folder": ({"train_data": "s"}, "name it to read it as a source: --train-data NAME=s"),
@@ -66,10 +78,22 @@ REFUSED = {
         {"train_data": "nowhere"},
         "--train-data nowhere does not end in .tar, .csv or .tsv; correct the path, or name a source",
     ),
-    "no known ending, to evaluate on": ({"val_data": "s"}, "--val-data s does not end in .tar, .csv or .tsv; correct"),
-    "separator": ({"train_data": "here.csv"}, r"no column 'filepath'; split at '\t' its columns are 'filepath,title'"),
-    "column": ({"train_data": "here.csv", "csv_separator": ",", "csv_caption_key": "x"}, "give --csv-caption-key"),
-    "image": ({"train_data": "p/beside.tsv"}, "the first image of --train-data p/beside.tsv, 0.png, does not exist in"),
+    "no known ending, to evaluate on": (
+        {"val_data": "s"},
+        "--val-data s does not end in .tar, .csv or .tsv; correct",
+    ),
+    "separator": (
+        {"train_data": "here.csv"},
+        r"no column 'filepath'; split at '\t' its columns are 'filepath,title'",
+    ),
+    "column": (
+        {"train_data": "here.csv", "csv_separator": ",", "csv_caption_key": "x"},
+        "give --csv-caption-key",
+    ),
+    "image": (
+        {"train_data": "p/beside.tsv"},
+        "the first image of --train-data p/beside.tsv, 0.png, does not exist in",
+    ),
     "no rows": ({"train_data": "empty.tsv"}, "--train-data empty.tsv has no rows"),
 }
 
@@ -93,9 +117,13 @@ def test_what_open_clip_can_read_passes(data):
         check(imagenet_val="p")
     (data / "s" / "sizes.json").write_text(json.dumps({"0.tar": 8, "1.tar": 8}))
     check(train_data="s/{0..1}.tar")
-    with pytest.raises(UserError, match=re.escape("sizes.json does not give the number of samples of s/2.tar")):
+    with pytest.raises(
+        UserError, match=re.escape("sizes.json does not give the number of samples of s/2.tar")
+    ):
         check(train_data="s/{0..2}.tar")
-    check_stock_data(Namespace(**{**OPEN_CLIP, "train_data": "a=s"}), training=False)  # our mixture's business
+    check_stock_data(
+        Namespace(**{**OPEN_CLIP, "train_data": "a=s"}), training=False
+    )  # our mixture's business
 
 
 def test_imagenet_accuracy_that_numpy_refuses_gets_a_sentence(monkeypatch):
@@ -105,15 +133,24 @@ def test_imagenet_accuracy_that_numpy_refuses_gets_a_sentence(monkeypatch):
         raise TypeError("only 0-dimensional arrays can be converted to Python scalars")
 
     monkeypatch.setattr("training.stock_data.accuracy", refused)
-    with pytest.raises(UserError, match=r"--imagenet-val .* do not work with numpy .* pip install 'numpy<2.4'"):
+    with pytest.raises(
+        UserError, match=r"--imagenet-val .* do not work with numpy .* pip install 'numpy<2.4'"
+    ):
         check(imagenet_val="p")
     check(train_data="here.csv", dataset_type="synthetic")
 
 
 def test_augmentation_settings():
-    for good in ({}, {"scale": (0.6, 1.0)}, {"scale": (0.6, 1.0), "color_jitter": (0.1, 0.1, 0.1, 0.1)}):
+    for good in (
+        {},
+        {"scale": (0.6, 1.0)},
+        {"scale": (0.6, 1.0), "color_jitter": (0.1, 0.1, 0.1, 0.1)},
+    ):
         check_augmentation(good)
-    for bad, words in (({"scale": 0.6}, "--aug-cfg scale=0.6"), ({"scal": (0.6, 1.0)}, "keyword argument 'scal'")):
+    for bad, words in (
+        ({"scale": 0.6}, "--aug-cfg scale=0.6"),
+        ({"scal": (0.6, 1.0)}, "keyword argument 'scal'"),
+    ):
         with pytest.raises(UserError, match=words):
             check_augmentation(bad)
 
@@ -127,8 +164,21 @@ def run(data, capsys):
         open_clip.add_model_config(str(data / f"{name}.json"))
 
     def call(*arguments: str, name: str) -> tuple[int, str]:
-        common = ["--model", "tiny", "--device", "cpu", "--precision", "fp32", "--workers", "0", "--epochs", "1"]
-        status = main([*common, "--batch-size", "4", "--csv-separator", ",", "--name", name, *arguments])
+        common = [
+            "--model",
+            "tiny",
+            "--device",
+            "cpu",
+            "--precision",
+            "fp32",
+            "--workers",
+            "0",
+            "--epochs",
+            "1",
+        ]
+        status = main(
+            [*common, "--batch-size", "4", "--csv-separator", ",", "--name", name, *arguments]
+        )
         return status, capsys.readouterr().err
 
     return call
@@ -170,7 +220,9 @@ def test_a_run_that_fails_before_its_first_step_leaves_its_name_free(run, data):
     assert status == 2 and "p/1.png: No such file or directory; correct the path" in said
     assert not (data / "logs" / "first").exists()
     rows = (data / "here.csv").read_text().splitlines()
-    (data / "here.csv").write_text("\n".join([rows[0], *(row for row in rows[1:] if "/1.png" not in row)]))
+    (data / "here.csv").write_text(
+        "\n".join([rows[0], *(row for row in rows[1:] if "/1.png" not in row)])
+    )
     assert run("--train-data", "here.csv", name="first")[0] == 0
     assert (data / "logs" / "first" / "checkpoints" / "epoch_1.pt").exists()
 
@@ -193,10 +245,19 @@ def test_a_run_that_fails_after_a_step_keeps_its_log(run, data, monkeypatch):
 
 def test_an_optimizers_state_for_other_parameters_is_refused(run, data):
     assert run("--train-data", "here.csv", name="all")[0] == 0
-    resume = ["--train-data", "here.csv", "--epochs", "2", "--resume", "logs/all/checkpoints/epoch_1.pt"]
+    resume = [
+        "--train-data",
+        "here.csv",
+        "--epochs",
+        "2",
+        "--resume",
+        "logs/all/checkpoints/epoch_1.pt",
+    ]
     assert run(*resume, name="again")[0] == 0
     status, said = run(*resume, "--lock-image", name="fewer")
-    assert status == 2 and "epoch_1.pt has an optimizer's state for other groups of parameters" in said
+    assert (
+        status == 2 and "epoch_1.pt has an optimizer's state for other groups of parameters" in said
+    )
     assert not (data / "logs" / "fewer").exists()
 
 
@@ -214,14 +275,20 @@ def test_no_shard_runs_what_it_holds(data, monkeypatch, caplog, extension):
     content = io.BytesIO()
     evil = RunsWhenUnpickled(str(marker))
     torch.save(evil, content) if extension == "pth" else content.write(pickle.dumps(evil))
-    members = [("0.png", png((1, 2, 3))), ("0.txt", b"a cat"), (f"0.{extension}", content.getvalue())]
+    members = [
+        ("0.png", png((1, 2, 3))),
+        ("0.txt", b"a cat"),
+        (f"0.{extension}", content.getvalue()),
+    ]
     shard = str(write_tar(data / "evil" / "0.tar", members))
 
     def decode() -> dict:
         return next(iter(wds.WebDataset(shard, shardshuffle=False).decode("pilrgb")))
 
     for name in UNPICKLED:  # webdataset's own, which an earlier test may have replaced
-        monkeypatch.setitem(autodecode.decoders, name, torch_loads if name == "pth" else pickle.loads)
+        monkeypatch.setitem(
+            autodecode.decoders, name, torch_loads if name == "pth" else pickle.loads
+        )
     if extension != "pth":  # whose loader takes weights only in today's torch
         decode()
         assert marker.exists()
@@ -261,11 +328,18 @@ def test_unnamed_data_opens_no_other_formats(data, monkeypatch):
     Image.register_open("EPS", EpsImagePlugin.EpsImageFile, EpsImagePlugin._accept)
     picture = io.BytesIO()
     Image.new("RGB", (8, 8)).save(picture, "EPS")
-    members = [("0.jpg", picture.getvalue()), ("0.txt", b"x"), ("1.jpg", png((1, 2, 3))), ("1.txt", b"y")]
+    members = [
+        ("0.jpg", picture.getvalue()),
+        ("0.txt", b"x"),
+        ("1.jpg", png((1, 2, 3))),
+        ("1.txt", b"y"),
+    ]
     shard = str(write_tar(data / "eps" / "0.tar", members))
 
     def texts() -> list[str]:
-        pipeline = wds.WebDataset(shard, shardshuffle=False).decode("pilrgb", handler=wds.ignore_and_continue)
+        pipeline = wds.WebDataset(shard, shardshuffle=False).decode(
+            "pilrgb", handler=wds.ignore_and_continue
+        )
         return [sample["txt"] for sample in pipeline]
 
     opened = Image.open(io.BytesIO(picture.getvalue()))

@@ -35,7 +35,9 @@ def place(tmp_path_factory):
             members.append((f"{number:04d}.txt", f"{name} picture {number}".encode()))
         write_tar(folder / name / "00000.tar", members)
     vision = {**NATIVE_VISION, "patch_dropout": 0.25}
-    (folder / "tiny.json").write_text(json.dumps({"embed_dim": 24, "vision_cfg": vision, "text_cfg": CLIP_TEXT}))
+    (folder / "tiny.json").write_text(
+        json.dumps({"embed_dim": 24, "vision_cfg": vision, "text_cfg": CLIP_TEXT})
+    )
     data = f"a={folder}/a::b={folder}/b"
     encoders = [HashEncoder(salt=1), HashEncoder("other", salt=2, size_px=20)]
     embed_sources(data, encoders, folder / "teacher", SETTINGS, progress=False)
@@ -50,9 +52,16 @@ def arguments_of(folder, data, name, *extra):
 
 def recorded(folder, name, arguments, ranks):
     """Each of the first steps, as its ranks recorded it, with a student that has its weights; and the output of the run."""
-    done = launch("ours", folder / "tiny.json", arguments, ranks=ranks, gradient=folder / name, cwd=folder)
+    done = launch(
+        "ours", folder / "tiny.json", arguments, ranks=ranks, gradient=folder / name, cwd=folder
+    )
     open_clip.add_model_config(str(folder / "tiny.json"))
-    steps = list(zip(*(torch.load(f"{folder}/{name}.{rank}", weights_only=True) for rank in range(ranks)), strict=True))
+    steps = list(
+        zip(
+            *(torch.load(f"{folder}/{name}.{rank}", weights_only=True) for rank in range(ranks)),
+            strict=True,
+        )
+    )
     assert steps
     model = open_clip.create_model("tiny", output_dict=True, force_custom_text=True).train()
 
@@ -67,12 +76,22 @@ def recorded(folder, name, arguments, ranks):
 def test_gradient_on_two_ranks_is_that_of_the_dense_loss(place):
     """Two ranks, two micro-batches, row chunks, patch dropout; with the weights swapped (control) it is another."""
     folder, data = place
-    extra = ["--distill-weight", "0.7", "--distill-temperature", "0.5", "--loss-chunk", "3", "--workers", "1"]
+    extra = [
+        "--distill-weight",
+        "0.7",
+        "--distill-temperature",
+        "0.5",
+        "--loss-chunk",
+        "3",
+        "--workers",
+        "1",
+    ]
     steps, _ = recorded(folder, "gradient", arguments_of(folder, data, "gradient", *extra), ranks=2)
     for entries, model in steps:
         parts = [entry["loss_inputs"]["teacher_features"] for entry in entries]
         teachers = [
-            tuple(torch.cat([part[number][side] for part in parts]).float() for side in (0, 1)) for number in (0, 1)
+            tuple(torch.cat([part[number][side] for part in parts]).float() for side in (0, 1))
+            for number in (0, 1)
         ]
         assert all(image.shape == text.shape == (16, 6) for image, text in teachers)
         assert parts[0][0][0].dtype == torch.float16
@@ -81,7 +100,9 @@ def test_gradient_on_two_ranks_is_that_of_the_dense_loss(place):
             dense = DenseLoss(distill_weight=weight, distill_temperature=0.5)
             value, found[weight] = gradient_errors(model, entries, dense, teacher_features=teachers)
             if weight == 0.7:
-                assert all(float(entry["loss"]) == pytest.approx(value, rel=1e-5) for entry in entries)
+                assert all(
+                    float(entry["loss"]) == pytest.approx(value, rel=1e-5) for entry in entries
+                )
         assert max(found[0.7]) <= 5e-5
         assert min(found[0.3]) >= 0.05
 
@@ -89,14 +110,24 @@ def test_gradient_on_two_ranks_is_that_of_the_dense_loss(place):
 def test_resumed_in_the_middle_of_an_epoch_ends_with_the_same_weights(place):
     """As after a kill: from the step checkpoint of a run's second step, in two loader workers; other teachers are refused."""
     folder, data = place
-    extra = ["--workers=2", "--save-every-steps=2", "--keep-checkpoints=9", "--siglip", "--distill-weight=0.5"]
-    done = launch("ours", folder / "tiny.json", arguments_of(folder, data, "whole", *extra), cwd=folder)
+    extra = [
+        "--workers=2",
+        "--save-every-steps=2",
+        "--keep-checkpoints=9",
+        "--siglip",
+        "--distill-weight=0.5",
+    ]
+    done = launch(
+        "ours", folder / "tiny.json", arguments_of(folder, data, "whole", *extra), cwd=folder
+    )
     assert re.search(r"By source: .*[ab] \S+", done.stderr)
     checkpoint = sorted((folder / "logs" / "whole" / "checkpoints").glob("step_0000_*.pt"))[0]
     resumed = [*arguments_of(folder, data, "resumed", *extra), "--resume", str(checkpoint)]
     launch("ours", folder / "tiny.json", resumed, cwd=folder)
     first, second = (flat_tensors(state_of(folder, name)) for name in ("whole", "resumed"))
-    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
     shutil.move(folder / "teacher", folder / "first")
     try:
         embed_sources(data, [HashEncoder(salt=3)], folder / "teacher", SETTINGS, progress=False)
@@ -133,7 +164,9 @@ def test_both_captions_of_a_picture_in_one_step(place, ranks, dga_steps, batch):
     folder, _ = place
     name = f"both{ranks}x{dga_steps}"
     extra = f"--loss-chunk 3 --distill-weight 0.7 --distill-temperature 0.5 --positives both --dga-steps {dga_steps}"
-    words = reinforced(folder, name, "txt+syn.json:syn_text", *extra.split(), "--batch-size", str(batch))
+    words = reinforced(
+        folder, name, "txt+syn.json:syn_text", *extra.split(), "--batch-size", str(batch)
+    )
     steps, printed = recorded(folder, name, words, ranks)
     assert "is that of chance" not in printed
     stored = {
@@ -151,10 +184,17 @@ def test_both_captions_of_a_picture_in_one_step(place, ranks, dga_steps, batch):
             )
             for number in (0, 1)
         ]
-        captions, synthetic = ([stored[tuple(row.tolist())] for row in rows] for rows in teachers[0][1].half().chunk(2))
+        captions, synthetic = (
+            [stored[tuple(row.tolist())] for row in rows] for rows in teachers[0][1].half().chunk(2)
+        )
         assert [number for number, _ in captions] == [number for number, _ in synthetic]
-        assert {place for _, place in captions} == {0} and {place for _, place in synthetic} == {1, 2}
-        ids = {name: torch.cat([one["ids"][name] for one in inputs]) for name in ("source", "image")}
+        assert {place for _, place in captions} == {0} and {place for _, place in synthetic} == {
+            1,
+            2,
+        }
+        ids = {
+            name: torch.cat([one["ids"][name] for one in inputs]) for name in ("source", "image")
+        }
         ids["caption"] = set_by_set([one["ids"]["caption"] for one in inputs], 2)
         inputs = {"teacher_features": teachers, "texts_per_image": 2, "ids": ids}
         dense = DenseLoss(distill_weight=0.7, distill_temperature=0.5, positives="both")
@@ -164,8 +204,12 @@ def test_both_captions_of_a_picture_in_one_step(place, ranks, dga_steps, batch):
         assert len(ids["image"].unique()) < len(ids["image"])
         alone = DenseLoss(distill_weight=0.7, distill_temperature=0.5)  # control: no shared targets
         assert min(gradient_errors(model, entries, alone, **inputs)[1]) >= 0.01
-        inputs["teacher_features"] = [(images, texts.roll(len(texts) // 2, 0)) for images, texts in teachers]
-        _, found = gradient_errors(model, entries, dense, **inputs)  # control: each caption with the other's embeddings
+        inputs["teacher_features"] = [
+            (images, texts.roll(len(texts) // 2, 0)) for images, texts in teachers
+        ]
+        _, found = gradient_errors(
+            model, entries, dense, **inputs
+        )  # control: each caption with the other's embeddings
         assert min(found) >= 0.01
 
 
@@ -181,8 +225,12 @@ def test_training_says_what_is_wrong_with_a_teacher_before_it_starts(place, caps
     open_clip.add_model_config(str(folder / "tiny.json"))
     words = arguments_of(folder, data, "refused", "--workers", "0")
     assert main([*words, "--teacher", str(folder / "nowhere")]) == 2
-    assert "nowhere holds no embeddings.json; make a folder of embeddings" in capsys.readouterr().err
+    assert (
+        "nowhere holds no embeddings.json; make a folder of embeddings" in capsys.readouterr().err
+    )
     words[words.index(AUGMENTED[1])] = "scale=(0.5,1.0)"
-    done = launch("ours", folder / "tiny.json", words, cwd=folder, status=2)  # open_clip's main logs by then
+    done = launch(
+        "ours", folder / "tiny.json", words, cwd=folder, status=2
+    )  # open_clip's main logs by then
     assert "saw other pictures than this run shows: RandomResizedCrop(" in done.stderr
     assert not (folder / "logs" / "refused").exists()

@@ -55,13 +55,31 @@ from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet, gallery_of
 from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, hit_probabilities, recall_bounds
 from open_clip_zerovl.report.bounds import RECALL_KS
 from open_clip_zerovl.report.html import write_page
-from open_clip_zerovl.report.plot import FAINT, MODEL_COLOURS, Line, draw_levels, line_chart, require_matplotlib
+from open_clip_zerovl.report.plot import (
+    FAINT,
+    MODEL_COLOURS,
+    Line,
+    draw_levels,
+    line_chart,
+    require_matplotlib,
+)
 from open_clip_zerovl.report.tables import text_table
 from open_clip_zerovl.shards.urls import local_path
 
 DRAWS = 1000  # of an interval
 DRAWN = 5  # pairings, on the page
-HEADER = ("image", "text", "widths", "I2T R@1", "T2I R@1", "RSUM", "95 %", "seeds", "epoch", "train")
+HEADER = (
+    "image",
+    "text",
+    "widths",
+    "I2T R@1",
+    "T2I R@1",
+    "RSUM",
+    "95 %",
+    "seeds",
+    "epoch",
+    "train",
+)
 Say = Callable[[str], None]
 
 
@@ -114,9 +132,21 @@ class Result:
 
     def record(self) -> dict[str, Any]:
         """As JSON."""
-        named = {"image": self.image.name, "text": self.text.name, "widths": [self.image.width, self.text.width]}
-        scores = {"metrics": self.outcome.metrics, "interval": self.interval, "rsum of seeds": self.of_seeds}
-        training = {"best epoch": self.outcome.best_epoch, "checks": self.outcome.scores, "seconds": self.seconds}
+        named = {
+            "image": self.image.name,
+            "text": self.text.name,
+            "widths": [self.image.width, self.text.width],
+        }
+        scores = {
+            "metrics": self.outcome.metrics,
+            "interval": self.interval,
+            "rsum of seeds": self.of_seeds,
+        }
+        training = {
+            "best epoch": self.outcome.best_epoch,
+            "checks": self.outcome.scores,
+            "seconds": self.seconds,
+        }
         return {**named, **scores, **training, "settings": vars(self.recipe)}
 
 
@@ -124,14 +154,21 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
     """Each name without the folders with which all begin and end; whole names where this leaves nothing of one."""
     parts = [name.split("/") for name in names]
     begin, end = (
-        sum(1 for _ in itertools.takewhile(lambda level: len(set(level)) == 1, zip(*of_all, strict=False)))
+        sum(
+            1
+            for _ in itertools.takewhile(
+                lambda level: len(set(level)) == 1, zip(*of_all, strict=False)
+            )
+        )
         for of_all in (parts, [one[::-1] for one in parts])
     )
     short = ["/".join(one[begin : len(one) - end]) for one in parts]
     return dict(zip(names, short if all(short) else names, strict=True))
 
 
-def run_align(request: AlignRequest, say: Say = lambda line: print(line, flush=True)) -> list[Result]:
+def run_align(
+    request: AlignRequest, say: Say = lambda line: print(line, flush=True)
+) -> list[Result]:
     """Align every pairing of the encoders and write the best one as a folder.
 
         OUT/model/                     the best pairing in open_clip's form (not with gated heads)
@@ -169,28 +206,51 @@ class Alignment:
                 )
             request = replace(request, part=(int(os.environ["RANK"]), ranks))
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        self.request, self.say, self.device = request, say, choose_device(request.device, local_rank=local_rank)
+        self.request, self.say, self.device = (
+            request,
+            say,
+            choose_device(request.device, local_rank=local_rank),
+        )
         check_writable(request.out, folder=True)
         require_matplotlib()
         self.sources = open_sources(request.train_data, request.held_out)
         self._require_sources(self.sources.names)
-        if request.batch_size:  # refused here if the data is too small even with the pictures that are held out
+        if (
+            request.batch_size
+        ):  # refused here if the data is too small even with the pictures that are held out
             sizes = np.diff(self.sources.begins)[: self.sources.training].tolist()
             source_schedule(
-                sizes, request.batch_size, strategy=request.sampling, seed=0, epoch=0, names=self.sources.names
+                sizes,
+                request.batch_size,
+                strategy=request.sampling,
+                seed=0,
+                epoch=0,
+                names=self.sources.names,
             )
         load = cache(load_model)
-        options: dict[str, Any] = {"text_pool": request.text_pool, "context_length": request.context_length}
+        options: dict[str, Any] = {
+            "text_pool": request.text_pool,
+            "context_length": request.context_length,
+        }
         self.images = [open_tower(name, "image", load=load) for name in request.images]
         self.texts = [open_tower(name, "text", load=load, **options) for name in request.texts]
         self.pairings = list(itertools.product(self.images, self.texts))
         for image, text in self.pairings:
             check_together(image, text, request.head, request.loss)
-        model, for_transformers = request.out / "model", {image.kind == "vision" for image in self.images}
-        if model.exists() and (request.head == "glu" or is_transformers_folder(model) not in for_transformers):
-            raise UserError(f"{model} has other heads than this call, or is for another library; give another --out")
+        model, for_transformers = (
+            request.out / "model",
+            {image.kind == "vision" for image in self.images},
+        )
+        if model.exists() and (
+            request.head == "glu" or is_transformers_folder(model) not in for_transformers
+        ):
+            raise UserError(
+                f"{model} has other heads than this call, or is for another library; give another --out"
+            )
         self.teacher = None if request.teacher is None else open_teacher_folder(request.teacher)
-        self.views = {id(tower): views_of(tower, self.sources, request, self.teacher) for tower in self.images}
+        self.views = {
+            id(tower): views_of(tower, self.sources, request, self.teacher) for tower in self.images
+        }
         self.stores: dict[int, list[Store]] = {}
 
     def run(self) -> list[Result]:
@@ -217,7 +277,11 @@ class Alignment:
         if len(ranked) > 1:
             best, second = ranked[:2]
             low, high = interval(draws[best.name] - draws[second.name])
-            counts = "the difference counts" if low > 0 else "another held-out set may turn the order round"
+            counts = (
+                "the difference counts"
+                if low > 0
+                else "another held-out set may turn the order round"
+            )
             by = f"{best.rsum - second.rsum:.1f} RSUM ({low:.1f} to {high:.1f} over pictures)"
             facts.append(f"Best: {best.name}, {by} before {second.name}: {counts}")
         self._write(ranked, facts, chance)
@@ -225,7 +289,9 @@ class Alignment:
 
     def _require_sources(self, names: Sequence[str]) -> None:
         if self.request.debiased_sampling and len(names) < 2:
-            raise UserError(f"--debiased-sampling needs several sources, and the data has one: {names[0]}")
+            raise UserError(
+                f"--debiased-sampling needs several sources, and the data has one: {names[0]}"
+            )
 
     def _announce(self) -> None:
         request, sources = self.request, self.sources
@@ -233,20 +299,26 @@ class Alignment:
             self.say(f"{tower.side:6} {tower.words()}")
         for tower in self.texts:
             length = tower.tokenizer.context_length
-            looked_at, cut, _ = cut_captions(tower.tokenizer, length, sources.opened[: sources.training])
+            looked_at, cut, _ = cut_captions(
+                tower.tokenizer, length, sources.opened[: sources.training]
+            )
             if cut:
                 self.say(
                     f"       {cut:,} of {looked_at:,} captions are longer than its {length} tokens and are cut (an hf: encoder"
                 )
                 self.say("       takes more by --context-length)")
         if views := next(filter(None, self.views.values()), None):
-            self.say(f"views  {views.count} of each picture, {augmentation_of(views.transform, views.pixel_path)[1]}")
+            self.say(
+                f"views  {views.count} of each picture, {augmentation_of(views.transform, views.pixel_path)[1]}"
+            )
         count = sources.begins[sources.training]
         names = ", ".join(sources.names)
         self.say(
             f"data   {count:,} samples with {sources.starts[count]:,} captions of {sources.training} sources: {names}"
         )
-        self.say(f"held   {request.held_out or f'{request.held_out_share:.0%} of the pictures, at most 1,000'}")
+        self.say(
+            f"held   {request.held_out or f'{request.held_out_share:.0%} of the pictures, at most 1,000'}"
+        )
         how = f"loss {request.loss}, {request.sampling} batches, on {self.device}"
         self.say(f"heads  {request.head}, to {request.embed_dim} numbers; {how}")
         if request.head == "glu":
@@ -256,7 +328,10 @@ class Alignment:
 
     def _embed(self, tower: Tower) -> None:
         request, folder = self.request, self.request.rows or self.request.out / "rows"
-        given: dict[str, Any] = {"device": self.device, "say": lambda line: self.say(f"rows   {line}")}
+        given: dict[str, Any] = {
+            "device": self.device,
+            "say": lambda line: self.say(f"rows   {line}"),
+        }
         stores = [embed_tower(tower, self.sources, folder, request, **given)]
         if views := self.views.get(id(tower)):
             trained = Sources(self.sources.opened[: self.sources.training], self.sources.training)
@@ -276,39 +351,67 @@ class Alignment:
         taught: list[list[Rows]] = [[], []]  # images and texts of each teacher
         if self.teacher is not None:
             numbers = range(len(widths_of(self.teacher.manifest)))
-            taught = [[self.teacher.rows[f"{n}.{kind}"] for n in numbers] for kind in ("images", "texts")]
+            taught = [
+                [self.teacher.rows[f"{n}.{kind}"] for n in numbers] for kind in ("images", "texts")
+            ]
         seen = [store for tower in self.images for store in stores[id(tower)]]
         words = [store for tower in self.texts for store in stores[id(tower)]]
-        trained = int(self.sources.begins[self.sources.training])  # the teachers may have more samples
+        trained = int(
+            self.sources.begins[self.sources.training]
+        )  # the teachers may have more samples
         picture_ids = shared_ids("images", seen, taught[0], trained)
         caption_ids = shared_ids("texts", words, taught[1], int(self.sources.starts[trained]))
-        pairs = make_pairs(self.sources, picture_ids, caption_ids, seed=request.seed, share=request.held_out_share)
+        pairs = make_pairs(
+            self.sources, picture_ids, caption_ids, seed=request.seed, share=request.held_out_share
+        )
         self.say(f"pairs  {pairs.words()}")
         self._require_sources(pairs.names)
         room = available_bytes(self.device)
-        each = None if room is None else room // (4 * (sum(map(len, stores.values())) + sum(map(len, taught))))
+        each = (
+            None
+            if room is None
+            else room // (4 * (sum(map(len, stores.values())) + sum(map(len, taught))))
+        )
 
         @cache
         def features(rows: Rows, scale: float) -> Features:
             found = Features(rows, scale, self.device, each)
             if found.mapped:
-                self.say(f"       {rows.path} does not fit in memory: each step reads its rows from the disk")
+                self.say(
+                    f"       {rows.path} does not fit in memory: each step reads its rows from the disk"
+                )
             return found
 
-        teachers = [(features(images, 1.0), features(texts, 1.0)) for images, texts in zip(*taught, strict=True)]
+        teachers = [
+            (features(images, 1.0), features(texts, 1.0))
+            for images, texts in zip(*taught, strict=True)
+        ]
 
         def task(image: Tower, text: Tower) -> Task:
             plain, *further = stores[id(image)]
             words = stores[id(text)][0]
             pictures, texts = plain.rows["0.images"], words.rows["0.texts"]
-            of: list[Any] = [one.digest for one in (plain, words, *further, *filter(None, [self.teacher]))]
+            of: list[Any] = [
+                one.digest for one in (plain, words, *further, *filter(None, [self.teacher]))
+            ]
             of += [self.sources.training, request.held_out_share]
             of += [len(pairs.images), len(pairs.texts)]  # a tower of the same call may lack samples
-            of += [] if request.held_out else [request.seed]  # which also draws the held-out pictures
+            of += (
+                [] if request.held_out else [request.seed]
+            )  # which also draws the held-out pictures
             scale = unit_scale(pictures, pairs.images)
             sides = features(pictures, scale), features(texts, unit_scale(texts, pairs.texts))
             shown = features(further[0].rows["0.images"], scale) if further else None
-            return Task(pairs, *sides, picture_ids, caption_ids, self.device, "-".join(map(str, of)), shown, teachers)
+            return Task(
+                pairs,
+                *sides,
+                picture_ids,
+                caption_ids,
+                self.device,
+                "-".join(map(str, of)),
+                shown,
+                teachers,
+            )
 
         return task
 
@@ -321,7 +424,9 @@ class Alignment:
         )
         epochs = request.epochs or default_epochs(len(task.pairs.images), batch)
         chunk = chunk_rows(batch, self.device, request.teacher is not None)
-        in_loss, in_heads = (f"{6e-6 * count:.2g} M" for count in (batch * request.embed_dim, weights))
+        in_loss, in_heads = (
+            f"{6e-6 * count:.2g} M" for count in (batch * request.embed_dim, weights)
+        )
         costs = f"a pair costs {in_loss} operations in the loss, {in_heads} in the heads"
         self.say(
             f"train  {image.name} + {text.name}: {weights:,} weights, {batch:,} pairs a step ({costs}), the logits"
@@ -335,12 +440,18 @@ class Alignment:
         results: list[tuple[Outcome, Recipe]] = []
         for seed in range(request.seed, request.seed + request.seeds):
             recipe = Recipe(**{**given, "batch_size": batch, "epochs": epochs, "seed": seed})
-            folder = request.out / "trained" / f"{slug}-{task.digest[:8]}{task.digest.split('-')[1][:8]}-{seed}"
+            folder = (
+                request.out
+                / "trained"
+                / f"{slug}-{task.digest[:8]}{task.digest.split('-')[1][:8]}-{seed}"
+            )
             results.append((train_heads(task, recipe, folder, checked=self._say_check), recipe))
         best, recipe = max(results, key=lambda one: one[0].metrics["rsum"])
         scores = [one.metrics["rsum"] for one, _ in results]
         names = short_names(request.images)[image.name], short_names(request.texts)[text.name]
-        return Result(image, text, names, task, recipe, best, scores, sum(one.seconds for one, _ in results))
+        return Result(
+            image, text, names, task, recipe, best, scores, sum(one.seconds for one, _ in results)
+        )
 
     def _say_check(self, epoch: int, score: float, loss: float) -> None:
         self.say(f"       epoch {epoch:>3}: loss {loss:.3f}, held-out RSUM {score:.1f}")
@@ -354,12 +465,16 @@ class Alignment:
         heads, scales = best.outcome.heads, (best.task.images.scale, best.task.texts.scale)
         tensors = {name: value.cpu().contiguous() for name, value in heads.state_dict().items()}
         file = out / "heads.safetensors"
-        write_atomically(file, save(tensors, metadata={"head": best.recipe.head, "scales": json.dumps(scales)}))
+        write_atomically(
+            file, save(tensors, metadata={"head": best.recipe.head, "scales": json.dumps(scales)})
+        )
         if self.request.head == "glu":
             self.say(f"The heads are in {file}: {GATED_ALONE}")
         else:
             metrics, kind = best.outcome.metrics, best.recipe.head
-            folder = export_aligned(out / "model", best.image, best.text, heads, kind, scales, metrics=metrics)
+            folder = export_aligned(
+                out / "model", best.image, best.text, heads, kind, scales, metrics=metrics
+            )
             if best.image.kind == "vision":
                 self.say(f"The model is in {folder}: {TRANSFORMERS_ALONE}")
             else:
@@ -375,7 +490,9 @@ class Alignment:
 
         def lines(column: int) -> list[Line]:  # of the checks, beside their epoch
             found = []
-            for number, (one, colour) in enumerate(zip(ranked[:DRAWN], MODEL_COLOURS, strict=False), start=1):
+            for number, (one, colour) in enumerate(
+                zip(ranked[:DRAWN], MODEL_COLOURS, strict=False), start=1
+            ):
                 name = f"{number}: {' + '.join(name[-18:] for name in one.names)}"
                 checks = list(zip(*one.outcome.scores, strict=True))
                 found.append(Line(name, checks[0], checks[column], colour, {"marker": "o"}))
@@ -396,7 +513,9 @@ class Alignment:
             ),
             losses=line_chart(lines(2), x="epoch", y="loss"),
             gallery=gallery,
-            settings=[(name.replace("_", " "), str(value)) for name, value in vars(best.recipe).items()],
+            settings=[
+                (name.replace("_", " "), str(value)) for name, value in vars(best.recipe).items()
+            ],
         )
 
     def _gallery(self, best: Result) -> dict[str, Any] | None:
@@ -407,11 +526,16 @@ class Alignment:
         sources, held = self.sources, best.task.pairs.held_out
         if any(local_path(shard) is None for source in sources.opened for shard in source.shards):
             return None
-        words, pictures = SourceSamples(sources.opened, images=False), SourceSamples(sources.opened, captions=False)
+        words, pictures = (
+            SourceSamples(sources.opened, images=False),
+            SourceSamples(sources.opened, captions=False),
+        )
         texts = cache(lambda sample: dict(words.sample(sample).captions))
         captions_of: list[list[str]] = [[] for _ in held.images]
         owners = np.searchsorted(sources.starts, held.texts, side="right") - 1
-        for owner, row, image in zip(owners.tolist(), held.texts.tolist(), held.text_to_image.tolist(), strict=True):
+        for owner, row, image in zip(
+            owners.tolist(), held.texts.tolist(), held.text_to_image.tolist(), strict=True
+        ):
             captions_of[image].append(texts(owner)[row])
         shown = GallerySet.scored(
             f"{best.name}, held out",

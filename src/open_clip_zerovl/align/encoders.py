@@ -83,7 +83,11 @@ class Tower:
     def frozen(self, device: torch.device, amp: bool) -> FrozenModel:
         """The tower on its device, for `embeddings.embed`."""
         module = self.module.eval().to(device).requires_grad_(False)
-        given: dict[str, Any] = {"device": device, "context": autocast(device, amp), "unit_length": False}
+        given: dict[str, Any] = {
+            "device": device,
+            "context": autocast(device, amp),
+            "unit_length": False,
+        }
         if self.side == "image":
             transform = image_transform_v2(PreprocessCfg(**self.preprocess_cfg), is_train=False)
             eye, mean, std = eye_of(transform)
@@ -104,7 +108,9 @@ class Tower:
         if self.side == "image":
             return f"{line}, pictures of {' x '.join(map(str, self.size))} px"
         pooled = (self.cfg.get("hf_pooler_type") or "").split("_")[0]
-        return f"{line}, {self.tokenizer.context_length} tokens" + (f", pooling {pooled}" if pooled else "")
+        return f"{line}, {self.tokenizer.context_length} tokens" + (
+            f", pooling {pooled}" if pooled else ""
+        )
 
     @property
     def size(self) -> tuple[int, int]:
@@ -154,12 +160,18 @@ def open_tower(
     try:
         if colon and kind == "timm":
             if side == "text":
-                raise UserError(f"{name} is an image encoder of timm; give it as --image, and a text encoder as --text")
+                raise UserError(
+                    f"{name} is an image encoder of timm; give it as --image, and a text encoder as --text"
+                )
             return _timm(name, place)
         if colon and kind == "hf":
             folder = Path(place).expanduser()
             source = str(folder.absolute()) if folder.is_dir() else place
-            return _hf_vision(name, source) if side == "image" else _hf_text(name, source, text_pool, context_length)
+            return (
+                _hf_vision(name, source)
+                if side == "image"
+                else _hf_text(name, source, text_pool, context_length)
+            )
         return _of_open_clip(name, side, load)
     except UserError:
         raise
@@ -176,7 +188,9 @@ def _timm(name: str, place: str) -> Tower:
     source, architecture = place, place.removeprefix("hf-hub:").rpartition("/")[2]
     if folder.is_dir():
         source = f"local-dir:{folder.absolute()}"
-        architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architecture"]
+        architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))[
+            "architecture"
+        ]
     cfg: dict[str, Any] = {"timm_pool": "", "timm_proj": "linear", "image_size": 224}
     visual = _visual({**cfg, "timm_model_name": source, "timm_model_pretrained": True})
     data = resolve_model_data_config(visual.trunk)
@@ -201,21 +215,39 @@ def _visual(vision_cfg: dict[str, Any]) -> Any:
 
 
 def _image_tower(
-    name: str, visual: Any, cfg: dict[str, Any], preprocess: dict[str, Any], quick_gelu: bool | None = None
+    name: str,
+    visual: Any,
+    cfg: dict[str, Any],
+    preprocess: dict[str, Any],
+    quick_gelu: bool | None = None,
 ) -> Tower:
     if type(visual).__name__ == "TimmModel" and not cfg.get("timm_proj", "linear"):
         visual.trunk.reset_classifier(0)  # the classifier is this tower's projection
     module = tower_before_projection(visual)
-    kind = {"TimmModel": "timm", "VisionTransformer": "vit", "ModifiedResNet": "resnet"}[type(visual).__name__]
+    kind = {"TimmModel": "timm", "VisionTransformer": "vit", "ModifiedResNet": "resnet"}[
+        type(visual).__name__
+    ]
     cfg = {**cfg, "output_tokens": False} if kind == "vit" else cfg
     with torch.no_grad():
         width = module.eval()(torch.zeros(1, 3, *size_of(preprocess))).shape[1]
     quick_gelu = None if kind == "timm" else quick_gelu
-    return Tower("image", name, kind, cfg, module, _towers_own(visual), width, preprocess, quick_gelu=quick_gelu)
+    return Tower(
+        "image",
+        name,
+        kind,
+        cfg,
+        module,
+        _towers_own(visual),
+        width,
+        preprocess,
+        quick_gelu=quick_gelu,
+    )
 
 
 def _towers_own(tower: nn.Module) -> dict[str, Tensor]:
-    return {key: value for key, value in tower.state_dict().items() if not _PROJECTION.fullmatch(key)}
+    return {
+        key: value for key, value in tower.state_dict().items() if not _PROJECTION.fullmatch(key)
+    }
 
 
 def _hf_vision(name: str, source: str) -> Tower:
@@ -233,7 +265,9 @@ def _hf_vision(name: str, source: str) -> Tower:
     with torch.no_grad():
         pooled = model(pixel_values=torch.zeros(1, 3, *size_of(preprocess))).get("pooler_output")
     if pooled is None or pooled.shape != (1, getattr(config, "hidden_size", 0)):
-        raise UserError(f"{name}, a {config.model_type}, pools no vector of its pictures; give another encoder")
+        raise UserError(
+            f"{name}, a {config.model_type}, pools no vector of its pictures; give another encoder"
+        )
     cfg = {"hf_model_name": Path(source).name, "image_size": preprocess["size"]}
     return Tower("image", name, "vision", cfg, visual, {}, pooled.shape[1], preprocess)
 
@@ -257,7 +291,9 @@ def _hf_text(name: str, source: str, text_pool: str | None, context_length: int 
     places -= config.pad_token_id + 1 if config.model_type in _OFFSET_POSITIONS else 0
     length = context_length or min(own_length, places)
     if length > places:
-        raise UserError(f"--context-length {length}: {name} has {places} positions; give at most {places}")
+        raise UserError(
+            f"--context-length {length}: {name} has {places} positions; give at most {places}"
+        )
     cfg |= {"hf_model_pretrained": False, "context_length": length}
     return _text_tower(name, text, cfg, files=files)
 
@@ -287,7 +323,10 @@ def _with_padding(text: Any, name: str, source: str) -> TemporaryDirectory[str] 
         if len(tokenizer) > rows:
             table = text.transformer.resize_token_embeddings(len(tokenizer), mean_resizing=False)
             table.weight.data[rows:] = 0.0  # no text has this token
-    config.pad_token_id, config.vocab_size = tokenizer.pad_token_id, text.transformer.config.vocab_size
+    config.pad_token_id, config.vocab_size = (
+        tokenizer.pad_token_id,
+        text.transformer.config.vocab_size,
+    )
     files = TemporaryDirectory()
     config.save_pretrained(files.name)
     tokenizer.save_pretrained(files.name)
@@ -298,18 +337,30 @@ def _sentence_transformer(source: str) -> tuple[str | None, int]:
     """Pooling (None: not named) and longest text of a model, by the configs of sentence-transformers and of its tokenizer."""
     pooling = _config(source, "1_Pooling/config.json")
     prefix, older = "pooling_mode_", {"cls_token": "cls", "mean_tokens": "mean"}
-    modes = [key.removeprefix(prefix) for key, on in pooling.items() if key.startswith(prefix) and on is True]
+    modes = [
+        key.removeprefix(prefix)
+        for key, on in pooling.items()
+        if key.startswith(prefix) and on is True
+    ]
     modes = [older.get(mode, mode) for mode in modes]
-    lengths = [DEFAULT_CONTEXT_LENGTH, _config(source, "sentence_bert_config.json").get("max_seq_length")]
+    lengths = [
+        DEFAULT_CONTEXT_LENGTH,
+        _config(source, "sentence_bert_config.json").get("max_seq_length"),
+    ]
     lengths.append(_config(source, "tokenizer_config.json").get("model_max_length"))
-    return pooling.get("pooling_mode") or "+".join(modes) or None, int(min(length for length in lengths if length))
+    return pooling.get("pooling_mode") or "+".join(modes) or None, int(
+        min(length for length in lengths if length)
+    )
 
 
 def _config(source: str, file: str) -> dict[str, Any]:
     """A JSON file of a model's folder or of the hub; {} if it has none."""
     from transformers.utils import cached_file
 
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    quiet = {
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
     found = cached_file(source, file, **quiet)
     return json.loads(Path(found).read_text(encoding="utf-8")) if found else {}
 
@@ -340,7 +391,9 @@ def _of_open_clip(name: str, side: str, load: Callable[[str], Any]) -> Tower:
     if not hasattr(model, "text"):
         built = CustomTextCLIP(spec.model_cfg["embed_dim"], SMALL_IMAGE, cfg, quick_gelu=quick)
         weights = convert_to_custom_text_state_dict(model.state_dict())
-        built.text.load_state_dict({key[5:]: value for key, value in weights.items() if key.startswith("text.")})
+        built.text.load_state_dict(
+            {key[5:]: value for key, value in weights.items() if key.startswith("text.")}
+        )
         return _text_tower(name, built.text, cfg, quick_gelu=quick)
     more: Mapping[str, Any] = {} if cfg.get("hf_model_name") else {"quick_gelu": quick}
     return _text_tower(name, model.text, cfg, **more)

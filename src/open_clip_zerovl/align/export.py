@@ -39,7 +39,9 @@ def check_together(image: Tower, text: Tower, head: str, loss: str) -> None:
         try:
             if text.kind != "hf":
                 refuse(f"{text.name} is a text tower of open_clip's own")
-            whole_model(_in_memory(image, text, Heads(head, (image.width, text.width), 1, loss), (1.0, 1.0)))
+            whole_model(
+                _in_memory(image, text, Heads(head, (image.width, text.width), 1, loss), (1.0, 1.0))
+            )
         except UserError as error:
             raise UserError(
                 f"open_clip has no image tower such as {image.name}, and {str(error).partition(';')[0]}; give --loss clip and "
@@ -79,20 +81,36 @@ def export_aligned(
     origin = f"Heads ({kind}) trained on the frozen encoders {image.name} and {text.name}."
     if image.kind == "vision":
         cfg = {"embed_dim": heads.embed_dim, "vision_cfg": image.cfg, "text_cfg": text.cfg}
-        spec, model = ModelSpec("aligned", cfg, image.preprocess_cfg), _in_memory(image, text, heads, scales)
-        check_destination(out, force=True, is_export=is_transformers_folder, kind="export for transformers")
+        spec, model = (
+            ModelSpec("aligned", cfg, image.preprocess_cfg),
+            _in_memory(image, text, heads, scales),
+        )
+        check_destination(
+            out, force=True, is_export=is_transformers_folder, kind="export for transformers"
+        )
         card = ModelCard(spec, model.state_dict(), origin, metrics=metrics, library="transformers")
         return write_transformers(Opened(model, text.tokenizer, spec, {}), out, card)
     state = {name: value.detach().cpu() for name, value in heads.state_dict().items()}
-    weights: dict[str, Tensor] = {name: state[name] for name in ("logit_scale", "logit_bias") if name in state}
+    weights: dict[str, Tensor] = {
+        name: state[name] for name in ("logit_scale", "logit_bias") if name in state
+    }
     cfgs = []
     for side, (tower, scale) in {"image": (image, scales[0]), "text": (text, scales[1])}.items():
-        own = {name.removeprefix(f"{side}."): value for name, value in state.items() if name.startswith(f"{side}.")}
+        own = {
+            name.removeprefix(f"{side}."): value
+            for name, value in state.items()
+            if name.startswith(f"{side}.")
+        }
         entries, head = placed(kind, tower, folded(kind, own, scale))
         cfgs.append({**tower.cfg, **entries})
         prefix = "visual" if side == "image" else "text"
         weights |= {f"{prefix}.{key}": value.cpu() for key, value in tower.tensors.items()} | head
-    model_cfg = {"embed_dim": heads.embed_dim, "vision_cfg": cfgs[0], "text_cfg": cfgs[1], "custom_text": True}
+    model_cfg = {
+        "embed_dim": heads.embed_dim,
+        "vision_cfg": cfgs[0],
+        "text_cfg": cfgs[1],
+        "custom_text": True,
+    }
     model_cfg["quick_gelu"] = bool(image.quick_gelu or text.quick_gelu)
     if "logit_bias" in weights:
         model_cfg["init_logit_bias"] = float(weights["logit_bias"])
@@ -107,7 +125,10 @@ def _in_memory(image: Tower, text: Tower, heads: Heads, scales: tuple[float, flo
     """Towers and linear heads as a model of open_clip; the towers' weights are shared."""
     model: Any = CustomTextCLIP(heads.embed_dim, SMALL_IMAGE, SMALL_TEXT)
     heads = copy.deepcopy(heads).cpu()
-    for part, tower, head, scale in (("visual", image, heads.image, scales[0]), ("text", text, heads.text, scales[1])):
+    for part, tower, head, scale in (
+        ("visual", image, heads.image, scales[0]),
+        ("text", text, heads.text, scales[1]),
+    ):
         whole = copy.copy(tower.module)
         head.load_state_dict(folded("linear", head.state_dict(), scale))
         whole._modules = {**whole._modules, "proj": head}
@@ -117,7 +138,9 @@ def _in_memory(image: Tower, text: Tower, heads: Heads, scales: tuple[float, flo
 
 
 @torch.no_grad()
-def _verify(folder: Path, image: Tower, text: Tower, heads: Heads, scales: tuple[float, float]) -> None:
+def _verify(
+    folder: Path, image: Tower, text: Tower, heads: Heads, scales: tuple[float, float]
+) -> None:
     """Raise a UserError if the folder's model embeds a picture or some texts differently from towers and heads."""
     model, _, tokenizer = load_model(folder)
     pixels = torch.rand(2, 3, *image.size, generator=torch.Generator().manual_seed(0))

@@ -22,7 +22,11 @@ from open_clip_zerovl.align.encoders import Tower
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import Purpose, seeded, stream_seed
 
-_FIRST = {"linear": ("",), "mlp": ("0.",), "glu": ("gate.", "value.", "skip.")}  # layers that see the features
+_FIRST = {
+    "linear": ("",),
+    "mlp": ("0.",),
+    "glu": ("gate.", "value.", "skip."),
+}  # layers that see the features
 GATED_ALONE = "no tower of open_clip has a gated head, so no folder is written for it; train --head mlp for one"
 START = {
     "clip": (math.log(1 / 0.07), None),
@@ -52,7 +56,10 @@ class GatedHead(nn.Module):
 
     def __init__(self, width: int, hidden: int, out: int) -> None:
         super().__init__()
-        self.gate, self.value = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.gate, self.value = (
+            nn.Linear(width, hidden, bias=False),
+            nn.Linear(width, hidden, bias=False),
+        )
         self.out, self.skip = nn.Linear(hidden, out, bias=False), nn.Linear(width, out, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,7 +74,9 @@ def make_head(kind: str, side: str, width: int, embed_dim: int) -> nn.Module:
         return GatedHead(width, 2 * embed_dim, embed_dim)
     hidden = 2 * embed_dim if side == "image" else (width + embed_dim) // 2
     return nn.Sequential(
-        nn.Linear(width, hidden, bias=side == "image"), nn.GELU(), nn.Linear(hidden, embed_dim, bias=False)
+        nn.Linear(width, hidden, bias=side == "image"),
+        nn.GELU(),
+        nn.Linear(hidden, embed_dim, bias=False),
     )
 
 
@@ -79,7 +88,9 @@ class Heads(nn.Module):
         seed: the seed of the initial weights.
     """
 
-    def __init__(self, kind: str, widths: tuple[int, int], embed_dim: int, loss: str = "clip", seed: int = 0) -> None:
+    def __init__(
+        self, kind: str, widths: tuple[int, int], embed_dim: int, loss: str = "clip", seed: int = 0
+    ) -> None:
         super().__init__()
         self.embed_dim = embed_dim
         scale, bias = START[loss]
@@ -115,7 +126,9 @@ def folded(kind: str, weights: Mapping[str, Tensor], scale: float) -> dict[str, 
     return {name: value * scale if name in first else value for name, value in weights.items()}
 
 
-def placed(kind: str, tower: Tower, weights: Mapping[str, Tensor]) -> tuple[dict[str, object], dict[str, Tensor]]:
+def placed(
+    kind: str, tower: Tower, weights: Mapping[str, Tensor]
+) -> tuple[dict[str, object], dict[str, Tensor]]:
     """A head as entries of open_clip's config of a tower, and as tensors under open_clip's names.
 
     Args:
@@ -129,7 +142,9 @@ def placed(kind: str, tower: Tower, weights: Mapping[str, Tensor]) -> tuple[dict
             "0.bias": "mlp.fc1.bias",
             "2.weight": "mlp.fc2.weight",
         }
-        return {"timm_proj": kind, "timm_proj_bias": False}, {f"visual.head.{names[k]}": v for k, v in weights.items()}
+        return {"timm_proj": kind, "timm_proj_bias": False}, {
+            f"visual.head.{names[k]}": v for k, v in weights.items()
+        }
     if tower.kind == "hf":
         return {"hf_proj_type": kind}, {f"text.proj.{k}": v for k, v in weights.items()}
     weight = weights["weight"]
@@ -140,4 +155,6 @@ def placed(kind: str, tower: Tower, weights: Mapping[str, Tensor]) -> tuple[dict
         }
     if tower.kind == "vit":
         return {}, {"visual.proj": weight.T.contiguous()}
-    return {"proj_type": "linear", "proj_bias": False}, {"text.text_projection": weight.T.contiguous()}
+    return {"proj_type": "linear", "proj_bias": False}, {
+        "text.text_projection": weight.T.contiguous()
+    }

@@ -14,7 +14,13 @@ from open_clip_zerovl.data.schedule import MIXED, source_schedule
 
 
 def epoch_order(
-    sizes: Sequence[int], batch_size: int, *, sampling: str, seed: int, epoch: int, names: Sequence[str] | None = None
+    sizes: Sequence[int],
+    batch_size: int,
+    *,
+    sampling: str,
+    seed: int,
+    epoch: int,
+    names: Sequence[str] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The samples of an epoch's steps, (T, N) numbers among all m, and (T,) the source of each step, MIXED for several.
 
@@ -28,12 +34,18 @@ def epoch_order(
     Raises:
         UserError: as `source_schedule`: an epoch without a step, a source that fills none.
     """
-    schedule = source_schedule(sizes, batch_size, strategy=sampling, seed=seed, epoch=epoch, names=names)
+    schedule = source_schedule(
+        sizes, batch_size, strategy=sampling, seed=seed, epoch=epoch, names=names
+    )
     begins = np.cumsum([0, *sizes])[:-1]
     taken = []
-    for source, (size, begin, count) in enumerate(zip(sizes, schedule.begin, schedule.taken, strict=True)):
+    for source, (size, begin, count) in enumerate(
+        zip(sizes, schedule.begin, schedule.taken, strict=True)
+    ):
         own = (begin + np.arange(count)) % size
-        taken.append(begins[source] + stream(seed, Purpose.ALIGN_ORDER, epoch, source).permutation(own))
+        taken.append(
+            begins[source] + stream(seed, Purpose.ALIGN_ORDER, epoch, source).permutation(own)
+        )
     of_step = schedule.source_of_step
     if (of_step == MIXED).all():
         mixed = stream(seed, Purpose.ALIGN_ORDER, epoch, -1).permutation(np.concatenate(taken))

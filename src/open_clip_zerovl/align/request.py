@@ -37,15 +37,24 @@ class Recipe:
         choices=HEADS,
     )
     embed_dim: int = flag(512, "width of the shared space", kind=positive, metavar="D")
-    loss: str = flag("clip", "softmax over the batch, or a sigmoid for each pair", choices=("clip", "siglip"))
+    loss: str = flag(
+        "clip", "softmax over the batch, or a sigmoid for each pair", choices=("clip", "siglip")
+    )
     debiased_sampling: bool = flag(False, "each step's pairs come from one source")
-    positives: str = flag("pair", "pairs with the same caption or picture count as positives", choices=POSITIVES)
+    positives: str = flag(
+        "pair", "pairs with the same caption or picture count as positives", choices=POSITIVES
+    )
     cross_source_weight: float = flag(
         1.0,
         "how often a negative of another source counts",
         range=NOT_NEGATIVE,
         metavar="W",
-        needs=(Requirement("batches of several sources: no --debiased-sampling", lambda g: not g.debiased_sampling),),
+        needs=(
+            Requirement(
+                "batches of several sources: no --debiased-sampling",
+                lambda g: not g.debiased_sampling,
+            ),
+        ),
     )
     feature_mixup: float = flag(
         0.0,
@@ -56,7 +65,9 @@ class Recipe:
         needs=(
             Requirement(
                 "--positives pair, --cross-source-weight 1 and no --teacher: a mixed pair has two of each",
-                lambda g: g.positives == "pair" and g.cross_source_weight == 1 and g.teacher is None,
+                lambda g: (
+                    g.positives == "pair" and g.cross_source_weight == 1 and g.teacher is None
+                ),
             ),
         ),
     )
@@ -73,12 +84,18 @@ class Recipe:
         kind=positive,
         metavar="N",
     )
-    epochs: int = flag(0, "at most (default: as many as make 2,000 steps, 10 to 200)", kind=positive)
+    epochs: int = flag(
+        0, "at most (default: as many as make 2,000 steps, 10 to 200)", kind=positive
+    )
     lr: float = flag(1e-3, "peak learning rate of AdamW", range=POSITIVE)
     wd: float = flag(1e-4, "weight decay of the heads' matrices", range=NOT_NEGATIVE)
-    warmup_share: float = flag(0.05, "share of the steps in which the learning rate rises", range=SHARE)
+    warmup_share: float = flag(
+        0.05, "share of the steps in which the learning rate rises", range=SHARE
+    )
     patience: int = flag(
-        5, "end when the held-out recall has not risen in N of at most 20 checks; 0: never", kind=natural
+        5,
+        "end when the held-out recall has not risen in N of at most 20 checks; 0: never",
+        kind=natural,
     )
     seed: int = flag(0, "seed of the held-out pictures, the heads and the order", kind=seed)
 
@@ -92,14 +109,20 @@ class Recipe:
 class AlignFlags(Recipe):
     """Settings of an alignment of two frozen encoders."""
 
-    seeds: int = flag(1, "heads trained, with seeds from --seed on; the best is kept", kind=positive)
-    held_out_share: float = flag(0.1, "share of the pictures that is held out, at most 1,000", range=SHARE)
+    seeds: int = flag(
+        1, "heads trained, with seeds from --seed on; the best is kept", kind=positive
+    )
+    held_out_share: float = flag(
+        0.1, "share of the pictures that is held out, at most 1,000", range=SHARE
+    )
     views: int = flag(
         1,
         "train on V augmented views of each picture in place of the picture as it is",
         kind=positive,
         metavar="V",
-        needs=(Requirement("no --teacher, which brings its own views", lambda g: g.teacher is None),),
+        needs=(
+            Requirement("no --teacher, which brings its own views", lambda g: g.teacher is None),
+        ),
     )
     aug_cfg: dict[str, Any] = flag(
         dict,
@@ -107,7 +130,9 @@ class AlignFlags(Recipe):
         kind=key_value,
         nargs="*",
         metavar="KEY=VALUE",
-        needs=(Requirement("--views or --teacher", lambda g: g.views > 1 or g.teacher is not None),),
+        needs=(
+            Requirement("--views or --teacher", lambda g: g.views > 1 or g.teacher is not None),
+        ),
     )
     text_pool: str | None = flag(
         None,
@@ -118,14 +143,21 @@ class AlignFlags(Recipe):
     context_length: int | None = flag(
         None, "tokens of an hf: encoder's texts (default: its own, at most 77)", kind=positive
     )
-    rows: Path | None = flag(None, "folder of the stored features (default: OUT/rows)", kind=Path, metavar="DIR")
-    dtype: str = flag("float16", "number format of the stored features", choices=("float16", "float32"))
+    rows: Path | None = flag(
+        None, "folder of the stored features (default: OUT/rows)", kind=Path, metavar="DIR"
+    )
+    dtype: str = flag(
+        "float16", "number format of the stored features", choices=("float16", "float32")
+    )
     encode_batch: int = flag(64, "samples encoded at once", kind=positive)
     workers: int = flag(0, "loader processes while encoding", kind=natural)
     device: str = flag("auto", "cpu, cuda, ... (default: cuda if available)")
     amp: bool = flag(False, "encode in bf16")
     part: tuple[int, int] = flag(
-        (0, 1), "encode every N-th part alone and end: N calls share the work", kind=part, metavar="I/N"
+        (0, 1),
+        "encode every N-th part alone and end: N calls share the work",
+        kind=part,
+        metavar="I/N",
     )
 
 

@@ -67,7 +67,9 @@ class _Identities(FrozenModel):
 
 def identity(content: bytes) -> int:
     """A hash of 64 bits that is not 0."""
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True) or 1
+    return (
+        int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True) or 1
+    )
 
 
 def thumbnail(picture: Image.Image) -> Tensor:
@@ -123,7 +125,10 @@ def open_sources(train_data: str, held_out: str) -> Sources:
                     f"--retrieval-data {place}: align reads held-out pairs from shards (`zerovl data coco` and `f30k` write "
                     "them) or a table beside its pictures"
                 )
-        places = {name: place / "test" if (place / "test").is_dir() else place for name, place in sets.items()}
+        places = {
+            name: place / "test" if (place / "test").is_dir() else place
+            for name, place in sets.items()
+        }
         named = "::".join(f"{name}={place}" for name, place in places.items())
         held = parse_sources(named, captions=CAPTIONS, evaluation=True)
     return Sources((*training, *held), len(training))
@@ -157,20 +162,30 @@ def embed_tower(
     count, captions = int(sources.begins[-1]), int(sources.starts[-1])
     rows, kind = (count, "images") if image else (captions, "texts")
     shape = (rows,) if views is None else (rows, views.count)
-    arrays: dict[str, ArraySpec] = {f"0.{kind}": (flags.dtype, (*shape, tower.width)), f"1.{kind}": ("int64", shape)}
+    arrays: dict[str, ArraySpec] = {
+        f"0.{kind}": (flags.dtype, (*shape, tower.width)),
+        f"1.{kind}": ("int64", shape),
+    }
     described = [describe_source(source) for source in sources.opened]
     fingerprints = list(frozen.fingerprints.values())
     facts: dict[str, Any] = {"use": "align", "model": [tower.name], "fingerprints": fingerprints}
     if views is not None:
-        facts |= {"seed": views.seed, "augmentation": augmentation_of(views.transform, views.pixel_path)}
+        facts |= {
+            "seed": views.seed,
+            "augmentation": augmentation_of(views.transform, views.pixel_path),
+        }
         facts["sources"] = sources.names  # a view's draw depends on its source's number
     manifest = Manifest(facts, described, arrays)
     name = re.sub(r"[^A-Za-z0-9]+", "-", tower.name)[-40:].strip("-")
-    place = folder / f"{'views' if views else tower.side}-{name}-{flags.dtype}-{fingerprints[0][:8]}"
+    place = (
+        folder / f"{'views' if views else tower.side}-{name}-{flags.dtype}-{fingerprints[0][:8]}"
+    )
     if not place.exists():
         require_room(folder, manifest)
     store = Store.create(place, manifest, cache=True, by_sample=image)
-    samples = SourceSamples(sources.opened, images=image, captions=not image, views=views, strict=False)
+    samples = SourceSamples(
+        sources.opened, images=image, captions=not image, views=views, strict=False
+    )
     units = missing_units(store, samples.sizes, part)
     left = sum(samples.sizes[file] for unit in units for file in unit)
     if left:
@@ -183,7 +198,15 @@ def embed_tower(
             f"{tower.name}: {left:,} of {count:,} samples to encode{shown}, about {duration(seconds)}, {size} in {place}"
         )
         ids = _Identities("identities", eye=thumbnail if image else None)
-        embed(store, [frozen, ids], samples, batch_size=batch_size, workers=flags.workers, part=part, desc=tower.side)
+        embed(
+            store,
+            [frozen, ids],
+            samples,
+            batch_size=batch_size,
+            workers=flags.workers,
+            part=part,
+            desc=tower.side,
+        )
     else:
         say(f"{tower.name}: its features of {count:,} samples are in {place}")
     return store
@@ -237,13 +260,21 @@ class Pairs:
         """The numbers of samples, held-out pairs, and samples that are left out."""
         held = self.held_out
         line = f"{len(self.images):,} samples; held out {len(held.images):,} pictures with {len(held.texts):,} captions"
-        for count, why in ((self.lost, "without picture or caption"), (self.copies, "whose picture is held out")):
+        for count, why in (
+            (self.lost, "without picture or caption"),
+            (self.copies, "whose picture is held out"),
+        ):
             line += f"; {count:,} {why} left out" if count else ""
         return line
 
 
 def make_pairs(
-    sources: Sources, picture_ids: np.ndarray, caption_ids: np.ndarray, *, seed: int, share: float = 0.1
+    sources: Sources,
+    picture_ids: np.ndarray,
+    caption_ids: np.ndarray,
+    *,
+    seed: int,
+    share: float = 0.1,
 ) -> Pairs:
     """The pairs of some sources; given sets, or a share of the pictures, are held out.
 
@@ -321,14 +352,18 @@ def shared_ids(
     ids = np.array(stores[0].rows[f"1.{kind}"].array)
     blocks = [(block != 0 for block in store.rows[f"1.{kind}"].blocks()) for store in stores[1:]]
     shown = [torch.cat(list(of)) for of in blocks]
-    shown += [torch.cat([block.any(dim=-1) for block in rows.blocks()])[:taught] for rows in teachers]
+    shown += [
+        torch.cat([block.any(dim=-1) for block in rows.blocks()])[:taught] for rows in teachers
+    ]
     for seen in shown:
         lacking = ~seen.reshape(len(seen), -1).all(dim=1).numpy()[: len(ids)]
         ids[: len(lacking)][lacking] = 0
     return ids
 
 
-def views_of(tower: Tower, sources: Sources, flags: AlignFlags, teacher: Store | None) -> Views | None:
+def views_of(
+    tower: Tower, sources: Sources, flags: AlignFlags, teacher: Store | None
+) -> Views | None:
     """The augmented views on which heads are trained: those of `--views`, or the teachers'; None for the pictures as they are.
 
     Raises:
@@ -336,16 +371,22 @@ def views_of(tower: Tower, sources: Sources, flags: AlignFlags, teacher: Store |
     """
     if teacher is None and flags.views == 1:
         return None
-    shown: dict[str, Any] = {"views": flags.views, "seed": 0} if teacher is None else teacher.manifest.facts
+    shown: dict[str, Any] = (
+        {"views": flags.views, "seed": 0} if teacher is None else teacher.manifest.facts
+    )
     height, width = tower.size
     size = height if height == width else (height, width)
     transform = view_transform(size, tower.preprocess_cfg["interpolation"], flags.aug_cfg)
     if teacher is not None:
         trained, folder = sources.opened[: sources.training], teacher.folder
-        TeacherRows(teacher, trained, augmentation=augmentation_of(transform, PIXEL_PATH), captions=CAPTIONS)
+        TeacherRows(
+            teacher, trained, augmentation=augmentation_of(transform, PIXEL_PATH), captions=CAPTIONS
+        )
         names = [source["name"] for source in teacher.manifest.sources]
         if names[: sources.training] != sources.names:  # rows and views would have other numbers
-            raise UserError(f"the teachers of {folder} have the sources {', '.join(names)}; give --data in this order")
+            raise UserError(
+                f"the teachers of {folder} have the sources {', '.join(names)}; give --data in this order"
+            )
     return Views(transform, shown["views"], shown["seed"], PIXEL_PATH)
 
 
@@ -366,13 +407,17 @@ class Features:
         *self._places, self.width = rows.array.shape
         self.per_sample = math.prod(self._places[1:])
         self.mapped = room is not None and rows.array.nbytes >= room
-        self._held = None if self.mapped else torch.cat(list(rows.blocks())).flatten(0, -2).to(device)
+        self._held = (
+            None if self.mapped else torch.cat(list(rows.blocks())).flatten(0, -2).to(device)
+        )
 
     def __getitem__(self, index: Tensor) -> Tensor:
         """The rows of an index (b,) on the device: (b, F)."""
         if self._held is not None:
             return self._held.index_select(0, index).float().mul_(self.scale)
-        wanted, back = np.unique(index.cpu().numpy(), return_inverse=True)  # the map is read in one direction
+        wanted, back = np.unique(
+            index.cpu().numpy(), return_inverse=True
+        )  # the map is read in one direction
         rows = self._rows[np.unravel_index(wanted, self._places)].to(self._device)[
             torch.from_numpy(back).to(self._device)
         ]

@@ -95,7 +95,9 @@ class _State:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def default_batch(device: torch.device, head_weights: int, embed_dim: int, sizes: Sequence[int], sampling: str) -> int:
+def default_batch(
+    device: torch.device, head_weights: int, embed_dim: int, sizes: Sequence[int], sampling: str
+) -> int:
     """Pairs in a step where nobody chose: the power of two of `heads_batch` that the data fills."""
     wanted = heads_batch(device.type == "cuda", head_weights, embed_dim)
     most = min(sizes) if sampling == "debiased" else sum(sizes)
@@ -137,7 +139,9 @@ def make_loss(recipe: Recipe, chunk: int | None = None) -> ContrastiveLoss:
 
 def make_optimizer(heads: Heads, recipe: Recipe) -> torch.optim.Optimizer:
     """AdamW; only matrices decay."""
-    return torch.optim.AdamW(parameter_groups(heads, recipe.wd), lr=recipe.lr, betas=(0.9, 0.98), fused=True)
+    return torch.optim.AdamW(
+        parameter_groups(heads, recipe.wd), lr=recipe.lr, betas=(0.9, 0.98), fused=True
+    )
 
 
 def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
@@ -159,7 +163,9 @@ def backward(
         ids, teachers: see `ContrastiveLoss`.
     """
     features = heads(*rows)
-    value: Any = loss(*features, heads.logit_scale.exp(), heads.logit_bias, ids=ids, teacher_features=teachers)
+    value: Any = loss(
+        *features, heads.logit_scale.exp(), heads.logit_bias, ids=ids, teacher_features=teachers
+    )
     value.backward()
     return value.detach()
 
@@ -180,7 +186,11 @@ def take_step(
 
 
 def train_heads(
-    task: Task, recipe: Recipe, folder: Path, *, checked: Callable[[int, float, float], None] = lambda *_: None
+    task: Task,
+    recipe: Recipe,
+    folder: Path,
+    *,
+    checked: Callable[[int, float, float], None] = lambda *_: None,
 ) -> Outcome:
     """Train heads, or go on where an earlier call with the same recipe and rows was stopped, to the same bits.
 
@@ -192,12 +202,23 @@ def train_heads(
         UserError: as `epoch_order`; a loss that is not finite.
     """
     device = task.device
-    heads = Heads(recipe.head, (task.images.width, task.texts.width), recipe.embed_dim, recipe.loss, recipe.seed)
+    heads = Heads(
+        recipe.head,
+        (task.images.width, task.texts.width),
+        recipe.embed_dim,
+        recipe.loss,
+        recipe.seed,
+    )
     heads.to(device)
-    optimizer, chunk = make_optimizer(heads, recipe), chunk_rows(recipe.batch_size, device, recipe.teacher is not None)
+    optimizer, chunk = (
+        make_optimizer(heads, recipe),
+        chunk_rows(recipe.batch_size, device, recipe.teacher is not None),
+    )
     state = _resumed(folder, task, recipe, heads, optimizer) or _State(chunk=chunk)
     if chunk is not None and (state.chunk is None or state.chunk > chunk):
-        state.chunk = chunk  # less memory is free than there was; another chunk rounds in another way
+        state.chunk = (
+            chunk  # less memory is free than there was; another chunk rounds in another way
+        )
     loss = make_loss(recipe, state.chunk)
     every = math.ceil(recipe.epochs / CHECKS)
     total, count = torch.zeros((), device=device), 0
@@ -210,14 +231,20 @@ def train_heads(
             continue
         mean = float(total) / count
         if not math.isfinite(mean):
-            raise UserError(f"the loss is not finite after epoch {state.epoch}; give a lower --lr than {recipe.lr:g}")
+            raise UserError(
+                f"the loss is not finite after epoch {state.epoch}; give a lower --lr than {recipe.lr:g}"
+            )
         score = _score(heads, task)[1]["rsum"]
         total, count = torch.zeros((), device=device), 0
         state.scores.append((state.epoch, score, mean))
         if score >= max(one[1] for one in state.scores):
             state.best_epoch = state.epoch
-            state.best = {name: value.detach().cpu().clone() for name, value in heads.state_dict().items()}
-        risen = next(i for i, one in enumerate(reversed(state.scores)) if one[0] == state.best_epoch)
+            state.best = {
+                name: value.detach().cpu().clone() for name, value in heads.state_dict().items()
+            }
+        risen = next(
+            i for i, one in enumerate(reversed(state.scores)) if one[0] == state.best_epoch
+        )
         state.finished = state.epoch >= recipe.epochs or 0 < recipe.patience <= risen
         state.seconds = time.monotonic() - begin
         save_atomically(
@@ -236,12 +263,22 @@ def train_heads(
 
 
 def _epoch(
-    task: Task, recipe: Recipe, heads: Heads, optimizer: torch.optim.Optimizer, loss: ContrastiveLoss, epoch: int
+    task: Task,
+    recipe: Recipe,
+    heads: Heads,
+    optimizer: torch.optim.Optimizer,
+    loss: ContrastiveLoss,
+    epoch: int,
 ) -> tuple[Tensor, int]:
     """The steps of an epoch: the sum of their losses, and their number."""
     pairs, device = task.pairs, task.device
     order, _ = epoch_order(
-        pairs.sizes, recipe.batch_size, sampling=recipe.sampling, seed=recipe.seed, epoch=epoch, names=pairs.names
+        pairs.sizes,
+        recipe.batch_size,
+        sampling=recipe.sampling,
+        seed=recipe.seed,
+        epoch=epoch,
+        names=pairs.names,
     )
     shown = pairs.texts[epoch_captions(pairs.first, seed=recipe.seed, epoch=epoch)]
     source_of = np.repeat(np.arange(len(pairs.sizes)), pairs.sizes)
@@ -258,12 +295,16 @@ def _epoch(
     if task.views is not None:
         views = task.views.per_sample
         features = task.views
-        pictures = pictures * views + stream(recipe.seed, Purpose.ALIGN_VIEW, epoch).integers(views, size=len(pictures))
+        pictures = pictures * views + stream(recipe.seed, Purpose.ALIGN_VIEW, epoch).integers(
+            views, size=len(pictures)
+        )
     images, texts = everywhere(pictures), everywhere(shown)
     ids = {name: everywhere(numbers) for name, numbers in needed.items() if numbers is not None}
     total, steps = torch.zeros((), device=device), len(order)
     alpha = recipe.feature_mixup
-    of_partner = stream(recipe.seed, Purpose.ALIGN_MIXUP, epoch).beta(alpha, alpha, steps) if alpha else None
+    of_partner = (
+        stream(recipe.seed, Purpose.ALIGN_MIXUP, epoch).beta(alpha, alpha, steps) if alpha else None
+    )
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(recipe, epoch * steps + step, recipe.epochs * steps)
@@ -303,11 +344,15 @@ def _identity(task: Task, recipe: Recipe) -> str:
     return f"{task.digest} {recipe}"
 
 
-def _resumed(folder: Path, task: Task, recipe: Recipe, heads: Heads, optimizer: torch.optim.Optimizer) -> _State | None:
+def _resumed(
+    folder: Path, task: Task, recipe: Recipe, heads: Heads, optimizer: torch.optim.Optimizer
+) -> _State | None:
     """The state of an earlier call with the same rows and recipe, loaded; None without one. UserError for a damaged file."""
     file = folder / "state.pt"
     try:
-        stored = torch.load(file, map_location=task.device, weights_only=True) if file.is_file() else {}
+        stored = (
+            torch.load(file, map_location=task.device, weights_only=True) if file.is_file() else {}
+        )
         if stored.get("of") != _identity(task, recipe):
             return None
     except (*UNREADABLE, pickle.UnpicklingError) as error:

@@ -40,7 +40,9 @@ def merged(weights: Mapping[str, Tensor], entry: Any, origin: Path) -> dict[str,
         return dict(weights)
     alpha = entry.get("alpha") if isinstance(entry, Mapping) else None
     if not isinstance(alpha, int | float):
-        raise UserError(f"{origin} holds adapters of --lora without their scale; give a checkpoint that training wrote")
+        raise UserError(
+            f"{origin} holds adapters of --lora without their scale; give a checkpoint that training wrote"
+        )
     found = {}
     for name, tensor in weights.items():
         if is_adapter(name):
@@ -54,7 +56,9 @@ def merged(weights: Mapping[str, Tensor], entry: Any, origin: Path) -> dict[str,
     return found
 
 
-def adapter_files(weights: Mapping[str, Tensor], entry: Mapping[str, Any]) -> dict[str, bytes | str]:
+def adapter_files(
+    weights: Mapping[str, Tensor], entry: Mapping[str, Any]
+) -> dict[str, bytes | str]:
     """Adapters and other trained parameters as files in `FOLDER`, name -> content, for peft:
     `PeftModel.from_pretrained(OPEN_CLIP_MODEL, FOLDER)`.
 
@@ -67,9 +71,16 @@ def adapter_files(weights: Mapping[str, Tensor], entry: Mapping[str, Any]) -> di
         for name, tensor in weights.items()
         if is_adapter(name) or name in entry["trained"]
     }
-    files: dict[str, bytes | str] = {f"{FOLDER}/adapter_model.safetensors": save(kept, metadata={"format": "pt"})}
+    files: dict[str, bytes | str] = {
+        f"{FOLDER}/adapter_model.safetensors": save(kept, metadata={"format": "pt"})
+    }
     if not any(layer.endswith(".base_layer.out_proj") for layer in layers):
-        config = {"peft_type": "LORA", "r": entry["rank"], "lora_alpha": entry["alpha"], "bias": "none"}
+        config = {
+            "peft_type": "LORA",
+            "r": entry["rank"],
+            "lora_alpha": entry["alpha"],
+            "bias": "none",
+        }
         config["target_modules"] = "|".join(map(re.escape, layers))
         files[f"{FOLDER}/adapter_config.json"] = json.dumps(config, indent=2) + "\n"
     return files

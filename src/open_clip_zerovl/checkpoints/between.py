@@ -19,7 +19,13 @@ from torch import Tensor
 
 from open_clip_zerovl.checkpoints.export import PROBE_TEXTS
 from open_clip_zerovl.checkpoints.loading import Encoder, Preprocess, Tokenizer
-from open_clip_zerovl.checkpoints.spec import NOT_OF_FUNCTION, OF_FILES, ModelSpec, complete_config, first_difference
+from open_clip_zerovl.checkpoints.spec import (
+    NOT_OF_FUNCTION,
+    OF_FILES,
+    ModelSpec,
+    complete_config,
+    first_difference,
+)
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.models.configs import ClipModel
 
@@ -74,11 +80,16 @@ def open_ends(before: Encoder, after: Encoder) -> Ends:
     transforms: list[Any] = [each.visual.preprocess_cfg for each in (model, other)]
     _require_same(names, "preprocess_cfg", transforms[0], transforms[1], frozenset())
     configs = [
-        module.text.config.to_dict() for module in (model, other) if hasattr(getattr(module, "text", None), "config")
+        module.text.config.to_dict()
+        for module in (model, other)
+        if hasattr(getattr(module, "text", None), "config")
     ]
     if len(configs) == 2:
         _require_same(names, "the text tower's config", configs[0], configs[1], OF_FILES)
-    weights = [{key: value.cpu().clone() for key, value in each.state_dict().items()} for each in (model, other)]
+    weights = [
+        {key: value.cpu().clone() for key, value in each.state_dict().items()}
+        for each in (model, other)
+    ]
     check_same_tensors(names, *weights)
     for text in PROBE_TEXTS:
         if not torch.equal(tokenizer([text]), other_tokenizer([text])):
@@ -89,7 +100,9 @@ def open_ends(before: Encoder, after: Encoder) -> Ends:
     return Ends(names, specs[0], model, preprocess, tokenizer, device, weights[0], weights[1])
 
 
-def weights_between(before: Mapping[str, Tensor], after: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
+def weights_between(
+    before: Mapping[str, Tensor], after: Mapping[str, Tensor], alpha: float
+) -> dict[str, Tensor]:
     """The weights at `alpha` of the way from `before` to `after`; see the module's text for each kind.
 
     Args:
@@ -100,7 +113,9 @@ def weights_between(before: Mapping[str, Tensor], after: Mapping[str, Tensor], a
         UserError: `alpha` is outside of 0 to 1.
     """
     if not 0 <= alpha <= 1:
-        raise UserError(f"alpha {alpha:g} is not between the two models; give 0 (before) to 1 (after)")
+        raise UserError(
+            f"alpha {alpha:g} is not between the two models; give 0 (before) to 1 (after)"
+        )
     if alpha in (0, 1):
         return dict(after if alpha else before)
     return {key: _between(tensor, after[key], alpha) for key, tensor in before.items()}
@@ -113,12 +128,16 @@ def _between(before: Tensor, after: Tensor, alpha: float) -> Tensor:
     return (start + alpha * (after.double() - start)).to(before.dtype)
 
 
-def check_same_tensors(names: tuple[str, str], before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+def check_same_tensors(
+    names: tuple[str, str], before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+) -> None:
     """UserError unless both have the same tensors of the same shapes, all finite, with the same integers."""
     a, b = names
     if different := sorted(before.keys() ^ after.keys()):
         where, lacks = (a, b) if different[0] in before else (b, a)
-        raise UserError(f"{a} and {b} are different models: {different[0]} is in {where} and not in {lacks}")
+        raise UserError(
+            f"{a} and {b} are different models: {different[0]} is in {where} and not in {lacks}"
+        )
     for key, tensor in before.items():
         other = after[key]
         if tensor.shape != other.shape:
@@ -139,7 +158,11 @@ def check_same_tensors(names: tuple[str, str], before: Mapping[str, Tensor], aft
 
 
 def _require_same(
-    names: tuple[str, str], part: str, first: Mapping[str, Any], second: Mapping[str, Any], ignored: frozenset[str]
+    names: tuple[str, str],
+    part: str,
+    first: Mapping[str, Any],
+    second: Mapping[str, Any],
+    ignored: frozenset[str],
 ) -> None:
     """UserError that names the first entry in which two configs differ."""
     if (found := first_difference(first, second, ignored)) is not None:

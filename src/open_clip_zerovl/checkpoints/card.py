@@ -66,7 +66,9 @@ class ModelCard:
     body: str = ""
 
     def __post_init__(self) -> None:
-        if self.licence is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.+_-]*", self.licence):
+        if self.licence is not None and not re.fullmatch(
+            r"[A-Za-z0-9][A-Za-z0-9.+_-]*", self.licence
+        ):
             raise UserError(
                 f"the licence '{self.licence}' is not a name that a hub takes; give one such as mit, apache-2.0, cc-by-4.0"
             )
@@ -90,7 +92,8 @@ class ModelCard:
         return folder.get_template("card.md.j2").render(
             vars(self)
             | {
-                "title": self.title or (f"{params['name']} ({name})" if params.get("name") else name),
+                "title": self.title
+                or (f"{params['name']} ({name})" if params.get("name") else name),
                 "about": _MODEL,
                 "here": FOLDER_HERE,
                 "import_line": IMPORT_LINE,
@@ -104,7 +107,9 @@ class ModelCard:
         )
 
 
-def run_card(checkpoint: Path, spec: ModelSpec, weights: Mapping[str, Tensor], **options: Any) -> ModelCard:
+def run_card(
+    checkpoint: Path, spec: ModelSpec, weights: Mapping[str, Tensor], **options: Any
+) -> ModelCard:
     """The card of a training checkpoint, with the metrics of its own epoch; `options` are attributes of `ModelCard`.
 
     Raises:
@@ -126,16 +131,22 @@ def run_card(checkpoint: Path, spec: ModelSpec, weights: Mapping[str, Tensor], *
     return card
 
 
-def folder_card(folder: Path, spec: ModelSpec, weights: Mapping[str, Tensor], **options: Any) -> ModelCard:
+def folder_card(
+    folder: Path, spec: ModelSpec, weights: Mapping[str, Tensor], **options: Any
+) -> ModelCard:
     """The card of an exported folder for another library, with the model, recipe, data and scores of the folder's own card.
 
     A folder without a card of ours has the facts of its model alone; `options` are attributes of `ModelCard`.
     """
     file = folder / CARD_FILE
     own = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    found = re.search(rf"^# (.+)$.*?^(.*?) ?It loads in .*?^{_MODEL}$\n(.*)", own, re.MULTILINE | re.DOTALL)
+    found = re.search(
+        rf"^# (.+)$.*?^(.*?) ?It loads in .*?^{_MODEL}$\n(.*)", own, re.MULTILINE | re.DOTALL
+    )
     if found is None:
-        return ModelCard(spec, weights, f"Made from {_public(spec.name)}, a model of open_clip.", **options)
+        return ModelCard(
+            spec, weights, f"Made from {_public(spec.name)}, a model of open_clip.", **options
+        )
     return ModelCard(spec, weights, found[2], title=found[1], body=found[3].rstrip("\n"), **options)
 
 
@@ -150,9 +161,13 @@ def read_results(file: Path, epoch: int) -> dict[str, float]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise UserError(f"{file}, line {number} is not JSON ({error}): mend or remove it") from error
+            raise UserError(
+                f"{file}, line {number} is not JSON ({error}): mend or remove it"
+            ) from error
         if isinstance(row, dict) and row.pop("epoch", None) == epoch:
-            metrics.update({name: value for name, value in row.items() if isinstance(value, (int, float))})
+            metrics.update(
+                {name: value for name, value in row.items() if isinstance(value, (int, float))}
+            )
     return metrics
 
 
@@ -184,14 +199,19 @@ def _model_facts(spec: ModelSpec, weights: Mapping[str, Tensor]) -> list[tuple[s
         ("resize", f"{cfg['resize_mode']}, {cfg['interpolation']}"),
     ]
     if (scale := weights.get("logit_scale")) is not None:
-        facts.append(("temperature (1 / exp(logit_scale))", f"{1 / scale.double().exp().item():.5f}"))
+        facts.append(
+            ("temperature (1 / exp(logit_scale))", f"{1 / scale.double().exp().item():.5f}")
+        )
     return facts
 
 
 def _recipe_facts(params: Mapping[str, Any]) -> list[tuple[str, str]]:
     facts = []
     if batch := params.get("batch_size"):
-        ranks, steps = params.get("world_size") or 1, params.get("dga_steps") or params.get("accum_freq") or 1
+        ranks, steps = (
+            params.get("world_size") or 1,
+            params.get("dga_steps") or params.get("accum_freq") or 1,
+        )
         sizes = f"{batch * ranks * steps:,} = {batch} a micro-batch x {steps} accumulated x {ranks} ranks"
         facts.append(("effective batch", sizes))
     for name in _RECIPE:
@@ -203,7 +223,12 @@ def _recipe_facts(params: Mapping[str, Any]) -> list[tuple[str, str]]:
             or (name == "mixup_alpha" and not params["coin_flip_mixup"])
         ):
             continue
-        facts.append((f"`--{name.replace('_', '-')}`", Path(str(value)).name if name in _PATHS else str(value)))
+        facts.append(
+            (
+                f"`--{name.replace('_', '-')}`",
+                Path(str(value)).name if name in _PATHS else str(value),
+            )
+        )
     return facts
 
 
@@ -229,7 +254,10 @@ def _measured(metrics: Mapping[str, float]) -> dict[str, Any]:
     for name, value in metrics.items():
         if match := _RECALL.fullmatch(name):
             tables.setdefault(match[1] or "validation pairs", {})[match[2], int(match[3])] = value
-    ks, ways = sorted({k for row in tables.values() for _, k in row}), ("image_to_text", "text_to_image")
+    ks, ways = (
+        sorted({k for row in tables.values() for _, k in row}),
+        ("image_to_text", "text_to_image"),
+    )
     recalls = {
         name: [
             *(f"{100 * row[way, k]:.1f}" if (way, k) in row else "" for way in ways for k in ks),
@@ -237,5 +265,9 @@ def _measured(metrics: Mapping[str, float]) -> dict[str, Any]:
         ]
         for name, row in tables.items()
     }
-    others = [(name, value) for name, value in metrics.items() if not _RECALL.fullmatch(name) and name[-4:] != "rsum"]
+    others = [
+        (name, value)
+        for name, value in metrics.items()
+        if not _RECALL.fullmatch(name) and name[-4:] != "rsum"
+    ]
     return {"recalls": recalls, "ks": ks, "others": others}

@@ -34,13 +34,23 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from open_clip_zerovl.checkpoints.card import ModelCard
-from open_clip_zerovl.checkpoints.export import PROBE_TEXTS, check_destination, export_local_dir, write_local_dir
+from open_clip_zerovl.checkpoints.export import (
+    PROBE_TEXTS,
+    check_destination,
+    export_local_dir,
+    write_local_dir,
+)
 from open_clip_zerovl.checkpoints.layouts import as_native_vit, native_vision_config
 from open_clip_zerovl.checkpoints.spec import ModelSpec, read_params
 from open_clip_zerovl.checkpoints.weights import read_state_dict
 from open_clip_zerovl.core.errors import UserError, first_line, nearest
 from open_clip_zerovl.losses.names import TEMPERATURE_RANGE
-from open_clip_zerovl.models.configs import IMAGENET_MEAN, IMAGENET_STD, INITIAL_TEMPERATURE, logit_scale_of
+from open_clip_zerovl.models.configs import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    INITIAL_TEMPERATURE,
+    logit_scale_of,
+)
 from open_clip_zerovl.models.local_dir import LOCAL_DIR, no_code_from_data
 from open_clip_zerovl.models.text_towers import TowerModel
 
@@ -48,7 +58,9 @@ log = logging.getLogger(__name__)
 
 NORMALIZATIONS = {"imagenet": (IMAGENET_MEAN, IMAGENET_STD), "half": ((0.5,) * 3, (0.5,) * 3)}
 CONTEXT_LENGTH = 25  # of the released configurations
-TOLERANCE = 1e-5  # largest difference that --verify allows in an entry of an L2-normalised embedding
+TOLERANCE = (
+    1e-5  # largest difference that --verify allows in an entry of an L2-normalised embedding
+)
 
 # prefix in the file -> piece; the longer prefixes come first
 _RELEASED = {
@@ -128,7 +140,9 @@ def convert_checkpoint(
     weights = read_state_dict(checkpoint)
     if not _is_released(weights) and image_model is None and read_params(checkpoint):
         if image_size is not None:
-            raise UserError("--image-size needs --image-model; without both, the run's params.txt gives the size")
+            raise UserError(
+                "--image-size needs --image-model; without both, the run's params.txt gives the size"
+            )
         # The export compares every tensor and the tokens itself.
         return export_local_dir(checkpoint, out_dir, text_model=text_model, force=force)
     if image_model is None or text_model is None:
@@ -143,7 +157,9 @@ def convert_checkpoint(
         raise UserError(
             f"--image-size {side} is not a multiple of the patches' {patch} px; give {side // patch * patch}"
         )
-    placed, vision_cfg = _placed(_at_size(encoder, side // patch), trunk, timm_name, side, checkpoint)
+    placed, vision_cfg = _placed(
+        _at_size(encoder, side // patch), trunk, timm_name, side, checkpoint
+    )
 
     text_folder = Path(text_model).expanduser()
     source = str(text_folder.absolute()) if text_folder.is_dir() else text_model
@@ -159,7 +175,12 @@ def convert_checkpoint(
 
 
 def _spec(
-    encoder: DualEncoder, vision_cfg: dict[str, Any], timm_name: str, text_source: str, side: int, normalization: str
+    encoder: DualEncoder,
+    vision_cfg: dict[str, Any],
+    timm_name: str,
+    text_source: str,
+    side: int,
+    normalization: str,
 ) -> ModelSpec:
     """The description of the converted model."""
     mean, std = NORMALIZATIONS[normalization]
@@ -181,7 +202,13 @@ def _spec(
         # The paper squashes to 256 and crops 224, which open_clip's config cannot express; squashing alone is the nearest.
         preprocess_cfg=merge_preprocess_dict(
             PreprocessCfg(),
-            {"size": side, "mean": mean, "std": std, "interpolation": "bilinear", "resize_mode": "squash"},
+            {
+                "size": side,
+                "mean": mean,
+                "std": std,
+                "interpolation": "bilinear",
+                "resize_mode": "squash",
+            },
         ),
     )
 
@@ -199,7 +226,9 @@ def _notes(encoder: DualEncoder, trained_side: int, side: int, normalization: st
             f"Its position embedding was interpolated from {trained_side} px, at which it was trained, to {side} px."
         )
     if encoder.without_effect:
-        notes.append(f"Left out, since no embedding depends on it: {', '.join(encoder.without_effect)}.")
+        notes.append(
+            f"Left out, since no embedding depends on it: {', '.join(encoder.without_effect)}."
+        )
     return notes
 
 
@@ -233,14 +262,20 @@ def split_weights(weights: dict[str, Tensor], checkpoint: Path) -> DualEncoder:
         else:
             towers[piece][key.removeprefix(prefix)] = tensor
     if unknown:
-        kind = "the released ZeroVL layout" if released else "an open_clip model with timm and Hugging Face towers"
+        kind = (
+            "the released ZeroVL layout"
+            if released
+            else "an open_clip model with timm and Hugging Face towers"
+        )
         raise UserError(
             f"{checkpoint} holds {len(unknown)} tensors that are not part of {kind} (first: {', '.join(unknown[:3])}); "
             "for a checkpoint of another open_clip model use zerovl export --model NAME"
         )
     needed = [piece for piece in layout.values() if piece != "temperature"]
     if missing := [piece for piece in needed if not towers.get(piece) and piece not in singles]:
-        raise UserError(f"{checkpoint} has no {' and no '.join(piece.replace('_', ' ') for piece in missing)}")
+        raise UserError(
+            f"{checkpoint} has no {' and no '.join(piece.replace('_', ' ') for piece in missing)}"
+        )
     image_projection, text_projection = singles["image_projection"], singles["text_projection"]
     if image_projection.shape[0] != text_projection.shape[0]:
         raise UserError(
@@ -248,14 +283,23 @@ def split_weights(weights: dict[str, Tensor], checkpoint: Path) -> DualEncoder:
             f"{text_projection.shape[0]} for texts"
         )
     scale = singles.get("logit_scale", _logit_scale(singles.get("temperature")))
-    return DualEncoder(towers["image"], towers["text"], image_projection, text_projection, scale, tuple(without_effect))
+    return DualEncoder(
+        towers["image"],
+        towers["text"],
+        image_projection,
+        text_projection,
+        scale,
+        tuple(without_effect),
+    )
 
 
 def _logit_scale(temperature: Tensor | None) -> Tensor:
     if temperature is None:
         return torch.tensor(logit_scale_of(INITIAL_TEMPERATURE))
     if temperature.numel() != 1:
-        raise UserError(f"loss.temperature must be one number, got shape {tuple(temperature.shape)}")
+        raise UserError(
+            f"loss.temperature must be one number, got shape {tuple(temperature.shape)}"
+        )
     low, high = TEMPERATURE_RANGE
     return torch.tensor(logit_scale_of(min(max(float(temperature), low), high)))
 
@@ -267,7 +311,9 @@ def _logit_scale(temperature: Tensor | None) -> Tensor:
 
 def _timm_skeleton(image_model: str) -> tuple[timm.models.VisionTransformer, str]:
     """The ViT without memory for its weights (on the meta device), and timm's name of it."""
-    name = ((get_model_config(image_model) or {}).get("vision_cfg") or {}).get("timm_model_name") or image_model
+    name = ((get_model_config(image_model) or {}).get("vision_cfg") or {}).get(
+        "timm_model_name"
+    ) or image_model
     if not timm.is_model(name):
         near = nearest(name, timm.list_models())
         raise UserError(
@@ -277,18 +323,24 @@ def _timm_skeleton(image_model: str) -> tuple[timm.models.VisionTransformer, str
     with torch.device("meta"):
         trunk = timm.create_model(name, pretrained=False, num_classes=0)
     if not isinstance(trunk, timm.models.VisionTransformer) or trunk.cls_token is None:
-        raise UserError(f"'{name}' is not a ViT with a class token, the only image tower that the paper released")
+        raise UserError(
+            f"'{name}' is not a ViT with a class token, the only image tower that the paper released"
+        )
     return trunk, name
 
 
 def _trained_side(image: dict[str, Tensor], checkpoint: Path) -> tuple[int, int]:
     """Side in pixels of the images that the position embedding was made for, and of a patch."""
     if "pos_embed" not in image or "patch_embed.proj.weight" not in image:
-        raise UserError(f"the image tower of {checkpoint} has no pos_embed or patch_embed: it is not a ViT of timm")
+        raise UserError(
+            f"the image tower of {checkpoint} has no pos_embed or patch_embed: it is not a ViT of timm"
+        )
     patches, patch = image["pos_embed"].shape[1] - 1, image["patch_embed.proj.weight"].shape[-1]
     grid = math.isqrt(patches)
     if grid * grid != patches:
-        raise UserError(f"the position embedding of {checkpoint} is for {patches} patches, which make no square")
+        raise UserError(
+            f"the position embedding of {checkpoint} is for {patches} patches, which make no square"
+        )
     return grid * patch, patch
 
 
@@ -301,14 +353,22 @@ def _at_size(encoder: DualEncoder, grid: int) -> DualEncoder:
 
 
 def _placed(
-    encoder: DualEncoder, trunk: timm.models.VisionTransformer, timm_name: str, side: int, checkpoint: Path
+    encoder: DualEncoder,
+    trunk: timm.models.VisionTransformer,
+    timm_name: str,
+    side: int,
+    checkpoint: Path,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """All weights under the names of open_clip's model, and its vision config."""
     expected = trunk.state_dict()
     resized = {"pos_embed"} if side != trunk.patch_embed.img_size[0] else set()
     wrong = sorted(
         expected.keys() ^ encoder.image.keys()
-        | {k for k in expected.keys() & encoder.image.keys() - resized if expected[k].shape != encoder.image[k].shape}
+        | {
+            k
+            for k in expected.keys() & encoder.image.keys() - resized
+            if expected[k].shape != encoder.image[k].shape
+        }
     )
     if wrong:
         raise UserError(
@@ -328,7 +388,12 @@ def _placed(
             "image_size": side,
         }
     own = trunk.patch_embed.img_size[0]
-    log.info("timm's %s takes %d px, not %d: the weights go into open_clip's own ViT", timm_name, own, side)
+    log.info(
+        "timm's %s takes %d px, not %d: the weights go into open_clip's own ViT",
+        timm_name,
+        own,
+        side,
+    )
     placed |= {f"visual.{key}": tensor for key, tensor in as_native_vit(encoder.image).items()}
     placed["visual.proj"] = encoder.image_projection.T
     return placed, native_vision_config(trunk, side)
@@ -341,29 +406,39 @@ def _placed(
 Encode = Callable[[Tensor], Tensor]
 
 
-def _own_towers(encoder: DualEncoder, timm_name: str, side: int, text_source: str) -> tuple[Encode, Encode]:
+def _own_towers(
+    encoder: DualEncoder, timm_name: str, side: int, text_source: str
+) -> tuple[Encode, Encode]:
     """The checkpoint's towers as timm and transformers build them, without open_clip."""
     trunk = timm.create_model(timm_name, pretrained=False, num_classes=0, img_size=side).eval()
-    positions = timm.layers.resample_abs_pos_embed(encoder.image["pos_embed"], trunk.patch_embed.grid_size)
+    positions = timm.layers.resample_abs_pos_embed(
+        encoder.image["pos_embed"], trunk.patch_embed.grid_size
+    )
     trunk.load_state_dict({**encoder.image, "pos_embed": positions})
     try:
         config = AutoConfig.from_pretrained(text_source)
         bert = TowerModel.from_config(config, add_pooling_layer=False).eval()
         bert.load_state_dict(encoder.text)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
-        raise UserError(f"the text tower '{text_source}' cannot be rebuilt to verify: {first_line(error)}") from error
+        raise UserError(
+            f"the text tower '{text_source}' cannot be rebuilt to verify: {first_line(error)}"
+        ) from error
 
     def image_features(images: Tensor) -> Tensor:
         return trunk(images) @ encoder.image_projection.float().T
 
     def text_features(tokens: Tensor) -> Tensor:
-        hidden = bert(input_ids=tokens, attention_mask=(tokens != config.pad_token_id).long()).last_hidden_state
+        hidden = bert(
+            input_ids=tokens, attention_mask=(tokens != config.pad_token_id).long()
+        ).last_hidden_state
         return hidden[:, 0] @ encoder.text_projection.float().T
 
     return image_features, text_features
 
 
-def _compare(folder: Path, image_tower: Encode, text_tower: Encode, tokenizer: Callable[[list[str]], Tensor]) -> None:
+def _compare(
+    folder: Path, image_tower: Encode, text_tower: Encode, tokenizer: Callable[[list[str]], Tensor]
+) -> None:
     """Compares the embeddings of the folder in stock open_clip with the given towers', on noise and some texts.
 
     Raises:
@@ -380,7 +455,9 @@ def _compare(folder: Path, image_tower: Encode, text_tower: Encode, tokenizer: C
             ("image", model.encode_image(images), image_tower(images)),
             ("text", model.encode_text(tokens), text_tower(tokens)),
         ):
-            difference = float((F.normalize(ours, dim=-1) - F.normalize(theirs, dim=-1)).abs().max())
+            difference = float(
+                (F.normalize(ours, dim=-1) - F.normalize(theirs, dim=-1)).abs().max()
+            )
             if not difference <= TOLERANCE:
                 raise UserError(
                     f"{folder} was written, but its {name} embeddings differ from the checkpoint's own towers by "

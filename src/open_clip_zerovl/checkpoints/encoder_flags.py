@@ -17,8 +17,12 @@ class EncoderFlags:
         workers: loader processes of each rank.
     """
 
-    model_name: str | None = flag(None, "model of a checkpoint without params.txt beside it", metavar="NAME")
-    text_model: str | None = flag(None, "folder of the HF text tower of training checkpoints", metavar="DIR")
+    model_name: str | None = flag(
+        None, "model of a checkpoint without params.txt beside it", metavar="NAME"
+    )
+    text_model: str | None = flag(
+        None, "folder of the HF text tower of training checkpoints", metavar="DIR"
+    )
     device: str = flag("auto", "cpu, cuda, ... (default: cuda if available)")
     batch_size: int = flag(64, "samples encoded at once", kind=positive)
     workers: int = flag(0, "loader processes a rank", kind=natural)

@@ -90,7 +90,14 @@ def export_local_dir(
     card = run_card(checkpoint, spec, weights, licence=licence)
     beside = None if adapters is None else adapter_files(unmerged, adapters)
     return write_local_dir(
-        checkpoint, weights, spec, out_dir, card=card, precision=precision, force=force, beside=beside
+        checkpoint,
+        weights,
+        spec,
+        out_dir,
+        card=card,
+        precision=precision,
+        force=force,
+        beside=beside,
     )
 
 
@@ -147,7 +154,9 @@ def write_local_dir(
 def loading_notes(folder: str | os.PathLike[str], *, moved: bool = True) -> list[str]:
     """Sentences for the person who loads an exported folder: the import before it, and the remedy after it was `moved`."""
     tower = Path(folder) / "config.json"  # of a Hugging Face text tower
-    kind = json.loads(tower.read_text(encoding="utf-8")).get("model_type") if tower.is_file() else None
+    kind = (
+        json.loads(tower.read_text(encoding="utf-8")).get("model_type") if tower.is_file() else None
+    )
     text_cfg = read_config(Path(folder))["model_cfg"]["text_cfg"]
     needed = import_note(kind, text_cfg.get("hf_pooler_type"))
     notes = [] if needed is None else [needed]
@@ -202,7 +211,11 @@ def save_weights(weights: Mapping[str, Tensor], file: Path) -> None:
     file.touch()
     mode = file.stat().st_mode  # safetensors makes files that only their owner may read
     # Cloned, since safetensors refuses shared storage (tied weights) and a memory-mapped checkpoint should not stay open.
-    save_file({name: tensor.clone().contiguous() for name, tensor in weights.items()}, file, metadata={"format": "pt"})
+    save_file(
+        {name: tensor.clone().contiguous() for name, tensor in weights.items()},
+        file,
+        metadata={"format": "pt"},
+    )
     file.chmod(mode)
 
 
@@ -212,12 +225,18 @@ def stored_as(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         return tensor
     stored = tensor.to(dtype)
     if bool(tensor.isfinite().all()) and not bool(stored.isfinite().all()):
-        raise UserError(f"'{name}' has values up to {tensor.abs().max():.3g}, too large for {dtype}: leave --fp16 out")
+        raise UserError(
+            f"'{name}' has values up to {tensor.abs().max():.3g}, too large for {dtype}: leave --fp16 out"
+        )
     return stored
 
 
 def check_destination(
-    final: Path, force: bool, *, is_export: Callable[[Path], bool] = _is_export, kind: str = "export"
+    final: Path,
+    force: bool,
+    *,
+    is_export: Callable[[Path], bool] = _is_export,
+    kind: str = "export",
 ) -> None:
     """UserError if the folder cannot be written or exists; `force` allows it to replace an earlier export.
 
@@ -231,7 +250,9 @@ def check_destination(
     if not final.is_dir() or not is_export(final):
         raise UserError(f"{final} exists and is not an earlier {kind}: choose another folder")
     if not force:
-        raise UserError(f"{final} already holds an export: choose another folder, or replace it with --force")
+        raise UserError(
+            f"{final} already holds an export: choose another folder, or replace it with --force"
+        )
 
 
 def _pointing_at(folder: Path, spec: ModelSpec) -> dict[str, Any]:
@@ -252,7 +273,10 @@ def _name_tokenizer_for_both(file: Path) -> None:
 
 
 def _verify(
-    folder: Path, weights: dict[str, Tensor], tokenizer: HFTokenizer | SimpleTokenizer, spec: ModelSpec
+    folder: Path,
+    weights: dict[str, Tensor],
+    tokenizer: HFTokenizer | SimpleTokenizer,
+    spec: ModelSpec,
 ) -> None:
     """Loads the folder with stock open_clip and compares tensors and tokens. UserError if they differ."""
     name = LOCAL_DIR + str(folder)
@@ -264,8 +288,12 @@ def _verify(
                     f"'{key}' of {spec.name} holds NaN or infinite numbers: its training has diverged; export an earlier "
                     "checkpoint"
                 )
-            raise UserError(f"the export of {spec.name} does not give back '{key}' as the checkpoint holds it")
+            raise UserError(
+                f"the export of {spec.name} does not give back '{key}' as the checkpoint holds it"
+            )
     exported_tokenizer = open_clip.get_tokenizer(name)
     for text in PROBE_TEXTS:
         if not torch.equal(exported_tokenizer([text]), tokenizer([text])):
-            raise UserError(f"the exported tokenizer of {spec.name} reads '{text[:20]}' differently from the run's")
+            raise UserError(
+                f"the exported tokenizer of {spec.name} reads '{text[:20]}' differently from the run's"
+            )

@@ -39,7 +39,9 @@ def check_hub(repo: str) -> None:
         raise UserError(f"there is no token for the hub, so {repo} cannot be written: {_WRITE}")
     known = _asked(lambda: HfApi().whoami(), repo)
     if ((known.get("auth") or {}).get("accessToken") or {}).get("role") == "read":
-        raise UserError(f"the hub's token of {known.get('name')} may only read, so {repo} cannot be written: {_WRITE}")
+        raise UserError(
+            f"the hub's token of {known.get('name')} may only read, so {repo} cannot be written: {_WRITE}"
+        )
 
 
 def push_folder(folder: Path, repo: str, *, private: bool = False) -> str:
@@ -68,12 +70,16 @@ def push_folder(folder: Path, repo: str, *, private: bool = False) -> str:
         CommitOperationAdd(path_in_repo=file, path_or_fileobj=changed.get(file, str(path)))
         for file, path in files.items()
     ]
-    commit = _asked(lambda: hub.create_commit(name, operations, commit_message=f"Add {folder.name}"), name)
+    commit = _asked(
+        lambda: hub.create_commit(name, operations, commit_message=f"Add {folder.name}"), name
+    )
     tree = _asked(lambda: list(hub.list_repo_tree(name, revision=commit.oid)), name)
     there = {entry.path: entry for entry in tree}
     for file, path in files.items():
         if not _holds(there.get(file), changed.get(file), path):
-            raise UserError(f"the hub does not hold {file} in {name} as it was pushed: push {folder} again")
+            raise UserError(
+                f"the hub does not hold {file} in {name} as it was pushed: push {folder} again"
+            )
     return str(commit.commit_url)
 
 
@@ -116,13 +122,22 @@ def _asked(question: Callable[[], _Answer], repo: str) -> _Answer:
 
     # Before huggingface_hub 1.0 requests' errors, also for an unknown token; since then httpx's. Its uploader raises
     # RuntimeError.
-    failures: tuple[type[Exception], ...] = (*HfHubHTTPError.__bases__, OSError, RuntimeError, ValueError)
+    failures: tuple[type[Exception], ...] = (
+        *HfHubHTTPError.__bases__,
+        OSError,
+        RuntimeError,
+        ValueError,
+    )
     try:
         return question()
     except HFValidationError as error:
-        raise UserError(f"'{repo}' is not the name of a repository on a hub ({first_line(error)})") from error
+        raise UserError(
+            f"'{repo}' is not the name of a repository on a hub ({first_line(error)})"
+        ) from error
     except OfflineModeIsEnabled as error:
-        raise UserError(f"HF_HUB_OFFLINE forbids to push {repo}: unset it, or leave --push-to-hub out") from error
+        raise UserError(
+            f"HF_HUB_OFFLINE forbids to push {repo}: unset it, or leave --push-to-hub out"
+        ) from error
     except failures as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status is None:
@@ -131,10 +146,14 @@ def _asked(question: Callable[[], _Answer], repo: str) -> _Answer:
                 "it was: push again when the network is back"
             ) from error
         if status == 401:
-            raise UserError(f"the hub does not know the token, so {repo} cannot be written: {_WRITE}") from error
+            raise UserError(
+                f"the hub does not know the token, so {repo} cannot be written: {_WRITE}"
+            ) from error
         if status in (403, 404):
             raise UserError(
                 f"the token may not write {repo} (the hub answers {status}): give a repository of your own, or a token with "
                 "the right to write there; nothing was pushed"
             ) from error
-        raise UserError(f"the hub refuses {repo} ({status}: {first_line(error)}); nothing was pushed") from error
+        raise UserError(
+            f"the hub refuses {repo} ({status}: {first_line(error)}); nothing was pushed"
+        ) from error

@@ -19,7 +19,11 @@ _BLOCKS = ("blocks.", "transformer.resblocks.", "encoder.layers.", "encoder.laye
 _QKV = ("attn.qkv.", "attn.in_proj_")
 _SPLIT = {  # transformers has the attention's first map in three parts
     "CLIP": ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj."),
-    "DINOv2": ("attention.attention.query.", "attention.attention.key.", "attention.attention.value."),
+    "DINOv2": (
+        "attention.attention.query.",
+        "attention.attention.key.",
+        "attention.attention.value.",
+    ),
 }
 # Names, or beginnings that end in a dot, in each of LAYOUTS; "" if a layout has no such tensor.
 _IN_BLOCK = (
@@ -33,7 +37,12 @@ _IN_BLOCK = (
 )
 _OUTSIDE = (
     ("cls_token", "class_embedding", "embeddings.class_embedding", "embeddings.cls_token"),
-    ("pos_embed", "positional_embedding", "embeddings.position_embedding.weight", "embeddings.position_embeddings"),
+    (
+        "pos_embed",
+        "positional_embedding",
+        "embeddings.position_embedding.weight",
+        "embeddings.position_embeddings",
+    ),
     (
         "patch_embed.proj.weight",
         "conv1.weight",
@@ -47,7 +56,9 @@ _OUTSIDE = (
 )
 
 
-def renamed(weights: Mapping[str, Tensor], source: str, target: str) -> tuple[dict[str, Tensor], list[str]]:
+def renamed(
+    weights: Mapping[str, Tensor], source: str, target: str
+) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors of a ViT or a text transformer under another layout's names, and the names that have no place there.
 
     In the layout "timm" and "DINOv2" class token and positions have leading dimensions of one, which the other layouts lack.
@@ -60,7 +71,9 @@ def renamed(weights: Mapping[str, Tensor], source: str, target: str) -> tuple[di
         inside = key.startswith(_BLOCKS[old]) and number.isdigit()
         stem, table = (f"{_BLOCKS[new]}{number}.", _IN_BLOCK) if inside else ("", _OUTSIDE)
         name = part if inside else key
-        row = next((row for row in table if row[old] and row[new] and name.startswith(row[old])), None)
+        row = next(
+            (row for row in table if row[old] and row[new] and name.startswith(row[old])), None
+        )
         if inside and name.startswith(_QKV[old]):
             kind = name.removeprefix(_QKV[old])
             names = _SPLIT.get(target, (_QKV[new],) if new < len(_QKV) else ())
@@ -70,8 +83,14 @@ def renamed(weights: Mapping[str, Tensor], source: str, target: str) -> tuple[di
             unknown.append(key)
         else:
             if row in _OUTSIDE[:2]:
-                tensor = tensor.reshape(tensor.shape[-2:] if row is _OUTSIDE[1] else tensor.shape[-1:])
-                tensor = tensor if target in ("open_clip", "CLIP") else tensor.reshape(1, -1, tensor.shape[-1])
+                tensor = tensor.reshape(
+                    tensor.shape[-2:] if row is _OUTSIDE[1] else tensor.shape[-1:]
+                )
+                tensor = (
+                    tensor
+                    if target in ("open_clip", "CLIP")
+                    else tensor.reshape(1, -1, tensor.shape[-1])
+                )
             placed[f"{stem}{row[new]}{name.removeprefix(row[old])}"] = tensor
     return placed, unknown
 
@@ -83,9 +102,13 @@ def as_native_vit(image: Mapping[str, Tensor]) -> dict[str, Tensor]:
         UserError: a tensor that open_clip's ViT has no place for.
     """
     bias = "patch_embed.proj.bias"
-    placed, unknown = renamed({key: tensor for key, tensor in image.items() if key != bias}, "timm", "open_clip")
+    placed, unknown = renamed(
+        {key: tensor for key, tensor in image.items() if key != bias}, "timm", "open_clip"
+    )
     if unknown:
-        raise UserError(f"'{unknown[0]}' is not part of open_clip's own ViT, which another image size needs")
+        raise UserError(
+            f"'{unknown[0]}' is not part of open_clip's own ViT, which another image size needs"
+        )
     position = placed["positional_embedding"].clone()  # (1 + patches, width)
     position[1:] += image.get(bias, 0)
     return placed | {"positional_embedding": position}

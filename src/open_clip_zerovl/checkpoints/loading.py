@@ -24,12 +24,27 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from open_clip_zerovl.checkpoints.encoder_flags import EncoderFlags
-from open_clip_zerovl.checkpoints.spec import ModelSpec, named_model_spec, read_model_spec, write_config
-from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, no_alarm, read_state_dict, unpickling_reason
+from open_clip_zerovl.checkpoints.spec import (
+    ModelSpec,
+    named_model_spec,
+    read_model_spec,
+    write_config,
+)
+from open_clip_zerovl.checkpoints.weights import (
+    WEIGHTS_FILE,
+    no_alarm,
+    read_state_dict,
+    unpickling_reason,
+)
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.core.files import did_you_mean
 from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH, ClipModel
-from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR, check_local_dir, no_code_from_data
+from open_clip_zerovl.models.local_dir import (
+    CONFIG_FILE,
+    LOCAL_DIR,
+    check_local_dir,
+    no_code_from_data,
+)
 from open_clip_zerovl.models.long_context import stretch_positions
 
 Preprocess = Callable[[Any], Tensor]
@@ -74,7 +89,9 @@ def _skeleton(spec: ModelSpec) -> ClipModel:
         write_config(Path(folder), spec.model_cfg, spec.preprocess_cfg)
         try:
             with no_alarm():
-                model = open_clip.create_model(LOCAL_DIR + folder, load_weights=False, pretrained_text=False)
+                model = open_clip.create_model(
+                    LOCAL_DIR + folder, load_weights=False, pretrained_text=False
+                )
             if spec.text_source is not None:  # its own config knows nothing of --context-length
                 stretch_positions(model, spec.model_cfg["text_cfg"].get("context_length", 0))
             return model
@@ -95,10 +112,16 @@ def tokenizer_of(spec: ModelSpec) -> HFTokenizer | SimpleTokenizer:
         if (
             ":" not in spec.name and get_model_config(spec.name) is None
         ):  # a model of our own making, with CLIP's text tower
-            return SimpleTokenizer(context_length=text_cfg.get("context_length", DEFAULT_CONTEXT_LENGTH))
-        tokenizer = open_clip.get_tokenizer(spec.name, context_length=text_cfg.get("context_length"))
+            return SimpleTokenizer(
+                context_length=text_cfg.get("context_length", DEFAULT_CONTEXT_LENGTH)
+            )
+        tokenizer = open_clip.get_tokenizer(
+            spec.name, context_length=text_cfg.get("context_length")
+        )
         if not isinstance(tokenizer, SimpleTokenizer):
-            raise UserError(f"the tokenizer of {spec.name} ({type(tokenizer).__name__}) has no files to export")
+            raise UserError(
+                f"the tokenizer of {spec.name} ({type(tokenizer).__name__}) has no files to export"
+            )
         return tokenizer
     try:
         tokenizer = HFTokenizer(
@@ -117,7 +140,9 @@ def tokenizer_of(spec: ModelSpec) -> HFTokenizer | SimpleTokenizer:
     return tokenizer
 
 
-def _check_weights(weights: dict[str, Tensor], model: ClipModel, checkpoint: Path, spec: ModelSpec) -> None:
+def _check_weights(
+    weights: dict[str, Tensor], model: ClipModel, checkpoint: Path, spec: ModelSpec
+) -> None:
     """UserError unless checkpoint and model have the same tensors, of the same shapes."""
     expected = model.state_dict()
     # Constants that the model itself does not store: a scripted model does, and transformers did before 4.31.
@@ -125,7 +150,9 @@ def _check_weights(weights: dict[str, Tensor], model: ClipModel, checkpoint: Pat
         weights.pop(name, None)
     missing = sorted(expected.keys() - weights.keys())
     unexpected = sorted(weights.keys() - expected.keys())
-    reshaped = sorted(k for k in expected.keys() & weights.keys() if expected[k].shape != weights[k].shape)
+    reshaped = sorted(
+        k for k in expected.keys() & weights.keys() if expected[k].shape != weights[k].shape
+    )
     if not (missing or unexpected or reshaped):
         return
     found = [
@@ -142,7 +169,9 @@ def _check_weights(weights: dict[str, Tensor], model: ClipModel, checkpoint: Pat
             f" (the run used --force-image-size {spec.force_image_size} with a timm tower, which stock open_clip cannot "
             "rebuild at another size than its own; zerovl convert --image-model writes it as open_clip's own ViT)"
         )
-    raise UserError(f"{checkpoint} is a checkpoint of another model than {spec.name}: {'; '.join(found)}{hint}")
+    raise UserError(
+        f"{checkpoint} is a checkpoint of another model than {spec.name}: {'; '.join(found)}{hint}"
+    )
 
 
 @no_code_from_data()
@@ -166,7 +195,9 @@ def load_model(
     kind, text, path = _kind_of(name_or_path)
     if kind == "checkpoint":
         weights = read_state_dict(path)
-        model, tokenizer = assemble(path, read_model_spec(path, model=model_name, text_model=text_model), weights)
+        model, tokenizer = assemble(
+            path, read_model_spec(path, model=model_name, text_model=text_model), weights
+        )
         return model.to(device).eval(), evaluation_transform(model), tokenizer
     if model_name or text_model:
         if kind == "name":
@@ -182,7 +213,9 @@ def load_model(
         text = LOCAL_DIR + str(path)
     name, tag = _name_and_tag(text) if kind == "name" else (text, None)
     try:
-        model, _, preprocess = open_clip.create_model_and_transforms(name, pretrained=tag, device=device)
+        model, _, preprocess = open_clip.create_model_and_transforms(
+            name, pretrained=tag, device=device
+        )
         return model.eval(), preprocess, open_clip.get_tokenizer(name)
     except UserError:
         raise
@@ -196,7 +229,10 @@ def load_model(
 
 
 def spec_of(
-    name_or_path: str | os.PathLike[str], *, model_name: str | None = None, text_model: str | None = None
+    name_or_path: str | os.PathLike[str],
+    *,
+    model_name: str | None = None,
+    text_model: str | None = None,
 ) -> ModelSpec:
     """The description of the model that `load_model` loads, from which `export.write_local_dir` writes a folder.
 
@@ -241,7 +277,9 @@ class Encoder(EncoderFlags):
     def load(self, *, local_rank: int = 0) -> tuple[ClipModel, Preprocess, Tokenizer, torch.device]:
         """`load_model` on the device, and the device. UserError as there."""
         device = choose_device(self.device, local_rank=local_rank)
-        return *load_model(self.model, model_name=self.model_name, text_model=self.text_model, device=device), device
+        return *load_model(
+            self.model, model_name=self.model_name, text_model=self.text_model, device=device
+        ), device
 
     def check(self) -> None:
         """UserError if the model cannot be found or described. No weights are read, so that this comes before long work."""
@@ -285,7 +323,9 @@ def _name_and_tag(text: str) -> tuple[str, str]:
     if tag not in list_pretrained_tags_by_model(name):
         raise UserError(f"open_clip has no weights '{tag}' of {name}: {_tags(name)}")
     # open_clip only warns, and computes other embeddings than the weights were trained for.
-    if (get_pretrained_cfg(name, tag) or {}).get("quick_gelu") and not (get_model_config(name) or {}).get("quick_gelu"):
+    if (get_pretrained_cfg(name, tag) or {}).get("quick_gelu") and not (
+        get_model_config(name) or {}
+    ).get("quick_gelu"):
         raise UserError(
             f"the weights '{tag}' were trained with QuickGELU, which {name} lacks: write {name}-quickgelu/{tag}"
         )

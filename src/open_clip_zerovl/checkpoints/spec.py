@@ -32,8 +32,13 @@ NOT_OF_FUNCTION = frozenset({
     "patch_dropout", "timm_drop", "timm_drop_path", "init_logit_scale", "init_logit_bias",
 })  # fmt: skip
 OF_PROJECTION = frozenset({"timm_proj", "timm_proj_bias", "hf_proj_type"})
-OF_FILES = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"})  # transformers
-_TOWERS = {"image": ("vision_cfg", asdict(CLIPVisionCfg())), "text": ("text_cfg", asdict(CLIPTextCfg()))}
+OF_FILES = frozenset(
+    {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"}
+)  # transformers
+_TOWERS = {
+    "image": ("vision_cfg", asdict(CLIPVisionCfg())),
+    "text": ("text_cfg", asdict(CLIPTextCfg())),
+}
 
 #: Entry of a checkpoint: open_clip's config of its model. With --model-config no other place is sure.
 MODEL_ENTRY = "model_config"
@@ -73,7 +78,11 @@ def read_params(checkpoint: Path) -> dict[str, Any]:
                 raise UserError(
                     f"{file} cannot be read ({error}); mend it, or move it away and name the model"
                 ) from error
-            return {name: _literal(value) for name, colon, value in (line.partition(": ") for line in lines) if colon}
+            return {
+                name: _literal(value)
+                for name, colon, value in (line.partition(": ") for line in lines)
+                if colon
+            }
     return {}
 
 
@@ -163,14 +172,24 @@ def spec_of_run(name: str, params: Mapping[str, Any], text_model: str | None = N
     if "timm_model_name" in vision_cfg:
         vision_cfg["timm_model_pretrained"] = False
     if text_model:
-        source = str(Path(text_model).expanduser().absolute()) if Path(text_model).expanduser().is_dir() else text_model
+        source = (
+            str(Path(text_model).expanduser().absolute())
+            if Path(text_model).expanduser().is_dir()
+            else text_model
+        )
         text_cfg["hf_model_name"] = text_cfg["hf_tokenizer_name"] = str(source)
     if "hf_model_name" in text_cfg:
         text_cfg["hf_model_pretrained"] = False
-        text_cfg["hf_tokenizer_name"] = text_cfg.get("hf_tokenizer_name") or text_cfg["hf_model_name"]
+        text_cfg["hf_tokenizer_name"] = (
+            text_cfg.get("hf_tokenizer_name") or text_cfg["hf_model_name"]
+        )
 
-    forced = {key: params.get(f"image_{key}") for key in ("mean", "std", "interpolation", "resize_mode")}
-    preprocess_cfg = merge_preprocess_dict(merge_preprocess_dict(PreprocessCfg(), base_preprocess), forced)
+    forced = {
+        key: params.get(f"image_{key}") for key in ("mean", "std", "interpolation", "resize_mode")
+    }
+    preprocess_cfg = merge_preprocess_dict(
+        merge_preprocess_dict(PreprocessCfg(), base_preprocess), forced
+    )
     return ModelSpec(name, model_cfg, preprocess_cfg, force_image_size=image_size)
 
 
@@ -188,7 +207,9 @@ def _registered(
     if schema == "local-dir":
         config = read_config(Path(identifier))
         # The folder would allow its own code to run (see no_code_from_data), and so would an export of it.
-        (config["model_cfg"]["text_cfg"].get("tokenizer_kwargs") or {}).pop("trust_remote_code", None)
+        (config["model_cfg"]["text_cfg"].get("tokenizer_kwargs") or {}).pop(
+            "trust_remote_code", None
+        )
         return name, config["model_cfg"], config.get("preprocess_cfg", {})
     raise UserError(
         f"the config of '{name}' cannot be read offline: give the name of a registered model or a local-dir"
@@ -214,7 +235,9 @@ def first_difference(
     left, right = (dict(_entries(config, ignored)) for config in (first, second))
     for key in sorted(left.keys() | right.keys()):
         a, b = left.get(key), right.get(key)
-        off = all(value is None or value is False for value in (a, b))  # an absent switch is one that is off
+        off = all(
+            value is None or value is False for value in (a, b)
+        )  # an absent switch is one that is off
         if a != b and not off:
             return key, _shown(a), _shown(b)
     return None
@@ -222,7 +245,10 @@ def first_difference(
 
 def complete_config(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
     """A model's config with open_clip's values for the settings of its towers that it leaves out."""
-    return {**model_cfg, **{part: {**defaults, **model_cfg[part]} for part, defaults in _TOWERS.values()}}
+    return {
+        **model_cfg,
+        **{part: {**defaults, **model_cfg[part]} for part, defaults in _TOWERS.values()},
+    }
 
 
 def tower_config(model_cfg: Mapping[str, Any], tower: str) -> dict[str, Any]:
@@ -239,7 +265,9 @@ def tower_config(model_cfg: Mapping[str, Any], tower: str) -> dict[str, Any]:
     return {part: own} if foreign else {part: own, "quick_gelu": model_cfg.get("quick_gelu")}
 
 
-def _entries(config: Mapping[str, Any], ignored: frozenset[str], prefix: str = "") -> list[tuple[str, Any]]:
+def _entries(
+    config: Mapping[str, Any], ignored: frozenset[str], prefix: str = ""
+) -> list[tuple[str, Any]]:
     """The entries of a nested config under dotted names."""
     found: list[tuple[str, Any]] = []
     for key, value in config.items():
@@ -256,6 +284,8 @@ def _shown(value: Any) -> str:
     return "not given" if value is None else str(value) or "empty"
 
 
-def write_config(folder: Path, model_cfg: dict[str, Any], preprocess_cfg: Mapping[str, Any]) -> None:
+def write_config(
+    folder: Path, model_cfg: dict[str, Any], preprocess_cfg: Mapping[str, Any]
+) -> None:
     config = {"model_cfg": model_cfg, "preprocess_cfg": dict(preprocess_cfg)}
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -108,13 +108,19 @@ def export_transformers(
     """
     final = absolute(out_dir)
     check_precision(precision)
-    check_destination(final, force, is_export=is_transformers_folder, kind="export for transformers")
+    check_destination(
+        final, force, is_export=is_transformers_folder, kind="export for transformers"
+    )
     log.info("reading %s", source)
     opened = _open(os.fspath(source), model, text_model)
-    return write_transformers(opened, final, _card(os.fspath(source), opened, licence), precision=precision)
+    return write_transformers(
+        opened, final, _card(os.fspath(source), opened, licence), precision=precision
+    )
 
 
-def write_transformers(opened: Opened, final: Path, card: ModelCard, *, precision: str | None = None) -> Path:
+def write_transformers(
+    opened: Opened, final: Path, card: ModelCard, *, precision: str | None = None
+) -> Path:
     """Write the folder of `export_transformers` from a model in memory. UserError as there."""
     config, tensors, trainable = whole_model(opened.model)
     log.info("writing %.0f MB of weights", sum(tensor.nbytes for tensor in tensors.values()) / 1e6)
@@ -122,13 +128,17 @@ def write_transformers(opened: Opened, final: Path, card: ModelCard, *, precisio
         _save_processor(folder, opened, config.model_type)
         config.save_pretrained(folder)
         save_weights(
-            {name: stored_as(name, tensor, torch.float32) for name, tensor in tensors.items()}, folder / WEIGHTS
+            {name: stored_as(name, tensor, torch.float32) for name, tensor in tensors.items()},
+            folder / WEIGHTS,
         )
         log.info("loading the folder with transformers and comparing embeddings, tokens and pixels")
         _verify(folder, opened)
         if precision is not None:
             dtype = PRECISIONS[precision]
-            save_weights({name: stored_as(name, tensor, dtype) for name, tensor in tensors.items()}, folder / WEIGHTS)
+            save_weights(
+                {name: stored_as(name, tensor, dtype) for name, tensor in tensors.items()},
+                folder / WEIGHTS,
+            )
         (folder / CARD_FILE).write_text(card.text(trainable=trainable), encoding="utf-8")
     log.info("wrote %s", final)
     if not trainable:
@@ -142,7 +152,9 @@ def is_transformers_folder(folder: Path) -> bool:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    whole = all((folder / name).is_file() for name in (WEIGHTS, "preprocessor_config.json", CARD_FILE))
+    whole = all(
+        (folder / name).is_file() for name in (WEIGHTS, "preprocessor_config.json", CARD_FILE)
+    )
     return whole and isinstance(config, dict) and config.get("model_type") in MODEL_TYPES
 
 
@@ -179,7 +191,10 @@ def whole_model(model: ClipModel) -> tuple[Any, dict[str, Tensor], bool]:
     image, text = image_tower(model), text_tower(model)
     towers = {"vision_config": image.config.to_dict(), "text_config": text.config.to_dict()}
     scale = model.logit_scale.detach().float().reshape(())
-    rest: dict[str, Any] = {"projection_dim": len(image.projection), "logit_scale_init_value": scale.item()}
+    rest: dict[str, Any] = {
+        "projection_dim": len(image.projection),
+        "logit_scale_init_value": scale.item(),
+    }
     if text.config.model_type == "clip_text_model":
         if image.config.model_type != "clip_vision_model":
             refuse(
@@ -188,11 +203,17 @@ def whole_model(model: ClipModel) -> tuple[Any, dict[str, Tensor], bool]:
         config, prefixes = CLIPConfig(**towers, **rest), ("", "")
         config.architectures = ["CLIPModel"]
     else:
-        config, prefixes = VisionTextDualEncoderConfig(**towers, **rest), ("vision_model.", "text_model.")
+        config, prefixes = (
+            VisionTextDualEncoderConfig(**towers, **rest),
+            ("vision_model.", "text_model."),
+        )
         config.architectures = ["VisionTextDualEncoderModel"]
     tensors = {f"{prefixes[0]}{name}": tensor for name, tensor in image.tensors.items()}
     tensors |= {f"{prefixes[1]}{name}": tensor for name, tensor in text.tensors.items()}
-    tensors |= {"visual_projection.weight": image.projection, "text_projection.weight": text.projection}
+    tensors |= {
+        "visual_projection.weight": image.projection,
+        "text_projection.weight": text.projection,
+    }
     return config, tensors | {"logit_scale": scale}, image.trainable and text.trainable
 
 
@@ -216,7 +237,9 @@ def image_processor(preprocess_cfg: Mapping[str, Any]) -> Any:
     return CLIPImageProcessor(
         do_convert_rgb=True,
         do_resize=True,
-        size={"shortest_edge": height} if mode == "shortest" else {"height": height, "width": width},
+        size={"shortest_edge": height}
+        if mode == "shortest"
+        else {"height": height, "width": width},
         resample=_RESAMPLE.get(preprocess_cfg["interpolation"], _RESAMPLE["bicubic"]),
         do_center_crop=mode == "shortest",
         crop_size={"height": height, "width": width},
@@ -235,7 +258,8 @@ def preprocess_of(processor: Any) -> dict[str, Any]:
     """
     given = processor.to_dict()
     resized, cropped = (
-        {key: side for key, side in dict(given.get(name) or {}).items() if side} for name in ("size", "crop_size")
+        {key: side for key, side in dict(given.get(name) or {}).items() if side}
+        for name in ("size", "crop_size")
     )
     crop = given.get("do_center_crop")
     size = cropped if crop else resized
@@ -270,7 +294,9 @@ def _save_processor(folder: Path, opened: Opened, model_type: str) -> None:
         settings = json.loads((folder / name).read_text(encoding="utf-8"))
         settings = {key: value for key, value in settings.items() if key not in _OF_THIS_MACHINE}
         settings["processor_class"] = processor_class
-        (folder / name).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        (folder / name).write_text(
+            json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
 
 
 def _tokenizer(tokenizer: HFTokenizer | SimpleTokenizer, model_type: str) -> Any:
@@ -282,7 +308,9 @@ def _tokenizer(tokenizer: HFTokenizer | SimpleTokenizer, model_type: str) -> Any
     if tokenizer.tokenizer_mode or tokenizer.strip_sep_token:
         refuse("its tokenizer has a mode of open_clip's own (tokenizer_mode, strip_sep_token)")
     if tokenizer.clean_fn.__name__ != "_clean_whitespace":
-        refuse(f"its tokenizer changes texts first (clean: {tokenizer.clean_fn.__name__.removeprefix('_clean_')})")
+        refuse(
+            f"its tokenizer changes texts first (clean: {tokenizer.clean_fn.__name__.removeprefix('_clean_')})"
+        )
     return copy.deepcopy(tokenizer.tokenizer)
 
 
@@ -291,10 +319,14 @@ def _clip_tokenizer() -> Any:
     from transformers import CLIPTokenizer
 
     own = SimpleTokenizer()
-    names = dict(zip(own.all_special_ids, ("<|startoftext|>", "<|endoftext|>"), strict=True))  # transformers' for them
+    names = dict(
+        zip(own.all_special_ids, ("<|startoftext|>", "<|endoftext|>"), strict=True)
+    )  # transformers' for them
     vocabulary = {names.get(number, word): number for word, number in own.encoder.items()}
     with tempfile.TemporaryDirectory() as scratch:
-        Path(scratch, "vocab.json").write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
+        Path(scratch, "vocab.json").write_text(
+            json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8"
+        )
         merges = "".join(f"{first} {second}\n" for first, second in own.bpe_ranks)
         Path(scratch, "merges.txt").write_text(f"#version: 0.2\n{merges}", encoding="utf-8")
         return CLIPTokenizer.from_pretrained(scratch)
@@ -308,7 +340,10 @@ def _quiet() -> Iterator[None]:
     """Without transformers' progress bars and notes."""
     from transformers.utils import logging as transformers_logging
 
-    kept, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    kept, bars = (
+        transformers_logging.get_verbosity(),
+        transformers_logging.is_progress_bar_enabled(),
+    )
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
@@ -329,7 +364,9 @@ def _verify(folder: Path, opened: Opened) -> None:
         processor = AutoProcessor.from_pretrained(folder)
     missing = [*found["missing_keys"], *found["unexpected_keys"], *found["mismatched_keys"]]
     if missing:
-        raise UserError(f"transformers {_version()} has no place for '{missing[0]}' of {name}: install another release")
+        raise UserError(
+            f"transformers {_version()} has no place for '{missing[0]}' of {name}: install another release"
+        )
     texts = processor(
         text=PROBE_TEXTS,
         padding="max_length",
@@ -341,7 +378,9 @@ def _verify(folder: Path, opened: Opened) -> None:
     used = texts["attention_mask"].bool()
     for text, ours, theirs, kept in zip(PROBE_TEXTS, tokens, texts["input_ids"], used, strict=True):
         if not torch.equal(ours[kept], theirs[kept]):
-            raise UserError(f"transformers' tokenizer of {name} reads '{text[:20]}' differently from the run's")
+            raise UserError(
+                f"transformers' tokenizer of {name} reads '{text[:20]}' differently from the run's"
+            )
     # Three times as wide as high: two sides are cut off, an even number of pixels, where both libraries cut alike.
     pictures = [_probe_picture(100, 300), _probe_picture(300, 100)]
     transform = evaluation_transform(model)
@@ -349,7 +388,9 @@ def _verify(folder: Path, opened: Opened) -> None:
     pixels = processor(images=pictures, return_tensors="pt")["pixel_values"]
     deviation = torch.tensor(model.visual.preprocess_cfg["std"]).reshape(-1, 1, 1)
     if not ((ours - pixels).abs() * deviation).max() <= PIXEL_TOLERANCE:
-        raise UserError(f"transformers' image processor of {name} gives other pixels than the checkpoint's transform")
+        raise UserError(
+            f"transformers' image processor of {name} gives other pixels than the checkpoint's transform"
+        )
     with torch.no_grad():
         output = loaded.float().eval()(**texts, pixel_values=ours)
         expected = {"image": model.encode_image(ours), "text": model.encode_text(tokens)}
@@ -364,7 +405,9 @@ def _verify(folder: Path, opened: Opened) -> None:
 
 def _probe_picture(height: int, width: int) -> Image.Image:
     """A smooth picture whose four sides differ."""
-    rows, columns = torch.meshgrid(torch.linspace(0, 1, height), torch.linspace(0, 1, width), indexing="ij")
+    rows, columns = torch.meshgrid(
+        torch.linspace(0, 1, height), torch.linspace(0, 1, width), indexing="ij"
+    )
     planes = torch.stack([rows, columns, (rows * 9).sin() * (columns * 7).cos() / 2 + 0.5], dim=-1)
     return Image.fromarray((planes * 255).round().to(torch.uint8).numpy())
 

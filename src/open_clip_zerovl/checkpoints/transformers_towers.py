@@ -34,7 +34,12 @@ import timm.models.vision_transformer as timm_vit
 import torch
 from open_clip.hf_model import ClsLastHiddenStatePooler, ClsPooler, HFTextEncoder
 from open_clip.timm_model import TimmModel
-from open_clip.transformer import QuickGELU, ResidualAttentionBlock, TextTransformer, VisionTransformer
+from open_clip.transformer import (
+    QuickGELU,
+    ResidualAttentionBlock,
+    TextTransformer,
+    VisionTransformer,
+)
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -74,7 +79,11 @@ class PooledVision(nn.Module):
 
     def __init__(self, transformer: Any, preprocess_cfg: dict[str, Any]) -> None:
         super().__init__()
-        self.transformer, self.preprocess_cfg, self.proj = transformer, preprocess_cfg, nn.Identity()
+        self.transformer, self.preprocess_cfg, self.proj = (
+            transformer,
+            preprocess_cfg,
+            nn.Identity(),
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         return self.proj(self.transformer(pixel_values=images).pooler_output)
@@ -95,14 +104,18 @@ def image_tower(model: ClipModel) -> Tower:
     """
     visual: Any = model.visual
     if isinstance(visual, PooledVision):
-        return Tower(_config_of(visual.transformer), _saved(visual.transformer), _linear(visual.proj))
+        return Tower(
+            _config_of(visual.transformer), _saved(visual.transformer), _linear(visual.proj)
+        )
     if isinstance(visual, VisionTransformer):
         _check_native(visual)
         weights = visual.state_dict()
         attention = visual.transformer.resblocks[0].attn.num_heads
         activation = _activation(visual.transformer.resblocks[0].mlp.gelu)
         projection = visual.proj
-        projection = torch.eye(len(visual.ln_post.weight)) if projection is None else projection.detach().T
+        projection = (
+            torch.eye(len(visual.ln_post.weight)) if projection is None else projection.detach().T
+        )
         has_first_norm = isinstance(visual.ln_pre, nn.LayerNorm)
         side, patch = _square(visual.image_size, "images"), _square(visual.patch_size, "patches")
     elif isinstance(visual, TimmModel):
@@ -114,7 +127,10 @@ def image_tower(model: ClipModel) -> Tower:
         attention, activation = trunk.blocks[0].attn.num_heads, _activation(trunk.blocks[0].mlp.act)
         projection = _linear(visual.head.proj) if len(visual.head) else torch.eye(trunk.embed_dim)
         has_first_norm = False
-        side, patch = _square(trunk.patch_embed.img_size, "images"), _square(trunk.patch_embed.patch_size, "patches")
+        side, patch = (
+            _square(trunk.patch_embed.img_size, "images"),
+            _square(trunk.patch_embed.patch_size, "patches"),
+        )
     else:
         refuse(f"its image tower {type(visual).__name__} is not a ViT")
     sizes = {
@@ -151,7 +167,10 @@ def straight_pooler(norm_weight: Tensor, norm_bias: Tensor) -> tuple[dict[str, T
     width = len(norm_weight)
     largest = (math.sqrt(width) * norm_weight.abs() + norm_bias.abs()).max().item()
     factor = 2.0 ** (max(0, math.ceil(math.log2(max(largest, 1e-30)))) + _HEADROOM_BITS)
-    return {"pooler.dense.weight": torch.eye(width) / factor, "pooler.dense.bias": torch.zeros(width)}, factor
+    return {
+        "pooler.dense.weight": torch.eye(width) / factor,
+        "pooler.dense.bias": torch.zeros(width),
+    }, factor
 
 
 def _vit(weights: Mapping[str, Tensor], sizes: Mapping[str, Any], projection: Tensor) -> Tower:
@@ -160,21 +179,29 @@ def _vit(weights: Mapping[str, Tensor], sizes: Mapping[str, Any], projection: Te
     tensors, shape = _transformer(weights, "DINOv2")
     width, inner = shape["hidden_size"], shape.pop("intermediate_size")
     if inner % width:
-        refuse(f"the inner width {inner} of its image tower's MLPs is not a multiple of the width {width}")
+        refuse(
+            f"the inner width {inner} of its image tower's MLPs is not a multiple of the width {width}"
+        )
     tensors["embeddings.patch_embeddings.projection.bias"] = torch.zeros(width)
     tensors["embeddings.mask_token"] = torch.zeros(1, width)
     for number in range(shape["num_hidden_layers"]):
         for part in (1, 2):
-            tensors.setdefault(f"encoder.layer.{number}.layer_scale{part}.lambda1", torch.ones(width))
+            tensors.setdefault(
+                f"encoder.layer.{number}.layer_scale{part}.lambda1", torch.ones(width)
+            )
     return Tower(Dinov2Config(mlp_ratio=inner // width, **shape, **sizes), tensors, projection)
 
 
-def _clip_vision(weights: Mapping[str, Tensor], sizes: Mapping[str, Any], projection: Tensor) -> Tower:
+def _clip_vision(
+    weights: Mapping[str, Tensor], sizes: Mapping[str, Any], projection: Tensor
+) -> Tower:
     from transformers import CLIPVisionConfig
 
     tensors, shape = _transformer(weights, "CLIP")
     named = {f"vision_model.{name}": tensor for name, tensor in tensors.items()}
-    return Tower(CLIPVisionConfig(projection_dim=len(projection), **shape, **sizes), named, projection)
+    return Tower(
+        CLIPVisionConfig(projection_dim=len(projection), **shape, **sizes), named, projection
+    )
 
 
 def _clip_text(text: ClipModel | TextTransformer) -> Tower:
@@ -193,7 +220,9 @@ def _clip_text(text: ClipModel | TextTransformer) -> Tower:
         {
             name: tensor
             for name, tensor in weights.items()
-            if name.startswith(("transformer.", "token_embedding.", "positional_embedding", "ln_final."))
+            if name.startswith(
+                ("transformer.", "token_embedding.", "positional_embedding", "ln_final.")
+            )
         },
         "CLIP",
     )
@@ -215,19 +244,31 @@ def _clip_text(text: ClipModel | TextTransformer) -> Tower:
         pad_token_id=words - 1,
         **shape,
     )
-    return Tower(config, {f"text_model.{name}": tensor for name, tensor in tensors.items()}, matrix.float())
+    return Tower(
+        config, {f"text_model.{name}": tensor for name, tensor in tensors.items()}, matrix.float()
+    )
 
 
 def _hugging_face_text(text: HFTextEncoder) -> Tower:
     kind = text.config.model_type
     if kind not in POOLED_TYPES:
-        refuse(f"its dual encoder takes a text tower with a pooler ({', '.join(POOLED_TYPES)}), and not '{kind}'")
+        refuse(
+            f"its dual encoder takes a text tower with a pooler ({', '.join(POOLED_TYPES)}), and not '{kind}'"
+        )
     if not isinstance(text.pooler, (ClsPooler, ClsLastHiddenStatePooler)):
         name = type(text.pooler).__name__
-        refuse(f"its dual encoder pools the text at the first token, and this model by {name} (hf_pooler_type)")
+        refuse(
+            f"its dual encoder pools the text at the first token, and this model by {name} (hf_pooler_type)"
+        )
     tensors = dict(text.transformer.state_dict())
-    projection = torch.eye(text.config.hidden_size) if isinstance(text.proj, nn.Identity) else _linear(text.proj)
-    trainable = not isinstance(text.pooler, ClsLastHiddenStatePooler) and "pooler.dense.weight" in tensors
+    projection = (
+        torch.eye(text.config.hidden_size)
+        if isinstance(text.proj, nn.Identity)
+        else _linear(text.proj)
+    )
+    trainable = (
+        not isinstance(text.pooler, ClsLastHiddenStatePooler) and "pooler.dense.weight" in tensors
+    )
     if not trainable:
         last = max(int(name.split(".")[2]) for name in tensors if name.startswith("encoder.layer."))
         norm = f"encoder.layer.{last}.output.LayerNorm"
@@ -250,16 +291,22 @@ def _saved(model: Any) -> dict[str, Tensor]:
         return load_file(Path(scratch, "model.safetensors"))
 
 
-def _transformer(weights: Mapping[str, Tensor], layout: str) -> tuple[dict[str, Tensor], dict[str, int]]:
+def _transformer(
+    weights: Mapping[str, Tensor], layout: str
+) -> tuple[dict[str, Tensor], dict[str, int]]:
     """The tensors of an open_clip transformer under the names of a layout, and its sizes as a config has them."""
-    placed, unknown = renamed({name: tensor for name, tensor in weights.items() if name != "proj"}, "open_clip", layout)
+    placed, unknown = renamed(
+        {name: tensor for name, tensor in weights.items() if name != "proj"}, "open_clip", layout
+    )
     if unknown:
         refuse(f"'{unknown[0]}' is not a tensor of a plain block")
     # An attention without biases is one with biases of zero.
     for key in [key for key in placed if key.startswith("encoder.") and key.endswith(".weight")]:
         placed.setdefault(key.removesuffix("weight") + "bias", torch.zeros(len(placed[key])))
     inner, width = weights["transformer.resblocks.0.mlp.c_fc.weight"].shape
-    layers = len({name.split(".")[2] for name in weights if name.startswith("transformer.resblocks.")})
+    layers = len(
+        {name.split(".")[2] for name in weights if name.startswith("transformer.resblocks.")}
+    )
     return placed, {"hidden_size": width, "num_hidden_layers": layers, "intermediate_size": inner}
 
 
@@ -267,7 +314,9 @@ def _check_native(visual: VisionTransformer) -> None:
     if visual.attn_pool is not None:
         refuse("its image tower pools by attention (attentional_pool)")
     if visual.pool_type != "tok":
-        refuse(f"its image tower pools by '{visual.pool_type}', and transformers' at the class token ('tok')")
+        refuse(
+            f"its image tower pools by '{visual.pool_type}', and transformers' at the class token ('tok')"
+        )
     _check_blocks(visual.transformer.resblocks, "image")
 
 
@@ -313,7 +362,9 @@ def _check_timm(trunk: timm_vit.VisionTransformer, visual: TimmModel) -> None:
 def _linear(projection: nn.Module) -> Tensor:
     """The matrix (D, width) of a projection. UserError for an MLP or one with a bias."""
     if not isinstance(projection, nn.Linear):
-        refuse(f"its projection is a {type(projection).__name__} (an MLP), and transformers' is linear")
+        refuse(
+            f"its projection is a {type(projection).__name__} (an MLP), and transformers' is linear"
+        )
     if projection.bias is not None:
         refuse("its projection has a bias, and transformers' has none")
     return projection.weight.detach().float()
@@ -325,14 +376,23 @@ def _activation(module: nn.Module) -> str:
         return "quick_gelu"
     if isinstance(module, nn.GELU):
         return "gelu" if module.approximate == "none" else "gelu_pytorch_tanh"
-    refuse(f"its towers have the activation {type(module).__name__}, and those of transformers a GELU")
+    refuse(
+        f"its towers have the activation {type(module).__name__}, and those of transformers a GELU"
+    )
 
 
 def _norm_epsilon(*modules: nn.Module) -> float:
     """The one epsilon of all LayerNorms."""
-    found = {norm.eps for module in modules for norm in module.modules() if isinstance(norm, nn.LayerNorm)}
+    found = {
+        norm.eps
+        for module in modules
+        for norm in module.modules()
+        if isinstance(norm, nn.LayerNorm)
+    }
     if len(found) != 1:
-        refuse(f"the LayerNorms of a tower have several epsilons ({', '.join(f'{eps:g}' for eps in sorted(found))})")
+        refuse(
+            f"the LayerNorms of a tower have several epsilons ({', '.join(f'{eps:g}' for eps in sorted(found))})"
+        )
     return found.pop()
 
 

@@ -39,13 +39,21 @@ def read_unmerged(checkpoint: Path) -> tuple[dict[str, Tensor], Any]:
     """
     content = _read_content(checkpoint)
     weights = content.get("state_dict", content) if isinstance(content, dict) else None
-    if not isinstance(weights, Mapping) or not weights or not all(isinstance(v, Tensor) for v in weights.values()):
-        raise UserError(f"{checkpoint} holds no 'state_dict' of tensors: give an open_clip training checkpoint")
+    if (
+        not isinstance(weights, Mapping)
+        or not weights
+        or not all(isinstance(v, Tensor) for v in weights.values())
+    ):
+        raise UserError(
+            f"{checkpoint} holds no 'state_dict' of tensors: give an open_clip training checkpoint"
+        )
     plain: dict[str, Tensor] = {}
     for key, tensor in weights.items():
         name = key.replace("_orig_mod.", "").removeprefix("module.")
         if name in plain:
-            raise UserError(f"{checkpoint} holds '{name}' twice, with and without a wrapper's prefix")
+            raise UserError(
+                f"{checkpoint} holds '{name}' twice, with and without a wrapper's prefix"
+            )
         plain[name] = tensor
     return plain, content.get(ENTRY)
 
@@ -64,30 +72,40 @@ def read_entry(checkpoint: str | os.PathLike[str], name: str) -> Any:
 
 def _read_content(checkpoint: Path) -> Any:
     if checkpoint.is_dir():
-        raise UserError(f"{checkpoint} is a folder; give a checkpoint file, such as RUN/checkpoints/epoch_N.pt")
+        raise UserError(
+            f"{checkpoint} is a folder; give a checkpoint file, such as RUN/checkpoints/epoch_N.pt"
+        )
     if not checkpoint.is_file():
         raise UserError(f"checkpoint {checkpoint} does not exist; correct the path")
     _check_kind(checkpoint)
     try:
         # Memory-mapped, so that the optimizer's state (two thirds of the file) is not read; only the zip format can be.
-        return torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(checkpoint))
+        return torch.load(
+            checkpoint, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(checkpoint)
+        )
     except pickle.UnpicklingError as error:
         raise UserError(
             f"{checkpoint} is not a plain checkpoint of tensors and was refused, since loading it could run code: "
             f"{unpickling_reason(error)}"
         ) from error
     except UNREADABLE as error:
-        raise UserError(f"{checkpoint} cannot be loaded, it may be cut short: {first_line(error)}") from error
+        raise UserError(
+            f"{checkpoint} cannot be loaded, it may be cut short: {first_line(error)}"
+        ) from error
 
 
 def _check_kind(checkpoint: Path) -> None:
     """UserError for a file that is not a checkpoint: a text, a picture, a safetensors file without its folder."""
     if checkpoint.suffix == ".safetensors":
-        raise UserError(f"{checkpoint} holds only weights; give the exported folder that contains it")
+        raise UserError(
+            f"{checkpoint} holds only weights; give the exported folder that contains it"
+        )
     try:
         said = no_checkpoint(checkpoint)
     except OSError as error:
-        raise UserError(f"checkpoint {checkpoint} cannot be opened ({error.strerror}); correct the path") from error
+        raise UserError(
+            f"checkpoint {checkpoint} cannot be opened ({error.strerror}); correct the path"
+        ) from error
     if said is not None:
         raise UserError(
             f"{checkpoint} is not a checkpoint: it {said}; give a file that training wrote, such as epoch_N.pt"
@@ -97,7 +115,11 @@ def _check_kind(checkpoint: Path) -> None:
 def unpickling_reason(error: pickle.UnpicklingError) -> str:
     """torch's finding in a file, without the advice to load it unchecked with which the message begins."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    found = [line for line in lines[1:] if not line.startswith(("Please file", "Check the documentation"))]
+    found = [
+        line
+        for line in lines[1:]
+        if not line.startswith(("Please file", "Check the documentation"))
+    ]
     return (found or lines or [type(error).__name__])[0]
 
 
@@ -107,7 +129,10 @@ def no_alarm() -> Iterator[None]:
     root = logging.getLogger()  # open_clip logs there
 
     def keep(record: logging.LogRecord) -> bool:
-        return not any(words in record.getMessage() for words in ("initialized randomly", "no CLIP weights found"))
+        return not any(
+            words in record.getMessage()
+            for words in ("initialized randomly", "no CLIP weights found")
+        )
 
     root.addFilter(keep)
     try:

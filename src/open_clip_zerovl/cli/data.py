@@ -11,7 +11,14 @@ from typing import Any
 
 from open_clip_zerovl.cli.program import Run
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.flags import add_settings, natural, positive, redeclared, seed, settings_from
+from open_clip_zerovl.core.flags import (
+    add_settings,
+    natural,
+    positive,
+    redeclared,
+    seed,
+    settings_from,
+)
 from open_clip_zerovl.prepare.public.download import Limits
 from open_clip_zerovl.prepare.public.gather import Work
 
@@ -46,7 +53,9 @@ def pack(parser: argparse.ArgumentParser) -> Run:
         metavar="NAME=SET::...",
         help="leave out training pictures that are copies of these sets' (as for `data near`)",
     )
-    parser.add_argument("--near-distance", type=natural, metavar="BITS", help=f"with --drop-near: {NEAR_HELP}")
+    parser.add_argument(
+        "--near-distance", type=natural, metavar="BITS", help=f"with --drop-near: {NEAR_HELP}"
+    )
     add_settings(parser, PackSettings)
     add_settings(parser.add_argument_group("columns (default: guessed from their names)"), Columns)
     add_settings(parser.add_argument_group("work"), _PackWork, Limits, without=("part",))
@@ -67,20 +76,28 @@ def pack(parser: argparse.ArgumentParser) -> Run:
 
 
 def _limits(arguments: argparse.Namespace) -> Limits:
-    return settings_from(Limits, arguments, idle_seconds=min(Limits.idle_seconds, arguments.total_seconds))
+    return settings_from(
+        Limits, arguments, idle_seconds=min(Limits.idle_seconds, arguments.total_seconds)
+    )
 
 
 def _exclusions(arguments: argparse.Namespace) -> list[Any]:
     if arguments.drop_near is None:
         if arguments.near_distance is not None:
-            raise UserError("--near-distance needs --drop-near, which names the sets to compare with")
+            raise UserError(
+                "--near-distance needs --drop-near, which names the sets to compare with"
+            )
         return []
     from open_clip_zerovl.prepare.dedup.near import NEAR
     from open_clip_zerovl.prepare.dedup.overlap import near_exclusion
 
     within = NEAR if arguments.near_distance is None else arguments.near_distance
     threads, progress = arguments.threads, arguments.progress
-    return [near_exclusion(arguments.drop_near, arguments.out, within=within, threads=threads, progress=progress)]
+    return [
+        near_exclusion(
+            arguments.drop_near, arguments.out, within=within, threads=threads, progress=progress
+        )
+    ]
 
 
 def _add_dataset(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +112,9 @@ def _add_dataset(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="local annotation files, and folders or zips of pictures (default: fetch them)",
     )
-    parser.add_argument("--shard-size", type=positive, default=10_000, help="rows a shard (default %(default)s)")
+    parser.add_argument(
+        "--shard-size", type=positive, default=10_000, help="rows a shard (default %(default)s)"
+    )
 
 
 def _url_list(name: str, parser: argparse.ArgumentParser) -> Run:
@@ -121,7 +140,12 @@ def _url_list(name: str, parser: argparse.ArgumentParser) -> Run:
 def _annotated(name: str, parser: argparse.ArgumentParser) -> Run:
     """A dataset of annotations and archives of pictures."""
     _add_dataset(parser)
-    parser.add_argument("--seed", type=seed, default=0, help="seed of the order of the samples (default %(default)s)")
+    parser.add_argument(
+        "--seed",
+        type=seed,
+        default=0,
+        help="seed of the order of the samples (default %(default)s)",
+    )
     add_settings(parser, Work, without=("attempts", "part"))
 
     def run(arguments: argparse.Namespace) -> None:
@@ -163,7 +187,9 @@ def index(parser: argparse.ArgumentParser) -> Run:
         metavar="DIR|s3://...",
         help="a source's folder of shards, or a URL that fsspec opens; tables need no count",
     )
-    parser.add_argument("--threads", type=positive, default=8, help="shards at the same time (default %(default)s)")
+    parser.add_argument(
+        "--threads", type=positive, default=8, help="shards at the same time (default %(default)s)"
+    )
 
     def run(arguments: argparse.Namespace) -> None:
         from open_clip_zerovl.core.files import check_writable
@@ -185,10 +211,16 @@ def index(parser: argparse.ArgumentParser) -> Run:
 def check(parser: argparse.ArgumentParser) -> Run:
     """`zerovl data check`."""
     parser.description = f"{parser.description} Exit status 2 if one has a fault."
-    parser.add_argument("folder", metavar="DIR|TABLE", help="a source's folder, or a .csv or .tsv of pairs")
-    parser.add_argument("--hash", action="store_true", help="also compare with the manifest's hashes")
+    parser.add_argument(
+        "folder", metavar="DIR|TABLE", help="a source's folder, or a .csv or .tsv of pairs"
+    )
+    parser.add_argument(
+        "--hash", action="store_true", help="also compare with the manifest's hashes"
+    )
     parser.add_argument("--decode", action="store_true", help="also decode every picture (slow)")
-    parser.add_argument("--threads", type=positive, default=4, help="shards at the same time (default %(default)s)")
+    parser.add_argument(
+        "--threads", type=positive, default=4, help="shards at the same time (default %(default)s)"
+    )
     return _run_check
 
 
@@ -201,7 +233,9 @@ def _run_check(arguments: argparse.Namespace) -> None:
     options = {"threads": arguments.threads, "decode": arguments.decode}
     if (table := find_table(arguments.folder)) is not None:
         if arguments.hash:
-            raise UserError(f"{table} is a table, for which no hashes are kept: check it without --hash")
+            raise UserError(
+                f"{table} is a table, for which no hashes are kept: check it without --hash"
+            )
         result = check_table(table, **options)
     else:
         result = check_shards(arguments.folder, hashes=arguments.hash, **options)
@@ -216,14 +250,28 @@ def near(parser: argparse.ArgumentParser) -> Run:
         "Compare the pictures of sources with those of test sets, and list copies: re-encoded, resized or lightly cropped ones "
         "too."
     )
-    parser.add_argument("data", metavar="NAME=SHARDS::...", help="sources as in --train-data: local shards or tables")
     parser.add_argument(
-        "--test", required=True, metavar="NAME=SET::...", help="sets as for `zerovl retrieval`, or folders of pictures"
+        "data",
+        metavar="NAME=SHARDS::...",
+        help="sources as in --train-data: local shards or tables",
+    )
+    parser.add_argument(
+        "--test",
+        required=True,
+        metavar="NAME=SET::...",
+        help="sets as for `zerovl retrieval`, or folders of pictures",
     )
     parser.add_argument("--split", default="test", help="split of the sets (default %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("near"), metavar="DIR", help="default %(default)s")
+    parser.add_argument(
+        "--out", type=Path, default=Path("near"), metavar="DIR", help="default %(default)s"
+    )
     parser.add_argument("--distance", type=natural, metavar="BITS", help=NEAR_HELP)
-    parser.add_argument("--threads", type=positive, default=4, help="pictures at the same time (default %(default)s)")
+    parser.add_argument(
+        "--threads",
+        type=positive,
+        default=4,
+        help="pictures at the same time (default %(default)s)",
+    )
 
     def run(arguments: argparse.Namespace) -> None:
         from open_clip_zerovl.prepare.dedup.near import NEAR

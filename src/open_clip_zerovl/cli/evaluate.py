@@ -6,7 +6,14 @@ import argparse
 from pathlib import Path
 
 from open_clip_zerovl.cli.program import Run
-from open_clip_zerovl.cli.shared import MODEL, MODELS, add_encoder, encoder_of, encoders_of, name_sides
+from open_clip_zerovl.cli.shared import (
+    MODEL,
+    MODELS,
+    add_encoder,
+    encoder_of,
+    encoders_of,
+    name_sides,
+)
 from open_clip_zerovl.core.flags import add_settings, positive, settings_from
 from open_clip_zerovl.evaluate.settings import (
     BiasSettings,
@@ -39,7 +46,10 @@ def retrieval(parser: argparse.ArgumentParser) -> Run:
     def run(arguments: argparse.Namespace) -> None:
         from open_clip_zerovl.evaluate.retrieval.score import run_retrieval
 
-        settings, files = settings_from(RetrievalSettings, arguments), settings_from(RetrievalFiles, arguments)
+        settings, files = (
+            settings_from(RetrievalSettings, arguments),
+            settings_from(RetrievalFiles, arguments),
+        )
         run_retrieval(encoder_of(arguments, arguments.model), arguments.data, settings, files)
 
     return run
@@ -80,7 +90,10 @@ def linear_probe(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("model", metavar="MODEL", help=MODEL)
     add_encoder(parser, without=("batch_size",))
     parser.add_argument(
-        "--micro-batch", type=positive, default=256, help="images in the tower at once (default %(default)s)"
+        "--micro-batch",
+        type=positive,
+        default=256,
+        help="images in the tower at once (default %(default)s)",
     )
     parser.add_argument(
         "--train",
@@ -89,8 +102,12 @@ def linear_probe(parser: argparse.ArgumentParser) -> Run:
         help="a folder of class folders, webdataset shards (DIR or DIR/{000..099}.tar), or NAME:DIR of cub, food101, pets, "
         "aircraft, places365, inat2021, inat17",
     )
-    parser.add_argument("--test", required=True, metavar="DATA", help="the test set; NAME:DIR takes the test split")
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="results, cached features, state")
+    parser.add_argument(
+        "--test", required=True, metavar="DATA", help="the test set; NAME:DIR takes the test split"
+    )
+    parser.add_argument(
+        "--out", required=True, type=Path, metavar="DIR", help="results, cached features, state"
+    )
     parser.add_argument(
         "--way",
         choices=("paper", "quick"),
@@ -98,7 +115,10 @@ def linear_probe(parser: argparse.ArgumentParser) -> Run:
         help="paper: LARS on augmented images; quick: logistic regression on cached features (default %(default)s)",
     )
     parser.add_argument(
-        "--label", default="cls", metavar="cls|json:FIELD", help="member that holds the class (default %(default)s)"
+        "--label",
+        default="cls",
+        metavar="cls|json:FIELD",
+        help="member that holds the class (default %(default)s)",
     )
     parser.add_argument("--amp", action="store_true", help="run the tower in bf16")
     add_settings(parser, LarsSettings)
@@ -135,14 +155,21 @@ def bias(parser: argparse.ArgumentParser) -> Run:
         metavar="NAME=SHARDS::...",
         help="named sources as --train-data takes them, or retrieval sets; held out",
     )
-    parser.add_argument("--out", type=Path, default=Path("bias"), metavar="DIR", help="default %(default)s")
+    parser.add_argument(
+        "--out", type=Path, default=Path("bias"), metavar="DIR", help="default %(default)s"
+    )
     add_encoder(parser, without=("model_name",))
     add_settings(parser, BiasSettings)
 
     def run(arguments: argparse.Namespace) -> None:
         from open_clip_zerovl.evaluate.bias.commands import run_bias
 
-        run_bias(encoders_of(arguments), arguments.data, settings_from(BiasSettings, arguments), out=arguments.out)
+        run_bias(
+            encoders_of(arguments),
+            arguments.data,
+            settings_from(BiasSettings, arguments),
+            out=arguments.out,
+        )
 
     return run
 
@@ -166,11 +193,17 @@ def compare(parser: argparse.ArgumentParser) -> Run:
         metavar="NAME=SHARDS::...",
         help="held-out pairs of the sources trained on: shards, tables, or retrieval sets",
     )
-    parser.add_argument("--unseen", metavar="NAME=SHARDS::...", help="sources that were in no training")
     parser.add_argument(
-        "--zero-shot-data", metavar="NAME=SET::...", help="labelled sets, whose zero-shot accuracy is compared, too"
+        "--unseen", metavar="NAME=SHARDS::...", help="sources that were in no training"
     )
-    parser.add_argument("--out", type=Path, default=Path("compare"), metavar="DIR", help="default %(default)s")
+    parser.add_argument(
+        "--zero-shot-data",
+        metavar="NAME=SET::...",
+        help="labelled sets, whose zero-shot accuracy is compared, too",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("compare"), metavar="DIR", help="default %(default)s"
+    )
     add_encoder(parser, without=("model_name",))
     add_settings(parser, CompareSettings)
 
@@ -202,7 +235,9 @@ def search(parser: argparse.ArgumentParser) -> Run:
     )
     parser.add_argument("models", nargs="+", metavar="[NAME=]MODEL", help=MODELS)
     parser.add_argument(
-        "data", metavar="DIR", help="a folder of pictures, shards (DIR or DIR/{000..099}.tar), or a CSV"
+        "data",
+        metavar="DIR",
+        help="a folder of pictures, shards (DIR or DIR/{000..099}.tar), or a CSV",
     )
     parser.add_argument("words", metavar="WORDS", help='what to search for; "" with --image alone')
     add_encoder(parser, without=("model_name",))

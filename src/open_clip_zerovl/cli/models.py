@@ -15,7 +15,14 @@ from open_clip_zerovl.checkpoints.encoder_flags import EncoderFlags
 from open_clip_zerovl.cli.program import Run
 from open_clip_zerovl.cli.shared import MODEL, add_encoder, encoder_of, own_model
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.flags import add_settings, flags_of, positive, redeclared, settings_from, share
+from open_clip_zerovl.core.flags import (
+    add_settings,
+    flags_of,
+    positive,
+    redeclared,
+    settings_from,
+    share,
+)
 from open_clip_zerovl.core.lazy import load_open_clip
 from open_clip_zerovl.distill.teacher_flags import TeacherFlags
 from open_clip_zerovl.evaluate.settings import PLAIN_ALPHA, CurveFlags, RetrievalSettings
@@ -30,9 +37,7 @@ def finetune(parser: argparse.ArgumentParser) -> Run:
         "Chooses every setting for a thousand to some million pairs and gives the reasons; trains both towers, keeps the best "
         "epoch on held-out pairs, and interpolates with the weights before (WiSE-FT). The same call continues after a stop."
     )
-    parser.epilog = (
-        "Training flags (zerovl train --help) replace the chosen ones: --set lr=5e-6, or all of them after --."
-    )
+    parser.epilog = "Training flags (zerovl train --help) replace the chosen ones: --set lr=5e-6, or all of them after --."
     parser.add_argument(
         "--from",
         dest="start",
@@ -73,12 +78,16 @@ def finetune(parser: argparse.ArgumentParser) -> Run:
             data=arguments.data,
             out=arguments.out.expanduser().absolute(),
             given={
-                **{flag: str(value) for flag, (default, value) in tuned.items() if value != default},
+                **{
+                    flag: str(value) for flag, (default, value) in tuned.items() if value != default
+                },
                 **parse_settings(arguments.set),
                 **settings_of(arguments.training),
             },
         )
-        run_finetune(request, say=lambda line: print(f"finetune: {line}", file=sys.stderr, flush=True))
+        run_finetune(
+            request, say=lambda line: print(f"finetune: {line}", file=sys.stderr, flush=True)
+        )
 
     return run
 
@@ -89,7 +98,9 @@ def interpolate(parser: argparse.ArgumentParser) -> Run:
         "A model between two models (WiSE-FT): it keeps more of the earlier abilities than the fine-tuned one. "
         "With --data the models along the way are scored and one is chosen. The folder loads in stock open_clip."
     )
-    parser.add_argument("before", metavar="BEFORE", help="the model before fine-tuning, named as for retrieval")
+    parser.add_argument(
+        "before", metavar="BEFORE", help="the model before fine-tuning, named as for retrieval"
+    )
     parser.add_argument("after", metavar="AFTER", help="the model after fine-tuning")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
     parser.add_argument(
@@ -99,7 +110,9 @@ def interpolate(parser: argparse.ArgumentParser) -> Run:
         help=f"0 is BEFORE, 1 is AFTER (default {PLAIN_ALPHA}; with --data it is chosen)",
     )
     curve = parser.add_argument_group("a curve")
-    curve.add_argument("--data", metavar=SETS, help="retrieval sets of the new ability, as for retrieval")
+    curve.add_argument(
+        "--data", metavar=SETS, help="retrieval sets of the new ability, as for retrieval"
+    )
     curve.add_argument("--kept", metavar=SETS, help="retrieval sets of the ability to keep")
     add_settings(curve, CurveFlags)
     add_settings(curve, RetrievalSettings, without=("paper_transform",))
@@ -108,11 +121,16 @@ def interpolate(parser: argparse.ArgumentParser) -> Run:
 
     def run(arguments: argparse.Namespace) -> None:
         from open_clip_zerovl.checkpoints.export import loading_notes
-        from open_clip_zerovl.evaluate.interpolation.interpolate import CurveSettings, run_interpolation
+        from open_clip_zerovl.evaluate.interpolation.interpolate import (
+            CurveSettings,
+            run_interpolation,
+        )
 
         for name in ("kept", "rule"):
             if arguments.data is None and getattr(arguments, name) is not None:
-                raise UserError(f"--{name} needs --data NAME=SET, retrieval sets of the new ability")
+                raise UserError(
+                    f"--{name} needs --data NAME=SET, retrieval sets of the new ability"
+                )
         if arguments.data is not None and arguments.alpha is not None:
             raise UserError(
                 f"--alpha {arguments.alpha:g} does not work with --data, which chooses alpha; give --alphas, or leave one out"
@@ -121,7 +139,11 @@ def interpolate(parser: argparse.ArgumentParser) -> Run:
         if arguments.data is not None:
             retrieval = settings_from(RetrievalSettings, arguments)
             settings = settings_from(
-                CurveSettings, arguments, new=arguments.data, kept=arguments.kept, retrieval=retrieval
+                CurveSettings,
+                arguments,
+                new=arguments.data,
+                kept=arguments.kept,
+                retrieval=retrieval,
             )
         folder = run_interpolation(
             encoder_of(arguments, arguments.before, one_of_several=True),
@@ -138,8 +160,12 @@ def interpolate(parser: argparse.ArgumentParser) -> Run:
 
 
 def _add_writing(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--fp16", action="store_true", help="store the weights in half precision, half the size")
-    parser.add_argument("--force", action="store_true", help="replace an earlier export that is there")
+    parser.add_argument(
+        "--fp16", action="store_true", help="store the weights in half precision, half the size"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="replace an earlier export that is there"
+    )
 
 
 def _show_progress() -> None:
@@ -155,7 +181,11 @@ def _show_progress() -> None:
 
 
 def _print_loading(done: str, folder: Path, notes: list[str]) -> None:
-    print(f"{done}. Load it with open_clip.create_model_and_transforms('local-dir:{folder}').", *notes, sep="\n")
+    print(
+        f"{done}. Load it with open_clip.create_model_and_transforms('local-dir:{folder}').",
+        *notes,
+        sep="\n",
+    )
 
 
 def export(parser: argparse.ArgumentParser) -> Run:
@@ -171,20 +201,39 @@ def export(parser: argparse.ArgumentParser) -> Run:
     )
     parser.add_argument("out", type=Path, metavar="DIR", help="folder to write")
     parser.add_argument(
-        "--format", choices=("open_clip", "transformers"), default="open_clip", help="default %(default)s"
+        "--format",
+        choices=("open_clip", "transformers"),
+        default="open_clip",
+        help="default %(default)s",
     )
-    parser.add_argument("--model", help="the model's name, if no params.txt beside the checkpoint names it")
-    parser.add_argument("--model-config", metavar="FILE.json", help="one's own model, if params.txt does not find it")
     parser.add_argument(
-        "--text-model", metavar="DIR", help="folder of the HF text tower, if params.txt does not name it"
+        "--model", help="the model's name, if no params.txt beside the checkpoint names it"
     )
-    parser.add_argument("--license", metavar="NAME", help="licence in the model card: mit, apache-2.0, cc-by-4.0, ...")
+    parser.add_argument(
+        "--model-config",
+        metavar="FILE.json",
+        help="one's own model, if params.txt does not find it",
+    )
+    parser.add_argument(
+        "--text-model",
+        metavar="DIR",
+        help="folder of the HF text tower, if params.txt does not name it",
+    )
+    parser.add_argument(
+        "--license",
+        metavar="NAME",
+        help="licence in the model card: mit, apache-2.0, cc-by-4.0, ...",
+    )
     parser.add_argument(
         "--push-to-hub",
         metavar="REPO",
         help="then push the folder to NAMESPACE/NAME on the Hugging Face hub, in one commit",
     )
-    parser.add_argument("--private", action="store_true", help="make the repository a private one, if it is not there")
+    parser.add_argument(
+        "--private",
+        action="store_true",
+        help="make the repository a private one, if it is not there",
+    )
     _add_writing(parser)
     return _run_export
 
@@ -209,7 +258,9 @@ def _run_export(arguments: argparse.Namespace) -> None:
         from open_clip_zerovl.checkpoints.transformers_folder import export_transformers
 
         folder = export_transformers(arguments.checkpoint, arguments.out, **common)
-        print(f"Exported. Load it with transformers.AutoModel.from_pretrained('{folder}') and AutoProcessor.")
+        print(
+            f"Exported. Load it with transformers.AutoModel.from_pretrained('{folder}') and AutoProcessor."
+        )
     else:
         from open_clip_zerovl.checkpoints.export import export_local_dir, loading_notes
 
@@ -229,12 +280,18 @@ def convert(parser: argparse.ArgumentParser) -> Run:
         "Write a checkpoint of the paper's released code, or of open_clip's training, as a local-dir: folder for "
         "open_clip.create_model_and_transforms."
     )
-    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="the released .pth, or an epoch_N.pt")
+    parser.add_argument(
+        "checkpoint", type=Path, metavar="CKPT", help="the released .pth, or an epoch_N.pt"
+    )
     parser.add_argument("out_dir", type=Path, metavar="DIR", help="folder to write")
     parser.add_argument(
-        "--image-model", metavar="NAME", help="timm's name of the ViT: vit_base_patch16_224.augreg_in21k"
+        "--image-model",
+        metavar="NAME",
+        help="timm's name of the ViT: vit_base_patch16_224.augreg_in21k",
     )
-    parser.add_argument("--text-model", metavar="NAME_OR_DIR", help="the HF text tower: its config and tokenizer")
+    parser.add_argument(
+        "--text-model", metavar="NAME_OR_DIR", help="the HF text tower: its config and tokenizer"
+    )
     parser.add_argument(
         "--image-size",
         type=positive,
@@ -248,16 +305,22 @@ def convert(parser: argparse.ArgumentParser) -> Run:
         help="mean and deviation: imagenet for the released 14M weights, half (0.5) for 100M (default %(default)s)",
     )
     parser.add_argument(
-        "--verify", action="store_true", help="compare embeddings with the checkpoint's own towers (1e-5)"
+        "--verify",
+        action="store_true",
+        help="compare embeddings with the checkpoint's own towers (1e-5)",
     )
-    parser.add_argument("--force", action="store_true", help="replace an earlier export that is there")
+    parser.add_argument(
+        "--force", action="store_true", help="replace an earlier export that is there"
+    )
 
     def run(arguments: argparse.Namespace) -> None:
         _show_progress()
         from open_clip_zerovl.checkpoints.convert import convert_checkpoint
         from open_clip_zerovl.checkpoints.export import loading_notes
 
-        folder = convert_checkpoint(**vars(arguments))  # the names of its flags are those of its arguments
+        folder = convert_checkpoint(
+            **vars(arguments)
+        )  # the names of its flags are those of its arguments
         _print_loading(f"Converted{', verified' * arguments.verify}", folder, loading_notes(folder))
 
     return run
@@ -270,8 +333,15 @@ def teacher(parser: argparse.ArgumentParser) -> Run:
         "Training with --teacher DIR shows the same views and distils from the embeddings. Give the augmentation and the image "
         "size of the training to come. A call that was stopped continues when it is made again."
     )
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="teachers, each as for retrieval")
-    parser.add_argument("--train-data", required=True, metavar="NAME=SHARDS::...", help="named sources, as in training")
+    parser.add_argument(
+        "models", nargs="+", metavar="MODEL", help="teachers, each as for retrieval"
+    )
+    parser.add_argument(
+        "--train-data",
+        required=True,
+        metavar="NAME=SHARDS::...",
+        help="named sources, as in training",
+    )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
     add_settings(parser, TeacherFlags)
     add_settings(parser, EncoderFlags, without=("model_name", "text_model"))
@@ -281,7 +351,9 @@ def teacher(parser: argparse.ArgumentParser) -> Run:
         from open_clip_zerovl.distill.embed import TeacherSettings, embed_sources
 
         encoders = [settings_from(Encoder, arguments, model=model) for model in arguments.models]
-        embed_sources(arguments.train_data, encoders, arguments.out, settings_from(TeacherSettings, arguments))
+        embed_sources(
+            arguments.train_data, encoders, arguments.out, settings_from(TeacherSettings, arguments)
+        )
 
     return run
 
@@ -300,7 +372,10 @@ def cluster(parser: argparse.ArgumentParser) -> Run:
     )
     parser.add_argument("model", metavar="MODEL", help=MODEL)
     parser.add_argument(
-        "--data", required=True, metavar="NAME=SHARDS", help="one source, as in --train-data: shards or a table"
+        "--data",
+        required=True,
+        metavar="NAME=SHARDS",
+        help="one source, as in --train-data: shards or a table",
     )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
     add_settings(parser, ClusterSettings)
@@ -309,7 +384,10 @@ def cluster(parser: argparse.ArgumentParser) -> Run:
     def run(arguments: argparse.Namespace) -> None:
         from open_clip_zerovl.prepare.clusters.splitting import cluster_source
 
-        encoder, settings = encoder_of(arguments, arguments.model), settings_from(ClusterSettings, arguments)
+        encoder, settings = (
+            encoder_of(arguments, arguments.model),
+            settings_from(ClusterSettings, arguments),
+        )
         cluster_source(arguments.data, encoder, arguments.out, settings)
 
     return run
@@ -337,13 +415,20 @@ def doctor(parser: argparse.ArgumentParser) -> Run:
         "One page to paste into an issue: versions and supported ranges, a forward pass and a DGA step on every device, "
         "process groups, memory and limits. Exit status 1 where something is wrong."
     )
-    parser.add_argument("--logs", default="logs", metavar="DIR", help="where runs would be kept (default %(default)s)")
+    parser.add_argument(
+        "--logs",
+        default="logs",
+        metavar="DIR",
+        help="where runs would be kept (default %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="the findings as JSON")
 
     def run(arguments: argparse.Namespace) -> int:
         from open_clip_zerovl.plan.doctor import examine, page
 
-        print("zerovl doctor: checking packages, devices and limits ...", file=sys.stderr, flush=True)
+        print(
+            "zerovl doctor: checking packages, devices and limits ...", file=sys.stderr, flush=True
+        )
         findings = examine(arguments.logs)
         if arguments.json:
             print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))
@@ -361,14 +446,16 @@ def align(parser: argparse.ArgumentParser) -> Run:
         "epochs of matrix products. The same call continues after a stop."
     )
     image = "timm:NAME or a folder of timm's, an exported folder, a checkpoint, NAME/TAG; several are compared"
-    text = (
-        "hf:NAME or a folder (transformers, sentence-transformers), an exported folder, a checkpoint, NAME/TAG; several"
-    )
+    text = "hf:NAME or a folder (transformers, sentence-transformers), an exported folder, a checkpoint, NAME/TAG; several"
     parser.add_argument("--image", action="append", required=True, metavar="ENCODER", help=image)
     parser.add_argument("--text", action="append", required=True, metavar="ENCODER", help=text)
-    parser.add_argument("--data", required=True, metavar="DIR|NAME=SHARDS::...", help="pairs, as for finetune")
     parser.add_argument(
-        "--retrieval-data", metavar=SETS, help="held-out pairs in CLIP_benchmark's layout (default: as for finetune)"
+        "--data", required=True, metavar="DIR|NAME=SHARDS::...", help="pairs, as for finetune"
+    )
+    parser.add_argument(
+        "--retrieval-data",
+        metavar=SETS,
+        help="held-out pairs in CLIP_benchmark's layout (default: as for finetune)",
     )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
     add_settings(parser, AlignFlags)
@@ -379,7 +466,9 @@ def align(parser: argparse.ArgumentParser) -> Run:
         from open_clip_zerovl.finetune.data import find_data
 
         found = find_data(arguments.data)
-        held_out = arguments.retrieval_data if arguments.retrieval_data is not None else found.held_out
+        held_out = (
+            arguments.retrieval_data if arguments.retrieval_data is not None else found.held_out
+        )
         run_align(
             settings_from(
                 AlignRequest,

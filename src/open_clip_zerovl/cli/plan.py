@@ -36,7 +36,9 @@ def run_plan(words: Sequence[str]) -> int:
 
     as_json = values.pop("json")
     settings = PlanSettings(**values)
-    plan = make_plan(settings, say=lambda line: print(f"zerovl plan: {line} ...", file=sys.stderr, flush=True))
+    plan = make_plan(
+        settings, say=lambda line: print(f"zerovl plan: {line} ...", file=sys.stderr, flush=True)
+    )
     print(json.dumps(plan.as_dict(), indent=1) if as_json else report(plan))
     return 1 if plan.data.missing else 0
 
@@ -62,12 +64,16 @@ def parse_plan(argv: Sequence[str]) -> dict[str, Any]:
     if rest and not _is_flag(rest[0]):
         raise UserError(f"unexpected argument {rest[0]!r}; write it as --flag value")
     values = {name: value for name, value in values_of(known).items() if value is not None}
-    reasons = {each.option: each.planned for each in flags_of(AllFlags) if isinstance(each.planned, str)}
+    reasons = {
+        each.option: each.planned for each in flags_of(AllFlags) if isinstance(each.planned, str)
+    }
     passed_over = dict.fromkeys(word.partition("=")[0] for word in rest if _is_flag(word))
     check_known([*passed_over], [each.option for each in flags_of(AllFlags)], "zerovl train --help")
     if known.model is None:
         raise UserError("--model is required; `zerovl plan --help` lists the flags")
-    values["passed_over"] = tuple(f"{flag} ({reasons[flag]})" if flag in reasons else flag for flag in passed_over)
+    values["passed_over"] = tuple(
+        f"{flag} ({reasons[flag]})" if flag in reasons else flag for flag in passed_over
+    )
     if "effective_batch" in values:
         values.setdefault("dga_retain", "auto")  # B, K and R are chosen together
     patch_dropout = values.pop("force_patch_dropout", None)

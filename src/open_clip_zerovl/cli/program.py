@@ -22,44 +22,95 @@ Run = Callable[[argparse.Namespace], int | None]
 # Group -> command -> (module of this room and function that defines it, its line in the list).
 COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "every day": {
-        "data pack": ("data:pack", "your own pairs: a folder, CSV, JSON lines, parquet, tars or addresses, as shards"),
+        "data pack": (
+            "data:pack",
+            "your own pairs: a folder, CSV, JSON lines, parquet, tars or addresses, as shards",
+        ),
         "train": (
             "train:become_training",
             "train a model: the flags of python -m training.main, a process a GPU",
         ),
-        "align": ("models:align", "a retrieval model from two frozen encoders: heads on stored features"),
-        "finetune": ("models:finetune", "fine-tune a model on your own pairs without losing its earlier abilities"),
+        "align": (
+            "models:align",
+            "a retrieval model from two frozen encoders: heads on stored features",
+        ),
+        "finetune": (
+            "models:finetune",
+            "fine-tune a model on your own pairs without losing its earlier abilities",
+        ),
         "retrieval": ("evaluate:retrieval", "recall@1/5/10 and RSUM of a model on retrieval sets"),
         "zero-shot": (
             "evaluate:zero_shot",
             "accuracy of a model that classifies pictures by the names of their classes",
         ),
-        "search": ("evaluate:search", "the pictures of a folder that are nearest to a text or to a picture"),
-        "export": ("models:export", "a training checkpoint as a folder that stock open_clip or transformers loads"),
+        "search": (
+            "evaluate:search",
+            "the pictures of a folder that are nearest to a text or to a picture",
+        ),
+        "export": (
+            "models:export",
+            "a training checkpoint as a folder that stock open_clip or transformers loads",
+        ),
     },
     "understand": {
-        "plan": ("plan:run_plan", "data, memory, time and disk of a training run, before it starts"),
-        "doctor": ("models:doctor", "whether versions, devices and limits here are fit for training"),
-        "compare": ("evaluate:compare", "models on the same held-out pairs: retrieval, source probe, intervals"),
+        "plan": (
+            "plan:run_plan",
+            "data, memory, time and disk of a training run, before it starts",
+        ),
+        "doctor": (
+            "models:doctor",
+            "whether versions, devices and limits here are fit for training",
+        ),
+        "compare": (
+            "evaluate:compare",
+            "models on the same held-out pairs: retrieval, source probe, intervals",
+        ),
         "bias": ("evaluate:bias", "how much of their sources models have learned, side by side"),
-        "linear-probe": ("evaluate:linear_probe", "accuracy of a linear classifier on the frozen image tower"),
-        "report": ("models:report", "a training run as one page: losses, retrieval, lost samples, settings"),
+        "linear-probe": (
+            "evaluate:linear_probe",
+            "accuracy of a linear classifier on the frozen image tower",
+        ),
+        "report": (
+            "models:report",
+            "a training run as one page: losses, retrieval, lost samples, settings",
+        ),
     },
     "research": {
-        "cluster": ("models:cluster", "split one source into k-means clusters, each a source of its own (A.6)"),
-        "teacher": ("models:teacher", "embed the training data once by frozen teachers, for training with --teacher"),
-        "interpolate": ("models:interpolate", "weights between a model before and after fine-tuning"),
-        "convert": ("models:convert", "the paper's released checkpoint as a folder that stock open_clip loads"),
+        "cluster": (
+            "models:cluster",
+            "split one source into k-means clusters, each a source of its own (A.6)",
+        ),
+        "teacher": (
+            "models:teacher",
+            "embed the training data once by frozen teachers, for training with --teacher",
+        ),
+        "interpolate": (
+            "models:interpolate",
+            "weights between a model before and after fine-tuning",
+        ),
+        "convert": (
+            "models:convert",
+            "the paper's released checkpoint as a folder that stock open_clip loads",
+        ),
         "data sbu": ("data:sbu", "SBU Captioned Photos, from its list of addresses"),
-        "data cc3m": ("data:cc3m", "Conceptual Captions 3M, from Train_GCC-training.tsv (--source)"),
+        "data cc3m": (
+            "data:cc3m",
+            "Conceptual Captions 3M, from Train_GCC-training.tsv (--source)",
+        ),
         "data cc12m": ("data:cc12m", "Conceptual 12M, from cc12m.tsv"),
         "data vg": ("data:vg", "Visual Genome: five largest regions' phrases an image"),
         "data coco": ("data:coco", "MS-COCO with Karpathy's splits"),
         "data f30k": ("data:f30k", "Flickr30K with Karpathy's splits (--source)"),
-        "data report": ("data:report", "the sources and retrieval sets in folders, with their counts"),
+        "data report": (
+            "data:report",
+            "the sources and retrieval sets in folders, with their counts",
+        ),
         "data index": ("data:index", "count the samples of existing shards into sizes.json"),
         "data check": ("data:check", "read every sample of every shard, or every row of a table"),
-        "data near": ("data:near", "training pictures that are in a test set, found by perceptual hashes"),
+        "data near": (
+            "data:near",
+            "training pictures that are in a test set, found by perceptual hashes",
+        ),
     },
 }
 #: Commands that show nothing of their own before they have imported torch and open_clip, which takes some seconds.
@@ -78,7 +129,10 @@ SILENT = (
     "teacher",
     "zero-shot",
 )
-TAKE_WORDS = ("train", "plan")  # their flags are those of training, for which they have parsers of their own
+TAKE_WORDS = (
+    "train",
+    "plan",
+)  # their flags are those of training, for which they have parsers of their own
 ALL = {name: command for group in COMMANDS.values() for name, command in group.items()}
 
 
@@ -99,7 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except Exception as error:
         sentence = sentence_of(error)
-        if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith(("open_clip_zerovl", "training")):
+        if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith(
+            ("open_clip_zerovl", "training")
+        ):
             sentence = f"the package {error.name} is not installed here; `zerovl doctor` lists what this program needs"
         if sentence is None:
             raise
@@ -152,18 +208,31 @@ def find_command(words: Sequence[str]) -> tuple[str, list[str]]:
         known = [one.removeprefix(prefix) for one in ALL if one.startswith(prefix)]
         near = next((one for one in known if one.split()[-1] == word), None) or nearest(word, known)
         sentence = f"there is no command '{word}'; "
-        sentence += f"did you mean `zerovl {prefix}{near}`?" if near else f"`{program} --help` lists the commands"
+        sentence += (
+            f"did you mean `zerovl {prefix}{near}`?"
+            if near
+            else f"`{program} --help` lists the commands"
+        )
     print(f"zerovl: error: {sentence}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def command_list(prefix: str = "") -> str:
     """The text of `zerovl --help`, or of the commands that begin with a prefix."""
-    lines = [f"usage: zerovl {prefix}COMMAND ... | zerovl {prefix}COMMAND --help | zerovl --version", ""]
-    lines += ["open_clip training with the ZeroVL recipe, and data, evaluation and export around it."]
+    lines = [
+        f"usage: zerovl {prefix}COMMAND ... | zerovl {prefix}COMMAND --help | zerovl --version",
+        "",
+    ]
+    lines += [
+        "open_clip training with the ZeroVL recipe, and data, evaluation and export around it."
+    ]
     for title, group in COMMANDS.items():
         shown = {name: line for name, (_, line) in group.items() if name.startswith(prefix)}
-        lines += ["", f"{title}:", *(f"  {name:14}{line}" for name, line in shown.items())] if shown else []
+        lines += (
+            ["", f"{title}:", *(f"  {name:14}{line}" for name, line in shown.items())]
+            if shown
+            else []
+        )
     return "\n".join(lines)
 
 

@@ -19,15 +19,21 @@ MODEL = "an exported folder, local-dir:/abs/folder, a training checkpoint (.pt),
 MODELS = "exported folders, training checkpoints, NAME/pretrained"
 
 
-def add_encoder(parser: argparse.ArgumentParser, flags: type = EncoderFlags, without: tuple[str, ...] = ()) -> None:
+def add_encoder(
+    parser: argparse.ArgumentParser, flags: type = EncoderFlags, without: tuple[str, ...] = ()
+) -> None:
     """Add the flags of a command's encoders."""
     parser.add_argument(
-        "--model-config", metavar="FILE.json", help="one's own model of a checkpoint without params.txt, as in training"
+        "--model-config",
+        metavar="FILE.json",
+        help="one's own model of a checkpoint without params.txt, as in training",
     )
     add_settings(parser, flags, without=without)
 
 
-def encoder_of(arguments: argparse.Namespace, model: str, *, one_of_several: bool = False) -> Encoder:
+def encoder_of(
+    arguments: argparse.Namespace, model: str, *, one_of_several: bool = False
+) -> Encoder:
     """The encoder of a model with a command's flags.
 
     Args:
@@ -46,7 +52,8 @@ def encoder_of(arguments: argparse.Namespace, model: str, *, one_of_several: boo
 def encoders_of(arguments: argparse.Namespace) -> dict[str, Encoder]:
     """The encoders of a command's models, by the names that these have: [NAME=]MODEL."""
     return {
-        name: encoder_of(arguments, model, one_of_several=True) for name, model in name_models(arguments.models).items()
+        name: encoder_of(arguments, model, one_of_several=True)
+        for name, model in name_models(arguments.models).items()
     }
 
 
@@ -76,7 +83,9 @@ def name_models(models: Sequence[str]) -> dict[str, str]:
             place = Path(path.removeprefix("local-dir:"))
             name = place.parent.parent.name if place.parent.name == "checkpoints" else place.stem
         if not name or not path or name in named:
-            raise UserError(f"model {entry!r} needs a name of its own; write NAME={path or 'MODEL'}")
+            raise UserError(
+                f"model {entry!r} needs a name of its own; write NAME={path or 'MODEL'}"
+            )
         named[name] = path
     return named
 

@@ -48,6 +48,8 @@ def take_gpus(words: Sequence[str]) -> tuple[int | None, list[str]]:
             continue
         value = value if has_value else left.pop(0) if left else ""
         if not value.isdecimal() or int(value) < 1:
-            raise UserError(f"{_GPUS} {value}".strip() + ": give the number of processes, 1 or more")
+            raise UserError(
+                f"{_GPUS} {value}".strip() + ": give the number of processes, 1 or more"
+            )
         gpus = int(value)
     return gpus, rest

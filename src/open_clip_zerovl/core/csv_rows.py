@@ -66,13 +66,20 @@ class CsvRows:
             self._taken.clear()
             odd, fields = "", []
             raw = self._waiting.popleft() if self._waiting else self.file.readline()
-            if self.width and b'"' not in raw and raw.find(b"\r", 0, -2) < 0 and 0 < len(raw) < _PLAIN_LINE_BYTES:
+            if (
+                self.width
+                and b'"' not in raw
+                and raw.find(b"\r", 0, -2) < 0
+                and 0 < len(raw) < _PLAIN_LINE_BYTES
+            ):
                 # Nearly every line. The csv module takes three times as long.
                 fields = as_it_stands(raw.decode("utf-8", "surrogateescape"), self.separator)
                 if fields != [""]:
                     more = any(fields[self.width :])
                     length = 0 if more else len(raw)
-                    yield CsvRow(offset, length, line, fields, "more fields than the header" if more else "")
+                    yield CsvRow(
+                        offset, length, line, fields, "more fields than the header" if more else ""
+                    )
                 offset, line = offset + len(raw), line + 1
                 continue
             self._waiting.appendleft(raw)
@@ -108,7 +115,10 @@ class CsvRows:
         """The lines that the csv reader takes, kept in `_taken`."""
         while line := self._waiting.popleft() if self._waiting else self.file.readline():
             self._taken.append(line)
-            if len(self._taken) > _LONGEST_ROW_LINES or sum(map(len, self._taken)) > _LONGEST_ROW_BYTES:
+            if (
+                len(self._taken) > _LONGEST_ROW_LINES
+                or sum(map(len, self._taken)) > _LONGEST_ROW_BYTES
+            ):
                 raise _TooLong
             yield self._text(-1)
 
@@ -119,12 +129,17 @@ class CsvRows:
 
     def _has_stray_quote(self) -> bool:
         """True if a row of several lines is several rows: its first line and another one each have all fields."""
-        lines = [as_it_stands(self._text(index), self.separator) for index in range(len(self._taken))]
+        lines = [
+            as_it_stands(self._text(index), self.separator) for index in range(len(self._taken))
+        ]
         if len(lines) == 1 or not self.width or len(lines[0]) != self.width:
             return False
         return any(
             len(fields) == self.width
-            and (fields[self.image].lower().endswith(self.pictures) or not any('"' in field for field in fields))
+            and (
+                fields[self.image].lower().endswith(self.pictures)
+                or not any('"' in field for field in fields)
+            )
             for fields in lines[1:]
         )
 

@@ -26,7 +26,9 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(mark if mark.isprintable() else mark.encode("unicode_escape").decode() for mark in text)
+    return "".join(
+        mark if mark.isprintable() else mark.encode("unicode_escape").decode() for mark in text
+    )
 
 
 # Errors of files, folders and disks that a person can mend -> how.
@@ -72,9 +74,7 @@ def sentence_of(error: BaseException) -> str | None:
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for it
         return f"the device's memory is full ({first_line}); lower the batch size"
     if isinstance(error, MemoryError) or any(words in first_line for words in _NO_MEMORY):
-        return (
-            f"the machine's memory is full{f' ({first_line})' if first_line else ''}; lower the batch size or --workers"
-        )
+        return f"the machine's memory is full{f' ({first_line})' if first_line else ''}; lower the batch size or --workers"
     if isinstance(error, OSError):
         return place_sentence(error) or f"{type(error).__name__}: {first_line}"
     return None
@@ -87,7 +87,9 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), None)
 
 
-def argparse_sentence(message: str, flags: Iterable[str], help_command: str, *, lists: str = "flags") -> str:
+def argparse_sentence(
+    message: str, flags: Iterable[str], help_command: str, *, lists: str = "flags"
+) -> str:
     """One sentence for argparse's message: for an unknown flag with the nearest known one.
 
     Args:
@@ -103,7 +105,9 @@ def argparse_sentence(message: str, flags: Iterable[str], help_command: str, *, 
     if not word.startswith("-"):
         return f"unexpected argument {word!r}; write it as --flag value"
     near = nearest(word, flags)
-    return f"there is no flag {word}; " + (f"did you mean {near}?" if near else f"`{help_command}` lists the {lists}")
+    return f"there is no flag {word}; " + (
+        f"did you mean {near}?" if near else f"`{help_command}` lists the {lists}"
+    )
 
 
 def first_line(error: BaseException) -> str:

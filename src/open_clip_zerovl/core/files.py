@@ -46,7 +46,9 @@ UNREADABLE = (
     tokenize.TokenError,  # of numpy, on a damaged header
 )
 
-SCRATCH_LOCK = "lock"  # in a temporary folder; held by the process that made it, as long as it lives
+SCRATCH_LOCK = (
+    "lock"  # in a temporary folder; held by the process that made it, as long as it lives
+)
 
 
 @contextlib.contextmanager
@@ -146,7 +148,12 @@ def save_atomically(content: Any, path: str | os.PathLike[str], **options: Any) 
 
 
 def lock_file(
-    path: str | os.PathLike[str], *, shared: bool = False, wait: bool = True, create: bool = False, forked: bool = True
+    path: str | os.PathLike[str],
+    *,
+    shared: bool = False,
+    wait: bool = True,
+    create: bool = False,
+    forked: bool = True,
 ) -> int | None:
     """A descriptor of a file that holds a lock on it, until the descriptor is closed or the process ends, in whatever way.
 
@@ -165,7 +172,9 @@ def lock_file(
     kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
     while True:
         try:
-            descriptor = os.open(path, os.O_RDONLY if shared else os.O_RDWR | (os.O_CREAT if create else 0), 0o666)
+            descriptor = os.open(
+                path, os.O_RDONLY if shared else os.O_RDWR | (os.O_CREAT if create else 0), 0o666
+            )
         except FileNotFoundError:
             if create:  # its folder is absent
                 raise
@@ -186,7 +195,9 @@ def lock_file(
 
 
 @contextlib.contextmanager
-def locked(folder: str | os.PathLike[str], *, name: str = "lock", busy: str | None = None) -> Iterator[None]:
+def locked(
+    folder: str | os.PathLike[str], *, name: str = "lock", busy: str | None = None
+) -> Iterator[None]:
     """One process at a time in the block; the folder is made if absent. The lock ends with the process that holds it.
 
     Args:
@@ -248,7 +259,11 @@ def regular_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file but a pipe, a device or a folder", os.fspath(path))
+            raise OSError(
+                errno.EINVAL,
+                "it is not a regular file but a pipe, a device or a folder",
+                os.fspath(path),
+            )
         yield file
 
 

@@ -118,7 +118,9 @@ class Flag:
 
     def given_as(self, value: Any) -> str:
         """The option with which a person gives this value: the switch, if it is the switch's value."""
-        return self.option if self.switch is None or self.switch.value != value else self.switch.option
+        return (
+            self.option if self.switch is None or self.switch.value != value else self.switch.option
+        )
 
 
 def flag(
@@ -162,16 +164,25 @@ def flags_of(section: type) -> tuple[Flag, ...]:
             continue
         kinds = [kind for kind in _alternatives(hints[each.name]) if kind is not type(None)]
         words = typing.get_args(kinds[0])
-        several = typing.get_origin(kinds[0]) is tuple and words[-1] is ... and declared["nargs"] is None
+        several = (
+            typing.get_origin(kinds[0]) is tuple and words[-1] is ... and declared["nargs"] is None
+        )
         inner = words[0] if typing.get_origin(kinds[0]) is tuple else kinds[0]
         default = {} if each.default is dataclasses.MISSING else each.default
-        named = {"option": declared["option"] or "--" + each.name.replace("_", "-"), "kind": declared["kind"] or inner}
+        named = {
+            "option": declared["option"] or "--" + each.name.replace("_", "-"),
+            "kind": declared["kind"] or inner,
+        }
         found.append(Flag(each.name, default=default, several=several, **{**declared, **named}))
     return tuple(found)
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+    return (
+        typing.get_args(hint)
+        if typing.get_origin(hint) in (types.UnionType, typing.Union)
+        else (hint,)
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -206,7 +217,9 @@ def seed(text: str) -> int:
     """A seed that every generator takes: 0 to 2^32 - 1."""
     value = _whole(text, 0)
     if value >= 1 << 32:
-        raise argparse.ArgumentTypeError(f"{text} is too large for a seed; give 0 to {(1 << 32) - 1}")
+        raise argparse.ArgumentTypeError(
+            f"{text} is too large for a seed; give 0 to {(1 << 32) - 1}"
+        )
     return value
 
 
@@ -256,7 +269,9 @@ def key_value(text: str) -> tuple[str, Any]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def add_flags(parser: argparse.ArgumentParser, sections: Sequence[type], *, plan: bool = False) -> None:
+def add_flags(
+    parser: argparse.ArgumentParser, sections: Sequence[type], *, plan: bool = False
+) -> None:
     """Add the flags of some sections, one group each.
 
     Args:
@@ -272,7 +287,9 @@ def add_flags(parser: argparse.ArgumentParser, sections: Sequence[type], *, plan
             _add(group, each, None if plan and each.kind is not bool else each.default)
 
 
-def add_settings(parser: argparse._ActionsContainer, *sections: type, without: Sequence[str] = ()) -> None:
+def add_settings(
+    parser: argparse._ActionsContainer, *sections: type, without: Sequence[str] = ()
+) -> None:
     """Add the flags of settings to the parser of a command; `settings_from` reads them."""
     for section in sections:
         for each in flags_of(section):
@@ -291,18 +308,33 @@ def _add(group: argparse._ActionsContainer, each: Flag, default: Any) -> None:
         help_text += f" (default {each.default})"
     options: dict[str, Any] = {"help": help_text or None, "default": default, "dest": each.name}
     if each.kind is bool:
-        group.add_argument(each.option, action="store_false" if each.default else "store_true", **options)
+        group.add_argument(
+            each.option, action="store_false" if each.default else "store_true", **options
+        )
         return
     if each.several:
         options |= {"action": "append", "default": [] if default == () else default}
-    metavar = each.metavar or (None if each.choices else each.option.strip("-").replace("-", "_").upper())
-    group.add_argument(each.option, type=each.kind, choices=each.choices, metavar=metavar, nargs=each.nargs, **options)
+    metavar = each.metavar or (
+        None if each.choices else each.option.strip("-").replace("-", "_").upper()
+    )
+    group.add_argument(
+        each.option,
+        type=each.kind,
+        choices=each.choices,
+        metavar=metavar,
+        nargs=each.nargs,
+        **options,
+    )
 
 
 def settings_from(section: type[Settings], parsed: argparse.Namespace, **more: Any) -> Settings:
     """The settings whose flags `add_settings` has added; `more` are further fields, by name."""
     declared: Any = section
-    values = {each.name: getattr(parsed, each.name) for each in flags_of(declared) if hasattr(parsed, each.name)}
+    values = {
+        each.name: getattr(parsed, each.name)
+        for each in flags_of(declared)
+        if hasattr(parsed, each.name)
+    }
     for each in flags_of(declared):
         if each.kind is key_value and each.name in values:
             values[each.name] = dict(values[each.name])

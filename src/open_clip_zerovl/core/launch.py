@@ -22,7 +22,9 @@ from pathlib import Path
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.processes import PREEMPTED_STATUS, end_with_parent
 
-PROCESSES = "--processes"  # the first words of training/main.py: --processes N --, or --processes gpus --
+PROCESSES = (
+    "--processes"  # the first words of training/main.py: --processes N --, or --processes gpus --
+)
 EACH_GPU = "gpus"
 _FOLDER = Path(__file__).resolve().parents[2]
 # open_clip's older releases have a package `training` with a main.py, too: installed later, it overwrites files of ours.
@@ -36,7 +38,9 @@ _LAST_LINES = 40  # of a log, which are searched for an error
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def training_command(arguments: Sequence[str], processes: int | None = 1, rendezvous: Sequence[str] = ()) -> list[str]:
+def training_command(
+    arguments: Sequence[str], processes: int | None = 1, rendezvous: Sequence[str] = ()
+) -> list[str]:
     """The command line of a training; its exit status is the training's, and stop signals to it reach all of its processes.
 
     Args:
@@ -130,7 +134,9 @@ def start_training(
     environment = None if threads is None else {**os.environ, "OMP_NUM_THREADS": str(threads)}
     with open(log, "ab") as file:
         command = training_command(arguments, processes)
-        child = subprocess.Popen(command, stdout=file, stderr=file, env=environment, preexec_fn=_end_with_parent)
+        child = subprocess.Popen(
+            command, stdout=file, stderr=file, env=environment, preexec_fn=_end_with_parent
+        )
     return TrainingProcess(child, log)
 
 
@@ -140,7 +146,11 @@ def _end_with_parent() -> None:
 
 def last_error(log: Path) -> str:
     """The last error that a training printed, without the program's name; its last line where it printed none."""
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    lines = [
+        line.strip()
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
+        if line.strip()
+    ]
     errors = [line for line in lines[-_LAST_LINES:] if "error" in line.lower()]
     return (errors or lines or ["it printed nothing"])[-1].removeprefix("training.main: error: ")
 
@@ -183,7 +193,9 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
 def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
     """True if torchrun, srun or mpirun has started this process as one of several ranks."""
     sizes = ("WORLD_SIZE", "SLURM_NTASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
-    return any(environment.get(name, "").isdecimal() and int(environment[name]) > 1 for name in sizes)
+    return any(
+        environment.get(name, "").isdecimal() and int(environment[name]) > 1 for name in sizes
+    )
 
 
 def ranks_here(asked: int | None, device: str, environment: Mapping[str, str] = os.environ) -> int:
@@ -197,7 +209,9 @@ def ranks_here(asked: int | None, device: str, environment: Mapping[str, str] = 
         UserError: a number that this machine cannot have.
     """
     if asked is not None and asked < 1:
-        raise UserError(f"--gpus {asked} is out of range; give 1 or more (--device cpu trains without a GPU)")
+        raise UserError(
+            f"--gpus {asked} is out of range; give 1 or more (--device cpu trains without a GPU)"
+        )
     if is_rank(environment):
         if asked not in (None, 1):
             raise UserError(
@@ -215,7 +229,11 @@ def ranks_here(asked: int | None, device: str, environment: Mapping[str, str] = 
         return max(1, visible)
     if asked > max(1, visible):
         only = environment.get("CUDA_VISIBLE_DEVICES")
-        seen = f"{visible} GPU{'s are' if visible > 1 else ' is'} visible here" if visible else "no GPU is visible here"
+        seen = (
+            f"{visible} GPU{'s are' if visible > 1 else ' is'} visible here"
+            if visible
+            else "no GPU is visible here"
+        )
         fewer = f"give at most {visible}" if visible else "leave --gpus out"
         raise UserError(
             f"--gpus {asked}: {seen}{'' if only is None else f' (CUDA_VISIBLE_DEVICES={only})'}; "

@@ -26,10 +26,16 @@ class LiveBytes(TorchDispatchMode):
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        given = {
+            t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
+        }
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
                 storage = tensor.untyped_storage()
@@ -48,13 +54,21 @@ class PeakBytes(LiveBytes):
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
-        self._bound = 0  # upper bound of the live bytes; they are counted only where it exceeds the peak
+        self._bound = (
+            0  # upper bound of the live bytes; they are counted only where it exceeds the peak
+        )
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        self._bound += sum(t.untyped_storage().nbytes() for t in tree_leaves(result) if isinstance(t, Tensor))
+        self._bound += sum(
+            t.untyped_storage().nbytes() for t in tree_leaves(result) if isinstance(t, Tensor)
+        )
         if self._bound > self.peak:
             self._bound = self.bytes()
             self.peak = max(self.peak, self._bound)

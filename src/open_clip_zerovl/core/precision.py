@@ -55,7 +55,10 @@ def ieee_products(device_type: str) -> Iterator[None]:
 def _older_flags_agree() -> bool:
     """True if the older flags allow TF32; False if reading them raises, which happens if they contradict the newer ones."""
     try:
-        return torch.backends.cuda.matmul.allow_tf32 and torch.get_float32_matmul_precision() != "highest"
+        return (
+            torch.backends.cuda.matmul.allow_tf32
+            and torch.get_float32_matmul_precision() != "highest"
+        )
     except RuntimeError:
         return False
 

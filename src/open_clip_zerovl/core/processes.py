@@ -123,7 +123,9 @@ class _StopSignals:
 
     def __enter__(self) -> _StopSignals:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup has it ignored
+            if (
+                number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+            ):  # nohup has it ignored
                 self._kept[number] = signal.signal(number, self._ask)
         return self
 
@@ -140,7 +142,9 @@ class _StopSignals:
 
 def usable_cores() -> int:
     """CPU cores that this process may use: its affinity, and the container's quota (cgroup v2)."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    affinity = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     quota = Path("/sys/fs/cgroup/cpu.max")
     if quota.is_file():
         allowed, _, period = quota.read_text(encoding="ascii").partition(" ")

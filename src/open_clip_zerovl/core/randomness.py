@@ -60,11 +60,15 @@ class RngState:
 
 
 def _module(device: torch.device) -> Any:
-    return getattr(torch, device.type)  # torch.cuda, torch.xpu, torch.mps: each has the two functions used here
+    return getattr(
+        torch, device.type
+    )  # torch.cuda, torch.xpu, torch.mps: each has the two functions used here
 
 
 def _index(device: torch.device) -> tuple[torch.device, ...]:
-    return () if device.type == "mps" else (device,)  # torch.mps knows one device and takes no argument
+    return (
+        () if device.type == "mps" else (device,)
+    )  # torch.mps knows one device and takes no argument
 
 
 #: Version of the random streams of a seed. A run cannot go on in the middle of an epoch that was begun with another version. In
@@ -107,7 +111,9 @@ def stream_seed(seed: int, purpose: Purpose, *key: int) -> int:
 
     It is a hash of the key's text ("mixup 0 5"), so that different purposes and keys of different length have different seeds.
     """
-    text = " ".join([purpose.value.replace(" ", "-"), str(int(seed)), *(str(int(part)) for part in key)])
+    text = " ".join(
+        [purpose.value.replace(" ", "-"), str(int(seed)), *(str(int(part)) for part in key)]
+    )
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
@@ -136,7 +142,9 @@ def reseed(seed: int) -> None:
 
 def reseed_torch(seed: int) -> None:
     """Seed torch's CPU generator alone, as `reseed` does."""
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reset the GPU's generators
+    torch.default_generator.manual_seed(
+        seed
+    )  # torch.manual_seed would also reset the GPU's generators
 
 
 @contextmanager

@@ -63,7 +63,8 @@ LINES = (OPENCLIP_V3, OPENCLIP_V4)
 def supported() -> str:
     """The lines in words: "3.3.x; 4.x, tested at 4.2.0.dev0 of its main branch"."""
     return "; ".join(
-        line.name if line.released else f"{line.name}, tested at {line.read} of its main branch" for line in LINES
+        line.name if line.released else f"{line.name}, tested at {line.read} of its main branch"
+        for line in LINES
     )
 
 
@@ -83,7 +84,11 @@ def line_of(version: str) -> Line:
 def version_here() -> str | None:
     """The version of the open_clip that would be imported, read from its file, since its import takes seconds; or None."""
     found = importlib.util.find_spec("open_clip")
-    file = Path(found.origin).with_name("version.py") if found is not None and found.origin is not None else None
+    file = (
+        Path(found.origin).with_name("version.py")
+        if found is not None and found.origin is not None
+        else None
+    )
     if file is None or not file.is_file():
         return None
     version = re.search(r"""__version__\s*=\s*["'](.+?)["']""", file.read_text(encoding="utf-8"))

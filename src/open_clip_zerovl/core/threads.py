@@ -9,7 +9,9 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-def call_within(seconds: float | None, call: Callable[[], Result], name: str = "call with a time limit") -> Result:
+def call_within(
+    seconds: float | None, call: Callable[[], Result], name: str = "call with a time limit"
+) -> Result:
     """The result of a call that may have no time-out of its own, such as reading from a remote store.
 
     The call runs in a thread. One that is late is left to itself; it does not keep the process from ending.

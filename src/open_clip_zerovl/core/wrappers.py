@@ -31,9 +31,13 @@ def wrapped_inside(adapter: nn.Module) -> DistributedDataParallel | None:
     if not found:
         return None
     averaged = {id(parameter) for ddp in found for parameter in ddp.parameters()}
-    outside = [name for name, p in adapter.named_parameters() if p.requires_grad and id(p) not in averaged]
+    outside = [
+        name for name, p in adapter.named_parameters() if p.requires_grad and id(p) not in averaged
+    ]
     if len(found) > 1 or outside:
-        what = f"trains {outside[0]} outside of it" if outside else f"holds {len(found)} models in it"
+        what = (
+            f"trains {outside[0]} outside of it" if outside else f"holds {len(found)} models in it"
+        )
         raise UserError(
             f"{type(adapter).__name__} wraps a model in DistributedDataParallel and {what}, so that gradients would not be "
             "averaged together; put the whole adapter into one DistributedDataParallel."

@@ -34,7 +34,9 @@ def read_karpathy(path: Path, name: str) -> list[CaptionedImage]:
             try:
                 # MS-COCO's own id if there is one, as in published results.
                 image_id = int(entry["cocoid"] if "cocoid" in entry else entry["imgid"])
-                sentences = [(" ".join(s["raw"].split()), int(s["sentid"])) for s in entry["sentences"]]
+                sentences = [
+                    (" ".join(s["raw"].split()), int(s["sentid"])) for s in entry["sentences"]
+                ]
                 sentences = [(caption, i) for caption, i in sentences if caption]
                 image = CaptionedImage(
                     str(entry["filename"]),
@@ -49,6 +51,8 @@ def read_karpathy(path: Path, name: str) -> list[CaptionedImage]:
                     "give dataset_coco.json or dataset_flickr30k.json."
                 ) from error
             if not image.captions:
-                raise UserError(f"entry {number} of {path}, {image.filename}, has no caption: give the official file.")
+                raise UserError(
+                    f"entry {number} of {path}, {image.filename}, has no caption: give the official file."
+                )
             images.append(image)
     return images

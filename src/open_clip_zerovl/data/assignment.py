@@ -79,7 +79,9 @@ class _Deck:
     def _leaf(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Leaf `number`: (S,) samples in the deck before it, and (micro-batches, S) samples in each of its micro-batches."""
         if number not in self._leaves:
-            if len(self._leaves) > 4:  # a reader needs both ends of its stretch at first, then one leaf after the other
+            if (
+                len(self._leaves) > 4
+            ):  # a reader needs both ends of its stretch at first, then one leaf after the other
                 self._leaves.clear()
             self._leaves[number] = self._descend(number)
         return self._leaves[number]
@@ -92,7 +94,9 @@ class _Deck:
         before = np.zeros_like(held)
         while high - low > 1:
             middle = (low + high) // 2
-            left = draw_without_replacement(self._stream(low, high), held, (middle - low) * length * self.size)
+            left = draw_without_replacement(
+                self._stream(low, high), held, (middle - low) * length * self.size
+            )
             if number < middle:
                 high, held = middle, left
             else:
@@ -132,12 +136,18 @@ class Assignment:
 
     def of_reader(self, reader: int, end: int | None = None) -> int:
         """The number of micro-batches of a reader among the first `end` ones of its rank (None: among all)."""
-        return max(0, -(-((self.micro_batches if end is None else end) - reader) // self.batching.workers))
+        return max(
+            0, -(-((self.micro_batches if end is None else end) - reader) // self.batching.workers)
+        )
 
     def before(self, rank: int, reader: int) -> np.ndarray:
         """(S,) samples that all readers before this one deliver in the epoch."""
         pure, _ = self._totals
-        return rank * pure.sum(axis=0) + pure[:reader].sum(axis=0) + self._deck.up_to(self._place(rank, reader))
+        return (
+            rank * pure.sum(axis=0)
+            + pure[:reader].sum(axis=0)
+            + self._deck.up_to(self._place(rank, reader))
+        )
 
     def quota(self, rank: int, reader: int, step: int | None = None) -> np.ndarray:
         """(S,) samples that a reader delivers in the epoch, or before optimizer step `step`."""
@@ -177,11 +187,17 @@ class Assignment:
         kinds = len(self.schedule.taken) + 1  # the sources, and the mixed steps last
         times = np.zeros((kinds, period), dtype=np.int64)
         for begin in range(0, steps, _STEPS_AT_ONCE):
-            order = self.schedule.source_of_step[begin : min(begin + _STEPS_AT_ONCE, steps)].astype(np.int64)
+            order = self.schedule.source_of_step[begin : min(begin + _STEPS_AT_ONCE, steps)].astype(
+                np.int64
+            )
             order[order == MIXED] = kinds - 1
             places = np.arange(begin, begin + len(order)) % period
-            times += np.bincount(order * period + places, minlength=kinds * period).reshape(kinds, period)
-        share = np.stack([np.bincount((place * k + np.arange(k)) % v, minlength=v) for place in range(period)])
+            times += np.bincount(order * period + places, minlength=kinds * period).reshape(
+                kinds, period
+            )
+        share = np.stack(
+            [np.bincount((place * k + np.arange(k)) % v, minlength=v) for place in range(period)]
+        )
         found = (times @ share).T
         return found[:, :-1] * self.batching.micro_batch, found[:, -1]
 
@@ -197,10 +213,14 @@ class Assignment:
         ranks = self.batching.world_size
         held = self.schedule.taken - ranks * pure.sum(axis=0)
         key = self.schedule.seed, self.schedule.epoch
-        return _Deck(held, int(mixed.sum()) * ranks, self.batching.micro_batch, key, self.leaf_samples)
+        return _Deck(
+            held, int(mixed.sum()) * ranks, self.batching.micro_batch, key, self.leaf_samples
+        )
 
 
-def draw_without_replacement(rng: np.random.Generator, counts: np.ndarray, draws: int) -> np.ndarray:
+def draw_without_replacement(
+    rng: np.random.Generator, counts: np.ndarray, draws: int
+) -> np.ndarray:
     """Counts of each kind among `draws` items drawn without replacement: multivariate hypergeometric, of any size.
 
     Args:

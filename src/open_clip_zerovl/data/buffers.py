@@ -53,7 +53,9 @@ class PooledBatch:
     pinned: tuple[Any, ...] | None = None
 
     @classmethod
-    def of(cls, worker: int, block: int, images: torch.Tensor, others: Sequence[Any]) -> PooledBatch:
+    def of(
+        cls, worker: int, block: int, images: torch.Tensor, others: Sequence[Any]
+    ) -> PooledBatch:
         """The micro-batch (images, *others), in the worker. Other tensors travel as arrays: as tensors, each would take a
         segment of shared memory and a descriptor."""
         sent = _each(torch.Tensor, _as_array, tuple(others))
@@ -65,7 +67,10 @@ class PooledBatch:
 
     def pin_memory(self) -> PooledBatch:
         """A copy with `pinned`; torch's DataLoader calls this on items that are not tensors."""
-        return replace(self, pinned=_each(torch.Tensor, torch.Tensor.pin_memory, (self.images, *self.received())))
+        return replace(
+            self,
+            pinned=_each(torch.Tensor, torch.Tensor.pin_memory, (self.images, *self.received())),
+        )
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,11 @@ class BufferPool:
         self._collect(worker)
         for number in self._free:
             made = self._made[number]
-            if made.shape == like.shape and made.dtype == like.dtype and made.stride() == like.stride():
+            if (
+                made.shape == like.shape
+                and made.dtype == like.dtype
+                and made.stride() == like.stride()
+            ):
                 self._free.remove(number)
                 return number, made
         if len(self._made) == _MOST_BLOCKS:
@@ -148,11 +157,15 @@ class BufferPool:
                 words = os.read(descriptor, 4096 // _WORD.size * _WORD.size)
             except BlockingIOError:
                 return
-            self._free += [block for process, block in _WORD.iter_unpack(words) if process == os.getpid()]
+            self._free += [
+                block for process, block in _WORD.iter_unpack(words) if process == os.getpid()
+            ]
 
     def receive(self, batch: PooledBatch) -> tuple[Any, ...]:
         """(images, *others), in the training process. The block is given back when no tensor uses its memory any more."""
-        give_back = partial(_give_back, self._pipes[batch.worker][1], batch.process, batch.block, os.getpid())
+        give_back = partial(
+            _give_back, self._pipes[batch.worker][1], batch.process, batch.block, os.getpid()
+        )
         if batch.pinned is not None:
             give_back()
             return batch.pinned

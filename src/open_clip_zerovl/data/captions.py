@@ -107,7 +107,9 @@ def captions_of(
         if texts:
             found.append((texts, share))
         elif sets:
-            return Fault("no caption", f"has no caption {field}, and --captions {captions} shows one of each")
+            return Fault(
+                "no caption", f"has no caption {field}, and --captions {captions} shows one of each"
+            )
     if sets:
         return CaptionSets(texts for texts, _ in found)
     if not found:
@@ -129,10 +131,15 @@ def _texts_of(members: Mapping[str, bytes | None], field: str) -> list[bytes] | 
         return [content]
     try:
         value: Any = json.loads(content)
-    except (ValueError, RecursionError) as error:  # RecursionError: brackets within brackets, thousands deep
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # RecursionError: brackets within brackets, thousands deep
         return Fault("bad json", f"has a member {member} that is not JSON ({error})")
     value = value.get(field.rpartition(":")[2]) if isinstance(value, dict) else None
-    texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+    texts = [
+        text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)
+    ]
     # JSON may hold half of a character, "\ud83d": its bytes are not UTF-8, and the caption is refused when it is drawn.
     return [text.encode("utf-8", "surrogatepass") for text in texts]
 
@@ -163,7 +170,9 @@ def caption_starts(source: Source) -> np.ndarray | None:
                 f"here, or leave '--captions {source.captions}' out"
             )
         try:
-            found = _counts_of_fields(path, source.captions) if fields else open_index(path).captions
+            found = (
+                _counts_of_fields(path, source.captions) if fields else open_index(path).captions
+            )
         except ShardError:
             continue
         except tarfile.ReadError as error:
@@ -172,7 +181,9 @@ def caption_starts(source: Source) -> np.ndarray | None:
                 f"it (parquet: `zerovl data pack`), or leave '--captions {source.captions}' out"
             ) from error
         chosen = (
-            found if source.picked is None else found[source.picked[begin:end][source.picked[begin:end] < len(found)]]
+            found
+            if source.picked is None
+            else found[source.picked[begin:end][source.picked[begin:end] < len(found)]]
         )
         counts[begin : min(end, begin + len(chosen))] = chosen[: end - begin]
     return np.concatenate([[0], np.cumsum(counts)])
@@ -184,7 +195,11 @@ def _counts_of_fields(path: str, captions: str | None) -> np.ndarray:
     with opened(path) as descriptor:
         try:
             for _, members in locate_samples(path):
-                content = {name: os.pread(descriptor, at[1], at[0]) for name, at in members.items() if name in wanted}
+                content = {
+                    name: os.pread(descriptor, at[1], at[0])
+                    for name, at in members.items()
+                    if name in wanted
+                }
                 found = captions_of(content, captions)
                 counts.append(max(1, len(found)) if isinstance(found, list) else 1)
         except ShardError:

@@ -12,13 +12,24 @@ from tqdm import tqdm
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import Source, table_source
 from open_clip_zerovl.data.table import CsvFormat
-from open_clip_zerovl.shards.faults import PICTURE_MARKS, FolderCheck, ShardCheck, caption_fault, picture_fault
+from open_clip_zerovl.shards.faults import (
+    PICTURE_MARKS,
+    FolderCheck,
+    ShardCheck,
+    caption_fault,
+    picture_fault,
+)
 from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample, image_of
 from open_clip_zerovl.shards.pictures import BadPicture, decoded
 
 
 def check_table(
-    path: str, style: CsvFormat | None = None, *, threads: int = 4, decode: bool = False, progress: bool = True
+    path: str,
+    style: CsvFormat | None = None,
+    *,
+    threads: int = 4,
+    decode: bool = False,
+    progress: bool = True,
 ) -> FolderCheck:
     """Check every row of a table of pairs: that it can be read, its caption, and its picture's file.
 
@@ -39,7 +50,9 @@ def check_table(
     found = ShardCheck(os.path.basename(path), size_bytes=os.path.getsize(path))
     with ThreadPoolExecutor(threads) as pool:
         blocks = pool.map(lambda block: _block(source, block, decode), range(len(source.shards)))
-        for faults, size_bytes in tqdm(blocks, total=len(source.shards), unit="block", disable=not progress):
+        for faults, size_bytes in tqdm(
+            blocks, total=len(source.shards), unit="block", disable=not progress
+        ):
             found.size_bytes += size_bytes
             for key, kinds in faults:
                 found.samples += 1
@@ -70,7 +83,9 @@ def _faults(sample: Sample, decode: bool) -> list[str]:
 
 
 def _picture_fault(content: bytes, decode: bool) -> str:
-    kind = next((kind for kind, (first, _) in PICTURE_MARKS.items() if content.startswith(first)), None)
+    kind = next(
+        (kind for kind, (first, _) in PICTURE_MARKS.items() if content.startswith(first)), None
+    )
     if kind is not None:
         return picture_fault(content, kind, decode=decode)
     try:

@@ -62,7 +62,9 @@ def find_clustering(component: str) -> tuple[Path, str | None] | None:
     return None
 
 
-def open_clusters(path: Path, moved_to: str | None = None, *, strict: bool = False) -> tuple[str, list[Cluster]]:
+def open_clusters(
+    path: Path, moved_to: str | None = None, *, strict: bool = False
+) -> tuple[str, list[Cluster]]:
     """The name of the source that was clustered, and its K clusters.
 
     Args:
@@ -106,8 +108,12 @@ def _found(clustering: Clustering, path: Path, moved_to: str | None, strict: boo
 
 def cluster_folders(folder: Path) -> list[Path]:
     """The folders of the clusters that `--reshard` wrote, in the order of their numbers."""
-    numbered = ((_CLUSTER_FOLDER.fullmatch(entry.name), entry) for entry in folder.glob("cluster-*"))
-    return [entry for _, entry in sorted((int(match[1]), entry) for match, entry in numbered if match)]
+    numbered = (
+        (_CLUSTER_FOLDER.fullmatch(entry.name), entry) for entry in folder.glob("cluster-*")
+    )
+    return [
+        entry for _, entry in sorted((int(match[1]), entry) for match, entry in numbered if match)
+    ]
 
 
 def _clustering_at(path: str) -> Path | None:
@@ -121,7 +127,9 @@ def _clustering_at(path: str) -> Path | None:
 def _picked(clustering: Clustering, shards: Sequence[str]) -> list[Cluster]:
     """The clusters as choices of samples of the clustered shards."""
     starts = np.concatenate([[0], np.cumsum(clustering.sizes)])
-    by_cluster = np.argsort(clustering.labels, kind="stable")  # (n,) all samples of cluster 0, then of cluster 1 ...
+    by_cluster = np.argsort(
+        clustering.labels, kind="stable"
+    )  # (n,) all samples of cluster 0, then of cluster 1 ...
     clusters = []
     for samples in np.split(by_cluster, np.cumsum(clustering.counts)[:-1]):
         shard_of = np.searchsorted(starts, samples, side="right") - 1
@@ -144,7 +152,12 @@ def _written(clustering: Clustering, path: Path, folders: Sequence[Path]) -> lis
         try:
             table = parse_sizes((folder / SIZES_FILE).read_bytes(), folder / SIZES_FILE)
             names = sorted(table)
-            clusters.append(Cluster(tuple(str(folder / name) for name in names), tuple(table[name] for name in names)))
+            clusters.append(
+                Cluster(
+                    tuple(str(folder / name) for name in names),
+                    tuple(table[name] for name in names),
+                )
+            )
         except (OSError, UserError) as error:
             raise UserError(
                 f"{folder / SIZES_FILE} cannot be read ({error}): write the clusters again with `zerovl cluster --reshard`."
@@ -168,7 +181,9 @@ def _moved(clustering: Clustering, folder: str) -> tuple[str, ...]:
 
 def _check_shards(clustering: Clustering, shards: Sequence[str], path: Path, strict: bool) -> None:
     """UserError for shards that are missing or have changed; without `strict` a warning for some that are missing."""
-    digests = digests_of(clustering.marks)  # none in a clustering of an earlier release, which has sizes alone
+    digests = digests_of(
+        clustering.marks
+    )  # none in a clustering of an earlier release, which has sizes alone
     found = file_marks(shards, digests or None, f"checking {clustering.source}")
     gone = []
     for shard, mark in zip(shards, clustering.marks, strict=True):
@@ -198,13 +213,22 @@ def _require_consistent(clustering: Clustering) -> None:
         raise ValueError("its shards, sizes and marks differ in number")
     if not all(isinstance(mark, list) and len(mark) > 1 for mark in clustering.marks):
         raise ValueError("its marks are not those of files")
-    if min(sizes, default=0) < 0 or labels.shape != (sum(sizes),) or not np.issubdtype(labels.dtype, np.integer):
+    if (
+        min(sizes, default=0) < 0
+        or labels.shape != (sum(sizes),)
+        or not np.issubdtype(labels.dtype, np.integer)
+    ):
         raise ValueError("its labels are not one whole number a sample")
     if clustering.distances.shape != labels.shape:
         raise ValueError("its distances are not one a sample")
-    if clustering.copies is not None and (clustering.copies.shape, clustering.copies.dtype) != (labels.shape, np.bool_):
+    if clustering.copies is not None and (clustering.copies.shape, clustering.copies.dtype) != (
+        labels.shape,
+        np.bool_,
+    ):
         raise ValueError("its copies are not one truth value a sample")
-    if centroids.ndim != 2 or (len(labels) and not 0 <= labels.min() <= labels.max() < len(centroids)):
+    if centroids.ndim != 2 or (
+        len(labels) and not 0 <= labels.min() <= labels.max() < len(centroids)
+    ):
         raise ValueError("its labels are not numbers of its centroids")
 
 
@@ -271,7 +295,10 @@ def load_clustering(path: str | Path) -> Clustering:
         if "marks" in content:
             marks = json.loads(str(content["marks"]))
         else:  # of an earlier release, with sizes alone
-            marks = [[os.path.basename(shard), int(n)] for shard, n in zip(shards, content["shard_bytes"], strict=True)]
+            marks = [
+                [os.path.basename(shard), int(n)]
+                for shard, n in zip(shards, content["shard_bytes"], strict=True)
+            ]
         clustering = Clustering(
             str(content["source"]),
             shards,
@@ -285,4 +312,6 @@ def load_clustering(path: str | Path) -> Clustering:
         _require_consistent(clustering)
         return clustering
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-        raise UserError(f"{path} cannot be read ({error}): write it again with `zerovl cluster`.") from error
+        raise UserError(
+            f"{path} cannot be read ({error}): write it again with `zerovl cluster`."
+        ) from error

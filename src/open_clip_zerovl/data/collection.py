@@ -64,7 +64,9 @@ class Collection:
                 content = image_of(sample.files)
                 yield sample.key, None if content is None else bytes(content)
         except ShardError as error:
-            raise UserError(f"{self.files[number].path} cannot be read ({error}); mend it or take it away") from error
+            raise UserError(
+                f"{self.files[number].path} cannot be read ({error}); mend it or take it away"
+            ) from error
 
     def shown(self, number: int, sample: Sample | None = None) -> str:
         """The name of a picture in lists: its path, or its key in a shard and the file or URL that its json names."""
@@ -85,7 +87,9 @@ def open_collection(data: str) -> Collection:
     if folder.is_dir() and not any(folder.glob("*.tar")):
         return _folder(data, folder)
     if folder.is_file() and folder.suffix.lower() not in (".tar", *EXTENSIONS):
-        raise UserError(f"{data} is a file: give a folder of pictures, shards (.tar) or a table (.csv, .tsv)")
+        raise UserError(
+            f"{data} is a file: give a folder of pictures, shards (.tar) or a table (.csv, .tsv)"
+        )
     if not folder.exists() and not any(mark in data for mark in "={*:"):
         raise UserError(f"{data} does not exist; give a folder of pictures, shards or a table")
     sources = parse_sources(data, evaluation=True)
@@ -98,11 +102,17 @@ def open_collection(data: str) -> Collection:
     lost = 0
     for source in tables:
         assert source.table is not None
-        names = {source.table.image_path(sample.image): sample.image for sample in source.table.samples()}
+        names = {
+            source.table.image_path(sample.image): sample.image for sample in source.table.samples()
+        }
         found, absent = _files(names, source.name)
         files += found
         lost += absent
-    shards = [] if tables else [(source, number) for source in sources for number in range(len(source.shards))]
+    shards = (
+        []
+        if tables
+        else [(source, number) for source in sources for number in range(len(source.shards))]
+    )
     for source, number in shards:
         path = source.shards[number]
         files.append(_file(path, f"{source.name}/{Path(path).name}", data))
@@ -128,11 +138,15 @@ def _file(path: str, shown: str, data: str) -> File:
     try:
         seen = os.stat(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} of {data} cannot be examined ({error}); only local files are searched") from error
+        raise UserError(
+            f"{path} of {data} cannot be examined ({error}); only local files are searched"
+        ) from error
     return File(path, shown, seen.st_size, seen.st_mtime_ns)
 
 
 def _checked(collection: Collection) -> Collection:
     if not collection.files:
-        raise UserError(f"{collection.name} holds no pictures ({', '.join(sorted(PICTURE_SUFFIXES))})")
+        raise UserError(
+            f"{collection.name} holds no pictures ({', '.join(sorted(PICTURE_SUFFIXES))})"
+        )
     return collection

@@ -12,14 +12,30 @@ from typing import Any
 from open_clip_zerovl.core.errors import UserError, nearest
 
 CAPTION_NAMES = (
-    *("caption", "captions", "title", "text", "texts", "txt", "sentence", "sentences", "description", "descriptions"),
+    *(
+        "caption",
+        "captions",
+        "title",
+        "text",
+        "texts",
+        "txt",
+        "sentence",
+        "sentences",
+        "description",
+        "descriptions",
+    ),
     *("alt_text", "alttext", "alt", "prompt", "comment", "raw", "report"),
 )
 _NUMBERED = re.compile(r"(caption|title|text|sentence|description)s?_?\d+")
 # reasons of refused rows
 UNMARKED = "NULs in the caption (UTF-16 without its mark?)"
 NOT_UTF8 = "caption not UTF-8"
-_TEXT_KEYS = ("raw", "caption", "text", "sentence")  # of captions that are objects: {"raw": "a dog", "tokens": [...]}
+_TEXT_KEYS = (
+    "raw",
+    "caption",
+    "text",
+    "sentence",
+)  # of captions that are objects: {"raw": "a dog", "tokens": [...]}
 
 
 def find(where: str, names: Sequence[str], name: str, flag: str) -> str:
@@ -32,7 +48,9 @@ def find(where: str, names: Sequence[str], name: str, flag: str) -> str:
     known_as = {plain(known): known for known in names}
     near = nearest(plain(name), known_as)
     meant = f"; did you mean {flag} {known_as[near]!r}?" if near else ""
-    raise UserError(f"{where} has no column {name!r}, given with {flag}; its columns are {listed(names)}{meant}")
+    raise UserError(
+        f"{where} has no column {name!r}, given with {flag}; its columns are {listed(names)}{meant}"
+    )
 
 
 def caption_columns(names: Sequence[str]) -> list[str]:
@@ -50,7 +68,9 @@ def guess_captions(names: Sequence[str], picture: str | None = None) -> tuple[st
 
 def listed(names: Sequence[str]) -> str:
     """Names in a sentence; the first ones of many."""
-    return ", ".join(map(repr, names[:12])) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+    return ", ".join(map(repr, names[:12])) + (
+        f" and {len(names) - 12} more" if len(names) > 12 else ""
+    )
 
 
 def plain(name: str) -> str:

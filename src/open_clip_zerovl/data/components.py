@@ -66,7 +66,9 @@ def kind_of(text: str) -> Component:
         return Component(_kind_of_folder(path), find_table(path) or path)
     if (found := _ANNOTATIONS.fullmatch(path)) is not None:
         beside = None if found[2] is None else os.path.expanduser(found[2])
-        return Component("table" if found[1].lower().endswith(EXTENSIONS) else "annotations", found[1], beside)
+        return Component(
+            "table" if found[1].lower().endswith(EXTENSIONS) else "annotations", found[1], beside
+        )
     return Component("shards", path)
 
 
@@ -89,17 +91,23 @@ def expand_shards(pattern: str, *, parquet: bool = False) -> tuple[str, ...]:
     """
     if not REMOTE.match(pattern) and os.path.isdir(pattern):
         # A shard that sizes.json lists and that is missing belongs to the source too: it counts as lost.
-        listed = {name for name in read_sizes(pattern) or () if name.endswith(".tar") and "/" not in name}
+        listed = {
+            name for name in read_sizes(pattern) or () if name.endswith(".tar") and "/" not in name
+        }
         names = {path.name for path in Path(pattern).glob("*.tar")} | listed
         shards = tuple(str(Path(pattern, name)) for name in sorted(names))
         if parquet and not shards:
-            visible = (path for path in sorted(Path(pattern).iterdir()) if not path.name.startswith("."))
+            visible = (
+                path for path in sorted(Path(pattern).iterdir()) if not path.name.startswith(".")
+            )
             shards = tuple(str(path) for path in visible if is_parquet(path.name))
         if not shards and os.path.isfile(os.path.join(pattern, PACKED)):
-            made = sorted(f"{path.parent.name}={path}" for path in Path(pattern).glob("*/train")) or [
-                f"NAME={pattern}/train"
-            ]
-            raise UserError(f"{pattern} is a folder of `zerovl data pack`; name its sources: {'::'.join(made)}")
+            made = sorted(
+                f"{path.parent.name}={path}" for path in Path(pattern).glob("*/train")
+            ) or [f"NAME={pattern}/train"]
+            raise UserError(
+                f"{pattern} is a folder of `zerovl data pack`; name its sources: {'::'.join(made)}"
+            )
         if not shards:
             raise UserError(
                 f"folder {pattern} holds no *.tar shards; name a folder of webdataset shards"
@@ -109,7 +117,11 @@ def expand_shards(pattern: str, *, parquet: bool = False) -> tuple[str, ...]:
         return shards
     shards = tuple(shard for name in expand_braces(pattern) for shard in _matching(name))
     if not parquet and any(map(is_parquet, shards)):
-        given = pattern if REMOTE.match(pattern) or len(shards) == 1 else os.path.dirname(shards[0]) or "."
+        given = (
+            pattern
+            if REMOTE.match(pattern) or len(shards) == 1
+            else os.path.dirname(shards[0]) or "."
+        )
         raise UserError(
             f"{pattern} is parquet, and tars are read here; make shards of its rows with `zerovl data pack "
             f"{shlex.quote(given)} --out DIR`"
@@ -122,7 +134,9 @@ def expand_braces(pattern: str) -> tuple[str, ...]:
     try:
         return tuple(braceexpand.braceexpand(pattern))
     except ValueError as error:  # its UnbalancedBracesError
-        raise UserError(f"the braces of {pattern!r} do not match; write {{00000..00099}}") from error
+        raise UserError(
+            f"the braces of {pattern!r} do not match; write {{00000..00099}}"
+        ) from error
 
 
 def _matching(name: str) -> list[str]:

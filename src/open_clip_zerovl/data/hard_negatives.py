@@ -61,7 +61,9 @@ def check_neighbours(
             f"{2 / batch:.3g}"
         )
     if len(found) > 1 and (schedule.source_of_step == MIXED).any():
-        raise UserError("--hard-negatives needs steps of one source; give --debiased-sampling, or one source")
+        raise UserError(
+            "--hard-negatives needs steps of one source; give --debiased-sampling, or one source"
+        )
     for index, (neighbours, name) in enumerate(zip(found, names, strict=True)):
         if neighbours is None:
             raise UserError(
@@ -76,15 +78,21 @@ def check_neighbours(
             )
         copies, steps = int(neighbours.copies.sum()), taken // batch
         if copies > (room := taken - steps * near):
-            most = int(1000 * (max(0, taken - copies) // steps) / batch) / 1000  # never rounded up to a sample more
-            lower = f"give a share of at most {most:g}, or " if near_samples(most, batch) >= 2 else ""
+            most = (
+                int(1000 * (max(0, taken - copies) // steps) / batch) / 1000
+            )  # never rounded up to a sample more
+            lower = (
+                f"give a share of at most {most:g}, or " if near_samples(most, batch) >= 2 else ""
+            )
             raise UserError(
                 f"{copies} of the {size} samples of source {name!r} are copies, and --hard-negatives {share:g} leaves room for "
                 f"{room} of them; {lower}cluster with a larger --same-above"
             )
 
 
-def batches_of_epoch(neighbours: Neighbours, schedule: Schedule, source: int, share: float) -> np.ndarray:
+def batches_of_epoch(
+    neighbours: Neighbours, schedule: Schedule, source: int, share: float
+) -> np.ndarray:
     """(T, N) positions in the source's cycle: the batches of the source's steps in an epoch."""
     batch, taken = schedule.effective_batch, int(schedule.taken[source])
     steps, near = taken // batch, near_samples(share, batch)
@@ -92,7 +100,9 @@ def batches_of_epoch(neighbours: Neighbours, schedule: Schedule, source: int, sh
     positions = int(schedule.begin[source]) + rng.permutation(taken)
     samples = positions % len(neighbours.labels)
     clusters = int(neighbours.labels.max()) + 1
-    place = rng.permutation(clusters)[neighbours.labels[samples]]  # of each sample's cluster in this epoch
+    place = rng.permutation(clusters)[
+        neighbours.labels[samples]
+    ]  # of each sample's cluster in this epoch
     place[neighbours.copies[samples]] = clusters
     positions = positions[np.argsort(place, kind="stable")]
     runs = positions[: steps * near].reshape(steps, near)[rng.permutation(steps)]
@@ -101,7 +111,13 @@ def batches_of_epoch(neighbours: Neighbours, schedule: Schedule, source: int, sh
 
 
 def slices_of_reader(
-    batches: np.ndarray, starts: np.ndarray, schedule: Schedule, source: int, batching: Batching, rank: int, reader: int
+    batches: np.ndarray,
+    starts: np.ndarray,
+    schedule: Schedule,
+    source: int,
+    batching: Batching,
+    rank: int,
+    reader: int,
 ) -> ShardSlices:
     """The samples that a reader delivers in an epoch, in this order, as slices of one sample.
 
@@ -111,8 +127,12 @@ def slices_of_reader(
         reader: number of the reader of this rank.
     """
     steps = np.flatnonzero((schedule.source_of_step == source) | (schedule.source_of_step == MIXED))
-    micro_batches = steps[:, None] * batching.dga_steps + np.arange(batching.dga_steps)  # (T, K) numbers in this rank
-    of_rank = batches.reshape(len(steps), batching.world_size, batching.dga_steps, batching.micro_batch)[:, rank]
+    micro_batches = steps[:, None] * batching.dga_steps + np.arange(
+        batching.dga_steps
+    )  # (T, K) numbers in this rank
+    of_rank = batches.reshape(
+        len(steps), batching.world_size, batching.dga_steps, batching.micro_batch
+    )[:, rank]
     positions = of_rank[micro_batches % batching.workers == reader].reshape(-1)
     samples = positions % starts[-1]
     shards = np.searchsorted(starts, samples, side="right") - 1

@@ -72,7 +72,12 @@ def crop_of(transform: Any) -> Crop | None:
     if not isinstance(step, RandomResizedCrop | RandomResizedCropAndInterpolation):
         return None
     height, width = (step.size, step.size) if isinstance(step.size, int) else step.size
-    return Crop(int(width), int(height), float(min(step.scale)), (float(min(step.ratio)), float(max(step.ratio))))
+    return Crop(
+        int(width),
+        int(height),
+        float(min(step.scale)),
+        (float(min(step.ratio)), float(max(step.ratio))),
+    )
 
 
 def decode_image(data: bytes, crop: Crop | None = None) -> Image.Image:
@@ -134,7 +139,11 @@ def split_normalize(transform: Any) -> tuple[Compose, tuple[float, ...], tuple[f
         UserError: the transform does not end in ToTensor and Normalize, as open_clip's do.
     """
     steps = list(getattr(transform, "transforms", ()))
-    if len(steps) < 2 or not isinstance(steps[-2], ToTensor) or not isinstance(steps[-1], Normalize):
+    if (
+        len(steps) < 2
+        or not isinstance(steps[-2], ToTensor)
+        or not isinstance(steps[-1], Normalize)
+    ):
         names = ", ".join(type(step).__name__ for step in steps[-2:]) or type(transform).__name__
         raise UserError(
             f"normalisation on the device needs a transform that ends in ToTensor and Normalize, and this one ends in {names}"
@@ -148,7 +157,10 @@ def _floats(values: Any) -> tuple[float, ...]:
 
 
 def normalize(
-    images: torch.Tensor, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype = torch.float32
+    images: torch.Tensor,
+    mean: Sequence[float],
+    std: Sequence[float],
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """uint8 images (B, C, H, W) -> normalised images in `dtype`, contiguous, on the same device.
 
@@ -166,7 +178,9 @@ def _scale_and_shift(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(C, 1, 1) each; cached for each device, because copying numbers to a GPU makes the host wait."""
     scale = torch.tensor([1 / (255 * value) for value in std], device=device).view(-1, 1, 1)
-    shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=device).view(-1, 1, 1)
+    shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=device).view(
+        -1, 1, 1
+    )
     return scale, shift
 
 
@@ -192,7 +206,9 @@ def batch_layout(images: Sequence[torch.Tensor]) -> torch.Tensor:
     )
 
 
-def collate_images(images: Sequence[torch.Tensor], batch: torch.Tensor | None = None) -> torch.Tensor:
+def collate_images(
+    images: Sequence[torch.Tensor], batch: torch.Tensor | None = None
+) -> torch.Tensor:
     """Images (C, H, W) as one tensor (B, C, H, W) in their own memory layout; each is copied once.
 
     Args:

@@ -62,14 +62,19 @@ class ProbeSet:
         try:
             return self.read(index).convert("RGB")
         except (BadPicture, OSError) as error:
-            raise UserError(f"image {index} of {self.path} cannot be read ({error}); remove or mend it") from error
+            raise UserError(
+                f"image {index} of {self.path} cannot be read ({error}); remove or mend it"
+            ) from error
 
     def fingerprint(self) -> str:
         """A hash of the path, of the labels in their order and of the files' names and sizes: the key of cached features.
 
         Times of change are left out: a set that is copied to a machine's own disk again is the same.
         """
-        held = [(os.fspath(file), os.path.getsize(file) if os.path.exists(file) else -1) for file in self.files]
+        held = [
+            (os.fspath(file), os.path.getsize(file) if os.path.exists(file) else -1)
+            for file in self.files
+        ]
         return hashlib.sha256(json.dumps([self.path, list(self.labels), held]).encode()).hexdigest()
 
 
@@ -79,9 +84,14 @@ def class_list(train: ProbeSet, test: ProbeSet) -> list[str]:
     Raises:
         UserError: one class only, or a class of the test set that the training set lacks.
     """
-    classes = sorted(set(train.labels), key=lambda label: (0, int(label), "") if label.isdigit() else (1, 0, label))
+    classes = sorted(
+        set(train.labels),
+        key=lambda label: (0, int(label), "") if label.isdigit() else (1, 0, label),
+    )
     if len(classes) < 2:
-        raise UserError(f"{train.path} has the one class {classes[0]!r}; a probe needs at least two to tell apart")
+        raise UserError(
+            f"{train.path} has the one class {classes[0]!r}; a probe needs at least two to tell apart"
+        )
     if unknown := sorted(set(test.labels) - set(classes)):
         raise UserError(
             f"{test.path} has {len(unknown)} classes that {train.path} lacks, first {unknown[0]!r}; give a training and "
@@ -122,11 +132,15 @@ def open_probe_set(spec: str | os.PathLike[str], role: str, *, label: str = "cls
         return _read_folder(path)
     shards = [Path(shard) for shard in expand_shards(str(path))]
     if missing := [shard for shard in shards if not shard.is_file()]:
-        raise UserError(f"{missing[0]} does not exist; give a folder of class folders, or webdataset shards")
+        raise UserError(
+            f"{missing[0]} does not exist; give a folder of class folders, or webdataset shards"
+        )
     return _read_shards(spec, shards, label)
 
 
-def _of_files(path: str, files: Sequence[str | os.PathLike[str]], labels: Sequence[str]) -> ProbeSet:
+def _of_files(
+    path: str, files: Sequence[str | os.PathLike[str]], labels: Sequence[str]
+) -> ProbeSet:
     """A set of pictures that are files of their own."""
     return ProbeSet(path, labels, lambda index: read_picture(files[index]), files=files)
 
@@ -138,7 +152,9 @@ def _read_folder(path: Path) -> ProbeSet:
         raise UserError(
             f"{path} is not a folder of class folders ({str(error).splitlines()[0]}); expected {path}/CLASS/PICTURE.jpg"
         ) from error
-    return _of_files(str(path), [file for file, _ in folder.samples], [folder.classes[i] for i in folder.targets])
+    return _of_files(
+        str(path), [file for file, _ in folder.samples], [folder.classes[i] for i in folder.targets]
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -174,7 +190,9 @@ def _torchvision(
     """
 
     def listing(root: Path, role: str) -> Listing:
-        found = dataset(str(root), split=train if role == "train" else test, download=False, **options)
+        found = dataset(
+            str(root), split=train if role == "train" else test, download=False, **options
+        )
         return getattr(found, files), [found.classes[target] for target in getattr(found, targets)]
 
     return listing
@@ -182,14 +200,20 @@ def _torchvision(
 
 def _places365(root: Path, role: str) -> Listing:
     # The 256 px edition, with its validation split: the test split has no labels.
-    found = tvd.Places365(str(root), split="train-standard" if role == "train" else "val", small=True, download=False)
+    found = tvd.Places365(
+        str(root), split="train-standard" if role == "train" else "val", small=True, download=False
+    )
     return [file for file, _ in found.imgs], [found.classes[target] for target in found.targets]
 
 
 def _inat2021(root: Path, role: str) -> Listing:
-    found = tvd.INaturalist(str(root), version="2021_train" if role == "train" else "2021_valid", download=False)
+    found = tvd.INaturalist(
+        str(root), version="2021_train" if role == "train" else "2021_valid", download=False
+    )
     categories = [found.all_categories[category] for category, _ in found.index]
-    return [Path(found.root, one, name) for one, (_, name) in zip(categories, found.index, strict=True)], categories
+    return [
+        Path(found.root, one, name) for one, (_, name) in zip(categories, found.index, strict=True)
+    ], categories
 
 
 def _inat17(root: Path, role: str) -> Listing:
@@ -198,7 +222,9 @@ def _inat17(root: Path, role: str) -> Listing:
     names = {category["id"]: category["name"] for category in content["categories"]}
     category_of = {row["image_id"]: names[row["category_id"]] for row in content["annotations"]}
     images = content["images"]
-    return [root / image["file_name"] for image in images], [category_of[image["id"]] for image in images]
+    return [root / image["file_name"] for image in images], [
+        category_of[image["id"]] for image in images
+    ]
 
 
 def _cub(root: Path, role: str) -> Listing:
@@ -206,11 +232,18 @@ def _cub(root: Path, role: str) -> Listing:
 
     def column(name: str) -> dict[str, str]:
         """The second column of a file by the first, an image's number."""
-        rows = (line.split(maxsplit=1) for line in (root / name).read_text(encoding="utf-8").splitlines())
+        rows = (
+            line.split(maxsplit=1)
+            for line in (root / name).read_text(encoding="utf-8").splitlines()
+        )
         return {row[0]: row[1].strip() for row in rows if row}
 
     of_training, files = column("train_test_split.txt"), column("images.txt")
-    chosen = [file for number, file in files.items() if of_training[number] == ("1" if role == "train" else "0")]
+    chosen = [
+        file
+        for number, file in files.items()
+        if of_training[number] == ("1" if role == "train" else "0")
+    ]
     return [root / "images" / file for file in chosen], [file.split("/")[0] for file in chosen]
 
 
@@ -234,13 +267,17 @@ def _read_shards(spec: str, shards: Sequence[Path], label: str) -> ProbeSet:
     """The images of shards. Only tar headers and classes are read here; an image is read on access."""
     kind, _, name = label.partition(":")
     if kind not in ("cls", "json") or (kind == "json") != bool(name):
-        raise UserError(f"the class of a shard's sample is in 'cls' or in 'json:FIELD', not in {label!r}")
+        raise UserError(
+            f"the class of a shard's sample is in 'cls' or in 'json:FIELD', not in {label!r}"
+        )
     labels: list[str] = []
     places: list[tuple[Path, int, int]] = []
     for shard, key, members, content in indexed_members(shards, kind):
         place, where = image_of(members), f"{shard}: sample {key!r}"
         if place is None:
-            raise UserError(f"{where} has no image ({', '.join(IMAGE_EXTENSIONS)}); mend or remove it")
+            raise UserError(
+                f"{where} has no image ({', '.join(IMAGE_EXTENSIONS)}); mend or remove it"
+            )
         if content is None:
             other = "json:FIELD" if kind == "cls" else "cls"
             raise UserError(
@@ -264,7 +301,9 @@ def _class(content: bytes, name: str, where: str) -> str:
         expected = f"JSON with a field {name!r}" if name else "a class number"
         raise UserError(f"{where} is not {expected}") from error
     if not isinstance(value, (str, int)):
-        raise UserError(f"the field {name!r} of {where} is {value!r}; a class is a word or a number")
+        raise UserError(
+            f"the field {name!r} of {where} is {value!r}; a class is a word or a number"
+        )
     return str(value)
 
 

@@ -67,7 +67,9 @@ class MixtureLoader:
                 f"the loader's time-out is {stall_timeout_seconds:g} s; give a number of seconds, or 0 to wait forever"
             )
         if not 0 <= max_bad_share <= 1:
-            raise UserError(f"the allowed share of bad samples must lie between 0 and 1, but is {max_bad_share:g}")
+            raise UserError(
+                f"the allowed share of bad samples must lie between 0 and 1, but is {max_bad_share:g}"
+            )
         self.mixture = mixture
         self.workers = workers
         self.pin_memory = pin_memory
@@ -120,7 +122,9 @@ class MixtureLoader:
             UserError: the epoch has no such step.
         """
         if not 0 <= start_step <= self.num_batches:
-            raise UserError(f"epoch {epoch} has {self.num_batches} steps and cannot begin at step {start_step}")
+            raise UserError(
+                f"epoch {epoch} has {self.num_batches} steps and cannot begin at step {start_step}"
+            )
         self.mixture.start.set(epoch, start_step)
         self._begun = None
         if dealt is not None and dealt != self.mixture.batching:
@@ -237,8 +241,16 @@ class MixtureLoader:
             before = error.__context__
             return self.explain(before, delivered) if isinstance(before, RuntimeError) else None
         processes = [activity.get()[0] for activity in self.mixture.activity]
-        lost = [worker for worker, process in enumerate(processes) if str(process) in re.findall(r"\d+", first)]
-        who, doing = (f"loader worker {lost[0]}", self._activity(lost[0])) if lost else ("a loader worker", "")
+        lost = [
+            worker
+            for worker, process in enumerate(processes)
+            if str(process) in re.findall(r"\d+", first)
+        ]
+        who, doing = (
+            (f"loader worker {lost[0]}", self._activity(lost[0]))
+            if lost
+            else ("a loader worker", "")
+        )
         return (
             f"{who} of rank {rank} was lost{doing} ({first.split('. ')[0].rstrip('.')}); if the machine ran out of memory, "
             "lower --workers or --batch-size"

@@ -32,10 +32,21 @@ from PIL import Image
 from torch.utils.data import IterableDataset, get_worker_info
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.randomness import Purpose, preserved, reseed, reseed_torch, stream, stream_seed
+from open_clip_zerovl.core.randomness import (
+    Purpose,
+    preserved,
+    reseed,
+    reseed_torch,
+    stream,
+    stream_seed,
+)
 from open_clip_zerovl.data.assignment import Assignment
 from open_clip_zerovl.data.buffers import BufferPool, PooledBatch
-from open_clip_zerovl.data.hard_negatives import batches_of_epoch, check_neighbours, slices_of_reader
+from open_clip_zerovl.data.hard_negatives import (
+    batches_of_epoch,
+    check_neighbours,
+    slices_of_reader,
+)
 from open_clip_zerovl.data.images import batch_layout, collate_images, crop_of
 from open_clip_zerovl.data.names import POLICIES
 from open_clip_zerovl.data.pixels import PixelTransform, pictures
@@ -56,7 +67,9 @@ from open_clip_zerovl.data.workers import SharedNumbers
 from open_clip_zerovl.shards.cache import FetchAhead, ShardCache
 from open_clip_zerovl.shards.remote import RetryPolicy, Wait
 
-SHUFFLE_WINDOW_SAMPLES = 5000  # encoded samples of all sources together in a worker's memory; open_clip's number
+SHUFFLE_WINDOW_SAMPLES = (
+    5000  # encoded samples of all sources together in a worker's memory; open_clip's number
+)
 
 
 @dataclass(frozen=True)
@@ -114,7 +127,9 @@ def schedule_of(
         names=names,
     )
     if sampling.hard_negatives:
-        check_neighbours([source.neighbours for source in sources], names, schedule, sampling.hard_negatives)
+        check_neighbours(
+            [source.neighbours for source in sources], names, schedule, sampling.hard_negatives
+        )
     return schedule
 
 
@@ -213,7 +228,9 @@ class Mixture(IterableDataset):
     ) -> None:
         super().__init__()
         if on_bad_sample not in POLICIES:
-            raise UserError(f"unknown way {on_bad_sample!r} to treat bad samples; use one of {', '.join(POLICIES)}")
+            raise UserError(
+                f"unknown way {on_bad_sample!r} to treat bad samples; use one of {', '.join(POLICIES)}"
+            )
         self.sources = tuple(sources)
         self.batching = batching
         self.preprocessing = preprocessing
@@ -224,7 +241,9 @@ class Mixture(IterableDataset):
         self.cache = cache
         self.shuffle_window_samples = shuffle_window_samples
         self.transform, self.decode = pictures(preprocessing.transform, preprocessing.pixel_path)
-        whole = preprocessing.shard_teachers is not None  # stored crops are measured in full-size pictures
+        whole = (
+            preprocessing.shard_teachers is not None
+        )  # stored crops are measured in full-size pictures
         self.crop = None if whole else crop_of(preprocessing.transform)
         self.padding = padding_of(preprocessing.tokenizer)
         self.tokenize = fast_tokenizer(preprocessing.tokenizer)
@@ -233,7 +252,9 @@ class Mixture(IterableDataset):
         self.pool: BufferPool | None = None  # set by a loader with worker processes
         self.timeout_seconds = 0.0  # of the loader, which sets it
         self.start = SharedNumbers(0, 0)  # epoch and step that the next iteration begins with
-        self.activity = [SharedNumbers(-1, -1, -1) for _ in range(batching.workers)]  # process, source, shard
+        self.activity = [
+            SharedNumbers(-1, -1, -1) for _ in range(batching.workers)
+        ]  # process, source, shard
 
     def dealt_as(self, batching: Batching) -> Mixture:
         """The same mixture with another division of its effective batches."""
@@ -244,13 +265,17 @@ class Mixture(IterableDataset):
 
     def schedule(self, epoch: int) -> Schedule:
         """The schedule of an epoch; the same on every rank and worker."""
-        return schedule_of(self.sources, self.batching.effective_batch, self.sampling, seed=self.seed, epoch=epoch)
+        return schedule_of(
+            self.sources, self.batching.effective_batch, self.sampling, seed=self.seed, epoch=epoch
+        )
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         if workers != self.batching.workers:
-            yield UserError(f"the mixture was planned for {self.batching.workers} loader workers and runs in {workers}")
+            yield UserError(
+                f"the mixture was planned for {self.batching.workers} loader workers and runs in {workers}"
+            )
             return
         try:
             epoch, step = self.start.get()
@@ -283,12 +308,18 @@ class Mixture(IterableDataset):
         left = dealt.of_reader(number) - dealt.of_reader(number, step * self.batching.dga_steps)
         try:
             for count, row in enumerate(dealt.counts(self.rank, number, step), start=1):
-                takes = [streams[source] for source in np.flatnonzero(row) for _ in range(int(row[source]))]
+                takes = [
+                    streams[source]
+                    for source in np.flatnonzero(row)
+                    for _ in range(int(row[source]))
+                ]
                 batch = self._batch(takes, worker)
                 if count == left:
                     for one in streams:
                         one.finish()
-                batch[-1].delivered = {int(source): int(row[source]) for source in np.flatnonzero(row)}
+                batch[-1].delivered = {
+                    int(source): int(row[source]) for source in np.flatnonzero(row)
+                }
                 batch[-1].notes, reader.notes[:] = list(reader.notes), []
                 batch[-1].waits, reader.waits[:] = list(reader.waits), []
                 yield batch
@@ -304,12 +335,18 @@ class Mixture(IterableDataset):
         window = int(self.shuffle_window_samples * schedule.taken[index] / schedule.taken.sum())
         window = max(window, self.batching.micro_batch)
         if source.neighbours is not None and self.sampling.hard_negatives:
-            batches = batches_of_epoch(source.neighbours, schedule, index, self.sampling.hard_negatives)
-            mine = slices_of_reader(batches, source.starts, schedule, index, self.batching, self.rank, reader.number)
+            batches = batches_of_epoch(
+                source.neighbours, schedule, index, self.sampling.hard_negatives
+            )
+            mine = slices_of_reader(
+                batches, source.starts, schedule, index, self.batching, self.rank, reader.number
+            )
             window = 0  # the slices have their order
         else:
             mine = stretch_of(slices, int(reader.before[index]), quota)
-        of_all = self.rank * self.batching.workers + reader.number  # the reader's number over all ranks
+        of_all = (
+            self.rank * self.batching.workers + reader.number
+        )  # the reader's number over all ranks
         draws = partial(stream, self.seed, Purpose.ORDER, epoch, index, of_all)
         order = LocalOrder(quota, window, draws)
         reading = Reading(
@@ -369,7 +406,9 @@ class Mixture(IterableDataset):
             return [caption for _, caption in sample.shown]
         key = sample.source, sample.place
         return [
-            augment(caption, stream_seed(self.seed, Purpose.WORDS, *key, *([number] if number else [])))
+            augment(
+                caption, stream_seed(self.seed, Purpose.WORDS, *key, *([number] if number else []))
+            )
             for number, (_, caption) in enumerate(sample.shown)
         ]
 
@@ -382,7 +421,9 @@ def _full(texts: Any, sources: Sequence[int], padding: int | None) -> dict[int, 
     if padding is None or not isinstance(texts, torch.Tensor) or texts.ndim != 2:
         return {}
     full: dict[int, int] = {}
-    for row in (texts[:, -1] != padding).view(-1, len(sources)).any(dim=0).nonzero().flatten().tolist():
+    for row in (
+        (texts[:, -1] != padding).view(-1, len(sources)).any(dim=0).nonzero().flatten().tolist()
+    ):
         full[sources[row]] = full.get(sources[row], 0) + 1
     return full
 
@@ -391,7 +432,11 @@ def padding_of(tokenizer: Any) -> int | None:
     """The token with which open_clip's tokenizers pad a text; None for any other tokenizer."""
     if isinstance(tokenizer, SimpleTokenizer):
         return 0
-    return getattr(tokenizer.tokenizer, "pad_token_id", None) if isinstance(tokenizer, HFTokenizer) else None
+    return (
+        getattr(tokenizer.tokenizer, "pad_token_id", None)
+        if isinstance(tokenizer, HFTokenizer)
+        else None
+    )
 
 
 def content_numbers(sample: RawSample) -> tuple[int, ...]:

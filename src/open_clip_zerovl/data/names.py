@@ -16,13 +16,16 @@ _SECOND_NAME = re.compile(r"(?<!:):(?P<name>[^\W_][\w.-]*)=")
 #: Characters and schemes of a pattern or URL; the path of one local file or folder has none of them.
 _PATTERN = re.compile(r"[{}*?@#\[\]]|^[A-Za-z][A-Za-z0-9+.-]*:")
 
-TEMPLATES = (
-    "zeroshot_classification_templates.txt"  # beside it, if given: a template a line, as CLIP_benchmark has them
+TEMPLATES = "zeroshot_classification_templates.txt"  # beside it, if given: a template a line, as CLIP_benchmark has them
+CLASS_NAMES = (
+    "classnames.txt"  # of a labelled set and of pairs packed from folders of classes: a name a line
 )
-CLASS_NAMES = "classnames.txt"  # of a labelled set and of pairs packed from folders of classes: a name a line
 STRATEGIES = ("random", "sequential", "debiased")  # how sources make batches
 DRAWS = ("exact", "iid")  # how debiased sampling chooses the source of a step
-CAPTIONS = ("one-per-epoch", "all")  # of an image with several: one of them each epoch, or each a sample of its own
+CAPTIONS = (
+    "one-per-epoch",
+    "all",
+)  # of an image with several: one of them each epoch, or each a sample of its own
 POLICIES = ("replace", "fail")  # what happens at a bad sample
 PIXEL_PATHS = ("pil", "arrays")  # what decodes and resizes pictures
 PIXEL_PATH = "arrays"  # default of training, and of stored teachers, which see its pictures
@@ -62,7 +65,9 @@ def caption_fields(captions: str | None) -> tuple[tuple[str, float], ...]:
         fields.append((name, share))
     total = sum(share for _, share in fields)
     if abs(total - 1) > 1e-6 or len(dict(fields)) < len(fields):
-        raise UserError(f"--captions {captions}: each field is given once, and the shares sum to 1, not to {total:g}")
+        raise UserError(
+            f"--captions {captions}: each field is given once, and the shares sum to 1, not to {total:g}"
+        )
     return tuple(fields)
 
 
@@ -79,7 +84,9 @@ def caption_sets(captions: str | None) -> tuple[str, ...]:
         return ()
     names = tuple(part.strip() for part in captions.split("+"))
     if not all(names) or len(set(names)) < len(names):
-        raise UserError(f"--captions {captions}: each field beside another is given once; write txt+KEY")
+        raise UserError(
+            f"--captions {captions}: each field beside another is given once; write txt+KEY"
+        )
     return names
 
 
@@ -129,6 +136,12 @@ def check_paths(train_data: str) -> None:
     for component in train_data.split("::"):
         match = NAME.fullmatch(component)
         shards = match["shards"] if match else ""
-        if shards and not _PATTERN.search(shards) and not os.path.exists(os.path.expanduser(shards)):
+        if (
+            shards
+            and not _PATTERN.search(shards)
+            and not os.path.exists(os.path.expanduser(shards))
+        ):
             assert match is not None
-            raise UserError(f"source {match['name']!r}: {shards} does not exist; correct the path or the range")
+            raise UserError(
+                f"source {match['name']!r}: {shards} does not exist; correct the path or the range"
+            )

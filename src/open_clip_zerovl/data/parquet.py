@@ -18,13 +18,23 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 from open_clip_zerovl.core.errors import UserError, first_line
-from open_clip_zerovl.data.columns import NOT_UTF8, caption_columns, find, guess_captions, listed, texts_of
+from open_clip_zerovl.data.columns import (
+    NOT_UTF8,
+    caption_columns,
+    find,
+    guess_captions,
+    listed,
+    texts_of,
+)
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, TEXT_EXTENSION, ShardError, unreadable
 from open_clip_zerovl.shards.remote import RemoteStream, RetryPolicy
 from open_clip_zerovl.shards.transfers import Unreachable, words_of
 from open_clip_zerovl.shards.urls import local_path
 
-PICTURE_FLAG, CAPTION_FLAG = "--csv-img-key", "--csv-caption-key"  # of training, which name the columns of tables too
+PICTURE_FLAG, CAPTION_FLAG = (
+    "--csv-img-key",
+    "--csv-caption-key",
+)  # of training, which name the columns of tables too
 ROWS_AT_ONCE = 64  # whose pictures are in memory
 _BUFFER_BYTES = 1 << 20  # of a column; without it a row group's whole column would be in memory
 _NOT_UTF8 = b"\xff"  # stands for a text that is not UTF-8
@@ -56,7 +66,9 @@ def opened(shard: str, policy: RetryPolicy) -> Iterator[Any]:
     with ExitStack() as stack:
         file = local_path(shard) or stack.enter_context(RemoteStream(shard, policy))
         # pre_buffer reads the whole file at once.
-        yield stack.enter_context(pyarrow().parquet.ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False))
+        yield stack.enter_context(
+            pyarrow().parquet.ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+        )
 
 
 @contextmanager
@@ -75,7 +87,11 @@ def picture_columns(schema: Any) -> list[str]:
     arrow = pyarrow()
     binary, is_struct = (arrow.binary(), arrow.large_binary()), arrow.types.is_struct
     kinds = zip(schema.names, schema.types, strict=True)
-    return [name for name, kind in kinds if kind in binary or (is_struct(kind) and kind.get_field_index("bytes") >= 0)]
+    return [
+        name
+        for name, kind in kinds
+        if kind in binary or (is_struct(kind) and kind.get_field_index("bytes") >= 0)
+    ]
 
 
 def rows_of(batches: Iterable[Any]) -> Iterator[dict[str, Any]]:
@@ -100,7 +116,9 @@ def batches_of(table: Any, names: Iterable[str] | None, start: int = 0) -> Itera
     groups, columns = list(range(table.num_row_groups)), names and list(names)
     while groups and table.metadata.row_group(groups[0]).num_rows <= start:
         start -= table.metadata.row_group(groups.pop(0)).num_rows
-    for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=groups, columns=columns, use_threads=False):
+    for batch in table.iter_batches(
+        ROWS_AT_ONCE, row_groups=groups, columns=columns, use_threads=False
+    ):
         yield batch.slice(start)
         start = max(0, start - len(batch))
 
@@ -125,24 +143,36 @@ def open_files(
 def _open_file(
     file: str, picture: str | None, captions: tuple[str, ...] | None, policy: RetryPolicy
 ) -> tuple[int, PairColumns]:
-    with faults_named(file, "is not a parquet file, or a broken one"), opened(file, policy) as table:
+    with (
+        faults_named(file, "is not a parquet file, or a broken one"),
+        opened(file, policy) as table,
+    ):
         schema, rows = table.schema_arrow, table.metadata.num_rows
     held, names = picture_columns(schema), schema.names
     if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"{file} has {names.count(repeated)} columns named {repeated!r}: give each column its own name")
+        raise UserError(
+            f"{file} has {names.count(repeated)} columns named {repeated!r}: give each column its own name"
+        )
     if not held or picture not in (None, *held):
         raise UserError(
             f"{file} has no pictures' bytes in {listed([picture] if picture else names)}: for paths or addresses make shards "
             f"with `zerovl data pack {shlex.quote(file)} --out DIR`; a column of bytes is named with {PICTURE_FLAG}"
         )
-    for flag, given, likely in ((PICTURE_FLAG, picture, held), (CAPTION_FLAG, captions, caption_columns(names))):
+    for flag, given, likely in (
+        (PICTURE_FLAG, picture, held),
+        (CAPTION_FLAG, captions, caption_columns(names)),
+    ):
         if given is None and len(likely) > 1:
             raise UserError(
                 f"{file} has the columns {listed(likely)}: train on one with {flag}, or make shards with `zerovl data pack "
                 f"{shlex.quote(file)} --out DIR`"
             )
-    captions = tuple(find(file, names, name, CAPTION_FLAG) for name in captions or guess_captions(names))
-    if not captions or any(pyarrow().types.is_primitive(schema.field(name).type) for name in captions):
+    captions = tuple(
+        find(file, names, name, CAPTION_FLAG) for name in captions or guess_captions(names)
+    )
+    if not captions or any(
+        pyarrow().types.is_primitive(schema.field(name).type) for name in captions
+    ):
         raise UserError(
             f"{file} has no captions in {listed(captions or names)}: name a column of text with {CAPTION_FLAG}"
         )
@@ -150,7 +180,13 @@ def _open_file(
 
 
 def samples(
-    file: str, columns: PairColumns, policy: RetryPolicy, start: int = 0, size: int = 0, *, whole: bool = False
+    file: str,
+    columns: PairColumns,
+    policy: RetryPolicy,
+    start: int = 0,
+    size: int = 0,
+    *,
+    whole: bool = False,
 ) -> Generator[tuple[str, dict[str, bytes]], None, None]:
     """(key, {suffix: content}) of each row from number `start` on; a row without a picture has none.
 
@@ -170,7 +206,9 @@ def samples(
     except (pyarrow().ArrowException, OSError) as error:
         if not count and isinstance(error, OSError):
             raise unreadable(error) from error
-        raise ShardError("truncated shard" if count else "unreadable shard", words_of(error), count) from error
+        raise ShardError(
+            "truncated shard" if count else "unreadable shard", words_of(error), count
+        ) from error
     if count < size:
         raise ShardError("short shard", f"it holds {count} of {size} samples", count)
 

@@ -79,17 +79,26 @@ def _decode_jpeg(data: bytes, crop: Crop | None) -> np.ndarray | None:
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data, strict=False)
         limit = Image.MAX_IMAGE_PIXELS
-        if colours not in ("YCbCr", "Gray") or min(width, height) < MIN_SIDE_PX or (limit and width * height > limit):
+        if (
+            colours not in ("YCbCr", "Gray")
+            or min(width, height) < MIN_SIDE_PX
+            or (limit and width * height > limit)
+        ):
             return None
         scale = crop.reduction(width, height) if crop is not None else 1
         # The decoder picks the smallest scale that gives at least this size: the one reduced by `scale`.
         least = (-(-height // scale), -(-width // scale)) if scale > 1 else (0, 0)
         return simplejpeg.decode_jpeg(data, "RGB", min_height=least[0], min_width=least[1])
-    except (ValueError, KeyError):  # KeyError: a colour space that the header's reader does not know
+    except (
+        ValueError,
+        KeyError,
+    ):  # KeyError: a colour space that the header's reader does not know
         return None
 
 
-def pictures(transform: Any, path: str) -> tuple[Callable[[Any], torch.Tensor], Callable[[bytes, Crop | None], Any]]:
+def pictures(
+    transform: Any, path: str
+) -> tuple[Callable[[Any], torch.Tensor], Callable[[bytes, Crop | None], Any]]:
     """(transform, decoder) of a pixel path; the transform takes the decoder's output.
 
     Where "arrays" is not possible, a warning says so and the pair is that of "pil".
@@ -131,7 +140,9 @@ class PixelTransform:
 
     def __call__(self, pixels: np.ndarray) -> torch.Tensor:
         # Arrays of PIL images are read-only, and torch wants writable ones.
-        picture = torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy()).permute(2, 0, 1)
+        picture = torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy()).permute(
+            2, 0, 1
+        )
         for step in self.steps:
             picture = step(picture)
         return picture
@@ -168,12 +179,18 @@ def _fp32(value: float) -> float:
     return ctypes.c_float(value).value
 
 
-def _resized(picture: torch.Tensor, size: tuple[int, int], interpolation: InterpolationMode) -> torch.Tensor:
+def _resized(
+    picture: torch.Tensor, size: tuple[int, int], interpolation: InterpolationMode
+) -> torch.Tensor:
     if tuple(picture.shape[1:]) == size:
         return picture
     mode = _MODES[interpolation]
-    rows = picture.permute(1, 2, 0)[None].permute(0, 3, 1, 2)  # the strides of a channels-last batch of one
-    rows = rows.contiguous(memory_format=torch.channels_last)  # which the fast kernel needs; copies a crop
+    rows = picture.permute(1, 2, 0)[None].permute(
+        0, 3, 1, 2
+    )  # the strides of a channels-last batch of one
+    rows = rows.contiguous(
+        memory_format=torch.channels_last
+    )  # which the fast kernel needs; copies a crop
     return interpolate(rows, size=size, mode=mode, antialias=True, align_corners=False)[0]
 
 
@@ -186,7 +203,9 @@ class _RandomResizedCrop:
 
     def __call__(self, picture: torch.Tensor) -> torch.Tensor:
         top, left, height, width = self.box(int(picture.shape[1]), int(picture.shape[2]))
-        return _resized(picture[:, top : top + height, left : left + width], self.size, self.step.interpolation)
+        return _resized(
+            picture[:, top : top + height, left : left + width], self.size, self.step.interpolation
+        )
 
     def box(self, height: int, width: int) -> tuple[int, int, int, int]:
         """(top, left, height, width) as `RandomResizedCrop.get_params` draws them, from the same draws, in a third of the time.
@@ -203,7 +222,12 @@ class _RandomResizedCrop:
             across, down = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
             if 0 < across <= width and 0 < down <= height:
                 top = torch.randint(0, height - down + 1, size=(1,)).item()
-                return int(top), int(torch.randint(0, width - across + 1, size=(1,)).item()), down, across
+                return (
+                    int(top),
+                    int(torch.randint(0, width - across + 1, size=(1,)).item()),
+                    down,
+                    across,
+                )
         # No attempt fitted: the largest central crop of an allowed ratio, without draws.
         narrowest, widest = min(self.step.ratio), max(self.step.ratio)
         across, down = width, height
@@ -273,7 +297,11 @@ class ArrayAutoAugment:
 
 def _tensor(shown: torch.Tensor | Image.Image) -> torch.Tensor:
     """(3, H, W) in channels-last memory."""
-    return torch.from_numpy(np.array(shown)).permute(2, 0, 1) if isinstance(shown, Image.Image) else shown
+    return (
+        torch.from_numpy(np.array(shown)).permute(2, 0, 1)
+        if isinstance(shown, Image.Image)
+        else shown
+    )
 
 
 def _image(shown: torch.Tensor | Image.Image) -> Image.Image:

@@ -32,7 +32,9 @@ from open_clip_zerovl.shards.remote import RetryPolicy
 from open_clip_zerovl.shards.transfers import StalledShard, words_of
 from open_clip_zerovl.shards.urls import local_path
 
-MAX_CAPTION_CHARACTERS = 4096  # longer captions are cut to it: contexts hold 25 to 77 tokens, and tokenizing takes time
+MAX_CAPTION_CHARACTERS = (
+    4096  # longer captions are cut to it: contexts hold 25 to 77 tokens, and tokenizing takes time
+)
 _GONE_SHARDS = 8  # after this many failures of remote shards in a row, their host counts as down
 
 
@@ -166,7 +168,11 @@ class Reading:
         failed = self.policy.failed
         if len(failed) >= min(_GONE_SHARDS, len(self.source.shards)):
             shard, why = next(iter(failed.items()))
-            others = f", nor could {len(failed) - 1} shards that were requested after it" if len(failed) > 1 else ""
+            others = (
+                f", nor could {len(failed) - 1} shards that were requested after it"
+                if len(failed) > 1
+                else ""
+            )
             raise UserError(
                 f"source {self.source.name!r} is unreachable: shard {shard} could not be fetched ({why}){others}; check its "
                 "host, and go on with --resume latest"
@@ -186,7 +192,10 @@ class Reading:
                 if self.teachers is not None and sample.fault is None:
                     draw = stream_seed(self.seed, Purpose.VIEW, self.index, place)
                     stored = self.teachers.stored_view(others, draw)
-                    sample = replace(sample, **({"fault": stored} if isinstance(stored, Fault) else {"stored": stored}))
+                    sample = replace(
+                        sample,
+                        **({"fault": stored} if isinstance(stored, Fault) else {"stored": stored}),
+                    )
                 yield sample
 
     def _rows(self, block: int, start: int, position: int) -> Iterator[RawSample]:
@@ -196,7 +205,9 @@ class Reading:
         for place, sample in enumerate(samples, position):
             path = table.image_path(sample.image)
             if sample.readable:
-                yield self._raw(picture_file(path), sample.captions or None, path, table.path, place)
+                yield self._raw(
+                    picture_file(path), sample.captions or None, path, table.path, place
+                )
             else:
                 fault = Fault(
                     "unreadable row",
@@ -205,30 +216,48 @@ class Reading:
                 yield RawSample(b"", _NOTHING, self.index, place, path, table.path, fault)
 
     def _raw(
-        self, image: bytes | None, texts: list[bytes] | Fault | None, key: str, shard: str, position: int
+        self,
+        image: bytes | None,
+        texts: list[bytes] | Fault | None,
+        key: str,
+        shard: str,
+        position: int,
     ) -> RawSample:
         """The sample, with its fault if it has no image or no usable caption."""
         fault: Fault | None = None
         shown: Any = _NOTHING
         if image is None:
-            named = "jpg, png, jpeg or webp after the first dot of a file's name, where its key ends"
+            named = (
+                "jpg, png, jpeg or webp after the first dot of a file's name, where its key ends"
+            )
             fault = Fault("no image", f"has no image ({named})")
             if self.source.table is not None:
                 fault = Fault("no image", "has no image file that can be read")
             elif self.source.columns is not None:
-                fault = Fault("no image", f"has no picture in its column {self.source.columns.picture!r}")
+                fault = Fault(
+                    "no image", f"has no picture in its column {self.source.columns.picture!r}"
+                )
         elif texts is None:
-            fault = Fault("no caption", f"has no caption ({', '.join(field_names(self.source.captions)) or 'txt'})")
+            fault = Fault(
+                "no caption",
+                f"has no caption ({', '.join(field_names(self.source.captions)) or 'txt'})",
+            )
         elif isinstance(texts, Fault):
             fault = texts
         else:
-            found = tuple((n, _caption(texts[n] if texts else b"")) for n in self._choose(texts, position))
+            found = tuple(
+                (n, _caption(texts[n] if texts else b"")) for n in self._choose(texts, position)
+            )
             fault = next((one for _, one in found if isinstance(one, Fault)), None)
             shown = _NOTHING if fault is not None else found
         every: tuple[str, ...] = ()
         if self.every_caption and not isinstance(texts, Fault):
-            every = tuple("" if isinstance(one, Fault) else one for one in map(_caption, texts or ()))
-        return RawSample(image or b"", shown, self.index, position, key, shard, fault, captions=every)
+            every = tuple(
+                "" if isinstance(one, Fault) else one for one in map(_caption, texts or ())
+            )
+        return RawSample(
+            image or b"", shown, self.index, position, key, shard, fault, captions=every
+        )
 
     def _choose(self, texts: list[bytes], position: int) -> tuple[int, ...]:
         """The numbers of this pass's captions: one, or one of each of several sets.
@@ -237,9 +266,15 @@ class Reading:
         each pass draws: a field by its probability, or a caption of each field.
         """
         if isinstance(texts, CaptionSets):
-            return texts.shown(lambda one: stream_seed(self.seed, Purpose.CAPTION_FIELD, self.index, position, one))
+            return texts.shown(
+                lambda one: stream_seed(self.seed, Purpose.CAPTION_FIELD, self.index, position, one)
+            )
         if isinstance(texts, DrawnCaptions):
-            return (texts.at(stream_seed(self.seed, Purpose.CAPTION_FIELD, self.index, position) / 2**64),)
+            return (
+                texts.at(
+                    stream_seed(self.seed, Purpose.CAPTION_FIELD, self.index, position) / 2**64
+                ),
+            )
         if len(texts) <= 1:
             return (0,)
         lap, sample = divmod(position, self.source.num_samples)
@@ -252,7 +287,11 @@ def _caption(text: bytes) -> str | Fault:
         caption = text.decode("utf-8").strip("\ufeff \t\r\n\f\v")
     except UnicodeDecodeError as error:
         return Fault("caption not UTF-8", f"has a caption that is not UTF-8 ({error})")
-    return caption[:MAX_CAPTION_CHARACTERS] if caption.strip() else Fault("empty caption", "has an empty caption")
+    return (
+        caption[:MAX_CAPTION_CHARACTERS]
+        if caption.strip()
+        else Fault("empty caption", "has an empty caption")
+    )
 
 
 def picture_file(path: str) -> bytes | None:
@@ -263,7 +302,9 @@ def picture_file(path: str) -> bytes | None:
         return None
 
 
-def _from_disk(samples: Generator[RawSample, None, None], start: int) -> Generator[RawSample, None, None]:
+def _from_disk(
+    samples: Generator[RawSample, None, None], start: int
+) -> Generator[RawSample, None, None]:
     """The samples from number `start` on; ShardError if the disk fails while the bytes of one are read."""
     count = start
     with closing(samples):
@@ -273,7 +314,9 @@ def _from_disk(samples: Generator[RawSample, None, None], start: int) -> Generat
                 count += 1
         except OSError as error:
             unreadable(error)  # UserError for too many open files, which is not the disk's fault
-            raise ShardError("truncated shard", f"sample {count}: {words_of(error)}", count) from error
+            raise ShardError(
+                "truncated shard", f"sample {count}: {words_of(error)}", count
+            ) from error
 
 
 def wrong_size(source: Source, shard: int, found: int | str) -> str:

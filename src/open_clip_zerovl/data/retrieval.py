@@ -43,7 +43,12 @@ from open_clip_zerovl.data.images import read_picture
 from open_clip_zerovl.data.table import open_table
 from open_clip_zerovl.data.workers import ItemSet, read_batches
 from open_clip_zerovl.shards.index import caption_lines
-from open_clip_zerovl.shards.members import CLIP_BENCHMARK_ORDER, TEXT_EXTENSION, image_of, indexed_members
+from open_clip_zerovl.shards.members import (
+    CLIP_BENCHMARK_ORDER,
+    TEXT_EXTENSION,
+    image_of,
+    indexed_members,
+)
 from open_clip_zerovl.shards.pictures import BadPicture
 from open_clip_zerovl.shards.urls import REMOTE
 from open_clip_zerovl.shards.writing import RETRIEVAL_MARK, SHARD_COUNT
@@ -117,7 +122,9 @@ class RetrievalSet:
         try:
             return read_picture(sample.file, sample.offset_bytes, sample.size_bytes)
         except (OSError, BadPicture) as error:
-            raise UserError(f"{sample.file}: the image of sample '{sample.key}' cannot be read ({error})") from error
+            raise UserError(
+                f"{sample.file}: the image of sample '{sample.key}' cannot be read ({error})"
+            ) from error
 
 
 Item = tuple[Tensor, tuple[str, ...]]
@@ -127,7 +134,12 @@ Batch = tuple[Tensor, list[tuple[str, ...]]]
 class _TransformedSet(ItemSet):
     """Transformed images and captions of a retrieval set."""
 
-    def __init__(self, dataset: RetrievalSet, preprocess: Callable[[Any], Tensor], captions_per_image: int | None):
+    def __init__(
+        self,
+        dataset: RetrievalSet,
+        preprocess: Callable[[Any], Tensor],
+        captions_per_image: int | None,
+    ):
         self.dataset = dataset
         self.preprocess = preprocess
         self.captions_per_image = captions_per_image
@@ -164,7 +176,9 @@ def retrieval_batches(
         UserError: an image that cannot be read, named by file and key; captions_per_image below 1.
     """
     if captions_per_image is not None and captions_per_image < 1:
-        raise UserError(f"captions_per_image must be at least 1, or None for all, got {captions_per_image}")
+        raise UserError(
+            f"captions_per_image must be at least 1, or None for all, got {captions_per_image}"
+        )
     transformed = _TransformedSet(dataset, preprocess, captions_per_image)
     yield from read_batches(transformed, _collate, batch_size=batch_size, num_workers=num_workers)
 
@@ -184,10 +198,16 @@ def parse_retrieval_data(spec: str) -> dict[str, Path]:
         if not equals or "/" in name:
             name, path = "", entry.strip()
         if not path:
-            raise UserError(f"the list of sets '{spec}' has an empty entry: write name=folder::name=folder")
+            raise UserError(
+                f"the list of sets '{spec}' has an empty entry: write name=folder::name=folder"
+            )
         folder = Path(path).expanduser()
         if not name:
-            named = Path(kind_of(str(folder)).path).absolute() if not folder.is_dir() else folder.absolute()
+            named = (
+                Path(kind_of(str(folder)).path).absolute()
+                if not folder.is_dir()
+                else folder.absolute()
+            )
             named = named.parent if named.suffix == ".tar" or "{" in named.name else named
             name = re.sub(r"\.(json|csv|tsv)$", "", named.name, flags=re.IGNORECASE)
         if not _NAME.fullmatch(name):
@@ -213,11 +233,17 @@ def open_retrieval_set(path: str | os.PathLike[str], split: str = "test") -> Ret
     """
     text = os.path.expanduser(os.fspath(path))
     if REMOTE.match(text):
-        raise UserError(f"retrieval set {text} is remote, and its images are read by position; copy it to a disk")
+        raise UserError(
+            f"retrieval set {text} is remote, and its images are read by position; copy it to a disk"
+        )
     found = kind_of(text)
     if not os.path.exists(found.path) and "{" not in found.path:
         raise UserError(f"retrieval set {found.path} does not exist; correct the path")
-    if os.path.isfile(found.path) and found.kind == "shards" and not found.path.lower().endswith(".tar"):
+    if (
+        os.path.isfile(found.path)
+        and found.kind == "shards"
+        and not found.path.lower().endswith(".tar")
+    ):
         raise UserError(
             f"{text} is not a retrieval set in a known format; known: a folder of webdataset shards, or a list of them "
             "(/d/{00000..00003}.tar); a .csv or .tsv with its pictures; a folder in CLIP_benchmark's webdataset layout; "
@@ -243,7 +269,8 @@ def _read_annotations(component: Component, split: str) -> list[RetrievalSample]
         raise UserError(f"{file} has no split '{split}'; it has {known} (restval counts as train)")
     places = _find_pictures(component, [image.filename for image in chosen])
     return [
-        RetrievalSample(str(image.image_id), image.captions, place) for image, place in zip(chosen, places, strict=True)
+        RetrievalSample(str(image.image_id), image.captions, place)
+        for image, place in zip(chosen, places, strict=True)
     ]
 
 
@@ -258,7 +285,9 @@ def _read_table(component: Component, split: str) -> list[RetrievalSample]:
         key = sample.rows[0][numbers["image_id"]] if "image_id" in numbers else sample.image
         ids = [row[numbers["caption_id"]] for row in sample.rows] if "caption_id" in numbers else []
         if len(set(ids)) < len(ids):
-            raise UserError(f"{where}: a caption_id of image {key} appears twice ({', '.join(ids)})")
+            raise UserError(
+                f"{where}: a caption_id of image {key} appears twice ({', '.join(ids)})"
+            )
         try:
             captions = tuple(caption.decode("utf-8") for caption in sample.captions)
         except UnicodeDecodeError as error:
@@ -267,7 +296,10 @@ def _read_table(component: Component, split: str) -> list[RetrievalSample]:
             raise UserError(f"{where}: a caption of image {key} is empty")
         found.append((key, sample.image, captions))
     places = _find_pictures(component, [image for _, image, _ in found])
-    return [RetrievalSample(key, captions, place) for (key, _, captions), place in zip(found, places, strict=True)]
+    return [
+        RetrievalSample(key, captions, place)
+        for (key, _, captions), place in zip(found, places, strict=True)
+    ]
 
 
 def _find_pictures(component: Component, names: Sequence[str]) -> list[Path]:
@@ -298,7 +330,11 @@ def _find_pictures(component: Component, names: Sequence[str]) -> list[Path]:
                         below.setdefault(inner.name, []).append(Path(inner.path))
     found, missing, doubtful = [], [], []
     for name in names:
-        places = direct.get(name) or below.get(name) or [place for f in folders if (place := f / name).is_file()][:1]
+        places = (
+            direct.get(name)
+            or below.get(name)
+            or [place for f in folders if (place := f / name).is_file()][:1]
+        )
         missing += [] if places else [name]
         found += places[:1]
         if any(not filecmp.cmp(places[0], other, shallow=False) for other in places[1:]):
@@ -326,7 +362,9 @@ def _read_benchmark(component: Component, split: str) -> list[RetrievalSample]:
     folder = Path(component.path)
     kind = _read_text(folder / RETRIEVAL_MARK).lower()
     if kind != "retrieval":
-        raise UserError(f"{folder / RETRIEVAL_MARK} holds '{kind}', but that of a retrieval set holds 'retrieval'")
+        raise UserError(
+            f"{folder / RETRIEVAL_MARK} holds '{kind}', but that of a retrieval set holds 'retrieval'"
+        )
     count_file = folder / split / SHARD_COUNT
     if not count_file.parent.is_dir():
         splits = sorted(entry.name for entry in folder.iterdir() if (entry / SHARD_COUNT).is_file())
@@ -345,7 +383,9 @@ def _read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8").strip()
     except FileNotFoundError as error:
-        raise UserError(f"{file} is missing; CLIP_benchmark's layout needs it (docs/data.md shows it)") from error
+        raise UserError(
+            f"{file} is missing; CLIP_benchmark's layout needs it (docs/data.md shows it)"
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file} cannot be read ({error})") from error
 
@@ -356,12 +396,18 @@ def _samples(shards: Sequence[Path], where: str | Path) -> list[RetrievalSample]
         image = image_of(members, CLIP_BENCHMARK_ORDER)
         if image is None:
             has = "captions but no image" if content is not None else "neither image nor captions"
-            raise UserError(f"{shard}: sample {key!r} has {has} ({', '.join(CLIP_BENCHMARK_ORDER)}); remove or mend it")
+            raise UserError(
+                f"{shard}: sample {key!r} has {has} ({', '.join(CLIP_BENCHMARK_ORDER)}); remove or mend it"
+            )
         if content is None:
-            raise UserError(f"{shard}: sample {key!r} has no captions: {key}.txt is missing behind its image")
+            raise UserError(
+                f"{shard}: sample {key!r} has no captions: {key}.txt is missing behind its image"
+            )
         samples.append(RetrievalSample(key, _captions(content, shard, key), shard, *image))
     if not samples:
-        raise UserError(f"the shards of {where} hold no sample: expected KEY.png (or jpg, webp) and KEY.txt")
+        raise UserError(
+            f"the shards of {where} hold no sample: expected KEY.png (or jpg, webp) and KEY.txt"
+        )
     return samples
 
 

@@ -26,13 +26,22 @@ import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import Purpose, stream
-from open_clip_zerovl.data.reading import RawSample, Reading, Surplus, sample_sentence, shard_sentence, wrong_size
+from open_clip_zerovl.data.reading import (
+    RawSample,
+    Reading,
+    Surplus,
+    sample_sentence,
+    shard_sentence,
+    wrong_size,
+)
 from open_clip_zerovl.data.schedule import ShardSlice
 from open_clip_zerovl.data.stats import DroppedSample, Fault
 from open_clip_zerovl.shards.members import ShardError
 from open_clip_zerovl.shards.pictures import BadPicture
 
-MARGIN_SAMPLES = 64  # largest distance of a replacement; encoded samples of this many places are kept
+MARGIN_SAMPLES = (
+    64  # largest distance of a replacement; encoded samples of this many places are kept
+)
 _CHUNK = 4096  # items whose keys come from one stream
 
 Item = TypeVar("Item")
@@ -77,11 +86,15 @@ class SliceReader:
         reading, source = self.reading, self.reading.source
         size = source.sizes[part.shard]
         try:
-            with closing(reading.samples(part.shard, offset, part.position + offset - part.start)) as samples:
+            with closing(
+                reading.samples(part.shard, offset, part.position + offset - part.start)
+            ) as samples:
                 while offset < part.stop:
                     sample = next(samples)
                     if reading.fail and sample.fault is not None:
-                        with suppress(Surplus):  # a shard that ends here is torn, and its last sample not bad
+                        with suppress(
+                            Surplus
+                        ):  # a shard that ends here is torn, and its last sample not bad
                             next(samples, None)
                         raise UserError(sample_sentence(source, sample, sample.fault))
                     yield sample
@@ -98,7 +111,9 @@ class SliceReader:
         except ShardError as error:
             if reading.fail:
                 raise UserError(shard_sentence(source, part.shard, error)) from error
-            loss = DroppedSample(reading.index, error.reason, "", source.shards[part.shard], str(error), 0)
+            loss = DroppedSample(
+                reading.index, error.reason, "", source.shards[part.shard], str(error), 0
+            )
             readable = error.readable
         for lost in range(offset, part.stop):
             stands_for = replace(loss, position=part.position + lost - part.start)
@@ -115,8 +130,12 @@ class Substitutes:
 
     reading: Reading
     slices: Sequence[ShardSlice]
-    _readable: dict[int, int] = field(default_factory=dict, init=False)  # shards known to be torn -> whole samples
-    _open: tuple[int, int, Generator[RawSample, None, None]] | None = field(default=None, init=False)
+    _readable: dict[int, int] = field(
+        default_factory=dict, init=False
+    )  # shards known to be torn -> whole samples
+    _open: tuple[int, int, Generator[RawSample, None, None]] | None = field(
+        default=None, init=False
+    )
     _drawn: tuple[int, list[int]] = field(default=(-1, []), init=False)
 
     def get(self, part: ShardSlice, offset: int, readable: int, *, attempt: int = 0) -> RawSample:
@@ -211,7 +230,9 @@ class LocalOrder:
         if self.count <= self.window:
             yield self.stream(0).permutation(self.count)[begin:]
             return
-        interval = begin // self._interval  # keys are at least their items: no more places than that lie before
+        interval = (
+            begin // self._interval
+        )  # keys are at least their items: no more places than that lie before
         before = self._below(interval * self._interval)
         while before < self.count:
             items = self._of_interval(interval)
@@ -233,7 +254,9 @@ class LocalOrder:
 
     def lowest(self, begin: int) -> int:
         """The lowest item that comes at place `begin` or later."""
-        return min(int(items.min()) for items in itertools.islice(self.chunks(begin), 2) if len(items))
+        return min(
+            int(items.min()) for items in itertools.islice(self.chunks(begin), 2) if len(items)
+        )
 
     @property
     def _interval(self) -> int:
@@ -247,11 +270,15 @@ class LocalOrder:
             return np.zeros(0)
         first, last = low // _CHUNK, -(-high // _CHUNK)
         drawn = np.concatenate([self.stream(block).random(_CHUNK) for block in range(first, last)])
-        return np.arange(low, high) + drawn[low - first * _CHUNK : high - first * _CHUNK] * self.window
+        return (
+            np.arange(low, high) + drawn[low - first * _CHUNK : high - first * _CHUNK] * self.window
+        )
 
     def _below(self, key: int) -> int:
         """The number of items with a key below `key`."""
-        certain = max(0, min(key - self.window, self.count))  # items below this one have keys below `key`
+        certain = max(
+            0, min(key - self.window, self.count)
+        )  # items below this one have keys below `key`
         return certain + int((self._keys(certain, key) < key).sum())
 
     def _of_interval(self, number: int) -> np.ndarray:
@@ -264,7 +291,10 @@ class LocalOrder:
 
 
 def reordered(
-    order: Iterable[np.ndarray], stream: Iterator[Item], arrived: int = 0, passed: AbstractSet[int] = frozenset()
+    order: Iterable[np.ndarray],
+    stream: Iterator[Item],
+    arrived: int = 0,
+    passed: AbstractSet[int] = frozenset(),
 ) -> Iterator[Item]:
     """The items of a stream in another order, reading no further ahead than the order needs.
 
@@ -320,7 +350,9 @@ class SampleStream:
             self._past.append(next(places))
         yield from places
 
-    def take(self, decode: Callable[[RawSample], Image]) -> tuple[RawSample, Image, DroppedSample | None]:
+    def take(
+        self, decode: Callable[[RawSample], Image]
+    ) -> tuple[RawSample, Image, DroppedSample | None]:
         """The sample of the next place, the result of `decode`, and the lost sample if this one replaces it.
 
         Args:
@@ -352,7 +384,9 @@ class SampleStream:
         self._past.append(sample)
         return sample, shown, loss
 
-    def _replacement(self, bad: RawSample, decode: Callable[[RawSample], Image]) -> tuple[RawSample, Image] | None:
+    def _replacement(
+        self, bad: RawSample, decode: Callable[[RawSample], Image]
+    ) -> tuple[RawSample, Image] | None:
         for candidate in self._neighbours(bad):
             shown = _attempt(candidate, decode)
             if not isinstance(shown, Fault):

@@ -20,11 +20,24 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data import parquet
 from open_clip_zerovl.data.reading import picture_file
 from open_clip_zerovl.data.sources import Source
-from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, TEXT_EXTENSION, Sample, ShardError, read_samples
+from open_clip_zerovl.shards.members import (
+    IMAGE_EXTENSIONS,
+    TEXT_EXTENSION,
+    Sample,
+    ShardError,
+    read_samples,
+)
 from open_clip_zerovl.shards.remote import RetryPolicy
 from open_clip_zerovl.shards.urls import is_parquet, local_path
 
-_ORIGINS = ("file", "filename", "file_name", "filepath", "image", "url")  # keys of a json; img2dataset writes `url`
+_ORIGINS = (
+    "file",
+    "filename",
+    "file_name",
+    "filepath",
+    "image",
+    "url",
+)  # keys of a json; img2dataset writes `url`
 
 
 def samples_of(source: Source, shard: int) -> Iterator[Sample]:
@@ -47,7 +60,9 @@ def samples_of(source: Source, shard: int) -> Iterator[Sample]:
         )
     if is_parquet(where) and (columns := source.columns) is not None:
         try:
-            yield from itertools.starmap(Sample, parquet.samples(path, columns, RetryPolicy(), whole=True))
+            yield from itertools.starmap(
+                Sample, parquet.samples(path, columns, RetryPolicy(), whole=True)
+            )
         except ShardError as error:
             raise UserError(f"{path} cannot be read ({error}): fetch or write it again") from error
         return
@@ -62,7 +77,9 @@ def origin_of(sample: Sample) -> str:
     """The file or URL of a sample's picture before it was packed, as its json names it; "" if it names none."""
     try:
         content = json.loads(sample.files.get("json", b""))
-        return next((found for key in _ORIGINS if isinstance(found := content.get(key), str) and found), "")
+        return next(
+            (found for key in _ORIGINS if isinstance(found := content.get(key), str) and found), ""
+        )
     except (ValueError, AttributeError, RecursionError):  # no JSON, or no object
         return ""
 
@@ -78,7 +95,9 @@ def _rows(source: Source, block: int) -> Iterator[Sample]:
                     files[_extension(sample.image)] = content
                 if sample.captions:
                     files[TEXT_EXTENSION] = b"\n".join(sample.captions)
-                files["json"] = json.dumps(dict(zip(table.columns, sample.rows[0], strict=False))).encode()
+                files["json"] = json.dumps(
+                    dict(zip(table.columns, sample.rows[0], strict=False))
+                ).encode()
             yield Sample(_key(sample.numbers[0], sample.image), files)
     except ShardError as error:
         raise UserError(f"table {table.path} cannot be read ({error}); correct its path") from error

@@ -64,7 +64,11 @@ class Batching:
     def __post_init__(self) -> None:
         for name, value in self.__dict__.items():
             if value < 1:
-                hint = "; a loader without worker processes has one reader" if name == "workers" else ""
+                hint = (
+                    "; a loader without worker processes has one reader"
+                    if name == "workers"
+                    else ""
+                )
                 raise UserError(f"Batching: {name} is {value}, and must be at least 1{hint}")
 
     @property
@@ -134,10 +138,16 @@ def source_schedule(
             (it would never be seen).
     """
     if strategy not in STRATEGIES:
-        raise UserError(f"unknown sampling strategy {strategy!r}; use one of {', '.join(STRATEGIES)}")
+        raise UserError(
+            f"unknown sampling strategy {strategy!r}; use one of {', '.join(STRATEGIES)}"
+        )
     if draw not in DRAWS:
-        raise UserError(f"unknown draw {draw!r} of debiased sampling; use one of {', '.join(DRAWS)}")
-    share = np.asarray(sizes, dtype=np.float64) * np.asarray(weights if weights is not None else np.ones(len(sizes)))
+        raise UserError(
+            f"unknown draw {draw!r} of debiased sampling; use one of {', '.join(DRAWS)}"
+        )
+    share = np.asarray(sizes, dtype=np.float64) * np.asarray(
+        weights if weights is not None else np.ones(len(sizes))
+    )
     if epoch_samples is not None:
         share *= epoch_samples / share.sum()
     # 1e-9 keeps a share such as 0.1 * 640 = 64.00000000000001 from being rounded to the wrong side of a whole batch.
@@ -154,17 +164,27 @@ def source_schedule(
     if strategy == "debiased" and draw == "iid":
         order, begin = _iid_order(share, total_steps, seed, epoch)
         taken = np.bincount(order, minlength=len(share)) * effective_batch
-        return Schedule(strategy, seed, epoch, effective_batch, begin * effective_batch, taken, order)
+        return Schedule(
+            strategy, seed, epoch, effective_batch, begin * effective_batch, taken, order
+        )
     if strategy == "debiased" and debiased_share < 1:
         steps, mixed_samples = _blended_steps(share, effective_batch, debiased_share)
         taken = steps * effective_batch + mixed_samples
         _refuse_unseen(share, taken, effective_batch, names)
         order = _shuffled_order(steps, seed, epoch, mixed=total_steps - int(steps.sum()))
         return Schedule(strategy, seed, epoch, effective_batch, epoch * taken, taken, order)
-    steps = _apportion(share, total_steps) if epoch_samples is not None else _whole_steps(share, effective_batch)
+    steps = (
+        _apportion(share, total_steps)
+        if epoch_samples is not None
+        else _whole_steps(share, effective_batch)
+    )
     _refuse_unseen(share, steps, effective_batch, names)
     sequential = strategy == "sequential"
-    order = _sequential_order(source_order, steps) if sequential else _shuffled_order(steps, seed, epoch)
+    order = (
+        _sequential_order(source_order, steps)
+        if sequential
+        else _shuffled_order(steps, seed, epoch)
+    )
     taken = steps * effective_batch
     return Schedule(strategy, seed, epoch, effective_batch, epoch * taken, taken, order)
 
@@ -174,7 +194,9 @@ def _whole_steps(share: np.ndarray, effective_batch: int) -> np.ndarray:
     return np.floor(share / effective_batch + 1e-9).astype(np.int64)
 
 
-def _blended_steps(share: np.ndarray, effective_batch: int, debiased_share: float) -> tuple[np.ndarray, np.ndarray]:
+def _blended_steps(
+    share: np.ndarray, effective_batch: int, debiased_share: float
+) -> tuple[np.ndarray, np.ndarray]:
     """(S,) steps of each source alone, and (S,) samples that each gives to the mixed steps, which fill whole batches."""
     steps = _whole_steps(debiased_share * share, effective_batch)
     left = share - steps * effective_batch
@@ -191,10 +213,14 @@ def few_steps(schedule: Schedule, names: Sequence[str]) -> str | None:
     if len(names) < 2 or (schedule.source_of_step == MIXED).any():
         return None
     steps = np.bincount(schedule.source_of_step, minlength=len(names))
-    few = [(int(steps[index]), name) for index, name in enumerate(names) if steps[index] < FEW_STEPS]
+    few = [
+        (int(steps[index]), name) for index, name in enumerate(names) if steps[index] < FEW_STEPS
+    ]
     if not few:
         return None
-    shown = ", ".join(f"{name} ({count})" for count, name in sorted(few)[:3]) + (" ..." if len(few) > 3 else "")
+    shown = ", ".join(f"{name} ({count})" for count, name in sorted(few)[:3]) + (
+        " ..." if len(few) > 3 else ""
+    )
     return (
         f"{len(few)} of {len(names)} sources fill fewer than {FEW_STEPS} steps of {schedule.effective_batch} an epoch: "
         f"{shown}. Debiased sampling may then cost more within a source than it gains: compare it with --debiased-share 0.8 (a "
@@ -203,7 +229,9 @@ def few_steps(schedule: Schedule, names: Sequence[str]) -> str | None:
     )
 
 
-def _refuse_unseen(share: np.ndarray, steps: np.ndarray, effective_batch: int, names: Sequence[str] | None) -> None:
+def _refuse_unseen(
+    share: np.ndarray, steps: np.ndarray, effective_batch: int, names: Sequence[str] | None
+) -> None:
     """UserError for a source without a step (or a sample)."""
     for index, (wanted, count) in enumerate(zip(share, steps, strict=True)):
         if count == 0:
@@ -217,9 +245,13 @@ def _refuse_unseen(share: np.ndarray, steps: np.ndarray, effective_batch: int, n
 
 def _sequential_order(source_order: Sequence[int] | None, steps: np.ndarray) -> np.ndarray:
     """(T,) the source of each step: all steps (S,) of one source, then all of the next."""
-    sequence = np.asarray(source_order if source_order is not None else range(len(steps)), dtype=np.int16)
+    sequence = np.asarray(
+        source_order if source_order is not None else range(len(steps)), dtype=np.int16
+    )
     if sorted(sequence.tolist()) != list(range(len(steps))):
-        raise UserError(f"the source order {sequence.tolist()} must name each of the {len(steps)} sources once")
+        raise UserError(
+            f"the source order {sequence.tolist()} must name each of the {len(steps)} sources once"
+        )
     return np.repeat(sequence, steps[sequence])
 
 
@@ -230,7 +262,9 @@ def _shuffled_order(steps: np.ndarray, seed: int, epoch: int, *, mixed: int = 0)
     return rng.permutation(np.concatenate([pure, np.full(mixed, MIXED, dtype=np.int16)]))
 
 
-def _iid_order(share: np.ndarray, steps: int, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+def _iid_order(
+    share: np.ndarray, steps: int, seed: int, epoch: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Each step's source drawn in proportion to the shares: (T,) sources, (S,) steps of each source in earlier epochs."""
 
     def draw(of_epoch: int) -> np.ndarray:
@@ -286,7 +320,9 @@ class ShardSlices(Sequence[ShardSlice]):
         return int(self.ends[-1])
 
 
-def epoch_slices(sizes: Sequence[int], schedule: Schedule, source: int, *, resampled: bool = False) -> ShardSlices:
+def epoch_slices(
+    sizes: Sequence[int], schedule: Schedule, source: int, *, resampled: bool = False
+) -> ShardSlices:
     """The slices of shards that make up one source's epoch; each pass over the source is shuffled for itself.
 
     Args:
@@ -313,7 +349,9 @@ def epoch_slices(sizes: Sequence[int], schedule: Schedule, source: int, *, resam
     return ShardSlices(np.concatenate(laps))
 
 
-def _resampled_slices(starts: np.ndarray, taken: int, rng: np.random.Generator, epoch: int) -> np.ndarray:
+def _resampled_slices(
+    starts: np.ndarray, taken: int, rng: np.random.Generator, epoch: int
+) -> np.ndarray:
     total, missing = int(starts[-1]), taken
     rows: list[tuple[int, int, int, int]] = []
     while missing > 0:
@@ -342,7 +380,9 @@ def stretch_of(slices: ShardSlices, low: int, length: int) -> ShardSlices:
     """
     high = low + length
     if low < 0 or length < 0 or high > slices.samples:
-        raise ValueError(f"samples {low} to {high} do not add up with the slices, which hold {slices.samples}")
+        raise ValueError(
+            f"samples {low} to {high} do not add up with the slices, which hold {slices.samples}"
+        )
     first = int(np.searchsorted(slices.ends, low, side="right")) - 1
     last = int(np.searchsorted(slices.ends, high, side="left"))
     if length == 0:

@@ -79,14 +79,18 @@ class ShardReader:
                     raise unreadable(error) from error
             if is_parquet(url) and (columns := self.source.columns) is not None:
                 size, whole = self.source.sizes[shard], "json" in self._wanted
-                with closing(samples(path or url, columns, self.policy, start, size, whole=whole)) as rows:
+                with closing(
+                    samples(path or url, columns, self.policy, start, size, whole=whole)
+                ) as rows:
                     yield from (self._member(key, members) for key, members in rows)
                 return
             if path is not None:
                 try:
                     yield from self._of_tar(path, shard, start)
                     return
-                except tarfile.ReadError as error:  # compressed, or not a tar; streaming reads it or raises
+                except (
+                    tarfile.ReadError
+                ) as error:  # compressed, or not a tar; streaming reads it or raises
                     if self.source.picked is not None:
                         raise ShardError("unreadable shard", str(error)) from error
             yield from self._streamed(url, start, self.source.sizes[shard])
@@ -103,12 +107,18 @@ class ShardReader:
     def _of_tar(self, path: str, shard: int, start: int) -> Iterator[Member]:
         """`members` of a plain local tar. tarfile.ReadError for another one, before anything is yielded."""
         source, size = self.source, self.source.sizes[shard]
-        own = None if source.picked is None else source.picked[source.starts[shard] : source.starts[shard + 1]]
+        own = (
+            None
+            if source.picked is None
+            else source.picked[source.starts[shard] : source.starts[shard + 1]]
+        )
         if self._wanted != WANTED or (start == 0 and own is None and source.captions != "all"):
             return self._by_headers(path, own, start, size)
         return self._by_index(path, own, start, size)
 
-    def _by_headers(self, path: str, own: np.ndarray | None, start: int, size: int) -> Iterator[Member]:
+    def _by_headers(
+        self, path: str, own: np.ndarray | None, start: int, size: int
+    ) -> Iterator[Member]:
         """`members` by the tar's headers.
 
         Args:
@@ -123,13 +133,20 @@ class ShardReader:
                     seen += 1
                     if seen > start:
                         yield self._member(
-                            key, {name: _content(descriptor, at) for name, at in members.items() if name in wanted}
+                            key,
+                            {
+                                name: _content(descriptor, at)
+                                for name, at in members.items()
+                                if name in wanted
+                            },
                         )
         except ShardError as error:
             raise ShardError(error.reason, str(error), seen) from error
         _require(seen, size)
 
-    def _by_index(self, path: str, own: np.ndarray | None, start: int, size: int) -> Iterator[Member]:
+    def _by_index(
+        self, path: str, own: np.ndarray | None, start: int, size: int
+    ) -> Iterator[Member]:
         """`members` by the tar's index. With `--captions all` each caption of an image is a sample of its own."""
         index = open_index(path)
         readable = len(index) if own is None else int(np.searchsorted(own, len(index)))
@@ -183,7 +200,9 @@ def _require(count: int, size: int) -> None:
         raise ShardError("short shard", f"it holds {count} of {size} samples", count)
 
 
-def _read_ahead(descriptor: int, rows: Sequence[tuple[str, Extent, Extent]]) -> Iterator[tuple[str, Extent, Extent]]:
+def _read_ahead(
+    descriptor: int, rows: Sequence[tuple[str, Extent, Extent]]
+) -> Iterator[tuple[str, Extent, Extent]]:
     """The rows (key, text, image) of scattered samples, whose bytes the system is asked to fetch a little ahead.
 
     The system then fetches several samples at a time. Its own read-ahead is switched off: it would fetch what lies between

@@ -30,7 +30,9 @@ _TAR = re.compile(
 _LARGEST_BYTES = 1 << 26  # of a remote sizes.json
 
 
-def listed_sizes(shards: Sequence[str], file: str | None = None, *, seconds: float = 0) -> dict[str, int]:
+def listed_sizes(
+    shards: Sequence[str], file: str | None = None, *, seconds: float = 0
+) -> dict[str, int]:
     """Shard -> samples, for the shards that a `sizes.json` lists.
 
     Args:
@@ -62,7 +64,9 @@ def _name_and_place(shard: str) -> tuple[str, str | None]:
             return shard, None
         name, place = _name_and_place(words[0])
         # A relative path or another scheme in a command may mean something to that command only.
-        reachable = place is not None and (os.path.isabs(place) or bool(re.match(r"https?://", place)))
+        reachable = place is not None and (
+            os.path.isabs(place) or bool(re.match(r"https?://", place))
+        )
         return name, place if reachable else None
     path = local_path(shard)
     if path is not None:

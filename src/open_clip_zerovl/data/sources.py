@@ -45,7 +45,12 @@ from open_clip_zerovl.data.parquet import PairColumns, open_files
 from open_clip_zerovl.data.sizes import listed_sizes
 from open_clip_zerovl.data.table import EXTENSIONS, CsvFormat, CsvTable, block_sizes, open_table
 from open_clip_zerovl.shards.index import open_index
-from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, ShardError, locate_samples, stream_samples
+from open_clip_zerovl.shards.members import (
+    IMAGE_EXTENSIONS,
+    ShardError,
+    locate_samples,
+    stream_samples,
+)
 from open_clip_zerovl.shards.remote import RetryPolicy, check_openable
 from open_clip_zerovl.shards.urls import REMOTE, is_parquet, local_path
 from open_clip_zerovl.shards.writing import SHARD_COUNT
@@ -147,18 +152,24 @@ def parse_sources(
             f"unknown --captions {captions!r}; use one of {', '.join(CAPTIONS)}, FIELD=SHARE,FIELD=SHARE or FIELD+FIELD"
         )
     check_separators(train_data)
-    how = _Opening(captions, table_format, on_bad_sample == "fail", timeout_seconds, evaluation, neighbours)
+    how = _Opening(
+        captions, table_format, on_bad_sample == "fail", timeout_seconds, evaluation, neighbours
+    )
     sources: dict[str, Source] = {}
     members: dict[str, list[str]] = {}  # component -> its sources
     for position, component in enumerate(train_data.split("::"), start=1):
         match = NAME.fullmatch(component)
         pattern = match["shards"] if match else component
         if not pattern.strip():
-            raise UserError(f"source {position} of {train_data!r} has no shards; write name=/path/{{00000..00099}}.tar")
+            raise UserError(
+                f"source {position} of {train_data!r} has no shards; write name=/path/{{00000..00099}}.tar"
+            )
         name, found = _open(match["name"] if match else None, pattern, how)
         names = [source.name for source in found]
         if name in members or sources.keys() & names:
-            raise UserError(f"two sources are called {name!r}; give each its own name with name=shards")
+            raise UserError(
+                f"two sources are called {name!r}; give each its own name with name=shards"
+            )
         members[name] = names
         sources.update(zip(names, found, strict=True))
     factors = _parse_weights(weights, members)
@@ -190,10 +201,14 @@ def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Sour
         )
     if found.kind == "table":
         name = name or _folder_name(path)
-        table = open_table(path, how.table_format, by_image=how.captions == "one-per-epoch", strict=how.strict)
+        table = open_table(
+            path, how.table_format, by_image=how.captions == "one-per-epoch", strict=how.strict
+        )
         return name, [_of_table(name, table, how.captions)]
     if found.kind == "benchmark":
-        splits = [str(entry) for entry in sorted(Path(path).iterdir()) if (entry / SHARD_COUNT).is_file()]
+        splits = [
+            str(entry) for entry in sorted(Path(path).iterdir()) if (entry / SHARD_COUNT).is_file()
+        ]
         test = os.path.join(path, "test")
         trained = [str(entry) for entry in [Path(path, "train")] if any(entry.glob("*.tar"))]
         if not how.evaluation or test not in splits:
@@ -209,15 +224,21 @@ def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Sour
     return name, [_of_shards(name, shards, found.beside, how)]
 
 
-def _open_neighbours(name: str | None, component: Component, how: _Opening) -> tuple[str, list[Source]]:
+def _open_neighbours(
+    name: str | None, component: Component, how: _Opening
+) -> tuple[str, list[Source]]:
     clustering = open_neighbours(Path(component.path), component.beside, strict=how.strict)
     name = name or clustering.source
-    source = replace(clustered_source(clustering, how.table_format), name=name, captions=how.captions)
+    source = replace(
+        clustered_source(clustering, how.table_format), name=name, captions=how.captions
+    )
     assert clustering.copies is not None
     return name, [replace(source, neighbours=Neighbours(clustering.labels, clustering.copies))]
 
 
-def _open_clusters(name: str | None, component: Component, how: _Opening) -> tuple[str, list[Source]]:
+def _open_clusters(
+    name: str | None, component: Component, how: _Opening
+) -> tuple[str, list[Source]]:
     source, clusters = open_clusters(Path(component.path), component.beside, strict=how.strict)
     name = name or source
     first = next((cluster.shards[0] for cluster in clusters if cluster.shards), "")
@@ -244,7 +265,13 @@ def _open_clusters(name: str | None, component: Component, how: _Opening) -> tup
             )
         else:
             found.append(
-                Source(of_cluster, cluster.shards, cluster.sizes, captions=how.captions, picked=cluster.picked)
+                Source(
+                    of_cluster,
+                    cluster.shards,
+                    cluster.sizes,
+                    captions=how.captions,
+                    picked=cluster.picked,
+                )
             )
     return name, found
 
@@ -292,7 +319,9 @@ def count_tar_samples(path: str | Path, *, torn: bool = False) -> int:
                     count += 1
     except ShardError as error:
         if not torn or count == 0:
-            raise UserError(f"shard {path} cannot be read as a tar file ({error}); fetch or write it again") from error
+            raise UserError(
+                f"shard {path} cannot be read as a tar file ({error}); fetch or write it again"
+            ) from error
         logging.warning(f"Shard {path} is torn after {count} samples ({error}).")
     return count
 
@@ -323,9 +352,13 @@ def count_tar_captions(path: str | Path) -> int:
 
 def _folder_name(shard: str) -> str:
     """The name of a shard's folder. UserError if it cannot be a source's name."""
-    folder = os.path.basename(os.path.dirname(shard if REMOTE.match(shard) else os.path.abspath(shard)))
+    folder = os.path.basename(
+        os.path.dirname(shard if REMOTE.match(shard) else os.path.abspath(shard))
+    )
     if not re.fullmatch(r"[^\W_][\w.-]*", folder):
-        raise UserError(f"the name of the folder of {shard!r} cannot be a source's name; write NAME={shard}")
+        raise UserError(
+            f"the name of the folder of {shard!r} cannot be a source's name; write NAME={shard}"
+        )
     return folder
 
 
@@ -335,9 +368,15 @@ def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: 
     parquet = [shard for shard in dict.fromkeys(shards) if is_parquet(shard)]
     tars = [shard for shard in shards if not is_parquet(shard)]
     known = (
-        {} if each_caption else listed_sizes(shards if sizes_file else tars, sizes_file, seconds=how.timeout_seconds)
+        {}
+        if each_caption
+        else listed_sizes(shards if sizes_file else tars, sizes_file, seconds=how.timeout_seconds)
     )
-    missing = [shard for shard in shards if (path := local_path(shard)) is not None and not os.path.isfile(path)]
+    missing = [
+        shard
+        for shard in shards
+        if (path := local_path(shard)) is not None and not os.path.isfile(path)
+    ]
     remote = [shard for shard in shards if local_path(shard) is None]
     if each_caption and (uncounted := remote or parquet):
         raise UserError(
@@ -359,7 +398,9 @@ def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: 
     if parquet:
         policy = RetryPolicy.within(how.timeout_seconds)
         rows, columns = open_files(parquet, style.image_key, style.caption_key, policy)
-        logging.info(f"Source {name}: pictures in {columns.picture!r}, captions in {listed(columns.captions)}.")
+        logging.info(
+            f"Source {name}: pictures in {columns.picture!r}, captions in {listed(columns.captions)}."
+        )
         known.update(rows)
     if unsized := [shard for shard in remote if shard not in known]:
         raise UserError(
@@ -368,17 +409,25 @@ def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: 
         )
     if unknown := [shard for shard in shards if shard not in known]:
         what = "captions of" if each_caption else "samples of"
-        logging.info(f"Source {name}: counting {what} {len(unknown)} shards that no sizes.json lists.")
+        logging.info(
+            f"Source {name}: counting {what} {len(unknown)} shards that no sizes.json lists."
+        )
 
         def count(shard: str) -> int:
             path = local_path(shard) or shard
-            return count_tar_captions(path) if each_caption else count_tar_samples(path, torn=not how.strict)
+            return (
+                count_tar_captions(path)
+                if each_caption
+                else count_tar_samples(path, torn=not how.strict)
+            )
 
         with ThreadPoolExecutor(max_workers=8) as pool:
             known.update(zip(unknown, pool.map(count, unknown), strict=True))
     sizes = tuple(known[shard] for shard in shards)
     if sum(sizes) == 0:
-        raise UserError(f"source {name!r} holds no samples in its {len(shards)} shards; check the shards")
+        raise UserError(
+            f"source {name!r} holds no samples in its {len(shards)} shards; check the shards"
+        )
     return Source(name, shards, sizes, captions=how.captions, columns=columns)
 
 
@@ -392,11 +441,15 @@ def _parse_weights(weights: str | None, members: Mapping[str, Sequence[str]]) ->
     by_name = ["=" in part for part in parts]
     if any(by_name):
         if not all(by_name):
-            raise UserError(f"{flag} gives names to only some of its weights; name all of them or none")
+            raise UserError(
+                f"{flag} gives names to only some of its weights; name all of them or none"
+            )
         given = dict(part.split("=", 1) for part in parts)
         unknown = [name for name in given if name not in members and name not in factors]
         if unknown:
-            raise UserError(f"{flag} names the unknown source {unknown[0]!r}; the sources are {', '.join(members)}")
+            raise UserError(
+                f"{flag} names the unknown source {unknown[0]!r}; the sources are {', '.join(members)}"
+            )
     else:
         if len(parts) != len(members):
             raise UserError(

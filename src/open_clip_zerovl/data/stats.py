@@ -110,7 +110,9 @@ class EpochStats:
         for name, reasons in other.lost.items():
             self.lost.setdefault(name, Counter()).update(reasons)
         for name, waited in other.waited.items():
-            self.waited.setdefault(name, Retries()).add(waited.shards, waited.seconds, waited.reasons)
+            self.waited.setdefault(name, Retries()).add(
+                waited.shards, waited.seconds, waited.reasons
+            )
 
 
 @dataclass
@@ -186,7 +188,9 @@ class DataStats:
                 "mend its shards, or allow more with --max-bad-share"
             )
 
-    def close_epoch(self, all_ranks: Iterable[EpochStats] | None = None, *, log: bool = True) -> None:
+    def close_epoch(
+        self, all_ranks: Iterable[EpochStats] | None = None, *, log: bool = True
+    ) -> None:
         """Log the epoch's losses, cut captions and waits, and check the losses against `max_bad_share`.
 
         Args:

@@ -28,7 +28,9 @@ from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, opened
 
 EXTENSIONS = (".csv", ".tsv")
 PACKED = "pack.json"  # marks an output of `zerovl data pack`, whose table lists refused rows
-BLOCK_SAMPLES = 64  # a block of rows takes the place of a shard: blocks are shuffled, then rows in the window
+BLOCK_SAMPLES = (
+    64  # a block of rows takes the place of a shard: blocks are shuffled, then rows in the window
+)
 _PICTURES = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)
 _NAMED_LINES = 5  # of each mistake, in messages
 # Columns of a layout: image, caption, and the one that is equal in rows of the same image.
@@ -121,7 +123,9 @@ class CsvTable:
             for sample in range(begin, len(self) if end is None else end):
                 rows = self.rows_of(sample).tolist()
                 fields = [self._fields(descriptor, row) for row in rows]
-                texts = (one[self.caption_column] for one in fields if len(one) > self.caption_column)
+                texts = (
+                    one[self.caption_column] for one in fields if len(one) > self.caption_column
+                )
                 yield TableSample(
                     rows,
                     fields,
@@ -165,7 +169,9 @@ def find_table(component: str) -> str | None:
     return str(tables[0]) if tables else None
 
 
-def open_table(path: str, style: CsvFormat | None = None, *, by_image: bool = False, strict: bool = False) -> CsvTable:
+def open_table(
+    path: str, style: CsvFormat | None = None, *, by_image: bool = False, strict: bool = False
+) -> CsvTable:
     """Scan a table.
 
     Args:
@@ -219,7 +225,9 @@ def open_table(path: str, style: CsvFormat | None = None, *, by_image: bool = Fa
                             )
                     images.append(number.setdefault(name, len(number)))
     except OSError as error:
-        raise UserError(f"table {path} cannot be read ({error.strerror}); correct its path") from error
+        raise UserError(
+            f"table {path} cannot be read ({error.strerror}); correct its path"
+        ) from error
     if not rows:
         raise UserError(f"table {path} holds no rows below its header; check the file")
     mistakes = "; ".join(f"{kind}, {_lines(lines)}" for kind, lines in odd.items())
@@ -229,12 +237,22 @@ def open_table(path: str, style: CsvFormat | None = None, *, by_image: bool = Fa
             'quote in them twice ("")'
         )
     if odd:
-        logging.warning(f"Table {path}: {mistakes}. Other rows replace the {unreadable} that cannot be read.")
+        logging.warning(
+            f"Table {path}: {mistakes}. Other rows replace the {unreadable} that cannot be read."
+        )
     members, ends = np.arange(len(rows)), np.arange(1, len(rows) + 1)
     if by_image:
         members, ends = np.argsort(images, kind="stable"), np.cumsum(np.bincount(images))
     return CsvTable(
-        path, separator, tuple(header), image, caption, np.array(rows, dtype=np.int64), members, ends, stamp
+        path,
+        separator,
+        tuple(header),
+        image,
+        caption,
+        np.array(rows, dtype=np.int64),
+        members,
+        ends,
+        stamp,
     )
 
 
@@ -270,8 +288,14 @@ def _columns(path: str, header: Sequence[str], style: CsvFormat) -> tuple[int, i
     for image, caption, identity in layouts:
         if header.count(image) == header.count(caption) == 1:
             place = header.index(image)
-            return place, header.index(caption), header.index(identity) if identity in header else place
-    known = " or ".join(dict.fromkeys(f"{image!r} and {caption!r}" for image, caption, _ in layouts))
+            return (
+                place,
+                header.index(caption),
+                header.index(identity) if identity in header else place,
+            )
+    known = " or ".join(
+        dict.fromkeys(f"{image!r} and {caption!r}" for image, caption, _ in layouts)
+    )
     seen = ", ".join(repr(name) for name in header[:20]) or "nothing"
     raise UserError(
         f"{path} needs the columns {known}, each once; its header has {seen}; rename them, or name them in training "

@@ -43,7 +43,12 @@ def fast_tokenizer(tokenizer: Any) -> Callable[[list[str]], Tensor]:
     fast = _CompiledTokenizer(tokenizer)
     try:
         same = torch.equal(fast(list(_PROBES)), tokenizer(list(_PROBES)))
-    except (AttributeError, TypeError, ValueError, NotImplementedError):  # another release of transformers
+    except (
+        AttributeError,
+        TypeError,
+        ValueError,
+        NotImplementedError,
+    ):  # another release of transformers
         same = False
     if not same:
         logging.info(f"Captions are tokenized by {type(tokenizer.tokenizer).__name__} itself.")
@@ -68,7 +73,9 @@ class _CompiledTokenizer:
             padding_side=None,
         )
         clean, short = self.tokenizer.clean_fn, self._short
-        cleaned = [short(text) if short is not None and is_plain(text) else clean(text) for text in texts]
+        cleaned = [
+            short(text) if short is not None and is_plain(text) else clean(text) for text in texts
+        ]
         encoded = inner.backend_tokenizer.encode_batch_fast(cleaned, add_special_tokens=True)
         tokens = torch.from_numpy(np.array([one.ids for one in encoded], dtype=np.int64))
         if self.tokenizer.strip_sep_token:

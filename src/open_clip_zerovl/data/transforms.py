@@ -103,7 +103,9 @@ def paper_eval_transform(
     """
     side = round(size_px * 256 / 224)
     resize = Resize((side, side), interpolation=InterpolationMode.BILINEAR)
-    return Compose([MaybeConvertMode(), resize, CenterCrop(size_px), ToTensor(), Normalize(mean, std)])
+    return Compose(
+        [MaybeConvertMode(), resize, CenterCrop(size_px), ToTensor(), Normalize(mean, std)]
+    )
 
 
 def paper_transform_of(visual: Any) -> Compose:
@@ -116,11 +118,15 @@ def paper_transform_of(visual: Any) -> Compose:
     size = preprocess_cfg["size"]
     sides = set(size) if isinstance(size, (tuple, list)) else {size}
     if len(sides) != 1:
-        raise UserError(f"the paper's transform crops a square, and this tower takes images of {size}")
+        raise UserError(
+            f"the paper's transform crops a square, and this tower takes images of {size}"
+        )
     return paper_eval_transform(sides.pop(), preprocess_cfg["mean"], preprocess_cfg["std"])
 
 
 def _auto_augment(policy: str) -> AutoAugment:
     if policy not in AUTO_AUGMENT_POLICIES:
-        raise UserError(f"unknown AutoAugment policy {policy!r}; give one of {', '.join(AUTO_AUGMENT_POLICIES)}.")
+        raise UserError(
+            f"unknown AutoAugment policy {policy!r}; give one of {', '.join(AUTO_AUGMENT_POLICIES)}."
+        )
     return AutoAugment(AUTO_AUGMENT_POLICIES[policy])

@@ -51,7 +51,13 @@ class StoredTeachers(Protocol):
 
 
 def view_picture(
-    transform: Callable[[Any], Tensor], image: Any, *, seed: int, source: int, sample: int, view: int
+    transform: Callable[[Any], Tensor],
+    image: Any,
+    *,
+    seed: int,
+    source: int,
+    sample: int,
+    view: int,
 ) -> Tensor:
     """View `view` of a sample: the transform's result, drawn from the view's own stream.
 
@@ -67,7 +73,9 @@ def view_picture(
     return transform(image)
 
 
-def teacher_features(parts: Sequence[tuple[Tensor, ...]], texts_per_image: int = 1) -> list[tuple[Tensor, Tensor]]:
+def teacher_features(
+    parts: Sequence[tuple[Tensor, ...]], texts_per_image: int = 1
+) -> list[tuple[Tensor, Tensor]]:
     """(image features (b, D), text features (C*b, D)) of each teacher over several micro-batches of b samples together.
 
     Args:

@@ -39,7 +39,9 @@ class WordAugment:
 
     def __init__(self, tokenizer: Any, share: float = 0.2) -> None:
         if not 0 <= share <= 1:
-            raise UserError(f"the share of words to augment must lie between 0 and 1, but is {share}.")
+            raise UserError(
+                f"the share of words to augment must lie between 0 and 1, but is {share}."
+            )
         self.share = float(share)
         self.mask, self.vocabulary = _mask_and_words(tokenizer)
 
@@ -69,7 +71,9 @@ class WordAugment:
 
 def _mask_and_words(tokenizer: Any) -> tuple[str, tuple[str, ...]]:
     """The mask token's text, and the words that are one token each, in the order of their ids."""
-    inner = getattr(tokenizer, "tokenizer", None)  # open_clip's HFTokenizer wraps the Hugging Face one
+    inner = getattr(
+        tokenizer, "tokenizer", None
+    )  # open_clip's HFTokenizer wraps the Hugging Face one
     mask = getattr(inner, "mask_token", None)
     if inner is None or mask is None:
         raise UserError(
@@ -81,12 +85,20 @@ def _mask_and_words(tokenizer: Any) -> tuple[str, tuple[str, ...]]:
     words = [token.lstrip(_WORD_MARKS) for token, _ in in_order if token not in special]
     words = list(dict.fromkeys(word for word in words if len(word) > 1 and word.isalpha()))
     # A vocabulary also has pieces that only continue words; after a space these become several tokens.
-    pieces = inner([f" {word}" for word in words], add_special_tokens=False)["input_ids"] if words else []
+    pieces = (
+        inner([f" {word}" for word in words], add_special_tokens=False)["input_ids"]
+        if words
+        else []
+    )
     whole = tuple(
-        word for word, ids in zip(words, pieces, strict=True) if len(ids) == 1 and ids[0] not in inner.all_special_ids
+        word
+        for word, ids in zip(words, pieces, strict=True)
+        if len(ids) == 1 and ids[0] not in inner.all_special_ids
     )
     if not whole:
-        raise UserError(f"the vocabulary of {type(inner).__name__} has no whole words as replacements.")
+        raise UserError(
+            f"the vocabulary of {type(inner).__name__} has no whole words as replacements."
+        )
     tokens = tokenizer([f"{whole[0]} {mask} {whole[-1]}"])[0].tolist()
     if tokens.count(inner.mask_token_id) != 1:
         raise UserError(

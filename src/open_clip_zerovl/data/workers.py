@@ -133,10 +133,14 @@ class _Collate:
         self.collate = collate
 
     def __call__(self, items: Sequence[Any]) -> Any:
-        return next((item for item in items if isinstance(item, UserError)), None) or self.collate(items)
+        return next((item for item in items if isinstance(item, UserError)), None) or self.collate(
+            items
+        )
 
 
-def read_batches(dataset: Dataset, collate: Callable[[Sequence[Any]], Any], **loader_options: Any) -> Iterator[Any]:
+def read_batches(
+    dataset: Dataset, collate: Callable[[Sequence[Any]], Any], **loader_options: Any
+) -> Iterator[Any]:
     """Batches of a dataset whose items may be errors (an `ItemSet`, or an iterable one that yields them).
 
     Args:
@@ -146,7 +150,9 @@ def read_batches(dataset: Dataset, collate: Callable[[Sequence[Any]], Any], **lo
     Raises:
         UserError: the first bad item, after the batches before it; a worker process that was lost.
     """
-    loader = DataLoader(dataset, collate_fn=_Collate(collate), worker_init_fn=worker_start(), **loader_options)
+    loader = DataLoader(
+        dataset, collate_fn=_Collate(collate), worker_init_fn=worker_start(), **loader_options
+    )
     batches = iter(loader)
     while True:
         try:

@@ -64,7 +64,9 @@ def _is_linear(hook: Callable[[Tensor], Any], parameter: nn.Parameter) -> bool:
                 one, other = (value * size for value in values)
                 whole, first, second = applied(one + other), applied(one), applied(other)
                 # Relative to the results: a clamp's are small beside large gradients. The rest is the rounding of those.
-                bound = _TOLERANCE.get(parameter.dtype, 3e-2) * (whole.norm() + first.norm() + second.norm())
+                bound = _TOLERANCE.get(parameter.dtype, 3e-2) * (
+                    whole.norm() + first.norm() + second.norm()
+                )
                 rounding = 4 * torch.finfo(parameter.dtype).eps * (one.norm() + other.norm())
                 if not (whole - (first + second)).norm() <= bound + rounding:
                     return False

@@ -27,7 +27,11 @@ INPUT_SHARE = 0.05  # half of the memory that retain="auto" and plans leave free
 
 
 def checked_sizes(
-    micro_batches: Sequence[Sequence[Any]], *, prepared: bool, texts_per_image: int = 1, ordered: bool = False
+    micro_batches: Sequence[Sequence[Any]],
+    *,
+    prepared: bool,
+    texts_per_image: int = 1,
+    ordered: bool = False,
 ) -> tuple[list[int], list[int]]:
     """The numbers of images and of texts of each micro-batch.
 
@@ -43,15 +47,25 @@ def checked_sizes(
     if not isinstance(micro_batches, Sequence) or len(micro_batches) == 0:
         raise UserError(
             "micro_batches must be a non-empty sequence of (images, texts), which is read twice, but is "
-            + ("empty." if isinstance(micro_batches, Sequence) else f"a {type(micro_batches).__name__}.")
+            + (
+                "empty."
+                if isinstance(micro_batches, Sequence)
+                else f"a {type(micro_batches).__name__}."
+            )
         )
     if texts_per_image < 1:
         raise UserError(f"texts_per_image must be 1 or more, but is {texts_per_image}.")
     sizes = [_checked_size(k, micro_batch, prepared) for k, micro_batch in enumerate(micro_batches)]
-    wanted = "as many texts as images" if texts_per_image == 1 else f"{texts_per_image} texts of each image"
+    wanted = (
+        "as many texts as images"
+        if texts_per_image == 1
+        else f"{texts_per_image} texts of each image"
+    )
     totals = sum(images for images, _ in sizes), sum(texts for _, texts in sizes)
     places = (
-        {"The micro-batches together": totals} if ordered else {f"Micro-batch {k}": one for k, one in enumerate(sizes)}
+        {"The micro-batches together": totals}
+        if ordered
+        else {f"Micro-batch {k}": one for k, one in enumerate(sizes)}
     )
     for place, (images, texts) in places.items():
         if images * texts_per_image != texts:
@@ -60,7 +74,11 @@ def checked_sizes(
 
 
 def _checked_size(k: int, micro_batch: Any, prepared: bool) -> tuple[int, int]:
-    if not isinstance(micro_batch, Sequence) or isinstance(micro_batch, str) or len(micro_batch) < 2:
+    if (
+        not isinstance(micro_batch, Sequence)
+        or isinstance(micro_batch, str)
+        or len(micro_batch) < 2
+    ):
         raise UserError(
             f"Micro-batch {k} must be a pair of inputs (images, texts), but is a {type(micro_batch).__name__}"
             + (f" of {len(micro_batch)}." if isinstance(micro_batch, Sequence) else ".")
@@ -72,9 +90,15 @@ def _checked_size(k: int, micro_batch: Any, prepared: bool) -> tuple[int, int]:
         )
     sizes = []
     for part in micro_batch[:2]:
-        wrong = next((leaf for leaf in _leaves(part) if not isinstance(leaf, Tensor) or leaf.ndim == 0), None)
+        wrong = next(
+            (leaf for leaf in _leaves(part) if not isinstance(leaf, Tensor) or leaf.ndim == 0), None
+        )
         if wrong is not None:
-            kind = "a tensor without rows" if isinstance(wrong, Tensor) else f"a {type(wrong).__name__}"
+            kind = (
+                "a tensor without rows"
+                if isinstance(wrong, Tensor)
+                else f"a {type(wrong).__name__}"
+            )
             raise UserError(
                 f"Micro-batch {k} must be a pair of inputs (images, texts), each a tensor, a dict or a tuple of tensors with "
                 f"a row for each sample, but holds {kind}."
@@ -115,7 +139,11 @@ def checked_order(order: Tensor, rows: int) -> Tensor:
         raise UserError(
             f"text_order must be on the CPU, where it can be checked without waiting, but is on {order.device}."
         )
-    if order.shape != (rows,) or order.dtype != torch.int64 or not torch.equal(order.sort().values, torch.arange(rows)):
+    if (
+        order.shape != (rows,)
+        or order.dtype != torch.int64
+        or not torch.equal(order.sort().values, torch.arange(rows))
+    ):
         raise UserError(
             f"text_order must hold each of 0..{rows - 1} once, as int64, but is {tuple(order.shape)} of {order.dtype}."
         )

@@ -42,8 +42,13 @@ class Repeat(NamedTuple):
 
 def open_clips(*names: str) -> tuple[Any, ...]:
     """Classes of open_clip, which is not imported here: where nobody has imported it, no object is an instance of them."""
-    modules = [sys.modules.get(name) for name in ("open_clip.model", "open_clip.coca_model", "open_clip.loss")]
-    return tuple(getattr(module, name) for module in modules for name in names if hasattr(module, name))
+    modules = [
+        sys.modules.get(name)
+        for name in ("open_clip.model", "open_clip.coca_model", "open_clip.loss")
+    ]
+    return tuple(
+        getattr(module, name) for module in modules for name in names if hasattr(module, name)
+    )
 
 
 class Towers:
@@ -69,7 +74,9 @@ class Towers:
         autocast: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self._model, self._inner, self._device, self._autocast = model, inner, device, autocast
-        self._learning: set[str] = set()  # features that required gradient although their tower looked frozen
+        self._learning: set[str] = (
+            set()
+        )  # features that required gradient although their tower looked frozen
         self._logged = False
 
     def frozen(self) -> set[str]:
@@ -81,12 +88,20 @@ class Towers:
         scripted = isinstance(self._inner, torch.jit.ScriptModule)
         if names and (scripted or hooks or type(self._inner).forward not in forwards):
             if not self._logged:
-                log.info("The frozen tower (%s) runs in both passes: only open_clip models can skip it.", sorted(names))
+                log.info(
+                    "The frozen tower (%s) runs in both passes: only open_clip models can skip it.",
+                    sorted(names),
+                )
             self._logged, names = True, set()
         return names
 
     def first_pass(
-        self, take: Callable[[], tuple[Any, Any]], rows: dict[str, int], frozen: set[str], *, graph: bool
+        self,
+        take: Callable[[], tuple[Any, Any]],
+        rows: dict[str, int],
+        frozen: set[str],
+        *,
+        graph: bool,
     ) -> tuple[Outputs, Repeat]:
         """The outputs for a micro-batch, with graph or without, and the state that its replay needs.
 
@@ -98,7 +113,9 @@ class Towers:
         start, between = RngState.capture(self._device), None
         inputs = take()
         if not frozen:
-            return checked_outputs(self._call(inputs, graph), rows), Repeat(start, None, frozenset())
+            return checked_outputs(self._call(inputs, graph), rows), Repeat(
+                start, None, frozenset()
+            )
         outputs: Outputs = {}
         for name, alone in ((IMAGES, (inputs[0], None)), (TEXTS, (None, inputs[1]))):
             found = checked_outputs(self._call(alone, graph or name in frozen), {name: rows[name]})
@@ -111,7 +128,12 @@ class Towers:
         return outputs, Repeat(start, between, frozenset(frozen))
 
     def replay(
-        self, take: Callable[[], tuple[Any, Any]], rows: dict[str, int], repeat: Repeat, *, rng: bool = True
+        self,
+        take: Callable[[], tuple[Any, Any]],
+        rows: dict[str, int],
+        repeat: Repeat,
+        *,
+        rng: bool = True,
     ) -> Outputs:
         """The outputs for a micro-batch with graph, under the random numbers of its first pass unless `rng` is False."""
         if rng:
@@ -119,7 +141,10 @@ class Towers:
         inputs = take()
         if rng and repeat.between is not None:
             repeat.between.restore()
-        images, texts = (None if name in repeat.frozen else part for name, part in zip(FEATURES, inputs, strict=True))
+        images, texts = (
+            None if name in repeat.frozen else part
+            for name, part in zip(FEATURES, inputs, strict=True)
+        )
         wanted = {name: size for name, size in rows.items() if name not in repeat.frozen}
         return checked_outputs(self._call((images, texts), True), wanted)
 
@@ -138,7 +163,11 @@ class Towers:
         image = {id(parameter) for parameter in visual.parameters()}
         heads = {id(getattr(self._inner, name, None)) for name in SCALARS}
         trainable = {id(p) for p in self._inner.parameters() if p.requires_grad} - heads
-        return {name for name, within in ((IMAGES, trainable & image), (TEXTS, trainable - image)) if not within}
+        return {
+            name
+            for name, within in ((IMAGES, trainable & image), (TEXTS, trainable - image))
+            if not within
+        }
 
 
 def checked_outputs(outputs: Any, rows: dict[str, int]) -> Outputs:
@@ -150,7 +179,11 @@ def checked_outputs(outputs: Any, rows: dict[str, int]) -> Outputs:
     Raises:
         UserError: an output that would get no gradient, or features of another shape.
     """
-    if isinstance(outputs, tuple | list) and len(outputs) == 2 and all(isinstance(part, Tensor) for part in outputs):
+    if (
+        isinstance(outputs, tuple | list)
+        and len(outputs) == 2
+        and all(isinstance(part, Tensor) for part in outputs)
+    ):
         outputs = dict(zip(FEATURES, outputs, strict=True))
     elif not isinstance(outputs, dict) or not {*FEATURES, "logit_scale"} <= outputs.keys():
         seen = sorted(outputs) if isinstance(outputs, dict) else type(outputs).__name__
@@ -167,7 +200,9 @@ def checked_outputs(outputs: Any, rows: dict[str, int]) -> Outputs:
             if any(name.startswith("dist_") for name in extra)
             else "outputs unknown to it"
         )
-        raise UserError(f"Decoupled gradient accumulation cannot use {kind}: the model returned {', '.join(extra)}.")
+        raise UserError(
+            f"Decoupled gradient accumulation cannot use {kind}: the model returned {', '.join(extra)}."
+        )
     for name in [*rows, *(outputs.keys() & SCALARS)]:
         output = outputs[name]
         if not isinstance(output, Tensor) or not output.is_floating_point():
@@ -175,13 +210,17 @@ def checked_outputs(outputs: Any, rows: dict[str, int]) -> Outputs:
             raise UserError(f"The model's {name} must be a floating point tensor, but is {kind}.")
         if name in rows and (output.ndim != 2 or len(output) != rows[name]):
             size = rows[name]
-            raise UserError(f"{name} of {size} samples must be ({size}, width), but are {tuple(output.shape)}.")
+            raise UserError(
+                f"{name} of {size} samples must be ({size}, width), but are {tuple(output.shape)}."
+            )
     return {name: output for name, output in outputs.items() if name in rows or name in SCALARS}
 
 
 def leaves_of(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
     """The leaf tensors that a backward pass from `outputs` would reach."""
-    todo: list[Any] = [output.grad_fn if output.grad_fn is not None else output for output in outputs]
+    todo: list[Any] = [
+        output.grad_fn if output.grad_fn is not None else output for output in outputs
+    ]
     visited = set()
     while todo:
         node = todo.pop()
@@ -205,5 +244,6 @@ def backpropagate(outputs: Outputs, gradients: dict[str, Tensor]) -> None:
     roots = [name for name in gradients if name in outputs and outputs[name].requires_grad]
     if roots:
         torch.autograd.backward(
-            [outputs[name] for name in roots], [gradients[name].to(outputs[name].dtype) for name in roots]
+            [outputs[name] for name in roots],
+            [gradients[name].to(outputs[name].dtype) for name in roots],
         )

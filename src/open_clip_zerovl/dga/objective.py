@@ -99,7 +99,9 @@ class Objective:
         }
         if self._feature_factor != 1:
             gradients |= {name: gradients[name] * self._feature_factor for name in FEATURES}
-        detached = {name: value.detach() for name, value in losses.items()} | {"loss": total.detach()}
+        detached = {name: value.detach() for name, value in losses.items()} | {
+            "loss": total.detach()
+        }
         return detached, gradients, own_gradients
 
     def add_own_gradients(self, own_gradients: OwnGradients, factor: Tensor | None) -> None:
@@ -110,7 +112,9 @@ class Objective:
         for parameter, found in own_gradients:
             gradient = found if found is None or factor is None else found * factor
             if self._world_size > 1:
-                gradient = torch.zeros_like(parameter) if gradient is None else gradient.contiguous()
+                gradient = (
+                    torch.zeros_like(parameter) if gradient is None else gradient.contiguous()
+                )
                 dist.all_reduce(gradient, group=self._group)
                 gradient = gradient / self._world_size
             if gradient is None:
@@ -135,11 +139,21 @@ class Objective:
             )
         result = self._loss(**arguments)
         losses = result if isinstance(result, dict) else {"contrastive_loss": result}
-        wrong = [key for key, value in losses.items() if not isinstance(value, Tensor) or value.numel() != 1]
+        wrong = [
+            key
+            for key, value in losses.items()
+            if not isinstance(value, Tensor) or value.numel() != 1
+        ]
         if wrong or not losses:
             seen = losses[wrong[0]] if wrong else result
-            kind = f"a tensor of shape {tuple(seen.shape)}" if isinstance(seen, Tensor) else f"a {type(seen).__name__}"
-            raise UserError(f"{name} must return one number as a tensor, or a dict of such, but returned {kind}.")
+            kind = (
+                f"a tensor of shape {tuple(seen.shape)}"
+                if isinstance(seen, Tensor)
+                else f"a {type(seen).__name__}"
+            )
+            raise UserError(
+                f"{name} must return one number as a tensor, or a dict of such, but returned {kind}."
+            )
         total = next(iter(losses.keys() & TOTALS), None)
         if total is not None and len(losses) > 1:
             parts = ", ".join(losses.keys() - {total})
@@ -191,14 +205,19 @@ def feature_factor(loss: Any, world_size: int) -> int:
     require_process_group(world_size, type(loss).__name__)
     if isinstance(loss, open_clips("ClipLoss")):
         if getattr(loss, "use_horovod", False):  # open_clip 4 has none
-            raise UserError("ClipLoss(use_horovod=True) is not supported: gradients are averaged by DDP here.")
+            raise UserError(
+                "ClipLoss(use_horovod=True) is not supported: gradients are averaged by DDP here."
+            )
         if loss.local_loss and not loss.gather_with_grad:
             raise UserError(
                 "ClipLoss(local_loss=True, gather_with_grad=False) over several ranks loses the gradient that reaches a "
                 "feature through other ranks' losses (ZeroVL, A.1); set gather_with_grad=True or use ContrastiveLoss."
             )
         if not loss.gather_with_grad:
-            log.info("ClipLoss without gather_with_grad gives 1/%d of the features' gradient; corrected.", world_size)
+            log.info(
+                "ClipLoss without gather_with_grad gives 1/%d of the features' gradient; corrected.",
+                world_size,
+            )
             return world_size
     return 1
 

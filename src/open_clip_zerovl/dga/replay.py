@@ -22,7 +22,12 @@ from open_clip_zerovl.dga.model import FEATURES, SCALARS
 # Largest relative difference (L2, of the worst row) between a replayed and a cached feature vector, by the coarsest
 # precision in use. The same kernel gives exactly 0. Another kernel with grad on than off gives rounding errors. Other masks
 # give 0.1 and more (measured: token drop 0.25 in a random ViT-B/16 0.1, dropout 0.1 in a small BERT 0.3).
-REPLAY_TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+REPLAY_TOLERANCE = {
+    torch.float64: 1e-10,
+    torch.float32: 2e-5,
+    torch.float16: 4e-3,
+    torch.bfloat16: 2e-2,
+}
 
 
 CHECK_EVERY = 500  # steps between two checks of check="first"
@@ -30,7 +35,12 @@ CHECK_EVERY = 500  # steps between two checks of check="first"
 EARLY = (10, 100)
 
 WEIGHTS = "weights"
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
+_INTEGERS = {
+    1: torch.int8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}  # by the bytes of an element
 
 
 class ReplayError(UserError, RuntimeError):
@@ -80,7 +90,9 @@ class ReplayCheck:
         group: process group of the ranks that step together; None for the default one.
     """
 
-    def __init__(self, mode: str, world_size: int = 1, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, mode: str, world_size: int = 1, group: dist.ProcessGroup | None = None
+    ) -> None:
         self.mode = mode
         self._due: set[str] = set()  # names that are compared in the present step
         self._passed: set[str] = set()  # those that were compared once
@@ -106,18 +118,23 @@ class ReplayCheck:
         if name not in self._due:
             return
         found, cached = (
-            value.detach().to(cached.dtype).reshape(-1, value.shape[-1:].numel()) for value in (found, cached)
+            value.detach().to(cached.dtype).reshape(-1, value.shape[-1:].numel())
+            for value in (found, cached)
         )
         same = (found == cached) | (found.isnan() & cached.isnan())
         difference = torch.where(same, 0.0, found - cached)
-        relative = difference.norm(dim=-1) / cached.norm(dim=-1).clamp_min(torch.finfo(cached.dtype).tiny)
+        relative = difference.norm(dim=-1) / cached.norm(dim=-1).clamp_min(
+            torch.finfo(cached.dtype).tiny
+        )
         worst = torch.where(same.all(dim=-1), 0.0, relative).max()
         self._seen.append((name, index, torch.stack([worst, difference.abs().max()])))
 
     def bits_of(self, model: nn.Module) -> dict[str, Tensor]:
         """The sum of the bits of each parameter, for `compare_bits`; none in a step that does not compare them."""
         return {
-            name: parameter.detach().view(_INTEGERS[parameter.element_size()]).sum(dtype=torch.int64)
+            name: parameter.detach()
+            .view(_INTEGERS[parameter.element_size()])
+            .sum(dtype=torch.int64)
             for name, parameter in model.named_parameters()
             if WEIGHTS in self._due and _shows_bits(parameter.data)
         }
@@ -125,7 +142,8 @@ class ReplayCheck:
     def compare_bits(self, index: int, found: dict[str, Tensor], before: dict[str, Tensor]) -> None:
         """Record the parameters that have changed up to micro-batch `index`, also those whose version has not (`.data`)."""
         self._seen += [
-            (f"{WEIGHTS} {name}", index, (found[name] != bits).float().expand(2)) for name, bits in before.items()
+            (f"{WEIGHTS} {name}", index, (found[name] != bits).float().expand(2))
+            for name, bits in before.items()
         ]
 
     def verdict(self, tolerance: float, device: torch.device) -> None:
@@ -135,21 +153,32 @@ class ReplayCheck:
         """
         if not self.active or (self._world_size == 1 and not self._seen):
             return
-        seen = [(*numbers, name, k) for (name, k, _), numbers in zip(self._seen, self._numbers(), strict=True)]
+        seen = [
+            (*numbers, name, k)
+            for (name, k, _), numbers in zip(self._seen, self._numbers(), strict=True)
+        ]
         # `not <=` rather than `>`: a NaN is a difference.
         bad = [entry for entry in seen if not entry[0] <= tolerance]
-        any_bad, replayed, compared = bool(bad), any(name in FEATURES for _, _, name, _ in seen), bool(seen)
+        any_bad, replayed, compared = (
+            bool(bad),
+            any(name in FEATURES for _, _, name, _ in seen),
+            bool(seen),
+        )
         if self._world_size > 1:
             anywhere = torch.tensor([any_bad, replayed, compared], dtype=torch.long, device=device)
             dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._group)
             any_bad, replayed, compared = (bool(number) for number in anywhere.tolist())
         self._seen = []
         if any_bad and not bad:
-            raise ReplayError("Another rank's replayed outputs differ from its cached ones; its message names them.")
+            raise ReplayError(
+                "Another rank's replayed outputs differ from its cached ones; its message names them."
+            )
         if bad:
             raise ReplayError(_difference(bad, tolerance))
         # A step that keeps all graphs compares scalars only: features are still due, which costs nothing until one replays.
-        self._passed |= {*FEATURES, *SCALARS, WEIGHTS} if replayed else {*SCALARS} if compared else set()
+        self._passed |= (
+            {*FEATURES, *SCALARS, WEIGHTS} if replayed else {*SCALARS} if compared else set()
+        )
 
     def _numbers(self) -> list[tuple[float, float]]:
         """(relative, largest absolute) difference of each comparison, in one copy to the host."""
@@ -158,19 +187,27 @@ class ReplayCheck:
         device = self._seen[0][2].device  # parameters may lie on several
         return [
             (relative, largest)
-            for relative, largest in torch.stack([pair.to(device) for *_, pair in self._seen]).tolist()
+            for relative, largest in torch.stack(
+                [pair.to(device) for *_, pair in self._seen]
+            ).tolist()
         ]
 
 
 def _shows_bits(value: Tensor) -> bool:
     """True for a plain dense tensor, whose elements can be read as integers."""
     plain = type(value) is Tensor and value.layout == torch.strided
-    return plain and not (value.is_quantized or value.is_meta or value.is_conj()) and value.element_size() in _INTEGERS
+    return (
+        plain
+        and not (value.is_quantized or value.is_meta or value.is_conj())
+        and value.element_size() in _INTEGERS
+    )
 
 
 def _difference(bad: list[tuple[float, float, str, int]], tolerance: float) -> str:
     """The sentence for the largest of the differences."""
-    relative, absolute, name, k = max(bad, key=lambda entry: (entry[2] not in FEATURES, math.isnan(entry[0]), entry[0]))
+    relative, absolute, name, k = max(
+        bad, key=lambda entry: (entry[2] not in FEATURES, math.isnan(entry[0]), entry[0])
+    )
     if name not in {*FEATURES, *SCALARS}:
         return (
             f"{name.removeprefix(f'{WEIGHTS} ')} was changed within the step, through .data or a kernel that leaves no trace, "
@@ -201,5 +238,6 @@ def replay_tolerance(model: nn.Module, device: torch.device, autocast: Callable[
     if torch.float32 in precisions:
         precisions.add(product_precision(device.type))
     return max(
-        (REPLAY_TOLERANCE[p] for p in precisions if p in REPLAY_TOLERANCE), default=REPLAY_TOLERANCE[torch.float32]
+        (REPLAY_TOLERANCE[p] for p in precisions if p in REPLAY_TOLERANCE),
+        default=REPLAY_TOLERANCE[torch.float32],
     )

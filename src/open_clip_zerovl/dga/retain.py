@@ -73,7 +73,9 @@ class Retention:
         parameters: Iterable[nn.Parameter] = (),
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        if isinstance(retain, bool) or not (retain == "auto" or (isinstance(retain, int) and retain >= 0)):
+        if isinstance(retain, bool) or not (
+            retain == "auto" or (isinstance(retain, int) and retain >= 0)
+        ):
             raise UserError(f"retain must be 'auto' or a number of graphs >= 0, but is {retain!r}.")
         self._retain = retain
         self._device = device
@@ -85,7 +87,9 @@ class Retention:
         self._adopted: Decision | None = None
         self._sizes: list[int] = []  # of the last step
         self._parameters = list(parameters)
-        self._versions: dict[int, int] = {}  # of each parameter with a gradient, after the first step
+        self._versions: dict[
+            int, int
+        ] = {}  # of each parameter with a gradient, after the first step
 
     def graphs(self, sizes: list[int]) -> int:
         """R for a step with micro-batches of these sizes. Over ranks it is a collective until "auto" has decided."""
@@ -122,7 +126,9 @@ class Retention:
         if self._auto is None or self._adopted is not None:
             return self._adopted
         graphs = min(self._auto, most_graphs(len(self._sizes), self._world_size))
-        return Decision(graphs, self._bytes_per_sample * max(self._sizes), float(self._transient_bytes))
+        return Decision(
+            graphs, self._bytes_per_sample * max(self._sizes), float(self._transient_bytes)
+        )
 
     def _settle(self) -> None:
         if self._auto is None and self._bytes_per_sample:
@@ -134,7 +140,9 @@ class Retention:
         fits = self._smallest(int(free is None or decision.needed_bytes <= free))
         if fits:
             self._auto = decision.graphs
-            if self._world_size == 1 or dist.get_rank(self._group) == 0:  # the number is that of all ranks
+            if (
+                self._world_size == 1 or dist.get_rank(self._group) == 0
+            ):  # the number is that of all ranks
                 log.info("Graphs kept a step, as before this run was resumed: %d.", decision.graphs)
             return
         self._adopted = None
@@ -163,7 +171,9 @@ class Retention:
         elif self._device.type == "cuda":
             before = torch.cuda.memory_allocated(self._device)
             yield
-            self._bytes_per_sample = max(1, torch.cuda.memory_allocated(self._device) - before) / size
+            self._bytes_per_sample = (
+                max(1, torch.cuda.memory_allocated(self._device) - before) / size
+            )
         else:
             with LiveBytes() as live:
                 yield
@@ -176,13 +186,19 @@ class Retention:
         if not self._versions:
             # Scalars do not count: training clamps logit_scale also after skipped steps.
             self._versions = {
-                i: p._version for i, p in enumerate(self._parameters) if p.grad is not None and p.numel() > 1
+                i: p._version
+                for i, p in enumerate(self._parameters)
+                if p.grad is not None and p.numel() > 1
             }
         if self._device.type == "cuda":
             # The peak may include earlier work and be too large; then fewer graphs are kept.
-            self._transient_bytes = torch.cuda.max_memory_allocated(self._device) - self._allocated_before
+            self._transient_bytes = (
+                torch.cuda.max_memory_allocated(self._device) - self._allocated_before
+            )
         else:
-            self._transient_bytes = 2 * self._bytes_per_sample * max(sizes)  # the graph, and gradients within it
+            self._transient_bytes = (
+                2 * self._bytes_per_sample * max(sizes)
+            )  # the graph, and gradients within it
 
     def _optimizer_has_stepped(self) -> bool:
         # One is enough: a caller may train with gradients that its optimizer does not use.

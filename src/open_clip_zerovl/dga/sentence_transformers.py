@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 
-Column = Mapping[str, Any]  # the tokenizer's output for a column of a batch; tensors have a row a sample
+Column = Mapping[
+    str, Any
+]  # the tokenizer's output for a column of a batch; tensors have a row a sample
 
 
 class DecoupledLoss(nn.Module):
@@ -38,16 +40,29 @@ class DecoupledLoss(nn.Module):
     """
 
     def __init__(
-        self, loss: nn.Module, mini_batch_size: int = 32, *, retain: int | str = 1, check: str = "first"
+        self,
+        loss: nn.Module,
+        mini_batch_size: int = 32,
+        *,
+        retain: int | str = 1,
+        check: str = "first",
     ) -> None:
         super().__init__()
-        if not callable(getattr(loss, "compute_loss_from_embeddings", None)) or not hasattr(loss, "model"):
+        if not callable(getattr(loss, "compute_loss_from_embeddings", None)) or not hasattr(
+            loss, "model"
+        ):
             raise UserError(
                 f"{type(loss).__name__} does not compute its loss from embeddings (it has no compute_loss_from_embeddings and "
                 "model), as decoupled gradient accumulation needs; MultipleNegativesRankingLoss, for one, does."
             )
-        if isinstance(mini_batch_size, bool) or not isinstance(mini_batch_size, int) or mini_batch_size < 1:
-            raise UserError(f"mini_batch_size must be a positive number of samples, but is {mini_batch_size!r}.")
+        if (
+            isinstance(mini_batch_size, bool)
+            or not isinstance(mini_batch_size, int)
+            or mini_batch_size < 1
+        ):
+            raise UserError(
+                f"mini_batch_size must be a positive number of samples, but is {mini_batch_size!r}."
+            )
         self.loss = loss
         self.mini_batch_size = mini_batch_size
         self._options: dict[str, Any] = {"retain": retain, "check": check}
@@ -76,12 +91,17 @@ class DecoupledLoss(nn.Module):
             )
         rows = _rows(columns)
         towers, step = self._made_for(self.model)
-        towers.constants = [{k: v for k, v in column.items() if not isinstance(v, Tensor)} for column in columns]
+        towers.constants = [
+            {k: v for k, v in column.items() if not isinstance(v, Tensor)} for column in columns
+        ]
         tensors = [{k: v for k, v in column.items() if isinstance(v, Tensor)} for column in columns]
         starts = range(0, rows, self.mini_batch_size)
         parts = [slice(start, min(start + self.mini_batch_size, rows)) for start in starts]
         micro_batches = [
-            tuple([{k: v[part] for k, v in column.items()} for column in of] for of in (tensors[:1], tensors[1:]))
+            tuple(
+                [{k: v[part] for k, v in column.items()} for column in of]
+                for of in (tensors[:1], tensors[1:])
+            )
             for part in parts
         ]
         return step.loss(micro_batches, labels=labels)
@@ -91,7 +111,11 @@ class DecoupledLoss(nn.Module):
         key = model, next(model.parameters()).device
         if self._step is None or self._step[0] != key:
             towers = _Columns(model)
-            self._step = key, towers, DecoupledGradientAccumulation(towers, _Head(self.loss, towers), **self._options)
+            self._step = (
+                key,
+                towers,
+                DecoupledGradientAccumulation(towers, _Head(self.loss, towers), **self._options),
+            )
         return self._step[1:]
 
     def get_config_dict(self) -> dict[str, Any]:
@@ -114,7 +138,9 @@ class _Columns(nn.Module):
         self.constants: list[dict[str, Any]] = []
         self.widths: list[int] = []
 
-    def forward(self, first: list[dict[str, Tensor]], others: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, first: list[dict[str, Tensor]], others: list[dict[str, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
         embeddings = [
             self.model({**column, **constants})["sentence_embedding"]
             for column, constants in zip([*first, *others], self.constants, strict=True)
@@ -131,7 +157,11 @@ class _Head(nn.Module):
         self._held = (loss, towers)  # a tuple, so that the model is not part of this module
 
     def forward(
-        self, image_features: Tensor, text_features: Tensor, labels: Tensor | None, output_dict: bool
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        labels: Tensor | None,
+        output_dict: bool,
     ) -> Tensor:
         loss, towers = self._held
         embeddings = torch.cat([image_features, text_features], dim=1).split(towers.widths, dim=1)
@@ -157,5 +187,7 @@ def _rows(columns: list[dict[str, Any]]) -> int:
     }
     if len(set(rows.values())) != 1 or 0 in rows.values():
         seen = ", ".join(f"{name} has {count}" for name, count in rows.items()) or "there are none"
-        raise UserError(f"All tensors of a batch must have a row for each sample, to be split by samples, but {seen}.")
+        raise UserError(
+            f"All tensors of a batch must have a row for each sample, to be split by samples, but {seen}."
+        )
     return next(iter(rows.values()))

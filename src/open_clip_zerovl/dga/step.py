@@ -36,7 +36,13 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import RngState
 from open_clip_zerovl.core.wrappers import unwrapped, wrapped_inside
 from open_clip_zerovl.dga.hooks import GradientHooks
-from open_clip_zerovl.dga.inputs import DeviceInputs, checked_order, checked_sizes, input_room, text_places
+from open_clip_zerovl.dga.inputs import (
+    DeviceInputs,
+    checked_order,
+    checked_sizes,
+    input_room,
+    text_places,
+)
 from open_clip_zerovl.dga.model import (
     FEATURES,
     SCALARS,
@@ -50,14 +56,22 @@ from open_clip_zerovl.dga.model import (
     open_clips,
 )
 from open_clip_zerovl.dga.objective import Objective, OwnGradients
-from open_clip_zerovl.dga.replay import BufferState, ReplayCheck, ReplayError, buffers_kept, replay_tolerance
+from open_clip_zerovl.dga.replay import (
+    BufferState,
+    ReplayCheck,
+    ReplayError,
+    buffers_kept,
+    replay_tolerance,
+)
 from open_clip_zerovl.dga.retain import Decision, Retention
 
 __all__ = ["DecoupledGradientAccumulation", "ReplayError"]
 
 log = logging.getLogger(__name__)
 
-Prepare = Callable[..., tuple[Any, Any]]  # (images, texts, further parts of a micro-batch) -> the model's two inputs
+Prepare = Callable[
+    ..., tuple[Any, Any]
+]  # (images, texts, further parts of a micro-batch) -> the model's two inputs
 
 
 @dataclass
@@ -180,14 +194,18 @@ class DecoupledGradientAccumulation:
         if parameter is None:
             raise UserError("The model has no parameters, so there is no gradient to accumulate.")
         if not replay_rng:
-            log.warning("Replay of random masks is off: gradients are WRONG wherever there is dropout (an ablation).")
+            log.warning(
+                "Replay of random masks is off: gradients are WRONG wherever there is dropout (an ablation)."
+            )
             check = "never"
         self._inner, self._device, self._autocast = inner, parameter.device, autocast
         group = self._ddp.process_group if self._ddp is not None else None
         self._world_size = dist.get_world_size(group) if self._ddp is not None else 1
         self._towers = Towers(model, inner, self._device, autocast)
         self._objective = Objective(loss, self._device, self._ddp, scaler)
-        self._retention = Retention(retain, self._device, self._world_size, inner.parameters(), group)
+        self._retention = Retention(
+            retain, self._device, self._world_size, inner.parameters(), group
+        )
         self._check = ReplayCheck(check, self._world_size, group)
         self._hooks = GradientHooks(inner)
         self._replay_rng = replay_rng
@@ -236,7 +254,9 @@ class DecoupledGradientAccumulation:
             self._first_pass(step)
             self._differentiate(step, loss_inputs)
             self._second_pass(step)
-        return step.losses | {name: values[-1] for name, values in step.scalars.items() if name == "logit_scale"}
+        return step.losses | {
+            name: values[-1] for name, values in step.scalars.items() if name == "logit_scale"
+        }
 
     def loss(
         self,
@@ -263,23 +283,35 @@ class DecoupledGradientAccumulation:
                 the backward pass, if it is called a second time or the weights have changed.
         """
         if self._objective.scaled:
-            raise UserError("loss() does not work with scaler=; leave scaler= out and scale the returned loss.")
+            raise UserError(
+                "loss() does not work with scaler=; leave scaler= out and scale the returned loss."
+            )
         learns = torch.is_grad_enabled()
         with self._undone_on_failure():
-            step = self._begun(micro_batches, prepare, text_order, texts_per_image, graphs=None if learns else 0)
+            step = self._begun(
+                micro_batches, prepare, text_order, texts_per_image, graphs=None if learns else 0
+            )
             self._first_pass(step)
             self._differentiate(step, loss_inputs)
         if not learns:
             return step.losses["loss"]
         # The precision of this place, not that of the place of `loss.backward()`.
-        enabled, dtype = torch.is_autocast_enabled(self._device.type), torch.get_autocast_dtype(self._device.type)
+        enabled, dtype = (
+            torch.is_autocast_enabled(self._device.type),
+            torch.get_autocast_dtype(self._device.type),
+        )
 
         def second_pass(factor: Tensor) -> None:
-            with torch.autocast(self._device.type, enabled=enabled, dtype=dtype), self._undone_on_failure():
+            with (
+                torch.autocast(self._device.type, enabled=enabled, dtype=dtype),
+                self._undone_on_failure(),
+            ):
                 self._second_pass(step, factor)
 
         return _Deferred.apply(
-            torch.zeros((), device=self._device, requires_grad=True), step.losses["loss"], second_pass
+            torch.zeros((), device=self._device, requires_grad=True),
+            step.losses["loss"],
+            second_pass,
         )
 
     def adopt(self, decision: Decision) -> None:
@@ -311,13 +343,20 @@ class DecoupledGradientAccumulation:
             )
         versions = [(parameter, parameter._version) for parameter in self._inner.parameters()]
         if not any(parameter.requires_grad for parameter, _ in versions):
-            raise UserError("No parameter of the model is trainable, so there is no gradient to accumulate.")
+            raise UserError(
+                "No parameter of the model is trainable, so there is no gradient to accumulate."
+            )
         sizes, text_sizes = checked_sizes(
-            micro_batches, prepared=prepare is not None, texts_per_image=texts_per_image, ordered=text_order is not None
+            micro_batches,
+            prepared=prepare is not None,
+            texts_per_image=texts_per_image,
+            ordered=text_order is not None,
         )
         if len(sizes) > 1:
             self._hooks.check()
-        order = None if text_order is None else checked_order(text_order, sum(sizes) * texts_per_image)
+        order = (
+            None if text_order is None else checked_order(text_order, sum(sizes) * texts_per_image)
+        )
         if texts_per_image > 1:
             places = text_places(sizes, texts_per_image)
             order = places if order is None else places[order]
@@ -336,7 +375,9 @@ class DecoupledGradientAccumulation:
             measured = self._retention.measured(size) if graph else nullcontext()
             with self._synchronised(graph and self._synchronises(step, k)), measured:
                 take = partial(step.inputs.take, k)
-                outputs, repeat = self._towers.first_pass(take, step.rows_of(k), frozen, graph=graph)
+                outputs, repeat = self._towers.first_pass(
+                    take, step.rows_of(k), frozen, graph=graph
+                )
             step.repeats.append(repeat)
             if graph:
                 step.kept[k] = outputs
@@ -350,10 +391,14 @@ class DecoupledGradientAccumulation:
         """(2) The loss on all features, and its gradients by features and scalars."""
         values = step.features | {name: parts[-1] for name, parts in step.scalars.items()}
         if step.order is not None:
-            values[TEXTS] = torch.empty_like(values[TEXTS]).index_copy_(0, step.order, values[TEXTS])
+            values[TEXTS] = torch.empty_like(values[TEXTS]).index_copy_(
+                0, step.order, values[TEXTS]
+            )
         if step.texts_per_image > 1:
             loss_inputs["texts_per_image"] = step.texts_per_image
-        step.losses, step.gradients, step.own_gradients = self._objective.gradients(values, loss_inputs)
+        step.losses, step.gradients, step.own_gradients = self._objective.gradients(
+            values, loss_inputs
+        )
         if step.order is not None:
             step.gradients[TEXTS] = step.gradients[TEXTS][step.order]
 
@@ -369,7 +414,10 @@ class DecoupledGradientAccumulation:
         for name, values in step.scalars.items():
             for k, value in enumerate(values[:-1]):
                 self._check.compare(name, k, value, values[-1])
-        gradients = {name: found if factor is None else found * factor for name, found in step.gradients.items()}
+        gradients = {
+            name: found if factor is None else found * factor
+            for name, found in step.gradients.items()
+        }
         rows = {name: gradients[name].split(step.rows(name)) for name in FEATURES}
         cached = {name: step.features[name].split(step.rows(name)) for name in FEATURES}
         learns = False
@@ -382,10 +430,14 @@ class DecoupledGradientAccumulation:
                         outputs = step.kept.pop(k)
                     else:
                         take = partial(step.inputs.take, k)
-                        outputs = self._towers.replay(take, step.rows_of(k), step.repeats[k], rng=self._replay_rng)
+                        outputs = self._towers.replay(
+                            take, step.rows_of(k), step.repeats[k], rng=self._replay_rng
+                        )
                         for name in outputs.keys() & FEATURES:
                             self._check.compare(name, k, outputs[name], cached[name][k])
-                    learns = learns or any(outputs[name].requires_grad for name in outputs.keys() & FEATURES)
+                    learns = learns or any(
+                        outputs[name].requires_grad for name in outputs.keys() & FEATURES
+                    )
                     if k == step.backward_order[-1]:
                         if before:
                             self._check.compare_bits(k, self._check.bits_of(self._inner), before)
@@ -404,7 +456,10 @@ class DecoupledGradientAccumulation:
 
     def _check_weights(self, step: _Step) -> None:
         """UserError for a parameter that has changed since the step began."""
-        changed = next((parameter for parameter, version in step.versions if parameter._version != version), None)
+        changed = next(
+            (parameter for parameter, version in step.versions if parameter._version != version),
+            None,
+        )
         if changed is not None:
             raise UserError(
                 f"{self._name_of(changed)} was changed within the step: after loss() and before its backward pass, by an "
@@ -415,7 +470,9 @@ class DecoupledGradientAccumulation:
     def _check_graph(self, scalars: list[Tensor]) -> None:
         """UserError if features without graph leave a trainable parameter without gradient."""
         reached = {id(leaf) for leaf in leaves_of(scalars)}
-        lost = next((p for p in self._inner.parameters() if p.requires_grad and id(p) not in reached), None)
+        lost = next(
+            (p for p in self._inner.parameters() if p.requires_grad and id(p) not in reached), None
+        )
         if lost is not None:
             raise UserError(
                 f"The model computes no gradient for {self._name_of(lost)}: its features come without graph from every "
@@ -450,14 +507,20 @@ class DecoupledGradientAccumulation:
         return nullcontext() if wanted or self._ddp is None else self._ddp.no_sync()
 
     def _tolerance(self) -> float:
-        return replay_tolerance(self._inner, self._device, self._autocast) if self._check.active else 0.0
+        return (
+            replay_tolerance(self._inner, self._device, self._autocast)
+            if self._check.active
+            else 0.0
+        )
 
 
 class _Deferred(torch.autograd.Function):
     """A number, (), whose backward pass calls a function once, with the factor on the number."""
 
     @staticmethod
-    def forward(ctx: Any, trigger: Tensor, value: Tensor, backward: Callable[[Tensor], None]) -> Tensor:
+    def forward(
+        ctx: Any, trigger: Tensor, value: Tensor, backward: Callable[[Tensor], None]
+    ) -> Tensor:
         ctx.later = backward
         return value.clone()
 

@@ -48,7 +48,10 @@ class TeacherSettings(TeacherFlags):
 
 
 def view_transform(
-    size: int | tuple[int, int], interpolation: str, aug_cfg: dict[str, Any], auto_augment: str | None = None
+    size: int | tuple[int, int],
+    interpolation: str,
+    aug_cfg: dict[str, Any],
+    auto_augment: str | None = None,
 ) -> Callable[[Any], Tensor]:
     """open_clip's training transform up to its normalisation: picture -> view (3, H, W) uint8."""
     cfg = PreprocessCfg(size=size, interpolation=interpolation)
@@ -101,7 +104,9 @@ def embed_sources(
         "captions": settings.captions,
         "augmentation": augmentation_of(transform, settings.pixel_path),
         "model": [teacher.name for teacher in teachers],
-        "fingerprints": [digest for teacher in teachers for digest in teacher.fingerprints.values()],
+        "fingerprints": [
+            digest for teacher in teachers for digest in teacher.fingerprints.values()
+        ],
     }
     earlier = read_manifest(out)
     known = earlier.marks if earlier else []
@@ -110,8 +115,14 @@ def embed_sources(
         require_room(out, manifest)
     store = Store.create(out, manifest, given={"starts": starts})
     if progress:
-        left = sum(samples.sizes[file] for unit in missing_units(store, samples.sizes, settings.part) for file in unit)
-        print(f"{left:,} samples are left to embed, {settings.views} views each, {size_words(manifest.bytes)} in {out}")
+        left = sum(
+            samples.sizes[file]
+            for unit in missing_units(store, samples.sizes, settings.part)
+            for file in unit
+        )
+        print(
+            f"{left:,} samples are left to embed, {settings.views} views each, {size_words(manifest.bytes)} in {out}"
+        )
     lost = embed(
         store,
         teachers,
@@ -122,9 +133,13 @@ def embed_sources(
         progress=progress,
     )
     for name, reasons in lost.items():
-        listed = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()) if count)
+        listed = ", ".join(
+            f"{count} {reason}" for reason, count in sorted(reasons.items()) if count
+        )
         if listed:
-            print(f"Source {name}: {sum(reasons.values())} samples cannot be shown ({listed}); training replaces them.")
+            print(
+                f"Source {name}: {sum(reasons.values())} samples cannot be shown ({listed}); training replaces them."
+            )
     if progress and store.done.all():
         print(f"All embeddings are in {out}. Train with --teacher {out}")
     return store

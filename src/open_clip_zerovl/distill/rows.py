@@ -17,7 +17,14 @@ from open_clip_zerovl.data.reading import RawSample
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.views import view_picture
 from open_clip_zerovl.embeddings.fingerprint import describe_source, difference_of_sources
-from open_clip_zerovl.embeddings.store import DTYPES, Manifest, Rows, Store, first_difference, is_finite
+from open_clip_zerovl.embeddings.store import (
+    DTYPES,
+    Manifest,
+    Rows,
+    Store,
+    first_difference,
+    is_finite,
+)
 from open_clip_zerovl.shards.marks import content_of, digests_of, file_marks
 
 COMMAND = "zerovl teacher"
@@ -27,9 +34,15 @@ def open_teacher_folder(folder: str | Path) -> Store:
     """A folder of finished embeddings by teachers. UserError for any other folder, or a damaged one."""
     store = Store.open(folder, remedy=COMMAND)
     if "starts" not in store.rows:
-        raise UserError(f"{folder} holds embeddings of another kind; make teachers' embeddings with `{COMMAND}`")
+        raise UserError(
+            f"{folder} holds embeddings of another kind; make teachers' embeddings with `{COMMAND}`"
+        )
     starts = store.rows["starts"].array
-    if starts[0] != 0 or starts[-1] != len(store.rows["0.texts"]) or bool((np.diff(starts) < 0).any()):
+    if (
+        starts[0] != 0
+        or starts[-1] != len(store.rows["0.texts"])
+        or bool((np.diff(starts) < 0).any())
+    ):
         raise UserError(
             f"{store.rows['starts'].path} does not say where the captions of each sample begin, it is damaged; make the "
             "teachers' embeddings again"
@@ -39,7 +52,9 @@ def open_teacher_folder(folder: str | Path) -> Store:
 
 def widths_of(manifest: Manifest) -> tuple[int, ...]:
     """D of each teacher."""
-    return tuple(shape[-1] for name, (_, shape) in manifest.arrays.items() if name.endswith(".images"))
+    return tuple(
+        shape[-1] for name, (_, shape) in manifest.arrays.items() if name.endswith(".images")
+    )
 
 
 class TeacherRows:
@@ -57,7 +72,12 @@ class TeacherRows:
     """
 
     def __init__(
-        self, store: Store, sources: Sequence[Source], *, augmentation: Sequence[str], captions: str | None
+        self,
+        store: Store,
+        sources: Sequence[Source],
+        *,
+        augmentation: Sequence[str],
+        captions: str | None,
     ) -> None:
         self.folder, self.manifest, self.digest = store.folder, store.manifest, store.digest
         facts = self.manifest.facts
@@ -68,7 +88,9 @@ class TeacherRows:
                 "that the teachers had, or embed anew with those of the run"
             )
         held = facts["captions"]
-        drawn = tuple(name for name, _ in caption_fields(held))  # in this order their captions are numbered
+        drawn = tuple(
+            name for name, _ in caption_fields(held)
+        )  # in this order their captions are numbered
         if captions != held and (not drawn or drawn != caption_sets(captions)):
             raise UserError(
                 f"the teachers of {self.folder} read captions with --captions {held or 'left out'}, and this run has "
@@ -78,7 +100,9 @@ class TeacherRows:
         self._sizes = [source.num_samples for source in sources]
         found = [self._found(source) for source in sources]
         self._stored = [index for index, _ in found]
-        self._cluster_rows = [rows for _, rows in found]  # of a cluster, its samples' numbers in the stored source
+        self._cluster_rows = [
+            rows for _, rows in found
+        ]  # of a cluster, its samples' numbers in the stored source
         self._begins = self.manifest.begins
         self.widths = widths_of(self.manifest)
 
@@ -104,13 +128,16 @@ class TeacherRows:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the mapped files: another process maps them itself."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_rows", "_starts")}
+        return {
+            name: value for name, value in self.__dict__.items() if name not in ("_rows", "_starts")
+        }
 
     @cached_property
     def _rows(self) -> list[tuple[Rows, Rows]]:
         """(images, texts) of each teacher."""
         kinds = [
-            [self._array(f"{teacher}.{kind}") for kind in ("images", "texts")] for teacher in range(len(self.widths))
+            [self._array(f"{teacher}.{kind}") for kind in ("images", "texts")]
+            for teacher in range(len(self.widths))
         ]
         return [(images, texts) for images, texts in kinds]
 
@@ -130,7 +157,9 @@ class TeacherRows:
         row = sample.position % self._sizes[sample.source]
         if (rows := self._cluster_rows[sample.source]) is not None:
             row = int(rows[row])
-        picture = view_picture(transform, image, seed=facts["seed"], source=stored, sample=row, view=view)
+        picture = view_picture(
+            transform, image, seed=facts["seed"], source=stored, sample=row, view=view
+        )
         row += self._begins[stored]
         first = int(self._starts[row])
         several = facts["captions"] not in (
@@ -162,7 +191,9 @@ def rows_of_cluster(source: Source, stored: dict[str, Any]) -> np.ndarray | None
     if source.picked is None or stored["picked"] is not None:
         return None
     begins = np.concatenate([[0], np.cumsum(stored["sizes"], dtype=np.int64)])
-    place = {content_of(mark): int(begin) for mark, begin in zip(stored["marks"], begins, strict=False)}
+    place = {
+        content_of(mark): int(begin) for mark, begin in zip(stored["marks"], begins, strict=False)
+    }
     rows = source.picked.astype(np.int64)
     marks = file_marks(source.shards, digests_of(stored["marks"]), f"checking {source.name}")
     for number, shard in enumerate(source.shards):

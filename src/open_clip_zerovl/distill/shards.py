@@ -45,7 +45,12 @@ from open_clip_zerovl.embeddings.store import Store
 
 PREFIX = "shards:"  # of a `--teacher` value
 SYNTHETIC = "syn.json:syn_text"
-FIELDS = ((), ("txt",), ("txt", SYNTHETIC), (SYNTHETIC,))  # of `--captions` whose embeddings are stored
+FIELDS = (
+    (),
+    ("txt",),
+    ("txt", SYNTHETIC),
+    (SYNTHETIC,),
+)  # of `--captions` whose embeddings are stored
 OPERATIONS = (
     "Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "Brightness", "Color", "Contrast", "Sharpness",
     "Posterize", "Solarize", "AutoContrast", "Equalize",
@@ -109,7 +114,8 @@ class InShards:
             return view
         except _UNREADABLE as error:
             return Fault(
-                "no teacher", f"has no teachers' embeddings that can be read ({error or type(error).__name__})"
+                "no teacher",
+                f"has no teachers' embeddings that can be read ({error or type(error).__name__})",
             )
 
     def _require_captions(self, members: Mapping[str, bytes | None], synthetic: int) -> None:
@@ -136,7 +142,14 @@ class InShards:
         """See `data.views.StoredTeachers`; the view was drawn when the sample was read."""
         view: StoredView = sample.stored
         top, left, height, width = view.crop
-        if top < 0 or left < 0 or height < 1 or width < 1 or top + height > image.height or left + width > image.width:
+        if (
+            top < 0
+            or left < 0
+            or height < 1
+            or width < 1
+            or top + height > image.height
+            or left + width > image.width
+        ):
             raise UserError(
                 f"the stored crop {view.crop} of sample {sample.key!r} in {sample.shard} does not fit its picture of "
                 f"{image.width} x {image.height} pixels: the teachers saw pictures of another size; fetch them as they were"
@@ -144,15 +157,22 @@ class InShards:
         crop = _crop_of(transform)
         picture = resized_crop(image, top, left, height, width, list(crop.size), crop.interpolation)
         for name, magnitude in view.operations:
-            picture = _apply_op(picture, name, magnitude, interpolation=InterpolationMode.NEAREST, fill=None)
+            picture = _apply_op(
+                picture, name, magnitude, interpolation=InterpolationMode.NEAREST, fill=None
+            )
         numbers = [self._first_text + number for number, _ in sample.shown]
         if max(numbers) >= len(view.texts):
             raise UserError(
                 f"sample {sample.key!r} in {sample.shard} has {len(view.texts)} captions' embeddings, and caption "
                 f"{max(numbers)} is needed; its syn.json and its npz are of different data sets"
             )
-        shown = [self._split(embedding) for embedding in (view.image, *(view.texts[number] for number in numbers))]
-        return ToBytes()(picture), tuple(part for of_teacher in zip(*shown, strict=True) for part in of_teacher)
+        shown = [
+            self._split(embedding)
+            for embedding in (view.image, *(view.texts[number] for number in numbers))
+        ]
+        return ToBytes()(picture), tuple(
+            part for of_teacher in zip(*shown, strict=True) for part in of_teacher
+        )
 
     def _split(self, embedding: np.ndarray) -> list[Tensor]:
         """(D_t,) of each teacher, of unit length, in float16."""
@@ -209,11 +229,18 @@ def _view_of(members: Mapping[str, bytes | None], draw: int, width: int) -> Stor
             f"{width}"
         )
     view = draw % len(augmentations)
-    crop, operations = augmentations[view][:2] if len(augmentations[view]) > 1 else (augmentations[view][0], None)
+    crop, operations = (
+        augmentations[view][:2] if len(augmentations[view]) > 1 else (augmentations[view][0], None)
+    )
     top, left, height, wide = (int(number) for number in crop)
-    if not (np.isfinite(images[view].astype(np.float32)).all() and np.isfinite(texts.astype(np.float32)).all()):
+    if not (
+        np.isfinite(images[view].astype(np.float32)).all()
+        and np.isfinite(texts.astype(np.float32)).all()
+    ):
         raise ValueError("its embeddings are not finite")
-    named = tuple((OPERATIONS[int(number)], float(magnitude)) for number, magnitude in operations or ())
+    named = tuple(
+        (OPERATIONS[int(number)], float(magnitude)) for number, magnitude in operations or ()
+    )
     if not all(math.isfinite(magnitude) for _, magnitude in named):
         raise ValueError("a magnitude of its augmentation is not finite")
     return StoredView((top, left, height, wide), named, np.array(images[view]), np.array(texts))
@@ -232,9 +259,15 @@ def _arrays(members: Mapping[str, bytes | None]) -> dict[str, Any]:
     if packed is not None:
         with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
-    found = torch.load(io.BytesIO(gzip.decompress(_member(members, "pth.gz"))), map_location="cpu", weights_only=True)
+    found = torch.load(
+        io.BytesIO(gzip.decompress(_member(members, "pth.gz"))),
+        map_location="cpu",
+        weights_only=True,
+    )
     return {
-        name: value.float().numpy() if isinstance(value, Tensor) else np.asarray(torch.stack(value).float())
+        name: value.float().numpy()
+        if isinstance(value, Tensor)
+        else np.asarray(torch.stack(value).float())
         for name, value in found.items()
         if name.endswith("_emb")
     }

@@ -22,14 +22,25 @@ class TeacherFlags:
     """
 
     views: int = flag(4, "augmentations of each picture", kind=positive, metavar="V")
-    image_size: int = flag(224, "side of the student's pictures in pixels", kind=positive, metavar="PX")
+    image_size: int = flag(
+        224, "side of the student's pictures in pixels", kind=positive, metavar="PX"
+    )
     interpolation: str = flag(
-        "bicubic", "as in training", option="--image-interpolation", choices=("bicubic", "bilinear", "random")
+        "bicubic",
+        "as in training",
+        option="--image-interpolation",
+        choices=("bicubic", "bilinear", "random"),
     )
     aug_cfg: dict[str, Any] = flag(
-        dict, "as in training: open_clip's, such as scale=(0.6,1.0)", kind=key_value, nargs="*", metavar="KEY=VALUE"
+        dict,
+        "as in training: open_clip's, such as scale=(0.6,1.0)",
+        kind=key_value,
+        nargs="*",
+        metavar="KEY=VALUE",
     )
-    auto_augment: str | None = flag(None, "as in training: AutoAugment policy after the crop", choices=AUTO_AUGMENTS)
+    auto_augment: str | None = flag(
+        None, "as in training: AutoAugment policy after the crop", choices=AUTO_AUGMENTS
+    )
     pixel_path: str = flag(PIXEL_PATH, "as in training", choices=PIXEL_PATHS)
     captions: str | None = flag(
         None,
@@ -40,10 +51,16 @@ class TeacherFlags:
     seed: int = flag(0, "seed of the augmentations", kind=seed)
     dtype: str = flag("float16", "number format of the embeddings", choices=DTYPES)
     amp: bool = flag(False, "run the teachers in bf16")
-    part: tuple[int, int] = flag((0, 1), "do every N-th part: N calls share a folder", kind=part, metavar="I/N")
+    part: tuple[int, int] = flag(
+        (0, 1), "do every N-th part: N calls share a folder", kind=part, metavar="I/N"
+    )
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise UserError(f"embeddings cannot be stored as {self.dtype!r}; give {' or '.join(DTYPES)}")
+            raise UserError(
+                f"embeddings cannot be stored as {self.dtype!r}; give {' or '.join(DTYPES)}"
+            )
         if min(self.views, self.image_size) < 1:
-            raise UserError(f"views and image size must be 1 or more, but are {self.views} and {self.image_size}")
+            raise UserError(
+                f"views and image size must be 1 or more, but are {self.views} and {self.image_size}"
+            )

@@ -25,7 +25,9 @@ from open_clip_zerovl.embeddings.reading import Batch, Batches, Collection, unit
 from open_clip_zerovl.embeddings.store import Manifest, Store
 
 
-def missing_units(store: Store, sizes: Sequence[int], part: tuple[int, int] = (0, 1)) -> list[list[int]]:
+def missing_units(
+    store: Store, sizes: Sequence[int], part: tuple[int, int] = (0, 1)
+) -> list[list[int]]:
     """The files of each unit that lack rows in a store.
 
     Args:
@@ -99,7 +101,10 @@ def _encode(store: Store, number: int, model: FrozenModel, batch: Batch, size: i
         found = _finite(torch.cat(parts), images.dtype, model, batch)
         images[batch.rows] = found.reshape(len(batch.rows), *images.array.shape[1:])
     if texts is not None and batch.captions:
-        parts = [model.texts(batch.captions[at : at + size]).cpu() for at in range(0, len(batch.captions), size)]
+        parts = [
+            model.texts(batch.captions[at : at + size]).cpu()
+            for at in range(0, len(batch.captions), size)
+        ]
         texts[batch.caption_rows] = _finite(torch.cat(parts), texts.dtype, model, batch)
 
 

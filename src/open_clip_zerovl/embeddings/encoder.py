@@ -62,7 +62,10 @@ class FrozenModel:
         network, preprocess, tokenizer, device = encoder.load()
         precision = "amp_bf16" if amp else "fp32"
         inputs = {"image": preprocess, "text": tokenizer}
-        digests = {tower: tower_digest(network, tower, inputs=inputs[tower], precision=precision) for tower in inputs}
+        digests = {
+            tower: tower_digest(network, tower, inputs=inputs[tower], precision=precision)
+            for tower in inputs
+        }
         return cls.of(
             str(encoder.model),
             (network, preprocess, tokenizer, device),
@@ -72,10 +75,20 @@ class FrozenModel:
         )
 
     @classmethod
-    def of(cls, name: str, loaded: tuple[Any, Callable[..., Tensor], Any, torch.device], **more: Any) -> FrozenModel:
+    def of(
+        cls, name: str, loaded: tuple[Any, Callable[..., Tensor], Any, torch.device], **more: Any
+    ) -> FrozenModel:
         """A loaded model, as `Encoder.load` gives it: network, evaluation transform, tokenizer, device; `more`: attributes."""
         network, preprocess, tokenizer, device = loaded
-        return cls(name, network.encode_image, network.encode_text, tokenizer, device, *eye_of(preprocess), **more)
+        return cls(
+            name,
+            network.encode_image,
+            network.encode_text,
+            tokenizer,
+            device,
+            *eye_of(preprocess),
+            **more,
+        )
 
     @torch.no_grad()
     def images(self, pixels: Tensor) -> Tensor:
@@ -104,7 +117,11 @@ class FrozenModel:
 
     def seconds_of(self, pictures: int) -> tuple[float, float]:
         """Measured seconds for `pictures` made-up pictures and for as long a list of captions; 0 for a tower that is absent."""
-        pixels = None if self.eye is None else torch.stack([self.eye(Image.new("RGB", (32, 32)))] * pictures)
+        pixels = (
+            None
+            if self.eye is None
+            else torch.stack([self.eye(Image.new("RGB", (32, 32)))] * pictures)
+        )
         captions = ["a photo of a dog"] * pictures
         for _ in range(2):  # the first time warms up
             begin = time.perf_counter()
@@ -122,7 +139,9 @@ def autocast(device: torch.device, amp: bool) -> Callable[[], AbstractContextMan
     return partial(torch.autocast, device.type, torch.bfloat16) if amp else nullcontext
 
 
-def eye_of(preprocess: Callable[[Any], Tensor]) -> tuple[Callable[[Any], Tensor], tuple[float, ...], tuple[float, ...]]:
+def eye_of(
+    preprocess: Callable[[Any], Tensor],
+) -> tuple[Callable[[Any], Tensor], tuple[float, ...], tuple[float, ...]]:
     """`split_normalize` of a transform; one that cannot be split is its own eye, and its pictures travel as floats."""
     try:
         return split_normalize(preprocess)

@@ -21,10 +21,18 @@ from open_clip_zerovl.shards.marks import Mark, digests_of, file_marks, is_same
 
 _SCALES = ("logit_scale", "logit_bias")
 # Settings of layers on which features do not depend, besides those of random layers, which evaluation turns off.
-_NOT_OF_OUTPUTS = {"training", "grad_checkpointing", "gradient_checkpointing", "output_dict", "name_or_path"}
+_NOT_OF_OUTPUTS = {
+    "training",
+    "grad_checkpointing",
+    "gradient_checkpointing",
+    "output_dict",
+    "name_or_path",
+}
 
 
-def tower_digest(model: nn.Module, tower: str, *, inputs: Any, precision: str = "fp32", pixel_path: str = "pil") -> str:
+def tower_digest(
+    model: nn.Module, tower: str, *, inputs: Any, precision: str = "fp32", pixel_path: str = "pil"
+) -> str:
     """A digest of everything on which a tower's features of an input depend.
 
     Args:
@@ -52,7 +60,11 @@ def module_digest(module: nn.Module, *, inputs: Any, precision: str = "fp32") ->
     """`tower_digest` of a module that is a whole tower."""
     return _digest(
         _tensors(module),
-        [precision, [[name, *_settings(part)] for name, part in module.named_modules()], _described(inputs)],
+        [
+            precision,
+            [[name, *_settings(part)] for name, part in module.named_modules()],
+            _described(inputs),
+        ],
     )
 
 
@@ -96,7 +108,11 @@ def _described(inputs: Any) -> list[Any]:
     if inner is None:
         return [type(inputs).__name__, getattr(inputs, "context_length", None), plain_repr(inputs)]
     backend = getattr(inner, "backend_tokenizer", None)
-    content = _without_lengths(backend) if backend is not None else json.dumps(sorted(inner.get_vocab().items()))
+    content = (
+        _without_lengths(backend)
+        if backend is not None
+        else json.dumps(sorted(inner.get_vocab().items()))
+    )
     return [
         type(inner).__name__,
         inputs.context_length,
@@ -130,20 +146,32 @@ def describe_source(source: Source, known: Iterable[Mark] | None = None) -> dict
             that are kept for copies of the data, too (`file_mark`).
     """
     own = source.picked
-    if source.table is not None and len(source.table.members) < len(source.table.rows):  # a cluster of a table
+    if source.table is not None and len(source.table.members) < len(
+        source.table.rows
+    ):  # a cluster of a table
         own = source.table.members
-    marks = file_marks(source.shards, None if known is None else digests_of(known), f"checking {source.name}")
+    marks = file_marks(
+        source.shards, None if known is None else digests_of(known), f"checking {source.name}"
+    )
     more: list[str] = []
     if source.table is not None:
-        columns = [source.table.columns[n] for n in (source.table.image_column, source.table.caption_column)]
+        columns = [
+            source.table.columns[n]
+            for n in (source.table.image_column, source.table.caption_column)
+        ]
         more = [_pictures_digest(source.table), *columns]
     elif source.columns is not None:
         more = [source.columns.picture, *source.columns.captions]
     return {
         "name": source.name,
-        "marks": [[*marks[shard], *more] if len(marks[shard]) > 1 else marks[shard] for shard in source.shards],
+        "marks": [
+            [*marks[shard], *more] if len(marks[shard]) > 1 else marks[shard]
+            for shard in source.shards
+        ],
         "sizes": list(source.sizes),
-        "picked": None if own is None else hashlib.blake2b(own.tobytes(), digest_size=16).hexdigest(),
+        "picked": None
+        if own is None
+        else hashlib.blake2b(own.tobytes(), digest_size=16).hexdigest(),
     }
 
 
@@ -172,11 +200,14 @@ def difference_of_sources(stored: dict[str, Any], found: dict[str, Any]) -> str 
     for mark in stored["marks"]:
         known[str(mark[0])].append(mark)
     own = (mark for mark in found["marks"] if len(mark) > 1)
-    changed = next((mark[0] for mark in own if not any(is_same(one, mark) for one in known[str(mark[0])])), None)
+    changed = next(
+        (mark[0] for mark in own if not any(is_same(one, mark) for one in known[str(mark[0])])),
+        None,
+    )
     if changed is not None:
         return f"they are of other data: shard {changed} of {name!r} differs, or was not there"
-    if [mark[0] for mark in stored["marks"]] != [mark[0] for mark in found["marks"]] or stored["sizes"] != found[
+    if [mark[0] for mark in stored["marks"]] != [mark[0] for mark in found["marks"]] or stored[
         "sizes"
-    ]:
+    ] != found["sizes"]:
         return f"they are of {name!r} with its shards in another order or of other sizes"
     return None

@@ -108,7 +108,12 @@ class Batches(IterableDataset):
         eyes: Sequence[Callable[[Any], Tensor]],
         batch_size: int,
     ) -> None:
-        self.collection, self.units, self.eyes, self.batch_size = collection, units, eyes, batch_size
+        self.collection, self.units, self.eyes, self.batch_size = (
+            collection,
+            units,
+            eyes,
+            batch_size,
+        )
 
     def __iter__(self) -> Iterator[Batch | UserError]:
         worker = get_worker_info()

@@ -22,7 +22,14 @@ from open_clip_zerovl.core.randomness import preserved
 from open_clip_zerovl.data.captions import caption_starts
 from open_clip_zerovl.data.images import ToBytes, crop_of, decode_image
 from open_clip_zerovl.data.pixels import decode_pixels, pictures
-from open_clip_zerovl.data.reading import RawSample, Reading, Surplus, sample_sentence, shard_sentence, wrong_size
+from open_clip_zerovl.data.reading import (
+    RawSample,
+    Reading,
+    Surplus,
+    sample_sentence,
+    shard_sentence,
+    wrong_size,
+)
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.stats import Fault
 from open_clip_zerovl.data.views import view_picture
@@ -52,7 +59,11 @@ class Views:
 
 def augmentation_of(transform: Any, pixel_path: str) -> list[str]:
     """The pixel path and the steps of a transform before the pixels become numbers, in words."""
-    steps = [step for step in getattr(transform, "transforms", [transform]) if not isinstance(step, ToBytes)]
+    steps = [
+        step
+        for step in getattr(transform, "transforms", [transform])
+        if not isinstance(step, ToBytes)
+    ]
     # "pil" also where the fast path was asked for and cannot be had.
     used = "arrays" if pictures(transform, pixel_path)[1] is decode_pixels else "pil"
     return [f"pixel path {used}", *map(repr, steps)]
@@ -78,7 +89,11 @@ class SourceSamples:
     ) -> None:
         self.sources, self.strict = sources, strict
         self.images, self.captions, self.views = images, captions, views
-        self._files = [(source, shard) for source, one in enumerate(sources) for shard in range(len(one.shards))]
+        self._files = [
+            (source, shard)
+            for source, one in enumerate(sources)
+            for shard in range(len(one.shards))
+        ]
         self._transform: Any = None
         self._decode: Callable[..., Any] = decode_image
         if views is not None:
@@ -97,7 +112,9 @@ class SourceSamples:
         counts = []
         for source in self.sources:
             starts = caption_starts(source)
-            counts.append(np.ones(source.num_samples, np.int64) if starts is None else np.diff(starts))
+            counts.append(
+                np.ones(source.num_samples, np.int64) if starts is None else np.diff(starts)
+            )
         return np.concatenate([[0], np.cumsum(np.concatenate(counts), dtype=np.int64)])
 
     def sample(self, row: int) -> Sample:
@@ -111,7 +128,9 @@ class SourceSamples:
         shard = int(np.searchsorted(source.starts, position, side="right")) - 1
         reading = Reading(source, index, fail=self.strict, every_caption=True)
         try:
-            with closing(reading.samples(shard, position - int(source.starts[shard]), position)) as samples:
+            with closing(
+                reading.samples(shard, position - int(source.starts[shard]), position)
+            ) as samples:
                 found = self._sample(index, next(samples))
         except ShardError as error:
             raise UserError(shard_sentence(source, shard, error)) from error
@@ -163,7 +182,9 @@ class SourceSamples:
         if self.captions:
             begin = int(self.caption_starts[row])
             captions = [(begin + number, caption) for number, caption in captions]
-        return Sample(row, self._pictures(index, sample.position, image), captions if self.captions else ())
+        return Sample(
+            row, self._pictures(index, sample.position, image), captions if self.captions else ()
+        )
 
     def _pictures(self, index: int, position: int, image: Any) -> list[Image.Image]:
         if not self.images:
@@ -174,7 +195,12 @@ class SourceSamples:
         with preserved():
             for view in range(self.views.count):
                 pixels = view_picture(
-                    self._transform, image, seed=self.views.seed, source=index, sample=position, view=view
+                    self._transform,
+                    image,
+                    seed=self.views.seed,
+                    source=index,
+                    sample=position,
+                    view=view,
                 )
                 shown.append(Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()))
         return shown
@@ -193,7 +219,9 @@ def cut_captions(
     for source in sources:
         samples = SourceSamples([source], images=False, strict=False)
         read = (sample for file in range(len(samples.sizes)) for sample in samples.read(file))
-        texts += islice((caption for sample in read for _, caption in getattr(sample, "captions", ())), share)
+        texts += islice(
+            (caption for sample in read for _, caption in getattr(sample, "captions", ())), share
+        )
     if not texts:
         return 0, 0, 0
     own, wide = (tokenizer(texts, context_length=times * context_length) for times in (1, 8))

@@ -38,10 +38,17 @@ log = logging.getLogger(__name__)
 
 MANIFEST_FILE = "embeddings.json"
 FORMAT = 1
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int64": torch.int64}
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+}
 _STORED_AS = {name: np.dtype("int16" if name == "bfloat16" else name) for name in DTYPES}
 _BFLOAT16_EXPONENT = np.int16(0x7F80)  # all of these bits are set in NaN and infinity
-_SAMPLED_ROWS = 256  # of each array, checked when a folder is opened; every row is checked when it is read
+_SAMPLED_ROWS = (
+    256  # of each array, checked when a folder is opened; every row is checked when it is read
+)
 _BLOCK_ROWS = 8192
 _FLUSH_SECONDS = 30.0  # between two times that finished samples are marked
 
@@ -81,17 +88,27 @@ class Manifest:
     @property
     def bytes(self) -> int:
         """The size of the arrays on the disk."""
-        return sum(_STORED_AS[dtype].itemsize * int(np.prod(shape)) for dtype, shape in self.arrays.values())
+        return sum(
+            _STORED_AS[dtype].itemsize * int(np.prod(shape))
+            for dtype, shape in self.arrays.values()
+        )
 
     def check(self) -> None:
         """ValueError where an entry is missing or of another type."""
         facts, entries = isinstance(self.facts, dict), {"name": str, "marks": list, "sizes": list}
-        sources = all(isinstance(one.get(key), kind) for one in self.sources for key, kind in entries.items())
-        sources = sources and all(len(one["marks"]) == len(one["sizes"]) and "picked" in one for one in self.sources)
+        sources = all(
+            isinstance(one.get(key), kind) for one in self.sources for key, kind in entries.items()
+        )
+        sources = sources and all(
+            len(one["marks"]) == len(one["sizes"]) and "picked" in one for one in self.sources
+        )
         plain = sources and all(isinstance(mark, list | str) and mark for mark in self.marks)
         sizes = [size for size in self.sizes if not isinstance(size, int) or size < 0]
         numbers = [
-            n for dtype, shape in self.arrays.values() for n in shape if dtype not in DTYPES or not isinstance(n, int)
+            n
+            for dtype, shape in self.arrays.values()
+            for n in shape
+            if dtype not in DTYPES or not isinstance(n, int)
         ]
         if not (facts and plain) or sizes or numbers:
             raise ValueError("an entry is missing or of another type")
@@ -110,8 +127,12 @@ def read_manifest(folder: Path) -> Manifest | None:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         if content.pop("format") != FORMAT:
-            raise UserError(f"{file} is of another release of this program; make the embeddings anew in another folder")
-        arrays = {name: (dtype, tuple(shape)) for name, (dtype, shape) in content.pop("arrays").items()}
+            raise UserError(
+                f"{file} is of another release of this program; make the embeddings anew in another folder"
+            )
+        arrays = {
+            name: (dtype, tuple(shape)) for name, (dtype, shape) in content.pop("arrays").items()
+        }
         manifest = Manifest(arrays=arrays, **content)
         manifest.check()
         return manifest
@@ -120,7 +141,9 @@ def read_manifest(folder: Path) -> Manifest | None:
     except UNREADABLE as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{file} cannot be read ({error}); make the embeddings anew in another folder") from error
+        raise UserError(
+            f"{file} cannot be read ({error}); make the embeddings anew in another folder"
+        ) from error
 
 
 def difference(stored: Manifest, wanted: Manifest) -> str | None:
@@ -182,7 +205,9 @@ class Rows:
 
     def __setitem__(self, index: Any, rows: Tensor) -> None:
         stored = rows.to("cpu", self.dtype)
-        self.array[index] = (stored.view(torch.int16) if self.dtype == torch.bfloat16 else stored).numpy()
+        self.array[index] = (
+            stored.view(torch.int16) if self.dtype == torch.bfloat16 else stored
+        ).numpy()
 
     def blocks(self) -> Iterator[Tensor]:
         """All rows in order, some thousand at a time."""
@@ -204,7 +229,9 @@ class Store:
 
     def __init__(self, folder: Path, manifest: Manifest, *, mode: str = "r") -> None:
         self.folder, self.manifest = folder, manifest
-        self.rows = {name: Rows(self._file(name), spec, mode=mode) for name, spec in manifest.arrays.items()}
+        self.rows = {
+            name: Rows(self._file(name), spec, mode=mode) for name, spec in manifest.arrays.items()
+        }
         self.done = _mapped(self._file("done"), np.dtype(bool), (sum(manifest.sizes),), mode)
         self._finished: list[Any] = []
         self._flushed = time.monotonic()
@@ -237,7 +264,9 @@ class Store:
                     old = cls._opened_or_none(folder)
                     if old is not None and old.manifest == manifest:
                         return old
-                    if old is not None and old.manifest.facts.get("use") != manifest.facts.get("use"):
+                    if old is not None and old.manifest.facts.get("use") != manifest.facts.get(
+                        "use"
+                    ):
                         raise UserError(
                             f"{folder} holds embeddings for {old.manifest.facts.get('use')}, which are not replaced; give "
                             "another folder, or remove it"
@@ -250,7 +279,9 @@ class Store:
                     raise UserError(f"{folder} holds embeddings with {found}; give a new folder")
                 return cls(folder, stored, mode="r+")
         except OSError as error:
-            raise UserError(f"{folder} cannot be written ({error}); make room, or give another folder") from error
+            raise UserError(
+                f"{folder} cannot be written ({error}); make room, or give another folder"
+            ) from error
 
     @classmethod
     def _opened_or_none(cls, folder: Path) -> Store | None:
@@ -288,9 +319,12 @@ class Store:
         kept = 0
         for store in (self, old):
             samples = sum(store.manifest.sizes)
-            by_sample = by_sample and all(shape[0] == samples for _, shape in store.manifest.arrays.values())
+            by_sample = by_sample and all(
+                shape[0] == samples for _, shape in store.manifest.arrays.values()
+            )
         widths = [
-            {name: (dtype, shape[1:]) for name, (dtype, shape) in of.manifest.arrays.items()} for of in (self, old)
+            {name: (dtype, shape[1:]) for name, (dtype, shape) in of.manifest.arrays.items()}
+            for of in (self, old)
         ]
         if by_sample and self.manifest.facts == old.manifest.facts and widths[0] == widths[1]:
             places = dict(_places(old.manifest))
@@ -322,7 +356,9 @@ class Store:
         path = Path(folder).expanduser()
         manifest = read_manifest(path)
         if manifest is None:
-            raise UserError(f"{path} holds no {MANIFEST_FILE}; make a folder of embeddings with `{remedy}`")
+            raise UserError(
+                f"{path} holds no {MANIFEST_FILE}; make a folder of embeddings with `{remedy}`"
+            )
         store = cls(path, manifest)
         for source, begin in zip(manifest.sources, manifest.begins, strict=True):
             own = store.done[begin : begin + sum(source["sizes"])]
@@ -375,7 +411,9 @@ def _places(manifest: Manifest) -> Iterator[tuple[tuple[Any, int], int]]:
 def _make_file(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> None:
     path.unlink(missing_ok=True)  # a process that still maps the old file keeps it
     np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
-    with open(path, "r+b") as file:  # all of it now: a disk that fills up later would end the process by a signal
+    with open(
+        path, "r+b"
+    ) as file:  # all of it now: a disk that fills up later would end the process by a signal
         os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
 
 

@@ -78,7 +78,11 @@ def _share(right: Tensor) -> dict[str, Any]:
 def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
     """Wilson's 95 % interval of a share of `count` pictures."""
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    reach = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    reach = (
+        z
+        / (1 + z * z / count)
+        * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    )
     return max(0.0, middle - reach), min(1.0, middle + reach)
 
 
@@ -92,17 +96,26 @@ def confusion_counts(scores: Tensor, targets: Tensor) -> np.ndarray:
     """Confusion matrix (C, C) of scores (N, C) and class indices (N,): row the class, column the guess."""
     classes = scores.shape[1]
     return (
-        torch.bincount(targets * classes + scores.argmax(dim=1), minlength=classes**2).reshape(classes, classes).numpy()
+        torch.bincount(targets * classes + scores.argmax(dim=1), minlength=classes**2)
+        .reshape(classes, classes)
+        .numpy()
     )
 
 
-def most_confused(counts: np.ndarray, names: Sequence[str], limit: int = 20) -> list[dict[str, Any]]:
+def most_confused(
+    counts: np.ndarray, names: Sequence[str], limit: int = 20
+) -> list[dict[str, Any]]:
     """The most frequent errors in counts (C, C): `class`, `guess`, `count`, and `of` how many images of the class."""
     wrong = counts - np.diag(np.diag(counts))
     order = np.argsort(wrong, axis=None, kind="stable")[::-1][:limit]
     rows, columns = np.unravel_index(order, counts.shape)
     return [
-        {"class": names[r], "guess": names[c], "count": int(wrong[r, c]), "of": int(counts[r].sum())}
+        {
+            "class": names[r],
+            "guess": names[c],
+            "count": int(wrong[r, c]),
+            "of": int(counts[r].sum()),
+        }
         for r, c in zip(rows.tolist(), columns.tolist(), strict=True)
         if wrong[r, c] > 0
     ]

@@ -61,7 +61,15 @@ def embedded(
     # Each sample has a caption at least, so that as many captions as samples are one each, and their rows are by sample.
     store = Store.create(folder, manifest, cache=True)
     if left := int((~store.done).sum()):
-        embed(store, [model], collection, batch_size=batch_size, workers=workers, desc=desc or name, progress=progress)
+        embed(
+            store,
+            [model],
+            collection,
+            batch_size=batch_size,
+            workers=workers,
+            desc=desc or name,
+            progress=progress,
+        )
     return store, left
 
 
@@ -76,7 +84,9 @@ class _Pictures:
     def __init__(self, images: ProbeSet) -> None:
         self.images = images
         self.part = reading.UNIT_SAMPLES
-        self.sizes = [min(self.part, len(images) - begin) for begin in range(0, len(images), self.part)]
+        self.sizes = [
+            min(self.part, len(images) - begin) for begin in range(0, len(images), self.part)
+        ]
 
     def read(self, file: int) -> Iterator[Sample]:
         begin = file * self.part

@@ -30,7 +30,8 @@ class RetrievalSettings:
         metavar="N|all",
     )
     paper_transform: bool = flag(
-        False, "squash to 256 and crop 224 as in the paper (A.9) instead of the checkpoint's own transform"
+        False,
+        "squash to 256 and crop 224 as in the paper (A.9) instead of the checkpoint's own transform",
     )
 
     def __post_init__(self) -> None:
@@ -42,9 +43,15 @@ class RetrievalSettings:
 class RetrievalFiles:
     """Files to write; None for a file that is not requested."""
 
-    json: Path | None = flag(None, "also write the metrics as JSON", option="--output", metavar="FILE.json")
-    csv: Path | None = flag(None, "also write the metrics as CSV, one line a set", metavar="FILE.csv")
-    gallery: Path | None = flag(None, "also show hits and misses as one HTML page", metavar="FILE.html")
+    json: Path | None = flag(
+        None, "also write the metrics as JSON", option="--output", metavar="FILE.json"
+    )
+    csv: Path | None = flag(
+        None, "also write the metrics as CSV, one line a set", metavar="FILE.csv"
+    )
+    gallery: Path | None = flag(
+        None, "also show hits and misses as one HTML page", metavar="FILE.html"
+    )
 
     def check(self) -> None:
         """UserError if one of them cannot be written."""
@@ -70,12 +77,17 @@ class ZeroShotSettings:
         metavar="TEXT|FILE",
     )
     class_names: Path | None = flag(
-        None, "names of the classes: a line each in the order of the labels, or JSON of label and name", metavar="FILE"
+        None,
+        "names of the classes: a line each in the order of the labels, or JSON of label and name",
+        metavar="FILE",
     )
     split: str = flag(
-        "test", "folder of the split, if the set has one; also chooses the split of a dataset with its own"
+        "test",
+        "folder of the split, if the set has one; also chooses the split of a dataset with its own",
     )
-    label: str = flag("cls", "where shards keep the class: cls or json:FIELD", metavar="cls|json:FIELD")
+    label: str = flag(
+        "cls", "where shards keep the class: cls or json:FIELD", metavar="cls|json:FIELD"
+    )
     cache: Path | None = flag(
         None, "keep the pictures' embeddings here: other templates then take seconds", metavar="DIR"
     )
@@ -113,7 +125,9 @@ class LarsSettings:
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or self.batch_size < 2:
-            raise UserError(f"a probe needs at least 1 epoch and a batch of 2; got {self.epochs} and {self.batch_size}")
+            raise UserError(
+                f"a probe needs at least 1 epoch and a batch of 2; got {self.epochs} and {self.batch_size}"
+            )
         if not self.lr > 0 or self.weight_decay < 0 or not 0 <= self.warmup_share < 1:
             raise UserError(
                 f"lr {self.lr} must be positive, weight decay {self.weight_decay} at least 0, and the warm-up's share "
@@ -125,7 +139,9 @@ class LarsSettings:
 class BiasSettings:
     """Settings of `run_bias`; see `measure_bias`."""
 
-    samples_per_source: int = flag(500, "pairs of each source, at most", option="--samples", kind=positive, metavar="N")
+    samples_per_source: int = flag(
+        500, "pairs of each source, at most", option="--samples", kind=positive, metavar="N"
+    )
     batch_sizes: Sequence[int] | None = flag(
         None, "batches for log p (default: 16, 64, 256, ...)", kind=positive, nargs="+", metavar="B"
     )
@@ -159,7 +175,9 @@ class CompareSettings:
         option="--held-out",
         metavar="FIELD",
     )
-    draws: int = flag(1000, "draws of units, for the intervals over queries", kind=positive, metavar="N")
+    draws: int = flag(
+        1000, "draws of units, for the intervals over queries", kind=positive, metavar="N"
+    )
     seed: int = flag(0, "seed of draws and folds", kind=seed)
 
     def __post_init__(self) -> None:
@@ -172,9 +190,13 @@ class SearchSettings:
     """A query (a text, a picture, or both), the number of hits, and files to write."""
 
     words: str = ""
-    image: Path | None = flag(None, "search for pictures like this one, combined with the words", metavar="FILE")
+    image: Path | None = flag(
+        None, "search for pictures like this one, combined with the words", metavar="FILE"
+    )
     best: int = flag(10, "pictures to show", kind=positive, metavar="K")
-    cache: Path | None = flag(None, "folder of stored embeddings (default ~/.cache/zerovl/search)", metavar="DIR")
+    cache: Path | None = flag(
+        None, "folder of stored embeddings (default ~/.cache/zerovl/search)", metavar="DIR"
+    )
     page: Path | None = flag(None, "also write a page with thumbnails", metavar="FILE.html")
     output: Path | None = flag(None, "also write the hits as JSON", metavar="FILE.json")
 

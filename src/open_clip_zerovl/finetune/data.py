@@ -23,12 +23,23 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import did_you_mean, regular_file
 from open_clip_zerovl.data.labelled import ProbeSet
 from open_clip_zerovl.data.names import CLASS_NAMES, NAME, is_named
-from open_clip_zerovl.data.retrieval import RetrievalSample, RetrievalSet, open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.data.retrieval import (
+    RetrievalSample,
+    RetrievalSet,
+    open_retrieval_set,
+    parse_retrieval_data,
+)
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import EXTENSIONS
 from open_clip_zerovl.shards.index import caption_lines, open_index
-from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample, ShardError, image_of, indexed_members
+from open_clip_zerovl.shards.members import (
+    TEXT_EXTENSION,
+    Sample,
+    ShardError,
+    image_of,
+    indexed_members,
+)
 from open_clip_zerovl.shards.urls import local_path
 
 CAPTIONS = "one-per-epoch"
@@ -55,11 +66,16 @@ def find_data(data: str) -> Found:
     Raises:
         UserError: a folder that holds neither shards nor a table.
     """
-    alone = not (is_named(data) or "::" in data or local_path(data) is None or re.search(r"[{}*]", data))
+    alone = not (
+        is_named(data) or "::" in data or local_path(data) is None or re.search(r"[{}*]", data)
+    )
     if alone and not Path(data).expanduser().exists():
         raise UserError(f"--data {data} does not exist" + did_you_mean(data, "; correct the path"))
     if not alone or not Path(data).expanduser().is_dir():
-        parts = [part if NAME.fullmatch(part) else f"{_name_of(part)}={part}" for part in data.split("::")]
+        parts = [
+            part if NAME.fullmatch(part) else f"{_name_of(part)}={part}"
+            for part in data.split("::")
+        ]
         return Found("::".join(parts), "")
     folder = Path(data).expanduser().absolute()
     sources = _source_in(folder) or {
@@ -74,7 +90,11 @@ def find_data(data: str) -> Found:
             "shards of pictures and captions"
         )
     places = [folder, *_folders(folder), *_folders(folder / "test")]
-    sets = [place for place in places if (place / "dataset_type.txt").is_file() and (place / "test").is_dir()]
+    sets = [
+        place
+        for place in places
+        if (place / "dataset_type.txt").is_file() and (place / "test").is_dir()
+    ]
     return Found(
         "::".join(f"{name}={place}" for name, place in sources.items()),
         "::".join(f"{HELD_OUT if place == folder else _name_of(place)}={place}" for place in sets),
@@ -83,13 +103,19 @@ def find_data(data: str) -> Found:
 
 def _source_in(folder: Path) -> dict[str, Path]:
     """Name -> place of the source that a folder is, or holds in `train/`; {} for none."""
-    return next(({_name_of(folder): place} for place in (folder, folder / "train") if _is_source(place)), {})
+    return next(
+        ({_name_of(folder): place} for place in (folder, folder / "train") if _is_source(place)), {}
+    )
 
 
 def _is_source(folder: Path) -> bool:
-    if (folder / "pack.json").is_file():  # an output of `zerovl data pack`, whose table lists refused rows
+    if (
+        folder / "pack.json"
+    ).is_file():  # an output of `zerovl data pack`, whose table lists refused rows
         return False
-    if not folder.is_dir() or ((folder / "dataset_type.txt").is_file() and not any(folder.glob("*.tar"))):
+    if not folder.is_dir() or (
+        (folder / "dataset_type.txt").is_file() and not any(folder.glob("*.tar"))
+    ):
         return False
     return any(entry.suffix in (".tar", *EXTENSIONS) for entry in folder.iterdir())
 
@@ -154,7 +180,9 @@ def mark_of(dataset: RetrievalSet | ProbeSet) -> str:
     return digest.hexdigest()
 
 
-def refuse_test_pictures(sources: Sequence[Source], sets: Mapping[str, RetrievalSet | ProbeSet]) -> None:
+def refuse_test_pictures(
+    sources: Sequence[Source], sets: Mapping[str, RetrievalSet | ProbeSet]
+) -> None:
     """Compare the bytes of the pictures; only training pictures as large as one of a set are read.
 
     Raises:
@@ -182,7 +210,11 @@ def refuse_test_pictures(sources: Sequence[Source], sets: Mapping[str, Retrieval
 
 
 def _size(sample: Any) -> int:
-    return sample.size_bytes if sample.size_bytes >= 0 else sample.file.stat().st_size - sample.offset_bytes
+    return (
+        sample.size_bytes
+        if sample.size_bytes >= 0
+        else sample.file.stat().st_size - sample.offset_bytes
+    )
 
 
 def _pictures(source: Source, lengths: set[int]) -> Iterator[tuple[str, bytes]]:
@@ -202,7 +234,9 @@ def _pictures(source: Source, lengths: set[int]) -> Iterator[tuple[str, bytes]]:
         try:
             index = open_index(path)
         except (ShardError, OSError) as error:
-            raise UserError(f"shard {shard} of source {source.name!r} cannot be read ({error})") from error
+            raise UserError(
+                f"shard {shard} of source {source.name!r} cannot be read ({error})"
+            ) from error
         with open(path, "rb") as file:
             for number, (offset, size) in enumerate(index.image.tolist()):
                 if offset >= 0 and size in lengths:

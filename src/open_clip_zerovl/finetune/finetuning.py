@@ -44,9 +44,21 @@ from open_clip_zerovl.evaluate.interpolation.curve import require_possible
 from open_clip_zerovl.evaluate.retrieval.metrics import recall_bounds
 from open_clip_zerovl.evaluate.settings import RetrievalSettings
 from open_clip_zerovl.finetune import data as pairs
-from open_clip_zerovl.finetune.keeping import check_keeping, keeping_notes, store_teacher, teacher_flags, with_old_pairs
+from open_clip_zerovl.finetune.keeping import (
+    check_keeping,
+    keeping_notes,
+    store_teacher,
+    teacher_flags,
+    with_old_pairs,
+)
 from open_clip_zerovl.finetune.outcome import RESULT, labelled_sets, write_outcome
-from open_clip_zerovl.finetune.proposal import Facts, Setting, as_flags, choose_settings, split_batch
+from open_clip_zerovl.finetune.proposal import (
+    Facts,
+    Setting,
+    as_flags,
+    choose_settings,
+    split_batch,
+)
 from open_clip_zerovl.finetune.request import Prepared, Request, Say, digest_of_model
 from open_clip_zerovl.finetune.split import SPLIT_FILE, split_off
 from open_clip_zerovl.finetune.training import Training, train
@@ -75,7 +87,9 @@ def run_finetune(request: Request, *, say: Say) -> Path:
     out = request.out
     check_writable(out, folder=True)
     require_matplotlib()
-    with locked(out, busy=f"another process is fine-tuning in {out}; wait for it, or choose another --out"):
+    with locked(
+        out, busy=f"another process is fine-tuning in {out}; wait for it, or choose another --out"
+    ):
         _same_request(request)
         prepared = _prepare(request, say)
         settings, ranks = _settings(request, prepared, say)
@@ -98,18 +112,27 @@ def _finished(request: Request, training: Training) -> dict[str, Any] | None:
     scores = {str(epoch): score for epoch, score in training.scores().items()}
     if result is None or not training.is_over() or result["epochs"] != scores:
         return None
-    return result if result["curve"]["asked"] == request.of_curve() and (request.out / "model").is_dir() else None
+    return (
+        result
+        if result["curve"]["asked"] == request.of_curve() and (request.out / "model").is_dir()
+        else None
+    )
 
 
 def _same_request(request: Request) -> None:
     """Store the request. UserError if the folder holds other files, or a training of another request or another model."""
     file = request.out / REQUEST
     before = _read(file)
-    asked = {**request.of_training(), MODEL: digest_of_model(request.start) or (before or {}).get(MODEL)}
+    asked = {
+        **request.of_training(),
+        MODEL: digest_of_model(request.start) or (before or {}).get(MODEL),
+    }
     if before is None:
         others = [entry.name for entry in request.out.iterdir() if entry.name != "lock"]
         if others:
-            raise UserError(f"{request.out} holds {others[0]}, which is not of a fine-tuning; give an empty --out")
+            raise UserError(
+                f"{request.out} holds {others[0]}, which is not of a fine-tuning; give an empty --out"
+            )
         write_atomically(file, json.dumps(asked, indent=2) + "\n")
         return
     if asked != before and not (request.out / "run").exists():
@@ -161,13 +184,21 @@ def _prepare(request: Request, say: Say) -> Prepared:
     if not new:
         if not (request.out / "data" / SPLIT_FILE).is_file():
             say("no held-out set came with the data: a part of its pictures is split off")
-        found = split_off(pairs.open_sources(found.train_data), request.out / "data", seed=request.seed)
+        found = split_off(
+            pairs.open_sources(found.train_data), request.out / "data", seed=request.seed
+        )
         new = found.held_out
-        notes.append(f"Held out: a part of the data, split off by picture with seed {request.seed}.")
+        notes.append(
+            f"Held out: a part of the data, split off by picture with seed {request.seed}."
+        )
     sources, train_data, factors = with_old_pairs(request, found.train_data)
     notes += keeping_notes(request, sources, factors)
-    labelled = labelled_sets(new, request.zero_shot_data)  # a mistake ends the call here, not after hours of training
-    tested: dict[str, RetrievalSet | ProbeSet] = {**pairs.sets_of("::".join(filter(None, (new, request.kept))))}
+    labelled = labelled_sets(
+        new, request.zero_shot_data
+    )  # a mistake ends the call here, not after hours of training
+    tested: dict[str, RetrievalSet | ProbeSet] = {
+        **pairs.sets_of("::".join(filter(None, (new, request.kept))))
+    }
     if request.zero_shot_data:
         tested |= {f"--zero-shot-data {name}": one.images for name, one in labelled.items()}
     _compare_pictures(request, sources, tested, say)
@@ -176,7 +207,10 @@ def _prepare(request: Request, say: Say) -> Prepared:
 
 
 def _compare_pictures(
-    request: Request, sources: Sequence[Source], sets: Mapping[str, RetrievalSet | ProbeSet], say: Say
+    request: Request,
+    sources: Sequence[Source],
+    sets: Mapping[str, RetrievalSet | ProbeSet],
+    say: Say,
 ) -> None:
     """Refuse test pictures that are trained on, once for the same files of both."""
     if not request.compare_pictures:
@@ -206,7 +240,10 @@ def _before(request: Request, say: Say) -> str:
         loaded: Any = replace(request.start, device="cpu").load()
         network, tokenizer = loaded[0], loaded[2]
         if length is not None:
-            if lengthen(network, length, tokenizer.context_length) and request.given.get("lora") is not None:
+            if (
+                lengthen(network, length, tokenizer.context_length)
+                and request.given.get("lora") is not None
+            ):
                 say(CONSTANT)
             spec.model_cfg["text_cfg"]["context_length"] = length
         weights = network.state_dict()
@@ -224,7 +261,9 @@ def _settings(request: Request, prepared: Prepared, say: Say) -> tuple[list[Sett
     facts = _facts(request, prepared)
     chosen = choose_settings(facts, request.given)
     batch = int(next(each.value for each in chosen if each.flag == "effective-batch") or 0)
-    fitting = _micro_batch_that_fits(batch, chosen, request, prepared, facts, say) if facts.gpus else None
+    fitting = (
+        _micro_batch_that_fits(batch, chosen, request, prepared, facts, say) if facts.gpus else None
+    )
     chosen[1:1] = split_batch(batch, facts, request.given, fitting)
     content = {"ranks": facts.ranks, "settings": [asdict(each) for each in chosen]}
     write_atomically(file, json.dumps(content, indent=2) + "\n")
@@ -232,7 +271,9 @@ def _settings(request: Request, prepared: Prepared, say: Say) -> tuple[list[Sett
 
 
 def _facts(request: Request, prepared: Prepared) -> Facts:
-    sources = {source.name: round(source.num_samples * source.weight) for source in prepared.sources}
+    sources = {
+        source.name: round(source.num_samples * source.weight) for source in prepared.sources
+    }
     gpus = 0 if request.start.device == "cpu" else visible_gpus()
     bf16 = False
     if gpus:
@@ -257,12 +298,25 @@ def _tokenizer(before: str) -> tuple[Any, int]:
 
 
 def _micro_batch_that_fits(
-    batch: int, chosen: Sequence[Setting], request: Request, prepared: Prepared, facts: Facts, say: Say
+    batch: int,
+    chosen: Sequence[Setting],
+    request: Request,
+    prepared: Prepared,
+    facts: Facts,
+    say: Say,
 ) -> int:
     """The micro-batch that `zerovl plan` finds for the GPUs here, in a process that frees their memory again."""
     say(f"looking for the micro-batch that fits {facts.gpus} GPU{'s' * (facts.gpus > 1)}")
     flags = {**_fixed_flags(request, prepared), **as_flags(chosen), "effective-batch": str(batch)}
-    line = [sys.executable, "-m", "open_clip_zerovl.cli", "plan", "--json", "--", *as_arguments(flags)]
+    line = [
+        sys.executable,
+        "-m",
+        "open_clip_zerovl.cli",
+        "plan",
+        "--json",
+        "--",
+        *as_arguments(flags),
+    ]
     done = subprocess.run(line, capture_output=True, text=True)
     if done.returncode not in (0, 1) or not done.stdout:
         raise UserError(
@@ -291,7 +345,9 @@ def _fixed_flags(request: Request, prepared: Prepared) -> Settings:
     }
 
 
-def _training(request: Request, prepared: Prepared, settings: Sequence[Setting], ranks: int) -> Training:
+def _training(
+    request: Request, prepared: Prepared, settings: Sequence[Setting], ranks: int
+) -> Training:
     teacher = teacher_flags(request) if request.keep_teacher else {}
     flags = {**_fixed_flags(request, prepared), **teacher, **as_flags(settings)}
     return Training(
@@ -317,7 +373,9 @@ def _announce(prepared: Prepared, settings: Sequence[Setting], say: Say) -> None
             f"{longest}) and are cut; give --context-length {longest}, or say first what matters most in a caption"
         )
     for name, dataset in pairs.sets_of(prepared.new).items():
-        texts = [sample.captions[: RetrievalSettings.captions_per_image] for sample in dataset.samples]
+        texts = [
+            sample.captions[: RetrievalSettings.captions_per_image] for sample in dataset.samples
+        ]
         images = [number for number, own in enumerate(texts) for _ in own]
         best = recall_bounds([text for own in texts for text in own], images)["rsum_best"]
         if pairs.all_classes(prepared.new):

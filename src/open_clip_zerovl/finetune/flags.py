@@ -14,9 +14,13 @@ class FinetuneFlags:
     """Held-out data, scoring and end of a fine-tuning."""
 
     retrieval_data: str | None = flag(
-        None, "held-out pairs (default: the set that comes with --data, else a part of it)", metavar=SETS
+        None,
+        "held-out pairs (default: the set that comes with --data, else a part of it)",
+        metavar=SETS,
     )
-    kept: str | None = flag(None, "retrieval sets of the ability to keep, such as coco=/data/coco", metavar=SETS)
+    kept: str | None = flag(
+        None, "retrieval sets of the ability to keep, such as coco=/data/coco", metavar=SETS
+    )
     zero_shot_data: str | None = flag(
         None,
         "labelled sets, new classes or ones to keep, whose zero-shot accuracy before and after is in the table (default: the "
@@ -42,10 +46,14 @@ class FinetuneFlags:
         metavar="SHARE",
     )
     keep_teacher: bool = flag(
-        False, "half of the loss is distillation from the model before, whose embeddings of all pairs are stored first"
+        False,
+        "half of the loss is distillation from the model before, whose embeddings of all pairs are stored first",
     )
     patience: int = flag(
-        5, "end after EPOCHS without a better held-out score; 0: never", kind=natural, metavar="EPOCHS"
+        5,
+        "end after EPOCHS without a better held-out score; 0: never",
+        kind=natural,
+        metavar="EPOCHS",
     )
     seed: int = flag(0, "seed of the split and the training", kind=seed)
     compare_pictures: bool = flag(

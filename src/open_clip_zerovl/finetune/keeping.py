@@ -32,11 +32,17 @@ _WEIGHTS = "train-data-upsampling-factors"
 def check_keeping(request: Request) -> None:
     """UserError for --keep flags that contradict each other or training flags."""
     if request.keep_share is not None and request.keep_data is None:
-        raise UserError(f"--keep-share {request.keep_share:g} needs --keep-data NAME=SHARDS, the old pairs")
+        raise UserError(
+            f"--keep-share {request.keep_share:g} needs --keep-data NAME=SHARDS, the old pairs"
+        )
     if request.keep_data is not None and not 0 < request.share_kept < 1:
-        raise UserError(f"--keep-share {request.share_kept:g} must lie between 0 and 1; give 0.2, for example")
+        raise UserError(
+            f"--keep-share {request.share_kept:g} must lie between 0 and 1; give 0.2, for example"
+        )
     if request.keep_data is not None and _WEIGHTS in request.given:
-        raise UserError(f"--set {_WEIGHTS} and --keep-share both decide the weights of the sources; give one of them")
+        raise UserError(
+            f"--set {_WEIGHTS} and --keep-share both decide the weights of the sources; give one of them"
+        )
     if request.keep_teacher and request.given.get("teacher") is not None:
         raise UserError("--set teacher and --keep-teacher both name a teacher; give one of them")
     for flag in ("force-image-size", "image-interpolation") if request.keep_teacher else ():
@@ -60,7 +66,12 @@ def with_old_pairs(request: Request, train_data: str) -> tuple[tuple[Source, ...
     old_data = pairs.find_data(request.keep_data).train_data
     old = parse_sources(old_data, captions=request.captions)
     share = request.share_kept
-    weight = share / (1 - share) * sum(source.num_samples for source in new) / sum(source.num_samples for source in old)
+    weight = (
+        share
+        / (1 - share)
+        * sum(source.num_samples for source in new)
+        / sum(source.num_samples for source in old)
+    )
     factors = "::".join(f"{source.name}={weight!r}" for source in old)
     both = f"{train_data}::{old_data}"
     return parse_sources(both, factors, captions=request.captions), both, factors
@@ -71,7 +82,11 @@ def keeping_notes(request: Request, sources: Sequence[Source], factors: str | No
     notes = []
     if factors is not None:
         names = {part.partition("=")[0] for part in factors.split("::")}
-        old = {source.name: source.num_samples * source.weight for source in sources if source.name in names}
+        old = {
+            source.name: source.num_samples * source.weight
+            for source in sources
+            if source.name in names
+        }
         new = sum(source.num_samples for source in sources if source.name not in names)
         shown = ", ".join(f"{count:,.0f} of {name}" for name, count in old.items())
         notes.append(

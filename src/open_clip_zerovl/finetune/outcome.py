@@ -17,7 +17,11 @@ from open_clip_zerovl.data.names import CLASS_NAMES
 from open_clip_zerovl.data.retrieval import parse_retrieval_data
 from open_clip_zerovl.evaluate.accuracy import in_percent as shares_of
 from open_clip_zerovl.evaluate.interpolation.curve import Curve, in_percent, recall_table
-from open_clip_zerovl.evaluate.interpolation.interpolate import CurveSettings, score_curve, write_between
+from open_clip_zerovl.evaluate.interpolation.interpolate import (
+    CurveSettings,
+    score_curve,
+    write_between,
+)
 from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet, write_gallery
 from open_clip_zerovl.evaluate.retrieval.score import score_set
 from open_clip_zerovl.evaluate.zero_shot.score import score_loaded
@@ -28,7 +32,14 @@ from open_clip_zerovl.finetune.request import Prepared, Request, Say
 from open_clip_zerovl.finetune.training import Training
 from open_clip_zerovl.models.local_dir import LOCAL_DIR
 from open_clip_zerovl.report.html import write_page
-from open_clip_zerovl.report.plot import FAINT, MODEL_COLOURS, RIGHT_COLOUR, Line, draw_levels, line_chart
+from open_clip_zerovl.report.plot import (
+    FAINT,
+    MODEL_COLOURS,
+    RIGHT_COLOUR,
+    Line,
+    draw_levels,
+    line_chart,
+)
 
 RESULT = "finetune.json"
 
@@ -45,10 +56,17 @@ def write_outcome(
     """Choose the weights between before and a trained epoch; write model, gallery, report, `finetune.json`; print the table."""
     out = request.out
     scorer = Encoder(
-        prepared.before, device=request.start.device, batch_size=request.start.batch_size, workers=request.start.workers
+        prepared.before,
+        device=request.start.device,
+        batch_size=request.start.batch_size,
+        workers=request.start.workers,
     )
     asked = CurveSettings(
-        prepared.new, request.kept, alphas=tuple(request.alphas), rule=request.rule, kept_share=request.kept_share
+        prepared.new,
+        request.kept,
+        alphas=tuple(request.alphas),
+        rule=request.rule,
+        kept_share=request.kept_share,
     )
     say(f"weights between before and epoch {epoch}, the best:")
     ends = open_ends(scorer, Encoder(str(checkpoint), device="cpu"))
@@ -86,7 +104,11 @@ def write_outcome(
 def labelled_sets(new: str, asked: str | None = None) -> dict[str, LabelledSet]:
     """The sets of --zero-shot-data, else the held-out ones of class folders. UserError for a set that cannot be opened."""
     places = parse_retrieval_data(asked or new).items()
-    return {name: open_labelled_set(str(at)) for name, at in places if asked or (at / CLASS_NAMES).is_file()}
+    return {
+        name: open_labelled_set(str(at))
+        for name, at in places
+        if asked or (at / CLASS_NAMES).is_file()
+    }
 
 
 def zero_shot_accuracies(
@@ -101,7 +123,9 @@ def zero_shot_accuracies(
         for name, dataset in sets.items():
             if (name, point.alpha) not in by_alpha:
                 known = None if request.zero_shot_data else point.accuracies.get(name)
-                by_alpha[name, point.alpha] = known or score_loaded(loaded, dataset, encoder=scorer, name=name)
+                by_alpha[name, point.alpha] = known or score_loaded(
+                    loaded, dataset, encoder=scorer, name=name
+                )
             found[name][label] = dict(by_alpha[name, point.alpha])
     return found
 
@@ -125,9 +149,13 @@ def _reading_notes(curve: Curve) -> list[str]:
         "The epoch and the point were chosen on the new sets, so that their numbers are a little better than on other data.",
     ]
     if not curve.kept:
-        notes.append("No --kept set was given, so forgetting was not measured; call again with --kept NAME=SET.")
+        notes.append(
+            "No --kept set was given, so forgetting was not measured; call again with --kept NAME=SET."
+        )
     if curve.chosen.alpha == 0:
-        notes.append("No point is better than the model before: more pairs, or another --set lr, may help.")
+        notes.append(
+            "No point is better than the model before: more pairs, or another --set lr, may help."
+        )
     return notes
 
 
@@ -136,7 +164,9 @@ def before_after(curve: Curve, notes: Sequence[str]) -> str:
     parts = []
     for name in (*curve.new, *curve.kept):
         row = curve.points[0].metrics[name]
-        columns = {label: in_percent(point.metrics[name]) for label, point in curve.labelled.items()}
+        columns = {
+            label: in_percent(point.metrics[name]) for label, point in curve.labelled.items()
+        }
         kind = "kept" if name in curve.kept else "new"
         parts.append(
             f"\n{name} ({kind}): {row['images']:,} pictures, {row['captions']:,} captions\n{recall_table(columns)}"
@@ -181,14 +211,23 @@ def write_report(
 
     epochs = sorted(scores)
     score = "zero-shot top-1, %" if curve.points[0].accuracies else "RSUM"
-    line = Line(score, epochs, [scores[epoch] for epoch in epochs], MODEL_COLOURS[1], {"marker": "o"})
+    line = Line(
+        score, epochs, [scores[epoch] for epoch in epochs], MODEL_COLOURS[1], {"marker": "o"}
+    )
     write_page(
         path,
         "finetune.html",
         title="A fine-tuning",
         facts=facts,
-        settings=[(f"--{s.flag}", "not used" if s.value is None else s.value, s.reason) for s in settings],
-        training=line_chart([line], x=f"epoch (0: before); the best is {best}", y=f"{score}, held out", finish=finish),
+        settings=[
+            (f"--{s.flag}", "not used" if s.value is None else s.value, s.reason) for s in settings
+        ],
+        training=line_chart(
+            [line],
+            x=f"epoch (0: before); the best is {best}",
+            y=f"{score}, held out",
+            finish=finish,
+        ),
         curve=curve,
         picture=curve.picture(),
     )

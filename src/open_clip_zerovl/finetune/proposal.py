@@ -76,7 +76,9 @@ class Setting:
     reason: str
 
     def __str__(self) -> str:
-        shown = f"no --{self.flag}" if self.value is None else f"--{self.flag} {self.value}".rstrip()
+        shown = (
+            f"no --{self.flag}" if self.value is None else f"--{self.flag} {self.value}".rstrip()
+        )
         return f"  {shown:32} {self.reason}"
 
 
@@ -91,9 +93,13 @@ def choose_settings(facts: Facts, given: Settings) -> list[Setting]:
     """
     for flag, value in given.items():
         if flag in OWN:
-            raise UserError(f"--set {flag} does not work with finetune, which decides it; give {OWN[flag]}")
+            raise UserError(
+                f"--set {flag} does not work with finetune, which decides it; give {OWN[flag]}"
+            )
         if value is None and flag in NEEDED:
-            raise UserError(f"--set {flag}= removes a setting that fine-tuning needs; give it a value")
+            raise UserError(
+                f"--set {flag}= removes a setting that fine-tuning needs; give it a value"
+            )
     if facts.samples < FEWEST_SAMPLES:
         raise UserError(
             f"fine-tuning needs at least {FEWEST_SAMPLES} samples, and the data has {facts.samples}; give more pairs"
@@ -105,24 +111,43 @@ def choose_settings(facts: Facts, given: Settings) -> list[Setting]:
     share = min(0.2, max(0.025, WARMUP_STEPS / steps))
     smallest = min(facts.sources.values())
     debiased = len(facts.sources) > 1 and smallest >= batch
-    lora, adamw = given.get("lora") is not None, given.get("opt") in (None, "adamw")  # other optimizers have one rate
+    lora, adamw = (
+        given.get("lora") is not None,
+        given.get("opt") in (None, "adamw"),
+    )  # other optimizers have one rate
     lr = _rate(given.get("lr") or (1e-4 if lora else 1e-5))
     chosen = [
         Setting("effective-batch", str(batch), batch_reason),
         Setting("epochs", str(epochs), _epochs_reason(facts.samples)),
         Setting("lr", f"{lr:g}", LORA_LR if lora else FULL_LR),
-        *([Setting("lr-head", "1e-05", "projections train whole, as in full fine-tuning")] if lora and adamw else []),
-        Setting("lr-min", f"{lr / 10:g}", "a tenth of the rate, the share of the paper's pre-training (A.9)"),
+        *(
+            [Setting("lr-head", "1e-05", "projections train whole, as in full fine-tuning")]
+            if lora and adamw
+            else []
+        ),
+        Setting(
+            "lr-min",
+            f"{lr / 10:g}",
+            "a tenth of the rate, the share of the paper's pre-training (A.9)",
+        ),
         Setting("wd", "0.1", "WiSE-FT's and FLYP's"),
         Setting("beta2", "0.98", "CLIP's and ZeroVL's"),
         Setting("eps", "1e-6", "CLIP's and ZeroVL's"),
         Setting("grad-clip-norm", "1.0", "limits the effect of one odd batch on the weights"),
         Setting(
-            "warmup-share", f"{share:.3g}", f"{share * steps:.0f} of {steps:,} steps; AdamW needs about {WARMUP_STEPS}"
+            "warmup-share",
+            f"{share:.3g}",
+            f"{share * steps:.0f} of {steps:,} steps; AdamW needs about {WARMUP_STEPS}",
         ),
-        Setting("freeze", None, "adapters train, and the towers' own weights are constant" if lora else BOTH_TRAIN),
         Setting(
-            "captions", "one-per-epoch", "a picture is shown once an epoch, so that it is not a negative of itself"
+            "freeze",
+            None,
+            "adapters train, and the towers' own weights are constant" if lora else BOTH_TRAIN,
+        ),
+        Setting(
+            "captions",
+            "one-per-epoch",
+            "a picture is shown once an epoch, so that it is not a negative of itself",
         ),
         Setting("text-augment", *_text_augment(facts)),
         Setting("sampling", *_sampling(facts, debiased, smallest, batch)),
@@ -154,12 +179,18 @@ def split_batch(batch: int, facts: Facts, given: Settings, fitting: int | None) 
     share = max(1, batch // facts.ranks)
     size = _positive(given, "batch-size") or min(fitting or CPU_MICRO_BATCH, share)
     steps = _positive(given, "dga-steps") or max(1, round(share / size))
-    where = f"the part of {share} that fits into a GPU's memory" if fitting is not None else "enough for a CPU"
+    where = (
+        f"the part of {share} that fits into a GPU's memory"
+        if fitting is not None
+        else "enough for a CPU"
+    )
     split = f"{size} x {steps}{f' x {facts.gpus} GPUs' if facts.gpus > 1 else ''} = {size * steps * facts.ranks}"
     return [
         Setting("batch-size", str(size), AS_ASKED if "batch-size" in given else where),
         Setting(
-            "dga-steps", str(steps), AS_ASKED if "dga-steps" in given else f"{split}: the gradient of the whole batch"
+            "dga-steps",
+            str(steps),
+            AS_ASKED if "dga-steps" in given else f"{split}: the gradient of the whole batch",
         ),
         Setting(
             "dga-retain",
@@ -180,7 +211,9 @@ def check_batch(batch: int, samples: int) -> None:
 
 def as_flags(settings: Sequence[Setting]) -> Settings:
     """The training flags of settings."""
-    return {setting.flag: setting.value for setting in settings if setting.flag != "effective-batch"}
+    return {
+        setting.flag: setting.value for setting in settings if setting.flag != "effective-batch"
+    }
 
 
 def _effective_batch(facts: Facts, given: Settings) -> tuple[int, str]:
@@ -194,7 +227,10 @@ def _effective_batch(facts: Facts, given: Settings) -> tuple[int, str]:
     batch = min(LARGEST_BATCH, _power_of_two(facts.samples / FEWEST_STEPS))
     if batch == LARGEST_BATCH:
         return batch, "ZeroVL's for fine-tuning (5.2); more negatives change little"
-    return batch, f"the most negatives that leave {FEWEST_STEPS} steps an epoch of {facts.samples:,} samples"
+    return (
+        batch,
+        f"the most negatives that leave {FEWEST_STEPS} steps an epoch of {facts.samples:,} samples",
+    )
 
 
 def _epochs(samples: int) -> int:
@@ -211,7 +247,10 @@ def _epochs_reason(samples: int) -> str:
 
 def _text_augment(facts: Facts) -> tuple[str | None, str]:
     if facts.masks:
-        return "0.2", "words masked and deleted as in pre-training (2.2): captions repeat each epoch"
+        return (
+            "0.2",
+            "words masked and deleted as in pre-training (2.2): captions repeat each epoch",
+        )
     return None, "the tokenizer has no mask token, so that pre-training has masked no words"
 
 
@@ -228,19 +267,28 @@ def _sampling(facts: Facts, debiased: bool, smallest: int, batch: int) -> tuple[
         return "random", "there is one source"
     if debiased:
         return "debiased", f"each batch from one of the {len(facts.sources)} sources (3.1)"
-    return "random", f"the smallest source has {smallest:,} samples, which do not fill a batch of {batch:,}"
+    return (
+        "random",
+        f"the smallest source has {smallest:,} samples, which do not fill a batch of {batch:,}",
+    )
 
 
 def _precision(facts: Facts) -> tuple[str, str]:
     if not facts.gpus:
         return "fp32", "lower precision is not faster on a CPU"
-    return ("amp_bf16", "the GPU has bf16 matmuls") if facts.bf16 else ("amp", "the GPU has no bf16 matmuls")
+    return (
+        ("amp_bf16", "the GPU has bf16 matmuls")
+        if facts.bf16
+        else ("amp", "the GPU has no bf16 matmuls")
+    )
 
 
 def _workers(facts: Facts) -> tuple[str, str]:
     if not facts.gpus and facts.cores <= 2:
         return "0", f"{facts.cores} CPU cores, which training itself uses"
-    count = min(8, max(1, facts.cores // facts.ranks - 1)) if facts.gpus else min(4, facts.cores // 2)
+    count = (
+        min(8, max(1, facts.cores // facts.ranks - 1)) if facts.gpus else min(4, facts.cores // 2)
+    )
     return str(count), f"loader processes a rank on {facts.cores} CPU cores"
 
 

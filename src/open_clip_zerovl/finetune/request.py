@@ -27,7 +27,11 @@ OF_CURVE = ("kept", "zero_shot_data", "alphas", "rule", "kept_share")
 FREE = (
     "patience",  # the training goes on if it is not over (`Training.is_over`)
     "compare_pictures",  # a check, made as soon as it is asked for
-    *("device", "batch_size", "workers"),  # where and how fast; the training has its own, in settings.json
+    *(
+        "device",
+        "batch_size",
+        "workers",
+    ),  # where and how fast; the training has its own, in settings.json
 )
 _TEXTS = {".json", ".txt", ".model", ".jinja"}  # configs and tokenizers
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
@@ -63,7 +67,9 @@ class Request(FinetuneFlags, CurveFlags):
 
     def of_training(self) -> dict[str, Any]:
         """The arguments that decide the training; None for a flag that is not given."""
-        flags = [(self.start, each) for each in flags_of(Encoder)] + [(self, each) for each in flags_of(Request)]
+        flags = [(self.start, each) for each in flags_of(Encoder)] + [
+            (self, each) for each in flags_of(Request)
+        ]
         own = {
             each.option: None if (value := getattr(values, each.name)) is False else value
             for values, each in flags
@@ -93,7 +99,11 @@ def digest_of_model(start: Encoder) -> str | None:
     except UserError:
         return None
     place = Path(start.model.removeprefix(LOCAL_DIR)).expanduser()
-    files = [place, *(folder / "params.txt" for folder in list(place.parents)[:2])] if place.is_file() else []
+    files = (
+        [place, *(folder / "params.txt" for folder in list(place.parents)[:2])]
+        if place.is_file()
+        else []
+    )
     files += _files(place, _TEXTS | _WEIGHTS)
     for key in ("hf_model_name", "hf_tokenizer_name"):
         files += _files(Path(config["text_cfg"].get(key) or place), _TEXTS)
@@ -103,7 +113,11 @@ def digest_of_model(start: Encoder) -> str | None:
 
 def _files(folder: Path, suffixes: set[str]) -> list[Path]:
     """A folder's files with these suffixes, without the curve that chose its weights."""
-    return [file for file in folder.glob("*") if file.suffix in suffixes and file.name != "interpolation.json"]
+    return [
+        file
+        for file in folder.glob("*")
+        if file.suffix in suffixes and file.name != "interpolation.json"
+    ]
 
 
 @dataclass(frozen=True)

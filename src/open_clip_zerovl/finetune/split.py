@@ -43,7 +43,12 @@ class HeldOut:
 
 
 def split_off(
-    sources: Sequence[Source], out: Path, *, seed: int, share: float = HELD_OUT_SHARE, most: int = MOST_HELD_OUT
+    sources: Sequence[Source],
+    out: Path,
+    *,
+    seed: int,
+    share: float = HELD_OUT_SHARE,
+    most: int = MOST_HELD_OUT,
 ) -> Found:
     """Write the split, or find the one that an earlier call has finished.
 
@@ -54,8 +59,16 @@ def split_off(
     Raises:
         UserError: too few pictures, or a disk that holds no copy of the data.
     """
-    found = Found("::".join(f"{source.name}={out / source.name}" for source in sources), f"{HELD_OUT}={out / HELD_OUT}")
-    wanted = {"seed": seed, "share": share, "most": most, "sources": [describe_source(source) for source in sources]}
+    found = Found(
+        "::".join(f"{source.name}={out / source.name}" for source in sources),
+        f"{HELD_OUT}={out / HELD_OUT}",
+    )
+    wanted = {
+        "seed": seed,
+        "share": share,
+        "most": most,
+        "sources": [describe_source(source) for source in sources],
+    }
     file = out / SPLIT_FILE
     if file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("of") == wanted:
         return found
@@ -64,7 +77,9 @@ def split_off(
     _check_space(out, total_bytes)
     held_out = {digest: HeldOut() for digest in sorted(heapq.nsmallest(count, digests))}
     shutil.rmtree(out, ignore_errors=True)  # of a call that was killed
-    sizes = {source.name: _write_rest(source, out / source.name, held_out, seed) for source in sources}
+    sizes = {
+        source.name: _write_rest(source, out / source.name, held_out, seed) for source in sources
+    }
     samples = [
         Sample(
             f"{number:06d}",
@@ -75,14 +90,18 @@ def split_off(
     ]
     write_retrieval_set(out / HELD_OUT, samples)
     _copy_classes(sources, out)
-    write_atomically(file, json.dumps({"of": wanted, "held out": len(samples), "train": sizes}, indent=2) + "\n")
+    write_atomically(
+        file, json.dumps({"of": wanted, "held out": len(samples), "train": sizes}, indent=2) + "\n"
+    )
     return found
 
 
 def _copy_classes(sources: Sequence[Source], out: Path) -> None:
     """Copy the names and templates of classes beside each source, and beside the held-out set if all sources share them."""
     places = {source.name: source.class_folder for source in sources}
-    names = {None if place is None else (place / CLASS_NAMES).read_bytes() for place in places.values()}
+    names = {
+        None if place is None else (place / CLASS_NAMES).read_bytes() for place in places.values()
+    }
     if len(names) == 1:
         places[HELD_OUT] = next(iter(places.values()))
     for name, place in places.items():
@@ -131,7 +150,9 @@ def _write_rest(source: Source, folder: Path, held_out: Mapping[bytes, HeldOut],
         name = f"train-{len(sizes):05d}.tar"
         part = itertools.chain([first], itertools.islice(waiting, SHARD_SAMPLES - 1))
         # New keys: those of two shards may be alike.
-        sizes[name] = write_shard(folder / name, (replace(one, key=f"{n:06d}") for n, one in enumerate(part)))
+        sizes[name] = write_shard(
+            folder / name, (replace(one, key=f"{n:06d}") for n, one in enumerate(part))
+        )
     if not sizes:
         raise UserError(
             f"all pictures of source {source.name!r} are held out; give it more pictures, or leave the source out"

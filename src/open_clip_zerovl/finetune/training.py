@@ -59,7 +59,9 @@ class Training:
             row = json.loads(line)
             values = [row[key] for name in self.sets if (key := f"{name}_{self.measure}") in row]
             if len(values) == len(self.sets):
-                found[row["epoch"]] = (100 if self.measure == "top1" else 1) * sum(values) / len(values)
+                found[row["epoch"]] = (
+                    (100 if self.measure == "top1" else 1) * sum(values) / len(values)
+                )
         return found
 
     def saved(self) -> dict[int, Path]:
@@ -118,12 +120,22 @@ def train(training: Training, say: Callable[[str], None]) -> tuple[int, Path]:
     training.prune()
     best = training.best()
     if best is None:
-        raise UserError(f"the training left no scored checkpoint in {training.checkpoints}; see {training.out / LOG}")
+        raise UserError(
+            f"the training left no scored checkpoint in {training.checkpoints}; see {training.out / LOG}"
+        )
     return best
 
 
 def _run(training: Training, say: Callable[[str], None]) -> None:
-    arguments = [*training.arguments, "--logs", str(training.out), "--name", RUN, "--resume", "latest"]
+    arguments = [
+        *training.arguments,
+        "--logs",
+        str(training.out),
+        "--name",
+        RUN,
+        "--resume",
+        "latest",
+    ]
     said = set(training.scores())  # of an earlier call
     if said:
         say(f"going on after epoch {max(said)}")

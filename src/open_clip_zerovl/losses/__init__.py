@@ -5,7 +5,11 @@ from open_clip_zerovl.core.lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "open_clip_zerovl.losses.contrastive": ["ContrastiveLoss", "SigmoidLoss", "reversed_partner"],
+        "open_clip_zerovl.losses.contrastive": [
+            "ContrastiveLoss",
+            "SigmoidLoss",
+            "reversed_partner",
+        ],
         "open_clip_zerovl.losses.gathering": ["gathered_sizes", "require_process_group"],
         "open_clip_zerovl.losses.names": ["POSITIVES"],
     },

@@ -35,7 +35,12 @@ from open_clip_zerovl.losses.sigmoid import Sigmoid
 from open_clip_zerovl.losses.softmax import Normalisers
 from open_clip_zerovl.losses.targets import Pairs, Shared, Teachers
 
-_SHARED_IDS = {"pair": (), "caption": ("caption",), "image": ("image",), "both": ("caption", "image")}
+_SHARED_IDS = {
+    "pair": (),
+    "caption": ("caption",),
+    "image": ("image",),
+    "both": ("caption", "image"),
+}
 
 
 class ContrastiveLoss(nn.Module):
@@ -88,18 +93,30 @@ class ContrastiveLoss(nn.Module):
     ) -> None:
         super().__init__()
         if chunk_size is not None and chunk_size < 1:
-            raise UserError(f"chunk_size must be a positive number of rows or None (all rows), but is {chunk_size}.")
+            raise UserError(
+                f"chunk_size must be a positive number of rows or None (all rows), but is {chunk_size}."
+            )
         if not 0 <= rank < world_size:
-            raise UserError(f"rank must be in 0..world_size-1, but rank is {rank} and world_size is {world_size}.")
+            raise UserError(
+                f"rank must be in 0..world_size-1, but rank is {rank} and world_size is {world_size}."
+            )
         if not (math.isfinite(cross_source_weight) and cross_source_weight >= 0):
-            raise UserError(f"cross_source_weight must be a number from 0 on, but is {cross_source_weight}.")
+            raise UserError(
+                f"cross_source_weight must be a number from 0 on, but is {cross_source_weight}."
+            )
         if positives not in POSITIVES:
-            raise UserError(f"positives must be one of {', '.join(POSITIVES)}, but is {positives!r}.")
+            raise UserError(
+                f"positives must be one of {', '.join(POSITIVES)}, but is {positives!r}."
+            )
         if not 0 <= distill_weight <= 1:
             raise UserError(f"distill_weight must lie between 0 and 1, but is {distill_weight}.")
         if not (math.isfinite(distill_temperature) and distill_temperature > 0):
-            raise UserError(f"distill_temperature must be a positive number, but is {distill_temperature}.")
-        if not gather_grad and (self._sigmoid or cross_source_weight != 1 or positives != "pair" or distill_weight):
+            raise UserError(
+                f"distill_temperature must be a positive number, but is {distill_temperature}."
+            )
+        if not gather_grad and (
+            self._sigmoid or cross_source_weight != 1 or positives != "pair" or distill_weight
+        ):
             raise UserError(
                 "gather_grad=False is the paper's comparison of the plain loss; it takes no sigmoid, cross_source_weight, "
                 "positives or distill_weight."
@@ -151,8 +168,12 @@ class ContrastiveLoss(nn.Module):
             UserError: shapes that do not match, one mixup argument without the other, missing ids or teachers that an
                 option needs, mixup with an option for which it is not defined, or no process group of `world_size` ranks.
         """
-        scalars = {"logit_scale": logit_scale} | ({} if logit_bias is None else {"logit_bias": logit_bias})
-        _check_inputs(texts_per_image, image_features=image_features, text_features=text_features, **scalars)
+        scalars = {"logit_scale": logit_scale} | (
+            {} if logit_bias is None else {"logit_bias": logit_bias}
+        )
+        _check_inputs(
+            texts_per_image, image_features=image_features, text_features=text_features, **scalars
+        )
         b = len(image_features)
         if (mixup_lambda is None) != (partner is None):
             raise UserError(
@@ -173,7 +194,10 @@ class ContrastiveLoss(nn.Module):
                 self._problem,
                 pairs=pairs,
                 sources=ids.get("source"),
-                shared=[ids[name][rows if name == "caption" else ...] for name in _SHARED_IDS[self.positives]],
+                shared=[
+                    ids[name][rows if name == "caption" else ...]
+                    for name in _SHARED_IDS[self.positives]
+                ],
                 teachers=[(images, texts[rows]) for images, texts in teachers],
             )
             texts, bias = text_features if texts_per_image == 1 else text_features[rows], logit_bias
@@ -181,11 +205,21 @@ class ContrastiveLoss(nn.Module):
                 bias = None
             reports.append(Report())
             losses.append(
-                ChunkedLoss.apply(image_features, texts, logit_scale, bias, make, reports[-1], torch.is_grad_enabled())
+                ChunkedLoss.apply(
+                    image_features,
+                    texts,
+                    logit_scale,
+                    bias,
+                    make,
+                    reports[-1],
+                    torch.is_grad_enabled(),
+                )
             )
         loss, self.report = sum(losses[1:], start=losses[0]), Report.sum_of(reports)
         if logit_bias is not None and not self._sigmoid:
-            loss = loss + 0.0 * logit_bias.sum()  # zero, but present: DDP needs a gradient from every parameter
+            loss = (
+                loss + 0.0 * logit_bias.sum()
+            )  # zero, but present: DDP needs a gradient from every parameter
         return {"contrastive_loss": loss} if output_dict else loss
 
     def _problem(
@@ -204,7 +238,10 @@ class ContrastiveLoss(nn.Module):
         precision = torch.promote_types(image_features.dtype, torch.float32)
         b, device = len(image_features), image_features.device
         ranks, chunks = Ranks(self.rank, self.world_size, b, device), row_chunks(b, self.chunk_size)
-        contrastive, gather_grad = 1.0 - self.distill_weight, self.gather_grad or self.world_size == 1
+        contrastive, gather_grad = (
+            1.0 - self.distill_weight,
+            self.gather_grad or self.world_size == 1,
+        )
 
         everywhere = [ranks.gather(ids.to(device, non_blocking=True)) for ids in shared]
         positives = Shared(everywhere, ranks.mine, precision, contrastive) if everywhere else None
@@ -215,18 +252,25 @@ class ContrastiveLoss(nn.Module):
                 related = None if positives is None else positives.related
                 offset = CrossSource(self.cross_source_weight, sources, ranks.mine, related)
         scale = logit_scale.to(precision).reshape(())
-        logits = Logits(image_features, text_features, scale, ranks, offset=offset, precision=precision)
+        logits = Logits(
+            image_features, text_features, scale, ranks, offset=offset, precision=precision
+        )
 
         targets: list[Pairs | Shared | Teachers] = []
         sigmoid = None
         if self._sigmoid:
-            bias = scale.new_zeros(()) if logit_bias is None else logit_bias.to(precision).reshape(())
+            bias = (
+                scale.new_zeros(()) if logit_bias is None else logit_bias.to(precision).reshape(())
+            )
             sigmoid = Sigmoid(bias, ranks.mine, positives, offset, contrastive)
         elif positives is not None:
             targets.append(positives)
         elif contrastive:
             own = torch.arange(b, device=device)
-            columns = [own if column is None else column.to(device, non_blocking=True) for _, column in pairs]
+            columns = [
+                own if column is None else column.to(device, non_blocking=True)
+                for _, column in pairs
+            ]
             weights = [weight * contrastive for weight, _ in pairs]
             weighed = list(zip(weights, columns, strict=True))
             targets.append(Pairs(weighed, ranks.mine.start, 2.0 if gather_grad else 1.0))
@@ -253,12 +297,26 @@ class ContrastiveLoss(nn.Module):
         scale: Tensor,
     ) -> Teachers:
         """The teachers' softmaxes over all ranks; their normalisers are gathered here."""
-        scale = scale.new_full((), 1.0 / self.distill_temperature)  # a kernel; a copy makes the host wait
+        scale = scale.new_full(
+            (), 1.0 / self.distill_temperature
+        )  # a kernel; a copy makes the host wait
         found = []
         for pair in teachers:
-            images, texts = (features.detach().to(scale.device, non_blocking=True) for features in pair)
-            logits = Logits(images, texts, scale, ranks, offset=offset, precision=scale.dtype, widen_at_once=False)
-            found.append((logits, Normalisers.of((logits.chunk(rows, side=0) for rows in chunks), ranks)))
+            images, texts = (
+                features.detach().to(scale.device, non_blocking=True) for features in pair
+            )
+            logits = Logits(
+                images,
+                texts,
+                scale,
+                ranks,
+                offset=offset,
+                precision=scale.dtype,
+                widen_at_once=False,
+            )
+            found.append(
+                (logits, Normalisers.of((logits.chunk(rows, side=0) for rows in chunks), ranks))
+            )
         return Teachers(found, self.distill_weight)
 
     def _needed_ids(self) -> dict[str, str]:
@@ -271,7 +329,8 @@ class ContrastiveLoss(nn.Module):
     def _check_mixup(self, partner: Tensor, ids: Mapping[str, Tensor]) -> None:
         undefined = {
             "the sigmoid loss: a pair is a positive or a negative, nothing between": self._sigmoid,
-            f"positives={self.positives!r}: a mixed sample has two captions and pictures": self.positives != "pair",
+            f"positives={self.positives!r}: a mixed sample has two captions and pictures": self.positives
+            != "pair",
             "distill_weight: no teacher has seen the mixed samples": self.distill_weight > 0,
         }
         for option, given in undefined.items():
@@ -336,17 +395,25 @@ def _check_inputs(texts_per_image: int, **inputs: Any) -> None:
     b = len(image_features) if image_features.ndim else 0
     wanted = (texts_per_image * b, *image_features.shape[1:])
     if image_features.ndim != 2 or text_features.shape != wanted or b == 0:
-        shape = "of one shape (pairs, width)" if texts_per_image == 1 else f"with {texts_per_image} texts of each image"
+        shape = (
+            "of one shape (pairs, width)"
+            if texts_per_image == 1
+            else f"with {texts_per_image} texts of each image"
+        )
         raise UserError(
             f"image_features and text_features must be two non-empty matrices {shape}, but are "
             f"{tuple(image_features.shape)} and {tuple(text_features.shape)}."
         )
     for name in inputs.keys() & {"logit_scale", "logit_bias"}:
         if inputs[name].numel() != 1:
-            raise UserError(f"{name} must hold one number, but has shape {tuple(inputs[name].shape)}.")
+            raise UserError(
+                f"{name} must hold one number, but has shape {tuple(inputs[name].shape)}."
+            )
 
 
-def _pairs(b: int, mixup_lambda: float | None, partner: Tensor | None) -> list[tuple[float, Tensor | None]]:
+def _pairs(
+    b: int, mixup_lambda: float | None, partner: Tensor | None
+) -> list[tuple[float, Tensor | None]]:
     """The non-zeros of the target matrix as (weight, local column of each local row); None stands for the diagonal."""
     if mixup_lambda is None or partner is None:
         return [(1.0, None)]
@@ -370,9 +437,15 @@ def _checked_ids(
 ) -> Mapping[str, Tensor]:
     for name, option in needed.items():
         if name not in ids:
-            raise UserError(f"{option} needs ids[{name!r}], a number for each of the {b} samples, and it is not given.")
+            raise UserError(
+                f"{option} needs ids[{name!r}], a number for each of the {b} samples, and it is not given."
+            )
     for name, numbers in ids.items():
-        rows, of = (b * texts_per_image, "text") if name == "caption" and texts_per_image > 1 else (b, "sample")
+        rows, of = (
+            (b * texts_per_image, "text")
+            if name == "caption" and texts_per_image > 1
+            else (b, "sample")
+        )
         if numbers.shape != (rows,) or numbers.dtype != torch.long:
             raise UserError(
                 f"ids[{name!r}] must be ({rows},) int64, a number for each {of}, but is {tuple(numbers.shape)} {numbers.dtype}."
@@ -389,7 +462,12 @@ def _checked_teachers(
         )
     for number, (images, texts) in enumerate(teachers):
         wanted = (b * texts_per_image, *images.shape[1:])
-        if images.ndim != 2 or texts.shape != wanted or len(images) != b or images.dtype != texts.dtype:
+        if (
+            images.ndim != 2
+            or texts.shape != wanted
+            or len(images) != b
+            or images.dtype != texts.dtype
+        ):
             each = (
                 "of one type and shape"
                 if texts_per_image == 1

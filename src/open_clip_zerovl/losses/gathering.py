@@ -73,4 +73,6 @@ def _gather_rows(rows: Tensor, sizes: Sequence[int]) -> Tensor:
     dist.all_gather_into_tensor(gathered, padded)
     if min(sizes) == longest:
         return gathered
-    return torch.cat([block[:size] for block, size in zip(gathered.split(longest), sizes, strict=True)])
+    return torch.cat(
+        [block[:size] for block, size in zip(gathered.split(longest), sizes, strict=True)]
+    )

@@ -16,7 +16,9 @@ from open_clip_zerovl.losses.gathering import Ranks
 
 # A logit of probability zero. It is finite because a chunk may hold no other logit of a column, and inf - inf is NaN.
 NO_PAIR = -1e30
-_WIDENED_ROWS = 16384  # rows of half-precision features that are cast to the products' precision at once
+_WIDENED_ROWS = (
+    16384  # rows of half-precision features that are cast to the products' precision at once
+)
 
 
 class CrossSource:
@@ -31,7 +33,11 @@ class CrossSource:
     """
 
     def __init__(
-        self, weight: float, sources: Tensor, mine: slice, positives: Callable[[slice], Tensor] | None = None
+        self,
+        weight: float,
+        sources: Tensor,
+        mine: slice,
+        positives: Callable[[slice], Tensor] | None = None,
     ) -> None:
         self.weight, self._sources, self._own = weight, sources, sources[mine]
         self._positives = positives
@@ -86,7 +92,9 @@ class Logits:
 
     def chunk(self, rows: slice, side: int, *, offset: bool = True) -> Tensor:
         """The logits of these local rows, with o_ij or s <I_i, T_j> alone: (rows, N), new memory."""
-        logits = self._products(self.own[side][rows].to(self.precision) * self.scale, self.all[1 - side])
+        logits = self._products(
+            self.own[side][rows].to(self.precision) * self.scale, self.all[1 - side]
+        )
         if offset and self._offset is not None:
             self._offset.add_to(logits, rows)
         return logits

@@ -88,7 +88,11 @@ class ChunkedLoss(torch.autograd.Function):
                     if scalar is not None
                 ]
                 ctx.save_for_backward(image_grad, text_grad, *(grad for _, grad in scalars))
-                ctx.dtypes = image_features.dtype, text_features.dtype, *(dtype for dtype, _ in scalars)
+                ctx.dtypes = (
+                    image_features.dtype,
+                    text_features.dtype,
+                    *(dtype for dtype, _ in scalars),
+                )
         return value
 
     @staticmethod
@@ -96,7 +100,9 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         grads = [
             (grad_output * grad).to(dtype) if needed else None
-            for grad, dtype, needed in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad, strict=False)
+            for grad, dtype, needed in zip(
+                ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad, strict=False
+            )
         ]
         return (*grads, *[None] * (7 - len(grads)))
 
@@ -134,7 +140,12 @@ class Problem:
         duplicates: Tensor | None = None,
     ) -> None:
         self.logits, self.ranks, self.chunks = logits, ranks, chunks
-        self.targets, self.share, self.sigmoid, self.gather_grad = targets, share, sigmoid, gather_grad
+        self.targets, self.share, self.sigmoid, self.gather_grad = (
+            targets,
+            share,
+            sigmoid,
+            gather_grad,
+        )
         self.sources, self.duplicates = sources, duplicates
         self.normalisers = Normalisers()
         # Where one chunk holds all local rows, the second sweep takes these matrices of the first, once, and overwrites them.
@@ -144,7 +155,10 @@ class Problem:
     def value(self) -> Tensor:
         """Mean loss over the N pairs of all ranks. Keeps both softmaxes' normalisers for the gradients."""
         scale = self.logits.scale
-        of_rows, of_columns = scale.new_zeros(len(self.logits.own[0])), scale.new_zeros(self.ranks.total)
+        of_rows, of_columns = (
+            scale.new_zeros(len(self.logits.own[0])),
+            scale.new_zeros(self.ranks.total),
+        )
 
         def add(parts: tuple[Tensor, Tensor], rows: slice, sign: float = 1.0) -> None:
             of_rows[rows].add_(parts[0], alpha=sign)
@@ -176,7 +190,9 @@ class Problem:
         """W times the mean loss' gradient with respect to this rank's image and text rows, (b, D) each, s and b (its share)."""
         n, w = self.ranks.total, self.ranks.world_size
         self.bias_sum = self.logits.scale.new_zeros(())
-        if w == 1:  # the texts' logits are the images' logits, transposed: one sweep gives both sides
+        if (
+            w == 1
+        ):  # the texts' logits are the images' logits, transposed: one sweep gives both sides
             text_sums = torch.zeros_like(self.logits.own[1])
             image_sums, scale_sum = self._sweep(0, text_sums)
         else:
@@ -186,7 +202,12 @@ class Problem:
                 scale_sum = scale_sum + text_scale_sum
         factor = w / (2 * n)
         scaled = self.logits.scale * factor
-        return image_sums.mul_(scaled), text_sums.mul_(scaled), scale_sum * factor, self.bias_sum * factor
+        return (
+            image_sums.mul_(scaled),
+            text_sums.mul_(scaled),
+            scale_sum * factor,
+            self.bias_sum * factor,
+        )
 
     def _sweep(self, side: int, other_sums: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(P + Q - Y_rows - Y_columns) @ others for the local rows of a side, and its inner product with these rows.

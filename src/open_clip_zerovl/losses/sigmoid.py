@@ -28,9 +28,20 @@ class Sigmoid:
     """
 
     def __init__(
-        self, bias: Tensor, mine: slice, shared: Shared | None, offset: CrossSource | None, share: float
+        self,
+        bias: Tensor,
+        mine: slice,
+        shared: Shared | None,
+        offset: CrossSource | None,
+        share: float,
     ) -> None:
-        self._bias, self._mine, self._shared, self._offset, self._share = bias, mine, shared, offset, share
+        self._bias, self._mine, self._shared, self._offset, self._share = (
+            bias,
+            mine,
+            shared,
+            offset,
+            share,
+        )
 
     def losses(self, missed: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """N times this part of the loss: sums over the texts for each image row (rows,), over the rows for each text (N,).
@@ -66,5 +77,7 @@ class Sigmoid:
     def _weigh(self, values: Tensor, rows: slice) -> Tensor:
         values.mul_(self._share)
         if self._offset is not None:
-            torch.where(self._offset.crossing(rows), values * self._offset.weight, values, out=values)
+            torch.where(
+                self._offset.crossing(rows), values * self._offset.weight, values, out=values
+            )
         return values

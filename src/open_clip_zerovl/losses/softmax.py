@@ -38,7 +38,9 @@ class Normaliser:
     def merged(cls, parts: Sequence[Normaliser]) -> Normaliser:
         """The normaliser of rows whose columns were seen in parts."""
         maximum = torch.stack([part.maximum for part in parts]).amax(dim=0)
-        total = torch.stack([part.total * (part.maximum - maximum).exp() for part in parts]).sum(dim=0)
+        total = torch.stack([part.total * (part.maximum - maximum).exp() for part in parts]).sum(
+            dim=0
+        )
         return cls(maximum, total)
 
     def logsumexp(self) -> Tensor:
@@ -90,9 +92,15 @@ class Normalisers:
         if keep:
             self._kept = of_texts, of_images
         self._over_texts.append(rows)
-        self._over_images = columns if self._over_images is None else Normaliser.merged([self._over_images, columns])
+        self._over_images = (
+            columns
+            if self._over_images is None
+            else Normaliser.merged([self._over_images, columns])
+        )
 
-    def gather(self, ranks: Ranks, *, rows: Sequence[Tensor] = (), columns: Sequence[Tensor] = ()) -> list[Tensor]:
+    def gather(
+        self, ranks: Ranks, *, rows: Sequence[Tensor] = (), columns: Sequence[Tensor] = ()
+    ) -> list[Tensor]:
         """Complete both over the ranks, in two collectives that also carry the given tensors; without chunks only these.
 
         Args:
@@ -105,7 +113,10 @@ class Normalisers:
         mine, seen = [*rows], [*columns]
         if self._over_images is not None:
             both = Normaliser(
-                *map(torch.cat, zip(*((part.maximum, part.total) for part in self._over_texts), strict=True))
+                *map(
+                    torch.cat,
+                    zip(*((part.maximum, part.total) for part in self._over_texts), strict=True),
+                )
             )
             mine, seen = (
                 [both.maximum, both.total, *rows],

@@ -34,7 +34,9 @@ class Pairs:
         times: 2 for Y_rows + Y_columns; 1 where only the rows' own softmaxes have a gradient.
     """
 
-    def __init__(self, weighed: Sequence[tuple[float, Tensor]], start: int, times: float = 2.0) -> None:
+    def __init__(
+        self, weighed: Sequence[tuple[float, Tensor]], start: int, times: float = 2.0
+    ) -> None:
         self._weighed = [(weight, start + column) for weight, column in weighed]
         self._times = times
 
@@ -67,7 +69,9 @@ class Shared:
         share: weight of this part in the loss, 0..1.
     """
 
-    def __init__(self, ids: Sequence[Tensor], mine: slice, dtype: torch.dtype, share: float = 1.0) -> None:
+    def __init__(
+        self, ids: Sequence[Tensor], mine: slice, dtype: torch.dtype, share: float = 1.0
+    ) -> None:
         self._ids, self._mine = ids, mine
         self.counts = _occurrences(ids[0])  # (N,) positives of each sample, itself among them
         if len(ids) == 2:  # a sample that shares both is counted once
@@ -88,7 +92,9 @@ class Shared:
 
     def subtract_from(self, weights: Tensor, rows: slice, side: int) -> None:
         """weights -= Y_rows + Y_columns for these local rows."""
-        even = self._even[self._mine][rows][:, None] + self._even  # (rows, N), the same for images and texts
+        even = (
+            self._even[self._mine][rows][:, None] + self._even
+        )  # (rows, N), the same for images and texts
         weights.sub_(even.masked_fill_(~self.related(rows), 0.0))
 
 
@@ -128,5 +134,7 @@ def _occurrences(ids: Tensor) -> Tensor:
 
 def _joined(one: Tensor, other: Tensor) -> Tensor:
     """One id (N,) of two: equal where both ids are equal."""
-    place, other_place = (torch.searchsorted(ids.sort().values, ids) for ids in (one, other))  # each below N
+    place, other_place = (
+        torch.searchsorted(ids.sort().values, ids) for ids in (one, other)
+    )  # each below N
     return place * len(one) + other_place

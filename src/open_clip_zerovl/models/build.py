@@ -32,7 +32,13 @@ from open_clip_zerovl.models.local_dir import check_local_dir, no_code_from_data
 from open_clip_zerovl.models.text_towers import DECODERS
 
 log = logging.getLogger(__name__)
-TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "sentencepiece.bpe.model", "spiece.model")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "vocab.txt",
+    "vocab.json",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+)
 
 
 def with_text_model(name: str, text_model: str | os.PathLike[str]) -> str:
@@ -52,8 +58,14 @@ def with_text_model(name: str, text_model: str | os.PathLike[str]) -> str:
     source = str(folder.resolve()) if folder else str(text_model)
     has_weights = folder is None or _holds_weights(folder)
     if not has_weights and config["text_cfg"].get("hf_model_pretrained", True):
-        log.warning("%s holds no weights (%s): its text tower starts at random.", folder, " or ".join(TEXT_WEIGHTS[:2]))
-    config["text_cfg"].update(hf_model_name=source, hf_tokenizer_name=source, hf_model_pretrained=has_weights)
+        log.warning(
+            "%s holds no weights (%s): its text tower starts at random.",
+            folder,
+            " or ".join(TEXT_WEIGHTS[:2]),
+        )
+    config["text_cfg"].update(
+        hf_model_name=source, hf_tokenizer_name=source, hf_model_pretrained=has_weights
+    )
 
     label = re.sub(r"[^A-Za-z0-9]+", "-", "-".join(Path(source).parts[-2:])).strip("-")
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
@@ -117,14 +129,20 @@ def check_model(
         config.get("vision_cfg", {}),
     )  # open_clip 4 has models of sounds, too
     if registered != name and (text_cfg.get("hf_tokenizer_name") or "siglip" in name.lower()):
-        raise UserError(f"write {registered} instead of {name}: with '/' open_clip would take CLIP's BPE tokenizer")
+        raise UserError(
+            f"write {registered} instead of {name}: with '/' open_clip would take CLIP's BPE tokenizer"
+        )
     if pretrained_image and "timm_model_name" not in vision_cfg:
-        raise UserError(f"{name} has open_clip's own image tower, for which there are no ImageNet weights to load")
+        raise UserError(
+            f"{name} has open_clip's own image tower, for which there are no ImageNet weights to load"
+        )
 
     tower = text_cfg.get("hf_model_name")
     if not tower:
         if text_model is not None:
-            raise UserError(f"{name} has open_clip's own text tower; a text model ({text_model}) needs an HF tower")
+            raise UserError(
+                f"{name} has open_clip's own text tower; a text model ({text_model}) needs an HF tower"
+            )
         return
     if text_model is None and not text_cfg.get("hf_tokenizer_name"):
         raise UserError(
@@ -164,7 +182,11 @@ def _holds_weights(folder: Path) -> bool:
     return any((folder / file).is_file() for file in TEXT_WEIGHTS)
 
 
-_SIZES = ("vocab_size", "max_position_embeddings", "pad_token_id")  # of a text tower's config, as far as given
+_SIZES = (
+    "vocab_size",
+    "max_position_embeddings",
+    "pad_token_id",
+)  # of a text tower's config, as far as given
 
 
 def _check_text_source(source: str, context_length: int, made_by: str) -> None:
@@ -172,7 +194,9 @@ def _check_text_source(source: str, context_length: int, made_by: str) -> None:
     if folder is None:
         from huggingface_hub import constants, try_to_load_from_cache
 
-        if constants.HF_HUB_OFFLINE and not isinstance(try_to_load_from_cache(source, "config.json"), str):
+        if constants.HF_HUB_OFFLINE and not isinstance(
+            try_to_load_from_cache(source, "config.json"), str
+        ):
             raise UserError(
                 f"the text tower {source} is neither a folder nor in the Hugging Face cache, and HF_HUB_OFFLINE "
                 f"forbids the download; give its folder as the text model{made_by}"
@@ -186,16 +210,29 @@ def _check_text_source(source: str, context_length: int, made_by: str) -> None:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except OSError:
-        raise UserError(f"{folder} holds no config.json, so it is not the folder of an HF text tower") from None
+        raise UserError(
+            f"{folder} holds no config.json, so it is not the folder of an HF text tower"
+        ) from None
     except ValueError as error:
         raise UserError(f"{folder / 'config.json'} is not valid JSON: {error}") from None
-    odd = [name for name in _SIZES if not isinstance(config, dict) or not isinstance(config.get(name), int | None)]
+    odd = [
+        name
+        for name in _SIZES
+        if not isinstance(config, dict) or not isinstance(config.get(name), int | None)
+    ]
     if odd:
-        raise UserError(f"{folder / 'config.json'} is not the config of a text tower: {odd[0]} must be a number")
+        raise UserError(
+            f"{folder / 'config.json'} is not the config of a text tower: {odd[0]} must be a number"
+        )
     if config.get("model_type") not in arch_dict:
         known = ", ".join(sorted(arch_dict))
-        raise UserError(f"{folder} holds a model of type {config.get('model_type')!r}; open_clip takes {known}")
-    if config["model_type"] in DECODERS and config.get("pad_token_id") in (None, config.get("eos_token_id")):
+        raise UserError(
+            f"{folder} holds a model of type {config.get('model_type')!r}; open_clip takes {known}"
+        )
+    if config["model_type"] in DECODERS and config.get("pad_token_id") in (
+        None,
+        config.get("eos_token_id"),
+    ):
         raise UserError(
             f"{folder} holds a decoder without a padding token of its own, by which open_clip finds the end of a text; align "
             "heads on it with `zerovl align --text hf:...`, which adds one, and train that model"
@@ -225,7 +262,10 @@ def _vocabulary_size(folder: Path) -> int:
         vocabulary = content.get("model", {}).get("vocab")
         if not isinstance(vocabulary, dict):
             return 0
-        return 1 + max([*vocabulary.values(), *(token["id"] for token in content.get("added_tokens", ()))], default=-1)
+        return 1 + max(
+            [*vocabulary.values(), *(token["id"] for token in content.get("added_tokens", ()))],
+            default=-1,
+        )
     if (file := folder / "vocab.txt").is_file():
         return len(file.read_text(encoding="utf-8").splitlines())
     return 0
@@ -241,8 +281,17 @@ def pretrained_text_of(name: str) -> bool:
 
 def _other_weights(name: str, pretrained: str | None, error: str) -> str:
     """A sentence for torch's message about weights that do not fit, which lists all names."""
-    lacks, more = (re.findall(r'"([^"]+)"', line) for line in re.findall(r"(?:Missing|Unexpected) key.*|$", error)[:2])
-    first = f"it lacks {lacks[0]}" if lacks else f"it also has {more[0]}" if more else error.splitlines()[-1].strip()
+    lacks, more = (
+        re.findall(r'"([^"]+)"', line)
+        for line in re.findall(r"(?:Missing|Unexpected) key.*|$", error)[:2]
+    )
+    first = (
+        f"it lacks {lacks[0]}"
+        if lacks
+        else f"it also has {more[0]}"
+        if more
+        else error.splitlines()[-1].strip()
+    )
     return (
         f"--pretrained {pretrained} holds weights of another model than {name}: {first}; give the model of these weights, or "
         "load the towers that fit with --init-from"
@@ -250,12 +299,21 @@ def _other_weights(name: str, pretrained: str | None, error: str) -> str:
 
 
 # torch's unpickler takes a text for instructions; torch's words of a cut archive, of another tar, and of another archive.
-_OF_UNPICKLER = (LookupError, EOFError, AttributeError, AssertionError, struct.error, pickle.UnpicklingError)
+_OF_UNPICKLER = (
+    LookupError,
+    EOFError,
+    AttributeError,
+    AssertionError,
+    struct.error,
+    pickle.UnpicklingError,
+)
 _OF_OTHER_FILES = ("PytorchStreamReader", "legacy .tar", "file in archive")
 
 
 @no_code_from_data()
-def create_model_and_transforms(model_name: str, pretrained: str | None = None, **options: Any) -> tuple[Any, Any, Any]:
+def create_model_and_transforms(
+    model_name: str, pretrained: str | None = None, **options: Any
+) -> tuple[Any, Any, Any]:
     """open_clip's function of this name, which honours the config's `hf_model_pretrained` and fails with a sentence.
 
     Args:
@@ -274,7 +332,9 @@ def create_model_and_transforms(model_name: str, pretrained: str | None = None, 
     except (torch.OutOfMemoryError, UserError):
         raise
     except (*_OF_UNPICKLER, SafetensorError, OSError, RuntimeError, ValueError) as error:
-        foreign = isinstance(error, (*_OF_UNPICKLER, SafetensorError)) or any(w in str(error) for w in _OF_OTHER_FILES)
+        foreign = isinstance(error, (*_OF_UNPICKLER, SafetensorError)) or any(
+            w in str(error) for w in _OF_OTHER_FILES
+        )
         if foreign and pretrained and os.path.isfile(pretrained):
             raise UserError(
                 f"--pretrained {pretrained} is not a file of weights, or is cut short; give a checkpoint that training wrote"
@@ -288,7 +348,9 @@ def create_model_and_transforms(model_name: str, pretrained: str | None = None, 
         reason = " ".join(str(error).split())
         tower = _hub_text_tower(model_name) if isinstance(error, OSError) else None
         asked = (
-            "" if tower is None else f"; {tower} is not a folder here, so the hub was asked for it{did_you_mean(tower)}"
+            ""
+            if tower is None
+            else f"; {tower} is not a folder here, so the hub was asked for it{did_you_mean(tower)}"
         )
         raise UserError(
             f"{model_name} cannot be built with its weights: {reason[:300]}{'...' if len(reason) > 300 else ''} "
@@ -301,7 +363,9 @@ def create_model_and_transforms(model_name: str, pretrained: str | None = None, 
             f"the image tower of {model_name} has no tokens to drop (--token-drop, --force-patch-dropout "
             f"{options.get('force_patch_dropout')}); leave it out or choose a ViT"
         ) from error
-    wants_weights = registered_config(model_name).get("vision_cfg", {}).get("timm_model_pretrained", False)
+    wants_weights = (
+        registered_config(model_name).get("vision_cfg", {}).get("timm_model_pretrained", False)
+    )
     given = pretrained or options.get("pretrained_image") or options.get("pretrained_image_path")
     if wants_weights and not given:
         log.warning(

@@ -70,9 +70,14 @@ def register_model_configs() -> list[str]:
     from open_clip_zerovl.models.text_towers import register_text_towers
 
     register_text_towers()
-    configs = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(CONFIG_FOLDER.glob("*.json"))}
+    configs = {
+        file.stem: json.loads(file.read_text(encoding="utf-8"))
+        for file in sorted(CONFIG_FOLDER.glob("*.json"))
+    }
     if not configs:
-        raise UserError(f"open_clip_zerovl was installed without its model configs ({CONFIG_FOLDER}); install it again")
+        raise UserError(
+            f"open_clip_zerovl was installed without its model configs ({CONFIG_FOLDER}); install it again"
+        )
     if any(get_model_config(name) != config for name, config in configs.items()):
         open_clip.add_model_config(CONFIG_FOLDER)
     for name, config in configs.items():

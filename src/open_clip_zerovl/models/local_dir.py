@@ -27,7 +27,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         UserError: no folder, no such file, no JSON, or a config without `model_cfg`, towers or embedding width.
     """
     if not folder.is_dir():
-        seen_from = "" if folder.is_absolute() else f" (seen from {Path.cwd()}; write its full path)"
+        seen_from = (
+            "" if folder.is_absolute() else f" (seen from {Path.cwd()}; write its full path)"
+        )
         raise UserError(f"folder {folder} does not exist{seen_from}")
     file = folder / CONFIG_FILE
     if not file.is_file():
@@ -41,14 +43,20 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{file} has no 'model_cfg': it is not an open_clip config")
     for part, kind in (("embed_dim", int), ("vision_cfg", dict), ("text_cfg", dict)):
         if not isinstance(model_cfg.get(part), kind):
-            raise UserError(f"{file} has no '{part}' in its 'model_cfg': it is not an open_clip config")
+            raise UserError(
+                f"{file} has no '{part}' in its 'model_cfg': it is not an open_clip config"
+            )
     preprocess_cfg = config.get("preprocess_cfg", {})
     if not isinstance(preprocess_cfg, dict):
         raise UserError(f"{file} has a 'preprocess_cfg' that is not a table of settings")
     for name in ("mean", "std"):
         values = preprocess_cfg.get(name)
-        if values is not None and not (isinstance(values, list) and all(isinstance(v, (int, float)) for v in values)):
-            raise UserError(f"{file} has a {name} of {values!r} in its 'preprocess_cfg'; it is a list of three numbers")
+        if values is not None and not (
+            isinstance(values, list) and all(isinstance(v, (int, float)) for v in values)
+        ):
+            raise UserError(
+                f"{file} has a {name} of {values!r} in its 'preprocess_cfg'; it is a list of three numbers"
+            )
     return config
 
 
@@ -75,7 +83,11 @@ def no_code_from_data() -> Iterator[None]:
     from transformers import dynamic_module_utils as dynamic
 
     def refuse(*arguments: Any, **_: Any) -> NoReturn:
-        where = f" ({arguments[1]} of {arguments[0]})" if len(arguments) > 1 and all(arguments[:2]) else ""
+        where = (
+            f" ({arguments[1]} of {arguments[0]})"
+            if len(arguments) > 1 and all(arguments[:2])
+            else ""
+        )
         raise UserError(
             f"the model wants to run Python code that came with it{where}, and code that comes with data is never run: take a "
             "tower that transformers itself can build"

@@ -37,9 +37,9 @@ def stretched(positions: Tensor, length: int) -> Tensor:
             f"--context-length {length} keeps the first {KEPT_POSITIONS} positions and stretches the rest, and the text tower "
             f"has {len(positions)}; give --force-context-length {length} and train from nothing"
         )
-    rows = F.interpolate(rest.double().T[None], length - len(kept), mode="linear", align_corners=True)[
-        0
-    ].T  # (N - 20, D)
+    rows = F.interpolate(
+        rest.double().T[None], length - len(kept), mode="linear", align_corners=True
+    )[0].T  # (N - 20, D)
     return torch.cat([kept, rows.to(positions.dtype)])
 
 
@@ -88,7 +88,9 @@ def text_positions(model: Any) -> int | None:
         return table.num_embeddings - _before_the_first(table)
     rows = getattr(tower, "positional_embedding", None)
     # CoCa's last position is of its class token
-    return len(rows) if isinstance(rows, Tensor) and getattr(tower, "cls_emb", None) is None else None
+    return (
+        len(rows) if isinstance(rows, Tensor) and getattr(tower, "cls_emb", None) is None else None
+    )
 
 
 def positions_name(model: Any) -> str | None:
@@ -110,9 +112,13 @@ def stretch_positions(model: Any, length: int) -> None:
         table.weight = _parameter(torch.cat([old[:first], stretched(old[first:], length)]), old)
         table.num_embeddings = len(table.weight)
         _grow_buffers(tower.transformer.embeddings, len(table.weight))
-        tower.config.max_position_embeddings = tower.context_length = model.context_length = len(table.weight)
+        tower.config.max_position_embeddings = tower.context_length = model.context_length = len(
+            table.weight
+        )
         return
-    tower.positional_embedding = _parameter(stretched(tower.positional_embedding, length), tower.positional_embedding)
+    tower.positional_embedding = _parameter(
+        stretched(tower.positional_embedding, length), tower.positional_embedding
+    )
     if tower.attn_mask is not None:  # causal: a token attends to itself and to earlier ones
         tower.attn_mask = tower.attn_mask.new_full((length, length), float("-inf")).triu_(1)
     model.context_length = tower.context_length = tower.num_pos = length
@@ -124,7 +130,11 @@ def _parameter(rows: Tensor, like: Tensor) -> nn.Parameter:
 
 def _hugging_face_table(tower: Any) -> nn.Embedding | None:
     """The position embeddings of BERT, RoBERTa and their kind; None of another tower."""
-    table = getattr(getattr(getattr(tower, "transformer", None), "embeddings", None), "position_embeddings", None)
+    table = getattr(
+        getattr(getattr(tower, "transformer", None), "embeddings", None),
+        "position_embeddings",
+        None,
+    )
     return table if isinstance(table, nn.Embedding) else None
 
 
@@ -138,4 +148,6 @@ def _grow_buffers(embeddings: nn.Module, rows: int) -> None:
     for name, buffer in list(embeddings.named_buffers(recurse=False)):
         if name in ("position_ids", "token_type_ids"):
             numbers = torch.arange(rows, device=buffer.device, dtype=buffer.dtype)
-            embeddings._buffers[name] = (numbers if name == "position_ids" else torch.zeros_like(numbers))[None]
+            embeddings._buffers[name] = (
+                numbers if name == "position_ids" else torch.zeros_like(numbers)
+            )[None]

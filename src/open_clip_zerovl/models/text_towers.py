@@ -22,7 +22,9 @@ from transformers import AutoConfig, AutoModel
 from open_clip_zerovl.core.errors import UserError
 
 
-def _entry(layers: str, embeddings: str = "embeddings", pooler: str = "mean_pooler") -> dict[str, Any]:
+def _entry(
+    layers: str, embeddings: str = "embeddings", pooler: str = "mean_pooler"
+) -> dict[str, Any]:
     return {
         "config_names": {
             "context_length": "max_position_embeddings",
@@ -48,7 +50,9 @@ TEXT_TOWERS: dict[str, dict[str, Any]] = {
     "distilbert": _entry("layer"),
     **dict.fromkeys(DECODERS, _entry("layers", "embed_tokens", LAST_TOKEN)),
 }
-_WITH_POOLER = ("mpnet",)  # their classes take `add_pooling_layer`, so that open_clip's own call builds them
+_WITH_POOLER = (
+    "mpnet",
+)  # their classes take `add_pooling_layer`, so that open_clip's own call builds them
 IMPORT_LINE = "import open_clip_zerovl"
 
 
@@ -59,7 +63,9 @@ def register_text_towers() -> None:
     """
     from open_clip import hf_configs, hf_model
 
-    if getattr(hf_model, "AutoModel", None) not in (AutoModel, TowerModel) or not hasattr(hf_model, "register_pooler"):
+    if getattr(hf_model, "AutoModel", None) not in (AutoModel, TowerModel) or not hasattr(
+        hf_model, "register_pooler"
+    ):
         return
     hf_model.AutoModel = TowerModel
     hf_model.register_pooler(LastTokenPooler)
@@ -118,7 +124,9 @@ class TowerModel(AutoModel):
         config = options.get("config") or AutoConfig.from_pretrained(source)
         if config.model_type not in TEXT_TOWERS or config.model_type in _WITH_POOLER:
             return super().from_pretrained(source, *arguments, **options)
-        return _prepared(super().from_pretrained(source, *arguments, **_without_pooler(config, options)))
+        return _prepared(
+            super().from_pretrained(source, *arguments, **_without_pooler(config, options))
+        )
 
 
 def _without_pooler(config: Any, options: dict[str, Any]) -> dict[str, Any]:
@@ -133,7 +141,9 @@ def _without_pooler(config: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 def _prepared(tower: AutoModel) -> nn.Module:
     tower.config.reference_compile = False
-    if hasattr(tower.config, "use_cache"):  # of a decoder: keys and values for further tokens, which no text has
+    if hasattr(
+        tower.config, "use_cache"
+    ):  # of a decoder: keys and values for further tokens, which no text has
         tower.config.use_cache = False
     for module in tower.modules():
         if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
@@ -142,7 +152,9 @@ def _prepared(tower: AutoModel) -> nn.Module:
     return tower.float()
 
 
-def _apply_but_keep_types(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+def _apply_but_keep_types(
+    module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
     """nn.Module._apply, after which the module's own buffers have the types that they had."""
     before = dict(module.named_buffers(recurse=False))
     type(module)._apply(module, change, recurse)

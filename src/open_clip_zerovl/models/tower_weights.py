@@ -61,7 +61,9 @@ def load_pretrained_tower(
     expected = body.state_dict()
     outer = "visual.trunk." if tower == "image" else "text.transformer."
     prefixes = ("", f"{inner}.", outer, f"module.{outer}", "bert.", "model.")
-    prefix = max(prefixes, key=lambda p: sum(f"{p}{key}" in weights for key in expected))  # the first of equals: ""
+    prefix = max(
+        prefixes, key=lambda p: sum(f"{p}{key}" in weights for key in expected)
+    )  # the first of equals: ""
     missing = [key for key in expected if f"{prefix}{key}" not in weights]
     if missing:
         raise UserError(
@@ -95,11 +97,16 @@ def _read_tower_file(path: Path) -> dict[str, Tensor]:
         else:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, SafetensorError, *UNREADABLE) as error:
-        raise UserError(f"{path} does not load as a file of tensors: {first_line(error)}") from error
+        raise UserError(
+            f"{path} does not load as a file of tensors: {first_line(error)}"
+        ) from error
     content = content.get("state_dict", content) if isinstance(content, dict) else {}
     weights = {key: value for key, value in content.items() if isinstance(value, Tensor)}
     if not weights:
         raise UserError(f"{path} holds no tensors")
     # BERT's first releases name the two parameters of a LayerNorm gamma and beta.
     renamed = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
-    return {re.sub(r"\.LayerNorm\.(gamma|beta)$", lambda m: renamed[m[0]], key): v for key, v in weights.items()}
+    return {
+        re.sub(r"\.LayerNorm\.(gamma|beta)$", lambda m: renamed[m[0]], key): v
+        for key, v in weights.items()
+    }

@@ -18,10 +18,17 @@ class PlanFlags:
     """Options of zerovl plan"""
 
     effective_batch: int | None = flag(
-        None, "choose batch size, DGA steps and graphs kept for this effective batch", metavar="N", range=at_least(1)
+        None,
+        "choose batch size, DGA steps and graphs kept for this effective batch",
+        metavar="N",
+        range=at_least(1),
     )
-    assume: str | None = flag(None, "estimate for other hardware: v100, a100-80, h200, ...", metavar="GPU[:COUNT]")
-    gpus: int | None = flag(None, "use N of this machine's GPUs (default: all)", metavar="N", range=at_least(1))
+    assume: str | None = flag(
+        None, "estimate for other hardware: v100, a100-80, h200, ...", metavar="GPU[:COUNT]"
+    )
+    gpus: int | None = flag(
+        None, "use N of this machine's GPUs (default: all)", metavar="N", range=at_least(1)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +59,9 @@ class PlanSettings(PlanFlags, AllFlags):
                 f"--assume {self.assume} and --gpus {self.gpus} both give a number of GPUs; give --assume NAME:{self.gpus}"
             )
         if self.train_data is None and (self.assume is None or self.train_num_samples is None):
-            raise UserError("give --train-data, as for training; with --assume, --train-num-samples can replace it")
+            raise UserError(
+                "give --train-data, as for training; with --assume, --train-num-samples can replace it"
+            )
 
     @property
     def trains(self) -> bool:
@@ -97,7 +106,9 @@ def choose_batching(settings: PlanSettings, ranks: int, micro_batch: int) -> Bat
         b = b or min(micro_batch, max(1, wanted // ranks))
         k = max(1, round(wanted / (b * ranks)))
     assert b is not None and k is not None
-    if isinstance(settings.dga_retain, int) and not 0 <= settings.dga_retain <= max(1, k - (ranks > 1 and k > 1)):
+    if isinstance(settings.dga_retain, int) and not 0 <= settings.dga_retain <= max(
+        1, k - (ranks > 1 and k > 1)
+    ):
         raise UserError(
             f"--dga-retain {settings.dga_retain} is out of range for {k} micro-batches on {ranks} rank(s); give auto, or 0 to "
             f"{k - (ranks > 1 and k > 1)}"

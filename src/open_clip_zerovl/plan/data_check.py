@@ -72,11 +72,15 @@ def check_data(settings: PlanSettings) -> DataCheck:
     """
     found = DataCheck()
     if settings.assume is not None and settings.train_num_samples is not None:
-        found.sources.append(SourceCheck("all", "not opened", settings.train_num_samples, "assumed"))
+        found.sources.append(
+            SourceCheck("all", "not opened", settings.train_num_samples, "assumed")
+        )
         found.counted = (Source("all", ("not opened",), (settings.train_num_samples,)),)
         return found
     _check_sources(settings, settings.train_data or "", found)
-    for name, path in parse_retrieval_data(settings.retrieval_data).items() if settings.retrieval_data else ():
+    for name, path in (
+        parse_retrieval_data(settings.retrieval_data).items() if settings.retrieval_data else ()
+    ):
         try:
             opened = open_retrieval_set(path)
             found.retrieval[name] = f"{len(opened):,} images, {opened.num_captions():,} captions"
@@ -99,7 +103,9 @@ def schedule_steps(settings: PlanSettings, data: DataCheck, effective_batch: int
         return
     order = None if settings.source_order is None else tuple(settings.source_order.split("::"))
     near = settings.hard_negatives
-    sampling = Sampling(settings.strategy, settings.draw, settings.debiased_share, order, total, hard_negatives=near)
+    sampling = Sampling(
+        settings.strategy, settings.draw, settings.debiased_share, order, total, hard_negatives=near
+    )
     try:
         schedule = schedule_of(data.counted, effective_batch, sampling, seed=settings.seed, epoch=0)
     except UserError as error:  # a source, or all together, does not fill one effective batch
@@ -108,7 +114,11 @@ def schedule_steps(settings: PlanSettings, data: DataCheck, effective_batch: int
         data.missing.append(str(error))
         return
     data.steps = schedule.steps
-    few = few_steps(schedule, [source.name for source in data.counted]) if settings.strategy == "debiased" else None
+    few = (
+        few_steps(schedule, [source.name for source in data.counted])
+        if settings.strategy == "debiased"
+        else None
+    )
     data.notes += [f"{few}."] if few is not None else []
     mixed = settings.strategy == "random" or settings.debiased_share < 1
     for row, source, taken in zip(data.sources, data.counted, schedule.taken.tolist(), strict=True):
@@ -138,7 +148,9 @@ def _check_sources(settings: PlanSettings, train_data: str, found: DataCheck) ->
         if not absent:
             raise error  # no data is missing, so names or weights are wrong
         if settings.train_data_upsampling_factors is not None:
-            found.notes.append("--train-data-upsampling-factors are not counted until all sources are there.")
+            found.notes.append(
+                "--train-data-upsampling-factors are not counted until all sources are there."
+            )
     found.counted = sources
     for source in sources:
         _add_source(settings, source, found)
@@ -150,11 +162,19 @@ def _add_source(settings: PlanSettings, source: Source, found: DataCheck) -> Non
     row = SourceCheck(source.name, source.layout, source.num_samples)
     found.sources.append(row)
     troubles: list[str] = []
-    if source.table is None and source.picked is None:  # a clustering has stored its shards' sizes and compared them
-        local = {shard: Path(path) for shard in source.shards if (path := local_path(shard)) is not None}
-        listed = {folder: read_sizes(folder) or {} for folder in {path.parent for path in local.values()}}
+    if (
+        source.table is None and source.picked is None
+    ):  # a clustering has stored its shards' sizes and compared them
+        local = {
+            shard: Path(path) for shard in source.shards if (path := local_path(shard)) is not None
+        }
+        listed = {
+            folder: read_sizes(folder) or {} for folder in {path.parent for path in local.values()}
+        }
         unlisted = [
-            path for path in local.values() if path.name not in listed[path.parent] and not is_parquet(path.name)
+            path
+            for path in local.values()
+            if path.name not in listed[path.parent] and not is_parquet(path.name)
         ]
         if unlisted:
             row.state = "counted, no sizes.json"
@@ -184,7 +204,9 @@ def _shard_troubles(settings: PlanSettings, source: Source, local: dict[str, Pat
         )
     for index in sorted({0, len(source.shards) - 1}):
         path = local.get(source.shards[index])
-        if path is None or source.shards[index] in gone or is_parquet(path.name):  # whose rows were counted
+        if (
+            path is None or source.shards[index] in gone or is_parquet(path.name)
+        ):  # whose rows were counted
             continue
         try:
             count = count_tar_samples(path)
@@ -228,7 +250,12 @@ def _add_absent(component: str, reason: str, found: DataCheck) -> None:
 def _folder(where: str) -> Path:
     """The folder of a component of --train-data: the component itself, or the folder of its shards or table."""
     before, brace, _ = (local_path(where) or where).partition("{")
-    named_file = bool(brace and not before.endswith("/")) or Path(before).suffix in (".tar", ".csv", ".tsv", *PARQUET)
+    named_file = bool(brace and not before.endswith("/")) or Path(before).suffix in (
+        ".tar",
+        ".csv",
+        ".tsv",
+        *PARQUET,
+    )
     return Path(before).parent if named_file else Path(before)
 
 

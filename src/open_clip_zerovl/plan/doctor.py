@@ -33,7 +33,10 @@ GIB = 2**30
 LEAST_SHARED_MEMORY_GIB = 1.0  # loader processes pass their batches through it
 LEAST_OPEN_FILES = 1024  # a loader process has a few open for each shard, and PyTorch one for each tensor passed on
 LEAST_DISK_GIB = 10.0  # four checkpoints of the paper's model
-USERS_EXTRAS = ("demo", "data")  # extras that users install; the rest is for work on the project itself
+USERS_EXTRAS = (
+    "demo",
+    "data",
+)  # extras that users install; the rest is for work on the project itself
 TOLERANCE = 5e-5  # relative error of a gradient in fp32 (invariant 1)
 
 
@@ -111,7 +114,10 @@ def python_version() -> list[Finding]:
 
 def package_versions() -> list[Finding]:
     """Required packages, and optional ones that are installed, against the ranges in this package's metadata."""
-    from packaging.requirements import InvalidRequirement, Requirement  # not at the top: it may be missing
+    from packaging.requirements import (
+        InvalidRequirement,
+        Requirement,
+    )  # not at the top: it may be missing
 
     try:
         found = [Finding(PACKAGE, metadata.version(PACKAGE))]
@@ -127,7 +133,11 @@ def package_versions() -> list[Finding]:
         if one not in required and one.marker is not None and one.marker.evaluate({"extra": extra})
     }
     for one in required:
-        found += [open_clip_release()] if one.name.replace("-", "_") == HOST else _package(one, optional=False)
+        found += (
+            [open_clip_release()]
+            if one.name.replace("-", "_") == HOST
+            else _package(one, optional=False)
+        )
     return found + [finding for one in extras.values() for finding in _package(one, optional=True)]
 
 
@@ -168,7 +178,11 @@ def _package(needed: Requirement, *, optional: bool) -> list[Finding]:
     try:
         seen = metadata.version(needed.name)
     except metadata.PackageNotFoundError:
-        return [] if optional else [Finding(needed.name, f"not installed; {wanted}", f"pip install {quoted}")]
+        return (
+            []
+            if optional
+            else [Finding(needed.name, f"not installed; {wanted}", f"pip install {quoted}")]
+        )
     inside = needed.specifier.contains(seen, prereleases=True)
     problem = None if inside else f"{seen} is not supported; pip install {quoted}"
     return [Finding(needed.name, f"{seen:16} {wanted}", problem)]
@@ -212,13 +226,19 @@ def devices() -> list[Finding]:
     for name in ("cpu", *(f"cuda:{index}" for index in range(gpus))):
         device = torch.device(name)
         free = (available_bytes(device) or 0) / GIB
-        what = f"{torch.get_num_threads()} threads" if name == "cpu" else torch.cuda.get_device_name(device)
+        what = (
+            f"{torch.get_num_threads()} threads"
+            if name == "cpu"
+            else torch.cuda.get_device_name(device)
+        )
         if name != "cpu":
             what += f", {torch.cuda.get_device_properties(device).total_memory / GIB:.1f} GiB"
             what += ", bf16" if torch.cuda.is_bf16_supported() else ", no bf16"
         seen = f"{what}, {free:.1f} GiB free"
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # on a busy machine a second one waits 100 times longer than so small a model computes
+        torch.set_num_threads(
+            1
+        )  # on a busy machine a second one waits 100 times longer than so small a model computes
         try:
             error, seconds = dga_error(device)
         except Exception as reason:  # as above: whatever the device raises is the finding
@@ -229,7 +249,9 @@ def devices() -> list[Finding]:
         problem = None
         if not error <= TOLERANCE:
             problem = f"DGA's gradient differs from one graph's by {error:.1e}, more than {TOLERANCE:.0e}; report it"
-        found.append(Finding(name, f"{seen}; DGA step exact to {error:.0e}, {seconds:.1f} s", problem))
+        found.append(
+            Finding(name, f"{seen}; DGA step exact to {error:.0e}, {seconds:.1f} s", problem)
+        )
     return found
 
 
@@ -257,14 +279,19 @@ def dga_error(device) -> tuple[float, float]:
     loss = ContrastiveLoss()
 
     loss(**model(images, texts)).backward()
-    expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    expected = [
+        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+    ]
     model.zero_grad()
     dga = DecoupledGradientAccumulation(model, loss, retain=1)
     dga.backward(list(zip(images.split(4), texts.split(4), strict=True)))
     found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
     floor = 1e-6 * float(torch.stack([gradient.norm() for gradient in expected]).norm())
-    errors = [float((a - b).norm()) / max(float(b.norm()), floor) for a, b in zip(found, expected, strict=True)]
+    errors = [
+        float((a - b).norm()) / max(float(b.norm()), floor)
+        for a, b in zip(found, expected, strict=True)
+    ]
     return max(errors), time.perf_counter() - begun
 
 
@@ -279,12 +306,19 @@ def process_groups() -> Iterator[Finding]:
     import torch.distributed as dist
 
     if not dist.is_available():
-        yield Finding("process groups", "none", "torch is built without torch.distributed; several ranks cannot train")
+        yield Finding(
+            "process groups",
+            "none",
+            "torch is built without torch.distributed; several ranks cannot train",
+        )
         return
     if dist.is_initialized():
         yield Finding("process groups", f"{dist.get_backend()} is running")
         return
-    for backend, device in (("gloo", "cpu"), *((("nccl", "cuda"),) if torch.cuda.is_available() else ())):
+    for backend, device in (
+        ("gloo", "cpu"),
+        *((("nccl", "cuda"),) if torch.cuda.is_available() else ()),
+    ):
         try:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
             dist.all_reduce(torch.ones(1, device=device))
@@ -315,7 +349,13 @@ def limits(logs: Path) -> list[Finding]:
     folder, free_bytes = free_space(logs)
     free = free_bytes / GIB
     advice = "a checkpoint of the paper's model takes 2.2 GiB; choose another --logs"
-    found.append(Finding("disk for --logs", f"{free:.1f} GiB free", advice if free < LEAST_DISK_GIB else None))
+    found.append(
+        Finding(
+            "disk for --logs", f"{free:.1f} GiB free", advice if free < LEAST_DISK_GIB else None
+        )
+    )
     if not os.access(folder, os.W_OK):
-        found.append(Finding("--logs", str(logs), f"{folder} cannot be written; choose another folder"))
+        found.append(
+            Finding("--logs", str(logs), f"{folder} cannot be written; choose another folder")
+        )
     return found

@@ -83,12 +83,16 @@ class Costs:
         left = AUTO_SHARE * memory_bytes - self.peak_bytes(batching, 1)
         return min(most, 1 + max(0, int(left // (batching.micro_batch * self.sample_bytes))))
 
-    def fastest_micro_batch(self, effective_batch: int, ranks: int, retain: int | str, memory_bytes: float) -> int:
+    def fastest_micro_batch(
+        self, effective_batch: int, ranks: int, retain: int | str, memory_bytes: float
+    ) -> int:
         """The B that, with its K and R, takes the least time within `memory_bytes` of a rank."""
         whole = Batching(1, max(1, effective_batch // ranks), ranks)
         fixed = self.peak_bytes(whole, 1) - self.sample_bytes
         most = max(1, retain) if isinstance(retain, int) else 0
-        return fastest_batch(effective_batch, ranks, memory_bytes, self.sample_bytes, fixed, most=most).micro_batch
+        return fastest_batch(
+            effective_batch, ranks, memory_bytes, self.sample_bytes, fixed, most=most
+        ).micro_batch
 
     def seconds_on(self, gpu: Gpu, batching: Batching, retained: int) -> float:
         """Seconds of a step on a GPU at the paper's utilisation."""
@@ -111,11 +115,19 @@ def count_costs(planned: PlannedModel, loss_chunk: int | None = None) -> Costs:
     Frozen towers, token drop and gradient checkpointing count as they run. Gradients are removed at the end.
     """
     model = planned.model
-    size = 2 if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()) else 1
+    size = (
+        2
+        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+        else 1
+    )
     width = 0
 
     def sum_of_features(
-        image_features: Tensor, text_features: Tensor, logit_scale: Tensor, output_dict: bool = False, **_: Any
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        output_dict: bool = False,
+        **_: Any,
     ) -> Tensor:
         """A loss of almost no cost, since `Costs` counts the real one."""
         nonlocal width
@@ -123,11 +135,15 @@ def count_costs(planned: PlannedModel, loss_chunk: int | None = None) -> Costs:
         return (image_features.sum() + text_features.sum()) * logit_scale
 
     def step(size: int, steps: int, counter: AbstractContextManager[Any]) -> None:
-        dga = DecoupledGradientAccumulation(model, sum_of_features, autocast=planned.autocast, retain=1, check="never")
+        dga = DecoupledGradientAccumulation(
+            model, sum_of_features, autocast=planned.autocast, retain=1, check="never"
+        )
         model.zero_grad(set_to_none=True)
         with counter:
             micro_batches = [planned.micro_batch(size)] * steps
-            dga.backward(micro_batches, prepare=planned.prepare, texts_per_image=planned.texts_per_image)
+            dga.backward(
+                micro_batches, prepare=planned.prepare, texts_per_image=planned.texts_per_image
+            )
         model.zero_grad(set_to_none=True)
 
     flops, peaks = [], []

@@ -47,8 +47,12 @@ USABLE_SHARE = 0.92  # of a GPU's memory; the rest is CUDA's context and fragmen
 
 GIB = 2**30
 GRAPHS_SHARE = 0.9  # of the usable memory that `--dga-retain auto` fills (dga.retain.AUTO_SHARE)
-SMALLEST_MICRO_BATCH = 128  # below it a fast GPU waits for the host to launch the thousand kernels of a forward pass
-NEARLY_FASTEST = 1.01  # micro-batches within 1 % of the least cost count as equal; the largest is taken
+SMALLEST_MICRO_BATCH = (
+    128  # below it a fast GPU waits for the host to launch the thousand kernels of a forward pass
+)
+NEARLY_FASTEST = (
+    1.01  # micro-batches within 1 % of the least cost count as equal; the largest is taken
+)
 # Largest relative difference of the effective batch from the one asked for, where the micro-batch does not divide it.
 NEAR_BATCH = 1 / 8
 
@@ -68,7 +72,13 @@ class Batch:
 
 
 def fastest_batch(
-    effective_batch: int, ranks: int, memory_bytes: float, sample_bytes: float, fixed_bytes: float, *, most: int = 0
+    effective_batch: int,
+    ranks: int,
+    memory_bytes: float,
+    sample_bytes: float,
+    fixed_bytes: float,
+    *,
+    most: int = 0,
 ) -> Batch:
     """B, K and R together for the least time within a GPU's memory.
 

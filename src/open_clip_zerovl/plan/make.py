@@ -111,9 +111,16 @@ class Plan:
     def checkpoints(self) -> int:
         """Number of checkpoints on the disk at the end, plus one that is being written."""
         settings, every = self.settings, self.settings.save_frequency
-        epochs = 1 if every <= 0 else len({*range(every, settings.epochs + 1, every), settings.epochs})
+        epochs = (
+            1 if every <= 0 else len({*range(every, settings.epochs + 1, every), settings.epochs})
+        )
         steps = settings.keep_checkpoints if settings.save_every_steps is not None else 0
-        return (1 if settings.delete_previous_checkpoint else epochs) + steps + settings.save_most_recent + 1
+        return (
+            (1 if settings.delete_previous_checkpoint else epochs)
+            + steps
+            + settings.save_most_recent
+            + 1
+        )
 
     @property
     def step_seconds(self) -> float:
@@ -176,7 +183,9 @@ def make_plan(settings: PlanSettings, *, say: Say = lambda line: None) -> Plan:
     with quiet():  # the plan itself lists the problems
         data = check_data(settings)
     if settings.stock_pipeline and settings.train_data is not None:
-        data.notes.append("--train-data names no source: training takes open_clip's own data pipeline, not timed here.")
+        data.notes.append(
+            "--train-data names no source: training takes open_clip's own data pipeline, not timed here."
+        )
     device = torch.device("cuda:0" if hardware.kind == "cuda" else "cpu")
     precision = _precision(settings, hardware, device, data)
     say("building the model with random weights")
@@ -223,7 +232,11 @@ def find_hardware(settings: PlanSettings) -> Hardware:
         gpu, count = parse_hardware(settings.assume)
         return Hardware(gpu.label, "assumed", count, gpu.memory_gib, gpu.memory_gib)
     cores = usable_cores()
-    present = torch.cuda.device_count() if torch.cuda.is_available() and settings.device.startswith("cuda") else 0
+    present = (
+        torch.cuda.device_count()
+        if torch.cuda.is_available() and settings.device.startswith("cuda")
+        else 0
+    )
     if settings.gpus is not None and settings.gpus > present:
         raise UserError(
             f"--gpus {settings.gpus} is more than the {present} GPUs of this machine; plan for other GPUs with --assume v100:"
@@ -234,16 +247,24 @@ def find_hardware(settings: PlanSettings) -> Hardware:
         free = (available_bytes(torch.device("cpu")) or 0) / GIB
         return Hardware(f"{cores} CPU cores", "cpu", 1, total, free, cores)
     count = settings.gpus or present
-    free_bytes, total_bytes = map(min, zip(*map(torch.cuda.mem_get_info, range(count)), strict=True))
-    return Hardware(torch.cuda.get_device_name(0), "cuda", count, total_bytes / GIB, free_bytes / GIB, cores)
+    free_bytes, total_bytes = map(
+        min, zip(*map(torch.cuda.mem_get_info, range(count)), strict=True)
+    )
+    return Hardware(
+        torch.cuda.get_device_name(0), "cuda", count, total_bytes / GIB, free_bytes / GIB, cores
+    )
 
 
-def _precision(settings: PlanSettings, hardware: Hardware, device: torch.device, data: DataCheck) -> str:
+def _precision(
+    settings: PlanSettings, hardware: Hardware, device: torch.device, data: DataCheck
+) -> str:
     """The precision in which the step is counted and taken; a note names it if the run's precision is another one."""
     precision = settings.precision
     if hardware.kind == "assumed":
         if precision == "fp32":
-            data.notes.append("Estimated for half precision (--precision amp); fp32 takes several times as long.")
+            data.notes.append(
+                "Estimated for half precision (--precision amp); fp32 takes several times as long."
+            )
         # amp_bf16 takes as many bytes as amp, and is faster on the CPU that counts them.
         return precision if "16" in precision else "amp_bf16"
     taken = precision_on(device.type, precision)
@@ -263,9 +284,14 @@ def _choose_batching(settings: PlanSettings, hardware: Hardware, costs: Costs) -
         return choose_batching(settings, ranks, 1)
     if hardware.kind != "cpu":
         room = min(hardware.room_bytes, graphs_room(hardware.memory_gib))
-        return choose_batching(settings, ranks, costs.fastest_micro_batch(wanted, ranks, settings.dga_retain, room))
+        return choose_batching(
+            settings, ranks, costs.fastest_micro_batch(wanted, ranks, settings.dga_retain, room)
+        )
     size = min(CPU_MICRO_BATCH, wanted)
-    while size > 1 and costs.peak_bytes(Batching(size, max(1, wanted // size), 1), 1) > hardware.room_bytes:
+    while (
+        size > 1
+        and costs.peak_bytes(Batching(size, max(1, wanted // size), 1), 1) > hardware.room_bytes
+    ):
         size //= 2
     return choose_batching(settings, ranks, size)
 
@@ -283,7 +309,11 @@ def _schedule(settings: PlanSettings, data: DataCheck, batching: Batching) -> No
 
 def _too_large(plan: Plan) -> str:
     b, k = plan.batching.micro_batch, plan.batching.dga_steps
-    smaller = f"--batch-size {b // 2} --dga-steps {2 * k}, the same effective batch" if b > 1 else "a smaller model"
+    smaller = (
+        f"--batch-size {b // 2} --dga-steps {2 * k}, the same effective batch"
+        if b > 1
+        else "a smaller model"
+    )
     return (
         f"memory: micro-batches of {b} with {max(1, plan.retained)} graphs kept need {plan.peak_bytes / GIB:.1f} GiB, but "
         f"only {plan.hardware.room_bytes / GIB:.1f} GiB are usable; {smaller}, or --grad-checkpointing"
@@ -295,18 +325,26 @@ def _check_files(settings: PlanSettings, data: DataCheck) -> None:
     for name in ("init_from", "init_image", "init_text", "pretrained"):
         path, flag = getattr(settings, name), f"--{name.replace('_', '-')}"
         if path and (name != "pretrained" or is_file_name(path)) and not Path(path).exists():
-            data.missing.append(f"{flag}: there is no {path}; correct the path, or leave {flag} out")
+            data.missing.append(
+                f"{flag}: there is no {path}; correct the path, or leave {flag} out"
+            )
     for what, advice in weights_to_fetch(settings).items():
         if constants.HF_HUB_OFFLINE:
-            data.missing.append(f"{what} is not in the Hugging Face cache, and HF_HUB_OFFLINE is set; {advice}")
+            data.missing.append(
+                f"{what} is not in the Hugging Face cache, and HF_HUB_OFFLINE is set; {advice}"
+            )
         else:
-            data.notes.append(f"Not in the Hugging Face cache, to be fetched: {what} (without a hub: {advice}).")
+            data.notes.append(
+                f"Not in the Hugging Face cache, to be fetched: {what} (without a hub: {advice})."
+            )
     if settings.teacher is not None:
         try:
             open_teachers(settings.teacher, settings.captions)
         except UserError as error:
             advice = f"zerovl teacher MODEL --train-data '{settings.train_data}' --out {settings.teacher}"
-            data.missing.append(f"teachers: {str(error).partition('; ')[0]}; {advice}, with this run's augmentation")
+            data.missing.append(
+                f"teachers: {str(error).partition('; ')[0]}; {advice}, with this run's augmentation"
+            )
 
 
 def _align_note(plan: Plan, model: torch.nn.Module) -> list[str]:
@@ -314,8 +352,14 @@ def _align_note(plan: Plan, model: torch.nn.Module) -> list[str]:
 
     On a GPU the heads' products are fp32, taken for four times slower.
     """
-    costs, pairs, gpu = plan.costs, plan.data.steps * plan.batching.effective_batch, plan.hardware.kind != "cpu"
-    weights = sum(p.numel() for name, p in model.named_parameters() if group_of(name).endswith("projection"))
+    costs, pairs, gpu = (
+        plan.costs,
+        plan.data.steps * plan.batching.effective_batch,
+        plan.hardware.kind != "cpu",
+    )
+    weights = sum(
+        p.numel() for name, p in model.named_parameters() if group_of(name).endswith("projection")
+    )
     forward = costs.replayed_flops - costs.retained_flops
     if not (pairs and weights and forward and plan.compute_seconds):
         return []

@@ -66,7 +66,11 @@ def recipe_step(planned: PlannedModel, settings: PlanSettings, retain: int) -> R
 
 
 def measure_step(
-    planned: PlannedModel, settings: PlanSettings, batching: Batching, retained: int, sources: Sequence[Source]
+    planned: PlannedModel,
+    settings: PlanSettings,
+    batching: Batching,
+    retained: int,
+    sources: Sequence[Source],
 ) -> StepTime:
     """Take real steps of at most four micro-batches, which keep the run's share of their graphs.
 
@@ -84,14 +88,18 @@ def measure_step(
     waits: list[float] = []
     with _micro_batches(planned, settings, batching, sources) as stream:
         end = None
-        while end is None or not seconds or (time.perf_counter() < end and len(seconds) < MOST_STEPS):
+        while (
+            end is None or not seconds or (time.perf_counter() < end and len(seconds) < MOST_STEPS)
+        ):
             start = time.perf_counter()
             micro_batches = list(itertools.islice(stream, k))
             fetched = time.perf_counter()
             step.take(micro_batches, len(seconds))
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            if end is None:  # the first step starts loaders, makes the optimizer's state, chooses kernels
+            if (
+                end is None
+            ):  # the first step starts loaders, makes the optimizer's state, chooses kernels
                 end = time.perf_counter() + STEP_SECONDS
                 continue
             waits.append((fetched - start) / k)
@@ -120,12 +128,19 @@ def _micro_batches(
     mixture = Mixture(
         sources,
         Batching(batching.micro_batch, 1, 1, workers),
-        Preprocessing(planned.transform, planned.tokenizer, planned.augment_caption, pixel_path=settings.pixel_path),
+        Preprocessing(
+            planned.transform,
+            planned.tokenizer,
+            planned.augment_caption,
+            pixel_path=settings.pixel_path,
+        ),
         sampling=Sampling("random", epoch_samples=max(batching.micro_batch * workers, held)),
         seed=settings.seed,
         on_bad_sample=settings.on_bad_sample,
     )
-    loader = MixtureLoader(mixture, workers=settings.workers, pin_memory=planned.device.type == "cuda")
+    loader = MixtureLoader(
+        mixture, workers=settings.workers, pin_memory=planned.device.type == "cuda"
+    )
 
     def endless() -> Iterator[Any]:
         for epoch in itertools.count():

@@ -88,15 +88,21 @@ class PlannedModel:
         height, width = (side, side) if isinstance(side, int) else side
         generator = torch.Generator().manual_seed(0)
         if self.normalize is not None:
-            images = torch.randint(0, 256, (size, 3, height, width), dtype=torch.uint8, generator=generator)
+            images = torch.randint(
+                0, 256, (size, 3, height, width), dtype=torch.uint8, generator=generator
+            )
             images = images.contiguous(memory_format=torch.channels_last)
         else:
             images = torch.randn(size, 3, height, width, generator=generator)
-        return images, self.tokenizer(["a photo of a cat beside two dogs on the road"] * (size * self.texts_per_image))
+        return images, self.tokenizer(
+            ["a photo of a cat beside two dogs on the road"] * (size * self.texts_per_image)
+        )
 
     def optimizer(self, settings: PlanSettings) -> torch.optim.Optimizer:
         """Training's AdamW with a learning rate of zero, which takes the same time and does not change the weights."""
-        groups = parameter_groups(self.model, settings.wd, exempt_embeddings=settings.no_embedding_decay)
+        groups = parameter_groups(
+            self.model, settings.wd, exempt_embeddings=settings.no_embedding_decay
+        )
         return torch.optim.AdamW(groups, lr=0.0)
 
 
@@ -142,7 +148,9 @@ def build(settings: PlanSettings, device: torch.device, precision: str) -> Plann
         normalizer = partial(normalize, mean=mean, std=std)
     except UserError:  # timm's transforms normalise themselves: images are floats, as in training
         pass
-    augment = WordAugment(tokenizer, settings.text_augment) if settings.text_augment is not None else None
+    augment = (
+        WordAugment(tokenizer, settings.text_augment) if settings.text_augment is not None else None
+    )
     return PlannedModel(
         model.train(),
         transform,
@@ -189,7 +197,9 @@ def weights_to_fetch(settings: PlanSettings) -> dict[str, str]:
     Raises:
         UserError: `--pretrained` is neither a file's name nor a tag of the model, or a tag beside `--text-model`.
     """
-    if parse_model_name(settings.model)[0] is not None:  # such a model's weights come with its config
+    if (
+        parse_model_name(settings.model)[0] is not None
+    ):  # such a model's weights come with its config
         return {}
     if settings.pretrained:  # of all towers; open_clip then leaves --pretrained-image out
         if is_file_name(settings.pretrained) or _has_weights(settings):
@@ -199,7 +209,9 @@ def weights_to_fetch(settings: PlanSettings) -> dict[str, str]:
     if settings.pretrained_image and name:
         hub = getattr(timm.get_pretrained_cfg(name, allow_unregistered=True), "hf_hub_id", None)
         if hub and not _is_cached(hub, "model.safetensors", "pytorch_model.bin"):
-            return {f"the image tower's weights {hub}": "--init-image FILE in place of --pretrained-image"}
+            return {
+                f"the image tower's weights {hub}": "--init-image FILE in place of --pretrained-image"
+            }
     return {}
 
 
@@ -223,13 +235,20 @@ def _has_weights(settings: PlanSettings) -> bool:
             f"{'its tags are ' + ', '.join(tags) if tags else 'it has none'}"
         )
     repository, _, name = config.get("hf_hub", "").rpartition("/")
-    names = (name, Path(name).with_suffix(".safetensors").name) if name else (HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME)
+    names = (
+        (name, Path(name).with_suffix(".safetensors").name)
+        if name
+        else (HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME)
+    )
     return _is_cached(repository, *names, cache_dir=settings.cache_dir)
 
 
 def _is_cached(repository: str, *files: str, cache_dir: str | None = None) -> bool:
     """True if one of these files of a repository is in the Hugging Face cache."""
     try:
-        return any(isinstance(try_to_load_from_cache(repository, file, cache_dir=cache_dir), str) for file in files)
+        return any(
+            isinstance(try_to_load_from_cache(repository, file, cache_dir=cache_dir), str)
+            for file in files
+        )
     except ValueError:  # a path instead of a repository's name
         return False

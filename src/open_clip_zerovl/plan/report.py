@@ -18,7 +18,10 @@ def report(plan: Plan) -> str:
     passed_over = plan.settings.passed_over
     sections = {
         "model": [_model(plan)],
-        "data": [*_data_table(plan), *(f"{name}: {what}" for name, what in plan.data.retrieval.items())],
+        "data": [
+            *_data_table(plan),
+            *(f"{name}: {what}" for name, what in plan.data.retrieval.items()),
+        ],
         "hardware": [_hardware(plan)],
         "batch": [_batch(plan)],
         "step": _step(plan),
@@ -29,21 +32,35 @@ def report(plan: Plan) -> str:
         "": [f"without effect on the plan: {' '.join(passed_over)}"] if passed_over else [],
     }
     where = "ESTIMATE for" if plan.estimate else "measured on"
-    lines = [f"zerovl plan: {where} {_devices(plan)}{', on which nothing was measured' * plan.estimate}", ""]
+    lines = [
+        f"zerovl plan: {where} {_devices(plan)}{', on which nothing was measured' * plan.estimate}",
+        "",
+    ]
     for label, texts in sections.items():
-        parts = [part for text in texts for part in ([text] if "\0" in text else _wrapped(text, WIDTH - LABEL))]
-        lines += [f"{label * (n == 0):<{LABEL}}{part}".replace("\0", "").rstrip() for n, part in enumerate(parts)]
+        parts = [
+            part
+            for text in texts
+            for part in ([text] if "\0" in text else _wrapped(text, WIDTH - LABEL))
+        ]
+        lines += [
+            f"{label * (n == 0):<{LABEL}}{part}".replace("\0", "").rstrip()
+            for n, part in enumerate(parts)
+        ]
     missing = ["Missing:"] if plan.data.missing else ["Nothing is missing."]
     for fault, found, advice in (one.rpartition("; ") for one in plan.data.missing):
         # A command stays on one line, for the shell.
         missing += (
-            [*_wrapped(f"- {fault};", WIDTH, "  "), f"  {advice}"] if found else _wrapped(f"- {advice}", WIDTH, "  ")
+            [*_wrapped(f"- {fault};", WIDTH, "  "), f"  {advice}"]
+            if found
+            else _wrapped(f"- {advice}", WIDTH, "  ")
         )
     return "\n".join([*lines, "", *missing])
 
 
 def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+    return textwrap.wrap(
+        text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+    )
 
 
 def _devices(plan: Plan) -> str:
@@ -69,7 +86,9 @@ def _data_table(plan: Plan) -> list[str]:
         mixed = source.steps is None and source.left_over is not None
         steps = "mixed" if mixed else _number(source.steps, "")
         left = _number(source.left_over, "")
-        rows.append([source.name, _number(source.pairs, "?"), source.layout, steps, left, source.state])
+        rows.append(
+            [source.name, _number(source.pairs, "?"), source.layout, steps, left, source.state]
+        )
     if len(rows) > 1:
         total = sum(source.pairs or 0 for source in plan.data.sources)
         left = f"{sum(source.left_over or 0 for source in plan.data.sources):,}"
@@ -115,7 +134,9 @@ def _step(plan: Plan) -> list[str]:
     workers = plan.settings.workers
     how = "read in between" if workers == 0 else f"{workers} loader process{'es' * (workers > 1)}"
     wait = f"{duration(plan.data_seconds)} waiting for data ({how})"
-    lines = [f"{duration(plan.step_seconds)}: {duration(plan.compute_seconds)} of computation, {wait}"]
+    lines = [
+        f"{duration(plan.step_seconds)}: {duration(plan.compute_seconds)} of computation, {wait}"
+    ]
     step = plan.timed
     if step is not None and step.dga_steps != plan.batching.dga_steps:
         lines.append(
@@ -123,7 +144,9 @@ def _step(plan: Plan) -> list[str]:
             f"{duration(step.seconds)}"
         )
     if plan.hardware.ranks > 1:
-        lines.append("timed on one rank: without the exchange of gradients and the other ranks' loader processes")
+        lines.append(
+            "timed on one rank: without the exchange of gradients and the other ranks' loader processes"
+        )
     return lines
 
 
@@ -150,7 +173,11 @@ def _run(plan: Plan) -> list[str]:
 def _disk(plan: Plan) -> str:
     total = plan.checkpoints * plan.costs.state_bytes
     text = f"{plan.checkpoints} checkpoints of {_size(plan.costs.state_bytes)} at once: {_size(total)} in --logs"
-    return text if plan.free_disk_bytes is None else f"{text}, which has {_size(plan.free_disk_bytes)} free"
+    return (
+        text
+        if plan.free_disk_bytes is None
+        else f"{text}, which has {_size(plan.free_disk_bytes)} free"
+    )
 
 
 def _size(size: float) -> str:

@@ -57,7 +57,10 @@ def as_arguments(flags: Mapping[str, str | None]) -> list[str]:
         if value is not None and flag in REPEATED:
             arguments += [word for one in shlex.split(value) for word in (f"--{flag}", one)]
         elif value is not None:
-            arguments += [f"--{flag}", *(shlex.split(value) if flag in SEVERAL_VALUES else [value] * bool(value))]
+            arguments += [
+                f"--{flag}",
+                *(shlex.split(value) if flag in SEVERAL_VALUES else [value] * bool(value)),
+            ]
     return arguments
 
 
@@ -67,7 +70,11 @@ def open_clip_options() -> frozenset[str]:
     package = importlib.util.find_spec("open_clip_train")
     folders = [] if package is None else package.submodule_search_locations or []
     files = [Path(folder, "params.py") for folder in folders]
-    found = (re.findall(r"""["'](--[a-z][\w-]*)["']""", file.read_text("utf-8")) for file in files if file.is_file())
+    found = (
+        re.findall(r"""["'](--[a-z][\w-]*)["']""", file.read_text("utf-8"))
+        for file in files
+        if file.is_file()
+    )
     return frozenset(name for names in found for name in names)
 
 
@@ -84,4 +91,6 @@ def check_known(flags: Iterable[str], ours: Collection[str], help_command: str) 
     theirs = open_clip_options()
     for flag in flags:
         if theirs and flag not in ours and not any(name.startswith(flag) for name in theirs):
-            raise UserError(argparse_sentence(f"unrecognized arguments: {flag}", [*ours, *theirs], help_command))
+            raise UserError(
+                argparse_sentence(f"unrecognized arguments: {flag}", [*ours, *theirs], help_command)
+            )

@@ -47,7 +47,14 @@ from open_clip_zerovl.data.names import (
 from open_clip_zerovl.losses.names import POSITIVES
 
 TOWERS = ("image", "text")
-ABLATIONS = ("detached-gather", "iid-draw", "mixup-both", "mixup-embeddings", "no-replay", "temperature-parameter")
+ABLATIONS = (
+    "detached-gather",
+    "iid-draw",
+    "mixup-both",
+    "mixup-embeddings",
+    "no-replay",
+    "temperature-parameter",
+)
 #: Former flag -> its replacement.
 RENAMED = {
     "--debiased-draw": "--ablate iid-draw",
@@ -57,7 +64,16 @@ RENAMED = {
 }
 CAPTIONERS = ("coca", "mammut")  # in the names of models that also learn to write captions
 RETRIEVAL_TRANSFORMS = ("checkpoint", "paper")
-PRECISIONS = ("amp", "amp_bf16", "amp_bfloat16", "bf16", "fp16", "pure_bf16", "pure_fp16", "fp32")  # open_clip's
+PRECISIONS = (
+    "amp",
+    "amp_bf16",
+    "amp_bfloat16",
+    "bf16",
+    "fp16",
+    "pure_bf16",
+    "pure_fp16",
+    "fp32",
+)  # open_clip's
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Ours
@@ -65,7 +81,8 @@ PRECISIONS = ("amp", "amp_bf16", "amp_bfloat16", "bf16", "fp16", "pure_bf16", "p
 
 _NAMED_SOURCES = Requirement("named sources: --train-data NAME=SHARDS", lambda given: given.mixture)
 _OWN_STEP = Requirement(
-    "the recipe's step, which captioners (CoCa) and --distill-model don't take", lambda given: given.own_step
+    "the recipe's step, which captioners (CoCa) and --distill-model don't take",
+    lambda given: given.own_step,
 )
 _DEBIASED = Requirement("--debiased-sampling", lambda given: given.sampling == "debiased")
 _MIXUP = Requirement("--coin-flip-mixup", lambda given: given.coin_flip_mixup)
@@ -93,12 +110,19 @@ def _caches_text(given: Any) -> bool:
 
 def _ablation_needs(ablation: str, need: Requirement) -> Requirement:
     return Requirement(
-        need.other, lambda given: ablation not in given.ablate or need.met(given), f"--ablate {ablation}"
+        need.other,
+        lambda given: ablation not in given.ablate or need.met(given),
+        f"--ablate {ablation}",
     )
 
 
 def _ablation(ablation: str, other: str, when: Callable[[Any], bool], advice: str) -> Contradiction:
-    return Contradiction(other, lambda given: ablation in given.ablate and when(given), advice, f"--ablate {ablation}")
+    return Contradiction(
+        other,
+        lambda given: ablation in given.ablate and when(given),
+        advice,
+        f"--ablate {ablation}",
+    )
 
 
 # An ablation, the flags that it contradicts, when, and the advice.
@@ -131,7 +155,12 @@ class SourceFlags:
             "debiased",
             "each optimizer step draws from one of the sources of --train-data NAME=SHARDS::NAME=SHARDS: --sampling debiased",
         ),
-        needs=(Requirement("--train-data NAME=SHARDS::...", lambda given: bool(given.train_data) or not given.trains),),
+        needs=(
+            Requirement(
+                "--train-data NAME=SHARDS::...",
+                lambda given: bool(given.train_data) or not given.trains,
+            ),
+        ),
     )
     debiased_share: float = flag(
         1.0,
@@ -154,7 +183,9 @@ class SourceFlags:
                 "near samples come in steps of one source; give one of them",
             ),
             Contradiction(
-                "--ablate iid-draw", lambda given: "iid-draw" in given.ablate, "each sample comes once an epoch"
+                "--ablate iid-draw",
+                lambda given: "iid-draw" in given.ablate,
+                "each sample comes once an epoch",
             ),
             Contradiction(
                 "--captions {captions}",
@@ -180,7 +211,10 @@ class SourceFlags:
         "several captions of an image: show one an epoch, or make each a sample; txt=0.5,KEY=0.5 draws between the txt and a "
         "key of the json (MEMBER:KEY of another member); txt+KEY shows one of each in every step and sums their losses",
         metavar="{one-per-epoch,all}|FIELD=SHARE,...|FIELD+FIELD",
-        range=Range(f"{', '.join(CAPTIONS)}, FIELD=SHARE,... or FIELD+FIELD", lambda value, _: is_captions(value)),
+        range=Range(
+            f"{', '.join(CAPTIONS)}, FIELD=SHARE,... or FIELD+FIELD",
+            lambda value, _: is_captions(value),
+        ),
         needs=(_NAMED_SOURCES,),
         contradicts=(
             Contradiction(
@@ -253,7 +287,9 @@ class DgaFlags:
         range=Range(
             "auto, or 0 to --dga-steps {dga_steps}",
             lambda value, given: (
-                isinstance(value, str) or given.dga_steps is None or 0 <= value <= max(1, given.dga_steps)
+                isinstance(value, str)
+                or given.dga_steps is None
+                or 0 <= value <= max(1, given.dga_steps)
             ),
         ),
     )
@@ -269,7 +305,9 @@ class DgaFlags:
         planned="texts are planned at the tokenizer's length",
         contradicts=(
             Contradiction(
-                "--cache-frozen of the text tower", _caches_text, "such texts are not forwarded; leave it out"
+                "--cache-frozen of the text tower",
+                _caches_text,
+                "such texts are not forwarded; leave it out",
             ),
             _beside("torchscript", "a scripted model cannot be changed"),
         ),
@@ -281,7 +319,10 @@ class DgaFlags:
         needs=(Requirement("--sort-text", lambda given: given.sort_text),),
     )
     loss_chunk: int | None = flag(
-        None, "rows of the logit matrix alive at once (default: all)", metavar="ROWS", range=at_least(1, "row")
+        None,
+        "rows of the logit matrix alive at once (default: all)",
+        metavar="ROWS",
+        range=at_least(1, "row"),
     )
     ablate: tuple[str, ...] = flag(
         (),
@@ -325,7 +366,12 @@ class LossFlags:
         choices=POSITIVES,
         needs=(_NAMED_SOURCES,),
         contradicts=tuple(
-            replace(each, when=lambda given, when=each.when: given.positives != "pair" and when(given))  # type: ignore[misc]
+            replace(
+                each,
+                when=lambda given, when=each.when: (  # type: ignore[misc]
+                    given.positives != "pair" and when(given)
+                ),
+            )
             for each in (
                 _no_mixup("a mixed sample has two captions and pictures"),
                 Contradiction(
@@ -376,7 +422,9 @@ class AugmentationFlags:
     coin_flip_mixup: bool = flag(
         False, "mix either the images or the texts of each effective batch, by a coin (section 3.2)"
     )
-    mixup_alpha: float = flag(0.1, "lambda ~ Beta(A, A)", metavar="A", range=POSITIVE, needs=(_MIXUP,))
+    mixup_alpha: float = flag(
+        0.1, "lambda ~ Beta(A, A)", metavar="A", range=POSITIVE, needs=(_MIXUP,)
+    )
     text_augment: float | None = flag(
         None,
         "share of words processed: half masked, a tenth replaced, the rest deleted (section 2.2: 0.2)",
@@ -385,7 +433,9 @@ class AugmentationFlags:
         needs=(_NAMED_SOURCES,),
     )
     auto_augment: str | None = flag(
-        None, "AutoAugment policy, after the crop (A.9); crop: --aug-cfg scale=(0.6,1.0)", choices=AUTO_AUGMENTS
+        None,
+        "AutoAugment policy, after the crop (A.9); crop: --aug-cfg scale=(0.6,1.0)",
+        choices=AUTO_AUGMENTS,
     )
     token_drop: float | None = flag(
         None,
@@ -410,7 +460,9 @@ class TowerFlags:
     """Starting weights and auxiliary encoders (section 4.2)"""
 
     model_config: str | None = flag(
-        None, "one's own model as a JSON file, in place of --model; its name is the file's", metavar="FILE.json"
+        None,
+        "one's own model as a JSON file, in place of --model; its name is the file's",
+        metavar="FILE.json",
     )
     text_model: str | None = flag(
         None,
@@ -418,10 +470,16 @@ class TowerFlags:
         metavar="DIR",
     )
     init_from: str | None = flag(
-        None, "start from those towers of a checkpoint whose names and shapes all fit", metavar="CKPT"
+        None,
+        "start from those towers of a checkpoint whose names and shapes all fit",
+        metavar="CKPT",
     )
-    init_image: str | None = flag(None, "start the image tower from raw timm weights", metavar="FILE")
-    init_text: str | None = flag(None, "start the text tower from raw HF weights", metavar="FILE|DIR")
+    init_image: str | None = flag(
+        None, "start the image tower from raw timm weights", metavar="FILE"
+    )
+    init_text: str | None = flag(
+        None, "start the text tower from raw HF weights", metavar="FILE|DIR"
+    )
     context_length: int | None = flag(
         None,
         "read captions of N tokens, more than the model's: trained positions are stretched, the first 20 kept (Long-CLIP)",
@@ -432,7 +490,10 @@ class TowerFlags:
                 "force_context_length",
                 "that is open_clip's, which builds a tower of N positions, shorter ones too, and interpolates all; give one",
             ),
-            _beside("distill_model", "open_clip's teacher would get texts that are too long; leave one of them out"),
+            _beside(
+                "distill_model",
+                "open_clip's teacher would get texts that are too long; leave one of them out",
+            ),
             _beside("torchscript", "a scripted model keeps its shapes; leave one of them out"),
         ),
     )
@@ -444,7 +505,9 @@ class TowerFlags:
             *(
                 Contradiction(
                     f"--lock-{tower}",
-                    lambda given, tower=tower: tower in given.freeze and getattr(given, f"lock_{tower}"),  # type: ignore[misc]
+                    lambda given, tower=tower: (
+                        tower in given.freeze and getattr(given, f"lock_{tower}")
+                    ),  # type: ignore[misc]
                     "give one of them",
                     flag=f"--freeze {tower}",
                 )
@@ -464,7 +527,10 @@ class TowerFlags:
         metavar="DIR",
         planned="planned as an epoch that fills the cache",
         needs=(
-            Requirement("one frozen tower: --freeze image or --freeze text", lambda given: len(given.freeze) == 1),
+            Requirement(
+                "one frozen tower: --freeze image or --freeze text",
+                lambda given: len(given.freeze) == 1,
+            ),
             _NAMED_SOURCES,
             _OWN_STEP,
         ),
@@ -490,7 +556,9 @@ class TowerFlags:
 
 
 _ADAMW = Contradiction(
-    "--opt {opt}", lambda given: given.opt.lower() != "adamw", "it is a way of making adamw's groups of parameters"
+    "--opt {opt}",
+    lambda given: given.opt.lower() != "adamw",
+    "it is a way of making adamw's groups of parameters",
 )
 
 
@@ -554,7 +622,10 @@ class TuningFlags:
     @property
     def own_rates(self) -> bool:
         """True if parts of the model have learning rates of their own."""
-        return any(each is not None for each in (self.lr_image, self.lr_text, self.lr_head, self.layer_decay))
+        return any(
+            each is not None
+            for each in (self.lr_image, self.lr_text, self.lr_head, self.layer_decay)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -575,7 +646,9 @@ class OptimizerFlags:
         planned=False,
         contradicts=(
             Contradiction(
-                "--lr-scheduler {lr_scheduler}", lambda given: given.lr_scheduler != "cosine", "give --warmup in steps"
+                "--lr-scheduler {lr_scheduler}",
+                lambda given: given.lr_scheduler != "cosine",
+                "give --warmup in steps",
             ),
             _beside("skip_scheduler", "without a schedule nothing warms up"),
             Contradiction(
@@ -643,7 +716,11 @@ class RetrievalFlags:
         planned=False,
     )
     retrieval_frequency: int = flag(
-        1, "epochs between evaluations on these sets", metavar="EPOCHS", range=at_least(1, "epoch"), planned=False
+        1,
+        "epochs between evaluations on these sets",
+        metavar="EPOCHS",
+        range=at_least(1, "epoch"),
+        planned=False,
     )
     retrieval_transform: str = flag(
         "checkpoint",
@@ -700,7 +777,9 @@ class RecipeConfig(
         """True if any of our flags was given that changes a training."""
         shown_only = {each.name for each in flags_of(ConsoleFlags)}
         return any(
-            getattr(self, each.name) != each.default for each in flags_of(RecipeConfig) if each.name not in shown_only
+            getattr(self, each.name) != each.default
+            for each in flags_of(RecipeConfig)
+            if each.name not in shown_only
         )
 
     @property
@@ -722,7 +801,11 @@ class RecipeConfig(
 
     def changes(self, *names: str) -> bool:
         """True if one of these flags has another value than its default."""
-        return any(getattr(self, each.name) != each.default for each in flags_of(RecipeConfig) if each.name in names)
+        return any(
+            getattr(self, each.name) != each.default
+            for each in flags_of(RecipeConfig)
+            if each.name in names
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -738,15 +821,21 @@ class OpenClipFlags:
     train_data: str | None = flag(None, metavar="TEXT")
     train_data_upsampling_factors: str | None = flag(None, metavar="TEXT")
     train_num_samples: int | None = flag(None, metavar="N", range=at_least(1))
-    dataset_type: str = flag("auto", choices=("webdataset", "csv", "synthetic", "auto"), planned=False)
+    dataset_type: str = flag(
+        "auto", choices=("webdataset", "csv", "synthetic", "auto"), planned=False
+    )
     dataset_resampled: bool = flag(False)
     batch_size: int = flag(64, metavar="N", range=at_least(1))
-    accum_freq: int = flag(1, metavar="N", range=at_least(1), planned="give --dga-steps in its place")
+    accum_freq: int = flag(
+        1, metavar="N", range=at_least(1), planned="give --dga-steps in its place"
+    )
     epochs: int = flag(32, metavar="N", range=at_least(1))
     workers: int = flag(4, metavar="N", range=NOT_NEGATIVE)
     precision: str = flag(line_here().precision, choices=PRECISIONS)
     device: str = flag("cuda", metavar="TEXT")
-    seed: int = flag(0, metavar="N", range=Range("0 to 4294967295", lambda value, _: 0 <= value < 2**32))
+    seed: int = flag(
+        0, metavar="N", range=Range("0 to 4294967295", lambda value, _: 0 <= value < 2**32)
+    )
 
     lr: float | None = flag(None, metavar="X", range=NOT_NEGATIVE, planned=False)
     beta1: float | None = flag(None, metavar="X", range=BETA, planned=False)
@@ -761,18 +850,25 @@ class OpenClipFlags:
         metavar="TEXT",
         range=Range(
             f"{', '.join(line_here().optimizers)}, or timm/NAME",
-            lambda value, _: value.lower() in line_here().optimizers or value.lower().startswith("timm/"),
+            lambda value, _: (
+                value.lower() in line_here().optimizers or value.lower().startswith("timm/")
+            ),
         ),
         planned="AdamW is planned",
     )
     lr_scheduler: str = flag(
         "cosine",
         metavar="TEXT",
-        range=Range("cosine, const or const-cooldown", lambda value, _: value in ("cosine", "const", "const-cooldown")),
+        range=Range(
+            "cosine, const or const-cooldown",
+            lambda value, _: value in ("cosine", "const", "const-cooldown"),
+        ),
         planned=False,
     )
     epochs_cooldown: int | None = flag(
-        None, range=Range("0 to --epochs {epochs}", lambda value, given: 0 <= value <= given.epochs), planned=False
+        None,
+        range=Range("0 to --epochs {epochs}", lambda value, given: 0 <= value <= given.epochs),
+        planned=False,
     )
     lr_cooldown_end: float = flag(0.0, range=NOT_NEGATIVE, planned=False)
     lr_cooldown_power: float = flag(1.0, range=NOT_NEGATIVE, planned=False)
@@ -788,9 +884,13 @@ class OpenClipFlags:
     cache_dir: str | None = flag(None, metavar="DIR")
     pretrained_image: bool = flag(False)
     lock_image: bool = flag(False)
-    lock_image_unlocked_groups: int = flag(0, range=NOT_NEGATIVE, planned="the whole tower counts as locked")
+    lock_image_unlocked_groups: int = flag(
+        0, range=NOT_NEGATIVE, planned="the whole tower counts as locked"
+    )
     lock_text: bool = flag(False)
-    lock_text_unlocked_layers: int = flag(0, range=NOT_NEGATIVE, planned="the whole tower counts as locked")
+    lock_text_unlocked_layers: int = flag(
+        0, range=NOT_NEGATIVE, planned="the whole tower counts as locked"
+    )
     grad_checkpointing: bool = flag(False)
     torchscript: bool = flag(False, planned=False)
     torchcompile: bool = flag(False, planned="steps are timed without it")
@@ -798,14 +898,18 @@ class OpenClipFlags:
     horovod: bool = flag(False, planned=False)
     ddp_static_graph: bool = flag(False, planned=False)
     force_patch_dropout: float | None = flag(
-        None, metavar="X", range=Range("a share from 0 to less than 1", lambda value, _: 0 <= value < 1)
+        None,
+        metavar="X",
+        range=Range("a share from 0 to less than 1", lambda value, _: 0 <= value < 1),
     )
     force_image_size: int | tuple[int, ...] | None = flag(
         None,
         kind=int,
         metavar="PX",
         nargs="+",
-        range=Range("one side, or height and width, of at least 1 pixel", lambda value, _: _are_sides(value)),
+        range=Range(
+            "one side, or height and width, of at least 1 pixel", lambda value, _: _are_sides(value)
+        ),
     )
     force_context_length: int | None = flag(None, metavar="N", range=at_least(1))
     image_mean: tuple[float, ...] | None = flag(
@@ -823,10 +927,15 @@ class OpenClipFlags:
     logs: str = flag("./logs/", metavar="TEXT")
     log_every_n_steps: int = flag(100, metavar="N", range=at_least(1), planned=False)
     report_to: str = flag("", metavar="TEXT", planned=False)
-    remote_sync_frequency: int = flag(300, metavar="SECONDS", range=at_least(1, "second"), planned=False)
+    remote_sync_frequency: int = flag(
+        300, metavar="SECONDS", range=at_least(1, "second"), planned=False
+    )
     loss_dist_impl: str | None = flag(
         None,
-        range=Range("bidir, shift, reduce or gather", lambda value, _: value in ("bidir", "shift", "reduce", "gather")),
+        range=Range(
+            "bidir, shift, reduce or gather",
+            lambda value, _: value in ("bidir", "shift", "reduce", "gather"),
+        ),
         planned=False,
     )
     val_num_samples: int | None = flag(None, metavar="N", range=at_least(1), planned=False)
@@ -846,14 +955,22 @@ class AllFlags(OpenClipFlags, RecipeConfig):
     given: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, ours: Mapping[str, Any], stock: argparse.Namespace, typed: Mapping[str, Any]) -> AllFlags:
+    def of(
+        cls, ours: Mapping[str, Any], stock: argparse.Namespace, typed: Mapping[str, Any]
+    ) -> AllFlags:
         """Our flags' values and open_clip's namespace in one record; a flag that another release lacks counts as not given.
 
         Args:
             typed: open_clip's flags that were typed; open_clip derives the values of some other flags from the model.
         """
-        known = {each.name: getattr(stock, each.name, each.default) for each in flags_of(OpenClipFlags)}
-        changed = {each.name: ours[each.name] for each in flags_of(RecipeConfig) if ours[each.name] != each.default}
+        known = {
+            each.name: getattr(stock, each.name, each.default) for each in flags_of(OpenClipFlags)
+        }
+        changed = {
+            each.name: ours[each.name]
+            for each in flags_of(RecipeConfig)
+            if ours[each.name] != each.default
+        }
         return cls(**values_of(known), **ours, given={**typed, **changed})
 
     @property
@@ -878,7 +995,9 @@ class AllFlags(OpenClipFlags, RecipeConfig):
         A mixture takes it because over several ranks open_clip's default gather gives 1/W of the gradient. CoCa and
         --distill-model, whose losses our step does not know, keep open_clip's step with a mixture.
         """
-        return self.step_flags or (self.mixture and not self.captions_images and self.distill_model is None)
+        return self.step_flags or (
+            self.mixture and not self.captions_images and self.distill_model is None
+        )
 
     @property
     def captions_images(self) -> bool:
@@ -888,7 +1007,9 @@ class AllFlags(OpenClipFlags, RecipeConfig):
 
 def contradicted(given: AllFlags, names: Iterable[str] | None = None) -> Iterator[str]:
     """One sentence for each of our flags that was given and lacks or contradicts something; see `core.flags.conflicts`."""
-    return conflicts(given, {each.name for each in flags_of(RecipeConfig)} if names is None else names)
+    return conflicts(
+        given, {each.name for each in flags_of(RecipeConfig)} if names is None else names
+    )
 
 
 def values_of(parsed: argparse.Namespace | Mapping[str, Any]) -> dict[str, Any]:
@@ -915,7 +1036,9 @@ def values_of(parsed: argparse.Namespace | Mapping[str, Any]) -> dict[str, Any]:
         elif each.kind is key_value:
             values[each.name] = dict(value)
         elif each.nargs is not None and not isinstance(value, int):
-            values[each.name] = value[0] if each.name == "force_image_size" and len(value) == 1 else tuple(value)
+            values[each.name] = (
+                value[0] if each.name == "force_image_size" and len(value) == 1 else tuple(value)
+            )
     return values
 
 

@@ -71,7 +71,12 @@ class FrozenCache:
         self._origin: Tensor | None = None
         self._forward: Callable[..., Any] | None = None
         manifest = Manifest(
-            {"use": "a frozen tower", "tower": tower, "dtype": "float32", "fingerprints": [fingerprint]},
+            {
+                "use": "a frozen tower",
+                "tower": tower,
+                "dtype": "float32",
+                "fingerprints": [fingerprint],
+            },
             [describe_source(source) for source in sources],
             {"features": ("float32", (sum(self._sizes), width))},
         )
@@ -120,7 +125,10 @@ class FrozenCache:
     def _rows(self, origin: Tensor) -> np.ndarray:
         """(B,) the row of each sample: positions go on counting in later epochs, a source's samples do not."""
         return np.array(
-            [self._begins[source] + position % self._sizes[source] for source, position, *_ in origin.tolist()],
+            [
+                self._begins[source] + position % self._sizes[source]
+                for source, position, *_ in origin.tolist()
+            ],
             dtype=int,
         )
 
@@ -142,7 +150,9 @@ class FrozenCache:
                 "force_custom_text=True (--force-custom-text)."
             )
         if any(parameter.requires_grad for parameter in module.parameters()):
-            raise UserError(f"only a frozen tower's features can be cached; freeze the {self.tower} tower first.")
+            raise UserError(
+                f"only a frozen tower's features can be cached; freeze the {self.tower} tower first."
+            )
         if any(part.training for part in module.modules()):
             raise UserError(
                 f"the {self.tower} tower is in training mode; recipe.towers.freeze keeps it in evaluation mode."
@@ -180,7 +190,9 @@ class FrozenCache:
         if origin is None:
             return self._forward(inputs)
         if len(origin) != len(inputs):
-            raise UserError(f"{len(origin)} samples were announced to the cache, {len(inputs)} came.")
+            raise UserError(
+                f"{len(origin)} samples were announced to the cache, {len(inputs)} came."
+            )
         features = self.get(origin)
         if features is None:
             with torch.no_grad():
@@ -202,7 +214,10 @@ def require_deterministic(transform: Callable[[Image.Image], Tensor], *, draws: 
     for seed in range(draws):
         with seeded(seed):
             results.append(transform(Image.fromarray(pixels)))
-    if any(result.shape != results[0].shape or not torch.equal(result, results[0]) for result in results[1:]):
+    if any(
+        result.shape != results[0].shape or not torch.equal(result, results[0])
+        for result in results[1:]
+    ):
         raise UserError(
             "features of augmented images change with each epoch and cannot be cached; leave the cache or the "
             "augmentation (random crop included) out."

@@ -27,7 +27,13 @@ def without_gpu_syncs(model: nn.Module) -> None:
       GPU other masks than open_clip's, on a CPU the same.
     """
     for module in model.modules():
-        prepare = _prepared_mask if _reads_masks(module) else _both_masks if _reads_both_masks(module) else None
+        prepare = (
+            _prepared_mask
+            if _reads_masks(module)
+            else _both_masks
+            if _reads_both_masks(module)
+            else None
+        )
         if prepare is not None and prepare not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(prepare, with_kwargs=True)
         elif type(module) is open_clip.transformer.PatchDropout:
@@ -49,7 +55,8 @@ def _reads_both_masks(module: nn.Module) -> bool:
     return (
         type(module).__name__ == "ModernBertModel"
         and getattr(module.config, "_attn_implementation", None) == "sdpa"
-        and "sliding_window_mask" not in inspect.signature(module.forward).parameters  # of transformers before 5.1
+        and "sliding_window_mask"
+        not in inspect.signature(module.forward).parameters  # of transformers before 5.1
     )
 
 
@@ -68,14 +75,19 @@ def _prepared_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _both_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """(B, L) numbers, 0 for padding -> (B, 1, L, L) booleans for layers that see all tokens, and for those with a window."""
-    from transformers.masking_utils import create_bidirectional_mask, create_bidirectional_sliding_window_mask
+    from transformers.masking_utils import (
+        create_bidirectional_mask,
+        create_bidirectional_sliding_window_mask,
+    )
 
     mask = kwargs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         return None
     common = {
         "config": module.config,
-        "inputs_embeds": mask.new_empty((*mask.shape, 0), dtype=torch.float32),  # its sizes alone are read
+        "inputs_embeds": mask.new_empty(
+            (*mask.shape, 0), dtype=torch.float32
+        ),  # its sizes alone are read
         "attention_mask": mask,
         "allow_is_bidirectional_skip": False,  # else the mask is read
     }
@@ -96,6 +108,8 @@ class DevicePatchDropout(open_clip.transformer.PatchDropout):
         first = x[:, :1]
         patches = x[:, 1:] if self.exclude_first_token else x
         count = max(1, int(patches.shape[1] * (1 - self.prob)))
-        kept = torch.randn(patches.shape[:2], device=x.device).topk(count, dim=-1).indices  # (B, count)
+        kept = (
+            torch.randn(patches.shape[:2], device=x.device).topk(count, dim=-1).indices
+        )  # (B, count)
         patches = patches.gather(1, kept[..., None].expand(-1, -1, patches.shape[-1]))
         return torch.cat((first, patches), dim=1) if self.exclude_first_token else patches

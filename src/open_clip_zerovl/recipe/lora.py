@@ -31,11 +31,19 @@ def add_lora(model: nn.Module, rank: int, on: str) -> None:
     try:
         import peft
     except ImportError as error:
-        raise UserError("--lora needs peft, which is not installed: pip install 'open_clip_zerovl[lora]'") from error
-    trained = [p for name, p in model.named_parameters() if p.requires_grad and not group_of(name).endswith(" tower")]
+        raise UserError(
+            "--lora needs peft, which is not installed: pip install 'open_clip_zerovl[lora]'"
+        ) from error
+    trained = [
+        p
+        for name, p in model.named_parameters()
+        if p.requires_grad and not group_of(name).endswith(" tower")
+    ]
     towers = TOWERS if on == "both" else (on,)
     names = [name for tower in towers for name in _adapted_layers(model, tower)]
-    config = peft.LoraConfig(r=rank, lora_alpha=ALPHA * rank, target_modules="|".join(map(re.escape, names)))
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=ALPHA * rank, target_modules="|".join(map(re.escape, names))
+    )
     config._register_custom_module({nn.MultiheadAttention: _packed_attention()})
     peft.inject_adapter_in_model(config, model)
     for parameter in trained:
@@ -47,7 +55,9 @@ def add_lora(model: nn.Module, rank: int, on: str) -> None:
 
 def lora_entry(model: nn.Module, rank: int) -> dict[str, Any]:
     """The entry of a checkpoint from which its adapters are merged: their scale, and the names of other trained parameters."""
-    whole = [name for name, p in model.named_parameters() if p.requires_grad and not is_adapter(name)]
+    whole = [
+        name for name, p in model.named_parameters() if p.requires_grad and not is_adapter(name)
+    ]
     return {"rank": rank, "alpha": ALPHA * rank, "trained": whole}
 
 
@@ -57,11 +67,21 @@ def _adapted_layers(model: nn.Module, tower: str) -> list[str]:
     Raises:
         UserError: there are none, or batch norms, whose statistics a constant tower would go on changing.
     """
-    modules = {name: module for name, module in model.named_modules() if group_of(f"{name}.") == f"{tower} tower"}
+    modules = {
+        name: module
+        for name, module in model.named_modules()
+        if group_of(f"{name}.") == f"{tower} tower"
+    }
     packed = {name for name, module in modules.items() if isinstance(module, nn.MultiheadAttention)}
     linear = {name for name, module in modules.items() if isinstance(module, nn.Linear)}
-    linear -= {f"{name}.out_proj" for name in packed}  # its weight is read and its forward is not called
-    norms = [name for name, module in modules.items() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    linear -= {
+        f"{name}.out_proj" for name in packed
+    }  # its weight is read and its forward is not called
+    norms = [
+        name
+        for name, module in modules.items()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    ]
     bare = [
         name
         for name, _ in model.named_parameters()
@@ -98,7 +118,8 @@ def _packed_attention() -> type[nn.Module]:
             adapter = self.active_adapters[0]
             sums = {
                 "in_proj_weight": base.in_proj_weight + self.get_delta_weight(adapter),
-                "out_proj.base_layer.weight": base.out_proj.weight + base.out_proj.get_delta_weight(adapter),
+                "out_proj.base_layer.weight": base.out_proj.weight
+                + base.out_proj.get_delta_weight(adapter),
             }
             return torch.func.functional_call(base, sums, (query, *args), options)
 
@@ -109,16 +130,24 @@ def _packed_attention() -> type[nn.Module]:
 def _require_effect(model: Any, names: list[str]) -> None:
     """UserError if a forward pass does not call an adapted layer: its tower reads the bare weight."""
     called: set[str] = set()
-    hooks = [model.get_submodule(name).register_forward_hook(lambda *_, name=name: called.add(name)) for name in names]
+    hooks = [
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: called.add(name))
+        for name in names
+    ]
     # open_clip's fp16 and bf16 cast linear layers and convolutions alone; pictures have their dtype
     first = next(p for name, p in model.named_parameters() if is_adapter(name))
-    side, training = model.visual.image_size, {module: module.training for module in model.modules()}
+    side, training = (
+        model.visual.image_size,
+        {module: module.training for module in model.modules()},
+    )
     shape = (side, side) if isinstance(side, int) else side
     model.eval()
     hugging_face = hasattr(getattr(model, "text", None), "config")  # takes texts of any length
     try:
         model.encode_image(torch.zeros(1, 3, *shape, device=first.device, dtype=first.dtype))
-        model.encode_text(torch.full((1, 8 if hugging_face else model.context_length), 2, device=first.device))
+        model.encode_text(
+            torch.full((1, 8 if hugging_face else model.context_length), 2, device=first.device)
+        )
     finally:
         for hook in hooks:
             hook.remove()

@@ -95,7 +95,9 @@ def mix_rows(rows: Tensor, weight: float | Tensor) -> Tensor:
         UserError: rows that are not floating-point numbers.
     """
     if not rows.is_floating_point():
-        raise UserError(f"mixup needs floating-point rows, but they are {rows.dtype}; convert them first.")
+        raise UserError(
+            f"mixup needs floating-point rows, but they are {rows.dtype}; convert them first."
+        )
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     if isinstance(weight, Tensor):
         weight = weight.to(wide.dtype)
@@ -124,7 +126,9 @@ class CoinFlipMixup:
         UserError: an alpha that is not positive, a negative seed.
     """
 
-    def __init__(self, alpha: float = 0.1, *, seed: int = 0, of: str = "coin", texts: str = "features") -> None:
+    def __init__(
+        self, alpha: float = 0.1, *, seed: int = 0, of: str = "coin", texts: str = "features"
+    ) -> None:
         if not alpha > 0:
             raise UserError(f"mixup's alpha must be positive, but is {alpha}.")
         if seed < 0:
@@ -160,9 +164,13 @@ class CoinFlipMixup:
         if self._text is not None:
             if self._text.tower is tower:
                 return
-            raise UserError("this CoinFlipMixup is attached to another model; detach it first, or make another one.")
+            raise UserError(
+                "this CoinFlipMixup is attached to another model; detach it first, or make another one."
+            )
         self._text = _TextMixing(tower)
-        self._handles = self._text.on_embeddings() if self.texts == "embeddings" else self._text.on_features()
+        self._handles = (
+            self._text.on_embeddings() if self.texts == "embeddings" else self._text.on_features()
+        )
 
     def detach(self) -> None:
         """Remove the hook."""
@@ -195,7 +203,9 @@ class CoinFlipMixup:
             UserError: no model is attached.
         """
         if self._text is None:
-            raise UserError("attach the mixup to a model before its first step: mixup.attach(model).")
+            raise UserError(
+                "attach the mixup to a model before its first step: mixup.attach(model)."
+            )
         self._text.weight = self._text.on_device(mix.weight) if mix.mixes_texts else None
         try:
             yield mix
@@ -239,11 +249,15 @@ class _TextMixing:
             transformer.register_forward_pre_hook(self.unite_masks, with_kwargs=True, prepend=True),
         ]
 
-    def mix_embeddings(self, _: nn.Module, inputs: tuple[Any, ...], embeddings: Tensor) -> Tensor | None:
+    def mix_embeddings(
+        self, _: nn.Module, inputs: tuple[Any, ...], embeddings: Tensor
+    ) -> Tensor | None:
         """Word embeddings (B, L, width) mixed with the partner's; None if texts are not mixed."""
         return None if self.weight is None else mix_rows(embeddings, self.weight)
 
-    def unite_masks(self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any] | None:
+    def unite_masks(
+        self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
         """The attention mask (B, L) with the partner's places; None if texts are not mixed."""
         if self.weight is None:
             return None
@@ -254,7 +268,9 @@ class _TextMixing:
         parameter = next(self.tower.parameters(), None)
         device = torch.device("cpu") if parameter is None else parameter.device
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        return torch.full((), weight, dtype=dtype, device=device)  # a kernel; a copy would make the host wait
+        return torch.full(
+            (), weight, dtype=dtype, device=device
+        )  # a kernel; a copy would make the host wait
 
     def __call__(self, tower: nn.Module, inputs: tuple[Any, ...], features: Any) -> Tensor | None:
         if self.weight is None:
@@ -262,6 +278,10 @@ class _TextMixing:
         if not isinstance(features, Tensor) or features.ndim != 2:
             raise UserError(
                 "coin-flip mixup needs text features (B, D) from the text tower, but got "
-                + (f"{tuple(features.shape)}." if isinstance(features, Tensor) else f"a {type(features).__name__}.")
+                + (
+                    f"{tuple(features.shape)}."
+                    if isinstance(features, Tensor)
+                    else f"a {type(features).__name__}."
+                )
             )
         return mix_rows(features, self.weight)

@@ -31,7 +31,9 @@ from open_clip_zerovl.recipe.towers import group_of, layers_of
 
 MARK = "temperature_parameter"  # entry of an optimizer's group: the logit scale in it has the moments of tau
 
-MAX_LOGIT_SCALE = math.log(100)  # open_clip's lower bound of the temperature is 1/100; the released code's is 0.001
+MAX_LOGIT_SCALE = math.log(
+    100
+)  # open_clip's lower bound of the temperature is 1/100; the released code's is 0.001
 
 # Last parts of the names of embeddings that timm and open_clip hold as bare parameters.
 EMBEDDING_PARAMETERS = frozenset(
@@ -75,7 +77,9 @@ class Rates:
             if parameter.requires_grad:
                 part = group if (group := group_of(name)) in rates else "heads"
                 layer, top = layers.get(name, (0, 0))
-                scale = (rates[part] or self.lr) / self.lr * (self.layer_decay or 1) ** (top - layer)
+                scale = (
+                    (rates[part] or self.lr) / self.lr * (self.layer_decay or 1) ** (top - layer)
+                )
                 words = f"{part}, layer {layer} of {top}" if top else part
                 found[name] = (parts.index(part), layer, words, scale)
         for order, (part, rate) in enumerate(rates.items()):
@@ -88,7 +92,11 @@ class Rates:
 
 
 def parameter_groups(
-    model: nn.Module, weight_decay: float, *, exempt_embeddings: bool = False, rates: Rates | None = None
+    model: nn.Module,
+    weight_decay: float,
+    *,
+    exempt_embeddings: bool = False,
+    rates: Rates | None = None,
 ) -> list[dict[str, Any]]:
     """The two parameter groups of open_clip's training program: no decay, decay; trainable parameters only.
 
@@ -104,7 +112,12 @@ def parameter_groups(
     """
     if weight_decay < 0:
         raise UserError(f"the weight decay must not be negative, but is {weight_decay}.")
-    tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    tables = {
+        id(p)
+        for m in model.modules()
+        if isinstance(m, nn.Embedding)
+        for p in m.parameters(recurse=False)
+    }
     parts = {} if rates is None else rates.of(model)
     found: dict[tuple, list[nn.Parameter]] = {}  # (part, decayed) -> its parameters
     if rates is None:
@@ -148,7 +161,13 @@ def described_groups(optimizer: torch.optim.Optimizer) -> list[tuple[str, float,
     """Part, multiple of the learning rate, weight decay, tensors and numbers of each group made with `Rates`; else empty."""
     groups = [group for group in optimizer.param_groups if "rate_scale" in group]
     return [
-        (one["part"], one["rate_scale"], one["weight_decay"], len(one["params"]), sum(p.numel() for p in one["params"]))
+        (
+            one["part"],
+            one["rate_scale"],
+            one["weight_decay"],
+            len(one["params"]),
+            sum(p.numel() for p in one["params"]),
+        )
         for one in groups
     ]
 
@@ -163,7 +182,9 @@ def constant_temperature(model: nn.Module) -> None:
     """
     logit_scale = getattr(model, "logit_scale", None)
     if not isinstance(logit_scale, nn.Parameter):
-        raise UserError(f"{type(model).__name__} has no logit_scale, so its temperature cannot be made constant.")
+        raise UserError(
+            f"{type(model).__name__} has no logit_scale, so its temperature cannot be made constant."
+        )
     logit_scale.requires_grad_(False)
 
 
@@ -222,9 +243,13 @@ def as_temperatures(scales: Sequence[nn.Parameter]) -> Iterator[None]:
             scale.copy_(torch.where(scale == tau, unchanged, -scale.clamp(low, high).log()))
 
 
-def mark_temperature(optimizer: torch.optim.Optimizer, model: nn.Module, temperature_parameter: bool) -> None:
+def mark_temperature(
+    optimizer: torch.optim.Optimizer, model: nn.Module, temperature_parameter: bool
+) -> None:
     """Mark the optimizer's groups, and so its checkpoints, with the parameter whose moments logit scales have."""
-    scales = {id(p) for name, p in model.named_parameters() if name.rpartition(".")[2] == "logit_scale"}
+    scales = {
+        id(p) for name, p in model.named_parameters() if name.rpartition(".")[2] == "logit_scale"
+    }
     for group in optimizer.param_groups:
         group.pop(MARK, None)
         if temperature_parameter and any(id(p) in scales for p in group["params"]):

@@ -33,10 +33,17 @@ from open_clip_zerovl.models.long_context import positions_name, stretch_positio
 from open_clip_zerovl.recipe.flags import TOWERS
 from open_clip_zerovl.recipe.towers import GROUPS, group_of
 
-_UNSTORED = frozenset({"text.transformer.embeddings.position_ids"})  # a constant that transformers before 4.31 stored
+_UNSTORED = frozenset(
+    {"text.transformer.embeddings.position_ids"}
+)  # a constant that transformers before 4.31 stored
 
 # Entries of a Hugging Face config about files, training and shapes.
-_NOT_OF_TEXT = OF_FILES | {"initializer_range", "use_cache", "gradient_checkpointing", "max_position_embeddings"}
+_NOT_OF_TEXT = OF_FILES | {
+    "initializer_range",
+    "use_cache",
+    "gradient_checkpointing",
+    "max_position_embeddings",
+}
 
 
 @dataclass(frozen=True)
@@ -58,8 +65,14 @@ class InitReport:
         return tuple(group for group in self.tensors if group not in self.left)
 
     def __str__(self) -> str:
-        done = {group: f"left: {self.left[group]}" if group in self.left else "loaded" for group in self.tensors}
-        lines = [f"  {group:<16} {count:>4} tensors  {done[group]}" for group, count in self.tensors.items()]
+        done = {
+            group: f"left: {self.left[group]}" if group in self.left else "loaded"
+            for group in self.tensors
+        }
+        lines = [
+            f"  {group:<16} {count:>4} tensors  {done[group]}"
+            for group, count in self.tensors.items()
+        ]
         return "\n".join([f"initialised from {self.path}:", *lines])
 
 
@@ -102,10 +115,16 @@ def init_from(
             reason = f"its {tower} was left"
         if reason is not None:
             left[group] = reason
-    report = InitReport(os.fspath(checkpoint), {group: len(own[group]) for group in GROUPS if group in own}, left)
+    report = InitReport(
+        os.fspath(checkpoint), {group: len(own[group]) for group in GROUPS if group in own}, left
+    )
     if not {"image tower", "text tower"} & set(report.loaded):
-        reasons = "; ".join(f"{group}: {reason}" for group, reason in left.items() if group.endswith("tower"))
-        raise UserError(f"no tower of {checkpoint} fits this model, so nothing was loaded: {reasons}")
+        reasons = "; ".join(
+            f"{group}: {reason}" for group, reason in left.items() if group.endswith("tower")
+        )
+        raise UserError(
+            f"no tower of {checkpoint} fits this model, so nothing was loaded: {reasons}"
+        )
     if model_cfg is not None:
         _require_same_function(model, model_cfg, Path(checkpoint), report.loaded)
     selected = {name: weights[name] for group in report.loaded for name in own[group]}
@@ -114,7 +133,10 @@ def init_from(
 
 
 def _meet_stretched_positions(
-    model: nn.Module, theirs: Mapping[str, Tensor], checkpoint: str | os.PathLike[str], length: int | None
+    model: nn.Module,
+    theirs: Mapping[str, Tensor],
+    checkpoint: str | os.PathLike[str],
+    length: int | None,
 ) -> None:
     """Stretch the model's text positions to as many as `theirs` has, if the text tower then fits; without `length`, warn.
 
@@ -156,8 +178,12 @@ def _require_same_function(
         )
         return
     for tower in [tower for tower in TOWERS if f"{tower} tower" in groups]:
-        ignored = NOT_OF_FUNCTION if f"{tower} projection" in groups else NOT_OF_FUNCTION | OF_PROJECTION
-        found = first_difference(tower_config(spec.model_cfg, tower), tower_config(model_cfg, tower), ignored)
+        ignored = (
+            NOT_OF_FUNCTION if f"{tower} projection" in groups else NOT_OF_FUNCTION | OF_PROJECTION
+        )
+        found = first_difference(
+            tower_config(spec.model_cfg, tower), tower_config(model_cfg, tower), ignored
+        )
         if found is None and tower == "text":
             found = first_difference(*text, _NOT_OF_TEXT)
         if found is not None:
@@ -172,7 +198,11 @@ def _require_same_function(
 def _spec_of(checkpoint: Path) -> ModelSpec | None:
     """The configs of a checkpoint's model; None if none lies with it. UserError if they cannot be read."""
     if checkpoint.is_dir():
-        return named_model_spec(LOCAL_DIR + str(checkpoint)) if (checkpoint / CONFIG_FILE).is_file() else None
+        return (
+            named_model_spec(LOCAL_DIR + str(checkpoint))
+            if (checkpoint / CONFIG_FILE).is_file()
+            else None
+        )
     named = checkpoint.suffix != ".safetensors" and read_params(checkpoint).get("model")
     return read_model_spec(checkpoint) if named else None
 
@@ -191,7 +221,9 @@ def _text_configs(model: nn.Module, spec: ModelSpec) -> tuple[dict[str, Any], di
             f"the config of the text tower {spec.text_source} cannot be read ({first_line(error)})"
         ) from error
     # Dropout and the like are settings of a training.
-    there, here = ({k: v for k, v in c.to_dict().items() if "dropout" not in k} for c in (theirs, own))
+    there, here = (
+        {k: v for k, v in c.to_dict().items() if "dropout" not in k} for c in (theirs, own)
+    )
     return there, here
 
 
@@ -205,7 +237,9 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, *UNREADABLE) as error:
-        raise UserError(f"{path} cannot be read as safetensors ({first_line(error)}); give a whole file") from error
+        raise UserError(
+            f"{path} cannot be read as safetensors ({first_line(error)}); give a whole file"
+        ) from error
 
 
 def _by_group(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -220,9 +254,14 @@ def _misfit(own: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> str | No
     """The reason why `theirs` cannot replace `own`, or None."""
     if not theirs:
         return "the checkpoint has none"
-    for kind, names in (("lacks", own.keys() - theirs.keys()), ("also has", theirs.keys() - own.keys())):
+    for kind, names in (
+        ("lacks", own.keys() - theirs.keys()),
+        ("also has", theirs.keys() - own.keys()),
+    ):
         if names:
-            return f"the checkpoint {kind} {min(names)}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+            return f"the checkpoint {kind} {min(names)}" + (
+                f" and {len(names) - 1} more" if len(names) > 1 else ""
+            )
     for name, tensor in own.items():
         if theirs[name].shape != tensor.shape:
             return f"{name} is {tuple(theirs[name].shape)} there and {tuple(tensor.shape)} here"

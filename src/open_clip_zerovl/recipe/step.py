@@ -94,7 +94,9 @@ def loss_inputs_of(micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
         inputs["ids"]["caption"] = torch.cat([caption, *beside])
     if len(micro_batches[0]) > 3:
         embeddings = [of_both for *_, of_both in micro_batches]
-        inputs["teacher_features"] = teacher_features(embeddings, texts_per_image_of(micro_batches[0]))
+        inputs["teacher_features"] = teacher_features(
+            embeddings, texts_per_image_of(micro_batches[0])
+        )
     return inputs
 
 
@@ -153,7 +155,13 @@ class RecipeStep:
         self.autocast = autocast_of(precision, next(model.parameters()).device)
         self.prepare = partial(prepare, precision=precision, normalize=normalize, cache=cache)
         self._dga = DecoupledGradientAccumulation(
-            model, loss, autocast=self.autocast, scaler=scaler, retain=retain, check=check, replay_rng=replay_rng
+            model,
+            loss,
+            autocast=self.autocast,
+            scaler=scaler,
+            retain=retain,
+            check=check,
+            replay_rng=replay_rng,
         )
         if adopted is not None:
             self._dga.adopt(adopted)
@@ -180,7 +188,9 @@ class RecipeStep:
         inputs = loss_inputs_of(micro_batches) if isinstance(self.loss, ContrastiveLoss) else {}
         texts_per_image = texts_per_image_of(micro_batches[0])
         if texts_per_image > 1 and self.mixup is not None:
-            raise UserError(f"mixup is not defined with {texts_per_image} texts of each image; leave one of them out")
+            raise UserError(
+                f"mixup is not defined with {texts_per_image} texts of each image; leave one of them out"
+            )
         inputs["texts_per_image"] = texts_per_image
         order = None
         if self._padding is not None:
@@ -188,7 +198,9 @@ class RecipeStep:
             cut, order = sort_texts(texts, self._padding, equal_tokens=self._equal_tokens)
             micro_batches = list(zip(images, cut, *others, strict=True))
         if self.mixup is None:
-            losses = self._dga.backward(micro_batches, prepare=self.prepare, text_order=order, **inputs)
+            losses = self._dga.backward(
+                micro_batches, prepare=self.prepare, text_order=order, **inputs
+            )
         else:
             self.mixup.seek(step)
             with self.mixup.step() as mix:

@@ -35,7 +35,9 @@ from open_clip_zerovl.core.precision import ieee_products
 CUT_TOLERANCE = 1e-3
 
 
-def sort_texts(texts: Sequence[Tensor], padding: int, *, equal_tokens: bool = False) -> tuple[list[Tensor], Tensor]:
+def sort_texts(
+    texts: Sequence[Tensor], padding: int, *, equal_tokens: bool = False
+) -> tuple[list[Tensor], Tensor]:
     """Sort texts (B, L) of K micro-batches by length, and cut each micro-batch to its longest.
 
     Args:
@@ -50,7 +52,9 @@ def sort_texts(texts: Sequence[Tensor], padding: int, *, equal_tokens: bool = Fa
     sizes = [len(part) for part in texts]
     together = torch.cat(list(texts))
     places = torch.arange(1, together.shape[1] + 1)
-    lengths = torch.where(together != padding, places, 1).amax(dim=1)  # up to the last token that is not padding
+    lengths = torch.where(together != padding, places, 1).amax(
+        dim=1
+    )  # up to the last token that is not padding
     order = lengths.argsort(stable=True)
     if equal_tokens:
         sizes = equal_token_sizes(lengths[order].tolist(), len(sizes))
@@ -80,7 +84,9 @@ def equal_token_sizes(lengths: Sequence[int], parts: int) -> list[int]:
         return sizes[::-1]
 
     candidates = range(lengths[-1], lengths[-1] * len(lengths) + 1)
-    sizes = divided(candidates[bisect_left(candidates, True, key=lambda most: len(divided(most)) <= parts)])
+    sizes = divided(
+        candidates[bisect_left(candidates, True, key=lambda most: len(divided(most)) <= parts)]
+    )
     while len(sizes) < parts:  # halves of the largest have fewer tokens
         largest = max(range(len(sizes)), key=sizes.__getitem__)
         sizes[largest : largest + 1] = [sizes[largest] // 2, sizes[largest] - sizes[largest] // 2]
@@ -111,9 +117,13 @@ def text_padding(model: nn.Module) -> int:
             f"--sort-text cuts texts, and the text tower of {type(model).__name__} takes texts of its full length only; build "
             "the model with --force-custom-text, which keeps its weights' meaning."
         )
-    padding = getattr(getattr(tower, "config", tower), "pad_token_id", getattr(tower, "pad_id", None))
+    padding = getattr(
+        getattr(tower, "config", tower), "pad_token_id", getattr(tower, "pad_id", None)
+    )
     if not isinstance(padding, int):
-        raise UserError(f"--sort-text needs to know the padding token, and the tower {type(tower).__name__} has none.")
+        raise UserError(
+            f"--sort-text needs to know the padding token, and the tower {type(tower).__name__} has none."
+        )
     if type(tower) is TextTransformer:
         tower.__class__ = CutTextTransformer
     whole, short = _features_with_and_without(tower, padding)
@@ -135,7 +145,9 @@ def _features_with_and_without(tower: Any, padding: int) -> tuple[Tensor, Tensor
     texts = torch.randint(1, tower.vocab_size, (2, length), generator=generator)
     texts[texts == padding] = padding + 1
     end = length // 2
-    texts[:, end - 1] = tower.vocab_size - 1  # open_clip's tokenizers end a text by the largest token
+    texts[:, end - 1] = (
+        tower.vocab_size - 1
+    )  # open_clip's tokenizers end a text by the largest token
     texts[:, end:] = padding
     with torch.no_grad(), torch.autocast(device.type, enabled=False), ieee_products(device.type):
         return tower(texts.to(device)), tower(texts[:, :end].to(device))

@@ -27,10 +27,20 @@ _LAYERS = {
     "stem": r".*?\b(?:conv1|ln_pre|shared|class_embedding|cls_emb|\w*embeddings?|embed_tokens)\b",
     "blocks": [
         (r".*?\.(?:resblocks|layers?|block|h)\.(\d+)\.", None),
-        (r".*\b(?:ln_post|ln_final|final_norm|final_layer_norm)\b", (99999,)),  # timm's mark: with the block before it
+        (
+            r".*\b(?:ln_post|ln_final|final_norm|final_layer_norm)\b",
+            (99999,),
+        ),  # timm's mark: with the block before it
     ],
 }
-GROUPS = ("image tower", "image projection", "text tower", "text projection", "logit_scale", "logit_bias")
+GROUPS = (
+    "image tower",
+    "image projection",
+    "text tower",
+    "text projection",
+    "logit_scale",
+    "logit_bias",
+)
 
 
 def group_of(name: str) -> str:
@@ -38,7 +48,9 @@ def group_of(name: str) -> str:
     if name in ("logit_scale", "logit_bias"):
         return name
     if name.startswith("visual."):
-        projection = name == "visual.proj" or name.startswith(("visual.head.", "visual.trunk.head."))
+        projection = name == "visual.proj" or name.startswith(
+            ("visual.head.", "visual.trunk.head.")
+        )
         return "image projection" if projection else "image tower"
     own = name.removeprefix("text.")
     projection = own == "text_projection" or own.startswith(("text_projection.", "proj."))
@@ -55,16 +67,26 @@ def layers_of(model: nn.Module) -> dict[str, tuple[int, int]]:
     """
     found: dict[str, tuple[int, int]] = {}
     for tower in TOWERS:
-        names = {name: p.requires_grad for name, p in model.named_parameters() if group_of(name) == f"{tower} tower"}
-        trunk: Any = getattr(getattr(model, "visual", None), "trunk", None) if tower == "image" else None
+        names = {
+            name: p.requires_grad
+            for name, p in model.named_parameters()
+            if group_of(name) == f"{tower} tower"
+        }
+        trunk: Any = (
+            getattr(getattr(model, "visual", None), "trunk", None) if tower == "image" else None
+        )
         of_timm = hasattr(trunk, "group_matcher")
         prefix = "visual.trunk." if of_timm else ""
         named = [(name.removeprefix(prefix), None) for name in names]
         # A name that matches nothing is above all layers.
-        layers = group_with_matcher([*named, ("", None)], trunk.group_matcher() if of_timm else _LAYERS, reverse=True)
+        layers = group_with_matcher(
+            [*named, ("", None)], trunk.group_matcher() if of_timm else _LAYERS, reverse=True
+        )
         top = layers.pop("")
         if top < 2 and any(names.values()):
-            raise UserError(f"--layer-decay does not find the layers of the {tower} tower; leave it out")
+            raise UserError(
+                f"--layer-decay does not find the layers of the {tower} tower; leave it out"
+            )
         found |= {prefix + name: (layer, top) for name, layer in layers.items()}
     return found
 
@@ -95,7 +117,9 @@ def freeze(model: nn.Module, towers: Iterable[str], *, projection: bool = True) 
     if projection:
         frozen |= {f"{tower} projection" for tower in chosen}
         if len(chosen) == len(TOWERS):
-            raise UserError("with both towers and their projections frozen there is nothing left to train; freeze one.")
+            raise UserError(
+                "with both towers and their projections frozen there is nothing left to train; freeze one."
+            )
     count = 0
     for name, parameter in model.named_parameters():
         if group_of(name) in frozen:
@@ -137,10 +161,18 @@ def open_clip_locks_layers(model: nn.Module) -> bool:
     """
     text = getattr(model, "text", None)
     config = getattr(text, "config", None)
-    if text is None or config is None or hasattr(text, "layer_groups"):  # open_clip's own text transformer; open_clip 4
+    if (
+        text is None or config is None or hasattr(text, "layer_groups")
+    ):  # open_clip's own text transformer; open_clip 4
         return True
-    named = all("LayerNorm" in name for name, module in text.named_modules() if isinstance(module, nn.LayerNorm))
-    return named and "layer_attr" in arch_dict.get(getattr(config, "model_type", ""), {}).get("config_names", {})
+    named = all(
+        "LayerNorm" in name
+        for name, module in text.named_modules()
+        if isinstance(module, nn.LayerNorm)
+    )
+    return named and "layer_attr" in arch_dict.get(getattr(config, "model_type", ""), {}).get(
+        "config_names", {}
+    )
 
 
 def checkpoint_without_reentry(model: nn.Module) -> None:
@@ -156,10 +188,14 @@ def checkpoint_without_reentry(model: nn.Module) -> None:
 
 def _enable_checkpointing(transformer: Any, enable: bool = True) -> None:
     if enable:
-        transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        transformer.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
 
 
-def lock_text_layers(model: nn.Module, unlocked_layers: int = 0, freeze_layer_norm: bool = True) -> None:
+def lock_text_layers(
+    model: nn.Module, unlocked_layers: int = 0, freeze_layer_norm: bool = True
+) -> None:
     """open_clip's `lock_text_tower` for Hugging Face text towers, BERT included (open_clip 3.3 raises KeyError there).
 
     The embeddings and all but the last `unlocked_layers` layers get no gradient; pooler and projection, which follow them, are
@@ -184,7 +220,9 @@ def lock_text_layers(model: nn.Module, unlocked_layers: int = 0, freeze_layer_no
         lists = [child for child in encoder.children() if isinstance(child, nn.ModuleList)]
         embeddings = getattr(transformer, "embeddings", None)
         if len(lists) != 1 or not isinstance(embeddings, nn.Module):
-            raise UserError(f"the layers of {type(transformer).__name__} are not where BERT has them; lock all of it.")
+            raise UserError(
+                f"the layers of {type(transformer).__name__} are not where BERT has them; lock all of it."
+            )
         stages = [embeddings, *lists[0]]
         if not 0 < unlocked_layers <= len(stages):
             raise UserError(
@@ -211,7 +249,11 @@ def check_token_drop(model: nn.Module, rate: float) -> None:
     if not 0 < rate < 1:
         raise UserError(f"the share of tokens to drop must lie between 0 and 1, but is {rate}.")
     visual = getattr(model, "visual", None)
-    found = [module.prob for module in visual.modules() if isinstance(module, _PATCH_DROPOUTS)] if visual else []
+    found = (
+        [module.prob for module in visual.modules() if isinstance(module, _PATCH_DROPOUTS)]
+        if visual
+        else []
+    )
     if not found:
         tower = getattr(visual, "trunk", visual)
         raise UserError(
@@ -219,4 +261,6 @@ def check_token_drop(model: nn.Module, rate: float) -> None:
             "choose another model."
         )
     if any(prob != rate for prob in found):
-        raise UserError(f"the image tower drops {found[0]} of its tokens instead of {rate}; build it with that rate.")
+        raise UserError(
+            f"the image tower drops {found[0]} of its tokens instead of {rate}; build it with that rate."
+        )

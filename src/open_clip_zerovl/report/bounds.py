@@ -29,7 +29,9 @@ def bounds_remarks(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def not_above_chance(metrics: Mapping[str, Any]) -> bool:
     """True if random orders reach this RSUM; False if their bounds are not known."""
-    return {"rsum_chance", "rsum_chance_upper"} <= metrics.keys() and metrics["rsum"] <= metrics["rsum_chance_upper"]
+    return {"rsum_chance", "rsum_chance_upper"} <= metrics.keys() and metrics["rsum"] <= metrics[
+        "rsum_chance_upper"
+    ]
 
 
 def best_sentence(best: float) -> str:

@@ -22,7 +22,9 @@ TEMPLATES = Path(__file__).parent / "templates"
 THUMBNAIL_PX = 160
 
 
-def write_page(path: str | os.PathLike[str], template: str, folder: Path = TEMPLATES, /, **values: Any) -> Path:
+def write_page(
+    path: str | os.PathLike[str], template: str, folder: Path = TEMPLATES, /, **values: Any
+) -> Path:
     """Write a page; arguments as for `render`. UserError if the file cannot be written."""
     write_atomically(path, render(template, folder, **values))
     return Path(path)
@@ -43,7 +45,9 @@ def render(template: str, folder: Path = TEMPLATES, /, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(thumbnail=thumbnail, embedded=_embedded, chart_width=_chart_width, shortened=_shortened)
+    environment.filters.update(
+        thumbnail=thumbnail, embedded=_embedded, chart_width=_chart_width, shortened=_shortened
+    )
     environment.globals.update(ink=INK, grid=GRID, right=RIGHT_COLOUR)
     page = environment.get_template(template).render(values)
     # A byte that is not UTF-8, as names of files and keys may hold, is shown as "\udcff".
@@ -58,7 +62,9 @@ def thumbnail(image: Image.Image | np.ndarray | str) -> str:
     """
     if isinstance(image, str):
         return image
-    small = (Image.fromarray(image) if isinstance(image, np.ndarray) else image).convert("RGB")  # a copy
+    small = (Image.fromarray(image) if isinstance(image, np.ndarray) else image).convert(
+        "RGB"
+    )  # a copy
     small.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX))
     buffer = io.BytesIO()
     small.save(buffer, "JPEG", quality=88, subsampling=0)

@@ -16,7 +16,17 @@ from open_clip_zerovl.core.errors import UserError
 # Colours of models, in this order: Okabe and Ito's, which people with a common colour blindness can tell apart.
 MODEL_COLOURS = ("#D55E00", "#0072B2", "#CC79A7", "#E69F00", "#56B4E9")
 # Colours of sources: Paul Tol's muted ones.
-SOURCE_COLOURS = ("#332288", "#DDCC77", "#117733", "#CC6677", "#88CCEE", "#882255", "#44AA99", "#999933", "#AA4499")
+SOURCE_COLOURS = (
+    "#332288",
+    "#DDCC77",
+    "#117733",
+    "#CC6677",
+    "#88CCEE",
+    "#882255",
+    "#44AA99",
+    "#999933",
+    "#AA4499",
+)
 RIGHT_COLOUR = "#009E73"  # right answers: Okabe and Ito's green, which no model has
 INK, FAINT, GRID = "#222222", "#777777", "#e6e6e6"
 DPI = 160
@@ -27,10 +37,14 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise UserError("the pictures need matplotlib, which this environment lacks; pip install matplotlib") from error
+        raise UserError(
+            "the pictures need matplotlib, which this environment lacks; pip install matplotlib"
+        ) from error
 
 
-def new_figure(width: float, height: float, *, dpi: float = DPI, layout: Any = "constrained") -> Any:
+def new_figure(
+    width: float, height: float, *, dpi: float = DPI, layout: Any = "constrained"
+) -> Any:
     """An empty white figure, width and height in inches. UserError if matplotlib is missing."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -148,7 +162,9 @@ def top_legend(figure: Any, looks: Mapping[str, Mapping[str, Any]]) -> None:
 
     handles = [Line2D([], [], label=plain(label), **look) for label, look in looks.items()]
     columns = max(1, min(len(handles), int(figure.get_figwidth() / 1.9)))
-    figure.legend(handles=handles, loc="outside upper center", ncols=columns, frameon=False, fontsize=9)
+    figure.legend(
+        handles=handles, loc="outside upper center", ncols=columns, frameon=False, fontsize=9
+    )
 
 
 def moving_average(values: np.ndarray, reach: int) -> np.ndarray:

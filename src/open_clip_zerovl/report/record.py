@@ -48,7 +48,11 @@ class Record:
         self.path = Path(folder) / RECORD
         self.at = at
         if self.path.exists():
-            kept = [line for line in _read(self.path) if line["at"] <= at + _SAME and line["kind"] != "end"]
+            kept = [
+                line
+                for line in _read(self.path)
+                if line["at"] <= at + _SAME and line["kind"] != "end"
+            ]
             write_atomically(self.path, "".join(_as_line(line) for line in kept))
 
     def add(self, kind: str, at: float, **entries: Any) -> None:
@@ -81,7 +85,10 @@ def read_record(folder: str | os.PathLike[str]) -> dict[str, list[dict[str, Any]
     for number, line in enumerate(lines):
         once = line["kind"] in ("step", "retrieval", "zero-shot")
         found[line["kind"]][round(line["at"] / _SAME / 10) if once else number] = line
-    return {kind: sorted(entries.values(), key=lambda line: line["at"]) for kind, entries in found.items()}
+    return {
+        kind: sorted(entries.values(), key=lambda line: line["at"])
+        for kind, entries in found.items()
+    }
 
 
 def write_examples(folder: str | os.PathLike[str], epoch: int, examples: Sequence[Any]) -> None:
@@ -110,7 +117,9 @@ def read_examples(folder: str | os.PathLike[str]) -> tuple[int, list[dict[str, A
             shown = [each for found in one["top"].values() for each in found]
             _ = [(each["source"], each["right"]) for each in shown]
             pictures = [one["target"], *(each["pixels"] for each in shown)]
-            if not all(re.fullmatch(r"data:image/\w+;base64,[\w+/=]+", picture) for picture in pictures):
+            if not all(
+                re.fullmatch(r"data:image/\w+;base64,[\w+/=]+", picture) for picture in pictures
+            ):
                 raise ValueError("a picture is not a data URI")
         return int(content["epoch"]), content["examples"]
     except UNREADABLE as error:
@@ -142,12 +151,21 @@ def _read(path: Path) -> list[dict[str, Any]]:
             line = json.loads(text)
         except (ValueError, RecursionError):
             line = None
-        if isinstance(line, dict) and line.get("kind") in _KINDS and _is_position(line.get("at")) and _fits(line):
+        if (
+            isinstance(line, dict)
+            and line.get("kind") in _KINDS
+            and _is_position(line.get("at"))
+            and _fits(line)
+        ):
             lines.append(line)
         else:
             left_out += 1
     if left_out:
-        log.warning("%s: %d lines are cut off or not as training writes them, and are left out.", path, left_out)
+        log.warning(
+            "%s: %d lines are cut off or not as training writes them, and are left out.",
+            path,
+            left_out,
+        )
     return lines
 
 
@@ -161,11 +179,17 @@ def _fits(line: Mapping[str, Any]) -> bool:
         if not all(isinstance(row, list) for row in line.get("groups") or []):
             return False
         counts = [line.get("delivered") or {}, *(line.get("lost") or {}).values()]
-        return isinstance(line.get("how", ""), str) and all(isinstance(n, int) for own in counts for n in own.values())
+        return isinstance(line.get("how", ""), str) and all(
+            isinstance(n, int) for own in counts for n in own.values()
+        )
     except (TypeError, AttributeError, KeyError):
         return False
 
 
 def _is_position(value: Any) -> bool:
     """True for a number of epochs; matplotlib fails on an axis of numbers that are nearly 0."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and (value == 0 or _SAME < value < 1e9)
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and (value == 0 or _SAME < value < 1e9)
+    )

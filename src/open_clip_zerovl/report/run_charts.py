@@ -33,7 +33,9 @@ _COURSE = (
 
 def number(value: Any) -> float:
     """A number of the record; NaN if there is none."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    return (
+        float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    )
 
 
 def loss_picture(steps: Lines, sources: Mapping[str, str], chance: float = math.nan) -> bytes:
@@ -49,24 +51,38 @@ def loss_picture(steps: Lines, sources: Mapping[str, str], chance: float = math.
     def smooth(label: str, values: np.ndarray, colour: str, width: float) -> Line:
         seen = np.isfinite(values)
         reach = max(1, int(seen.sum()) // _SMOOTHED_SHARE)
-        return Line(label, at[seen], moving_average(values[seen], reach), colour, {"linewidth": width})
+        return Line(
+            label, at[seen], moving_average(values[seen], reach), colour, {"linewidth": width}
+        )
 
     if len(sources) < 2:
         lines = [Line("a step", at, losses, FAINT, {"linewidth": 0.6, "alpha": 0.5})]
     else:
-        own = {name: [number((step.get("by_source") or {}).get(name)) for step in steps] for name in sources}
+        own = {
+            name: [number((step.get("by_source") or {}).get(name)) for step in steps]
+            for name in sources
+        }
         lines = [
-            smooth(name, np.array(own[name]), sources[name], 1.3) for name in sources if np.isfinite(own[name]).any()
+            smooth(name, np.array(own[name]), sources[name], 1.3)
+            for name in sources
+            if np.isfinite(own[name]).any()
         ]
     if np.isfinite(losses).any():
         lines.append(smooth("all" if len(sources) > 1 else "loss", losses, INK, 2))
     return line_chart(
-        lines, x="epochs", y="loss", finish=lambda axes: draw_levels(axes, {"chance": (chance, FAINT)}, "{:.2f}")
+        lines,
+        x="epochs",
+        y="loss",
+        finish=lambda axes: draw_levels(axes, {"chance": (chance, FAINT)}, "{:.2f}"),
     )
 
 
 def evaluation_picture(
-    evaluations: Lines, colours: Mapping[str, str], key: str = "rsum", label: str = "RSUM", scale: float = 1
+    evaluations: Lines,
+    colours: Mapping[str, str],
+    key: str = "rsum",
+    label: str = "RSUM",
+    scale: float = 1,
 ) -> bytes:
     """A metric of each set over the epochs, with its level by chance, `KEY_chance`: RSUM of retrieval sets, or another.
 
@@ -79,12 +95,17 @@ def evaluation_picture(
         own = [line for line in evaluations if name in line["metrics"]]
         sums = [scale * number(line["metrics"][name].get(key)) for line in own]
         lines.append(Line(name, [line["at"] for line in own], sums, colours[name], {"marker": "o"}))
-        levels[f"{name}: chance"] = scale * number(own[-1]["metrics"][name].get(f"{key}_chance")), colours[name]
+        levels[f"{name}: chance"] = (
+            scale * number(own[-1]["metrics"][name].get(f"{key}_chance")),
+            colours[name],
+        )
 
     def finish(axes: Any) -> None:
         draw_levels(axes, levels)
         axes.xaxis.get_major_locator().set_params(integer=True)
-        if len(places := {line["at"] for line in evaluations}) == 1:  # else matplotlib shows fractions of one epoch
+        if (
+            len(places := {line["at"] for line in evaluations}) == 1
+        ):  # else matplotlib shows fractions of one epoch
             axes.set_xticks(list(places))
             axes.set_ylim(bottom=0, top=1.1 * axes.get_ylim()[1])
 

@@ -15,10 +15,19 @@ from open_clip_zerovl.report.bounds import bounds_remarks
 from open_clip_zerovl.report.html import write_page
 from open_clip_zerovl.report.plot import SOURCE_COLOURS, colours_of
 from open_clip_zerovl.report.record import read_examples, read_record
-from open_clip_zerovl.report.run_charts import course_picture, evaluation_picture, loss_picture, number
+from open_clip_zerovl.report.run_charts import (
+    course_picture,
+    evaluation_picture,
+    loss_picture,
+    number,
+)
 
 PAGE = "run.html"
-_STATES = {"done": "Ended as planned.", "stopped": "Stopped, and can go on.", "failed": "Ended by an error."}
+_STATES = {
+    "done": "Ended as planned.",
+    "stopped": "Stopped, and can go on.",
+    "failed": "Ended by an error.",
+}
 
 
 def write_run_page(folder: str | os.PathLike[str]) -> Path:
@@ -39,12 +48,20 @@ def write_run_page(folder: str | os.PathLike[str]) -> Path:
     record = read_record(folder)
     check_writable(folder / PAGE)
     if not record["start"]:
-        raise UserError(f"{folder / 'record.jsonl'} does not say how the run began; its file is cut off")
-    start, steps, evaluations, labelled = record["start"][-1], record["step"], record["retrieval"], record["zero-shot"]
+        raise UserError(
+            f"{folder / 'record.jsonl'} does not say how the run began; its file is cut off"
+        )
+    start, steps, evaluations, labelled = (
+        record["start"][-1],
+        record["step"],
+        record["retrieval"],
+        record["zero-shot"],
+    )
     sources = start.get("sources") or {}
     # One palette for all charts of the page: a retrieval set of a source's name has its colour.
     colours = colours_of(
-        [*sources, *(name for line in [*evaluations, *labelled] for name in line["metrics"])], SOURCE_COLOURS
+        [*sources, *(name for line in [*evaluations, *labelled] for name in line["metrics"])],
+        SOURCE_COLOURS,
     )
     epoch, examples = read_examples(folder)
     return write_page(
@@ -56,16 +73,22 @@ def write_run_page(folder: str | os.PathLike[str]) -> Path:
         steps=steps,
         not_finite=[step["at"] for step in steps if step.get("loss") is None],
         loss=steps
-        and loss_picture(steps, {name: colours[name] for name in sources}, number(start.get("loss_at_chance"))),
+        and loss_picture(
+            steps, {name: colours[name] for name in sources}, number(start.get("loss_at_chance"))
+        ),
         course=steps and course_picture(steps),
         retrieval=evaluations and evaluation_picture(evaluations, colours),
-        zero_shot=labelled and evaluation_picture(labelled, colours, "top1", "zero-shot top-1, %", 100),
+        zero_shot=labelled
+        and evaluation_picture(labelled, colours, "top1", "zero-shot top-1, %", 100),
         evaluated=_best_and_last(evaluations),
         loss_words=_loss_at_end(steps, number(start.get("loss_at_chance"))),
         examples_epoch=epoch,
         examples=examples,
         data=_data(sources, record["lost"]),
-        settings=[(f"--{key.replace('_', '-')}", value) for key, value in (start.get("settings") or {}).items()],
+        settings=[
+            (f"--{key.replace('_', '-')}", value)
+            for key, value in (start.get("settings") or {}).items()
+        ],
         groups=start.get("groups"),
         resumed=[f"{line['at']:.4g}" for line in record["start"][1:]],
     )
@@ -85,12 +108,16 @@ def best_words(evaluations: Sequence[Mapping[str, Any]]) -> str:
     """The best evaluation in a sentence, with remarks on chance; "" if there is none."""
     if (best := best_evaluation(evaluations)) is None:
         return ""
-    sums = ", ".join(f"{name} {number(metrics.get('rsum')):.1f}" for name, metrics in best["metrics"].items())
+    sums = ", ".join(
+        f"{name} {number(metrics.get('rsum')):.1f}" for name, metrics in best["metrics"].items()
+    )
     numbers = {
         name: {key: value for key, value in metrics.items() if math.isfinite(number(value))}
         for name, metrics in best["metrics"].items()
     }
-    remarks = bounds_remarks({name: metrics for name, metrics in numbers.items() if "rsum" in metrics})
+    remarks = bounds_remarks(
+        {name: metrics for name, metrics in numbers.items() if "rsum" in metrics}
+    )
     return " ".join([f"Best RSUM: {sums} after epoch {best['at']:.0f}.", *remarks])
 
 
@@ -124,22 +151,31 @@ def _lead(record: Mapping[str, list[dict[str, Any]]]) -> str:
         words += [_STATES.get(ends[-1].get("how", ""), ""), str(ends[-1].get("words") or "")]
     else:
         words.append("The record has no end: the run is going on, or was killed.")
-    return " ".join(filter(None, [*words, best_words(record["retrieval"]), accuracy_words(record["zero-shot"])]))
+    return " ".join(
+        filter(None, [*words, best_words(record["retrieval"]), accuracy_words(record["zero-shot"])])
+    )
 
 
-def _best_and_last(evaluations: Sequence[Mapping[str, Any]]) -> list[tuple[tuple[str, str], dict[str, float]]]:
+def _best_and_last(
+    evaluations: Sequence[Mapping[str, Any]],
+) -> list[tuple[tuple[str, str], dict[str, float]]]:
     """((set, epoch), metrics) of the best and the last evaluation."""
     best = best_evaluation(evaluations)
     rows: list[tuple[tuple[str, str], dict[str, float]]] = []
     for line in [best, *evaluations[-1:]] if best is not None else []:
         which = "best" if line is best else "last"
         for name, metrics in line["metrics"].items():
-            row = (f"{name}, {which}", f"{line['at']:.0f}"), {key: number(value) for key, value in metrics.items()}
+            row = (
+                (f"{name}, {which}", f"{line['at']:.0f}"),
+                {key: number(value) for key, value in metrics.items()},
+            )
             rows += [row] if row not in rows else []
     return rows
 
 
-def _data(sources: Mapping[str, Any], lost: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
+def _data(
+    sources: Mapping[str, Any], lost: Sequence[Mapping[str, Any]]
+) -> list[tuple[str, str, str, str]]:
     """The table's rows: source, samples, shown, replaced."""
     delivered: Counter[str] = Counter()
     reasons: dict[str, Counter[str]] = {}
@@ -154,5 +190,7 @@ def _data(sources: Mapping[str, Any], lost: Sequence[Mapping[str, Any]]) -> list
         bad, shown = sum(own.values()), delivered[name]
         share = f" ({100 * bad / shown:.2g} %)" if bad and shown else ""
         samples = sources.get(name)
-        rows.append((name, f"{samples:,}" if isinstance(samples, int) else "?", f"{shown:,}", words + share))
+        rows.append(
+            (name, f"{samples:,}" if isinstance(samples, int) else "?", f"{shown:,}", words + share)
+        )
     return rows

@@ -178,7 +178,9 @@ class _Reader:
                 value, end = self._decoder.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
                 # The value is incomplete, or broken: read on. The text is doubled, so that a long value is parsed few times.
-                if len(self._text) - self._at > _LONGEST_ELEMENT or not self._more(len(self._text) - self._at):
+                if len(self._text) - self._at > _LONGEST_ELEMENT or not self._more(
+                    len(self._text) - self._at
+                ):
                     raise self._broken(error.msg) from error
                 continue
             # A number at the end of the text read so far may have more digits.

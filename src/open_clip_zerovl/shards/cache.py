@@ -75,7 +75,9 @@ class ShardCache:
             raise
         except (OSError, UserError) as error:
             words = error.strerror if isinstance(error, OSError) else error
-            notes(f"the shard cache {self.folder} cannot be used ({words}); shards are read without it")
+            notes(
+                f"the shard cache {self.folder} cannot be used ({words}); shards are read without it"
+            )
             descriptor = None
         if descriptor is None:
             yield None
@@ -85,7 +87,9 @@ class ShardCache:
         finally:
             os.close(descriptor)
 
-    def _obtain(self, entry: _Entry, policy: RetryPolicy, notes: Callable[[str], None]) -> int | None:
+    def _obtain(
+        self, entry: _Entry, policy: RetryPolicy, notes: Callable[[str], None]
+    ) -> int | None:
         """A descriptor that holds a shared lock on the whole shard, fetched if necessary; None without room."""
         os.makedirs(os.path.join(self.folder, ".about"), exist_ok=True)
         begin = time.monotonic()
@@ -107,7 +111,9 @@ class ShardCache:
             descriptor = lock_file(entry.part, wait=False, create=True)
             if descriptor is None:  # another process is fetching it
                 if policy.most_seconds and time.monotonic() - begin > policy.most_seconds:
-                    raise StalledShard(f"another process has been fetching it for {policy.most_seconds:g} s")
+                    raise StalledShard(
+                        f"another process has been fetching it for {policy.most_seconds:g} s"
+                    )
                 time.sleep(_POLL_SECONDS)
                 continue
             fetched = False
@@ -126,7 +132,9 @@ class ShardCache:
                     os.unlink(entry.part)
                 os.close(descriptor)
 
-    def _changed(self, entry: _Entry, about: _About, policy: RetryPolicy, notes: Callable[[str], None]) -> bool:
+    def _changed(
+        self, entry: _Entry, about: _About, policy: RetryPolicy, notes: Callable[[str], None]
+    ) -> bool:
         """True if the server has another shard under this URL now; the server is asked once per run."""
         if about.checked >= self.since or is_command(entry.url):
             return False
@@ -134,9 +142,15 @@ class ShardCache:
             try:
                 identity = identity_of(entry.url, policy)
             except Unreachable as error:
-                notes(f"shards are taken from the cache without asking whether they have changed ({error})")
+                notes(
+                    f"shards are taken from the cache without asking whether they have changed ({error})"
+                )
             else:
-                if identity is not None and about.identity is not None and identity != about.identity:
+                if (
+                    identity is not None
+                    and about.identity is not None
+                    and identity != about.identity
+                ):
                     return True
         entry.write(_About(about.bytes, about.identity, time.time()))
         return False
@@ -167,7 +181,9 @@ class ShardCache:
 
     def _receive(self, stream: RemoteStream, descriptor: int) -> bytes | None:
         """Write the whole stream to a file; returns its MD5 (of no bytes where the server gives none), None without room."""
-        step = min(1 << 26, max(1 << 16, self.limit_bytes >> 6))  # reserved at a time where the length is unknown
+        step = min(
+            1 << 26, max(1 << 16, self.limit_bytes >> 6)
+        )  # reserved at a time where the length is unknown
         room = stream.total if stream.total is not None else step
         if not self._reserve(descriptor, room):
             return None
@@ -219,11 +235,18 @@ class ShardCache:
             Whether `wanted` bytes were freed.
         """
         for file in _files(self.folder):
-            if file.name.endswith(".part") and (descriptor := lock_file(file.path, wait=False)) is not None:
+            if (
+                file.name.endswith(".part")
+                and (descriptor := lock_file(file.path, wait=False)) is not None
+            ):
                 wanted -= os.fstat(descriptor).st_size
                 os.unlink(file.path)
                 os.close(descriptor)
-        entries = [_Entry.of(self.folder, file.name) for file in _files(self.folder) if file.name.endswith(".tar")]
+        entries = [
+            _Entry.of(self.folder, file.name)
+            for file in _files(self.folder)
+            if file.name.endswith(".tar")
+        ]
         for entry in sorted(entries, key=_Entry.used):
             if wanted <= 0:
                 break
@@ -239,7 +262,9 @@ class FetchAhead:
 
     def __init__(self, cache: ShardCache, policy: RetryPolicy) -> None:
         self._cache = cache
-        self._policy = replace(policy, retries=0, command_retries=0, waits=lambda _: None, failed={})
+        self._policy = replace(
+            policy, retries=0, command_retries=0, waits=lambda _: None, failed={}
+        )
         self._wanted: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True, name="shards ahead").start()
 
@@ -253,7 +278,10 @@ class FetchAhead:
 
     def _run(self) -> None:
         while (url := self._wanted.get()) is not None:
-            with contextlib.suppress(UserError, OSError, StalledShard), self._cache.borrowed(url, self._policy):
+            with (
+                contextlib.suppress(UserError, OSError, StalledShard),
+                self._cache.borrowed(url, self._policy),
+            ):
                 self._policy.failed.clear()
 
 
@@ -272,8 +300,12 @@ class _Entry:
     def __init__(self, folder: str, url: str, name: str | None = None) -> None:
         if name is None:
             # A hash and not the URL, which may hold a token.
-            last = re.sub(r"[^A-Za-z0-9._-]", "_", url.partition("?")[0].rstrip("/ ").rpartition("/")[2])[-60:]
-            name = f"{hashlib.sha256(url.encode()).hexdigest()[:16]}-{last.removesuffix('.tar')}.tar"
+            last = re.sub(
+                r"[^A-Za-z0-9._-]", "_", url.partition("?")[0].rstrip("/ ").rpartition("/")[2]
+            )[-60:]
+            name = (
+                f"{hashlib.sha256(url.encode()).hexdigest()[:16]}-{last.removesuffix('.tar')}.tar"
+            )
         self.url = url
         self.path = os.path.join(folder, name)
         self.part = f"{self.path}.part"
@@ -314,7 +346,9 @@ def _fault(path: str, announced: str | None, md5: bytes) -> str | None:
         with open(path, "rb") as file:
             parquet = file.read(4) == b"PAR1"
         whole = parquet or tarfile.is_tarfile(path)
-    except Exception:  # of bytes that only begin like a tar, or a compressed one, it raises errors of any type
+    except (
+        Exception
+    ):  # of bytes that only begin like a tar, or a compressed one, it raises errors of any type
         whole = False
     return None if whole else "no tar or parquet"
 

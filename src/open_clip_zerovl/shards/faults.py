@@ -79,7 +79,9 @@ def check_report(result: FolderCheck) -> str:
         for kind, count in shard.faults.items():
             keys = shard.examples.get(kind, [])
             shown = printable(", ".join(keys)) + (", ..." if count > len(keys) else "")
-            lines.append(printable(f"{shard.shard}: {kind}") + (f": {count} ({shown})" if keys else ""))
+            lines.append(
+                printable(f"{shard.shard}: {kind}") + (f": {count} ({shown})" if keys else "")
+            )
     lines.append("No faults." if not result.faults else f"{sum(result.faults.values())} faults.")
     return "\n".join(lines)
 

@@ -49,7 +49,9 @@ def read_foreign(path: str | os.PathLike[str], most_bytes: int = LARGEST_PICTURE
         raise BadFile("file missing", f"{path} does not exist") from error
     except OSError as error:
         unreadable(error)
-        raise BadFile("file cannot be read", f"{path} cannot be read ({error.strerror or error})") from error
+        raise BadFile(
+            "file cannot be read", f"{path} cannot be read ({error.strerror or error})"
+        ) from error
     except ValueError as error:  # a NUL in the path
         raise BadFile("file missing", f"{path!r} cannot be the name of a file") from error
     if size > most_bytes or len(content) > most_bytes:
@@ -73,4 +75,6 @@ def text_of(file: Path) -> str:
     try:
         return content.decode(encoding_of(content))
     except UnicodeDecodeError as error:
-        raise UserError(f"{file} is not UTF-8 text (byte {error.start} is none of it): save it as UTF-8") from error
+        raise UserError(
+            f"{file} is not UTF-8 text (byte {error.start} is none of it): save it as UTF-8"
+        ) from error

@@ -17,9 +17,19 @@ from typing import IO, NamedTuple, cast
 BLOCK = 512
 _ZEROS = bytes(BLOCK)
 _REGULAR = b"0\0"  # type flags of a regular file; very old tars have NUL
-_LARGEST_HEADER_BYTES = 1 << 24  # of a long name or of pax fields; a header that claims more is corrupt
+_LARGEST_HEADER_BYTES = (
+    1 << 24
+)  # of a long name or of pax fields; a header that claims more is corrupt
 # Errors of tarfile on corrupt headers.
-_CORRUPT = (tarfile.TarError, ValueError, LookupError, OverflowError, RecursionError, AttributeError, TypeError)
+_CORRUPT = (
+    tarfile.TarError,
+    ValueError,
+    LookupError,
+    OverflowError,
+    RecursionError,
+    AttributeError,
+    TypeError,
+)
 
 #: `read_at(offset, size)` -> the bytes there; fewer at the end of the file.
 ReadAt = Callable[[int, int], bytes | bytearray]
@@ -37,7 +47,9 @@ class Member(NamedTuple):
     size: int
 
 
-def walk_tar(read_at: ReadAt, total: int, position: int = 0, *, whole: bool = True) -> Iterator[Member]:
+def walk_tar(
+    read_at: ReadAt, total: int, position: int = 0, *, whole: bool = True
+) -> Iterator[Member]:
     """The regular files of a tar of `total` bytes, in order, from the header at `position` on. Mostly one read a member.
 
     Args:
@@ -50,7 +62,9 @@ def walk_tar(read_at: ReadAt, total: int, position: int = 0, *, whole: bool = Tr
     tar: tarfile.TarFile | None = None  # reads headers that are not plain
     while True:
         header = read_at(position, BLOCK)
-        if header == _ZEROS:  # the end mark; Python 3.10's tarfile seeks in front of a tar that begins with it
+        if (
+            header == _ZEROS
+        ):  # the end mark; Python 3.10's tarfile seeks in front of a tar that begins with it
             return
         member = None if tar is not None and tar.pax_headers else _plain_member(header, position)
         if member is not None:
@@ -69,7 +83,9 @@ def walk_tar(read_at: ReadAt, total: int, position: int = 0, *, whole: bool = Tr
             if info.isreg() and not info.issparse():
                 yield Member(info.name, info.offset_data, info.size)
         if after > total:
-            raise BrokenTar(f"it is cut off after {total} bytes, within the file whose header is at byte {position}")
+            raise BrokenTar(
+                f"it is cut off after {total} bytes, within the file whose header is at byte {position}"
+            )
         position = after
 
 
@@ -84,7 +100,12 @@ def _plain_member(header: bytes | bytearray, position: int) -> Member | None:
     A plain member is a regular file with a name of at most 100 bytes and a size in octal digits; nearly all members of shards
     are plain.
     """
-    if len(header) < BLOCK or header[156] not in _REGULAR or header[345] or header[135] not in b"\0 ":
+    if (
+        len(header) < BLOCK
+        or header[156] not in _REGULAR
+        or header[345]
+        or header[135] not in b"\0 "
+    ):
         return None
     size, checksum, behind = header[124:135], header[148:154], header[154:156]
     if not size.isdigit() or not checksum.isdigit() or (behind[0] and behind.strip(b"\0 ")):
@@ -115,7 +136,9 @@ def _next_member(
     except BrokenTar:
         raise
     except _CORRUPT as error:
-        raise BrokenTar(f"no tar header at byte {position} ({error or type(error).__name__})") from error
+        raise BrokenTar(
+            f"no tar header at byte {position} ({error or type(error).__name__})"
+        ) from error
 
 
 class _Headers:
@@ -136,7 +159,9 @@ class _Headers:
     def read(self, size: int) -> bytes:
         if not 0 <= size <= _LARGEST_HEADER_BYTES:
             raise BrokenTar(f"a header of {size} bytes at byte {self._position}")
-        content = bytes(self._read_at(self._position, max(0, min(size, self._total - self._position))))
+        content = bytes(
+            self._read_at(self._position, max(0, min(size, self._total - self._position)))
+        )
         self._position += len(content)
         return content
 

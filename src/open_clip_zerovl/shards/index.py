@@ -33,9 +33,7 @@ from open_clip_zerovl.shards.members import (
     unreadable,
 )
 
-_OPEN_INDEXES = (
-    64  # kept in memory, 0.5 MB for a shard of 10,000 samples: hard negatives read single samples of all shards
-)
+_OPEN_INDEXES = 64  # kept in memory, 0.5 MB for a shard of 10,000 samples: hard negatives read single samples of all shards
 FOLDER = ".zerovl-index"
 VERSION = 1
 
@@ -68,7 +66,11 @@ class TarIndex:
     def key(self, sample: int) -> str:
         """The sample's key."""
         begin = int(self.key_ends[sample - 1]) if sample else 0
-        return self.keys[begin : int(self.key_ends[sample])].tobytes().decode("utf-8", "surrogateescape")
+        return (
+            self.keys[begin : int(self.key_ends[sample])]
+            .tobytes()
+            .decode("utf-8", "surrogateescape")
+        )
 
 
 def caption_lines(text: bytes) -> list[bytes]:
@@ -120,7 +122,11 @@ def build_index(path: str, stamp: np.ndarray) -> TarIndex:
                 image.append(image_of(members) or (-1, -1))
                 text.append(members.get(TEXT_EXTENSION, (-1, -1)))
                 offset, size = text[-1]
-                captions.append(max(1, len(caption_lines(os.pread(descriptor, size, offset)))) if offset >= 0 else 1)
+                captions.append(
+                    max(1, len(caption_lines(os.pread(descriptor, size, offset))))
+                    if offset >= 0
+                    else 1
+                )
                 keys.append(key.encode("utf-8", "surrogateescape"))
     except ShardError as error:
         if error.readable == 0:
@@ -141,7 +147,11 @@ def _places(path: str) -> Iterator[Path]:
     """Paths where the index of a shard may lie, best first."""
     folder, name = os.path.split(path)
     yield Path(folder, FOLDER, f"{name}.npz")
-    yield user_cache("open_clip_zerovl") / "index" / f"{hashlib.sha256(path.encode()).hexdigest()[:24]}.npz"
+    yield (
+        user_cache("open_clip_zerovl")
+        / "index"
+        / f"{hashlib.sha256(path.encode()).hexdigest()[:24]}.npz"
+    )
 
 
 def _load(file: Path) -> TarIndex | None:
@@ -190,4 +200,6 @@ def _store(index: TarIndex, path: str) -> None:
         ):  # a folder that cannot be written: try the next
             np.savez(file, **arrays)
             return
-    logging.warning(f"The index of {path} could not be stored anywhere; every process builds its own.")
+    logging.warning(
+        f"The index of {path} could not be stored anywhere; every process builds its own."
+    )

@@ -74,7 +74,9 @@ def is_same(stored: Mark, found: Mark) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    return value if isinstance(value, int) else str(value)  # of a damaged file no part may be hashable
+    return (
+        value if isinstance(value, int) else str(value)
+    )  # of a damaged file no part may be hashable
 
 
 def _digest_of_edges(path: str, size: int) -> str:

@@ -40,7 +40,9 @@ CLIP_BENCHMARK_ORDER = ("webp", "png", "jpg", "jpeg")
 TEXT_EXTENSION = "txt"
 WANTED = frozenset((*IMAGE_EXTENSIONS, TEXT_EXTENSION))
 META = re.compile(r"__[^/]*__($|/)")  # members that webdataset skips
-_KEY_AND_SUFFIX = re.compile(r"(?P<key>(?:.*/)?[^.]+)\.(?P<suffix>[^/]*)")  # webdataset's rule, also for line breaks
+_KEY_AND_SUFFIX = re.compile(
+    r"(?P<key>(?:.*/)?[^.]+)\.(?P<suffix>[^/]*)"
+)  # webdataset's rule, also for line breaks
 
 # Errors of tarfile and the decompressors below it on corrupt bytes.
 _READ_ERRORS = (
@@ -84,7 +86,9 @@ class Sample:
     files: Mapping[str, bytes]
 
 
-def image_of(sample: Mapping[str, Content], order: Sequence[str] = IMAGE_EXTENSIONS) -> Content | None:
+def image_of(
+    sample: Mapping[str, Content], order: Sequence[str] = IMAGE_EXTENSIONS
+) -> Content | None:
     """The picture among a sample's members, {suffix: content}; None if it has none."""
     return next((sample[extension] for extension in order if extension in sample), None)
 
@@ -167,15 +171,25 @@ def read_samples(path: str | os.PathLike[str]) -> Iterator[Sample]:
         try:
             with opened(path) as descriptor:
                 for key, members in locate_samples(path, whole=True):
-                    yield Sample(key, {name: os.pread(descriptor, size, at) for name, (at, size) in members.items()})
+                    yield Sample(
+                        key,
+                        {
+                            name: os.pread(descriptor, size, at)
+                            for name, (at, size) in members.items()
+                        },
+                    )
         except tarfile.ReadError:  # compressed, or no tar
             for key, files in stream_samples(f"file:{os.fspath(path)}", wanted=None):
                 yield Sample(key, cast(dict[str, bytes], files))
     except (ShardError, OSError) as error:
-        raise UserError(f"shard {path} cannot be read ({error}): fetch or write it again") from error
+        raise UserError(
+            f"shard {path} cannot be read ({error}): fetch or write it again"
+        ) from error
 
 
-def indexed_members(shards: Iterable[Path], wanted: str) -> Iterator[tuple[Path, str, dict[str, Extent], bytes | None]]:
+def indexed_members(
+    shards: Iterable[Path], wanted: str
+) -> Iterator[tuple[Path, str, dict[str, Extent], bytes | None]]:
     """(shard, key, {suffix: (offset, size)}, content of the member `wanted`) of each sample of local tars, by their headers.
 
     Raises:
@@ -183,12 +197,19 @@ def indexed_members(shards: Iterable[Path], wanted: str) -> Iterator[tuple[Path,
     """
     for shard in shards:
         if not shard.is_file():
-            raise UserError(f"shard {shard} is missing; fetch it, or correct the number or the list of shards")
+            raise UserError(
+                f"shard {shard} is missing; fetch it, or correct the number or the list of shards"
+            )
         try:
             with opened(shard) as descriptor:
                 for key, members in locate_samples(shard, whole=True):
                     offset, size = members.get(wanted, (0, -1))
-                    yield shard, key, members, os.pread(descriptor, size, offset) if size >= 0 else None
+                    yield (
+                        shard,
+                        key,
+                        members,
+                        os.pread(descriptor, size, offset) if size >= 0 else None,
+                    )
         except (ShardError, tarfile.ReadError) as error:
             raise UserError(
                 f"{shard} is not a readable, uncompressed tar ({error}): fetch or write it again"
@@ -217,7 +238,10 @@ def _contents(
     url: str, policy: RetryPolicy | None, wanted: Collection[str] | None
 ) -> Iterator[tuple[str, bytes | None]]:
     # By default tarfile reads 10 KiB at a time and joins the parts; pictures are larger.
-    with open_url(url, policy) as stream, tarfile.open(fileobj=stream, mode="r|*", bufsize=1 << 17) as tar:
+    with (
+        open_url(url, policy) as stream,
+        tarfile.open(fileobj=stream, mode="r|*", bufsize=1 << 17) as tar,
+    ):
         for member in _regular(tar):
             suffix = member.name.rpartition("/")[2].partition(".")[2].lower()
             read = wanted is None or suffix in wanted
@@ -230,8 +254,12 @@ def _regular(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     for member in tar:
         if member.offset <= last or member.size < 0:  # a corrupt header could make tarfile loop
             raise tarfile.ReadError(f"a header at byte {member.offset} points backwards")
-        claimed = tar.offset - member.offset  # to the next header; a sparse member's size is another number
-        if claimed > _LARGEST_MEMBER_BYTES:  # past the end of a stream tarfile would read on, a block at a time
+        claimed = (
+            tar.offset - member.offset
+        )  # to the next header; a sparse member's size is another number
+        if (
+            claimed > _LARGEST_MEMBER_BYTES
+        ):  # past the end of a stream tarfile would read on, a block at a time
             raise tarfile.ReadError(f"a header at byte {member.offset} claims {claimed} bytes")
         last = member.offset
         if member.isreg() and not member.issparse():
@@ -283,4 +311,6 @@ def _counted(samples: Iterator[tuple[str, Content]]) -> Generator[tuple[str, Con
             raise
         if isinstance(error, OSError) and not count:
             raise unreadable(error) from error
-        raise ShardError("truncated shard" if count else "unreadable shard", words_of(error), count) from error
+        raise ShardError(
+            "truncated shard" if count else "unreadable shard", words_of(error), count
+        ) from error

@@ -46,7 +46,11 @@ def _leads_up(link: Path) -> bool:
 def picture_files(path: Path) -> Iterator[Path]:
     """The pictures of a folder and of those below it, in order."""
     for folder, names in walk(path):
-        yield from (Path(folder, name) for name in names if os.path.splitext(name)[1].lower() in PICTURE_SUFFIXES)
+        yield from (
+            Path(folder, name)
+            for name in names
+            if os.path.splitext(name)[1].lower() in PICTURE_SUFFIXES
+        )
 
 
 class BadPicture(Exception):
@@ -79,13 +83,20 @@ def decoded(data: bytes, use: Callable[[Image.Image], Result]) -> Result:
         raise
     except Image.UnidentifiedImageError as error:
         raise BadPicture(
-            "undecodable image", f"has an image that cannot be decoded (it is none of {', '.join(FORMATS)})"
+            "undecodable image",
+            f"has an image that cannot be decoded (it is none of {', '.join(FORMATS)})",
         ) from error
     except Image.DecompressionBombError as error:
-        raise BadPicture("oversized image", f"has an image that is too large to decode ({error})") from error
-    except Exception as error:  # for corrupt bytes decoders raise KeyError, struct.error, MemoryError ...
+        raise BadPicture(
+            "oversized image", f"has an image that is too large to decode ({error})"
+        ) from error
+    except (
+        Exception
+    ) as error:  # for corrupt bytes decoders raise KeyError, struct.error, MemoryError ...
         words = re.sub(r"<_io[^>]*>", "its bytes", f"{type(error).__name__}: {error}")
-        raise BadPicture("undecodable image", f"has an image that cannot be decoded ({words})") from error
+        raise BadPicture(
+            "undecodable image", f"has an image that cannot be decoded ({words})"
+        ) from error
 
 
 def rgb(image: Image.Image) -> Image.Image:
@@ -136,4 +147,6 @@ def forget_other_formats() -> None:
 
 def _known() -> Any:
     Image.init()
-    return [name for name in FORMATS if name in Image.OPEN]  # Pillow may be built without AVIF or JPEG 2000
+    return [
+        name for name in FORMATS if name in Image.OPEN
+    ]  # Pillow may be built without AVIF or JPEG 2000

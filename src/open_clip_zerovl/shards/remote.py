@@ -84,7 +84,11 @@ class RetryPolicy:
 
     @classmethod
     def within(
-        cls, timeout_seconds: float, *, watched: bool = True, waits: Callable[[Wait], None] = _ignore
+        cls,
+        timeout_seconds: float,
+        *,
+        watched: bool = True,
+        waits: Callable[[Wait], None] = _ignore,
     ) -> RetryPolicy:
         """The policy that gives up before a loader's time-out ends the run.
 
@@ -95,12 +99,17 @@ class RetryPolicy:
         most = 0.8 * timeout_seconds
         stall = max(1.0, min(30, timeout_seconds / 10)) if timeout_seconds else 30
         return cls(
-            stall_seconds=stall, most_seconds=most, command_seconds=0 if watched else timeout_seconds, waits=waits
+            stall_seconds=stall,
+            most_seconds=most,
+            command_seconds=0 if watched else timeout_seconds,
+            waits=waits,
         )
 
     def begin(self, url: str, at: int = 0) -> Transfer:
         """`begin_transfer` with these limits."""
-        return begin_transfer(url, at, stall_seconds=self.stall_seconds, command_seconds=self.command_seconds)
+        return begin_transfer(
+            url, at, stall_seconds=self.stall_seconds, command_seconds=self.command_seconds
+        )
 
 
 def check_openable(url: str) -> None:
@@ -250,8 +259,14 @@ class RemoteStream:
         """A transfer that continues at `position`."""
         transfer = self.policy.begin(self.url, self.position)
         try:
-            if self.position and None not in (self.identity, transfer.identity) and transfer.identity != self.identity:
-                raise Unreachable("it has changed on the server while it was read", "changed while read", False)
+            if (
+                self.position
+                and None not in (self.identity, transfer.identity)
+                and transfer.identity != self.identity
+            ):
+                raise Unreachable(
+                    "it has changed on the server while it was read", "changed while read", False
+                )
             if not self._opened:
                 self.position = self._kept = min(self.position, transfer.begins)
             while transfer.begins < self.position:
@@ -280,7 +295,10 @@ class RemoteStream:
             self.policy.failed.clear()
         elif not is_command(self.url):
             seconds = now - max(self._since, self._began)
-            slow = self.position - max(self._kept, self._began_at) < _SLOWEST_BYTES_PER_SECOND * seconds
+            slow = (
+                self.position - max(self._kept, self._began_at)
+                < _SLOWEST_BYTES_PER_SECOND * seconds
+            )
             if slow and seconds > self.policy.stall_seconds:
                 self._broke(Broken(f"came slower than {_SLOWEST_BYTES_PER_SECOND} bytes/s"), now)
 
@@ -293,7 +311,10 @@ class RemoteStream:
         if policy.failed:
             most = 0  # another shard has had its retries in this outage
         wait = min(policy.longest_wait_seconds, policy.first_wait_seconds * 2**self._in_a_row)
-        wait = max(wait * random.SystemRandom().uniform(0.5, 1), min(asked_wait(error), policy.longest_wait_seconds))
+        wait = max(
+            wait * random.SystemRandom().uniform(0.5, 1),
+            min(asked_wait(error), policy.longest_wait_seconds),
+        )
         now = time.monotonic()
         late = policy.most_seconds and now + wait - self._since > policy.most_seconds
         if not passing or self._in_a_row >= most or late:

@@ -16,7 +16,11 @@ from open_clip_zerovl.core.threads import call_within
 from open_clip_zerovl.shards.urls import HTTP, is_command
 
 _BLOCK_BYTES = 4 << 20  # of one request to a store
-_PASSING_STATUS = (408, 425, 429)  # and 500 to 599: a retry may help; all other errors of a server are final
+_PASSING_STATUS = (
+    408,
+    425,
+    429,
+)  # and 500 to 599: a retry may help; all other errors of a server are final
 
 
 class StalledShard(Exception):
@@ -96,17 +100,27 @@ def _on_the_hub(url: str) -> tuple[str, dict[str, str]]:
 
     found = re.fullmatch(r"hf://(datasets/)?(?!datasets/)([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", url)
     if found is None:
-        raise UserError(f"shard {url} names no file on the hub; write hf://datasets/USER/NAME/FILE.tar")
+        raise UserError(
+            f"shard {url} names no file on the hub; write hf://datasets/USER/NAME/FILE.tar"
+        )
     kind, repository, revision, file = found.groups()
     revision = unquote(revision or "main")  # refs%2Fpr%2F1
     kind = "dataset" if kind else "model"
     try:
         address = hf_hub_url(
-            repository, file, repo_type=kind, revision=revision, endpoint=os.environ.get("HF_ENDPOINT")
+            repository,
+            file,
+            repo_type=kind,
+            revision=revision,
+            endpoint=os.environ.get("HF_ENDPOINT"),
         )
     except ValueError as error:  # of huggingface_hub, for a name that no repository can have
-        raise UserError(f"shard {url} names no repository of the hub ({first_line(error).rstrip('.')})") from error
-    return address, {name: value for name, value in build_hf_headers().items() if name == "authorization"}
+        raise UserError(
+            f"shard {url} names no repository of the hub ({first_line(error).rstrip('.')})"
+        ) from error
+    return address, {
+        name: value for name, value in build_hf_headers().items() if name == "authorization"
+    }
 
 
 def matching_urls(pattern: str) -> list[str]:
@@ -149,7 +163,11 @@ def file_system_of(url: str, stall_seconds: float) -> tuple[Any, str, dict[str, 
             options = {"client_kwargs": client, "encoded": "%" in url}
         return *fsspec.core.url_to_fs(url, **options), headers
     except (ImportError, ValueError) as error:  # ValueError: a protocol that fsspec does not know
-        command = {"s3": f"aws s3 cp {url} -", "gs": f"gcloud storage cat {url}", "hdfs": f"hdfs dfs -cat {url}"}
+        command = {
+            "s3": f"aws s3 cp {url} -",
+            "gs": f"gcloud storage cat {url}",
+            "hdfs": f"hdfs dfs -cat {url}",
+        }
         command |= dict.fromkeys(("sftp", "scp", "ftps"), f"curl -fsSL {url}")
         raise UserError(
             f"shard {url} cannot be opened ({words_of(error)}); install what fsspec asks for, or write it as "
@@ -158,7 +176,11 @@ def file_system_of(url: str, stall_seconds: float) -> tuple[Any, str, dict[str, 
 
 
 def _from_server(file_system: Any, url: str, at: int, headers: dict[str, str]) -> Transfer:
-    headers = {**headers, "Accept-Encoding": "identity", **({"Range": f"bytes={at}-"} if at else {})}
+    headers = {
+        **headers,
+        "Accept-Encoding": "identity",
+        **({"Range": f"bytes={at}-"} if at else {}),
+    }
     # block_size 0 makes a stream. It does not use `size`, but would ask the server for it if it were not given.
     file = file_system.open(url, "rb", block_size=0, size=1, headers=headers)
     given, begins = file.r.headers, 0
@@ -171,9 +193,15 @@ def _from_server(file_system: Any, url: str, at: int, headers: dict[str, str]) -
         if begins > at:
             file.close()
             raise Broken("another range than was asked for")
-    identity = given.get("ETag") or given.get("Last-Modified") or (None if length is None else f"{length} bytes")
+    identity = (
+        given.get("ETag")
+        or given.get("Last-Modified")
+        or (None if length is None else f"{length} bytes")
+    )
     md5 = given.get("Content-MD5") if not begins else None
-    return Transfer(file.read, file.close, begins, length, identity, md5, unannounced=not announces_end(given))
+    return Transfer(
+        file.read, file.close, begins, length, identity, md5, unannounced=not announces_end(given)
+    )
 
 
 def announces_end(headers: Mapping[str, str]) -> bool:
@@ -192,7 +220,9 @@ def _from_store(file_system: Any, path: str, at: int, stall_seconds: float) -> T
     file, about = call_within(limit, opened, "remote shard")
     total = about.get("size")
     marks = ("ETag", "etag", "md5Hash", "generation", "LastModified", "mtime", "created")
-    identity = " ".join(str(about[mark]) for mark in (*marks, "size") if about.get(mark) is not None)
+    identity = " ".join(
+        str(about[mark]) for mark in (*marks, "size") if about.get(mark) is not None
+    )
     md5 = about.get("md5Hash")  # S3's ETag of an encrypted or multipart object is not an MD5
 
     def read(size: int) -> bytes:
@@ -202,14 +232,18 @@ def _from_store(file_system: Any, path: str, at: int, stall_seconds: float) -> T
 
 
 def _from_command(url: str, command_seconds: float) -> Transfer:
-    process = subprocess.Popen(url.removeprefix("pipe:"), shell=True, stdout=subprocess.PIPE, bufsize=0)
+    process = subprocess.Popen(
+        url.removeprefix("pipe:"), shell=True, stdout=subprocess.PIPE, bufsize=0
+    )
     output = process.stdout
     assert output is not None
 
     def read(size: int) -> bytes:
         if command_seconds and not select.select([output], [], [], command_seconds)[0]:
             raise StalledShard(f"nothing came for {command_seconds:g} s")
-        return output.read(size)  # no buffer, which `select` would not see: the bytes that are there
+        return output.read(
+            size
+        )  # no buffer, which `select` would not see: the bytes that are there
 
     def end() -> None:
         try:
@@ -237,9 +271,15 @@ def reason_of(error: BaseException) -> tuple[str, bool]:
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and len(causes) < 8:
         causes.append(cause)
     # fsspec raises FileNotFoundError for any answer of a server to a question about a file; the answer is among the causes.
-    status = next((found for each in causes if isinstance(found := getattr(each, "status", None), int)), None)
+    status = next(
+        (found for each in causes if isinstance(found := getattr(each, "status", None), int)), None
+    )
     if status is not None and status >= 400:
-        needed = ", which asks for a token: for the hub `hf auth login` or HF_TOKEN" if status == 401 else ""
+        needed = (
+            ", which asks for a token: for the hub `hf auth login` or HF_TOKEN"
+            if status == 401
+            else ""
+        )
         return f"server answered {status}{needed}", status >= 500 or status in _PASSING_STATUS
     if isinstance(error, FileNotFoundError):
         return "no such file", False
@@ -252,7 +292,9 @@ def reason_of(error: BaseException) -> tuple[str, bool]:
     names = " ".join(type(each).__name__ for each in causes)
     if re.search("Connector|Refused|gaierror|EndpointConnection", names):
         return "no connection", True
-    if any(isinstance(each, ConnectionError) for each in causes) or re.search("Disconnect|Payload|Incomplete", names):
+    if any(isinstance(each, ConnectionError) for each in causes) or re.search(
+        "Disconnect|Payload|Incomplete", names
+    ):
         return "cut off", True
     if isinstance(error, (ValueError, TypeError, NotImplementedError, ImportError)):
         return type(error).__name__, False
@@ -261,12 +303,19 @@ def reason_of(error: BaseException) -> tuple[str, bool]:
 
 def words_of(error: BaseException) -> str:
     """The message of an error, or its type's name."""
-    return str(error.args[-1] if isinstance(error, OSError) and error.args else error) or type(error).__name__
+    return (
+        str(error.args[-1] if isinstance(error, OSError) and error.args else error)
+        or type(error).__name__
+    )
 
 
 def detail_of(error: Exception, reason: str) -> str:
     """The reason, with the error's message where the reason is only the error's type."""
-    return f"{reason}: {words_of(error)}" if reason == type(error).__name__ else words_or(reason, error)
+    return (
+        f"{reason}: {words_of(error)}"
+        if reason == type(error).__name__
+        else words_or(reason, error)
+    )
 
 
 def words_or(reason: str, error: Exception) -> str:
@@ -277,5 +326,7 @@ def words_or(reason: str, error: Exception) -> str:
 def asked_wait(error: BaseException) -> float:
     """Seconds that a busy server asks a client to wait (Retry-After); 0 if it does not."""
     headers = getattr(error, "headers", None)
-    asked = headers.get("Retry-After", "") if headers is not None and hasattr(headers, "get") else ""
+    asked = (
+        headers.get("Retry-After", "") if headers is not None and hasattr(headers, "get") else ""
+    )
     return float(asked) if re.fullmatch(r"\d{1,6}", str(asked)) else 0.0

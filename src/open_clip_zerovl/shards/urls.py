@@ -6,7 +6,9 @@ import re
 
 from open_clip_zerovl.core.errors import UserError
 
-REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")  # pipe:, s3://, https:// ...: no path of this machine
+REMOTE = re.compile(
+    r"[A-Za-z][A-Za-z0-9+.-]*:"
+)  # pipe:, s3://, https:// ...: no path of this machine
 HTTP = ("http", "https")
 PARQUET = (".parquet", ".pq")
 
@@ -21,7 +23,9 @@ def local_path(url: str) -> str | None:
 def check_quotes(url: str) -> None:
     """UserError for a single quote in a URL of open_clip's own pipeline, where webdataset puts it into a shell command."""
     if REMOTE.match(url) and not url.startswith(("pipe:", "file:")) and "'" in url:
-        raise UserError(f"shard {url!r} has a single quote in its URL, which would end up in a shell; write it as %27")
+        raise UserError(
+            f"shard {url!r} has a single quote in its URL, which would end up in a shell; write it as %27"
+        )
 
 
 def is_parquet(url: str) -> bool:

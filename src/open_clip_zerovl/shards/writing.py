@@ -37,10 +37,15 @@ def write_shard(path: str | Path, samples: Iterable[Sample]) -> int:
             be written.
     """
     keys = set()
-    with atomic_file(path) as file, tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+    with (
+        atomic_file(path) as file,
+        tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar,
+    ):
         for sample in samples:
             if not sample.key or "." in sample.key.rsplit("/", 1)[-1] or sample.key in keys:
-                raise UserError(f"The key {sample.key!r} in {path} is empty, holds a dot or comes twice: rename it.")
+                raise UserError(
+                    f"The key {sample.key!r} in {path} is empty, holds a dot or comes twice: rename it."
+                )
             keys.add(sample.key)
             for extension, content in sample.files.items():
                 member = tarfile.TarInfo(f"{sample.key}.{extension}")

@@ -28,31 +28,53 @@ from open_clip_zerovl.evaluate.bias.measures import (
     source_probe_guesses,
 )
 from open_clip_zerovl.evaluate.bias.pools import SourceFeatures, pool_metrics, source_pools
-from open_clip_zerovl.evaluate.bias.resampling import Measure, interval_over_seeds, mean_over, resampled
+from open_clip_zerovl.evaluate.bias.resampling import (
+    Measure,
+    interval_over_seeds,
+    mean_over,
+    resampled,
+)
 from open_clip_zerovl.evaluate.bias.samples import read_samples
 from open_clip_zerovl.evaluate.retrieval.metrics import ranks_by_label, recalls, retrieval_ranks
 from open_clip_zerovl.evaluate.zero_shot.score import run_zero_shot
 from support.tars import png, write_tar
-from support.tiny_clip import NATIVE_VISION, bert_text, random_model, register, write_bert, write_classes, write_run
+from support.tiny_clip import (
+    NATIVE_VISION,
+    bert_text,
+    random_model,
+    register,
+    write_bert,
+    write_classes,
+    write_run,
+)
 
 
 def unit(rows: int, width: int, seed: int = 0) -> torch.Tensor:
     return F.normalize(
-        torch.randn(rows, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64), dim=1
+        torch.randn(
+            rows, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        ),
+        dim=1,
     )
 
 
-def sources(*, bias: float, noise: float, seed: int = 0, rows: int = 60, width: int = 48) -> dict[str, SourceFeatures]:
+def sources(
+    *, bias: float, noise: float, seed: int = 0, rows: int = 60, width: int = 48
+) -> dict[str, SourceFeatures]:
     """Two sources of the same concepts: a pair's embeddings share its content, `noise` blurs them, `bias` marks the source."""
     content = unit(rows, width, seed=100)
     found = {}
     for index, name in enumerate("ab"):
         mark = bias * F.one_hot(torch.tensor(index), width).double()
         images, texts = (
-            F.normalize(content + noise * unit(rows, width, seed=7 * seed + 2 * index + side) + mark, dim=1).float()
+            F.normalize(
+                content + noise * unit(rows, width, seed=7 * seed + 2 * index + side) + mark, dim=1
+            ).float()
             for side in (0, 1)
         )
-        found[name] = SourceFeatures(images, texts, [f"c{row}" for row in range(rows)], [True] * rows)
+        found[name] = SourceFeatures(
+            images, texts, [f"c{row}" for row in range(rows)], [True] * rows
+        )
     return found
 
 
@@ -80,28 +102,44 @@ def test_a_copy_of_the_best_match_ties_with_it_in_blocks_of_any_size(chunk):
         queries = unit(101, width)
         keys = F.normalize(queries + 0.3 * unit(101, width, seed=1), dim=1)
         labels = torch.arange(101)
-        ranks = ranks_by_label(queries, torch.cat([keys, keys[:98]]), labels, torch.arange(199), chunk_size=chunk)
+        ranks = ranks_by_label(
+            queries, torch.cat([keys, keys[:98]]), labels, torch.arange(199), chunk_size=chunk
+        )
         assert ranks.tied.tolist() == [2] * 98 + [1] * 3 and (ranks.tied_positives == 1).all()
 
 
 def test_a_query_with_several_matches_is_ranked_by_its_best_one():
     keys = F.normalize(torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.9]]), dim=1)
     ranks = ranks_by_label(keys[:1], keys, torch.tensor([5]), torch.tensor([4, 5, 5, 6]))
-    assert (ranks.above.tolist(), ranks.tied.tolist(), ranks.tied_positives.tolist()) == ([1], [1], [1])
+    assert (ranks.above.tolist(), ranks.tied.tolist(), ranks.tied_positives.tolist()) == (
+        [1],
+        [1],
+        [1],
+    )
     with pytest.raises(UserError, match="each query needs a match"):
         ranks_by_label(keys, keys, torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 2, 2]))
 
 
 def test_concepts_that_repeat_or_are_missing_match_as_they_should():
     content = torch.eye(6)
-    a = SourceFeatures(content[[0, 0, 1, 5]], content[[0, 0, 1, 5]], ["dog", "dog", "cat", None], [True] * 4)
+    a = SourceFeatures(
+        content[[0, 0, 1, 5]], content[[0, 0, 1, 5]], ["dog", "dog", "cat", None], [True] * 4
+    )
     b = SourceFeatures(content[[1, 0, 5]], content[[1, 0, 5]], ["cat", "dog", None], [True] * 3)
     pools = source_pools({"a": a, "b": b})
     across = pools.kinds["across"]["a->b"]
     assert (
         across.rsum == 600 and across.size == 3 and len(across.texts) == 2
     )  # two dogs and a cat; a pair without concept stays out
-    assert pools.units == 4 and pools.unit_of.tolist() == [0, 0, 1, 2, 1, 0, 3]  # dog, cat, and two of their own
+    assert pools.units == 4 and pools.unit_of.tolist() == [
+        0,
+        0,
+        1,
+        2,
+        1,
+        0,
+        3,
+    ]  # dog, cat, and two of their own
     # In one pool only the own pair is right: the two dogs of a are each other's ties, and b's dog too.
     assert pools.kinds["mixed"]["mixed"].images[0] == pytest.approx(1 / 3 + 1 + 1)
     assert pool_metrics({"a": a})["across"] is None
@@ -118,9 +156,13 @@ def test_measures_are_the_numbers_that_the_library_gives_without_draws():
     for kind in ("within", "across", "mixed"):
         assert values[kind] == pytest.approx(pools[kind], abs=1e-9)
     images, texts = (
-        torch.cat([getattr(one, f"{side}_features") for one in features.values()]) for side in ("image", "text")
+        torch.cat([getattr(one, f"{side}_features") for one in features.values()])
+        for side in ("image", "text")
     )
-    owner, concepts = ["a"] * 60 + ["b"] * 60, [c for one in features.values() for c in one.concepts]
+    owner, concepts = (
+        ["a"] * 60 + ["b"] * 60,
+        [c for one in features.values() for c in one.concepts],
+    )
     for side, own in (("images", images), ("texts", texts)):
         accuracy = source_probe_accuracy(own, owner, concepts=concepts, seed=3)
         assert values[f"probe_{side}"] == pytest.approx(100 * accuracy)
@@ -148,7 +190,10 @@ def test_queries_of_one_concept_are_drawn_together():
     values = torch.from_numpy(np.random.default_rng(1).normal(size=10)).repeat_interleave(20)
     together = mean_over([(torch.arange(10).repeat_interleave(20), values)], 10)
     alone = mean_over([(torch.arange(200), values)], 200)
-    wide, narrow = (np.ptp(np.quantile(resampled({"m": m}, 1000, 0)["m"], (0.025, 0.975))) for m in (together, alone))
+    wide, narrow = (
+        np.ptp(np.quantile(resampled({"m": m}, 1000, 0)["m"], (0.025, 0.975)))
+        for m in (together, alone)
+    )
     assert wide > 3 * narrow
 
 
@@ -160,15 +205,25 @@ def test_reported_units_are_those_with_queries():
             for source, one in sources(bias=bias, noise=0.5).items()
         }
         sides[name] = [measure_run(own, 50.0)]
-    asked = {c if c is not None else (s, i) for s, one in own.items() for i, c in enumerate(one.concepts) if i >= 40}
+    asked = {
+        c if c is not None else (s, i)
+        for s, one in own.items()
+        for i, c in enumerate(one.concepts)
+        if i >= 40
+    }
     assert compare_runs(sides, draws=100).units == len(asked)
 
 
 def test_samples_that_the_probe_cannot_split_are_refused_before_encoding():
     names = ["a"] * 20 + ["b"] * 20
     check_source_probe(names, [f"c{i % 5}" for i in range(40)])
-    for concepts in (["x"] * 40, ["x"] * 20 + list("vwxyz") * 4):  # all in one fold; none of a's left to fit on
-        with pytest.raises(UserError, match=r"5 folds cannot be cut from the 1 concepts of source 'a'; .*--concept"):
+    for concepts in (
+        ["x"] * 40,
+        ["x"] * 20 + list("vwxyz") * 4,
+    ):  # all in one fold; none of a's left to fit on
+        with pytest.raises(
+            UserError, match=r"5 folds cannot be cut from the 1 concepts of source 'a'; .*--concept"
+        ):
             source_probe_guesses(unit(40, 4), names, concepts=concepts)
 
 
@@ -180,8 +235,14 @@ def test_draws_are_seeded_and_the_same_for_all_measures(monkeypatch):
     assert np.allclose(drawn["shifted"] - drawn["one"], 1)  # a paired difference has no spread here
     assert np.array_equal(drawn["one"], resampled({"one": one}, 300, 5)["one"])
     assert not np.array_equal(drawn["one"], resampled({"one": one}, 300, 6)["one"])
-    monkeypatch.setattr("open_clip_zerovl.evaluate.bias.resampling._DRAWS_AT_ONCE_BYTES", 8 * 50 * 7)
-    assert np.allclose(np.sort(drawn["one"]).mean(), np.sort(resampled({"one": one}, 300, 5)["one"]).mean(), atol=0.02)
+    monkeypatch.setattr(
+        "open_clip_zerovl.evaluate.bias.resampling._DRAWS_AT_ONCE_BYTES", 8 * 50 * 7
+    )
+    assert np.allclose(
+        np.sort(drawn["one"]).mean(),
+        np.sort(resampled({"one": one}, 300, 5)["one"]).mean(),
+        atol=0.02,
+    )
     empty = Measure(np.zeros((1, 3)), np.array([[0.0, 0.0, 4.0]]), np.ones(1))
     assert np.isnan(empty.weighted(np.array([[1.0, 1.0, 0.0]]))).all()
 
@@ -198,21 +259,31 @@ def test_seeds_are_paired():
 
 def test_a_debiased_side_differs_from_a_biased_one_and_not_from_its_like():
     def runs(bias: float, first: int) -> list:
-        return [measure_run(sources(bias=bias, noise=1.0, seed=seed), 30.0) for seed in range(first, first + 3)]
+        return [
+            measure_run(sources(bias=bias, noise=1.0, seed=seed), 30.0)
+            for seed in range(first, first + 3)
+        ]
 
-    found = compare_runs({"biased": runs(2.0, 0), "debiased": runs(0.0, 0), "like": runs(2.0, 50)}, draws=400)
+    found = compare_runs(
+        {"biased": runs(2.0, 0), "debiased": runs(0.0, 0), "like": runs(2.0, 50)}, draws=400
+    )
     assert found.seeds == 3 and found.names == ["biased", "debiased", "like"]
     for kind, way in (("across", 1), ("probe_images", -1), ("mixed", -1), ("log_p_other", 1)):
         difference = found.differences[kind]["debiased"]
         assert difference.significant and difference.value * way > 0, kind
         low, high = difference.over_queries
         assert low < difference.value < high
-    assert not found.differences["within"]["like"].significant and not found.differences["across"]["like"].significant
+    assert (
+        not found.differences["within"]["like"].significant
+        and not found.differences["across"]["like"].significant
+    )
     said = found.verdicts()
     assert any(line.startswith("RSUM across: debiased is better than biased (+") for line in said)
     mixed = next(line for line in said if line.startswith("RSUM mixed"))
     assert mixed.startswith("RSUM mixed: debiased is lower than biased")  # neither better nor worse
-    assert any(line.startswith("RSUM within: like and biased do not differ significantly") for line in said)
+    assert any(
+        line.startswith("RSUM within: like and biased do not differ significantly") for line in said
+    )
     table = found.table().splitlines()
     assert "debiased - biased, over seeds" in table[0] and table[1].startswith("RSUM within")
     numbers = json.loads(json.dumps(found.to_json(), allow_nan=False))
@@ -229,7 +300,9 @@ def test_labelled_sets_have_their_own_pictures_and_leave_the_pairs_as_they_are(m
         guesses = (torch.arange(100) < right).double()
         return [measure_run(features, 30.0, labelled={"pets": (guesses, classes)})]
 
-    plain = compare_runs({"a": [measure_run(features, 30.0)], "b": [measure_run(features, 30.0)]}, draws=300)
+    plain = compare_runs(
+        {"a": [measure_run(features, 30.0)], "b": [measure_run(features, 30.0)]}, draws=300
+    )
     found = compare_runs({"a": side(30, 10), "b": side(50, 10)}, draws=300)
     assert found.units == plain.units and {k: found.sides[k] for k in plain.sides} == plain.sides
     difference = found.differences["top-1 pets"]["b"]
@@ -240,16 +313,26 @@ def test_labelled_sets_have_their_own_pictures_and_leave_the_pairs_as_they_are(m
     assert found.rows()[-1][:2] == ["top-1 pets, %", "10.0"]
     assert found.verdicts()[-1].startswith("top-1 pets, %: b is better than a (+20.0 [")
     at_chance = compare_runs({"a": side(30, 2), "b": side(50, 2)}, draws=100).verdicts()[-1]
-    assert at_chance == "top-1 pets, %: neither a nor b is above chance (guessing has 50.0, and reaches 60.0)."
+    assert (
+        at_chance
+        == "top-1 pets, %: neither a nor b is above chance (guessing has 50.0, and reaches 60.0)."
+    )
     monkeypatch.setattr(charts, "png_bytes", lambda figure: figure)
     assert charts.comparison_picture(found).axes[2].get_ylabel() == "not up to 0"  # log p
 
 
 def test_models_and_sides_are_named():
-    named = name_models(["random=a/b.pt", "logs/run-1/checkpoints/epoch_9.pt", "out/export", "local-dir:/x/y"])
+    named = name_models(
+        ["random=a/b.pt", "logs/run-1/checkpoints/epoch_9.pt", "out/export", "local-dir:/x/y"]
+    )
     assert list(named) == ["random", "run-1", "export", "y"] and named["random"] == "a/b.pt"
-    assert name_sides(["a=x.pt,y.pt", "b=u.pt,v.pt"]) == {"a": ["x.pt", "y.pt"], "b": ["u.pt", "v.pt"]}
-    assert name_sides(["logs/one/checkpoints/epoch_2.pt", "b=v"])["one"] == ["logs/one/checkpoints/epoch_2.pt"]
+    assert name_sides(["a=x.pt,y.pt", "b=u.pt,v.pt"]) == {
+        "a": ["x.pt", "y.pt"],
+        "b": ["u.pt", "v.pt"],
+    }
+    assert name_sides(["logs/one/checkpoints/epoch_2.pt", "b=v"])["one"] == [
+        "logs/one/checkpoints/epoch_2.pt"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -282,7 +365,9 @@ def write_pairs(folder: Path, seed: int, *, count: int = 36, table: bool = False
         colour, image = COLOURS[i % 3], png(tuple(int(v) for v in rng.integers(0, 256, 3)), 16)
         kept = i < count - 6
         members += [(f"{i:03d}.png", image), (f"{i:03d}.txt", f"a {colour} cat".encode())]
-        members.append((f"{i:03d}.json", json.dumps({"shows": f"{colour} {i}", "kept": kept}).encode()))
+        members.append(
+            (f"{i:03d}.json", json.dumps({"shows": f"{colour} {i}", "kept": kept}).encode())
+        )
         (folder / f"{i}.png").write_bytes(image)
         rows.append(f"{i}.png\ta {colour} cat\t{colour} {i}\t{'yes' if kept else 'no'}")
     if table:
@@ -293,37 +378,75 @@ def write_pairs(folder: Path, seed: int, *, count: int = 36, table: bool = False
 
 
 def test_the_command_compares_on_shards_and_tables(tmp_path: Path, clip_runs, capsys, monkeypatch):
-    a, b, c = (write_pairs(tmp_path / name, seed, table=name == "b") for seed, name in enumerate("abc"))
+    a, b, c = (
+        write_pairs(tmp_path / name, seed, table=name == "b") for seed, name in enumerate("abc")
+    )
     models = clip_runs
-    command = ["compare", f"one={models[0]},{models[1]}", f"two={models[1]},{models[0]}", "--data", f"a={a}::b={b}"]
+    command = [
+        "compare",
+        f"one={models[0]},{models[1]}",
+        f"two={models[1]},{models[0]}",
+        "--data",
+        f"a={a}::b={b}",
+    ]
     command += ["--device", "cpu", "--draws", "200", "--out", str(tmp_path / "out")]
     shop = write_classes(tmp_path / "shop", "cat moon", each=9)
-    first = ["--unseen", f"c={c}", "--concept", "shows", "--held-out", "kept", "--zero-shot-data", f"shop={shop}"]
+    first = [
+        "--unseen",
+        f"c={c}",
+        "--concept",
+        "shows",
+        "--held-out",
+        "kept",
+        "--zero-shot-data",
+        f"shop={shop}",
+    ]
     assert cli.main([*command, *first]) == 0
     printed = capsys.readouterr().out
-    assert "two - one, over seeds" in printed and "RSUM unseen" in printed and "Small pools" in printed
+    assert (
+        "two - one, over seeds" in printed and "RSUM unseen" in printed and "Small pools" in printed
+    )
     # The same two runs in another order: no difference of means, and nothing differs significantly.
     numbers = json.loads((tmp_path / "out" / "compare.json").read_text())
     measures = numbers["measures"]
     kinds = "within across mixed unseen probe_images probe_texts log_p_same log_p_other"
-    assert list(measures) == [*kinds.split(), "top-1 shop"] and measures["top-1 shop"]["chance"] == 50
-    scored = [run_zero_shot(Encoder(model, device="cpu"), f"shop={shop}")["shop"]["top1"] for model in models]
-    assert measures["top-1 shop"]["sides"]["one"]["runs"] == pytest.approx([100 * share for share in scored])
+    assert (
+        list(measures) == [*kinds.split(), "top-1 shop"] and measures["top-1 shop"]["chance"] == 50
+    )
+    scored = [
+        run_zero_shot(Encoder(model, device="cpu"), f"shop={shop}")["shop"]["top1"]
+        for model in models
+    ]
+    assert measures["top-1 shop"]["sides"]["one"]["runs"] == pytest.approx(
+        [100 * share for share in scored]
+    )
     for own in measures.values():
         assert own["sides"]["one"]["runs"] == own["sides"]["two"]["runs"][::-1]
         assert own["differences_from_the_first"]["two"]["value"] == pytest.approx(0, abs=1e-9)
     assert "is better" not in printed and "is worse" not in printed
     # 30 pairs of each were held out; all 36 of the other source have captions of the same concepts, 30 are asked for.
     assert numbers["pool_sizes"] == {"a": 30, "b": 30, "a->b": 30, "b->a": 30, "c": 36, "mixed": 60}
-    assert numbers["intervals"]["units"] == 36 and numbers["samples_passed_over"] == {"a": 0, "b": 0, "c": 0}
+    assert numbers["intervals"]["units"] == 36 and numbers["samples_passed_over"] == {
+        "a": 0,
+        "b": 0,
+        "c": 0,
+    }
     page = (tmp_path / "out" / "compare.html").read_text(encoding="utf-8")
-    assert "The mixed pool rewards a model that recognises sources" in page and page.count('class="example"') == 2
+    assert (
+        "The mixed pool rewards a model that recognises sources" in page
+        and page.count('class="example"') == 2
+    )
     assert "https:" not in page.replace("data:image", "") and "a-&gt;b" in page
     # Without concepts there is nothing to compare across sources. The embeddings of these pairs are there already.
     monkeypatch.setattr(FrozenModel, "texts", None)
-    assert cli.main([*command[:1], models[0], f"x={models[1]}", *command[3:], "--samples", "12"]) == 0
+    assert (
+        cli.main([*command[:1], models[0], f"x={models[1]}", *command[3:], "--samples", "12"]) == 0
+    )
     printed = capsys.readouterr().out
-    assert "RSUM across sources was not measured: --concept names the field" in printed and "RSUM within" in printed
+    assert (
+        "RSUM across sources was not measured: --concept names the field" in printed
+        and "RSUM within" in printed
+    )
     assert "With one run a side they do not show the spread over seeds" in printed
 
 
@@ -354,7 +477,9 @@ def test_missing_models_are_refused_before_encoding(tmp_path: Path, clip_runs, c
     assert "batch" not in error  # of a progress bar
 
 
-def test_exported_folders_and_checkpoints_of_ones_own_model_stand_side_by_side(tmp_path: Path, capsys):
+def test_exported_folders_and_checkpoints_of_ones_own_model_stand_side_by_side(
+    tmp_path: Path, capsys
+):
     """`--model-config` and `--text-model` are of the checkpoints among the models; a folder has its own."""
     a, b = (write_pairs(tmp_path / name, seed, count=12) for seed, name in enumerate("ab"))
     bert = write_bert(tmp_path / "bert")
@@ -365,7 +490,16 @@ def test_exported_folders_and_checkpoints_of_ones_own_model_stand_side_by_side(t
     (tmp_path / "run/params.txt").unlink()
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / f"{name}.json").write_text(json.dumps(config))
-    asked = ["--data", f"a={a}::b={b}", "--out", str(tmp_path / "out"), "--device", "cpu", "--draws", "100"]
+    asked = [
+        "--data",
+        f"a={a}::b={b}",
+        "--out",
+        str(tmp_path / "out"),
+        "--device",
+        "cpu",
+        "--draws",
+        "100",
+    ]
     asked += ["--text-model", str(bert)]
     assert cli.main(["compare", f"one={folder}", f"two={run}", *asked]) == 2
     assert "no params.txt beside" in capsys.readouterr().err
@@ -377,7 +511,9 @@ def test_exported_folders_and_checkpoints_of_ones_own_model_stand_side_by_side(t
 
 def test_columns_of_a_table_are_fields(tmp_path: Path):
     table = write_pairs(tmp_path / "t", 0, table=True)
-    samples, _ = read_samples(parse_sources(f"t={table}"), 100, concept_field="shows", held_out_field="kept")
+    samples, _ = read_samples(
+        parse_sources(f"t={table}"), 100, concept_field="shows", held_out_field="kept"
+    )
     assert [sample.concept for sample in samples[:2]] == ["red 0", "green 1"]
     assert [sample.held_out for sample in samples] == [True] * 30 + [False] * 6
 
@@ -392,10 +528,14 @@ def test_columns_of_a_table_are_fields(tmp_path: Path):
 )
 def test_the_words_of_a_held_out_column(words, held_out, tmp_path: Path):
     (tmp_path / "0.png").write_bytes(png((9, 9, 9), 16))
-    (tmp_path / "t.csv").write_text("filepath,title,kept\n" + "".join(f"0.png,a cat,{word}\n" for word in words))
+    (tmp_path / "t.csv").write_text(
+        "filepath,title,kept\n" + "".join(f"0.png,a cat,{word}\n" for word in words)
+    )
     given = parse_sources(f"t={tmp_path / 't.csv'}")
     if held_out is None:
-        with pytest.raises(UserError, match=r"has '-' in its field 'kept', neither true nor false: write true"):
+        with pytest.raises(
+            UserError, match=r"has '-' in its field 'kept', neither true nor false: write true"
+        ):
             read_samples(given, 100, held_out_field="kept")
         return
     samples, _ = read_samples(given, 100, held_out_field="kept")
@@ -406,16 +546,29 @@ def test_of_two_models_at_chance_neither_is_better():
     def guessing(seed: int) -> dict[str, SourceFeatures]:
         one = {}
         for index, name in enumerate("ab"):
-            images, texts = (unit(60, 16, seed=10 * seed + 2 * index + side).float() for side in (0, 1))
+            images, texts = (
+                unit(60, 16, seed=10 * seed + 2 * index + side).float() for side in (0, 1)
+            )
             one[name] = SourceFeatures(images, texts, [f"c{row}" for row in range(60)], [True] * 60)
         return one
 
-    found = compare_runs({"x": [measure_run(guessing(4), 10.0)], "y": [measure_run(guessing(7), 10.0)]}, draws=100)
-    assert found.chance["within"] == pytest.approx(2 * 100 * 16 / 60) and found.chance["probe_images"] == 50
+    found = compare_runs(
+        {"x": [measure_run(guessing(4), 10.0)], "y": [measure_run(guessing(7), 10.0)]}, draws=100
+    )
+    assert (
+        found.chance["within"] == pytest.approx(2 * 100 * 16 / 60)
+        and found.chance["probe_images"] == 50
+    )
     verdicts = found.verdicts()
-    assert sum("neither x nor y is above chance (a random order has" in one for one in verdicts) == 3
+    assert (
+        sum("neither x nor y is above chance (a random order has" in one for one in verdicts) == 3
+    )
     assert not any("better" in one or "worse" in one for one in verdicts)
     good = compare_runs(
-        {"x": [measure_run(guessing(4), 10.0)], "y": [measure_run(sources(bias=0, noise=0.5), 10.0)]}, draws=100
+        {
+            "x": [measure_run(guessing(4), 10.0)],
+            "y": [measure_run(sources(bias=0, noise=0.5), 10.0)],
+        },
+        draws=100,
     )
     assert any(one.startswith("RSUM within: y is better than x") for one in good.verdicts())

@@ -12,7 +12,10 @@ from open_clip_zerovl.evaluate.bias.pools import SourceFeatures, pool_metrics
 
 
 def unit(*shape, seed=0):
-    return F.normalize(torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64), dim=-1)
+    return F.normalize(
+        torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64),
+        dim=-1,
+    )
 
 
 # --- log p -----------------------------------------------------------------------------------------------------------
@@ -46,7 +49,9 @@ def test_log_p_equals_a_hand_computed_3_by_3_case():
 def test_log_p_of_a_uniform_softmax_is_minus_ln_of_the_batch():
     same = F.normalize(torch.ones(40, 4), dim=-1)
     for batch_size in (5, 20, 40):
-        result = mean_log_p_negatives(same, same, [i % 2 for i in range(40)], 50.0, batch_size=batch_size)
+        result = mean_log_p_negatives(
+            same, same, [i % 2 for i in range(40)], 50.0, batch_size=batch_size
+        )
         assert result["mean"]["all"] == pytest.approx(-math.log(batch_size), abs=1e-6)
 
 
@@ -55,7 +60,9 @@ def test_log_p_does_not_depend_on_the_chunk_but_on_the_seed_of_the_batches(monke
     whole = mean_log_p_negatives(images, texts, source, 20.0, batch_size=10, seed=3)
     monkeypatch.setattr("open_clip_zerovl.evaluate.bias.measures._ROWS_AT_ONCE", 3)
     chunked = mean_log_p_negatives(images, texts, source, 20.0, batch_size=10, seed=3)
-    assert whole["mean"]["other_source"] == pytest.approx(chunked["mean"]["other_source"], abs=1e-12)
+    assert whole["mean"]["other_source"] == pytest.approx(
+        chunked["mean"]["other_source"], abs=1e-12
+    )
     other_seed = mean_log_p_negatives(images, texts, source, 20.0, batch_size=10, seed=4)
     assert whole["mean"]["all"] != other_seed["mean"]["all"]
 
@@ -77,7 +84,9 @@ def test_a_source_mark_pushes_other_source_negatives_down():
 def test_the_probe_finds_a_planted_mark_and_nothing_where_there_is_none():
     source = [("noto", "fluent", "twemoji", "openmoji")[i % 4] for i in range(400)]
     plain = unit(400, 32)
-    mark = 0.5 * F.one_hot(torch.arange(400) % 4, 32).double()  # a shift in four directions, as a red frame would be
+    mark = (
+        0.5 * F.one_hot(torch.arange(400) % 4, 32).double()
+    )  # a shift in four directions, as a red frame would be
     assert source_probe_accuracy(F.normalize(plain + mark, dim=-1), source) > 0.85
     # The control's standard error is sqrt(.25 * .75 / 400) = 2.2 %; three of them.
     assert source_probe_accuracy(plain, source) == pytest.approx(0.25, abs=0.065)
@@ -141,7 +150,9 @@ def test_a_model_that_knows_only_the_source_gains_in_the_mixed_pool_alone():
                 one, one, [str(i) for i in range(rows)], [i % 2 == index for i in range(rows)]
             )
         chance[mark] = pool_metrics(features)
-    assert chance[1.0]["mixed"] == pytest.approx(2 * (10 + 50 + 100))  # the chance level of 10, not of 20
+    assert chance[1.0]["mixed"] == pytest.approx(
+        2 * (10 + 50 + 100)
+    )  # the chance level of 10, not of 20
     assert chance[0.0]["mixed"] == pytest.approx(2 * (5 + 25 + 50))
     for pool in ("within", "across"):
         assert chance[1.0][pool] == pytest.approx(chance[0.0][pool])
@@ -152,11 +163,17 @@ def test_pools_match_concepts_by_name_and_leave_out_those_a_source_lacks():
     b = sources["b"]
     order = torch.arange(19, 4, -1)  # reversed, and without the first five concepts
     sources["b"] = SourceFeatures(
-        b.image_features[order], b.text_features[order], [b.concepts[i] for i in order], [b.held_out[i] for i in order]
+        b.image_features[order],
+        b.text_features[order],
+        [b.concepts[i] for i in order],
+        [b.held_out[i] for i in order],
     )
     result = pool_metrics(sources)
     assert result["across"] == 600
-    assert result["pool_sizes"]["across"] == [7, 8]  # a holds out c0, c2, ..., of which b lacks three
+    assert result["pool_sizes"]["across"] == [
+        7,
+        8,
+    ]  # a holds out c0, c2, ..., of which b lacks three
 
 
 def test_pools_refuse_what_gives_no_number():
@@ -167,6 +184,8 @@ def test_pools_refuse_what_gives_no_number():
         pool_metrics(sources)
     with pytest.raises(UserError, match="at least one source"):
         pool_metrics({})
-    sources["a"] = SourceFeatures(a.image_features, a.text_features, [f"x{i}" for i in range(20)], a.held_out)
+    sources["a"] = SourceFeatures(
+        a.image_features, a.text_features, [f"x{i}" for i in range(20)], a.held_out
+    )
     result = pool_metrics(sources)
     assert result["across"] is None and result["by_pair"] == {} and result["within"] == 600

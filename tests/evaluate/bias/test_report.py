@@ -31,7 +31,9 @@ def pictures(count: int, *, seed: int, frame: bool) -> list[bytes]:
     rng = np.random.default_rng(seed)
     encoded = []
     for _ in range(count):
-        image = Image.fromarray(rng.integers(0, 256, size=(5, 5, 3), dtype=np.uint8)).resize((32, 32))
+        image = Image.fromarray(rng.integers(0, 256, size=(5, 5, 3), dtype=np.uint8)).resize(
+            (32, 32)
+        )
         pixels = np.array(image)
         if frame:
             for border in (pixels[:4], pixels[-4:], pixels[:, :4], pixels[:, -4:]):
@@ -47,12 +49,18 @@ def two_sources(*, frame: bool, count: int = 60) -> list[SourceSample]:
     rng = np.random.default_rng(5)
     samples = []
     for seed, name in enumerate("ab"):
-        own = zip(pictures(count, seed=seed, frame=frame and name == "a"), tiny_clip.captions(rng, count), strict=True)
+        own = zip(
+            pictures(count, seed=seed, frame=frame and name == "a"),
+            tiny_clip.captions(rng, count),
+            strict=True,
+        )
         samples += [SourceSample(name, image, caption) for image, caption in own]
     return samples
 
 
-def measured(features: torch.Tensor, texts: torch.Tensor, samples: list[SourceSample], **options: object) -> BiasReport:
+def measured(
+    features: torch.Tensor, texts: torch.Tensor, samples: list[SourceSample], **options: object
+) -> BiasReport:
     return measure_bias({"model": (features, texts, 50.0)}, samples, map_samples=20, **options)
 
 
@@ -80,7 +88,9 @@ def test_the_map_keeps_sources_apart_only_where_embeddings_do():
     content = torch.randn(80, 16, generator=torch.Generator().manual_seed(0))
     side = torch.tensor([1.0] * 40 + [-1.0] * 40)[:, None] * 6 * torch.eye(16)[0]
     report = measure_bias(
-        {"model": (F.normalize(content + side, dim=1), F.normalize(content, dim=1), 50.0)}, samples, map_samples=40
+        {"model": (F.normalize(content + side, dim=1), F.normalize(content, dim=1), 50.0)},
+        samples,
+        map_samples=40,
     )
     own = np.arange(80) < 40
 
@@ -88,7 +98,9 @@ def test_the_map_keeps_sources_apart_only_where_embeddings_do():
         distances = ((points[:, None] - points) ** 2).sum(-1) + 1e9 * np.eye(len(points))
         return float((own[distances.argmin(1)] == own).mean())
 
-    assert report.models["model"].map_images.shape == (80, 2) and list(report.map_rows) == list(range(80))
+    assert report.models["model"].map_images.shape == (80, 2) and list(report.map_rows) == list(
+        range(80)
+    )
     assert same_source_neighbours(report.models["model"].map_images) > 0.95
     assert same_source_neighbours(report.models["model"].map_texts) < 0.75
 
@@ -96,7 +108,9 @@ def test_the_map_keeps_sources_apart_only_where_embeddings_do():
 def test_a_batch_larger_than_the_samples_is_a_sentence():
     features = F.normalize(torch.randn(20, 8), dim=1)
     with pytest.raises(UserError, match="batch of 64 cannot be cut from 20 samples"):
-        measure_bias({"x": (features, features, 50.0)}, two_sources(frame=False, count=10), batch_sizes=[64])
+        measure_bias(
+            {"x": (features, features, 50.0)}, two_sources(frame=False, count=10), batch_sizes=[64]
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -129,15 +143,25 @@ def test_samples_are_spread_over_shards_and_bad_ones_counted(tmp_path: Path):
         read_samples([Source("c", ("https://example.org/0.tar",), (3,))], 6)
     # A cluster's own samples, and those alone: numbers 1 and 5 of the first shard, 2 of the last.
     cluster = dataclasses.replace(
-        sources[0], shards=sources[0].shards[::2], sizes=(2, 1), picked=np.array([1, 5, 2], dtype=np.int32)
+        sources[0],
+        shards=sources[0].shards[::2],
+        sizes=(2, 1),
+        picked=np.array([1, 5, 2], dtype=np.int32),
     )
     samples, _ = read_samples([cluster], 6)
     assert [sample.caption for sample in samples] == ["caption 0 1", "caption 0 5", "caption 2 2"]
 
 
 def test_of_several_captions_the_first_is_taken(tmp_path: Path):
-    members = [("0.png", png((0, 0, 0))), ("0.txt", b"\n a cat \nanother cat\nand a third"), ("1.png", png((9, 0, 0)))]
-    write_tar(tmp_path / "a" / "0.tar", [*members, ("1.txt", b"a dog\n"), ("2.png", png((0, 9, 0))), ("2.txt", b" \n")])
+    members = [
+        ("0.png", png((0, 0, 0))),
+        ("0.txt", b"\n a cat \nanother cat\nand a third"),
+        ("1.png", png((9, 0, 0))),
+    ]
+    write_tar(
+        tmp_path / "a" / "0.tar",
+        [*members, ("1.txt", b"a dog\n"), ("2.png", png((0, 9, 0))), ("2.txt", b" \n")],
+    )
     samples, skipped = read_samples(parse_sources(f"a={tmp_path / 'a'}"), 6)
     assert [sample.caption for sample in samples] == ["a cat", "a dog"] and skipped == {"a": 1}
 
@@ -169,16 +193,32 @@ def test_bias_page_is_one_file_and_escapes_what_data_says(tmp_path: Path):
     check_self_contained(page, 4 + 12)
     assert "de&lt;biased" in page and "de<biased" not in page and "&lt;script&gt;" in page
     numbers = json.loads(json.dumps(report.to_json(), allow_nan=False))
-    assert numbers["sources"]["a"]["samples"] == 12 and len(numbers["models"]["random"]["map_texts"]) == 24
+    assert (
+        numbers["sources"]["a"]["samples"] == 12
+        and len(numbers["models"]["random"]["map_texts"]) == 24
+    )
     assert list(numbers["models"]["random"]["log_p_negatives"]) == ["16"]
 
 
 def test_command(tmp_path: Path, clip_runs, capsys: pytest.CaptureFixture[str]):
     for name, caption in (("a", b"a red cat"), ("b", b"the big blue house")):
         shown = enumerate(pictures(24, seed=ord(name), frame=name == "a"))
-        members = [member for i, image in shown for member in ((f"{i:03d}.png", image), (f"{i:03d}.txt", caption))]
+        members = [
+            member
+            for i, image in shown
+            for member in ((f"{i:03d}.png", image), (f"{i:03d}.txt", caption))
+        ]
         write_tar(tmp_path / name / "0.tar", members)
-    command = ["bias", f"one={clip_runs[0]}", clip_runs[1], "--device", "cpu", "--batch-sizes", "8", "32"]
+    command = [
+        "bias",
+        f"one={clip_runs[0]}",
+        clip_runs[1],
+        "--device",
+        "cpu",
+        "--batch-sizes",
+        "8",
+        "32",
+    ]
     command += ["--out", str(tmp_path / "out"), "--data", f"a={tmp_path / 'a'}"]
     assert cli.main(command) == 2 and "names one source" in capsys.readouterr().err
     command[-1] += f"::b={tmp_path / 'b'}"
@@ -198,8 +238,12 @@ def test_command(tmp_path: Path, clip_runs, capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize("noise", [0.0, 1e-8])
 def test_a_collapsed_model_gets_a_map_of_one_point(noise, caplog):
-    features = torch.full((20, 8), 8**-0.5) + noise * torch.randn(20, 8, generator=torch.Generator().manual_seed(0))
-    assert (embedding_map(features) == 0).all() and "has collapsed" in caplog.text  # t-SNE ends the process here
+    features = torch.full((20, 8), 8**-0.5) + noise * torch.randn(
+        20, 8, generator=torch.Generator().manual_seed(0)
+    )
+    assert (
+        embedding_map(features) == 0
+    ).all() and "has collapsed" in caplog.text  # t-SNE ends the process here
 
 
 def test_embeddings_that_are_no_numbers_are_refused():

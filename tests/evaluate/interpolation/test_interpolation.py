@@ -14,7 +14,14 @@ from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.evaluate.interpolation.curve import Point, choose
 from support.scoring import score_checkpoint
-from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_retrieval_set, write_run
+from support.tiny_clip import (
+    CLIP_TEXT,
+    NATIVE_VISION,
+    random_model,
+    register,
+    write_retrieval_set,
+    write_run,
+)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +75,10 @@ def test_the_curve_is_retrieval_by_hand_and_constant_where_it_must_be(made, tmp_
     for key, tensor in model.state_dict().items():
         assert torch.equal(tensor, chosen.state_dict()[key])
         assert torch.allclose(tensor, (1 - alpha) * start[key] + alpha * end[key], atol=1e-6)
-    for file, begin in (("interpolation.png", b"\x89PNG"), ("interpolation.html", b"<!doctype html>")):
+    for file, begin in (
+        ("interpolation.png", b"\x89PNG"),
+        ("interpolation.html", b"<!doctype html>"),
+    ):
         assert (out / file).read_bytes().startswith(begin)
     page = (out / "interpolation.html").read_text()
     assert "RSUM" in page and "http" not in page.replace("http-equiv", "")
@@ -86,7 +96,9 @@ def test_a_point_without_sets(made, tmp_path, alpha, end, capsys):
             assert torch.equal(tensor, (start, after)[end][key])
     if end is None:
         assert found["visual.proj"].abs().max() == 0  # halfway between a tensor and its opposite
-        assert found["logit_scale"].item() == pytest.approx((start["logit_scale"] + after["logit_scale"]).item() / 2)
+        assert found["logit_scale"].item() == pytest.approx(
+            (start["logit_scale"] + after["logit_scale"]).item() / 2
+        )
     assert f"local-dir:{out}" in capsys.readouterr().out
 
 
@@ -96,7 +108,9 @@ def test_ones_own_model_is_named_by_its_file(made, tmp_path):
         (tmp_path / end / "params.txt").unlink()
     config = ["--model-config", made / "interpolated-tiny.json"]
     assert run(*ends(tmp_path), "--out", tmp_path / "out", "--alpha", "1", *config) == 0
-    assert torch.equal(load_model(tmp_path / "out")[0].logit_scale, load_model(ends(made)[1])[0].logit_scale)
+    assert torch.equal(
+        load_model(tmp_path / "out")[0].logit_scale, load_model(ends(made)[1])[0].logit_scale
+    )
 
 
 def points(*rows: tuple[float, float, float]) -> list[Point]:
@@ -107,7 +121,11 @@ def test_the_zero_shot_accuracy_of_classes_chooses():
     """RSUM of the new set falls here, as captions that pictures share may have it, while its accuracy rises."""
     rows = [Point(alpha, {"n": {"rsum": 9 - alpha}, "k": {"rsum": kept}}, {"n": {"top1": top1, "chance": 0.1}})
             for alpha, top1, kept in ((0, 0.2, 300), (0.5, 0.5, 298), (1, 0.6, 200))]  # fmt: skip
-    for rule, alpha in (("new", 1), ("kept", 0.5), ("mean", 0.5)):  # mean: (6 * 50 + 298) / 2 > (6 * 60 + 200) / 2
+    for rule, alpha in (
+        ("new", 1),
+        ("kept", 0.5),
+        ("mean", 0.5),
+    ):  # mean: (6 * 50 + 298) / 2 > (6 * 60 + 200) / 2
         curve = choose(rows, ["n"], ["k"], rule, kept_share=0.99)
         assert curve.chosen.alpha == alpha and "top-1" in curve.reason
     lines = curve.table().splitlines()
@@ -144,13 +162,19 @@ def test_rules_without_kept_sets():
         (["--rule=new"], "--rule needs --data NAME=SET"),
         (["--data=n=SET", "--alpha=0.3"], "which chooses alpha; give --alphas, or leave one out"),
         (["--data=n=SET", "--kept=n=SET"], "both new and kept"),
-        (["--data=n=SET", "--rule=kept"], "needs retrieval sets of the ability to keep; give --kept"),
+        (
+            ["--data=n=SET", "--rule=kept"],
+            "needs retrieval sets of the ability to keep; give --kept",
+        ),
         (["--data=n=/nowhere"], "retrieval set /nowhere does not exist"),
     ],
 )
 def test_refusals_leave_nothing(made, tmp_path, capsys, more, sentence):
     out = tmp_path / "out"
-    assert run(*ends(made), "--out", out, *(part.replace("SET", str(made / "new")) for part in more)) == 2
+    assert (
+        run(*ends(made), "--out", out, *(part.replace("SET", str(made / "new")) for part in more))
+        == 2
+    )
     assert sentence in capsys.readouterr().err
     assert not out.exists()
 

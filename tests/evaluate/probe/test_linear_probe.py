@@ -65,10 +65,25 @@ class MeanColour(nn.Module):
         return images.mean(dim=(2, 3))
 
 
-def fit_colours(tmp_path: Path, train: ProbeSet, settings: LarsSettings, **options: object) -> tuple:
-    options = {"tower": MeanColour(), "transform": ToTensor(), "evaluate": lambda head: 0.0, **options}
+def fit_colours(
+    tmp_path: Path, train: ProbeSet, settings: LarsSettings, **options: object
+) -> tuple:
+    options = {
+        "tower": MeanColour(),
+        "transform": ToTensor(),
+        "evaluate": lambda head: 0.0,
+        **options,
+    }
     tower, transform = options.pop("tower"), options.pop("transform")
-    return train_lars(tower, train, transform, list(COLOURS), settings, state_file=tmp_path / "state.pt", **options)
+    return train_lars(
+        tower,
+        train,
+        transform,
+        list(COLOURS),
+        settings,
+        state_file=tmp_path / "state.pt",
+        **options,
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -85,10 +100,14 @@ def test_separable_features_reach_all_and_meaningless_labels_chance(tmp_path: Pa
         for name, images in (("train", train), ("test", test))
     }
     settings = LarsSettings(epochs=60, batch_size=30, lr=6.4, batch_norm=True)
-    head, history = fit_colours(tmp_path, train, settings, tower_settings=TowerSettings(micro_batch=30))
+    head, history = fit_colours(
+        tmp_path, train, settings, tower_settings=TowerSettings(micro_batch=30)
+    )
     test_features, targets = features["test"]
     by_lars = accuracies(head_scores(head, test_features), targets)["top1"]
-    by_logistic = accuracies(fit_logistic(*features["train"]).scores(test_features), targets)["top1"]
+    by_logistic = accuracies(fit_logistic(*features["train"]).scores(test_features), targets)[
+        "top1"
+    ]
     assert len(history) == 60
     if mixed_up:
         assert history[-1]["train_accuracy"] < 0.7 and by_lars < 0.8 and by_logistic < 0.8
@@ -104,7 +123,9 @@ def test_separable_features_reach_all_and_meaningless_labels_chance(tmp_path: Pa
 @pytest.mark.parametrize("batch_norm", [False, True])
 def test_lars_step_equals_one_by_hand(batch_norm):
     """As in the released code, features as they are and both parameters adapted; or standardised, the bias by plain SGD."""
-    settings = LarsSettings(momentum=0.9, weight_decay=0.0, trust_coefficient=0.001, batch_norm=batch_norm)
+    settings = LarsSettings(
+        momentum=0.9, weight_decay=0.0, trust_coefficient=0.001, batch_norm=batch_norm
+    )
     head = linear_head(4, 3, batch_norm=batch_norm).double()
     generator = torch.Generator().manual_seed(1)
     optimizer = lars(head, settings)
@@ -123,7 +144,10 @@ def test_lars_step_equals_one_by_hand(batch_norm):
         error = ((z @ weight.T + bias).softmax(1) - F.one_hot(y, 3)) / 10
         gradient_w, gradient_b = error.T @ z, error.sum(0)
         velocity_w = 0.9 * velocity_w + 0.001 * weight.norm() / gradient_w.norm() * gradient_w
-        velocity_b = 0.9 * velocity_b + (1.0 if batch_norm else 0.001 * bias.norm() / gradient_b.norm()) * gradient_b
+        velocity_b = (
+            0.9 * velocity_b
+            + (1.0 if batch_norm else 0.001 * bias.norm() / gradient_b.norm()) * gradient_b
+        )
         weight, bias = weight - 6.4 * velocity_w, bias - 6.4 * velocity_b
     # timm adds eps = 1e-8 to the gradient's norm.
     torch.testing.assert_close(head[1].weight.detach(), weight, rtol=1e-6, atol=1e-9)
@@ -137,10 +161,14 @@ def test_the_head_begins_as_torchs_linear_layer_does():
     bound = 1 / math.sqrt(400)
     for parameter in linear.parameters():
         assert parameter.abs().max() <= bound and parameter.abs().max() > 0.95 * bound
-        assert parameter.std().item() == pytest.approx(nn.Linear(400, 300).weight.std().item(), rel=0.1)
+        assert parameter.std().item() == pytest.approx(
+            nn.Linear(400, 300).weight.std().item(), rel=0.1
+        )
     assert torch.equal(linear_head(400, 300)[-1].weight, linear.weight)
     other = linear_head(400, 300, batch_norm=True)
-    assert isinstance(other[0], nn.BatchNorm1d) and other[1].weight.std().item() == pytest.approx(0.01, rel=0.05)
+    assert isinstance(other[0], nn.BatchNorm1d) and other[1].weight.std().item() == pytest.approx(
+        0.01, rel=0.05
+    )
     assert not other[1].bias.any()
 
 
@@ -156,15 +184,25 @@ def test_micro_batches_do_not_change_the_step(tmp_path: Path):
     heads = []
     for micro_batch in (48, 7):
         folder = tmp_path / str(micro_batch)
-        settings, by = LarsSettings(epochs=3, batch_size=48, lr=1.0), TowerSettings(micro_batch=micro_batch)
-        heads.append(fit_colours(folder, colour_set(96), settings, tower_settings=by)[0].state_dict())
+        settings, by = (
+            LarsSettings(epochs=3, batch_size=48, lr=1.0),
+            TowerSettings(micro_batch=micro_batch),
+        )
+        heads.append(
+            fit_colours(folder, colour_set(96), settings, tower_settings=by)[0].state_dict()
+        )
     for name in heads[0]:
         torch.testing.assert_close(heads[0][name], heads[1][name], rtol=1e-5, atol=1e-7)
 
 
 def test_the_defaults_are_the_papers_and_a_batch_is_at_most_the_set(tmp_path: Path):
     settings = LarsSettings()
-    assert (settings.epochs, settings.batch_size, settings.lr, settings.weight_decay) == (90, 16384, 6.4, 0.0)
+    assert (settings.epochs, settings.batch_size, settings.lr, settings.weight_decay) == (
+        90,
+        16384,
+        6.4,
+        0.0,
+    )
     large = fit_colours(tmp_path / "a", colour_set(64), LarsSettings(epochs=2))[0]
     whole = fit_colours(tmp_path / "b", colour_set(64), LarsSettings(epochs=2, batch_size=64))[0]
     assert torch.equal(large[1].weight, whole[1].weight)
@@ -204,7 +242,9 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path, clip_runs)
     def failing_read(index: int) -> Image.Image:
         nonlocal reads
         reads += 1
-        if reads == 1 + 2 * 24 + 10:  # one for the width of the features, two epochs of two batches, a part of one
+        if (
+            reads == 1 + 2 * 24 + 10
+        ):  # one for the width of the features, two epochs of two batches, a part of one
             raise PowerCut
         return train.read(index)
 
@@ -227,7 +267,9 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path, clip_runs)
             fit_colours(tmp_path / "cut", train, changed, **{**options, **more})
 
 
-def test_cached_features_go_on_with_the_missing_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_cached_features_go_on_with_the_missing_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(reading, "UNIT_SAMPLES", 4)
     images, read, power_fails = colour_set(10), [], True
 
@@ -244,9 +286,15 @@ def test_cached_features_go_on_with_the_missing_parts(tmp_path: Path, monkeypatc
     power_fails = False
     read.clear()
     features, targets = cached_features(MeanColour(), counted, *arguments)
-    assert read == [8, 9] and features.shape == (10, 3) and targets.tolist() == [i % 3 for i in range(10)]
+    assert (
+        read == [8, 9]
+        and features.shape == (10, 3)
+        and targets.tolist() == [i % 3 for i in range(10)]
+    )
     read.clear()
-    assert torch.equal(cached_features(MeanColour(), counted, *arguments)[0], features) and read == []
+    assert (
+        torch.equal(cached_features(MeanColour(), counted, *arguments)[0], features) and read == []
+    )
     # Another tower must not be given these features.
     other = nn.Sequential(MeanColour(), nn.Linear(3, 2))
     assert cached_features(other, counted, *arguments)[0].shape == (10, 2)
@@ -261,13 +309,18 @@ def test_quick_way_agrees_with_scikit_learn_on_the_same_features():
     rng = np.random.default_rng(0)
     centres = rng.normal(size=(4, 12))
     targets = rng.integers(4, size=400)
-    features = torch.tensor(centres[targets] + 1.5 * rng.normal(size=(400, 12)), dtype=torch.float32) * 7 + 3
+    features = (
+        torch.tensor(centres[targets] + 1.5 * rng.normal(size=(400, 12)), dtype=torch.float32) * 7
+        + 3
+    )
     features[:, 5] = 1.25  # a feature that never changes
     fit = fit_logistic(features[:300], torch.tensor(targets[:300]))
     own = make_pipeline(StandardScaler(), LogisticRegression(C=fit.chosen_c, max_iter=1000))
     own.fit(features[:300].double().numpy(), targets[:300])
     scores = fit.scores(features[300:])
-    np.testing.assert_allclose(scores.exp(), own.predict_proba(features[300:].double().numpy()), atol=1e-6)
+    np.testing.assert_allclose(
+        scores.exp(), own.predict_proba(features[300:].double().numpy()), atol=1e-6
+    )
     assert fit.converged and 0.6 < accuracies(scores, torch.tensor(targets[300:]))["top1"] < 1
     assert fit.split_accuracy[fit.chosen_c] == max(fit.split_accuracy.values())
 
@@ -279,7 +332,11 @@ def test_the_fifth_that_chooses_c_holds_a_fifth_of_each_class():
         assert np.bincount(targets[held]).tolist() == [10, 4, 1]
         assert sorted([*held, *rest]) == list(range(75))
     held, rest = stratified_fifth(np.arange(20) // 2, 0)  # ten classes of two: each keeps one
-    assert len(held) == 4 and set(targets[rest].tolist()) >= {0} and len(np.unique((np.arange(20) // 2)[rest])) == 10
+    assert (
+        len(held) == 4
+        and set(targets[rest].tolist()) >= {0}
+        and len(np.unique((np.arange(20) // 2)[rest])) == 10
+    )
     with pytest.raises(UserError, match="leave none to choose C"):
         stratified_fifth(np.arange(8), 0)
 
@@ -289,7 +346,9 @@ def test_the_middle_of_equally_good_cs_is_taken():
     assert middle_of_best({1e-5: 1.0, 1.0: 1.0}) == 1e-5
     # Far apart, so that any C separates them on the fifth; with the smallest C the fit itself is next to nothing.
     targets = torch.arange(40) % 2
-    features = torch.stack([10.0 * targets, torch.randn(40, generator=torch.Generator().manual_seed(0))], 1)
+    features = torch.stack(
+        [10.0 * targets, torch.randn(40, generator=torch.Generator().manual_seed(0))], 1
+    )
     fit = fit_logistic(features, targets)
     assert set(fit.split_accuracy.values()) == {1.0}
     assert 1e-3 < fit.chosen_c < 10
@@ -304,17 +363,23 @@ def test_a_class_with_dollar_signs_is_a_name_and_no_formula():
 def test_classes_of_one_name_are_written_apart(tmp_path: Path):
     facts = {"way": "quick", "model": "m", "test": {"images": 3}}
     named = {"7": "crane", "8": "crane", "9": "cat"}
-    found = _write(tmp_path, facts, {}, named, torch.eye(3)[torch.tensor([0, 0, 2])], torch.arange(3))
+    found = _write(
+        tmp_path, facts, {}, named, torch.eye(3)[torch.tensor([0, 0, 2])], torch.arange(3)
+    )
     tops = {name: own["top1"] for name, own in found["per_class"].items()}
     assert tops == {"crane (7)": 1.0, "crane (8)": 0.0, "cat": 1.0}
-    assert [(one["class"], one["guess"]) for one in found["most_confused"]] == [("crane (8)", "crane (7)")]
+    assert [(one["class"], one["guess"]) for one in found["most_confused"]] == [
+        ("crane (8)", "crane (7)")
+    ]
 
 
 def test_confusions_of_a_small_table():
     scores = torch.eye(6)[torch.tensor([0, 0, 1, 1, 1, 2])]
     counts = confusion_counts(scores, torch.tensor([0, 0, 1, 2, 2, 2]))
     assert counts[2].tolist() == [0, 2, 1, 0, 0, 0]
-    assert most_confused(counts, list("abcdef")) == [{"class": "c", "guess": "b", "count": 2, "of": 3}]
+    assert most_confused(counts, list("abcdef")) == [
+        {"class": "c", "guess": "b", "count": 2, "of": 3}
+    ]
     picture = Image.open(io.BytesIO(confusion_picture(counts, list("abcdef"), title="small")))
     assert picture.format == "PNG" and picture.width > 500
 
@@ -343,7 +408,9 @@ def test_folder_of_classes(tmp_path: Path):
         open_probe_set(tmp_path / "nowhere", "train")
 
 
-def test_features_of_other_pictures_under_the_same_names_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_features_of_other_pictures_under_the_same_names_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     arguments = (ToTensor(), ["blue", "green", "red"], tmp_path / "cache")
     found = []
     for seed in range(2):  # two sets at one relative path, of one form
@@ -355,7 +422,10 @@ def test_features_of_other_pictures_under_the_same_names_are_not_used(tmp_path: 
         colour_set(6, seed=seed).image(0).save("set/red/000.png", "BMP")
         found.append(cached_features(MeanColour(), open_probe_set("set", "train"), *arguments)[0])
     for before, after in pairwise(found[1:]):
-        assert [torch.equal(*pair) for pair in zip(after, before, strict=True)] == [True] * 4 + [False, True]
+        assert [torch.equal(*pair) for pair in zip(after, before, strict=True)] == [True] * 4 + [
+            False,
+            True,
+        ]
 
 
 @pytest.mark.timeout(60)
@@ -377,24 +447,50 @@ def test_shards_with_numbers_and_with_json(tmp_path: Path):
     (tmp_path / "set" / "classnames.txt").write_text("zero\none\ntwo\n")
     images = open_probe_set(f"{tmp_path}/set/train/{{0..1}}.tar", "train")
     assert images.labels == ["10", "2", "2", "0"] and class_list(images, images) == ["0", "2", "10"]
-    assert [images.image(i).getpixel((0, 0))[0] for i in range(4)] == [200, 40, 40, 0] and images.names["2"] == "two"
-    assert open_probe_set(tmp_path / "set" / "train", "test", label="json:group").labels == ["g10", "g2", "g2", "g0"]
-    for label, reason in (("json:class", "field 'class'"), ("json:list", "is a word"), ("txt", "not in 'txt'")):
+    assert [images.image(i).getpixel((0, 0))[0] for i in range(4)] == [
+        200,
+        40,
+        40,
+        0,
+    ] and images.names["2"] == "two"
+    assert open_probe_set(tmp_path / "set" / "train", "test", label="json:group").labels == [
+        "g10",
+        "g2",
+        "g2",
+        "g0",
+    ]
+    for label, reason in (
+        ("json:class", "field 'class'"),
+        ("json:list", "is a word"),
+        ("txt", "not in 'txt'"),
+    ):
         with pytest.raises(UserError, match=reason):
             open_probe_set(tmp_path / "set" / "train", "train", label=label)
     write_tar(tmp_path / "bare" / "0.tar", [("a.png", png((0, 0, 0)))])
     with pytest.raises(UserError, match="'a' has no .cls"):
         open_probe_set(tmp_path / "bare", "train")
     # Silent losses: a class without its image, samples with equal keys, a tar cut off between samples.
-    write_tar(tmp_path / "bare" / "0.tar", [("a.cls", b"1"), ("b.png", png((0, 0, 0))), ("b.cls", b"2")])
+    write_tar(
+        tmp_path / "bare" / "0.tar", [("a.cls", b"1"), ("b.png", png((0, 0, 0))), ("b.cls", b"2")]
+    )
     with pytest.raises(UserError, match="'a' has no image"):
         open_probe_set(tmp_path / "bare", "train")
-    twice = [member for i in range(2) for member in (("a.png", png((i * 9, 0, 0))), ("a.cls", str(i).encode()))]
+    twice = [
+        member
+        for i in range(2)
+        for member in (("a.png", png((i * 9, 0, 0))), ("a.cls", str(i).encode()))
+    ]
     write_tar(tmp_path / "bare" / "0.tar", twice)
     same = open_probe_set(tmp_path / "bare", "train")
-    assert same.labels == ["0", "1"] and [same.image(i).getpixel((0, 0))[0] for i in range(2)] == [0, 9]
+    assert same.labels == ["0", "1"] and [same.image(i).getpixel((0, 0))[0] for i in range(2)] == [
+        0,
+        9,
+    ]
     (tmp_path / "bare" / "0.tar").write_bytes((tmp_path / "bare" / "0.tar").read_bytes()[: 4 * 512])
-    with pytest.raises(UserError, match=r"0\.tar is not a readable, uncompressed tar .it is cut off after 2048 bytes"):
+    with pytest.raises(
+        UserError,
+        match=r"0\.tar is not a readable, uncompressed tar .it is cut off after 2048 bytes",
+    ):
         open_probe_set(tmp_path / "bare", "train")
 
 
@@ -406,7 +502,8 @@ def test_classes_that_do_not_fit_and_broken_images(tmp_path: Path):
     with pytest.raises(UserError, match="one class 'red'"):
         class_list(ProbeSet("one", ["red"], two.read), two)
     write_tar(
-        tmp_path / "0.tar", [("a.png", b"no picture"), ("a.cls", b"0"), ("b.png", png((0, 0, 0))), ("b.cls", b"1")]
+        tmp_path / "0.tar",
+        [("a.png", b"no picture"), ("a.cls", b"0"), ("b.png", png((0, 0, 0))), ("b.cls", b"1")],
     )
     broken = open_probe_set(tmp_path, "train")
     with pytest.raises(UserError, match="image 0 of"):
@@ -414,7 +511,11 @@ def test_classes_that_do_not_fit_and_broken_images(tmp_path: Path):
 
 
 INAT = "00000_Animalia_Annelida_Clitellata_Haplotaxida_Lumbricidae_Lumbricus_terrestris"
-BIRDS = ["001.Black_footed_Albatross/a.jpg", "001.Black_footed_Albatross/b.jpg", "002.Laysan_Albatross/c.jpg"]
+BIRDS = [
+    "001.Black_footed_Albatross/a.jpg",
+    "001.Black_footed_Albatross/b.jpg",
+    "002.Laysan_Albatross/c.jpg",
+]
 INAT17 = {
     "images": [{"id": 7, "file_name": "val/a.jpg"}],
     "annotations": [{"image_id": 7, "category_id": 3}],
@@ -462,9 +563,13 @@ def test_datasets_that_bring_their_split(tmp_path: Path, kind: str):
         assert other.image(0).getpixel((0, 0))[0] in range(45, 56) and len(other) == 1
 
 
-@pytest.mark.parametrize("kind", ["cub", "food101", "pets", "aircraft", "places365", "inat2021", "inat17"])
+@pytest.mark.parametrize(
+    "kind", ["cub", "food101", "pets", "aircraft", "places365", "inat2021", "inat17"]
+)
 def test_a_dataset_that_is_not_there_is_a_sentence(tmp_path: Path, kind: str):
-    with pytest.raises(UserError, match=f"{kind} is not complete under .*nothing is downloaded here"):
+    with pytest.raises(
+        UserError, match=f"{kind} is not complete under .*nothing is downloaded here"
+    ):
         open_probe_set(f"{kind}:{tmp_path}", "train")
     with pytest.raises(UserError, match="unknown dataset 'cifar'"):
         open_probe_set(f"cifar:{tmp_path}", "train")
@@ -476,15 +581,34 @@ def test_a_dataset_that_is_not_there_is_a_sentence(tmp_path: Path, kind: str):
 
 
 def test_command_both_ways(tmp_path: Path, clip_runs, capsys: pytest.CaptureFixture[str]):
-    train, test = (write_folder(tmp_path / f"set{seed}", colour_set(n, seed=seed)) for seed, n in enumerate((30, 12)))
-    common = ["linear-probe", clip_runs[0], "--train", str(train), "--test", str(test), "--device", "cpu"]
-    options = {"quick": [], "paper": ["--epochs", "3", "--batch-size", "15", "--micro-batch", "8", "--lr", "5"]}
+    train, test = (
+        write_folder(tmp_path / f"set{seed}", colour_set(n, seed=seed))
+        for seed, n in enumerate((30, 12))
+    )
+    common = [
+        "linear-probe",
+        clip_runs[0],
+        "--train",
+        str(train),
+        "--test",
+        str(test),
+        "--device",
+        "cpu",
+    ]
+    options = {
+        "quick": [],
+        "paper": ["--epochs", "3", "--batch-size", "15", "--micro-batch", "8", "--lr", "5"],
+    }
     for way, extra in options.items():
         out = tmp_path / way
         arguments = [*common, "--out", str(out), "--way", way, *extra]
         assert cli.main(arguments) == 0
         result = json.loads((out / "linear_probe.json").read_text())
-        assert result["way"] == way and result["feature_width"] == 32 and result["test"]["images"] == 12
+        assert (
+            result["way"] == way
+            and result["feature_width"] == 32
+            and result["test"]["images"] == 12
+        )
         assert result["classes"] == 3 and Image.open(out / "confusion.png").width > 400
         if way == "paper":
             assert len(result["history"]) == 3 and result["settings"]["lr"] == 5

@@ -38,7 +38,9 @@ from support.tiny_clip import picture, write_retrieval_set
 PARITY = 1e-6  # the issue's bound; CLIP_benchmark averages in float32
 
 
-def random_features(images: int, counts: list[int], width: int = 16, noise: float = 1.0, seed: int = 0):
+def random_features(
+    images: int, counts: list[int], width: int = 16, noise: float = 1.0, seed: int = 0
+):
     """Normalised features where a caption is its picture plus noise, in shuffled order."""
     generator = torch.Generator().manual_seed(seed)
     image = torch.randn(images, width, generator=generator)
@@ -53,7 +55,9 @@ def random_features(images: int, counts: list[int], width: int = 16, noise: floa
 
 def metrics_of_scores(scores, links, **options):
     """The metrics of features with these scores: texts are unit vectors."""
-    return retrieval_metrics(scores, torch.eye(scores.shape[1], dtype=scores.dtype), links, **options)
+    return retrieval_metrics(
+        scores, torch.eye(scores.shape[1], dtype=scores.dtype), links, **options
+    )
 
 
 def test_hand_computed_matrix_with_several_captions_per_image():
@@ -68,7 +72,9 @@ def test_hand_computed_matrix_with_several_captions_per_image():
     found = metrics_of_scores(scores, [0, 1, 2, 0, 1, 1], ks=(1, 2, 3))
     # Columns: the own image's rank is 2, 2, 1, 1, 2, 2.
     wanted = {"image_to_text": (1 / 3, 2 / 3, 1), "text_to_image": (2 / 6, 1, 1)}
-    rows = {f"{way}_R@{k}": share for way, shares in wanted.items() for k, share in enumerate(shares, 1)}
+    rows = {
+        f"{way}_R@{k}": share for way, shares in wanted.items() for k, share in enumerate(shares, 1)
+    }
     assert found == pytest.approx(rows, abs=1e-12)  # and no RSUM
 
 
@@ -77,7 +83,10 @@ def test_rsum_is_the_sum_of_the_six_recalls_in_percent():
     recalls = [value for name, value in metrics.items() if name != "rsum"]
     assert len(recalls) == 6 and 0 < metrics["rsum"] < 600
     assert metrics["rsum"] == pytest.approx(100 * sum(recalls), abs=1e-9)
-    image, links = torch.eye(20), torch.arange(20).repeat_interleave(3)  # a perfect model, and a hopeless one
+    image, links = (
+        torch.eye(20),
+        torch.arange(20).repeat_interleave(3),
+    )  # a perfect model, and a hopeless one
     assert retrieval_metrics(image, image[links], links)["rsum"] == pytest.approx(600, abs=1e-9)
     assert retrieval_metrics(image, -image[links], links)["rsum"] == 0
 
@@ -124,7 +133,9 @@ def test_more_captions_than_are_paired_at_once():
     scores = (image.double() @ text.double().T).float()
     above = (scores > scores[links, torch.arange(len(links))]).sum(dim=0)
     found = float((above < 10).double().mean())
-    assert retrieval_metrics(image, text, links)["text_to_image_R@10"] == pytest.approx(found, abs=1e-9)
+    assert retrieval_metrics(image, text, links)["text_to_image_R@10"] == pytest.approx(
+        found, abs=1e-9
+    )
     assert found < 0.9  # negative control: many captions do not find their image
 
 
@@ -134,7 +145,9 @@ def test_a_captions_own_score_may_differ_in_the_last_bit(monkeypatch):
     wanted = retrieval_metrics(image, text, links)
     paired = metrics_module._paired_scores
     for nudge in (1 + 2**-23, 1 - 2**-23):
-        monkeypatch.setattr(metrics_module, "_paired_scores", lambda *a, nudge=nudge: paired(*a) * nudge)
+        monkeypatch.setattr(
+            metrics_module, "_paired_scores", lambda *a, nudge=nudge: paired(*a) * nudge
+        )
         assert retrieval_metrics(image, text, links) == pytest.approx(wanted, abs=1e-12)
 
 
@@ -151,7 +164,9 @@ def test_order_and_chunks_do_not_matter(counts, chunk_size, duplicates, seed):
         text[-1] = text[0]
         image[-1] = image[0]
     whole = retrieval_metrics(image, text, links, chunk_size=10_000)
-    assert retrieval_metrics(image, text, links, chunk_size=chunk_size) == pytest.approx(whole, abs=1e-9)
+    assert retrieval_metrics(image, text, links, chunk_size=chunk_size) == pytest.approx(
+        whole, abs=1e-9
+    )
 
     generator = torch.Generator().manual_seed(seed)
     image_order = torch.randperm(len(image), generator=generator)
@@ -166,7 +181,9 @@ def test_order_and_chunks_do_not_matter(counts, chunk_size, duplicates, seed):
         assert 0 <= whole[f"{way}_R@1"] <= whole[f"{way}_R@5"] <= whole[f"{way}_R@10"] <= 1
 
 
-def clip_benchmark_recalls(image: torch.Tensor, text: torch.Tensor, links: torch.Tensor, k: int) -> tuple[float, float]:
+def clip_benchmark_recalls(
+    image: torch.Tensor, text: torch.Tensor, links: torch.Tensor, k: int
+) -> tuple[float, float]:
     scores = text @ image.T
     positive = F.one_hot(links, len(image)).bool()
     i2t = (zeroshot_retrieval.recall_at_k(scores.T, positive.T, k) > 0).float().mean().item()
@@ -177,7 +194,9 @@ def clip_benchmark_recalls(image: torch.Tensor, text: torch.Tensor, links: torch
 @pytest.mark.parametrize("noise", [0.3, 1.0, 3.0])
 def test_equals_clip_benchmarks_recall_on_features(noise):
     rng = np.random.default_rng(0)
-    image, text, links = random_features(150, rng.integers(1, 7, 150).tolist(), width=32, noise=noise)
+    image, text, links = random_features(
+        150, rng.integers(1, 7, 150).tolist(), width=32, noise=noise
+    )
     metrics = retrieval_metrics(image, text, links, chunk_size=37)
     for k in (1, 5, 10):
         i2t, t2i = clip_benchmark_recalls(image, text, links, k)
@@ -209,15 +228,30 @@ def test_memory_is_bounded_by_the_chunk():
 @pytest.mark.parametrize(
     ("image", "text", "links", "sentence"),
     [
-        (torch.zeros(3), torch.zeros(3, 2), [0, 1, 2], r"image_features must be .* got shape \(3,\)"),
+        (
+            torch.zeros(3),
+            torch.zeros(3, 2),
+            [0, 1, 2],
+            r"image_features must be .* got shape \(3,\)",
+        ),
         (torch.zeros(3, 2).long(), torch.zeros(3, 2), [0, 1, 2], "got shape .* of int64"),
         (torch.zeros(3, 2), torch.zeros(3, 4), [0, 1, 2], "same width, got 2 and 4"),
-        (torch.zeros(3, 2), torch.zeros(3, 2), [0, 1], "one image index for each of the 3 captions"),
+        (
+            torch.zeros(3, 2),
+            torch.zeros(3, 2),
+            [0, 1],
+            "one image index for each of the 3 captions",
+        ),
         (torch.zeros(3, 2), torch.zeros(3, 2), [0.0, 1.0, 2.0], "one image index for each"),
         (torch.zeros(3, 2), torch.zeros(3, 2), [0, 1, 3], r"0\.\.2 .* from 0 to 3"),
         (torch.zeros(3, 2), torch.zeros(3, 2), [0, 2, 2], "image 1 has no caption"),
         (torch.zeros(0, 2), torch.zeros(0, 2), [], "got 0 images"),
-        (torch.tensor([[0.0, 1], [float("nan"), 0]]), torch.zeros(2, 2), [0, 1], "NaN or infinity .*row 1"),
+        (
+            torch.tensor([[0.0, 1], [float("nan"), 0]]),
+            torch.zeros(2, 2),
+            [0, 1],
+            "NaN or infinity .*row 1",
+        ),
         (torch.zeros(1, 1), {"ks": (0, 1)}, [0], "ks must be positive"),
         (torch.zeros(1, 1), {"chunk_size": 0}, [0], "chunk_size must be"),
     ],
@@ -247,8 +281,14 @@ def test_ranks_tell_what_stands_above_and_what_ties():
 
 
 def test_parsing_of_retrieval_data():
-    assert parse_retrieval_data("coco=/d/x::f30k=/e/y") == {"coco": Path("/d/x"), "f30k": Path("/e/y")}
-    assert parse_retrieval_data("/d/coco/::/e/f30k") == {"coco": Path("/d/coco"), "f30k": Path("/e/f30k")}
+    assert parse_retrieval_data("coco=/d/x::f30k=/e/y") == {
+        "coco": Path("/d/x"),
+        "f30k": Path("/e/y"),
+    }
+    assert parse_retrieval_data("/d/coco/::/e/f30k") == {
+        "coco": Path("/d/coco"),
+        "f30k": Path("/e/f30k"),
+    }
     assert parse_retrieval_data("/d/run=3/coco") == {"coco": Path("/d/run=3/coco")}
 
 
@@ -269,7 +309,9 @@ def test_bad_retrieval_data_is_refused(spec, sentence):
 
 
 def test_a_set_is_read_in_order_with_all_captions(tmp_path):
-    texts = write_retrieval_set(tmp_path / "set", [1, 3, 7, 2, 5], extensions=("png", "jpg", "webp", "jpeg"))
+    texts = write_retrieval_set(
+        tmp_path / "set", [1, 3, 7, 2, 5], extensions=("png", "jpg", "webp", "jpeg")
+    )
     dataset = open_retrieval_set(tmp_path / "set")
     assert [list(sample.captions) for sample in dataset.samples] == texts
     assert len(dataset) == 5
@@ -316,11 +358,21 @@ def test_no_sample_of_a_shard_is_lost_without_a_word(tmp_path):
         for key, caption in (("a", b"a cat"), ("a", b"a dog"), ("b", b"a bird"), ("a", b"a fish")):
             add_file(tar, f"{key}.png", PNG)
             add_file(tar, f"{key}.txt", caption)
-        ends = [member.offset_data + 512 for member in tar.getmembers() if member.name.endswith("txt")]
+        ends = [
+            member.offset_data + 512 for member in tar.getmembers() if member.name.endswith("txt")
+        ]
     samples = open_retrieval_set(tmp_path / "set").samples
-    assert [f"{s.key}: {s.captions[0]}" for s in samples] == ["a: a cat", "a: a dog", "b: a bird", "a: a fish"]
+    assert [f"{s.key}: {s.captions[0]}" for s in samples] == [
+        "a: a cat",
+        "a: a dog",
+        "b: a bird",
+        "a: a fish",
+    ]
     shard.write_bytes(shard.read_bytes()[: ends[1]])  # after two whole samples
-    with pytest.raises(UserError, match=r"0\.tar is not a readable, uncompressed tar \(it is cut off after \d+ bytes"):
+    with pytest.raises(
+        UserError,
+        match=r"0\.tar is not a readable, uncompressed tar \(it is cut off after \d+ bytes",
+    ):
         open_retrieval_set(tmp_path / "set")
     for files in ({"a.json": b"{}"}, {"b.png": PNG, "a.png": PNG, "b.txt": b"1", "a.txt": b"2"}):
         rewrite_shard(tmp_path / "set", files)
@@ -332,7 +384,11 @@ def test_no_sample_of_a_shard_is_lost_without_a_word(tmp_path):
     ("file", "content", "sentence"),
     [
         ("", None, "does not exist"),
-        (".", b"x", r"is not a retrieval set in a known format; known: .*; a folder in CLIP_benchmark"),
+        (
+            ".",
+            b"x",
+            r"is not a retrieval set in a known format; known: .*; a folder in CLIP_benchmark",
+        ),
         ("dataset_type.txt", None, r"dataset_type\.txt is missing"),
         ("dataset_type.txt", b"classification", "holds 'classification'"),
         ("test/nshards.txt", None, r"nshards\.txt is missing"),
@@ -373,7 +429,12 @@ def test_clip_benchmarks_program_gives_the_same_recalls(tmp_path, export):
     line = f"eval --model local-dir:{export} --pretrained none --dataset wds/set --dataset_root {tmp_path / 'set'}"
     line += " --task zeroshot_retrieval --recall_k 1 5 10 --no_amp --num_workers 0 --batch_size 20"
     command = [warm.python(), program, *line.split(), "--output", str(tmp_path / "theirs.json")]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     theirs = json.loads((tmp_path / "theirs.json").read_text())["metrics"]
@@ -382,15 +443,21 @@ def test_clip_benchmarks_program_gives_the_same_recalls(tmp_path, export):
     ours = score_checkpoint(str(export), data, captions_per_image=None, output=output)["s"]
     assert ours["captions"] == sum(counts)
     for k in (1, 5, 10):
-        assert ours[f"image_to_text_R@{k}"] == pytest.approx(theirs[f"text_retrieval_recall@{k}"], abs=PARITY)
-        assert ours[f"text_to_image_R@{k}"] == pytest.approx(theirs[f"image_retrieval_recall@{k}"], abs=PARITY)
+        assert ours[f"image_to_text_R@{k}"] == pytest.approx(
+            theirs[f"text_retrieval_recall@{k}"], abs=PARITY
+        )
+        assert ours[f"text_to_image_R@{k}"] == pytest.approx(
+            theirs[f"image_retrieval_recall@{k}"], abs=PARITY
+        )
     # The comparison is informative: the recalls are neither all 0 nor all 1.
     assert 0 < ours["text_to_image_R@10"] < 1
     assert 0 < ours["image_to_text_R@5"] < 1
     written = json.loads(output.read_text())
     assert written["results"] == {"s": ours}
     # Five captions an image is another measurement.
-    assert score_checkpoint(str(export), data)["s"]["captions"] == sum(min(count, 5) for count in counts)
+    assert score_checkpoint(str(export), data)["s"]["captions"] == sum(
+        min(count, 5) for count in counts
+    )
 
 
 def test_encoding_normalises_and_restores_the_modes(tmp_path, stock):
@@ -401,7 +468,10 @@ def test_encoding_normalises_and_restores_the_modes(tmp_path, stock):
     model.text.transformer.eval()  # a tower frozen in eval, as open_clip's BERT starts
     before = {name: module.training for name, module in model.named_modules()}
     images = torch.stack([preprocess(dataset.read_image(i)) for i in range(3)])
-    batches = [(images[:2], [s.captions for s in dataset.samples[:2]]), (images[2:], [dataset.samples[2].captions])]
+    batches = [
+        (images[:2], [s.captions for s in dataset.samples[:2]]),
+        (images[2:], [dataset.samples[2].captions]),
+    ]
     image, text, links = encode_retrieval(model, batches, tokenizer)
     assert {name: module.training for name, module in model.named_modules()} == before
     assert links.tolist() == [0, 0, 1, 2, 2, 2]
@@ -418,8 +488,12 @@ def test_workers_batch_size_and_precision(tmp_path, stock, export):
     write_retrieval_set(tmp_path / "set", [3] * 20)
     dataset = open_retrieval_set(tmp_path / "set")
     alone = evaluate_retrieval(*stock, dataset)
-    assert evaluate_retrieval(*stock, dataset, num_workers=2, batch_size=7) == pytest.approx(alone, abs=PARITY)
-    mixed = evaluate_retrieval(*stock, dataset, autocast=lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+    assert evaluate_retrieval(*stock, dataset, num_workers=2, batch_size=7) == pytest.approx(
+        alone, abs=PARITY
+    )
+    mixed = evaluate_retrieval(
+        *stock, dataset, autocast=lambda: torch.autocast("cpu", dtype=torch.bfloat16)
+    )
     half, _, _ = open_clip.create_model_and_transforms(f"local-dir:{export}", precision="pure_bf16")
     pure = evaluate_retrieval(half, *stock[1:], dataset, input_dtype=torch.bfloat16)
     assert alone.keys() == mixed.keys() == pure.keys()
@@ -428,8 +502,13 @@ def test_workers_batch_size_and_precision(tmp_path, stock, export):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_broken_picture_is_named_also_from_a_loader_worker(tmp_path, stock, num_workers):
     write_retrieval_set(tmp_path / "set", [1, 1])
-    rewrite_shard(tmp_path / "set", {"good.png": PNG, "good.txt": b"a cat", "bad.png": PNG[:60], "bad.txt": b"a dog"})
-    with pytest.raises(UserError, match=r"0\.tar: the image of sample 'bad' cannot be read") as caught:
+    rewrite_shard(
+        tmp_path / "set",
+        {"good.png": PNG, "good.txt": b"a cat", "bad.png": PNG[:60], "bad.txt": b"a dog"},
+    )
+    with pytest.raises(
+        UserError, match=r"0\.tar: the image of sample 'bad' cannot be read"
+    ) as caught:
         evaluate_retrieval(*stock, open_retrieval_set(tmp_path / "set"), num_workers=num_workers)
     assert "Traceback" not in str(caught.value)
 
@@ -440,15 +519,31 @@ def test_refusals_come_before_the_model_is_loaded(tmp_path):
     with pytest.raises(UserError, match="yields no image"):
         encode_retrieval(torch.nn.Identity(), [], lambda texts: torch.zeros(1))
     with pytest.raises(UserError, match="image 0 of the retrieval set has no caption"):
-        encode_retrieval(torch.nn.Identity(), [(torch.zeros(1, 3, 8, 8), [()])], lambda texts: torch.zeros(1))
+        encode_retrieval(
+            torch.nn.Identity(), [(torch.zeros(1, 3, 8, 8), [()])], lambda texts: torch.zeros(1)
+        )
 
 
 def test_the_papers_row():
-    row = {f"{way}_R@{k}": 0.01 * k for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)}
+    row = {
+        f"{way}_R@{k}": 0.01 * k for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)
+    }
     lines = format_retrieval(
         {"coco": {**row, "images": 5000, "captions": 25000, "rsum": 32.0, "rsum_chance": 0.6}}
     ).splitlines()
-    assert lines[-1].split() == ["coco", "5000", "25000", "1.0", "5.0", "10.0", "1.0", "5.0", "10.0", "32.0", "0.6"]
+    assert lines[-1].split() == [
+        "coco",
+        "5000",
+        "25000",
+        "1.0",
+        "5.0",
+        "10.0",
+        "1.0",
+        "5.0",
+        "10.0",
+        "32.0",
+        "0.6",
+    ]
     assert len({len(line) for line in lines[1:]}) == 1
 
 
@@ -464,11 +559,14 @@ def test_chance_is_the_mean_of_random_orders_and_its_bound_holds_nearly_all():
         generator = torch.Generator().manual_seed(seed)
         drawn.append(metrics_of_scores(torch.rand(30, 60, generator=generator), links)["rsum"])
     assert np.mean(drawn) == pytest.approx(bounds["rsum_chance"], abs=3 * np.std(drawn) / 300**0.5)
-    assert np.mean(np.array(drawn) <= bounds["rsum_chance_upper"]) > 0.95 and bounds["rsum_best"] == 600
-    one = torch.ones(60, 4)  # a collapsed model has it exactly
-    assert retrieval_metrics(F.normalize(one[:30], dim=1), F.normalize(one, dim=1), links)["rsum"] == pytest.approx(
-        bounds["rsum_chance"], abs=1e-9
+    assert (
+        np.mean(np.array(drawn) <= bounds["rsum_chance_upper"]) > 0.95
+        and bounds["rsum_best"] == 600
     )
+    one = torch.ones(60, 4)  # a collapsed model has it exactly
+    assert retrieval_metrics(F.normalize(one[:30], dim=1), F.normalize(one, dim=1), links)[
+        "rsum"
+    ] == pytest.approx(bounds["rsum_chance"], abs=1e-9)
 
 
 def test_the_best_possible_score_is_that_of_a_model_that_knows_the_captions():
@@ -476,17 +574,24 @@ def test_the_best_possible_score_is_that_of_a_model_that_knows_the_captions():
     captions = ["a person"] * 20 + ["a dog"] * 8 + ["a red car", "a blue car"]
     best = recall_bounds(captions, range(30))["rsum_best"]
     texts = F.one_hot(torch.tensor([0] * 20 + [1] * 8 + [2, 3]), 4).float()
-    assert best == pytest.approx(retrieval_metrics(texts, texts, range(30))["rsum"], abs=1e-9) and best < 300
-    # A second caption that no other picture has makes each picture known.
-    assert recall_bounds([*captions, *map(str, range(30))], [*range(30), *range(30)])["rsum_best"] == pytest.approx(
-        450 + best / 4
+    assert (
+        best == pytest.approx(retrieval_metrics(texts, texts, range(30))["rsum"], abs=1e-9)
+        and best < 300
     )
+    # A second caption that no other picture has makes each picture known.
+    assert recall_bounds([*captions, *map(str, range(30))], [*range(30), *range(30)])[
+        "rsum_best"
+    ] == pytest.approx(450 + best / 4)
 
 
 def test_a_score_at_chance_and_a_low_best_score_are_sentences():
     bounds = recall_bounds(["a person"] * 40, range(40))
     low, high = ({**bounds, "rsum": bounds["rsum_chance"] + more} for more in (10.0, 80.0))
     chance, best = bounds_remarks({"shop": low})
-    assert chance.startswith("shop: RSUM 90.0 is not above chance (a random order has 80.0, and reaches 1")
-    assert best.startswith("shop: few captions serve many pictures, so that RSUM can reach 80 of 600 at best")
+    assert chance.startswith(
+        "shop: RSUM 90.0 is not above chance (a random order has 80.0, and reaches 1"
+    )
+    assert best.startswith(
+        "shop: few captions serve many pictures, so that RSUM can reach 80 of 600 at best"
+    )
     assert bounds_remarks({"shop": high}) == [best] and bounds_remarks({"a": {"rsum": 5.0}}) == []

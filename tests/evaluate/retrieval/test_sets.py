@@ -52,7 +52,15 @@ def sets(tmp_path_factory) -> Path:
         (root / "flat" / name).write_bytes(data)
         texts = captions(rng, count)
         sentences = [{"raw": text, "sentid": 100 * i + j} for j, text in enumerate(texts)]
-        images.append({"filename": name, "filepath": "val2014", "split": split, "imgid": i, "cocoid": 1000 + i})
+        images.append(
+            {
+                "filename": name,
+                "filepath": "val2014",
+                "split": split,
+                "imgid": i,
+                "cocoid": 1000 + i,
+            }
+        )
         images[-1]["sentences"] = sentences
         if split == "test":
             rows += [(name, 1000 + i, text, 100 * i + j) for j, text in enumerate(texts)]
@@ -63,12 +71,20 @@ def sets(tmp_path_factory) -> Path:
     (root / "wds" / "test" / "nshards.txt").write_text("1")
     with tarfile.open(root / "wds" / "test" / "0.tar", "w") as tar:
         for entry in images[: len(COUNTS)]:
-            add_file(tar, f"{entry['cocoid']}.jpg", (root / "flat" / entry["filename"]).read_bytes())
-            add_file(tar, f"{entry['cocoid']}.txt", "\n".join(s["raw"] for s in entry["sentences"]).encode())
+            add_file(
+                tar, f"{entry['cocoid']}.jpg", (root / "flat" / entry["filename"]).read_bytes()
+            )
+            add_file(
+                tar,
+                f"{entry['cocoid']}.txt",
+                "\n".join(s["raw"] for s in entry["sentences"]).encode(),
+            )
     return root
 
 
-def write_table(file: Path, rows: list, header: tuple = ("image", "image_id", "caption", "caption_id")) -> Path:
+def write_table(
+    file: Path, rows: list, header: tuple = ("image", "image_id", "caption", "caption_id")
+) -> Path:
     with file.open("w", newline="", encoding="utf-8") as text:
         csv.writer(text).writerows([header, *rows])
     return file
@@ -86,7 +102,9 @@ def table(root: Path) -> str:
 
 
 def test_three_formats_of_one_set_hold_the_same(sets):
-    first, *others = (open_retrieval_set(where) for where in (sets / "wds", karpathy(sets), table(sets)))
+    first, *others = (
+        open_retrieval_set(where) for where in (sets / "wds", karpathy(sets), table(sets))
+    )
     assert len(first) == len(COUNTS)
     assert first.num_captions() == sum(COUNTS)
     assert first.num_captions(5) == sum(min(count, 5) for count in COUNTS)
@@ -110,12 +128,21 @@ def test_what_training_reads_is_a_retrieval_set_too(tmp_path, sets):
     lists = f"{tmp_path}/{{00000..00002}}.tar"
     for where in (tmp_path, lists):
         found = open_retrieval_set(where)
-        assert [sample.captions for sample in found.samples] == [sample.captions for sample in truth]
-        assert found.read_image(12).tobytes() == open_retrieval_set(sets / "wds").read_image(12).tobytes()
+        assert [sample.captions for sample in found.samples] == [
+            sample.captions for sample in truth
+        ]
+        assert (
+            found.read_image(12).tobytes()
+            == open_retrieval_set(sets / "wds").read_image(12).tobytes()
+        )
     assert len(open_retrieval_set(f"{tmp_path}/00001.tar")) == 5
     with pytest.raises(UserError, match=r"00003\.tar is missing"):
         open_retrieval_set(f"{tmp_path}/{{00000..00003}}.tar")
-    rows = [(f"COCO_val2014_{int(key) - 1000:012d}.jpg", text) for key, texts in captions_of.items() for text in texts]
+    rows = [
+        (f"COCO_val2014_{int(key) - 1000:012d}.jpg", text)
+        for key, texts in captions_of.items()
+        for text in texts
+    ]
     own = tmp_path / "own"
     shutil.copytree(sets / "flat", own)
     for suffix, separator in ((".csv", ","), (".tsv", "\t")):
@@ -124,7 +151,9 @@ def test_what_training_reads_is_a_retrieval_set_too(tmp_path, sets):
         for where in (own / f"pairs{suffix}", own, f"{own}/pairs{suffix}@{sets / 'flat'}"):
             found = open_retrieval_set(where)
             # Rows with one path are captions of one image.
-            assert [sample.captions for sample in found.samples] == [sample.captions for sample in truth]
+            assert [sample.captions for sample in found.samples] == [
+                sample.captions for sample in truth
+            ]
         (own / f"pairs{suffix}").unlink()
     names = parse_retrieval_data(f"{tmp_path}::{lists.replace(tmp_path.name, 'b')}::c/pairs.tsv")
     assert list(names) == [tmp_path.name, "b", "pairs"]
@@ -143,7 +172,9 @@ def test_pictures_are_found_beside_the_annotations_too(tmp_path, sets):
     (tmp_path / "images").symlink_to(sets / "coco")
     (tmp_path / "dataset_coco.json").symlink_to(sets / "dataset_coco.json")
     found = open_retrieval_set(tmp_path / "dataset_coco.json")
-    assert found.samples[0].file == tmp_path / "images" / "val2014" / "COCO_val2014_000000000000.jpg"
+    assert (
+        found.samples[0].file == tmp_path / "images" / "val2014" / "COCO_val2014_000000000000.jpg"
+    )
     # A path inside the folder, as a table may give it.
     rows = [("val2014/COCO_val2014_000000000003.jpg", 1, "a cat", 1)]
     nested = write_table(tmp_path / "nested.csv", rows)
@@ -159,10 +190,14 @@ def test_two_pictures_of_one_name_are_not_told_apart_by_chance(tmp_path):
     table = tmp_path / "d" / "pairs.csv"
     table.write_text("filepath,title\n1.png,a cat\n")
     with pytest.raises(
-        UserError, match=r"1 of the 1 pictures .* are in two folders .*: name the right folder, pairs.csv@FOLDER"
+        UserError,
+        match=r"1 of the 1 pictures .* are in two folders .*: name the right folder, pairs.csv@FOLDER",
     ):
         open_retrieval_set(table)
-    assert open_retrieval_set(f"{table}@{tmp_path / 'd' / 'val'}").samples[0].file.read_bytes() == whole
+    assert (
+        open_retrieval_set(f"{table}@{tmp_path / 'd' / 'val'}").samples[0].file.read_bytes()
+        == whole
+    )
     table.write_text("filepath,title\nval/1.png,a cat\n")
     assert open_retrieval_set(table).samples[0].file.read_bytes() == whole
     shutil.rmtree(tmp_path / "d" / "val-256")  # the same picture twice
@@ -170,7 +205,9 @@ def test_two_pictures_of_one_name_are_not_told_apart_by_chance(tmp_path):
     assert open_retrieval_set(table).samples[0].file.read_bytes() == whole
 
 
-def test_a_table_has_its_pictures_beside_it_as_in_training_and_annotations_are_not_guessed_at(tmp_path):
+def test_a_table_has_its_pictures_beside_it_as_in_training_and_annotations_are_not_guessed_at(
+    tmp_path,
+):
     rng = np.random.default_rng(0)
     (tmp_path / "images").mkdir()
     beside, other = picture(rng), picture(rng)
@@ -181,30 +218,53 @@ def test_a_table_has_its_pictures_beside_it_as_in_training_and_annotations_are_n
     (source,) = parse_sources(f"t={table}")
     (trained,) = Reading(source, 0).samples(0, 0, 0)
     assert open_retrieval_set(table).samples[0].file.read_bytes() == trained.image == beside
-    one = {"filename": "1.png", "split": "test", "cocoid": 1, "sentences": [{"raw": "a cat", "sentid": 1}]}
+    one = {
+        "filename": "1.png",
+        "split": "test",
+        "cocoid": 1,
+        "sentences": [{"raw": "a cat", "sentid": 1}],
+    }
     annotations.write_text(json.dumps({"images": [one]}))
-    with pytest.raises(UserError, match="1 of the 1 pictures .* are in two folders with different contents"):
+    with pytest.raises(
+        UserError, match="1 of the 1 pictures .* are in two folders with different contents"
+    ):
         open_retrieval_set(annotations)
     (tmp_path / "images/1.png").write_bytes(beside)
     assert open_retrieval_set(annotations).samples[0].file == tmp_path / "1.png"
 
 
 def test_names_of_annotations(sets):
-    assert list(parse_retrieval_data(f"{karpathy(sets)}::f30k={table(sets)}")) == ["dataset_coco", "f30k"]
-    assert parse_retrieval_data("home=/data/set.v2@home") == {"home": Path("/data/set.v2@home")}  # a folder's own name
+    assert list(parse_retrieval_data(f"{karpathy(sets)}::f30k={table(sets)}")) == [
+        "dataset_coco",
+        "f30k",
+    ]
+    assert parse_retrieval_data("home=/data/set.v2@home") == {
+        "home": Path("/data/set.v2@home")
+    }  # a folder's own name
 
 
 NAME, OTHER = "COCO_val2014_000000000000.jpg", "COCO_val2014_000000000001.jpg"
 # Python's reader accepts Infinity as a number, and an id cannot be infinite.
-INFINITE = {"filename": "x.jpg", "split": "test", "cocoid": 1, "sentences": [{"raw": "x", "sentid": math.inf}]}
+INFINITE = {
+    "filename": "x.jpg",
+    "split": "test",
+    "cocoid": 1,
+    "sentences": [{"raw": "x", "sentid": math.inf}],
+}
 
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
         (None, "does not exist"),
-        ({"images": [{"id": 1}]}, r"entry 0 of .*set\.json does not have the form of Karpathy's images"),
-        ({"images": [INFINITE]}, r"entry 0 of .*set\.json does not have the form of Karpathy's images \(OverflowError"),
+        (
+            {"images": [{"id": 1}]},
+            r"entry 0 of .*set\.json does not have the form of Karpathy's images",
+        ),
+        (
+            {"images": [INFINITE]},
+            r"entry 0 of .*set\.json does not have the form of Karpathy's images \(OverflowError",
+        ),
         (
             "file,title\nx,a cat\n",
             "'filepath' and 'title' or 'image' and 'caption', each once; its header has 'file', 'title'",
@@ -216,13 +276,19 @@ INFINITE = {"filename": "x.jpg", "split": "test", "cocoid": 1, "sentences": [{"r
             r"cannot be read as CSV \(more fields than the header, line 2\); put quotes",
         ),
         ([(NAME, 1, " ", 7)], "row 1: a caption of image 1 is empty"),
-        ([(NAME, 1, "a", 7), (NAME, 1, "b", 7)], r"row 1: a caption_id of image 1 appears twice \(7, 7\)"),
+        (
+            [(NAME, 1, "a", 7), (NAME, 1, "b", 7)],
+            r"row 1: a caption_id of image 1 appears twice \(7, 7\)",
+        ),
         (
             [(NAME, 1, "a", 7), (OTHER, 1, "b", 8)],
             f"line 3: the image_id '1' is of two pictures .'{NAME}' and '{OTHER}'",
         ),
         ([("gone.jpg", 1, "a", 7)], r"1 of the 1 pictures .*first: gone\.jpg"),
-        ("image,image_id,caption,caption_id\nx,1,é,1\n", "row 1: a caption of image 1 is not UTF-8"),
+        (
+            "image,image_id,caption,caption_id\nx,1,é,1\n",
+            "row 1: a caption of image 1 is not UTF-8",
+        ),
     ],
 )
 def test_annotations_that_do_not_fit_are_refused_by_a_sentence(tmp_path, sets, content, sentence):
@@ -241,7 +307,9 @@ def test_annotations_that_do_not_fit_are_refused_by_a_sentence(tmp_path, sets, c
 def test_pictures_that_are_not_in_the_folder_are_named(tmp_path, sets):
     with pytest.raises(UserError, match=r"folder of pictures .*none .* does not exist"):
         open_retrieval_set(f"{sets / 'dataset_coco.json'}@{tmp_path / 'none'}")
-    with pytest.raises(UserError, match=r"13 of the 13 pictures .* \(first: COCO_val2014_0+\.jpg\)"):
+    with pytest.raises(
+        UserError, match=r"13 of the 13 pictures .* \(first: COCO_val2014_0+\.jpg\)"
+    ):
         open_retrieval_set(f"{sets / 'dataset_coco.json'}@{tmp_path}")
 
 
@@ -281,8 +349,30 @@ def test_parts_in_order_are_the_set(sets):
 def test_the_command_writes_row_json_csv_and_gallery(tmp_path, export, sets, capsys):
     data = f"coco={karpathy(sets)}::f30k={table(sets)}::wds={sets / 'wds'}"
     files = {key: tmp_path / "out" / f"o.{key}" for key in ("json", "csv", "html")}
-    arguments = ["--output", str(files["json"]), "--csv", str(files["csv"]), "--gallery", str(files["html"])]
-    assert main(["retrieval", str(export), "--data", data, "--device", "cpu", "--workers", "1", *arguments]) == 0
+    arguments = [
+        "--output",
+        str(files["json"]),
+        "--csv",
+        str(files["csv"]),
+        "--gallery",
+        str(files["html"]),
+    ]
+    assert (
+        main(
+            [
+                "retrieval",
+                str(export),
+                "--data",
+                data,
+                "--device",
+                "cpu",
+                "--workers",
+                "1",
+                *arguments,
+            ]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out.splitlines()
     results = json.loads(files["json"].read_text())
     assert results["captions_per_image"] == 5
@@ -314,7 +404,9 @@ def check_gallery(html: str, results: dict) -> None:
         ("Caption to picture", row["captions"], "text_to_image"),
         ("Picture to captions", row["images"], "image_to_text"),
     ):
-        assert int(re.search(rf"{title}: hits <small>(\d+)", html)[1]) == round(row[f"{way}_R@1"] * total)
+        assert int(re.search(rf"{title}: hits <small>(\d+)", html)[1]) == round(
+            row[f"{way}_R@1"] * total
+        )
     opened = re.findall(r"<(/?)(article|section|table|tr|td|figure|p|div)\b", html)
     for tag in {tag for _, tag in opened}:
         assert opened.count(("", tag)) == opened.count(("/", tag)), tag
@@ -327,7 +419,9 @@ def test_captions_are_escaped_in_the_gallery(tmp_path, export):
     for i in range(3):
         (tmp_path / f"{i}.png").write_bytes(picture(rng))
         rows.append((f"{i}.png", i, f'<script>alert("{i}")</script> & more', i))
-    score_checkpoint(str(export), f"s={write_table(tmp_path / 'a.csv', rows)}", gallery=tmp_path / "g.html")
+    score_checkpoint(
+        str(export), f"s={write_table(tmp_path / 'a.csv', rows)}", gallery=tmp_path / "g.html"
+    )
     html = (tmp_path / "g.html").read_text()
     assert "<script" not in html
     assert re.search(r"&lt;script&gt;alert\(&#34;\d&#34;\)&lt;/script&gt; &amp; more", html)
@@ -346,13 +440,21 @@ def test_the_papers_transform_squashes_and_crops(export, sets):
     ours = paper_transform_of(model.visual)(image)
     squashed = image.resize((37, 37), Image.Resampling.BILINEAR)
     corner = round((37 - 32) / 2)
-    pixels = torch.from_numpy(np.array(squashed)[corner : corner + 32, corner : corner + 32]).permute(2, 0, 1) / 255
+    pixels = (
+        torch.from_numpy(np.array(squashed)[corner : corner + 32, corner : corner + 32]).permute(
+            2, 0, 1
+        )
+        / 255
+    )
     cfg = model.visual.preprocess_cfg
-    by_hand = (pixels - torch.tensor(cfg["mean"])[:, None, None]) / torch.tensor(cfg["std"])[:, None, None]
+    by_hand = (pixels - torch.tensor(cfg["mean"])[:, None, None]) / torch.tensor(cfg["std"])[
+        :, None, None
+    ]
     torch.testing.assert_close(ours, by_hand, rtol=0, atol=1e-6)
     assert (ours - preprocess(image)).abs().max() > 0.1
     own, paper = (
-        score_checkpoint(str(export), f"s={karpathy(sets)}", paper_transform=paper)["s"] for paper in (False, True)
+        score_checkpoint(str(export), f"s={karpathy(sets)}", paper_transform=paper)["s"]
+        for paper in (False, True)
     )
     assert own.keys() == paper.keys()
 
@@ -367,7 +469,13 @@ def run_on_rank(rank: int, ports: list[int], commands: list[list[str]], log: Pat
     """The commands on one of two ranks, as torchrun starts them; output and exit status of each go to a file."""
     with log.open("w") as text, redirect_stdout(text), redirect_stderr(text):
         for port, command in zip(ports, commands, strict=True):
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank}
+            place = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "WORLD_SIZE": 2,
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+            }
             os.environ.update({name: str(value) for name, value in place.items()})
             print(f"status {main(command)}")
 
@@ -376,14 +484,29 @@ def test_two_ranks_give_the_numbers_of_one(tmp_path, export, sets):
     """Real gloo processes; 13 images part unevenly, and a picture that one rank cannot read stops both by its name."""
     alone = score_checkpoint(str(export), f"s={karpathy(sets)}")["s"]
     shutil.copytree(sets / "flat", tmp_path / "broken")
-    (tmp_path / "broken" / "COCO_val2014_000000000012.jpg").write_bytes(b"no picture")  # of the second rank
+    (tmp_path / "broken" / "COCO_val2014_000000000012.jpg").write_bytes(
+        b"no picture"
+    )  # of the second rank
     commands = [
-        ["retrieval", str(export), "--data", f"s={data}", "--device", "cpu", "--output", str(tmp_path / output)]
-        for data, output in ((karpathy(sets), "0.json"), (f"{sets / 'valid_anno.csv'}@{tmp_path / 'broken'}", "1.json"))
+        [
+            "retrieval",
+            str(export),
+            "--data",
+            f"s={data}",
+            "--device",
+            "cpu",
+            "--output",
+            str(tmp_path / output),
+        ]
+        for data, output in (
+            (karpathy(sets), "0.json"),
+            (f"{sets / 'valid_anno.csv'}@{tmp_path / 'broken'}", "1.json"),
+        )
     ]
     ports, logs = free_ports(2), [tmp_path / f"{rank}.log" for rank in range(2)]
     forks = [
-        get_context("fork").Process(target=run_on_rank, args=(r, ports, commands, log)) for r, log in enumerate(logs)
+        get_context("fork").Process(target=run_on_rank, args=(r, ports, commands, log))
+        for r, log in enumerate(logs)
     ]
     for one in forks:
         one.start()
@@ -391,9 +514,14 @@ def test_two_ranks_give_the_numbers_of_one(tmp_path, export, sets):
         one.join(120)
     said = [log.read_text() for log in logs]
     for text in said:
-        assert [line for line in text.splitlines() if "status" in line] == ["status 0", "status 2"], text[-2000:]
+        assert [line for line in text.splitlines() if "status" in line] == [
+            "status 0",
+            "status 2",
+        ], text[-2000:]
         assert text.count("the image of sample '1012' cannot be read") == 1
-    assert "RSUM  chance" in said[0] and "RSUM  chance" not in said[1]  # the first rank alone prints
+    assert (
+        "RSUM  chance" in said[0] and "RSUM  chance" not in said[1]
+    )  # the first rank alone prints
     together = json.loads((tmp_path / "0.json").read_text())["results"]["s"]
     assert together == pytest.approx(alone, abs=1e-9)
     assert not (tmp_path / "1.json").exists()

@@ -37,9 +37,9 @@ def photos(tmp_path) -> Path:
     rng = np.random.default_rng(0)
     (tmp_path / "photos" / "below").mkdir(parents=True)
     for i in range(COUNT):
-        (tmp_path / "photos" / ("below" if i % 3 else ".") / f"{i}.{'png' if i % 2 else 'JPG'}").write_bytes(
-            picture(rng, "PNG" if i % 2 else "JPEG")
-        )
+        (
+            tmp_path / "photos" / ("below" if i % 3 else ".") / f"{i}.{'png' if i % 2 else 'JPG'}"
+        ).write_bytes(picture(rng, "PNG" if i % 2 else "JPEG"))
     (tmp_path / "photos" / "broken.jpg").write_bytes(b"no picture")
     (tmp_path / "photos" / "empty.png").write_bytes(b"")
     (tmp_path / "photos" / "notes.txt").write_text("a cat")
@@ -47,21 +47,41 @@ def photos(tmp_path) -> Path:
 
 
 def search(
-    home: list[str], data: Path | str, cache: Path, *, seed: int = 0, words: str = "a cat", batch_size: int = 4, **more
+    home: list[str],
+    data: Path | str,
+    cache: Path,
+    *,
+    seed: int = 0,
+    words: str = "a cat",
+    batch_size: int = 4,
+    **more,
 ):
-    encoder = Encoder(home[seed], device="cpu", batch_size=batch_size, workers=more.pop("workers", 0))
-    return run_search({"model": encoder}, str(data), SearchSettings(words, cache=cache, **more))["model"]
+    encoder = Encoder(
+        home[seed], device="cpu", batch_size=batch_size, workers=more.pop("workers", 0)
+    )
+    return run_search({"model": encoder}, str(data), SearchSettings(words, cache=cache, **more))[
+        "model"
+    ]
 
 
-def expected(home: list[str], photos: Path, words: str = "a cat", image: Path | None = None) -> list[tuple[str, float]]:
+def expected(
+    home: list[str], photos: Path, words: str = "a cat", image: Path | None = None
+) -> list[tuple[str, float]]:
     """Names and cosines, computed one by one."""
     model, transform, tokenizer = load_model(home[0])
     found = []
     with torch.no_grad():
-        query = F.normalize(model.encode_text(tokenizer([words])), dim=-1)[0] if words else torch.zeros(24)
+        query = (
+            F.normalize(model.encode_text(tokenizer([words])), dim=-1)[0]
+            if words
+            else torch.zeros(24)
+        )
         if image is not None:
             query = (
-                query + F.normalize(model.encode_image(transform(Image.open(image).convert("RGB"))[None]), dim=-1)[0]
+                query
+                + F.normalize(
+                    model.encode_image(transform(Image.open(image).convert("RGB"))[None]), dim=-1
+                )[0]
             )
         for path in photos.rglob("[0-9]*"):
             feature = model.encode_image(transform(Image.open(path).convert("RGB"))[None])[0]
@@ -76,11 +96,15 @@ def test_ranks_are_those_of_the_models_own_cosines(home, photos, tmp_path, worke
     found = search(home, photos, tmp_path / "cache", best=20, workers=workers)
     wanted = expected(home, photos)
     assert [hit.picture for hit in found.hits] == [name for name, _ in wanted]
-    assert [hit.score for hit in found.hits] == pytest.approx([score for _, score in wanted], abs=1e-5)
+    assert [hit.score for hit in found.hits] == pytest.approx(
+        [score for _, score in wanted], abs=1e-5
+    )
     assert (found.pictures, found.bad, found.computed) == (COUNT, 3, COUNT + 2)
     query = photos / "0.JPG"
     both = search(home, photos, tmp_path / "cache", image=query, best=20)
-    assert [hit.picture for hit in both.hits] == [name for name, _ in expected(home, photos, image=query)]
+    assert [hit.picture for hit in both.hits] == [
+        name for name, _ in expected(home, photos, image=query)
+    ]
     alone = search(home, photos, tmp_path / "cache", words="", image=query, best=1)
     assert alone.hits[0].picture == "0.JPG" and alone.hits[0].score == pytest.approx(1, abs=1e-5)
 
@@ -119,7 +143,9 @@ def test_names_that_are_no_text_are_shown_escaped(home, photos, tmp_path, capsys
     assert names == {hit.picture for hit in found.hits} and os.fsdecode(b"\xff.jpg") in names
 
 
-def test_a_stopped_call_goes_on_and_a_damaged_cache_is_made_again(home, photos, tmp_path, monkeypatch):
+def test_a_stopped_call_goes_on_and_a_damaged_cache_is_made_again(
+    home, photos, tmp_path, monkeypatch
+):
     monkeypatch.setattr(reading, "UNIT_SAMPLES", 3)
     whole = search(home, photos, tmp_path / "whole", batch_size=2, best=20)
     stock, calls = FrozenModel.images, []
@@ -143,7 +169,9 @@ def test_a_stopped_call_goes_on_and_a_damaged_cache_is_made_again(home, photos, 
     stored = np.load(rows, mmap_mode="r+")
     stored[4, 2] = np.nan
     stored.flush()
-    with pytest.raises(UserError, match=r"0\.images\.npy holds rows with NaN or infinite numbers; remove"):
+    with pytest.raises(
+        UserError, match=r"0\.images\.npy holds rows with NaN or infinite numbers; remove"
+    ):
         search(home, photos, tmp_path / "cache")
 
 
@@ -156,8 +184,14 @@ def test_shards_and_tables_are_searched_too(home, photos, tmp_path, capsys):
             for path in good[shard::2]:
                 add_file(tar, f"{path.stem}.{path.suffix[1:].lower()}", path.read_bytes())
                 add_file(tar, f"{path.stem}.txt", f"picture {path.stem}\nin other words".encode())
-                if path.suffix == ".png":  # as `zerovl data pack` writes it; a folder's name is not a picture's
-                    add_file(tar, f"{path.stem}.json", json.dumps({"filename": path.name, "file": 7}).encode())
+                if (
+                    path.suffix == ".png"
+                ):  # as `zerovl data pack` writes it; a folder's name is not a picture's
+                    add_file(
+                        tar,
+                        f"{path.stem}.json",
+                        json.dumps({"filename": path.name, "file": 7}).encode(),
+                    )
     found = search(home, f"mine={tmp_path / 'shards'}", tmp_path / "cache", best=3)
     wanted = [Path(hit.picture) for hit in alone.hits]
     assert (found.pictures, found.bad) == (COUNT, 0)
@@ -172,8 +206,12 @@ def test_shards_and_tables_are_searched_too(home, photos, tmp_path, capsys):
     assert search(home, f"mine={tmp_path / 'shards'}", tmp_path / "cache").computed == 0
     rows = "".join(f"{path},words\n" for path in [*good, good[0], photos / "gone.jpg"])
     (tmp_path / "table.csv").write_text(f"image,caption\n{rows}")
-    listed = search(home, tmp_path / "table.csv", tmp_path / "cache", best=3, page=tmp_path / "page.html")
-    assert [Path(hit.picture).name for hit in listed.hits] == [Path(hit.picture).name for hit in alone.hits]
+    listed = search(
+        home, tmp_path / "table.csv", tmp_path / "cache", best=3, page=tmp_path / "page.html"
+    )
+    assert [Path(hit.picture).name for hit in listed.hits] == [
+        Path(hit.picture).name for hit in alone.hits
+    ]
     assert (listed.pictures, listed.bad) == (COUNT, 1)
 
 
@@ -181,19 +219,33 @@ def test_the_command_shows_models_side_by_side_and_writes_its_files(home, photos
     (photos / "<b>.png").write_bytes((photos / "3.png").read_bytes())
     models = [f"one={home[0]}", f"two={home[1]}"]
     files = ["--page", str(tmp_path / "page.html"), "--output", str(tmp_path / "found.json")]
-    command = ["search", *models, str(photos), "a small cat", "--best", "4", "--cache", str(tmp_path / "cache"), *files]
+    command = [
+        "search",
+        *models,
+        str(photos),
+        "a small cat",
+        "--best",
+        "4",
+        "--cache",
+        str(tmp_path / "cache"),
+        *files,
+    ]
     assert main([*command, "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert (
         out.split()[:2] == ["one", "two"]
-        and f"one: {COUNT + 1} pictures and 2 that cannot be decoded or are not there; 0 of all known" in out
+        and f"one: {COUNT + 1} pictures and 2 that cannot be decoded or are not there; 0 of all known"
+        in out
     )
     data = json.loads((tmp_path / "found.json").read_text())
     assert list(data["models"]) == ["one", "two"] and data["words"] == "a small cat"
     assert all(len(model["hits"]) == 4 for model in data["models"].values())
     page = (tmp_path / "page.html").read_text()
     assert (
-        page.count("<figure>") == 8 and 'src="data:image/jpeg' in page and "<b>.png" not in page and "http" not in page
+        page.count("<figure>") == 8
+        and 'src="data:image/jpeg' in page
+        and "<b>.png" not in page
+        and "http" not in page
     )
     assert main([*command, "--device", "cpu"]) == 0
     assert f"{COUNT + 3} of all known from before" in capsys.readouterr().out

@@ -34,7 +34,11 @@ def write_clip_benchmark(root: Path, labels: list[int]) -> Path:
     rng = np.random.default_rng(3)
     for shard, part in enumerate(np.array_split(np.arange(len(labels)), 2)):
         files = [(f"{i:03d}", picture(rng), str(labels[i]).encode()) for i in part.tolist()]
-        members = [member for key, image, label in files for member in ((f"{key}.png", image), (f"{key}.cls", label))]
+        members = [
+            member
+            for key, image, label in files
+            for member in ((f"{key}.png", image), (f"{key}.cls", label))
+        ]
         write_tar(root / "test" / f"{shard}.tar", members)
     (root / "test" / "nshards.txt").write_text("2")
     (root / "classnames.txt").write_text("\n".join(NAMES) + "\n")
@@ -45,10 +49,15 @@ def write_clip_benchmark(root: Path, labels: list[int]) -> Path:
 def test_accuracies_by_hand_with_ties_by_expectation():
     scores = torch.zeros(4, 6)
     scores[0, 1], scores[1, 0], scores[2, :3] = 1, 1, 1
-    found = accuracies(scores, torch.tensor([1, 1, 2, 5]))  # first; tied behind one; one of three first; one of six
+    found = accuracies(
+        scores, torch.tensor([1, 1, 2, 5])
+    )  # first; tied behind one; one of three first; one of six
     assert found["top1"] == pytest.approx((1 + 0 + 1 / 3 + 1 / 6) / 4)
     assert found["top5"] == pytest.approx((1 + 4 / 5 + 1 + 5 / 6) / 4)
-    assert found["mean_per_class"] == pytest.approx((1 / 2 + 1 / 3 + 1 / 6) / 3) and found["chance"] == 1 / 6
+    assert (
+        found["mean_per_class"] == pytest.approx((1 / 2 + 1 / 3 + 1 / 6) / 3)
+        and found["chance"] == 1 / 6
+    )
     assert {index: one["images"] for index, one in found["per_class"].items()} == {1: 2, 2: 1, 5: 1}
     assert "top5" not in accuracies(scores[:, :5], torch.tensor([1, 1, 2, 4]))
 
@@ -68,7 +77,9 @@ def test_scores_that_are_not_finite_are_refused(measure, bad):
 @pytest.mark.parametrize(("right", "count"), [(0, 12), (3, 40), (40, 40), (1, 1)])
 def test_intervals_are_wilsons(right, count):
     wanted = binomtest(right, count).proportion_ci(method="wilson")
-    assert wilson(right / count, count, 1.959964) == pytest.approx((wanted.low, wanted.high), abs=1e-6)
+    assert wilson(right / count, count, 1.959964) == pytest.approx(
+        (wanted.low, wanted.high), abs=1e-6
+    )
 
 
 def test_results_equal_clip_benchmarks(tmp_path, export, capsys):
@@ -82,22 +93,44 @@ def test_results_equal_clip_benchmarks(tmp_path, export, capsys):
     weights = zeroshot_classification.zero_shot_classifier(
         model.eval(), tokenizer, theirs.classes, theirs.templates, "cpu", amp=False
     )
-    logits, target = zeroshot_classification.run_classification(model, weights, loader, "cpu", amp=False)
+    logits, target = zeroshot_classification.run_classification(
+        model, weights, loader, "cpu", amp=False
+    )
     accuracy1, accuracy5 = zeroshot_classification.accuracy(logits, target, topk=(1, 5))
     recall = zeroshot_classification.balanced_accuracy_score(target, logits.argmax(1))
 
     output = tmp_path / "ours.json"
-    assert main(["zero-shot", str(export), "--data", f"s={root}", "--device", "cpu", "--output", str(output)]) == 0
+    assert (
+        main(
+            [
+                "zero-shot",
+                str(export),
+                "--data",
+                f"s={root}",
+                "--device",
+                "cpu",
+                "--output",
+                str(output),
+            ]
+        )
+        == 0
+    )
     written = json.loads(output.read_text())
     ours = written["results"]["s"]
     assert written["templates"]["s"] == TEMPLATES and ours["classes"] == 7
     for key, value in {"top1": accuracy1, "top5": accuracy5, "mean_per_class": recall}.items():
         assert ours[key] == pytest.approx(value, abs=1e-9), key
     assert 0 < accuracy1 < accuracy5 < 1
-    assert list(ours["per_class"]) == NAMES[:6] and sum(one["images"] for one in ours["per_class"].values()) == 40
+    assert (
+        list(ours["per_class"]) == NAMES[:6]
+        and sum(one["images"] for one in ours["per_class"].values()) == 40
+    )
     assert "s is not above chance: top-1" in capsys.readouterr().out
     # And score by score.
-    opened, frozen = open_labelled_set(str(root)), FrozenModel("m", model.encode_image, model.encode_text, tokenizer)
+    opened, frozen = (
+        open_labelled_set(str(root)),
+        FrozenModel("m", model.encode_image, model.encode_text, tokenizer),
+    )
     images = frozen.images(torch.stack([transform(opened.images.image(i)) for i in range(40)]))
     scores = classify(images, class_features(opened.captions(), frozen.texts))
     torch.testing.assert_close(100 * scores, logits, rtol=0, atol=1e-4)
@@ -108,18 +141,25 @@ def test_results_equal_clip_benchmarks(tmp_path, export, capsys):
 
 def test_layouts(tmp_path):
     flat = open_labelled_set(str(write_classes(tmp_path / "flat", "b_c 001.A_bird")))
-    assert flat.images.labels == ["001.A_bird"] * 2 + ["b_c"] * 2 and flat.names == ["A bird", "b c"]
+    assert flat.images.labels == ["001.A_bird"] * 2 + ["b_c"] * 2 and flat.names == [
+        "A bird",
+        "b c",
+    ]
     assert flat.templates == CLIP_TEMPLATES and len(CLIP_TEMPLATES) == 7 and flat.sources is None
     write_classes(tmp_path / "split" / "test", "a b")
     write_classes(tmp_path / "split" / "train", "a b", each=5)
     splits = {
-        split: open_labelled_set(f"{tmp_path}/split", ZeroShotSettings(split=split)) for split in ("test", "train")
+        split: open_labelled_set(f"{tmp_path}/split", ZeroShotSettings(split=split))
+        for split in ("test", "train")
     }
     assert {split: len(one.images) for split, one in splits.items()} == {"test": 4, "train": 10}
     with pytest.raises(
-        UserError, match="no folder .val., but test, train: name one of these folders as the set, or choose one"
+        UserError,
+        match="no folder .val., but test, train: name one of these folders as the set, or choose one",
     ):
-        open_labelled_set(f"{tmp_path}/split", ZeroShotSettings(split="val"))  # not both as if they were sources
+        open_labelled_set(
+            f"{tmp_path}/split", ZeroShotSettings(split="val")
+        )  # not both as if they were sources
     for source, classes in (("shop", "a b"), ("web", "b c")):
         write_classes(tmp_path / "two" / source, classes)
     two = open_labelled_set(f"{tmp_path}/two")
@@ -130,7 +170,10 @@ def test_layouts(tmp_path):
         assert two.images.image(number).tobytes() == own.image(int(number % 4)).tobytes(), place
     files = [("0.png", png((1, 2, 3))), ("0.json", b'{"kind": "cat"}'), ("1.png", png((9, 2, 3)))]
     write_tar(tmp_path / "shards" / "0.tar", [*files, ("1.json", b'{"kind": "dog"}')])
-    assert open_labelled_set(f"{tmp_path}/shards", ZeroShotSettings(label="json:kind")).names == ["cat", "dog"]
+    assert open_labelled_set(f"{tmp_path}/shards", ZeroShotSettings(label="json:kind")).names == [
+        "cat",
+        "dog",
+    ]
 
 
 def test_imagenets_folders_have_their_names(tmp_path):
@@ -148,7 +191,8 @@ def write_labels(root: Path, labels: list[int], *, names: str | None) -> str:
     """CLIP_benchmark's layout with a picture of each label, and classnames.txt if names are given."""
     members = [(f"{i}.png", png((i, 0, 0))) for i in range(len(labels))]
     write_tar(
-        root / "test" / "0.tar", [m for i, one in enumerate(members) for m in (one, (f"{i}.cls", b"%d" % labels[i]))]
+        root / "test" / "0.tar",
+        [m for i, one in enumerate(members) for m in (one, (f"{i}.cls", b"%d" % labels[i]))],
     )
     if names is not None:
         (root / "classnames.txt").write_text(names)
@@ -158,23 +202,41 @@ def write_labels(root: Path, labels: list[int], *, names: str | None) -> str:
 @pytest.mark.parametrize(
     ("labels", "names", "sentence"),
     [
-        ([1, 2, 3], "cat\ndog\nsun\n", "classnames.txt names the classes 0 to 2, .* has the label '3'"),  # shifted
+        (
+            [1, 2, 3],
+            "cat\ndog\nsun\n",
+            "classnames.txt names the classes 0 to 2, .* has the label '3'",
+        ),  # shifted
         ([0, 1, 2], "cat\ndog\n", "classnames.txt names the classes 0 to 1, .* has the label '2'"),
-        ([0, 1, 2], "cat\n\nsun\n", r"1 of 3 classes of .* have no words for captions \(first: '1'\)"),
-        ([0, 1], None, r"2 of 2 classes of .* have no words for captions \(first: '0'\): name them with --class-names"),
+        (
+            [0, 1, 2],
+            "cat\n\nsun\n",
+            r"1 of 3 classes of .* have no words for captions \(first: '1'\)",
+        ),
+        (
+            [0, 1],
+            None,
+            r"2 of 2 classes of .* have no words for captions \(first: '0'\): name them with --class-names",
+        ),
     ],
 )
 def test_labels_without_words_are_refused_and_can_be_named(tmp_path, labels, names, sentence):
     where = write_labels(tmp_path / "set", labels, names=names)
     with pytest.raises(UserError, match=sentence):
         open_labelled_set(where)
-    (tmp_path / "names.json").write_text(json.dumps({str(label): f"word {label}" for label in labels}))
+    (tmp_path / "names.json").write_text(
+        json.dumps({str(label): f"word {label}" for label in labels})
+    )
     named = open_labelled_set(where, ZeroShotSettings(class_names=tmp_path / "names.json"))
-    assert dict(zip(named.classes, named.names, strict=True)) == {str(label): f"word {label}" for label in labels}
+    assert dict(zip(named.classes, named.names, strict=True)) == {
+        str(label): f"word {label}" for label in labels
+    }
 
 
 def test_a_part_of_imagenets_folders_has_no_words_and_digits_may_be_words(tmp_path):
-    with pytest.raises(UserError, match="2 of 2 classes of .* have no words for captions .first: 'n01440764'"):
+    with pytest.raises(
+        UserError, match="2 of 2 classes of .* have no words for captions .first: 'n01440764'"
+    ):
         open_labelled_set(str(write_classes(tmp_path / "some", "n01440764 n02102040", each=1)))
     digits = open_labelled_set(write_labels(tmp_path / "digits", [0, 1], names="0\n1\n"))
     assert digits.names == ["0", "1"]  # as CLIP_benchmark names MNIST's
@@ -188,9 +250,16 @@ def test_templates_lie_where_class_names_do_and_a_split_must_exist(tmp_path):
     for place in (where, f"{where}/test", f"{where}/test/0.tar"):
         opened = open_labelled_set(place)
         assert (opened.names, opened.templates) == (["cat", "dog"], ("my {c}",)), place
-    flat, train = str(write_classes(tmp_path / "flat", "x y", each=1)), ZeroShotSettings(split="train")
+    flat, train = (
+        str(write_classes(tmp_path / "flat", "x y", each=1)),
+        ZeroShotSettings(split="train"),
+    )
     for place, settings, sentence in (
-        (flat, ZeroShotSettings(split="nonsense"), "flat has no split 'nonsense'; leave --split out"),
+        (
+            flat,
+            ZeroShotSettings(split="nonsense"),
+            "flat has no split 'nonsense'; leave --split out",
+        ),
         (flat, train, "flat has no split 'train'; leave"),
         (where, train, "set has no split 'train'; leave"),
         (f"{where}/test/0.tar", train, "has no split 'train'; leave"),
@@ -208,16 +277,28 @@ def test_templates_lie_where_class_names_do_and_a_split_must_exist(tmp_path):
 def test_files_of_words_are_read_by_their_mark_or_refused(tmp_path, encoding):
     """The mark that an editor writes was a part of the first class' name and of the first caption."""
     root = write_labels(tmp_path / "set", [0, 1], names="")
-    own, names, template = (tmp_path / name for name in ("set/classnames.txt", "names.txt", "template.txt"))
-    for file, text in ((own, "gr\u00fcn\nrot\n"), (names, "gr\u00fcn\nrot\n"), (template, "sch\u00f6n: {}\n")):
+    own, names, template = (
+        tmp_path / name for name in ("set/classnames.txt", "names.txt", "template.txt")
+    )
+    for file, text in (
+        (own, "gr\u00fcn\nrot\n"),
+        (names, "gr\u00fcn\nrot\n"),
+        (template, "sch\u00f6n: {}\n"),
+    ):
         file.write_bytes(text.encode(encoding))
-    for settings in (ZeroShotSettings(template=(str(template),)), ZeroShotSettings(class_names=names)):
+    for settings in (
+        ZeroShotSettings(template=(str(template),)),
+        ZeroShotSettings(class_names=names),
+    ):
         if encoding == "latin-1":
             with pytest.raises(UserError, match="txt is not UTF-8 text .*: save it as UTF-8"):
                 open_labelled_set(root, settings)
         else:
             found = open_labelled_set(root, settings)
-            assert found.names == ["gr\u00fcn", "rot"] and found.templates[0] in (CLIP_TEMPLATES[0], "sch\u00f6n: {}")
+            assert found.names == ["gr\u00fcn", "rot"] and found.templates[0] in (
+                CLIP_TEMPLATES[0],
+                "sch\u00f6n: {}",
+            )
 
 
 def test_templates_and_names_may_be_files(tmp_path):
@@ -229,18 +310,29 @@ def test_templates_and_names_may_be_files(tmp_path):
     (tmp_path / "names.txt").write_text("kilo {} gram\nyard\n")
     (tmp_path / "names.json").write_text('{"y": "yard", "x": "kilo {} gram", "z": "no"}')
     for names in ("names.txt", "names.json"):
-        settings = ZeroShotSettings(template=(str(tmp_path / "t.txt"), "my {}"), class_names=tmp_path / names)
+        settings = ZeroShotSettings(
+            template=(str(tmp_path / "t.txt"), "my {}"), class_names=tmp_path / names
+        )
         first, second = open_labelled_set(root, settings).captions()
-        assert first == ["a kilo {} gram", "the kilo {} gram sign", "my kilo {} gram"] and second[2] == "my yard"
+        assert (
+            first == ["a kilo {} gram", "the kilo {} gram sign", "my kilo {} gram"]
+            and second[2] == "my yard"
+        )
 
 
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"template": ("a photo",)}, "'a photo' is neither a caption with {} in the place of the class nor a file"),
+        (
+            {"template": ("a photo",)},
+            "'a photo' is neither a caption with {} in the place of the class nor a file",
+        ),
         ({"template": ("a {photo}",)}, "'a {photo}' has no place for the class"),
         ({"template": ("empty.txt",)}, "there is no template in empty.txt"),
-        ({"class_names": Path("empty.txt")}, "names.* the 2 classes .*it has 0 lines.* order of the labels: x, y"),
+        (
+            {"class_names": Path("empty.txt")},
+            "names.* the 2 classes .*it has 0 lines.* order of the labels: x, y",
+        ),
         ({"class_names": Path("empty.json")}, "does not name the 2 classes .KeyError: 'x'"),
         ({"split": "x"}, "not a folder of class folders"),
     ],
@@ -268,10 +360,16 @@ def test_the_command_scores_sources_and_classes_and_keeps_what_pictures_cost(
     ]  # fmt: skip
     assert [line[:2] for line in lines[-2:]] == [["cat", "6"], ["dog", "6"]]
     found = json.loads((tmp_path / "o.json").read_text())["results"]["s"]
-    assert found["top1"] == pytest.approx(np.mean([one["top1"] for one in found["sources"].values()]))
+    assert found["top1"] == pytest.approx(
+        np.mean([one["top1"] for one in found["sources"].values()])
+    )
     seen: list[int] = []
     stock = FrozenModel.images
-    monkeypatch.setattr(FrozenModel, "images", lambda self, pixels: [seen.append(len(pixels)), stock(self, pixels)][1])
+    monkeypatch.setattr(
+        FrozenModel,
+        "images",
+        lambda self, pixels: [seen.append(len(pixels)), stock(self, pixels)][1],
+    )
     assert main([*command, "--template", "a {}"]) == 0
     assert seen == [1]  # for the width
     assert json.loads((tmp_path / "o.json").read_text())["templates"] == {"s": ["a {}"]}

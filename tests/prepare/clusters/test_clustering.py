@@ -24,7 +24,12 @@ from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.fingerprint import describe_source
 from open_clip_zerovl.prepare.cluster_flags import ClusterSettings
 from open_clip_zerovl.prepare.clusters.folders import train_data, write_clusters
-from open_clip_zerovl.prepare.clusters.kmeans import dissolve_small, find_copies, size_report, spherical_kmeans
+from open_clip_zerovl.prepare.clusters.kmeans import (
+    dissolve_small,
+    find_copies,
+    size_report,
+    spherical_kmeans,
+)
 from open_clip_zerovl.prepare.clusters.splitting import cluster_source
 from open_clip_zerovl.prepare.public.index import check_shards
 from open_clip_zerovl.shards.marks import file_mark
@@ -37,8 +42,12 @@ SETTINGS = {field.name for field in fields(ClusterSettings)}
 
 def cluster(data: str, model: str, out: Path, *, progress: bool = False, **values):
     """`cluster_source` with the values of its two records side by side."""
-    settings = ClusterSettings(**{name: value for name, value in values.items() if name in SETTINGS})
-    encoder = Encoder(model, **{name: value for name, value in values.items() if name not in SETTINGS})
+    settings = ClusterSettings(
+        **{name: value for name, value in values.items() if name in SETTINGS}
+    )
+    encoder = Encoder(
+        model, **{name: value for name, value in values.items() if name not in SETTINGS}
+    )
     return cluster_source(data, encoder, out, settings, progress=progress)
 
 
@@ -67,7 +76,10 @@ def source(tmp_path_factory) -> str:
     for shard in range(5):
         members = []
         for i in range(9 * shard, 9 * shard + 9):
-            members += [(f"k{i}.png", picture(COLOURS[i % 3], i)), (f"k{i}.txt", f"colour {i % 3} number {i}".encode())]
+            members += [
+                (f"k{i}.png", picture(COLOURS[i % 3], i)),
+                (f"k{i}.txt", f"colour {i % 3} number {i}".encode()),
+            ]
         write_tar(folder / f"{shard:05d}.tar", members)
     (folder / "sizes.json").write_text(json.dumps({f"{shard:05d}.tar": 9 for shard in range(5)}))
     return f"cc={folder}"
@@ -76,7 +88,15 @@ def source(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def clustered(model, source, tmp_path_factory):
     out = tmp_path_factory.mktemp("clusters")
-    arguments = dict(clusters=3, reshard=True, shard_size=10, preview=4, batch_size=8, device="cpu", progress=False)
+    arguments = dict(
+        clusters=3,
+        reshard=True,
+        shard_size=10,
+        preview=4,
+        batch_size=8,
+        device="cpu",
+        progress=False,
+    )
     return out, cluster(source, model, out, **arguments), arguments
 
 
@@ -91,7 +111,9 @@ def test_clusters_become_sources_without_a_sample_lost_or_doubled(clustered):
         assert len({caption.split()[1] for caption in captions}) == 1  # one colour a cluster
         assert entry.sizes == (10, 5)
         seen += captions
-        assert not check_shards(out / f"cluster-{entry.name[-3:]}", decode=True, progress=False).faults
+        assert not check_shards(
+            out / f"cluster-{entry.name[-3:]}", decode=True, progress=False
+        ).faults
     assert sorted(seen) == sorted(f"colour {i % 3} number {i}" for i in range(45))
 
 
@@ -102,7 +124,9 @@ def test_the_assignment_report_and_previews_are_written(clustered):
     for shard, mark in zip(loaded.shards, loaded.marks, strict=True):
         path = Path(shard)
         assert path.is_absolute() and file_mark(shard, {}) == mark
-        assert (path.parent / ".zerovl-index" / f"{path.name}.npz").is_file()  # for training, built in passing
+        assert (
+            path.parent / ".zerovl-index" / f"{path.name}.npz"
+        ).is_file()  # for training, built in passing
     assert [len(set(loaded.labels[9 * k : 9 * k + 9])) for k in range(5)] == [3] * 5
     assert json.loads((out / "report.json").read_text())["effective_clusters"] == pytest.approx(3)
     for cluster in range(3):
@@ -117,9 +141,13 @@ def test_the_assignment_report_and_previews_are_written(clustered):
 def test_a_second_call_reads_the_features_it_has(clustered, model, source, monkeypatch):
     out, result, arguments = clustered
     seen, stock = [], FrozenModel.images
-    monkeypatch.setattr(FrozenModel, "images", lambda self, pixels: seen.append(len(pixels)) or stock(self, pixels))
+    monkeypatch.setattr(
+        FrozenModel, "images", lambda self, pixels: seen.append(len(pixels)) or stock(self, pixels)
+    )
     again = cluster(source, model, out, **{**arguments, "reshard": False})
-    assert np.array_equal(again.labels, result.labels) and seen == [1]  # one made-up picture, for the width
+    assert np.array_equal(again.labels, result.labels) and seen == [
+        1
+    ]  # one made-up picture, for the width
 
 
 def test_features_of_other_shards_or_weights_are_not_used(model, source, tmp_path):
@@ -130,12 +158,17 @@ def test_features_of_other_shards_or_weights_are_not_used(model, source, tmp_pat
     shutil.copytree(source[3:], tmp_path / "a" / "cc")
     cluster(f"cc={tmp_path / 'a' / 'cc'}", str(own), tmp_path / "out", **arguments)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    cluster(f"cc={tmp_path / 'b' / 'cc'}", str(own), tmp_path / "out", **arguments)  # a copy is the same
+    cluster(
+        f"cc={tmp_path / 'b' / 'cc'}", str(own), tmp_path / "out", **arguments
+    )  # a copy is the same
     members = [(f"k{i}.png", picture(COLOURS[0], 99 + i) + b" " * i) for i in range(9)]
     write_tar(
-        tmp_path / "b" / "cc" / "00000.tar", [pair for k, v in members for pair in ((k, v), (k[:-3] + "txt", b"x"))]
+        tmp_path / "b" / "cc" / "00000.tar",
+        [pair for k, v in members for pair in ((k, v), (k[:-3] + "txt", b"x"))],
     )
-    with pytest.raises(UserError, match=r"holds embeddings with other data: .*shard 00000\.tar of 'cc' differs"):
+    with pytest.raises(
+        UserError, match=r"holds embeddings with other data: .*shard 00000\.tar of 'cc' differs"
+    ):
         cluster(f"cc={tmp_path / 'b' / 'cc'}", str(own), tmp_path / "out", **arguments)
     content = torch.load(own, weights_only=True)
     content["state_dict"]["visual.proj"].neg_()
@@ -153,7 +186,9 @@ def test_features_do_not_depend_on_batches_or_workers(clustered, model, source, 
     out, _, arguments = clustered
     other = dict(arguments, reshard=False, preview=0, batch_size=45, workers=2)
     cluster(source, model, tmp_path, **other)
-    first, second = (np.load(folder / "features-image/0.images.npy")[:, 0] for folder in (out, tmp_path))
+    first, second = (
+        np.load(folder / "features-image/0.images.npy")[:, 0] for folder in (out, tmp_path)
+    )
     # float16 storage of unit vectors: 2^-11 relative; batches of other sizes round differently in float32
     assert first.shape == (45, 24) and np.abs(first.astype(np.float32) - second).max() < 1e-3
     assert np.allclose(np.linalg.norm(first.astype(np.float32), axis=1), 1, atol=2e-3)
@@ -178,13 +213,17 @@ def test_kmeans_finds_known_clusters_in_chunks_and_the_same_ones_again():
     assert np.array_equal(labels, again[0])
     same = np.repeat(np.eye(4, dtype=np.float32)[:2], 10, axis=0)  # two points, five clusters
     labels, _, left = dissolve_small(same, *spherical_kmeans(same, 5), 1)
-    assert sorted(np.bincount(labels)) == [10, 10] and len(left) == 2  # empty clusters are taken away
+    assert (
+        sorted(np.bincount(labels)) == [10, 10] and len(left) == 2
+    )  # empty clusters are taken away
 
 
 def test_small_clusters_go_to_their_neighbours():
     """By hand: directions at 0, 10, 90 and 180 degrees; the single sample at 80 leaves for 90, and those at 10 for 0."""
     degrees = np.array([0, 0, 0, 0, 9, 11, 90, 90, 90, 90, 80, 180, 180, 180, 180], np.float64)
-    points = np.stack([np.cos(np.radians(degrees)), np.sin(np.radians(degrees))], axis=1).astype(np.float32)
+    points = np.stack([np.cos(np.radians(degrees)), np.sin(np.radians(degrees))], axis=1).astype(
+        np.float32
+    )
     at = np.radians([0, 10, 80, 90, 180])
     centroids = np.stack([np.cos(at), np.sin(at)], axis=1).astype(np.float32)
     given = np.array([0] * 4 + [1] * 2 + [3] * 4 + [2] + [4] * 4, np.int32)
@@ -200,11 +239,26 @@ def test_small_clusters_go_to_their_neighbours():
 
 
 def test_every_cluster_fills_the_batch_that_was_named(model, source, tmp_path, capsys):
-    command = ["cluster", model, "--data", source, "--out", str(tmp_path), "--clusters", "9", "--preview", "0"]
+    command = [
+        "cluster",
+        model,
+        "--data",
+        source,
+        "--out",
+        str(tmp_path),
+        "--clusters",
+        "9",
+        "--preview",
+        "0",
+    ]
     assert cli.main([*command, "--device", "cpu"]) == 0
-    assert min(s.num_samples for s in parse_sources(f"cc={tmp_path}")) < 10  # or there is nothing to dissolve
+    assert (
+        min(s.num_samples for s in parse_sources(f"cc={tmp_path}")) < 10
+    )  # or there is nothing to dissolve
     assert cli.main([*command, "--device", "cpu", "--min-size", "10"]) == 0
-    assert "clusters below 10 samples were dissolved into their neighbours" in capsys.readouterr().out
+    assert (
+        "clusters below 10 samples were dissolved into their neighbours" in capsys.readouterr().out
+    )
     sizes = [s.num_samples for s in parse_sources(f"cc={tmp_path}")]
     assert sum(sizes) == 45 and min(sizes) >= 10 and len(sizes) < 9
     assert cli.main([*command, "--min-size", "23"]) == 2
@@ -214,7 +268,10 @@ def test_every_cluster_fills_the_batch_that_was_named(model, source, tmp_path, c
 def test_size_report_tells_even_from_uneven():
     assert size_report(np.array([10, 10, 10, 10]))["effective_clusters"] == pytest.approx(4)
     uneven = size_report(np.array([997, 1, 1, 1]))
-    assert uneven["effective_clusters"] < 1.1 and (uneven["smallest"], uneven["largest"]) == (1, 997)
+    assert uneven["effective_clusters"] < 1.1 and (uneven["smallest"], uneven["largest"]) == (
+        1,
+        997,
+    )
 
 
 @pytest.mark.parametrize(
@@ -235,7 +292,13 @@ def test_refusals(data, settings, sentence, model, source, tmp_path, monkeypatch
     write_source(tmp_path / "broken", 0, 12, 12)
     write_tar(tmp_path / "broken/00000.tar", [("k.png", b"no picture"), ("k.txt", b"x")])
     with pytest.raises(UserError, match=sentence):
-        cluster(data.format(source=source, folder=source[3:]), model, tmp_path / "out", device="cpu", **settings)
+        cluster(
+            data.format(source=source, folder=source[3:]),
+            model,
+            tmp_path / "out",
+            device="cpu",
+            **settings,
+        )
     with pytest.raises(UserError, match="make it with `zerovl cluster`"):
         load_clustering(tmp_path)
 
@@ -262,13 +325,26 @@ def test_a_table_is_clustered_as_shards_of_the_same_pairs_are(clustered, model, 
     for _ in range(2):  # out of the table, then as shards
         sources = parse_sources(train_data(out))
         assert [source.num_samples for source in sources] == shards.counts.tolist()
-        seen = [[sample.files["txt"] for n in range(len(s.shards)) for sample in samples_of(s, n)] for s in sources]
-        assert [len({text.split()[1] for text in own}) for own in seen] == [1, 1, 1]  # one colour a cluster
+        seen = [
+            [sample.files["txt"] for n in range(len(s.shards)) for sample in samples_of(s, n)]
+            for s in sources
+        ]
+        assert [len({text.split()[1] for text in own}) for own in seen] == [
+            1,
+            1,
+            1,
+        ]  # one colour a cluster
         assert {text for own in seen for text in own} == whole
         write_clusters(load_clustering(out), out, shard_size=10, progress=False)
     in_table = f"cc={out}/assignment.npz"
-    for source, own in zip(parse_sources(in_table), sources, strict=True):  # what training reads is the same
-        read = [raw.caption.encode() for n in range(len(source.shards)) for raw in Reading(source, 0).samples(n, 0, 0)]
+    for source, own in zip(
+        parse_sources(in_table), sources, strict=True
+    ):  # what training reads is the same
+        read = [
+            raw.caption.encode()
+            for n in range(len(source.shards))
+            for raw in Reading(source, 0).samples(n, 0, 0)
+        ]
         assert read == [s.files["txt"] for n in range(len(own.shards)) for s in samples_of(own, n)]
     assert len({str(describe_source(source)) for source in parse_sources(in_table)}) == 3
     with pytest.raises(UserError, match="makes one sample of all rows of an image"):
@@ -281,19 +357,27 @@ def test_a_table_is_clustered_as_shards_of_the_same_pairs_are(clustered, model, 
 
 def table_rows(data: str) -> list[tuple[str, bytes]]:
     (source,) = parse_sources(data)
-    return [(s.key, s.files["txt"]) for n in range(len(source.shards)) for s in samples_of(source, n)]
+    return [
+        (s.key, s.files["txt"]) for n in range(len(source.shards)) for s in samples_of(source, n)
+    ]
 
 
 @pytest.mark.parametrize("prefix", ["./", "v1.2/photos/", "a_folder/" * 11, "k" * 110])
 def test_resharded_samples_stay_whole_whatever_their_keys(tmp_path, prefix):
     """`tar cf 0.tar .` writes ./000.png; a key ends at the first dot behind the last slash, which a new key does not have."""
-    members = [(f"{prefix}{n:03d}.{e}", f"{e} {n}".encode()) for n in range(6) for e in ("png", "txt")]
+    members = [
+        (f"{prefix}{n:03d}.{e}", f"{e} {n}".encode()) for n in range(6) for e in ("png", "txt")
+    ]
     shard = write_tar(tmp_path / "a" / "00000.tar", members)
     labels, unit = np.array([0, 1, 0, 1, 0, 1], np.int32), np.eye(2, dtype=np.float32)
-    clusters = Clustering("a", (str(shard),), (6,), labels, np.zeros(6, np.float32), unit, (file_mark(str(shard)),))
+    clusters = Clustering(
+        "a", (str(shard),), (6,), labels, np.zeros(6, np.float32), unit, (file_mark(str(shard)),)
+    )
     for number, folder in enumerate(write_clusters(clusters, tmp_path, progress=False)):
         found = [sample.files for sample in read_samples(folder / "00000.tar")]
-        assert found == [{e: f"{e} {n}".encode() for e in ("png", "txt")} for n in range(number, 6, 2)]
+        assert found == [
+            {e: f"{e} {n}".encode() for e in ("png", "txt")} for n in range(number, 6, 2)
+        ]
 
 
 def test_a_source_that_changed_is_not_resharded(clustered, tmp_path):
@@ -312,19 +396,47 @@ def test_copies_are_near_to_an_earlier_sample_of_their_cluster_in_one_of_the_tab
     second = np.eye(6)
     labels = np.array([0, 0, 0, 1, 0, 1])
     for chunk in (1, 2, 4096):
-        assert find_copies([first], labels, 0.999, chunk_samples=chunk).tolist() == [0, 1, 0, 0, 1, 0]
+        assert find_copies([first], labels, 0.999, chunk_samples=chunk).tolist() == [
+            0,
+            1,
+            0,
+            0,
+            1,
+            0,
+        ]
         assert not find_copies([second], labels, 0.999, chunk_samples=chunk).any()
         second[5] = second[3]
-        assert find_copies([first, second], labels, 0.999, chunk_samples=chunk).tolist() == [0, 1, 0, 0, 1, 1]
+        assert find_copies([first, second], labels, 0.999, chunk_samples=chunk).tolist() == [
+            0,
+            1,
+            0,
+            0,
+            1,
+            1,
+        ]
         second = np.eye(6)
 
 
 def test_the_command_lists_copies_for_hard_negatives(source, model, tmp_path, capsys):
     data = shutil.copytree(source.partition("=")[2], tmp_path / "cc")
     shutil.copy(data / "00000.tar", data / "00003.tar")  # nine pictures and captions twice
-    result = cluster(f"cc={data}", model, tmp_path / "out", clusters=3, same_above=0.99999, device="cpu", progress=True)
-    assert set(range(27, 36)) <= set(np.flatnonzero(result.copies).tolist()) and not result.copies.all()
-    assert f"{result.copies.sum()} samples are copies. Hard negatives: --hard-negatives 0.5" in capsys.readouterr().out
+    result = cluster(
+        f"cc={data}",
+        model,
+        tmp_path / "out",
+        clusters=3,
+        same_above=0.99999,
+        device="cpu",
+        progress=True,
+    )
+    assert (
+        set(range(27, 36)) <= set(np.flatnonzero(result.copies).tolist())
+        and not result.copies.all()
+    )
+    assert (
+        f"{result.copies.sum()} samples are copies. Hard negatives: --hard-negatives 0.5"
+        in capsys.readouterr().out
+    )
     (opened,) = parse_sources(train_data(tmp_path / "out"), neighbours=True)
     assert opened.num_samples == 45 and np.array_equal(opened.neighbours.copies, result.copies)
     assert cluster(f"cc={data}", model, tmp_path / "out", clusters=3, device="cpu").copies is None

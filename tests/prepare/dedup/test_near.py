@@ -33,11 +33,15 @@ def fractal(seed: int, width: int, height: int) -> Image.Image:
     rng = np.random.default_rng(seed)
     frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
     frequency[0, 0] = 1
-    spectrum = (rng.normal(size=(3, *frequency.shape)) + 1j * rng.normal(size=(3, *frequency.shape))) / frequency**1.2
+    spectrum = (
+        rng.normal(size=(3, *frequency.shape)) + 1j * rng.normal(size=(3, *frequency.shape))
+    ) / frequency**1.2
     spectrum[:, 0, 0] = 0
     pixels = np.fft.irfft2(spectrum, (height, width))
     pixels = pixels[:1] + 0.3 * pixels
-    return Image.fromarray((128 + 45 * pixels / pixels.std()).clip(0, 255).astype(np.uint8).transpose(1, 2, 0))
+    return Image.fromarray(
+        (128 + 45 * pixels / pixels.std()).clip(0, 255).astype(np.uint8).transpose(1, 2, 0)
+    )
 
 
 def jpeg(image: Image.Image, quality: int = 90, **options: Any) -> bytes:
@@ -45,7 +49,9 @@ def jpeg(image: Image.Image, quality: int = 90, **options: Any) -> bytes:
 
 
 def resized(image: Image.Image, factor: float) -> Image.Image:
-    return image.resize((round(image.width * factor), round(image.height * factor)), Image.Resampling.BICUBIC)
+    return image.resize(
+        (round(image.width * factor), round(image.height * factor)), Image.Resampling.BICUBIC
+    )
 
 
 def cropped(image: Image.Image, share: float) -> Image.Image:
@@ -65,7 +71,10 @@ COPIES: dict[str, tuple[Callable[[Image.Image], bytes], int]] = {
     "PNG": (encoded, 10),
     "half size": (lambda image: jpeg(resized(image, 0.5), 75), 12),
     "double size": (lambda image: jpeg(resized(image, 2)), 10),
-    "squashed to 224 x 224": (lambda image: jpeg(image.resize((224, 224), Image.Resampling.BICUBIC)), 10),
+    "squashed to 224 x 224": (
+        lambda image: jpeg(image.resize((224, 224), Image.Resampling.BICUBIC)),
+        10,
+    ),
     "grey": (lambda image: jpeg(image.convert("L")), 10),
     "cropped by 2 %": (lambda image: jpeg(cropped(image, 0.02)), 36),
 }
@@ -80,10 +89,14 @@ def test_copies_are_as_near_as_stated_and_distinct_pictures_far(originals):
     hashes = [picture_hashes(jpeg(image))[0] for image in originals]
     index = NearIndex(hashes)
     for name, (copy, most) in COPIES.items():
-        numbers, distances = index.nearest([picture_hashes(copy(image))[0] for image in originals], NEAR)
+        numbers, distances = index.nearest(
+            [picture_hashes(copy(image))[0] for image in originals], NEAR
+        )
         assert numbers.tolist() == list(range(21)), name
         assert distances.max() <= most, (name, distances)
-    others = NearIndex([picture_hashes(jpeg(fractal(seed, 160, 120)))[0] for seed in range(100, 160)])
+    others = NearIndex(
+        [picture_hashes(jpeg(fractal(seed, 160, 120)))[0] for seed in range(100, 160)]
+    )
     assert others.nearest(hashes, BITS // 4)[0].tolist() == [-1] * 21
     far = np.bitwise_count(np.stack(hashes)[:, None] ^ others.words.T).sum(axis=-1)
     assert far.min() > 85 and far.mean() == pytest.approx(BITS / 2, abs=3)
@@ -102,11 +115,17 @@ def test_a_picture_is_turned_as_its_exif_says(originals):
 def test_a_transparent_picture_is_compared_as_it_is_shown_on_white():
     shown, transparent = [], []
     for seed in range(2):
-        alpha = Image.fromarray((np.random.default_rng(seed).random((8, 8)) < 0.4).astype(np.uint8) * 255)
+        alpha = Image.fromarray(
+            (np.random.default_rng(seed).random((8, 8)) < 0.4).astype(np.uint8) * 255
+        )
         glyph = Image.new("RGBA", (128, 128), "black")
         glyph.putalpha(alpha.resize((128, 128), Image.Resampling.NEAREST))
         transparent.append(encoded(glyph))
-        shown.append(jpeg(Image.composite(glyph, Image.new("RGBA", glyph.size, "white"), glyph).convert("RGB")))
+        shown.append(
+            jpeg(
+                Image.composite(glyph, Image.new("RGBA", glyph.size, "white"), glyph).convert("RGB")
+            )
+        )
     index = NearIndex([picture_hashes(content)[0] for content in shown])
     hashes = [picture_hashes(content)[0] for content in transparent]
     numbers, distances = index.nearest(hashes, BITS)
@@ -124,9 +143,14 @@ def test_mirrored_copies_and_uniform_borders_are_found(originals):
     ]
     for copy, side in copies_of:
         copies = [picture_hashes(jpeg(copy(image), 75)) for image in originals]
-        assert index.nearest([hashes[side] for hashes in copies])[0].tolist() == list(range(21)), side
+        assert index.nearest([hashes[side] for hashes in copies])[0].tolist() == list(range(21)), (
+            side
+        )
         # The other side of a picture is as far as another picture.
-        assert index.nearest([hashes[1 if side == 2 else 0] for hashes in copies])[0].tolist() == [-1] * 21
+        assert (
+            index.nearest([hashes[1 if side == 2 else 0] for hashes in copies])[0].tolist()
+            == [-1] * 21
+        )
     assert picture_hashes(jpeg(Image.new("RGB", (64, 64), "white"))).shape == (2, 4)
 
 
@@ -135,7 +159,9 @@ def test_the_nearest_is_found_at_every_distance_as_by_comparing_all(monkeypatch)
     tests = rng.integers(0, 2**63, (300, 4), dtype=np.uint64)
     asked = rng.integers(0, 2**63, (200, 4), dtype=np.uint64)
     flips = rng.permutation(BITS)
-    for row in range(100):  # row flips of a test picture's bits, scattered over its words or all in one
+    for row in range(
+        100
+    ):  # row flips of a test picture's bits, scattered over its words or all in one
         bits = np.unpackbits(tests[row].view(np.uint8))
         chosen = flips[:row] if row % 2 else np.arange(row)
         bits[chosen] ^= 1
@@ -148,7 +174,10 @@ def test_the_nearest_is_found_at_every_distance_as_by_comparing_all(monkeypatch)
         expected = np.where(every.min(axis=1) <= within, every.argmin(axis=1), -1)
         assert numbers.tolist() == expected.tolist()
         found = numbers >= 0
-        assert distances[found].tolist() == every.min(axis=1)[found].tolist() and (distances[~found] == BITS + 1).all()
+        assert (
+            distances[found].tolist() == every.min(axis=1)[found].tolist()
+            and (distances[~found] == BITS + 1).all()
+        )
         assert found.sum() == within + 1
     with pytest.raises(UserError, match="no picture that can be compared"):
         NearIndex([])
@@ -168,7 +197,13 @@ def test_the_command_lists_planted_copies_and_no_others(tmp_path: Path, original
     (tmp_path / "b" / "pairs.csv").write_text("filepath,title\nx.jpg,a bird\nx.jpg,the same bird\n")
     (tmp_path / "val" / "n01").mkdir(parents=True)
     (tmp_path / "val" / "n01" / "bird.jpg").write_bytes(jpeg(originals[20]))
-    command = ["data", "near", f"a={tmp_path}/a::b={tmp_path}/b", "--test", f"coco={tmp_path}/coco::val={tmp_path}/val"]
+    command = [
+        "data",
+        "near",
+        f"a={tmp_path}/a::b={tmp_path}/b",
+        "--test",
+        f"coco={tmp_path}/coco::val={tmp_path}/val",
+    ]
     assert cli.main([*command, "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     assert "a: 2 of 13 pictures are copies of 2 test pictures. 1 could not be decoded." in printed
@@ -204,14 +239,28 @@ def test_what_is_packed_leaves_out_copies_of_test_pictures(tmp_path: Path, origi
         (tmp_path / "mine" / f"{i}.jpg").write_bytes(jpeg(resized(originals[1 + i], 0.5), 70))
         rows.append(f"{i}.jpg,caption {i}")
     (tmp_path / "mine" / "pairs.csv").write_text("\n".join([*rows, "1.jpg,caption again"]) + "\n")
-    command = ["data", "pack", str(tmp_path / "mine" / "pairs.csv"), "--out", str(tmp_path / "out"), "--threads", "2"]
+    command = [
+        "data",
+        "pack",
+        str(tmp_path / "mine" / "pairs.csv"),
+        "--out",
+        str(tmp_path / "out"),
+        "--threads",
+        "2",
+    ]
     drop = ["--drop-near", f"coco={tmp_path}/coco"]
     assert cli.main([*command, *drop]) == 0
     assert "near coco" in capsys.readouterr().out
     listed = json.loads((tmp_path / "out" / "near.json").read_text())["pairs"]
     assert sorted(pair["test_key"] for pair in listed) == ["t1", "t2"]
-    packed = [sample for shard in sorted((tmp_path / "out" / "train").glob("*.tar")) for sample in read_samples(shard)]
-    assert sorted(sample.files["txt"] for sample in packed) == [f"caption {i}".encode() for i in range(2, 8)]
+    packed = [
+        sample
+        for shard in sorted((tmp_path / "out" / "train").glob("*.tar"))
+        for sample in read_samples(shard)
+    ]
+    assert sorted(sample.files["txt"] for sample in packed) == [
+        f"caption {i}".encode() for i in range(2, 8)
+    ]
     assert not {pair["key"] for pair in listed} & {sample.key for sample in packed}
     with open(tmp_path / "out" / "refused.csv", newline="") as file:
         assert {(row["line"], row["reason"]) for row in csv.DictReader(file)} == {
@@ -219,7 +268,9 @@ def test_what_is_packed_leaves_out_copies_of_test_pictures(tmp_path: Path, origi
         }
     assert (tmp_path / "out" / "near.html").read_text().count('class="example"') == 2
     assert cli.main([*command, *drop]) == 0 and "is complete" in capsys.readouterr().out
-    assert cli.main([*command, *drop, "--near-distance", "4"]) == 2  # another setting in the same folder
+    assert (
+        cli.main([*command, *drop, "--near-distance", "4"]) == 2
+    )  # another setting in the same folder
     assert "left_out" in capsys.readouterr().err
     assert cli.main([*command, "--near-distance", "4"]) == 2
     assert "--near-distance needs --drop-near" in capsys.readouterr().err
@@ -237,9 +288,14 @@ def test_of_many_pairs_the_page_shows_some_up_to_the_farthest(tmp_path: Path):
     small = Image.new("RGB", (8, 8))
     pairs = [NearPair("a", "0.tar", f"{i}", "t", f"<{i}>", i % 57) for i in range(400)]
     write_overlap(
-        Overlap({"t": 3}, NEAR, {"a": 900}, {"a": 0}, pairs, dict.fromkeys(range(400), (small, small))), tmp_path
+        Overlap(
+            {"t": 3}, NEAR, {"a": 900}, {"a": 0}, pairs, dict.fromkeys(range(400), (small, small))
+        ),
+        tmp_path,
     )
     page = (tmp_path / "near.html").read_text()
-    assert page.count('class="example"') == SHOWN and "distance 0:" in page and "distance 56:" in page
+    assert (
+        page.count('class="example"') == SHOWN and "distance 0:" in page and "distance 56:" in page
+    )
     assert "&lt;" in page and "<399>" not in page
     assert len(json.loads((tmp_path / "near.json").read_text())["pairs"]) == 400

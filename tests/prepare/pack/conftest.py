@@ -18,7 +18,11 @@ QUIET = Work(threads=4, progress=False)
 def packed(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """`packed(INPUT, ..., out="out", work=..., SETTING=...)` packs into `tmp_path / out` and returns the report."""
 
-    def run(*inputs: str | Path, out: str = "out", work: Work = QUIET, **settings: Any) -> dict[str, Any]:
-        return pack([str(given) for given in inputs], tmp_path / out, PackSettings(**settings), work=work)
+    def run(
+        *inputs: str | Path, out: str = "out", work: Work = QUIET, **settings: Any
+    ) -> dict[str, Any]:
+        return pack(
+            [str(given) for given in inputs], tmp_path / out, PackSettings(**settings), work=work
+        )
 
     return run

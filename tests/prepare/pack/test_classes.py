@@ -39,12 +39,16 @@ def test_classes_become_captions_and_both_splits_labelled_sets(packed, tmp_path)
         in printed
     )
     assert "classes    3, of 6 ('hat') to 6 ('hat') pictures" in printed
-    assert commands(found, tmp_path / "out")[1:] == [f"zerovl zero-shot {RELEASED} --data out={tmp_path}/out"]
+    assert commands(found, tmp_path / "out")[1:] == [
+        f"zerovl zero-shot {RELEASED} --data out={tmp_path}/out"
+    ]
     names = (tmp_path / "out/classnames.txt").read_text().splitlines()
     assert names == ["hat", "shoe", "sun hat"]
     templates = (tmp_path / "out/zeroshot_classification_templates.txt").read_text().splitlines()
     assert templates == [template.replace("{}", "{c}") for template in ZERO_SHOT_TEMPLATES]
-    assert list(open_labelled_set(str(tmp_path / "out")).names) == names  # as `zerovl zero-shot` reads it
+    assert (
+        list(open_labelled_set(str(tmp_path / "out")).names) == names
+    )  # as `zerovl zero-shot` reads it
     for split, role, count in (("train", "train", 13), ("test", "test", 5)):
         samples = samples_of(tmp_path / "out" / split)
         for sample in samples:
@@ -54,7 +58,9 @@ def test_classes_become_captions_and_both_splits_labelled_sets(packed, tmp_path)
             assert file.partition("/")[0].replace("_", " ") == label
             assert (tmp_path / "in" / file).read_bytes() == sample.files["png"]
         labelled = open_probe_set(str(tmp_path / "out" / split), role)
-        assert [labelled.names[label] for label in labelled.labels] == [names[int(s.files["cls"])] for s in samples]
+        assert [labelled.names[label] for label in labelled.labels] == [
+            names[int(s.files["cls"])] for s in samples
+        ]
         assert len(labelled) == count
 
 
@@ -63,17 +69,24 @@ def test_a_picture_of_two_classes_is_named_in_the_report(packed, tmp_path):
     assert packed(given, out="before")["inputs"][0]["notes"] == []
     (given / "shoe/copy.png").write_bytes((given / "hat/0.png").read_bytes())
     (note,) = packed(given)["inputs"][0]["notes"]
-    assert note.startswith(f"pictures in several classes: 1 (one is {given}/hat/0.png); the first class counts")
+    assert note.startswith(
+        f"pictures in several classes: 1 (one is {given}/hat/0.png); the first class counts"
+    )
 
 
 def test_the_upper_level_is_the_source_where_asked(packed, tmp_path):
     given = class_folders(tmp_path / "in", "shop", "web")
     one = packed(given, out="one", templates=("a {}", "the {}, for sale"))
     assert [(entry["source"], entry["pictures"]) for entry in one["written"]] == [("one", 36)]
-    assert "--source-column folder makes each folder of the upper level a source" in one["inputs"][0]["notes"][0]
+    assert (
+        "--source-column folder makes each folder of the upper level a source"
+        in one["inputs"][0]["notes"][0]
+    )
     texts = {sample.files["txt"].decode() for sample in samples_of(tmp_path / "one/train")}
     assert texts == {f"a {name}\nthe {name}, for sale" for name in ("hat", "shoe", "sun hat")}
-    assert (tmp_path / "one/zeroshot_classification_templates.txt").read_text() == "a {c}\nthe {c}, for sale\n"
+    assert (
+        tmp_path / "one/zeroshot_classification_templates.txt"
+    ).read_text() == "a {c}\nthe {c}, for sale\n"
     two = packed(given, out="two", columns=Columns(source="folder"), test_share=0.2)
     written = [(entry["folder"], entry["pictures"]) for entry in two["written"]]
     assert written == [("shop/train", 14), ("shop/test", 4), ("web/train", 14), ("web/test", 4)]
@@ -85,10 +98,19 @@ def test_clip_benchmark_reads_the_classes(packed, tmp_path):
     from clip_benchmark.datasets.builder import build_dataset
 
     packed(class_folders(tmp_path / "in"), test_share=0.3)
-    (tmp_path / "out/dataset_type.txt").write_text("classification\n")  # it is a retrieval set, too, as it was packed
-    options = {"root": str(tmp_path / "out"), "split": "test", "transform": None, "task": "zeroshot_classification"}
+    (tmp_path / "out/dataset_type.txt").write_text(
+        "classification\n"
+    )  # it is a retrieval set, too, as it was packed
+    options = {
+        "root": str(tmp_path / "out"),
+        "split": "test",
+        "transform": None,
+        "task": "zeroshot_classification",
+    }
     dataset = build_dataset("wds/mine", **options)
-    assert dataset.classes == ["hat", "shoe", "sun hat"] and len(dataset.templates) == len(ZERO_SHOT_TEMPLATES)
+    assert dataset.classes == ["hat", "shoe", "sun hat"] and len(dataset.templates) == len(
+        ZERO_SHOT_TEMPLATES
+    )
     samples = samples_of(tmp_path / "out/test")
     assert [int(label) for _, label in dataset] == [int(sample.files["cls"]) for sample in samples]
 
@@ -127,7 +149,11 @@ def uneven(folder: Path) -> Path:
             {"form": "classes"},
             r"has no pictures, or some are not in folders CLASS/PICTURE or SOURCE/CLASS/PICTURE",
         ),
-        (class_folders, {"templates": ("a hat",)}, r"--template 'a hat' has no place for the class.*: write \{\} once"),
+        (
+            class_folders,
+            {"templates": ("a hat",)},
+            r"--template 'a hat' has no place for the class.*: write \{\} once",
+        ),
         (
             class_folders,
             {"columns": Columns(source="folder")},
@@ -144,15 +170,25 @@ def test_pictures_without_a_class_may_stand_beside_classes(packed, tmp_path):
     """A table beside class folders: as a source of its own, and in one source, where a picture keeps the class it has."""
     table = tmp_path / "table.csv"
     given = class_folders(tmp_path / "in")
-    table.write_text("image,caption\nin/hat/0.png,a hat in the sun\nloose.png,a picture of its own\n")
+    table.write_text(
+        "image,caption\nin/hat/0.png,a hat in the sun\nloose.png,a picture of its own\n"
+    )
     (tmp_path / "loose.png").write_bytes(picture(100))
     packed(f"t={table}", f"c={given}", out="two")
-    assert (tmp_path / "two/c/classnames.txt").exists() and not (tmp_path / "two/t/classnames.txt").exists()
+    assert (tmp_path / "two/c/classnames.txt").exists() and not (
+        tmp_path / "two/t/classnames.txt"
+    ).exists()
     assert not any("cls" in sample.files for sample in samples_of(tmp_path / "two/t/train"))
     assert all("cls" in sample.files for sample in samples_of(tmp_path / "two/c/train"))
     packed(table, given, out="one")
-    labels = {sample.files["txt"].decode(): sample.files.get("cls") for sample in samples_of(tmp_path / "one/train")}
-    assert labels["a picture of its own"] is None and labels["a hat in the sun\na photo of a hat."] == b"0"
+    labels = {
+        sample.files["txt"].decode(): sample.files.get("cls")
+        for sample in samples_of(tmp_path / "one/train")
+    }
+    assert (
+        labels["a picture of its own"] is None
+        and labels["a hat in the sun\na photo of a hat."] == b"0"
+    )
 
 
 def test_a_class_whose_name_is_not_utf8_is_refused_row_by_row(packed, tmp_path):

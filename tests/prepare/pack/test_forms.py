@@ -57,7 +57,10 @@ def test_every_form_gives_the_same_pairs(form, reference, packed, tmp_path):
 def pairs_of(folder):
     """Shards of samples without the name of the file, which is the form's own."""
     return [
-        [(s.key, {name: content for name, content in s.files.items() if name != "json"}) for s in read_samples(shard)]
+        [
+            (s.key, {name: content for name, content in s.files.items() if name != "json"})
+            for s in read_samples(shard)
+        ]
         for shard in sorted(folder.glob("*.tar"))
     ]
 
@@ -66,7 +69,10 @@ def test_the_shards_hold_the_pairs(reference):
     wanted = {pair.content: pair.captions for pair in make_pairs()}
     names = {pair.content: pair.name for pair in make_pairs()}
     train, test = samples_of(reference / "x/train"), samples_of(reference / "x/test")
-    got = {s.files["jpg" if "jpg" in s.files else "png"]: s.files["txt"].decode().split("\n") for s in (*train, *test)}
+    got = {
+        s.files["jpg" if "jpg" in s.files else "png"]: s.files["txt"].decode().split("\n")
+        for s in (*train, *test)
+    }
     assert got == wanted and len(train) == 9 and len(test) == 3
     assert {image_of(s.files): json.loads(s.files["json"]) for s in (*train, *test)} == {
         content: {"file": name} for content, name in names.items()
@@ -76,10 +82,14 @@ def test_the_shards_hold_the_pairs(reference):
     assert [source.num_samples for source in parse_sources(f"x={reference / 'x/train'}")] == [9]
     assert not check_shards(reference / "x/train", hashes=True, decode=True, progress=False).faults
     retrieval = open_retrieval_set(reference / "x")
-    assert {one.captions for one in retrieval.samples} == {tuple(wanted[image_of(s.files)]) for s in test}
+    assert {one.captions for one in retrieval.samples} == {
+        tuple(wanted[image_of(s.files)]) for s in test
+    }
 
 
-@pytest.mark.parametrize("form", ["csv", "folder of json", "coco", "tars", "parquet", "saved dataset"])
+@pytest.mark.parametrize(
+    "form", ["csv", "folder of json", "coco", "tars", "parquet", "saved dataset"]
+)
 def test_a_source_for_each_value_of_a_column(form, packed, tmp_path):
     packed(given_as(form, tmp_path / "in"), columns=Columns(source="kind"), **SPLIT)
     for letter in "ab":
@@ -96,7 +106,10 @@ def test_folders_and_inputs_are_sources_too(packed, tmp_path):
     written = [(one["source"], one["split"]) for one in found["written"]]
     assert written == [("a", "train"), ("a", "test"), ("b", "train"), ("b", "test")]
     named = packed(f"one={given}", f"two={as_csv(tmp_path / 'csv', make_pairs(4))}", out="both")
-    assert [(one["folder"], one["pictures"]) for one in named["written"]] == [("one/train", 12), ("two/train", 4)]
+    assert [(one["folder"], one["pictures"]) for one in named["written"]] == [
+        ("one/train", 12),
+        ("two/train", 4),
+    ]
     # An input without a name is a source that is called as the output.
     alone = packed(given, out="pets")
     assert [(one["source"], one["folder"]) for one in alone["written"]] == [("pets", "train")]
@@ -115,12 +128,18 @@ def test_no_picture_is_on_both_sides_whatever_its_file_and_source(packed, tmp_pa
             (tmp_path / name).write_bytes(picture(number, {"png": "PNG", "bmp": "BMP"}[ending]))
             rows.append(f"{name},caption {number} {copy},{'ab'[copy // 2]}")
     (tmp_path / "pairs.csv").write_text("\n".join(rows) + "\n")
-    found = packed(tmp_path / "pairs.csv", columns=Columns(source="kind"), test_share=0.2, min_side_px=8)
+    found = packed(
+        tmp_path / "pairs.csv", columns=Columns(source="kind"), test_share=0.2, min_side_px=8
+    )
     sides: dict[str, set] = {split: set() for split in ("train", "test")}
     for letter in "ab":
         for split in sides:
             samples = samples_of(tmp_path / "out" / letter / split)
-            assert len({sample.key for sample in samples}) == len(samples) == {"train": 32, "test": 8}[split]
+            assert (
+                len({sample.key for sample in samples})
+                == len(samples)
+                == {"train": 32, "test": 8}[split]
+            )
             sides[split] |= {opened(sample)[1].convert("RGB").tobytes() for sample in samples}
             for sample in samples:  # both files of source a are one sample
                 assert len(sample.files["txt"].decode().split("\n")) == (2 if letter == "a" else 1)
@@ -135,14 +154,31 @@ def opened(sample) -> tuple[str, Image.Image]:
     return ending, Image.open(io.BytesIO(sample.files[ending]))
 
 
-def test_another_seed_gives_another_order_and_held_out_set_and_more_data_keeps_most_of_it(packed, tmp_path):
+def test_another_seed_gives_another_order_and_held_out_set_and_more_data_keeps_most_of_it(
+    packed, tmp_path
+):
     keys = {}
     for name, count, seed in (("one", 60, 0), ("two", 60, 1), ("more", 80, 0)):
-        packed(f"x={as_folder(tmp_path / name, make_pairs(count))}", out=f"{name}-out", test_share=0.25, seed=seed)
-        keys[name] = {s: [x.key for x in samples_of(tmp_path / f"{name}-out/x" / s)] for s in ("train", "test")}
-    assert sorted(keys["one"]["train"] + keys["one"]["test"]) == sorted(keys["two"]["train"] + keys["two"]["test"])
+        packed(
+            f"x={as_folder(tmp_path / name, make_pairs(count))}",
+            out=f"{name}-out",
+            test_share=0.25,
+            seed=seed,
+        )
+        keys[name] = {
+            s: [x.key for x in samples_of(tmp_path / f"{name}-out/x" / s)]
+            for s in ("train", "test")
+        }
+    assert sorted(keys["one"]["train"] + keys["one"]["test"]) == sorted(
+        keys["two"]["train"] + keys["two"]["test"]
+    )
     assert keys["one"]["test"] != keys["two"]["test"]
-    assert len(set(keys["one"]["test"]) - set(keys["more"]["test"])) <= 5 < 15 == len(keys["one"]["test"])
+    assert (
+        len(set(keys["one"]["test"]) - set(keys["more"]["test"]))
+        <= 5
+        < 15
+        == len(keys["one"]["test"])
+    )
     names = [sample.files["txt"].decode() for sample in samples_of(tmp_path / "one-out/x/train")]
     assert names != sorted(names)  # the order of the input is not that of the shards
 
@@ -160,7 +196,9 @@ def test_pictures_are_left_out_before_they_are_written(packed, tmp_path):
     found = packed(as_folder(tmp_path / "in", make_pairs()), exclusions=[exclusion], test_share=0.1)
     assert len(seen) == 12 and {one.split for one in seen} == {"train", "test"}
     assert found["dropped"] == {"near a test set": 1} and found["pictures"] == 11
-    assert picture(3) not in [sample.files.get("png") for sample in samples_of(tmp_path / "out/train")]
+    assert picture(3) not in [
+        sample.files.get("png") for sample in samples_of(tmp_path / "out/train")
+    ]
 
 
 def test_larger_pictures_are_made_smaller_and_turned_ones_upright(packed, tmp_path):
@@ -183,7 +221,9 @@ def test_larger_pictures_are_made_smaller_and_turned_ones_upright(packed, tmp_pa
     wanted = {"turned": ("jpg", (32, 64)), "large": ("jpg", (64, 32)), "small": ("png", (64, 30))}
     assert sizes == {**wanted, "odd": ("jpg", (24, 20))}
     assert found["sizes"]["turned"] == 1 and found["sizes"]["shrunk"] == 2
-    assert {reason: entry["rows"] for reason, entry in found["refused"].items()} == {"picture too small": 1}
+    assert {reason: entry["rows"] for reason, entry in found["refused"].items()} == {
+        "picture too small": 1
+    }
 
 
 def test_transparent_pictures_are_stored_as_a_page_shows_them(packed, tmp_path):
@@ -199,7 +239,10 @@ def test_transparent_pictures_are_stored_as_a_page_shows_them(packed, tmp_path):
     for name in ("glyph 0", "glyph 1", "opaque"):
         (tmp_path / f"in/{name}.txt").write_text(name)
     found = packed(tmp_path / "in")
-    stored = {sample.files["txt"].decode(): opened(sample) for sample in samples_of(tmp_path / "out/train")}
+    stored = {
+        sample.files["txt"].decode(): opened(sample)
+        for sample in samples_of(tmp_path / "out/train")
+    }
     assert {name: ending for name, (ending, _) in stored.items()} == {
         "glyph 0": "jpg",
         "glyph 1": "jpg",
@@ -215,11 +258,15 @@ def test_transparent_pictures_are_stored_as_a_page_shows_them(packed, tmp_path):
 def test_addresses_are_fetched_and_failures_counted_and_tried_again(packed, tmp_path):
     with hostile_server() as server:
         kinds = ["good", "missing", "flaky", "html", "good", "good"]
-        rows = [f"{server.url(kind, number)}\tcaption {number}" for number, kind in enumerate(kinds)]
+        rows = [
+            f"{server.url(kind, number)}\tcaption {number}" for number, kind in enumerate(kinds)
+        ]
         rows.append(f"{server.url('good', 0)}\tcaption 0 again")
         given = tmp_path / "list.tsv"
         given.write_text("\n".join(rows) + "\n")  # no header, as CC12M's
-        found = packed(given, work=Work(threads=4, attempts=1, backoff_seconds=0.01, progress=False))
+        found = packed(
+            given, work=Work(threads=4, attempts=1, backoff_seconds=0.01, progress=False)
+        )
         refused = {reason: entry["rows"] for reason, entry in found["refused"].items()}
         assert refused == {"http 404": 1, "http 503": 1, "not a picture": 1}
         (example,) = found["refused"]["http 404"]["examples"]
@@ -229,7 +276,10 @@ def test_addresses_are_fetched_and_failures_counted_and_tried_again(packed, tmp_
         found = packed(given, work=Work(threads=4, attempts=1, retry_failed=True, progress=False))
         assert server.requests.total() == before + 1  # the one that may come
         assert found["pictures"] == 4 and not (tmp_path / "out/.pack").exists()
-    captions = {sample.files["txt"].decode(): sample.files["jpg"] for sample in samples_of(tmp_path / "out/train")}
+    captions = {
+        sample.files["txt"].decode(): sample.files["jpg"]
+        for sample in samples_of(tmp_path / "out/train")
+    }
     assert captions["caption 0\ncaption 0 again"] == photo(0)
     assert not check_shards(tmp_path / "out/train", hashes=True, decode=True, progress=False).faults
 
@@ -239,7 +289,10 @@ def test_the_present_folder_is_an_output(packed, tmp_path, monkeypatch):
     known = packed(given, **SPLIT)["pictures"]
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    assert pack([str(given)], ".", PackSettings(**SPLIT), work=Work(progress=False))["pictures"] == known
+    assert (
+        pack([str(given)], ".", PackSettings(**SPLIT), work=Work(progress=False))["pictures"]
+        == known
+    )
 
 
 def test_paths_as_people_write_them(packed, tmp_path):
@@ -254,12 +307,20 @@ def test_paths_as_people_write_them(packed, tmp_path):
     found = packed(tmp_path / "list.csv", columns=Columns(pictures_in=folder))
     assert found["pictures"] == 3 and found["refused"] == {}
     # Shards show neither folders of this machine nor the query of an address, which may be a key.
-    shown = {json.loads(sample.files["json"])["file"] for sample in samples_of(tmp_path / "out/train")}
+    shown = {
+        json.loads(sample.files["json"])["file"] for sample in samples_of(tmp_path / "out/train")
+    }
     assert shown == {"one.JPG", "two two.png", "sub\\three.png"}
-    assert public_name("https://host/a/b.jpg?key=1") == "https://host/a/b.jpg" and public_name("~/c.png") == "c.png"
+    assert (
+        public_name("https://host/a/b.jpg?key=1") == "https://host/a/b.jpg"
+        and public_name("~/c.png") == "c.png"
+    )
     assert public_name("https://me:secret@host/a/b@c.jpg") == "https://host/a/b@c.jpg"
     assert public_name("https://host/a//b@c.jpg") == "https://host/a//b@c.jpg"
-    assert public_name(r"C:\Users\me\d.jpg") == "d.jpg" and public_name(r"train\e.jpg") == r"train\e.jpg"
+    assert (
+        public_name(r"C:\Users\me\d.jpg") == "d.jpg"
+        and public_name(r"train\e.jpg") == r"train\e.jpg"
+    )
 
 
 @pytest.mark.parametrize(
@@ -293,7 +354,11 @@ def test_tokens_are_counted_as_open_clip_makes_them():
         "caf\u00e9 na\u00efve \u72d7 \U0001f415",
         "word " * 20,
     ]
-    texts += ["", "it's 3.5km/h -- they\u2019re \u201cquoted\u201d", "supercalifragilistic, antidisestablishment"]
+    texts += [
+        "",
+        "it's 3.5km/h -- they\u2019re \u201cquoted\u201d",
+        "supercalifragilistic, antidisestablishment",
+    ]
     counts = [len(one.ids) for one in _tokenizer().encode_batch(texts)]
     assert counts == [len(SimpleTokenizer().encode(text)) for text in texts]
 
@@ -315,17 +380,28 @@ def test_parquet_at_an_address_packs_as_the_files_do(packed, tmp_path):
         address = f"x={server.url('{0..1}.parquet')}"
         server.faults["1.parquet"] = ["cut:100"]
         assert packed(address, out="remote", **SPLIT)["refused"].keys() == found["refused"].keys()
-        assert {name: len(asked) for name, asked in server.requests.items()} == {"0.parquet": 1, "1.parquet": 2}
+        assert {name: len(asked) for name, asked in server.requests.items()} == {
+            "0.parquet": 1,
+            "1.parquet": 2,
+        }
         for tar in (tmp_path / "local").rglob("*.tar"):
-            assert tar.read_bytes() == (tmp_path / "remote" / tar.relative_to(tmp_path / "local")).read_bytes()
+            assert (
+                tar.read_bytes()
+                == (tmp_path / "remote" / tar.relative_to(tmp_path / "local")).read_bytes()
+            )
         shutil.rmtree(tmp_path / "remote.parquet")
         server.faults["1.parquet"] = ["open:100"]
-        with pytest.raises(UserError, match=r"1\.parquet cannot be fetched \(cut off\); check it, and call again"):
+        with pytest.raises(
+            UserError, match=r"1\.parquet cannot be fetched \(cut off\); check it, and call again"
+        ):
             packed(address, out="remote", **SPLIT)
-        assert packed(address, out="remote", **SPLIT)["pictures"] == 9  # fetched again it is the same input
+        assert (
+            packed(address, out="remote", **SPLIT)["pictures"] == 9
+        )  # fetched again it is the same input
         server.faults["1.parquet"] = ["changed"]  # the same bytes with another ETag
         with pytest.raises(
-            UserError, match=r"1\.parquet has changed since it was fetched to .*; remove .*another --out"
+            UserError,
+            match=r"1\.parquet has changed since it was fetched to .*; remove .*another --out",
         ):
             packed(address, out="remote", **SPLIT)
         assert packed(address, out="remote", **SPLIT)["pictures"] == 9

@@ -22,7 +22,16 @@ from open_clip_zerovl.prepare.pack import packing
 from open_clip_zerovl.prepare.pack.report import lines
 from open_clip_zerovl.prepare.pack.rows import Columns
 from open_clip_zerovl.prepare.public.gather import Work
-from support.pairs import as_csv, as_folder, as_jsonl, as_tars, make_pairs, picture, samples_of, write_pictures
+from support.pairs import (
+    as_csv,
+    as_folder,
+    as_jsonl,
+    as_tars,
+    make_pairs,
+    picture,
+    samples_of,
+    write_pictures,
+)
 from support.tars import write_tar
 
 
@@ -88,18 +97,31 @@ def files(**contents: bytes) -> Callable[[Path], Path]:
 
 
 PYARROW = r"|missing: `pip install"
-BOXES = b'{"images": [{"id": 1, "file_name": "1.png"}], "annotations": [{"image_id": 1, "bbox": []}]}'
+BOXES = (
+    b'{"images": [{"id": 1, "file_name": "1.png"}], "annotations": [{"image_id": 1, "bbox": []}]}'
+)
 
 #: The input (a text: a table with it), the sentence, settings.
-MISTAKES: dict[str, tuple[str | Callable[[Path], Any], str] | tuple[str | Callable[[Path], Any], str, dict]] = {
-    "nothing there": (lambda folder: folder / "none.csv", r"none.csv does not exist: correct the path"),
-    "an address": (lambda folder: "https://host/x.csv", r"https:/+host/x.csv is an address: fetch it first"),
+MISTAKES: dict[
+    str, tuple[str | Callable[[Path], Any], str] | tuple[str | Callable[[Path], Any], str, dict]
+] = {
+    "nothing there": (
+        lambda folder: folder / "none.csv",
+        r"none.csv does not exist: correct the path",
+    ),
+    "an address": (
+        lambda folder: "https://host/x.csv",
+        r"https:/+host/x.csv is an address: fetch it first",
+    ),
     "empty folder": (
         lambda folder: folder.mkdir() or folder,
         r"contains no pictures, table, parquet files or tars \(found: nothing\)",
     ),
     "spreadsheet": (files(pairs_xlsx=b"PK"), r"is a spreadsheet: save it as CSV in UTF-8"),
-    "unknown file": (files(pairs_dat=b"image,caption\n"), r"has no known ending: name its form with --format"),
+    "unknown file": (
+        files(pairs_dat=b"image,caption\n"),
+        r"has no known ending: name its form with --format",
+    ),
     "zip": (files(x_zip=b""), r"is a zip with .*unpack it"),
     "column misspelt": (
         "filepath,title\n0.png,x\n",
@@ -155,17 +177,25 @@ MISTAKES: dict[str, tuple[str | Callable[[Path], Any], str] | tuple[str | Callab
         r"none of the first 2 pictures of .*pairs.csv exists; that of line 2 should be "
         r"/.*/images/0.png; a file of that name lies in .*: give --pictures-in",
     ),
-    "pictures elsewhere": (pictures_elsewhere, r"a file of that name lies in .*/images: give --pictures-in .*/images$"),
+    "pictures elsewhere": (
+        pictures_elsewhere,
+        r"a file of that name lies in .*/images: give --pictures-in .*/images$",
+    ),
     "pictures nowhere": (
         "image,caption\nz/7.png,x\n",
         r"relative paths start at .*: if the pictures are elsewhere, give their folder with --pictures-in",
     ),
     "captions are numbers": (
-        lambda folder: table(folder, '{"image": "0.png", "text": 3}\n{"image": "1.png", "text": 4}\n', "pairs.jsonl"),
+        lambda folder: table(
+            folder, '{"image": "0.png", "text": 3}\n{"image": "1.png", "text": 4}\n', "pairs.jsonl"
+        ),
         r"none of the 2 rows can be used: caption not text in 2 \(first pairs.jsonl line 1\); check the input, and which "
         r"columns are read \(picture 'image', caption 'text'",
     ),
-    "all captions empty": ("image,caption\n0.png,\n1.png, \n", r"empty caption in 2 \(first pairs.csv line 2\)"),
+    "all captions empty": (
+        "image,caption\n0.png,\n1.png, \n",
+        r"empty caption in 2 \(first pairs.csv line 2\)",
+    ),
     "only a header": ("image,caption\n", r"pairs.csv has no rows: check the input"),
     "empty file": (files(pairs_csv=b""), r"has no first line with the names of its columns"),
     "no json": (files(pairs_jsonl=b"<html>\n"), r"holds no JSON objects.*it begins with '<html>"),
@@ -182,9 +212,15 @@ MISTAKES: dict[str, tuple[str | Callable[[Path], Any], str] | tuple[str | Callab
         tars_and_pictures,
         r"holds tars, and pictures too: choose with --format webdataset or --format folder",
     ),
-    "two tables": (files(a_csv=b"x", b_csv=b"x"), r"holds 2 tables \(a.csv, b.csv ...\): give the table or"),
+    "two tables": (
+        files(a_csv=b"x", b_csv=b"x"),
+        r"holds 2 tables \(a.csv, b.csv ...\): give the table or",
+    ),
     "wrong format": (two_pairs, r"holds no file of --format parquet", {"form": "parquet"}),
-    "json without captions": (json_without_captions, r"no key of the JSON files of .* their keys are 'label', 'id'"),
+    "json without captions": (
+        json_without_captions,
+        r"no key of the JSON files of .* their keys are 'label', 'id'",
+    ),
     "tars without pictures": (
         tars_of({"a.cls": b"3", "a.txt": b"x"}),
         r"hold no picture \(jpg, png, jpeg, webp\) but 'cls', 'txt'",
@@ -193,7 +229,10 @@ MISTAKES: dict[str, tuple[str | Callable[[Path], Any], str] | tuple[str | Callab
         tars_of({"a.png": picture(0), "a.cls": b"3"}),
         r"hold no captions, neither txt nor json but 'cls', 'png'",
     ),
-    "no tar": (files(**{"0_tar": b"<html>no such file</html>"}), r"cannot be read as a tar, or holds no samples"),
+    "no tar": (
+        files(**{"0_tar": b"<html>no such file</html>"}),
+        r"cannot be read as a tar, or holds no samples",
+    ),
     "no such dataset": (
         files(state_json=b"{}", x_arrow=b""),
         rf"state.json does not list the Arrow files{PYARROW}",
@@ -215,7 +254,11 @@ MISTAKES: dict[str, tuple[str | Callable[[Path], Any], str] | tuple[str | Callab
         r"the sources 'a b' and 'a/b' \(column 'kind'\) would both be called 'a-b'",
         {"columns": Columns(source="kind")},
     ),
-    "test share": (two_pairs, r"--test-share is 5: it must be 0 or more, and less than 1", {"test_share": 5.0}),
+    "test share": (
+        two_pairs,
+        r"--test-share is 5: it must be 0 or more, and less than 1",
+        {"test_share": 5.0},
+    ),
 }
 
 
@@ -248,7 +291,9 @@ def test_bad_rows_are_counted_and_named_by_file_and_line(packed, tmp_path):
     (tmp_path / "in/broken.png").write_bytes(picture(9)[:-100])
     (tmp_path / "in/page.png").write_bytes(b"<html>no such picture</html>")
     found = packed(given)
-    got = {reason: [e["at"] for e in entry["examples"]] for reason, entry in found["refused"].items()}
+    got = {
+        reason: [e["at"] for e in entry["examples"]] for reason, entry in found["refused"].items()
+    }
     assert got == {
         "empty caption": ["pairs.csv line 3"],
         "more fields than the header": ["pairs.csv line 5"],
@@ -262,12 +307,18 @@ def test_bad_rows_are_counted_and_named_by_file_and_line(packed, tmp_path):
     with open(tmp_path / "out/refused.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["line"]) for row in rows] == [3, 5, 6, 7, 8, 9, 10, 11]
-    assert rows[2]["picture"] == str(tmp_path / "in/gone.png") and rows[2]["reason"] == "picture missing"
+    assert (
+        rows[2]["picture"] == str(tmp_path / "in/gone.png")
+        and rows[2]["reason"] == "picture missing"
+    )
     captions = {sample.files["txt"].decode() for sample in samples_of(tmp_path / "out/train")}
     assert captions == {"a dog\nthe dog again", '"a stray quote'}
     printed = "\n".join(lines(found, tmp_path / "out"))
     assert "a stray quote in 1 lines, which are read as they stand, quote included: 4" in printed
-    assert "8 rows, all of them in refused.csv" in printed and "1 empty caption: pairs.csv line 3" in printed
+    assert (
+        "8 rows, all of them in refused.csv" in printed
+        and "1 empty caption: pairs.csv line 3" in printed
+    )
     assert len(printed.splitlines()) <= 15
     page = (tmp_path / "out/report.html").read_text()
     assert "data:image/jpeg;base64," in page and "a dog / the dog again" in page
@@ -280,7 +331,9 @@ def one_bad_encoding(folder: Path) -> Path:
 
 def json_lines_in_latin_1(folder: Path) -> Path:
     return table(
-        folder, '{"image": "0.png", "caption": "caf\udce9"}\n{"image": "1.png", "caption": "tea"}\n', "p.jsonl"
+        folder,
+        '{"image": "0.png", "caption": "caf\udce9"}\n{"image": "1.png", "caption": "tea"}\n',
+        "p.jsonl",
     )
 
 
@@ -305,7 +358,9 @@ def torn_tar(folder: Path) -> Path:
 def ids_that_are_lists(folder: Path) -> Path:
     images = [{"id": 1, "file_name": "0.png"}, {"id": [2], "file_name": "1.png"}]
     annotations = [{"image_id": image_id, "caption": "x"} for image_id in (1, [2], {})]
-    return table(folder, json.dumps({"images": images, "annotations": annotations}), "captions.json")
+    return table(
+        folder, json.dumps({"images": images, "annotations": annotations}), "captions.json"
+    )
 
 
 def pipes_and_devices(folder: Path) -> Path:
@@ -331,7 +386,9 @@ def paths_with_umlauts(folder: Path, first: str, second: str) -> Path:
     given = table(folder, "")
     for number in range(2):
         (folder / f"{number}.png").rename(folder / f"gr\u00f6\u00dfe{number}.png")
-    rows = "image,caption\ngr\u00f6\u00dfe0.png,x\n".encode(first) + "gr\u00f6\u00dfe1.png,y\n".encode(second)
+    rows = "image,caption\ngr\u00f6\u00dfe0.png,x\n".encode(
+        first
+    ) + "gr\u00f6\u00dfe1.png,y\n".encode(second)
     given.write_bytes(rows)
     return given
 
@@ -346,9 +403,17 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], int, dict[str, int]]] = {
         1,
         {"text cannot be read": 2, "text too large": 1, "picture missing": 1},
     ),
-    "byte-order marks and none": (texts_in_five_encodings, 4, {"caption not UTF-8": 1, UNMARKED: 1}),
+    "byte-order marks and none": (
+        texts_in_five_encodings,
+        4,
+        {"caption not UTF-8": 1, UNMARKED: 1},
+    ),
     "paths in UTF-16": (lambda folder: paths_with_umlauts(folder, "utf-16", "utf-16-le"), 2, {}),
-    "a path in Latin-1": (lambda folder: paths_with_umlauts(folder, "utf-8", "latin-1"), 1, {"path not UTF-8": 1}),
+    "a path in Latin-1": (
+        lambda folder: paths_with_umlauts(folder, "utf-8", "latin-1"),
+        1,
+        {"path not UTF-8": 1},
+    ),
     "a caption in Latin-1": (one_bad_encoding, 1, {"caption not UTF-8": 1}),
     "a JSON line in Latin-1": (json_lines_in_latin_1, 1, {"caption not UTF-8": 1}),
 }
@@ -369,7 +434,11 @@ def test_a_row_that_cannot_be_used_is_refused_and_the_rest_packed(kind, packed, 
             "1 caption not UTF-8: pairs.csv line 2; probably Latin-1: convert the file to UTF-8 (iconv -f CP1252"
             in printed
         )
-        for words in ("1 row, which is in refused.csv", "1 shard ", "repeated   no caption, no picture"):
+        for words in (
+            "1 row, which is in refused.csv",
+            "1 shard ",
+            "repeated   no caption, no picture",
+        ):
             assert words in printed
 
 
@@ -378,18 +447,28 @@ def test_a_folder_of_other_inputs_or_settings_is_refused(packed, tmp_path):
     other = as_csv(tmp_path / "other", make_pairs(6))
     packed(given, seed=1)
     before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
-    with pytest.raises(UserError, match=r"out was made with seed 1, and this call has 2: give a new folder, or repeat"):
+    with pytest.raises(
+        UserError,
+        match=r"out was made with seed 1, and this call has 2: give a new folder, or repeat",
+    ):
         packed(given, seed=2)
-    with pytest.raises(UserError, match=r"out was made from in, and this call has pairs.csv: give a new folder"):
+    with pytest.raises(
+        UserError, match=r"out was made from in, and this call has pairs.csv: give a new folder"
+    ):
         packed(other, seed=1)
     (given / "a/000.txt").write_text("another caption")
     (given / "new.png").write_bytes(picture(99))
     with pytest.raises(UserError, match=r"out was made from in, whose files have changed since"):
         packed(given, seed=1)
     assert before == {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
-    with pytest.raises(UserError, match=r"other is not empty and has no pack.json, so this program did not write it"):
+    with pytest.raises(
+        UserError,
+        match=r"other is not empty and has no pack.json, so this program did not write it",
+    ):
         packed(given, out="other")
-    with pytest.raises(UserError, match=r"lies in .*in, which is read: give a folder elsewhere with --out"):
+    with pytest.raises(
+        UserError, match=r"lies in .*in, which is read: give a folder elsewhere with --out"
+    ):
         packed(given, out="in/out")
 
 
@@ -397,7 +476,9 @@ def test_a_folder_of_other_inputs_or_settings_is_refused(packed, tmp_path):
 def test_inputs_that_changed_at_the_same_size_are_refused(form, packed, tmp_path):
     given = form(tmp_path / "in", make_pairs(4))
     assert packed(given) == packed(given)
-    changed = tmp_path / "in" / {as_folder: "a/000.txt", as_csv: "a/000.png", as_tars: "00000.tar"}[form]
+    changed = (
+        tmp_path / "in" / {as_folder: "a/000.txt", as_csv: "a/000.png", as_tars: "00000.tar"}[form]
+    )
     changed.write_bytes(changed.read_bytes().replace(b"picture 0", b"drawing 0"))
     with pytest.raises(UserError, match="whose files have changed since"):
         packed(given)
@@ -417,7 +498,9 @@ def test_after_a_mistake_the_same_folder_is_taken(packed, tmp_path):
     # No picture was read here, so that nothing is lost by other columns or sizes.
     (tmp_path / "in/pairs.csv").rename(tmp_path / "pairs.csv")
     with pytest.raises(UserError, match="none of the first 2 pictures of .* exists"):
-        packed(tmp_path / "pairs.csv", out="more", columns=Columns(captions=("text",)), test_share=0.1)
+        packed(
+            tmp_path / "pairs.csv", out="more", columns=Columns(captions=("text",)), test_share=0.1
+        )
     chosen = Columns(captions=("text",), pictures_in=tmp_path / "in")
     assert packed(tmp_path / "pairs.csv", out="more", columns=chosen, seed=3)["pictures"] == 2
 
@@ -432,9 +515,16 @@ def test_pyarrow_missing_is_a_sentence(packed, tmp_path, monkeypatch):
 def test_the_command_line_ends_in_the_command_to_type(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     as_jsonl(tmp_path / "my pets", make_pairs(8))
-    assert main(["data", "pack", "my pets", "--out", "my out", "--test-share", "0.3", "--threads", "2"]) == 0
+    assert (
+        main(
+            ["data", "pack", "my pets", "--out", "my out", "--test-share", "0.3", "--threads", "2"]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out.splitlines()
-    finetune = "zerovl finetune --from ViT-B-32/laion2b_s34b_b79k --data 'my out' --out 'my out-tuned'"
+    finetune = (
+        "zerovl finetune --from ViT-B-32/laion2b_s34b_b79k --data 'my out' --out 'my out-tuned'"
+    )
     assert printed[-3:] == [
         "next (with fewer than 10,000 pictures fine-tune or evaluate; a training from nothing needs more):",
         finetune,
@@ -442,7 +532,9 @@ def test_the_command_line_ends_in_the_command_to_type(tmp_path, capsys, monkeypa
     ]
     assert main(["data", "pack", "my pets", "--out", "my out", "--test-share", "0.3"]) == 0
     again = capsys.readouterr().out.splitlines()
-    assert again[0] == "my out is complete: nothing was done. Its contents:" and again[1:] == printed
+    assert (
+        again[0] == "my out is complete: nothing was done. Its contents:" and again[1:] == printed
+    )
     monkeypatch.setattr("open_clip_zerovl.prepare.pack.report.FEWEST", 5)
     assert main(["data", "pack", "my pets", "--out", "my out", "--test-share", "0.3"]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == [
@@ -450,7 +542,10 @@ def test_the_command_line_ends_in_the_command_to_type(tmp_path, capsys, monkeypa
         "zerovl train --model ViT-B-32 --train-data 'my-out=my out/train' --retrieval-data 'my-out=my out' "
         "--captions one-per-epoch --warmup-share 0.025 --batch-size 1",
     ]
-    assert main(["data", "pack", "my pets", "--out", "my out", "--caption-column", "captoin", "texts"]) == 2
+    assert (
+        main(["data", "pack", "my pets", "--out", "my out", "--caption-column", "captoin", "texts"])
+        == 2
+    )
     assert "did you mean" not in capsys.readouterr().err  # nothing is near
     # Before torch is loaded: in a moment, then, and with the name that was meant.
     assert main(["data", "pack", "my pts", "--out", "out"]) == 2
@@ -469,7 +564,10 @@ def test_a_tables_columns_are_not_wanted_of_a_folder_with_texts(packed, tmp_path
 
 def test_the_progress_bar_counts_every_row(packed, tmp_path, capsys):
     """Rows without a picture to read, and rows of one picture, too: it ends full."""
-    packed(table(tmp_path / "in", "image,caption\n0.png,x\n0.png,y\n1.png,\n2.png,z\n"), work=Work(threads=2))
+    packed(
+        table(tmp_path / "in", "image,caption\n0.png,x\n0.png,y\n1.png,\n2.png,z\n"),
+        work=Work(threads=2),
+    )
     bars = capsys.readouterr().err.replace("\r", "\n").rstrip().splitlines()
     assert any(" 4pair [" in bar and "2 came; empty caption 1]" in bar for bar in bars)
 
@@ -483,14 +581,28 @@ def test_work_that_takes_long_is_announced(capsys, monkeypatch):
 
 
 def test_source_names_in_any_script_and_those_of_the_outputs_own_files(packed, tmp_path):
-    kinds = ["report.html", "pack.json", "\u5317\u4eac", "\u4e0a\u6d77", "train", "gr\udce9s"]  # the last in Latin-1
-    given = table(tmp_path / "in", "image,caption,kind\n" + "".join(f"{i}.png,x,{k}\n" for i, k in enumerate(kinds)))
+    kinds = [
+        "report.html",
+        "pack.json",
+        "\u5317\u4eac",
+        "\u4e0a\u6d77",
+        "train",
+        "gr\udce9s",
+    ]  # the last in Latin-1
+    given = table(
+        tmp_path / "in",
+        "image,caption,kind\n" + "".join(f"{i}.png,x,{k}\n" for i, k in enumerate(kinds)),
+    )
     found = packed(given, columns=Columns(source="kind"))
     names = {"report.html-source", "pack.json-source", "train-source", *kinds[2:4]}
     assert {one["folder"] for one in found["written"]} == {f"{name}/train" for name in names}
-    assert {reason: entry["rows"] for reason, entry in found["refused"].items()} == {"source not UTF-8": 1}
+    assert {reason: entry["rows"] for reason, entry in found["refused"].items()} == {
+        "source not UTF-8": 1
+    }
     data = "::".join(f"{name}={tmp_path}/out/{name}/train" for name in kinds[2:4])
-    assert [(source.name, source.num_samples) for source in parse_sources(data)] == [(name, 1) for name in kinds[2:4]]
+    assert [(source.name, source.num_samples) for source in parse_sources(data)] == [
+        (name, 1) for name in kinds[2:4]
+    ]
 
 
 @pytest.mark.parametrize("written", ["pack.json", "train/00000.tar", "refused.csv"])

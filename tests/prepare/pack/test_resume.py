@@ -20,7 +20,9 @@ from support.hostile_server import hostile_server
 from support.pairs import as_csv, as_folder, make_pairs, picture, shards_of
 
 WORK = Work(threads=2, progress=False)
-SETTINGS = PackSettings(test_share=0.2, shard_size=5, max_side_px=20, columns=Columns(source="kind"))
+SETTINGS = PackSettings(
+    test_share=0.2, shard_size=5, max_side_px=20, columns=Columns(source="kind")
+)
 
 
 class Killed(BaseException):
@@ -95,7 +97,10 @@ def _files(out: Path) -> dict[str, bytes]:
 
 def test_pictures_that_came_before_a_kill_are_not_fetched_again(packed, tmp_path, monkeypatch):
     with hostile_server() as server:
-        rows = ["url,caption", *(f"{server.url('good', number)},caption {number}" for number in range(60))]
+        rows = [
+            "url,caption",
+            *(f"{server.url('good', number)},caption {number}" for number in range(60)),
+        ]
         (tmp_path / "list.csv").write_text("\n".join(rows) + "\n")
         with monkeypatch.context() as patch:
             kill_in(patch, Gathering, "_take", 20)
@@ -104,14 +109,19 @@ def test_pictures_that_came_before_a_kill_are_not_fetched_again(packed, tmp_path
         asked = server.requests.total()
         assert 20 <= asked < 60
         assert packed(tmp_path / "list.csv")["pictures"] == 60
-        assert server.requests.total() <= 60 + asked - 20  # those that had not been taken are fetched twice
+        assert (
+            server.requests.total() <= 60 + asked - 20
+        )  # those that had not been taken are fetched twice
 
 
 def test_a_retry_that_is_killed_is_mended_by_any_call(packed, tmp_path, monkeypatch):
     """The shards of the first call are written anew, from more samples; none of the old ones is taken for a new one."""
     with hostile_server() as server:
         kinds = ["flaky" if number % 4 == 1 else "good" for number in range(24)]
-        rows = ["url,caption", *(f"{server.url(kind, n)},caption {n}" for n, kind in enumerate(kinds))]
+        rows = [
+            "url,caption",
+            *(f"{server.url(kind, n)},caption {n}" for n, kind in enumerate(kinds)),
+        ]
         (tmp_path / "list.csv").write_text("\n".join(rows) + "\n")
         given, settings = tmp_path / "list.csv", {"test_share": 0.2, "shard_size": 4}
         once = Work(threads=2, attempts=1, progress=False)
@@ -135,7 +145,9 @@ def test_a_picture_that_changes_meanwhile_ends_the_call(packed, tmp_path, monkey
         original(store, share)
 
     monkeypatch.setattr(packing, "hold_out", changing)
-    with pytest.raises(UserError, match=r"a/000.png has changed since it was read: leave the inputs as they are"):
+    with pytest.raises(
+        UserError, match=r"a/000.png has changed since it was read: leave the inputs as they are"
+    ):
         packed(given)
 
 

@@ -68,10 +68,16 @@ def server():
 def make(tmp_path):
     """`make([ADDRESS, ...], OPTION=...)` packs a list of them into `out` and returns the manifest."""
 
-    def run(urls: list[str], dataset: str = "cc3m", *, out: str = "out", work: Work = WORK, **options):
+    def run(
+        urls: list[str], dataset: str = "cc3m", *, out: str = "out", work: Work = WORK, **options
+    ):
         listed = tmp_path / "list.tsv"
-        listed.write_text("".join(f"caption {i}\t{url}\n" for i, url in enumerate(urls)), encoding="utf-8")
-        return prepare_list(dataset, tmp_path / out, source=[str(listed)], limits=LIMITS, work=work, **options)
+        listed.write_text(
+            "".join(f"caption {i}\t{url}\n" for i, url in enumerate(urls)), encoding="utf-8"
+        )
+        return prepare_list(
+            dataset, tmp_path / out, source=[str(listed)], limits=LIMITS, work=work, **options
+        )
 
     return run
 
@@ -83,7 +89,11 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def captions(folder: Path) -> list[str]:
-    return [s.files["txt"].decode() for shard in sorted(folder.glob("*.tar")) for s in read_samples(shard)]
+    return [
+        s.files["txt"].decode()
+        for shard in sorted(folder.glob("*.tar"))
+        for s in read_samples(shard)
+    ]
 
 
 # ----------------------------------------------------------------------------------------------------- contents
@@ -92,15 +102,30 @@ def captions(folder: Path) -> list[str]:
 def test_every_kind_of_answer_is_counted_by_its_reason(server, make, tmp_path):
     kinds = [kind for kind in EXPECTED for _ in range(2)]
     urls = [server.url(kind, i) for i, kind in enumerate(kinds)]
-    urls += ["", "ftp://127.0.0.1/x.jpg", "http://127.0.0.1:1/x.jpg", "http://no host/x.jpg", server.url("tofile", 0)]
+    urls += [
+        "",
+        "ftp://127.0.0.1/x.jpg",
+        "http://127.0.0.1:1/x.jpg",
+        "http://no host/x.jpg",
+        server.url("tofile", 0),
+    ]
     begin = time.monotonic()
     result = make(urls, shard_size=10)
-    assert time.monotonic() - begin < 20  # no address holds the rest up for longer than its limit and its retry
+    assert (
+        time.monotonic() - begin < 20
+    )  # no address holds the rest up for longer than its limit and its retry
 
     came = [i for i, kind in enumerate(kinds) if EXPECTED[kind] is None]
     assert captions(tmp_path / "out") == [f"caption {i}" for i in came]  # in the list's order
     failures = Counter(EXPECTED[kind] for kind in kinds if EXPECTED[kind])
-    failures.update({"no address": 1, "not a web address": 2, "connection refused or lost": 1, "bad redirect": 1})
+    failures.update(
+        {
+            "no address": 1,
+            "not a web address": 2,
+            "connection refused or lost": 1,
+            "bad redirect": 1,
+        }
+    )
     assert result["failures"] == failures
     assert result["complete"] and result["pairs"] == len(came) and result["rows"] == len(urls)
     # Only what may pass is tried again.
@@ -122,14 +147,21 @@ def test_a_second_call_fetches_nothing_and_a_folder_keeps_to_its_list(server, ma
     before, asked = contents(tmp_path / "out"), server.requests.total()
     assert make(urls, shard_size=10) == first
     assert contents(tmp_path / "out") == before and server.requests.total() == asked
-    assert json.loads((tmp_path / "out/sizes.json").read_text()) == {"00000.tar": 10, "00001.tar": 10, "00002.tar": 5}
+    assert json.loads((tmp_path / "out/sizes.json").read_text()) == {
+        "00000.tar": 10,
+        "00001.tar": 10,
+        "00002.tar": 5,
+    }
     # A shard that has gone is made again, and only that one.
     (tmp_path / "out/00001.tar").unlink()
     make(urls, shard_size=10)
     assert contents(tmp_path / "out") == before and server.requests.total() == asked + 10
     with pytest.raises(UserError, match="was begun with made_from"):
         make(urls[1:], shard_size=10)
-    with manifest.sole_writer(tmp_path / "busy", "0-of-1"), pytest.raises(UserError, match="process is writing"):
+    with (
+        manifest.sole_writer(tmp_path / "busy", "0-of-1"),
+        pytest.raises(UserError, match="process is writing"),
+    ):
         make(urls, out="busy")
 
 
@@ -143,7 +175,9 @@ def test_failures_for_a_passing_reason_can_be_tried_again(server, make, tmp_path
     second = make(urls, "cc12m", shard_size=6, work=again)
     assert second["failures"] == {"http 404": 4} and second["pairs"] == 8
     assert captions(tmp_path / "out") == [f"caption {i}" for i in range(12) if i % 3]
-    assert all(server.requests[f"/missing/{2000 + i}.jpg"] == 1 for i in range(0, 12, 3))  # gone is gone
+    assert all(
+        server.requests[f"/missing/{2000 + i}.jpg"] == 1 for i in range(0, 12, 3)
+    )  # gone is gone
     # A transfer that its limit cuts: without an announced length the bytes that came look like a whole answer.
     urls = [server.url("open", 6000 + i) for i in range(3)]
     assert make(urls, out="open", work=once)["failures"] == {"timed out": 3}
@@ -159,9 +193,13 @@ def test_redirects_to_private_addresses_are_refused_unless_allowed(server, monke
     guarded = Downloader(dataclasses.replace(LIMITS, private_redirects=False))
     assert guarded(server.url("good", 1)) == photo(1)  # the list's own address
     if named:  # the redirect names a host, of which only the connection shows the address
-        monkeypatch.setattr(download, "urljoin", lambda url, found: url.replace("127.0.0.1", "ip6-localhost") + "?")
+        monkeypatch.setattr(
+            download, "urljoin", lambda url, found: url.replace("127.0.0.1", "ip6-localhost") + "?"
+        )
         known = socket.getaddrinfo
-        monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **more: known("127.0.0.1", *rest, **more))
+        monkeypatch.setattr(
+            socket, "getaddrinfo", lambda host, *rest, **more: known("127.0.0.1", *rest, **more)
+        )
     before = server.requests.total()
     with pytest.raises(Failure, match="redirect to a private address"):
         guarded(server.url("moved", 1))
@@ -173,7 +211,10 @@ def test_redirects_to_private_addresses_are_refused_unless_allowed(server, monke
 @pytest.mark.parametrize(
     ("public", "hosts"),
     [
-        (False, ["127.0.0.1", "::1", "::ffff:10.0.0.1", "169.254.169.254", "fe80::1%eth0", "fc00::1"]),
+        (
+            False,
+            ["127.0.0.1", "::1", "::ffff:10.0.0.1", "169.254.169.254", "fe80::1%eth0", "fc00::1"],
+        ),
         (True, ["8.8.8.8", "2606:4700::1", "photos.example.org"]),
     ],
 )
@@ -195,11 +236,15 @@ def test_two_processes_share_a_list(server, make, tmp_path):
 
 @pytest.mark.parametrize("crash_in", ["write_shard", "sha256_of", "write_record"])
 @pytest.mark.parametrize("after", [False, True])
-def test_a_crash_between_any_two_steps_of_a_shard_is_mended(server, make, tmp_path, monkeypatch, crash_in, after):
+def test_a_crash_between_any_two_steps_of_a_shard_is_mended(
+    server, make, tmp_path, monkeypatch, crash_in, after
+):
     urls = [server.url("good", i) for i in range(8)]
     original = getattr(manifest, crash_in)
     # It hashes the list too: the shard's own hash shall crash.
-    monkeypatch.setattr("open_clip_zerovl.prepare.public.lists.described", lambda paths: ["the list"])
+    monkeypatch.setattr(
+        "open_clip_zerovl.prepare.public.lists.described", lambda paths: ["the list"]
+    )
 
     def crash(*args):
         if after:
@@ -239,7 +284,13 @@ def test_a_spool_survives_a_kill_at_any_byte(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("AVIF: decoding failed"), NotImplementedError("DDS"), AssertionError(), KeyError("x")]
+    "error",
+    [
+        RuntimeError("AVIF: decoding failed"),
+        NotImplementedError("DDS"),
+        AssertionError(),
+        KeyError("x"),
+    ],
 )
 def test_whatever_a_decoder_raises_costs_one_picture(tmp_path, monkeypatch, error):
     """One undecodable AVIF or DDS ended `zerovl data sbu`, and again at every call."""
@@ -261,7 +312,9 @@ def test_whatever_a_decoder_raises_costs_one_picture(tmp_path, monkeypatch, erro
 
 def test_pictures_of_other_formats_are_not_opened(monkeypatch):
     """EPS from the web started Ghostscript."""
-    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *args, **options: pytest.fail("it was started"))
+    monkeypatch.setattr(
+        "PIL.EpsImagePlugin.Ghostscript", lambda *args, **options: pytest.fail("it was started")
+    )
     for form in ("EPS", "DDS", "TGA"):
         with pytest.raises(Failure, match="not a picture"):
             encode_picture(saved(Image.new("RGB", (32, 32), (9, 9, 9)), form), Encoding())
@@ -290,7 +343,10 @@ def test_a_rotten_entry_of_a_zip_is_one_missing_picture(tmp_path, kind):
         assert store("good.jpg") == photo(1, 40, 40)
     finally:
         store.close()
-    with pytest.raises(UserError, match=r"images\.zip is broken or encrypted"), open_member(path, "a.jpg") as stream:
+    with (
+        pytest.raises(UserError, match=r"images\.zip is broken or encrypted"),
+        open_member(path, "a.jpg") as stream,
+    ):
         stream.read()
 
 
@@ -317,10 +373,21 @@ STORED = {
     "tall": (photo(0, 500, 1001), (256, 513), None),
     "small, which is not enlarged": (photo(0, 200, 100), (200, 100), None),
     "narrow": (photo(0, 256, 4000), (256, 4000), None),
-    "transparent": (saved(Image.new("RGBA", (64, 32), (0, 0, 0, 0)), "PNG"), (64, 32), (255, 255, 255)),
+    "transparent": (
+        saved(Image.new("RGBA", (64, 32), (0, 0, 0, 0)), "PNG"),
+        (64, 32),
+        (255, 255, 255),
+    ),
     "turned by EXIF": (quarter_turn(), (32, 64), None),
-    "sixteen bits": (saved(Image.fromarray(np.full((32, 32), 0x4000, np.uint16)), "PNG"), (32, 32), (64, 64, 64)),
-    **{f"mode {mode}": (saved(GREY.convert(mode), "PNG"), (40, 30), None) for mode in ("L", "LA", "P", "1")},
+    "sixteen bits": (
+        saved(Image.fromarray(np.full((32, 32), 0x4000, np.uint16)), "PNG"),
+        (32, 32),
+        (64, 64, 64),
+    ),
+    **{
+        f"mode {mode}": (saved(GREY.convert(mode), "PNG"), (40, 30), None)
+        for mode in ("L", "LA", "P", "1")
+    },
     "mode CMYK": (saved(GREY.convert("CMYK"), "TIFF"), (40, 30), None),
     "mode I;16": (saved(Image.new("I;16", (40, 30), 90), "TIFF"), (40, 30), None),
 }
@@ -339,7 +406,9 @@ def test_pictures_are_stored_as_rgb_of_at_most_256_pixels(kind):
 
 def test_quality_95_is_what_pillow_writes_at_95():
     original = photo(5, 300, 256, "PNG")
-    assert encode_picture(original, Encoding()).content == saved(opened(original), "JPEG", quality=95)
+    assert encode_picture(original, Encoding()).content == saved(
+        opened(original), "JPEG", quality=95
+    )
 
 
 def test_originals_can_be_kept_and_are_still_checked():
@@ -375,7 +444,9 @@ def test_a_large_file_is_resumed_where_it_stopped(tmp_path):
             self.send_header("Content-Length", str(len(content) - begin))
             self.end_headers()
             self.wfile.write(content[begin : begin + 120_000])  # breaks off twice
-            time.sleep(0.3)  # a reader drops the bytes that it has not taken when a connection breaks
+            time.sleep(
+                0.3
+            )  # a reader drops the bytes that it has not taken when a connection breaks
 
     with HTTPServer(("127.0.0.1", 0), Handler) as files:
         Thread(target=files.serve_forever, daemon=True).start()
@@ -394,7 +465,9 @@ def test_a_large_file_begins_again_on_a_server_that_sends_no_parts(tmp_path, ser
     """The bytes of an earlier call may be those of another version of the file."""
     (tmp_path / "file.part").write_bytes(b"older bytes")
     whole = fetch_file(server.url("good", 3), tmp_path / "other", progress=False).read_bytes()
-    assert fetch_file(server.url("good", 3), tmp_path / "file", progress=False).read_bytes() == whole
+    assert (
+        fetch_file(server.url("good", 3), tmp_path / "file", progress=False).read_bytes() == whole
+    )
 
 
 def test_wrong_certificates_are_refused_unless_allowed(tmp_path):

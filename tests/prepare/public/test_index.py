@@ -76,26 +76,39 @@ def plain_tar(count: int) -> tuple[bytes, list[Member]]:
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for number in range(count):
-            add(tar, f"{number:05d}.{('jpg', 'txt')[number % 2]}", bytes((0, 1, 511, 512, 513, 3000)[number % 6]))
+            add(
+                tar,
+                f"{number:05d}.{('jpg', 'txt')[number % 2]}",
+                bytes((0, 1, 511, 512, 513, 3000)[number % 6]),
+            )
     return stream.getvalue(), members_of(stream.getvalue())
 
 
 def test_broken_headers_end_the_walk_after_the_members_before_them():
     content, expected = plain_tar(40)
     head = expected[20].offset - 512
-    changes = {0: [b"?"], 110: [b"7"], 124: [b"\x80", b"-0000001000", b"-0000000001"], 150: [b"9"], 345: [b"d"]}
+    changes = {
+        0: [b"?"],
+        110: [b"7"],
+        124: [b"\x80", b"-0000001000", b"-0000000001"],
+        150: [b"9"],
+        345: [b"d"],
+    }
     for spot, changed in ((spot, changed) for spot, every in changes.items() for changed in every):
         broken = content[: head + spot] + changed + content[head + spot + len(changed) :]
         found = []
         with pytest.raises(BrokenTar, match=f"at byte {head}"):
-            for member in walk_tar(lambda offset, size: broken[offset : offset + size], len(broken)):  # noqa: B023
+            for member in walk_tar(lambda at, size, held=broken: held[at : at + size], len(broken)):
                 found.append(member)
         assert found == expected[:20], spot
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_check_sees_the_same_in_every_form_of_tar(tmp_path, form):
-    names = [f"{'n' * (120 if i % 7 == 3 and form != tarfile.USTAR_FORMAT else 3)}{i:03d}" for i in range(30)]
+    names = [
+        f"{'n' * (120 if i % 7 == 3 and form != tarfile.USTAR_FORMAT else 3)}{i:03d}"
+        for i in range(30)
+    ]
     picture = png((1, 2, 3), 40)
     with tarfile.open(tmp_path / "0.tar", "w", format=form) as tar:
         for i, name in enumerate(names):
@@ -107,7 +120,10 @@ def test_a_check_sees_the_same_in_every_form_of_tar(tmp_path, form):
     for decode in (False, True):
         (found,) = check_shards(tmp_path, hashes=True, decode=decode, progress=False).shards
         assert found.samples == 30
-        assert found.examples == {"picture is cut off": [names[4]], "caption is empty": [names[0], names[5]]}
+        assert found.examples == {
+            "picture is cut off": [names[4]],
+            "caption is empty": [names[0], names[5]],
+        }
 
 
 def test_a_file_of_nine_gigabytes_is_read_from_its_header():
@@ -141,7 +157,9 @@ def test_index_counts_as_training_does(tmp_path):
     assert json.loads((tmp_path / "s/sizes.json").read_text()) == sizes
     with tarfile.open(tmp_path / "s/00000.tar") as tar:
         names = [member.name for member in tar]
-    assert [f"{s.key}.{suffix}" for s in read_samples(tmp_path / "s/00000.tar") for suffix in s.files] == names
+    assert [
+        f"{s.key}.{suffix}" for s in read_samples(tmp_path / "s/00000.tar") for suffix in s.files
+    ] == names
     (tmp_path / "s/00003.tar").write_bytes((tmp_path / "s/00003.tar").read_bytes()[:700])
     with pytest.raises(UserError, match=r"00003.tar is broken: it is cut off after 700 bytes"):
         index_shards(str(tmp_path / "s"), progress=False)
@@ -155,7 +173,11 @@ def pax_member(record: bytes, size: int | None = None) -> bytes:
     about = tarfile.TarInfo("pax")
     about.type, about.size = tarfile.XHDTYPE, len(record) if size is None else size
     member = tarfile.TarInfo("b.txt")
-    return about.tobuf(tarfile.USTAR_FORMAT) + record.ljust(512, b"\0") + member.tobuf(tarfile.USTAR_FORMAT)
+    return (
+        about.tobuf(tarfile.USTAR_FORMAT)
+        + record.ljust(512, b"\0")
+        + member.tobuf(tarfile.USTAR_FORMAT)
+    )
 
 
 def long_name_of(size: int) -> bytes:
@@ -169,7 +191,9 @@ ROTTEN_HEADERS = {
     "a pax record of a negative length": pax_member(b"-1 path=x\n"),
     "a negative size in pax": pax_member(b"14 size=-1024\n"),
     "a name that claims 8 GiB": long_name_of(8 << 30),
-    "5,000 headers about headers": b"".join(long_name_of(1) + b"n".ljust(512, b"\0") for _ in range(5000)),
+    "5,000 headers about headers": b"".join(
+        long_name_of(1) + b"n".ljust(512, b"\0") for _ in range(5000)
+    ),
 }
 
 
@@ -187,7 +211,10 @@ def test_rotten_headers_end_in_a_sentence_and_training_reads_what_lies_before(tm
     assert any(fault.startswith("broken: ") for fault in found.faults)
     with pytest.raises(UserError, match=r"shard .*0\.tar cannot be read"):
         list(read_samples(shard))
-    assert count_tar_samples(shard, torn=True) in (3, 4)  # the last one's end is not seen where reading breaks off
+    assert count_tar_samples(shard, torn=True) in (
+        3,
+        4,
+    )  # the last one's end is not seen where reading breaks off
 
 
 def test_index_of_a_store_behind_a_url(tmp_path):
@@ -197,20 +224,32 @@ def test_index_of_a_store_behind_a_url(tmp_path):
     store = fsspec.filesystem("memory")
     for shard in (tmp_path / "s").glob("*.tar"):
         store.pipe(f"/bucket/s/{shard.name}", shard.read_bytes())
-    assert index_shards("memory://bucket/s", progress=False) == {"00000.tar": 10, "00001.tar": 10, "00002.tar": 5}
-    assert json.loads(store.cat("/bucket/s/sizes.json")) == {"00000.tar": 10, "00001.tar": 10, "00002.tar": 5}
+    assert index_shards("memory://bucket/s", progress=False) == {
+        "00000.tar": 10,
+        "00001.tar": 10,
+        "00002.tar": 5,
+    }
+    assert json.loads(store.cat("/bucket/s/sizes.json")) == {
+        "00000.tar": 10,
+        "00001.tar": 10,
+        "00002.tar": 5,
+    }
     with pytest.raises(UserError, match="nosuch://bucket/s cannot be opened"):
         index_shards("nosuch://bucket/s", progress=False)
 
 
 def test_shards_on_the_hub_are_counted_where_they_were_made():
-    with pytest.raises(UserError, match=r"hf://datasets/a/b is on the hub, .* upload its sizes.json"):
+    with pytest.raises(
+        UserError, match=r"hf://datasets/a/b is on the hub, .* upload its sizes.json"
+    ):
         index_shards("hf://datasets/a/b", progress=False)
 
 
 def test_check_finds_every_kind_of_fault(tmp_path):
     jpg = b"\xff\xd8\xff" + b"x" * 50 + b"\xff\xd9"
-    write_shard(tmp_path / "00000.tar", [Sample(f"{i}", {"jpg": jpg, "txt": b"fine"}) for i in range(4)])
+    write_shard(
+        tmp_path / "00000.tar", [Sample(f"{i}", {"jpg": jpg, "txt": b"fine"}) for i in range(4)]
+    )
     faulty = {
         "a": {"jpg": jpg},
         "b": {"txt": b"text only"},
@@ -222,7 +261,8 @@ def test_check_finds_every_kind_of_fault(tmp_path):
     }
     write_shard(tmp_path / "00001.tar", [Sample(key, files) for key, files in faulty.items()])
     write_tar(
-        tmp_path / "00002.tar", [("k.jpg", jpg), ("k.txt", b"1"), ("l.jpg", jpg), ("l.txt", b"2"), ("k.jpg", jpg)]
+        tmp_path / "00002.tar",
+        [("k.jpg", jpg), ("k.txt", b"1"), ("l.jpg", jpg), ("l.txt", b"2"), ("k.jpg", jpg)],
     )
     (tmp_path / "00003.tar").write_bytes((tmp_path / "00000.tar").read_bytes()[:2000])
     sizes = {"00000.tar": 4, "00001.tar": 7, "00002.tar": 2, "00003.tar": 4, "00009.tar": 1}
@@ -238,7 +278,11 @@ def test_check_finds_every_kind_of_fault(tmp_path):
         "picture is cut off": 1,
         "picture is not a png": 1,
     }
-    assert by_shard["00002.tar"] == {"key comes twice": 1, "no caption": 1, "holds 3 samples, and 2 in sizes.json": 1}
+    assert by_shard["00002.tar"] == {
+        "key comes twice": 1,
+        "no caption": 1,
+        "holds 3 samples, and 2 in sizes.json": 1,
+    }
     assert any(fault.startswith("broken: it is cut off") for fault in by_shard["00003.tar"])
     assert by_shard["00009.tar"] == {"shard missing": 1}
     text = check_report(result)
@@ -257,7 +301,9 @@ def test_the_rows_of_a_table_are_checked_and_its_count_is_refused(tmp_path, caps
         (tmp_path / name).write_bytes(content)
     rows = ["a.jpg,a dog", "cut.jpg,a cat", "b.gif,a page", "gone.jpg,a bird"]
     rows += ["a.jpg,", "a.jpg,a dog, running", "whole.jpg"]
-    (tmp_path / "pairs.csv").write_bytes("\n".join(["filepath,title", *rows, ""]).encode() + b"a.jpg,\xff\xfe\n")
+    (tmp_path / "pairs.csv").write_bytes(
+        "\n".join(["filepath,title", *rows, ""]).encode() + b"a.jpg,\xff\xfe\n"
+    )
     faults = dict(check_table(str(tmp_path / "pairs.csv"), progress=False).faults)
     assert faults == {
         "picture is cut off": 1,
@@ -273,7 +319,10 @@ def test_the_rows_of_a_table_are_checked_and_its_count_is_refused(tmp_path, caps
     assert "pairs.csv: no picture file that can be read: 1 (00000004-gone)" in printed.out
     assert "picture cannot be decoded (UnidentifiedImageError): 1 (00000007-whole)" in printed.out
     assert "faults: see above" in printed.err
-    assert cli.main(["data", "check", str(tmp_path), "--hash"]) == 2 and cli.main(["data", "index", str(tmp_path)]) == 2
+    assert (
+        cli.main(["data", "check", str(tmp_path), "--hash"]) == 2
+        and cli.main(["data", "index", str(tmp_path)]) == 2
+    )
     assert "needs no sizes.json; `zerovl data check` reads its rows" in capsys.readouterr().err
 
 
@@ -285,22 +334,38 @@ def test_report_lists_sources_and_retrieval_sets(tmp_path, caplog):
     cc12m = tmp_path / "cc12m"
     cc12m.mkdir()
     for k in range(2):  # as img2dataset leaves them
-        statistics = {"count": 100, "successes": 60, "status_dict": {"success": 60, "HTTP Error 404: Not Found": 40}}
+        statistics = {
+            "count": 100,
+            "successes": 60,
+            "status_dict": {"success": 60, "HTTP Error 404: Not Found": 40},
+        }
         (cc12m / f"{k:05d}_stats.json").write_text(json.dumps(statistics))
     text = report([tmp_path / "data", cc12m])
     lines = {line.split("  ")[0]: line.split() for line in text.splitlines()}
     assert lines["sbu"] == ["sbu", "86", "86", "2"]
     assert lines["cc12m"] == ["cc12m", "120", "120", "60.0%", "2"]
-    assert lines["noto"] == ["noto", "30", "30", "3"] and lines["test/noto"] == ["test/noto", "6", "12", "1"]
+    assert lines["noto"] == ["noto", "30", "30", "3"] and lines["test/noto"] == [
+        "test/noto",
+        "6",
+        "12",
+        "1",
+    ]
     assert "cc12m: missing by reason: HTTP Error 404: Not Found 80" in text
     assert {h.name for h in find_datasets([tmp_path / "data"])} == {"noto", "sbu", "test/noto"}
-    for folder, sentence in (("data/test/noto/test", "has no shards"), ("gone", "gone is not a folder")):
+    for folder, sentence in (
+        ("data/test/noto/test", "has no shards"),
+        ("gone", "gone is not a folder"),
+    ):
         with pytest.raises(UserError, match=sentence):
             report([tmp_path / folder])
     # All that a shell's pattern names: a folder without shards is a warning there.
     (tmp_path / "data/bert").mkdir()
     (tmp_path / "data/README.md").write_text("what is here")
-    assert [one.name for one in find_datasets(sorted((tmp_path / "data").glob("*")))] == ["noto", "sbu", "noto"]
+    assert [one.name for one in find_datasets(sorted((tmp_path / "data").glob("*")))] == [
+        "noto",
+        "sbu",
+        "noto",
+    ]
     assert [record.message for record in caplog.records if "bert has no shards" in record.message]
     with pytest.raises(UserError, match="bert has no shards"):
         find_datasets([tmp_path / "data/bert", tmp_path / "data/README.md"])

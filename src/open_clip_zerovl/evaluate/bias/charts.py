@@ -28,7 +28,12 @@ from open_clip_zerovl.report.plot import (
 )
 
 _COMPARED = {
-    "RSUM, 600 at most": {"within": "within", "across": "across", "mixed": "mixed", "unseen": "unseen"},
+    "RSUM, 600 at most": {
+        "within": "within",
+        "across": "across",
+        "mixed": "mixed",
+        "unseen": "unseen",
+    },
     "source probe, %": {"probe_images": "images", "probe_texts": "texts"},
     "log p of negatives": {"log_p_same": "same\nsource", "log_p_other": "other\nsource"},
 }
@@ -36,7 +41,12 @@ _COMPARED = {
 
 def bias_values(report: BiasReport) -> dict[str, Any]:
     """Values that the template `bias_parts.html` shows."""
-    pictures = {"probe": probe_picture, "log_p": log_p_picture, "maps": map_picture, "captions": caption_picture}
+    pictures = {
+        "probe": probe_picture,
+        "log_p": log_p_picture,
+        "maps": map_picture,
+        "captions": caption_picture,
+    }
     return {"bias": report, "charts": {name: picture(report) for name, picture in pictures.items()}}
 
 
@@ -51,7 +61,9 @@ def log_p_picture(report: BiasReport) -> bytes:
     for axes in grid.flat[len(sources) :]:
         axes.set_visible(False)
     sizes = sorted(next(iter(models.values())).log_p)
-    uniform = Line("", sizes, [-math.log(size) for size in sizes], FAINT, {"linewidth": 1, "linestyle": ":"})
+    uniform = Line(
+        "", sizes, [-math.log(size) for size in sizes], FAINT, {"linewidth": 1, "linestyle": ":"}
+    )
     for source, axes in zip(sources, grid.flat, strict=False):
         plain_axes(axes)
         lines = [
@@ -68,8 +80,15 @@ def log_p_picture(report: BiasReport) -> bytes:
     figure.supxlabel("batch size", fontsize=10)
     figure.supylabel("mean log p of negatives", fontsize=10)
     looks = {name: {"color": colour, "linewidth": 3} for name, colour in colours.items()}
-    styles = {"same source": (INK, "-"), "other source": (INK, "--"), "uniform softmax: -ln(batch)": (FAINT, ":")}
-    top_legend(figure, looks | {label: {"color": c, "linestyle": style} for label, (c, style) in styles.items()})
+    styles = {
+        "same source": (INK, "-"),
+        "other source": (INK, "--"),
+        "uniform softmax: -ln(batch)": (FAINT, ":"),
+    }
+    top_legend(
+        figure,
+        looks | {label: {"color": c, "linestyle": style} for label, (c, style) in styles.items()},
+    )
     return png_bytes(figure)
 
 
@@ -83,8 +102,17 @@ def probe_picture(report: BiasReport) -> bytes:
         one = report.models[name]
         for position, value in enumerate((100 * one.probe_images, 100 * one.probe_texts)):
             x = position + (i - (len(colours) - 1) / 2) * thick
-            axes.bar(x, value, 0.92 * thick, color=colour, label=plain(name) if position == 0 else None)
-            axes.annotate(f"{value:.0f} %", (x, value), (0, 2), textcoords="offset points", ha="center", fontsize=9)
+            axes.bar(
+                x, value, 0.92 * thick, color=colour, label=plain(name) if position == 0 else None
+            )
+            axes.annotate(
+                f"{value:.0f} %",
+                (x, value),
+                (0, 2),
+                textcoords="offset points",
+                ha="center",
+                fontsize=9,
+            )
     chance = 100 * report.probe_chance
     axes.axhline(chance, color=INK, linewidth=1, linestyle="--", label=f"chance, {chance:.0f} %")
     plain_axes(axes)
@@ -106,13 +134,25 @@ def map_picture(report: BiasReport) -> bytes:
     order = np.random.default_rng(0).permutation(len(owners))
     shades = np.array([colours[owner] for owner in owners], dtype=object)
     for (name, one), line in zip(report.models.items(), grid, strict=True):
-        for axes, points, modality in zip(line, (one.map_images, one.map_texts), ("images", "texts"), strict=True):
-            axes.scatter(points[order, 0], points[order, 1], s=9, c=list(shades[order]), alpha=0.75, linewidths=0)
+        for axes, points, modality in zip(
+            line, (one.map_images, one.map_texts), ("images", "texts"), strict=True
+        ):
+            axes.scatter(
+                points[order, 0],
+                points[order, 1],
+                s=9,
+                c=list(shades[order]),
+                alpha=0.75,
+                linewidths=0,
+            )
             axes.set(xticks=[], yticks=[])
             for spine in axes.spines.values():
                 spine.set_color(GRID)
             axes.set_title(plain(f"{name}: {modality}"), fontsize=11, color=INK)
-    looks = {source: {"marker": "o", "linestyle": "", "color": colour} for source, colour in colours.items()}
+    looks = {
+        source: {"marker": "o", "linestyle": "", "color": colour}
+        for source, colour in colours.items()
+    }
     top_legend(figure, looks)
     return png_bytes(figure)
 
@@ -123,8 +163,20 @@ def caption_picture(report: BiasReport) -> bytes:
     lines = []
     for name, colour in colours_of(report.sources, SOURCE_COLOURS).items():
         words = np.asarray(report.caption_words[name])
-        percent = 100 * np.bincount(np.minimum(words, most + 1), minlength=most + 2)[: most + 1] / len(words)
-        lines.append(Line(f"{name}, mean {words.mean():.1f}", range(most + 1), percent, colour, {"marker": "o"}))
+        percent = (
+            100
+            * np.bincount(np.minimum(words, most + 1), minlength=most + 2)[: most + 1]
+            / len(words)
+        )
+        lines.append(
+            Line(
+                f"{name}, mean {words.mean():.1f}",
+                range(most + 1),
+                percent,
+                colour,
+                {"marker": "o"},
+            )
+        )
 
     return line_chart(
         lines,
@@ -137,11 +189,16 @@ def caption_picture(report: BiasReport) -> bytes:
 
 def comparison_picture(found: Comparison) -> bytes:
     """Points with their intervals, a panel for each unit of numbers."""
-    panels = {title: {k: label for k, label in own.items() if k in found.sides} for title, own in _COMPARED.items()}
+    panels = {
+        title: {k: label for k, label in own.items() if k in found.sides}
+        for title, own in _COMPARED.items()
+    }
     if labelled := {kind: kind.removeprefix("top-1 ") for kind in found.sides if kind not in KINDS}:
         panels["zero-shot top-1, %"] = labelled
     figure = new_figure(9.6, 3.2)
-    grid = figure.subplots(1, len(panels), width_ratios=[max(1, len(kinds)) for kinds in panels.values()])
+    grid = figure.subplots(
+        1, len(panels), width_ratios=[max(1, len(kinds)) for kinds in panels.values()]
+    )
     colours = colours_of(found.names, MODEL_COLOURS)
     for (title, kinds), axes in zip(panels.items(), grid, strict=True):
         plain_axes(axes)
@@ -151,8 +208,17 @@ def comparison_picture(found: Comparison) -> bytes:
                 x = place + (i - (len(colours) - 1) / 2) * 0.5 / len(colours)
                 axes.plot([x, x], side.interval, color=colour, linewidth=2)
                 axes.plot(x, side.value, "o", color=colour, markersize=6)
-                axes.plot([x] * len(side.runs), side.runs, "_", color=colour, markersize=9, alpha=0.6)
-            axes.hlines(found.chance[kind], place - 0.4, place + 0.4, color=FAINT, linewidth=1.2, linestyle=":")
+                axes.plot(
+                    [x] * len(side.runs), side.runs, "_", color=colour, markersize=9, alpha=0.6
+                )
+            axes.hlines(
+                found.chance[kind],
+                place - 0.4,
+                place + 0.4,
+                color=FAINT,
+                linewidth=1.2,
+                linestyle=":",
+            )
         axes.set_xticks(range(len(kinds)), list(kinds.values()), fontsize=9)
         axes.set_xlim(-0.5, len(kinds) - 0.5)
         axes.set_title(title, fontsize=10, color=INK)

@@ -20,11 +20,26 @@ from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.evaluate.accuracy import in_top
 from open_clip_zerovl.evaluate.bias.charts import bias_values, comparison_picture
-from open_clip_zerovl.evaluate.bias.comparison import Comparison, RunMeasures, compare_runs, measure_run
+from open_clip_zerovl.evaluate.bias.comparison import (
+    Comparison,
+    RunMeasures,
+    compare_runs,
+    measure_run,
+)
 from open_clip_zerovl.evaluate.bias.pools import SourceFeatures
 from open_clip_zerovl.evaluate.bias.report import BiasReport, check_batch_sizes, measure_bias
-from open_clip_zerovl.evaluate.bias.samples import SourceSample, check_probe, encode, read_samples, rows_by_source
-from open_clip_zerovl.evaluate.retrieval.examples import RetrievalExample, middle_of_each, retrieval_examples
+from open_clip_zerovl.evaluate.bias.samples import (
+    SourceSample,
+    check_probe,
+    encode,
+    read_samples,
+    rows_by_source,
+)
+from open_clip_zerovl.evaluate.retrieval.examples import (
+    RetrievalExample,
+    middle_of_each,
+    retrieval_examples,
+)
 from open_clip_zerovl.evaluate.retrieval.metrics import recall_bounds
 from open_clip_zerovl.evaluate.settings import BiasSettings, CompareSettings
 from open_clip_zerovl.evaluate.zero_shot.score import labelled_scores
@@ -40,7 +55,9 @@ def bias_page(path: str | os.PathLike[str], report: BiasReport) -> Path:
     Raises:
         UserError: matplotlib is missing, or the file cannot be written.
     """
-    return write_page(path, "bias.html", title="Did the models learn their sources?", **bias_values(report))
+    return write_page(
+        path, "bias.html", title="Did the models learn their sources?", **bias_values(report)
+    )
 
 
 def run_bias(
@@ -67,12 +84,19 @@ def run_bias(
         encoder.check()
     sources = parse_sources(data, evaluation=True)
     if len(sources) < 2:
-        raise UserError(f"--data {data!r} names one source; bias is measured between two or more: a=SHARDS::b=SHARDS")
-    samples, skipped = read_samples(sources, settings.samples_per_source, concept_field=settings.concept_field)
+        raise UserError(
+            f"--data {data!r} names one source; bias is measured between two or more: a=SHARDS::b=SHARDS"
+        )
+    samples, skipped = read_samples(
+        sources, settings.samples_per_source, concept_field=settings.concept_field
+    )
     check_batch_sizes(settings.batch_sizes or (), len(samples))
     check_probe(samples)
     report = measure_bias(
-        {name: encode(encoder, samples, name, out / "features") for name, encoder in encoders.items()},
+        {
+            name: encode(encoder, samples, name, out / "features")
+            for name, encoder in encoders.items()
+        },
         samples,
         skipped=skipped,
         batch_sizes=settings.batch_sizes,
@@ -116,9 +140,15 @@ def run_compare(
     sets = {name: open_labelled_set(str(place)) for name, place in places.items()}
     measured: dict[str, list[RunMeasures]] = {name: [] for name in sides}
     shown: dict[str, tuple[Tensor, Tensor]] = {}
-    every = [(name, number, encoder) for name, runs in sides.items() for number, encoder in enumerate(runs, 1)]
+    every = [
+        (name, number, encoder)
+        for name, runs in sides.items()
+        for number, encoder in enumerate(runs, 1)
+    ]
     for name, number, encoder in tqdm(every, desc="models", unit="model", leave=False):
-        images, texts, scale = encode(encoder, [*seen, *rest], f"{name} {number}/{len(sides[name])}", out / "features")
+        images, texts, scale = encode(
+            encoder, [*seen, *rest], f"{name} {number}/{len(sides[name])}", out / "features"
+        )
         own = _by_source(seen, images[: len(seen)], texts[: len(seen)])
         others = _by_source(rest, images[len(seen) :], texts[len(seen) :])
         labelled = _right_guesses(encoder, sets, out / "features")
@@ -148,18 +178,35 @@ def run_compare(
         examples=_examples(seen, shown),
     )
     written = f"Written: {page}, {out / 'compare.json'}"
-    print(found.table(), "", found.how_intervals_are_made(), *notes, "", *found.verdicts(), "", written, sep="\n")
+    print(
+        found.table(),
+        "",
+        found.how_intervals_are_made(),
+        *notes,
+        "",
+        *found.verdicts(),
+        "",
+        written,
+        sep="\n",
+    )
     return found
 
 
-def _right_guesses(encoder: Encoder, sets: Mapping[str, LabelledSet], folder: Path) -> dict[str, tuple[Tensor, int]]:
+def _right_guesses(
+    encoder: Encoder, sets: Mapping[str, LabelledSet], folder: Path
+) -> dict[str, tuple[Tensor, int]]:
     """Labelled set -> (N,) whether the model guesses each picture's class (ties by expectation), and the number of classes."""
     if not sets:
         return {}
     model, found = FrozenModel.load(encoder), {}
     for name, dataset in sets.items():
         scores, targets = labelled_scores(
-            model, dataset, folder, batch_size=encoder.batch_size, workers=encoder.workers, name=name
+            model,
+            dataset,
+            folder,
+            batch_size=encoder.batch_size,
+            workers=encoder.workers,
+            name=name,
         )
         found[name] = in_top(1, scores, targets), scores.shape[1]
     return found
@@ -191,11 +238,17 @@ def _samples(
             f"{sorted(both)[0]!r} is a source of --data and of --unseen; an unseen source was in no training"
         )
     limit, concepts = settings.samples_per_source, settings.concept_field
-    seen, skipped = read_samples(sources, limit, concept_field=concepts, held_out_field=settings.held_out_field)
+    seen, skipped = read_samples(
+        sources, limit, concept_field=concepts, held_out_field=settings.held_out_field
+    )
     rest, more_skipped = read_samples(others, limit, concept_field=concepts)
     held_out = [sample for sample in seen if sample.held_out]
-    if lacking := sorted({sample.source for sample in seen} - {sample.source for sample in held_out}):
-        raise UserError(f"source {lacking[0]} has no held-out pair; give another --held-out, or leave it out")
+    if lacking := sorted(
+        {sample.source for sample in seen} - {sample.source for sample in held_out}
+    ):
+        raise UserError(
+            f"source {lacking[0]} has no held-out pair; give another --held-out, or leave it out"
+        )
     check_probe(held_out)
     return seen, rest, {**skipped, **more_skipped}
 
@@ -209,17 +262,24 @@ def _few_captions(samples: Sequence[SourceSample]) -> list[str]:
     return found
 
 
-def _by_source(samples: Sequence[SourceSample], images: Tensor, texts: Tensor) -> dict[str, SourceFeatures]:
+def _by_source(
+    samples: Sequence[SourceSample], images: Tensor, texts: Tensor
+) -> dict[str, SourceFeatures]:
     """Source -> its pairs, from features (N, D) of samples."""
     return {
         name: SourceFeatures(
-            images[own], texts[own], [samples[row].concept for row in own], [samples[row].held_out for row in own]
+            images[own],
+            texts[own],
+            [samples[row].concept for row in own],
+            [samples[row].held_out for row in own],
         )
         for name, own in rows_by_source(samples).items()
     }
 
 
-def _examples(samples: Sequence[SourceSample], features: Mapping[str, tuple[Tensor, Tensor]]) -> list[RetrievalExample]:
+def _examples(
+    samples: Sequence[SourceSample], features: Mapping[str, tuple[Tensor, Tensor]]
+) -> list[RetrievalExample]:
     """Retrieval examples among the held-out pairs, by the first run of each side."""
     rows = [row for row, sample in enumerate(samples) if sample.held_out]
     own = [samples[row] for row in rows]

@@ -18,8 +18,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from open_clip_zerovl.evaluate.bias.measures import log_p_by_query, probe_groups, source_probe_guesses
-from open_clip_zerovl.evaluate.bias.pools import POOL_NOTES, SourceFeatures, SourcePools, source_pools
+from open_clip_zerovl.evaluate.bias.measures import (
+    log_p_by_query,
+    probe_groups,
+    source_probe_guesses,
+)
+from open_clip_zerovl.evaluate.bias.pools import (
+    POOL_NOTES,
+    SourceFeatures,
+    SourcePools,
+    source_pools,
+)
 from open_clip_zerovl.evaluate.bias.resampling import (
     LEVEL,
     Interval,
@@ -67,17 +76,29 @@ _PROBE = (
 )
 _LOG_P = "The lower, the less such pairs still teach; other sources far below the own one are pushed away as a whole."
 KINDS = {
-    **{kind: Kind(f"RSUM {kind}", note, 0 if kind == "mixed" else 1) for kind, note in POOL_NOTES.items()},
+    **{
+        kind: Kind(f"RSUM {kind}", note, 0 if kind == "mixed" else 1)
+        for kind, note in POOL_NOTES.items()
+    },
     "probe_images": Kind("probe, images %", f"Source probe on images, in percent: {_PROBE}", -1),
     "probe_texts": Kind("probe, texts %", f"Source probe on texts, in percent: {_PROBE}", -1),
-    "log_p_same": Kind("log p, same source", f"Mean log p of negatives of the query's source. {_LOG_P}", 0, "{:.2f}"),
-    "log_p_other": Kind("log p, other source", f"Mean log p of negatives of other sources. {_LOG_P}", 0, "{:.2f}"),
+    "log_p_same": Kind(
+        "log p, same source",
+        f"Mean log p of negatives of the query's source. {_LOG_P}",
+        0,
+        "{:.2f}",
+    ),
+    "log_p_other": Kind(
+        "log p, other source", f"Mean log p of negatives of other sources. {_LOG_P}", 0, "{:.2f}"
+    ),
 }
 
 
 def kind_of(name: str) -> Kind:
     """The kind of a measure: one of KINDS, or `top-1 SET` of a labelled set."""
-    return KINDS.get(name) or Kind(f"{name}, %", f"Zero-shot {name}, in percent; intervals are over its pictures.", 1)
+    return KINDS.get(name) or Kind(
+        f"{name}, %", f"Zero-shot {name}, in percent; intervals are over its pictures.", 1
+    )
 
 
 @dataclass(frozen=True)
@@ -119,13 +140,19 @@ def measure_run(
     units, unit = pools.units, pools.unit_of
     measures = {}
     for kind, own in pools.kinds.items():
-        terms = [pair for one in own.values() for pair in ((one.image_units, one.images), (one.text_units, one.texts))]
+        terms = [
+            pair
+            for one in own.values()
+            for pair in ((one.image_units, one.images), (one.text_units, one.texts))
+        ]
         measures[kind] = mean_over(terms, units, 100 / len(own))
     rows = {name: one.held_out_rows() for name, one in features.items()}
     images = torch.cat([one.image_features[rows[name]] for name, one in features.items()])
     texts = torch.cat([one.text_features[rows[name]] for name, one in features.items()])
     sources = [name for name in features for _ in rows[name]]
-    groups = probe_groups([one.concepts[row] for name, one in features.items() for row in rows[name]])
+    groups = probe_groups(
+        [one.concepts[row] for name, one in features.items() for row in rows[name]]
+    )
     for kind, embeddings in (("probe_images", images), ("probe_texts", texts)):
         guesses = source_probe_guesses(embeddings, sources, concepts=groups, seed=seed)
         measures[kind] = mean_over([(unit, torch.from_numpy(guesses))], units, 100.0)
@@ -134,7 +161,9 @@ def measure_run(
         measures[kind] = mean_over([(unit, log_p[:, group])], units)
     chance = {}
     for name, (right, classes) in (labelled or {}).items():
-        measures[f"top-1 {name}"] = mean_over([(torch.arange(len(right)), right)], len(right), 100.0)
+        measures[f"top-1 {name}"] = mean_over(
+            [(torch.arange(len(right)), right)], len(right), 100.0
+        )
         chance[f"top-1 {name}"] = 100 / classes
     return RunMeasures(measures, pools, chance)
 
@@ -165,7 +194,10 @@ class Difference:
     @property
     def significant(self) -> bool:
         """True if no interval contains zero."""
-        return all(low > 0 or high < 0 for low, high in (self.over_queries, self.over_seeds or self.over_queries))
+        return all(
+            low > 0 or high < 0
+            for low, high in (self.over_queries, self.over_seeds or self.over_queries)
+        )
 
 
 @dataclass(frozen=True)
@@ -215,14 +247,21 @@ class Comparison:
                     "note": kind_of(kind).note,
                     "chance": self.chance[kind],
                     "sides": {name: asdict(side) for name, side in own.items()},
-                    "differences_from_the_first": {name: asdict(one) for name, one in self.differences[kind].items()},
+                    "differences_from_the_first": {
+                        name: asdict(one) for name, one in self.differences[kind].items()
+                    },
                 }
                 for kind, own in self.sides.items()
             },
             "rsum_of_single_pools": self.single,
             "pool_sizes": self.pool_sizes,
             "probe_chance": self.chance["probe_images"],
-            "intervals": {"level": LEVEL, "draws": self.draws, "units": self.units, "seeds": self.seeds},
+            "intervals": {
+                "level": LEVEL,
+                "draws": self.draws,
+                "units": self.units,
+                "seeds": self.seeds,
+            },
         }
 
     def header(self) -> list[str]:
@@ -240,7 +279,10 @@ class Comparison:
             row = [form.title, form.form.format(self.chance[kind])]
             row += [*(form.number(side.value, side.interval) for side in sides.values())]
             row += [form.number(one.value, one.over_queries, signed=True) for one in differences]
-            rows.append(row + [form.range(one.over_seeds) for one in differences if one.over_seeds is not None])
+            rows.append(
+                row
+                + [form.range(one.over_seeds) for one in differences if one.over_seeds is not None]
+            )
         return rows
 
     def table(self) -> str:
@@ -255,7 +297,10 @@ class Comparison:
         first, found = self.names[0], []
 
         def at_chance(kind: str, name: str) -> bool:
-            return max(self.sides[kind][side].value for side in (first, name)) <= self.chance_upper[kind]
+            return (
+                max(self.sides[kind][side].value for side in (first, name))
+                <= self.chance_upper[kind]
+            )
 
         for kind, own in self.differences.items():
             for name, difference in own.items():
@@ -263,15 +308,21 @@ class Comparison:
                     upper = self.chance_upper[kind]
                     guess = "a random order" if kind in KINDS else "guessing"
                     scores = f"{guess} has {self.chance[kind]:.1f}, and reaches {upper:.1f}"
-                    found.append(f"{kind_of(kind).title}: neither {first} nor {name} is above chance ({scores}).")
+                    found.append(
+                        f"{kind_of(kind).title}: neither {first} nor {name} is above chance ({scores})."
+                    )
                 else:  # of models that match nothing, one that knows less of the sources is not better
                     better = 0 if at_chance("within", name) else kind_of(kind).better
-                    found.append(_verdict(replace(kind_of(kind), better=better), name, first, difference))
+                    found.append(
+                        _verdict(replace(kind_of(kind), better=better), name, first, difference)
+                    )
         return found
 
     def how_intervals_are_made(self) -> str:
         """A description of the intervals, in sentences."""
-        drawn = f"{self.draws:,} draws of {self.units:,} concepts (a pair without one counts by itself)"
+        drawn = (
+            f"{self.draws:,} draws of {self.units:,} concepts (a pair without one counts by itself)"
+        )
         over = f"Brackets: 95 % intervals over queries, from {drawn}"
         if self.seeds == 1:
             return f"{over}. With one run a side they do not show the spread over seeds."
@@ -297,7 +348,9 @@ class Comparison:
                 else "--concept names the field by which samples match"
             )
             found.append(f"RSUM across sources was not measured: {why}.")
-        if small := ", ".join(f"{name} ({size})" for name, size in self.pool_sizes.items() if size < SMALL_POOL):
+        if small := ", ".join(
+            f"{name} ({size})" for name, size in self.pool_sizes.items() if size < SMALL_POOL
+        ):
             found.append(
                 f"Small pools, in which recall at 10 tells little: {small}; raise --samples, or give more pairs."
             )
@@ -319,7 +372,9 @@ def _guessing_upper(chance: float, measure: Measure) -> float:
     return chance + 2 * math.sqrt(chance * (100 - chance) / measure.counts.sum())
 
 
-def compare_runs(sides: Mapping[str, Sequence[RunMeasures]], *, draws: int = 1000, seed: int = 0) -> Comparison:
+def compare_runs(
+    sides: Mapping[str, Sequence[RunMeasures]], *, draws: int = 1000, seed: int = 0
+) -> Comparison:
     """Compare the runs of two or more sides, measured on the same pairs; runs of equal place are of equal seed.
 
     Args:
@@ -363,14 +418,18 @@ def compare_runs(sides: Mapping[str, Sequence[RunMeasures]], *, draws: int = 100
         differences=differences,
         single={
             pool: {"chance": one.chance}
-            | {name: float(np.mean([run.pools.single[pool].rsum for run in runs])) for name, runs in sides.items()}
+            | {
+                name: float(np.mean([run.pools.single[pool].rsum for run in runs]))
+                for name, runs in sides.items()
+            }
             for pool, one in some.pools.single.items()
         },
         pool_sizes={**sizes, "mixed": mixed},
         chance={
             **{kind: fmean(pool.chance for pool in own.values()) for kind, own in kinds.items()},
             **dict.fromkeys(
-                ("probe_images", "probe_texts"), 100 * max(pool.size for pool in kinds["within"].values()) / mixed
+                ("probe_images", "probe_texts"),
+                100 * max(pool.size for pool in kinds["within"].values()) / mixed,
             ),
             **dict.fromkeys(("log_p_same", "log_p_other"), -math.log(mixed)),
             **some.labelled_chance,
@@ -381,7 +440,12 @@ def compare_runs(sides: Mapping[str, Sequence[RunMeasures]], *, draws: int = 100
             + math.hypot(*(pool.chance_upper - pool.chance for pool in own.values())) / len(own)
             for kind, own in kinds.items()
         }
-        | {kind: _guessing_upper(chance, some.measures[kind]) for kind, chance in some.labelled_chance.items()},
+        | {
+            kind: _guessing_upper(chance, some.measures[kind])
+            for kind, chance in some.labelled_chance.items()
+        },
         draws=draws,
-        units=int(sum(some.measures[kind].counts.sum(axis=0) for kind in of_pairs).astype(bool).sum()),
+        units=int(
+            sum(some.measures[kind].counts.sum(axis=0) for kind in of_pairs).astype(bool).sum()
+        ),
     )

@@ -70,17 +70,25 @@ def mean_log_p_negatives(
     # Sums and counts over pairs: [sum or count, direction, same (0) or other (1) source, source of the query].
     totals = torch.zeros(2, 2, 2, len(names), dtype=torch.float64)
     for batch in order[: total // size * size].split(size):
-        images, texts = (features[batch.to(features.device)] for features in (image_features, text_features))
+        images, texts = (
+            features[batch.to(features.device)] for features in (image_features, text_features)
+        )
         own = codes[batch.numpy()]
         totals.index_add_(3, torch.from_numpy(own), log_p_by_query(images, texts, own, logit_scale))
-    result: dict[str, Any] = {way: _group_means(totals[:, i].sum(dim=2)) for i, way in enumerate(DIRECTIONS)}
+    result: dict[str, Any] = {
+        way: _group_means(totals[:, i].sum(dim=2)) for i, way in enumerate(DIRECTIONS)
+    }
     # Both directions hold the same pairs, so the mean over both is the mean of the two.
     result["mean"] = _group_means(totals.sum(dim=(1, 3)))
-    result["by_source"] = {name: _group_means(totals[..., i].sum(dim=1)) for i, name in enumerate(names.tolist())}
+    result["by_source"] = {
+        name: _group_means(totals[..., i].sum(dim=1)) for i, name in enumerate(names.tolist())
+    }
     return result
 
 
-def log_p_by_query(image_features: Tensor, text_features: Tensor, source: Sequence[Any], logit_scale: float) -> Tensor:
+def log_p_by_query(
+    image_features: Tensor, text_features: Tensor, source: Sequence[Any], logit_scale: float
+) -> Tensor:
     """The sums behind `mean_log_p_negatives`, for each query of one batch.
 
     Args:
@@ -91,7 +99,9 @@ def log_p_by_query(image_features: Tensor, text_features: Tensor, source: Sequen
         (2, 2, 2, B) sums of log p, and counts of negatives: [sum or count, direction, same (0) or other (1) source, query],
         float64, on the CPU.
     """
-    codes = torch.from_numpy(np.unique(np.asarray(source), return_inverse=True)[1]).to(image_features.device)
+    codes = torch.from_numpy(np.unique(np.asarray(source), return_inverse=True)[1]).to(
+        image_features.device
+    )
     places = torch.arange(len(codes), device=codes.device)
     images, texts = image_features.double(), text_features.double()
     ways = []
@@ -102,7 +112,9 @@ def log_p_by_query(image_features: Tensor, text_features: Tensor, source: Sequen
             negative = rows[:, None] != places
             same = codes[rows][:, None] == codes
             masks = torch.stack([negative & same, negative & ~same])  # (2, rows, B)
-            blocks.append(torch.stack([(log_p * masks).sum(dim=2), masks.sum(dim=2).double()]).cpu())
+            blocks.append(
+                torch.stack([(log_p * masks).sum(dim=2), masks.sum(dim=2).double()]).cpu()
+            )
         ways.append(torch.cat(blocks, dim=2))
     return torch.stack(ways, dim=1)
 
@@ -110,7 +122,10 @@ def log_p_by_query(image_features: Tensor, text_features: Tensor, source: Sequen
 def _group_means(totals: Tensor) -> dict[str, float | None]:
     """The mean of each of GROUPS, from sums and counts (2, 2) for same and other source."""
     every = [totals.sum(dim=1), *totals.T]
-    return {group: float(value / n) if n > 0 else None for group, (value, n) in zip(GROUPS, every, strict=True)}
+    return {
+        group: float(value / n) if n > 0 else None
+        for group, (value, n) in zip(GROUPS, every, strict=True)
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -146,7 +161,9 @@ def source_probe_accuracy(
     Raises:
         UserError: as `source_probe_guesses`.
     """
-    return float(source_probe_guesses(features, source, concepts=concepts, seed=seed, folds=folds).mean())
+    return float(
+        source_probe_guesses(features, source, concepts=concepts, seed=seed, folds=folds).mean()
+    )
 
 
 def source_probe_guesses(
@@ -170,33 +187,47 @@ def source_probe_guesses(
         from sklearn.pipeline import make_pipeline
         from sklearn.preprocessing import StandardScaler
     except ImportError as error:
-        raise UserError("the source probe needs scikit-learn; pip install 'open_clip_zerovl[data]'") from error
-    x = np.asarray(features.detach().cpu() if isinstance(features, Tensor) else features, dtype=np.float64)
+        raise UserError(
+            "the source probe needs scikit-learn; pip install 'open_clip_zerovl[data]'"
+        ) from error
+    x = np.asarray(
+        features.detach().cpu() if isinstance(features, Tensor) else features, dtype=np.float64
+    )
     y = np.asarray(source)
     check_source_probe(y.tolist(), concepts, folds=folds)
-    splits = (StratifiedKFold if concepts is None else StratifiedGroupKFold)(folds, shuffle=True, random_state=seed)
+    splits = (StratifiedKFold if concepts is None else StratifiedGroupKFold)(
+        folds, shuffle=True, random_state=seed
+    )
     probe = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=2000))
     with warnings.catch_warnings():
         warnings.simplefilter("error", ConvergenceWarning)
         try:
             return cross_val_predict(probe, x, y, groups=concepts, cv=splits) == y
         except ConvergenceWarning as error:
-            raise UserError("the source probe did not converge in 2000 steps; look for NaN or huge features") from error
+            raise UserError(
+                "the source probe did not converge in 2000 steps; look for NaN or huge features"
+            ) from error
 
 
-def check_source_probe(source: Sequence[Any], concepts: Sequence[Any] | None = None, *, folds: int = 5) -> None:
+def check_source_probe(
+    source: Sequence[Any], concepts: Sequence[Any] | None = None, *, folds: int = 5
+) -> None:
     """Check sources and concepts for `source_probe_guesses` before anything is encoded; UserError if they do not fit."""
     sizes = Counter(source)
     if len(sizes) < 2:
         raise UserError("a source probe needs at least two sources to tell apart")
     least = min(sizes.values())
     if folds < 2 or least < folds:
-        raise UserError(f"{folds} folds cannot be cut from a source of {least} samples; take 2 to {least}")
+        raise UserError(
+            f"{folds} folds cannot be cut from a source of {least} samples; take 2 to {least}"
+        )
     if concepts is None:
         return
     distinct = Counter(name for name, _ in set(zip(source, concepts, strict=True)))
     name = min(distinct, key=lambda name: (distinct[name], str(name)))
-    if distinct[name] < folds:  # a fold of all concepts of a source would leave none to fit the probe on
+    if (
+        distinct[name] < folds
+    ):  # a fold of all concepts of a source would leave none to fit the probe on
         raise UserError(
             f"{folds} folds cannot be cut from the {distinct[name]} concepts of source {name!r}; give more samples, or name "
             "no field of concepts (--concept)"

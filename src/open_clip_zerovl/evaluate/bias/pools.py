@@ -110,7 +110,12 @@ class SourcePools:
     @property
     def single(self) -> dict[str, PoolHits]:
         """All pools but the mixed one, by name."""
-        return {name: pool for kind, pools in self.kinds.items() if kind != "mixed" for name, pool in pools.items()}
+        return {
+            name: pool
+            for kind, pools in self.kinds.items()
+            if kind != "mixed"
+            for name, pool in pools.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -146,30 +151,42 @@ def source_pools(
     units: dict[str, Tensor] = {}  # (n,) of each source
     held_out: dict[str, _Rows] = {}
     for name, one in every:
-        keys = [(name, row) if concept is None else concept for row, concept in enumerate(one.concepts)]
-        units[name] = torch.tensor([number.setdefault(key, len(number)) for key in keys], dtype=torch.long)
+        keys = [
+            (name, row) if concept is None else concept for row, concept in enumerate(one.concepts)
+        ]
+        units[name] = torch.tensor(
+            [number.setdefault(key, len(number)) for key in keys], dtype=torch.long
+        )
         if not (rows := one.held_out_rows()):
             raise UserError(f"source {name} has no held-out pair to retrieve")
         held_out[name] = _Rows(one.image_features[rows], one.text_features[rows], units[name][rows])
     across = {}
     for name, one in features.items():
         for partner, other in features.items():
-            asked = {one.concepts[row] for row in one.held_out_rows()} & set(other.concepts) - {None}
+            asked = {one.concepts[row] for row in one.held_out_rows()} & set(other.concepts) - {
+                None
+            }
             if partner != name and asked:
                 mine = [row for row in one.held_out_rows() if one.concepts[row] in asked]
                 theirs = [row for row, concept in enumerate(other.concepts) if concept in asked]
                 # The unit of a pair with a concept is that of the concept, in all sources.
                 labels = units[name][mine], units[partner][theirs]
-                across[f"{name}->{partner}"] = _pool(one.image_features[mine], other.text_features[theirs], *labels)
+                across[f"{name}->{partner}"] = _pool(
+                    one.image_features[mine], other.text_features[theirs], *labels
+                )
     own = [held_out[name] for name in features]
-    mixed = _Rows(*(torch.cat([getattr(rows, part) for rows in own]) for part in ("images", "texts", "units")))
+    mixed = _Rows(
+        *(torch.cat([getattr(rows, part) for rows in own]) for part in ("images", "texts", "units"))
+    )
     kinds = {
         "within": {name: _own_pairs(held_out[name]) for name in features},
         "across": across,
         "mixed": {"mixed": _own_pairs(mixed)},
         "unseen": {name: _own_pairs(held_out[name]) for name in unseen or {}},
     }
-    return SourcePools({kind: pools for kind, pools in kinds.items() if pools}, len(number), mixed.units)
+    return SourcePools(
+        {kind: pools for kind, pools in kinds.items() if pools}, len(number), mixed.units
+    )
 
 
 def _own_pairs(rows: _Rows) -> PoolHits:
@@ -184,11 +201,24 @@ def _pool(images: Tensor, texts: Tensor, image_labels: Tensor, text_labels: Tens
     ways = ((images, texts, image_labels, text_labels), (texts, images, text_labels, image_labels))
     hits, ties = [], {}
     for name, (queries, keys, labels, key_labels) in zip(DIRECTIONS, ways, strict=True):
-        hits.append(hit_probabilities(ranks_by_label(queries, keys, labels, key_labels), RECALL_KS).sum(dim=0))
+        hits.append(
+            hit_probabilities(ranks_by_label(queries, keys, labels, key_labels), RECALL_KS).sum(
+                dim=0
+            )
+        )
         matches = torch.bincount(key_labels, minlength=int(labels.max()) + 1)[labels]  # (Q,)
-        ties[name] = QueryRanks(torch.zeros_like(matches), torch.full_like(matches, len(keys)), matches)
+        ties[name] = QueryRanks(
+            torch.zeros_like(matches), torch.full_like(matches, len(keys)), matches
+        )
     bounds = chance_bounds(ties)
-    return PoolHits(hits[0], hits[1], image_labels, text_labels, bounds["rsum_chance"], bounds["rsum_chance_upper"])
+    return PoolHits(
+        hits[0],
+        hits[1],
+        image_labels,
+        text_labels,
+        bounds["rsum_chance"],
+        bounds["rsum_chance_upper"],
+    )
 
 
 def pool_metrics(features: Mapping[str, SourceFeatures]) -> dict[str, Any]:
@@ -203,7 +233,9 @@ def pool_metrics(features: Mapping[str, SourceFeatures]) -> dict[str, Any]:
         UserError: as `source_pools`.
     """
     kinds = source_pools(features).kinds
-    rsums = {kind: {name: pool.rsum for name, pool in kinds.get(kind, {}).items()} for kind in POOLS}
+    rsums = {
+        kind: {name: pool.rsum for name, pool in kinds.get(kind, {}).items()} for kind in POOLS
+    }
     sizes = {kind: [pool.size for pool in kinds.get(kind, {}).values()] for kind in POOLS}
     return {
         **{kind: fmean(own.values()) if own else None for kind, own in rsums.items()},

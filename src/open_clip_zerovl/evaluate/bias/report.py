@@ -21,7 +21,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.evaluate.bias.measures import mean_log_p_negatives, probe_groups, source_probe_accuracy
+from open_clip_zerovl.evaluate.bias.measures import (
+    mean_log_p_negatives,
+    probe_groups,
+    source_probe_accuracy,
+)
 from open_clip_zerovl.evaluate.bias.samples import SourceSample, rows_by_source
 from open_clip_zerovl.report.tables import text_table
 
@@ -127,7 +131,10 @@ class BiasReport:
         rows = []
         for name, one in self.models.items():
             mean = one.log_p[self.largest_batch]["mean"]
-            log_p = ("none" if mean[key] is None else f"{mean[key]:.2f}" for key in ("same_source", "other_source"))
+            log_p = (
+                "none" if mean[key] is None else f"{mean[key]:.2f}"
+                for key in ("same_source", "other_source")
+            )
             probes = f"{100 * one.probe_images:.1f} %", f"{100 * one.probe_texts:.1f} %"
             rows.append([name, *probes, *log_p, f"{1 / one.logit_scale:.4f}"])
         return [*rows, ["chance", probe, probe, uniform, uniform, ""]]
@@ -159,12 +166,18 @@ def embedding_map(features: Tensor, *, seed: int = 0) -> np.ndarray:
     try:
         from sklearn.manifold import TSNE
     except ImportError as error:
-        raise UserError("the embedding map needs scikit-learn; pip install 'open_clip_zerovl[data]'") from error
+        raise UserError(
+            "the embedding map needs scikit-learn; pip install 'open_clip_zerovl[data]'"
+        ) from error
     if len(features) < 5:
         raise UserError(f"a map of {len(features)} samples shows nothing; take at least 5")
     if not torch.isfinite(features).all():
-        raise UserError("the model gives embeddings that are not finite numbers; its training has diverged")
-    if features.std(dim=0).max() < ALIKE:  # PCA divides by the spread, and t-SNE crashes on the quotient
+        raise UserError(
+            "the model gives embeddings that are not finite numbers; its training has diverged"
+        )
+    if (
+        features.std(dim=0).max() < ALIKE
+    ):  # PCA divides by the spread, and t-SNE crashes on the quotient
         log.warning("All embeddings are alike, the model has collapsed: the map shows one point.")
         return np.zeros((len(features), 2))
     tsne = TSNE(init="pca", perplexity=min(30.0, (len(features) - 1) / 3), random_state=seed)
@@ -203,16 +216,22 @@ def measure_bias(
     models = {}
     for name, (images, texts, scale) in tqdm(features.items(), desc="measuring", unit="model"):
         probe_images, probe_texts = (
-            source_probe_accuracy(one, sources, concepts=concepts, seed=seed) for one in (images, texts)
+            source_probe_accuracy(one, sources, concepts=concepts, seed=seed)
+            for one in (images, texts)
         )
         map_images, map_texts = (embedding_map(one[map_rows], seed=seed) for one in (images, texts))
-        log_p = {n: mean_log_p_negatives(images, texts, sources, scale, batch_size=n, seed=seed) for n in batch_sizes}
+        log_p = {
+            n: mean_log_p_negatives(images, texts, sources, scale, batch_size=n, seed=seed)
+            for n in batch_sizes
+        }
         models[name] = ModelBias(scale, log_p, probe_images, probe_texts, map_images, map_texts)
     return BiasReport(
         samples=samples,
         skipped=dict(skipped or {}),
         probe_chance=max(map(len, rows.values())) / len(samples),
-        caption_words={name: [len(samples[row].caption.split()) for row in own] for name, own in rows.items()},
+        caption_words={
+            name: [len(samples[row].caption.split()) for row in own] for name, own in rows.items()
+        },
         map_rows=map_rows,
         models=models,
     )

@@ -61,18 +61,24 @@ def mean_over(terms: Sequence[tuple[Tensor, Tensor]], units: int, factor: float 
     per_unit = torch.zeros(len(terms), 2, units, dtype=torch.float64)
     for term, (unit, values) in zip(per_unit, terms, strict=True):
         values = values.double()
-        term.index_add_(1, unit, torch.stack([values, torch.ones_like(values)]) if values.ndim == 1 else values)
+        term.index_add_(
+            1, unit, torch.stack([values, torch.ones_like(values)]) if values.ndim == 1 else values
+        )
     return Measure(per_unit[:, 0].numpy(), per_unit[:, 1].numpy(), np.full(len(terms), factor))
 
 
-def resampled(measures: Mapping[str, Measure], draws: int, seed: int) -> dict[str, NDArray[np.float64]]:
+def resampled(
+    measures: Mapping[str, Measure], draws: int, seed: int
+) -> dict[str, NDArray[np.float64]]:
     """Name -> (R,) the measure on each of R draws of U units with replacement; all measures on the same draws."""
     units = next(iter(measures.values())).sums.shape[1]
     rng = stream(seed, Purpose.BOOTSTRAP)
     at_once = max(1, _DRAWS_AT_ONCE_BYTES // (8 * units))
     parts: dict[str, list[NDArray]] = {name: [] for name in measures}
     for begin in range(0, draws, at_once):
-        weights = rng.multinomial(units, np.full(units, 1 / units), size=min(at_once, draws - begin)).astype(np.float64)
+        weights = rng.multinomial(
+            units, np.full(units, 1 / units), size=min(at_once, draws - begin)
+        ).astype(np.float64)
         for name, measure in measures.items():
             parts[name].append(measure.weighted(weights))
     return {name: np.concatenate(part) for name, part in parts.items()}
@@ -90,5 +96,8 @@ def interval_over_seeds(differences: Sequence[float], level: float = LEVEL) -> I
         return None
     from scipy.stats import sem, t
 
-    mean, reach = np.mean(differences), t.ppf((1 + level) / 2, len(differences) - 1) * sem(differences)
+    mean, reach = (
+        np.mean(differences),
+        t.ppf((1 + level) / 2, len(differences) - 1) * sem(differences),
+    )
     return float(mean - reach), float(mean + reach)

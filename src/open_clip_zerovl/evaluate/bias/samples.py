@@ -58,7 +58,11 @@ class SourceSample:
 
 
 def read_samples(
-    sources: Sequence[Source], limit: int, *, concept_field: str | None = None, held_out_field: str | None = None
+    sources: Sequence[Source],
+    limit: int,
+    *,
+    concept_field: str | None = None,
+    held_out_field: str | None = None,
 ) -> tuple[list[SourceSample], dict[str, int]]:
     """Up to `limit` pairs of each source, from 8 evenly spaced shards, in the order of the shards.
 
@@ -93,7 +97,9 @@ def read_samples(
             for sample in samples_of(source, shard):
                 if taken == share or len(own) == limit:
                     break
-                pair = _pair(source.name, sample, concept_field, held_out_field, source.shards[shard])
+                pair = _pair(
+                    source.name, sample, concept_field, held_out_field, source.shards[shard]
+                )
                 if pair is None:
                     skipped[source.name] += 1
                 else:
@@ -102,17 +108,25 @@ def read_samples(
             if len(own) == limit:
                 break
         if not own:
-            raise UserError(f"source {source.name!r} has no pair of a readable picture and a caption in its shards")
+            raise UserError(
+                f"source {source.name!r} has no pair of a readable picture and a caption in its shards"
+            )
         samples += own
         if count := skipped[source.name]:
             log.warning(
-                "Source %s: %d samples without a readable picture and a caption were passed over.", source.name, count
+                "Source %s: %d samples without a readable picture and a caption were passed over.",
+                source.name,
+                count,
             )
     return samples, skipped
 
 
 def _pair(
-    source: str, sample: StoredSample, concept_field: str | None, held_out_field: str | None, where: str
+    source: str,
+    sample: StoredSample,
+    concept_field: str | None,
+    held_out_field: str | None,
+    where: str,
 ) -> SourceSample | None:
     image = image_of(sample.files)
     # Lines are captions: joined, they would be five times as long as a query, and cut off.
@@ -161,7 +175,9 @@ def rows_by_source(samples: Sequence[SourceSample]) -> dict[str, list[int]]:
 
 def check_probe(samples: Sequence[SourceSample]) -> None:
     """`check_source_probe` on the sources and concepts of samples."""
-    check_source_probe([sample.source for sample in samples], probe_groups([sample.concept for sample in samples]))
+    check_source_probe(
+        [sample.source for sample in samples], probe_groups([sample.concept for sample in samples])
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -181,7 +197,9 @@ class _Pairs:
         yield Sample(file, [one.picture()], [(file, one.caption)])
 
 
-def encode(encoder: Encoder, samples: Sequence[SourceSample], name: str, folder: Path) -> tuple[Tensor, Tensor, float]:
+def encode(
+    encoder: Encoder, samples: Sequence[SourceSample], name: str, folder: Path
+) -> tuple[Tensor, Tensor, float]:
     """Embed the samples, or read their embeddings where an earlier call has left them.
 
     Args:
@@ -196,7 +214,9 @@ def encode(encoder: Encoder, samples: Sequence[SourceSample], name: str, folder:
     """
     model = FrozenModel.load(encoder)
     digests = [model.fingerprints["image"], model.fingerprints["text"]]
-    marks = [hashlib.sha256(sample.image + sample.caption.encode()).hexdigest() for sample in samples]
+    marks = [
+        hashlib.sha256(sample.image + sample.caption.encode()).hexdigest() for sample in samples
+    ]
     store, _ = embedded(
         folder / folder_name(digests),
         "bias or compare",

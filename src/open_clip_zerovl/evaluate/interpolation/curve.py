@@ -15,7 +15,14 @@ from typing import Any
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, RECALL_KS
 from open_clip_zerovl.report.bounds import bounds_remarks
-from open_clip_zerovl.report.plot import FAINT, SOURCE_COLOURS, Line, colours_of, draw_levels, line_chart
+from open_clip_zerovl.report.plot import (
+    FAINT,
+    SOURCE_COLOURS,
+    Line,
+    colours_of,
+    draw_levels,
+    line_chart,
+)
 from open_clip_zerovl.report.tables import text_table
 
 SHORT = {"image_to_text": "I2T", "text_to_image": "T2I"}
@@ -43,12 +50,18 @@ class Point:
 
     def score(self, name: str) -> float:
         """RSUM of a set; zero-shot top-1 in percent of a set of classes."""
-        return 100 * self.accuracies[name]["top1"] if name in self.accuracies else self.metrics[name]["rsum"]
+        return (
+            100 * self.accuracies[name]["top1"]
+            if name in self.accuracies
+            else self.metrics[name]["rsum"]
+        )
 
     def chance(self, name: str) -> float:
         """The score of random orders, or of guessing, on a set; NaN if it is not known."""
         own = self.accuracies.get(name)
-        return self.metrics[name].get("rsum_chance", math.nan) if own is None else 100 * own["chance"]
+        return (
+            self.metrics[name].get("rsum_chance", math.nan) if own is None else 100 * own["chance"]
+        )
 
     def mean_score(self, names: Sequence[str]) -> float:
         """The mean score of some sets."""
@@ -119,16 +132,23 @@ class Curve:
             [
                 f"{point.alpha:g}",
                 *(f"{point.score(name):.1f}" for name in self.heads),
-                ", ".join(filter(None, (ends.get(point.alpha), "chosen" if point is self.chosen else ""))),
+                ", ".join(
+                    filter(None, (ends.get(point.alpha), "chosen" if point is self.chosen else ""))
+                ),
             ]
             for point in self.points
         ]
         chance = map(self.chosen.chance, self.heads)
-        return [*rows, ["chance", *("" if math.isnan(value) else f"{value:.1f}" for value in chance), ""]]
+        return [
+            *rows,
+            ["chance", *("" if math.isnan(value) else f"{value:.1f}" for value in chance), ""],
+        ]
 
     def table(self) -> str:
         """A text table of scores, one row an alpha, a column a set; the chosen row is marked."""
-        return "\n".join([text_table(["alpha", *self.heads.values(), ""], self.rows()), *self.remarks])
+        return "\n".join(
+            [text_table(["alpha", *self.heads.values(), ""], self.rows()), *self.remarks]
+        )
 
     def picture(self) -> bytes:
         """Scores by alpha as PNG, a line a set: solid for new sets, dashed for kept ones; the chosen alpha is marked.
@@ -143,7 +163,9 @@ class Curve:
                  {"marker": "o", "linestyle": "--" if name in self.kept else "-"})
             for name, head in self.heads.items()
         ]  # fmt: skip
-        levels = {f"{name}: chance": (self.chosen.chance(name), colours[name]) for name in self.heads}
+        levels = {
+            f"{name}: chance": (self.chosen.chance(name), colours[name]) for name in self.heads
+        }
 
         def finish(axes: Any) -> None:
             axes.axvline(self.chosen.alpha, color=FAINT, linewidth=1, linestyle=":")
@@ -158,7 +180,12 @@ class Curve:
 
 
 def choose(
-    points: Sequence[Point], new: Sequence[str], kept: Sequence[str], rule: str | None = None, *, kept_share: float
+    points: Sequence[Point],
+    new: Sequence[str],
+    kept: Sequence[str],
+    rule: str | None = None,
+    *,
+    kept_share: float,
 ) -> Curve:
     """Choose a point of a curve that holds both ends.
 
@@ -189,17 +216,23 @@ def choose(
             return (6 if of_classes else 1) * point.mean_score(new) + point.mean_score(kept)
 
         first = (
-            "six times top-1 on the new sets and the RSUM on the kept" if of_classes else "the RSUM on new and on kept"
+            "six times top-1 on the new sets and the RSUM on the kept"
+            if of_classes
+            else "the RSUM on new and on kept"
         )
         reason = f"the best mean of {first} sets"  # RSUM is the sum of six recalls in percent
     chosen = max(allowed, key=lambda point: (score(point), -point.alpha))
-    return Curve(tuple(points), tuple(new), tuple(kept), chosen, f"alpha {chosen.alpha:g} has {reason}")
+    return Curve(
+        tuple(points), tuple(new), tuple(kept), chosen, f"alpha {chosen.alpha:g} has {reason}"
+    )
 
 
 def require_possible(rule: str | None, has_kept: bool) -> None:
     """UserError for a rule that needs kept sets without them."""
     if rule in ("kept", "mean") and not has_kept:
-        raise UserError(f"--rule {rule} needs retrieval sets of the ability to keep; give --kept, or --rule new")
+        raise UserError(
+            f"--rule {rule} needs retrieval sets of the ability to keep; give --kept, or --rule new"
+        )
 
 
 def in_percent(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -218,5 +251,7 @@ def recall_table(columns: Mapping[str, Mapping[str, float]]) -> str:
     lines.append("|----------|" + "|".join("-" * width + ":" for width in widths.values()) + "|")
     for key, label in ROWS.items():
         shown = {name: f"{own[key]:.1f}" if key in own else "" for name, own in columns.items()}
-        lines.append(f"| {label:9}|{'|'.join(f'{shown[name]:>{width}} ' for name, width in widths.items())}|")
+        lines.append(
+            f"| {label:9}|{'|'.join(f'{shown[name]:>{width}} ' for name, width in widths.items())}|"
+        )
     return "\n".join(lines)

@@ -54,10 +54,16 @@ class CurveSettings(CurveFlags):
 
     def open(self) -> tuple[dict[str, RetrievalSet], tuple[str, ...], tuple[str, ...]]:
         """All sets by name, the names of the new ones, and of the kept ones. UserError for a name given twice."""
-        new, kept = parse_retrieval_data(self.new), parse_retrieval_data(self.kept) if self.kept else {}
+        new, kept = (
+            parse_retrieval_data(self.new),
+            parse_retrieval_data(self.kept) if self.kept else {},
+        )
         if both := sorted(new.keys() & kept.keys()):
             raise UserError(f"the set {both[0]} is both new and kept; give it once, or two names")
-        sets = {name: open_retrieval_set(path, self.retrieval.split) for name, path in {**new, **kept}.items()}
+        sets = {
+            name: open_retrieval_set(path, self.retrieval.split)
+            for name, path in {**new, **kept}.items()
+        }
         return sets, tuple(new), tuple(kept)
 
 
@@ -88,10 +94,16 @@ def score_curve(
             scored = score_set(loaded, name, dataset, settings.retrieval, encoder=encoder)
             assert scored is not None  # one process scores
             metrics[name] = scored.metrics
-        guessed = {name: score_loaded(loaded, own, encoder=encoder, name=name) for name, own in (classes or {}).items()}
+        guessed = {
+            name: score_loaded(loaded, own, encoder=encoder, name=name)
+            for name, own in (classes or {}).items()
+        }
         points.append(point := Point(alpha, metrics, guessed))
         if say is not None:
-            say(f"alpha {alpha:g}: " + ", ".join(f"{name} {point.score(name):.1f}" for name in metrics))
+            say(
+                f"alpha {alpha:g}: "
+                + ", ".join(f"{name} {point.score(name):.1f}" for name in metrics)
+            )
     return choose(points, new, kept, settings.rule, kept_share=settings.kept_share)
 
 
@@ -130,10 +142,21 @@ def write_between(
     if curve is not None:
         beside["interpolation.png"] = picture = curve.picture()
         beside["interpolation.html"] = render(
-            "curve.html", title="Weights between two models", names=ends.names, curve=curve, picture=picture
+            "curve.html",
+            title="Weights between two models",
+            names=ends.names,
+            curve=curve,
+            picture=picture,
         )
     return write_local_dir(
-        "..".join(ends.names), weights, ends.spec, out, card=card, precision=precision, force=force, beside=beside
+        "..".join(ends.names),
+        weights,
+        ends.spec,
+        out,
+        card=card,
+        precision=precision,
+        force=force,
+        beside=beside,
     )
 
 
@@ -170,11 +193,20 @@ def run_interpolation(
         settings.open()  # before the models are loaded
     ends = open_ends(before, after)
     if settings is not None:
-        curve = score_curve(ends, before, settings, say=lambda line: print(line, file=sys.stderr, flush=True))
+        curve = score_curve(
+            ends, before, settings, say=lambda line: print(line, file=sys.stderr, flush=True)
+        )
         alpha = curve.chosen.alpha
         print(f"{curve.table()}\n{curve.sentence}")
         if not curve.kept:
-            print("No kept set was scored, so that losses of earlier abilities are not measured; give --kept NAME=SET.")
+            print(
+                "No kept set was scored, so that losses of earlier abilities are not measured; give --kept NAME=SET."
+            )
     return write_between(
-        ends, PLAIN_ALPHA if alpha is None else alpha, out, curve=curve, precision=precision, force=force
+        ends,
+        PLAIN_ALPHA if alpha is None else alpha,
+        out,
+        curve=curve,
+        precision=precision,
+        force=force,
     )

@@ -51,7 +51,11 @@ class TransformedSet(ItemSet):
     """
 
     def __init__(
-        self, images: ProbeSet, transform: Transform, targets: Sequence[int], seed: tuple[int, int] | None
+        self,
+        images: ProbeSet,
+        transform: Transform,
+        targets: Sequence[int],
+        seed: tuple[int, int] | None,
     ) -> None:
         self.images, self.transform, self.targets, self.seed = images, transform, targets, seed
 
@@ -65,7 +69,9 @@ class TransformedSet(ItemSet):
             return self.transform(image), self.targets[index]
         with torch.random.fork_rng(devices=[]):
             seed, epoch = self.seed
-            torch.default_generator.manual_seed(stream_seed(seed, Purpose.PROBE_IMAGE, epoch, index))
+            torch.default_generator.manual_seed(
+                stream_seed(seed, Purpose.PROBE_IMAGE, epoch, index)
+            )
             return self.transform(image), self.targets[index]
 
 
@@ -74,7 +80,10 @@ def _collate(items: Sequence[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
 
 
 def tower_features(
-    tower: nn.Module, data: TransformedSet, batches: Sequence[Sequence[int]], settings: TowerSettings
+    tower: nn.Module,
+    data: TransformedSet,
+    batches: Sequence[Sequence[int]],
+    settings: TowerSettings,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(features (b, F) float32, targets (b,)) of each micro-batch, both on the device.
 
@@ -86,13 +95,17 @@ def tower_features(
         UserError: an image that cannot be read.
     """
     model = _frozen(tower, settings)
-    for images, targets in read_batches(data, _collate, batch_sampler=batches, num_workers=settings.workers):
+    for images, targets in read_batches(
+        data, _collate, batch_sampler=batches, num_workers=settings.workers
+    ):
         yield model.images(images), targets.to(model.device)
 
 
 def _frozen(tower: nn.Module, settings: TowerSettings) -> FrozenModel:
     device = torch.device(settings.device)
-    return FrozenModel("probed", tower, device=device, context=autocast(device, settings.amp), unit_length=False)
+    return FrozenModel(
+        "probed", tower, device=device, context=autocast(device, settings.amp), unit_length=False
+    )
 
 
 def cached_features(

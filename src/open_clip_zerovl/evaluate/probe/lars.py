@@ -53,7 +53,9 @@ def head_scores(head: nn.Module, features: Tensor, *, chunk_size: int = 8192) ->
     return torch.cat([head(chunk.to(device)).cpu() for chunk in features.split(chunk_size)])
 
 
-def linear_head(width: int, num_classes: int, seed: int = 0, *, batch_norm: bool = False) -> nn.Sequential:
+def linear_head(
+    width: int, num_classes: int, seed: int = 0, *, batch_norm: bool = False
+) -> nn.Sequential:
     """The classifier: features (b, F) -> scores (b, C); its last module is the linear layer.
 
     Without `batch_norm` weights and bias are from U(-1/sqrt(F), 1/sqrt(F)), torch's own initialisation of a linear layer. With
@@ -69,7 +71,9 @@ def linear_head(width: int, num_classes: int, seed: int = 0, *, batch_norm: bool
             bound = 1 / math.sqrt(width)
             linear.weight.uniform_(-bound, bound, generator=generator)
             linear.bias.uniform_(-bound, bound, generator=generator)
-    return nn.Sequential(nn.BatchNorm1d(width, affine=False, eps=1e-6) if batch_norm else nn.Identity(), linear)
+    return nn.Sequential(
+        nn.BatchNorm1d(width, affine=False, eps=1e-6) if batch_norm else nn.Identity(), linear
+    )
 
 
 def lars(head: nn.Sequential, settings: LarsSettings) -> Lars:
@@ -81,7 +85,10 @@ def lars(head: nn.Sequential, settings: LarsSettings) -> Lars:
     """
     linear = head[-1]
     groups: list[dict[str, Any]] = [{"params": [linear.weight], "always_adapt": True}]
-    groups += [{"params": [linear.bias], "weight_decay": 0.0} | ({} if settings.batch_norm else {"always_adapt": True})]
+    groups += [
+        {"params": [linear.bias], "weight_decay": 0.0}
+        | ({} if settings.batch_norm else {"always_adapt": True})
+    ]
     return Lars(
         groups,
         lr=1.0,  # set each step
@@ -140,7 +147,9 @@ def train_lars(
     ]
     with torch.no_grad():
         width = tower(transform(images.image(0))[None].to(tower_settings.device)).shape[1]
-    head = linear_head(width, len(classes), settings.seed, batch_norm=settings.batch_norm).to(tower_settings.device)
+    head = linear_head(width, len(classes), settings.seed, batch_norm=settings.batch_norm).to(
+        tower_settings.device
+    )
     optimizer = lars(head, settings)
     history: list[dict[str, float]] = []
     if state_file.is_file():
@@ -148,19 +157,29 @@ def train_lars(
         log.info("Going on after epoch %d of %d (%s).", len(history), settings.epochs, state_file)
 
     bar = tqdm(
-        range(len(history), settings.epochs), desc="LARS", unit="epoch", initial=len(history), total=settings.epochs
+        range(len(history), settings.epochs),
+        desc="LARS",
+        unit="epoch",
+        initial=len(history),
+        total=settings.epochs,
     )
     for epoch in bar:
         data = TransformedSet(images, transform, targets, (settings.seed, epoch))
-        micro_batches = _micro_batches(len(images), batch, tower_settings.micro_batch, settings.seed, epoch)
-        batches = _effective_batches(tower_features(tower, data, micro_batches, tower_settings), batch)
+        micro_batches = _micro_batches(
+            len(images), batch, tower_settings.micro_batch, settings.seed, epoch
+        )
+        batches = _effective_batches(
+            tower_features(tower, data, micro_batches, tower_settings), batch
+        )
         rates = [
             learning_rate(epoch * per_epoch + step, steps, settings.lr, settings.warmup_share)
             for step in range(per_epoch)
         ]
         loss_sum, right = _train_epoch(head, optimizer, batches, rates)
         if not math.isfinite(loss_sum):
-            raise UserError(f"the probe's loss is not finite in epoch {epoch + 1}; lower --lr (it was {settings.lr:g})")
+            raise UserError(
+                f"the probe's loss is not finite in epoch {epoch + 1}; lower --lr (it was {settings.lr:g})"
+            )
         history.append(
             {
                 "loss": loss_sum / per_epoch,
@@ -168,7 +187,9 @@ def train_lars(
                 "test_accuracy": evaluate(head.eval()),
             }
         )
-        bar.set_postfix_str(f"loss {history[-1]['loss']:.3f}, test {100 * history[-1]['test_accuracy']:.1f} %")
+        bar.set_postfix_str(
+            f"loss {history[-1]['loss']:.3f}, test {100 * history[-1]['test_accuracy']:.1f} %"
+        )
         state = {"head": head.state_dict(), "optimizer": optimizer.state_dict(), "history": history}
         save_atomically({"fingerprint": json.dumps(fingerprint), **state}, state_file)
     return head.eval(), history
@@ -179,7 +200,9 @@ def recorded_settings(settings: LarsSettings, tower_settings: TowerSettings) -> 
     return {**asdict(settings), "micro_batch": tower_settings.micro_batch}
 
 
-def _micro_batches(count: int, batch: int, micro_batch: int, seed: int, epoch: int) -> list[list[int]]:
+def _micro_batches(
+    count: int, batch: int, micro_batch: int, seed: int, epoch: int
+) -> list[list[int]]:
     """The indices of an epoch's images in shuffled order, as micro-batches; each effective batch begins with a new one.
 
     7 images, batches of 3, micro-batches of 2: [[a, b], [c], [d, e], [f]]
@@ -193,7 +216,9 @@ def _micro_batches(count: int, batch: int, micro_batch: int, seed: int, epoch: i
     ]
 
 
-def _effective_batches(pieces: Iterable[tuple[Tensor, Tensor]], batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _effective_batches(
+    pieces: Iterable[tuple[Tensor, Tensor]], batch: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     """(features (B, F), targets (B,)) of each effective batch, put together from its micro-batches."""
     waiting: list[tuple[Tensor, Tensor]] = []
     for piece in pieces:

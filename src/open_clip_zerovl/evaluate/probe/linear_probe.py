@@ -23,9 +23,20 @@ from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.data.labelled import ProbeSet, class_list, open_probe_set
 from open_clip_zerovl.data.transforms import image_transform_train, paper_transform_of
 from open_clip_zerovl.embeddings.encoder import tower_before_projection
-from open_clip_zerovl.evaluate.accuracy import accuracies, confusion_counts, distinct_names, in_percent, most_confused
+from open_clip_zerovl.evaluate.accuracy import (
+    accuracies,
+    confusion_counts,
+    distinct_names,
+    in_percent,
+    most_confused,
+)
 from open_clip_zerovl.evaluate.probe.features import TowerSettings, Transform, cached_features
-from open_clip_zerovl.evaluate.probe.lars import LarsSettings, head_scores, recorded_settings, train_lars
+from open_clip_zerovl.evaluate.probe.lars import (
+    LarsSettings,
+    head_scores,
+    recorded_settings,
+    train_lars,
+)
 from open_clip_zerovl.evaluate.probe.logistic import fit_logistic
 from open_clip_zerovl.report.plot import INK, new_figure, plain, png_bytes, require_matplotlib
 
@@ -68,7 +79,10 @@ def run_linear_probe(
     out = Path(out)
     check_writable(out, folder=True)
     # The cheap checks come before the model is loaded.
-    train_set, test_set = open_probe_set(train, "train", label=label), open_probe_set(test, "test", label=label)
+    train_set, test_set = (
+        open_probe_set(train, "train", label=label),
+        open_probe_set(test, "test", label=label),
+    )
     classes = class_list(train_set, test_set)
     loaded, preprocess, _, device = encoder.load()
     if way == "paper":
@@ -77,7 +91,9 @@ def run_linear_probe(
     tower_settings = TowerSettings(encoder.batch_size, encoder.workers, device, amp)
 
     def features_of(images: ProbeSet, name: str) -> tuple[Tensor, Tensor]:
-        return cached_features(tower, images, preprocess, classes, out / "features", tower_settings, name=name)
+        return cached_features(
+            tower, images, preprocess, classes, out / "features", tower_settings, name=name
+        )
 
     test_features, test_targets = features_of(test_set, "test")
     if way == "quick":
@@ -112,12 +128,16 @@ def run_linear_probe(
     return _write(out, facts, details, named, scores, test_targets)
 
 
-def _quick(features: Tensor, targets: Tensor, test_features: Tensor, seed: int) -> tuple[Tensor, dict[str, Any]]:
+def _quick(
+    features: Tensor, targets: Tensor, test_features: Tensor, seed: int
+) -> tuple[Tensor, dict[str, Any]]:
     """Scores (N, C) of the test set by logistic regression, and the entries on the fit for the JSON."""
     fit = fit_logistic(features, targets, seed=seed)
     return fit.scores(test_features), {
         "C": fit.chosen_c,
-        "split_accuracy_by_C": {f"{c:.3g}": value for c, value in sorted(fit.split_accuracy.items())},
+        "split_accuracy_by_C": {
+            f"{c:.3g}": value for c, value in sorted(fit.split_accuracy.items())
+        },
         "converged": fit.converged,
     }
 
@@ -126,7 +146,9 @@ def _paper_augmentation(visual: Any) -> Transform:
     """The paper's training transform for a probe (A.7), at the size, mean and standard deviation of a tower."""
     config = visual.preprocess_cfg
     side = config["size"] if isinstance(config["size"], int) else config["size"][0]
-    return image_transform_train(side, config["mean"], config["std"], area=(0.08, 1.0), auto_augment="imagenet")
+    return image_transform_train(
+        side, config["mean"], config["std"], area=(0.08, 1.0), auto_augment="imagenet"
+    )
 
 
 def _write(
@@ -141,16 +163,26 @@ def _write(
     names = distinct_names(named)
     found, counts = accuracies(scores, targets), confusion_counts(scores, targets)
     per_class = {names[index]: own for index, own in found.pop("per_class").items()}
-    result = {**facts, **found, "most_confused": most_confused(counts, names), "per_class": per_class, **details}
+    result = {
+        **facts,
+        **found,
+        "most_confused": most_confused(counts, names),
+        "per_class": per_class,
+        **details,
+    }
     out.mkdir(parents=True, exist_ok=True)
     way, images = result["way"], result["test"]["images"]
     title = f"{100 * found['top1']:.1f} % of {images} test images right ({way} linear probe of {result['model']})"
     write_atomically(out / "linear_probe.json", json.dumps(result, indent=1) + "\n")
     write_atomically(out / "confusion.png", confusion_picture(counts, names, title=title))
     words_of = {"top5": "top-5", "mean_per_class": "mean per class", "chance": "chance"}
-    row = ", ".join(f"{words} {100 * found[key]:.1f} %" for key, words in words_of.items() if key in found)
+    row = ", ".join(
+        f"{words} {100 * found[key]:.1f} %" for key, words in words_of.items() if key in found
+    )
     row = f"top-1 {in_percent(found)} %, {row}"
-    print(f"{way} linear probe, {len(names)} classes, {images} test images: {row}\nWritten to {out}")
+    print(
+        f"{way} linear probe, {len(names)} classes, {images} test images: {row}\nWritten to {out}"
+    )
     return result
 
 
@@ -169,14 +201,20 @@ def confusion_picture(counts: np.ndarray, names: Sequence[str], *, title: str) -
     figure = new_figure(side + 1, side)
     axes = figure.add_subplot()
     image = axes.imshow(
-        shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest" if classes <= 500 else "antialiased"
+        shares,
+        cmap="Blues",
+        vmin=0,
+        vmax=1,
+        interpolation="nearest" if classes <= 500 else "antialiased",
     )
     figure.colorbar(image, ax=axes, shrink=0.7, label="share of the class")
     axes.set_xlabel("guess")
     axes.set_ylabel("class")
     if classes <= NAMED_CLASSES:
         short = [plain(name if len(name) <= 24 else name[:22] + "...") for name in names]
-        axes.set_xticks(range(classes), short, rotation=90 if classes > 6 else 30, fontsize=8, ha="center")
+        axes.set_xticks(
+            range(classes), short, rotation=90 if classes > 6 else 30, fontsize=8, ha="center"
+        )
         axes.set_yticks(range(classes), short, fontsize=8)
     if classes <= COUNTED_CLASSES:
         for row in range(classes):

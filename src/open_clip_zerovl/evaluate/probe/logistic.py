@@ -49,7 +49,9 @@ class LogisticFit:
         return torch.from_numpy(self.classifier.predict_log_proba(x))
 
 
-def fit_logistic(features: Tensor, targets: Tensor, *, seed: int = 0, grid: Sequence[float] = C_GRID) -> LogisticFit:
+def fit_logistic(
+    features: Tensor, targets: Tensor, *, seed: int = 0, grid: Sequence[float] = C_GRID
+) -> LogisticFit:
     """L-BFGS logistic regression (scikit-learn). C is chosen on a held-out fifth, then the fit is repeated on all images.
 
     After the grid, its best C divided and multiplied by sqrt(10) are tried. Among several Cs with the best accuracy the middle
@@ -69,15 +71,21 @@ def fit_logistic(features: Tensor, targets: Tensor, *, seed: int = 0, grid: Sequ
         from sklearn.exceptions import ConvergenceWarning
         from sklearn.linear_model import LogisticRegression
     except ImportError as error:
-        raise UserError("the quick probe needs scikit-learn; pip install 'open_clip_zerovl[data]'") from error
+        raise UserError(
+            "the quick probe needs scikit-learn; pip install 'open_clip_zerovl[data]'"
+        ) from error
     if len(features) < 5:
-        raise UserError(f"a fifth of {len(features)} training images cannot choose C; give at least 5")
+        raise UserError(
+            f"a fifth of {len(features)} training images cannot choose C; give at least 5"
+        )
     x, y = features.double().numpy(), targets.numpy()
     mean, scale = x.mean(axis=0), x.std(axis=0)
     scale = np.where(scale > 0, scale, 1.0)  # a constant feature becomes 0, not NaN
     x = (x - mean) / scale
     if len(np.unique(y)) < 2:
-        raise UserError("the training images show one class only; a probe needs at least two to tell apart")
+        raise UserError(
+            "the training images show one class only; a probe needs at least two to tell apart"
+        )
     held, rest = stratified_fifth(y, seed)
 
     def fit(rows: np.ndarray, c: float) -> tuple[Any, bool]:
@@ -85,7 +93,9 @@ def fit_logistic(features: Tensor, targets: Tensor, *, seed: int = 0, grid: Sequ
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", ConvergenceWarning)
             classifier.fit(x[rows], y[rows])
-        return classifier, not any(issubclass(warning.category, ConvergenceWarning) for warning in caught)
+        return classifier, not any(
+            issubclass(warning.category, ConvergenceWarning) for warning in caught
+        )
 
     accuracy: dict[float, float] = {}
     best = math.nan
@@ -96,7 +106,10 @@ def fit_logistic(features: Tensor, targets: Tensor, *, seed: int = 0, grid: Sequ
         best = middle_of_best(accuracy)
     classifier, converged = fit(np.arange(len(x)), best)
     if not converged:
-        log.warning("L-BFGS did not converge in 1000 steps at C = %g; the accuracy may be a little low.", best)
+        log.warning(
+            "L-BFGS did not converge in 1000 steps at C = %g; the accuracy may be a little low.",
+            best,
+        )
     return LogisticFit(mean, scale, classifier, best, accuracy, converged)
 
 
@@ -119,7 +132,9 @@ def stratified_fifth(targets: np.ndarray, seed: int) -> tuple[np.ndarray, np.nda
         seen += len(rows)
     out = np.concatenate(held)
     if not len(out):  # one image in each class, for instance
-        raise UserError(f"{len(targets)} training images leave none to choose C with; give several of each class")
+        raise UserError(
+            f"{len(targets)} training images leave none to choose C with; give several of each class"
+        )
     return out, np.setdiff1d(np.arange(len(targets)), out)
 
 

@@ -9,7 +9,11 @@ PUBLIC_NAMES = {
         "retrieval_ranks",
     ],
     "open_clip_zerovl.evaluate.retrieval.encode": ["encode_retrieval", "evaluate_retrieval"],
-    "open_clip_zerovl.data.retrieval": ["RetrievalSet", "open_retrieval_set", "parse_retrieval_data"],
+    "open_clip_zerovl.data.retrieval": [
+        "RetrievalSet",
+        "open_retrieval_set",
+        "parse_retrieval_data",
+    ],
     "open_clip_zerovl.evaluate.retrieval.score": ["run_retrieval"],
 }
 

@@ -72,14 +72,18 @@ def encode_retrieval(
     with evaluating(model):
         for images, captions in batches:
             if len(images) != len(captions):
-                raise UserError(f"a batch holds {len(images)} images but captions for {len(captions)}")
+                raise UserError(
+                    f"a batch holds {len(images)} images but captions for {len(captions)}"
+                )
             for offset, own in enumerate(captions):
                 if not own:
                     raise UserError(f"image {seen + offset} of the retrieval set has no caption")
                 text_to_image.extend([seen + offset] * len(own))
             seen += len(images)
             image_features.append(frozen.images(images).cpu())
-            text_features.append(frozen.texts([caption for own in captions for caption in own]).cpu())
+            text_features.append(
+                frozen.texts([caption for own in captions for caption in own]).cpu()
+            )
     if not seen:
         raise UserError("the retrieval set yields no image")
     return torch.cat(image_features), torch.cat(text_features), torch.tensor(text_to_image)
@@ -111,7 +115,13 @@ def evaluate_retrieval(
         UserError: an unreadable image, named by file and key, or an error of these two functions.
     """
     batches = retrieval_batches(
-        dataset, preprocess, captions_per_image=captions_per_image, batch_size=batch_size, num_workers=num_workers
+        dataset,
+        preprocess,
+        captions_per_image=captions_per_image,
+        batch_size=batch_size,
+        num_workers=num_workers,
     )
-    features = encode_retrieval(model, batches, tokenizer, device=device, autocast=autocast, input_dtype=input_dtype)
+    features = encode_retrieval(
+        model, batches, tokenizer, device=device, autocast=autocast, input_dtype=input_dtype
+    )
     return retrieval_metrics(*features, ks=ks)

@@ -58,16 +58,24 @@ def retrieval_examples(
     """
     picture = pictures if callable(pictures) else pictures.__getitem__
     # As for the metrics, in float64 and rounded, so that equal features tie.
-    exact = {model: (images.double(), texts.double()) for model, (images, texts) in features.items()}
+    exact = {
+        model: (images.double(), texts.double()) for model, (images, texts) in features.items()
+    }
     examples = []
     for query in queries:
         images = range(len(captions)) if text_to_image is None else text_to_image
         own = int(images[query])
-        right = {int(image) for image, text in zip(images, captions, strict=True) if text == captions[query]}
+        right = {
+            int(image)
+            for image, text in zip(images, captions, strict=True)
+            if text == captions[query]
+        }
         top, rank = {}, {}
         for model, (image_features, text_features) in exact.items():
             scores = (image_features @ text_features[query]).float()  # (I,)
-            top[model] = [RetrievedPicture(picture(i), sources[i], i in right) for i in best_of(scores, k)]
+            top[model] = [
+                RetrievedPicture(picture(i), sources[i], i in right) for i in best_of(scores, k)
+            ]
             rank[model] = 1 + int((scores > scores[own]).sum())
         examples.append(RetrievalExample(captions[query], sources[own], picture(own), top, rank))
     return examples

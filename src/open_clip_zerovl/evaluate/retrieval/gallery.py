@@ -15,8 +15,19 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
-from open_clip_zerovl.evaluate.retrieval.examples import RetrievalExample, best_of, retrieval_examples, spread
-from open_clip_zerovl.evaluate.retrieval.metrics import RECALL_KS, QueryRanks, recall_bounds, recalls, retrieval_ranks
+from open_clip_zerovl.evaluate.retrieval.examples import (
+    RetrievalExample,
+    best_of,
+    retrieval_examples,
+    spread,
+)
+from open_clip_zerovl.evaluate.retrieval.metrics import (
+    RECALL_KS,
+    QueryRanks,
+    recall_bounds,
+    recalls,
+    retrieval_ranks,
+)
 from open_clip_zerovl.report.bounds import bounds_remarks
 from open_clip_zerovl.report.html import thumbnail, write_page
 
@@ -79,7 +90,12 @@ class GallerySet:
 
 
 def write_gallery(
-    path: str | os.PathLike[str], sets: Sequence[GallerySet], *, model: str, queries: int = 6, best: int = 5
+    path: str | os.PathLike[str],
+    sets: Sequence[GallerySet],
+    *,
+    model: str,
+    queries: int = 6,
+    best: int = 5,
 ) -> Path:
     """Write the page.
 
@@ -119,7 +135,11 @@ _PARTS = [(way, kind) for way in ("text_to_image", "image_to_text") for kind in 
 def _part(shown: GallerySet, way: str, kind: str, queries: int, best: int) -> dict[str, Any]:
     """The hits or the misses of one direction."""
     ranks = shown.ranks[way]
-    mask = (ranks.above == 0) & (ranks.tied == ranks.tied_positives) if kind == "hit" else ranks.above >= MISSED_BEYOND
+    mask = (
+        (ranks.above == 0) & (ranks.tied == ranks.tied_positives)
+        if kind == "hit"
+        else ranks.above >= MISSED_BEYOND
+    )
     found = mask.nonzero().flatten().tolist()
     card = _caption if way == "text_to_image" else _picture
     cards = []
@@ -128,13 +148,23 @@ def _part(shown: GallerySet, way: str, kind: str, queries: int, best: int) -> di
         one = card(shown, query)
         if kind == "hit" or not any(right for _, right in one["top"]):
             cards.append({**one, "top": one["top"][:best], "rank": _rank(ranks, query)})
-    return {"way": way, "kind": kind, "cards": spread(cards, queries), "found": len(found), "of": len(ranks)}
+    return {
+        "way": way,
+        "kind": kind,
+        "cards": spread(cards, queries),
+        "found": len(found),
+        "of": len(ranks),
+    }
 
 
 def _caption(shown: GallerySet, query: int) -> dict[str, Any]:
     """A caption with its ten best pictures, (picture, whether the caption is its own), and its own picture."""
     (one,) = shown.examples([query], MISSED_BEYOND)
-    return {"words": one.query, "picture": one.target, "top": [(found.pixels, found.right) for found in one.top[""]]}
+    return {
+        "words": one.query,
+        "picture": one.target,
+        "top": [(found.pixels, found.right) for found in one.top[""]],
+    }
 
 
 def _picture(shown: GallerySet, query: int) -> dict[str, Any]:

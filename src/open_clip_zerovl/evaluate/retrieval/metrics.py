@@ -57,7 +57,9 @@ def retrieval_metrics(
     Raises:
         UserError: shapes that do not fit, an index out of range, an image without caption, a NaN or infinite feature.
     """
-    return recalls(retrieval_ranks(image_features, text_features, text_to_image, chunk_size=chunk_size), ks)
+    return recalls(
+        retrieval_ranks(image_features, text_features, text_to_image, chunk_size=chunk_size), ks
+    )
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,9 @@ def retrieval_ranks(
     `recalls` makes metrics of them; the gallery finds hits and misses by them.
     """
     _check_features(image_features, text_features)
-    links = _checked_links(text_to_image, len(image_features), len(text_features), image_features.device)
+    links = _checked_links(
+        text_to_image, len(image_features), len(text_features), image_features.device
+    )
     images, texts = image_features.double(), text_features.double()
     rows = min(_rows_at_once(chunk_size, len(links)), len(images))
     # All blocks use the same memory: glibc before 2.38 does not reuse freed aligned blocks, so that a new one for each block of
@@ -134,7 +138,9 @@ def ranks_by_label(
     _check_features(queries, keys)
     query_labels, key_labels = query_labels.to(queries.device), key_labels.to(queries.device)
     if not len(queries) or not bool(torch.isin(query_labels, key_labels).all()):
-        raise UserError("each query needs a match among the candidates; leave out queries without one")
+        raise UserError(
+            "each query needs a match among the candidates; leave out queries without one"
+        )
     exact_keys = keys.double().T
     parts = []
     for start in range(0, len(queries), size := _rows_at_once(chunk_size, len(keys))):
@@ -147,13 +153,17 @@ def ranks_by_label(
     return QueryRanks(*(torch.cat(part).cpu() for part in zip(*parts, strict=True)))
 
 
-def _paired_scores(images: Tensor, texts: Tensor, links: Tensor, captions_at_once: int = 4096) -> Tensor:
+def _paired_scores(
+    images: Tensor, texts: Tensor, links: Tensor, captions_at_once: int = 4096
+) -> Tensor:
     """(T,) score of each caption with its own image."""
     scores = texts.new_empty(len(texts))
     own = texts.new_empty(min(captions_at_once, len(texts)), texts.shape[1])
     for start in range(0, len(texts), captions_at_once):
         part = slice(start, min(start + captions_at_once, len(texts)))
-        products = torch.index_select(images, 0, links[part], out=own[: part.stop - start]).mul_(texts[part])
+        products = torch.index_select(images, 0, links[part], out=own[: part.stop - start]).mul_(
+            texts[part]
+        )
         torch.sum(products, dim=1, out=scores[part])
     return scores
 
@@ -168,7 +178,11 @@ def _rows_at_once(chunk_size: int | None, num_texts: int) -> int:
 
 
 def _rank(
-    score_rows: Callable[[int, int], Tensor], positive: Tensor, links: Tensor, num_images: int, chunk_size: int
+    score_rows: Callable[[int, int], Tensor],
+    positive: Tensor,
+    links: Tensor,
+    num_images: int,
+    chunk_size: int,
 ) -> dict[str, QueryRanks]:
     """Both directions from one pass over the scores, a block of rows at a time.
 
@@ -185,7 +199,10 @@ def _rank(
 
     # Comparisons as 0.0 and 1.0: a sum of booleans makes a copy of 8 bytes each. float32 counts exactly up to 2^24.
     marks = torch.empty(
-        chunk_size, len(links), dtype=torch.float32 if len(links) < 2**24 else torch.float64, device=links.device
+        chunk_size,
+        len(links),
+        dtype=torch.float32 if len(links) < 2**24 else torch.float64,
+        device=links.device,
     )
 
     def count(compare: Callable[..., Tensor], scores: Tensor, others: Tensor, dim: int) -> Tensor:
@@ -196,12 +213,21 @@ def _rank(
     text_tied = torch.zeros_like(text_above)
     for start, low, high in zip(starts, bounds[:-1], bounds[1:], strict=True):
         scores = score_rows(start, min(start + chunk_size, num_images))  # (C, T)
-        rows, columns = image_of_sorted[low:high] - start, texts_by_image[low:high]  # (P,) places of the positives
+        rows, columns = (
+            image_of_sorted[low:high] - start,
+            texts_by_image[low:high],
+        )  # (P,) places of the positives
         own = scores[rows, columns]
 
-        best = scores.new_full((len(scores),), -torch.inf).scatter_reduce_(0, rows, own, reduce="amax")  # (C,)
-        above, tied = (count(compare, scores, best[:, None], dim=1) for compare in (torch.gt, torch.eq))
-        tied_positives = torch.zeros_like(tied).index_add_(0, rows, (own == best[rows]).to(tied.dtype))
+        best = scores.new_full((len(scores),), -torch.inf).scatter_reduce_(
+            0, rows, own, reduce="amax"
+        )  # (C,)
+        above, tied = (
+            count(compare, scores, best[:, None], dim=1) for compare in (torch.gt, torch.eq)
+        )
+        tied_positives = torch.zeros_like(tied).index_add_(
+            0, rows, (own == best[rows]).to(tied.dtype)
+        )
         by_image.append((above, tied, tied_positives))
 
         text_above += count(torch.gt, scores, positive, dim=0)
@@ -221,10 +247,14 @@ def recalls(ranks: Mapping[str, QueryRanks], ks: Sequence[int] = RECALL_KS) -> d
         raise UserError(f"ks must be positive numbers such as (1, 5, 10), got {ks}")
     metrics: dict[str, float] = {}
     for direction in DIRECTIONS:
-        for k, hit in zip(ks, hit_probabilities(ranks[direction], ks).mean(dim=1).tolist(), strict=True):
+        for k, hit in zip(
+            ks, hit_probabilities(ranks[direction], ks).mean(dim=1).tolist(), strict=True
+        ):
             metrics[f"{direction}_R@{k}"] = hit
     if set(RECALL_KS) <= set(ks):
-        metrics["rsum"] = 100 * sum(metrics[f"{direction}_R@{k}"] for direction in DIRECTIONS for k in RECALL_KS)
+        metrics["rsum"] = 100 * sum(
+            metrics[f"{direction}_R@{k}"] for direction in DIRECTIONS for k in RECALL_KS
+        )
     return metrics
 
 
@@ -249,7 +279,9 @@ def hit_probabilities(ranks: QueryRanks, ks: Sequence[int]) -> Tensor:
     return hit
 
 
-def recall_bounds(captions: Sequence[str], text_to_image: Tensor | Sequence[int]) -> dict[str, float]:
+def recall_bounds(
+    captions: Sequence[str], text_to_image: Tensor | Sequence[int]
+) -> dict[str, float]:
     """RSUM of chance and of the best possible model, as entries to add to the metrics of a set.
 
     Pictures with the same caption cannot be distinguished by it: the best model ranks all of them
@@ -267,14 +299,20 @@ def recall_bounds(captions: Sequence[str], text_to_image: Tensor | Sequence[int]
     own = torch.bincount(links)  # (I,) captions of each image
     chance = {
         "image_to_text": QueryRanks(torch.zeros_like(own), torch.full_like(own, len(links)), own),
-        "text_to_image": QueryRanks(torch.zeros_like(links), torch.full_like(links, len(own)), torch.ones_like(links)),
+        "text_to_image": QueryRanks(
+            torch.zeros_like(links), torch.full_like(links, len(own)), torch.ones_like(links)
+        ),
     }
     number = {text: i for i, text in enumerate(dict.fromkeys(captions))}
     texts = torch.tensor([number[text] for text in captions])
     copies = torch.bincount(texts)[texts]  # (T,) captions of the same text
     # The caption of each image that fewest images share is the best to rank first.
     fewest = torch.full_like(own, len(links)).scatter_reduce_(0, links, copies, reduce="amin")
-    same = torch.zeros_like(own).index_add_(0, links, (copies == fewest[links]).long()).clamp(max=fewest)
+    same = (
+        torch.zeros_like(own)
+        .index_add_(0, links, (copies == fewest[links]).long())
+        .clamp(max=fewest)
+    )
     best = {
         "image_to_text": QueryRanks(torch.zeros_like(own), fewest, same),
         "text_to_image": QueryRanks(torch.zeros_like(links), copies, torch.ones_like(links)),
@@ -297,7 +335,9 @@ def chance_bounds(ranks: Mapping[str, QueryRanks]) -> dict[str, float]:
 def _check_features(image_features: Tensor, text_features: Tensor) -> None:
     for name, features in (("image_features", image_features), ("text_features", text_features)):
         if features.ndim != 2 or not features.is_floating_point():
-            raise UserError(f"{name} must be a floating-point matrix (items, width), got {_describe(features)}")
+            raise UserError(
+                f"{name} must be a floating-point matrix (items, width), got {_describe(features)}"
+            )
         if not bool(features.isfinite().all()):
             row = int((~features.isfinite()).any(dim=1).nonzero()[0, 0])
             raise UserError(
@@ -310,11 +350,20 @@ def _check_features(image_features: Tensor, text_features: Tensor) -> None:
         )
 
 
-def _checked_links(text_to_image: Tensor | Sequence[int], num_images: int, num_texts: int, device: Any) -> Tensor:
+def _checked_links(
+    text_to_image: Tensor | Sequence[int], num_images: int, num_texts: int, device: Any
+) -> Tensor:
     links = torch.as_tensor(text_to_image, device=device)
     if num_images == 0 or num_texts == 0:
-        raise UserError(f"retrieval needs images and captions, got {num_images} images and {num_texts} captions")
-    if links.ndim != 1 or len(links) != num_texts or links.is_floating_point() or links.dtype == torch.bool:
+        raise UserError(
+            f"retrieval needs images and captions, got {num_images} images and {num_texts} captions"
+        )
+    if (
+        links.ndim != 1
+        or len(links) != num_texts
+        or links.is_floating_point()
+        or links.dtype == torch.bool
+    ):
         raise UserError(
             f"text_to_image must hold one image index for each of the {num_texts} captions, got {_describe(links)}"
         )
@@ -326,7 +375,9 @@ def _checked_links(text_to_image: Tensor | Sequence[int], num_images: int, num_t
         )
     captions = torch.bincount(links, minlength=num_images)
     if int(captions.min()) == 0:
-        raise UserError(f"image {int(captions.argmin())} has no caption: leave it out or give it one")
+        raise UserError(
+            f"image {int(captions.argmin())} has no caption: leave it out or give it one"
+        )
     return links
 
 

@@ -62,7 +62,10 @@ def run_retrieval(
     settings, files = settings or RetrievalSettings(), files or RetrievalFiles()
     # The cheap checks come before the model is loaded.
     files.check()
-    sets = {name: open_retrieval_set(path, settings.split) for name, path in parse_retrieval_data(data).items()}
+    sets = {
+        name: open_retrieval_set(path, settings.split)
+        for name, path in parse_retrieval_data(data).items()
+    }
     with _ranks() as ranks:
         loaded, preprocess, tokenizer, device = encoder.load(local_rank=ranks.local_rank)
         if settings.paper_transform:
@@ -71,7 +74,12 @@ def run_retrieval(
         shown: list[GallerySet] = []
         for name, dataset in sets.items():
             scored = score_set(
-                (loaded, preprocess, tokenizer, device), name, dataset, settings, encoder=encoder, ranks=ranks
+                (loaded, preprocess, tokenizer, device),
+                name,
+                dataset,
+                settings,
+                encoder=encoder,
+                ranks=ranks,
             )
             if scored is None:
                 continue
@@ -121,12 +129,16 @@ def score_set(
             num_workers=encoder.workers,
         )
         total = -(-len(part) // encoder.batch_size)
-        return tqdm(found, total=total, desc=name, unit="batch", leave=False, disable=ranks.rank != 0)
+        return tqdm(
+            found, total=total, desc=name, unit="batch", leave=False, disable=ranks.rank != 0
+        )
 
     features = encode_on_ranks(model, dataset, batches, tokenizer, ranks, device=device)
     if features is None:
         return None
-    return GallerySet.scored(name, dataset.captions(settings.captions_per_image), dataset.read_image, features)
+    return GallerySet.scored(
+        name, dataset.captions(settings.captions_per_image), dataset.read_image, features
+    )
 
 
 def _write(
@@ -241,7 +253,9 @@ def format_retrieval(results: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def write_csv(
-    path: str | os.PathLike[str], results: Mapping[str, Mapping[str, float]], settings: Mapping[str, Any]
+    path: str | os.PathLike[str],
+    results: Mapping[str, Mapping[str, float]],
+    settings: Mapping[str, Any],
 ) -> None:
     """Write a table of one row a set: the settings, recalls as shares in [0, 1], RSUM in percent points.
 

@@ -78,7 +78,9 @@ class Found:
     computed: int
 
 
-def run_search(encoders: Mapping[str, Encoder], data: str, settings: SearchSettings) -> dict[str, Found]:
+def run_search(
+    encoders: Mapping[str, Encoder], data: str, settings: SearchSettings
+) -> dict[str, Found]:
     """Searches, prints the best pictures of each model, and writes the files asked for.
 
     Args:
@@ -99,7 +101,10 @@ def run_search(encoders: Mapping[str, Encoder], data: str, settings: SearchSetti
         encoder.check()
     query = None if settings.image is None else _query_picture(settings.image)
     collection = open_collection(data)
-    found = {name: _search(name, encoder, collection, query, settings) for name, encoder in encoders.items()}
+    found = {
+        name: _search(name, encoder, collection, query, settings)
+        for name, encoder in encoders.items()
+    }
     print(table(found))
     for name, result in found.items():
         kept = result.pictures + result.bad - collection.lost - result.computed
@@ -108,7 +113,9 @@ def run_search(encoders: Mapping[str, Encoder], data: str, settings: SearchSetti
     if settings.page is not None:
         write_search_page(settings.page, found, collection, query, settings)
     if settings.output is not None:
-        write_atomically(settings.output, json.dumps(_as_data(found, data, settings), indent=2) + "\n")
+        write_atomically(
+            settings.output, json.dumps(_as_data(found, data, settings), indent=2) + "\n"
+        )
     return found
 
 
@@ -119,7 +126,10 @@ def nearest(blocks: Iterable[Tensor], query: Tensor, best: int) -> list[tuple[in
         blocks: the features, some thousand rows at a time. A row of zeros, of a picture that cannot be shown, is left out.
     """
     scores = torch.cat(
-        [(block.double() @ query.double()).float().masked_fill(~block.any(dim=1), -math.inf) for block in blocks]
+        [
+            (block.double() @ query.double()).float().masked_fill(~block.any(dim=1), -math.inf)
+            for block in blocks
+        ]
     )
     order = torch.argsort(scores, descending=True, stable=True)[:best]
     return [(int(row), float(scores[row])) for row in order if scores[row] > -math.inf]
@@ -127,17 +137,29 @@ def nearest(blocks: Iterable[Tensor], query: Tensor, best: int) -> list[tuple[in
 
 def table(found: Mapping[str, Found]) -> str:
     """The hits of all models side by side, as text; a picture's caption stands below its name."""
-    columns = [[name, *(line for hit in result.hits for line in _lines(hit))] for name, result in found.items()]
+    columns = [
+        [name, *(line for hit in result.hits for line in _lines(hit))]
+        for name, result in found.items()
+    ]
     widths = [max(map(len, column)) for column in columns]
-    ranks = ["", *(line for rank in range(max(map(len, columns)) // 2) for line in (f"{rank + 1:3d}", ""))]
+    ranks = [
+        "",
+        *(line for rank in range(max(map(len, columns)) // 2) for line in (f"{rank + 1:3d}", "")),
+    ]
     rows = zip_longest(ranks, *columns, fillvalue="")
     text = (f"{rank:<4}" + "  ".join(map(str.ljust, cells, widths)) for rank, *cells in rows)
     return "\n".join(line.rstrip() for line in text if line.strip())
 
 
 def _lines(hit: Hit) -> tuple[str, str]:
-    caption = hit.caption if len(hit.caption) <= CAPTION_CHARACTERS else hit.caption[: CAPTION_CHARACTERS - 3] + "..."
-    return f"{hit.score:6.3f}  {printable(hit.picture)}", " " * 8 + printable(caption) if caption else ""
+    caption = (
+        hit.caption
+        if len(hit.caption) <= CAPTION_CHARACTERS
+        else hit.caption[: CAPTION_CHARACTERS - 3] + "..."
+    )
+    return f"{hit.score:6.3f}  {printable(hit.picture)}", " " * 8 + printable(
+        caption
+    ) if caption else ""
 
 
 def write_search_page(
@@ -163,13 +185,22 @@ def write_search_page(
 
 
 def _search(
-    name: str, encoder: Encoder, collection: Collection, query: Image.Image | None, settings: SearchSettings
+    name: str,
+    encoder: Encoder,
+    collection: Collection,
+    query: Image.Image | None,
+    settings: SearchSettings,
 ) -> Found:
     model = FrozenModel.load(encoder)
     assert model.eye is not None
     cache = settings.cache or default_cache()
     embedded = embed_collection(
-        collection, model, cache=cache, batch_size=encoder.batch_size, workers=encoder.workers, name=name
+        collection,
+        model,
+        cache=cache,
+        batch_size=encoder.batch_size,
+        workers=encoder.workers,
+        name=name,
     )
     asked = []
     if settings.words.strip():
@@ -178,7 +209,9 @@ def _search(
         asked.append(model.images(model.eye(query)[None])[0].cpu())
     direction = torch.stack(asked).sum(dim=0)
     if not direction.isfinite().all():
-        raise UserError(f"{name} gives the query an embedding that is not finite; its training has diverged")
+        raise UserError(
+            f"{name} gives the query an embedding that is not finite; its training has diverged"
+        )
     found = nearest(embedded.rows.blocks(), F.normalize(direction, dim=0), settings.best)
     good = sum(int(block.any(dim=1).sum()) for block in embedded.rows.blocks())
     bad = len(embedded.rows) - good + collection.lost
@@ -204,7 +237,12 @@ def _hit(collection: Collection, file: int, number: int, score: float) -> Hit:
     sample = next(islice(samples_of(*collection.shards[file]), number, None))
     text = sample.files.get(TEXT_EXTENSION, b"").decode("utf-8", errors="replace").strip()
     content = image_of(sample.files)
-    return Hit(collection.shown(file, sample), score, text.partition("\n")[0].strip(), content and bytes(content))
+    return Hit(
+        collection.shown(file, sample),
+        score,
+        text.partition("\n")[0].strip(),
+        content and bytes(content),
+    )
 
 
 def _thumbnail(hit: Hit) -> str | None:
@@ -222,7 +260,12 @@ def _as_data(found: Mapping[str, Found], data: str, settings: SearchSettings) ->
         return {**asdict(replace(result, hits=())), "hits": hits}
 
     image = None if settings.image is None else str(settings.image)
-    return {"data": data, "words": settings.words, "image": image, "models": {n: plain(r) for n, r in found.items()}}
+    return {
+        "data": data,
+        "words": settings.words,
+        "image": image,
+        "models": {n: plain(r) for n, r in found.items()},
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -308,7 +351,10 @@ def embed_collection(
     """
     pictures = _Pictures(collection)
     marks = [[file.path, file.size, file.changed_ns] for file in collection.files]
-    fingerprint, where = model.fingerprints["image"], os.path.abspath(os.path.expanduser(collection.name))
+    fingerprint, where = (
+        model.fingerprints["image"],
+        os.path.abspath(os.path.expanduser(collection.name)),
+    )
     check_writable(cache, folder=True)
     store, computed = embedded(
         cache / folder_name(fingerprint, where),

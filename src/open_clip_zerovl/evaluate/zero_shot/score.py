@@ -41,7 +41,10 @@ SHOWN_CLASSES = 40  # of a set, in the terminal; the JSON holds all
 
 
 def class_features(
-    captions: Sequence[Sequence[str]], encode: Callable[[list[str]], Tensor], *, progress: bool = True
+    captions: Sequence[Sequence[str]],
+    encode: Callable[[list[str]], Tensor],
+    *,
+    progress: bool = True,
 ) -> Tensor:
     """(C, D) one vector a class: the normalised mean over its captions.
 
@@ -49,7 +52,9 @@ def class_features(
         captions: for each class.
         encode: captions -> embeddings (b, D), L2-normalised.
     """
-    bar = tqdm(captions, desc="captions of the classes", unit="class", leave=False, disable=not progress)
+    bar = tqdm(
+        captions, desc="captions of the classes", unit="class", leave=False, disable=not progress
+    )
     return torch.stack([F.normalize(encode(list(own)).cpu().mean(dim=0), dim=0) for own in bar])
 
 
@@ -85,14 +90,19 @@ def labelled_scores(
     return scores, class_indices(dataset.images.labels, dataset.classes)
 
 
-def score_labelled(model: FrozenModel, dataset: LabelledSet, folder: Path, **reading: Any) -> dict[str, Any]:
+def score_labelled(
+    model: FrozenModel, dataset: LabelledSet, folder: Path, **reading: Any
+) -> dict[str, Any]:
     """`accuracies` of a model on one set, with classes by name, and by source; arguments as `labelled_scores`."""
     scores, targets = labelled_scores(model, dataset, folder, **reading)
     shown = distinct_names(dict(zip(dataset.classes, dataset.names, strict=True)))
 
     def metrics(rows: Tensor) -> dict[str, Any]:
         found = accuracies(scores[rows], targets[rows])
-        return {**found, "per_class": {shown[index]: own for index, own in found["per_class"].items()}}
+        return {
+            **found,
+            "per_class": {shown[index]: own for index, own in found["per_class"].items()},
+        }
 
     found = {**metrics(torch.arange(len(targets))), "classes": len(dataset.classes)}
     found["most_confused"] = most_confused(confusion_counts(scores, targets), shown)
@@ -110,11 +120,17 @@ def score_loaded(
     """`score_labelled` of a loaded model, as `Encoder.load` gives it, without bars; `encoder` has batch size and workers."""
     model = FrozenModel.of(name, loaded, fingerprints={"image": name})
     with tempfile.TemporaryDirectory(prefix="zerovl-zero-shot-") as passing:
-        reading: dict[str, Any] = {"batch_size": encoder.batch_size, "workers": encoder.workers, "progress": False}
+        reading: dict[str, Any] = {
+            "batch_size": encoder.batch_size,
+            "workers": encoder.workers,
+            "progress": False,
+        }
         return score_labelled(model, dataset, Path(passing), name=name, **reading)
 
 
-def run_zero_shot(encoder: Encoder, data: str, settings: ZeroShotSettings | None = None) -> dict[str, dict[str, Any]]:
+def run_zero_shot(
+    encoder: Encoder, data: str, settings: ZeroShotSettings | None = None
+) -> dict[str, dict[str, Any]]:
     """Score a checkpoint on labelled sets; prints tables, and writes the JSON that the settings ask for.
 
     Args:
@@ -131,7 +147,10 @@ def run_zero_shot(encoder: Encoder, data: str, settings: ZeroShotSettings | None
     if settings.output is not None:
         check_writable(settings.output)
     # The cheap checks come before the model is loaded.
-    sets = {name: open_labelled_set(str(where), settings) for name, where in parse_retrieval_data(data).items()}
+    sets = {
+        name: open_labelled_set(str(where), settings)
+        for name, where in parse_retrieval_data(data).items()
+    }
     model = FrozenModel.load(encoder)
     results = {}
     with scratch_folder(tempfile.gettempdir(), "zerovl-zero-shot-") as passing:
@@ -147,7 +166,12 @@ def run_zero_shot(encoder: Encoder, data: str, settings: ZeroShotSettings | None
     print(format_zero_shot(results))
     if settings.output is not None:
         templates = {name: list(one.templates) for name, one in sets.items()}
-        content = {"model": encoder.model, "split": settings.split, "templates": templates, "results": results}
+        content = {
+            "model": encoder.model,
+            "split": settings.split,
+            "templates": templates,
+            "results": results,
+        }
         write_atomically(settings.output, json.dumps(content, indent=1) + "\n")
     return results
 
@@ -159,15 +183,28 @@ def format_zero_shot(results: Mapping[str, Mapping[str, Any]]) -> str:
         sources = {f"  {source}": own for source, own in found.get("sources", {}).items()}
         for label, one in {name: found, **sources}.items():
             top5 = f"{100 * one['top5']:.1f}" if "top5" in one else ""
-            shares = (in_percent(one), top5, *(f"{100 * one[key]:.1f}" for key in ("mean_per_class", "chance")))
+            shares = (
+                in_percent(one),
+                top5,
+                *(f"{100 * one[key]:.1f}" for key in ("mean_per_class", "chance")),
+            )
             rows.append([label, f"{one['images']}", f"{found['classes']}", *shares])
         # A model that guesses one class for all pictures has a mean per class of exactly 1/C, whatever the classes' sizes.
         if min(found["top1_interval"][0], found["mean_per_class"] - 1e-6) <= found["chance"]:
-            scores = f"top-1 {in_percent(found)} %, mean per class {100 * found['mean_per_class']:.1f} %"
-            remarks.append(f"{name} is not above chance: {scores}, where guessing has {100 * found['chance']:.1f} %.")
+            scores = (
+                f"top-1 {in_percent(found)} %, mean per class {100 * found['mean_per_class']:.1f} %"
+            )
+            remarks.append(
+                f"{name} is not above chance: {scores}, where guessing has {100 * found['chance']:.1f} %."
+            )
         if found["classes"] <= SHOWN_CLASSES:
             own = found["per_class"].items()
             header = [f"class of {name}" if len(results) > 1 else "class", "images", "top-1 %"]
-            classes += ["", text_table(header, [[label, f"{one['images']}", in_percent(one)] for label, one in own])]
+            classes += [
+                "",
+                text_table(
+                    header, [[label, f"{one['images']}", in_percent(one)] for label, one in own]
+                ),
+            ]
     header = ["set", "images", "classes", "top-1 %", "top-5 %", "mean per class %", "chance %"]
     return "\n".join([text_table(header, rows), *remarks, *classes])

@@ -52,7 +52,9 @@ class LabelledSet:
 
     def captions(self) -> list[list[str]]:
         """The captions of each class, one for each template."""
-        return [[name.join(re.split(r"\{c?\}", one)) for one in self.templates] for name in self.names]
+        return [
+            [name.join(re.split(r"\{c?\}", one)) for one in self.templates] for name in self.names
+        ]
 
 
 def open_labelled_set(where: str, settings: ZeroShotSettings | None = None) -> LabelledSet:
@@ -78,16 +80,28 @@ def open_labelled_set(where: str, settings: ZeroShotSettings | None = None) -> L
     places = [str(part) for part in parts] or [str(place) if place != root else where]
     opened = [open_probe_set(one, split, label=settings.label) for one in places]
     images = opened[0] if not parts else _joined(place, opened)
-    sources = [part.name for part, one in zip(parts, opened, strict=True) for _ in one.labels] if parts else None
+    sources = (
+        [part.name for part, one in zip(parts, opened, strict=True) for _ in one.labels]
+        if parts
+        else None
+    )
     folder = place if place.is_dir() else Path(images.files[0]).parent
-    return LabelledSet(images, *_classes(images, settings.class_names), _templates(settings, folder), sources)
+    return LabelledSet(
+        images, *_classes(images, settings.class_names), _templates(settings, folder), sources
+    )
 
 
 def _check_split(where: str, split: str) -> None:
     """UserError for a split that a set without folders of splits does not have; a dataset of torchvision has two."""
-    splits = ROLES if is_dataset(where) else ("test",)  # the default chooses the whole of a set without splits
+    splits = (
+        ROLES if is_dataset(where) else ("test",)
+    )  # the default chooses the whole of a set without splits
     if split not in splits:
-        has = f"it has {' and '.join(splits)}" if len(splits) > 1 else "leave --split out to score all of it"
+        has = (
+            f"it has {' and '.join(splits)}"
+            if len(splits) > 1
+            else "leave --split out to score all of it"
+        )
         raise UserError(f"{where} has no split {split!r}; {has}")
 
 
@@ -106,13 +120,18 @@ def _classes(images: ProbeSet, given: Path | None) -> tuple[list[str], list[str]
             f"{CLASS_NAMES} names the classes 0 to {len(images.names) - 1}, and {images.path} has the label {outside[0]!r}: "
             "add the missing names, count the labels from 0, or give --class-names (zero-shot has it)"
         )
-    if len(classes) == len(IMAGENET_CLASSNAMES) and all(_WORDNET.fullmatch(label) for label in classes):
-        return classes, list(IMAGENET_CLASSNAMES)  # ImageNet's folders, in the order of their WordNet numbers
+    if len(classes) == len(IMAGENET_CLASSNAMES) and all(
+        _WORDNET.fullmatch(label) for label in classes
+    ):
+        return classes, list(
+            IMAGENET_CLASSNAMES
+        )  # ImageNet's folders, in the order of their WordNet numbers
     names = [images.names.get(label) or _words(label) for label in classes]
     wordless = [
         label
         for label, name in zip(classes, names, strict=True)
-        if not images.names.get(label) and (re.fullmatch(r"-?\d+", name) or _WORDNET.fullmatch(name))
+        if not images.names.get(label)
+        and (re.fullmatch(r"-?\d+", name) or _WORDNET.fullmatch(name))
     ]
     if wordless:
         raise UserError(
@@ -126,11 +145,16 @@ def _sources_of(folder: Path) -> list[Path]:
     """The folders of sources, each with folders of classes; [] if the pictures lie one level higher."""
     if not folder.is_dir():
         return []
-    parts = sorted(part for part in folder.iterdir() if part.is_dir() and not part.name.startswith("."))
-    inside = [[entry for entry in part.iterdir() if not entry.name.startswith(".")] for part in parts]
+    parts = sorted(
+        part for part in folder.iterdir() if part.is_dir() and not part.name.startswith(".")
+    )
+    inside = [
+        [entry for entry in part.iterdir() if not entry.name.startswith(".")] for part in parts
+    ]
     pictures = {f".{extension}" for extension in IMAGE_EXTENSIONS}
     two_levels = all(
-        any(entry.is_dir() for entry in entries) and not any(entry.suffix.lower() in pictures for entry in entries)
+        any(entry.is_dir() for entry in entries)
+        and not any(entry.suffix.lower() in pictures for entry in entries)
         for entries in inside
     )
     return parts if two_levels and not any(folder.glob("*.tar")) else []
@@ -144,7 +168,13 @@ def _joined(folder: Path, parts: Sequence[ProbeSet]) -> ProbeSet:
         return parts[part].read(index - (ends[part] - len(parts[part])))
 
     labels = [label for one in parts for label in one.labels]
-    return replace(parts[0], path=str(folder), labels=labels, read=read, files=[f for one in parts for f in one.files])
+    return replace(
+        parts[0],
+        path=str(folder),
+        labels=labels,
+        read=read,
+        files=[f for one in parts for f in one.files],
+    )
 
 
 def _words(label: str) -> str:
@@ -185,7 +215,11 @@ def _templates(settings: ZeroShotSettings, folder: Path) -> tuple[str, ...]:
                 f"({error})"
             ) from error
     if wrong := [one for one in given if not re.search(r"\{c?\}", one)]:
-        raise UserError(f"the template {wrong[0]!r} has no place for the class; write {{}} there: 'a photo of a {{}}'")
+        raise UserError(
+            f"the template {wrong[0]!r} has no place for the class; write {{}} there: 'a photo of a {{}}'"
+        )
     if not given:
-        raise UserError(f"there is no template in {', '.join(places)}; give one: 'a photo of a {{}}'")
+        raise UserError(
+            f"there is no template in {', '.join(places)}; give one: 'a photo of a {{}}'"
+        )
     return tuple(given)

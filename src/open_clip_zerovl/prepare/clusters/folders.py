@@ -40,7 +40,9 @@ def write_previews(
     Raises:
         UserError: a shard that cannot be read. A picture that cannot be decoded stays white, with a warning.
     """
-    wanted: dict[int, tuple[int, int]] = {}  # position in the source -> (cluster, place on its sheet)
+    wanted: dict[
+        int, tuple[int, int]
+    ] = {}  # position in the source -> (cluster, place on its sheet)
     for cluster in range(len(clustering.centroids)):
         members = np.flatnonzero(clustering.labels == cluster)
         nearest = members[np.argsort(clustering.distances[members], kind="stable")[:pictures]]
@@ -49,16 +51,22 @@ def write_previews(
     sheets = [Image.new("RGB", (side * px, side * px), "white") for _ in clustering.centroids]
     source = clustered_source(clustering)
     starts = source.starts
-    needed = sorted({int(np.searchsorted(starts, position, side="right")) - 1 for position in wanted})
+    needed = sorted(
+        {int(np.searchsorted(starts, position, side="right")) - 1 for position in wanted}
+    )
     for shard in tqdm(needed, desc="previews", unit="shard", disable=not progress):
         for position, sample in enumerate(samples_of(source, shard), start=int(starts[shard])):
             if position not in wanted:
                 continue
             cluster, place = wanted[position]
             try:
-                thumbnail = ImageOps.pad(decode_image(image_of(sample.files) or b""), (px, px), color="white")
+                thumbnail = ImageOps.pad(
+                    decode_image(image_of(sample.files) or b""), (px, px), color="white"
+                )
             except BadPicture:
-                logging.warning(f"The picture of {sample.key} cannot be read: its place in the preview stays white.")
+                logging.warning(
+                    f"The picture of {sample.key} cannot be read: its place in the preview stays white."
+                )
                 continue
             sheets[cluster].paste(thumbnail, (place % side * px, place // side * px))
     for cluster, sheet in enumerate(sheets):
@@ -98,7 +106,9 @@ class _ClusterWriter:
             self._tar = None
 
 
-def write_clusters(clustering: Clustering, out: Path, *, shard_size: int = 10_000, progress: bool = True) -> list[Path]:
+def write_clusters(
+    clustering: Clustering, out: Path, *, shard_size: int = 10_000, progress: bool = True
+) -> list[Path]:
     """Write every cluster as a source of its own, `OUT/cluster-000` ..., in one pass over the source.
 
     The folders are written aside and moved into place when whole. The number of the old shard is put before a sample's key
@@ -121,12 +131,16 @@ def write_clusters(clustering: Clustering, out: Path, *, shard_size: int = 10_00
     writers = [_ClusterWriter(staging / name, shard_size) for name in names]
     source = clustered_source(clustering)
     try:
-        for number, shard in enumerate(tqdm(source.shards, desc="reshard", unit="shard", disable=not progress)):
+        for number, shard in enumerate(
+            tqdm(source.shards, desc="reshard", unit="shard", disable=not progress)
+        ):
             labels = clustering.labels[source.starts[number] : source.starts[number + 1]]
             seen = 0
             for sample in samples_of(source, number):
                 if seen < len(labels):
-                    writers[labels[seen]].add(Sample(f"{number:05d}-{re.sub('[/.]', '-', sample.key)}", sample.files))
+                    writers[labels[seen]].add(
+                        Sample(f"{number:05d}-{re.sub('[/.]', '-', sample.key)}", sample.files)
+                    )
                 seen += 1
             if seen != len(labels):
                 raise UserError(

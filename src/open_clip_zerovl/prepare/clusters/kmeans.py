@@ -24,7 +24,12 @@ class Features(Protocol):
 
 
 def spherical_kmeans(
-    features: Features, clusters: int, *, passes: int = 10, seed: int = 0, chunk_samples: int = 65_536
+    features: Features,
+    clusters: int,
+    *,
+    passes: int = 10,
+    seed: int = 0,
+    chunk_samples: int = 65_536,
 ) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]:
     """Spherical k-means: labels (n,), distances 1 - cosine (n,), centroids (K, D) of unit length.
 
@@ -51,10 +56,14 @@ def spherical_kmeans(
         raise UserError("Clustering needs scikit-learn: `pip install scikit-learn`.") from error
     rng = np.random.default_rng(seed)
     begins = np.arange(0, len(features), chunk_samples)
-    start = np.sort(rng.choice(len(features), min(len(features), max(chunk_samples, clusters)), replace=False))
+    start = np.sort(
+        rng.choice(len(features), min(len(features), max(chunk_samples, clusters)), replace=False)
+    )
     model = MiniBatchKMeans(clusters, random_state=seed, n_init=3, batch_size=4096, max_iter=passes)
     model.fit(np.asarray(features[start], np.float32))
-    for begin in (begin for _ in range(passes) for begin in rng.permutation(begins) if len(begins) > 1):
+    for begin in (
+        begin for _ in range(passes) for begin in rng.permutation(begins) if len(begins) > 1
+    ):
         model.partial_fit(np.asarray(features[begin : begin + chunk_samples], np.float32))
     centroids = np.asarray(model.cluster_centers_, np.float32)
     centroids /= np.maximum(np.linalg.norm(centroids, axis=1, keepdims=True), 1e-12)
@@ -98,13 +107,17 @@ def dissolve_small(
                 f"{len(labels)} samples do not make two clusters of {least} samples: lower the least size of a cluster."
             )
         moved = np.flatnonzero(labels == smallest)
-        cosines = np.asarray(features[moved], np.float32) @ centroids[left].T  # (moved, clusters left)
+        cosines = (
+            np.asarray(features[moved], np.float32) @ centroids[left].T
+        )  # (moved, clusters left)
         labels[moved], distances[moved] = left[cosines.argmax(axis=1)], 1 - cosines.max(axis=1)
         counts = np.bincount(labels, minlength=len(centroids))
     return np.searchsorted(left, labels).astype(np.int32), distances, centroids[left]
 
 
-_MOST_COSINES = 2**24  # at once, 64 MiB: a cluster of many samples is compared by fewer rows at a time
+_MOST_COSINES = (
+    2**24
+)  # at once, 64 MiB: a cluster of many samples is compared by fewer rows at a time
 
 
 def find_copies(
@@ -126,7 +139,9 @@ def find_copies(
             rows = min(chunk_samples, max(1, _MOST_COSINES // len(own))) if len(own) else 1
             for begin in range(0, len(own), rows):
                 end = begin + rows
-                earlier = np.tril(own[begin:end] @ own[:end].T, begin - 1)  # of row i the columns below i
+                earlier = np.tril(
+                    own[begin:end] @ own[:end].T, begin - 1
+                )  # of row i the columns below i
                 copies[members[begin:end]] |= (earlier > above).any(axis=1)
     return copies
 

@@ -37,7 +37,14 @@ from open_clip_zerovl.embeddings.embed import embed
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.fingerprint import describe_source
 from open_clip_zerovl.embeddings.sources import SourceSamples
-from open_clip_zerovl.embeddings.store import ArraySpec, Manifest, Rows, Store, difference, read_manifest
+from open_clip_zerovl.embeddings.store import (
+    ArraySpec,
+    Manifest,
+    Rows,
+    Store,
+    difference,
+    read_manifest,
+)
 from open_clip_zerovl.prepare.cluster_flags import ClusterSettings
 from open_clip_zerovl.prepare.clusters.folders import train_data, write_clusters, write_previews
 from open_clip_zerovl.prepare.clusters.kmeans import (
@@ -104,10 +111,16 @@ def cluster_source(
     if source.table is not None:
         shards, sizes = (source.table.path,), (source.num_samples,)
     marks = tuple(file_marks(shards, digests_of(known), f"checking {source.name}").values())
-    copies = None if settings.same_above is None else find_copies(table.parts, labels, settings.same_above)
+    copies = (
+        None
+        if settings.same_above is None
+        else find_copies(table.parts, labels, settings.same_above)
+    )
     clustering = Clustering(source.name, shards, sizes, labels, distances, centroids, marks, copies)
     save_clustering(clustering, out)
-    write_atomically(out / "report.json", json.dumps(size_report(clustering.counts), indent=1) + "\n")
+    write_atomically(
+        out / "report.json", json.dumps(size_report(clustering.counts), indent=1) + "\n"
+    )
     if settings.preview:
         write_previews(clustering, out / "preview", pictures=settings.preview, progress=progress)
     if settings.reshard:
@@ -118,7 +131,9 @@ def cluster_source(
             print(
                 f"{copies.sum():,} samples are copies. Hard negatives: --hard-negatives 0.5 --train-data '{train_data(out)}'"
             )
-        print(f"Train on the clusters as sources with --debiased-sampling --train-data '{train_data(out)}'")
+        print(
+            f"Train on the clusters as sources with --debiased-sampling --train-data '{train_data(out)}'"
+        )
     return clustering
 
 
@@ -173,9 +188,17 @@ def _embedded(
         arrays["0.images"] = ("float16", (source.num_samples, 1, model.image_width()))
     if samples.captions:
         arrays["0.texts"] = ("float16", (source.num_samples, model.texts(["a"]).shape[1]))
-    facts = {"use": "clusters", "model": [model.name], "fingerprints": list(model.fingerprints.values())}
+    facts = {
+        "use": "clusters",
+        "model": [model.name],
+        "fingerprints": list(model.fingerprints.values()),
+    }
     # Of pictures, of captions: the folder's clusters are of one model and source.
-    earlier = {other: stored for other in folder.parent.glob("features-*") if (stored := read_manifest(other))}
+    earlier = {
+        other: stored
+        for other in folder.parent.glob("features-*")
+        if (stored := read_manifest(other))
+    }
     known = [mark for stored in earlier.values() for mark in stored.marks]
     manifest = Manifest(facts, [describe_source(source, known)], arrays)
     for other, stored in earlier.items():
@@ -183,10 +206,21 @@ def _embedded(
         if found is not None:
             raise UserError(f"{other} holds embeddings with {found}: give a new folder with --out")
     store = Store.create(folder, manifest)
-    embed(store, [model], samples, batch_size=encoder.batch_size, workers=encoder.workers, progress=progress)
+    embed(
+        store,
+        [model],
+        samples,
+        batch_size=encoder.batch_size,
+        workers=encoder.workers,
+        progress=progress,
+    )
     for shard in dict.fromkeys(source.shards) if source.table is None else ():
         try:
-            open_index(shard)  # for training on the clusters, which finds its samples by the indexes
+            open_index(
+                shard
+            )  # for training on the clusters, which finds its samples by the indexes
         except (ShardError, tarfile.ReadError) as error:
-            raise UserError(f"shard {shard} cannot be read as a plain tar ({error}): write it again.") from error
+            raise UserError(
+                f"shard {shard} cannot be read as a plain tar ({error}): write it again."
+            ) from error
     return _Features(*store.rows.values()), manifest.marks

@@ -32,7 +32,9 @@ BITS = SIDE * SIDE
 NEAR = 56
 PICTURES_AT_ONCE = 256  # that are in memory
 _WORDS = BITS // 64
-_DRAFT_PX = 8 * SIDE  # JPEGs are decoded at the smallest scale that is not below it; pHash shrinks to 4 * SIDE
+_DRAFT_PX = (
+    8 * SIDE
+)  # JPEGs are decoded at the smallest scale that is not below it; pHash shrinks to 4 * SIDE
 _BORDER_SPREAD = 24  # grey levels within a row of a uniform border, as JPEG leaves it
 _BLOCK_PAIRS = 1 << 21  # pairs compared at once, 8 bytes each
 
@@ -49,7 +51,9 @@ def require_imagehash() -> None:
             "near-duplicates are found by the package imagehash; pip install 'open_clip_zerovl[near]'"
         ) from error
     if not hasattr(np, "bitwise_count"):
-        raise UserError(f"near-duplicates need numpy 2 or later, and this is {np.__version__}; pip install 'numpy>=2'")
+        raise UserError(
+            f"near-duplicates need numpy 2 or later, and this is {np.__version__}; pip install 'numpy>=2'"
+        )
 
 
 def picture_hashes(content: bytes) -> Hashes:
@@ -69,8 +73,13 @@ def picture_hashes(content: bytes) -> Hashes:
         inner = _without_borders(grey)
         bits = []
         for one in (grey,) if inner.size == grey.size else (grey, inner):
-            small = one.resize((4 * SIDE, 4 * SIDE), Image.Resampling.LANCZOS)  # as phash does by itself
-            bits += [imagehash.phash(side, hash_size=SIDE).hash.ravel() for side in (small, ImageOps.mirror(small))]
+            small = one.resize(
+                (4 * SIDE, 4 * SIDE), Image.Resampling.LANCZOS
+            )  # as phash does by itself
+            bits += [
+                imagehash.phash(side, hash_size=SIDE).hash.ravel()
+                for side in (small, ImageOps.mirror(small))
+            ]
         return np.packbits(bits, axis=1).view(np.uint64)
 
     return decoded(content, hashed)

@@ -58,7 +58,9 @@ class SetPicture:
                 file.seek(self.offset_bytes)
                 return file.read(self.size_bytes)
         except OSError as error:
-            raise UserError(f"{self.file}: the test picture {self.key!r} cannot be read ({error})") from error
+            raise UserError(
+                f"{self.file}: the test picture {self.key!r} cannot be read ({error})"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,9 @@ class Overlap:
         }
 
 
-def open_test_sets(tests: str, *, split: str = "test", threads: int = 4, progress: bool = True) -> ComparedSets:
+def open_test_sets(
+    tests: str, *, split: str = "test", threads: int = 4, progress: bool = True
+) -> ComparedSets:
     """Hash the pictures of test sets.
 
     Args:
@@ -150,12 +154,16 @@ def open_test_sets(tests: str, *, split: str = "test", threads: int = 4, progres
     """
     require_imagehash()
     pictures = [
-        picture for name, path in parse_retrieval_data(tests).items() for picture in _test_pictures(name, path, split)
+        picture
+        for name, path in parse_retrieval_data(tests).items()
+        for picture in _test_pictures(name, path, split)
     ]
     hashes: list[Hashes] = []
     owners: list[int] = []
     kept: list[SetPicture] = []
-    hashed = chain.from_iterable(hash_all(((picture, picture.read()) for picture in pictures), threads))
+    hashed = chain.from_iterable(
+        hash_all(((picture, picture.read()) for picture in pictures), threads)
+    )
     bar = tqdm(hashed, total=len(pictures), desc="test sets", unit="picture", disable=not progress)
     for picture, _, own in bar:
         if own is not None:
@@ -201,15 +209,22 @@ def check_distance(within: int) -> None:
 
 
 def _pictures_of(source: Source, progress: bool) -> Iterator[tuple[Place, bytes]]:
-    with tqdm(total=source.num_samples, desc=source.name, unit="picture", disable=not progress) as bar:
+    with tqdm(
+        total=source.num_samples, desc=source.name, unit="picture", disable=not progress
+    ) as bar:
         for shard in range(len(source.shards)):
             for sample in samples_of(source, shard):
                 bar.update()
                 if (content := image_of(sample.files)) is not None:
-                    yield Place(source.name, os.path.basename(source.shards[shard]), sample.key), content
+                    yield (
+                        Place(source.name, os.path.basename(source.shards[shard]), sample.key),
+                        content,
+                    )
 
 
-def match(pictures: Iterator[tuple[Place, bytes]], tests: ComparedSets, found: Overlap, threads: int = 4) -> None:
+def match(
+    pictures: Iterator[tuple[Place, bytes]], tests: ComparedSets, found: Overlap, threads: int = 4
+) -> None:
     """Compare training pictures with test sets, and add to `found`: counts, pairs, thumbnails of the first ones."""
     for block in hash_all(pictures, threads):
         asked = []
@@ -221,10 +236,14 @@ def match(pictures: Iterator[tuple[Place, bytes]], tests: ComparedSets, found: O
         _add_pairs(asked, tests, found)
 
 
-def _add_pairs(asked: Sequence[tuple[Place, bytes, Hashes]], tests: ComparedSets, found: Overlap) -> None:
+def _add_pairs(
+    asked: Sequence[tuple[Place, bytes, Hashes]], tests: ComparedSets, found: Overlap
+) -> None:
     if not asked:
         return
-    numbers, distances = tests.index.nearest(np.concatenate([hashes for _, _, hashes in asked]), found.within)
+    numbers, distances = tests.index.nearest(
+        np.concatenate([hashes for _, _, hashes in asked]), found.within
+    )
     first = 0  # of a picture's hashes
     for place, content, hashes in asked:
         best = first + int(distances[first : first + len(hashes)].argmin())
@@ -245,7 +264,9 @@ def write_overlap(found: Overlap, out: Path) -> None:
     """Write `near.json` and `near.html` into a folder. UserError if they cannot be written."""
     write_atomically(out / "near.json", json.dumps(found.to_json(), indent=1) + "\n")
     ranked = sorted(found.thumbnails, key=lambda number: found.pairs[number].distance)
-    chosen = ranked if len(ranked) <= SHOWN else [ranked[i * len(ranked) // SHOWN] for i in range(SHOWN)]
+    chosen = (
+        ranked if len(ranked) <= SHOWN else [ranked[i * len(ranked) // SHOWN] for i in range(SHOWN)]
+    )
     write_page(
         out / "near.html",
         "near.html",
@@ -267,7 +288,11 @@ def overlap_text(found: Overlap) -> str:
         held = len({(pair.test, pair.test_key) for pair in own})
         lines.append(
             f"{source}: {len(own):,} of {count:,} pictures are copies of {held:,} test pictures."
-            + (f" {found.unreadable[source]:,} could not be decoded." if found.unreadable[source] else "")
+            + (
+                f" {found.unreadable[source]:,} could not be decoded."
+                if found.unreadable[source]
+                else ""
+            )
         )
     return f"Compared with {tests}, within {found.within} of {BITS} bits. {' '.join(lines)}"
 
@@ -295,7 +320,9 @@ def run_overlap(
     return found
 
 
-def near_exclusion(tests: str, out: Path, *, within: int = NEAR, threads: int = 4, progress: bool = True) -> Exclusion:
+def near_exclusion(
+    tests: str, out: Path, *, within: int = NEAR, threads: int = 4, progress: bool = True
+) -> Exclusion:
     """The exclusion of training pictures that are near to a picture of test sets. Pictures that are held out stay.
 
     The pictures that are left out are listed in `near.json` and shown on `near.html` in the folder `out`.
@@ -321,5 +348,7 @@ def near_exclusion(tests: str, out: Path, *, within: int = NEAR, threads: int = 
         yield from dict.fromkeys(pair.key for pair in found.pairs)
 
     return Exclusion(
-        f"near {names}", keys, f"{names}: {len(sets.pictures)} pictures {digest}, {BITS} bits, within {within}"
+        f"near {names}",
+        keys,
+        f"{names}: {len(sets.pictures)} pictures {digest}, {BITS} bits, within {within}",
     )

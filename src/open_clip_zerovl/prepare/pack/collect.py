@@ -77,7 +77,9 @@ class Collecting:
         reason = problem or unnamed or ("" if row.place else "no picture named")
         number, new = None, False
         if not reason:
-            number, new = self.store.number_of(row.content if row.content is not None else row.place, input, row.name)
+            number, new = self.store.number_of(
+                row.content if row.content is not None else row.place, input, row.name
+            )
         if new and number is not None:
             self._submit(number, input, row)
         else:
@@ -140,9 +142,13 @@ class Contents:
             try:
                 content = self.readers[sample.input].obtain(sample.place)
             except Failure as failure:
-                raise UserError(f"{sample.place} was read and is gone now ({failure.reason}): {_AGAIN}") from failure
+                raise UserError(
+                    f"{sample.place} was read and is gone now ({failure.reason}): {_AGAIN}"
+                ) from failure
         if sum_of(content) != sample.sum:
-            raise UserError(f"{sample.place or 'a picture'} has changed since it was read: {_AGAIN}")
+            raise UserError(
+                f"{sample.place or 'a picture'} has changed since it was read: {_AGAIN}"
+            )
         return content
 
 

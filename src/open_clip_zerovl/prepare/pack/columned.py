@@ -60,7 +60,9 @@ class ColumnReader(Reader):
                 content, name = picture.get("bytes"), str(picture.get("path") or "")
                 picture = content if isinstance(content, bytes) and content else picture.get("path")
             captions = [fields.get(name) for name in chosen.captions]
-            row = PairRow("", captions, file.name, line, fields.get(chosen.source) if chosen.source else None)
+            row = PairRow(
+                "", captions, file.name, line, fields.get(chosen.source) if chosen.source else None
+            )
             if isinstance(picture, bytes) and picture:
                 yield row._replace(place=f"{file}#{line}", content=picture, name=public_name(name))
             elif isinstance(picture, str):
@@ -79,16 +81,24 @@ class TableReader(ColumnReader):
         header = self._first_line()
         try:
             self.separator = wanted.separator or _separator(header)
-            self.names = [name.strip() for name in next(csv.reader([header], delimiter=self.separator), [])]
-        except csv.Error as error:  # a field of more than 128 KiB, or a carriage return between fields
+            self.names = [
+                name.strip() for name in next(csv.reader([header], delimiter=self.separator), [])
+            ]
+        except (
+            csv.Error
+        ) as error:  # a field of more than 128 KiB, or a carriage return between fields
             lines = (
-                " (lines that end in a carriage return alone, as some programs save them?)" if "\r" in header else ""
+                " (lines that end in a carriage return alone, as some programs save them?)"
+                if "\r" in header
+                else ""
             )
             raise UserError(
                 f"the first line of {path} cannot be read as columns{lines}: save it as CSV with line ends of Unix or Windows"
             ) from error
         self.has_header = not any(_names_a_picture(name) for name in self.names)
-        self.chosen = choose(str(path), self.names, wanted) if self.has_header else self._headerless()
+        self.chosen = (
+            choose(str(path), self.names, wanted) if self.has_header else self._headerless()
+        )
         header_words = "" if self.has_header else "; no header line"
         self.columns = f"{self.chosen.words}, separator {self.separator!r}{header_words}"
 
@@ -116,16 +126,22 @@ class TableReader(ColumnReader):
                     yield record.line, {name: record.fields[place] for name, place in places}
         if stray:
             shown = ", ".join(map(str, stray[:3])) + (" ..." if len(stray) > 3 else "")
-            self.notes = [f"a stray quote in {len(stray)} lines, which are read as they stand, quote included: {shown}"]
+            self.notes = [
+                f"a stray quote in {len(stray)} lines, which are read as they stand, quote included: {shown}"
+            ]
 
     def _first_line(self) -> str:
         with opened_table(self.path) as file:
             first = file.readline(1 << 20)
         if b"\0" in first:
-            raise UserError(f"{self.path} is not UTF-8 text (UTF-16 without its mark?): save it as CSV in UTF-8")
+            raise UserError(
+                f"{self.path} is not UTF-8 text (UTF-16 without its mark?): save it as CSV in UTF-8"
+            )
         text = first.decode("utf-8-sig", "replace").rstrip("\r\n")
         if not text.strip():
-            raise UserError(f"{self.path} has no first line with the names of its columns: check the file")
+            raise UserError(
+                f"{self.path} has no first line with the names of its columns: check the file"
+            )
         return text
 
     def _headerless(self) -> Chosen:
@@ -133,9 +149,18 @@ class TableReader(ColumnReader):
         fields, self.names = self.names, [str(number + 1) for number in range(len(self.names))]
         wanted = self.wanted
         if wanted.picture is None and wanted.captions is None and len(fields) == 2:
-            picture = next(name for name, field in zip(self.names, fields, strict=True) if _names_a_picture(field))
+            picture = next(
+                name
+                for name, field in zip(self.names, fields, strict=True)
+                if _names_a_picture(field)
+            )
             caption = next(name for name in self.names if name != picture)
-            return Chosen(picture, (caption,), None, f"picture {picture}, caption {caption} (counted from 1, guessed)")
+            return Chosen(
+                picture,
+                (caption,),
+                None,
+                f"picture {picture}, caption {caption} (counted from 1, guessed)",
+            )
         if wanted.picture is None or wanted.captions is None:
             shown = listed([field if len(field) <= 40 else f"{field[:40]}..." for field in fields])
             raise UserError(
@@ -192,7 +217,9 @@ class CocoReader(ColumnReader):
     def __init__(self, path: Path, wanted: Columns) -> None:
         self.path, self.files, self.wanted = path, [path], wanted
         with opened_table(path) as file:
-            images = (one for one in json_array(file, str(path), key="images") if isinstance(one, dict))
+            images = (
+                one for one in json_array(file, str(path), key="images") if isinstance(one, dict)
+            )
             self.images = {one["id"]: one for one in images if isinstance(one.get("id"), int | str)}
         names = _names(fields for fields in islice(self._annotations(path), _LOOKED_AT))
         if "caption" not in names and wanted.captions is None:
@@ -202,7 +229,9 @@ class CocoReader(ColumnReader):
             )
         wanted = Columns("file_name", wanted.captions or ("caption",), wanted.source)
         self.chosen = choose(
-            str(path), _names([*islice(self.images.values(), _LOOKED_AT), dict.fromkeys(names)]), wanted
+            str(path),
+            _names([*islice(self.images.values(), _LOOKED_AT), dict.fromkeys(names)]),
+            wanted,
         )
         self.columns = f"annotations as MS-COCO's, caption {listed(self.chosen.captions)}"
 
@@ -241,7 +270,9 @@ class ArrowReader(ColumnReader):
 
     def records(self, file: Path) -> Iterator[tuple[int, Record]]:
         chosen = self.chosen
-        names = list(dict.fromkeys([chosen.picture, *chosen.captions, *filter(None, [chosen.source])]))
+        names = list(
+            dict.fromkeys([chosen.picture, *chosen.captions, *filter(None, [chosen.source])])
+        )
         with self._reading(file, "cannot be read to its end") as table:
             batches = (
                 parquet.batches_of(table, names)
@@ -254,7 +285,9 @@ class ArrowReader(ColumnReader):
     def _reading(self, file: Path, fault: str) -> Iterator[Any]:
         """An open ParquetFile, or a table that is mapped into memory. UserError with the fault for errors of pyarrow."""
         arrow = parquet.pyarrow()
-        with parquet.faults_named(file, fault.format(form=self.form if self.form == "parquet" else "Arrow")):
+        with parquet.faults_named(
+            file, fault.format(form=self.form if self.form == "parquet" else "Arrow")
+        ):
             if self.form == "parquet":
                 with parquet.opened(str(file), RetryPolicy()) as table:
                     yield table
@@ -270,7 +303,9 @@ class ArrowReader(ColumnReader):
     def _choose(self, file: Path, schema: Any) -> Chosen:
         """The columns; unless they are named, a column of pictures' bytes takes precedence over guesses from names."""
         types, held = parquet.pyarrow().types, parquet.picture_columns(schema)
-        chosen = choose(str(file), schema.names, self.wanted, pictures=["image"] if "image" in held else held)
+        chosen = choose(
+            str(file), schema.names, self.wanted, pictures=["image"] if "image" in held else held
+        )
         kind = schema.field(chosen.picture).type
         if not (chosen.picture in held or types.is_string(kind) or types.is_large_string(kind)):
             raise UserError(
@@ -288,7 +323,8 @@ def saved_files(folder: Path) -> list[Path]:
     """
     if (folder / "dataset_dict.json").is_file():
         names = sorted(
-            {path.parent.name for path in folder.glob("*/state.json")}, key=lambda name: (name != "train", name)
+            {path.parent.name for path in folder.glob("*/state.json")},
+            key=lambda name: (name != "train", name),
         )
         raise UserError(
             f"{folder} holds the splits {', '.join(names)} of a dataset: give one, as {folder / (names or ['train'])[0]}"
@@ -302,7 +338,9 @@ def saved_files(folder: Path) -> list[Path]:
         ) from error
     missing = [file for file in files if not file.is_file()]
     if missing or not files:
-        raise UserError(f"{missing[0] if missing else folder} is missing from the dataset: copy or save it again")
+        raise UserError(
+            f"{missing[0] if missing else folder} is missing from the dataset: copy or save it again"
+        )
     return files
 
 
@@ -310,7 +348,10 @@ def is_coco(path: Path) -> bool:
     """True for a JSON file that begins as MS-COCO's annotations do."""
     with opened_table(path) as file:
         beginning = file.read(_BEGINNING_BYTES)
-    return beginning.lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"{") and _COCO_LISTS.search(beginning) is not None
+    return (
+        beginning.lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"{")
+        and _COCO_LISTS.search(beginning) is not None
+    )
 
 
 @contextmanager
@@ -328,18 +369,26 @@ def opened_table(path: Path) -> Iterator[IO[bytes]]:
         with open_member(path, path.name) as file:
             encoding = encoding_of(file.read(4))
             file.seek(0)
-            yield file if encoding.startswith("utf-8") else cast(IO[bytes], codecs.EncodedFile(file, "utf-8", encoding))
+            yield (
+                file
+                if encoding.startswith("utf-8")
+                else cast(IO[bytes], codecs.EncodedFile(file, "utf-8", encoding))
+            )
     except UnicodeError as error:
         raise UserError(
             f"{path} is not the {encoding.upper()} that its first bytes say ({error}): save it as UTF-8"
         ) from error
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror or error}): check the path") from error
+        raise UserError(
+            f"{path} cannot be read ({error.strerror or error}): check the path"
+        ) from error
 
 
 def _names(records: Iterable[Any]) -> list[str]:
     """The keys of objects, in the order in which they first come."""
-    return list(dict.fromkeys(name for record in records if isinstance(record, dict) for name in record))
+    return list(
+        dict.fromkeys(name for record in records if isinstance(record, dict) for name in record)
+    )
 
 
 def _separator(header: str) -> str:

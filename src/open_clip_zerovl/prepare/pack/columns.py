@@ -15,8 +15,26 @@ from open_clip_zerovl.prepare.pack.rows import ADDRESS, Columns, PairRow
 #: Names of picture columns, the likelier first: the picture itself, then a path, then an address.
 PICTURE_NAMES = (
     *("image", "img", "picture", "photo", "jpg", "jpeg", "png", "webp"),
-    *("filepath", "file_path", "image_path", "img_path", "picture_path", "path", "file_name", "filename"),
-    *("image_file", "image_name", "img_name", "image_filename", "picture_file", "file", "images", "photo_id"),
+    *(
+        "filepath",
+        "file_path",
+        "image_path",
+        "img_path",
+        "picture_path",
+        "path",
+        "file_name",
+        "filename",
+    ),
+    *(
+        "image_file",
+        "image_name",
+        "img_name",
+        "image_filename",
+        "picture_file",
+        "file",
+        "images",
+        "photo_id",
+    ),
     *("url", "image_url", "img_url", "picture_url", "photo_url", "photo_image_url", "link"),
 )
 
@@ -31,7 +49,9 @@ class Chosen:
     words: str
 
 
-def choose(where: str, names: Sequence[str], wanted: Columns, *, pictures: Sequence[str] | None = None) -> Chosen:
+def choose(
+    where: str, names: Sequence[str], wanted: Columns, *, pictures: Sequence[str] | None = None
+) -> Chosen:
     """The columns of a table.
 
     Args:
@@ -53,13 +73,20 @@ def choose(where: str, names: Sequence[str], wanted: Columns, *, pictures: Seque
         captions = guess_captions(names, picture)
     if picture is None or not captions:
         raise UserError(_not_found(where, names, picture, captions))
-    source = find(where, names, wanted.source, "--source-column") if wanted.source is not None else None
+    source = (
+        find(where, names, wanted.source, "--source-column") if wanted.source is not None else None
+    )
     for name in filter(None, (picture, *captions, source)):
         if (count := [*names].count(name)) > 1:
-            raise UserError(f"{where} has {count} columns named {name!r}: give each column its own name")
+            raise UserError(
+                f"{where} has {count} columns named {name!r}: give each column its own name"
+            )
     guessed = [
         flag
-        for flag, given in (("--picture-column", wanted.picture), ("--caption-column", wanted.captions))
+        for flag, given in (
+            ("--picture-column", wanted.picture),
+            ("--caption-column", wanted.captions),
+        )
         if given is None
     ]
     words = f"picture {picture!r}, caption {listed(captions)}" + (
@@ -68,7 +95,9 @@ def choose(where: str, names: Sequence[str], wanted: Columns, *, pictures: Seque
     return Chosen(picture, captions, source, words)
 
 
-def _not_found(where: str, names: Sequence[str], picture: str | None, captions: Sequence[str]) -> str:
+def _not_found(
+    where: str, names: Sequence[str], picture: str | None, captions: Sequence[str]
+) -> str:
     """The sentence for a table without a column that is named like a picture, or like a caption, or both."""
     missing: list[tuple[str, str, Sequence[str]]] = []
     if picture is None:
@@ -103,7 +132,11 @@ def public_name(name: str) -> str:
         return re.sub(r"^(\w+://)[^/]*@", r"\1", name.partition("?")[0])
     if PureWindowsPath(name).is_absolute():
         return PureWindowsPath(name).name
-    return os.path.basename(name) if os.path.isabs(os.path.expanduser(name.removeprefix("file://"))) else name
+    return (
+        os.path.basename(name)
+        if os.path.isabs(os.path.expanduser(name.removeprefix("file://")))
+        else name
+    )
 
 
 #: Rows of a file whose pictures are looked for before work begins: if none of them is there, the paths are wrong.
@@ -142,7 +175,11 @@ class Places:
             held.append(row)
             if row.refused or not row.place:
                 continue
-            if row.content is not None or row.place.lower().startswith(ADDRESS) or os.path.exists(row.place):
+            if (
+                row.content is not None
+                or row.place.lower().startswith(ADDRESS)
+                or os.path.exists(row.place)
+            ):
                 missing = []
                 break
             missing.append(row)
@@ -173,7 +210,11 @@ class Places:
         for folder, _, names in os.walk(self.file.parent):
             if name in names:
                 found = os.path.join(folder, name)
-                return found[: -len(picture)].rstrip(os.sep) if found.endswith(os.sep + picture) else folder
+                return (
+                    found[: -len(picture)].rstrip(os.sep)
+                    if found.endswith(os.sep + picture)
+                    else folder
+                )
             seen += len(names)
             if seen > _SEARCHED_ENTRIES:
                 return None

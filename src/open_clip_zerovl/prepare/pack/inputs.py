@@ -41,7 +41,11 @@ _ENDINGS = {
     "arrow": (".arrow",),
     "webdataset": (".tar", ".tar.gz", ".tgz"),
 }
-_IN_FOLDERS = {**_ENDINGS, "table": (".csv", ".tsv", ".csv.gz", ".tsv.gz"), "json": (".jsonl", ".ndjson")}
+_IN_FOLDERS = {
+    **_ENDINGS,
+    "table": (".csv", ".tsv", ".csv.gz", ".tsv.gz"),
+    "json": (".jsonl", ".ndjson"),
+}
 _LOOKED_AT = 5_000  # files of a folder
 _NAMED = re.compile(r"([^\W_][\w.-]*)=(.+)", re.DOTALL)
 
@@ -64,7 +68,11 @@ def fetched(text: str, folder: Path, say: Callable[[str], None]) -> str:
     """
     named = _NAMED.fullmatch(text)
     name, address = (f"{named[1]}=", named[2]) if named and REMOTE.match(named[2]) else ("", text)
-    if local_path(address) is not None or is_command(address) or not address.lower().endswith(_ENDINGS["parquet"]):
+    if (
+        local_path(address) is not None
+        or is_command(address)
+        or not address.lower().endswith(_ENDINGS["parquet"])
+    ):
         return text
     place = folder / hashlib.blake2b(address.encode(), digest_size=8).hexdigest()
     identities = place.with_suffix(".json")
@@ -107,7 +115,9 @@ def _require_same(url: str, file: Path, identity: str | None, say: Callable[[str
     return True
 
 
-def open_input(path: Path, wanted: Columns, form: str | None = None, templates: Sequence[str] | None = None) -> Reader:
+def open_input(
+    path: Path, wanted: Columns, form: str | None = None, templates: Sequence[str] | None = None
+) -> Reader:
     """The reader of an input.
 
     Args:
@@ -119,7 +129,10 @@ def open_input(path: Path, wanted: Columns, form: str | None = None, templates: 
     Raises:
         UserError: no such input, one of no known form or of several forms, or an error that the reader raises.
     """
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", str(path).replace(":/", "://", 1)) and not path.exists():
+    if (
+        re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", str(path).replace(":/", "://", 1))
+        and not path.exists()
+    ):
         raise UserError(
             f"{path} is an address: fetch it first, and give the file (a list of addresses is a file too; parquet "
             "files are fetched)"
@@ -131,12 +144,18 @@ def open_input(path: Path, wanted: Columns, form: str | None = None, templates: 
     if found in ("folder", "classes"):
         if not path.is_dir():
             raise UserError(f"{path} is a file, and --format {found} needs a folder of pictures")
-        return FolderReader(path, wanted) if found == "folder" else ClassReader(path, wanted, templates)
+        return (
+            FolderReader(path, wanted)
+            if found == "folder"
+            else ClassReader(path, wanted, templates)
+        )
     if found == "arrow":
         return ArrowReader(found, path, [path] if path.is_file() else saved_files(path), wanted)
     files = [path] if path.is_file() else _files(path, _IN_FOLDERS[found])
     if not files:
-        raise UserError(f"{path} holds no file of --format {found} ({', '.join(_IN_FOLDERS[found])})")
+        raise UserError(
+            f"{path} holds no file of --format {found} ({', '.join(_IN_FOLDERS[found])})"
+        )
     if found == "parquet":
         return ArrowReader(found, path, files, wanted)
     if found == "webdataset":
@@ -170,13 +189,17 @@ def _form_of_folder(path: Path) -> str:
     pictures: set[str] = set()
     texts: set[str] = set()
     others: Counter[str] = Counter()
-    for file in islice((Path(folder, name) for folder, names in walk(path) for name in names), _LOOKED_AT):
+    for file in islice(
+        (Path(folder, name) for folder, names in walk(path) for name in names), _LOOKED_AT
+    ):
         stem, suffix = os.path.splitext(str(file))
         if suffix.lower() in PICTURE_SUFFIXES:
             pictures.add(stem)
         if suffix in (".txt", ".json"):
             texts.add(stem)
-        form = next((form for form, ends in _IN_FOLDERS.items() if file.name.lower().endswith(ends)), None)
+        form = next(
+            (form for form, ends in _IN_FOLDERS.items() if file.name.lower().endswith(ends)), None
+        )
         if form:
             counts[form] += 1
         else:
@@ -194,7 +217,11 @@ def _form_of_folder(path: Path) -> str:
             f"--format {'folder' if pictures and not tables else tables[0]}"
         )
     # img2dataset writes a parquet of the addresses beside its tars, and beside its folders of pictures.
-    for form, here in (("webdataset", counts["webdataset"]), ("folder", paired), ("parquet", counts["parquet"])):
+    for form, here in (
+        ("webdataset", counts["webdataset"]),
+        ("folder", paired),
+        ("parquet", counts["parquet"]),
+    ):
         if here:
             return form
     if len(tables) > 1:
@@ -206,7 +233,12 @@ def _form_of_folder(path: Path) -> str:
     if pictures:
         levels = class_levels(os.path.relpath(picture, path) for picture in pictures)
         return "classes" if levels else "folder"  # whose reader refuses it for want of captions
-    seen = ", ".join(f"{count} {suffix or 'without ending'}" for suffix, count in others.most_common(4)) or "nothing"
+    seen = (
+        ", ".join(
+            f"{count} {suffix or 'without ending'}" for suffix, count in others.most_common(4)
+        )
+        or "nothing"
+    )
     raise UserError(
         f"{path} contains no pictures, table, parquet files or tars (found: {seen}): give the folder or file of your pairs"
     )
@@ -214,4 +246,9 @@ def _form_of_folder(path: Path) -> str:
 
 def _files(folder: Path, endings: tuple[str, ...]) -> list[Path]:
     """Files of a folder and of those below it that have one of the endings, in order."""
-    return [Path(here, name) for here, names in walk(folder) for name in names if name.lower().endswith(endings)]
+    return [
+        Path(here, name)
+        for here, names in walk(folder)
+        for name in names
+        if name.lower().endswith(endings)
+    ]

@@ -61,7 +61,9 @@ class PackSettings:
         exclusions: pictures to leave out.
     """
 
-    form: str | None = flag(None, "form of the inputs (default: detected)", option="--format", choices=FORMATS)
+    form: str | None = flag(
+        None, "form of the inputs (default: detected)", option="--format", choices=FORMATS
+    )
     columns: Columns = field(default_factory=Columns)
     templates: tuple[str, ...] | None = flag(
         None,
@@ -71,10 +73,18 @@ class PackSettings:
         metavar="TEXT",
     )
     max_side_px: int | None = flag(
-        None, "shrink larger pictures to this longer side", option="--max-side", kind=positive, metavar="PX"
+        None,
+        "shrink larger pictures to this longer side",
+        option="--max-side",
+        kind=positive,
+        metavar="PX",
     )
-    min_side_px: int = flag(16, "refuse smaller pictures", option="--min-side", kind=positive, metavar="PX")
-    test_share: float = flag(0.0, "hold out this share of each source's pictures (default: 0, none)", metavar="SHARE")
+    min_side_px: int = flag(
+        16, "refuse smaller pictures", option="--min-side", kind=positive, metavar="PX"
+    )
+    test_share: float = flag(
+        0.0, "hold out this share of each source's pictures (default: 0, none)", metavar="SHARE"
+    )
     shard_size: int = flag(10_000, "pictures a shard", kind=positive)
     seed: int = flag(0, "seed of the order and of the choice of held-out pictures", kind=seed)
     exclusions: Sequence[Exclusion] = ()
@@ -83,7 +93,10 @@ class PackSettings:
     def encoding(self) -> Encoding:
         """Encoding of the pictures: their own bytes where these may stay."""
         return Encoding(
-            shorter_side_px=None, min_side_px=self.min_side_px, longer_side_px=self.max_side_px, upright=True
+            shorter_side_px=None,
+            min_side_px=self.min_side_px,
+            longer_side_px=self.max_side_px,
+            upright=True,
         )
 
     def described(self) -> dict[str, Any]:
@@ -127,13 +140,18 @@ def pack(
     say = print if work.progress else lambda _: None
     beside = f"{os.path.abspath(out)}.parquet"  # the path "." has no name to add to
     named = [named_input(fetched(text, Path(beside), say)) for text in inputs]
-    readers = [open_input(path, settings.columns, settings.form, settings.templates) for _, path in named]
+    readers = [
+        open_input(path, settings.columns, settings.form, settings.templates) for _, path in named
+    ]
     if settings.templates and not any(reader.classes for reader in readers):
         raise UserError("--template needs a folder of classes (CLASS/PICTURE), and no input is one")
     _refuse_inside(out, readers)
     state = {
         "pack": _FORMAT,
-        "inputs": [{"name": name, **_identity(reader)} for (name, _), reader in zip(named, readers, strict=True)],
+        "inputs": [
+            {"name": name, **_identity(reader)}
+            for (name, _), reader in zip(named, readers, strict=True)
+        ],
         "settings": settings.described(),
     }
     scratch = out / SCRATCH
@@ -148,7 +166,8 @@ def pack(
         _write_state(out, {**state, "complete": False})
     known: dict[str, str] = {}
     sources = [
-        SourceNames(source_name(name or out.absolute().name), settings.columns.source, known) for name, _ in named
+        SourceNames(source_name(name or out.absolute().name), settings.columns.source, known)
+        for name, _ in named
     ]
     with manifest.sole_writer(scratch, "pack", of=out, advice="wait for it"):
         for scratch_file in out.rglob(".*.part"):  # which a process that was killed has left
@@ -156,10 +175,18 @@ def pack(
         try:
             with closing(Store(scratch / "rows.sqlite", seed=settings.seed)) as store:
                 collecting = Collecting(
-                    readers, sources, store, scratch, encoding=settings.encoding, limits=limits or Limits(), work=work
+                    readers,
+                    sources,
+                    store,
+                    scratch,
+                    encoding=settings.encoding,
+                    limits=limits or Limits(),
+                    work=work,
                 )
                 collecting.run()
-                found = _finish(out, state, settings, store, readers, Contents(readers, scratch), work.progress)
+                found = _finish(
+                    out, state, settings, store, readers, Contents(readers, scratch), work.progress
+                )
         except (OSError, sqlite3.Error) as error:
             raise UserError(
                 f"Writing into {out} failed ({error}): mend that and call the command again; finished work is kept."
@@ -196,7 +223,11 @@ def _finish(
         raise UserError(_nothing(store, readers))
     hold_out(store, settings.test_share)
     exclude(store, settings.exclusions, contents)
-    several = len(names) > 1 or any(entry["name"] for entry in state["inputs"]) or bool(settings.columns.source)
+    several = (
+        len(names) > 1
+        or any(entry["name"] for entry in state["inputs"])
+        or bool(settings.columns.source)
+    )
     about = {
         "made_from": {"inputs": state["inputs"]},
         "settings": state["settings"],
@@ -207,7 +238,15 @@ def _finish(
     classes = {label: number for number, label in enumerate(store.classes())}
     of_source = {name: classes if store.has_classes(name) else {} for name in names}
     written = [
-        write_split(store, contents, out / name if several else out, name, split, classes=of_source[name], **about)
+        write_split(
+            store,
+            contents,
+            out / name if several else out,
+            name,
+            split,
+            classes=of_source[name],
+            **about,
+        )
         for name in names
         for split in ("train", "test")
         if store.count(name, split)
@@ -239,7 +278,9 @@ def _check(inputs: Sequence[str], settings: PackSettings) -> None:
     if not inputs:
         raise UserError("there is no input: give a folder or a file of pictures and captions")
     if not 0 <= settings.test_share < 1:
-        raise UserError(f"--test-share is {settings.test_share:g}: it must be 0 or more, and less than 1")
+        raise UserError(
+            f"--test-share is {settings.test_share:g}: it must be 0 or more, and less than 1"
+        )
 
 
 def _refuse_inside(out: Path, readers: Sequence[Reader]) -> None:
@@ -247,7 +288,9 @@ def _refuse_inside(out: Path, readers: Sequence[Reader]) -> None:
     target = out.absolute()
     for reader in readers:
         if reader.path.is_dir() and (target == reader.path or reader.path in target.parents):
-            raise UserError(f"{out} lies in {reader.path}, which is read: give a folder elsewhere with --out")
+            raise UserError(
+                f"{out} lies in {reader.path}, which is read: give a folder elsewhere with --out"
+            )
 
 
 def _identity(reader: Reader) -> dict[str, Any]:
@@ -266,7 +309,12 @@ def _identity(reader: Reader) -> dict[str, Any]:
             break  # the pictures are in the input itself
         if row.place and not is_address(row.place):
             digest.update(f"{_stamp(row.place)}\0".encode())
-    return {"input": reader.path.name, "form": reader.form, "files": len(reader.files), "hash": digest.hexdigest()}
+    return {
+        "input": reader.path.name,
+        "form": reader.form,
+        "files": len(reader.files),
+        "hash": digest.hexdigest(),
+    }
 
 
 def _stamp(file: str | Path) -> str:
@@ -283,7 +331,9 @@ def _begin(out: Path, state: dict[str, Any]) -> bool:
     file = out / PACK_FILE
     if not file.is_file():
         # A process that was killed while it wrote this file leaves a part of it.
-        if out.is_dir() and not all(fnmatch(path.name, f".{PACK_FILE}.*.part") for path in out.iterdir()):
+        if out.is_dir() and not all(
+            fnmatch(path.name, f".{PACK_FILE}.*.part") for path in out.iterdir()
+        ):
             raise UserError(
                 f"{out} is not empty and has no {PACK_FILE}, so this program did not write it: give a new folder"
             )
@@ -293,15 +343,21 @@ def _begin(out: Path, state: dict[str, Any]) -> bool:
         known = json.loads(file.read_text(encoding="utf-8"))
         complete = bool(known.pop("complete"))
     except (ValueError, KeyError, AttributeError, RecursionError) as error:
-        raise UserError(f"{file} was not written by this program ({error}): give a new folder") from error
+        raise UserError(
+            f"{file} was not written by this program ({error}): give a new folder"
+        ) from error
     wanted = json.loads(json.dumps(state))
     # Pictures that were read can be used with these settings, or no picture was read.
     useful = _early(known) == _early(wanted) or _nothing_read(out / SCRATCH)
-    if not complete and useful and not any(out.rglob(manifest.MANIFEST_FILE)):  # no shard is written yet
+    if (
+        not complete and useful and not any(out.rglob(manifest.MANIFEST_FILE))
+    ):  # no shard is written yet
         _write_state(out, {**state, "complete": False})
         return False
     if known != wanted:
-        raise UserError(f"{out} was made {_difference(known, wanted)}: give a new folder, or repeat the earlier call")
+        raise UserError(
+            f"{out} was made {_difference(known, wanted)}: give a new folder, or repeat the earlier call"
+        )
     return complete and (out / REPORT_FILE).is_file()
 
 
@@ -314,7 +370,10 @@ def _early(state: dict[str, Any]) -> dict[str, Any]:
     """The part of a state that decides how pictures are read, without the part that only the shards depend on."""
     settings = state.get("settings", {})
     late = ("test_share", "shard_size", "seed", "left_out")
-    return {**state, "settings": {name: value for name, value in settings.items() if name not in late}}
+    return {
+        **state,
+        "settings": {name: value for name, value in settings.items() if name not in late},
+    }
 
 
 def _difference(known: dict[str, Any], wanted: dict[str, Any]) -> str:

@@ -18,7 +18,9 @@ _SOURCES = 8
 _Figures = list[tuple[str | None, str]]
 
 
-def write_report_page(out: Path, report: dict[str, Any], store: Store, contents: Callable[[Stored], bytes]) -> None:
+def write_report_page(
+    out: Path, report: dict[str, Any], store: Store, contents: Callable[[Stored], bytes]
+) -> None:
     """Write `report.html`.
 
     Args:
@@ -29,7 +31,9 @@ def write_report_page(out: Path, report: dict[str, Any], store: Store, contents:
     """
 
     def figures(samples: Iterable[tuple[Stored | None, str]]) -> _Figures:
-        return [(_thumbnail(contents(sample)), words) for sample, words in samples if sample is not None]
+        return [
+            (_thumbnail(contents(sample)), words) for sample, words in samples if sample is not None
+        ]
 
     samples = []
     for one in report["written"][: 2 * _SOURCES]:

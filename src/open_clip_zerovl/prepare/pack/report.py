@@ -38,7 +38,9 @@ _MERGES = 48_894  # of CLIP's vocabulary of 49,408
 _WORDS = r"(?i)'s|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}|[^\s\p{L}\p{N}]+"
 
 
-def summarize(store: Store, readers: Sequence[Reader], written: Sequence[dict[str, Any]], out: Path) -> dict[str, Any]:
+def summarize(
+    store: Store, readers: Sequence[Reader], written: Sequence[dict[str, Any]], out: Path
+) -> dict[str, Any]:
     """All numbers of the report.
 
     Args:
@@ -61,7 +63,9 @@ def summarize(store: Store, readers: Sequence[Reader], written: Sequence[dict[st
         "rows": store.row_count,
         "pictures": store.count(),
         "captions": sum(one["captions"] for one in written),
-        "written": [{**one, "folder": str(Path(one["folder"]).relative_to(out))} for one in written],
+        "written": [
+            {**one, "folder": str(Path(one["folder"]).relative_to(out))} for one in written
+        ],
         "classes": store.classes(),
         "refused": refused(store),
         "dropped": dict(
@@ -96,7 +100,12 @@ def refused(store: Store) -> dict[str, Any]:
         "FROM rows LEFT JOIN pictures ON pictures.number = rows.picture WHERE why IS NOT NULL GROUP BY why "
         "ORDER BY COUNT(*) DESC, why"
     ):
-        found[reason] = {"rows": count, "pictures": places, "transient": bool(transient), "examples": []}
+        found[reason] = {
+            "rows": count,
+            "pictures": places,
+            "transient": bool(transient),
+            "examples": [],
+        }
     for reason, entry in found.items():
         entry["examples"] = [
             {"at": where(file, line), "picture": place or ""}
@@ -165,16 +174,26 @@ def lines(report: dict[str, Any], out: Path) -> list[str]:
     if len(report["written"]) > 6:
         found.append(f"  and {len(report['written']) - 6} more folders")
     if classes := report["classes"]:
-        smallest, largest = min(classes, key=classes.__getitem__), max(classes, key=classes.__getitem__)
+        smallest, largest = (
+            min(classes, key=classes.__getitem__),
+            max(classes, key=classes.__getitem__),
+        )
         found.append(
             f"classes    {len(classes)}, of {classes[smallest]:,} ({smallest!r}) to {classes[largest]:,} ({largest!r}) pictures"
         )
     found += _refused_lines(report)
     found += [
-        f"left out   {count:,} pictures {reason}, in refused.csv too" for reason, count in report["dropped"].items()
+        f"left out   {count:,} pictures {reason}, in refused.csv too"
+        for reason, count in report["dropped"].items()
     ]
     return [
-        printable(line) for line in [*found, _length_line(report), _repeated_line(report), _size_line(report["sizes"])]
+        printable(line)
+        for line in [
+            *found,
+            _length_line(report),
+            _repeated_line(report),
+            _size_line(report["sizes"]),
+        ]
     ]
 
 
@@ -183,7 +202,9 @@ def _refused_lines(report: dict[str, Any]) -> list[str]:
     total = sum(entry["rows"] for _, entry in refused)
     if not total:
         return ["refused    nothing"]
-    found = [f"refused    {'1 row, which is' if total == 1 else f'{total:,} rows, all of them'} in refused.csv:"]
+    found = [
+        f"refused    {'1 row, which is' if total == 1 else f'{total:,} rows, all of them'} in refused.csv:"
+    ]
     shown_reasons = 5 if len(refused) == 5 else 4
     for reason, entry in refused[:shown_reasons]:
         shown = ", ".join(example["at"] for example in entry["examples"][:_SHOWN_EXAMPLES])
@@ -191,7 +212,9 @@ def _refused_lines(report: dict[str, Any]) -> list[str]:
         advice = f"; {ADVICE[reason]}" if reason in ADVICE else ""
         found.append(f"  {entry['rows']:>7,} {reason}: {shown}{more}{advice}")
     if rest := refused[shown_reasons:]:
-        found.append(f"  {sum(entry['rows'] for _, entry in rest):>7,} for {len(rest)} other reasons")
+        found.append(
+            f"  {sum(entry['rows'] for _, entry in rest):>7,} for {len(rest)} other reasons"
+        )
     return found
 
 
@@ -205,7 +228,11 @@ def _length_line(report: dict[str, Any]) -> str:
 
 
 def _repeated_line(report: dict[str, Any]) -> str:
-    texts, rows, most = report["repeated_captions"]["captions"], report["repeated_pictures"]["rows"], ""
+    texts, rows, most = (
+        report["repeated_captions"]["captions"],
+        report["repeated_pictures"]["rows"],
+        "",
+    )
     if not texts and not rows:
         return "repeated   no caption, no picture"
     if texts:
@@ -231,7 +258,13 @@ def _size_line(sizes: dict[str, Any]) -> str:
 
 def _share(part: int, whole: int) -> str:
     """The share of captions that are longer, with its verb: "none is", "1.2 % are"."""
-    return "none is" if not part else f"{100 * part / whole:.1f} % are" if part / whole >= 0.001 else "some are"
+    return (
+        "none is"
+        if not part
+        else f"{100 * part / whole:.1f} % are"
+        if part / whole >= 0.001
+        else "some are"
+    )
 
 
 def commands(report: dict[str, Any], out: Path) -> list[str]:
@@ -240,14 +273,20 @@ def commands(report: dict[str, Any], out: Path) -> list[str]:
     A training from nothing is proposed for `FEWEST` pictures or more; for fewer, an evaluation of the released model on the
     pictures that are held out.
     """
-    folders = {split: [one for one in report["written"] if one["split"] == split] for split in ("train", "test")}
+    folders = {
+        split: [one for one in report["written"] if one["split"] == split]
+        for split in ("train", "test")
+    }
     train = "::".join(f"{one['source']}={out / one['folder']}" for one in folders["train"])
     sets = "::".join(f"{one['source']}={(out / one['folder']).parent}" for one in folders["test"])
     tuned = shlex.quote(f"{out if out.name else out.absolute()}-tuned")
     found = [f"zerovl finetune --from {RELEASED} --data {shlex.quote(str(out))} --out {tuned}"]
     if too_few(report):
         command = "zero-shot" if report["classes"] else "retrieval"
-        return [*found, *([f"zerovl {command} {RELEASED} --data {shlex.quote(sets)}"] if sets else [])]
+        return [
+            *found,
+            *([f"zerovl {command} {RELEASED} --data {shlex.quote(sets)}"] if sets else []),
+        ]
     flags = ["--train-data", shlex.quote(train)]
     if len(folders["train"]) > 1:
         flags.append("--debiased-sampling")
@@ -297,25 +336,37 @@ def _tokenizer() -> Any:
     package = importlib.util.find_spec("open_clip")
     assert package is not None and package.submodule_search_locations
     with gzip.open(
-        Path(package.submodule_search_locations[0], "bpe_simple_vocab_16e6.txt.gz"), "rt", encoding="utf-8"
+        Path(package.submodule_search_locations[0], "bpe_simple_vocab_16e6.txt.gz"),
+        "rt",
+        encoding="utf-8",
     ) as file:
-        merges = [(first, second) for first, second in (line.split() for line in list(file)[1 : _MERGES + 1])]
+        merges = [
+            (first, second)
+            for first, second in (line.split() for line in list(file)[1 : _MERGES + 1])
+        ]
     letters = pre_tokenizers.ByteLevel.alphabet()
-    words = dict.fromkeys([*letters, *(f"{letter}</w>" for letter in letters), *("".join(merge) for merge in merges)])
+    words = dict.fromkeys(
+        [*letters, *(f"{letter}</w>" for letter in letters), *("".join(merge) for merge in merges)]
+    )
     vocabulary = {word: number for number, word in enumerate(words)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, end_of_word_suffix="</w>"))
     quotes = [
-        normalizers.Replace(Regex(marks), plain) for marks, plain in (("[\u2018\u2019]", "'"), ("[\u201c\u201d]", '"'))
+        normalizers.Replace(Regex(marks), plain)
+        for marks, plain in (("[\u2018\u2019]", "'"), ("[\u201c\u201d]", '"'))
     ]
     tokenizer.normalizer = normalizers.Sequence([*quotes, normalizers.Lowercase()])
     split = pre_tokenizers.Split(Regex(_WORDS), "removed", invert=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
     return tokenizer
 
 
 def _tokens(store: Store) -> dict[str, Any]:
     """Tokens of CLIP in captions of the first samples in the order, begin and end included."""
-    cursor = store.db.execute("SELECT text FROM written ORDER BY position, row, place LIMIT ?", (TOKENIZED,))
+    cursor = store.db.execute(
+        "SELECT text FROM written ORDER BY position, row, place LIMIT ?", (TOKENIZED,)
+    )
     texts = [text for (text,) in cursor]
     counts = np.array([len(one.ids) + 2 for one in _tokenizer().encode_batch(texts)])
     return {"captions": len(counts), **_spread(counts), "cut": int((counts > CONTEXT).sum())}
@@ -333,7 +384,9 @@ def _repeated_captions(store: Store) -> dict[str, Any]:
         "CREATE TEMP TABLE IF NOT EXISTS repeated AS SELECT text, COUNT(DISTINCT key) AS pictures FROM texts GROUP BY text "
         "HAVING COUNT(DISTINCT key) > 1"
     )
-    most = store.db.execute("SELECT text, pictures FROM repeated ORDER BY pictures DESC, text LIMIT 10")
+    most = store.db.execute(
+        "SELECT text, pictures FROM repeated ORDER BY pictures DESC, text LIMIT 10"
+    )
     return {
         "captions": store.value("SELECT COUNT(*) FROM repeated"),
         "pictures": store.value("SELECT COALESCE(SUM(pictures), 0) FROM repeated"),
@@ -362,11 +415,16 @@ def _repeated_pictures(store: Store) -> dict[str, Any]:
         "CREATE TEMP TABLE IF NOT EXISTS often AS SELECT key, source, COUNT(*) AS n, COUNT(DISTINCT number) AS files FROM good "
         "GROUP BY source, key HAVING COUNT(*) > 1"
     )
-    most = store.db.execute("SELECT key, source, n, files FROM often ORDER BY n DESC, key LIMIT 8").fetchall()
+    most = store.db.execute(
+        "SELECT key, source, n, files FROM often ORDER BY n DESC, key LIMIT 8"
+    ).fetchall()
     return {
         "rows": store.value("SELECT COALESCE(SUM(n - 1), 0) FROM often"),
         "pictures": store.value("SELECT COUNT(*) FROM often"),
-        "most": [{"key": key, "source": source, "rows": rows, "files": files} for key, source, rows, files in most],
+        "most": [
+            {"key": key, "source": source, "rows": rows, "files": files}
+            for key, source, rows, files in most
+        ],
     }
 
 
@@ -375,7 +433,9 @@ def _sizes(store: Store) -> dict[str, Any]:
         "SELECT width, height, bytes, turned, shrunk, whitened FROM pictures JOIN (SELECT DISTINCT picture FROM samples "
         "WHERE dropped IS NULL) AS one ON pictures.number = one.picture"
     )
-    rows = np.fromiter(found, dtype=np.dtype((np.int64, 6)))  # not fetchall: ten million tuples take gigabytes
+    rows = np.fromiter(
+        found, dtype=np.dtype((np.int64, 6))
+    )  # not fetchall: ten million tuples take gigabytes
     longer, shorter = rows[:, :2].max(1, initial=0), rows[:, :2].min(1, initial=1 << 30)
     return {
         "longer_side": _spread(longer),

@@ -56,9 +56,15 @@ class Columns:
         separator: between the columns of a table.
     """
 
-    picture: str | None = flag(None, "path, address or bytes of the picture", option="--picture-column", metavar="COL")
+    picture: str | None = flag(
+        None, "path, address or bytes of the picture", option="--picture-column", metavar="COL"
+    )
     captions: tuple[str, ...] | None = flag(
-        None, "caption; several: all of them are captions", option="--caption-column", nargs="+", metavar="COL"
+        None,
+        "caption; several: all of them are captions",
+        option="--caption-column",
+        nargs="+",
+        metavar="COL",
     )
     source: str | None = flag(
         None,
@@ -66,8 +72,12 @@ class Columns:
         option="--source-column",
         metavar="COL",
     )
-    pictures_in: Path | None = flag(None, "folder that relative paths lead from (default: the table's)", metavar="DIR")
-    separator: str | None = flag(None, "character between columns (default: found in the first line)", metavar="CHAR")
+    pictures_in: Path | None = flag(
+        None, "folder that relative paths lead from (default: the table's)", metavar="DIR"
+    )
+    separator: str | None = flag(
+        None, "character between columns (default: found in the first line)", metavar="CHAR"
+    )
 
 
 class Reader(ABC):
@@ -102,7 +112,9 @@ class Reader(ABC):
         return read_file(place)
 
 
-def read_file(path: str | Path, *, most_bytes: int = LARGEST_PICTURE_BYTES, kind: str = "picture") -> bytes:
+def read_file(
+    path: str | Path, *, most_bytes: int = LARGEST_PICTURE_BYTES, kind: str = "picture"
+) -> bytes:
     """The bytes of a file that holds a picture or captions. Failure if `read_foreign` finds or reads none."""
     try:
         return read_foreign(path, most_bytes)
@@ -114,7 +126,15 @@ def read_file(path: str | Path, *, most_bytes: int = LARGEST_PICTURE_BYTES, kind
 
 MOST_SOURCES = 1_000
 #: Files and folders that lie beside the sources' folders in an output, or are taken for splits.
-_RESERVED = {"train", "test", "pack.json", "report.json", "report.html", "refused.csv", "origins.csv.gz"}
+_RESERVED = {
+    "train",
+    "test",
+    "pack.json",
+    "report.json",
+    "report.html",
+    "refused.csv",
+    "origins.csv.gz",
+}
 _RESERVED |= {"near.json", "near.html", "dataset_type.txt"}
 _LONGEST_BYTES = 200  # of a folder's name; file systems take 255
 

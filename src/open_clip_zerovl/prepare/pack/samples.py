@@ -69,7 +69,9 @@ class SampleReader(Reader):
             return
         names = list(dict.fromkeys(name for fields in objects for name in fields or {}))
         if self.wanted.captions is not None:
-            self.keys = tuple(find(where, names, key, "--caption-column") for key in self.wanted.captions)
+            self.keys = tuple(
+                find(where, names, key, "--caption-column") for key in self.wanted.captions
+            )
         else:
             self.keys = guess_captions(names)
         if not self.keys:
@@ -77,7 +79,9 @@ class SampleReader(Reader):
                 f"no key of {where} has a name for captions (caption, title, text ...); their keys are "
                 f"{listed(names)}: name the one with --caption-column"
             )
-        guessed = " (guessed; name another with --caption-column)" if self.wanted.captions is None else ""
+        guessed = (
+            " (guessed; name another with --caption-column)" if self.wanted.captions is None else ""
+        )
         self.columns = f"caption {listed(self.keys)} of the .json files{guessed}"
 
     def _row(self, row: PairRow, text: bytes | None, table: bytes | None) -> PairRow:
@@ -138,7 +142,10 @@ class FolderReader(SampleReader):
             name, (stem, _) = str(file.relative_to(self.path)), os.path.splitext(file)
             row = PairRow(str(file), (), name, name=name)
             try:
-                text, table = (_read(one) if one in self.texts else None for one in (f"{stem}.txt", f"{stem}.json"))
+                text, table = (
+                    _read(one) if one in self.texts else None
+                    for one in (f"{stem}.txt", f"{stem}.json")
+                )
             except Failure as failure:
                 yield row._replace(refused=failure.reason)
                 continue
@@ -178,15 +185,21 @@ class ClassReader(Reader):
         self.total = len(self.files)
         names = sorted({file.parent.name for file in self.files})
         words = "two levels, of which the lower one is the class" if self.upper else "one level"
-        self.columns = f"{len(names)} classes ({listed(names)}; {words}), captions {listed(self.captions)}"
+        self.columns = (
+            f"{len(names)} classes ({listed(names)}; {words}), captions {listed(self.captions)}"
+        )
         if self.upper and wanted.source is None:
-            self.notes = [f"--source-column {FOLDER_COLUMN} makes each folder of the upper level a source"]
+            self.notes = [
+                f"--source-column {FOLDER_COLUMN} makes each folder of the upper level a source"
+            ]
 
     def rows(self) -> Iterator[PairRow]:
         for file in self.files:
             name, label = file.relative_to(self.path), file.parent.name.replace("_", " ")
             captions = [template.replace("{}", label) for template in self.captions]
-            yield PairRow(str(file), captions, str(name), 0, name.parts[-3:][0], name=str(name), label=label)
+            yield PairRow(
+                str(file), captions, str(name), 0, name.parts[-3:][0], name=str(name), label=label
+            )
 
 
 def class_levels(pictures: Iterable[str]) -> int | None:
@@ -218,7 +231,9 @@ class TarReader(SampleReader):
         first = list(islice(self._first_samples(), _LOOKED_AT))
         seen = sorted({name for members in first for name in members})
         if not seen:
-            raise UserError(f"{files[0]} cannot be read as a tar, or holds no samples: fetch or write it again")
+            raise UserError(
+                f"{files[0]} cannot be read as a tar, or holds no samples: fetch or write it again"
+            )
         if not set(seen) & set(IMAGE_EXTENSIONS):
             raise UserError(
                 f"the first samples of {files[0]} hold no picture (jpg, png, jpeg, webp) but {listed(seen)}: give shards of "
@@ -229,10 +244,17 @@ class TarReader(SampleReader):
                 f"the first samples of {files[0]} hold no captions, neither txt nor json but {listed(seen)}: give shards of "
                 "pictures with captions"
             )
-        tables = [members[_JSON_EXTENSION] or b"" for members in first if _JSON_EXTENSION in members]
+        tables = [
+            members[_JSON_EXTENSION] or b"" for members in first if _JSON_EXTENSION in members
+        ]
         where = f"the json members of {files[0]}"
         if wanted.source is not None:
-            find(where, [name for table in tables for name in _object(table) or ()], wanted.source, "--source-column")
+            find(
+                where,
+                [name for table in tables for name in _object(table) or ()],
+                wanted.source,
+                "--source-column",
+            )
         self._choose(where, tables, has_text=TEXT_EXTENSION in seen)
 
     def rows(self) -> Iterator[PairRow]:
@@ -263,17 +285,27 @@ class TarReader(SampleReader):
             for key, members in locate_samples(file, whole=True):
                 extent = image_of(members)
                 texts = (members.get(name) for name in (TEXT_EXTENSION, _JSON_EXTENSION))
-                text, table = (os.pread(descriptor, one[1], one[0]) if one else None for one in texts)
-                yield self._sample(file, key, "{}#{}+{}".format(file, *extent) if extent else "", text, table)
+                text, table = (
+                    os.pread(descriptor, one[1], one[0]) if one else None for one in texts
+                )
+                yield self._sample(
+                    file, key, "{}#{}+{}".format(file, *extent) if extent else "", text, table
+                )
 
     def _streamed(self, file: Path) -> Iterator[PairRow]:
-        for number, (key, members) in enumerate(stream_samples(f"file:{file}", wanted=None), start=1):
+        for number, (key, members) in enumerate(
+            stream_samples(f"file:{file}", wanted=None), start=1
+        ):
             picture = image_of(members)
             place = f"{file}#{number}" if picture else ""
-            row = self._sample(file, key, place, members.get(TEXT_EXTENSION), members.get(_JSON_EXTENSION))
+            row = self._sample(
+                file, key, place, members.get(TEXT_EXTENSION), members.get(_JSON_EXTENSION)
+            )
             yield row._replace(content=picture)
 
-    def _sample(self, file: Path, key: str, place: str, text: bytes | None, table: bytes | None) -> PairRow:
+    def _sample(
+        self, file: Path, key: str, place: str, text: bytes | None, table: bytes | None
+    ) -> PairRow:
         row = PairRow(place, (), f"{file.name} {key}", name=f"{file.name}/{key}")
         return self._row(row, text, table) if place else row._replace(refused="no picture")
 

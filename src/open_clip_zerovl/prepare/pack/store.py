@@ -72,7 +72,9 @@ class Store:
     def __init__(self, path: Path, *, seed: int) -> None:
         path.unlink(missing_ok=True)
         self.db = sqlite3.connect(path, isolation_level=None)
-        self.db.executescript("PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; PRAGMA cache_size=-200000;" + _TABLES)
+        self.db.executescript(
+            "PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; PRAGMA cache_size=-200000;" + _TABLES
+        )
         self.db.create_function("position", 1, lambda key: position(seed, key), deterministic=True)
         self.db.execute("BEGIN")
         self.pictures = self.row_count = 0
@@ -98,16 +100,33 @@ class Store:
         return self.pictures - 1, True
 
     def add_row(
-        self, input: int, row: PairRow, source: str | None, picture: int | None, captions: list[str], reason: str
+        self,
+        input: int,
+        row: PairRow,
+        source: str | None,
+        picture: int | None,
+        captions: list[str],
+        reason: str,
     ) -> None:
         """Keep a row of an input: its source, the number of its picture, its captions; or why it is refused."""
         self.row_count += 1
         label = row.label and _shown(row.label)
         self.db.execute(
             "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (self.row_count, input, _shown(row.file), row.line, source, picture, reason or None, label),
+            (
+                self.row_count,
+                input,
+                _shown(row.file),
+                row.line,
+                source,
+                picture,
+                reason or None,
+                label,
+            ),
         )
-        self.db.executemany("INSERT INTO captions VALUES (?, ?)", [(self.row_count, text) for text in captions])
+        self.db.executemany(
+            "INSERT INTO captions VALUES (?, ?)", [(self.row_count, text) for text in captions]
+        )
 
     def add_outcomes(self, first: int, outcomes: Mapping[int, Outcome]) -> None:
         """Keep the outcomes of pictures; their numbers are counted from `first`."""
@@ -118,7 +137,13 @@ class Store:
             (
                 (
                     *(one.about.get(name) for name in about),
-                    *(one.extension, one.offset_bytes, one.size_bytes, one.reason or None, one.transient),
+                    *(
+                        one.extension,
+                        one.offset_bytes,
+                        one.size_bytes,
+                        one.reason or None,
+                        one.transient,
+                    ),
                     first + number,
                 )
                 for number, one in outcomes.items()
@@ -138,7 +163,10 @@ class Store:
 
     def sources(self) -> list[str]:
         """Names of the sources that have samples, in order."""
-        return [name for (name,) in self.db.execute("SELECT DISTINCT source FROM samples ORDER BY source")]
+        return [
+            name
+            for (name,) in self.db.execute("SELECT DISTINCT source FROM samples ORDER BY source")
+        ]
 
     def count(self, source: str | None = None, split: str | None = None) -> int:
         """Samples that are not dropped, of a source and a split or of all."""
@@ -149,7 +177,9 @@ class Store:
 
     def samples(self, source: str, split: str) -> Iterator[Stored]:
         """The samples to be written, in their order."""
-        return self._stored("samples.source = ? AND split = ? ORDER BY position, samples.key", source, split)
+        return self._stored(
+            "samples.source = ? AND split = ? ORDER BY position, samples.key", source, split
+        )
 
     def sample(self, source: str, key: str) -> Stored | None:
         """One sample of a source; None if it is dropped."""
@@ -186,7 +216,11 @@ class Store:
 
     def has_classes(self, source: str) -> bool:
         """True if a picture of the source has a class."""
-        return bool(self.value("SELECT EXISTS (SELECT 1 FROM good WHERE label IS NOT NULL AND source = ?)", source))
+        return bool(
+            self.value(
+                "SELECT EXISTS (SELECT 1 FROM good WHERE label IS NOT NULL AND source = ?)", source
+            )
+        )
 
     def value(self, query: str, *parameters: Any) -> Any:
         """The one value that a query gives."""
@@ -200,4 +234,6 @@ def _shown(text: str) -> str:
 
 def position(seed: int, key: str) -> int:
     """A sample's place in the shuffled order, of which the first are held out: a hash, so that it depends on nothing else."""
-    return int.from_bytes(hashlib.blake2b(f"{seed} {key}".encode(), digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(
+        hashlib.blake2b(f"{seed} {key}".encode(), digest_size=8).digest(), "little", signed=True
+    )

@@ -83,7 +83,13 @@ def write_split(
             files["cls"] = str(classes[label]).encode()
         return Sample(one.key, files)
 
-    bar = tqdm(desc=f"writing {source} {split}", total=count, unit="pair", disable=not progress, delay=SILENT_SECONDS)
+    bar = tqdm(
+        desc=f"writing {source} {split}",
+        total=count,
+        unit="pair",
+        disable=not progress,
+        delay=SILENT_SECONDS,
+    )
     for number in range(shards):
         name = f"{number}.tar" if split == "test" else f"{number:05d}.tar"
         chunk = list(islice(pairs, bounds[number + 1] - bounds[number]))
@@ -92,7 +98,11 @@ def write_split(
             bar.update(len(chunk))
             continue
         record = manifest.ShardRecord(
-            name, bounds[number], len(chunk), len(chunk), sum(len(captions) for _, captions, _ in chunk)
+            name,
+            bounds[number],
+            len(chunk),
+            len(chunk),
+            sum(len(captions) for _, captions, _ in chunk),
         )
         manifest.write_recorded_shard(here, record, starmap(sample_of, chunk))
     bar.close()

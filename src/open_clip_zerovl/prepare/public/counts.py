@@ -55,7 +55,9 @@ def find_datasets(folders: Iterable[str | Path]) -> list[Dataset]:
             )
         found += here
     if not found:
-        raise UserError(empty[0] if empty else f"there is no folder among {', '.join(map(str, paths))}.")
+        raise UserError(
+            empty[0] if empty else f"there is no folder among {', '.join(map(str, paths))}."
+        )
     for sentence in empty:
         log.warning(sentence)
     return found
@@ -71,9 +73,13 @@ def report(folders: Iterable[str | Path]) -> str:
     lines = text_table(["dataset", "images", "texts", "of list", "shards"], rows).splitlines()
     for one in found:
         if not one.complete:
-            lines.append(f"{one.name}: not complete, call its command again to go on ({one.folder})")
+            lines.append(
+                f"{one.name}: not complete, call its command again to go on ({one.folder})"
+            )
         if one.failures:
-            lost = ", ".join(f"{reason} {count:,}" for reason, count in Counter(one.failures).most_common(8))
+            lost = ", ".join(
+                f"{reason} {count:,}" for reason, count in Counter(one.failures).most_common(8)
+            )
             lines.append(f"{one.name}: missing by reason: {lost}")
     return "\n".join(lines)
 
@@ -92,8 +98,14 @@ def _below(folder: Path, name: str, depth: int) -> Iterable[Dataset]:
         yield found
     elif depth:
         for entry in sorted(folder.iterdir()):
-            if entry.is_dir() and not entry.name.startswith(".") and entry.name not in (RECORDS, "downloads"):
-                yield from _below(entry, entry.name if depth == DEPTH else f"{name}/{entry.name}", depth - 1)
+            if (
+                entry.is_dir()
+                and not entry.name.startswith(".")
+                and entry.name not in (RECORDS, "downloads")
+            ):
+                yield from _below(
+                    entry, entry.name if depth == DEPTH else f"{name}/{entry.name}", depth - 1
+                )
 
 
 def _dataset(folder: Path, name: str) -> Dataset | None:
@@ -109,10 +121,14 @@ def _dataset(folder: Path, name: str) -> Dataset | None:
             manifest["complete"],
             manifest["failures"],
         )
-    if tables := [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*_stats.json"))]:
+    if tables := [
+        json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*_stats.json"))
+    ]:
         failures: Counter[str] = Counter()
         for table in tables:
-            failures.update({k: v for k, v in table.get("status_dict", {}).items() if k != "success"})
+            failures.update(
+                {k: v for k, v in table.get("status_dict", {}).items() if k != "success"}
+            )
         pairs, rows = (sum(table[key] for table in tables) for key in ("successes", "count"))
         return Dataset(name, folder, pairs, pairs, len(tables), rows, True, failures)
     if (sizes := read_sizes(folder)) is not None:

@@ -54,8 +54,12 @@ class Limits:
     idle_seconds: float = 10.0
     total_seconds: float = flag(30.0, "seconds a picture may take", option="--timeout")
     max_bytes: int = 50_000_000
-    verify_tls: bool = flag(True, "accept hosts whose certificate is wrong", option="--no-tls-verify")
-    private_redirects: bool = flag(False, "follow redirects to loopback, link-local and private addresses")
+    verify_tls: bool = flag(
+        True, "accept hosts whose certificate is wrong", option="--no-tls-verify"
+    )
+    private_redirects: bool = flag(
+        False, "follow redirects to loopback, link-local and private addresses"
+    )
     user_agent: str = "Mozilla/5.0 (compatible; open_clip_zerovl; research dataset download)"
 
 
@@ -103,11 +107,19 @@ class Downloader:
         import aiohttp
 
         limits, pieces, size = self.limits, [], 0
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=limits.idle_seconds, sock_read=limits.idle_seconds)
-        headers = {"User-Agent": limits.user_agent, "Accept": "image/*,*/*;q=0.8", "Accept-Encoding": "identity"}
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=limits.idle_seconds, sock_read=limits.idle_seconds
+        )
+        headers = {
+            "User-Agent": limits.user_agent,
+            "Accept": "image/*,*/*;q=0.8",
+            "Accept-Encoding": "identity",
+        }
         connector = self._connector(url, redirected and not limits.private_redirects)
         async with (
-            aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers, trust_env=True) as session,
+            aiohttp.ClientSession(
+                connector=connector, timeout=timeout, headers=headers, trust_env=True
+            ) as session,
             session.get(url, allow_redirects=False) as answer,
         ):
             if answer.status in _REDIRECTS:
@@ -166,7 +178,11 @@ def _explained(error: BaseException) -> Failure | None:
         return Failure("no answer on the host's name" if again else "unknown host", transient=again)
     kinds: tuple[tuple[Any, str, bool], ...] = (  # the first that fits counts
         ((TimeoutError, asyncio.TimeoutError), "timed out", True),
-        ((aiohttp.ClientConnectorCertificateError, ssl.SSLCertVerificationError), "bad certificate", False),
+        (
+            (aiohttp.ClientConnectorCertificateError, ssl.SSLCertVerificationError),
+            "bad certificate",
+            False,
+        ),
         ((aiohttp.ClientSSLError, ssl.SSLError), "tls error", False),
         (aiohttp.ClientPayloadError, "cut off", True),
         ((aiohttp.InvalidURL, ValueError), "not a web address", False),
@@ -182,7 +198,9 @@ def _explained(error: BaseException) -> Failure | None:
     return next(found, None)
 
 
-def fetch_file(url: str, path: str | Path, *, policy: RetryPolicy | None = None, progress: bool = True) -> Path:
+def fetch_file(
+    url: str, path: str | Path, *, policy: RetryPolicy | None = None, progress: bool = True
+) -> Path:
     """Fetch one large file (an annotation file, a zip of pictures), from where an earlier call stopped; returns its path.
 
     Until it is whole it is called `NAME.part`. An existing file is not fetched again. If several processes share a
@@ -202,7 +220,9 @@ def fetch_file(url: str, path: str | Path, *, policy: RetryPolicy | None = None,
                 _go_on(url, part, policy, progress)
                 part.replace(path)
             except Unreachable as error:
-                if error.reason == "server answered 416" and part.stat().st_size:  # the part is as long as the file
+                if (
+                    error.reason == "server answered 416" and part.stat().st_size
+                ):  # the part is as long as the file
                     part.unlink()
                     continue
                 raise UserError(

@@ -38,7 +38,9 @@ class Work:
     threads: int = flag(32, "pictures at the same time", kind=positive)
     attempts: int = flag(3, "attempts per address", kind=positive)
     backoff_seconds: float = 0.5
-    part: tuple[int, int] = flag((0, 1), "do every N-th shard: N processes share a folder", kind=part, metavar="I/N")
+    part: tuple[int, int] = flag(
+        (0, 1), "do every N-th shard: N processes share a folder", kind=part, metavar="I/N"
+    )
     retry_failed: bool = flag(False, "try rows again that failed for a passing reason")
     progress: bool = flag(True, "no progress bar, no last line", option="--quiet")
 
@@ -64,14 +66,18 @@ class Gathering:
     ) -> None:
         self.fetch, self.finish, self.work = fetch, finish, work
         self.pool = ThreadPoolExecutor(work.threads, thread_name_prefix="picture")
-        self.results: queue.SimpleQueue[tuple[Spool, int, Picture | BaseException]] = queue.SimpleQueue()
+        self.results: queue.SimpleQueue[tuple[Spool, int, Picture | BaseException]] = (
+            queue.SimpleQueue()
+        )
         # Enough rows to keep the threads busy, and few enough that pictures do not pile up while a shard is written.
         self.window = 4 * work.threads
         self.in_flight = 0
         self.batches: dict[int, Spool] = {}
         self.failures: Counter[str] = Counter()
         self.pairs = 0
-        self.bar = tqdm(desc=title, total=total_rows, unit="pair", disable=not work.progress, mininterval=1.0)
+        self.bar = tqdm(
+            desc=title, total=total_rows, unit="pair", disable=not work.progress, mininterval=1.0
+        )
         self.shown = 0.0
 
     def begin(self, batch: Spool) -> None:
@@ -124,13 +130,17 @@ class Gathering:
 
     def _count(self, *, refresh: bool) -> None:
         lost = ", ".join(f"{reason} {count}" for reason, count in self.failures.most_common(4))
-        self.bar.set_postfix_str(f"{self.pairs} came" + (f"; {lost}" if lost else ""), refresh=refresh)
+        self.bar.set_postfix_str(
+            f"{self.pairs} came" + (f"; {lost}" if lost else ""), refresh=refresh
+        )
 
     def _fetch(self, batch: Spool, number: int, row: Any) -> None:
         """Put one result for a row into the queue, its picture or an error (in a thread)."""
         try:
             self.results.put((batch, number, self._picture(row)))
-        except BaseException as error:  # for the calling thread, which raises it unless it is a Failure
+        except (
+            BaseException
+        ) as error:  # for the calling thread, which raises it unless it is a Failure
             self.results.put((batch, number, error))
 
     def _picture(self, row: Any) -> Picture:

@@ -59,8 +59,12 @@ def index_shards(folder: str, *, threads: int = 8, progress: bool = True) -> dic
             "shards, and upload its sizes.json beside them"
         )
     remote = _REMOTE.match(folder) is not None
-    store, root, _ = file_system_of(folder if remote else str(_local(folder).absolute()), _STALL_SECONDS)
-    names = sorted(path.rpartition("/")[2] for path in store.glob(f"{glob.escape(root.rstrip('/'))}/*.tar"))
+    store, root, _ = file_system_of(
+        folder if remote else str(_local(folder).absolute()), _STALL_SECONDS
+    )
+    names = sorted(
+        path.rpartition("/")[2] for path in store.glob(f"{glob.escape(root.rstrip('/'))}/*.tar")
+    )
     if not names:
         raise UserError(f"{folder} holds no *.tar shards: give a source's own folder.")
 
@@ -68,7 +72,9 @@ def index_shards(folder: str, *, threads: int = 8, progress: bool = True) -> dic
         try:
             # Headers lie far apart; with small blocks the pictures between them are not transferred.
             with store.open(
-                f"{root}/{name}", "rb", **({"block_size": 1 << 14, "cache_type": "bytes"} if remote else {})
+                f"{root}/{name}",
+                "rb",
+                **({"block_size": 1 << 14, "cache_type": "bytes"} if remote else {}),
             ) as file:
                 total = file.seek(0, os.SEEK_END)
 
@@ -76,12 +82,18 @@ def index_shards(folder: str, *, threads: int = 8, progress: bool = True) -> dic
                     file.seek(offset)
                     return file.read(size)
 
-                return sum(1 for _ in group((member.name, None) for member in walk_tar(read_at, total)))
+                return sum(
+                    1 for _ in group((member.name, None) for member in walk_tar(read_at, total))
+                )
         except BrokenTar as error:
-            raise UserError(f"{folder.rstrip('/')}/{name} is broken: {error}. Fetch or write it again.") from error
+            raise UserError(
+                f"{folder.rstrip('/')}/{name} is broken: {error}. Fetch or write it again."
+            ) from error
 
     with ThreadPoolExecutor(threads) as pool:
-        counts = list(tqdm(pool.map(count, names), total=len(names), unit="shard", disable=not progress))
+        counts = list(
+            tqdm(pool.map(count, names), total=len(names), unit="shard", disable=not progress)
+        )
     sizes = dict(zip(names, counts, strict=True))
     text = json.dumps(sizes, indent=1) + "\n"
     if remote:
@@ -89,7 +101,9 @@ def index_shards(folder: str, *, threads: int = 8, progress: bool = True) -> dic
     else:
         write_atomically(Path(folder, SIZES_FILE), text)
     if progress:
-        print(f"{folder}: {sum(counts):,} samples in {len(names):,} shards, written to {SIZES_FILE}.")
+        print(
+            f"{folder}: {sum(counts):,} samples in {len(names):,} shards, written to {SIZES_FILE}."
+        )
     return sizes
 
 
@@ -106,7 +120,12 @@ def _local(folder: str | Path) -> Path:
 
 
 def check_shards(
-    folder: str | Path, *, threads: int = 4, hashes: bool = False, decode: bool = False, progress: bool = True
+    folder: str | Path,
+    *,
+    threads: int = 4,
+    hashes: bool = False,
+    decode: bool = False,
+    progress: bool = True,
 ) -> FolderCheck:
     """Check every sample of every shard of a local folder.
 
@@ -151,7 +170,10 @@ def check_shards(
         return found
 
     begin = time.perf_counter()
-    with ThreadPoolExecutor(threads) as pool, tqdm(total=len(names), unit="shard", disable=not progress) as bar:
+    with (
+        ThreadPoolExecutor(threads) as pool,
+        tqdm(total=len(names), unit="shard", disable=not progress) as bar,
+    ):
         shards = []
         for found in pool.map(check, names):
             shards.append(found)
@@ -166,11 +188,15 @@ def _check_shard(path: Path, found: ShardCheck, decode: bool) -> None:
         found.size_bytes = os.fstat(file.fileno()).st_size
 
         def read_at(offset: int, size: int) -> bytes:
-            return os.pread(file.fileno(), min(size, found.size_bytes), offset)  # a damaged header may claim any size
+            return os.pread(
+                file.fileno(), min(size, found.size_bytes), offset
+            )  # a damaged header may claim any size
 
         members = walk_tar(read_at, found.size_bytes)
         try:
-            for key, faults in group((member.name, _fault(read_at, member, decode)) for member in members):
+            for key, faults in group(
+                (member.name, _fault(read_at, member, decode)) for member in members
+            ):
                 found.samples += 1
                 if key in seen:
                     found.fault("key comes twice", key)

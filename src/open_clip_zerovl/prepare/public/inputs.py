@@ -21,7 +21,9 @@ from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS
 from open_clip_zerovl.shards.pictures import picture_files
 
 _KARPATHY = "https://cs.stanford.edu/people/karpathy/deepimagesent/caption_datasets.zip"
-_VG = "https://homes.cs.washington.edu/~ranjay/visualgenome/data/dataset/region_descriptions.json.zip"
+_VG = (
+    "https://homes.cs.washington.edu/~ranjay/visualgenome/data/dataset/region_descriptions.json.zip"
+)
 
 #: Addresses at which the makers publish each dataset.
 OFFICIAL: dict[str, tuple[str, ...]] = {
@@ -50,7 +52,9 @@ BY_HAND = {
 _PICTURES = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)
 
 
-def locate(dataset: str, source: Sequence[str | Path] | None, folder: Path, *, progress: bool = True) -> list[Path]:
+def locate(
+    dataset: str, source: Sequence[str | Path] | None, folder: Path, *, progress: bool = True
+) -> list[Path]:
     """The files and folders of a dataset: those given, or the official ones, fetched into a folder.
 
     Args:
@@ -69,17 +73,28 @@ def locate(dataset: str, source: Sequence[str | Path] | None, folder: Path, *, p
         return paths
     if dataset in BY_HAND:
         raise UserError(f"{BY_HAND[dataset]}.")
-    return [fetch_file(url, folder / url.rpartition("/")[2], progress=progress) for url in OFFICIAL[dataset]]
+    return [
+        fetch_file(url, folder / url.rpartition("/")[2], progress=progress)
+        for url in OFFICIAL[dataset]
+    ]
 
 
 def described(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """Name, size in bytes and SHA-256 of each file, for the manifest."""
-    return [{"file": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in paths]
+    return [
+        {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        for path in paths
+    ]
 
 
 @contextmanager
 def annotated(
-    dataset: str, source: Sequence[str | Path] | None, out: Path, names: Sequence[str], *, progress: bool
+    dataset: str,
+    source: Sequence[str | Path] | None,
+    out: Path,
+    names: Sequence[str],
+    *,
+    progress: bool,
 ) -> Iterator[tuple[tuple[Path, str], PictureStore]]:
     """The annotation file of a dataset, as (path, name in an archive), and a store of its pictures.
 
@@ -91,9 +106,13 @@ def annotated(
         UserError: no annotations, or an error of `locate`.
     """
     paths = locate(dataset, source, out / "downloads", progress=progress)
-    found = find_member(paths, names[0]) or find_member([path for path in paths if path.suffix == ".json"], *names)
+    found = find_member(paths, names[0]) or find_member(
+        [path for path in paths if path.suffix == ".json"], *names
+    )
     if found is None:
-        raise UserError(f"{names[0]} is not in {', '.join(map(str, paths))}: give it with --source.")
+        raise UserError(
+            f"{names[0]} is not in {', '.join(map(str, paths))}: give it with --source."
+        )
     with closing(PictureStore(path for path in paths if path != found[0])) as store:
         yield found, store
 
@@ -118,7 +137,11 @@ class PictureStore:
     def check(self, wanted: str) -> None:
         """UserError, which names the wanted inputs, for a store without pictures."""
         if not self._places:
-            places = f"in {', '.join(map(str, self._paths))}" if self._paths else "beside the annotations"
+            places = (
+                f"in {', '.join(map(str, self._paths))}"
+                if self._paths
+                else "beside the annotations"
+            )
             raise UserError(f"No pictures {places}: give {wanted} with --source.")
 
     def __call__(self, where: str) -> bytes:

@@ -24,7 +24,13 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.data.annotations import CaptionedImage, read_karpathy
 from open_clip_zerovl.prepare.public.inputs import PictureStore, annotated, described
-from open_clip_zerovl.prepare.public.pairs import SHARD_SIZE, Row, Work, prepare_pairs, shuffled_apart
+from open_clip_zerovl.prepare.public.pairs import (
+    SHARD_SIZE,
+    Row,
+    Work,
+    prepare_pairs,
+    shuffled_apart,
+)
 from open_clip_zerovl.prepare.public.pictures import Encoding
 
 ANNOTATIONS = {"coco": "dataset_coco.json", "f30k": "dataset_flickr30k.json"}
@@ -59,7 +65,10 @@ def prepare_karpathy(
     if work.part != (0, 1):
         raise UserError(f"{dataset} is made in one piece: leave out --part.")
     work = replace(work, attempts=1)  # a retry does not bring a missing file
-    with annotated(dataset, source, out, (json_name, ".json"), progress=work.progress) as (found, store):
+    with annotated(dataset, source, out, (json_name, ".json"), progress=work.progress) as (
+        found,
+        store,
+    ):
         images = read_karpathy(*found)
         store.check("their folders or zips")
         made_from = {"files": described([found[0]]), "seed": seed}
@@ -68,7 +77,9 @@ def prepare_karpathy(
         for split in ("test", "val"):
             chosen = [image for image in images if image.split == split]
             if chosen:
-                manifests[split] = _retrieval_set(out, dataset, split, chosen, store, made_from, shard_size, work)
+                manifests[split] = _retrieval_set(
+                    out, dataset, split, chosen, store, made_from, shard_size, work
+                )
         training = [image for image in images if image.split == "train"]
         if training:
             manifests["train"] = prepare_pairs(
@@ -84,13 +95,17 @@ def prepare_karpathy(
     return manifests
 
 
-def zerovl_csv(images: Sequence[CaptionedImage], *, captions_per_image: int = CAPTIONS_PER_IMAGE) -> str:
+def zerovl_csv(
+    images: Sequence[CaptionedImage], *, captions_per_image: int = CAPTIONS_PER_IMAGE
+) -> str:
     """The table that ZeroVL's released evaluation reads, one line a caption, as CSV."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("image", "image_id", "caption", "caption_id"))
     for image in images:
-        for caption, caption_id in list(zip(image.captions, image.caption_ids, strict=True))[:captions_per_image]:
+        for caption, caption_id in list(zip(image.captions, image.caption_ids, strict=True))[
+            :captions_per_image
+        ]:
             writer.writerow((image.filename, image.image_id, caption, caption_id))
     return text.getvalue()
 
@@ -111,7 +126,9 @@ def _retrieval_set(
     shard_size: int,
     work: Work,
 ) -> dict[str, Any]:
-    rows = (Row(f"{image.image_id:012d}", "\n".join(image.captions), image.filename) for image in images)
+    rows = (
+        Row(f"{image.image_id:012d}", "\n".join(image.captions), image.filename) for image in images
+    )
     manifest = prepare_pairs(
         out / split,
         rows,

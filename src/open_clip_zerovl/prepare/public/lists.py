@@ -46,7 +46,9 @@ def prepare_list(
     out, work = Path(out), work or Work()
     paths = locate(dataset, source, out / "downloads", progress=work.progress)
     if dataset != "sbu" and (len(paths) != 1 or not paths[0].is_file()):
-        raise UserError(f"{dataset} is made from one list of pairs, got {len(paths)} of --source: give the .tsv file.")
+        raise UserError(
+            f"{dataset} is made from one list of pairs, got {len(paths)} of --source: give the .tsv file."
+        )
 
     def rows() -> Iterator[Row]:
         return sbu_rows(paths) if dataset == "sbu" else tsv_rows(paths[0])
@@ -90,7 +92,10 @@ def _lines(path: Path) -> AbstractContextManager[IO[bytes]]:
 def _form(path: Path) -> tuple[int, bool]:
     """(1 with a header line else 0, whether the address is the first column)."""
     with _lines(path) as lines:
-        first = [_text(line).rstrip("\r\n").split("\t") for line in itertools.islice(lines, _LOOK_AT_LINES)]
+        first = [
+            _text(line).rstrip("\r\n").split("\t")
+            for line in itertools.islice(lines, _LOOK_AT_LINES)
+        ]
 
     def is_address(text: str) -> bool:
         return text.strip().lower().startswith(("http://", "https://"))
@@ -105,7 +110,9 @@ def _form(path: Path) -> tuple[int, bool]:
         )
     has_header = not is_address(first[0][0]) and not is_address(first[0][-1])
     names = {field.strip().lower() for field in first[0]}
-    return int(has_header and bool(names & {"url", "caption", "image_url", "text"})), in_front >= behind
+    return int(
+        has_header and bool(names & {"url", "caption", "image_url", "text"})
+    ), in_front >= behind
 
 
 def sbu_rows(paths: list[Path]) -> Iterator[Row]:
@@ -128,7 +135,9 @@ def _sbu_columns(paths: list[Path]) -> Iterator[tuple[Any, Any]]:
     if found := find_member(paths, "captions-all.json", ".json"):
         with open_member(*found) as first, open_member(*found) as second:
             addresses = json_array(first, str(found[0]), key="image_urls")
-            yield from itertools.zip_longest(addresses, json_array(second, str(found[0]), key="captions"))
+            yield from itertools.zip_longest(
+                addresses, json_array(second, str(found[0]), key="captions")
+            )
         return
     urls, texts = find_member(paths, "urls.txt"), find_member(paths, "captions.txt")
     if urls is None or texts is None:

@@ -71,7 +71,9 @@ def write_recorded_shard(folder: Path, record: ShardRecord, samples: Iterable[Sa
 
 def write_record(folder: Path, record: ShardRecord) -> None:
     """Write a shard's record, which marks the shard as done."""
-    write_atomically(_record_file(folder, record.shard), json.dumps(asdict(record), separators=(",", ":")) + "\n")
+    write_atomically(
+        _record_file(folder, record.shard), json.dumps(asdict(record), separators=(",", ":")) + "\n"
+    )
 
 
 def _record_file(folder: Path, shard: str) -> Path:
@@ -99,11 +101,20 @@ def read_manifest(folder: str | Path) -> dict[str, Any] | None:
     if not isinstance(shards, dict) or not all(
         isinstance(entry, dict) and "sha256" in entry for entry in shards.values()
     ):
-        raise UserError(f"{file} was not written by this program: remove it and call the command again.")
+        raise UserError(
+            f"{file} was not written by this program: remove it and call the command again."
+        )
     return manifest
 
 
-def begin(folder: Path, *, dataset: str, split: str, made_from: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+def begin(
+    folder: Path,
+    *,
+    dataset: str,
+    split: str,
+    made_from: Mapping[str, Any],
+    settings: Mapping[str, Any],
+) -> None:
     """Claim a folder for one dataset, or check that it is claimed for the same inputs and settings.
 
     Args:
@@ -112,15 +123,25 @@ def begin(folder: Path, *, dataset: str, split: str, made_from: Mapping[str, Any
     Raises:
         UserError: the folder holds another dataset, or was made from other inputs or with other settings.
     """
-    head = {"format": _FORMAT, "dataset": dataset, "split": split, "made_from": made_from, "settings": settings}
+    head = {
+        "format": _FORMAT,
+        "dataset": dataset,
+        "split": split,
+        "made_from": made_from,
+        "settings": settings,
+    }
     head = json.loads(json.dumps(head))
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / RECORDS):
         known = read_manifest(folder)
         if known is None:
             if any(folder.glob("*.tar")):
-                raise UserError(f"{folder} holds shards without a manifest of this program: give a new folder.")
-            head.update(complete=False, rows=0, pairs=0, captions=0, size_bytes=0, failures={}, shards={})
+                raise UserError(
+                    f"{folder} holds shards without a manifest of this program: give a new folder."
+                )
+            head.update(
+                complete=False, rows=0, pairs=0, captions=0, size_bytes=0, failures={}, shards={}
+            )
             write_atomically(folder / MANIFEST_FILE, json.dumps(head, indent=1) + "\n")
             return
     for name, value in head.items():
@@ -155,16 +176,24 @@ def rebuild(folder: Path, *, shard_count: int | None = None) -> dict[str, Any]:
             captions=sum(record.captions for record in records),
             size_bytes=sum(record.size_bytes for record in records),
             failures=dict(failures.most_common()),
-            shards={r.shard: {"pairs": r.pairs, "bytes": r.size_bytes, "sha256": r.sha256} for r in kept},
+            shards={
+                r.shard: {"pairs": r.pairs, "bytes": r.size_bytes, "sha256": r.sha256} for r in kept
+            },
         )
-        write_atomically(folder / SIZES_FILE, json.dumps({r.shard: r.pairs for r in kept}, indent=1) + "\n")
+        write_atomically(
+            folder / SIZES_FILE, json.dumps({r.shard: r.pairs for r in kept}, indent=1) + "\n"
+        )
         write_atomically(folder / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
     return manifest
 
 
 @contextmanager
 def sole_writer(
-    folder: Path, part: str, *, of: Path | None = None, advice: str = "wait for it, or share the work with --part i/n"
+    folder: Path,
+    part: str,
+    *,
+    of: Path | None = None,
+    advice: str = "wait for it, or share the work with --part i/n",
 ) -> Iterator[None]:
     """Make this process the only one that writes a part of a folder.
 
@@ -184,9 +213,13 @@ def _load(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not valid JSON ({error}): remove it and call the command again.") from error
+        raise UserError(
+            f"{file} is not valid JSON ({error}): remove it and call the command again."
+        ) from error
     if not isinstance(content, dict):
-        raise UserError(f"{file} was not written by this program: remove it and call the command again.")
+        raise UserError(
+            f"{file} was not written by this program: remove it and call the command again."
+        )
     return content
 
 

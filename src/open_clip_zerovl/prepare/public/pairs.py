@@ -75,7 +75,9 @@ def prepare_pairs(
     settings = {"shard_size": shard_size, "encoding": encoding.settings()}
     manifest.begin(out, dataset=dataset, split=split, made_from=made_from, settings=settings)
     with manifest.sole_writer(out, "{}-of-{}".format(*work.part)):
-        shards = _Shards(out, obtain, encoding, work, shard_name, shard_size, total_rows, f"{dataset} {split}")
+        shards = _Shards(
+            out, obtain, encoding, work, shard_name, shard_size, total_rows, f"{dataset} {split}"
+        )
         try:
             shard_count = shards.make(rows)
         except OSError as error:
@@ -87,7 +89,9 @@ def prepare_pairs(
             if any((out / manifest.RECORDS).glob("*.json")):
                 manifest.rebuild(out)
     if shard_count == 0:
-        raise UserError(f"The list of {dataset} {split} has no rows: check the files given with --source.")
+        raise UserError(
+            f"The list of {dataset} {split} has no rows: check the files given with --source."
+        )
     result = manifest.rebuild(out, shard_count=shard_count)
     if work.progress:
         print(summary(result, out))
@@ -97,7 +101,9 @@ def prepare_pairs(
 def summary(content: Mapping[str, Any], folder: Path) -> str:
     """A manifest in one line: `cc3m train in DIR: 2,310,000 of 3,318,333 pairs (69.6 %) in 332 shards; missing: ...`."""
     share = f" ({content['pairs'] / content['rows']:.1%})" if content["rows"] else ""
-    missing = ", ".join(f"{reason} {count:,}" for reason, count in list(content["failures"].items())[:6])
+    missing = ", ".join(
+        f"{reason} {count:,}" for reason, count in list(content["failures"].items())[:6]
+    )
     return (
         f"{content['dataset']} {content['split']} in {folder}: {content['pairs']:,} of {content['rows']:,} pairs{share} in "
         f"{len(content['shards'])} shards, {content['size_bytes'] / 1e9:.2f} GB"
@@ -122,7 +128,9 @@ class _Shards:
     ) -> None:
         self.out, self.obtain, self.encoding, self.work = out, obtain, encoding, work
         self.shard_name, self.shard_size = shard_name, shard_size
-        self.gathering = Gathering(self._picture, self._finish, work, title=title, total_rows=total_rows)
+        self.gathering = Gathering(
+            self._picture, self._finish, work, title=title, total_rows=total_rows
+        )
 
     def make(self, rows: Iterable[Row]) -> int:
         """Make all shards of this part; returns the number of shards of all parts."""
@@ -166,7 +174,9 @@ class _Shards:
         """Put the pictures of a finished shard, and its failures that are not transient, back into the spool."""
         row_of = {row.key: number for number, row in enumerate(shard.rows)}
         for sample in read_samples(self.out / record.shard) if record.pairs else ():
-            extension = next(extension for extension in IMAGE_EXTENSIONS if extension in sample.files)
+            extension = next(
+                extension for extension in IMAGE_EXTENSIONS if extension in sample.files
+            )
             if row_of[sample.key] not in shard.outcomes:
                 shard.add(row_of[sample.key], extension, sample.files[extension])
         for reason in set(record.failures) - set(record.transient_reasons):
@@ -194,7 +204,9 @@ class _Shards:
             pairs=len(came),
             captions=sum(len(shard.rows[number].caption.split("\n")) for number in came),
             failures=failures,
-            transient_reasons=sorted({outcome.reason for outcome in outcomes.values() if outcome.transient}),
+            transient_reasons=sorted(
+                {outcome.reason for outcome in outcomes.values() if outcome.transient}
+            ),
         )
         manifest.write_recorded_shard(self.out, record, (_sample(shard, number) for number in came))
         shard.close(remove=True)
@@ -228,5 +240,7 @@ def shuffled_apart(counts: Sequence[int], *, seed: int) -> list[tuple[int, int]]
     pairs: list[tuple[int, int]] = []
     for text in range(max(counts, default=0)):
         for half in halves:
-            pairs += [(int(picture), text) for picture in rng.permutation(half) if counts[picture] > text]
+            pairs += [
+                (int(picture), text) for picture in rng.permutation(half) if counts[picture] > text
+            ]
     return pairs

@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 
 from PIL import ExifTags, Image
 
-from open_clip_zerovl.shards.pictures import BadPicture, as_shown, decoded, has_transparency, on_white, rgb
+from open_clip_zerovl.shards.pictures import (
+    BadPicture,
+    as_shown,
+    decoded,
+    has_transparency,
+    on_white,
+    rgb,
+)
 
 #: Formats whose bytes may be stored unchanged -> the extension that webdataset and CLIP_benchmark look for.
 _EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
@@ -110,7 +117,9 @@ def encode_picture(content: bytes, encoding: Encoding, *, hashed: bool = False) 
             about = {"key": _hash_of(picture), "width": width, "height": height}
             about |= {"turned": int(turned and not same), "shrunk": int(shrunk)}
             about["whitened"] = int(whitened and not same)
-        return Picture(kept if kept and same else "jpg", content if same else _jpeg(smaller, encoding), about)
+        return Picture(
+            kept if kept and same else "jpg", content if same else _jpeg(smaller, encoding), about
+        )
 
     try:
         with warnings.catch_warnings():

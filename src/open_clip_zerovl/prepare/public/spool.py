@@ -50,7 +50,9 @@ class Spool:
         self._file: BinaryIO = open(path, "a+b")  # noqa: SIM115  # closed by `close`
         self._recover()
 
-    def add(self, row: int, extension: str, content: bytes, about: Mapping[str, Any] | None = None) -> None:
+    def add(
+        self, row: int, extension: str, content: bytes, about: Mapping[str, Any] | None = None
+    ) -> None:
         """Keep the picture of a row, and further facts about it (values of JSON)."""
         head = {"row": row, "extension": extension, "size": len(content)}
         self._append({**head, "about": dict(about)} if about else head, content)
@@ -61,7 +63,9 @@ class Spool:
 
     def forget_transient(self) -> None:
         """Treat rows with a transient failure as not tried. The last record of a row counts."""
-        self.outcomes = {row: outcome for row, outcome in self.outcomes.items() if not outcome.transient}
+        self.outcomes = {
+            row: outcome for row, outcome in self.outcomes.items() if not outcome.transient
+        }
 
     def read(self, row: int) -> bytes:
         """The bytes of the picture of a row that has one."""

@@ -14,7 +14,13 @@ from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.prepare.public.inputs import annotated, described
-from open_clip_zerovl.prepare.public.pairs import SHARD_SIZE, Row, Work, prepare_pairs, shuffled_apart
+from open_clip_zerovl.prepare.public.pairs import (
+    SHARD_SIZE,
+    Row,
+    Work,
+    prepare_pairs,
+    shuffled_apart,
+)
 from open_clip_zerovl.shards.archives import json_array, open_member
 
 PHRASES_PER_IMAGE = 5
@@ -47,20 +53,29 @@ def prepare_vg(
         phrases = dict(largest_phrases(*found))
         images = sorted(phrases)
         order = shuffled_apart([len(phrases[image]) for image in images], seed=seed)
-        rows = (Row(f"{images[i]}_{text}", phrases[images[i]][text], f"{images[i]}.jpg") for i, text in order)
+        rows = (
+            Row(f"{images[i]}_{text}", phrases[images[i]][text], f"{images[i]}.jpg")
+            for i, text in order
+        )
         return prepare_pairs(
             out,
             rows,
             store,
             dataset="vg",
-            made_from={"files": described([found[0]]), "phrases_per_image": PHRASES_PER_IMAGE, "seed": seed},
+            made_from={
+                "files": described([found[0]]),
+                "phrases_per_image": PHRASES_PER_IMAGE,
+                "seed": seed,
+            },
             shard_size=shard_size,
             work=replace(work, attempts=1),  # a retry does not bring a missing file
             total_rows=len(order),
         )
 
 
-def largest_phrases(path: Path, name: str, *, limit: int = PHRASES_PER_IMAGE) -> Iterator[tuple[int, list[str]]]:
+def largest_phrases(
+    path: Path, name: str, *, limit: int = PHRASES_PER_IMAGE
+) -> Iterator[tuple[int, list[str]]]:
     """(image id, its phrases by descending area of their boxes) for each image of `region_descriptions.json`.
 
     Regions of equal area are ordered by their id. A phrase that an image has twice counts once, with its larger box. Empty
@@ -75,7 +90,10 @@ def largest_phrases(path: Path, name: str, *, limit: int = PHRASES_PER_IMAGE) ->
                 areas: dict[str, tuple[float, float]] = {}
                 for region in image["regions"]:
                     phrase = " ".join(str(region["phrase"]).split())
-                    size = (float(region["width"]) * float(region["height"]), -float(region["region_id"]))
+                    size = (
+                        float(region["width"]) * float(region["height"]),
+                        -float(region["region_id"]),
+                    )
                     if phrase and size > areas.get(phrase, (-1.0, 0.0)):
                         areas[phrase] = size
                 image_id = int(image["image_id"] if "image_id" in image else image["id"])
