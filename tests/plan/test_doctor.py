@@ -58,7 +58,7 @@ def test_on_this_machine_doctor_finds_no_unexpected_problem(capsys, tmp_path):
     ("name", "version", "advice"),
     [
         ("torchvision", "0.9.2", "'torchvision>=0.21'"),
-        ("webdataset", "2.0.0", "'webdataset<2,>=0.2.86'"),
+        ("webdataset", "1.0.2", "'webdataset<0.2.87,>=0.2.86'"),
     ],
 )
 def test_a_package_of_another_version_is_named_with_what_to_install(

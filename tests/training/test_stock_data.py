@@ -184,6 +184,12 @@ def run(data, capsys):
     return call
 
 
+def test_unnamed_tars_train(run, data):
+    """The pin of webdataset: releases after 0.2.86 end open_clip's own pipeline in `KeyError: 'fname'`."""
+    assert run("--train-data", "s/{0..2}.tar", "--train-num-samples", "4", name="tars")[0] == 0
+    assert (data / "logs" / "tars" / "checkpoints" / "epoch_1.pt").exists()
+
+
 def test_the_teacher_of_a_distillation_is_the_model_that_was_named(run, data):
     torch.manual_seed(0)
     teacher = open_clip.create_model("teacher")
