@@ -25,6 +25,7 @@ from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import Rates, described_groups, parameter_groups, scale_rates
 from open_clip_zerovl.recipe.start import init_from
 from open_clip_zerovl.recipe.step import precision_on
+from open_clip_zerovl.recipe.towers import batch_norms
 
 
 def create_model(
@@ -60,7 +61,17 @@ def create_model(
                     f"Loaded {loaded.loaded} tensors of the {tower} tower from {path}; unused: {loaded.unused}"
                 )
 
-    return build_model(model_name, pretrained, config, seed=args.seed, start=start, **options)
+    built = build_model(model_name, pretrained, config, seed=args.seed, start=start, **options)
+    begins_trained = bool(pretrained or config.init_from or config.init_image)
+    one_source = config.sampling in ("debiased", "sequential")
+    locked = getattr(args, "lock_image", False)
+    if (begins_trained or one_source) and not locked and batch_norms(built[0]):
+        logging.warning(
+            f"The model has batch norms, whose running statistics follow "
+            f"{'batches of one source' if one_source else 'small batches'} and leave those of the pool"
+            f"{' and of the trained tower' if begins_trained else ''}: --freeze-norm-statistics keeps them."
+        )
+    return built
 
 
 def _model_cfg(name: str, args: argparse.Namespace) -> dict[str, Any] | None:

@@ -20,17 +20,20 @@ from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.models.build import create_model_and_transforms
 from open_clip_zerovl.models.long_context import lengthen
+from open_clip_zerovl.recipe.apply import apply_methods
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.recipe.optimizer import constant_temperature, optimizer_step, parameter_groups
 from open_clip_zerovl.recipe.start import init_from
 from open_clip_zerovl.recipe.towers import (
     GROUPS,
+    batch_norms,
     check_token_drop,
     freeze,
+    freeze_norm_statistics,
     group_of,
     lock_text_layers,
 )
-from support.dga_reference import batches, bert_clip
+from support.dga_reference import accumulated, batches, bert_clip, error, reference
 from support.tiny_clip import (
     CLIP_TEXT,
     NATIVE_VISION,
@@ -395,6 +398,76 @@ def test_dropout_token_drop_and_batch_norm_are_off_in_a_frozen_tower(bert):
     before = copy.deepcopy(model.visual.state_dict())
     model.encode_image(torch.randn(4, 3, 64, 64))
     assert all(torch.equal(v, before[k]) for k, v in model.visual.state_dict().items())
+
+
+def convolutional(dtype=torch.float64):
+    torch.manual_seed(0)
+    resnet = {"layers": [1, 1, 1, 1], "width": 16, "image_size": 64}
+    model = open_clip.CLIP(16, resnet, CLIP_TEXT, output_dict=True).to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    pairs = [
+        (
+            torch.randn(4, 3, 64, 64, generator=generator, dtype=dtype),
+            torch.randint(1, 20, (4, CLIP_TEXT["context_length"]), generator=generator),
+        )
+        for _ in range(3)
+    ]
+    with torch.no_grad():  # a trained tower's statistics are not those of a batch
+        for module in batch_norms(model).values():
+            module.running_mean.normal_(generator=generator).mul_(0.1)
+    return model, pairs
+
+
+def test_frozen_norm_statistics_stay_while_the_norms_weights_train_exactly():
+    """With statistics of the micro-batch (the control) the large batch is another function than one graph's."""
+    model, pairs = convolutional()
+    whole = [tuple(torch.cat(part) for part in zip(*pairs, strict=True))]
+    control = copy.deepcopy(model).train()
+    count = freeze_norm_statistics(model)
+    assert count > 10 and not batch_norms(model)
+    before = copy.deepcopy(dict(model.named_buffers()))
+    _, wanted = reference(model.train(), ContrastiveLoss(), whole)
+    _, found = accumulated(model, ContrastiveLoss(), pairs)
+    assert error(found, wanted) <= 1e-10
+    assert any(found[name].abs().max() > 0 for name in found if name.endswith("bn1.weight"))
+    assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+    _, wanted = reference(copy.deepcopy(control), ContrastiveLoss(), whole)
+    _, found = accumulated(control, ContrastiveLoss(), pairs)
+    assert error(found, wanted) > 0.01
+    assert not torch.equal(control.visual.bn1.running_mean, before["visual.bn1.running_mean"])
+
+
+def test_channels_last_and_frozen_statistics_are_flags_of_the_model(caplog):
+    model, pairs = convolutional(torch.float32)
+    plain = copy.deepcopy(model)
+    for each, methods in (
+        (model, RecipeConfig(channels_last=True, freeze_norm_statistics=True)),
+        (plain, RecipeConfig(freeze_norm_statistics=True)),
+    ):
+        apply_methods(each, None, methods, seed=0)
+    assert model.visual.conv1.weight.is_contiguous(memory_format=torch.channels_last)
+    assert not plain.visual.conv1.weight.is_contiguous(memory_format=torch.channels_last)
+    _, wanted = reference(plain.train(), ContrastiveLoss(), pairs)
+    _, found = accumulated(model.train(), ContrastiveLoss(), pairs)
+    assert error(found, wanted) <= 5e-4  # fp32, other convolutions
+
+
+@pytest.mark.parametrize(
+    ("flags", "pretrained", "words"),
+    [
+        ({"sampling": "debiased"}, None, "batches of one source and leave those of the pool"),
+        ({"sampling": "random"}, None, None),
+        ({"sampling": "debiased", "freeze_norm_statistics": True}, None, None),
+    ],
+)
+def test_batch_norm_beside_one_source_batches_is_named(tmp_path, caplog, flags, pretrained, words):
+    vision = {"layers": [1, 1, 1, 1], "width": 16, "image_size": 64}
+    name = register(tmp_path, f"norms-{tmp_path.name}", vision, CLIP_TEXT)
+    args = Namespace(precision="fp32", seed=0, lock_image=False)
+    with caplog.at_level("WARNING"):
+        create_model(RecipeConfig(**flags), args, name, pretrained)
+    assert ("--freeze-norm-statistics" in caplog.text) == (words is not None)
+    assert words is None or words in caplog.text
 
 
 def test_a_frozen_model_is_copied_and_pickled_whole():

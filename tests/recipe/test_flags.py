@@ -229,6 +229,7 @@ word | unexpected argument 'word'; write it as --flag value
 --train-data= --debiased-sampling | --debiased-sampling needs --train-data NAME=SHARDS::...
 --train-data= --sampling sequential | --sampling needs --train-data NAME=SHARDS::...
 --equal-tokens | --equal-tokens needs --sort-text
+--freeze-norm-statistics --use-bn-sync | --use-bn-sync does not work with --freeze-norm-statistics: it replaces
 --cache-frozen /c | --cache-frozen needs one frozen tower: --freeze image or --freeze text
 --shard-cache-gib 5 | --shard-cache-gib needs --shard-cache
 --retrieval-captions all | --retrieval-captions needs --retrieval-data

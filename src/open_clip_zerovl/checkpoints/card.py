@@ -28,7 +28,8 @@ FOLDER_HERE = "/path/to/this/folder"  # in the lines that load the model; `hub` 
 _RECIPE = (
     "epochs", "train_num_samples", "lr", "lr_min", "lr_scheduler", "warmup", "warmup_share", "wd", "beta1", "beta2", "eps",
     "grad_clip_norm", "precision", "sampling", "coin_flip_mixup", "mixup_alpha", "text_augment", "auto_augment", "token_drop",
-    "force_patch_dropout", "freeze", "init_from", "init_image", "init_text", "pretrained", "pretrained_image", "seed",
+    "force_patch_dropout", "freeze", "freeze_norm_statistics", "init_from", "init_image", "init_text", "pretrained",
+    "pretrained_image", "seed",
 )  # fmt: skip
 # Their values are paths on the training machine: the card has the file's name only.
 _PATHS = frozenset({"init_from", "init_image", "init_text"})

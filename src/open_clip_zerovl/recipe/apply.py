@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from open_clip_zerovl.data.transforms import with_auto_augment
@@ -22,6 +23,7 @@ from open_clip_zerovl.recipe.towers import (
     check_token_drop,
     checkpoint_without_reentry,
     freeze,
+    freeze_norm_statistics,
     lock_text_layers,
     open_clip_locks_layers,
 )
@@ -66,7 +68,7 @@ def build_model(
 def apply_methods(
     model: nn.Module, transform: Callable[..., Any], methods: RecipeConfig, *, seed: int
 ) -> tuple[Callable[..., Any], CoinFlipMixup | None]:
-    """Check token drop, add adapters, freeze towers, make the temperature constant, attach mixup, check that texts can be cut.
+    """Make a run's changes to the model, in order: norms, memory format, adapters, frozen towers, temperature, mixup, padding.
 
     Call it before DDP and compile.
 
@@ -82,6 +84,11 @@ def apply_methods(
     """
     if methods.token_drop is not None:
         check_token_drop(model, methods.token_drop)
+    if methods.freeze_norm_statistics:
+        count = freeze_norm_statistics(model)
+        logging.info(f"Running statistics of {count} batch norms are frozen.")
+    if methods.channels_last:
+        model.visual.to(memory_format=torch.channels_last)  # type: ignore[operator,union-attr]
     if methods.lora is not None:
         add_lora(model, methods.lora, methods.lora_on)
     if methods.freeze:

@@ -521,6 +521,24 @@ class TowerFlags:
             ),
         ),
     )
+    freeze_norm_statistics: bool = flag(
+        False,
+        "keep the running statistics of batch norms: they normalise as in evaluation while their weights train (for a tower "
+        "that begins trained)",
+        contradicts=(
+            _beside("torchscript", "a scripted model cannot be changed"),
+            Contradiction(
+                "--use-bn-sync",
+                lambda given: bool(given.given.get("use_bn_sync")),
+                "it replaces the norms, and frozen statistics need no synchronisation; leave it out",
+            ),
+        ),
+    )
+    channels_last: bool = flag(
+        False,
+        "keep the image tower's convolutions with the channels last in memory: faster for convolutional towers",
+        contradicts=(_beside("torchscript", "a scripted model cannot be changed"),),
+    )
     cache_frozen: str | None = flag(
         None,
         "keep the frozen tower's features of each sample in DIR and reuse them",

@@ -15,7 +15,7 @@ from torch import nn
 from open_clip_zerovl.checkpoints.adapters import is_adapter
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.recipe.flags import TOWERS
-from open_clip_zerovl.recipe.towers import freeze, group_of
+from open_clip_zerovl.recipe.towers import batch_norms, freeze, group_of
 
 ALPHA = 2  # times the rank: the scale of peft's and the paper's examples, whatever the rank
 
@@ -77,11 +77,7 @@ def _adapted_layers(model: nn.Module, tower: str) -> list[str]:
     linear -= {
         f"{name}.out_proj" for name in packed
     }  # its weight is read and its forward is not called
-    norms = [
-        name
-        for name, module in modules.items()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm)
-    ]
+    norms = sorted(batch_norms(model).keys() & modules.keys())
     bare = [
         name
         for name, _ in model.named_parameters()

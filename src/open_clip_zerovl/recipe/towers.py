@@ -152,6 +152,38 @@ def _train_only(module: nn.Module, following: tuple[str, ...], mode: bool = True
     return module
 
 
+def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a model that change running statistics in training mode, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase)
+        and module.track_running_stats
+        and not holds_statistics(module)
+    }
+
+
+def holds_statistics(module: nn.Module) -> bool:
+    """True for a module that stays in evaluation mode when `train()` is called on it or around it."""
+    return "train" in vars(module)
+
+
+def freeze_norm_statistics(model: nn.Module) -> int:
+    """Keep batch norms in evaluation mode: the running statistics normalise and stay, while weights and biases train.
+
+    Statistics of small or one-source batches replace those of a trained tower within a few steps, and its features with them,
+    although no weight changes (docs/methods.md). Call this before DistributedDataParallel is made.
+
+    Returns:
+        The number of norms whose statistics are frozen.
+    """
+    norms = batch_norms(model)
+    for module in norms.values():
+        module.training = False
+        vars(module)["train"] = partial(_train_only, module, ())
+    return len(norms)
+
+
 def open_clip_locks_layers(model: nn.Module) -> bool:
     """True if open_clip's own `model.lock_text_tower(unlocked_layers=n)` works: it must find the tower's layers.
 
