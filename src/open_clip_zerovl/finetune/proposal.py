@@ -145,6 +145,11 @@ def choose_settings(facts: Facts, given: Settings) -> list[Setting]:
             "adapters train, and the towers' own weights are constant" if lora else BOTH_TRAIN,
         ),
         Setting(
+            "freeze-norm-statistics",
+            "",
+            "batch norms, where the towers have some, keep the statistics of the model before",
+        ),
+        Setting(
             "captions",
             "one-per-epoch",
             "a picture is shown once an epoch, so that it is not a negative of itself",
