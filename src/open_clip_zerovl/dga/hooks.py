@@ -1,75 +1,119 @@
-"""Hooks on the gradients of parameters, which act on the gradient of each micro-batch instead of that of the step."""
+"""Hooks on the gradients of parameters: they act once per step, on the gradient of the whole batch, as with one graph.
+
+A hook that runs in the backward pass of each micro-batch would clamp, normalise or record a part of the gradient. So until the
+last backward pass of a step the hooks are taken off, and the micro-batches' gradients are summed beside `.grad`; in the last
+one the hooks get the sum. With DistributedDataParallel that is the rank's own gradient before the average, also as with one
+graph. A step holds one more gradient of each parameter that has a hook.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.randomness import RngState
-
-# Sizes of the gradients that a hook is tried on: a clamp at any bound cuts gradients of some size, and leaves more of them
-# than rounding does.
-_SIZES = tuple(10.0**power for power in range(-8, 4))
-_SIZES_FP16 = tuple(10.0**power for power in range(-4, 4))
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # of the hook's results
 
 
 class GradientHooks:
-    """Finds hooks with which the sum over micro-batches is another gradient than that of one graph.
+    """Within the block the hooks of a model's parameters wait for `release`, before the last backward pass.
 
-    A linear hook, such as a mask, may stay, and so may one that only looks; a clamp may not. Each hook is tried once, on
-    gradients that are made up.
+    Args:
+        model: without wrappers.
+        averaged: whether DistributedDataParallel averages gradients over several ranks.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._linear: dict[int, Any] = {}  # hooks that were tried, by id
+    def __init__(self, model: nn.Module, *, averaged: bool) -> None:
+        self._averaged = averaged
+        self._waiting = {
+            name: _WaitingHooks(parameter)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+            and (parameter._backward_hooks or _hooks_after_accumulation(parameter))
+        }
 
-    def check(self) -> None:
-        """UserError for a hook that is not linear in the gradient, or acts on the accumulated one."""
-        for name, parameter in self._model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            if getattr(parameter, "_post_accumulate_grad_hooks", None):
+    def release(self) -> None:
+        """The next backward pass is the step's last."""
+        for hooks in self._waiting.values():
+            hooks.release()
+
+    def __enter__(self) -> GradientHooks:
+        for hooks in self._waiting.values():
+            hooks.take_off()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        """Put the hooks back.
+
+        Raises:
+            UserError: over several ranks, a parameter with a hook that the last micro-batch does not use.
+        """
+        for hooks in self._waiting.values():
+            hooks.put_back()
+        for name, hooks in self._waiting.items() if kind is None else ():
+            if hooks.gradient is not None and self._averaged:
                 raise UserError(
-                    f"{name} has a hook that acts on its accumulated gradient, which would run after each micro-batch; do "
-                    "its work after backward()."
+                    f"{name} has a gradient hook, and the step's last micro-batch, in which the ranks' gradients are "
+                    "averaged, does not use it; take the hook off and do its work after backward()."
                 )
-            for hook in (parameter._backward_hooks or {}).values():
-                if id(hook) not in self._linear and not _is_linear(hook, parameter):
-                    raise UserError(
-                        f"A hook on the gradient of {name} is not linear: it would act on each micro-batch's gradient instead "
-                        "of the whole batch's (a clamp, a norm). Do its work after backward()."
-                    )
-                self._linear[id(hook)] = hook
+            hooks.finish()
 
 
-def _is_linear(hook: Callable[[Tensor], Any], parameter: nn.Parameter) -> bool:
-    """True if hook(a + b) = hook(a) + hook(b) for gradients of several sizes. A hook without result changes nothing."""
-    kept = RngState.capture(parameter.device)
-    generator = torch.Generator().manual_seed(0)
-    values = [torch.randn(parameter.shape, generator=generator).to(parameter) for _ in range(2)]
+class _WaitingHooks:
+    """The hooks of one parameter, and the sum of its gradients so far."""
 
-    def applied(gradient: Tensor) -> Tensor:
-        result = hook(gradient.clone())
-        return gradient if result is None else result
+    def __init__(self, parameter: nn.Parameter) -> None:
+        if not parameter._backward_hooks:
+            parameter.register_hook(lambda gradient: None).remove()  # makes the dict
+        self.parameter = parameter
+        self.gradient: Tensor | None = None
+        self._before: Any = parameter._backward_hooks
+        self._after = _hooks_after_accumulation(parameter)
+        self._given = dict(self._before), dict(self._after)
+        self._released = False
 
-    try:
+    def take_off(self) -> None:
+        self._before.clear()
+        self._after.clear()
+        self._before[id(self)] = self  # autograd calls the functions that this dict holds
+
+    def release(self) -> None:
+        self._released = True
+        self._after.update(self._given[1])
+
+    def put_back(self) -> None:
+        if id(self) in self._before:
+            del self._before[id(self)]
+            self._before.update(self._given[0])
+        if not self._released:
+            self._after.update(self._given[1])
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        """As autograd's hook: zero for `.grad` until the last backward pass, then the hooks' result for the sum."""
+        whole = gradient if self.gradient is None else self.gradient + gradient
+        if not self._released:
+            self.gradient = whole
+            return torch.zeros_like(gradient)
+        self.gradient = None
+        self.put_back()  # before the hooks run: one may remove itself
+        for hook in self._given[0].values():
+            changed = hook(whole)
+            whole = whole if changed is None else changed
+        return whole
+
+    def finish(self) -> None:
+        """Add the sum to `.grad` if the parameter took no part in the last micro-batch."""
+        if self.gradient is None:
+            return
         with torch.no_grad():
-            for size in _SIZES_FP16 if parameter.dtype == torch.float16 else _SIZES:
-                one, other = (value * size for value in values)
-                whole, first, second = applied(one + other), applied(one), applied(other)
-                # Relative to the results: a clamp's are small beside large gradients. The rest is the rounding of those.
-                bound = _TOLERANCE.get(parameter.dtype, 3e-2) * (
-                    whole.norm() + first.norm() + second.norm()
-                )
-                rounding = 4 * torch.finfo(parameter.dtype).eps * (one.norm() + other.norm())
-                if not (whole - (first + second)).norm() <= bound + rounding:
-                    return False
-    finally:
-        kept.restore()
-    return True
+            self.parameter.grad += self(torch.zeros_like(self.gradient))
+        for hook in self._after.values():
+            hook(self.parameter)
+
+
+def _hooks_after_accumulation(parameter: nn.Parameter) -> dict[int, Any]:
+    return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}

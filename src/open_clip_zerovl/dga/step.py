@@ -207,7 +207,6 @@ class DecoupledGradientAccumulation:
             retain, self._device, self._world_size, inner.parameters(), group
         )
         self._check = ReplayCheck(check, self._world_size, group)
-        self._hooks = GradientHooks(inner)
         self._replay_rng = replay_rng
         self._input_room = input_room(self._device)
 
@@ -352,8 +351,6 @@ class DecoupledGradientAccumulation:
             texts_per_image=texts_per_image,
             ordered=text_order is not None,
         )
-        if len(sizes) > 1:
-            self._hooks.check()
         order = (
             None if text_order is None else checked_order(text_order, sum(sizes) * texts_per_image)
         )
@@ -421,7 +418,8 @@ class DecoupledGradientAccumulation:
         rows = {name: gradients[name].split(step.rows(name)) for name in FEATURES}
         cached = {name: step.features[name].split(step.rows(name)) for name in FEATURES}
         learns = False
-        with buffers_kept(self._inner):
+        hooks = GradientHooks(self._inner, averaged=self._world_size > 1)
+        with buffers_kept(self._inner), hooks:
             for k in step.backward_order:
                 self._check_weights(step)
                 wanted = {name: rows[name][k] for name in FEATURES}
@@ -439,6 +437,7 @@ class DecoupledGradientAccumulation:
                         outputs[name].requires_grad for name in outputs.keys() & FEATURES
                     )
                     if k == step.backward_order[-1]:
+                        hooks.release()
                         if before:
                             self._check.compare_bits(k, self._check.bits_of(self._inner), before)
                         self._check.verdict(self._tolerance(), self._device)
