@@ -182,10 +182,10 @@ def test_old_pairs_and_the_model_before_reach_the_training(made, tmp_path):
     training = _training(
         request, prepared, choose_settings(Facts(125, {"mine": 100}, False, 0, False, 2), {}), 1
     )
-    _, config = parse(training.arguments)
-    given = dict(zip(training.arguments[::2], training.arguments[1::2], strict=True))
-    assert given["--train-data"] == f"mine={made / 'mine'}::past={tmp_path / 'past'}"
-    assert given["--train-data-upsampling-factors"].startswith("past=0.8333")
+    args, config = parse(training.arguments)
+    assert args.train_data == f"mine={made / 'mine'}::past={tmp_path / 'past'}"
+    assert args.train_data_upsampling_factors.startswith("past=0.8333")
+    assert config.freeze_norm_statistics
     assert config.teacher == str(tmp_path / "out/teacher") and config.distill_weight == 0.5
     assert {"--keep-share": 0.2, "--keep-teacher": True}.items() <= request.of_training().items()
 
