@@ -20,6 +20,12 @@ TEMPLATES = "zeroshot_classification_templates.txt"  # beside it, if given: a te
 CLASS_NAMES = (
     "classnames.txt"  # of a labelled set and of pairs packed from folders of classes: a name a line
 )
+#: Names of folders that hold a split of a data set, and the split.
+SPLIT_FOLDERS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
 STRATEGIES = ("random", "sequential", "debiased")  # how sources make batches
 DRAWS = ("exact", "iid")  # how debiased sampling chooses the source of a step
 CAPTIONS = (

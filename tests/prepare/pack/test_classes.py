@@ -10,6 +10,7 @@ import pytest
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.labelled import open_probe_set
+from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.evaluate.zero_shot.sets import open_labelled_set
 from open_clip_zerovl.prepare.pack.report import RELEASED, commands, lines
 from open_clip_zerovl.prepare.pack.rows import Columns
@@ -92,6 +93,86 @@ def test_the_upper_level_is_the_source_where_asked(packed, tmp_path):
     assert written == [("shop/train", 14), ("shop/test", 4), ("web/train", 14), ("web/test", 4)]
     labelled = open_probe_set(str(tmp_path / "two/web/test"), "test")
     assert len(labelled) == 4 and set(labelled.names.values()) == {"hat", "shoe", "sun hat"}
+
+
+def in_splits(folder: Path, *splits: str, below: str = "{}") -> Path:
+    """Class folders in folders of splits, each with pictures of its own."""
+    for number, split in enumerate(splits):
+        for picture_number in range(6):
+            file = folder / below.format(split) / CLASSES[picture_number % 2] / f"{number}.png"
+            file = file.with_stem(f"{number}-{picture_number}")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(picture(10 * number + picture_number))
+    return folder
+
+
+@pytest.mark.parametrize("below", ["{}", "shop/{}"])
+def test_folders_of_splits_are_not_trained_on(packed, tmp_path, below):
+    given = in_splits(tmp_path / "in", "train", "Validation", "test", below=below)
+    (at := given / below.format("train") / "hat/copy.png").write_bytes(picture(20))
+    assert at.is_file()  # a picture of the test split in the training split, too: it is held out
+    found = packed(given)
+    written = {entry["split"]: entry["pictures"] for entry in found["written"]}
+    assert written == {"train": 6, "val": 6, "test": 6} and list(found["classes"]) == [
+        "hat",
+        "sun hat",
+    ]
+    (note, *_) = found["inputs"][0]["notes"]
+    assert note == "splits, by their names: Validation is val, test is test, train is train"
+    for split, number in (("train", "0"), ("val", "1"), ("test", "2")):
+        files = [json.loads(s.files["json"])["file"] for s in samples_of(tmp_path / "out" / split)]
+        assert {Path(file).stem[0] for file in files} <= {number, "c"}
+    assert len(open_retrieval_set(tmp_path / "out", "val")) == 6
+    two = packed(in_splits(tmp_path / "two", "train", "dev", below=below), out="o2", test_share=0.1)
+    assert [(entry["split"], entry["pictures"]) for entry in two["written"]] == [
+        ("train", 6),
+        ("test", 6),
+    ]
+
+
+def test_a_class_may_be_called_like_a_split(packed, tmp_path):
+    given = class_folders(tmp_path / "in")
+    (given / "shoe").rename(given / "train")
+    found = packed(given)
+    assert list(found["classes"]) == ["hat", "sun hat", "train"]
+    assert [entry["split"] for entry in found["written"]] == ["train"]
+
+
+def test_a_split_is_no_source(packed, tmp_path):
+    given = in_splits(tmp_path / "in", "train", "test", below="shop/{}")
+    in_splits(given, "train", "test", below="web/{}")
+    found = packed(given, columns=Columns(source="folder"))
+    folders = [entry["folder"] for entry in found["written"]]
+    assert folders == [
+        "shop/train",
+        "shop/test",
+        "web/train",
+        "web/test",
+    ]
+    with pytest.raises(UserError, match="folders of splits are no sources"):
+        packed(
+            in_splits(tmp_path / "one", "train", "test"), out="o", columns=Columns(source="folder")
+        )
+    texts = tmp_path / "texts"
+    for number, split in enumerate(("train", "test")):
+        (texts / split).mkdir(parents=True)
+        (texts / split / f"{number}.png").write_bytes(picture(number))
+        (texts / split / f"{number}.txt").write_text("a hat")
+    found = packed(texts, out="t", columns=Columns(source="folder"))
+    assert [entry["folder"] for entry in found["written"]] == ["texts/train", "texts/test"]
+
+
+def test_tars_and_parquet_files_of_splits_stay_apart(packed, tmp_path):
+    packed(in_splits(tmp_path / "in", "train", "test"), out="first")
+    tars = tmp_path / "tars"
+    tars.mkdir()
+    (tmp_path / "first/train/00000.tar").rename(tars / "train-00000.tar")
+    (tmp_path / "first/test/0.tar").rename(tars / "test-00000.tar")
+    found = packed(tars, out="again")
+    assert [(entry["split"], entry["pictures"]) for entry in found["written"]] == [
+        ("train", 6),
+        ("test", 6),
+    ]
 
 
 def test_clip_benchmark_reads_the_classes(packed, tmp_path):

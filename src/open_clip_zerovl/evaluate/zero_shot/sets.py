@@ -22,12 +22,11 @@ from open_clip import IMAGENET_CLASSNAMES, SIMPLE_IMAGENET_TEMPLATES
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import UNREADABLE
 from open_clip_zerovl.data.labelled import ROLES, ProbeSet, class_list, is_dataset, open_probe_set
-from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES, file_of_words
+from open_clip_zerovl.data.names import CLASS_NAMES, SPLIT_FOLDERS, TEMPLATES, file_of_words
 from open_clip_zerovl.evaluate.settings import ZeroShotSettings
 from open_clip_zerovl.shards.foreign import text_of
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS
 
-SPLITS = ("train", "val", "valid", "validation", "test")
 #: CLIP's short list of seven, which its authors found to be nearly as good as all eighty.
 CLIP_TEMPLATES = tuple(template("{}") for template in SIMPLE_IMAGENET_TEMPLATES)
 _WORDNET = re.compile(r"n\d{8}")
@@ -70,7 +69,11 @@ def open_labelled_set(where: str, settings: ZeroShotSettings | None = None) -> L
         place = root / settings.split
     split = "train" if settings.split == "train" else "test"
     parts = _sources_of(place)
-    if parts and place == root and (others := [part.name for part in parts if part.name in SPLITS]):
+    if (
+        parts
+        and place == root
+        and (others := [part.name for part in parts if part.name.lower() in SPLIT_FOLDERS])
+    ):
         raise UserError(
             f"{root} has no folder {settings.split!r}, but {', '.join(others)}: name one of these folders as the set, or "
             "choose one with --split (zero-shot has it)"

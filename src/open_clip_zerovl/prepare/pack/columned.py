@@ -46,8 +46,9 @@ class ColumnReader(Reader):
 
     def rows(self) -> Iterator[PairRow]:
         for file in self.files:
-            places = Places(file, self.wanted.pictures_in)
-            yield from places.checked(self._rows(file, places))
+            places, split = Places(file, self.wanted.pictures_in), self._split_of(file)
+            for row in places.checked(self._rows(file, places)):
+                yield row._replace(split=split)
 
     def _rows(self, file: Path, places: Places) -> Iterator[PairRow]:
         chosen = self.chosen
@@ -252,6 +253,7 @@ class ArrowReader(ColumnReader):
 
     def __init__(self, form: str, path: Path, files: list[Path], wanted: Columns) -> None:
         self.form, self.path, self.files, self.wanted = form, path, files, wanted
+        self.splits = self._splits_of_files()
         self.total = 0
         for file in files:
             with self._reading(file, "is not a {form} file, or a broken one") as table:

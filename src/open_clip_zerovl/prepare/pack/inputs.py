@@ -24,7 +24,7 @@ from open_clip_zerovl.prepare.pack.columned import (
     is_coco,
     saved_files,
 )
-from open_clip_zerovl.prepare.pack.rows import Columns, Reader
+from open_clip_zerovl.prepare.pack.rows import Columns, FolderSplits, Reader
 from open_clip_zerovl.prepare.pack.samples import ClassReader, FolderReader, TarReader, class_levels
 from open_clip_zerovl.shards.members import lacks_end
 from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES, walk
@@ -231,7 +231,9 @@ def _form_of_folder(path: Path) -> str:
     if counts["arrow"]:
         return "arrow"
     if pictures:
-        levels = class_levels(os.path.relpath(picture, path) for picture in pictures)
+        names = [os.path.relpath(picture, path) for picture in pictures]
+        splits = FolderSplits(names)
+        levels = class_levels(splits(name)[0] for name in names)
         return "classes" if levels else "folder"  # whose reader refuses it for want of captions
     seen = (
         ", ".join(

@@ -27,7 +27,7 @@ from open_clip_zerovl.prepare.pack import report as reports
 from open_clip_zerovl.prepare.pack.collect import Collecting, Contents, is_address
 from open_clip_zerovl.prepare.pack.inputs import FORMATS, fetched, named_input, open_input
 from open_clip_zerovl.prepare.pack.page import write_report_page
-from open_clip_zerovl.prepare.pack.rows import Columns, Reader, SourceNames, source_name
+from open_clip_zerovl.prepare.pack.rows import SPLITS, Columns, Reader, SourceNames, source_name
 from open_clip_zerovl.prepare.pack.split import Exclusion, exclude, hold_out
 from open_clip_zerovl.prepare.pack.store import Store
 from open_clip_zerovl.prepare.pack.write import SILENT_SECONDS, write_split
@@ -42,7 +42,7 @@ REPORT_FILE = "report.json"
 SCRATCH = ".pack"
 
 #: Raised by one when the same inputs and settings give other shards than before.
-_FORMAT = 3
+_FORMAT = 4
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def _finish(
             **about,
         )
         for name in names
-        for split in ("train", "test")
+        for split in SPLITS
         if store.count(name, split)
     ]
     with announced("counting captions and sizes, and writing the report", progress):

@@ -17,7 +17,7 @@ import numpy as np
 from open_clip_zerovl.core.errors import printable
 from open_clip_zerovl.core.files import atomic_file
 from open_clip_zerovl.data.columns import UNMARKED
-from open_clip_zerovl.prepare.pack.rows import Reader
+from open_clip_zerovl.prepare.pack.rows import SPLITS, Reader
 from open_clip_zerovl.prepare.pack.store import Store
 from open_clip_zerovl.report.bounds import LOW_BEST, RECALL_KS, best_sentence
 
@@ -56,7 +56,11 @@ def summarize(
                 "form": reader.form,
                 "columns": reader.columns,
                 "rows": store.value("SELECT COUNT(*) FROM rows WHERE input = ?", number),
-                "notes": [*reader.notes, *(_class_notes(store, number) if reader.classes else ())],
+                "notes": [
+                    *reader.splits.notes(),
+                    *reader.notes,
+                    *(_class_notes(store, number) if reader.classes else ()),
+                ],
             }
             for number, reader in enumerate(readers)
         ],
@@ -274,8 +278,7 @@ def commands(report: dict[str, Any], out: Path) -> list[str]:
     pictures that are held out.
     """
     folders = {
-        split: [one for one in report["written"] if one["split"] == split]
-        for split in ("train", "test")
+        split: [one for one in report["written"] if one["split"] == split] for split in SPLITS
     }
     train = "::".join(f"{one['source']}={out / one['folder']}" for one in folders["train"])
     sets = "::".join(f"{one['source']}={(out / one['folder']).parent}" for one in folders["test"])

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import unicodedata
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import flag
 from open_clip_zerovl.data.columns import is_utf8
+from open_clip_zerovl.data.names import SPLIT_FOLDERS
 from open_clip_zerovl.prepare.public.pictures import Failure
 from open_clip_zerovl.shards.foreign import LARGEST_PICTURE_BYTES, BadFile, read_foreign
 
@@ -31,6 +33,7 @@ class PairRow(NamedTuple):
         refused: why the row cannot be read at all; "" if it can.
         name: the name of the picture's file, as the input has it; "" if it has none.
         label: the picture's class; None if there are no classes.
+        split: train, val or test, as the input has it.
     """
 
     place: str
@@ -42,6 +45,7 @@ class PairRow(NamedTuple):
     refused: str = ""
     name: str = ""
     label: str | None = None
+    split: str = "train"
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,66 @@ class Columns:
     )
 
 
+SPLITS = ("train", "val", "test")
+
+
+class FolderSplits:
+    """The splits of an input's files, by the folders on their paths, at any level.
+
+        train/hat/1.jpg   validation/hat/2.jpg   ->   ("hat/1.jpg", "train")   ("hat/2.jpg", "test")
+
+    A folder that is named like a split is one if all folders of its level are, or if the level has a training and a held-out
+    split (`train`, `test` and `unlabelled`): a class may be called `train`. Validation pictures are the test split of an
+    input that has no other.
+
+    Args:
+        paths: of the files, relative to the input.
+    """
+
+    def __init__(self, paths: Iterable[str] = ()) -> None:
+        levels: dict[int, set[str]] = {}
+        for folder in {PurePath(path).parent for path in paths}:
+            for level, name in enumerate(folder.parts):
+                levels.setdefault(level, set()).add(name)
+        self.levels = [level for level in sorted(levels) if _are_splits(levels[level])]
+        names = sorted(set().union(*(levels[level] for level in self.levels)))
+        splits = {name: SPLIT_FOLDERS.get(name.lower()) for name in names}
+        only_validation = "test" not in splits.values()
+        self.names = {
+            name: "test" if split == "val" and only_validation else split
+            for name, split in splits.items()
+            if split is not None
+        }
+
+    def __call__(self, path: str) -> tuple[str, str]:
+        """The path without its folders of splits, and the split ("train" for a path without one)."""
+        *folders, file = PurePath(path).parts
+        splits, others = [], []
+        for level, folder in enumerate(folders):
+            if level in self.levels and folder in self.names:
+                splits.append(self.names[folder])
+            else:
+                others.append(folder)
+        held_out = [split for split in splits if split != "train"]
+        return os.path.join(*others, file), (held_out or ["train"])[0]
+
+    def notes(self) -> list[str]:
+        """A line for the report that names the splits; none without them."""
+        named = ", ".join(f"{name} is {split}" for name, split in self.names.items())
+        return [f"splits, by their names: {named}"] if named else []
+
+
+def _are_splits(folders: set[str]) -> bool:
+    kinds = {SPLIT_FOLDERS.get(name.lower()) for name in folders}
+    return None not in kinds or ("train" in kinds and len(kinds - {None}) > 1)
+
+
+def named_after_split(file: str) -> str:
+    """A path with its file name's first word as a folder: `data/test-00000.tar` -> `data/test/test-00000.tar`."""
+    path = PurePath(file)
+    return str(path.parent / re.split(r"[-_.]", path.name)[0] / path.name)
+
+
 class Reader(ABC):
     """One input in one form.
 
@@ -92,6 +156,7 @@ class Reader(ABC):
         total: number of rows; None if counting would take long.
         notes: oddities of rows that are read nevertheless, in words; known once they are read.
         classes: templates for zero-shot classification; () if pictures have no classes.
+        splits: those that the names of folders or files say.
     """
 
     path: Path
@@ -102,10 +167,21 @@ class Reader(ABC):
     total: int | None = None
     notes: Sequence[str] = ()
     classes: Sequence[str] = ()
+    splits: FolderSplits = FolderSplits()
 
     @abstractmethod
     def rows(self) -> Iterator[PairRow]:
         """The rows, the same at each call. UserError for an input of another form."""
+
+    def _splits_of_files(self) -> FolderSplits:
+        """The splits of an input whose files hold many pairs each."""
+        return FolderSplits(named_after_split(self._inside(file)) for file in self.files)
+
+    def _split_of(self, file: Path) -> str:
+        return self.splits(named_after_split(self._inside(file)))[1]
+
+    def _inside(self, file: Path) -> str:
+        return file.name if file == self.path else str(file.relative_to(self.path))
 
     def obtain(self, place: str) -> bytes:
         """The bytes of a picture of this input; any thread may call it, and at any time. Failure if there is none."""
@@ -128,6 +204,7 @@ MOST_SOURCES = 1_000
 #: Files and folders that lie beside the sources' folders in an output, or are taken for splits.
 _RESERVED = {
     "train",
+    "val",
     "test",
     "pack.json",
     "report.json",

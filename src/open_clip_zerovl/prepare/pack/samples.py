@@ -18,7 +18,7 @@ from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.columns import find, guess_captions, listed
-from open_clip_zerovl.prepare.pack.rows import Columns, PairRow, Reader, read_file
+from open_clip_zerovl.prepare.pack.rows import Columns, FolderSplits, PairRow, Reader, read_file
 from open_clip_zerovl.prepare.public.pictures import Failure
 from open_clip_zerovl.shards.foreign import encoding_of
 from open_clip_zerovl.shards.members import (
@@ -117,6 +117,7 @@ class FolderReader(SampleReader):
                     beside = {f"{stem}.txt", f"{stem}.json"} & here
                     self.texts.update(os.path.join(folder, text) for text in beside)
         self.total = len(self.pictures)
+        self.splits = FolderSplits(str(picture.relative_to(path)) for picture in self.pictures)
         self.files = [*self.pictures, *map(Path, sorted(self.texts))]
         if not self.texts:
             first = str(self.pictures[0].relative_to(path)) if self.pictures else "none"
@@ -139,8 +140,9 @@ class FolderReader(SampleReader):
 
     def rows(self) -> Iterator[PairRow]:
         for file in self.pictures:
-            name, (stem, _) = str(file.relative_to(self.path)), os.path.splitext(file)
-            row = PairRow(str(file), (), name, name=name)
+            name, stem = str(file.relative_to(self.path)), os.path.splitext(file)[0]
+            inside, split = self.splits(name)
+            row = PairRow(str(file), (), name, name=name, split=split)
             try:
                 text, table = (
                     _read(one) if one in self.texts else None
@@ -151,7 +153,9 @@ class FolderReader(SampleReader):
                 continue
             row = self._row(row, text, table)
             if self.wanted.source == FOLDER_COLUMN and row.source is None:
-                row = row._replace(source=name.split(os.sep)[0] if os.sep in name else None)
+                folder, below, _ = inside.partition(os.sep)
+                in_split = self.path.name if inside != name else None
+                row = row._replace(source=folder if below else in_split)
             yield row
 
 
@@ -171,7 +175,9 @@ class ClassReader(Reader):
                 f"--template {wrong[0]!r} has no place for the class, or several: write {{}} once, as in {TEMPLATE!r}"
             )
         self.files = list(picture_files(path))
-        levels = class_levels(str(file.relative_to(path)) for file in self.files)
+        names = [str(file.relative_to(path)) for file in self.files]
+        self.splits = FolderSplits(names)
+        levels = class_levels(self.splits(name)[0] for name in names)
         if levels is None:
             raise UserError(
                 f"{path} has no pictures, or some are not in folders CLASS/PICTURE or SOURCE/CLASS/PICTURE: sort them"
@@ -180,13 +186,13 @@ class ClassReader(Reader):
         if wanted.source is not None and (wanted.source != FOLDER_COLUMN or not self.upper):
             raise UserError(
                 f"{path} holds folders of classes and no column {wanted.source!r}: sort the pictures into SOURCE/CLASS/PICTURE "
-                f"and give --source-column {FOLDER_COLUMN}, which makes each SOURCE a source"
+                f"(folders of splits are no sources) and give --source-column {FOLDER_COLUMN}, which makes each SOURCE a source"
             )
         self.total = len(self.files)
-        names = sorted({file.parent.name for file in self.files})
+        classes = sorted({self._class(name) for name in names})
         words = "two levels, of which the lower one is the class" if self.upper else "one level"
         self.columns = (
-            f"{len(names)} classes ({listed(names)}; {words}), captions {listed(self.captions)}"
+            f"{len(classes)} classes ({listed(classes)}; {words}), captions {listed(self.captions)}"
         )
         if self.upper and wanted.source is None:
             self.notes = [
@@ -195,11 +201,15 @@ class ClassReader(Reader):
 
     def rows(self) -> Iterator[PairRow]:
         for file in self.files:
-            name, label = file.relative_to(self.path), file.parent.name.replace("_", " ")
+            name = str(file.relative_to(self.path))
+            inside, split = self.splits(name)
+            label = self._class(name).replace("_", " ")
             captions = [template.replace("{}", label) for template in self.captions]
-            yield PairRow(
-                str(file), captions, str(name), 0, name.parts[-3:][0], name=str(name), label=label
-            )
+            source = Path(inside).parts[-3:][0]
+            yield PairRow(str(file), captions, name, 0, source, name=name, label=label, split=split)
+
+    def _class(self, name: str) -> str:
+        return Path(self.splits(name)[0]).parent.name
 
 
 def class_levels(pictures: Iterable[str]) -> int | None:
@@ -228,6 +238,7 @@ class TarReader(SampleReader):
 
     def __init__(self, path: Path, files: list[Path], wanted: Columns) -> None:
         self.path, self.files, self.wanted = path, files, wanted
+        self.splits = self._splits_of_files()
         first = list(islice(self._first_samples(), _LOOKED_AT))
         seen = sorted({name for members in first for name in members})
         if not seen:
@@ -259,11 +270,14 @@ class TarReader(SampleReader):
 
     def rows(self) -> Iterator[PairRow]:
         for file in self.files:
+            split = self._split_of(file)
             try:
                 try:
-                    yield from self._plain(file)
+                    for row in self._plain(file):
+                        yield row._replace(split=split)
                 except tarfile.ReadError:  # compressed, or no tar
-                    yield from self._streamed(file)
+                    for row in self._streamed(file):
+                        yield row._replace(split=split)
             except ShardError as error:
                 yield PairRow("", (), file.name, refused=error.reason)
 

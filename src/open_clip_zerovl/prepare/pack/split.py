@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.prepare.pack.rows import SPLITS
 from open_clip_zerovl.prepare.pack.store import Store, Stored
 
 
 class Candidate(NamedTuple):
-    """A sample before it is written: its key, source and split ("train", "test"); `content()` reads its picture's bytes."""
+    """A sample before it is written: its key, source and split (of SPLITS); `content()` reads its picture's bytes."""
 
     key: str
     source: str
@@ -74,6 +75,6 @@ def exclude(store: Store, exclusions: Iterable[Exclusion], read: Callable[[Store
 
 def _candidates(store: Store, read: Callable[[Stored], bytes]) -> Iterator[Candidate]:
     for source in store.sources():
-        for split in ("train", "test"):
+        for split in SPLITS:
             for sample in store.samples(source, split):
                 yield Candidate(sample.key, source, split, lambda sample=sample: read(sample))  # type: ignore[misc]

@@ -22,14 +22,15 @@ from open_clip_zerovl.prepare.pack.rows import PairRow
 from open_clip_zerovl.prepare.public.spool import Outcome
 
 _TABLES = """
-CREATE TABLE rows (id INTEGER PRIMARY KEY, input INT, file TEXT, line INT, source TEXT, picture INT, reason TEXT, label TEXT);
+CREATE TABLE rows (id INTEGER PRIMARY KEY, input INT, file TEXT, line INT, source TEXT, picture INT, reason TEXT, label TEXT,
+    split TEXT);
 CREATE TABLE captions (row INT, text TEXT);
 CREATE TABLE pictures (number INTEGER PRIMARY KEY, hash BLOB UNIQUE, input INT, place TEXT, name TEXT, key TEXT, extension TEXT,
     offset INT, size INT, width INT, height INT, bytes INT, sum TEXT, turned INT, shrunk INT, whitened INT,
     reason TEXT, transient INT);
 CREATE TABLE samples (source TEXT, key TEXT, position INT, picture INT, split TEXT, dropped TEXT);
-CREATE VIEW good AS SELECT rows.id AS row, rows.input, file, line, source, label, key, number, place FROM rows JOIN pictures ON
-    pictures.number = rows.picture WHERE key IS NOT NULL AND rows.reason IS NULL;
+CREATE VIEW good AS SELECT rows.id AS row, rows.input, file, line, source, label, key, number, place, rows.split AS
+    given_split FROM rows JOIN pictures ON pictures.number = rows.picture WHERE key IS NOT NULL AND rows.reason IS NULL;
 CREATE VIEW texts AS SELECT good.row, source, key, label, captions.rowid AS place, text FROM good JOIN captions USING (row);
 CREATE VIEW written AS SELECT texts.*, position FROM samples JOIN texts USING (source, key) WHERE dropped IS NULL;
 """
@@ -112,7 +113,7 @@ class Store:
         self.row_count += 1
         label = row.label and _shown(row.label)
         self.db.execute(
-            "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 self.row_count,
                 input,
@@ -122,6 +123,7 @@ class Store:
                 picture,
                 reason or None,
                 label,
+                row.split,
             ),
         )
         self.db.executemany(
@@ -151,7 +153,10 @@ class Store:
         )
 
     def make_samples(self) -> None:
-        """Fill `samples`, once all rows and outcomes are in: a key once a source, in the training split."""
+        """Fill `samples`, once all rows and outcomes are in: a key once a source, in the split of its rows.
+
+        A picture that is in several splits is held out in all sources: in "test" rather than "val", and not in "train".
+        """
         self.db.executescript(_INDICES)  # which ends the transaction, too
         self.db.execute(
             "INSERT INTO samples SELECT source, key, position(key), MIN(number), 'train', NULL FROM good GROUP BY source, key"
@@ -160,6 +165,11 @@ class Store:
             "CREATE INDEX samples_in_order ON samples (source, split, position, key);"
             "CREATE INDEX samples_by_key ON samples (key, source);"
         )
+        for split in ("val", "test"):
+            self.db.execute(
+                "UPDATE samples SET split = ? WHERE key IN (SELECT key FROM good WHERE given_split = ?)",
+                (split, split),
+            )
 
     def sources(self) -> list[str]:
         """Names of the sources that have samples, in order."""

@@ -91,7 +91,7 @@ def write_split(
         delay=SILENT_SECONDS,
     )
     for number in range(shards):
-        name = f"{number}.tar" if split == "test" else f"{number:05d}.tar"
+        name = f"{number}.tar" if split != "train" else f"{number:05d}.tar"
         chunk = list(islice(pairs, bounds[number + 1] - bounds[number]))
         known_record = manifest.read_record(here, name)
         if known_record is not None and known_record.pairs == len(chunk):
@@ -111,7 +111,7 @@ def write_split(
         write_atomically(folder / CLASS_NAMES, "".join(f"{name}\n" for name in classes))
         lines = "".join(f"{template.replace('{}', '{c}')}\n" for template in templates)
         write_atomically(folder / TEMPLATES, lines)
-    if split == "test":
+    if split != "train":
         # Last: only a folder with nshards.txt is a retrieval set, so that an incomplete one is never scored.
         write_atomically(here / "nshards.txt", f"{shards}\n")
         write_atomically(folder / "dataset_type.txt", "retrieval\n")
