@@ -45,7 +45,15 @@ from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.core.flags import conflicts, out_of_range
+from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.core.memory import available_bytes
+from open_clip_zerovl.data.held_out import (
+    Identities,
+    as_keys,
+    seen_sentence,
+    trained_on,
+    write_trained_on,
+)
 from open_clip_zerovl.data.schedule import source_schedule
 from open_clip_zerovl.distill.rows import open_teacher_folder, widths_of
 from open_clip_zerovl.embeddings.sources import SourceSamples, augmentation_of, cut_captions
@@ -252,6 +260,7 @@ class Alignment:
             id(tower): views_of(tower, self.sources, request, self.teacher) for tower in self.images
         }
         self.stores: dict[int, list[Store]] = {}
+        self.seen: Identities | None = None  # pictures on which the encoders were trained
 
     def run(self) -> list[Result]:
         """See `run_align`."""
@@ -361,10 +370,20 @@ class Alignment:
         )  # the teachers may have more samples
         picture_ids = shared_ids("images", seen, taught[0], trained)
         caption_ids = shared_ids("texts", words, taught[1], int(self.sources.starts[trained]))
+        encoders = [tower.name for tower in (*self.images, *self.texts)]
+        self.seen = trained_on(encoders)
         pairs = make_pairs(
-            self.sources, picture_ids, caption_ids, seed=request.seed, share=request.held_out_share
+            self.sources,
+            picture_ids,
+            caption_ids,
+            seed=request.seed,
+            share=request.held_out_share,
+            trained_on=self.seen,
         )
         self.say(f"pairs  {pairs.words()}")
+        held_out = picture_ids[pairs.held_out.images]
+        if sentence := seen_sentence(held_out, self.seen, " or ".join(encoders)):
+            self.say(f"       {sentence}")
         self._require_sources(pairs.names)
         room = available_bytes(self.device)
         each = (
@@ -394,11 +413,8 @@ class Alignment:
             of: list[Any] = [
                 one.digest for one in (plain, words, *further, *filter(None, [self.teacher]))
             ]
-            of += [self.sources.training, request.held_out_share]
+            of += [self.sources.training, digest_of(held_out)]
             of += [len(pairs.images), len(pairs.texts)]  # a tower of the same call may lack samples
-            of += (
-                [] if request.held_out else [request.seed]
-            )  # which also draws the held-out pictures
             scale = unit_scale(pictures, pairs.images)
             sides = features(pictures, scale), features(texts, unit_scale(texts, pairs.texts))
             shown = features(further[0].rows["0.images"], scale) if further else None
@@ -475,6 +491,8 @@ class Alignment:
             folder = export_aligned(
                 out / "model", best.image, best.text, heads, kind, scales, metrics=metrics
             )
+            pictures = best.task.picture_ids
+            write_trained_on(folder, pictures[best.task.pairs.images], self.seen)
             if best.image.kind == "vision":
                 self.say(f"The model is in {folder}: {TRANSFORMERS_ALONE}")
             else:
@@ -482,7 +500,11 @@ class Alignment:
                 self.say("zerovl retrieval, search, export and train --init-from take it")
                 for note in loading_notes(folder, moved=False):
                     self.say(note)
-        record = {"chance": chance, "pairings": [one.record() for one in ranked]}
+        record = {
+            "chance": chance,
+            "pairings": [one.record() for one in ranked],
+            "held_out": as_keys(best.task.picture_ids[best.task.pairs.held_out.images]),
+        }
         write_atomically(out / "align.json", json.dumps(record, indent=1) + "\n")
         gallery = self._gallery(best)
         if gallery is None:

@@ -4,9 +4,9 @@
     ROWS/views-NAME-HASH/    0.images (n, V, F)         1.images (n, V), of the sources that are trained on
     ROWS/text-NAME-HASH/     0.texts (T, F) --dtype     1.texts (T,) identity of each caption
 
-`n` samples and `T` captions of all sources, `V` views, `F` width of a tower. An identity is a hash of a picture's 32 x 32
-thumbnail, of a caption's text. It is 0 where there is no picture or caption. Equal identities are the same picture or caption:
-copies of a held-out picture are not trained on, and `--positives` finds positives.
+`n` samples and `T` captions of all sources, `V` views, `F` width of a tower. An identity is a hash of a picture's pixels
+(`data.held_out`), of a caption's text. It is 0 where there is no picture or caption. Equal identities are the same picture or
+caption: copies of a held-out picture are not trained on, and `--positives` finds positives.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from open_clip_zerovl.align.encoders import Tower
 from open_clip_zerovl.align.request import AlignFlags
 from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.randomness import Purpose, stream_seed
 from open_clip_zerovl.data.components import kind_of
+from open_clip_zerovl.data.held_out import Identities, draw_held_out, identity_of
 from open_clip_zerovl.data.names import PIXEL_PATH
-from open_clip_zerovl.data.retrieval import held_out_count, parse_retrieval_data
+from open_clip_zerovl.data.retrieval import parse_retrieval_data
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.distill.embed import view_transform
 from open_clip_zerovl.distill.rows import TeacherRows
@@ -45,7 +45,6 @@ from open_clip_zerovl.embeddings.store import ArraySpec, Manifest, Rows, Store
 
 CAPTIONS = "one-per-epoch"
 _TIMED = 8  # samples whose encoding is timed on a CPU
-_MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -57,25 +56,23 @@ class _Identities(FrozenModel):
     """Identities in the place of a model's embeddings."""
 
     def images(self, pixels: Tensor) -> Tensor:
-        """(b, 3, 32, 32) uint8 -> (b,) int64."""
-        return torch.tensor([identity(picture.numpy().tobytes()) for picture in pixels])
+        """(b, 1) int64 of `picture_identity` -> (b,)."""
+        return pixels.flatten()
 
     def texts(self, captions: list[str]) -> Tensor:
         """b captions -> (b,) int64."""
-        return torch.tensor([identity(caption.encode()) for caption in captions])
+        return torch.tensor([caption_identity(caption) for caption in captions])
 
 
-def identity(content: bytes) -> int:
+def caption_identity(caption: str) -> int:
     """A hash of 64 bits that is not 0."""
-    return (
-        int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True) or 1
-    )
+    digest = hashlib.blake2b(caption.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True) or 1
 
 
-def thumbnail(picture: Image.Image) -> Tensor:
-    """A picture as (3, 32, 32) uint8, each pixel the mean of its part of the picture."""
-    small = picture.convert("RGB").resize((32, 32), Image.Resampling.BOX)
-    return torch.from_numpy(np.array(small)).permute(2, 0, 1)
+def picture_identity(picture: Image.Image) -> Tensor:
+    """A picture's identity as (1,) int64."""
+    return torch.tensor([identity_of(picture.convert("RGB"))])
 
 
 @dataclass(frozen=True)
@@ -169,6 +166,8 @@ def embed_tower(
     described = [describe_source(source) for source in sources.opened]
     fingerprints = list(frozen.fingerprints.values())
     facts: dict[str, Any] = {"use": "align", "model": [tower.name], "fingerprints": fingerprints}
+    if image:
+        facts["identities"] = "pixels"  # of thumbnails in an earlier release
     if views is not None:
         facts |= {
             "seed": views.seed,
@@ -197,7 +196,7 @@ def embed_tower(
         say(
             f"{tower.name}: {left:,} of {count:,} samples to encode{shown}, about {duration(seconds)}, {size} in {place}"
         )
-        ids = _Identities("identities", eye=thumbnail if image else None)
+        ids = _Identities("identities", eye=picture_identity if image else None)
         embed(
             store,
             [frozen, ids],
@@ -275,12 +274,13 @@ def make_pairs(
     *,
     seed: int,
     share: float = 0.1,
+    trained_on: Identities | None = None,
 ) -> Pairs:
     """The pairs of some sources; given sets, or a share of the pictures, are held out.
 
     Args:
         picture_ids, caption_ids: (n,) and (T,), 0 where there is none.
-        seed, share: they choose the held-out pictures if no sets are given: the same pictures for any encoders.
+        seed, share, trained_on: of `draw_held_out`, which chooses the held-out pictures if no sets are given.
 
     Raises:
         UserError: too few pictures, or no picture in the sets.
@@ -294,7 +294,8 @@ def make_pairs(
     if sources.training < len(sources.opened):
         held = usable & ~trained
     else:
-        held = usable & np.isin(picture_ids, _drawn(picture_ids[usable], seed, share))
+        drawn = draw_held_out(picture_ids[usable], seed=seed, share=share, trained_on=trained_on)
+        held = usable & np.isin(picture_ids, drawn)
     if not held.any():
         raise UserError(
             "the held-out sets have no picture with a caption; give other sets, or leave --retrieval-data out"
@@ -321,14 +322,6 @@ def make_pairs(
         int((~usable & trained).sum()),
         copies,
     )
-
-
-def _drawn(ids: np.ndarray, seed: int, share: float) -> np.ndarray:
-    """The identities of the pictures that are held out: those with the smallest hash of seed and identity."""
-    pictures = np.unique(ids)
-    mixed = (pictures.view(np.uint64) ^ np.uint64(stream_seed(seed, Purpose.ALIGN_HELD_OUT))) * _MIX
-    order = np.argsort(mixed ^ (mixed >> np.uint64(29)), kind="stable")
-    return pictures[order[: held_out_count(len(pictures), share)]]
 
 
 def unit_scale(rows: Rows, wanted: np.ndarray) -> float:

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import fcntl
 import glob
-import hashlib
 import io
 import os
 import secrets
@@ -314,15 +313,6 @@ def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> Non
             scratch.write(b"x")
     except OSError as error:
         raise _refused(path, error) from error
-
-
-def sha256_of(path: str | os.PathLike[str]) -> str:
-    """The SHA-256 of a file, read in pieces."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def user_cache(name: str) -> Path:

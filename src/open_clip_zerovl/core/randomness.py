@@ -97,7 +97,6 @@ class Purpose(enum.Enum):
     PROBE_HEAD = "probe head"  # none: initial weights
     PROBE_ORDER = "probe order"  # epoch
     PROBE_IMAGE = "probe image"  # epoch, image: augmentation
-    ALIGN_HELD_OUT = "align held out"  # none: which pictures are held out
     ALIGN_HEADS = "align heads"  # none: initial weights
     ALIGN_ORDER = "align order"  # epoch, source (-1: mixed steps): the order of its pairs
     ALIGN_CAPTION = "align caption"  # none: which caption of each picture comes first

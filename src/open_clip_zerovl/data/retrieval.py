@@ -54,8 +54,6 @@ from open_clip_zerovl.shards.urls import REMOTE
 from open_clip_zerovl.shards.writing import RETRIEVAL_MARK, SHARD_COUNT
 
 # A set's name becomes part of metric names and of file names.
-MOST_HELD_OUT = 1_000  # pictures, as many as in Flickr30K's test set
-FEWEST_PICTURES = 40
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -420,13 +418,3 @@ def _captions(data: bytes, shard: Path, key: str) -> tuple[str, ...]:
     if not captions:
         raise UserError(f"{shard}: sample {key!r} has no captions: {key}.txt is empty")
     return captions
-
-
-def held_out_count(pictures: int, share: float, most: int = MOST_HELD_OUT) -> int:
-    """The number of pictures to hold out of some: a share, but at least 10. UserError for fewer than 40 pictures."""
-    if pictures < FEWEST_PICTURES:
-        raise UserError(
-            f"the data has {pictures} pictures, too few to hold some out; give at least {FEWEST_PICTURES}, or a held-out set "
-            "with --retrieval-data"
-        )
-    return min(most, max(10, round(share * pictures)))

@@ -11,8 +11,8 @@ from typing import Any
 
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import sha256_of
 from open_clip_zerovl.core.flags import flags_of
+from open_clip_zerovl.core.identity import sha256_of
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.evaluate.settings import CurveFlags
 from open_clip_zerovl.finetune.data import CAPTIONS

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import free_space, write_atomically
+from open_clip_zerovl.data.held_out import MOST_HELD_OUT, held_out_count
 from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES
-from open_clip_zerovl.data.retrieval import MOST_HELD_OUT, held_out_count
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.embeddings.fingerprint import describe_source
 from open_clip_zerovl.finetune.data import HELD_OUT, Found, all_samples, digest_of

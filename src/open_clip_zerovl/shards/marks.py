@@ -13,7 +13,8 @@ from typing import Any
 from tqdm import tqdm
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import sha256_of, user_cache, write_atomically
+from open_clip_zerovl.core.files import user_cache, write_atomically
+from open_clip_zerovl.core.identity import sha256_of
 from open_clip_zerovl.shards.urls import local_path
 
 _EDGE_BYTES = 1 << 16

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image, ImageFile
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import sha256_of
+from open_clip_zerovl.core.identity import sha256_of
 from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.prepare.public import download, manifest, pairs

@@ -11,7 +11,7 @@ import pytest
 
 from open_clip_zerovl.cli import program as cli
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import sha256_of
+from open_clip_zerovl.core.identity import sha256_of
 from open_clip_zerovl.data.check import check_table
 from open_clip_zerovl.data.sources import count_tar_samples
 from open_clip_zerovl.prepare.public.counts import find_datasets, report

@@ -18,6 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from open_clip_zerovl.data.held_out import position
 from open_clip_zerovl.prepare.pack.rows import PairRow
 from open_clip_zerovl.prepare.public.spool import Outcome
 
@@ -240,10 +241,3 @@ class Store:
 def _shown(text: str) -> str:
     """A name whose bytes that are not UTF-8 are written as escapes."""
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def position(seed: int, key: str) -> int:
-    """A sample's place in the shuffled order, of which the first are held out: a hash, so that it depends on nothing else."""
-    return int.from_bytes(
-        hashlib.blake2b(f"{seed} {key}".encode(), digest_size=8).digest(), "little", signed=True
-    )

@@ -17,7 +17,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import sha256_of, write_atomically
+from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.core.identity import sha256_of
 from open_clip_zerovl.prepare.public.manifest import read_manifest
 from open_clip_zerovl.shards.faults import (
     PICTURE_MARKS,

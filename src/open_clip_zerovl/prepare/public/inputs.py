@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import regular_file, sha256_of
+from open_clip_zerovl.core.files import regular_file
+from open_clip_zerovl.core.identity import sha256_of
 from open_clip_zerovl.prepare.public.download import fetch_file
 from open_clip_zerovl.prepare.public.pictures import Failure
 from open_clip_zerovl.shards.archives import BROKEN_ARCHIVE, find_member

@@ -6,7 +6,6 @@ stored picture looks as on its web page.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import warnings
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 
 from PIL import ExifTags, Image
 
+from open_clip_zerovl.data.held_out import picture_key
 from open_clip_zerovl.shards.pictures import (
     BadPicture,
     as_shown,
@@ -114,7 +114,7 @@ def encode_picture(content: bytes, encoding: Encoding, *, hashed: bool = False) 
         about: dict[str, Any] = {}
         if hashed:
             width, height = picture.size
-            about = {"key": _hash_of(picture), "width": width, "height": height}
+            about = {"key": picture_key(picture), "width": width, "height": height}
             about |= {"turned": int(turned and not same), "shrunk": int(shrunk)}
             about["whitened"] = int(whitened and not same)
         return Picture(
@@ -132,12 +132,6 @@ def encode_picture(content: bytes, encoding: Encoding, *, hashed: bool = False) 
         if isinstance(content, Unannounced) and error.reason == "undecodable image":
             raise Failure("cut off", transient=True) from error
         raise Failure(_REASONS.get(error.reason, error.reason)) from error
-
-
-def _hash_of(picture: Image.Image) -> str:
-    digest = hashlib.blake2b(f"{picture.size} ".encode(), digest_size=12)
-    digest.update(picture.tobytes())
-    return digest.hexdigest()
 
 
 def _check_size(image: Image.Image, encoding: Encoding) -> None:

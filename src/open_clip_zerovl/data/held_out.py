@@ -1,0 +1,139 @@
+"""Held-out pictures: one rule for `data pack`, `align` and `finetune`, and one answer to "was it trained on?".
+
+    identity    the first 64 bits of a hash of a picture's decoded pixels; the first 16 digits of a key of `zerovl data pack`
+    position    a hash of seed and identity; the pictures with the smallest positions are held out
+
+So the same data and seed give the same held-out pictures, in whatever order files lie and commands run. A model's folder names
+the pictures on which the model was trained in `trained_on.npy`; later commands do not hold these out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import UNREADABLE, atomic_file
+from open_clip_zerovl.models.local_dir import LOCAL_DIR
+
+Identities = NDArray[np.int64]
+
+MOST_HELD_OUT = 1_000  # pictures, as many as in Flickr30K's test set
+FEWEST_HELD_OUT = 10
+FEWEST_PICTURES = 40
+TRAINED_ON = "trained_on.npy"  # in a model's folder
+_DIGITS = 16  # of a key, in an identity
+
+
+def picture_key(picture: Image.Image) -> str:
+    """A hash of a picture's size and RGB pixels as 24 hexadecimal digits; files with the same pixels have the same key."""
+    digest = hashlib.blake2b(f"{picture.size} ".encode(), digest_size=12)
+    digest.update(picture.tobytes())
+    return digest.hexdigest()
+
+
+def identity_of(picture: Image.Image) -> int:
+    """The identity of an RGB picture, a signed 64-bit number that is not 0."""
+    (number,) = np.array([int(picture_key(picture)[:_DIGITS], 16)], dtype=np.uint64).view(np.int64)
+    return int(number) or 1
+
+
+def as_keys(identities: Iterable[int]) -> list[str]:
+    """Identities as hexadecimal digits, the beginnings of the keys of `zerovl data pack`."""
+    return [f"{int(identity) & (1 << 64) - 1:0{_DIGITS}x}" for identity in identities]
+
+
+def position(seed: int, key: str) -> int:
+    """A picture's place in the shuffled order, of which the first are held out: a hash, so that it depends on nothing else."""
+    content = f"{seed} {key[:_DIGITS]}".encode()
+    digest = hashlib.blake2b(content, digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def held_out_count(pictures: int, share: float, most: int = MOST_HELD_OUT) -> int:
+    """The number of pictures to hold out of some: a share, but at least 10. UserError for fewer than 40 pictures."""
+    if pictures < FEWEST_PICTURES:
+        raise UserError(
+            f"the data has {pictures} pictures, too few to hold some out; give at least {FEWEST_PICTURES}, or a held-out set "
+            "with --retrieval-data"
+        )
+    return min(most, max(FEWEST_HELD_OUT, round(share * pictures)))
+
+
+def draw_held_out(
+    identities: Identities,
+    *,
+    seed: int,
+    share: float,
+    most: int = MOST_HELD_OUT,
+    trained_on: Identities | None = None,
+) -> Identities:
+    """The identities of the pictures to hold out: those with the first positions on which no model was trained.
+
+    Args:
+        identities: of all samples; 0 for a sample without a picture.
+        share, most: see `held_out_count`.
+        trained_on: of the pictures that the starting models have seen. Where fewer than 10 others are left, none is spared,
+            and the caller has to say so.
+
+    Raises:
+        UserError: too few pictures.
+    """
+    pictures = np.unique(identities[identities != 0])
+    count = held_out_count(len(pictures), share, most)
+    if trained_on is not None:
+        unseen = pictures[~np.isin(pictures, trained_on)]
+        pictures = unseen if len(unseen) >= FEWEST_HELD_OUT else pictures
+    order = sorted((position(seed, key), row) for row, key in enumerate(as_keys(pictures)))
+    return pictures[[row for _, row in order[:count]]]
+
+
+def write_trained_on(folder: Path, identities: Identities, before: Identities | None) -> None:
+    """Note in a model's folder the pictures on which it was trained, and those that its starting models have seen.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    seen = identities if before is None else np.concatenate([identities, before])
+    with atomic_file(folder / TRAINED_ON) as file:
+        np.save(file, np.unique(seen[seen != 0]))
+
+
+def trained_on(models: Iterable[str | Path]) -> Identities | None:
+    """The identities of the pictures on which some models were trained; None if no folder of them names any.
+
+    Raises:
+        UserError: a list that cannot be read.
+    """
+    found = list(_lists_of(models))
+    return np.unique(np.concatenate(found)) if found else None
+
+
+def _lists_of(models: Iterable[str | Path]) -> Iterator[Identities]:
+    for model in models:
+        file = Path(str(model).removeprefix(LOCAL_DIR)).expanduser() / TRAINED_ON
+        try:
+            yield np.load(file, allow_pickle=False).astype(np.int64)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except UNREADABLE as error:
+            raise UserError(
+                f"{file} cannot be read ({error}); copy it again, or remove it if the model is to be scored on pictures that "
+                "it may have seen"
+            ) from error
+
+
+def seen_sentence(held_out: Identities, seen: Identities | None, models: str) -> str | None:
+    """A sentence if models were trained on pictures that are held out; None if they were not, as far as is known."""
+    count = 0 if seen is None else int(np.isin(np.unique(held_out), seen).sum())
+    if not count:
+        return None
+    return (
+        f"{models} was trained on {count:,} of the {len(np.unique(held_out)):,} held-out pictures, so that scores on them "
+        "measure memorisation"
+    )
