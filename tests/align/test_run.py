@@ -142,7 +142,7 @@ def check_gallery(page, rsum, rgb):
             named = [[word for word in one.split() if word in rgb] for one in captions.split("; ")]
             assert named == [seen(picture)] * len(named)
             shown += 1
-    assert shown > 10
+    assert shown >= 10
 
 
 def test_the_command_writes_a_model_for_transformers_and_for_training(

@@ -267,7 +267,7 @@ def test_captions_of_clusters(place):
     sources = parse_sources(f"cc={place}/clusters", captions="one-per-epoch")
     assert is_pure(steps_of(epoch_of(sources, Batching(4))))
     with pytest.raises(
-        UserError, match="cannot count the captions of source .* with `zerovl cluster --reshard`"
+        UserError, match="cannot count the captions of source .*`zerovl cluster --reshard`"
     ):
         parse_sources(f"cc={place}/clusters", captions="all")
     write_clusters(load_clustering(place / "clusters"), place / "clusters", progress=False)

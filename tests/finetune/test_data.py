@@ -10,23 +10,23 @@ import open_clip
 import pytest
 from PIL import Image
 
-from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.held_out import write_trained_on
+from open_clip_zerovl.data.reading import Reading
 from open_clip_zerovl.data.retrieval import open_retrieval_set
+from open_clip_zerovl.data.samples import samples_of
+from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.embeddings.sources import cut_captions
 from open_clip_zerovl.evaluate.bias.samples import read_samples
 from open_clip_zerovl.evaluate.zero_shot.sets import open_labelled_set
 from open_clip_zerovl.finetune.data import (
     all_classes,
-    all_samples,
+    captions_of,
     find_data,
     open_sources,
-    refuse_test_pictures,
     sets_of,
 )
-from open_clip_zerovl.finetune.finetuning import _compare_pictures
-from open_clip_zerovl.finetune.request import Request
-from open_clip_zerovl.finetune.split import split_off
+from open_clip_zerovl.finetune.split import hold_out
 from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.writing import write_retrieval_set, write_source
 
@@ -58,7 +58,7 @@ def test_training_and_evaluation_divide_captions_at_newlines_alone(tmp_path):
     first, second = "a dog\u2028runs on \x85grass", "a \x0bcat"
     write_source(tmp_path / "a", [sample(0, first + "\r", "  ", f" {second} ")], shard_size=30)
     (source,) = open_sources(f"a={tmp_path / 'a'}")
-    assert [captions for _, _, captions in all_samples(source)] == [[first, second]]
+    assert [captions_of(one) for one in samples_of(source, 0)] == [[first, second]]
     assert open_retrieval_set(tmp_path / "a").samples[0].captions == (first, second)
     assert [one.caption for one in read_samples([source], 5)[0]] == [first]  # of bias and compare
 
@@ -105,6 +105,18 @@ def test_what_a_folder_holds(tmp_path):
         find_data(str(tmp_path / "empty"))
 
 
+def held_out_of(split) -> list:
+    """(held-out set, captions of each held-out picture, captions of each sample to train on)."""
+    (held_out,) = sets_of(split.new).values()
+    trained = [
+        tuple(captions_of(one))
+        for source in open_sources(split.train_data)
+        for shard in range(len(source.shards))
+        for one in samples_of(source, shard)
+    ]
+    return [held_out, {one.captions for one in held_out.samples}, trained]
+
+
 def test_the_split_is_by_picture_and_the_same_whatever_the_order(tmp_path):
     # Picture 7 is in both sources, and twice in the first with another caption.
     first = [*(sample(number) for number in range(40)), sample(7, "seven again", key="again")]
@@ -113,50 +125,72 @@ def test_the_split_is_by_picture_and_the_same_whatever_the_order(tmp_path):
     write_source(tmp_path / "b", second, shard_size=100)
     write_source(tmp_path / "turned" / "a", first[::-1], shard_size=9)
     write_source(tmp_path / "turned" / "b", second[::-1], shard_size=10)
-    held = {}
+    held, keys = {}, {}
     for seed, where in ((0, ""), (1, ""), (0, "turned")):
-        data = tmp_path / where
-        out = tmp_path / f"out-{seed}{where}"
-        found = split_off(
-            open_sources(f"a={data / 'a'}::b={data / 'b'}"), out, seed=seed, share=0.25
-        )
-        (held_out,) = sets_of(found.held_out).values()
-        texts = [{caption for one in held_out.samples for caption in one.captions}]
-        texts += [
-            {
-                c
-                for one in open_sources(found.train_data)
-                for _, _, own in all_samples(one)
-                for c in own
-            }
-        ]
-        assert len(held_out) == 20 and texts[0].isdisjoint(texts[1])
-        assert texts[0] | texts[1] == {f"picture {number}" for number in range(80)} | {
-            "seven again"
+        data, out = tmp_path / where, tmp_path / f"out-{seed}{where}"
+        given = (f"a={data / 'a'}::b={data / 'b'}", "", out)
+        split = hold_out(*given, seed=seed, model="none", share=0.25)
+        held_out, captions, trained = held_out_of(split)
+        texts = {text for one in captions for text in one}
+        assert len(held_out) == 20 and texts.isdisjoint(text for one in trained for text in one)
+        assert texts | {text for one in trained for text in one} == {
+            *(f"picture {number}" for number in range(80)),
+            "seven again",
         }
-        assert ("picture 7" in texts[0]) == ("seven again" in texts[0])
-        refuse_test_pictures(open_sources(found.train_data), sets_of(found.held_out))
-        held[seed, where] = texts[0]
-        before = {path: path.stat().st_mtime_ns for path in out.rglob("*.tar")}
-        again = split_off(
-            open_sources(f"a={data / 'a'}::b={data / 'b'}"), out, seed=seed, share=0.25
-        )
-        assert again == found and before == {
-            path: path.stat().st_mtime_ns for path in out.rglob("*.tar")
-        }
+        assert len(trained) == 82 - 20 - 2 * ("seven again" in texts)
+        assert not list(out.rglob("train*.tar")) and not list(out.glob("*/sizes.json"))
+        assert set(split.held_out).isdisjoint(split.trained) and len(split.trained) == 60
+        before = {path: path.stat().st_mtime_ns for path in out.rglob("*.[tn]*")}
+        again = hold_out(*given, seed=seed, model="none", share=0.25)
+        assert again.train_data == split.train_data and again.notes == split.notes
+        assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*.[tn]*")}
+        held[seed, where], keys[seed, where] = texts, set(split.held_out.tolist())
     assert held[0, ""] == held[0, "turned"] != held[1, ""]
-    write_source(
-        data / "b", [*second[1:], sample(80)], shard_size=10
-    )  # as many pictures, of which one is another
-    found = split_off(open_sources(f"a={data / 'a'}::b={data / 'b'}"), out, seed=seed, share=0.25)
-    texts = {
-        c for one in open_sources(found.train_data) for _, _, own in all_samples(one) for c in own
+    assert keys[0, ""] == keys[0, "turned"] != keys[1, ""]
+    # As many pictures, of which one is another: the former lists do not fit.
+    write_source(data / "b", [*second[1:], sample(80)], shard_size=10)
+    with pytest.raises(UserError, match="has changed since samples of it were held out"):
+        open_sources(split.train_data)
+    _, captions, trained = held_out_of(hold_out(*given, seed=seed, model="none", share=0.25))
+    assert ("picture 80",) in {*captions, *trained}
+
+
+def test_samples_are_held_out_of_tables_and_of_parquet_and_of_clusters_too(tmp_path):
+    """Every kind of source is read without them, from its beginning and from the middle."""
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pictures = tmp_path / "table"
+    pictures.mkdir()
+    lines = ["filepath,title"]
+    for number in range(60):
+        (pictures / f"{number}.png").write_bytes(picture(number))
+        lines += [f"{number}.png,picture {number}", f"{number}.png,again {number}"]
+    (pictures / "pairs.csv").write_text("\n".join(lines) + "\n")
+    rows = {
+        "image": [picture(number) for number in range(60, 120)],
+        "caption": [f"picture {number}" for number in range(60, 120)],
     }
-    assert "picture 80" in texts | {
-        c for one in sets_of(found.held_out)["held-out"].samples for c in one.captions
-    }
-    kept = next(iter(all_samples(open_sources(found.train_data)[0])))[0]
-    assert kept.files["json"] == b"{}"
+    (tmp_path / "rows").mkdir()
+    parquet.write_table(pa.table(rows), tmp_path / "rows" / "0.parquet")
+    data = f"table={pictures / 'pairs.csv'}::rows={tmp_path / 'rows'}"
+    split = hold_out(data, "", tmp_path / "out", seed=0, model="none", share=0.5)
+    _, captions, trained = held_out_of(split)
+    assert len(captions) == len(trained) == 60
+    assert set(captions).isdisjoint(trained) and len({*captions, *trained}) == 120
+    shown = set()
+    for index, source in enumerate(open_sources(split.train_data)):
+        reading = Reading(source, index, every_caption=True)
+        for start in (0, 3):
+            begin = sum(1 for _ in reading.samples(0, start, start))
+            assert begin == source.sizes[0] - start
+        shown |= {one.captions for one in reading.samples(0, 0, 0)}
+    assert shown == set(trained)
+    (by_row,) = parse_sources(split.train_data.split("::")[0])
+    assert by_row.num_samples == 2 * sum("again" in one[-1] for one in trained)
+    with pytest.raises(UserError, match="'--captions all' cannot count the captions"):
+        write_source(tmp_path / "tar", [sample(number) for number in range(50)], shard_size=9)
+        tar = hold_out(f"tar={tmp_path / 'tar'}", "", tmp_path / "o", seed=0, model="none")
+        parse_sources(tar.train_data, captions="all")
 
 
 def test_pictures_of_classes_are_a_labelled_set_when_they_are_held_out(tmp_path):
@@ -174,95 +208,76 @@ def test_pictures_of_classes_are_a_labelled_set_when_they_are_held_out(tmp_path)
         (tmp_path / name / "classnames.txt").write_text("cat\ndog\n")
         (tmp_path / name / "zeroshot_classification_templates.txt").write_text("a {c}\n")
     train = "::".join(f"{name}={tmp_path / name / 'train'}" for name in "ab")
-    found = split_off(open_sources(train), tmp_path / "out", seed=0, share=0.25)
-    assert all(source.classes for source in open_sources(found.train_data)) and all_classes(
-        found.held_out
-    )
+    split = hold_out(train, "", tmp_path / "out", seed=0, model="none", share=0.25)
+    assert all(source.classes for source in open_sources(split.train_data))
+    assert all_classes(split.new)
     labelled = open_labelled_set(str(tmp_path / "out" / "held-out"))
     assert (
         len(labelled.images.labels) == 20
         and list(labelled.names) == ["cat", "dog"]
         and list(labelled.templates) == ["a {c}"]
     )
-    (tmp_path / "b" / "classnames.txt").write_text(
-        "dog\ncat\n"
-    )  # of other classes: no labelled set
-    found = split_off(open_sources(train), tmp_path / "other", seed=0, share=0.25)
-    assert all(source.classes for source in open_sources(found.train_data)) and not all_classes(
-        found.held_out
-    )
+    # Of other classes: no labelled set.
+    (tmp_path / "b" / "classnames.txt").write_text("dog\ncat\n")
+    split = hold_out(train, "", tmp_path / "other", seed=0, model="none", share=0.25)
+    assert not all_classes(split.new)
 
 
 def test_too_few_pictures_to_split(tmp_path):
+    few = source(tmp_path / "few", range(12))
     with pytest.raises(UserError, match=r"the data has 12 pictures, too few .*--retrieval-data"):
-        split_off(open_sources(source(tmp_path / "few", range(12))), tmp_path / "out", seed=0)
-    assert not (tmp_path / "out").exists()
+        hold_out(few, "", tmp_path / "out", seed=0, model="none")
 
 
-def test_a_test_picture_among_the_training_pictures_is_refused_by_its_bytes(tmp_path):
-    sources = open_sources(source(tmp_path / "mine", range(50)))
+def test_pictures_of_given_sets_are_not_trained_on(tmp_path):
+    """By their pixels: one of the sets' pictures is stored in another format. Old pairs and labelled sets count, too."""
+    data, old = source(tmp_path / "mine", range(50)), source(tmp_path / "old", range(60, 70))
     write_retrieval_set(tmp_path / "clean", [sample(number) for number in range(100, 110)])
-    refuse_test_pictures(sources, sets_of(f"clean={tmp_path / 'clean'}"))
-    write_retrieval_set(
-        tmp_path / "dirty", [sample(number, "another caption") for number in (33, 200, 4)]
-    )
-    with pytest.raises(
-        UserError,
-        match=r"2 of the 3 pictures of dirty are trained on \(first: 00004, in sample 00004 of",
-    ):
-        refuse_test_pictures(
-            sources, sets_of(f"clean={tmp_path / 'clean'}::dirty={tmp_path / 'dirty'}")
-        )
-    for number in (4, 60):
-        (tmp_path / f"{number}.png").write_bytes(picture(number))
-    (tmp_path / "pairs.csv").write_text("filepath,title\n4.png,four\n60.png,sixty\n")
-    with pytest.raises(UserError, match="1 of the 3 pictures of dirty are trained on"):
-        refuse_test_pictures(
-            open_sources(f"table={tmp_path / 'pairs.csv'}"), sets_of(f"dirty={tmp_path / 'dirty'}")
-        )
+    clean, dirty = f"clean={tmp_path / 'clean'}", f"dirty={tmp_path / 'dirty'}"
 
+    def given(new: str, **more):
+        sets = {**sets_of(new), **more.pop("sets", {})}
+        return hold_out(data, new, tmp_path / "out", seed=0, model="none", sets=sets, **more)
 
-def test_pictures_of_a_labelled_set_are_compared_too(tmp_path):
-    """Class folders, and shards with classes: two of the three pictures of each are trained on."""
-    sources = open_sources(source(tmp_path / "mine", range(50)))
-    for number, name in ((4, "cat"), (33, "dog"), (200, "dog")):
+    assert given(clean).train_data == data and given(clean).notes == ()  # negative control
+    bmp = io.BytesIO()
+    Image.open(io.BytesIO(picture(33))).save(bmp, "WEBP", lossless=True)
+    changed = Sample("00033", {"webp": bmp.getvalue(), "txt": b"another caption"})
+    write_retrieval_set(tmp_path / "dirty", [changed, sample(200), sample(4), sample(61)])
+    split = given(f"{clean}::{dirty}", old_data=old)
+    rest = open_sources(f"{split.train_data}::{split.old_data}")
+    assert [one.num_samples for one in rest] == [48, 9] and len(split.held_out) == 14
+    assert split.notes == ("Left out: 3 samples, whose pictures are in the sets to score.",)
+    assert given(f"{clean}::{dirty}", compare=False).train_data == data
+    for number, name in ((5, "cat"), (200, "dog")):
         (tmp_path / "folders" / name).mkdir(parents=True, exist_ok=True)
         (tmp_path / "folders" / name / f"{number}.png").write_bytes(picture(number))
-    labelled = [
-        Sample(f"{n}", {"png": picture(n), "cls": str(n % 2).encode()}) for n in (4, 33, 200)
-    ]
-    write_source(tmp_path / "shards", labelled, shard_size=2)
-    (tmp_path / "shards" / "classnames.txt").write_text("cat\ndog\n")
-    for name, first in (("folders", "4.png"), ("shards", "4")):
-        images = open_labelled_set(str(tmp_path / name)).images
-        with pytest.raises(
-            UserError,
-            match=rf"2 of the 3 pictures of new are trained on \(first: {first}, in sample 00004",
-        ):
-            refuse_test_pictures(sources, {"new": images})
-    refuse_test_pictures(open_sources(source(tmp_path / "other", range(50, 60))), {"new": images})
+    images = open_labelled_set(str(tmp_path / "folders")).images
+    (labelled,) = open_sources(given(clean, sets={"new": images}).train_data)
+    assert labelled.num_samples == 49
+    source(tmp_path / "mine", range(51, 101))  # as many samples: identities are read again
+    assert given(clean, sets={"new": images}).notes == (
+        "Left out: 1 samples, whose pictures are in the sets to score.",
+    )
 
 
-@pytest.mark.parametrize("changed", ["pairs", "set"])
-def test_pictures_are_compared_again_once_either_side_has_changed(tmp_path, changed):
+def test_pictures_that_the_model_has_seen_are_not_held_out_again(tmp_path):
+    """One answer to "was it trained on?", in a model's folder."""
     data = source(tmp_path / "mine", range(50))
-    write_retrieval_set(tmp_path / "test", [sample(100)])
-    request, said = Request(Encoder("x"), data, tmp_path / "out"), []
-
-    def compare() -> None:
-        _compare_pictures(
-            request, open_sources(data), sets_of(f"test={tmp_path / 'test'}"), said.append
-        )
-
-    compare()
-    compare()
-    assert len(said) == 1
-    if changed == "pairs":
-        source(tmp_path / "mine", range(51, 101))  # of as many samples
-    else:
-        write_retrieval_set(tmp_path / "test", [sample(7)])
-    with pytest.raises(UserError, match="1 of the 1 pictures of test are trained on"):
-        compare()
+    first = hold_out(data, "", tmp_path / "first", seed=0, model="none")
+    write_trained_on(tmp_path / "model", first.trained, None)
+    model = f"local-dir:{tmp_path / 'model'}"
+    again = hold_out(data, "", tmp_path / "again", seed=1, model=model)
+    assert set(again.held_out) == set(first.held_out) and len(again.notes) == 1
+    other = hold_out(data, "", tmp_path / "other", seed=1, model="none")  # negative control
+    assert set(other.held_out) & set(first.trained)
+    write_trained_on(tmp_path / "model", np.concatenate([first.trained, first.held_out]), None)
+    none_left = hold_out(data, "", tmp_path / "none", seed=1, model=model)
+    assert set(none_left.held_out) == set(other.held_out)
+    assert "was trained on 10 of the 10 held-out pictures" in none_left.notes[1]
+    (tmp_path / "model" / "trained_on.npy").write_bytes(b"")
+    with pytest.raises(UserError, match=r"trained_on.npy cannot be read"):
+        hold_out(data, "", tmp_path / "bad", seed=1, model=model)
 
 
 def test_captions_that_the_context_cuts(tmp_path):

@@ -6,6 +6,7 @@
                    SHARDS@FILE.json names their sizes
     table          a .csv or .tsv of pairs, or a folder with one; TABLE@PICTURES
     annotations    Karpathy's .json; JSON@PICTURES
+    selection      NAME.selection.json, a source without some of its samples (`zerovl finetune` writes it)
     benchmark      a retrieval set in CLIP_benchmark's layout (dataset_type.txt, test/nshards.txt, test/0.tar)
     folder         any other folder
 
@@ -25,6 +26,7 @@ import braceexpand
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.clusters import find_clustering
+from open_clip_zerovl.data.selection import SELECTION
 from open_clip_zerovl.data.table import EXTENSIONS, PACKED, find_table
 from open_clip_zerovl.shards.transfers import matching_urls
 from open_clip_zerovl.shards.urls import REMOTE, is_command, is_parquet, local_path
@@ -64,6 +66,8 @@ def kind_of(text: str) -> Component:
     path = os.path.expanduser(text)
     if Path(path).is_dir():
         return Component(_kind_of_folder(path), find_table(path) or path)
+    if path.endswith(SELECTION):
+        return Component("selection", path)
     if (found := _ANNOTATIONS.fullmatch(path)) is not None:
         beside = None if found[2] is None else os.path.expanduser(found[2])
         return Component(

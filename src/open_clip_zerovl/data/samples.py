@@ -58,19 +58,23 @@ def samples_of(source: Source, shard: int) -> Iterator[Sample]:
         raise UserError(
             f"{where} of source {source.name!r} is remote, and local shards are read here; copy it to a disk"
         )
+    samples = read_samples(path)
     if is_parquet(where) and (columns := source.columns) is not None:
-        try:
-            yield from itertools.starmap(
-                Sample, parquet.samples(path, columns, RetryPolicy(), whole=True)
-            )
-        except ShardError as error:
-            raise UserError(f"{path} cannot be read ({error}): fetch or write it again") from error
-        return
+        samples = _parquet_rows(path, columns)
     if source.picked is None:
-        yield from read_samples(path)
+        yield from samples
         return
-    own = set(source.picked[source.starts[shard] : source.starts[shard + 1]].tolist())
-    yield from (sample for number, sample in enumerate(read_samples(path)) if number in own)
+    numbers = set(source.picked[source.starts[shard] : source.starts[shard + 1]].tolist())
+    yield from (sample for number, sample in enumerate(samples) if number in numbers)
+
+
+def _parquet_rows(path: str, columns: parquet.PairColumns) -> Iterator[Sample]:
+    try:
+        yield from itertools.starmap(
+            Sample, parquet.samples(path, columns, RetryPolicy(), whole=True)
+        )
+    except ShardError as error:
+        raise UserError(f"{path} cannot be read ({error}): fetch or write it again") from error
 
 
 def origin_of(sample: Sample) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 
 from open_clip_zerovl.data.captions import captions_of, member_of
 from open_clip_zerovl.data.names import field_names
-from open_clip_zerovl.data.parquet import samples
+from open_clip_zerovl.data.parquet import PairColumns, samples
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.stats import Fault
 from open_clip_zerovl.shards.cache import ShardCache
@@ -78,40 +78,58 @@ class ShardReader:
                 except Unreachable as error:
                     raise unreadable(error) from error
             if is_parquet(url) and (columns := self.source.columns) is not None:
-                size, whole = self.source.sizes[shard], "json" in self._wanted
-                with closing(
-                    samples(path or url, columns, self.policy, start, size, whole=whole)
-                ) as rows:
-                    yield from (self._member(key, members) for key, members in rows)
+                yield from self._of_parquet(path or url, columns, shard, start)
                 return
             if path is not None:
                 try:
                     yield from self._of_tar(path, shard, start)
                     return
-                except (
-                    tarfile.ReadError
-                ) as error:  # compressed, or not a tar; streaming reads it or raises
-                    if self.source.picked is not None:
-                        raise ShardError("unreadable shard", str(error)) from error
-            yield from self._streamed(url, start, self.source.sizes[shard])
+                except tarfile.ReadError:
+                    pass  # compressed, or not a tar; streaming reads it or raises
+            yield from self._streamed(url, shard, start)
 
-    def _streamed(self, url: str, start: int, size: int) -> Iterator[Member]:
+    def _picked(self, shard: int) -> np.ndarray | None:
+        """The numbers of the source's samples in a shard; None for all."""
+        source = self.source
+        if source.picked is None:
+            return None
+        return source.picked[source.starts[shard] : source.starts[shard + 1]]
+
+    def _of_parquet(
+        self, file: str, columns: PairColumns, shard: int, start: int
+    ) -> Iterator[Member]:
+        """`members` of a parquet file."""
+        numbers, size, whole = (
+            self._picked(shard),
+            self.source.sizes[shard],
+            "json" in self._wanted,
+        )
+        first, end = (start, size) if numbers is None else (0, 0)
+        if numbers is not None and start < len(numbers):
+            first, end = int(numbers[start]), int(numbers[-1]) + 1
+        wanted = None if numbers is None else frozenset(numbers.tolist())
+        with closing(samples(file, columns, self.policy, first, end, whole=whole)) as rows:
+            for number, (key, members) in enumerate(rows, start=first):
+                if wanted is None or number in wanted:
+                    yield self._member(key, members)
+
+    def _streamed(self, url: str, shard: int, start: int) -> Iterator[Member]:
         """`members` of any tar, read from its first byte on."""
-        number = -1
+        numbers, seen = self._picked(shard), 0
+        wanted = None if numbers is None else frozenset(numbers.tolist())
         with closing(stream_samples(url, policy=self.policy, wanted=self._wanted)) as samples:
             for number, (key, members) in enumerate(samples):
-                if number >= start:
+                if wanted is not None and number not in wanted:
+                    continue
+                seen += 1
+                if seen > start:
                     yield self._member(key, members)
-        _require(number + 1, size)
+        _require(seen, self.source.sizes[shard])
 
     def _of_tar(self, path: str, shard: int, start: int) -> Iterator[Member]:
         """`members` of a plain local tar. tarfile.ReadError for another one, before anything is yielded."""
         source, size = self.source, self.source.sizes[shard]
-        own = (
-            None
-            if source.picked is None
-            else source.picked[source.starts[shard] : source.starts[shard + 1]]
-        )
+        own = self._picked(shard)
         if self._wanted != WANTED or (start == 0 and own is None and source.captions != "all"):
             return self._by_headers(path, own, start, size)
         return self._by_index(path, own, start, size)

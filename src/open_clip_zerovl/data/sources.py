@@ -42,6 +42,7 @@ from open_clip_zerovl.data.names import (
     is_captions,
 )
 from open_clip_zerovl.data.parquet import PairColumns, open_files
+from open_clip_zerovl.data.selection import Selection, load_selection
 from open_clip_zerovl.data.sizes import listed_sizes
 from open_clip_zerovl.data.table import EXTENSIONS, CsvFormat, CsvTable, block_sizes, open_table
 from open_clip_zerovl.shards.index import open_index
@@ -68,7 +69,7 @@ class Source:
         table: the scanned table, of a source that is one.
         captions: of CAPTIONS, for images with several; FIELD=SHARE,... (`names.caption_fields`); None shows the whole text of a
             sample.
-        picked: for a cluster in shards that also hold samples of other clusters, as `clusters.Cluster.picked`; None for a
+        picked: for a cluster or a selection in shards that also hold other samples, as `clusters.Cluster.picked`; None for a
             source that has all samples of its shards.
         neighbours: near samples, of a clustering that is opened as one source.
         columns: those of its parquet files; None without such files.
@@ -193,6 +194,9 @@ def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Sour
     path = found.path
     if found.kind == "clusters":
         return (_open_neighbours if how.neighbours else _open_clusters)(name, found, how)
+    if found.kind == "selection":
+        source = _open_selection(load_selection(path), how)
+        return name or source.name, [replace(source, name=name or source.name)]
     if found.kind == "annotations" or (found.kind == "table" and found.beside is not None):
         raise UserError(
             f"{pattern!r} names annotations, which `zerovl retrieval` and --retrieval-data take; a source is a folder of "
@@ -222,6 +226,57 @@ def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Sour
         check_openable(shard)
     name = name or _folder_name(shards[0])
     return name, [_of_shards(name, shards, found.beside, how)]
+
+
+def _open_selection(selection: Selection, how: _Opening) -> Source:
+    match = NAME.fullmatch(selection.data)
+    name, pattern = (match["name"], match["shards"]) if match else (None, selection.data)
+    _, opened = _open(name, pattern, how)
+    source = next((one for one in opened if one.name == selection.source), None)
+    if source is None:
+        raise UserError(f"{selection.data} has no source {selection.source!r} any more")
+    selection.check(source.shards)
+    return without(source, np.array(selection.left_out, dtype=np.int64))
+
+
+def without(source: Source, left_out: np.ndarray) -> Source:
+    """A source without the samples of these numbers, ascending; of a table without the samples of these rows.
+
+    Raises:
+        UserError: no sample is left, or each caption of the source's shards is a sample of its own.
+    """
+    if source.table is not None:
+        table = source.table.without(left_out)
+        part = replace(_of_table(source.name, table, source.captions), weight=source.weight)
+        count = len(table)
+    else:
+        _require_countable(source.name, source.captions)
+        numbers = source.picked
+        if numbers is None:
+            numbers = np.concatenate([np.arange(size, dtype=np.int32) for size in source.sizes])
+        rest = np.ones(source.num_samples, dtype=bool)
+        rest[left_out] = False
+        sizes = np.add.reduceat(np.append(rest, False), source.starts[:-1]).astype(int)
+        sizes[np.array(source.sizes) == 0] = 0
+        shards = tuple(shard for shard, size in zip(source.shards, sizes, strict=True) if size)
+        kept_sizes = tuple(size for size in sizes.tolist() if size)
+        part = replace(source, shards=shards, sizes=kept_sizes, picked=numbers[rest])
+        count = int(rest.sum())
+    if not count:
+        raise UserError(
+            f"all pictures of source {source.name!r} are held out; give it more pictures, or leave the source out"
+        )
+    return part
+
+
+def _require_countable(name: str, captions: str | None) -> None:
+    """UserError for captions="all" and a source that has some samples of its shards."""
+    if captions == "all":
+        raise UserError(
+            f"'--captions all' cannot count the captions of source {name!r}, whose shards hold samples of other sources, or "
+            "held-out ones, too; write them as shards of their own (`zerovl cluster --reshard`, `zerovl data pack "
+            "--test-share`), or give '--captions one-per-epoch'"
+        )
 
 
 def _open_neighbours(
@@ -257,13 +312,8 @@ def _open_clusters(
             found.append(_of_shards(of_cluster, cluster.shards, None, how))
         elif table is not None:
             found.append(_of_table(of_cluster, table.part(cluster.picked), how.captions))
-        elif how.captions == "all":
-            raise UserError(
-                f"'--captions all' cannot count the captions of source {of_cluster!r}, a cluster whose shards hold other "
-                "samples too; write the clusters as shards of their own with `zerovl cluster --reshard`, or give '--captions "
-                "one-per-epoch'"
-            )
         else:
+            _require_countable(of_cluster, how.captions)
             found.append(
                 Source(
                     of_cluster,

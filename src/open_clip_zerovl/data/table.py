@@ -107,6 +107,15 @@ class CsvTable:
         assert len(self.members) == len(self.ends)
         return replace(self, members=self.members[samples], ends=np.arange(1, len(samples) + 1))
 
+    def without(self, rows: np.ndarray) -> CsvTable:
+        """The table without the samples that have one of these rows."""
+        lengths = np.diff(self.ends, prepend=0)
+        sample_of = np.repeat(np.arange(len(self)), lengths)
+        gone = np.zeros(len(self), dtype=bool)
+        gone[sample_of[np.isin(self.members, rows)]] = True
+        members = self.members[~gone[sample_of]]
+        return replace(self, members=members, ends=np.cumsum(lengths[~gone]))
+
     def samples(self, begin: int = 0, end: int | None = None) -> Iterator[TableSample]:
         """Samples `begin` .. `end` - 1, read from the file.
 

@@ -1,4 +1,4 @@
-"""The pairs of a fine-tuning: training sources, held-out sets, and two checks of them.
+"""The pairs of a fine-tuning: training sources and held-out sets.
 
 `--data` is named sources, as `--train-data` takes them, or a folder:
 
@@ -13,32 +13,26 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import did_you_mean, regular_file
+from open_clip_zerovl.core.files import did_you_mean
+from open_clip_zerovl.core.identity import stamp_of
 from open_clip_zerovl.data.labelled import ProbeSet
 from open_clip_zerovl.data.names import CLASS_NAMES, NAME, is_named
 from open_clip_zerovl.data.retrieval import (
-    RetrievalSample,
     RetrievalSet,
     open_retrieval_set,
     parse_retrieval_data,
 )
-from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import EXTENSIONS
-from open_clip_zerovl.shards.index import caption_lines, open_index
+from open_clip_zerovl.shards.index import caption_lines
 from open_clip_zerovl.shards.members import (
     TEXT_EXTENSION,
     Sample,
-    ShardError,
-    image_of,
-    indexed_members,
 )
 from open_clip_zerovl.shards.urls import local_path
 
@@ -135,113 +129,19 @@ def open_sources(train_data: str) -> tuple[Source, ...]:
     return parse_sources(train_data, captions=CAPTIONS)
 
 
-def all_samples(source: Source) -> Iterator[tuple[Sample, bytes, list[str]]]:
-    """The samples of a source that have a picture and a caption: (sample, picture, captions). UserError as `samples_of`."""
-    for shard in range(len(source.shards)):
-        for sample in samples_of(source, shard):
-            picture = image_of(sample.files)
-            lines = caption_lines(sample.files.get(TEXT_EXTENSION, b""))
-            captions = [line.decode("utf-8", errors="replace") for line in lines]
-            if picture is not None and captions:
-                yield sample, picture, captions
+def captions_of(sample: Sample) -> list[str]:
+    """The captions of a sample, a line each."""
+    lines = caption_lines(sample.files.get(TEXT_EXTENSION, b""))
+    return [line.decode("utf-8", errors="replace") for line in lines]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Pictures that are both trained on and tested on
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def digest_of(picture: bytes, seed: int = 0) -> bytes:
-    """A picture's identity: a hash of its bytes, another one for each seed."""
-    return blake2b(picture, digest_size=16, key=str(seed).encode()).digest()
-
-
-def places_of(dataset: RetrievalSet | ProbeSet) -> list[RetrievalSample]:
-    """The pictures of a set as ranges of bytes; those of a labelled set have no captions."""
-    if isinstance(dataset, RetrievalSet):
-        return dataset.samples
-    files = [Path(file) for file in dataset.files]
-    shards = [file for file in files if file.suffix == ".tar"]
-    places = [RetrievalSample(file.name, (), file) for file in files if file.suffix != ".tar"]
-    for shard, key, members, _ in indexed_members(shards, "cls"):
-        if (place := image_of(members)) is not None:
-            places.append(RetrievalSample(key, (), shard, *place))
-    return places
-
-
-def mark_of(dataset: RetrievalSet | ProbeSet) -> str:
-    """A digest of the names, sizes and times of the files with a set's pictures."""
-    digest = blake2b(digest_size=16)
-    for file in dict.fromkeys(
-        dataset.files if isinstance(dataset, ProbeSet) else (one.file for one in dataset.samples)
-    ):
-        status = os.stat(file) if os.path.exists(file) else None  # None: a link to nothing
-        digest.update(f"{file} {status and (status.st_size, status.st_mtime_ns)}\n".encode())
-    return digest.hexdigest()
-
-
-def refuse_test_pictures(
-    sources: Sequence[Source], sets: Mapping[str, RetrievalSet | ProbeSet]
-) -> None:
-    """Compare the bytes of the pictures; only training pictures as large as one of a set are read.
-
-    Raises:
-        UserError: a set has pictures that are trained on.
-    """
-    of_set: dict[bytes, tuple[str, str]] = {}
-    places = {name: places_of(dataset) for name, dataset in sets.items()}
-    for name, samples in places.items():
-        for sample in samples:
-            with regular_file(sample.file) as file:
-                file.seek(sample.offset_bytes)
-                of_set.setdefault(digest_of(file.read(sample.size_bytes)), (name, sample.key))
-    lengths = {_size(sample) for samples in places.values() for sample in samples}
-    seen: dict[str, list[tuple[str, str]]] = {}  # set -> (its key, where it is trained on)
-    for source in sources:
-        for where, picture in _pictures(source, lengths):
-            if (found := of_set.pop(digest_of(picture), None)) is not None:
-                seen.setdefault(found[0], []).append((found[1], where))
-    for name, pictures in seen.items():
-        key, where = pictures[0]
-        raise UserError(
-            f"{len(pictures)} of the {len(sets[name])} pictures of {name} are trained on (first: {key}, in {where}), so that "
-            "its scores would measure memorisation; take them out of the training data"
-        )
-
-
-def _size(sample: Any) -> int:
-    return (
-        sample.size_bytes
-        if sample.size_bytes >= 0
-        else sample.file.stat().st_size - sample.offset_bytes
-    )
-
-
-def _pictures(source: Source, lengths: set[int]) -> Iterator[tuple[str, bytes]]:
-    """(where it lies, bytes) of a source's pictures of one of these lengths."""
-    if source.table is not None or source.picked is not None or source.columns is not None:
-        for sample, picture, _ in all_samples(source):
-            if len(picture) in lengths:
-                yield f"{sample.key} of source {source.name}", picture
-        return
-    for shard in source.shards:
-        path = local_path(shard)
-        if path is None:
-            raise UserError(
-                f"shard {shard} is remote, and its pictures cannot be compared with those of the test sets; copy the "
-                "shards here, or give --skip-overlap"
-            )
-        try:
-            index = open_index(path)
-        except (ShardError, OSError) as error:
-            raise UserError(
-                f"shard {shard} of source {source.name!r} cannot be read ({error})"
-            ) from error
-        with open(path, "rb") as file:
-            for number, (offset, size) in enumerate(index.image.tolist()):
-                if offset >= 0 and size in lengths:
-                    file.seek(offset)
-                    yield f"sample {index.key(number)} of {shard}", file.read(size)
+def files_of(dataset: RetrievalSet | ProbeSet) -> list[Any]:
+    """Name, size and time of each file with a set's pictures."""
+    if isinstance(dataset, ProbeSet):
+        files = [os.fspath(file) for file in dataset.files]
+    else:
+        files = [os.fspath(sample.file) for sample in dataset.samples]
+    return [[file, stamp_of(file)] for file in dict.fromkeys(files)]
 
 
 def all_classes(data: str) -> bool:

@@ -3,10 +3,9 @@
 Files of the output folder, in the order in which they are made:
 
     request.json                     the arguments and a digest of the model; a later call with the same ones continues
-    data/                            a held-out part and the rest, where the data brings no held-out set
+    data/                            the pictures that are held out, and lists of the samples to train on (`split`)
     teacher/                         with --keep-teacher: embeddings of all pairs by the model before
     before/                          the model it starts from, unless an exported folder was given
-    compared.json                    the sets whose pictures are not among those to train on, and the files of both
     settings.json                    every flag of the training with its reason
     run/, training.log               the training's own folder and its output
     model/                           the chosen model, for open_clip's local-dir:, with its interpolation.json, .png, .html
@@ -36,9 +35,7 @@ from open_clip_zerovl.core.launch import visible_gpus
 from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.data.labelled import ProbeSet
 from open_clip_zerovl.data.retrieval import RetrievalSet
-from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.words import WordAugment
-from open_clip_zerovl.embeddings.fingerprint import describe_source
 from open_clip_zerovl.embeddings.sources import cut_captions
 from open_clip_zerovl.evaluate.interpolation.curve import require_possible
 from open_clip_zerovl.evaluate.retrieval.metrics import recall_bounds
@@ -60,7 +57,7 @@ from open_clip_zerovl.finetune.proposal import (
     split_batch,
 )
 from open_clip_zerovl.finetune.request import Prepared, Request, Say, digest_of_model
-from open_clip_zerovl.finetune.split import SPLIT_FILE, split_off
+from open_clip_zerovl.finetune.split import hold_out
 from open_clip_zerovl.finetune.training import Training, train
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR
 from open_clip_zerovl.models.long_context import CONSTANT, lengthen
@@ -68,7 +65,7 @@ from open_clip_zerovl.recipe.arguments import Settings, as_arguments
 from open_clip_zerovl.report.bounds import LOW_BEST, best_sentence
 from open_clip_zerovl.report.plot import require_matplotlib
 
-REQUEST, COMPARED, SETTINGS = "request.json", "compared.json", "settings.json"
+REQUEST, SETTINGS = "request.json", "settings.json"
 MODEL = "digest of the model"  # in REQUEST
 
 
@@ -139,8 +136,7 @@ def _same_request(request: Request) -> None:
         # Nothing was trained: the call ended with a mistake, and this one is perhaps its correction.
         for made in ("data", "before", "teacher"):
             shutil.rmtree(request.out / made, ignore_errors=True)
-        for made in (COMPARED, SETTINGS):
-            (request.out / made).unlink(missing_ok=True)
+        (request.out / SETTINGS).unlink(missing_ok=True)
         write_atomically(file, json.dumps(asked, indent=2) + "\n")
         return
     for name in ("--model-name", "--text-model"):  # which an earlier version has not stored
@@ -179,52 +175,29 @@ def _prepare(request: Request, say: Say) -> Prepared:
     check_keeping(request)
     require_possible(request.rule, bool(request.kept))
     found = pairs.find_data(request.data)
-    notes = []
-    new = request.retrieval_data or found.held_out
-    if not new:
-        if not (request.out / "data" / SPLIT_FILE).is_file():
-            say("no held-out set came with the data: a part of its pictures is split off")
-        found = split_off(
-            pairs.open_sources(found.train_data), request.out / "data", seed=request.seed
-        )
-        new = found.held_out
-        notes.append(
-            f"Held out: a part of the data, split off by picture with seed {request.seed}."
-        )
-    sources, train_data, factors = with_old_pairs(request, found.train_data)
-    notes += keeping_notes(request, sources, factors)
-    labelled = labelled_sets(
-        new, request.zero_shot_data
-    )  # a mistake ends the call here, not after hours of training
-    tested: dict[str, RetrievalSet | ProbeSet] = {
-        **pairs.sets_of("::".join(filter(None, (new, request.kept))))
-    }
-    if request.zero_shot_data:
+    given = request.retrieval_data or found.held_out
+    old_data = None if request.keep_data is None else pairs.find_data(request.keep_data).train_data
+    scored = "::".join(filter(None, (given, request.kept)))
+    tested: dict[str, RetrievalSet | ProbeSet] = {**pairs.sets_of(scored)} if scored else {}
+    if request.zero_shot_data:  # a mistake ends the call here, not after hours of training
+        labelled = labelled_sets(given, request.zero_shot_data)
         tested |= {f"--zero-shot-data {name}": one.images for name, one in labelled.items()}
-    _compare_pictures(request, sources, tested, say)
+    split = hold_out(
+        found.train_data,
+        given,
+        request.out / "data",
+        seed=request.seed,
+        model=request.start.model,
+        old_data=old_data,
+        sets=tested,
+        compare=request.compare_pictures,
+        say=say,
+    )
+    labelled_sets(split.new, request.zero_shot_data)
+    sources, train_data, factors = with_old_pairs(request, split.train_data, split.old_data)
+    notes = [*split.notes, *keeping_notes(request, sources, factors)]
     before = _before(request, say)
-    return Prepared(before, train_data, new, sources, tuple(notes), factors)
-
-
-def _compare_pictures(
-    request: Request,
-    sources: Sequence[Source],
-    sets: Mapping[str, RetrievalSet | ProbeSet],
-    say: Say,
-) -> None:
-    """Refuse test pictures that are trained on, once for the same files of both."""
-    if not request.compare_pictures:
-        return
-    file = request.out / COMPARED
-    compared = {
-        "sets": {name: pairs.mark_of(one) for name, one in sets.items()},
-        "sources": [describe_source(source) for source in sources],
-    }
-    if _read(file) == json.loads(json.dumps(compared)):
-        return
-    say(f"comparing the pictures of {', '.join(sets)} with those to train on")
-    pairs.refuse_test_pictures(sources, sets)
-    write_atomically(file, json.dumps(compared) + "\n")
+    return Prepared(before, train_data, split, sources, tuple(notes), factors)
 
 
 def _before(request: Request, say: Say) -> str:

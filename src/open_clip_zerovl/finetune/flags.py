@@ -57,5 +57,7 @@ class FinetuneFlags:
     )
     seed: int = flag(0, "seed of the split and the training", kind=seed)
     compare_pictures: bool = flag(
-        True, "do not look for held-out pictures among those to train on", option="--skip-overlap"
+        True,
+        "also train on pictures of the given held-out sets, without looking for them",
+        option="--skip-overlap",
     )

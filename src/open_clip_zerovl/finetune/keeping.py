@@ -19,7 +19,6 @@ from open_clip_zerovl.core.flags import key_value
 from open_clip_zerovl.data.names import PIXEL_PATH
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.distill.embed import TeacherSettings, embed_sources
-from open_clip_zerovl.finetune import data as pairs
 from open_clip_zerovl.finetune.request import Prepared, Request, Say
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR
 from open_clip_zerovl.recipe.arguments import Settings
@@ -52,7 +51,9 @@ def check_keeping(request: Request) -> None:
             )
 
 
-def with_old_pairs(request: Request, train_data: str) -> tuple[tuple[Source, ...], str, str | None]:
+def with_old_pairs(
+    request: Request, train_data: str, old_data: str | None
+) -> tuple[tuple[Source, ...], str, str | None]:
     """(sources, `--train-data`, `--train-data-upsampling-factors`) of the new pairs and of --keep-data, with their weights.
 
     The samples are those of the training: with --set captions=all each caption of a picture is one.
@@ -61,9 +62,8 @@ def with_old_pairs(request: Request, train_data: str) -> tuple[tuple[Source, ...
         UserError: old pairs that cannot be opened, or with the name of a new source.
     """
     new = parse_sources(train_data, captions=request.captions)
-    if request.keep_data is None:
+    if old_data is None:
         return new, train_data, None
-    old_data = pairs.find_data(request.keep_data).train_data
     old = parse_sources(old_data, captions=request.captions)
     share = request.share_kept
     weight = (

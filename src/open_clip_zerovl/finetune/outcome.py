@@ -13,6 +13,7 @@ from open_clip_zerovl.checkpoints.between import Ends, open_ends
 from open_clip_zerovl.checkpoints.export import loading_notes
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.data.held_out import TRAINED_ON, as_keys, trained_on, write_trained_on
 from open_clip_zerovl.data.names import CLASS_NAMES
 from open_clip_zerovl.data.retrieval import parse_retrieval_data
 from open_clip_zerovl.evaluate.accuracy import in_percent as shares_of
@@ -73,6 +74,10 @@ def write_outcome(
     classes = labelled_sets(prepared.new) if pairs.all_classes(prepared.new) else {}
     curve = score_curve(ends, scorer, asked, classes=classes, say=say)
     model = write_between(ends, curve.chosen.alpha, out / "model", curve=curve, force=True)
+    split = prepared.split
+    (model / TRAINED_ON).unlink(missing_ok=True)
+    if split.trained is not None:
+        write_trained_on(model, split.trained, trained_on([request.start.model]))
     shown: list[GallerySet] = []
     for name, dataset in pairs.sets_of(prepared.new).items():
         for label, point in (("before", curve.points[0]), ("chosen", curve.chosen)):
@@ -89,6 +94,7 @@ def write_outcome(
     table = before_after(curve, notes)
     content = {
         **request.of_training(),
+        "held_out": as_keys(split.held_out),
         "best epoch": epoch,
         "checkpoint": str(checkpoint),
         "epochs": {str(number): score for number, score in training.scores().items()},

@@ -17,6 +17,7 @@ from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.evaluate.settings import CurveFlags
 from open_clip_zerovl.finetune.data import CAPTIONS
 from open_clip_zerovl.finetune.flags import FinetuneFlags
+from open_clip_zerovl.finetune.split import Split
 from open_clip_zerovl.models.local_dir import LOCAL_DIR
 from open_clip_zerovl.recipe.arguments import Settings
 
@@ -126,7 +127,8 @@ class Prepared:
 
     Attributes:
         before: the model as a folder.
-        train_data, new: for `--train-data` and `--retrieval-data`.
+        train_data: for `--train-data`.
+        split: the held-out sets, and the pictures of both sides.
         sources: opened.
         notes: sentences for the report.
         factors: for `--train-data-upsampling-factors`: a weight for each source of old pairs.
@@ -134,7 +136,12 @@ class Prepared:
 
     before: str
     train_data: str
-    new: str
+    split: Split
     sources: tuple[Source, ...]
     notes: tuple[str, ...]
     factors: str | None = None
+
+    @property
+    def new(self) -> str:
+        """The held-out sets, for `--retrieval-data`."""
+        return self.split.new

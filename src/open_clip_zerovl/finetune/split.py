@@ -1,36 +1,77 @@
-"""Splits a held-out part off pairs that bring none, by picture: all samples of a picture are on one side.
+"""Holds pictures out of a fine-tuning by a list: all samples of a picture are on one side, and no shard is copied.
 
-    OUT/NAME/train-00000.tar, sizes.json       the remaining samples of each source
-    OUT/held-out/test/0.tar ...                the held-out pictures with all their captions, in CLIP_benchmark's layout
-    OUT/split.json                             written last
-
-Which pictures are held out follows from a hash of seed and bytes, so that the same data gives the same split in any order. The
-shards are copies: a picture cannot be left out of a tar.
+OUT/data/pictures/NAME-HASH.npz       the identity of each sample's picture (`data.held_out`), for a later call
+OUT/data/NAME.selection.json          a source without the samples whose pictures are held out
+OUT/data/held-out/test/0.tar ...      where no held-out set was given: a part of the pictures with all their captions, in
+                                      CLIP_benchmark's layout
+OUT/data/split.json                   written last
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
-from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import free_space, write_atomically
-from open_clip_zerovl.data.held_out import MOST_HELD_OUT, held_out_count
+import numpy as np
+
+from open_clip_zerovl.core.durations import duration
+from open_clip_zerovl.core.files import atomic_file, read_arrays, write_atomically
+from open_clip_zerovl.core.identity import digest_of
+from open_clip_zerovl.core.processes import usable_cores
+from open_clip_zerovl.data.held_out import (
+    Identities,
+    as_keys,
+    draw_held_out,
+    identity_of,
+    seen_sentence,
+    trained_on,
+)
+from open_clip_zerovl.data.images import decode_image
+from open_clip_zerovl.data.labelled import ProbeSet
 from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES
+from open_clip_zerovl.data.retrieval import RetrievalSet, parse_retrieval_data
+from open_clip_zerovl.data.samples import samples_of
+from open_clip_zerovl.data.selection import Selection, marks_of, save_selection
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.embeddings.fingerprint import describe_source
-from open_clip_zerovl.finetune.data import HELD_OUT, Found, all_samples, digest_of
-from open_clip_zerovl.shards.members import Sample
-from open_clip_zerovl.shards.writing import SIZES_FILE, write_retrieval_set, write_shard
+from open_clip_zerovl.finetune.data import HELD_OUT, captions_of, files_of, open_sources
+from open_clip_zerovl.shards.members import Sample, image_of
+from open_clip_zerovl.shards.pictures import BadPicture
+from open_clip_zerovl.shards.writing import write_retrieval_set
 
 SPLIT_FILE = "split.json"
 HELD_OUT_SHARE = 0.1  # of the pictures
-SHARD_SAMPLES = 10_000
+_AT_ONCE = 256  # pictures in memory
+_ANNOUNCED = 2_000  # pictures from which on their decoding is announced
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Training data and held-out sets of a fine-tuning.
+
+    Attributes:
+        train_data: for `--train-data`, without the samples whose pictures are held out.
+        old_data: the same of the old pairs; None without them.
+        new: the held-out sets, as `parse_retrieval_data` reads them.
+        held_out: the identities of their pictures.
+        trained: of the pictures that are trained on; None if they were not looked at.
+        notes: sentences for the report.
+    """
+
+    train_data: str
+    old_data: str | None
+    new: str
+    held_out: Identities
+    trained: Identities | None
+    notes: tuple[str, ...]
 
 
 @dataclass
@@ -42,123 +83,236 @@ class HeldOut:
     label: bytes | None = None
 
 
-def split_off(
-    sources: Sequence[Source],
+def hold_out(
+    train_data: str,
+    new: str,
     out: Path,
     *,
     seed: int,
+    model: str,
+    old_data: str | None = None,
+    sets: Mapping[str, RetrievalSet | ProbeSet] | None = None,
     share: float = HELD_OUT_SHARE,
-    most: int = MOST_HELD_OUT,
-) -> Found:
-    """Write the split, or find the one that an earlier call has finished.
+    compare: bool = True,
+    say: Say = lambda line: None,
+) -> Split:
+    """Hold pictures out of the training data.
 
     Args:
-        sources: with all captions of a picture (`data.open_sources`).
-        share, most: share and largest number of held-out pictures; see `held_out_count`.
+        train_data: components with names.
+        new: the held-out sets; "" draws a share of the pictures of `train_data`.
+        out: folder of the lists.
+        model: the starting model; pictures on which it was trained are not drawn.
+        old_data: further components that are trained on.
+        sets: all sets that are scored; their pictures are not trained on.
+        compare: False trains on pictures of given sets, too.
 
     Raises:
-        UserError: too few pictures, or a disk that holds no copy of the data.
+        UserError: too few pictures, or data that cannot be read.
     """
-    found = Found(
-        "::".join(f"{source.name}={out / source.name}" for source in sources),
-        f"{HELD_OUT}={out / HELD_OUT}",
-    )
-    wanted = {
-        "seed": seed,
-        "share": share,
-        "most": most,
-        "sources": [describe_source(source) for source in sources],
-    }
-    file = out / SPLIT_FILE
-    if file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("of") == wanted:
-        return found
-    digests, total_bytes = _digests(sources, seed)
-    count = held_out_count(len(digests), share, most)
-    _check_space(out, total_bytes)
-    held_out = {digest: HeldOut() for digest in sorted(heapq.nsmallest(count, digests))}
-    shutil.rmtree(out, ignore_errors=True)  # of a call that was killed
-    sizes = {
-        source.name: _write_rest(source, out / source.name, held_out, seed) for source in sources
-    }
-    samples = [
-        Sample(
-            f"{number:06d}",
-            {_suffix(own.picture): own.picture, "txt": "\n".join(own.captions).encode()}
-            | ({} if own.label is None else {"cls": own.label}),
+    seen, notes = trained_on([model]), []
+    held = {name: set_identities(one, out, name) for name, one in (sets or {}).items()}
+    names = parse_retrieval_data(new) if new else {}
+    held_out = [held[name] for name in names if name in held]
+    if new and not compare:
+        return Split(train_data, old_data, new, np.concatenate(held_out), None, ())
+    own = open_sources(train_data)
+    sources = own if old_data is None else open_sources(f"{train_data}::{old_data}")
+    identities = source_identities(sources, out, say)
+    if not new:
+        drawn = draw_held_out(
+            np.concatenate([identities[source.name] for source in own]),
+            seed=seed,
+            share=share,
+            trained_on=seen,
         )
-        for number, own in enumerate(held_out.values())
-    ]
-    write_retrieval_set(out / HELD_OUT, samples)
-    _copy_classes(sources, out)
-    write_atomically(
-        file, json.dumps({"of": wanted, "held out": len(samples), "train": sizes}, indent=2) + "\n"
+        new, held_out = _write_held_out(own, identities, drawn, out), [drawn]
+        notes.append(
+            f"Held out: {len(drawn):,} pictures of the data, by their pixels and seed {seed}."
+        )
+    scored = np.concatenate([*held_out, *held.values()])
+    left_out = {
+        name: np.flatnonzero((rows != 0) & np.isin(rows, scored))
+        for name, rows in identities.items()
+    }
+    count = sum(map(len, left_out.values()))
+    if count and names:
+        notes.append(f"Left out: {count:,} samples, whose pictures are in the sets to score.")
+    if sentence := seen_sentence(scored, seen, model):
+        notes.append(f"{sentence}.")
+    trained = [np.delete(rows, left_out[name]) for name, rows in identities.items()]
+    lists = [_rest_of(data, left_out, out) for data in (train_data, old_data)]
+    return Split(
+        lists[0] or train_data,
+        lists[1],
+        new,
+        np.concatenate(held_out),
+        np.unique(np.concatenate(trained)),
+        tuple(notes),
     )
+
+
+def _rest_of(data: str | None, left_out: Mapping[str, np.ndarray], out: Path) -> str | None:
+    """The components without some samples of their sources; those that lose none stay as they are."""
+    found = []
+    for component in data.split("::") if data else ():
+        sources = open_sources(component)
+        if any(len(left_out[source.name]) for source in sources):
+            found += [
+                _selection(component, source, left_out[source.name], out) for source in sources
+            ]
+        else:
+            found.append(component)
+    return "::".join(found) or None
+
+
+def _selection(component: str, source: Source, samples: np.ndarray, out: Path) -> str:
+    numbers = samples.tolist()
+    if source.table is not None:  # its rows, which other --captions group in another way
+        table = source.table
+        numbers = sorted(row for sample in numbers for row in table.rows_of(sample).tolist())
+    selection = Selection(component, source.name, marks_of(source.shards), numbers)
+    return save_selection(selection, out / f"{source.name}.selection.json")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Identities
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def source_identities(
+    sources: Sequence[Source], out: Path, say: Say = lambda line: None
+) -> dict[str, Identities]:
+    """The identity of each sample's picture, source by source; 0 of a sample without a picture or a caption.
+
+    Raises:
+        UserError: a shard or table that cannot be read.
+    """
+    found: dict[str, Identities] = {}
+    for source in sources:
+
+        def decoded(source: Source = source) -> Identities:
+            return _decoded(_contents(source), source.num_samples, source.name, say)
+
+        found[source.name] = _stored(source.name, describe_source(source), out, decoded)
     return found
 
 
-def _copy_classes(sources: Sequence[Source], out: Path) -> None:
-    """Copy the names and templates of classes beside each source, and beside the held-out set if all sources share them."""
-    places = {source.name: source.class_folder for source in sources}
-    names = {
-        None if place is None else (place / CLASS_NAMES).read_bytes() for place in places.values()
-    }
-    if len(names) == 1:
-        places[HELD_OUT] = next(iter(places.values()))
-    for name, place in places.items():
-        if place is not None:
-            for file in (CLASS_NAMES, TEMPLATES):
-                if (place / file).is_file():
-                    shutil.copyfile(place / file, out / name / file)
+def set_identities(dataset: RetrievalSet | ProbeSet, out: Path, name: str) -> Identities:
+    """The identities of a set's pictures. UserError if one cannot be read."""
+    read = dataset.read_image if isinstance(dataset, RetrievalSet) else dataset.image
+
+    def decoded() -> Identities:
+        with ThreadPoolExecutor(usable_cores()) as pool:
+            rows = pool.map(lambda index: identity_of(read(index)), range(len(dataset)))
+            return np.fromiter(rows, np.int64, len(dataset))
+
+    return _stored(name, files_of(dataset), out, decoded)
 
 
-def _digests(sources: Sequence[Source], seed: int) -> tuple[set[bytes], int]:
-    """The different pictures of all sources, and the bytes of all samples."""
-    digests: set[bytes] = set()
-    total = 0
+def _stored(
+    name: str, description: object, out: Path, decoded: Callable[[], Identities]
+) -> Identities:
+    """Identities that an earlier call has stored for the same files, else new ones."""
+    slug = "".join(letter if letter.isalnum() else "-" for letter in name)
+    file = out / "pictures" / f"{slug}-{digest_of(description)[:16]}.npz"
+    try:
+        return read_arrays(file)["identities"]
+    except (FileNotFoundError, ValueError, KeyError):  # absent, or damaged: its zip has checksums
+        found = decoded()
+    with atomic_file(file) as content:
+        np.savez(content, identities=found)
+    return found
+
+
+def _contents(source: Source) -> Iterator[bytes | None]:
+    """The encoded picture of each sample; None of one without a picture or a caption."""
+    for shard, size in enumerate(source.sizes):
+        count = 0
+        for sample in islice(samples_of(source, shard), size):
+            count += 1
+            yield image_of(sample.files) if captions_of(sample) else None
+        yield from [None] * (size - count)
+
+
+def _decoded(contents: Iterator[bytes | None], count: int, name: str, say: Say) -> Identities:
+    """(n,) the identities of encoded pictures."""
+
+    def one(content: bytes | None) -> int:
+        try:
+            return 0 if content is None else identity_of(decode_image(content))
+        except BadPicture:
+            return 0
+
+    found: list[int] = []
+    begin = time.monotonic()
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        while block := list(islice(contents, _AT_ONCE)):
+            found += pool.map(one, block)
+            if len(found) == _AT_ONCE and count >= _ANNOUNCED:
+                left = (time.monotonic() - begin) * (count - _AT_ONCE) / _AT_ONCE
+                say(f"comparing the pictures of {name} ({count:,} samples), about {duration(left)}")
+    return np.array(found, dtype=np.int64)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The held-out set
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _write_held_out(
+    sources: Sequence[Source], identities: Mapping[str, Identities], drawn: Identities, out: Path
+) -> str:
+    """Write the pictures that were drawn, with the captions of all their samples, or find those of an earlier call."""
+    sets, file = f"{HELD_OUT}={out / HELD_OUT}", out / SPLIT_FILE
+    keys = as_keys(drawn)
+    made_of = digest_of(keys, [describe_source(source) for source in sources])
+    if file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("of") == made_of:
+        return sets
+    shutil.rmtree(out / HELD_OUT, ignore_errors=True)  # of a call that was killed
+    held_out = {identity: HeldOut() for identity in drawn.tolist()}
     for source in sources:
-        for sample, picture, _ in all_samples(source):
-            digests.add(digest_of(picture, seed))
-            total += sum(map(len, sample.files.values())) + 1024  # and headers
-    return digests, total
-
-
-def _check_space(out: Path, total_bytes: int) -> None:
-    place, free = free_space(out)
-    if total_bytes > 0.95 * free:
-        raise UserError(
-            f"holding pictures out copies the data, {total_bytes / 2**30:.1f} GiB, and {place} has {free / 2**30:.1f} GiB "
-            "free; make room, or give a held-out set with --retrieval-data (`zerovl data pack` holds one out while it packs)"
+        _collect(source, identities[source.name], held_out)
+    samples = [
+        Sample(
+            key,
+            {_suffix(one.picture): one.picture, "txt": "\n".join(one.captions).encode()}
+            | ({} if one.label is None else {"cls": one.label}),
         )
+        for key, one in zip(keys, held_out.values(), strict=True)
+    ]
+    write_retrieval_set(out / HELD_OUT, samples)
+    _copy_classes(sources, out / HELD_OUT)
+    write_atomically(file, json.dumps({"of": made_of, "held_out": keys}, indent=1) + "\n")
+    return sets
 
 
-def _write_rest(source: Source, folder: Path, held_out: Mapping[bytes, HeldOut], seed: int) -> int:
-    """Write the samples of a source that are not held out, and collect those that are. Returns the samples written."""
-
-    def rest() -> Iterator[Sample]:
-        for sample, picture, captions in all_samples(source):
-            own = held_out.get(digest_of(picture, seed))
-            if own is None:
-                yield sample
+def _collect(source: Source, rows: Identities, held_out: Mapping[int, HeldOut]) -> None:
+    """Add the pictures and captions of a source's samples to the held-out pictures."""
+    wanted = np.isin(rows, list(held_out))
+    for shard, begin in enumerate(source.starts[:-1].tolist()):
+        if not wanted[begin : begin + source.sizes[shard]].any():
+            continue
+        samples = islice(samples_of(source, shard), source.sizes[shard])
+        for row, sample in enumerate(samples, start=begin):
+            if not wanted[row]:
                 continue
-            own.picture = picture
+            own = held_out[int(rows[row])]
+            own.picture = image_of(sample.files) or b""
             own.label = sample.files.get("cls", own.label)
+            captions = captions_of(sample)
             own.captions += [caption for caption in captions if caption not in own.captions]
 
-    sizes: dict[str, int] = {}
-    waiting = rest()
-    while (first := next(waiting, None)) is not None:
-        name = f"train-{len(sizes):05d}.tar"
-        part = itertools.chain([first], itertools.islice(waiting, SHARD_SAMPLES - 1))
-        # New keys: those of two shards may be alike.
-        sizes[name] = write_shard(
-            folder / name, (replace(one, key=f"{n:06d}") for n, one in enumerate(part))
-        )
-    if not sizes:
-        raise UserError(
-            f"all pictures of source {source.name!r} are held out; give it more pictures, or leave the source out"
-        )
-    write_atomically(folder / SIZES_FILE, json.dumps(sizes, indent=1) + "\n")
-    return sum(sizes.values())
+
+def _copy_classes(sources: Sequence[Source], folder: Path) -> None:
+    """Copy the names and templates of classes beside the held-out set if all sources share them."""
+    places = [source.class_folder for source in sources]
+    names = {None if place is None else (place / CLASS_NAMES).read_bytes() for place in places}
+    if len(names) > 1 or places[0] is None:
+        return
+    for file in (CLASS_NAMES, TEMPLATES):
+        if (places[0] / file).is_file():
+            shutil.copyfile(places[0] / file, folder / file)
 
 
 def _suffix(picture: bytes) -> str:
