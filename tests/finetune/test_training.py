@@ -19,6 +19,7 @@ folder = pathlib.Path(arguments["--logs"], arguments["--name"], "checkpoints")
 folder.mkdir(parents=True, exist_ok=True)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(85))
 done = max([int(path.stem[6:]) for path in folder.glob("epoch_*.pt")], default=0)
+print("Train Epoch: 0 [16/90] Memory: 0.1 GiB ETA: 3 min 20 s", flush=True)
 for epoch, score in list(enumerate(scores, 1))[done:]:
     with open(folder / "results.jsonl", "a") as file:
         scores = {f"{name}_{key}": value for key in ("rsum", "top1") for name, value in (("a", score), ("b", 0.0))}
@@ -58,6 +59,7 @@ def test_the_best_epoch_and_the_newest_checkpoint_are_kept(run):
     assert (
         said.pop(0) == f"training; its lines are in {training.out / module.LOG}"
     )  # else silent for a whole epoch
+    assert said.pop(0) == "about 3 min 20 s left if all 4 epochs are needed"
     assert [line.partition(":")[0] for line in said] == [f"epoch {n} of 4" for n in (1, 2, 3, 4)]
     assert [line.endswith("the best so far") for line in said] == [True, True, False, False]
     assert "RSUM 20.0 on a, b" in said[1]
@@ -69,7 +71,7 @@ def test_the_best_epoch_and_the_newest_checkpoint_are_kept(run):
 def test_classes_are_scored_by_zero_shot_accuracy(run):
     said: list[str] = []
     assert train(run([0.1, 0.4, 0.3], measure="top1"), said.append)[0] == 2
-    assert "zero-shot top-1 20.0 % on a, b" in said[2]
+    assert "zero-shot top-1 20.0 % on a, b" in said[3]
 
 
 def test_training_ends_when_the_score_does_not_rise(run):
@@ -85,7 +87,7 @@ def test_a_call_goes_on_where_one_stopped(run):
         train(run([10, 40], epochs=4, status=85), lambda line: None)
     said: list[str] = []
     assert train(run([10, 40, 50, 20]), said.append)[0] == 3
-    assert said[0] == "going on after epoch 2" and len(said) == 4
+    assert said[0] == "going on after epoch 2" and len(said) == 5  # with the time left
 
 
 def test_a_failed_training_says_its_last_words(run):

@@ -71,7 +71,9 @@ def write_outcome(
     )
     say(f"weights between before and epoch {epoch}, the best:")
     ends = open_ends(scorer, Encoder(str(checkpoint), device="cpu"))
-    classes = labelled_sets(prepared.new) if pairs.all_classes(prepared.new) else {}
+    classes = {}
+    for sets in (prepared.new, request.kept) if pairs.all_classes(prepared.new) else ():
+        classes |= labelled_sets(sets) if sets and pairs.all_classes(sets) else {}
     curve = score_curve(ends, scorer, asked, classes=classes, say=say)
     model = write_between(ends, curve.chosen.alpha, out / "model", curve=curve, force=True)
     split = prepared.split
@@ -158,11 +160,7 @@ def _reading_notes(curve: Curve) -> list[str]:
         notes.append(
             "No --kept set was given, so forgetting was not measured; call again with --kept NAME=SET."
         )
-    if curve.chosen.alpha == 0:
-        notes.append(
-            "No point is better than the model before: more pairs, or another --set lr, may help."
-        )
-    return notes
+    return [*notes, *filter(None, [curve.advice])]
 
 
 def before_after(curve: Curve, notes: Sequence[str]) -> str:

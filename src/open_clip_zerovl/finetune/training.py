@@ -20,6 +20,9 @@ RUN = "run"
 LOG = "training.log"
 SCORES = {"rsum": "RSUM {:.1f}", "top1": "zero-shot top-1 {:.1f} %"}
 _EPOCH = re.compile(r"epoch_(\d+)\.pt")
+_ETA = re.compile(r" ETA: ([^\n]+)\n")
+_ETA_SECONDS = 60.0  # between two lines with the time left
+_TAIL_BYTES = 1 << 16
 _LOOK_SECONDS = 0.5
 
 
@@ -140,11 +143,16 @@ def _run(training: Training, say: Callable[[str], None]) -> None:
     if said:
         say(f"going on after epoch {max(said)}")
     say(f"training; its lines are in {training.out / LOG}")
-    child = start_training(arguments, training.processes, log=training.out / LOG)
-    stopping = False
+    log = training.out / LOG
+    log_begin = log.stat().st_size if log.is_file() else 0
+    child = start_training(arguments, training.processes, log=log)
+    stopping, eta_after = False, 0.0
     try:
         while child.is_running():
             time.sleep(_LOOK_SECONDS)
+            if time.monotonic() > eta_after and (eta := last_eta(log, log_begin)) is not None:
+                say(f"about {eta} left if all {training.epochs} epochs are needed")
+                eta_after = time.monotonic() + _ETA_SECONDS
             _report(training, said, say)
             training.prune()
             if not stopping and training.gave_up() and child.is_running():
@@ -157,6 +165,14 @@ def _run(training: Training, say: Callable[[str], None]) -> None:
     _report(training, said, say)
     if not training.is_over():
         child.check()
+
+
+def last_eta(log: Path, begin_bytes: int) -> str | None:
+    """The time left by the newest line of a training's log after its first `begin_bytes`; None if no line has one."""
+    with open(log, "rb") as file:
+        file.seek(max(begin_bytes, log.stat().st_size - _TAIL_BYTES))
+        found = _ETA.findall(file.read().decode("utf-8", errors="replace"))
+    return found[-1] if found else None
 
 
 def _report(training: Training, said: set[int], say: Callable[[str], None]) -> None:

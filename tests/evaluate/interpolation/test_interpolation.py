@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import open_clip
 import pytest
@@ -131,6 +132,20 @@ def test_the_zero_shot_accuracy_of_classes_chooses():
     lines = curve.table().splitlines()
     assert "n (new, top-1 %)" in lines[0] and "k (kept)" in lines[0]
     assert lines[1].split()[:3] == ["0", "20.0", "300.0"] and lines[-1].split()[1] == "10.0"
+    assert curve.measures == {
+        "RSUM",
+        "top-1 %",
+    }  # two measures: the picture shows shares of the score before
+    classes = [
+        replace(
+            one, accuracies={name: {"top1": 0.3 + 0.1 * one.alpha, "chance": 0.1} for name in "nk"}
+        )
+        for one in rows
+    ]
+    curve = choose(classes, ["n"], ["k"], "mean", kept_share=0.99)
+    assert (
+        curve.measures == {"top-1 %"} and "the zero-shot top-1 on new and on kept" in curve.reason
+    )
 
 
 ROWS = ((0, 100, 300), (0.25, 180, 299), (0.5, 240, 290), (0.75, 260, 250), (1, 260, 200))
@@ -147,6 +162,22 @@ def test_rules(rule, share, alpha):
     assert curve.reason.startswith(f"alpha {alpha:g} has the best")
     line = next(line for line in curve.table().splitlines() if line.endswith("chosen"))
     assert line.split()[0] == f"{alpha:g}"
+
+
+@pytest.mark.parametrize(
+    ("rows", "rule", "advice"),
+    [
+        (((0, 38.9, 100), (1, 44.4, 87.6)), None, "Alpha 1 gains 5.5 on the new sets and keeps 88 % of the old: --keep 0.87"),
+        (((0, 38.9, 100), (1, 44.4, 87.6)), "new", None),
+        (((0, 38.9, 100), (1, 44.4, 99.5)), None, None),
+        (((0, 38.9, 100), (1, 38.9, 120)), None, "No point is better than the model before: more pairs, or another --set lr"),
+        (((0, 38.9, 0), (1, 44.4, -1)), None, "Alpha 1 gains 5.5 on the new sets: --rule new takes it."),
+    ],
+)  # fmt: skip
+def test_advice_where_the_rule_keeps_the_model_before(rows, rule, advice):
+    """A better point was called "No point is better": its gain and its price are said instead."""
+    found = choose(points(*rows), ["n"], ["k"], rule, kept_share=0.99).advice
+    assert found == advice or (advice is not None and found.startswith(advice))
 
 
 def test_rules_without_kept_sets():

@@ -1,7 +1,8 @@
 """Scores of the models between two ends, and the rule that chooses one of them.
 
 A point's `new` is the mean score of the sets of the new ability, `kept` that of the kept sets. The score
-of a set is its RSUM; of classes, whose pictures share captions, it is zero-shot top-1 in percent.
+of a set is its RSUM; where all new (or all kept) sets have classes, whose pictures share captions, it is zero-shot top-1 in
+percent.
 """
 
 from __future__ import annotations
@@ -103,6 +104,32 @@ class Curve:
         return f"{self.reason[0].upper()}{self.reason[1:]}."
 
     @property
+    def advice(self) -> str | None:
+        """A sentence on the best point on the new sets, if the rule has not chosen it or it is the model before."""
+        before = self.points[0]
+        best = max(self.points, key=lambda point: (point.mean_score(self.new), -point.alpha))
+        if best.alpha == 0:
+            return "No point is better than the model before: more pairs, or another --set lr, may help."
+        if best is self.chosen or not self.kept:
+            return None
+        gain = best.mean_score(self.new) - before.mean_score(self.new)
+        share = best.mean_score(self.kept) / (before.mean_score(self.kept) or math.nan)
+        return (
+            f"Alpha {best.alpha:g} gains {gain:.1f} on the new sets and keeps {100 * share:.0f} % of the old: "
+            f"--keep {math.floor(100 * share) / 100:g} or --rule new takes it, and fine-tuning with --keep-data forgets less."
+            if math.isfinite(share)
+            else f"Alpha {best.alpha:g} gains {gain:.1f} on the new sets: --rule new takes it."
+        )
+
+    @property
+    def measures(self) -> set[str]:
+        """The measures of the scores: "RSUM", "top-1 %", or both."""
+        return {
+            "top-1 %" if name in self.chosen.accuracies else "RSUM"
+            for name in (*self.new, *self.kept)
+        }
+
+    @property
     def remarks(self) -> list[str]:
         """Sentences on chance and on the best possible score, of the chosen point."""
         return bounds_remarks(self.chosen.metrics)
@@ -158,13 +185,20 @@ class Curve:
         """
         alphas = [point.alpha for point in self.points]
         colours = colours_of(list(self.heads), SOURCE_COLOURS)
+        # Two measures share no axis: each set is then shown relative to the model before.
+        mixed = len(self.measures) > 1
+        unit = {
+            name: (self.points[0].score(name) or math.nan) / 100 if mixed else 1.0
+            for name in self.heads
+        }
         lines = [
-            Line(head, alphas, [point.score(name) for point in self.points], colours[name],
+            Line(head, alphas, [point.score(name) / unit[name] for point in self.points], colours[name],
                  {"marker": "o", "linestyle": "--" if name in self.kept else "-"})
             for name, head in self.heads.items()
         ]  # fmt: skip
         levels = {
-            f"{name}: chance": (self.chosen.chance(name), colours[name]) for name in self.heads
+            f"{name}: chance": (self.chosen.chance(name) / unit[name], colours[name])
+            for name in self.heads
         }
 
         def finish(axes: Any) -> None:
@@ -174,7 +208,7 @@ class Curve:
         return line_chart(
             lines,
             x=f"alpha: 0 before, 1 after fine-tuning; chosen: {self.chosen.alpha:g}",
-            y="RSUM, or top-1 in %" if self.chosen.accuracies else "RSUM",
+            y="% of the score before" if mixed else "".join(self.measures),
             finish=finish,
         )
 
@@ -200,27 +234,30 @@ def choose(
     """
     rule = rule or ("kept" if kept else "new")
     require_possible(rule, bool(kept))
-    of_classes = bool(points[0].accuracies)
+    measures = [
+        "zero-shot top-1" if all(name in points[0].accuracies for name in names) else "RSUM"
+        for names in (new, kept)
+    ]
+    six_times = measures == ["zero-shot top-1", "RSUM"]  # RSUM is the sum of six recalls
     allowed, score = list(points), lambda point: point.mean_score(new)
-    reason = f"the best {'zero-shot top-1' if of_classes else 'mean RSUM'} on the new sets"
+    reason = f"the best {measures[0].replace('RSUM', 'mean RSUM')} on the new sets"
     if rule == "kept":
         least = kept_share * points[0].mean_score(kept)
         allowed = [point for point in points if point.alpha == 0 or point.mean_score(kept) >= least]
+        kept_before = points[0].mean_score(kept)
         reason += (
-            f" among the {len(allowed)} of {len(points)} points that keep at least {100 * kept_share:g} % of the RSUM before "
-            f"on the kept sets ({least:.1f} of {points[0].mean_score(kept):.1f})"
+            f" among the {len(allowed)} of {len(points)} points that keep at least {100 * kept_share:g} % of the "
+            f"{measures[1]} before on the kept sets ({least:.1f} of {kept_before:.1f})"
         )
     elif rule == "mean":
 
         def score(point: Point) -> float:
-            return (6 if of_classes else 1) * point.mean_score(new) + point.mean_score(kept)
+            return (6 if six_times else 1) * point.mean_score(new) + point.mean_score(kept)
 
-        first = (
-            "six times top-1 on the new sets and the RSUM on the kept"
-            if of_classes
-            else "the RSUM on new and on kept"
-        )
-        reason = f"the best mean of {first} sets"  # RSUM is the sum of six recalls in percent
+        both = f"the {measures[1]} on new and on kept"
+        if six_times:
+            both = "six times top-1 on the new sets and the RSUM on the kept"
+        reason = f"the best mean of {both} sets"
     chosen = max(allowed, key=lambda point: (score(point), -point.alpha))
     return Curve(
         tuple(points), tuple(new), tuple(kept), chosen, f"alpha {chosen.alpha:g} has {reason}"

@@ -79,7 +79,7 @@ def score_curve(
 
     Args:
         encoder: how many images at once, by how many loader processes.
-        classes: all new sets as labelled ones; their zero-shot top-1 then chooses.
+        classes: all new sets as labelled ones, whose zero-shot top-1 then chooses; all kept sets too if they have classes.
         say: is called with a line for each point.
 
     Raises:
@@ -197,7 +197,7 @@ def run_interpolation(
             ends, before, settings, say=lambda line: print(line, file=sys.stderr, flush=True)
         )
         alpha = curve.chosen.alpha
-        print(f"{curve.table()}\n{curve.sentence}")
+        print("\n".join(filter(None, (curve.table(), curve.sentence, curve.advice))))
         if not curve.kept:
             print(
                 "No kept set was scored, so that losses of earlier abilities are not measured; give --kept NAME=SET."
