@@ -28,9 +28,9 @@ from torch.nn import functional as F
 from open_clip_zerovl.align.heads import Heads
 from open_clip_zerovl.align.request import Recipe
 from open_clip_zerovl.align.train import chunk_rows, make_loss, make_optimizer, take_step
-from open_clip_zerovl.core.memory import PeakBytes
+from open_clip_zerovl.core.memory import PeakBytes, keep_freed_memory
 from open_clip_zerovl.report.tables import markdown_table
-from scripts.bench.harness import keep_heap, write
+from scripts.bench.harness import write
 
 SEED = 1
 SECONDS = 0.5  # that a way takes at least in a round
@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     device = torch.device(args.device)
     if device.type == "cpu":
-        keep_heap()
+        keep_freed_memory()
     widths = [int(word) for word in args.widths.split(",")]
     rows = [
         row

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from open_clip_zerovl.core.memory import keep_freed_memory
 from open_clip_zerovl.plan.gpus import GPUS
 from open_clip_zerovl.shards.writing import Sample, write_source
 from scripts.bench.harness import (
@@ -42,7 +43,6 @@ from scripts.bench.harness import (
     build,
     decoupled,
     decoupled_and_sorted,
-    keep_heap,
     make_batches,
     open_clip_accumulation,
     peak_bytes,
@@ -199,7 +199,7 @@ def steps(sizes: Sizes, have: Sequence[str], compiled: bool) -> None:
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.benchmark = True
     else:
-        keep_heap()
+        keep_freed_memory()
     mode = "compiled" if compiled else "eager"
     with tempfile.TemporaryDirectory() as scratch:
         name = register(sizes.model, None, 0.1, Path(scratch))

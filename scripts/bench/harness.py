@@ -6,10 +6,8 @@ the gradient of K micro-batches into `.grad`, without an optimizer step.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -348,23 +346,6 @@ def compiled_ways(setup: Setup, steps: int, loss_chunk: int | None) -> dict[str,
 # ---------------------------------------------------------------------------------------------------------------------
 # Measures
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def keep_heap() -> bool:
-    """Let this process keep memory that it frees, as a GPU's caching allocator does. Returns whether it could (glibc only).
-
-    glibc returns the top of the heap to the kernel and requests it again as pages that must be cleared: 28,000 page faults in
-    a step that retains 16 graphs, none in a step that retains one. The times would contain that cost.
-    """
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    trim_threshold, mmap_threshold, largest_mmap_threshold = -1, -3, 32 * 2**20  # malloc.h
-    return bool(
-        mallopt(mmap_threshold, largest_mmap_threshold) and mallopt(trim_threshold, 2**31 - 1)
-    )
 
 
 def seconds(setup: Setup, way: Way, micro_batches: Sequence[MicroBatch], clock: str) -> float:

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from open_clip_zerovl.core.memory import available_bytes
+from open_clip_zerovl.core.memory import available_bytes, keep_freed_memory
 from open_clip_zerovl.report.tables import markdown_table
 from scripts.bench.harness import (
     COMPILED,
@@ -50,7 +50,6 @@ from scripts.bench.harness import (
     compiled_ways,
     counts,
     gradient_errors,
-    keep_heap,
     make_batches,
     peak_bytes,
     plain,
@@ -142,7 +141,7 @@ def measure_rank(rank: int, args: argparse.Namespace, scratch: str) -> None:
     """Measure on one rank; rank 0 writes the results into the folder `scratch`."""
     device = torch.device(args.device, rank) if args.device == "cuda" else torch.device("cpu")
     if device.type == "cpu":
-        keep_heap()
+        keep_freed_memory()
     if args.ranks > 1:
         store = dist.FileStore(os.path.join(scratch, "store"), args.ranks)
         backend = "nccl" if device.type == "cuda" else "gloo"

@@ -17,6 +17,7 @@ from timm.optim import list_optimizers
 
 from open_clip_zerovl.checkpoints.spec import spec_of_run
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.memory import keep_freed_memory
 from open_clip_zerovl.core.rates import warmup_cosine
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
 from open_clip_zerovl.recipe.apply import build_model
@@ -212,6 +213,7 @@ def settle_device(args: argparse.Namespace, *, recipe: bool) -> None:
         logging.warning(
             f"There is no {kind} device here: this run trains on the CPU, as with --device cpu."
         )
+    keep_freed_memory()
     precision = precision_on("cpu", args.precision)
     if precision == args.precision:
         return

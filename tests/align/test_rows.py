@@ -92,7 +92,7 @@ def test_features_are_those_of_the_tower_and_stopped_or_shared_work_ends_with_th
             return stock(self, inputs)
 
         monkeypatch.setattr(FrozenModel, method, counted)
-        monkeypatch.setattr(FrozenModel, "seconds_of", lambda self, timed: (1.0, 1.0))
+        monkeypatch.setattr(rows_module, "estimated_seconds", lambda *_: 1.0)
         with pytest.raises(KeyboardInterrupt):
             embed_tower(
                 tower, sources, tmp_path / "stopped", AlignFlags(encode_batch=20), device=CPU

@@ -37,14 +37,19 @@ from open_clip_zerovl.data.retrieval import parse_retrieval_data
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.distill.embed import view_transform
 from open_clip_zerovl.distill.rows import TeacherRows
-from open_clip_zerovl.embeddings.embed import embed, missing_units, require_room, size_words
+from open_clip_zerovl.embeddings.embed import (
+    embed,
+    estimated_seconds,
+    missing_units,
+    require_room,
+    size_words,
+)
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.fingerprint import describe_source
 from open_clip_zerovl.embeddings.sources import SourceSamples, Views, augmentation_of
 from open_clip_zerovl.embeddings.store import ArraySpec, Manifest, Rows, Store
 
 CAPTIONS = "one-per-epoch"
-_TIMED = 8  # samples whose encoding is timed on a CPU
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -188,9 +193,7 @@ def embed_tower(
     units = missing_units(store, samples.sizes, part)
     left = sum(samples.sizes[file] for unit in units for file in unit)
     if left:
-        timed = batch_size if device.type != "cpu" else min(batch_size, _TIMED)
-        each = views.count if views else 1 if image else captions / max(1, count)
-        seconds = max(frozen.seconds_of(timed)) / timed * left * each
+        seconds = estimated_seconds(frozen, samples, units, batch_size)
         size = size_words(manifest.bytes)
         shown = f" in {views.count} views" if views else ""
         say(

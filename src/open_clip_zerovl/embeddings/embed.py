@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -20,7 +21,7 @@ from tqdm import tqdm
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import free_space
 from open_clip_zerovl.data.workers import read_batches
-from open_clip_zerovl.embeddings.encoder import FrozenModel
+from open_clip_zerovl.embeddings.encoder import CPU_PICTURES, FrozenModel
 from open_clip_zerovl.embeddings.reading import Batch, Batches, Collection, units_of
 from open_clip_zerovl.embeddings.store import Manifest, Store
 
@@ -137,6 +138,31 @@ def require_room(folder: Path, manifest: Manifest) -> None:
             f"the embeddings take {size_words(manifest.bytes)}, and {place} has {size_words(free)} free; take fewer views, or "
             "a larger disk"
         )
+
+
+def estimated_seconds(
+    model: FrozenModel, collection: Collection, units: Sequence[Sequence[int]], batch_size: int
+) -> float:
+    """Seconds in which one process reads and encodes some units, from those of the first batch of the first unit.
+
+    That batch is encoded twice, since the first time warms up; on a CPU as many samples as one forward pass takes.
+    """
+    if model.device.type == "cpu":
+        batch_size = min(batch_size, CPU_PICTURES)
+    eyes = [] if model.eye is None else [model.eye]
+    begin = time.perf_counter()
+    for _ in range(2):
+        begin = time.perf_counter()
+        batch = next(iter(Batches(collection, units[:1], eyes, batch_size)))
+        if isinstance(batch, UserError):
+            return 0.0  # `embed` raises it
+        if batch.pictures:
+            model.images(batch.pictures[0]).cpu()
+        if model.text_tower is not None and batch.captions:
+            model.texts(batch.captions).cpu()
+    seconds = time.perf_counter() - begin
+    left = sum(collection.sizes[file] for unit in units for file in unit)
+    return seconds * left / min(batch_size, left)
 
 
 def size_words(count: int) -> str:
