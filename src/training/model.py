@@ -19,6 +19,7 @@ from open_clip_zerovl.checkpoints.spec import spec_of_run
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.memory import keep_freed_memory
 from open_clip_zerovl.core.rates import warmup_cosine
+from open_clip_zerovl.models.local_dir import LOCAL_DIR
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
 from open_clip_zerovl.recipe.apply import build_model
 from open_clip_zerovl.recipe.flags import RecipeConfig
@@ -63,7 +64,9 @@ def create_model(
                 )
 
     built = build_model(model_name, pretrained, config, seed=args.seed, start=start, **options)
-    begins_trained = bool(pretrained or config.init_from or config.init_image)
+    begins_trained = bool(
+        pretrained or config.init_from or config.init_image or model_name.startswith(LOCAL_DIR)
+    )
     one_source = config.sampling in ("debiased", "sequential")
     locked = getattr(args, "lock_image", False)
     if (begins_trained or one_source) and not locked and batch_norms(built[0]):

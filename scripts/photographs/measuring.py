@@ -1,0 +1,111 @@
+"""Scores of a checkpoint of the study; captions are encoded once, since no run changes the text tower."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from open_clip_zerovl.checkpoints.loading import load_model
+from open_clip_zerovl.data.retrieval import open_retrieval_set
+from open_clip_zerovl.evaluate.retrieval.metrics import retrieval_metrics
+from open_clip_zerovl.evaluate.zero_shot.sets import CLIP_TEMPLATES
+from open_clip_zerovl.models.local_dir import LOCAL_DIR
+
+IMAGES_AT_ONCE = 8
+
+
+def _blocks(items: list, size: int) -> Iterator[list]:
+    for begin in range(0, len(items), size):
+        yield items[begin : begin + size]
+
+
+class Measuring:
+    """The sets of a study with their captions' features, kept in a file.
+
+    Args:
+        study: the folder of the study; `texts.pt` in it holds the features.
+    """
+
+    def __init__(self, study: Path) -> None:
+        self.study = study
+        self.classes = sorted(each.name for each in (study / "sets" / "clothing").iterdir())
+        self.file = study / "texts.pt"
+        self.texts: dict[str, Tensor] = (
+            torch.load(self.file, weights_only=True) if self.file.is_file() else {}
+        )
+
+    def _captions(self, name: str, captions: list[str]) -> Tensor:
+        if name not in self.texts:
+            model, _, tokenizer = load_model(LOCAL_DIR + str(self.study / "model"))
+            with torch.inference_mode():
+                parts = [
+                    model.encode_text(tokenizer(block), normalize=True)
+                    for block in _blocks(captions, 32)
+                ]
+            self.texts[name] = torch.cat(parts).clone()
+            torch.save(self.texts, self.file)
+        return self.texts[name]
+
+    def __call__(self, checkpoint: Path, pilot: bool) -> dict[str, float]:
+        """Scores of a checkpoint: of a pilot on Flickr8k's validation photographs, else on all test sets.
+
+        Returns:
+            `SET_rsum`, `SET_mean_recall` and recalls in percent of each set with captions; `clothing_top1`.
+        """
+        model, preprocess, _ = load_model(checkpoint)
+        model = model.eval().to(memory_format=torch.channels_last)
+        scores: dict[str, float] = {}
+        names = {"flickr8k": f"flickr8k-{'validation' if pilot else 'test'}.csv"}
+        if not pilot:
+            names |= {"products": "products", "noto": "noto"}
+        for name, place in names.items():
+            samples = open_retrieval_set(self.study / "sets" / place)
+            captions = [caption for own in samples.captions() for caption in own]
+            owner = [index for index, own in enumerate(samples.captions()) for _ in own]
+            texts = self._captions(place, captions)
+            images = _encode(model, preprocess, len(samples), samples.read_image)
+            found = retrieval_metrics(images, texts, owner)
+            scores |= {
+                f"{name}_{key}": value if key == "rsum" else 100 * value
+                for key, value in found.items()
+            }
+            scores[f"{name}_mean_recall"] = found["rsum"] / 6
+        if not pilot:
+            scores["clothing_top1"] = self._clothing(model, preprocess)
+        return {key: round(value, 3) for key, value in scores.items()}
+
+    def _clothing(self, model: Any, preprocess: Callable[[Any], Tensor]) -> float:
+        captions = [one.replace("{}", name) for name in self.classes for one in CLIP_TEMPLATES]
+        texts = self._captions("clothing", captions).view(
+            len(self.classes), len(CLIP_TEMPLATES), -1
+        )
+        folder = self.study / "sets" / "clothing"
+        files = [file for name in self.classes for file in sorted((folder / name).iterdir())]
+        images = _encode(
+            model, preprocess, len(files), lambda index: Image.open(files[index]).convert("RGB")
+        )
+        scores = images @ F.normalize(texts.mean(1), dim=-1).T
+        truth = torch.tensor([self.classes.index(file.parent.name) for file in files])
+        return 100 * (scores.argmax(1) == truth).double().mean().item()
+
+
+@torch.inference_mode()
+def _encode(
+    model: Any,
+    preprocess: Callable[[Any], Tensor],
+    count: int,
+    read: Callable[[int], Image.Image],
+) -> Tensor:
+    parts = [
+        model.encode_image(
+            torch.stack([preprocess(read(index)) for index in block]), normalize=True
+        )
+        for block in _blocks(list(range(count)), IMAGES_AT_ONCE)
+    ]
+    return torch.cat(parts)
