@@ -11,6 +11,7 @@ __version__ = "0.1.0"  # the one place; pyproject.toml, CITATION.cff and CHANGEL
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
+        "open_clip_zerovl.cli.functions": ["pack", "search", "train"],
         "open_clip_zerovl.data.schedule": ["source_schedule"],
         "open_clip_zerovl.data.sources": ["parse_sources"],
         "open_clip_zerovl.dga.replay": ["ReplayError"],
@@ -21,6 +22,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "open_clip_zerovl.recipe.mixup": ["CoinFlipMixup"],
         "open_clip_zerovl.evaluate.retrieval.metrics": ["retrieval_metrics"],
     },
+    packages=("align", "evaluate", "finetune"),  # also called, as functions
 )
 
 

@@ -4,3 +4,7 @@
 
 Only the heads, the temperature and SigLIP's bias are trained, as in SAIL (CVPR 2025), ShareLock (2024) and FuseMix (CVPR 2024).
 """
+
+from open_clip_zerovl.core.lazy import make_callable
+
+make_callable(__name__, "open_clip_zerovl.cli.functions:align")

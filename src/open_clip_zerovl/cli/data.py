@@ -60,7 +60,7 @@ def pack(parser: argparse.ArgumentParser) -> Run:
     add_settings(parser.add_argument_group("columns (default: guessed from their names)"), Columns)
     add_settings(parser.add_argument_group("work"), _PackWork, Limits, without=("part",))
 
-    def run(arguments: argparse.Namespace) -> None:
+    def run(arguments: argparse.Namespace) -> Any:
         from open_clip_zerovl.prepare.pack.packing import pack as pack_inputs
 
         settings = settings_from(
@@ -70,7 +70,9 @@ def pack(parser: argparse.ArgumentParser) -> Run:
             exclusions=_exclusions(arguments),
         )
         work = settings_from(Work, arguments)
-        pack_inputs(arguments.inputs, arguments.out, settings, limits=_limits(arguments), work=work)
+        return pack_inputs(
+            arguments.inputs, arguments.out, settings, limits=_limits(arguments), work=work
+        )
 
     return run
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from open_clip_zerovl.cli.program import Run
 from open_clip_zerovl.cli.shared import (
@@ -43,14 +44,16 @@ def retrieval(parser: argparse.ArgumentParser) -> Run:
     add_encoder(parser)
     add_settings(parser, RetrievalSettings, RetrievalFiles)
 
-    def run(arguments: argparse.Namespace) -> None:
+    def run(arguments: argparse.Namespace) -> Any:
         from open_clip_zerovl.evaluate.retrieval.score import run_retrieval
 
         settings, files = (
             settings_from(RetrievalSettings, arguments),
             settings_from(RetrievalFiles, arguments),
         )
-        run_retrieval(encoder_of(arguments, arguments.model), arguments.data, settings, files)
+        return run_retrieval(
+            encoder_of(arguments, arguments.model), arguments.data, settings, files
+        )
 
     return run
 
@@ -72,11 +75,11 @@ def zero_shot(parser: argparse.ArgumentParser) -> Run:
     add_encoder(parser)
     add_settings(parser, ZeroShotSettings)
 
-    def run(arguments: argparse.Namespace) -> None:
+    def run(arguments: argparse.Namespace) -> Any:
         from open_clip_zerovl.evaluate.zero_shot.score import run_zero_shot
 
         settings = settings_from(ZeroShotSettings, arguments)
-        run_zero_shot(encoder_of(arguments, arguments.model), arguments.data, settings)
+        return run_zero_shot(encoder_of(arguments, arguments.model), arguments.data, settings)
 
     return run
 
@@ -243,10 +246,10 @@ def search(parser: argparse.ArgumentParser) -> Run:
     add_encoder(parser, without=("model_name",))
     add_settings(parser, SearchSettings)
 
-    def run(arguments: argparse.Namespace) -> None:
+    def run(arguments: argparse.Namespace) -> Any:
         from open_clip_zerovl.evaluate.search.ranking import run_search
 
         settings = settings_from(SearchSettings, arguments, words=arguments.words)
-        run_search(encoders_of(arguments), arguments.data, settings)
+        return run_search(encoders_of(arguments), arguments.data, settings)
 
     return run

@@ -9,6 +9,7 @@ import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from open_clip_zerovl.align.request import AlignFlags
 from open_clip_zerovl.checkpoints.encoder_flags import EncoderFlags
@@ -62,7 +63,7 @@ def finetune(parser: argparse.ArgumentParser) -> Run:
     add_encoder(parser)
     parser.add_argument("training", nargs="*", metavar="-- FLAGS", help="training flags")
 
-    def run(arguments: argparse.Namespace) -> None:
+    def run(arguments: argparse.Namespace) -> Any:
         from open_clip_zerovl.finetune.finetuning import run_finetune
         from open_clip_zerovl.finetune.request import Request
         from open_clip_zerovl.recipe.arguments import parse_settings, settings_of
@@ -85,7 +86,7 @@ def finetune(parser: argparse.ArgumentParser) -> Run:
                 **settings_of(arguments.training),
             },
         )
-        run_finetune(
+        return run_finetune(
             request, say=lambda line: print(f"finetune: {line}", file=sys.stderr, flush=True)
         )
 
@@ -460,7 +461,7 @@ def align(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
     add_settings(parser, AlignFlags)
 
-    def run(arguments: argparse.Namespace) -> None:
+    def run(arguments: argparse.Namespace) -> Any:
         from open_clip_zerovl.align.alignment import run_align
         from open_clip_zerovl.align.request import AlignRequest
         from open_clip_zerovl.finetune.data import find_data
@@ -469,7 +470,7 @@ def align(parser: argparse.ArgumentParser) -> Run:
         held_out = (
             arguments.retrieval_data if arguments.retrieval_data is not None else found.held_out
         )
-        run_align(
+        return run_align(
             settings_from(
                 AlignRequest,
                 arguments,

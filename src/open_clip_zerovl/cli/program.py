@@ -11,13 +11,15 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from open_clip_zerovl import __version__
 from open_clip_zerovl.core.errors import argparse_sentence, nearest, sentence_of
 from open_clip_zerovl.core.lazy import load_open_clip
 
-Run = Callable[[argparse.Namespace], int | None]
+#: Runs a parsed command. An int is its exit status; anything else is the result for the Python function of the same name.
+Run = Callable[[argparse.Namespace], Any]
+ParserKind = TypeVar("ParserKind", bound=argparse.ArgumentParser)
 
 # Group -> command -> (module of this room and function that defines it, its line in the list).
 COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
@@ -161,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"zerovl: error: {sentence}", file=sys.stderr)
         return 2
-    return status or 0
+    return status if isinstance(status, int) else 0
 
 
 def function_of(name: str) -> Callable[..., Any]:
@@ -170,16 +172,21 @@ def function_of(name: str) -> Callable[..., Any]:
     return getattr(import_module(f"open_clip_zerovl.cli.{module}"), function)
 
 
-def run_parsed(name: str, words: Sequence[str]) -> int | None:
+def run_parsed(name: str, words: Sequence[str]) -> Any:
     """Make a command's parser, and run it with these words."""
-    line = ALL[name][1]
-    parser = Parser(prog=f"zerovl {name}", description=f"{line[:1].upper()}{line[1:]}.")
-    run: Run = function_of(name)(parser)
+    parser, run = define(name, Parser)
     arguments = parser.parse_args(words)
     if name in SILENT and "torch" not in sys.modules:
         print(f"zerovl {name}: loading torch and open_clip ...", file=sys.stderr, flush=True)
         load_open_clip()
     return run(arguments)
+
+
+def define(name: str, kind: type[ParserKind]) -> tuple[ParserKind, Run]:
+    """A command's parser, and the function that runs it with the parsed words."""
+    line = ALL[name][1]
+    parser = kind(prog=f"zerovl {name}", description=f"{line[:1].upper()}{line[1:]}.")
+    return parser, function_of(name)(parser)
 
 
 def find_command(words: Sequence[str]) -> tuple[str, list[str]]:

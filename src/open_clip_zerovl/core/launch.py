@@ -2,6 +2,7 @@
 
     training_command(arguments, processes)         the command line; its signals and its exit status are the training's
     start_training(arguments, processes, log=...)  the same as a child of this process, with its words in a file
+    follow_training(arguments, processes, say)     the same to its end, with its words handed on line by line
 
 The library never imports `training`. The command names a file of that package which lies beside this one, in a checkout as in
 an installed wheel. So neither a `training.py` in the current folder nor a fork of open_clip with a package of that name is ever
@@ -15,12 +16,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.processes import PREEMPTED_STATUS, end_with_parent
+from open_clip_zerovl.core.processes import PREEMPTED_STATUS, begin_child, end_with_parent
 
 PROCESSES = (
     "--processes"  # the first words of training/main.py: --processes N --, or --processes gpus --
@@ -140,17 +142,65 @@ def start_training(
     return TrainingProcess(child, log)
 
 
+def follow_training(
+    arguments: Sequence[str], processes: int | None, say: Callable[[str], None]
+) -> None:
+    """Run a training as a child of this process to its end.
+
+    Args:
+        arguments, processes: see `training_command`.
+        say: is called with each line that the training prints.
+
+    Raises:
+        UserError: see `training_command`; the training failed (its last error is in the sentence), or was stopped.
+        KeyboardInterrupt: Ctrl-C, after the training has saved a checkpoint and ended.
+    """
+    child = subprocess.Popen(
+        training_command(arguments, processes),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        preexec_fn=begin_child,  # out of the group that a notebook interrupts as a whole
+    )
+    assert child.stdout is not None
+    last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+
+    def hand_on() -> None:
+        for line in child.stdout or ():
+            last_lines.append(line)
+            say(line.rstrip("\n"))
+
+    try:
+        hand_on()
+        status = child.wait()
+    except BaseException:  # a notebook's interrupt, or an error of `say`
+        child.send_signal(signal.SIGINT)
+        try:
+            hand_on()
+        finally:
+            child.stdout.read()  # a child whose words nobody reads waits for ever
+            child.wait()
+        raise
+    if status in (130, PREEMPTED_STATUS, 128 + signal.SIGTERM, -signal.SIGTERM):
+        raise UserError("the training was stopped; make the same call again to go on")
+    if status != 0:
+        raise UserError(f"the training ended with status {status}: {error_among(last_lines)}")
+
+
 def _end_with_parent() -> None:
     end_with_parent(signal.SIGTERM)
 
 
 def last_error(log: Path) -> str:
-    """The last error that a training printed, without the program's name; its last line where it printed none."""
-    lines = [
-        line.strip()
-        for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
-        if line.strip()
-    ]
+    """`error_among` the lines of a file."""
+    return error_among(log.read_text(encoding="utf-8", errors="replace").splitlines())
+
+
+def error_among(printed: Iterable[str]) -> str:
+    """The last error among lines that a training printed, without the program's name; the last line if none is an error."""
+    lines = [line.strip() for line in printed if line.strip()]
     errors = [line for line in lines[-_LAST_LINES:] if "error" in line.lower()]
     return (errors or lines or ["it printed nothing"])[-1].removeprefix("training.main: error: ")
 

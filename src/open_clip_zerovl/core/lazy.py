@@ -20,7 +20,7 @@ from typing import Any
 
 
 def lazy_exports(
-    package: str, names: Mapping[str, Sequence[str]]
+    package: str, names: Mapping[str, Sequence[str]], packages: Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """`__getattr__`, `__dir__` and `__all__` of a package that offers names of its modules without importing them.
 
@@ -29,17 +29,46 @@ def lazy_exports(
     Args:
         package: the package's `__name__`.
         names: full name of a module -> its public names that the package offers.
+        packages: names of packages within this one that it offers as they are.
     """
     home = {name: module for module, group in names.items() for name in group}
+    offered = sorted([*home, *packages])
 
     def find(name: str) -> Any:
+        if name in packages:
+            return importlib.import_module(f"{package}.{name}")
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(home[name]), name)
         setattr(sys.modules[package], name, value)  # the next use finds it without this function
         return value
 
-    return find, lambda: sorted({*vars(sys.modules[package]), *home}), sorted(home)
+    return find, lambda: sorted({*vars(sys.modules[package]), *offered}), offered
+
+
+def make_callable(package: str, function: str) -> None:
+    """Let a package be called as the function of the same name: `open_clip_zerovl.align(...)`.
+
+    An import of `open_clip_zerovl.align.rows` sets the attribute `align` of `open_clip_zerovl` to the package, whatever it was
+    before. So the package itself stands for the function, in any order of imports.
+
+    Args:
+        package: the package's `__name__`.
+        function: `module:name`, imported at the first call.
+    """
+    module, _, name = function.partition(":")
+
+    class CallablePackage(ModuleType):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return getattr(importlib.import_module(module), name)(*args, **kwargs)
+
+        @property
+        def __signature__(self) -> Any:
+            import inspect  # not at the top: it takes as long as the rest
+
+            return inspect.signature(getattr(importlib.import_module(module), name))
+
+    sys.modules[package].__class__ = CallablePackage
 
 
 def load_open_clip() -> None:

@@ -63,7 +63,7 @@ def supervise(
         Its exit status; 128 + N where signal N ended it.
     """
     with _StopSignals() as stop:
-        child = subprocess.Popen(command, cwd=cwd, env=environment, preexec_fn=_begin_child)
+        child = subprocess.Popen(command, cwd=cwd, env=environment, preexec_fn=begin_child)
         passed_on, remind_at = 0, 0.0
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -101,7 +101,7 @@ def _send(number: int, processes: Sequence[int]) -> None:
             os.kill(process, number)
 
 
-def _begin_child() -> None:
+def begin_child() -> None:
     """Runs first in torchrun or the single rank: a group of its own, SIGUSR1 ignored, an end with its supervisor.
 
     A terminal's Ctrl-C goes to a whole group; so it reaches the supervisor alone, and each rank gets it once. A scheduler may

@@ -7,7 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from PIL import Image
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import Source, table_source

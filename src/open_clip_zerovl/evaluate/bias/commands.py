@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from torch import Tensor
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError

@@ -12,7 +12,7 @@ from typing import Any
 
 from PIL import Image
 from torch import Tensor
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError

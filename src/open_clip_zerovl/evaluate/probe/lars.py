@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from timm.optim.lars import Lars
 from torch import Tensor, nn
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import save_atomically

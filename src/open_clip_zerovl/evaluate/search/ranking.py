@@ -171,7 +171,9 @@ def write_search_page(
 ) -> None:
     """Write one HTML page with the best pictures of each model."""
     asked = filter(None, (settings.words.strip(), settings.image.name if settings.image else ""))
-    hits = {name: [(hit, _thumbnail(hit)) for hit in result.hits] for name, result in found.items()}
+    hits = {
+        name: [(hit, thumbnail_of(hit)) for hit in result.hits] for name, result in found.items()
+    }
     write_page(
         path,
         "search.html",
@@ -245,7 +247,7 @@ def _hit(collection: Collection, file: int, number: int, score: float) -> Hit:
     )
 
 
-def _thumbnail(hit: Hit) -> str | None:
+def thumbnail_of(hit: Hit) -> str | None:
     """The thumbnail of a hit; None if its picture has gone or changed since it was embedded."""
     try:
         return None if hit.content is None else thumbnail(decode_image(hit.content))

@@ -19,7 +19,7 @@ from itertools import islice, starmap
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from open_clip_zerovl.core.flags import flag, part, positive
 from open_clip_zerovl.prepare.public.pictures import Failure, Picture

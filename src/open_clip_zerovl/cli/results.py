@@ -1,0 +1,237 @@
+"""Results of the Python functions: folders, scores and curves, the model, and the page that a notebook shows."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from open_clip_zerovl.core.errors import UserError
+
+if TYPE_CHECKING:
+    from open_clip_zerovl.checkpoints.loading import Preprocess, Tokenizer
+    from open_clip_zerovl.evaluate.search.ranking import Hit
+    from open_clip_zerovl.models.configs import ClipModel
+
+PAGE_PX = 600  # height of a page within a notebook
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page of a result: a self-contained HTML file. A notebook shows it; `path` opens in any browser."""
+
+    path: Path
+
+    def _repr_html_(self) -> str:
+        content = html.escape(self.path.read_text(encoding="utf-8"))
+        return f'<iframe srcdoc="{content}" width="100%" height="{PAGE_PX}" sandbox></iframe>'
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a function has written.
+
+    Attributes:
+        folder: the output folder.
+    """
+
+    folder: Path
+
+    def __fspath__(self) -> str:
+        """The path that other functions take: `finetune(data=packed)`, `evaluate(aligned, ...)`."""
+        return str(self.folder)
+
+    def page(self) -> Page:
+        """The report, for a notebook or a browser. UserError if none was written."""
+        path = self._page_file()
+        if not path.is_file():
+            raise UserError(f"{path} is not there; make the call again to have it written")
+        return Page(path)
+
+    def _page_file(self) -> Path:
+        return self.folder / "report.html"
+
+    def _repr_html_(self) -> str:
+        return self.page()._repr_html_()
+
+
+@dataclass(frozen=True)
+class Packed(Result):
+    """Pairs that `pack` has written: shards, and held-out sets where a share was asked for.
+
+    Attributes:
+        report: the content of `pack-report.json`: counts of samples, captions, refused rows and their reasons, by source.
+    """
+
+    report: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def train_data(self) -> str:
+        """The sources as `train(train_data=...)` takes them."""
+        return self._specification.train_data
+
+    @property
+    def held_out(self) -> str:
+        """The held-out sets as `train(retrieval_data=...)` and `evaluate` take them; "" without any."""
+        return self._specification.held_out
+
+    @cached_property
+    def _specification(self) -> Any:
+        from open_clip_zerovl.finetune.data import find_data
+
+        return find_data(str(self.folder))
+
+
+class _HoldsModel(Result):
+    """A result with a model, which stands for the result where a function takes a model."""
+
+    @property
+    def model_path(self) -> Path:
+        """The exported folder, or the newest checkpoint of a run."""
+        return self.folder / "model"
+
+    def __fspath__(self) -> str:
+        return str(self.model_path)
+
+    def model(self, device: str = "cpu") -> tuple[ClipModel, Preprocess, Tokenizer]:
+        """open_clip's model in eval mode, its evaluation transform and its tokenizer.
+
+        Raises:
+            UserError: there is no model yet, or it cannot be loaded.
+        """
+        from open_clip_zerovl.checkpoints.loading import load_model
+
+        return load_model(self.model_path, device=device)
+
+
+@dataclass(frozen=True)
+class Run(_HoldsModel):
+    """A training's folder, `logs/NAME`."""
+
+    @property
+    def checkpoints(self) -> dict[int, Path]:
+        """Epoch -> its checkpoint, of those that are kept."""
+        files = self.folder.glob("checkpoints/epoch_[0-9]*.pt")
+        return dict(sorted((int(file.stem.removeprefix("epoch_")), file) for file in files))
+
+    @property
+    def model_path(self) -> Path:
+        """The newest epoch's checkpoint. UserError if no epoch has ended."""
+        if not (saved := self.checkpoints):
+            raise UserError(f"{self.folder} has no checkpoint of an epoch yet")
+        return saved[max(saved)]
+
+    @property
+    def scores(self) -> dict[int, dict[str, float]]:
+        """Epoch -> its metrics (retrieval, zero-shot); {} if nothing was evaluated."""
+        from open_clip_zerovl.checkpoints.card import read_results
+
+        file = self.folder / "checkpoints" / "results.jsonl"
+        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+        epochs = sorted({json.loads(line)["epoch"] for line in lines if line.strip()})
+        return {epoch: read_results(file, epoch) for epoch in epochs}
+
+    @property
+    def curve(self) -> list[tuple[float, float]]:
+        """(position in epochs, loss) of each logged step.
+
+        Raises:
+            UserError: a run without flags of the recipe, whose loop is open_clip's own and keeps no record.
+        """
+        from open_clip_zerovl.report.record import read_record
+
+        return [(step["at"], step["loss"]) for step in read_record(self.folder)["step"]]
+
+    def _page_file(self) -> Path:
+        return self.folder / "run.html"
+
+
+@dataclass(frozen=True)
+class Tuned(_HoldsModel):
+    """A fine-tuned model with the model before it on the same scales.
+
+    Attributes:
+        record: the content of `finetune.json`.
+    """
+
+    record: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def scores(self) -> Mapping[str, Any]:
+        """Alpha and metrics of each scored point between the model before and the tuned one."""
+        return self.record["curve"]
+
+    @property
+    def curve(self) -> list[tuple[int, float]]:
+        """(epoch, held-out score)."""
+        return [(int(epoch), score) for epoch, score in self.record["epochs"].items()]
+
+
+@dataclass(frozen=True)
+class Aligned(_HoldsModel):
+    """Aligned encoders; the model is the best pairing.
+
+    Attributes:
+        record: the content of `align.json`.
+    """
+
+    record: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def scores(self) -> Mapping[str, float]:
+        """Held-out metrics of the best pairing."""
+        return self.record["pairings"][0]["metrics"]
+
+    @property
+    def curve(self) -> list[tuple[float, ...]]:
+        """(epoch, held-out RSUM, loss) of each check of the best pairing."""
+        return [tuple(check) for check in self.record["pairings"][0]["checks"]]
+
+    def _page_file(self) -> Path:
+        return self.folder / "align.html"
+
+
+class Scores(dict[str, Mapping[str, Any]]):
+    """Set -> metric -> value, as the command's `--output` has them. A notebook shows a table."""
+
+    def _repr_html_(self) -> str:
+        from open_clip_zerovl.report.html import render
+
+        return render("scores.html", sets=dict(self))
+
+
+@dataclass(frozen=True)
+class Hits:
+    """Pictures that were found, best first. A notebook shows them.
+
+    Attributes:
+        hits: with name, cosine, caption and bytes.
+        pictures: number of pictures that were searched.
+    """
+
+    hits: tuple[Hit, ...]
+    pictures: int
+
+    def __iter__(self) -> Any:
+        return iter(self.hits)
+
+    def __len__(self) -> int:
+        return len(self.hits)
+
+    def __getitem__(self, rank: int) -> Hit:
+        return self.hits[rank]
+
+    def _repr_html_(self) -> str:
+        from open_clip_zerovl.evaluate.search.ranking import thumbnail_of
+        from open_clip_zerovl.report.html import render
+
+        figures = [
+            (thumbnail_of(hit), f"{hit.score:.3f} {os.path.basename(hit.picture)}")
+            for hit in self.hits
+        ]
+        return render("hits.html", figures=figures)

@@ -1,0 +1,264 @@
+"""The Python functions: a call and its command give the same bits; a call that was interrupted goes on."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from timm.models._hub import save_for_hf
+from transformers import AutoConfig, AutoModel
+
+import open_clip_zerovl
+from open_clip_zerovl import UserError
+from open_clip_zerovl.checkpoints.weights import read_state_dict
+from open_clip_zerovl.cli.functions import words_of
+from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.core.launch import follow_training
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, write_bert
+
+COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220)}
+CLASSES = list(COLOURS)
+TRAIN = {
+    "device": "cpu",
+    "precision": "fp32",
+    "batch_size": 8,
+    "dga_steps": 2,
+    "epochs": 2,
+    "warmup": 1,
+    "workers": 0,
+    "save_every_steps": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """`pictures`: noisy colours with captions. `packed`: the same as shards. `tiny.json`: a model. `timm`, `bert`: encoders."""
+    home = tmp_path_factory.mktemp("functions")
+    rng = np.random.default_rng(0)
+    (home / "pictures").mkdir()
+    for number in range(60):
+        colour = CLASSES[number % 3]
+        pixels = np.clip(np.array(COLOURS[colour]) + rng.integers(-30, 30, (40, 40, 3)), 0, 255)
+        content = io.BytesIO()
+        Image.fromarray(pixels.astype(np.uint8)).save(content, "PNG")
+        (home / "pictures" / f"{number:02d}.png").write_bytes(content.getvalue())
+        (home / "pictures" / f"{number:02d}.txt").write_text(f"a {colour} house of tree {number}")
+    config = {"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT}
+    (home / "tiny.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    save_for_hf(timm.create_model("test_vit.r160_in1k", pretrained=False), home / "timm")
+    write_bert(home / "bert")
+    AutoModel.from_config(AutoConfig.from_pretrained(home / "bert")).save_pretrained(home / "bert")
+    open_clip_zerovl.pack(home / "pictures", out=home / "packed", test_share=0.2)
+    return home
+
+
+@pytest.fixture(scope="module")
+def run(home):
+    """A run by the function."""
+    packed = open_clip_zerovl.pack(home / "pictures", out=home / "packed", test_share=0.2)
+    return open_clip_zerovl.train(
+        name="call",
+        logs=home / "logs",
+        model_config=home / "tiny.json",
+        train_data=packed.train_data,
+        retrieval_data=packed.held_out,
+        **TRAIN,
+    )
+
+
+def contents(folder: Path, *patterns: str) -> dict[str, bytes]:
+    """Name -> bytes of the files below a folder."""
+    files = [file for pattern in patterns for file in folder.rglob(pattern)]
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(files)}
+
+
+def as_json(content: object) -> object:
+    return json.loads(json.dumps(content))
+
+
+def test_keyword_arguments_are_the_words_of_a_command_line():
+    words = words_of(
+        {"from_": Path("m"), "lr": 1e-05, "lock_image": True, "wd": None, "amp": False}
+        | {"image": ["a", "b"], "image_mean": (0.5, 0.4), "set": {"lr": 0.1, "siglip": True}},
+        {"--image", "--set"},
+    )
+    line = "--from=m --lr=1e-05 --lock-image --image=a --image=b --image-mean 0.5 0.4 --set=lr=0.1 --set=siglip"
+    assert words == line.split()
+
+
+def test_a_function_stays_one_after_imports_of_its_package():
+    """`open_clip_zerovl.align` is a room, too; an import of a module of it sets that name."""
+    code = "import open_clip_zerovl as z; from open_clip_zerovl import align, evaluate, finetune, pack, search, train\n"
+    code += "import open_clip_zerovl.align.request, open_clip_zerovl.finetune.flags\n"
+    code += "from open_clip_zerovl import align as again; assert again is align and callable(z.align) and callable(finetune)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert "from_" in inspect.signature(open_clip_zerovl.finetune).parameters
+
+
+def test_the_import_loads_no_torch():
+    code = (
+        "import sys, open_clip_zerovl as z; z.pack, z.align, z.train; print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_errors_are_user_errors(home, tmp_path):
+    with pytest.raises(UserError, match=r"no flag --test-shar; did you mean --test-share\?"):
+        open_clip_zerovl.pack(home / "pictures", out=tmp_path / "x", test_shar=0.1)
+    with pytest.raises(UserError, match="task='search' is not one of"):
+        open_clip_zerovl.evaluate("m", "a=b", "search")
+    with pytest.raises(UserError, match=r"ended with status 2: there is no flag --modell"):
+        open_clip_zerovl.train(name="x", logs=tmp_path, modell="tiny")
+
+
+def test_pack(home, tmp_path):
+    packed = open_clip_zerovl.pack(home / "pictures", out=tmp_path / "call", test_share=0.2)
+    command = ["data", "pack", str(home / "pictures"), "--out", str(tmp_path / "command")]
+    assert main([*command, "--test-share", "0.2"]) == 0
+    called = contents(tmp_path / "call", "*.tar", "*.json", "*.csv")
+    commanded = contents(tmp_path / "command", "*.tar", "*.json", "*.csv")
+    assert called.keys() == commanded.keys() and any(name.endswith(".tar") for name in called)
+    tars = [name for name in called if name.endswith(".tar")]
+    # The name of a single source is that of the folder; it stands in reports, not in shards.
+    assert [called[name] for name in tars] == [commanded[name] for name in tars]
+    assert packed.train_data.endswith("call/train") and packed.held_out.endswith("call")
+    assert packed.page().path.name == "report.html" and "<iframe" in packed._repr_html_()
+
+
+def test_train(home, run, capfd):
+    packed = open_clip_zerovl.pack(home / "pictures", out=home / "packed", test_share=0.2)
+    words = words_of(TRAIN | {"model_config": home / "tiny.json"}, ())
+    words += [f"--train-data={packed.train_data}", f"--retrieval-data={packed.held_out}"]
+    command = [sys.executable, "-m", "open_clip_zerovl.cli", "train", *words]
+    subprocess.run([*command, "--name=command", "--logs", str(home / "logs")], check=True)
+    expected = read_state_dict(home / "logs" / "command" / "checkpoints" / "epoch_2.pt")
+    found = read_state_dict(run.model_path)
+    assert found.keys() == expected.keys()
+    assert [key for key in found if not torch.equal(found[key], expected[key])] == []
+    assert list(run.checkpoints) == [1, 2] and run.page().path.name == "run.html"
+    assert run.scores[2]["held-out_rsum"] > 0 and len(run.curve) > 0
+    assert run.model()[0].encode_text(run.model()[2](["a red house"])).shape == (1, 24)
+
+
+def test_an_interrupted_training_goes_on_with_the_same_call(home, run, monkeypatch):
+    """As a notebook's kernel does: the interrupt comes in the middle of a step's line."""
+    packed = open_clip_zerovl.pack(home / "pictures", out=home / "packed", test_share=0.2)
+    asked = {
+        "model_config": home / "tiny.json",
+        "train_data": packed.train_data,
+        "retrieval_data": packed.held_out,
+        "log_every_n_steps": 1,
+        **TRAIN,
+    }
+    lines: list[str] = []
+
+    def interrupt(line: str) -> None:
+        lines.append(line)
+        if "Train Epoch: 0" in line and len([one for one in lines if "Train Epoch" in one]) == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    words = words_of(asked | {"name": "stopped", "logs": home / "logs", "resume": "latest"}, ())
+    with pytest.raises(KeyboardInterrupt):
+        follow_training(words, 1, interrupt)
+    assert any("The same command goes on" in line for line in lines), lines[-5:]
+    assert not (home / "logs/stopped/checkpoints/epoch_2.pt").exists()
+    again = open_clip_zerovl.train(name="stopped", logs=home / "logs", **asked)
+    first, second = read_state_dict(run.model_path), read_state_dict(again.model_path)
+    assert [key for key in first if not torch.equal(first[key], second[key])] == []
+
+
+def test_evaluate(home, run, tmp_path):
+    packed = open_clip_zerovl.pack(home / "pictures", out=home / "packed", test_share=0.2)
+    scores = open_clip_zerovl.evaluate(run, packed.held_out, device="cpu")
+    command = ["retrieval", str(run.model_path), "--data", packed.held_out, "--device=cpu"]
+    assert main([*command, "--output", str(tmp_path / "scores.json")]) == 0
+    assert as_json(scores) == json.loads((tmp_path / "scores.json").read_text())["results"]
+    assert "RSUM" in scores._repr_html_() and "chance" in scores._repr_html_()
+    for number in range(6):
+        folder = tmp_path / "classes" / CLASSES[number % 3]
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{number}.png").write_bytes((home / f"pictures/{number:02d}.png").read_bytes())
+    labelled = f"c={tmp_path / 'classes'}"
+    accuracy = open_clip_zerovl.evaluate(run, labelled, "zero-shot", device="cpu")
+    command = ["zero-shot", str(run.model_path), "--data", labelled, "--device=cpu"]
+    assert main([*command, "--output", str(tmp_path / "accuracy.json")]) == 0
+    assert as_json(accuracy) == json.loads((tmp_path / "accuracy.json").read_text())["results"]
+    assert "top-1" in accuracy._repr_html_()
+
+
+def test_search(home, run, tmp_path):
+    options = {"device": "cpu", "cache": tmp_path / "cache", "best": 3}
+    hits = open_clip_zerovl.search(run, home / "pictures", "a <b>red</b> house", **options)
+    command = ["search", str(run.model_path), str(home / "pictures"), "a <b>red</b> house"]
+    command += ["--device=cpu", "--best=3", "--cache", str(tmp_path / "cache")]
+    assert main([*command, "--output", str(tmp_path / "hits.json")]) == 0
+    (result,) = json.loads((tmp_path / "hits.json").read_text())["models"].values()
+    assert [(hit.picture, hit.score) for hit in hits] == [
+        (hit["picture"], hit["score"]) for hit in result["hits"]
+    ]
+    shown = hits._repr_html_()
+    assert len(hits) == 3 and shown.count("<figure>") == 3 and "data:image/jpeg" in shown
+
+
+def test_align(home, tmp_path):
+    packed = open_clip_zerovl.pack(home / "pictures", out=home / "packed", test_share=0.2)
+    encoders = {"image": f"timm:{home / 'timm'}", "text": f"hf:{home / 'bert'}"}
+    options = {"embed_dim": 16, "epochs": 2, "batch_size": 16, "device": "cpu"}
+    aligned = open_clip_zerovl.align(
+        **encoders, data=packed, out=tmp_path / "call", **options, rows=tmp_path / "rows"
+    )
+    words = words_of(
+        {**encoders, "data": home / "packed", **options, "rows": tmp_path / "rows"}, ()
+    )
+    assert main(["align", *words, "--out", str(tmp_path / "command")]) == 0
+    weights = "*.safetensors"
+    assert contents(tmp_path / "call/model", weights) == contents(
+        tmp_path / "command/model", weights
+    )
+    assert aligned.scores["rsum"] == aligned.curve[-1][1] or len(aligned.curve) > 0
+    assert aligned.model()[0].visual is not None and os.fspath(aligned).endswith("call/model")
+    assert aligned.page().path.name == "align.html"
+
+
+def test_finetune_asks_for_what_its_command_does(home, tmp_path, monkeypatch):
+    requests = []
+
+    def record(request, **_):
+        requests.append(request)
+        tmp_path.joinpath("finetune.json").write_text("{}")
+
+    monkeypatch.setattr("open_clip_zerovl.finetune.finetuning.run_finetune", record)
+    asked = {"set": {"lr": 5e-4, "siglip": True}, "alphas": "0.5", "device": "cpu", "kept": "a=b"}
+    open_clip_zerovl.finetune(from_="m", data=home, out=tmp_path, **asked)
+    words = ["finetune", "--from=m", f"--data={home}", f"--out={tmp_path}", "--alphas=0.5"]
+    assert main([*words, "--device=cpu", "--kept=a=b", "--set=lr=0.0005", "--set=siglip"]) == 0
+    assert requests[0] == requests[1]
+
+
+@pytest.mark.slow(reason="two fine-tunings, a minute")
+def test_finetune(home, run, tmp_path):
+    asked = {"set": {"lr": 5e-4, "epochs": 1}, "alphas": "0.5", "device": "cpu", "batch_size": 16}
+    tuned = open_clip_zerovl.finetune(
+        from_=run, data=home / "packed", out=tmp_path / "call", **asked
+    )
+    words = [*words_of(asked, {"--set"}), "--from", str(run.model_path)]
+    command = ["finetune", *words, "--data", str(home / "packed")]
+    assert main([*command, "--out", str(tmp_path / "command")]) == 0
+    weights = "*.safetensors"
+    assert contents(tmp_path / "call/model", weights) == contents(
+        tmp_path / "command/model", weights
+    )
+    assert tuned.curve[0][0] == 1 and tuned.scores and tuned.page().path.name == "report.html"
