@@ -40,12 +40,12 @@ from open_clip_zerovl.checkpoints.between import open_ends
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.data.retrieval import open_retrieval_set
-from open_clip_zerovl.evaluate.bias.resampling import interval_over_seeds
 from open_clip_zerovl.evaluate.retrieval.score import score_set
 from open_clip_zerovl.evaluate.settings import RetrievalSettings
 from open_clip_zerovl.evaluate.zero_shot.score import score_loaded
 from open_clip_zerovl.evaluate.zero_shot.sets import open_labelled_set
 from open_clip_zerovl.report.tables import markdown_table
+from open_clip_zerovl.report.verdicts import student
 from scripts.drawn.training import TrainingRun, drawn_flags
 
 OLD, NEW = ("noto", "twemoji", "fluent"), "openmoji"
@@ -219,9 +219,9 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
     """Means over seeds on the test splits; for arms Student's 95 % interval of the paired difference to full fine-tuning."""
 
     def shown(values: Sequence[float], full: Sequence[float]) -> str:
-        between = interval_over_seeds(
+        between = student(
             [value - other for value, other in zip(values, full, strict=True)]
-        )
+        ).interval
         if between is None or values == full:
             return f"{mean(values):.1f}"
         return f"{mean(values):.1f} ({between[0]:+.1f} to {between[1]:+.1f})"

@@ -30,7 +30,6 @@ from scripts.drawn.icons import ICONS
 
 SEEDS = tuple(range(8))
 PILOT_SEEDS = (100, 102)  # they leave out the first and the third source
-CONFIDENCE = 0.95
 LEAST_SEEDS = 5
 MARGIN_RSUM = (
     10.0  # differences within it count as none; a random order of 200 pairs has an RSUM of 16

@@ -22,15 +22,18 @@ from jinja2 import StrictUndefined, Template
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.report.tables import markdown_table
-from scripts.ablation.figures import main_effects
-from scripts.ablation.protocol import CHANCE, LEAST_SEEDS, MARGIN_RSUM, read_pilots
-from scripts.ablation.rows import (
-    HELD_OUT,
+from open_clip_zerovl.report.verdicts import (
     HIGHER,
     LOWER,
     NEAR_CHANCE,
     NO_DIFFERENCE,
     UNDECIDED,
+    verdict,
+)
+from scripts.ablation.figures import main_effects
+from scripts.ablation.protocol import CHANCE, LEAST_SEEDS, MARGIN_RSUM, read_pilots
+from scripts.ablation.rows import (
+    HELD_OUT,
     Records,
     Row,
     as_csv,
@@ -38,7 +41,6 @@ from scripts.ablation.rows import (
     read_records,
     rows_of,
     standing,
-    verdict,
 )
 
 
@@ -112,7 +114,10 @@ class Page:
         held_out = {(row.name, row.table.name): row for row in self.rows if row.measure == HELD_OUT}
         both = [(row, held_out.get((row.name, row.table.name), row)) for row in self.scores]
         words = [
-            (row.verdict, verdict(first.found, len(first.values), first.margin))
+            (
+                row.verdict,
+                verdict(first.found, len(first.values), first.margin, least_seeds=LEAST_SEEDS),
+            )
             for row, first in both
         ]
         return sum(now.replace(NEAR_CHANCE, UNDECIDED) != then for now, then in words), len(words)

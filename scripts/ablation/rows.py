@@ -11,21 +11,28 @@ import io
 import json
 import math
 import statistics
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
-
-from scipy import stats
+from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.report.verdicts import (
+    HIGHER,
+    LOWER,
+    NO_DIFFERENCE,
+    Estimate,
+    estimate_by_t,
+    holm,
+    student,
+    verdict,
+)
 from scripts.ablation.jobs import settings_of
 from scripts.ablation.protocol import (
     ALL_UNSEEN,
     CHANCE,
     CONDITIONS,
-    CONFIDENCE,
     LEAST_SEEDS,
     MARGIN_RSUM,
     MARGINS,
@@ -37,7 +44,6 @@ from scripts.ablation.protocol import (
     read_choices,
 )
 
-Key = TypeVar("Key", bound=Hashable)
 Record = Mapping[str, Any]
 Records = Mapping[str, Mapping[int, Record]]  # by condition and seed
 HELD_OUT = "held-out pairs"  # the score as the protocol first had it
@@ -47,40 +53,7 @@ _SIGNS = {  # measure -> its name among a record's values, and its unit
     "log p, same source": ("log_p_same_source", 1),
     "log p, other source": ("log_p_other_source", 1),
 }
-HIGHER, LOWER, NO_DIFFERENCE, UNDECIDED = "higher", "lower", "no difference", "undecided"
-NEAR_CHANCE = "undecided, near chance"
-TOO_FEW, NOT_RUN = "too few seeds", "not run"
 REPRODUCED, CONTRADICTED = "reproduced", "contradicted"
-
-
-class Estimate(NamedTuple):
-    """A mean difference with its interval; infinite, and p NaN, if one value alone gives none.
-
-    Attributes:
-        p: two-sided, of a mean of zero, by the t distribution of the interval.
-    """
-
-    mean: float = math.nan
-    low: float = -math.inf
-    high: float = math.inf
-    p: float = math.nan
-
-
-def _by_t(mean: float, error: float, freedom: int) -> Estimate:
-    """The estimate from a mean and its standard error, by Student's t with these degrees of freedom."""
-    reach = error * float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
-    p = 2 * float(stats.t.sf(abs(mean) / error, freedom)) if error else float(mean == 0)
-    return Estimate(mean, mean - reach, mean + reach, p)
-
-
-def student(values: Sequence[float]) -> Estimate:
-    """Student's interval of the mean of paired differences; no mean where a value is infinite (a score never reached)."""
-    if not values or not all(map(math.isfinite, values)):
-        return Estimate()
-    mean = sum(values) / len(values)
-    if len(values) == 1:
-        return Estimate(mean)
-    return _by_t(mean, statistics.stdev(values) / math.sqrt(len(values)), len(values) - 1)
 
 
 def other_sources(by_source: Mapping[str, Sequence[float]]) -> Estimate:
@@ -101,36 +74,7 @@ def same_sources(by_source: Mapping[str, Sequence[float]]) -> Estimate:
     freedom = sum(map(len, groups)) - len(groups)
     squares = sum((len(group) - 1) * statistics.variance(group) for group in groups)
     error = math.sqrt(sum(squares / freedom / len(group) for group in groups)) / len(groups)
-    return _by_t(statistics.mean(map(statistics.mean, groups)), error, freedom)
-
-
-def holm(p_values: Mapping[Key, float], level: float = 1 - CONFIDENCE) -> set[Key]:
-    """The keys that stay below `level` by Holm's correction: the k-th smallest of n times (n - k + 1), and all before it."""
-    kept: set[Key] = set()
-    for tests_left, key in zip(
-        range(len(p_values), 0, -1), sorted(p_values, key=p_values.__getitem__), strict=True
-    ):
-        if p_values[key] * tests_left >= level:
-            break
-        kept.add(key)
-    return kept
-
-
-def verdict(found: Estimate, seeds: int, margin: float, *, near_chance: bool = False) -> str:
-    """The word for a difference, from its interval over the seeds.
-
-    Args:
-        seeds: pairs of runs.
-        margin: fixed beforehand; an interval within it counts as no difference.
-        near_chance: neither score is clearly above a random order, so that an interval within the margin decides nothing.
-    """
-    if not seeds:
-        return NOT_RUN
-    if seeds < LEAST_SEEDS:
-        return TOO_FEW
-    if -margin <= found.low and found.high <= margin:
-        return NEAR_CHANCE if near_chance else NO_DIFFERENCE
-    return HIGHER if found.low > 0 else LOWER if found.high < 0 else UNDECIDED
+    return estimate_by_t(statistics.mean(map(statistics.mean, groups)), error, freedom)
 
 
 def beside_paper(word: str, claim: Claim, found: Estimate, margin: float) -> str:
@@ -312,7 +256,13 @@ class Row:
         near_chance = (
             bool(self.unseen) and max(self.mean(0), self.mean(1)) < CHANCE + 2 * MARGIN_RSUM
         )
-        return verdict(self.found, len(self.values), self.margin, near_chance=near_chance)
+        return verdict(
+            self.found,
+            len(self.values),
+            self.margin,
+            least_seeds=LEAST_SEEDS,
+            near_chance=near_chance,
+        )
 
     @property
     def beside_paper(self) -> str:

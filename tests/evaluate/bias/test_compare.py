@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from scipy.stats import t
 
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.checkpoints.loading import Encoder
@@ -30,7 +29,6 @@ from open_clip_zerovl.evaluate.bias.measures import (
 from open_clip_zerovl.evaluate.bias.pools import SourceFeatures, pool_metrics, source_pools
 from open_clip_zerovl.evaluate.bias.resampling import (
     Measure,
-    interval_over_seeds,
     mean_over,
     resampled,
 )
@@ -245,13 +243,6 @@ def test_draws_are_seeded_and_the_same_for_all_measures(monkeypatch):
     )
     empty = Measure(np.zeros((1, 3)), np.array([[0.0, 0.0, 4.0]]), np.ones(1))
     assert np.isnan(empty.weighted(np.array([[1.0, 1.0, 0.0]]))).all()
-
-
-def test_seeds_are_paired():
-    assert interval_over_seeds([3.0]) is None
-    low, high = interval_over_seeds([1.0, 2.0, 3.0])
-    reach = t.ppf(0.975, 2) * 1 / 3**0.5
-    assert (low, high) == pytest.approx((2 - reach, 2 + reach))
 
 
 # -- two sides -------------------------------------------------------------------------------------------------------

@@ -34,11 +34,11 @@ from open_clip_zerovl.evaluate.bias.resampling import (
     Interval,
     Measure,
     interval,
-    interval_over_seeds,
     mean_over,
     resampled,
 )
 from open_clip_zerovl.report.tables import text_table
+from open_clip_zerovl.report.verdicts import student
 
 SMALL_POOL = 50  # pictures; in a smaller pool recall at 10 tells little
 
@@ -407,7 +407,7 @@ def compare_runs(
             name: Difference(
                 numbers[kind][name].value - base.value,
                 interval(drawn[name] - drawn[first]),
-                interval_over_seeds(np.subtract(numbers[kind][name].runs, base.runs).tolist()),
+                student(np.subtract(numbers[kind][name].runs, base.runs).tolist()).interval,
             )
             for name in others
         }

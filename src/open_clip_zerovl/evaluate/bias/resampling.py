@@ -1,4 +1,4 @@
-"""Intervals of measures by resampling queries (the bootstrap), and of differences between runs of several seeds.
+"""Intervals of measures by resampling queries (the bootstrap).
 
 A unit is drawn as a whole: all queries of one concept, in all pools, since they are not independent. Only queries are drawn;
 the candidates that a query is ranked against do not change. All models are measured on the same draws, so that
@@ -88,16 +88,3 @@ def interval(values: NDArray) -> Interval:
     """The central LEVEL of the values (R,), NaN left out."""
     low, high = np.nanquantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
-
-
-def interval_over_seeds(differences: Sequence[float], level: float = LEVEL) -> Interval | None:
-    """Student's t interval of the mean of paired differences, one a seed; None for fewer than two."""
-    if len(differences) < 2:
-        return None
-    from scipy.stats import sem, t
-
-    mean, reach = (
-        np.mean(differences),
-        t.ppf((1 + level) / 2, len(differences) - 1) * sem(differences),
-    )
-    return float(mean - reach), float(mean + reach)

@@ -1,0 +1,67 @@
+"""The verdict rule over seeds: Student's interval, Holm, the words, and the seeds that would decide."""
+
+import math
+
+import pytest
+from scipy import stats
+
+from open_clip_zerovl.report.verdicts import (
+    HIGHER,
+    LOWER,
+    NEAR_CHANCE,
+    NO_DIFFERENCE,
+    NOT_RUN,
+    TOO_FEW,
+    UNDECIDED,
+    Estimate,
+    holm,
+    seeds_to_decide,
+    student,
+    verdict,
+)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "word"),
+    [
+        (-0.9, 0.9, NO_DIFFERENCE),
+        (0.2, 0.9, NO_DIFFERENCE),  # certain, but smaller than the margin
+        (0.2, 1.1, HIGHER),
+        (-1.1, -0.2, LOWER),
+        (-0.2, 1.1, UNDECIDED),
+        (-math.inf, math.inf, UNDECIDED),
+    ],
+)
+def test_the_rule_with_a_margin_of_one(low, high, word):
+    estimate = Estimate((low + high) / 2, low, high)
+    assert verdict(estimate, 3, 1.0) == word
+    assert verdict(estimate, 3, 1.0, least_seeds=4) == TOO_FEW
+    assert verdict(estimate, 0, 1.0) == NOT_RUN
+    near = verdict(estimate, 3, 1.0, near_chance=True)
+    assert near == (NEAR_CHANCE if word == NO_DIFFERENCE else word)
+
+
+def test_students_interval_is_that_of_scipy():
+    values = [1.0, -2.0, 3.0, 4.0, 5.0]
+    test = stats.ttest_1samp(values, 0.0)
+    for level in (0.95, 0.975):
+        assert student(values, level) == pytest.approx(
+            (2.2, *test.confidence_interval(level), test.pvalue), rel=1e-12
+        )
+    alone = student([7.0])
+    assert (alone.mean, alone.interval) == (7.0, None) and math.isnan(alone.p)
+    assert student([2.0, 2.0]).p == 0.0 and student([0.0, 0.0]).p == 1.0
+    assert student([2.0, 2.0]).interval == (2.0, 2.0)
+
+
+def test_holms_correction_stops_at_the_first_row_that_fails():
+    """Four p at 5 %: 0.012 against 0.0125, 0.013 against 0.0167, 0.03 against 0.025; later ones are not compared."""
+    assert holm({"a": 0.03, "b": 0.012, "c": 0.04, "d": 0.013}) == {"b", "d"}
+    assert holm({"a": 0.0126, "b": 0.013, "c": 0.013, "d": 0.013}) == set() == holm({})
+
+
+def test_the_seeds_that_would_decide():
+    """Mean 2, scatter 2: t(0.975, n - 1) * 2 / sqrt(n) falls below 2 at n = 7, where t is 2.447 and sqrt(7) 2.646."""
+    assert seeds_to_decide([0.0, 2.0, 4.0], margin=0.5) == 7
+    assert seeds_to_decide([-2.0, 0.0, 2.0], margin=1.0) == 18  # within the margin, at last
+    assert seeds_to_decide([-20.0, 0.0, 20.0], margin=0.1) is None
