@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from open_clip.loss import ClipLoss, SigLipLoss
+from open_clip.loss import ClipLoss, DistillClipLoss, SigLipLoss
 
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss, reversed_partner
 from support.dga_reference import TOLERANCE, error, gradients, one_graph
-from support.two_towers import MODELS, Metric, loss_for, noisy
+from support.two_towers import MODELS, Metric, loss_for, noisy, tokens_and_experts
 
 LOSSES = {
     "ours": ContrastiveLoss,
@@ -22,6 +22,11 @@ LOSSES = {
     "one that learns": Metric,
     "SigLIP": SigLipLoss,
 }
+DISTILLED = "distilled"  # a loss that needs a teacher
+MODELS_WITH_SCALE = ("ViT and BERT", "open_clip.CLIP", "not open_clip's", "frozen visual")
+
+
+TERMS = {"none": None, "three": tokens_and_experts}
 FROZEN = (None, "visual", "text", "visual.proj", "text.proj", "logit_scale")
 
 
@@ -35,11 +40,14 @@ def cases(draw):
     )
     if "two" in model or model in ("tied embeddings", "not open_clip's"):
         losses.remove("one that learns")  # its matrix has another width
+    if model in MODELS_WITH_SCALE:
+        losses.append(DISTILLED)
     smallest = 2 if "images" in model else 1  # batch norm takes no single sample
     sizes = draw(st.lists(st.integers(smallest, 4), min_size=1, max_size=5))
     return {
         "model": model,
         "loss": draw(st.sampled_from(losses)),
+        "terms": draw(st.sampled_from(sorted(TERMS))),
         "sizes": sizes,
         "retain": draw(st.integers(0, len(sizes))),
         "frozen": draw(st.sampled_from(FROZEN)),
@@ -54,7 +62,13 @@ def cases(draw):
 def worst_error(case):
     make, make_batches = MODELS[case["model"]]
     model = make()
-    loss = loss_for(model, LOSSES[case["loss"]]())
+    extras = {"terms": TERMS[case["terms"]]}
+    if case["loss"] == DISTILLED:
+        extras["teacher"] = make().eval()
+        with torch.no_grad():
+            for parameter in extras["teacher"].parameters():
+                parameter.mul_(1.1)
+    loss = loss_for(model, (LOSSES | {DISTILLED: DistillClipLoss})[case["loss"]]())
     frozen = dict(model.named_modules()).get(case["frozen"]) or dict(model.named_parameters()).get(
         case["frozen"]
     )
@@ -66,7 +80,7 @@ def worst_error(case):
         inputs = {"mixup_lambda": 0.7, "partner": reversed_partner(case["sizes"])}
     scaler = None if case["deferred"] else torch.amp.GradScaler("cpu", init_scale=case["scale"])
     step = DecoupledGradientAccumulation(
-        model, loss, retain=case["retain"], check="always", scaler=scaler
+        model, loss, retain=case["retain"], check="always", scaler=scaler, **extras
     )
     worst = 0.0
     for number in range(case["steps"]):
@@ -75,7 +89,7 @@ def worst_error(case):
         for parameter in own:
             parameter.grad = None  # of the step before
         torch.manual_seed(case["seed"] + number)
-        _, wanted = one_graph(model, loss, micro_batches, **inputs)
+        _, wanted = one_graph(model, loss, micro_batches, **extras, **inputs)
         wanted |= {f"loss {i}": p.grad for i, p in enumerate(own) if p.grad is not None}
         ended = torch.get_rng_state()
         for parameter in own:

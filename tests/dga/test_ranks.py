@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from open_clip.loss import ClipLoss, SigLipLoss
+from open_clip.loss import ClipLoss, DistillClipLoss, SigLipLoss
 from torch.nn.parallel import DistributedDataParallel
 
 from open_clip_zerovl.checkpoints.adapters import is_adapter
@@ -31,7 +31,7 @@ from open_clip_zerovl.recipe.lora import add_lora
 from support.dense_loss import DenseLoss, sample_ids, set_by_set, teacher_features
 from support.dga_reference import TOLERANCE, batches, bert_clip, error, one_graph
 from support.programs import run_ranks
-from support.two_towers import Metric
+from support.two_towers import Metric, tokens_and_experts
 
 STEPS = 2
 EXACT = TOLERANCE[torch.float64]
@@ -58,6 +58,12 @@ class Case:
     )
     options: dict[str, Any] = field(default_factory=dict)  # of our loss and of its dense reference
     texts: int = 1  # of each image
+    terms: Callable[..., Any] | None = None
+    distilled: bool = False  # a teacher beside the model
+
+    def extras(self) -> dict[str, Any]:
+        teacher = bert_clip(**self.model, seed=7).eval() if self.distilled else None
+        return {"terms": self.terms, "teacher": teacher}
 
     def build(self) -> torch.nn.Module:
         model = bert_clip(**self.model)
@@ -281,6 +287,21 @@ CASES |= {
         options={"sigmoid": True},
     ),
 }
+CASES |= {
+    "terms, ragged": Case(ContrastiveLoss, sizes=ragged, terms=tokens_and_experts),
+    "terms, deferred, retain K-1": Case(
+        ContrastiveLoss, retain=2, deferred=True, terms=tokens_and_experts
+    ),
+    "terms, an adapter around DDP, frozen text": Case(
+        ContrastiveLoss, adapter=True, freeze="text", terms=tokens_and_experts
+    ),
+    "distilled, 1/W corrected": Case(
+        DistillClipLoss, DistillClipLoss, distilled=True, terms=tokens_and_experts
+    ),
+    "distilled, gather_with_grad": Case(
+        partial(DistillClipLoss, gather_with_grad=True), DistillClipLoss, distilled=True
+    ),
+}
 SLOW_CASES = {
     "ours, compiled DDP": Case(ContrastiveLoss, compile=True),
     "ours, compiled DDP, frozen text": Case(ContrastiveLoss, compile=True, freeze="text"),
@@ -357,7 +378,9 @@ def run_case(case: Case, rank: int, world_size: int) -> list[dict[str, torch.Ten
     loss = case.loss(rank=rank, world_size=world_size)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
     dga = (
-        DecoupledGradientAccumulation(wrapped, loss, retain=case.retain, **case.dga)
+        DecoupledGradientAccumulation(
+            wrapped, loss, retain=case.retain, **case.extras(), **case.dga
+        )
         if case.use_dga
         else None
     )
@@ -404,6 +427,7 @@ def reference(case: Case, world_size: int) -> list[dict[str, torch.Tensor]]:
             micro_batches,
             rng_states=states,
             texts_per_image=case.texts,
+            **case.extras(),
             **inputs,
         )
         found.append(grads)
@@ -425,6 +449,7 @@ def run_cases(folder: str, names: list[str]) -> None:
         found["replay error"] = replay_error(rank, world_size)
         found["graphs kept"] = graphs_kept(rank, world_size)
         found["learned by the loss"] = learned_by_the_loss(rank, world_size)
+        found["hooks"] = [hooked(rank, world_size, sizes) for sizes in ([7], [3, 2, 2])]
     torch.save(found, os.path.join(folder, f"{rank}.pt"))
     dist.barrier()
     dist.destroy_process_group()
@@ -447,7 +472,7 @@ def global_loss(rank: int, world_size: int) -> tuple[float, float]:
 def refusals(rank: int, world_size: int) -> dict[str, str]:
     model = DistributedDataParallel(bert_clip())
     outside = Adapter(DistributedDataParallel(bert_clip()))
-    outside.own = torch.nn.Parameter(torch.zeros(1))
+    outside.own = torch.nn.Parameter(torch.zeros(16, dtype=torch.float64))
     attempts = {
         "local_loss": lambda: DecoupledGradientAccumulation(
             model, ClipLoss(local_loss=True, rank=rank, world_size=world_size)
@@ -472,6 +497,11 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         "ragged ClipLoss": lambda: DecoupledGradientAccumulation(
             model, ClipLoss(gather_with_grad=True, rank=rank, world_size=world_size)
         ).backward(batches([2, 2 + rank])),
+        "a term that learns": lambda: DecoupledGradientAccumulation(
+            model,
+            ContrastiveLoss(rank=rank, world_size=world_size),
+            terms=lambda outputs, *_: {"head": (outputs["image_features"] @ outside.own).sum()},
+        ).backward(batches([2, 2])),
     }
     seen = {}
     for name, attempt in attempts.items():
@@ -532,6 +562,19 @@ def learned_by_the_loss(rank: int, world_size: int) -> dict[str, torch.Tensor]:
             for key, parameter in [*model.named_parameters(), *loss.named_parameters()]
         }
     return found
+
+
+def hooked(rank: int, world_size: int, sizes: list[int]) -> dict[str, torch.Tensor]:
+    """Gradients and seen norms under a clamp, of the same pairs in one micro-batch or several; without dropout."""
+    model, seen = bert_clip().eval(), []
+    model.text.proj.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    model.visual.proj.register_hook(lambda gradient: seen.append(gradient.norm()))
+    images, texts = batches([7], seed=rank)[0]
+    loss = ContrastiveLoss(rank=rank, world_size=world_size)
+    DecoupledGradientAccumulation(DistributedDataParallel(model), loss).backward(
+        list(zip(images.split(sizes), texts.split(sizes), strict=True))
+    )
+    return {name: p.grad for name, p in model.named_parameters()} | {"norms": torch.stack(seen)}
 
 
 def start(world_size: int, names: list[str], folder: Any) -> list[dict[str, Any]]:
@@ -667,6 +710,7 @@ def test_what_cannot_be_right_over_ranks_is_refused(ranks):
         assert "static_graph" in seen["static_graph"]
         assert "at most 1 (over several ranks one must be replayed" in seen["retain"]
         assert "as many samples on each" in seen["ragged ClipLoss"]
+        assert "DistributedDataParallel does not average" in seen["a term that learns"]
 
 
 def test_what_the_loss_learns_is_averaged_over_ranks(ranks):
@@ -692,6 +736,14 @@ def test_what_the_loss_learns_is_averaged_over_ranks(ranks):
                 key.removeprefix(name): value for key, value in own.items() if key.startswith(name)
             }
             assert error(mine, wanted) <= EXACT
+
+
+def test_hooks_act_once_on_each_ranks_gradient_before_the_average(ranks):
+    """As in a plain DDP step of the same pairs."""
+    _, found = ranks
+    for of_rank in found:
+        plain, decoupled = of_rank["hooks"]
+        assert error(decoupled, plain) <= EXACT and plain["norms"].shape == (1,)
 
 
 def test_every_rank_keeps_as_many_graphs_as_the_one_with_the_least_memory(ranks):

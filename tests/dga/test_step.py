@@ -15,7 +15,7 @@ from functools import partial
 import open_clip
 import pytest
 import torch
-from open_clip.loss import ClipLoss, CoCaLoss, DistillClipLoss
+from open_clip.loss import ClipLoss
 from torch import nn
 
 from open_clip_zerovl.core.errors import UserError
@@ -553,10 +553,6 @@ def test_available_bytes_of_this_machine():
 def test_refusals_before_any_pass():
     model = bert_clip()
     dga = DecoupledGradientAccumulation
-    with pytest.raises(UserError, match="cannot train CoCa"):
-        dga(model, CoCaLoss(2.0, 1.0))
-    with pytest.raises(UserError, match="does not distil"):
-        dga(model, DistillClipLoss())
     with pytest.raises(UserError, match="made for world_size=2"):
         dga(model, ContrastiveLoss(rank=0, world_size=2))
     with pytest.raises(UserError, match="check must be .* 'sometimes'"):
@@ -604,10 +600,8 @@ def test_refused_outputs():
             return {**known, **self.outputs} if isinstance(self.outputs, dict) else self.outputs
 
     for outputs, message in [
-        ({"logits": 0, "labels": 0}, r"caption loss \(CoCa\): the model returned labels, logits"),
-        ({"dist_image_features": 0}, r"distillation\): the model returned dist_image_features"),
-        ({"tokens": 0}, "unknown to it: the model returned tokens"),
-        ({"image_features": torch.ones(2, 3, 4)}, r"image_features of 2 samples .* \(2, 3, 4\)"),
+        ({"logits": 0, "labels": 0}, r"returned labels, logits, which would get no gradient"),
+        ({"image_features": torch.ones(3, 4)}, r"image_features of 2 samples .* \(3, 4\)"),
         ({"text_features": [1, 2]}, "text_features must be a floating point tensor, but is a list"),
         (
             {"text_features": torch.ones(2, 4).long()},

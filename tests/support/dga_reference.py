@@ -107,24 +107,32 @@ def one_graph(
     autocast: Callable[[], Any] = nullcontext,
     rng_states: Sequence[Tensor | None] | None = None,
     texts_per_image: int = 1,
+    terms: Callable[..., Any] | None = None,
+    teacher: Callable[..., Any] | None = None,
+    more: Sequence[str] = (),
     **loss_inputs: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of the whole batch in one graph: all forwards, one loss, one backward.
 
+    `terms`, `teacher` and `more` (further features): as `DecoupledGradientAccumulation` takes them.
+
     The forwards draw their masks one after the other, as decoupled accumulation's first pass does; `rng_states[k]` sets
     the generator before micro-batch k (to play the ranks of a distributed run one after another).
     """
-    outputs = []
-    for k, (images, texts) in enumerate(micro_batches):
+    outputs, of_terms, taught = [], [], []
+    for k, (images, texts, *further) in enumerate(micro_batches):
         if rng_states is not None and rng_states[k] is not None:
             torch.set_rng_state(rng_states[k])
         if prepare is not None:
-            images, texts = prepare(images, texts)
+            images, texts = prepare(images, texts, *further)
         with autocast():
             found = model(images, texts)
-        outputs.append(
-            found if isinstance(found, dict) else dict(zip(FEATURES, found, strict=True))
-        )
+            found = found if isinstance(found, dict) else dict(zip(FEATURES, found, strict=True))
+            outputs.append(found)
+            if terms is not None:
+                of_terms.append(terms(found, images, texts, *further))
+            if teacher is not None:
+                taught.append(teacher(images, texts))
     sides = [[output[name] for output in outputs] for name in FEATURES]
     features = dict(
         zip(FEATURES, (torch.cat(sides[0]), set_by_set(sides[1], texts_per_image)), strict=True)
@@ -138,7 +146,18 @@ def one_graph(
     scalars = {
         name: outputs[-1][name] for name in ("logit_scale", "logit_bias") if name in outputs[-1]
     }
-    value = loss(**features, **scalars, **loss_inputs, output_dict=True)["contrastive_loss"]
+    features |= {name: torch.cat([output[name] for output in outputs]) for name in more}
+    if teacher is not None:
+        for name in FEATURES:
+            loss_inputs[f"dist_{name}"] = torch.cat([output[name] for output in taught]).detach()
+        loss_inputs["dist_logit_scale"] = taught[-1]["logit_scale"].detach()
+    value = sum(loss(**features, **scalars, **loss_inputs, output_dict=True).values())
+    for name in of_terms[0] if of_terms else ():
+        pairs = [each[name] for each in of_terms]
+        if isinstance(pairs[0], tuple):
+            value = value + sum(total for total, _ in pairs) / sum(count for _, count in pairs)
+        else:
+            value = value + sum(pairs)
     value.backward()
     return value.detach(), gradients(model)
 

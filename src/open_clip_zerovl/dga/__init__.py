@@ -6,6 +6,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "open_clip_zerovl.dga.step": ["DecoupledGradientAccumulation"],
+        "open_clip_zerovl.dga.extras": ["CaptionTerm"],
         "open_clip_zerovl.dga.replay": ["ReplayError"],
         "open_clip_zerovl.dga.retain": ["Decision", "Retention"],
     },

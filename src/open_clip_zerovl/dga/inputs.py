@@ -1,7 +1,7 @@
 """Micro-batches: their allowed contents, their number of samples, and the copy to the model's device.
 
-A micro-batch is a tuple of two inputs (images, texts) and further parts for `prepare`. An input is a tensor, a dict or a tuple
-of tensors, in which row j of every tensor belongs to sample j:
+A micro-batch is a tuple of two inputs (images, texts) and further parts for `prepare` and terms. An input is a tensor, a dict
+or a tuple of tensors, in which row j of every tensor belongs to sample j:
 
     (images, texts)                                                (B, C, H, W), (B, L)
     (images, {"input_ids": ids, "attention_mask": mask})           a tokenizer's BatchEncoding likewise
@@ -36,7 +36,7 @@ def checked_sizes(
     """The numbers of images and of texts of each micro-batch.
 
     Args:
-        prepared: whether there is a `prepare`, which takes the parts after the first two.
+        prepared: whether there is a `prepare` or terms, which take the parts after the first two.
         texts_per_image: C, how many rows the second input has for each of the first.
         ordered: whether there is a `text_order`, so that only the step's numbers have to agree.
 
@@ -86,7 +86,7 @@ def _checked_size(k: int, micro_batch: Any, prepared: bool) -> tuple[int, int]:
     if len(micro_batch) > 2 and not prepared:
         raise UserError(
             f"Micro-batch {k} must be a pair of inputs (images, texts), but has {len(micro_batch)} parts; parts after the "
-            "first two are for `prepare`, and none is given."
+            "first two are for `prepare` and terms=, and none is given."
         )
     sizes = []
     for part in micro_batch[:2]:
@@ -177,15 +177,15 @@ class DeviceInputs:
         self._to_keep = set(replayed) if stay else set()
         self._kept: dict[int, Any] = {}
 
-    def take(self, k: int) -> tuple[Any, Any]:
-        """The model's inputs for micro-batch k, in the first pass or the replay."""
+    def take(self, k: int) -> tuple[Any, ...]:
+        """The model's inputs for micro-batch k, in the first pass or the replay, and its further parts."""
         first, second, *others = self._micro_batches[k]
         inputs = self._kept.pop(k) if k in self._kept else on_device((first, second), self._device)
         if k in self._to_keep:
             self._to_keep.remove(k)
             self._kept[k] = inputs
         images, texts = inputs if self._prepare is None else self._prepare(*inputs, *others)
-        return images, texts
+        return images, texts, *others
 
 
 def input_room(device: torch.device) -> float:

@@ -9,13 +9,16 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import RngState
+
+if TYPE_CHECKING:
+    from open_clip_zerovl.dga.extras import Extras
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +67,7 @@ class Towers:
         model: called as `model(images, texts)`.
         inner: the same without wrappers.
         autocast: see `DecoupledGradientAccumulation`.
+        extras: adds terms and a teacher's features to the outputs.
     """
 
     def __init__(
@@ -72,8 +76,10 @@ class Towers:
         inner: nn.Module,
         device: torch.device,
         autocast: Callable[[], AbstractContextManager[Any]],
+        extras: Extras,
     ) -> None:
         self._model, self._inner, self._device, self._autocast = model, inner, device, autocast
+        self._extras = extras
         self._learning: set[str] = (
             set()
         )  # features that required gradient although their tower looked frozen
@@ -81,6 +87,8 @@ class Towers:
 
     def frozen(self) -> set[str]:
         """The FEATURES that a step from now on needs to compute once per micro-batch only."""
+        if self._extras.terms:  # they may use any output
+            return set()
         names = self._without_training() - self._learning
         # The class of a scripted module has no forward to look at, and a hook may look at all inputs.
         forwards = [kind.forward for kind in open_clips("CLIP", "CustomTextCLIP")]
@@ -97,7 +105,7 @@ class Towers:
 
     def first_pass(
         self,
-        take: Callable[[], tuple[Any, Any]],
+        take: Callable[[], tuple[Any, ...]],
         rows: dict[str, int],
         frozen: set[str],
         *,
@@ -106,30 +114,30 @@ class Towers:
         """The outputs for a micro-batch, with graph or without, and the state that its replay needs.
 
         Args:
-            take: gives the micro-batch's two inputs; it may draw random numbers.
+            take: gives the micro-batch's two inputs, and its further parts; it may draw random numbers.
             rows: see `checked_outputs`.
             frozen: features of towers that look frozen; those that require gradient nevertheless are removed from it.
         """
         start, between = RngState.capture(self._device), None
         inputs = take()
         if not frozen:
-            return checked_outputs(self._call(inputs, graph), rows), Repeat(
-                start, None, frozenset()
-            )
-        outputs: Outputs = {}
+            outputs = self._outputs(inputs, rows, graph) | self._of_teacher(inputs)
+            return outputs, Repeat(start, None, frozenset())
+        outputs = {}
         for name, alone in ((IMAGES, (inputs[0], None)), (TEXTS, (None, inputs[1]))):
-            found = checked_outputs(self._call(alone, graph or name in frozen), {name: rows[name]})
+            found = self._outputs(alone, {name: rows[name]}, graph or name in frozen)
             if name in frozen and found[name].requires_grad:
                 self._learning.add(name)
                 frozen.remove(name)
             if name in frozen and name == IMAGES:
                 between = RngState.capture(self._device)
             outputs |= found
+        outputs |= self._of_teacher(inputs)
         return outputs, Repeat(start, between, frozenset(frozen))
 
     def replay(
         self,
-        take: Callable[[], tuple[Any, Any]],
+        take: Callable[[], tuple[Any, ...]],
         rows: dict[str, int],
         repeat: Repeat,
         *,
@@ -143,17 +151,24 @@ class Towers:
             repeat.between.restore()
         images, texts = (
             None if name in repeat.frozen else part
-            for name, part in zip(FEATURES, inputs, strict=True)
+            for name, part in zip(FEATURES, inputs[:2], strict=True)
         )
         wanted = {name: size for name, size in rows.items() if name not in repeat.frozen}
-        return checked_outputs(self._call((images, texts), True), wanted)
+        return self._outputs((images, texts, *inputs[2:]), wanted, True)
 
-    def _call(self, inputs: tuple[Any, Any], graph: bool) -> Any:
+    def _of_teacher(self, inputs: tuple[Any, ...]) -> Outputs:
+        with self._autocast():
+            return self._extras.of_teacher(inputs)
+
+    def _outputs(self, inputs: tuple[Any, ...], rows: dict[str, int], graph: bool) -> Outputs:
+        """The model's checked outputs for two inputs, and the sums of the terms."""
         if graph:
             # If the caller is in an autocast region, its cache holds weights that the first pass has cast without graph.
             torch.clear_autocast_cache()
         with torch.set_grad_enabled(graph), self._autocast():
-            return self._model(*inputs)
+            outputs = self._model(*inputs[:2])
+            checked = checked_outputs(outputs, rows, others_used=bool(self._extras.terms))
+            return checked | self._extras.of_terms(outputs, inputs)
 
     def _without_training(self) -> set[str]:
         """The FEATURES whose tower has no trainable parameter now; none for a model without `visual`."""
@@ -170,11 +185,12 @@ class Towers:
         }
 
 
-def checked_outputs(outputs: Any, rows: dict[str, int]) -> Outputs:
+def checked_outputs(outputs: Any, rows: dict[str, int], *, others_used: bool = False) -> Outputs:
     """The model's output dict with the features in `rows`; a pair of features becomes one.
 
     Args:
         rows: feature -> number of its rows.
+        others_used: whether there are terms, which may use further outputs.
 
     Raises:
         UserError: an output that would get no gradient, or features of another shape.
@@ -185,30 +201,24 @@ def checked_outputs(outputs: Any, rows: dict[str, int]) -> Outputs:
         and all(isinstance(part, Tensor) for part in outputs)
     ):
         outputs = dict(zip(FEATURES, outputs, strict=True))
-    elif not isinstance(outputs, dict) or not {*FEATURES, "logit_scale"} <= outputs.keys():
+    elif not isinstance(outputs, dict) or not {*FEATURES, "logit_scale", *rows} <= outputs.keys():
         seen = sorted(outputs) if isinstance(outputs, dict) else type(outputs).__name__
         raise UserError(
             "The model must return a dict with image_features, text_features and logit_scale, or a pair of features, but "
             f"returned {seen}; create open_clip models with output_dict=True, or wrap the model in an adapter (docs/dga.md)."
         )
-    extra = sorted(outputs.keys() - {*FEATURES, *SCALARS})
-    if extra:
-        kind = (
-            "token logits for a caption loss (CoCa)"
-            if {"logits", "labels"} & set(extra)
-            else "a teacher's outputs (distillation)"
-            if any(name.startswith("dist_") for name in extra)
-            else "outputs unknown to it"
-        )
+    extra = sorted(outputs.keys() - {*FEATURES, *SCALARS, *rows})
+    if extra and not others_used:
         raise UserError(
-            f"Decoupled gradient accumulation cannot use {kind}: the model returned {', '.join(extra)}."
+            f"The model returned {', '.join(extra)}, which would get no gradient: give features= for features of the loss, "
+            "or terms= for a loss of each micro-batch, such as CaptionTerm() for a captioner's logits and labels."
         )
     for name in [*rows, *(outputs.keys() & SCALARS)]:
         output = outputs[name]
         if not isinstance(output, Tensor) or not output.is_floating_point():
             kind = str(output.dtype) if isinstance(output, Tensor) else f"a {type(output).__name__}"
             raise UserError(f"The model's {name} must be a floating point tensor, but is {kind}.")
-        if name in rows and (output.ndim != 2 or len(output) != rows[name]):
+        if name in rows and (output.ndim < 2 or len(output) != rows[name]):
             size = rows[name]
             raise UserError(
                 f"{name} of {size} samples must be ({size}, width), but are {tuple(output.shape)}."

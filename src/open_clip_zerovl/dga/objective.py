@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.precision import ieee_products
-from open_clip_zerovl.dga.model import FEATURES, IMAGES, leaves_of, open_clips
+from open_clip_zerovl.dga.model import IMAGES, SCALARS, leaves_of, open_clips
 from open_clip_zerovl.losses import ContrastiveLoss, gathered_sizes, require_process_group
 
 log = logging.getLogger(__name__)
@@ -59,6 +59,10 @@ class Objective:
         """True if gradients are multiplied by a GradScaler's scale."""
         return self._scaler is not None
 
+    def scale(self, value: Tensor) -> Tensor:
+        """`value` times the GradScaler's scale, if there is one."""
+        return value if self._scaler is None else self._scaler.scale(value)
+
     def gradients(
         self, values: dict[str, Tensor], loss_inputs: dict[str, Any]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], OwnGradients]:
@@ -90,15 +94,17 @@ class Objective:
             first, *others = losses.values()
             total = sum(others, start=first)
             self._check_leaves(total, [*leaves.values(), *own])
-            scaled = total if self._scaler is None else self._scaler.scale(total)
-            found = torch.autograd.grad(scaled, [*leaves.values(), *own], allow_unused=True)
+            found = torch.autograd.grad(
+                self.scale(total), [*leaves.values(), *own], allow_unused=True
+            )
         own_gradients: OwnGradients = list(zip(own, found[len(leaves) :], strict=True))
         gradients = {
             name: torch.zeros_like(leaf) if gradient is None else gradient
             for (name, leaf), gradient in zip(leaves.items(), found, strict=False)
         }
         if self._feature_factor != 1:
-            gradients |= {name: gradients[name] * self._feature_factor for name in FEATURES}
+            features = gradients.keys() - SCALARS
+            gradients |= {name: gradients[name] * self._feature_factor for name in features}
         detached = {name: value.detach() for name, value in losses.items()} | {
             "loss": total.detach()
         }

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.precision import product_precision
-from open_clip_zerovl.dga.model import FEATURES, SCALARS
+from open_clip_zerovl.dga.model import SCALARS
 
 # Largest relative difference (L2, of the worst row) between a replayed and a cached feature vector, by the coarsest
 # precision in use. The same kernel gives exactly 0. Another kernel with grad on than off gives rounding errors. Other masks
@@ -34,7 +34,7 @@ CHECK_EVERY = 500  # steps between two checks of check="first"
 # Steps with a check of their own: in the first one a new head may be zero, and a copy equal to its original.
 EARLY = (10, 100)
 
-WEIGHTS = "weights"
+WEIGHTS, REPLAYED = "weights", "replayed"  # kinds of names that are compared, beside the SCALARS
 _INTEGERS = {
     1: torch.int8,
     2: torch.int16,
@@ -94,7 +94,7 @@ class ReplayCheck:
         self, mode: str, world_size: int = 1, group: dist.ProcessGroup | None = None
     ) -> None:
         self.mode = mode
-        self._due: set[str] = set()  # names that are compared in the present step
+        self._due: set[str] = set()  # kinds of names that are compared in the present step
         self._passed: set[str] = set()  # those that were compared once
         self._world_size, self._group = world_size, group
         self._steps = 0
@@ -108,14 +108,14 @@ class ReplayCheck:
     def start(self) -> None:
         """A step begins."""
         again = self.mode == "always" or self._steps % CHECK_EVERY == 0 or self._steps in EARLY
-        names = {*FEATURES, *SCALARS, WEIGHTS}
+        names = {REPLAYED, *SCALARS, WEIGHTS}
         self._due = names - (set() if again else self._passed) if self.mode != "never" else set()
         self._steps += 1
         self._seen = []
 
     def compare(self, name: str, index: int, found: Tensor, cached: Tensor) -> None:
-        """Record the difference of `name` (B, D), or of a scalar, of micro-batch `index`; two NaN count as equal."""
-        if name not in self._due:
+        """Record the difference of `name` (B, D), or of a number, of micro-batch `index`; two NaN count as equal."""
+        if _kind(name) not in self._due:
             return
         found, cached = (
             value.detach().to(cached.dtype).reshape(-1, value.shape[-1:].numel())
@@ -161,7 +161,7 @@ class ReplayCheck:
         bad = [entry for entry in seen if not entry[0] <= tolerance]
         any_bad, replayed, compared = (
             bool(bad),
-            any(name in FEATURES for _, _, name, _ in seen),
+            any(_kind(name) == REPLAYED for _, _, name, _ in seen),
             bool(seen),
         )
         if self._world_size > 1:
@@ -177,7 +177,7 @@ class ReplayCheck:
             raise ReplayError(_difference(bad, tolerance))
         # A step that keeps all graphs compares scalars only: features are still due, which costs nothing until one replays.
         self._passed |= (
-            {*FEATURES, *SCALARS, WEIGHTS} if replayed else {*SCALARS} if compared else set()
+            {REPLAYED, *SCALARS, WEIGHTS} if replayed else {*SCALARS} if compared else set()
         )
 
     def _numbers(self) -> list[tuple[float, float]]:
@@ -193,6 +193,11 @@ class ReplayCheck:
         ]
 
 
+def _kind(name: str) -> str:
+    """The kind of a compared name: WEIGHTS, one of the SCALARS, or REPLAYED for features and sums of terms."""
+    return name if name in SCALARS else WEIGHTS if name.startswith(f"{WEIGHTS} ") else REPLAYED
+
+
 def _shows_bits(value: Tensor) -> bool:
     """True for a plain dense tensor, whose elements can be read as integers."""
     plain = type(value) is Tensor and value.layout == torch.strided
@@ -206,9 +211,9 @@ def _shows_bits(value: Tensor) -> bool:
 def _difference(bad: list[tuple[float, float, str, int]], tolerance: float) -> str:
     """The sentence for the largest of the differences."""
     relative, absolute, name, k = max(
-        bad, key=lambda entry: (entry[2] not in FEATURES, math.isnan(entry[0]), entry[0])
+        bad, key=lambda entry: (_kind(entry[2]) != REPLAYED, math.isnan(entry[0]), entry[0])
     )
-    if name not in {*FEATURES, *SCALARS}:
+    if _kind(name) == WEIGHTS:
         return (
             f"{name.removeprefix(f'{WEIGHTS} ')} was changed within the step, through .data or a kernel that leaves no trace, "
             "by forward itself or by an optimizer in a hook. The replay changes it once more, and the gradient may be wrong; "

@@ -15,13 +15,13 @@ The gradient of a contrastive loss splits at the features: d loss / d parameters
 R graphs are in memory at the end of (1) and in (2), one more at a time in (3). Only the features' memory grows with K.
 
 An image may have `C` texts in a step, such as its caption and a synthetic one. All of it holds for any number of features; the
-loss then takes (b, D) image and (C*b, D) text features.
+loss then takes (b, D) image and (C*b, D) text features. Losses that are means over samples need no features (`extras`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +35,7 @@ from torch.autograd.function import once_differentiable
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import RngState
 from open_clip_zerovl.core.wrappers import unwrapped, wrapped_inside
+from open_clip_zerovl.dga.extras import Collected, Extras, TermsOfMicroBatch, parts_of_coca_loss
 from open_clip_zerovl.dga.hooks import GradientHooks
 from open_clip_zerovl.dga.inputs import (
     DeviceInputs,
@@ -45,6 +46,7 @@ from open_clip_zerovl.dga.inputs import (
 )
 from open_clip_zerovl.dga.model import (
     FEATURES,
+    IMAGES,
     SCALARS,
     TEXTS,
     Outputs,
@@ -87,9 +89,11 @@ class _Step:
         graphs: R.
         inputs: the micro-batches' inputs, copied to the device when they are taken.
         order: (C*b,) the place of each text, None if texts stand in their images' order.
+        inputs_of: each feature -> the input that it has a row for, IMAGES or TEXTS.
         kept: retained micro-batch -> its outputs with graph; phase (3) removes them one by one.
         repeats: the states from which each micro-batch is replayed.
         features: (b, D) of images and (C*b, D) of texts, without graph, in fp32 at least.
+        extras: terms, and a teacher's features.
         scalars: logit_scale, and logit_bias if the model has one, without graph, for each micro-batch.
         versions: each parameter and its version counter at the beginning of the step; a change in place raises the counter.
         losses: the loss' entries and "loss", their sum, detached.
@@ -103,10 +107,12 @@ class _Step:
     graphs: int
     inputs: DeviceInputs
     order: Tensor | None
+    inputs_of: dict[str, str]
     kept: dict[int, Outputs] = field(default_factory=dict)
     repeats: list[Repeat] = field(default_factory=list)
     features: dict[str, Tensor] = field(default_factory=dict)
     scalars: dict[str, list[Tensor]] = field(default_factory=dict)
+    extras: Collected = field(default_factory=Collected)
     versions: list[tuple[nn.Parameter, int]] = field(default_factory=list)
     losses: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -123,12 +129,12 @@ class _Step:
         return [*range(len(self.sizes) - self.graphs, len(self.sizes)), *self.replayed]
 
     def rows(self, name: str) -> list[int]:
-        """Rows of one of the FEATURES in each micro-batch."""
-        return self.text_sizes if name == TEXTS else self.sizes
+        """Rows of a feature in each micro-batch."""
+        return self.text_sizes if self.inputs_of[name] == TEXTS else self.sizes
 
     def rows_of(self, k: int) -> dict[str, int]:
-        """Rows of the FEATURES of micro-batch k."""
-        return {name: self.rows(name)[k] for name in FEATURES}
+        """Rows of the features of micro-batch k."""
+        return {name: self.rows(name)[k] for name in self.inputs_of}
 
 
 class DecoupledGradientAccumulation:
@@ -147,7 +153,16 @@ class DecoupledGradientAccumulation:
             Over ranks DDP's mean of its gradients must be right, as for `ContrastiveLoss`, `ClipLoss(gather_with_grad=True)`
             and `SigLipLoss`. The factor 1/W of `ClipLoss()` is corrected here; `ClipLoss(local_loss=True)` alone is refused;
             other classes are not checked. Parameters of a loss that is a module get their gradient, too: the mean over
-            ranks, as DDP gives the model's.
+            ranks, as DDP gives the model's. open_clip's `CoCaLoss` becomes its contrastive loss and a `CaptionTerm`.
+        terms: `terms(outputs, images, texts, ...)` gets the model's output dict for a micro-batch, and the micro-batch as the
+            model got it. For each name it returns (sum, count), such as the cross-entropy of its tokens and their number: the
+            loss gets the mean over the whole effective batch (a count of 0 gives 0). A sum alone is added up over micro-batches
+            and ranks. Weights go into the sum. It runs under `autocast` in both passes; what it learns must be the model's.
+        features: further features that the model returns and the loss takes by name -> "images" or "texts", the input for each
+            row of which they have a row: (B, ...) or (C*B, ...).
+        teacher: called like the model on each micro-batch, without graph; put it into eval(). Its features, in the loss'
+            order, and its logit_scale go to the loss as dist_image_features, dist_text_features and dist_logit_scale
+            (open_clip's `DistillClipLoss`).
         autocast: a factory of the context of each forward pass, as open_clip_train's `get_autocast` returns. The loss is
             computed outside of it, on fp32 features (fp64 stays fp64).
         scaler: a GradScaler; gradients are multiplied by its scale, as by `scaler.scale(loss).backward()`.
@@ -156,7 +171,7 @@ class DecoupledGradientAccumulation:
         replay_rng: False draws new random masks in the replay, which gives a wrong gradient (the paper's Table 6).
 
     Raises:
-        UserError: a model or loss with which the gradient cannot be exact: CoCa, distillation, a loss made for other ranks.
+        UserError: a model or loss with which the gradient cannot be exact, such as a loss made for other ranks.
     """
 
     def __init__(
@@ -164,6 +179,9 @@ class DecoupledGradientAccumulation:
         model: nn.Module,
         loss: Callable[..., Any],
         *,
+        terms: TermsOfMicroBatch | None = None,
+        features: Mapping[str, str] | None = None,
+        teacher: Callable[..., Any] | None = None,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         scaler: torch.amp.GradScaler | None = None,
         retain: int | str = 1,
@@ -175,16 +193,11 @@ class DecoupledGradientAccumulation:
         inner, self._ddp, _ = unwrapped(model)
         if self._ddp is None:
             self._ddp = wrapped_inside(inner)
-        if isinstance(inner, open_clips("CoCa")) or isinstance(loss, open_clips("CoCaLoss")):
-            raise UserError(
-                "Decoupled gradient accumulation cannot train CoCa: its caption loss needs token logits, not the two "
-                "feature vectors; train it with open_clip's own loop."
-            )
-        if isinstance(loss, open_clips("DistillClipLoss")):
-            raise UserError(
-                "Decoupled gradient accumulation does not distil: DistillClipLoss needs a teacher's features of every "
-                "micro-batch; drop the distillation or train with open_clip's own loop."
-            )
+        every_term = [] if terms is None else [terms]
+        if isinstance(loss, open_clips("CoCaLoss")):
+            loss, captions = parts_of_coca_loss(loss)
+            every_term.append(captions)
+        self._inputs_of = {IMAGES: IMAGES, TEXTS: TEXTS} | _inputs_of(features or {})
         if self._ddp is not None and self._ddp.static_graph:
             raise UserError(
                 "DistributedDataParallel(static_graph=True) (open_clip's --ddp-static-graph) expects one backward pass per "
@@ -201,7 +214,8 @@ class DecoupledGradientAccumulation:
         self._inner, self._device, self._autocast = inner, parameter.device, autocast
         group = self._ddp.process_group if self._ddp is not None else None
         self._world_size = dist.get_world_size(group) if self._ddp is not None else 1
-        self._towers = Towers(model, inner, self._device, autocast)
+        self._extras = Extras(every_term, teacher, inner, self._world_size, group)
+        self._towers = Towers(model, inner, self._device, autocast, self._extras)
         self._objective = Objective(loss, self._device, self._ddp, scaler)
         self._retention = Retention(
             retain, self._device, self._world_size, inner.parameters(), group
@@ -347,10 +361,15 @@ class DecoupledGradientAccumulation:
             )
         sizes, text_sizes = checked_sizes(
             micro_batches,
-            prepared=prepare is not None,
+            prepared=prepare is not None or bool(self._extras.terms),
             texts_per_image=texts_per_image,
             ordered=text_order is not None,
         )
+        if text_order is not None and self._extras.terms:
+            raise UserError(
+                "text_order does not work with terms: a term gets outputs of which a row's text is not that of its image (a "
+                "captioner's logits, for one); leave text_order (--sort-text) out."
+            )
         order = (
             None if text_order is None else checked_order(text_order, sum(sizes) * texts_per_image)
         )
@@ -361,7 +380,16 @@ class DecoupledGradientAccumulation:
         graphs = self._retention.graphs(sizes) if graphs is None else graphs
         replayed = range(len(sizes) - graphs)
         inputs = DeviceInputs(micro_batches, prepare, replayed, self._device, self._input_room)
-        return _Step(sizes, text_sizes, texts_per_image, graphs, inputs, order, versions=versions)
+        return _Step(
+            sizes,
+            text_sizes,
+            texts_per_image,
+            graphs,
+            inputs,
+            order,
+            self._inputs_of,
+            versions=versions,
+        )
 
     def _first_pass(self, step: _Step) -> None:
         """(1) Features of every micro-batch, and the graphs of the last R."""
@@ -380,24 +408,29 @@ class DecoupledGradientAccumulation:
                 step.kept[k] = outputs
             for name, output in outputs.items():
                 found.setdefault(name, []).append(detached_copy(output))
-        step.features = {name: torch.cat(found[name]) for name in FEATURES}
+        step.features = {name: torch.cat(found[name]) for name in step.inputs_of}
         step.scalars = {name: found[name] for name in SCALARS if name in found}
+        step.extras = self._extras.collected(found, step.order)
         self._check_weights(step)
 
     def _differentiate(self, step: _Step, loss_inputs: dict[str, Any]) -> None:
         """(2) The loss on all features, and its gradients by features and scalars."""
         values = step.features | {name: parts[-1] for name, parts in step.scalars.items()}
-        if step.order is not None:
-            values[TEXTS] = torch.empty_like(values[TEXTS]).index_copy_(
-                0, step.order, values[TEXTS]
-            )
+        ordered = (
+            []
+            if step.order is None
+            else [n for n in step.features if step.rows(n) is step.text_sizes]
+        )
+        for name in ordered:
+            values[name] = torch.empty_like(values[name]).index_copy_(0, step.order, values[name])
         if step.texts_per_image > 1:
             loss_inputs["texts_per_image"] = step.texts_per_image
         step.losses, step.gradients, step.own_gradients = self._objective.gradients(
-            values, loss_inputs
+            values, loss_inputs | step.extras.loss_inputs
         )
-        if step.order is not None:
-            step.gradients[TEXTS] = step.gradients[TEXTS][step.order]
+        for name in ordered:
+            step.gradients[name] = step.gradients[name][step.order]
+        self._add_terms(step)
 
     def _second_pass(self, step: _Step, factor: Tensor | None = None) -> None:
         """(3) Backpropagate the gradients of (2), times `factor`, into the parameters, one graph at a time.
@@ -415,14 +448,15 @@ class DecoupledGradientAccumulation:
             name: found if factor is None else found * factor
             for name, found in step.gradients.items()
         }
-        rows = {name: gradients[name].split(step.rows(name)) for name in FEATURES}
-        cached = {name: step.features[name].split(step.rows(name)) for name in FEATURES}
+        rows = {name: gradients[name].split(step.rows(name)) for name in step.features}
+        cached = {name: value.split(step.rows(name)) for name, value in step.features.items()}
+        shares = {name: gradients[name] for name in step.extras.shares}
         learns = False
         hooks = GradientHooks(self._inner, averaged=self._world_size > 1)
         with buffers_kept(self._inner), hooks:
             for k in step.backward_order:
                 self._check_weights(step)
-                wanted = {name: rows[name][k] for name in FEATURES}
+                wanted = {name: each[k] for name, each in rows.items()} | shares
                 with self._synchronised(self._synchronises(step, k)):
                     if k in step.kept:
                         outputs = step.kept.pop(k)
@@ -431,10 +465,11 @@ class DecoupledGradientAccumulation:
                         outputs = self._towers.replay(
                             take, step.rows_of(k), step.repeats[k], rng=self._replay_rng
                         )
-                        for name in outputs.keys() & FEATURES:
-                            self._check.compare(name, k, outputs[name], cached[name][k])
+                        for name, each in (cached | step.extras.sums).items():
+                            if name in outputs:
+                                self._check.compare(name, k, outputs[name], each[k])
                     learns = learns or any(
-                        outputs[name].requires_grad for name in outputs.keys() & FEATURES
+                        outputs[name].requires_grad for name in outputs.keys() - SCALARS
                     )
                     if k == step.backward_order[-1]:
                         hooks.release()
@@ -452,6 +487,19 @@ class DecoupledGradientAccumulation:
         self._retention.step_done(step.sizes)
 
     # ----------------------------------------------------------------------------------------------------------- helpers
+
+    def _add_terms(self, step: _Step) -> None:
+        """Add the terms to the losses, and their gradients by each micro-batch's sums to the gradients."""
+        terms = step.extras.losses
+        if taken := terms.keys() & step.losses.keys():
+            raise UserError(
+                f"{', '.join(sorted(taken))} is a term and an entry of the loss; give the term another name."
+            )
+        total = sum(terms.values(), start=step.losses.pop("loss"))
+        step.losses |= {**terms, "loss": total}
+        step.gradients |= {
+            name: self._objective.scale(share) for name, share in step.extras.shares.items()
+        }
 
     def _check_weights(self, step: _Step) -> None:
         """UserError for a parameter that has changed since the step began."""
@@ -511,6 +559,21 @@ class DecoupledGradientAccumulation:
             if self._check.active
             else 0.0
         )
+
+
+def _inputs_of(features: Mapping[str, str]) -> dict[str, str]:
+    """Further features -> IMAGES or TEXTS.
+
+    Raises:
+        UserError: a feature of another input, or one that the loss takes already.
+    """
+    inputs = {"images": IMAGES, "texts": TEXTS}
+    for name, kind in features.items():
+        if kind not in inputs or name in (*FEATURES, *SCALARS):
+            raise UserError(
+                f"features= must name further features of 'images' or of 'texts', but has {name!r}: {kind!r}."
+            )
+    return {name: inputs[kind] for name, kind in features.items()}
 
 
 class _Deferred(torch.autograd.Function):

@@ -1,0 +1,341 @@
+"""Per-sample terms, teachers and further features of a step against one graph (fp64); random steps have them, too."""
+
+import copy
+import re
+
+import pytest
+import torch
+from open_clip.loss import ClipLoss, CoCaLoss, DistillClipLoss
+from torch import nn
+from torch.nn.functional import normalize
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.dga import CaptionTerm, DecoupledGradientAccumulation, ReplayError
+from open_clip_zerovl.losses import ContrastiveLoss
+from support import ROOT
+from support.dga_reference import (
+    SEED,
+    TOLERANCE,
+    accumulated,
+    batches,
+    bert_clip,
+    error,
+    gradients,
+    one_graph,
+    reference,
+)
+from support.tiny_coca import PAD, padded_batches, tiny_coca
+
+EXACT = TOLERANCE[torch.float64]
+
+
+def whole_coca_loss(model, loss, micro_batches):
+    """open_clip's own CoCaLoss on the outputs of all micro-batches in one graph."""
+    outputs = [model(*micro_batch) for micro_batch in micro_batches]
+    joined = {
+        name: torch.cat([output[name] for output in outputs])
+        for name in ("image_features", "text_features", "logits", "labels")
+        if name in outputs[0]
+    }
+    if "labels" not in joined:  # open_clip 4 shifts them in its task
+        joined["logits"] = joined["logits"][:, :-1]
+        joined["labels"] = torch.cat([texts[:, 1:] for _, texts in micro_batches])
+    return loss(**joined, logit_scale=outputs[-1]["logit_scale"], output_dict=True)
+
+
+def test_ten_steps_of_coca_give_the_weights_of_one_graph():
+    model, loss = tiny_coca(), CoCaLoss(caption_loss_weight=2.0, clip_loss_weight=0.7)
+    whole = copy.deepcopy(model)
+    ours = DecoupledGradientAccumulation(model, loss, check="always")
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, whole)]
+    for step in range(10):
+        micro_batches = padded_batches([3, 2, 4, 1], seed=step)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        torch.manual_seed(step)
+        wanted = whole_coca_loss(whole, loss, micro_batches)
+        sum(wanted.values()).backward()
+        torch.manual_seed(step)
+        losses = ours.backward(micro_batches)
+        assert list(losses) == ["contrastive_loss", "caption_loss", "loss", "logit_scale"]
+        for name, value in wanted.items():
+            assert losses[name].item() == pytest.approx(value.item(), rel=1e-12)
+        assert losses["loss"].item() == pytest.approx(sum(wanted.values()).item(), rel=1e-12)
+        for optimizer in optimizers:
+            optimizer.step()
+    worst = max(
+        (one - other).abs().max().item()
+        for one, other in zip(model.parameters(), whole.parameters(), strict=True)
+    )
+    assert worst <= 1e-12
+
+
+def mean_of_each(model, micro_batches, term):
+    """The wrong way: the mean over micro-batches of each one's own mean."""
+    torch.manual_seed(SEED)
+    total = 0.0
+    for images, texts in micro_batches:
+        (value, count) = term(model(images, texts), images, texts)["caption_loss"]
+        total = total + value / count / len(micro_batches)
+    return total.item()
+
+
+@pytest.mark.parametrize("retain", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", ["plain", "deferred", "scaler"])
+def test_captions_under_our_loss(retain, kind):
+    model, micro_batches, term = tiny_coca(), padded_batches([3, 2, 2]), CaptionTerm(2.0, PAD)
+    value, wanted = reference(model, ClipLoss(), micro_batches, terms=term)
+    factor = 1.0 if kind == "plain" else 8.0
+    scaler = torch.amp.GradScaler("cpu", init_scale=factor) if kind == "scaler" else None
+    step = DecoupledGradientAccumulation(
+        model,
+        ContrastiveLoss(chunk_size=2),
+        terms=term,
+        retain=retain,
+        scaler=scaler,
+        check="always",
+    )
+    torch.manual_seed(SEED)
+    if kind == "deferred":
+        loss = step.loss(micro_batches)
+        (factor * loss).backward()
+    else:
+        losses = step.backward(micro_batches)
+        loss = losses["loss"]
+        assert losses["caption_loss"] != pytest.approx(
+            mean_of_each(model, micro_batches, term), rel=1e-3
+        )
+    assert loss.item() == pytest.approx(value.item(), rel=1e-12)
+    found = {name: gradient / factor for name, gradient in gradients(model).items()}
+    assert error(found, wanted) <= EXACT
+
+
+def test_captions_in_bf16_and_compiled():
+    """Autocast: within twice the error of one graph under it. Compiled: the same graphs as eager."""
+    micro_batches, term = padded_batches([3, 2, 2], torch.float32), CaptionTerm(2.0)
+    model = tiny_coca(torch.float32)
+    _, exact = reference(model, ClipLoss(), micro_batches, terms=term)
+
+    def bf16():
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+    _, one = reference(model, ClipLoss(), micro_batches, terms=term, autocast=bf16)
+    _, found = accumulated(model, ClipLoss(), micro_batches, terms=term, autocast=bf16)
+    assert error(found, exact) <= 2 * error(one, exact)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    _, found = accumulated(compiled, ClipLoss(), micro_batches, terms=term, check="always")
+    assert error(found, exact) <= TOLERANCE[torch.float32]
+
+
+def test_a_batch_without_tokens_and_a_micro_batch_without_tokens():
+    model, micro_batches, term = tiny_coca(), padded_batches([3, 2, 2]), CaptionTerm(1.0)
+    micro_batches[1][1][:, 1:] = PAD
+    _, wanted = reference(model, ClipLoss(), micro_batches, terms=term)
+    _, found = accumulated(model, ClipLoss(), micro_batches, terms=term)
+    assert error(found, wanted) <= EXACT
+    for _, texts in micro_batches:
+        texts[:, 1:] = PAD
+    losses, found = accumulated(model, ClipLoss(), micro_batches, terms=term)
+    assert losses["caption_loss"] == 0 and all(g.isfinite().all() for g in found.values())
+
+
+def test_a_term_gets_the_prepared_inputs_and_the_further_parts():
+    model, sizes = bert_clip(), [3, 2]
+    micro_batches = [
+        (*pair, torch.arange(len(pair[0]), dtype=torch.float64)) for pair in batches(sizes)
+    ]
+
+    def prepare(images, texts, weights):
+        return images * 2, texts
+
+    def weighed(outputs, images, texts, weights):
+        brightness = images.mean((1, 2, 3)) * weights
+        return {"weighed": ((outputs["text_features"][:, 0] * brightness).sum(), weights.sum())}
+
+    _, wanted = reference(model, ClipLoss(), micro_batches, prepare=prepare, terms=weighed)
+    _, found = accumulated(model, ClipLoss(), micro_batches, prepare=prepare, terms=weighed)
+    assert error(found, wanted) <= EXACT
+
+
+def test_the_teacher_of_each_micro_batch():
+    model, teacher = bert_clip(), bert_clip(seed=3).eval()
+    micro_batches = batches([3, 2, 2])
+    _, wanted = reference(model, DistillClipLoss(), micro_batches, teacher=teacher)
+    calls = []
+    counted = lambda *inputs: calls.append(1) or teacher(*inputs)  # noqa: E731
+    losses, found = accumulated(model, DistillClipLoss(), micro_batches, teacher=counted, retain=0)
+    assert error(found, wanted) <= EXACT and len(calls) == 3  # once each, not in the replay
+    assert losses.keys() == {"contrastive_loss", "distill_loss", "loss", "logit_scale"}
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    order = torch.tensor([3, 0, 6, 1, 2, 5, 4])
+    model.eval()
+    _, wanted = reference(model, DistillClipLoss(), micro_batches, teacher=teacher)
+    texts = torch.cat([texts for _, texts in micro_batches])[order].split([3, 2, 2])
+    shuffled = [(images, text) for (images, _), text in zip(micro_batches, texts, strict=True)]
+    _, found = accumulated(
+        model, DistillClipLoss(), shuffled, teacher=teacher, loss_inputs={"text_order": order}
+    )
+    assert error(found, wanted) <= EXACT
+
+
+class Views(nn.Module):
+    """An image with two views beside a text (SLIP), and a second feature of the text."""
+
+    def __init__(self):
+        super().__init__()
+        self.clip, self.head = bert_clip(), nn.Linear(16, 4).double()
+
+    def forward(self, images, texts):
+        outputs = self.clip(images["image"], texts)
+        for name in ("first", "second"):
+            outputs[name] = self.head(self.clip.encode_image(images[name]))
+        outputs["words"] = torch.stack([outputs["text_features"]] * 3, dim=1).cumsum(1)
+        return outputs
+
+
+def views_loss(image_features, text_features, logit_scale, first, second, words, output_dict):
+    both = ContrastiveLoss()(normalize(first, dim=-1), normalize(second, dim=-1), logit_scale)
+    late = torch.einsum("id,jtd->ijt", image_features, words).amax(2).logsumexp(1).mean()
+    return {
+        "contrastive_loss": both + late + ClipLoss()(image_features, text_features, logit_scale)
+    }
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_further_features_of_images_and_of_texts(shuffled):
+    torch.manual_seed(0)
+    model = Views().train(not shuffled)
+    micro_batches = [
+        ({"image": images, "first": images + 1, "second": images * 2}, texts)
+        for images, texts in batches([3, 2, 2])
+    ]
+    more = {"first": "images", "second": "images", "words": "texts"}
+    _, wanted = reference(model, views_loss, micro_batches, more=more)
+    inputs = {}
+    if shuffled:
+        inputs["text_order"] = torch.tensor([3, 0, 6, 1, 2, 5, 4])
+        texts = torch.cat([texts for _, texts in micro_batches])[inputs["text_order"]]
+        micro_batches = [
+            (images, part)
+            for (images, _), part in zip(micro_batches, texts.split([1, 4, 2]), strict=True)
+        ]
+    _, found = accumulated(
+        model, views_loss, micro_batches, features=more, check="always", loss_inputs=inputs
+    )
+    assert error(found, wanted) <= EXACT
+
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.clip, self.head = bert_clip(), nn.Linear(16, 5).double()
+
+    def forward(self, images, texts):
+        outputs = self.clip(images, texts)
+        return outputs | {
+            "class_logits": self.head(outputs["image_features"]),
+            "balance_loss": outputs["text_features"].mean(0).square().sum(),
+        }
+
+
+def test_the_documented_losses_and_terms_run_exactly():
+    """docs/dga.md's examples: labels, Matryoshka; a head, a balance loss and captions as terms."""
+    page = (ROOT / "docs" / "dga.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    of_features, of_terms = (
+        next(block for block in blocks if f"{name}(" in block)
+        for name in ("Matryoshka", "CaptionTerm")
+    )
+    sizes, labels = [3, 2, 2], torch.tensor([0, 1, 0, 2, 1, 1, 3])
+    model, micro_batches = bert_clip().eval(), batches(sizes)
+    scope = {
+        "DecoupledGradientAccumulation": DecoupledGradientAccumulation, "ContrastiveLoss": ContrastiveLoss, "nn": nn,
+        "model": model, "micro_batches": micro_batches, "labels": labels,
+    }  # fmt: skip
+    exec(compile(of_features.replace("64, 128, 512", "4, 8, 16"), "docs/dga.md", "exec"), scope)
+    found = gradients(model)
+    small = scope["Matryoshka"](ContrastiveLoss(), (4, 8, 16))
+    for loss, inputs in ((scope["supervised_contrastive"], {"labels": labels}), (small, {})):
+
+        def as_dict(loss=loss, **values):
+            value = loss(**values)
+            return value if isinstance(value, dict) else {"contrastive_loss": value}
+
+        one_graph_of(model, as_dict, micro_batches, found, **inputs)
+    assert max(gradient.abs().max().item() for gradient in found.values()) <= 1e-12
+
+    coca, heads = tiny_coca().eval(), Heads().eval()
+    labelled = [
+        (*pair, part) for pair, part in zip(micro_batches, labels.split(sizes), strict=True)
+    ]
+    texts = padded_batches(sizes)
+    scope |= {"model_with_heads": heads, "coca": coca, "labelled_micro_batches": labelled}
+    exec(compile(of_terms, "docs/dga.md", "exec"), scope | {"micro_batches": texts})
+    found = gradients(heads)
+    one_graph_of(heads, ClipLoss(), labelled, found, terms=scope_terms(of_terms))
+    assert max(gradient.abs().max().item() for gradient in found.values()) <= 1e-12
+    found = gradients(coca)
+    one_graph_of(coca, ClipLoss(), texts, found, terms=CaptionTerm(2.0))
+    assert max(gradient.abs().max().item() for gradient in found.values()) <= 1e-12
+
+
+def scope_terms(code):
+    """The function `terms` of a documented block."""
+    scope = {"nn": nn}
+    exec(code[: code.index("dga =")], scope)
+    return scope["terms"]
+
+
+def one_graph_of(model, loss, micro_batches, found, **options):
+    """Subtract the gradients of one graph from those that were found."""
+    _, wanted = one_graph(model, loss, micro_batches, **options)
+    for name, gradient in wanted.items():
+        found[name] = found[name] - gradient
+
+
+def test_a_term_that_the_replay_does_not_repeat_is_found():
+    calls = []
+
+    def drifting(outputs, *_):
+        calls.append(1)
+        return {"drift": (outputs["image_features"].sum() + len(calls), 1)}
+
+    with pytest.raises(ReplayError, match="Replayed sum of drift of micro-batch 0 differ"):
+        accumulated(bert_clip(), ClipLoss(), batches([3, 2]), terms=drifting)
+
+
+def test_terms_that_cannot_be_exact_are_refused():
+    model, micro_batches = bert_clip(), batches([3, 2])
+    for terms, message in [
+        (lambda o, *_: {"a": o["image_features"]}, r"term a must be .* of shape \(3, 16\)"),
+        (lambda o, *_: {"a": 1.0}, "term a must be a tensor of one number, .* but is a float"),
+        (
+            lambda o, *_: {"a": (o["image_features"].sum(), o["text_features"].sum())},
+            "count of the term a .* with gradient",
+        ),
+        (
+            lambda o, images, *_: {"a": o["image_features"].sum()} if len(images) == 3 else {},
+            "term a is missing in some micro-batches",
+        ),
+        (
+            lambda o, *_: {"contrastive_loss": o["image_features"].sum()},
+            "give the term another name",
+        ),
+    ]:
+        with pytest.raises(UserError, match=message):
+            accumulated(model, ClipLoss(), micro_batches, terms=terms)
+    with pytest.raises(UserError, match="text_order does not work with terms"):
+        accumulated(
+            tiny_coca(), ClipLoss(), micro_batches, terms=CaptionTerm(),
+            loss_inputs={"text_order": torch.arange(5)},
+        )  # fmt: skip
+    with pytest.raises(UserError, match="features= must name .* 'view': 'rows'"):
+        accumulated(model, ClipLoss(), micro_batches, features={"view": "rows"})
+
+    class Other(CoCaLoss):
+        def forward(self, *inputs, **named):
+            return super().forward(*inputs, **named)
+
+    with pytest.raises(UserError, match=r"Other changes CoCaLoss\.forward"):
+        DecoupledGradientAccumulation(tiny_coca(), Other(1.0, 1.0))
