@@ -9,16 +9,13 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import RngState
-
-if TYPE_CHECKING:
-    from open_clip_zerovl.dga.extras import Extras
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +64,7 @@ class Towers:
         model: called as `model(images, texts)`.
         inner: the same without wrappers.
         autocast: see `DecoupledGradientAccumulation`.
-        extras: adds terms and a teacher's features to the outputs.
+        extras: the `Extras` that add terms and a teacher's features to the outputs.
     """
 
     def __init__(
@@ -76,7 +73,7 @@ class Towers:
         inner: nn.Module,
         device: torch.device,
         autocast: Callable[[], AbstractContextManager[Any]],
-        extras: Extras,
+        extras: Any,
     ) -> None:
         self._model, self._inner, self._device, self._autocast = model, inner, device, autocast
         self._extras = extras
