@@ -99,49 +99,31 @@ def test_an_id_of_two_pictures_is_refused_where_the_rows_of_an_image_are_one_sam
     assert parse_sources(f"t={tmp_path}/t.csv")[0].num_samples == 3
 
 
-@pytest.mark.parametrize(
-    ("header", "style", "columns"),
-    [
-        (
-            "file,title",
-            CsvFormat("file"),
-            (0, 1),
-        ),  # one flag, and the other column by its usual name
-        ("image,text", CsvFormat(None, "text"), (0, 1)),
-        ("title,filepath,a,b", CsvFormat("a", "b"), (2, 3)),
-        (
-            "words;file",
-            CsvFormat(),
-            "'filepath' and 'title' or 'image' and 'caption', each once; its header has 'words;file'; rename",
-        ),
-        (
-            "filepath,title",
-            CsvFormat("a", "b"),
-            "the columns 'a' and 'b', each once; its header has 'filepath', 'title'; rename",
-        ),
-        (
-            "filepath,words",
-            CsvFormat("file"),
-            "'file' and 'title' or 'file' and 'caption', each once",
-        ),
-        (
-            "image,caption,caption",
-            CsvFormat(),
-            "each once; its header has 'image', 'caption', 'caption'",
-        ),
-    ],
-)
-def test_columns_are_the_given_ones_or_one_sentence_names_all_that_lack(
-    tmp_path, header, style, columns
-):
+COLUMNS = {  # header: (flags, columns of the picture and of the captions, or words of the refusal)
+    "file,title": (CsvFormat("file"), (0, 1)),  # one flag, and the other column by its usual name
+    "image,text": (CsvFormat(None, "text"), (0, 1)),
+    "title,filepath,a,b": (CsvFormat("a", "b"), (2, 3)),
+    "image_path;text": (CsvFormat(), (0, 1)),
+    "path|caption_0|caption_1": (CsvFormat(), (0, 1, 2)),
+    "words;thing": (CsvFormat(), "like a picture .* or a caption .*; its columns are 'words', 'thing': name them"),
+    "filepath,title": (CsvFormat("a", "b"), "has no column 'a', given with --csv-img-key; .* pack .*x.csv --out"),
+    "image,caption,caption": (CsvFormat(), "has 2 columns named 'caption': give each column its own name"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("header", COLUMNS)
+def test_columns_are_the_given_ones_or_one_sentence_names_all_that_lack(tmp_path, header):
     """A flag that stood alone, or named no column, was passed over without a word."""
+    style, columns = COLUMNS[header]
     (tmp_path / "x.csv").write_text(f"{header}\n{header}\n")
     if isinstance(columns, str):
         with pytest.raises(UserError, match=columns):
             open_table(str(tmp_path / "x.csv"), style)
     else:
         table = open_table(str(tmp_path / "x.csv"), style)
-        assert (table.image_column, table.caption_column) == columns
+        assert (table.image_column, *table.caption_columns) == columns
+        captions = [header.split(table.separator)[n].encode() for n in columns[1:]]
+        assert next(table.samples()).captions == captions
 
 
 def test_one_caption_of_an_image_an_epoch_and_all_in_turn(tmp_path):
@@ -240,7 +222,7 @@ def test_rows_are_found_again_whatever_is_quoted_in_them(tmp_path_factory, capti
     "files, words",
     [
         ({"a.csv": "filepath,title\n"}, "holds no rows below its header"),
-        ({"a.csv": ""}, "needs the columns .*; its header has nothing"),
+        ({"a.csv": ""}, "no column of .* is named like a picture"),
         (
             {"a.csv": "filepath,title\n", "b.tsv": "x"},
             "holds 2 tables .a.csv, b.tsv ....; name the one",
@@ -248,7 +230,7 @@ def test_rows_are_found_again_whatever_is_quoted_in_them(tmp_path_factory, capti
         ({"a.txt": ""}, "holds no [*].tar shards"),
         (
             {"pack.json": "{}", "refused.csv": "file\n"},
-            "is a folder of `zerovl data pack`; name its sources: NAME=.*/train",
+            "was packed without pictures of the split 'train'",
         ),
         (
             {"a.csv": 'filepath,title\na.png,"' + "x" * 200_000 + '"\n'},

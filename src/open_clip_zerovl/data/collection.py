@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.components import kind_of, packed_folders
+from open_clip_zerovl.data.names import SPLITS
 from open_clip_zerovl.data.reading import picture_file
 from open_clip_zerovl.data.samples import origin_of, samples_of
 from open_clip_zerovl.data.sources import Source, parse_sources
@@ -84,7 +86,7 @@ def open_collection(data: str) -> Collection:
         UserError: nothing there, no picture in it, or a source that cannot be read.
     """
     folder = Path(data).expanduser()
-    if folder.is_dir() and not any(folder.glob("*.tar")):
+    if folder.is_dir() and kind_of(data).kind not in ("shards", "packed"):
         return _folder(data, folder)
     if folder.is_file() and folder.suffix.lower() not in (".tar", *EXTENSIONS):
         raise UserError(
@@ -92,7 +94,7 @@ def open_collection(data: str) -> Collection:
         )
     if not folder.exists() and not any(mark in data for mark in "={*:"):
         raise UserError(f"{data} does not exist; give a folder of pictures, shards or a table")
-    sources = parse_sources(data, evaluation=True)
+    sources = parse_sources(_every_split(data), evaluation=True)
     if any(source.picked is not None for source in sources):
         raise UserError(f"{data} is a clustering: give the shards or the table that it divides")
     tables = [source for source in sources if source.table is not None]
@@ -117,6 +119,19 @@ def open_collection(data: str) -> Collection:
         path = source.shards[number]
         files.append(_file(path, f"{source.name}/{Path(path).name}", data))
     return _checked(Collection(data, tuple(files), tuple(shards) or None, lost))
+
+
+def _every_split(data: str) -> str:
+    """The shards of all splits, of an output of `zerovl data pack`; other data as it is."""
+    if kind_of(data).kind != "packed":
+        return data
+    parts = [
+        f"{'-'.join(filter(None, (source, split.name)))}={split}"
+        for source, folder in packed_folders(data).items()
+        for split in map(folder.__truediv__, SPLITS)
+        if split.is_dir()
+    ]
+    return "::".join(parts)
 
 
 def _folder(data: str, folder: Path) -> Collection:

@@ -1,13 +1,15 @@
-"""The columns of captions in a table, by their names, and the captions in a cell."""
+"""The columns of pictures and captions in a table, by their names, and the captions in a cell: one rule for all readers."""
 
 from __future__ import annotations
 
 import ast
+import csv
 import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from open_clip_zerovl.core.errors import UserError, nearest
 
@@ -26,6 +28,33 @@ CAPTION_NAMES = (
     ),
     *("alt_text", "alttext", "alt", "prompt", "comment", "raw", "report"),
 )
+#: Names of picture columns, the likelier first: the picture itself, then a path, then an address.
+PICTURE_NAMES = (
+    *("image", "img", "picture", "photo", "jpg", "jpeg", "png", "webp"),
+    *(
+        "filepath",
+        "file_path",
+        "image_path",
+        "img_path",
+        "picture_path",
+        "path",
+        "file_name",
+        "filename",
+    ),
+    *(
+        "image_file",
+        "image_name",
+        "img_name",
+        "image_filename",
+        "picture_file",
+        "file",
+        "images",
+        "photo_id",
+    ),
+    *("url", "image_url", "img_url", "picture_url", "photo_url", "photo_image_url", "link"),
+)
+PICTURE_FLAG, CAPTION_FLAG = ("--csv-img-key", "--csv-caption-key")  # of training
+_SEPARATORS = ("\t", ",", ";", "|")
 _NUMBERED = re.compile(r"(caption|title|text|sentence|description)s?_?\d+")
 # reasons of refused rows
 UNMARKED = "NULs in the caption (UTF-16 without its mark?)"
@@ -64,6 +93,113 @@ def guess_captions(names: Sequence[str], picture: str | None = None) -> tuple[st
     if found := caption_columns([name for name in names if name != picture]):
         return (found[0],)
     return tuple(name for name in names if _NUMBERED.fullmatch(plain(name)) and name != picture)
+
+
+def guess_picture(names: Sequence[str]) -> str | None:
+    """The column that is most likely the picture's, by its name."""
+    known = {plain(name): name for name in reversed(names)}
+    return next((known[name] for name in PICTURE_NAMES if name in known), None)
+
+
+def guess_separator(header: str) -> str:
+    """The separator with which a header has columns that are known by name, else the one that it has most of."""
+    there = sorted((s for s in _SEPARATORS if s in header), key=header.count, reverse=True)
+    for separator in there:
+        if guess_picture(next(csv.reader([header], delimiter=separator), [])):
+            return separator
+    return there[0] if there else ","
+
+
+class Wanted(NamedTuple):
+    """Columns that the command line names; None for those that are guessed."""
+
+    picture: str | None = None
+    captions: Sequence[str] | None = None
+    source: str | None = None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The names of the columns that are read, and a description of them."""
+
+    picture: str
+    captions: tuple[str, ...]
+    source: str | None
+    words: str
+
+
+def choose(
+    where: str,
+    names: Sequence[str],
+    wanted: Wanted,
+    *,
+    pictures: Sequence[str] = (),
+    flags: tuple[str, str] = ("--picture-column", "--caption-column"),
+) -> Chosen:
+    """The columns of a table.
+
+    Args:
+        where: the file, for messages.
+        names: the names of all its columns.
+        wanted: the columns that the command line names.
+        pictures: columns that hold pictures by their type; the first takes precedence over guesses from names.
+        flags: that name the picture's and the captions' columns, for messages.
+
+    Raises:
+        UserError: a column that is not there or has the name of another, or none with a name of a picture or a caption.
+    """
+    if wanted.picture is not None:
+        picture: str | None = find(where, names, wanted.picture, flags[0])
+    else:
+        picture = pictures[0] if pictures else guess_picture(names)
+    if wanted.captions is not None:
+        captions = tuple(find(where, names, name, flags[1]) for name in wanted.captions)
+    else:
+        captions = guess_captions(names, picture)
+    if picture is None or not captions:
+        raise UserError(_not_found(where, names, picture, captions, flags))
+    source = (
+        find(where, names, wanted.source, "--source-column") if wanted.source is not None else None
+    )
+    for name in filter(None, (picture, *captions, source)):
+        if (count := [*names].count(name)) > 1:
+            raise UserError(
+                f"{where} has {count} columns named {name!r}: give each column its own name"
+            )
+    guessed = [
+        flag
+        for flag, given in zip(flags, (wanted.picture, wanted.captions), strict=True)
+        if given is None
+    ]
+    words = f"picture {picture!r}, caption {listed(captions)}" + (
+        f" (guessed; choose other columns with {' and '.join(guessed)})" if guessed else ""
+    )
+    return Chosen(picture, captions, source, words)
+
+
+def _not_found(
+    where: str,
+    names: Sequence[str],
+    picture: str | None,
+    captions: Sequence[str],
+    flags: tuple[str, str],
+) -> str:
+    """The sentence for a table without a column that is named like a picture, or like a caption, or both."""
+    missing: list[tuple[str, str, Sequence[str]]] = []
+    if picture is None:
+        missing.append(("a picture (image, filepath, url ...)", flags[0], PICTURE_NAMES))
+    if not captions:
+        missing.append(("a caption (caption, title, text ...)", flags[1], CAPTION_NAMES))
+    near = {
+        flag: next((name for name in names if nearest(plain(name), usual, cutoff=0.75)), None)
+        for _, flag, usual in missing
+    }
+    meant = " ".join(f"{flag} {name!r}" for flag, name in near.items() if name)
+    return (
+        f"no column of {where} is named like {' or '.join(words for words, _, _ in missing)}; its columns are {listed(names)}: "
+        f"name {'it' if len(missing) == 1 else 'them'} with {' and '.join(near)}"
+        + (f"; did you mean {meant}?" if meant else "")
+    )
 
 
 def listed(names: Sequence[str]) -> str:

@@ -7,6 +7,7 @@
     table          a .csv or .tsv of pairs, or a folder with one; TABLE@PICTURES
     annotations    Karpathy's .json; JSON@PICTURES
     selection      NAME.selection.json, a source without some of its samples (`zerovl finetune` writes it)
+    packed         an output of `zerovl data pack` (pack.json)
     benchmark      a retrieval set in CLIP_benchmark's layout (dataset_type.txt, test/nshards.txt, test/0.tar)
     folder         any other folder
 
@@ -26,6 +27,7 @@ import braceexpand
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.clusters import find_clustering
+from open_clip_zerovl.data.names import SPLITS
 from open_clip_zerovl.data.selection import SELECTION
 from open_clip_zerovl.data.table import EXTENSIONS, PACKED, find_table
 from open_clip_zerovl.shards.transfers import matching_urls
@@ -76,7 +78,22 @@ def kind_of(text: str) -> Component:
     return Component("shards", path)
 
 
+def packed_folders(folder: str | Path) -> dict[str, Path]:
+    """Source -> folder with its splits, in an output of `zerovl data pack`; of one source {"": the output itself}."""
+    places = [Path(folder)]
+    if not _has_splits(places[0]):
+        places = [entry for entry in sorted(places[0].iterdir()) if _has_splits(entry)]
+        return {place.name: place for place in places}
+    return {"": places[0]}
+
+
+def _has_splits(folder: Path) -> bool:
+    return any((folder / split).is_dir() for split in SPLITS)
+
+
 def _kind_of_folder(folder: str) -> str:
+    if Path(folder, PACKED).is_file():
+        return "packed"
     if any(Path(folder).glob("*.tar")):
         return "shards"
     if Path(folder, RETRIEVAL_MARK).is_file():
@@ -105,13 +122,6 @@ def expand_shards(pattern: str, *, parquet: bool = False) -> tuple[str, ...]:
                 path for path in sorted(Path(pattern).iterdir()) if not path.name.startswith(".")
             )
             shards = tuple(str(path) for path in visible if is_parquet(path.name))
-        if not shards and os.path.isfile(os.path.join(pattern, PACKED)):
-            made = sorted(
-                f"{path.parent.name}={path}" for path in Path(pattern).glob("*/train")
-            ) or [f"NAME={pattern}/train"]
-            raise UserError(
-                f"{pattern} is a folder of `zerovl data pack`; name its sources: {'::'.join(made)}"
-            )
         if not shards:
             raise UserError(
                 f"folder {pattern} holds no *.tar shards; name a folder of webdataset shards"

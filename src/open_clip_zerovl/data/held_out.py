@@ -19,13 +19,13 @@ from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import UNREADABLE, atomic_file
+from open_clip_zerovl.data.names import FEWEST_PICTURES
 from open_clip_zerovl.models.local_dir import LOCAL_DIR
 
 Identities = NDArray[np.int64]
 
 MOST_HELD_OUT = 1_000  # pictures, as many as in Flickr30K's test set
 FEWEST_HELD_OUT = 10
-FEWEST_PICTURES = 40
 TRAINED_ON = "trained_on.npy"  # in a model's folder
 _DIGITS = 16  # of a key, in an identity
 

@@ -20,6 +20,8 @@ TEMPLATES = "zeroshot_classification_templates.txt"  # beside it, if given: a te
 CLASS_NAMES = (
     "classnames.txt"  # of a labelled set and of pairs packed from folders of classes: a name a line
 )
+FEWEST_PICTURES = 40  # of which some can be held out
+SPLITS = ("train", "val", "test")  # of a packed source, a folder each
 #: Names of folders that hold a split of a data set, and the split.
 SPLIT_FOLDERS = {
     **dict.fromkeys(("train", "training"), "train"),

@@ -11,18 +11,21 @@ that it needs. Rows are read by pyarrow, without threads: loader workers are for
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.data.columns import (
+    CAPTION_FLAG,
     NOT_UTF8,
-    caption_columns,
-    find,
-    guess_captions,
+    PICTURE_FLAG,
+    Chosen,
+    Wanted,
+    choose,
     listed,
     texts_of,
 )
@@ -31,20 +34,9 @@ from open_clip_zerovl.shards.remote import RemoteStream, RetryPolicy
 from open_clip_zerovl.shards.transfers import Unreachable, words_of
 from open_clip_zerovl.shards.urls import local_path
 
-PICTURE_FLAG, CAPTION_FLAG = (
-    "--csv-img-key",
-    "--csv-caption-key",
-)  # of training, which name the columns of tables too
 ROWS_AT_ONCE = 64  # whose pictures are in memory
 _BUFFER_BYTES = 1 << 20  # of a column; without it a row group's whole column would be in memory
 _NOT_UTF8 = b"\xff"  # stands for a text that is not UTF-8
-
-
-class PairColumns(NamedTuple):
-    """The columns of the pictures and of the captions."""
-
-    picture: str
-    captions: tuple[str, ...]
 
 
 def pyarrow() -> Any:
@@ -83,15 +75,16 @@ def faults_named(file: object, fault: str) -> Iterator[None]:
 
 
 def picture_columns(schema: Any) -> list[str]:
-    """The columns that hold pictures by their type: bytes, or Hugging Face's image."""
+    """The columns that hold pictures by their type (bytes, or Hugging Face's image), one called `image` first."""
     arrow = pyarrow()
     binary, is_struct = (arrow.binary(), arrow.large_binary()), arrow.types.is_struct
     kinds = zip(schema.names, schema.types, strict=True)
-    return [
+    held = [
         name
         for name, kind in kinds
         if kind in binary or (is_struct(kind) and kind.get_field_index("bytes") >= 0)
     ]
+    return sorted(held, key=lambda name: name != "image")
 
 
 def rows_of(batches: Iterable[Any]) -> Iterator[dict[str, Any]]:
@@ -125,63 +118,50 @@ def batches_of(table: Any, names: Iterable[str] | None, start: int = 0) -> Itera
 
 def open_files(
     files: Sequence[str], picture: str | None, caption: str | None, policy: RetryPolicy
-) -> tuple[dict[str, int], PairColumns]:
+) -> tuple[dict[str, int], Chosen]:
     """The rows of each file, and the columns of the first, which all have; only the files' ends are read.
 
     Args:
         picture, caption: names of the columns; None for the one with pictures' bytes and the one with a caption's name.
 
     Raises:
-        UserError: a file cannot be read, has no such columns, or several that could be meant.
+        UserError: a file cannot be read, or has no such columns.
     """
     first, columns = _open_file(files[0], picture, None if caption is None else (caption,), policy)
+    logging.info(f"{files[0]}: {columns.words}")
     with ThreadPoolExecutor(max_workers=8) as pool:
-        others = pool.map(lambda file: _open_file(file, *columns, policy)[0], files[1:])
+        others = pool.map(
+            lambda file: _open_file(file, columns.picture, columns.captions, policy)[0], files[1:]
+        )
         return dict(zip(files, [first, *others], strict=True)), columns
 
 
 def _open_file(
     file: str, picture: str | None, captions: tuple[str, ...] | None, policy: RetryPolicy
-) -> tuple[int, PairColumns]:
+) -> tuple[int, Chosen]:
     with (
         faults_named(file, "is not a parquet file, or a broken one"),
         opened(file, policy) as table,
     ):
         schema, rows = table.schema_arrow, table.metadata.num_rows
     held, names = picture_columns(schema), schema.names
-    if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(
-            f"{file} has {names.count(repeated)} columns named {repeated!r}: give each column its own name"
-        )
-    if not held or picture not in (None, *held):
+    wanted = Wanted(picture, captions)
+    chosen = choose(file, names, wanted, pictures=held, flags=(PICTURE_FLAG, CAPTION_FLAG))
+    if chosen.picture not in held:
         raise UserError(
             f"{file} has no pictures' bytes in {listed([picture] if picture else names)}: for paths or addresses make shards "
             f"with `zerovl data pack {shlex.quote(file)} --out DIR`; a column of bytes is named with {PICTURE_FLAG}"
         )
-    for flag, given, likely in (
-        (PICTURE_FLAG, picture, held),
-        (CAPTION_FLAG, captions, caption_columns(names)),
-    ):
-        if given is None and len(likely) > 1:
-            raise UserError(
-                f"{file} has the columns {listed(likely)}: train on one with {flag}, or make shards with `zerovl data pack "
-                f"{shlex.quote(file)} --out DIR`"
-            )
-    captions = tuple(
-        find(file, names, name, CAPTION_FLAG) for name in captions or guess_captions(names)
-    )
-    if not captions or any(
-        pyarrow().types.is_primitive(schema.field(name).type) for name in captions
-    ):
+    if any(pyarrow().types.is_primitive(schema.field(name).type) for name in chosen.captions):
         raise UserError(
-            f"{file} has no captions in {listed(captions or names)}: name a column of text with {CAPTION_FLAG}"
+            f"{file} has no captions in {listed(chosen.captions)}: name a column of text with {CAPTION_FLAG}"
         )
-    return rows, PairColumns(picture or held[0], captions)
+    return rows, chosen
 
 
 def samples(
     file: str,
-    columns: PairColumns,
+    columns: Chosen,
     policy: RetryPolicy,
     start: int = 0,
     size: int = 0,
@@ -213,7 +193,7 @@ def samples(
         raise ShardError("short shard", f"it holds {count} of {size} samples", count)
 
 
-def _members(fields: Mapping[str, Any], columns: PairColumns, whole: bool) -> dict[str, bytes]:
+def _members(fields: Mapping[str, Any], columns: Chosen, whole: bool) -> dict[str, bytes]:
     picture, members = fields.get(columns.picture), {}
     content = picture.get("bytes") if isinstance(picture, dict) else picture
     if isinstance(content, bytes) and content:

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.annotations import read_karpathy
-from open_clip_zerovl.data.components import Component, expand_shards, kind_of
+from open_clip_zerovl.data.components import Component, expand_shards, kind_of, packed_folders
 from open_clip_zerovl.data.images import read_picture
 from open_clip_zerovl.data.table import open_table
 from open_clip_zerovl.data.workers import ItemSet, read_batches
@@ -54,7 +54,7 @@ from open_clip_zerovl.shards.urls import REMOTE
 from open_clip_zerovl.shards.writing import RETRIEVAL_MARK, SHARD_COUNT
 
 # A set's name becomes part of metric names and of file names.
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_NAME = re.compile(r"[^\W_][\w.-]*")  # as of sources
 
 
 @dataclass(frozen=True)
@@ -209,13 +209,26 @@ def parse_retrieval_data(spec: str) -> dict[str, Path]:
             named = named.parent if named.suffix == ".tar" or "{" in named.name else named
             name = re.sub(r"\.(json|csv|tsv)$", "", named.name, flags=re.IGNORECASE)
         if not _NAME.fullmatch(name):
-            raise UserError(f"'{name}' cannot name a set: use letters, digits, '.', '_' and '-'")
-        if name in sets:
             raise UserError(
-                f"two sets are named '{name}' ({sets[name]} and {folder}): name them, a={sets[name]}::b=..."
+                f"'{name}' cannot name a set: begin with a letter or digit, then letters, digits, '.', '_' and '-'"
             )
-        sets[name] = folder
+        for of_set, place in _sets_of(name, folder, named=bool(equals)).items():
+            if of_set in sets:
+                raise UserError(
+                    f"two sets are named '{of_set}' ({sets[of_set]} and {place}): name them, a={sets[of_set]}::b=..."
+                )
+            sets[of_set] = place
     return sets
+
+
+def _sets_of(name: str, folder: Path, *, named: bool) -> dict[str, Path]:
+    """The sets of an entry: of an output of `zerovl data pack` with several sources, one each; else the entry itself."""
+    if not folder.is_dir() or kind_of(str(folder)).kind != "packed":
+        return {name: folder}
+    return {
+        (f"{name}-{source}" if named and source else source or name): place
+        for source, place in packed_folders(folder).items()
+    }
 
 
 def open_retrieval_set(path: str | os.PathLike[str], split: str = "test") -> RetrievalSet:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data import parquet
+from open_clip_zerovl.data.columns import Chosen
 from open_clip_zerovl.data.reading import picture_file
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.shards.members import (
@@ -68,7 +69,7 @@ def samples_of(source: Source, shard: int) -> Iterator[Sample]:
     yield from (sample for number, sample in enumerate(samples) if number in numbers)
 
 
-def _parquet_rows(path: str, columns: parquet.PairColumns) -> Iterator[Sample]:
+def _parquet_rows(path: str, columns: Chosen) -> Iterator[Sample]:
     try:
         yield from itertools.starmap(
             Sample, parquet.samples(path, columns, RetryPolicy(), whole=True)

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from open_clip_zerovl.data.captions import captions_of, member_of
+from open_clip_zerovl.data.columns import Chosen
 from open_clip_zerovl.data.names import field_names
-from open_clip_zerovl.data.parquet import PairColumns, samples
+from open_clip_zerovl.data.parquet import samples
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.stats import Fault
 from open_clip_zerovl.shards.cache import ShardCache
@@ -95,9 +96,7 @@ class ShardReader:
             return None
         return source.picked[source.starts[shard] : source.starts[shard + 1]]
 
-    def _of_parquet(
-        self, file: str, columns: PairColumns, shard: int, start: int
-    ) -> Iterator[Member]:
+    def _of_parquet(self, file: str, columns: Chosen, shard: int, start: int) -> Iterator[Member]:
         """`members` of a parquet file."""
         numbers, size, whole = (
             self._picked(shard),

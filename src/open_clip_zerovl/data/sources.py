@@ -29,8 +29,8 @@ import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.clusters import Clustering, open_clusters, open_neighbours
-from open_clip_zerovl.data.columns import listed
-from open_clip_zerovl.data.components import Component, expand_shards, kind_of
+from open_clip_zerovl.data.columns import Chosen, listed
+from open_clip_zerovl.data.components import Component, expand_shards, kind_of, packed_folders
 from open_clip_zerovl.data.hard_negatives import Neighbours
 from open_clip_zerovl.data.names import (
     CAPTIONS,
@@ -41,7 +41,7 @@ from open_clip_zerovl.data.names import (
     file_of_words,
     is_captions,
 )
-from open_clip_zerovl.data.parquet import PairColumns, open_files
+from open_clip_zerovl.data.parquet import open_files
 from open_clip_zerovl.data.selection import Selection, load_selection
 from open_clip_zerovl.data.sizes import listed_sizes
 from open_clip_zerovl.data.table import EXTENSIONS, CsvFormat, CsvTable, block_sizes, open_table
@@ -83,7 +83,7 @@ class Source:
     captions: str | None = None
     picked: np.ndarray | None = None
     neighbours: Neighbours | None = None
-    columns: PairColumns | None = None
+    columns: Chosen | None = None
 
     @property
     def num_samples(self) -> int:
@@ -124,6 +124,7 @@ def parse_sources(
     on_bad_sample: str = "replace",
     timeout_seconds: float = 600,
     evaluation: bool = False,
+    split: str = "train",
     neighbours: bool = False,
 ) -> tuple[Source, ...]:
     """Read `--train-data` (and `--train-data-upsampling-factors`) into sources with counted shards.
@@ -141,6 +142,7 @@ def parse_sources(
             a `sizes.json` lists as lost, both with a warning.
         timeout_seconds: time that the `sizes.json` of remote shards may take; 0 for any time.
         evaluation: the sources are read to evaluate a model, and may be retrieval sets; training refuses those.
+        split: the split that is read of an output of `zerovl data pack`.
         neighbours: a clustering is one source with `Source.neighbours`, and not a source for each cluster.
 
     Raises:
@@ -154,7 +156,13 @@ def parse_sources(
         )
     check_separators(train_data)
     how = _Opening(
-        captions, table_format, on_bad_sample == "fail", timeout_seconds, evaluation, neighbours
+        captions,
+        table_format,
+        on_bad_sample == "fail",
+        timeout_seconds,
+        evaluation,
+        split,
+        neighbours,
     )
     sources: dict[str, Source] = {}
     members: dict[str, list[str]] = {}  # component -> its sources
@@ -185,6 +193,7 @@ class _Opening(NamedTuple):
     strict: bool
     timeout_seconds: float
     evaluation: bool
+    split: str
     neighbours: bool
 
 
@@ -209,6 +218,9 @@ def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Sour
             path, how.table_format, by_image=how.captions == "one-per-epoch", strict=how.strict
         )
         return name, [_of_table(name, table, how.captions)]
+    if found.kind == "packed":
+        name = name or Path(path).absolute().name
+        return name, _open_packed(name, path, how)
     if found.kind == "benchmark":
         splits = [
             str(entry) for entry in sorted(Path(path).iterdir()) if (entry / SHARD_COUNT).is_file()
@@ -277,6 +289,22 @@ def _require_countable(name: str, captions: str | None) -> None:
             "held-out ones, too; write them as shards of their own (`zerovl cluster --reshard`, `zerovl data pack "
             "--test-share`), or give '--captions one-per-epoch'"
         )
+
+
+def _open_packed(name: str, path: str, how: _Opening) -> list[Source]:
+    """One split of each source that was packed."""
+    sources = []
+    for source, folder in packed_folders(path).items():
+        split = folder / how.split
+        if split.is_dir():
+            of_source = f"{name}-{source}" if source else name
+            sources.append(_of_shards(of_source, expand_shards(str(split)), None, how))
+    if not sources:
+        raise UserError(
+            f"{path} was packed without pictures of the split {how.split!r}; finish `zerovl data pack`, with --test-share for "
+            "held-out pictures"
+        )
+    return sources
 
 
 def _open_neighbours(

@@ -1,9 +1,9 @@
-"""Tables of pairs as sources: open_clip's (`filepath`, `title`) and ZeroVL's (`image,image_id,caption,caption_id`).
+"""Tables of pairs as sources: open_clip's (`filepath`, `title`), ZeroVL's (`image,image_id,caption,caption_id`) and others.
 
 The table is scanned once for the offsets of its rows; a row is read from the file when it is needed. Only arrays of numbers
 stay in memory, which loader workers share with the process that made them. A list of captions would be copied to each worker.
 
-Image paths are relative to the table's folder.
+Image paths are relative to the table's folder. `columns.choose` finds the columns, as for `zerovl data pack`.
 
 `csv_rows` defines rows and the mistakes in them.
 """
@@ -13,9 +13,11 @@ from __future__ import annotations
 import csv
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +25,13 @@ import numpy as np
 
 from open_clip_zerovl.core.csv_rows import CsvRow, CsvRows, as_it_stands
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.columns import (
+    CAPTION_FLAG,
+    PICTURE_FLAG,
+    Wanted,
+    choose,
+    guess_separator,
+)
 from open_clip_zerovl.shards.foreign import encoding_of
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, opened
 
@@ -33,8 +42,6 @@ BLOCK_SAMPLES = (
 )
 _PICTURES = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)
 _NAMED_LINES = 5  # of each mistake, in messages
-# Columns of a layout: image, caption, and the one that is equal in rows of the same image.
-LAYOUTS = (("filepath", "title", "filepath"), ("image", "caption", "image_id"))
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,7 @@ class CsvTable:
         path: the path of the table.
         separator: between columns.
         columns: the header.
-        image_column, caption_column: their numbers.
+        image_column, caption_columns: their numbers.
         rows: (R, 2) offset and length in bytes of each row; the length is negative where quotes are plain characters, and 0
             where the row cannot be shown.
         members: (R,) row numbers, those of a sample next to each other.
@@ -89,7 +96,7 @@ class CsvTable:
     separator: str
     columns: tuple[str, ...]
     image_column: int
-    caption_column: int
+    caption_columns: tuple[int, ...]
     rows: np.ndarray
     members: np.ndarray
     ends: np.ndarray
@@ -133,7 +140,9 @@ class CsvTable:
                 rows = self.rows_of(sample).tolist()
                 fields = [self._fields(descriptor, row) for row in rows]
                 texts = (
-                    one[self.caption_column] for one in fields if len(one) > self.caption_column
+                    row[column]
+                    for row, column in product(fields, self.caption_columns)
+                    if len(row) > column
                 )
                 yield TableSample(
                     rows,
@@ -205,13 +214,13 @@ def open_table(
             header_line = file.readline()
             if not (encoding := encoding_of(header_line)).startswith("utf-8"):
                 raise UserError(f"table {path} is {encoding.upper()} text; save it as UTF-8")
-            separator = style.separator or ("\t" if b"\t" in header_line else ",")
+            separator = style.separator or guess_separator(header_line.decode("utf-8", "replace"))
             file.seek(0)
             stamp = _stamp(file.fileno())
             scanner = CsvRows(file, separator, _PICTURES)
             records = iter(scanner)
             header = next(records, CsvRow(0, 0, 1, [])).fields
-            image, caption, identity = _columns(path, header, style)
+            image, captions, identity = _columns(path, header, style)
             scanner.width, scanner.image = len(header), image
             rows: list[tuple[int, int]] = []
             images: list[int] = []
@@ -257,7 +266,7 @@ def open_table(
         separator,
         tuple(header),
         image,
-        caption,
+        captions,
         np.array(rows, dtype=np.int64),
         members,
         ends,
@@ -283,30 +292,25 @@ def _stamp(descriptor: int) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
-def _columns(path: str, header: Sequence[str], style: CsvFormat) -> tuple[int, int, int]:
-    """Numbers of the columns of a layout: image, caption, identity. A column that `style` names takes the place of a layout's.
+def _columns(
+    path: str, header: Sequence[str], style: CsvFormat
+) -> tuple[int, tuple[int, ...], int]:
+    """Numbers of the columns: image, captions, and the one that is equal in rows of the same image.
 
     Raises:
-        UserError: the header lacks these columns, or has one of them several times.
+        UserError: the header lacks such columns, or has one of them several times.
     """
-    own = style.image_key is not None or style.caption_key is not None
-    layouts = [
-        (style.image_key or image, style.caption_key or caption, "image_id" if own else identity)
-        for image, caption, identity in LAYOUTS
-    ]
-    for image, caption, identity in layouts:
-        if header.count(image) == header.count(caption) == 1:
-            place = header.index(image)
-            return (
-                place,
-                header.index(caption),
-                header.index(identity) if identity in header else place,
-            )
-    known = " or ".join(
-        dict.fromkeys(f"{image!r} and {caption!r}" for image, caption, _ in layouts)
-    )
-    seen = ", ".join(repr(name) for name in header[:20]) or "nothing"
-    raise UserError(
-        f"{path} needs the columns {known}, each once; its header has {seen}; rename them, or name them in training "
-        "with --csv-img-key and --csv-caption-key"
-    )
+    names = [name.strip() for name in header]
+    captions = None if style.caption_key is None else [style.caption_key]
+    try:
+        chosen = choose(
+            path, names, Wanted(style.image_key, captions), flags=(PICTURE_FLAG, CAPTION_FLAG)
+        )
+    except UserError as error:
+        raise UserError(
+            f"{error}; the flags are those of training, and `zerovl data pack {shlex.quote(path)} --out DIR` makes shards"
+        ) from error
+    logging.info(f"Table {path}: {chosen.words}")
+    image = names.index(chosen.picture)
+    identity = names.index("image_id") if "image_id" in names else image
+    return image, tuple(names.index(name) for name in chosen.captions), identity

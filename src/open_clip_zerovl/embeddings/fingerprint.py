@@ -157,7 +157,7 @@ def describe_source(source: Source, known: Iterable[Mark] | None = None) -> dict
     if source.table is not None:
         columns = [
             source.table.columns[n]
-            for n in (source.table.image_column, source.table.caption_column)
+            for n in (source.table.image_column, *source.table.caption_columns)
         ]
         more = [_pictures_digest(source.table), *columns]
     elif source.columns is not None:

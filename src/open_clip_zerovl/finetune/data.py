@@ -121,7 +121,7 @@ def _folders(folder: Path) -> list[Path]:
 def _name_of(path: Path | str) -> str:
     """A source's name from its path; characters that a name cannot have are dashes."""
     last = re.sub(r"\{.*", "", str(path)).rstrip("/").rpartition("/")[2] or "pairs"
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(last).stem).lstrip("-._") or "pairs"
+    return re.sub(r"[^\w.-]+", "-", Path(last).stem).lstrip("-._") or "pairs"
 
 
 def open_sources(train_data: str) -> tuple[Source, ...]:

@@ -266,8 +266,8 @@ INFINITE = {
             r"entry 0 of .*set\.json does not have the form of Karpathy's images \(OverflowError",
         ),
         (
-            "file,title\nx,a cat\n",
-            "'filepath' and 'title' or 'image' and 'caption', each once; its header has 'file', 'title'",
+            "thing,title\nx,a cat\n",
+            "is named like a picture .*; its columns are 'thing', 'title'",
         ),
         ([], "holds no rows"),
         ([(NAME, 1)], "row 1: the row has fewer fields"),

@@ -333,6 +333,10 @@ def test_templates_and_names_may_be_files(tmp_path):
             {"class_names": Path("empty.txt")},
             "names.* the 2 classes .*it has 0 lines.* order of the labels: x, y",
         ),
+        (
+            {"class_names": Path("gap.json")},
+            "does not name the 2 classes .ValueError: the name of class 'y' is empty",
+        ),
         ({"class_names": Path("empty.json")}, "does not name the 2 classes .KeyError: 'x'"),
         ({"split": "x"}, "not a folder of class folders"),
     ],
@@ -342,6 +346,7 @@ def test_what_does_not_fit_is_a_sentence(tmp_path, monkeypatch, given, sentence)
     write_classes(tmp_path / "set", "x y")
     Path("empty.txt").write_text("")
     Path("empty.json").write_text("{}")
+    Path("gap.json").write_text('{"x": "a cat", "y": " "}')
     with pytest.raises(UserError, match=sentence.replace("{", r"\{")):
         open_labelled_set("set", ZeroShotSettings(**given))
 

@@ -12,7 +12,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.labelled import open_probe_set
 from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.evaluate.zero_shot.sets import open_labelled_set
-from open_clip_zerovl.prepare.pack.report import RELEASED, commands, lines
+from open_clip_zerovl.prepare.pack.report import RELEASED, commands, lines, next_line
 from open_clip_zerovl.prepare.pack.rows import Columns
 from open_clip_zerovl.prepare.pack.samples import ZERO_SHOT_TEMPLATES
 from support.pairs import picture, samples_of
@@ -130,6 +130,14 @@ def test_folders_of_splits_are_not_trained_on(packed, tmp_path, below):
     ]
 
 
+@pytest.mark.parametrize(("count", "share"), [(3, 0), (6, 0.4), (60, 0)])
+def test_a_fine_tuning_is_proposed_where_it_can_run(packed, tmp_path, count, share):
+    """Without a held-out set `zerovl finetune` needs pictures to hold some out."""
+    found = packed(class_folders(tmp_path / "in", pictures=count // 3), test_share=share)
+    proposed = [line for line in commands(found, tmp_path / "out") if "finetune" in line]
+    assert bool(proposed) == (count != 3) == ("too few to train on" not in next_line(found))
+
+
 def test_a_class_may_be_called_like_a_split(packed, tmp_path):
     given = class_folders(tmp_path / "in")
     (given / "shoe").rename(given / "train")
@@ -216,6 +224,12 @@ def uneven(folder: Path) -> Path:
     return folder
 
 
+def one_class(folder: Path) -> Path:
+    folder.mkdir()
+    flat(folder / "hat")
+    return folder
+
+
 @pytest.mark.parametrize(
     ("make", "settings", "sentence"),
     [
@@ -229,6 +243,11 @@ def uneven(folder: Path) -> Path:
             uneven,
             {"form": "classes"},
             r"has no pictures, or some are not in folders CLASS/PICTURE or SOURCE/CLASS/PICTURE",
+        ),
+        (
+            one_class,
+            {"form": "classes"},
+            r"are of the one class 'hat': give two or more, each a folder",
         ),
         (
             class_folders,
@@ -291,4 +310,4 @@ def test_templates_need_classes(packed, tmp_path):
 def test_a_training_on_classes_takes_captions_as_positives(packed, tmp_path, monkeypatch):
     monkeypatch.setattr("open_clip_zerovl.prepare.pack.report.FEWEST", 1)
     found = packed(class_folders(tmp_path / "in"))
-    assert "--positives caption" in commands(found, tmp_path / "out")[1]
+    assert "--positives caption" in commands(found, tmp_path / "out")[-1]

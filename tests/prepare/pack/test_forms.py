@@ -16,8 +16,8 @@ from open_clip_zerovl.data.columns import texts_of
 from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.finetune.data import Found, find_data
-from open_clip_zerovl.prepare.pack.columns import public_name
 from open_clip_zerovl.prepare.pack.packing import PackSettings, pack
+from open_clip_zerovl.prepare.pack.places import public_name
 from open_clip_zerovl.prepare.pack.report import _tokenizer, lines
 from open_clip_zerovl.prepare.pack.rows import Columns
 from open_clip_zerovl.prepare.pack.split import Candidate, Exclusion
@@ -411,8 +411,8 @@ def test_parquet_at_an_address_packs_as_the_files_do(packed, tmp_path):
 
 
 def test_the_folder_of_one_source_is_its_retrieval_set(packed, tmp_path):
-    """refused.csv, which lies in the folder, is no table of samples; a training is led to the training shards."""
+    """refused.csv, which lies in the folder, is no table of samples; a training reads the training shards."""
     packed(as_csv(tmp_path / "in", make_pairs(40)), test_share=0.2)
     assert len(open_retrieval_set(tmp_path / "out")) > 0
-    with pytest.raises(UserError, match="is a retrieval set, .*: [^ ]*/out/train$"):
-        parse_sources(f"x={tmp_path / 'out'}")
+    (source,) = parse_sources(f"x={tmp_path / 'out'}")
+    assert source.shards == (str(tmp_path / "out/train/00000.tar"),)

@@ -337,6 +337,16 @@ def json_lines_in_latin_1(folder: Path) -> Path:
     )
 
 
+def lone_surrogates(folder: Path) -> Path:
+    """Which JSON can write, and no file can be called."""
+    rows = (
+        r'{"image": "\ud800.png", "caption": "x"}',
+        r'{"image": "0.png", "caption": "\udfff"}',
+        '{"image": "1.png", "caption": "y"}',
+    )
+    return table(folder, "\n".join(rows) + "\n", "pairs.jsonl")
+
+
 def odd_json_lines(folder: Path) -> Path:
     rows = [
         '{"image": "0.png", "caption": "x"}',
@@ -415,6 +425,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], int, dict[str, int]]] = {
         {"path not UTF-8": 1},
     ),
     "a caption in Latin-1": (one_bad_encoding, 1, {"caption not UTF-8": 1}),
+    "lone surrogates": (lone_surrogates, 1, {"path not UTF-8": 1, "caption not UTF-8": 1}),
     "a JSON line in Latin-1": (json_lines_in_latin_1, 1, {"caption not UTF-8": 1}),
 }
 

@@ -82,7 +82,7 @@ def run_bias(
     check_writable(out, folder=True)
     for encoder in encoders.values():
         encoder.check()
-    sources = parse_sources(data, evaluation=True)
+    sources = parse_sources(data, evaluation=True, split="test")
     if len(sources) < 2:
         raise UserError(
             f"--data {data!r} names one source; bias is measured between two or more: a=SHARDS::b=SHARDS"
@@ -227,8 +227,8 @@ def _samples(
     data: str, unseen: str | None, settings: CompareSettings
 ) -> tuple[list[SourceSample], list[SourceSample], dict[str, int]]:
     """The samples of the sources and of the unseen ones, and how many of each were passed over."""
-    sources = parse_sources(data, evaluation=True)
-    others = parse_sources(unseen, evaluation=True) if unseen else ()
+    sources = parse_sources(data, evaluation=True, split="test")
+    others = parse_sources(unseen, evaluation=True, split="test") if unseen else ()
     if len(sources) < 2:
         raise UserError(
             f"--data {data!r} names one source; name those that the models were trained on: a=SHARDS::b=SHARDS"

@@ -190,10 +190,14 @@ def _class_names(file: Path, classes: Sequence[str]) -> list[str]:
         text = text_of(file)
         if file.suffix == ".json":
             table = json.loads(text)
-            return [str(table[label]) for label in classes]
-        if len(lines := text.strip().splitlines()) != len(classes):
-            raise ValueError(f"it has {len(lines)} lines")
-        return [line.strip() for line in lines]
+            names = [str(table[label]).strip() for label in classes]
+        else:
+            names = [line.strip() for line in text.strip().splitlines()]
+        if len(names) != len(classes):
+            raise ValueError(f"it has {len(names)} lines")
+        if "" in names:
+            raise ValueError(f"the name of class {classes[names.index('')]!r} is empty")
+        return names
     except UNREADABLE as error:
         raise UserError(
             f"--class-names {file} does not name the {len(classes)} classes ({type(error).__name__}: {error}); give JSON of "

@@ -16,15 +16,14 @@ from typing import IO, Any, BinaryIO, cast
 from open_clip_zerovl.core.csv_rows import CsvRows
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.data import parquet
-from open_clip_zerovl.data.columns import listed
-from open_clip_zerovl.prepare.pack.columns import Chosen, Places, choose, guess_picture, public_name
+from open_clip_zerovl.data.columns import Chosen, Wanted, choose, guess_separator, listed
+from open_clip_zerovl.prepare.pack.places import Places, public_name
 from open_clip_zerovl.prepare.pack.rows import ADDRESS, Columns, PairRow, Reader
 from open_clip_zerovl.shards.archives import json_array, members, open_member
 from open_clip_zerovl.shards.foreign import encoding_of
 from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES
 from open_clip_zerovl.shards.remote import RetryPolicy
 
-_SEPARATORS = ("\t", ",", ";", "|")
 _LOOKED_AT = 100  # objects of a JSON file, for the names of columns
 _COCO_LISTS = re.compile(rb'"(images|annotations)"\s*:\s*\[')
 _BEGINNING_BYTES = 1 << 20
@@ -81,7 +80,7 @@ class TableReader(ColumnReader):
         self.path, self.files, self.wanted = path, [path], wanted
         header = self._first_line()
         try:
-            self.separator = wanted.separator or _separator(header)
+            self.separator = wanted.separator or guess_separator(header)
             self.names = [
                 name.strip() for name in next(csv.reader([header], delimiter=self.separator), [])
             ]
@@ -98,7 +97,7 @@ class TableReader(ColumnReader):
             ) from error
         self.has_header = not any(_names_a_picture(name) for name in self.names)
         self.chosen = (
-            choose(str(path), self.names, wanted) if self.has_header else self._headerless()
+            choose(str(path), self.names, wanted.names) if self.has_header else self._headerless()
         )
         header_words = "" if self.has_header else "; no header line"
         self.columns = f"{self.chosen.words}, separator {self.separator!r}{header_words}"
@@ -168,7 +167,7 @@ class TableReader(ColumnReader):
                 f"{self.path} has no header line (its first line is {shown}): number its columns, as --picture-column 1 "
                 "--caption-column 2, or write their names above"
             )
-        return choose(str(self.path), self.names, wanted)
+        return choose(str(self.path), self.names, wanted.names)
 
 
 class JsonReader(ColumnReader):
@@ -187,7 +186,7 @@ class JsonReader(ColumnReader):
                 f"{path} holds no JSON objects, neither one a line nor in a list (it begins with {first[:40]!r}): write one "
                 'object a line, as {"image": "1.jpg", "caption": "a dog"}'
             )
-        self.chosen = choose(str(path), names, wanted)
+        self.chosen = choose(str(path), names, wanted.names)
         self.columns = self.chosen.words
 
     def records(self, file: Path) -> Iterator[tuple[int, Record]]:
@@ -228,11 +227,10 @@ class CocoReader(ColumnReader):
                 f"the annotations of {path} hold no captions (their keys are {listed(names)}): give the captions, as "
                 "captions_train2017.json"
             )
-        wanted = Columns("file_name", wanted.captions or ("caption",), wanted.source)
         self.chosen = choose(
             str(path),
             _names([*islice(self.images.values(), _LOOKED_AT), dict.fromkeys(names)]),
-            wanted,
+            Wanted("file_name", wanted.captions or ("caption",), wanted.source),
         )
         self.columns = f"annotations as MS-COCO's, caption {listed(self.chosen.captions)}"
 
@@ -305,9 +303,7 @@ class ArrowReader(ColumnReader):
     def _choose(self, file: Path, schema: Any) -> Chosen:
         """The columns; unless they are named, a column of pictures' bytes takes precedence over guesses from names."""
         types, held = parquet.pyarrow().types, parquet.picture_columns(schema)
-        chosen = choose(
-            str(file), schema.names, self.wanted, pictures=["image"] if "image" in held else held
-        )
+        chosen = choose(str(file), schema.names, self.wanted.names, pictures=held)
         kind = schema.field(chosen.picture).type
         if not (chosen.picture in held or types.is_string(kind) or types.is_large_string(kind)):
             raise UserError(
@@ -391,15 +387,6 @@ def _names(records: Iterable[Any]) -> list[str]:
     return list(
         dict.fromkeys(name for record in records if isinstance(record, dict) for name in record)
     )
-
-
-def _separator(header: str) -> str:
-    """The separator with which a header has columns that are known by name, else the one that it has most of."""
-    there = sorted((s for s in _SEPARATORS if s in header), key=header.count, reverse=True)
-    for separator in there:
-        if guess_picture(next(csv.reader([header], delimiter=separator), [])):
-            return separator
-    return there[0] if there else ","
 
 
 def _names_a_picture(field: str) -> bool:

@@ -24,11 +24,12 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.core.flags import flag, positive, seed
 from open_clip_zerovl.core.identity import sha256_of
+from open_clip_zerovl.data.names import SPLITS
 from open_clip_zerovl.prepare.pack import report as reports
 from open_clip_zerovl.prepare.pack.collect import Collecting, Contents, is_address
 from open_clip_zerovl.prepare.pack.inputs import FORMATS, fetched, named_input, open_input
 from open_clip_zerovl.prepare.pack.page import write_report_page
-from open_clip_zerovl.prepare.pack.rows import SPLITS, Columns, Reader, SourceNames, source_name
+from open_clip_zerovl.prepare.pack.rows import Columns, Reader, SourceNames, source_name
 from open_clip_zerovl.prepare.pack.split import Exclusion, exclude, hold_out
 from open_clip_zerovl.prepare.pack.store import Store
 from open_clip_zerovl.prepare.pack.write import SILENT_SECONDS, write_split

@@ -17,7 +17,8 @@ import numpy as np
 from open_clip_zerovl.core.errors import printable
 from open_clip_zerovl.core.files import atomic_file
 from open_clip_zerovl.data.columns import UNMARKED
-from open_clip_zerovl.prepare.pack.rows import SPLITS, Reader
+from open_clip_zerovl.data.names import FEWEST_PICTURES, SPLITS
+from open_clip_zerovl.prepare.pack.rows import Reader
 from open_clip_zerovl.prepare.pack.store import Store
 from open_clip_zerovl.report.bounds import LOW_BEST, RECALL_KS, best_sentence
 
@@ -284,6 +285,8 @@ def commands(report: dict[str, Any], out: Path) -> list[str]:
     sets = "::".join(f"{one['source']}={(out / one['folder']).parent}" for one in folders["test"])
     tuned = shlex.quote(f"{out if out.name else out.absolute()}-tuned")
     found = [f"zerovl finetune --from {RELEASED} --data {shlex.quote(str(out))} --out {tuned}"]
+    if few_to_hold_out(report):
+        found = []
     if too_few(report):
         command = "zero-shot" if report["classes"] else "retrieval"
         return [
@@ -308,9 +311,17 @@ def commands(report: dict[str, Any], out: Path) -> list[str]:
 
 def next_line(report: dict[str, Any]) -> str:
     """The line above the commands."""
+    if few_to_hold_out(report):
+        return f"{report['pictures']} pictures are too few to train on: `zerovl finetune` needs {FEWEST_PICTURES}"
     if too_few(report):
         return f"next (with fewer than {FEWEST:,} pictures fine-tune or evaluate; a training from nothing needs more):"
     return "next, a released model fine-tuned, or one from nothing:"
+
+
+def few_to_hold_out(report: dict[str, Any]) -> bool:
+    """True if nothing is held out, and there are too few pictures for `zerovl finetune` to hold some out."""
+    nothing = all(one["split"] == "train" for one in report["written"])
+    return nothing and report["pictures"] < FEWEST_PICTURES
 
 
 def too_few(report: dict[str, Any]) -> bool:

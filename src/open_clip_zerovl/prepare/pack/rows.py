@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import flag
-from open_clip_zerovl.data.columns import is_utf8
+from open_clip_zerovl.data.columns import Wanted, is_utf8
 from open_clip_zerovl.data.names import SPLIT_FOLDERS
 from open_clip_zerovl.prepare.public.pictures import Failure
 from open_clip_zerovl.shards.foreign import LARGEST_PICTURE_BYTES, BadFile, read_foreign
@@ -83,8 +83,10 @@ class Columns:
         None, "character between columns (default: found in the first line)", metavar="CHAR"
     )
 
-
-SPLITS = ("train", "val", "test")
+    @property
+    def names(self) -> Wanted:
+        """The names of columns."""
+        return Wanted(self.picture, self.captions, self.source)
 
 
 class FolderSplits:

@@ -178,6 +178,10 @@ class ClassReader(Reader):
         names = [str(file.relative_to(path)) for file in self.files]
         self.splits = FolderSplits(names)
         levels = class_levels(self.splits(name)[0] for name in names)
+        if levels is None and len({self._class(name) for name in names}) == 1:
+            raise UserError(
+                f"all pictures of {path} are of the one class {self._class(names[0])!r}: give two or more, each a folder"
+            )
         if levels is None:
             raise UserError(
                 f"{path} has no pictures, or some are not in folders CLASS/PICTURE or SOURCE/CLASS/PICTURE: sort them"

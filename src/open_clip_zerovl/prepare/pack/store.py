@@ -88,7 +88,7 @@ class Store:
     def number_of(self, place: str | bytes, input: int, name: str = "") -> tuple[int, bool]:
         """(number of the picture at a place, or with these bytes; whether it is new)."""
         kind = b"bytes" if isinstance(place, bytes) else b"place"
-        content = place if isinstance(place, bytes) else place.encode("utf-8", "surrogateescape")
+        content = place if isinstance(place, bytes) else place.encode("utf-8", "surrogatepass")
         digest = hashlib.blake2b(content, digest_size=16, person=kind).digest()
         found = self.db.execute("SELECT number FROM pictures WHERE hash = ?", (digest,)).fetchone()
         if found:
