@@ -224,7 +224,8 @@ def test_features_are_scaled_to_a_mean_square_of_one_and_read_from_memory_or_the
 def test_identities_are_those_that_every_tower_and_teacher_has():
     def rows(numbers):
         return SimpleNamespace(
-            blocks=lambda: iter(torch.tensor(numbers).split(2)), array=np.array(numbers)
+            blocks=lambda: iter(torch.tensor(numbers).split(2)),
+            read=lambda index: np.array(numbers)[index],
         )
 
     stores = [

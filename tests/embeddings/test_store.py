@@ -76,21 +76,12 @@ def test_a_copy_of_the_data_is_the_same_for_a_store_and_not_for_a_cache(tmp_path
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("value", [np.nan, -np.inf])
-def test_rows_come_back_as_written_and_never_with_nan(tmp_path, dtype, value):
+def test_rows_come_back_as_written(tmp_path, dtype):
     rows = filled(tmp_path, manifest(dtype=dtype)).rows["rows"]
     assert rows[[5, 0]].tolist() == [[6.0] * 4, [1.0] * 4] and rows[0].dtype == getattr(
         torch, dtype
     )
     assert torch.equal(torch.cat(list(rows.blocks())), rows[:])
-    rows[3] = torch.tensor([1.0, 2, value, 4])
-    for read in (
-        lambda: rows[3],
-        lambda: list(rows.blocks()),
-        lambda: Store.open(tmp_path, remedy="make"),
-    ):
-        with pytest.raises(UserError, match=r"rows\.npy holds rows with NaN or infinite numbers"):
-            read()
 
 
 @pytest.mark.parametrize("mode", ["r", "r+"])
@@ -131,3 +122,37 @@ def test_a_manifest_with_damaged_marks_gets_a_sentence(tmp_path, damage):
     ):
         Store.open(tmp_path, remedy="zerovl teacher")
     assert not Store.create(tmp_path, manifest(), cache=True).done.any()  # a cache is made anew
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("damage", ["a byte", "zeros", "negated"])
+def test_damaged_rows_are_made_anew_by_a_cache_and_refused_elsewhere(tmp_path, dtype, damage):
+    """A changed byte gave a score of 1.4e35; zeroed and negated rows gave another accuracy without a word."""
+    filled(tmp_path, about := manifest(dtype=dtype))
+    with open(tmp_path / "rows.npy", "r+b") as file:
+        width = torch.empty(0, dtype=getattr(torch, dtype)).element_size() * 4
+        file.seek(-2 * width, 2)
+        row = bytearray(file.read(width))
+        for place in range(width):
+            if damage == "zeros":
+                row[place] = 0
+            elif damage == "negated" and place % (width // 4) == width // 4 - 1:
+                row[place] ^= 0x80
+        row[1] ^= 0x04 if damage == "a byte" else 0
+        file.seek(-2 * width, 2)
+        file.write(row)
+    opened = Store(tmp_path, about)
+    assert opened.rows["rows"][[0, 5]].tolist() == [[1.0] * 4, [6.0] * 4]  # negative control
+    for read in (
+        lambda: opened.rows["rows"][4],
+        lambda: list(opened.rows["rows"].blocks()),
+        lambda: Store.open(tmp_path, remedy="make"),
+    ):
+        with pytest.raises(UserError, match=r"rows\.npy holds rows that were damaged"):
+            read()
+    found = Store.create(tmp_path, about, cache=True)
+    assert found.done.tolist() == [True] * 4 + [False, True]
+    found.rows["rows"][4:5] = torch.full((1, 4), 5.0)
+    found.finish(slice(4, 5))
+    found.flush()
+    assert Store.open(tmp_path, remedy="make").rows["rows"][4].tolist() == [5.0] * 4

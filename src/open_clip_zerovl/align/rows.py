@@ -345,7 +345,7 @@ def shared_ids(
         taught: the number of the teachers' first rows that are these pictures or captions; further rows are of other sources.
             None: all rows.
     """
-    ids = np.array(stores[0].rows[f"1.{kind}"].array)
+    ids = stores[0].rows[f"1.{kind}"].read(slice(None))
     blocks = [(block != 0 for block in store.rows[f"1.{kind}"].blocks()) for store in stores[1:]]
     shown = [torch.cat(list(of)) for of in blocks]
     shown += [

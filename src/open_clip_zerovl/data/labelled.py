@@ -14,7 +14,6 @@ Nothing is downloaded.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -26,10 +25,12 @@ import torchvision.datasets as tvd
 from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.components import expand_shards
 from open_clip_zerovl.data.images import read_picture
 from open_clip_zerovl.data.names import CLASS_NAMES, file_of_words
 from open_clip_zerovl.shards.foreign import text_of
+from open_clip_zerovl.shards.marks import content_digest
 from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, image_of, indexed_members
 from open_clip_zerovl.shards.pictures import BadPicture
 
@@ -67,15 +68,11 @@ class ProbeSet:
             ) from error
 
     def fingerprint(self) -> str:
-        """A hash of the path, of the labels in their order and of the files' names and sizes: the key of cached features.
+        """A hash of the path, of the labels in their order and of the files' contents: the key of stored features.
 
         Times of change are left out: a set that is copied to a machine's own disk again is the same.
         """
-        held = [
-            (os.fspath(file), os.path.getsize(file) if os.path.exists(file) else -1)
-            for file in self.files
-        ]
-        return hashlib.sha256(json.dumps([self.path, list(self.labels), held]).encode()).hexdigest()
+        return digest_of(self.path, list(self.labels), content_digest(self.files))
 
 
 def class_list(train: ProbeSet, test: ProbeSet) -> list[str]:

@@ -2,6 +2,7 @@
 
     DIR/embeddings.json   models, settings and data of the rows (`Manifest`)
     DIR/NAME.npy          an array: a row, or several, for each sample; bfloat16 as its bits in int16
+    DIR/NAME.sums.npy     a checksum of each row, by which a damaged row is found when it is read
     DIR/done.npy          (n,) bool: whether a sample's rows are on the disk
 
 `n` samples: those of all sources of the collection, in order. A row of zeros stands for a picture or caption that could not be
@@ -16,8 +17,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -37,7 +40,7 @@ from open_clip_zerovl.shards.marks import Mark
 log = logging.getLogger(__name__)
 
 MANIFEST_FILE = "embeddings.json"
-FORMAT = 1
+FORMAT = 2
 DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -45,7 +48,6 @@ DTYPES = {
     "int64": torch.int64,
 }
 _STORED_AS = {name: np.dtype("int16" if name == "bfloat16" else name) for name in DTYPES}
-_BFLOAT16_EXPONENT = np.int16(0x7F80)  # all of these bits are set in NaN and infinity
 _SAMPLED_ROWS = (
     256  # of each array, checked when a folder is opened; every row is checked when it is read
 )
@@ -89,7 +91,7 @@ class Manifest:
     def bytes(self) -> int:
         """The size of the arrays on the disk."""
         return sum(
-            _STORED_AS[dtype].itemsize * int(np.prod(shape))
+            _STORED_AS[dtype].itemsize * int(np.prod(shape)) + 4 * int(np.prod(_sums_shape(shape)))
             for dtype, shape in self.arrays.values()
         )
 
@@ -172,42 +174,73 @@ def first_difference(stored: Sequence[Any], wanted: Sequence[Any]) -> str:
     return next((f"{one} and not {other}" for one, other in pairs if one != other), "the same")
 
 
-def is_finite(stored: np.ndarray, dtype: torch.dtype) -> bool:
-    """True if a stored array holds neither NaN nor infinite numbers of a dtype."""
-    if dtype == torch.bfloat16:
-        return not bool(((stored.view(np.int16) & _BFLOAT16_EXPONENT) == _BFLOAT16_EXPONENT).any())
-    return bool(np.isfinite(stored).all())
+def checksums(rows: np.ndarray) -> np.ndarray:
+    """The CRC-32 of each row (along the last axis) xor that of zeros, so that rows that were never written have 0."""
+    rows = np.ascontiguousarray(rows)
+    *shape, width = rows.shape
+    found = np.fromiter(map(zlib.crc32, rows.reshape(-1, width)), np.uint32, math.prod(shape))
+    return found.reshape(shape) ^ np.uint32(zlib.crc32(bytes(width * rows.itemsize)))
+
+
+def _sums_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape[:-1] if len(shape) > 1 else shape
 
 
 class Rows:
     """A stored array, mapped. `rows[index]` is a tensor of the array's dtype, copied.
 
+    Attributes:
+        array: the rows (..., D), or numbers (n,), as they lie in the file; reading them here checks nothing.
+        sums: a checksum of each row or number.
+
     Raises:
-        UserError: on reading, rows with NaN or infinite numbers.
+        UserError: on reading, rows that were changed since they were written.
     """
 
     def __init__(self, path: Path, spec: ArraySpec, *, mode: str = "r") -> None:
         self.path, self.dtype = path, DTYPES[spec[0]]
-        self.mapped = _mapped(path, _STORED_AS[spec[0]], spec[1], mode)
-        self.array = np.asarray(self.mapped)  # np.memmap makes an object of its own of each row
+        self.files = [
+            _mapped(path, _STORED_AS[spec[0]], spec[1], mode),
+            _mapped(_sums_of(path), np.dtype(np.uint32), _sums_shape(spec[1]), mode),
+        ]
+        # np.memmap makes an object of its own of each row.
+        self.array, self.sums = map(np.asarray, self.files)
+        self.verified = False  # `damaged` has read all rows in this process
 
     def __len__(self) -> int:
         return len(self.array)
 
-    def __getitem__(self, index: Any) -> Tensor:
+    def _checksums(self, rows: np.ndarray) -> np.ndarray:
+        return checksums(rows if self.array.ndim > 1 else rows[..., None])
+
+    def read(self, index: Any) -> np.ndarray:
+        """Rows as they are stored, copied, by an index of all axes but the last. UserError as `rows[index]`."""
         rows = np.array(self.array[index])
-        if not is_finite(rows, self.dtype):
+        if not self.verified and not np.array_equal(self._checksums(rows), self.sums[index]):
             raise UserError(
-                f"{self.path} holds rows with NaN or infinite numbers; remove {self.path.parent} and make the "
+                f"{self.path} holds rows that were damaged after they were written; remove {self.path.parent} and make the "
                 "embeddings again"
             )
-        return torch.from_numpy(rows).view(self.dtype)
+        return rows
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return torch.from_numpy(self.read(index)).view(self.dtype)
 
     def __setitem__(self, index: Any, rows: Tensor) -> None:
         stored = rows.to("cpu", self.dtype)
-        self.array[index] = (
-            stored.view(torch.int16) if self.dtype == torch.bfloat16 else stored
-        ).numpy()
+        content = (stored.view(torch.int16) if self.dtype == torch.bfloat16 else stored).numpy()
+        self.array[index] = content
+        self.sums[index] = self._checksums(content)
+
+    def damaged(self) -> np.ndarray:
+        """The numbers of the rows (along the first axis) whose checksum is another."""
+        found = []
+        for begin in range(0, len(self), _BLOCK_ROWS):
+            part = slice(begin, begin + _BLOCK_ROWS)
+            wrong = self._checksums(self.array[part]) != self.sums[part]
+            found.append(begin + np.flatnonzero(wrong.reshape(len(wrong), -1).any(axis=1)))
+        self.verified = True
+        return np.concatenate([np.empty(0, dtype=np.int64), *found])
 
     def blocks(self) -> Iterator[Tensor]:
         """All rows in order, some thousand at a time."""
@@ -215,7 +248,7 @@ class Rows:
             yield self[begin : begin + _BLOCK_ROWS]
 
     def check(self) -> None:
-        """UserError if some rows, spread over the array, are not finite."""
+        """UserError if some rows, spread over the array, are damaged."""
         self[np.linspace(0, len(self) - 1, min(len(self), _SAMPLED_ROWS)).astype(int)]
 
 
@@ -245,6 +278,7 @@ class Store:
         given: Mapping[str, np.ndarray] | None = None,
         cache: bool = False,
         by_sample: bool = True,
+        verify: bool = True,
     ) -> Store:
         """The folder of these embeddings: made now, or begun by an earlier call.
 
@@ -254,6 +288,7 @@ class Store:
                 files are kept.
             by_sample: False if row n of an array may be of another sample than n although there are as many rows as samples;
                 with other data all rows are then made anew, as with another number of rows.
+            verify: read a cache whole; files with damaged rows are made anew. Without it they are refused when they are read.
 
         Raises:
             UserError: it holds other embeddings (without `cache`), or cannot be written.
@@ -262,6 +297,8 @@ class Store:
             with locked(folder):  # several calls may share the work
                 if cache:
                     old = cls._opened_or_none(folder)
+                    if old is not None and verify:
+                        old._forget_damaged(by_sample)
                     if old is not None and old.manifest == manifest:
                         return old
                     if old is not None and old.manifest.facts.get("use") != manifest.facts.get(
@@ -303,16 +340,34 @@ class Store:
     ) -> Store:
         (folder / MANIFEST_FILE).unlink(missing_ok=True)  # a folder without it counts as empty
         for name, spec in manifest.arrays.items():
-            _make_file(folder / f"{name}.npy", _STORED_AS[spec[0]], spec[1])
+            path = folder / f"{name}.npy"
+            _make_file(path, _STORED_AS[spec[0]], spec[1])
+            _make_file(_sums_of(path), np.dtype(np.uint32), _sums_shape(spec[1]))
         _make_file(folder / "done.npy", np.dtype(bool), (sum(manifest.sizes),))
         store = cls(folder, manifest, mode="r+")
         for name, values in given.items():
-            store.rows[name].array[:] = values
+            store.rows[name][:] = torch.from_numpy(values)
         if old is not None:
             store._take_over(old, by_sample)
         store.flush()
         write_atomically(folder / MANIFEST_FILE, manifest.as_json())
         return store
+
+    def _forget_damaged(self, by_sample: bool) -> None:
+        """Mark the samples with damaged rows as missing; all, where a row's sample is not known."""
+        for rows in self.rows.values():
+            damaged = rows.damaged()
+            if not len(damaged):
+                continue
+            log.warning("%d rows of %s are damaged; they are made anew.", len(damaged), rows.path)
+            # As before they were written: a sample that could not be shown is not written again.
+            rows.array[damaged] = 0
+            rows.sums[damaged] = 0
+            if by_sample and len(rows) == len(self.done):
+                self.done[damaged] = False
+            else:
+                self.done[:] = False
+        self.done.flush()  # type: ignore[attr-defined]
 
     def _take_over(self, old: Store, by_sample: bool) -> None:
         """Take the rows of files that have not changed from the embeddings that were here."""
@@ -334,6 +389,7 @@ class Store:
                 to, of = slice(begin, begin + key[1]), slice(at, at + key[1])
                 for name, rows in self.rows.items():
                     rows.array[to] = old.rows[name].array[of]
+                    rows.sums[to] = old.rows[name].sums[of]
                 self.done[to] = old.done[of]
                 kept += int(self.done[to].sum())
         found = difference(old.manifest, self.manifest) or "changed files"
@@ -351,7 +407,7 @@ class Store:
             remedy: the command that makes such embeddings, for messages.
 
         Raises:
-            UserError: no such folder, embeddings that are not finished, files that are cut short or hold NaN.
+            UserError: no such folder, embeddings that are not finished, files that are cut short or damaged.
         """
         path = Path(folder).expanduser()
         manifest = read_manifest(path)
@@ -388,7 +444,8 @@ class Store:
     def flush(self) -> None:
         """Write the rows to the disk, then the marks of the finished samples, which vouch for them."""
         for rows in self.rows.values():
-            rows.mapped.flush()  # type: ignore[attr-defined]
+            for file in rows.files:
+                file.flush()  # type: ignore[attr-defined]
         for samples in self._finished:
             self.done[samples] = True
         self.done.flush()  # type: ignore[attr-defined]
@@ -406,6 +463,10 @@ def _places(manifest: Manifest) -> Iterator[tuple[tuple[Any, int], int]]:
             blocks[text] = blocks.get(text, 0) + 1
             yield ((text, blocks[text]), size), begin
             begin += size
+
+
+def _sums_of(path: Path) -> Path:
+    return path.with_suffix(".sums.npy")
 
 
 def _make_file(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.labelled import ProbeSet
 from open_clip_zerovl.embeddings import reading
 from open_clip_zerovl.embeddings.embed import embed
@@ -73,11 +71,6 @@ def embedded(
     return store, left
 
 
-def folder_name(*parts: Any) -> str:
-    """A name for a folder that depends on all of the parts."""
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-
-
 class _Pictures:
     """The images of a set as a collection (`embeddings.reading.Collection`), some thousand images a file."""
 
@@ -106,7 +99,7 @@ def picture_features(
 ) -> Tensor:
     """Embeddings (N, D) of a labelled set, on the CPU; computed once and kept below `folder`.
 
-    The name of their folder has a hash of the model's digest, of the set and of its files' sizes and times.
+    The name of their folder has a hash of the model's digest and of the set's content.
 
     Args:
         name: name of the set, for the folder and the progress bar, which `progress` shows.
@@ -114,11 +107,10 @@ def picture_features(
     Raises:
         UserError: an image that cannot be read, embeddings that are not finite.
     """
-    times = [os.stat(file).st_mtime_ns for file in images.files if os.path.exists(file)]
-    digests = [folder_name(images.fingerprint(), times), model.fingerprints["image"]]
+    digests = [images.fingerprint(), model.fingerprints["image"]]
     pictures = _Pictures(images)
     store, _ = embedded(
-        Path(folder) / f"{name}-{folder_name(digests)}",
+        Path(folder) / f"{name}-{digest_of(digests)[:16]}",
         "a labelled set",
         model,
         pictures,

@@ -81,7 +81,7 @@ class FrozenCache:
             {"features": ("float32", (sum(self._sizes), width))},
         )
         self._begins = manifest.begins
-        self._store = Store.create(Path(folder), manifest, cache=True)
+        self._store = Store.create(Path(folder), manifest, cache=True, verify=False)
         self._features = self._store.rows["features"]
         self._filled = np.array(self._store.done)
 

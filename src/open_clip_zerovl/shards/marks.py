@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import user_cache, write_atomically
-from open_clip_zerovl.core.identity import sha256_of
+from open_clip_zerovl.core.identity import digest_of, sha256_of, stamp_of
 from open_clip_zerovl.shards.urls import local_path
 
 _EDGE_BYTES = 1 << 16
@@ -43,6 +43,28 @@ def file_mark(file: str, known: Digests | None = None) -> Mark:
         return [*about, known.get(tuple(about)) or _digest_of_all(path, about)]
     except OSError:  # a lost shard has been reported when the sources were opened
         return [name]
+
+
+def content_digest(files: Sequence[str | os.PathLike[str]]) -> str:
+    """A digest of the names and contents of local files: a copy has the same, a change of any byte another.
+
+    The user's cache keeps it by the files' sizes and times, so that unchanged files are read once for it.
+    """
+    names = [os.path.abspath(file) for file in files]
+    stamps = digest_of([stamp_of(name) for name in names])
+    kept = user_cache("open_clip_zerovl") / "digests" / f"{digest_of(names)[:24]}.json"
+    with suppress(OSError, ValueError):
+        same, stored = json.loads(kept.read_text(encoding="utf-8"))
+        if same == stamps:
+            return str(stored)
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        contents = pool.map(lambda name: sha256_of(name) if os.path.isfile(name) else "", names)
+        about = f"checking {len(names):,} files"
+        each = list(tqdm(contents, about, len(names), delay=2, leave=False))
+    digest = digest_of([os.path.basename(name) for name in names], each)
+    with suppress(UserError):  # a cache that cannot be written
+        write_atomically(kept, json.dumps([stamps, digest]))
+    return digest
 
 
 def file_marks(files: Iterable[str], known: Digests | None, about: str) -> dict[str, Mark]:

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -298,6 +299,37 @@ def test_cached_features_go_on_with_the_missing_parts(
     # Another tower must not be given these features.
     other = nn.Sequential(MeanColour(), nn.Linear(3, 2))
     assert cached_features(other, counted, *arguments)[0].shape == (10, 2)
+
+
+def write_colours(folder: Path, turn: int) -> ProbeSet:
+    """Class folders of pictures whose names and sizes in bytes do not depend on their colours."""
+    for number in range(12):
+        place = folder / list(COLOURS)[number % 3]
+        place.mkdir(parents=True, exist_ok=True)
+        colour = COLOURS[list(COLOURS)[(number + turn) % 3]]
+        Image.new("RGB", (8, 8), colour).save(place / f"{number}.bmp")
+    return open_probe_set(folder, "train")
+
+
+def test_changed_pictures_of_the_same_names_and_sizes_are_noticed(tmp_path):
+    """A finished probe gave its old result for them, and stored features were those of the former pictures."""
+    settings = LarsSettings(epochs=1, batch_size=6)
+    features = []
+    for turn in (0, 1):
+        images = write_colours(tmp_path / "pictures", turn)
+        arguments = (ToTensor(), list(COLOURS), tmp_path / "cache")
+        features.append(cached_features(MeanColour(), images, *arguments)[0])
+        if turn == 0:
+            first = fit_colours(tmp_path, images, settings)[1]
+            shutil.copytree(tmp_path / "pictures", tmp_path / "copy")
+            assert fit_colours(tmp_path, images, settings)[1] == first  # negative control
+    assert not torch.equal(*features)
+    with pytest.raises(UserError, match=r"state.pt belongs to a probe of another .*data set"):
+        fit_colours(tmp_path, images, settings)
+    shutil.rmtree(tmp_path / "pictures")
+    shutil.copytree(tmp_path / "copy", tmp_path / "pictures", copy_function=shutil.copyfile)
+    again = open_probe_set(tmp_path / "pictures", "train")  # with other times
+    assert fit_colours(tmp_path, again, settings)[1] == first
 
 
 # ---------------------------------------------------------------------------------------------------------------------

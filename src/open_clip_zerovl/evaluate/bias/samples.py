@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -16,13 +15,14 @@ from tqdm.auto import tqdm
 
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.reading import Sample
 from open_clip_zerovl.evaluate.bias.measures import check_source_probe, probe_groups
-from open_clip_zerovl.evaluate.embedded import embedded, folder_name
+from open_clip_zerovl.evaluate.embedded import embedded
 from open_clip_zerovl.shards.index import caption_lines
 from open_clip_zerovl.shards.members import TEXT_EXTENSION, image_of
 from open_clip_zerovl.shards.members import Sample as StoredSample
@@ -214,11 +214,9 @@ def encode(
     """
     model = FrozenModel.load(encoder)
     digests = [model.fingerprints["image"], model.fingerprints["text"]]
-    marks = [
-        hashlib.sha256(sample.image + sample.caption.encode()).hexdigest() for sample in samples
-    ]
+    marks = [digest_of(sample.image, sample.caption) for sample in samples]
     store, _ = embedded(
-        folder / folder_name(digests),
+        folder / digest_of(digests)[:16],
         "bias or compare",
         model,
         _Pairs(samples),

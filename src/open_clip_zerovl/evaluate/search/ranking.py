@@ -28,6 +28,7 @@ from torch import Tensor
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError, printable
 from open_clip_zerovl.core.files import check_writable, user_cache, write_atomically
+from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.collection import Collection, open_collection
 from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.reading import picture_file
@@ -35,7 +36,7 @@ from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.reading import Lost, Sample
 from open_clip_zerovl.embeddings.store import Rows
-from open_clip_zerovl.evaluate.embedded import embedded, folder_name
+from open_clip_zerovl.evaluate.embedded import embedded
 from open_clip_zerovl.evaluate.settings import SearchSettings as SearchSettings
 from open_clip_zerovl.report.html import thumbnail, write_page
 from open_clip_zerovl.shards.foreign import BadFile, read_foreign
@@ -359,7 +360,7 @@ def embed_collection(
     )
     check_writable(cache, folder=True)
     store, computed = embedded(
-        cache / folder_name(fingerprint, where),
+        cache / digest_of(fingerprint, where)[:16],
         "search",
         model,
         pictures,
