@@ -1,0 +1,330 @@
+"""Heads on frozen encoders, on photographs: how many pairs they need, and which options of `zerovl align` earn their place.
+
+    python -m scripts.encoders --out encoders
+    python -m scripts.align_study --data DIR --features DIR       # encodes once, then trains every run that has no record
+    python -m scripts.align_study --report                        # tables and figure from the records
+
+`scripts/align_study.yaml` is the protocol: data, seeds, rules. Records lie in docs/results/align, one entry a run.
+
+`n` samples and `T` captions of all sources, `F` width of the features, `D` of the shared space.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from torch.nn import functional as F
+
+from open_clip_zerovl.align.encoders import open_tower
+from open_clip_zerovl.align.heads import Heads
+from open_clip_zerovl.align.request import AlignFlags, Recipe
+from open_clip_zerovl.align.rows import (
+    Features,
+    HeldOut,
+    Pairs,
+    Sources,
+    embed_tower,
+    open_sources,
+    unit_scale,
+)
+from open_clip_zerovl.align.train import (
+    CHECKS,
+    Task,
+    default_batch,
+    default_epochs,
+    held_out_embeddings,
+    learning_rate,
+    train_heads,
+)
+from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.data.names import PIXEL_PATH
+from open_clip_zerovl.distill.embed import view_transform
+from open_clip_zerovl.embeddings.sources import Views
+from open_clip_zerovl.embeddings.store import Store
+from open_clip_zerovl.evaluate.accuracy import class_indices
+from open_clip_zerovl.evaluate.embedded import picture_features
+from open_clip_zerovl.evaluate.retrieval.metrics import recalls, retrieval_ranks
+from open_clip_zerovl.evaluate.zero_shot.score import class_features, classify
+from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet, open_labelled_set
+
+PROTOCOL = Path(__file__).with_suffix(".yaml")
+RECORDS = Path("docs/results/align")
+CPU = torch.device("cpu")
+VIEWS = 4
+
+
+@dataclass
+class Encoded:
+    """All features of the study, encoded once.
+
+    Attributes:
+        names: the sources, those that are trained on first.
+        sources: the same, opened.
+        images, texts, views: stores with the rows of all samples and captions, and of the first source's augmented views.
+        clothing: the labelled set, and the features (N, F) of its pictures.
+        caption_features: caption of a class -> features (F,).
+    """
+
+    names: list[str]
+    sources: Sources
+    images: Store
+    texts: Store
+    views: Store
+    labelled: LabelledSet
+    clothing: torch.Tensor
+    caption_features: dict[str, torch.Tensor]
+
+    def samples(self, name: str) -> np.ndarray:
+        """Numbers of a source's samples."""
+        begins, number = self.sources.begins, self.names.index(name)
+        return np.arange(begins[number], begins[number + 1])
+
+    def captions(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of the captions of some samples, sample by sample, and where each sample's begin, one longer."""
+        starts = self.sources.starts
+        counts = starts[samples + 1] - starts[samples]
+        first = np.concatenate([[0], np.cumsum(counts)])
+        rows = np.arange(first[-1]) + np.repeat(starts[samples] - first[:-1], counts)
+        return rows, first
+
+    def held_out(self, names: Sequence[str]) -> HeldOut:
+        """The pictures of some sources with their captions."""
+        samples = np.concatenate([self.samples(name) for name in names])
+        rows, first = self.captions(samples)
+        return HeldOut(samples, rows, np.repeat(np.arange(len(samples)), np.diff(first)))
+
+    def pairs(self, training: dict[str, np.ndarray]) -> Pairs:
+        """The training samples of each source; Flickr8k's validation photographs choose the heads."""
+        samples = np.concatenate(list(training.values()))
+        rows, first = self.captions(samples)
+        sizes = [len(numbers) for numbers in training.values()]
+        held = self.held_out(["validation-held"])
+        return Pairs(samples, rows, first, sizes, list(training), held, 0, 0)
+
+    @cached_property
+    def picture_classes(self) -> torch.Tensor:
+        """(N,) class of each picture of clothing."""
+        return class_indices(self.labelled.images.labels, self.labelled.classes)
+
+    def clothing_top1(self, heads: Heads, task: Task) -> float:
+        """Zero-shot top-1 in percent; each class is the mean of its captions' embeddings."""
+        with torch.no_grad():
+            pictures = F.normalize(heads.image(self.clothing * task.images.scale), dim=-1)
+
+            def encode(captions: list[str]) -> torch.Tensor:
+                features = torch.stack([self.caption_features[caption] for caption in captions])
+                return F.normalize(heads.text(features * task.texts.scale), dim=-1)
+
+            classes = class_features(self.labelled.captions(), encode, progress=False)
+        chosen = classify(pictures, classes).argmax(dim=1)
+        return 100 * float((chosen == self.picture_classes).float().mean())
+
+
+def encode(data: Path, protocol: dict[str, Any], folder: Path) -> Encoded:
+    """Encode everything, or open what an earlier call has encoded."""
+    place = {name: data / where for name, where in protocol["training"].items()}
+    held = {f"{name}-held": data / where for name, where in protocol["held_out"].items()}
+    named = "::".join(f"{name}={where}" for name, where in (place | held).items())
+    sources = open_sources(named, "")
+    image = open_tower(protocol["encoders"]["image"], "image")
+    text = open_tower(protocol["encoders"]["text"], "text")
+    flags = AlignFlags(encode_batch=64)
+    given: dict[str, Any] = {"device": CPU, "say": print}
+    images = embed_tower(image, sources, folder, flags, **given)
+    texts = embed_tower(text, sources, folder, flags, **given)
+    dataset = open_labelled_set(str(data / protocol["clothing"]))
+    frozen = image.frozen(CPU, False)
+    clothing = picture_features(frozen, dataset.images, folder, batch_size=64, name="clothing")
+    captions = [caption for of_class in dataset.captions() for caption in of_class]
+    features = text.frozen(CPU, False).texts(captions)
+    transform = view_transform(image.size[0], image.preprocess_cfg["interpolation"], {})
+    views = embed_tower(
+        image,
+        Sources(sources.opened[:1], 1),
+        folder,
+        flags,
+        views=Views(transform, VIEWS, 0, PIXEL_PATH),
+        **given,
+    )
+    return Encoded(
+        [*place, *held],
+        sources,
+        images,
+        texts,
+        views,
+        dataset,
+        clothing,
+        dict(zip(captions, features, strict=True)),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training of heads: the question and the row that it belongs to, what is trained on, and the recipe's changes."""
+
+    question: str
+    row: str
+    sources: tuple[str, ...]
+    seed: int
+    settings: dict[str, Any]
+    pairs: int | None = None
+    plain: bool = False
+
+    @property
+    def key(self) -> list[Any]:
+        """What a record of this run begins with."""
+        return [self.question, self.row, self.seed]
+
+
+def runs_of(protocol: dict[str, Any]) -> Iterator[Run]:
+    """All runs, seed by seed, so that an unfinished study has the same seeds in each row."""
+    for seed in protocol["seeds"]:
+        for pairs in protocol["pairs"]:
+            for plain in (False, True):
+                row = f"{pairs}{' plain' if plain else ''}"
+                yield Run("pairs", row, ("flickr8k",), seed, {}, pairs, plain)
+        for question, setting in protocol["options"].items():
+            for arm, settings in setting["arms"].items():
+                yield Run(question, arm, tuple(setting["sources"]), seed, settings)
+
+
+def train(run: Run, encoded: Encoded, embed_dim: int) -> dict[str, Any]:
+    """A run's record: its scores on the test pictures and on clothing."""
+    settings = dict(run.settings)
+    views = settings.pop("views", 1)
+    training = {name: encoded.samples(name) for name in run.sources}
+    if run.pairs is not None:
+        drawn = np.random.default_rng(run.seed).permutation(training["flickr8k"])
+        training = {"flickr8k": np.sort(drawn[: run.pairs])}
+    pairs = encoded.pairs(training)
+    pictures, texts = encoded.images.rows["0.images"], encoded.texts.rows["0.texts"]
+    scale = unit_scale(pictures, pairs.images)
+    task = Task(
+        pairs,
+        Features(pictures, scale, CPU, None),
+        Features(texts, unit_scale(texts, pairs.texts), CPU, None),
+        np.array(encoded.images.rows["1.images"].array),
+        np.array(encoded.texts.rows["1.texts"].array),
+        CPU,
+        "study",
+        Features(encoded.views.rows["0.images"], scale, CPU, None) if views > 1 else None,
+    )
+    weights = Heads("linear", (task.images.width, task.texts.width), embed_dim).weights
+    recipe = Recipe(**{"embed_dim": embed_dim, "seed": run.seed, **settings})
+    batch = recipe.batch_size or default_batch(CPU, weights, embed_dim, pairs.sizes, "random")
+    recipe = replace(recipe, batch_size=batch, epochs=default_epochs(len(pairs.images), batch))
+    begin = time.process_time()
+    if run.plain:
+        heads, best = train_plainly(task, recipe)
+    else:
+        with TemporaryDirectory() as folder:
+            outcome = train_heads(task, recipe, Path(folder))
+        heads, best = outcome.heads, outcome.best_epoch
+    seconds = time.process_time() - begin
+    scores = {}
+    tests = [[name] for name in run.sources] + ([list(run.sources)] if len(run.sources) > 1 else [])
+    for names in tests:
+        held = encoded.held_out([f"{name}-held" for name in names])
+        found = metrics_of(heads, replace(task, pairs=replace(pairs, held_out=held)))
+        scores["+".join(names)] = {
+            name: round(found[name], 5)
+            for name in ("rsum", "image_to_text_R@1", "text_to_image_R@1")
+        }
+    return {
+        "key": run.key,
+        "samples": len(pairs.images),
+        "batch_size": batch,
+        "epochs": recipe.epochs,
+        "best_epoch": best,
+        "scores": scores,
+        "clothing": round(encoded.clothing_top1(heads, task), 4),
+        "cpu_seconds": round(seconds, 1),
+    }
+
+
+def metrics_of(heads: Heads, task: Task) -> dict[str, float]:
+    """Recalls of the task's held-out pictures."""
+    return recalls(retrieval_ranks(*held_out_embeddings(heads, task)))
+
+
+def train_plainly(task: Task, recipe: Recipe) -> tuple[Heads, int]:
+    """The loop that a person writes: autograd's whole logit matrix, torch's shuffle; the same length, rate and choice."""
+    torch.manual_seed(recipe.seed)
+    widths = (task.images.width, task.texts.width)
+    heads = Heads("linear", widths, recipe.embed_dim, seed=recipe.seed)
+    optimizer = torch.optim.AdamW(heads.parameters(), lr=recipe.lr, weight_decay=recipe.wd)
+    pairs, rng = task.pairs, np.random.default_rng(recipe.seed)
+    steps = len(pairs.images) // recipe.batch_size
+    every, step = -(-recipe.epochs // CHECKS), 0
+    target = torch.arange(recipe.batch_size)
+    scores: list[float] = []
+    best: tuple[int, dict[str, torch.Tensor]] = (0, {})
+    for epoch in range(recipe.epochs):
+        shuffled = torch.randperm(len(pairs.images))[: steps * recipe.batch_size]
+        for rows in shuffled.split(recipe.batch_size):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(recipe, step, recipe.epochs * steps)
+            samples = rows.numpy()
+            count = pairs.first[samples + 1] - pairs.first[samples]
+            captions = pairs.texts[pairs.first[samples] + rng.integers(count)]
+            images = F.normalize(heads.image(task.images[torch.from_numpy(pairs.images[samples])]))
+            texts = F.normalize(heads.text(task.texts[torch.from_numpy(captions)]))
+            logits = heads.logit_scale.exp() * images @ texts.T
+            loss = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            step += 1
+        if (epoch + 1) % every and epoch + 1 < recipe.epochs:
+            continue
+        scores.append(metrics_of(heads, task)["rsum"])
+        if scores[-1] == max(scores):
+            best = epoch + 1, {k: v.detach().clone() for k, v in heads.state_dict().items()}
+        if len(scores) - 1 - scores.index(max(scores)) >= recipe.patience:
+            break
+    heads.load_state_dict(best[1])
+    return heads, best[0]
+
+
+def run_all(data: Path, features: Path, records: Path) -> None:
+    """Train each run that has no record, and write its record."""
+    protocol = yaml.safe_load(PROTOCOL.read_text(encoding="utf-8"))
+    encoded = encode(data, protocol, features)
+    done = json.loads(records.read_text()) if records.is_file() else []
+    for run in runs_of(protocol):
+        if run.key in [record["key"] for record in done]:
+            continue
+        done.append(train(run, encoded, protocol["embed_dim"]))
+        lines = ",\n".join(json.dumps(record) for record in done)
+        write_atomically(records, f"[\n{lines}\n]\n")
+        print(done[-1], flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, metavar="DIR", help="with the folders of the protocol")
+    parser.add_argument("--features", type=Path, metavar="DIR", help="for the stored features")
+    options = parser.parse_args(argv)
+    run_all(options.data, options.features, RECORDS / "runs.json")
+
+
+if __name__ == "__main__":
+    main()
