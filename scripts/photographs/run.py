@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -70,11 +71,12 @@ def planned(protocol: dict[str, Any], pilot: bool, seeds: list[int] | None = Non
 
 
 def make(run: Run, protocol: dict[str, Any], study: Path, out: Path, measuring: Measuring) -> None:
-    """Train, or go on, and write the record; a run with a record is done."""
+    """Train and write the record; a run with a record is done."""
     record = RECORDS / f"{run.name}.json"
     if record.is_file():
         return
     arguments = run.arguments(protocol, study, out)
+    shutil.rmtree(out / run.name, ignore_errors=True)  # of a call that was stopped
     out.mkdir(parents=True, exist_ok=True)
     with open(out / f"{run.name}.log", "ab") as log:
         child = subprocess.Popen(training_command(arguments), stdout=log, stderr=log)
