@@ -50,9 +50,9 @@ class TrainData:
     dataloader: Any
     normalize: Callable[[torch.Tensor], torch.Tensor] | None = None
 
-    def set_epoch(self, epoch: int, start_step: int = 0, dealt: Batching | None = None) -> None:
+    def set_epoch(self, epoch: int, start_step: int = 0) -> None:
         """Choose the epoch, and the optimizer step of it, that the next iteration begins with: `MixtureLoader.set_epoch`."""
-        self.dataloader.set_epoch(epoch, start_step, dealt)
+        self.dataloader.set_epoch(epoch, start_step)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,6 @@ class Position:
         sources: names with numbers of samples, "" for open_clip's own pipeline.
         order: flag -> value, of flags that decide the order of samples.
         retained: how many graphs `--dga-retain auto` keeps (`dga.retain.Decision`); empty if it has not decided.
-        read_as: the batching with which the epoch was begun and is read, if it is not this run's.
     """
 
     epoch: int
@@ -60,18 +59,6 @@ class Position:
     sources: str = ""
     order: Mapping[str, Any] = field(default_factory=dict)
     retained: Mapping[str, float] = field(default_factory=dict)
-    read_as: Batching | None = None
-
-    @property
-    def dealt(self) -> Batching:
-        """The division of the epoch's effective batches among its readers."""
-        return self.read_as or self.batching
-
-    def read_on(self, now: Position) -> Position:
-        """`now`, in an epoch whose rest is read as this position's epoch was begun, so that each sample comes once."""
-        if self.dealt == now.dealt or not self._same_batch(now):
-            return now
-        return replace(now, read_as=self.dealt)
 
     def graphs_for(self, now: Position) -> Decision | None:
         """The decision of `--dga-retain auto`, if the split of the batch is that of `now`, else None."""
@@ -107,25 +94,15 @@ class Position:
                 "start a new run with --init-from"
             )
         step = min(self.step * self.batching.effective_batch // now.batching.effective_batch, steps)
-        if self._same_batch(now) and self.dealt == now.dealt:
-            return step
-        words = f"Resuming step {self.step} of epoch {self.epoch} ({_shown(self.dealt)}) as step {step} ({_shown(now.dealt)}). "
-        if self._same_batch(now):
-            logging.info(
-                f"{words}The rest of this epoch is read by {self.dealt.workers} workers a rank, as before, and divided anew: "
-                "each step shows the same samples as without the change."
-            )
-        else:
+        if self.batching != now.batching:
             logging.warning(
-                f"{words}The sample count continues. The samples of the rest of this epoch are approximate, since other "
-                "readers divide the shards: some samples come twice, and as many are skipped. From the next epoch on each "
-                "sample comes once again. For an exact rest of the epoch give the batch and the ranks of the first bracket."
+                f"Resuming step {self.step} of epoch {self.epoch} ({_shown(self.batching)}) as step {step} "
+                f"({_shown(now.batching)}). The sample count continues. The samples of the rest of this epoch are approximate, "
+                "since other readers divide the shards: some samples come twice, and as many are skipped. From the next epoch "
+                "on each sample comes once again. For an exact rest of the epoch give the batch, the ranks and the workers of "
+                "the first bracket."
             )
         return step
-
-    def _same_batch(self, now: Position) -> bool:
-        own, other = self.batching, now.batching
-        return (own.effective_batch, own.world_size) == (other.effective_batch, other.world_size)
 
     def _changed_order(self, now: Position) -> list[tuple[str, str, str]]:
         """The changed flags among those that decide the order of samples, with both values in words."""
@@ -160,9 +137,9 @@ def _value(value: Any) -> str:
     )
 
 
-def _shown(dealt: Batching) -> str:
-    split = f"{dealt.micro_batch} x {dealt.dga_steps} x {dealt.world_size}"
-    return f"effective batch {dealt.effective_batch} = {split}, {dealt.world_size} ranks x {dealt.workers} workers"
+def _shown(batching: Batching) -> str:
+    split = f"{batching.micro_batch} x {batching.dga_steps} x {batching.world_size}"
+    return f"effective batch {batching.effective_batch} = {split}, {batching.world_size} ranks x {batching.workers} workers"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -182,17 +159,12 @@ _LARGEST_COUNT = 1 << 50
 
 def entry_of(position: Position) -> dict[str, Any]:
     """The checkpoint's entry `zerovl` for a position, of plain containers; `read_position` reads it."""
-    read_as = (
-        ()
-        if (dealt := position.read_as) is None
-        else (dealt.micro_batch, dealt.dga_steps, dealt.workers)
-    )
     values = {
         each.name: getattr(position, each.name)
         for each in fields(Position)
         if each.name != "batching"
     }
-    return {"format": FORMAT, **values, **asdict(position.batching), "read_as": read_as}
+    return {"format": FORMAT, **values, **asdict(position.batching)}
 
 
 def read_position(checkpoint: dict) -> Position | None:
@@ -210,14 +182,11 @@ def read_position(checkpoint: dict) -> Position | None:
             "or start a new run from its weights with --init-from"
         )
     entry.pop("effective_batch", None)
-    read_as, retained = entry.get("read_as"), entry.get("retained", {})
+    retained = entry.get("retained", {})
     good = {
         **{name: _is_count(entry.get(name), least) for name, least in _COUNTS.items()},
         "sources": isinstance(entry.get("sources"), str),
         "order": isinstance(entry.get("order"), dict),
-        "read_as": isinstance(read_as, tuple)
-        and len(read_as) in (0, 3)
-        and all(_is_count(n, 1) for n in read_as),
         "retained": retained == {} or _is_decision(retained),
     }
     wrong = [name for name, right in good.items() if not right] + sorted(
@@ -231,9 +200,8 @@ def read_position(checkpoint: dict) -> Position | None:
     batching = Batching(
         *(entry[name] for name in ("micro_batch", "dga_steps", "world_size", "workers"))
     )
-    begun = Batching(read_as[0], read_as[1], batching.world_size, read_as[2]) if read_as else None
     return Position(
-        entry["epoch"], entry["step"], batching, entry["sources"], entry["order"], retained, begun
+        entry["epoch"], entry["step"], batching, entry["sources"], entry["order"], retained
     )
 
 

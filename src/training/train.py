@@ -156,12 +156,7 @@ class Trainer:
             if self.resumed is not None and self.resumed.epoch == epoch
             else 0
         )
-        if start:
-            assert self.resumed is not None
-            here = self.resumed.read_on(here)
-            data["train"].set_epoch(epoch, start, here.dealt)
-        else:
-            data["train"].set_epoch(epoch)
+        data["train"].set_epoch(epoch, start)
         checkpoints = StepCheckpoints(
             args, every=self.config.save_every_steps, keep=self.config.keep_checkpoints
         )
@@ -224,7 +219,7 @@ class Trainer:
                 raise Stopped(stop, epoch, index + 1, saved=checkpoints.kept)
         self._lost(loader, epoch + 1)
         if self.config.dga_retain == "auto":
-            self.epoch_end = replace(here, epoch=epoch + 1, read_as=None, retained=self._retained())
+            self.epoch_end = replace(here, epoch=epoch + 1, retained=self._retained())
 
     def _lost(self, loader, at: float) -> None:
         """Record the samples delivered and replaced, of all ranks at an epoch's end, else of this rank."""

@@ -14,7 +14,6 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import out_of_range
 from open_clip_zerovl.data.captions import caption_starts
 from open_clip_zerovl.data.names import caption_fields, caption_sets
-from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.recipe.flags import AllFlags
 from support import loading
@@ -175,33 +174,6 @@ def test_one_caption_of_each_field_is_shown_in_a_step_and_a_sample_that_lacks_on
             assert len(set(hashes)) == 4  # of the picture and of three captions
     assert {number for number, *_ in samples} == {0, 1, 2, 4, 6, 9, 10, 11}
     assert min(seen.values()) >= 10 and len(seen) == 16  # both synthetic captions of each
-
-
-def test_an_epoch_begun_with_another_split_keeps_each_samples_captions_together(folder):
-    """Steps of 2 x 2 samples read as 4 x 1: the same steps."""
-    found = []
-    for batching, dealt in (
-        (Batching(2, 2, 1, 1), None),
-        (Batching(4, 1, 1, 1), Batching(2, 2, 1, 1)),
-    ):
-        loader = loader_of(folder, "txt+syn", batching)
-        loader.set_epoch(0, 1, dealt)
-        batches = list(loader)
-        assert [len(images) for images, _, _ in batches] == [batching.micro_batch] * (
-            8 // batching.micro_batch
-        )
-        found.append(
-            [
-                (int(position), text_of(first), text_of(second))
-                for _, texts, origin in batches
-                for position, first, second in zip(origin[:, 1], *texts.chunk(2), strict=True)
-            ]
-        )
-    assert found[0] == found[1]
-    assert all(
-        first == f"txt {n % 12}" and second.startswith(f"syn {n % 12} ")
-        for n, first, second in found[0]
-    )
 
 
 @pytest.mark.parametrize("text", ["txt+", "+", "txt+txt", "txt++syn"])

@@ -11,13 +11,12 @@ import pytest
 import torch
 from torchvision import transforms
 
-from open_clip_zerovl.data.loader import _divided
 from open_clip_zerovl.data.mixture import Sampling, content_numbers
 from open_clip_zerovl.data.reading import RawSample
 from open_clip_zerovl.data.sample_stream import LocalOrder, reordered
 from open_clip_zerovl.data.schedule import Batching
 from support import ROOT
-from support.loading import epoch_of, loader_of, steps_of
+from support.loading import epoch_of, steps_of
 from support.tars import ids_of, write_source
 
 COUNTS = {"a": 83, "b": 40, "c": 21}
@@ -63,34 +62,6 @@ def test_exactly_once_and_pure(train_data, strategy, workers, world_size, dga_st
     assert mixed >= 2 or n < 6  # negative control
     if strategy is BLENDED:
         assert pure >= sum(count // 2 // n for count in COUNTS.values())
-
-
-@pytest.mark.parametrize("strategy", ["debiased", "random", "blended"])
-@pytest.mark.parametrize(
-    ("begun", "now"), [((4, 3, 2), (12, 1, 2)), ((4, 3, 1), (6, 2, 2)), ((2, 6, 2), (3, 4, 0))]
-)
-def test_an_epoch_that_was_begun_with_another_split_shows_each_sample_once(
-    train_data, strategy, begun, now
-):
-    """After the step at which the split changes, each step shows the samples that it would have shown, in their order."""
-    splits = [
-        Batching(micro_batch, k, 1, max(1, workers)) for micro_batch, k, workers in (begun, now)
-    ]
-    strategy = Sampling("debiased", debiased_share=0.6) if strategy == "blended" else strategy
-    ((*whole,),) = epoch_of(train_data, splits[0], 1, workers=begun[2], strategy=strategy)
-    loader = loader_of(train_data, splits[1], strategy=strategy, workers=now[2])
-    loader.set_epoch(1, 3, splits[0])
-    rest = list(loader)
-    assert [len(ids) for _, ids in rest] == [now[0]] * ((loader.num_batches - 3) * now[1])
-    for column in (0, 1):
-        wanted = torch.cat([batch[column] for batch in whole[3 * begun[1] :]])
-        assert torch.equal(torch.cat([batch[column] for batch in rest]), wanted)
-    loader.set_epoch(2)  # dealt as this loader deals
-    ((*following,),) = epoch_of(train_data, splits[1], 2, workers=now[2], strategy=strategy)
-    assert torch.equal(
-        torch.cat([ids for _, ids in loader]), torch.cat([ids for _, ids in following])
-    )
-    loader.abandon()
 
 
 def test_same_seed_same_batches_other_seed_and_epoch_other_batches(train_data):
@@ -164,17 +135,6 @@ def test_content_numbers_tell_same_captions_and_same_files():
     )
     assert one != content_numbers(sample(b"a dog", "jpeg"))
     assert all(-(2**63) <= number < 2**63 for number in (*one, *other))
-
-
-def test_micro_batches_are_divided_anew_with_the_tuples_in_them():
-    """Three micro-batches of 2 become two of 3; teachers' embeddings are tuples of tensors."""
-    step = [
-        (torch.tensor([i, i + 1]), (torch.tensor([-i, -i - 1]), torch.tensor([[i], [i + 1]])))
-        for i in (0, 2, 4)
-    ]
-    first, second = _divided(tuple(zip(*step, strict=True)), 3)
-    assert first[0].tolist() == [0, 1, 2] and second[0].tolist() == [3, 4, 5]
-    assert first[1][0].tolist() == [0, -1, -2] and second[1][1].tolist() == [[3], [4], [5]]
 
 
 def test_ranks_shuffle_their_parts_in_other_orders(tmp_path):

@@ -249,25 +249,6 @@ def test_kept_graphs_are_taken_over_by_the_same_split_only():
         assert taken.graphs_for(replace(TAKEN, batching=replace(TAKEN.batching, **other))) is None
 
 
-def test_another_split_of_the_same_effective_batch_is_read_as_the_epoch_was_begun(caplog):
-    """8 x 3 and 24 x 1: of 312 samples of the rest of the epoch, 50 came twice when the readers were dealt anew."""
-    with caplog.at_level(logging.INFO):
-        assert TAKEN.start_step(TAKEN) == 10 and TAKEN.read_on(TAKEN) is TAKEN and not caplog.text
-        now = replace(TAKEN, step=0, batching=Batching(24))
-        assert TAKEN.start_step(now) == 10
-    assert all(
-        words in caplog.text for words in ("24 = 8 x 3 x 1", "24 = 24 x 1 x 1", "is read by")
-    )
-    begun = TAKEN.read_on(now)
-    assert begun.dealt == Batching(8, 3, 1, 2) and begun.batching == Batching(24)
-    # stopped again in this epoch and resumed with a third split
-    third = replace(now, batching=Batching(4, 6))
-    assert replace(begun, step=12).read_on(third).dealt == Batching(8, 3, 1, 2)
-    assert TAKEN.read_on(replace(now, batching=Batching(24, 1, 2))).dealt == Batching(
-        24, 1, 2
-    )  # approximate, and logged
-
-
 @pytest.fixture
 def held(tmp_path):
     """A run's folder that another process has locked, until it is killed by the function that comes with it."""

@@ -115,6 +115,8 @@ OF_A = replace(TAKEN, sources="a (100)", order={"--seed": 1, "--sampling": "debi
         (TAKEN, {}, None, 10, ""),
         (TAKEN, {"batching": Batching(32, 1, 1, 4)}, None, 20, "approximate"),  # goes on at the same sample count
         (TAKEN, {"batching": Batching(16, 1, 4, 4)}, None, 10, "approximate"),
+        (TAKEN, {"batching": Batching(16, 2, 2, 4)}, None, 10, "approximate"),
+        (TAKEN, {"batching": Batching(32, 1, 2, 2)}, None, 10, "approximate"),  # other workers
         # Larger batches of several sources leave more over, and their epoch may be shorter than the part that is done.
         (TAKEN, {"batching": Batching(64, 1, 2, 4)}, 4, 4, "approximate"),
         (replace(TAKEN, step=0), {"step": 10}, 9, 0, ""),
@@ -136,9 +138,7 @@ def test_where_a_run_goes_on_and_what_it_says(taken, changed, steps, begin, word
 
 
 def test_a_position_is_read_as_it_was_written_and_one_of_another_format_is_refused():
-    position = Position(
-        1, 10, Batching(16, 2, 2, 4), "a (100)", {"--seed": 0}, read_as=Batching(32, 1, 2, 1)
-    )
+    position = Position(1, 10, Batching(16, 2, 2, 4), "a (100)", {"--seed": 0})
     entry = entry_of(position)
     assert read_position({"zerovl": entry}) == position and read_position({"epoch": 1}) is None
     assert (
@@ -154,7 +154,7 @@ def test_a_position_is_read_as_it_was_written_and_one_of_another_format_is_refus
     [
         True, [1], {}, {"epoch": "1"}, {"step": -1}, {"workers": 0}, {"micro_batch": 10**30}, {"order": 3},
         {"sources": None},
-        {"read_as": (1, 2)}, {"read_as": "abc"}, {"retained": {"graphs": 1}}, {"what": 1},
+        {"retained": {"graphs": 1}}, {"what": 1},
         {"world_size": True},
         {"retained": {"graphs": 2, "graph_bytes": float("nan"), "other_bytes": 1.0}},
     ],

@@ -7,10 +7,9 @@ would show its traceback, and one that got lost would leave the other ranks wait
 from __future__ import annotations
 
 import atexit
-import itertools
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch.utils.data import DataLoader
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.buffers import BufferPool, PooledBatch
 from open_clip_zerovl.data.mixture import Mixture
-from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.stats import DataStats
 from open_clip_zerovl.data.workers import stall_watchdog, worker_start
 
@@ -94,7 +92,6 @@ class MixtureLoader:
             timeout=stall_timeout_seconds if workers > 0 else 0,
         )
         self._processes: list[Any] = []
-        self._begun: MixtureLoader | None = None
         atexit.register(_end_workers_of, weakref.ref(self))
 
     @property
@@ -105,18 +102,11 @@ class MixtureLoader:
     def __len__(self) -> int:
         return self.num_batches
 
-    def set_epoch(self, epoch: int, start_step: int = 0, dealt: Batching | None = None) -> None:
+    def set_epoch(self, epoch: int, start_step: int = 0) -> None:
         """Choose the epoch of the next iteration, and the optimizer step that it begins with.
 
         The batches are those of the whole epoch from that step on, bit for bit. The epoch is empty for
         `start_step = num_batches`.
-
-        Args:
-            dealt: the batching with which the epoch was begun, if it differs from this loader's; its ranks and effective batch
-                are the same. `dealt.workers` processes read the rest of the epoch. Each step has the same
-                samples as with `dealt`, in micro-batches of this loader's size:
-
-                    B 2, K 3: (a b) (c d) (e f)    ->    B 3, K 2: (a b c) (d e f)
 
         Raises:
             UserError: the epoch has no such step.
@@ -126,30 +116,8 @@ class MixtureLoader:
                 f"epoch {epoch} has {self.num_batches} steps and cannot begin at step {start_step}"
             )
         self.mixture.start.set(epoch, start_step)
-        self._begun = None
-        if dealt is not None and dealt != self.mixture.batching:
-            self._begun = MixtureLoader(
-                self.mixture.dealt_as(dealt),
-                workers=dealt.workers if dealt.workers > 1 else min(1, self.workers),
-                pin_memory=self.pin_memory,
-                stall_timeout_seconds=self.stall_timeout_seconds,
-                gather=self.gather,
-            )
-            self._begun.stats = self.stats
-            self._begun.set_epoch(epoch, start_step)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
-        if self._begun is None:
-            yield from self._micro_batches()
-            return
-        begun = self._begun
-        micro_batches = begun._micro_batches()
-        while step := list(itertools.islice(micro_batches, begun.mixture.batching.dga_steps)):
-            yield from _divided(tuple(zip(*step, strict=True)), self.batch_size)
-        begun.abandon()
-        self._begun = None
-
-    def _micro_batches(self) -> Iterator[tuple[torch.Tensor, ...]]:
         epoch, step = self.mixture.start.get()
         micro_batches = (self.num_batches - step) * self.mixture.batching.dga_steps
         self.stats.open_epoch(self.mixture.schedule(epoch).taken.tolist())
@@ -263,26 +231,6 @@ class MixtureLoader:
             return " (it has not opened a shard yet)"
         read = self.mixture.sources[source]
         return f" while reading shard {read.shards[shard]} of source {read.name!r}"
-
-
-def _divided(columns: tuple[Any, ...], size: int) -> list[tuple[Any, ...]]:
-    """Columns of micro-batches divided into micro-batches of `size`; a column may hold tuples of tensors (embeddings)."""
-    samples = len(columns[0][0])
-    parts = [
-        _divided(tuple(zip(*column, strict=True)), size)
-        if isinstance(column[0], tuple)
-        else _split(column, size, len(column[0]) // samples)
-        for column in columns
-    ]
-    return list(zip(*parts, strict=True))
-
-
-def _split(column: tuple[torch.Tensor, ...], size: int, rows_each: int) -> Sequence[torch.Tensor]:
-    """A column divided into parts of `size` samples with `rows_each` rows: first rows of all samples, then second rows."""
-    if rows_each == 1:
-        return torch.cat(column).split(size)
-    by_sample = torch.cat([part.unflatten(0, (rows_each, -1)).transpose(0, 1) for part in column])
-    return [part.transpose(0, 1).flatten(0, 1) for part in by_sample.split(size)]
 
 
 def _end_workers_of(loader: weakref.ref[MixtureLoader]) -> None:

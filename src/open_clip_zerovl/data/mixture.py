@@ -17,7 +17,6 @@ All randomness derives from (seed, epoch, source, position): the same seed gives
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -256,13 +255,6 @@ class Mixture(IterableDataset):
             SharedNumbers(-1, -1, -1) for _ in range(batching.workers)
         ]  # process, source, shard
 
-    def dealt_as(self, batching: Batching) -> Mixture:
-        """The same mixture with another division of its effective batches."""
-        other = copy.copy(self)
-        other.batching, other.start = batching, SharedNumbers(0, 0)
-        other.activity = [SharedNumbers(-1, -1, -1) for _ in range(batching.workers)]
-        return other
-
     def schedule(self, epoch: int) -> Schedule:
         """The schedule of an epoch; the same on every rank and worker."""
         return schedule_of(
@@ -293,21 +285,23 @@ class Mixture(IterableDataset):
             V = 2, entered at 3      process 0 runs reader 1: micro-batches 3, 5 ...       process 1 runs reader 0: 4, 6 ...
         """
         schedule = self.schedule(epoch)
-        dealt = Assignment(schedule, self.batching)
+        assignment = Assignment(schedule, self.batching)
         number = (step * self.batching.dga_steps + worker) % self.batching.workers
         reader = _Reader(
             number,
             worker,
-            before=dealt.before(self.rank, number),
-            quota=dealt.quota(self.rank, number),
-            done=dealt.quota(self.rank, number, step),
+            before=assignment.before(self.rank, number),
+            quota=assignment.quota(self.rank, number),
+            done=assignment.quota(self.rank, number, step),
         )
         if self.cache is not None and get_worker_info() is not None:
             reader.ahead = FetchAhead(self.cache, RetryPolicy.within(self.timeout_seconds))
         streams = [self._stream(schedule, index, reader) for index in range(len(self.sources))]
-        left = dealt.of_reader(number) - dealt.of_reader(number, step * self.batching.dga_steps)
+        left = assignment.of_reader(number) - assignment.of_reader(
+            number, step * self.batching.dga_steps
+        )
         try:
-            for count, row in enumerate(dealt.counts(self.rank, number, step), start=1):
+            for count, row in enumerate(assignment.counts(self.rank, number, step), start=1):
                 takes = [
                     streams[source]
                     for source in np.flatnonzero(row)
