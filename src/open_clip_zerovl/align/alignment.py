@@ -498,7 +498,7 @@ class Alignment:
             else:
                 self.say(f"The model is in {folder}: open_clip opens it as local-dir:{folder};")
                 self.say("zerovl retrieval, search, export and train --init-from take it")
-                for note in loading_notes(folder, moved=False):
+                for note in loading_notes(folder):
                     self.say(note)
         record = {
             "chance": chance,

@@ -23,6 +23,11 @@ from open_clip_zerovl.models.text_towers import IMPORT_LINE
 
 CARD_FILE = "README.md"
 FOLDER_HERE = "/path/to/this/folder"  # in the lines that load the model; `hub` writes the repository's name there
+# Of a model with a Hugging Face text tower in a folder; the hub's card is without it.
+MOVED = (
+    "After moving the folder, `zerovl export FOLDER --here` writes its new path into `open_clip_config.json` "
+    "(`model_cfg.text_cfg.hf_model_name`), where open_clip looks for the text tower."
+)
 
 # Arguments in params.txt that belong to the recipe, in the card's order. A falsy value means "not used".
 _RECIPE = (
@@ -99,6 +104,7 @@ class ModelCard:
                 "here": FOLDER_HERE,
                 "import_line": IMPORT_LINE,
                 "needs_import": needs_import,
+                "moved": MOVED if self.spec.text_source else "",
                 "trainable": trainable,
                 "model": _model_facts(self.spec, self.weights),
                 "recipe": _recipe_facts(params) if params else [],

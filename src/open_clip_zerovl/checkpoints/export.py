@@ -10,7 +10,7 @@ A model with ModernBERT is the exception: open_clip 3.3 needs this package's imp
     lora/                         of a run with --lora, whose weights are merged: the adapters alone, for peft
 
 open_clip looks for the tokenizer in the folder, but for the text tower at `text_cfg.hf_model_name`. The export writes its
-absolute path there: after moving the folder, export again or edit that line (`loading_notes`).
+absolute path there; `zerovl export FOLDER --here` writes it anew after a move (`local_dir.write_paths_here`).
 """
 
 from __future__ import annotations
@@ -162,9 +162,7 @@ def loading_notes(folder: str | os.PathLike[str], *, moved: bool = True) -> list
     notes = [] if needed is None else [needed]
     if moved and text_cfg.get("hf_model_name"):
         notes.append(
-            f"open_clip looks for the text tower at the absolute path in {CONFIG_FILE}: after moving {folder}, export it "
-            "again or set model_cfg.text_cfg.hf_model_name there to its new path (before a hub: to the hub's name of the "
-            "text tower)."
+            "open_clip looks for its text tower at this path: after a move, `zerovl export FOLDER --here` writes the new one."
         )
     return notes
 

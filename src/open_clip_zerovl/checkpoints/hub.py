@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from open_clip_zerovl.checkpoints.card import CARD_FILE, FOLDER_HERE
+from open_clip_zerovl.checkpoints.card import CARD_FILE, FOLDER_HERE, MOVED
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR
 
@@ -87,7 +87,7 @@ def _for_repository(folder: Path, repo: str) -> dict[str, bytes]:
     """The files whose content differs between the repository and the folder."""
     changed = {}
     if (folder / CARD_FILE).is_file():
-        card = (folder / CARD_FILE).read_text(encoding="utf-8")
+        card = (folder / CARD_FILE).read_text(encoding="utf-8").replace(f"\n{MOVED}\n", "")
         card = card.replace(LOCAL_DIR + FOLDER_HERE, f"hf-hub:{repo}").replace(FOLDER_HERE, repo)
         changed[CARD_FILE] = card.encode()
     if (folder / CONFIG_FILE).is_file():

@@ -43,6 +43,7 @@ from open_clip_zerovl.models.local_dir import (
     CONFIG_FILE,
     LOCAL_DIR,
     check_local_dir,
+    loadable,
     no_code_from_data,
 )
 from open_clip_zerovl.models.long_context import stretch_positions
@@ -213,9 +214,10 @@ def load_model(
         text = LOCAL_DIR + str(path)
     name, tag = _name_and_tag(text) if kind == "name" else (text, None)
     try:
-        model, _, preprocess = open_clip.create_model_and_transforms(
-            name, pretrained=tag, device=device
-        )
+        with loadable(name) as found_name:
+            model, _, preprocess = open_clip.create_model_and_transforms(
+                found_name, pretrained=tag, device=device
+            )
         return model.eval(), preprocess, open_clip.get_tokenizer(name)
     except UserError:
         raise

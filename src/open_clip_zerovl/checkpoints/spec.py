@@ -23,7 +23,7 @@ from open_clip.transform import PreprocessCfg, merge_preprocess_dict
 from open_clip_zerovl.checkpoints.weights import read_entry
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.models.build import check_model
-from open_clip_zerovl.models.local_dir import CONFIG_FILE, read_config
+from open_clip_zerovl.models.local_dir import CONFIG_FILE, config_here
 from open_clip_zerovl.models.model_file import register_model_file
 
 # Entries of a model's config about file paths and training, on which its function does not depend.
@@ -205,7 +205,7 @@ def _registered(
         tag_cfg = (get_pretrained_cfg(name, pretrained) if pretrained else None) or {}
         return name, get_model_config(name), tag_cfg
     if schema == "local-dir":
-        config = read_config(Path(identifier))
+        config = config_here(Path(identifier))
         # The folder would allow its own code to run (see no_code_from_data), and so would an export of it.
         (config["model_cfg"]["text_cfg"].get("tokenizer_kwargs") or {}).pop(
             "trust_remote_code", None

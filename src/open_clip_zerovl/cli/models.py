@@ -200,7 +200,12 @@ def export(parser: argparse.ArgumentParser) -> Run:
         metavar="CHECKPOINT",
         help="logs/NAME/checkpoints/epoch_N.pt; for transformers also an exported folder or open_clip's NAME/pretrained",
     )
-    parser.add_argument("out", type=Path, metavar="DIR", help="folder to write")
+    parser.add_argument("out", type=Path, nargs="?", metavar="DIR", help="folder to write")
+    parser.add_argument(
+        "--here",
+        action="store_true",
+        help="CHECKPOINT is an exported folder that was moved: write its new path into it, for stock open_clip, and end",
+    )
     parser.add_argument(
         "--format",
         choices=("open_clip", "transformers"),
@@ -240,6 +245,18 @@ def export(parser: argparse.ArgumentParser) -> Run:
 
 
 def _run_export(arguments: argparse.Namespace) -> None:
+    if arguments.here:
+        from open_clip_zerovl.checkpoints.export import absolute
+        from open_clip_zerovl.models.local_dir import write_paths_here
+
+        folder = absolute(arguments.checkpoint)
+        changed = write_paths_here(folder)
+        _print_loading(
+            "Its new path is written" if changed else "Nothing had to be changed", folder, []
+        )
+        return
+    if arguments.out is None:
+        raise UserError("a folder to write is missing: zerovl export CHECKPOINT DIR")
     hub = arguments.push_to_hub
     if arguments.private and not hub:
         raise UserError("--private needs --push-to-hub, which makes the repository")

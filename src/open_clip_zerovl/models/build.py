@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import did_you_mean
 from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH, TEXT_WEIGHTS
-from open_clip_zerovl.models.local_dir import check_local_dir, no_code_from_data
+from open_clip_zerovl.models.local_dir import check_local_dir, loadable, no_code_from_data
 from open_clip_zerovl.models.text_towers import DECODERS
 
 log = logging.getLogger(__name__)
@@ -328,7 +328,8 @@ def create_model_and_transforms(
     """
     options.setdefault("pretrained_text", pretrained_text_of(model_name))
     try:
-        created = open_clip.create_model_and_transforms(model_name, pretrained, **options)
+        with loadable(model_name) as found_name:
+            created = open_clip.create_model_and_transforms(found_name, pretrained, **options)
     except (torch.OutOfMemoryError, UserError):
         raise
     except (*_OF_UNPICKLER, SafetensorError, OSError, RuntimeError, ValueError) as error:

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import write_atomically
 
 CONFIG_FILE = "open_clip_config.json"
 LOCAL_DIR = "local-dir:"
+TOWER_FILE = "config.json"  # of a Hugging Face text tower
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -60,13 +63,79 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def tower_of(folder: Path, text_cfg: Mapping[str, Any]) -> str | None:
+    """Path or hub name of a folder's Hugging Face text tower; None for open_clip's own.
+
+    A folder that was moved or copied holds the tower's config, but `text_cfg` has the path at which it was written.
+    """
+    source = text_cfg.get("hf_model_name")
+    if isinstance(source, str) and os.path.isabs(source) and (folder / TOWER_FILE).is_file():
+        return os.path.abspath(folder)
+    return source or None
+
+
+def config_here(folder: Path) -> dict[str, Any]:
+    """`read_config` with the folder's present path in place of the one at which it was written."""
+    config = read_config(folder)
+    text_cfg = config["model_cfg"]["text_cfg"]
+    tower = tower_of(folder, text_cfg)
+    if tower is not None and tower != text_cfg["hf_model_name"]:
+        text_cfg["hf_model_name"] = tower
+        if text_cfg.get("hf_tokenizer_name"):
+            text_cfg["hf_tokenizer_name"] = tower
+    return config
+
+
+def write_paths_here(folder: Path) -> bool:
+    """Write the folder's present path into its config, at which stock open_clip looks for the text tower.
+
+    Returns:
+        False if nothing had to be changed.
+
+    Raises:
+        UserError: see `read_config`; a file that cannot be written.
+    """
+    here = config_here(folder)
+    changed = here != read_config(folder)
+    if changed:
+        write_atomically(folder / CONFIG_FILE, json.dumps(here, indent=2) + "\n")
+    return changed
+
+
+@contextmanager
+def loadable(name: str) -> Iterator[str]:
+    """A model's name, of which open_clip finds all files within the block: another folder in place of one that was moved.
+
+    Args:
+        name: a name of open_clip's, with or without a schema.
+
+    Raises:
+        UserError: as `read_config`, or a text tower that is neither in the folder nor at the path in its config.
+    """
+    if not name.startswith(LOCAL_DIR):
+        yield name
+        return
+    folder = Path(name.removeprefix(LOCAL_DIR))
+    check_local_dir(folder)
+    here = config_here(folder)
+    if here == read_config(folder):
+        yield name
+        return
+    with TemporaryDirectory() as place:
+        for file in folder.absolute().iterdir():
+            Path(place, file.name).symlink_to(file)
+        Path(place, CONFIG_FILE).unlink()
+        Path(place, CONFIG_FILE).write_text(json.dumps(here), encoding="utf-8")
+        yield LOCAL_DIR + place
+
+
 def check_local_dir(folder: Path) -> None:
-    """UserError as from `read_config`, or if the folder was moved and its config still has the text tower's old path."""
-    source = read_config(folder)["model_cfg"]["text_cfg"].get("hf_model_name")
-    if isinstance(source, str) and os.path.isabs(source) and not os.path.isdir(source):
+    """UserError as from `read_config`, or for a text tower that is neither in the folder nor at the path in its config."""
+    source = tower_of(folder, read_config(folder)["model_cfg"]["text_cfg"])
+    if source is not None and os.path.isabs(source) and not os.path.isdir(source):
         raise UserError(
-            f"{folder} was moved: its config has its text tower in {source}; set hf_model_name in {CONFIG_FILE} to "
-            f"{folder.absolute()}, or export again"
+            f"{folder} has no {TOWER_FILE} of its text tower, which is not in {source} either: copy it into the folder, or "
+            "export again"
         )
 
 
