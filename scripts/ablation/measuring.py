@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from open_clip_zerovl.checkpoints.loading import load_model
-from open_clip_zerovl.evaluate.bias.measures import mean_log_p_negatives, source_probe_accuracy
-from open_clip_zerovl.evaluate.bias.pools import SourceFeatures, pool_metrics
+from open_clip_zerovl.evaluate.compare.measures import source_probe_accuracy
+from open_clip_zerovl.evaluate.compare.pools import SourceFeatures, pool_metrics
 from open_clip_zerovl.evaluate.retrieval.metrics import retrieval_metrics
 from scripts.ablation.jobs import Ablation, Job
 from scripts.ablation.protocol import ALL_UNSEEN, MINIATURES, POOL
@@ -35,6 +35,7 @@ from scripts.ablation.sources import (
 from scripts.drawn.make import DrawnSample, drawn_sample, fingerprint_of, load_drawn_split
 from scripts.drawn.training import read_loss_curve
 from scripts.paper.context_bias import caption_length, with_frame
+from scripts.paper.figures import mean_log_p_negatives
 
 CURVE_POINTS = 100
 

@@ -22,7 +22,7 @@ from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
-from open_clip_zerovl.evaluate.bias.measures import source_probe_accuracy
+from open_clip_zerovl.evaluate.compare.measures import source_probe_accuracy
 from open_clip_zerovl.shards.members import Sample
 from scripts.ablation.jobs import Ablation, Job
 from scripts.ablation.protocol import FIXED, MINIATURES
@@ -37,7 +37,7 @@ MIXTURES = {
     "one source 18 times larger": ("large-debiased", "large-random"),
     "two kinds of pictures in one source": ("contexts-debiased", "contexts-random"),
 }
-PAIRS = 500  # of each source at most, as `zerovl bias` takes
+PAIRS = 500  # of each source at most
 THUMBNAIL, WORDS = 8, 256
 BATCH = 64
 

@@ -133,7 +133,7 @@ LONG = "x" * 5000
 SCORE = "retrieval exp --data set"
 PROBE = "linear-probe exp --train probe --test probe --way quick --out"
 ZERO = "zero-shot exp --data"
-BIAS = "bias exp --data a=a::b=b"
+COMPARE = "compare exp --data a=a::b=b"
 CLUSTER = "cluster exp --clusters 2 --data"
 EPOCH = "checkpoints/epoch_1.pt"
 ODD = {
@@ -148,7 +148,7 @@ ODD = {
     f"{ZERO} notatar": "not a readable, uncompressed tar|is not a folder of class folders",
     f"{ZERO} probe --template photo": "neither a caption with {} in the place of the class nor a file",
     f"{ZERO} probe --class-names karpathy.json": "does not name the 2 classes",
-    f"{BIAS} --out file": r"file cannot be written \(Not a directory\)",
+    f"{COMPARE} --out file": r"file cannot be written \(Not a directory\)",
     f"{CLUSTER} a=a --out file/x": r"file/x cannot be written",
     f"export run/{EPOCH} file/x": r"cannot be written",
     f"convert run/{EPOCH} file/x": r"cannot be written",
@@ -178,7 +178,7 @@ ODD = {
     f"retrieval exp --data {LONG}": "File name too long",
     "linear-probe exp --train bombprobe --test probe --way quick --out p1": "image 3 of bombprobe cannot be read",
     "linear-probe exp --train notatar --test probe --out p2": "is not a readable",
-    "bias exp --data a=notatar::b=b --out b1": "shard .* cannot be read",
+    "compare exp --data a=notatar::b=b --out b1": "shard .* cannot be read",
     f"{CLUSTER} a=notatar --out c1": "notatar",
     f"{CLUSTER} a=clusters --out c2": "cannot be read",
     "data check binarysizes": "is not a table of shard sizes",
@@ -197,8 +197,7 @@ ODD = {
     f"{SCORE} --workers -1": "-1 is too small; give 0 or more",
     f"{SCORE} --device foo": "the device 'foo' cannot be used",
     f"{SCORE} --device meta": "the device 'meta' cannot be used",
-    f"{BIAS} --map-samples 0": "0 is too small",
-    f"{BIAS} --seed {1 << 32}": "too large for a seed",
+    f"{COMPARE} --seed {1 << 32}": "too large for a seed",
     f"{CLUSTER} a=a --out c3 --seed -1": "-1 is too small",
     f"data index a --threads {'9' * 5000}": "is not a whole number",
 }
@@ -223,7 +222,7 @@ def test_odd_input_ends_in_a_sentence(home, command, monkeypatch, capsys):
         f"{SCORE} --gallery a",
         f"{PROBE} file",
         f"{ZERO} probe --output file/x",
-        f"{BIAS} --out file",
+        f"{COMPARE} --out file",
         f"{CLUSTER} a=a --out file/x",
     ],
 )
@@ -248,14 +247,14 @@ def lacks(module: str):
 def test_a_defect_keeps_its_traceback_and_a_missing_package_is_named(monkeypatch, capsys):
     monkeypatch.setattr("open_clip_zerovl.cli.shared.name_models", None)
     with pytest.raises(TypeError):
-        main(BIAS.split())
+        main(COMPARE.split())
     with pytest.raises(ModuleNotFoundError):  # a module of ours is a defect, too
         monkeypatch.setattr(
             "open_clip_zerovl.cli.shared.name_models", lacks("open_clip_zerovl.gone")
         )
-        main(BIAS.split())
+        main(COMPARE.split())
     monkeypatch.setattr("open_clip_zerovl.cli.shared.name_models", lacks("torch"))
-    assert main(BIAS.split()) == 2
+    assert main(COMPARE.split()) == 2
     assert (
         "the package torch is not installed here; `zerovl doctor` lists" in capsys.readouterr().err
     )

@@ -17,7 +17,7 @@ from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.embeddings.sources import cut_captions
-from open_clip_zerovl.evaluate.bias.samples import read_samples
+from open_clip_zerovl.evaluate.compare.samples import read_samples
 from open_clip_zerovl.evaluate.zero_shot.sets import open_labelled_set
 from open_clip_zerovl.finetune.data import (
     all_classes,

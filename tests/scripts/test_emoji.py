@@ -24,7 +24,7 @@ from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.evaluate.bias.samples import read_samples
+from open_clip_zerovl.evaluate.compare.samples import read_samples
 from open_clip_zerovl.shards import members
 from scripts import quickstart
 from scripts.drawn import __main__ as command

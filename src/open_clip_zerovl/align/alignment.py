@@ -58,7 +58,7 @@ from open_clip_zerovl.data.schedule import source_schedule
 from open_clip_zerovl.distill.rows import open_teacher_folder, widths_of
 from open_clip_zerovl.embeddings.sources import SourceSamples, augmentation_of, cut_captions
 from open_clip_zerovl.embeddings.store import Rows, Store
-from open_clip_zerovl.evaluate.bias.resampling import Measure, interval, mean_over, resampled
+from open_clip_zerovl.evaluate.compare.resampling import Measure, interval, mean_over, resampled
 from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet, gallery_of
 from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, hit_probabilities, recall_bounds
 from open_clip_zerovl.report.bounds import RECALL_KS

@@ -1,4 +1,4 @@
-"""The commands that evaluate models: retrieval, zero-shot, linear-probe, bias, compare, search."""
+"""The commands that evaluate models: retrieval, zero-shot, linear-probe, compare, search."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from open_clip_zerovl.cli.shared import (
 )
 from open_clip_zerovl.core.flags import add_settings, positive, settings_from
 from open_clip_zerovl.evaluate.settings import (
-    BiasSettings,
     CompareSettings,
     LarsSettings,
     RetrievalFiles,
@@ -145,43 +144,12 @@ def linear_probe(parser: argparse.ArgumentParser) -> Run:
     return run
 
 
-def bias(parser: argparse.ArgumentParser) -> Run:
-    """`zerovl bias`."""
-    parser.description = (
-        "log p of negatives by source, source probe, embedding map and caption lengths (paper 3.1, A.5), as JSON and as one "
-        "self-contained HTML page."
-    )
-    parser.add_argument("models", nargs="+", metavar="[NAME=]MODEL", help=MODELS)
-    parser.add_argument(
-        "--data",
-        required=True,
-        metavar="NAME=SHARDS::...",
-        help="named sources as --train-data takes them, or retrieval sets; held out",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("bias"), metavar="DIR", help="default %(default)s"
-    )
-    add_encoder(parser, without=("model_name",))
-    add_settings(parser, BiasSettings)
-
-    def run(arguments: argparse.Namespace) -> None:
-        from open_clip_zerovl.evaluate.bias.commands import run_bias
-
-        run_bias(
-            encoders_of(arguments),
-            arguments.data,
-            settings_from(BiasSettings, arguments),
-            out=arguments.out,
-        )
-
-    return run
-
-
 def compare(parser: argparse.ArgumentParser) -> Run:
     """`zerovl compare`."""
     parser.description = (
-        "Retrieval within sources, across them, in one pool of all and in unseen sources, the source probe, and log p of "
-        "negatives, for two models or more on the same held-out pairs, with intervals. Differences are from the first model."
+        "Retrieval within sources, across them, in one pool of all and in unseen sources, the source probe, log p of negatives "
+        "and a map of the embeddings, of one model or several on the same held-out pairs, with intervals. Differences are from "
+        "the first model; several runs of each give verdicts."
     )
     parser.add_argument(
         "models",
@@ -211,7 +179,7 @@ def compare(parser: argparse.ArgumentParser) -> Run:
     add_settings(parser, CompareSettings)
 
     def run(arguments: argparse.Namespace) -> None:
-        from open_clip_zerovl.evaluate.bias.commands import run_compare
+        from open_clip_zerovl.evaluate.compare.commands import run_compare
 
         sides = {
             name: [encoder_of(arguments, model, one_of_several=True) for model in runs]

@@ -67,7 +67,6 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
             "evaluate:compare",
             "models on the same held-out pairs: retrieval, source probe, intervals",
         ),
-        "bias": ("evaluate:bias", "how much of their sources models have learned, side by side"),
         "linear-probe": (
             "evaluate:linear_probe",
             "accuracy of a linear classifier on the frozen image tower",
@@ -118,7 +117,6 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
 #: Commands that show nothing of their own before they have imported torch and open_clip, which takes some seconds.
 SILENT = (
     "align",
-    "bias",
     "cluster",
     "compare",
     "data near",

@@ -136,26 +136,6 @@ class LarsSettings:
 
 
 @dataclass(frozen=True)
-class BiasSettings:
-    """Settings of `run_bias`; see `measure_bias`."""
-
-    samples_per_source: int = flag(
-        500, "pairs of each source, at most", option="--samples", kind=positive, metavar="N"
-    )
-    batch_sizes: Sequence[int] | None = flag(
-        None, "batches for log p (default: 16, 64, 256, ...)", kind=positive, nargs="+", metavar="B"
-    )
-    map_samples: int = flag(300, "points of each source in the map", kind=positive, metavar="N")
-    concept_field: str | None = flag(
-        None,
-        "json field that names a sample's concept; samples of a concept share a fold",
-        option="--concept",
-        metavar="FIELD",
-    )
-    seed: int = flag(0, "seed of batches, folds and maps", kind=seed)
-
-
-@dataclass(frozen=True)
 class CompareSettings:
     """Settings of `run_compare`; for the fields of a sample's json see `samples.read_samples`."""
 

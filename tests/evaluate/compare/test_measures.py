@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.evaluate.bias.measures import mean_log_p_negatives, source_probe_accuracy
-from open_clip_zerovl.evaluate.bias.pools import SourceFeatures, pool_metrics
+from open_clip_zerovl.evaluate.compare.measures import source_probe_accuracy
+from open_clip_zerovl.evaluate.compare.pools import SourceFeatures, pool_metrics
+from scripts.paper.figures import mean_log_p_negatives
 
 
 def unit(*shape, seed=0):
@@ -58,7 +59,7 @@ def test_log_p_of_a_uniform_softmax_is_minus_ln_of_the_batch():
 def test_log_p_does_not_depend_on_the_chunk_but_on_the_seed_of_the_batches(monkeypatch):
     images, texts, source = unit(30, 8), unit(30, 8, seed=1), ["abc"[i % 3] for i in range(30)]
     whole = mean_log_p_negatives(images, texts, source, 20.0, batch_size=10, seed=3)
-    monkeypatch.setattr("open_clip_zerovl.evaluate.bias.measures._ROWS_AT_ONCE", 3)
+    monkeypatch.setattr("open_clip_zerovl.evaluate.compare.measures._ROWS_AT_ONCE", 3)
     chunked = mean_log_p_negatives(images, texts, source, 20.0, batch_size=10, seed=3)
     assert whole["mean"]["other_source"] == pytest.approx(
         chunked["mean"]["other_source"], abs=1e-12

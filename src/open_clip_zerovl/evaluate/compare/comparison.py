@@ -1,8 +1,8 @@
-"""Models measured on the same pairs and compared: two or more, or several runs of each; numbers, table, sentences.
+"""Models measured on the same pairs: one is described, several are compared; numbers, table, sentences.
 
 Measured are retrieval within sources, across them, in one pool of all and in sources that were in no training (`pools`), the
-source probe, and log p of negatives (`measures`), each with an interval over queries; where several runs of each side are
-given, in the same order of seeds, differences also have an interval over seeds (`resampling`).
+source probe, and log p of negatives (`measures`), each with an interval over queries (`resampling`). An interval over queries
+says nothing about other seeds, so that only several runs of each side, in the same order of seeds, give a verdict.
 
 Legend: `N` held-out pairs of all sources, `D` embedding width, `U` units.
 """
@@ -18,19 +18,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from open_clip_zerovl.evaluate.bias.measures import (
+from open_clip_zerovl.evaluate.compare.measures import (
     log_p_by_query,
     probe_groups,
     source_probe_guesses,
 )
-from open_clip_zerovl.evaluate.bias.pools import (
+from open_clip_zerovl.evaluate.compare.pools import (
     POOL_NOTES,
     SourceFeatures,
     SourcePools,
     source_pools,
 )
-from open_clip_zerovl.evaluate.bias.resampling import (
-    LEVEL,
+from open_clip_zerovl.evaluate.compare.resampling import (
     Interval,
     Measure,
     interval,
@@ -38,9 +37,13 @@ from open_clip_zerovl.evaluate.bias.resampling import (
     resampled,
 )
 from open_clip_zerovl.report.tables import text_table
-from open_clip_zerovl.report.verdicts import student
+from open_clip_zerovl.report.verdicts import CONFIDENCE, student
 
 SMALL_POOL = 50  # pictures; in a smaller pool recall at 10 tells little
+ONE_RUN = (
+    "One run each: the intervals cover held-out pairs only, and another seed may turn any difference. Runs of several seeds "
+    "(A=MODEL,MODEL,MODEL B=MODEL,MODEL,MODEL) give a verdict."
+)
 
 
 @dataclass(frozen=True)
@@ -192,17 +195,16 @@ class Difference:
     over_seeds: Interval | None
 
     @property
-    def significant(self) -> bool:
-        """True if no interval contains zero."""
-        return all(
-            low > 0 or high < 0
-            for low, high in (self.over_queries, self.over_seeds or self.over_queries)
-        )
+    def decided(self) -> bool:
+        """True if there are several runs a side, and neither interval contains zero."""
+        if self.over_seeds is None:
+            return False
+        return all(low > 0 or high < 0 for low, high in (self.over_queries, self.over_seeds))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Sides on the same pairs.
+    """One side or several on the same pairs.
 
     Attributes:
         sides: kind of measure -> side -> its numbers.
@@ -257,7 +259,7 @@ class Comparison:
             "pool_sizes": self.pool_sizes,
             "probe_chance": self.chance["probe_images"],
             "intervals": {
-                "level": LEVEL,
+                "level": CONFIDENCE,
                 "draws": self.draws,
                 "units": self.units,
                 "seeds": self.seeds,
@@ -289,34 +291,35 @@ class Comparison:
         """The rows for a terminal."""
         return text_table(self.header(), self.rows())
 
+    def at_chance(self, kind: str) -> list[str]:
+        """Sides whose RSUM or top-1 a random order reaches; [] for measures without such a bound."""
+        upper = self.chance_upper.get(kind, -math.inf)
+        return [name for name, side in self.sides[kind].items() if side.value <= upper]
+
     def verdicts(self) -> list[str]:
-        """A sentence for each measure and each side but the first: the difference from the first, and its significance.
+        """A sentence for each measure with sides at chance, and for each difference from the first side over several seeds.
 
-        If two sides do not retrieve better than random orders, neither is called better.
+        A side at chance is called neither better nor worse, in no measure. One run a side gives no verdict, but `ONE_RUN`.
         """
-        first, found = self.names[0], []
-
-        def at_chance(kind: str, name: str) -> bool:
-            return (
-                max(self.sides[kind][side].value for side in (first, name))
-                <= self.chance_upper[kind]
-            )
-
-        for kind, own in self.differences.items():
-            for name, difference in own.items():
-                if kind in self.chance_upper and at_chance(kind, name):
-                    upper = self.chance_upper[kind]
-                    guess = "a random order" if kind in KINDS else "guessing"
-                    scores = f"{guess} has {self.chance[kind]:.1f}, and reaches {upper:.1f}"
-                    found.append(
-                        f"{kind_of(kind).title}: neither {first} nor {name} is above chance ({scores})."
-                    )
-                else:  # of models that match nothing, one that knows less of the sources is not better
-                    better = 0 if at_chance("within", name) else kind_of(kind).better
-                    found.append(
+        first, sentences = self.names[0], []
+        collapsed = self.at_chance("within")
+        for kind, differences in self.differences.items():
+            guessing = self.at_chance(kind)
+            if guessing:
+                scores = [f"{name} ({self.sides[kind][name].value:.1f})" for name in guessing]
+                bounds = f"guessing has {self.chance[kind]:.1f}, and reaches {self.chance_upper[kind]:.1f}"
+                sentences.append(
+                    f"{kind_of(kind).title}: at chance: {', '.join(scores)}; {bounds}."
+                )
+            for name, difference in differences.items():
+                if self.seeds > 1 and not {first, name} & {*guessing}:
+                    better = 0 if {first, name} & {*collapsed} else kind_of(kind).better
+                    sentences.append(
                         _verdict(replace(kind_of(kind), better=better), name, first, difference)
                     )
-        return found
+        if self.seeds == 1 and len(self.names) > 1:
+            sentences.append(ONE_RUN)
+        return sentences
 
     def how_intervals_are_made(self) -> str:
         """A description of the intervals, in sentences."""
@@ -325,7 +328,7 @@ class Comparison:
         )
         over = f"Brackets: 95 % intervals over queries, from {drawn}"
         if self.seeds == 1:
-            return f"{over}. With one run a side they do not show the spread over seeds."
+            return f"{over}."
         few = (
             " With two it reaches 12.7 standard errors to each side: take three runs or more."
             if self.seeds == 2
@@ -358,11 +361,10 @@ class Comparison:
 
 
 def _verdict(kind: Kind, name: str, first: str, difference: Difference) -> str:
-    number = kind.number(difference.value, difference.over_queries, signed=True)
-    if difference.over_seeds is not None:
-        number += f", over seeds {kind.range(difference.over_seeds)}"
-    if not difference.significant:
-        return f"{kind.title}: {name} and {first} do not differ significantly ({number})."
+    over_seeds = difference.over_seeds or (-math.inf, math.inf)
+    number = f"{kind.number(difference.value, over_seeds, signed=True)} over seeds"
+    if not difference.decided:
+        return f"{kind.title}: undecided between {name} and {first} ({number})."
     words = ("better", "worse") if kind.better else ("higher", "lower")
     return f"{kind.title}: {name} is {words[difference.value * (kind.better or 1) < 0]} than {first} ({number})."
 
@@ -375,7 +377,7 @@ def _guessing_upper(chance: float, measure: Measure) -> float:
 def compare_runs(
     sides: Mapping[str, Sequence[RunMeasures]], *, draws: int = 1000, seed: int = 0
 ) -> Comparison:
-    """Compare the runs of two or more sides, measured on the same pairs; runs of equal place are of equal seed.
+    """Compare the runs of the sides, measured on the same pairs; runs of equal place are of equal seed.
 
     Args:
         draws: number of draws of units, for the intervals over queries.
@@ -403,14 +405,14 @@ def compare_runs(
             runs = tuple(run.measures[kind].value for run in own)
             numbers[kind][name] = Side(float(np.mean(runs)), interval(drawn[name]), runs)
         base = numbers[kind][first]
-        differences[kind] = {
-            name: Difference(
+        differences[kind] = {}
+        for name in others:
+            over_seeds = student(np.subtract(numbers[kind][name].runs, base.runs).tolist())
+            differences[kind][name] = Difference(
                 numbers[kind][name].value - base.value,
                 interval(drawn[name] - drawn[first]),
-                student(np.subtract(numbers[kind][name].runs, base.runs).tolist()).interval,
+                over_seeds.interval,
             )
-            for name in others
-        }
     sizes = {name: pool.size for name, pool in some.pools.single.items()}
     mixed, kinds = len(some.pools.unit_of), some.pools.kinds
     return Comparison(

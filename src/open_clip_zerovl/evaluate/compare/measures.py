@@ -1,7 +1,8 @@
 """Did the model learn its sources instead of their content? The measurements of section 3.1, figures 3 and 4.
 
-- `mean_log_p_negatives` (figure 4): the mean of `log p_jk` over negative pairs. p is the softmax of eq. 2, which is the
-  stop-gradient weight of a negative pair in eq. 3.
+- `log_p_by_query` (figure 4): `log p_jk` of negative pairs. p is the softmax of eq. 2, which is the stop-gradient weight of a
+  negative pair in eq. 3. The lower its mean, the less such pairs contribute to the gradient: a model that tells sources apart
+  pushes the negatives of other sources down without learning their content.
 - `source_probe_accuracy`: figure 3 shows embeddings that separate by source; a linear probe measures how far they do.
 
 `pools` measures the cost of it, as RSUM of retrieval.
@@ -23,8 +24,6 @@ from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
 
-DIRECTIONS = ("image_to_text", "text_to_image")
-GROUPS = ("all", "same_source", "other_source")
 _ROWS_AT_ONCE = 1024  # of the logit matrix
 
 
@@ -33,67 +32,18 @@ _ROWS_AT_ONCE = 1024  # of the logit matrix
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def mean_log_p_negatives(
-    image_features: Tensor,
-    text_features: Tensor,
-    source: Sequence[Any],
-    logit_scale: float,
-    *,
-    batch_size: int | None = None,
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Mean of log p_jk over negative pairs j != k, by whether both come from one source (figure 4).
-
-    For image queries `p_jk = exp(s I_j.T_k) / sum_l exp(s I_j.T_l)`, where the sum runs over the batch, positive included; text
-    queries sum over images. The lower the mean of a group, the less its pairs contribute to the gradient. A model that tells
-    sources apart pushes the other-source negatives down without learning their content.
-
-    Args:
-        image_features, text_features: (N, D).
-        source: (N,) the source of each pair, any sortable names.
-        logit_scale: the factor s itself (open_clip's `logit_scale.exp()`), 50 for a temperature of 0.02.
-        batch_size: `B`; the pairs are shuffled and cut into batches of B, and a last incomplete one is left out. None takes
-            all pairs as one batch. The mean falls as B grows: log p of a uniform softmax is -ln B.
-        seed: seed of the shuffle.
-
-    Returns:
-        `image_to_text`, `text_to_image` and `mean` (of both), each a dict of `all`, `same_source`, `other_source`; and
-        `by_source`: for each source of the query such a dict, the mean of both directions. A value is None if a group
-        has no pair.
-    """
-    total = len(source)
-    size = total if batch_size is None else batch_size
-    names, codes = np.unique(np.asarray(source), return_inverse=True)
-    order = torch.arange(total)
-    if batch_size is not None:
-        order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
-    # Sums and counts over pairs: [sum or count, direction, same (0) or other (1) source, source of the query].
-    totals = torch.zeros(2, 2, 2, len(names), dtype=torch.float64)
-    for batch in order[: total // size * size].split(size):
-        images, texts = (
-            features[batch.to(features.device)] for features in (image_features, text_features)
-        )
-        own = codes[batch.numpy()]
-        totals.index_add_(3, torch.from_numpy(own), log_p_by_query(images, texts, own, logit_scale))
-    result: dict[str, Any] = {
-        way: _group_means(totals[:, i].sum(dim=2)) for i, way in enumerate(DIRECTIONS)
-    }
-    # Both directions hold the same pairs, so the mean over both is the mean of the two.
-    result["mean"] = _group_means(totals.sum(dim=(1, 3)))
-    result["by_source"] = {
-        name: _group_means(totals[..., i].sum(dim=1)) for i, name in enumerate(names.tolist())
-    }
-    return result
-
-
 def log_p_by_query(
     image_features: Tensor, text_features: Tensor, source: Sequence[Any], logit_scale: float
 ) -> Tensor:
-    """The sums behind `mean_log_p_negatives`, for each query of one batch.
+    """Sums of log p_jk over the negative pairs j != k of each query of one batch, by whether both come from one source.
+
+    For image queries `p_jk = exp(s I_j.T_k) / sum_l exp(s I_j.T_l)`, where the sum runs over the batch, positive included; text
+    queries sum over images.
 
     Args:
         image_features, text_features: (B, D).
-        source, logit_scale: see `mean_log_p_negatives`.
+        source: (B,) the source of each pair, any sortable names.
+        logit_scale: the factor s itself (open_clip's `logit_scale.exp()`), 50 for a temperature of 0.02.
 
     Returns:
         (2, 2, 2, B) sums of log p, and counts of negatives: [sum or count, direction, same (0) or other (1) source, query],
@@ -117,15 +67,6 @@ def log_p_by_query(
             )
         ways.append(torch.cat(blocks, dim=2))
     return torch.stack(ways, dim=1)
-
-
-def _group_means(totals: Tensor) -> dict[str, float | None]:
-    """The mean of each of GROUPS, from sums and counts (2, 2) for same and other source."""
-    every = [totals.sum(dim=1), *totals.T]
-    return {
-        group: float(value / n) if n > 0 else None
-        for group, (value, n) in zip(GROUPS, every, strict=True)
-    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from open_clip_zerovl.core.randomness import Purpose, stream
+from open_clip_zerovl.report.verdicts import CONFIDENCE
 
-LEVEL = 0.95  # of all intervals
 _DRAWS_AT_ONCE_BYTES = 1 << 26
 
 Interval = tuple[float, float]
@@ -85,6 +85,6 @@ def resampled(
 
 
 def interval(values: NDArray) -> Interval:
-    """The central LEVEL of the values (R,), NaN left out."""
-    low, high = np.nanquantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    """The central CONFIDENCE of the values (R,), NaN left out."""
+    low, high = np.nanquantile(values, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)

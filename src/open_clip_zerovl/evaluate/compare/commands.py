@@ -1,4 +1,4 @@
-"""`zerovl bias` and `zerovl compare`: models on the same samples; the result is printed, and written as JSON and as a page."""
+"""`zerovl compare`: models on the same samples; the result is printed, and written as JSON and as a page."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from open_clip_zerovl.data.retrieval import parse_retrieval_data
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.evaluate.accuracy import in_top
-from open_clip_zerovl.evaluate.bias.charts import bias_values, comparison_picture
-from open_clip_zerovl.evaluate.bias.comparison import (
+from open_clip_zerovl.evaluate.compare.charts import comparison_picture, map_picture
+from open_clip_zerovl.evaluate.compare.comparison import (
     Comparison,
     RunMeasures,
     compare_runs,
     measure_run,
 )
-from open_clip_zerovl.evaluate.bias.pools import SourceFeatures
-from open_clip_zerovl.evaluate.bias.report import BiasReport, check_batch_sizes, measure_bias
-from open_clip_zerovl.evaluate.bias.samples import (
+from open_clip_zerovl.evaluate.compare.pools import SourceFeatures
+from open_clip_zerovl.evaluate.compare.samples import (
     SourceSample,
     check_probe,
     encode,
@@ -41,72 +40,12 @@ from open_clip_zerovl.evaluate.retrieval.examples import (
     retrieval_examples,
 )
 from open_clip_zerovl.evaluate.retrieval.metrics import recall_bounds
-from open_clip_zerovl.evaluate.settings import BiasSettings, CompareSettings
+from open_clip_zerovl.evaluate.settings import CompareSettings
 from open_clip_zerovl.evaluate.zero_shot.score import labelled_scores
 from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet, open_labelled_set
 from open_clip_zerovl.report.bounds import LOW_BEST, best_sentence
 from open_clip_zerovl.report.html import write_page
 from open_clip_zerovl.report.plot import require_matplotlib
-
-
-def bias_page(path: str | os.PathLike[str], report: BiasReport) -> Path:
-    """Write a bias report as one HTML file; returns its path.
-
-    Raises:
-        UserError: matplotlib is missing, or the file cannot be written.
-    """
-    return write_page(
-        path, "bias.html", title="Did the models learn their sources?", **bias_values(report)
-    )
-
-
-def run_bias(
-    encoders: Mapping[str, Encoder],
-    data: str,
-    settings: BiasSettings | None = None,
-    *,
-    out: str | os.PathLike[str],
-) -> BiasReport:
-    """Measure checkpoints on named sources; prints a table, writes `bias.json` and `bias.html` into `out`.
-
-    Args:
-        encoders: the checkpoints, by the names that the report gives them.
-        data: `name=shards::name=shards`, as `--train-data`, and retrieval sets in CLIP_benchmark's layout; held-out pairs
-            are better evidence than pairs trained on.
-
-    Raises:
-        UserError: data or a checkpoint that cannot be read or do not fit, an `out` that cannot be written, a missing package.
-    """
-    require_matplotlib()
-    settings, out = settings or BiasSettings(), Path(out)
-    check_writable(out, folder=True)
-    for encoder in encoders.values():
-        encoder.check()
-    sources = parse_sources(data, evaluation=True, split="test")
-    if len(sources) < 2:
-        raise UserError(
-            f"--data {data!r} names one source; bias is measured between two or more: a=SHARDS::b=SHARDS"
-        )
-    samples, skipped = read_samples(
-        sources, settings.samples_per_source, concept_field=settings.concept_field
-    )
-    check_batch_sizes(settings.batch_sizes or (), len(samples))
-    check_probe(samples)
-    report = measure_bias(
-        {
-            name: encode(encoder, samples, name, out / "features")
-            for name, encoder in encoders.items()
-        },
-        samples,
-        skipped=skipped,
-        batch_sizes=settings.batch_sizes,
-        map_samples=settings.map_samples,
-        seed=settings.seed,
-    )
-    write_atomically(out / "bias.json", json.dumps(report.to_json(), indent=1) + "\n")
-    page = bias_page(out / "bias.html", report)
-    print(f"{report.table()}\nWritten: {page}, {out / 'bias.json'}")
-    return report
 
 
 def run_compare(
@@ -118,7 +57,7 @@ def run_compare(
     zero_shot_data: str | None = None,
     out: str | os.PathLike[str],
 ) -> Comparison:
-    """Compare models on named sources; prints tables and sentences, writes `compare.json` and `compare.html` into `out`.
+    """Measure one model, or compare several, on named sources; writes `compare.json` and `compare.html` into `out`.
 
     Args:
         sides: name -> its runs, in the order of their seeds.
@@ -154,8 +93,11 @@ def run_compare(
         labelled = _right_guesses(encoder, sets, out / "features")
         measured[name].append(measure_run(own, scale, others, labelled, seed=settings.seed))
         shown.setdefault(name, (images[: len(seen)], texts[: len(seen)]))  # of the first run
-    found = compare_runs(measured, draws=settings.draws, seed=settings.seed)
-    notes = [*found.warnings(concepts=settings.concept_field is not None), *_few_captions(seen)]
+    comparison = compare_runs(measured, draws=settings.draws, seed=settings.seed)
+    notes = [
+        *comparison.warnings(concepts=settings.concept_field is not None),
+        *_few_captions(seen),
+    ]
     report = {
         "sides": {name: [encoder.model for encoder in runs] for name, runs in sides.items()},
         "data": data,
@@ -163,33 +105,30 @@ def run_compare(
         "zero_shot_data": zero_shot_data,
         "settings": asdict(settings),
         "samples_passed_over": skipped,
-        **found.to_json(),
+        **comparison.to_json(),
         "notes": notes,
     }
     write_atomically(out / "compare.json", json.dumps(report, indent=1) + "\n")
+    sides_named = ", ".join(comparison.names)
     page = write_page(
         out / "compare.html",
         "compare.html",
-        title="Which model is better on these sources?",
-        lead=f"{', '.join(found.names)} on {len(seen):,} pairs of {', '.join(rows_by_source(seen))}.",
-        found=found,
+        title="Which model is better on these sources?"
+        if len(sides) > 1
+        else f"{sides_named} on its sources",
+        lead=f"{sides_named} on {len(seen):,} pairs of {', '.join(rows_by_source(seen))}.",
+        comparison=comparison,
         warnings=notes,
-        picture=comparison_picture(found),
+        picture=comparison_picture(comparison),
+        map=map_picture(shown, [sample.source for sample in seen]),
         examples=_examples(seen, shown),
     )
-    written = f"Written: {page}, {out / 'compare.json'}"
-    print(
-        found.table(),
-        "",
-        found.how_intervals_are_made(),
-        *notes,
-        "",
-        *found.verdicts(),
-        "",
-        written,
-        sep="\n",
-    )
-    return found
+    parts = [comparison.table(), "", comparison.how_intervals_are_made(), *notes, ""]
+    verdicts = comparison.verdicts()
+    if verdicts:
+        parts += [*verdicts, ""]
+    print(*parts, f"Written: {page}, {out / 'compare.json'}", sep="\n")
+    return comparison
 
 
 def _right_guesses(
@@ -198,7 +137,7 @@ def _right_guesses(
     """Labelled set -> (N,) whether the model guesses each picture's class (ties by expectation), and the number of classes."""
     if not sets:
         return {}
-    model, found = FrozenModel.load(encoder), {}
+    model, guesses = FrozenModel.load(encoder), {}
     for name, dataset in sets.items():
         scores, targets = labelled_scores(
             model,
@@ -208,14 +147,12 @@ def _right_guesses(
             workers=encoder.workers,
             name=name,
         )
-        found[name] = in_top(1, scores, targets), scores.shape[1]
-    return found
+        guesses[name] = in_top(1, scores, targets), scores.shape[1]
+    return guesses
 
 
 def check_sides(runs: dict[str, int]) -> None:
-    """UserError for fewer than two sides, or sides of different numbers of runs. `runs`: side -> its runs."""
-    if len(runs) < 2:
-        raise UserError("zerovl compare needs at least two models; write them as A=MODEL B=MODEL")
+    """UserError for sides of different numbers of runs. `runs`: side -> its runs."""
     if len(set(runs.values())) != 1:
         counts = ", ".join(f"{name} has {count}" for name, count in runs.items())
         raise UserError(

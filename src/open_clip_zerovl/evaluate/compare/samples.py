@@ -1,4 +1,4 @@
-"""The samples that `zerovl bias` and `zerovl compare` measure: some pairs of each source, and their embeddings."""
+"""The samples that `zerovl compare` measures: some pairs of each source, and their embeddings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.reading import Sample
-from open_clip_zerovl.evaluate.bias.measures import check_source_probe, probe_groups
+from open_clip_zerovl.evaluate.compare.measures import check_source_probe, probe_groups
 from open_clip_zerovl.evaluate.embedded import embedded
 from open_clip_zerovl.shards.index import caption_lines
 from open_clip_zerovl.shards.members import TEXT_EXTENSION, image_of
@@ -217,7 +217,7 @@ def encode(
     marks = [digest_of(sample.image, sample.caption) for sample in samples]
     store, _ = embedded(
         folder / digest_of(digests)[:16],
-        "bias or compare",
+        "compare",
         model,
         _Pairs(samples),
         marks,

@@ -1,1 +1,0 @@
-"""Source bias of models (section 3.1, figures 3 and 4, A.5)."""
