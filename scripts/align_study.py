@@ -48,9 +48,6 @@ from open_clip_zerovl.align.train import (
     train_heads,
 )
 from open_clip_zerovl.core.files import write_atomically
-from open_clip_zerovl.data.names import PIXEL_PATH
-from open_clip_zerovl.distill.embed import view_transform
-from open_clip_zerovl.embeddings.sources import Views
 from open_clip_zerovl.embeddings.store import Store
 from open_clip_zerovl.evaluate.accuracy import class_indices
 from open_clip_zerovl.evaluate.embedded import picture_features
@@ -61,7 +58,6 @@ from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet, open_labelled_
 PROTOCOL = Path(__file__).with_suffix(".yaml")
 RECORDS = Path("docs/results/align")
 CPU = torch.device("cpu")
-VIEWS = 4
 
 
 @dataclass
@@ -71,7 +67,7 @@ class Encoded:
     Attributes:
         names: the sources, those that are trained on first.
         sources: the same, opened.
-        images, texts, views: stores with the rows of all samples and captions, and of the first source's augmented views.
+        images, texts: stores with the rows of all samples and captions.
         clothing: the labelled set, and the features (N, F) of its pictures.
         caption_features: caption of a class -> features (F,).
     """
@@ -80,7 +76,6 @@ class Encoded:
     sources: Sources
     images: Store
     texts: Store
-    views: Store
     labelled: LabelledSet
     clothing: torch.Tensor
     caption_features: dict[str, torch.Tensor]
@@ -131,10 +126,10 @@ class Encoded:
         return 100 * float((chosen == self.picture_classes).float().mean())
 
 
-def encode(data: Path, protocol: dict[str, Any], folder: Path) -> Encoded:
-    """Encode everything, or open what an earlier call has encoded."""
-    place = {name: data / where for name, where in protocol["training"].items()}
-    held = {f"{name}-held": data / where for name, where in protocol["held_out"].items()}
+def encode(data: Path, protocol: dict[str, Any], names: Sequence[str], folder: Path) -> Encoded:
+    """Encode some sources with their held-out pictures and clothing, or open what an earlier call has encoded."""
+    place = {name: data / protocol["training"][name] for name in names}
+    held = {f"{name}-held": data / protocol["held_out"][name] for name in ("validation", *names)}
     named = "::".join(f"{name}={where}" for name, where in (place | held).items())
     sources = open_sources(named, "")
     image = open_tower(protocol["encoders"]["image"], "image")
@@ -144,25 +139,15 @@ def encode(data: Path, protocol: dict[str, Any], folder: Path) -> Encoded:
     images = embed_tower(image, sources, folder, flags, **given)
     texts = embed_tower(text, sources, folder, flags, **given)
     dataset = open_labelled_set(str(data / protocol["clothing"]))
-    frozen = image.frozen(CPU, False)
+    frozen = image.frozen(CPU, amp=False)
     clothing = picture_features(frozen, dataset.images, folder, batch_size=64, name="clothing")
     captions = [caption for of_class in dataset.captions() for caption in of_class]
-    features = text.frozen(CPU, False).texts(captions)
-    transform = view_transform(image.size[0], image.preprocess_cfg["interpolation"], {})
-    views = embed_tower(
-        image,
-        Sources(sources.opened[:1], 1),
-        folder,
-        flags,
-        views=Views(transform, VIEWS, 0, PIXEL_PATH),
-        **given,
-    )
+    features = text.frozen(CPU, amp=False).texts(captions)
     return Encoded(
         [*place, *held],
         sources,
         images,
         texts,
-        views,
         dataset,
         clothing,
         dict(zip(captions, features, strict=True)),
@@ -206,8 +191,6 @@ def runs_of(protocol: dict[str, Any]) -> Iterator[Run]:
 
 def train(run: Run, encoded: Encoded, embed_dim: int) -> dict[str, Any]:
     """A run's record: its scores on the test pictures and on clothing."""
-    settings = dict(run.settings)
-    views = settings.pop("views", 1)
     training = {name: encoded.samples(name) for name in run.sources}
     if run.pairs is not None:
         drawn = np.random.default_rng(run.seed).permutation(training["flickr8k"])
@@ -223,10 +206,9 @@ def train(run: Run, encoded: Encoded, embed_dim: int) -> dict[str, Any]:
         np.array(encoded.texts.rows["1.texts"].array),
         CPU,
         "study",
-        Features(encoded.views.rows["0.images"], scale, CPU, None) if views > 1 else None,
     )
     weights = Heads("linear", (task.images.width, task.texts.width), embed_dim).weights
-    recipe = Recipe(**{"embed_dim": embed_dim, "seed": run.seed, **settings})
+    recipe = Recipe(**{"embed_dim": embed_dim, "seed": run.seed, **run.settings})
     batch = recipe.batch_size or default_batch(CPU, weights, embed_dim, pairs.sizes, "random")
     recipe = replace(recipe, batch_size=batch, epochs=default_epochs(len(pairs.images), batch))
     begin = time.process_time()
@@ -305,11 +287,14 @@ def train_plainly(task: Task, recipe: Recipe) -> tuple[Heads, int]:
 def run_all(data: Path, features: Path, records: Path) -> None:
     """Train each run that has no record, and write its record."""
     protocol = yaml.safe_load(PROTOCOL.read_text(encoding="utf-8"))
-    encoded = encode(data, protocol, features)
     done = json.loads(records.read_text()) if records.is_file() else []
-    for run in runs_of(protocol):
+    runs = sorted(runs_of(protocol), key=lambda run: len(run.sources))
+    encoded: Encoded | None = None
+    for run in runs:
         if run.key in [record["key"] for record in done]:
             continue
+        if encoded is None or len(encoded.names) != 2 * len(run.sources) + 1:
+            encoded = encode(data, protocol, run.sources, features)
         done.append(train(run, encoded, protocol["embed_dim"]))
         lines = ",\n".join(json.dumps(record) for record in done)
         write_atomically(records, f"[\n{lines}\n]\n")
