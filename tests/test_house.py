@@ -12,7 +12,7 @@ SRC = ROOT / "src"
 # From the ground up: a room imports only from lower rows.
 FLOORS = (
     ("core",),
-    ("losses", "shards", "models", "report"),
+    ("losses", "sampling", "shards", "models", "report"),
     ("dga", "data", "checkpoints"),
     ("embeddings",),
     ("recipe", "distill", "evaluate", "prepare"),

@@ -39,9 +39,10 @@ def shard_sizes(pairs: int) -> list[list[int]]:
 def start(pairs: int, strategy: str, ranks: int, workers: int, jump: bool) -> dict[str, Any]:
     """Seconds and MiB that one reader takes until its first samples, in this process."""
     from open_clip_zerovl.core.randomness import Purpose, stream
-    from open_clip_zerovl.data.assignment import Assignment
-    from open_clip_zerovl.data.sample_stream import LocalOrder
-    from open_clip_zerovl.data.schedule import Batching, epoch_slices, source_schedule, stretch_of
+    from open_clip_zerovl.sampling.assignment import Assignment
+    from open_clip_zerovl.sampling.order import LocalOrder
+    from open_clip_zerovl.sampling.schedule import Batching, source_schedule
+    from open_clip_zerovl.sampling.slices import epoch_slices, stretch_of
 
     sizes = shard_sizes(pairs)
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -30,9 +30,9 @@ from PIL import Image
 
 from open_clip_zerovl.data.clusters import Clustering, save_clustering
 from open_clip_zerovl.data.collection import open_collection
-from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.evaluate.search.ranking import embed_collection
+from open_clip_zerovl.sampling.schedule import Batching
 from open_clip_zerovl.shards import index as tar_index
 from open_clip_zerovl.shards.marks import file_mark
 from training.resume import Position, entry_of

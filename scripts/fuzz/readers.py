@@ -30,7 +30,6 @@ from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.pixels import pictures
 from open_clip_zerovl.data.retrieval import open_retrieval_set
-from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.embeddings.store import Store
 from open_clip_zerovl.evaluate.search.ranking import embed_collection
@@ -43,6 +42,7 @@ from open_clip_zerovl.prepare.public.index import check_shards, index_shards
 from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, encode_picture
 from open_clip_zerovl.prepare.public.vg import largest_phrases
 from open_clip_zerovl.recipe.start import init_from
+from open_clip_zerovl.sampling.schedule import Batching
 from open_clip_zerovl.shards.archives import find_member
 from open_clip_zerovl.shards.faults import check_report
 from open_clip_zerovl.shards.members import image_of, read_samples

@@ -12,7 +12,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "open_clip_zerovl.cli.functions": ["pack", "search", "train"],
-        "open_clip_zerovl.data.schedule": ["source_schedule"],
+        "open_clip_zerovl.sampling.schedule": ["source_schedule"],
         "open_clip_zerovl.data.sources": ["parse_sources"],
         "open_clip_zerovl.dga.replay": ["ReplayError"],
         "open_clip_zerovl.dga.step": ["DecoupledGradientAccumulation"],

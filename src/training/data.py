@@ -17,9 +17,8 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable
 from open_clip_zerovl.data.images import normalize, split_normalize
 from open_clip_zerovl.data.loader import MixtureLoader
-from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling, schedule_of
+from open_clip_zerovl.data.mixture import Mixture, Preprocessing, schedule_of
 from open_clip_zerovl.data.retrieval import RetrievalSet, open_retrieval_set, parse_retrieval_data
-from open_clip_zerovl.data.schedule import MIXED, Batching, Schedule, few_steps
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import CsvFormat
 from open_clip_zerovl.data.words import WordAugment
@@ -31,6 +30,7 @@ from open_clip_zerovl.embeddings.store import Store
 from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet, open_labelled_set
 from open_clip_zerovl.recipe.flags import AllFlags, contradicted
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache, require_deterministic
+from open_clip_zerovl.sampling.schedule import MIXED, Batching, Sampling, Schedule, few_steps
 from open_clip_zerovl.shards.cache import ShardCache
 from training.console import DETAIL
 from training.stock_data import check_augmentation, check_stock_data

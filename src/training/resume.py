@@ -30,9 +30,9 @@ from open_clip_zerovl.checkpoints.weights import unpickling_reason
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.core.files import UNREADABLE
 from open_clip_zerovl.core.randomness import STREAMS_VERSION
-from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.dga.retain import Decision
 from open_clip_zerovl.recipe.optimizer import marked_temperature, parameter_groups
+from open_clip_zerovl.sampling.schedule import Batching
 
 FORMAT = STREAMS_VERSION  # of the entry `zerovl` in a checkpoint
 PREFIX = "module."  # DDP's, of every name

@@ -25,7 +25,6 @@ from torch import Tensor
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import seed_step
 from open_clip_zerovl.core.wrappers import unwrapped
-from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.views import StoredTeachers
 from open_clip_zerovl.dga.inputs import on_device
@@ -37,6 +36,7 @@ from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import described_groups
 from open_clip_zerovl.recipe.step import MicroBatch, RecipeStep
+from open_clip_zerovl.sampling.schedule import Batching
 from training.checkpointing import StepCheckpoints
 from training.resume import Position
 from training.run_log import Facts, RunLog

@@ -31,9 +31,9 @@ from open_clip_zerovl.align.train import (
 )
 from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.schedule import MIXED
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.recipe.towers import freeze
+from open_clip_zerovl.sampling.schedule import MIXED
 from support.fake_cuda import Waits, fake_cuda, to_fake_cuda
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from open_clip_zerovl.core.randomness import Purpose, seed_step, seeded, stream, stream_seed
-from open_clip_zerovl.data.schedule import source_schedule
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
+from open_clip_zerovl.sampling.schedule import source_schedule
 
 
 def test_no_two_purposes_and_no_two_keys_share_a_stream():

@@ -23,9 +23,10 @@ from open_clip_zerovl.data.clusters import (
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.reading import Reading
 from open_clip_zerovl.data.sample_stream import SliceReader
-from open_clip_zerovl.data.schedule import Batching, epoch_slices
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.prepare.clusters.folders import train_data, write_clusters
+from open_clip_zerovl.sampling.schedule import Batching
+from open_clip_zerovl.sampling.slices import epoch_slices
 from open_clip_zerovl.shards import members as tar_members
 from open_clip_zerovl.shards.marks import file_mark
 from support.loading import epoch_of, steps_of

@@ -13,9 +13,8 @@ import pytest
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.clusters import Clustering, save_clustering
-from open_clip_zerovl.data.mixture import Sampling
-from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import Source, parse_sources
+from open_clip_zerovl.sampling.schedule import Batching, Sampling
 from open_clip_zerovl.shards.marks import file_mark
 from support.loading import epoch_of, loader_of, steps_of
 from support.tars import png, write_source

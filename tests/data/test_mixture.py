@@ -11,10 +11,11 @@ import pytest
 import torch
 from torchvision import transforms
 
-from open_clip_zerovl.data.mixture import Sampling, content_numbers
+from open_clip_zerovl.data.mixture import content_numbers
 from open_clip_zerovl.data.reading import RawSample
-from open_clip_zerovl.data.sample_stream import LocalOrder, reordered
-from open_clip_zerovl.data.schedule import Batching
+from open_clip_zerovl.data.sample_stream import reordered
+from open_clip_zerovl.sampling.order import LocalOrder
+from open_clip_zerovl.sampling.schedule import Batching, Sampling
 from support import ROOT
 from support.loading import epoch_of, steps_of
 from support.tars import ids_of, write_source

@@ -16,10 +16,11 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.names import PIXEL_PATHS
 from open_clip_zerovl.data.reading import RawSample
-from open_clip_zerovl.data.sample_stream import LocalOrder, SampleStream
-from open_clip_zerovl.data.schedule import Batching
+from open_clip_zerovl.data.sample_stream import SampleStream
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.stats import Fault
+from open_clip_zerovl.sampling.order import LocalOrder
+from open_clip_zerovl.sampling.schedule import Batching
 from support import loading
 from support.tars import noise_jpeg, png, write_tar
 

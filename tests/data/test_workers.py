@@ -13,8 +13,8 @@ import torch
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data import workers as workers_module
-from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.workers import ItemSet, read_batches
+from open_clip_zerovl.sampling.schedule import Batching
 from support import loading
 from support.tars import write_source
 

@@ -22,14 +22,14 @@ from open_clip_zerovl.core.randomness import Purpose, preserved, reseed, stream_
 from open_clip_zerovl.data.clusters import Clustering, save_clustering
 from open_clip_zerovl.data.images import crop_of
 from open_clip_zerovl.data.loader import MixtureLoader
-from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
+from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.pixels import pictures
 from open_clip_zerovl.data.reading import Reading
-from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.distill.embed import TeacherSettings, embed_sources
 from open_clip_zerovl.distill.rows import TeacherRows, open_teacher_folder
 from open_clip_zerovl.embeddings.sources import augmentation_of
+from open_clip_zerovl.sampling.schedule import Batching, Sampling
 from open_clip_zerovl.shards.marks import file_mark
 from support.hash_teacher import WIDTH, HashEncoder, hashed, tokens_of
 from support.tars import noise_jpeg, write_tar

@@ -14,11 +14,11 @@ from torch.nn.functional import normalize
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.images import split_normalize
 from open_clip_zerovl.data.loader import MixtureLoader
-from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
-from open_clip_zerovl.data.schedule import Batching
+from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.transforms import with_auto_augment
 from open_clip_zerovl.distill.shards import InShards, open_teachers, parse_widths
+from open_clip_zerovl.sampling.schedule import Batching, Sampling
 from support.reinforced import AUGMENTATIONS, WIDTHS, embeddings_of, members_of, packed
 from support.tars import noise_jpeg, write_tar
 

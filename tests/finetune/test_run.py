@@ -23,7 +23,7 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.files import locked
 from open_clip_zerovl.core.launch import CPU_MICRO_BATCH
-from open_clip_zerovl.data.mixture import Sampling, schedule_of
+from open_clip_zerovl.data.mixture import schedule_of
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.finetune.data import open_sources
 from open_clip_zerovl.finetune.finetuning import (
@@ -38,6 +38,7 @@ from open_clip_zerovl.finetune.proposal import Facts, choose_settings
 from open_clip_zerovl.finetune.request import Prepared, Request
 from open_clip_zerovl.finetune.split import Split
 from open_clip_zerovl.models.build import with_text_model
+from open_clip_zerovl.sampling.schedule import Sampling
 from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.writing import write_retrieval_set as write_packed_set
 from open_clip_zerovl.shards.writing import write_source

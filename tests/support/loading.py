@@ -9,9 +9,9 @@ import torch
 from torchvision import transforms
 
 from open_clip_zerovl.data.loader import MixtureLoader
-from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
-from open_clip_zerovl.data.schedule import Batching
+from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.sources import Source, parse_sources
+from open_clip_zerovl.sampling.schedule import Batching, Sampling
 from support.tars import ids_of
 
 _OF_MIXTURE = ("rank", "seed", "on_bad_sample", "cache", "shuffle_window_samples")

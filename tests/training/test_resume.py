@@ -16,7 +16,7 @@ from open_clip.model import CLIP, CLIPTextCfg, CLIPVisionCfg
 
 from open_clip_zerovl.checkpoints.spec import MODEL_ENTRY
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.schedule import Batching
+from open_clip_zerovl.sampling.schedule import Batching
 from support.programs import COMMON, flat_tensors, kill_when, launch, state_of
 from support.tars import write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, NUMBERED, bert_text, write_bert

@@ -54,7 +54,6 @@ from open_clip_zerovl.data.held_out import (
     trained_on,
     write_trained_on,
 )
-from open_clip_zerovl.data.schedule import source_schedule
 from open_clip_zerovl.distill.rows import open_teacher_folder, widths_of
 from open_clip_zerovl.embeddings.sources import SourceSamples, augmentation_of, cut_captions
 from open_clip_zerovl.embeddings.store import Rows, Store
@@ -72,6 +71,7 @@ from open_clip_zerovl.report.plot import (
     require_matplotlib,
 )
 from open_clip_zerovl.report.tables import text_table
+from open_clip_zerovl.sampling.schedule import source_schedule
 from open_clip_zerovl.shards.urls import local_path
 
 DRAWS = 1000  # of an interval

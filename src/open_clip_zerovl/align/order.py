@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from open_clip_zerovl.core.randomness import Purpose, stream
-from open_clip_zerovl.data.schedule import MIXED, source_schedule
+from open_clip_zerovl.sampling.schedule import MIXED, source_schedule
 
 
 def epoch_order(

@@ -101,7 +101,7 @@ class Recipe:
 
     @property
     def sampling(self) -> str:
-        """Of `data.names.STRATEGIES`."""
+        """Of `sampling.STRATEGIES`."""
         return "debiased" if self.debiased_sampling else "random"
 
 

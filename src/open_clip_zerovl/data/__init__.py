@@ -6,7 +6,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "open_clip_zerovl.data.sources": ["Source", "parse_sources"],
-        "open_clip_zerovl.data.schedule": ["Batching", "Schedule", "source_schedule"],
+        "open_clip_zerovl.sampling.schedule": ["Batching", "Schedule", "source_schedule"],
         "open_clip_zerovl.data.mixture": ["Mixture", "Preprocessing", "Sampling"],
         "open_clip_zerovl.data.loader": ["MixtureLoader"],
         "open_clip_zerovl.data.transforms": ["image_transform_train", "paper_eval_transform"],

@@ -39,59 +39,32 @@ from open_clip_zerovl.core.randomness import (
     stream,
     stream_seed,
 )
-from open_clip_zerovl.data.assignment import Assignment
 from open_clip_zerovl.data.buffers import BufferPool, PooledBatch
-from open_clip_zerovl.data.hard_negatives import (
-    batches_of_epoch,
-    check_neighbours,
-    slices_of_reader,
-)
 from open_clip_zerovl.data.images import batch_layout, collate_images, crop_of
 from open_clip_zerovl.data.names import POLICIES
 from open_clip_zerovl.data.pixels import PixelTransform, pictures
 from open_clip_zerovl.data.reading import RawSample, Reading, ShardTeachers
-from open_clip_zerovl.data.sample_stream import LocalOrder, SampleStream, SliceReader
-from open_clip_zerovl.data.schedule import (
-    Batching,
-    Schedule,
-    epoch_slices,
-    source_schedule,
-    stretch_of,
-)
+from open_clip_zerovl.data.sample_stream import SampleStream, SliceReader
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.stats import BatchReport
 from open_clip_zerovl.data.tokens import fast_tokenizer
 from open_clip_zerovl.data.views import StoredTeachers
 from open_clip_zerovl.data.workers import SharedNumbers
+from open_clip_zerovl.sampling.assignment import Assignment
+from open_clip_zerovl.sampling.hard_negatives import (
+    batches_of_epoch,
+    check_neighbours,
+    slices_of_reader,
+)
+from open_clip_zerovl.sampling.order import LocalOrder
+from open_clip_zerovl.sampling.schedule import Batching, Sampling, Schedule, source_schedule
+from open_clip_zerovl.sampling.slices import epoch_slices, stretch_of
 from open_clip_zerovl.shards.cache import FetchAhead, ShardCache
 from open_clip_zerovl.shards.remote import RetryPolicy, Wait
 
 SHUFFLE_WINDOW_SAMPLES = (
     5000  # encoded samples of all sources together in a worker's memory; open_clip's number
 )
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling settings of a run: arguments of `source_schedule` and `epoch_slices`.
-
-    Attributes:
-        strategy: of STRATEGIES.
-        draw: of DRAWS, for debiased sampling.
-        debiased_share: share of each source's samples in steps of that source alone.
-        source_order: names of the sources in the order of sequential sampling; None for the order given.
-        epoch_samples: length of an epoch in samples; None for all samples of the sources.
-        resampled: draw shards with replacement.
-        hard_negatives: share of each effective batch that is filled with near samples; 0 for none.
-    """
-
-    strategy: str = "debiased"
-    draw: str = "exact"
-    debiased_share: float = 1.0
-    source_order: tuple[str, ...] | None = None
-    epoch_samples: int | None = None
-    resampled: bool = False
-    hard_negatives: float = 0.0
 
 
 def schedule_of(

@@ -28,8 +28,6 @@ SPLIT_FOLDERS = {
     **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
-STRATEGIES = ("random", "sequential", "debiased")  # how sources make batches
-DRAWS = ("exact", "iid")  # how debiased sampling chooses the source of a step
 CAPTIONS = (
     "one-per-epoch",
     "all",

@@ -31,7 +31,6 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.clusters import Clustering, open_clusters, open_neighbours
 from open_clip_zerovl.data.columns import Chosen, listed
 from open_clip_zerovl.data.components import Component, expand_shards, kind_of, packed_folders
-from open_clip_zerovl.data.hard_negatives import Neighbours
 from open_clip_zerovl.data.names import (
     CAPTIONS,
     CLASS_NAMES,
@@ -45,6 +44,7 @@ from open_clip_zerovl.data.parquet import open_files
 from open_clip_zerovl.data.selection import Selection, load_selection
 from open_clip_zerovl.data.sizes import listed_sizes
 from open_clip_zerovl.data.table import EXTENSIONS, CsvFormat, CsvTable, block_sizes, open_table
+from open_clip_zerovl.sampling.hard_negatives import Neighbours
 from open_clip_zerovl.shards.index import open_index
 from open_clip_zerovl.shards.members import (
     IMAGE_EXTENSIONS,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import at_least, flag, flags_of, out_of_range, redeclared
-from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.recipe.flags import AllFlags, contradicted
+from open_clip_zerovl.sampling.schedule import Batching
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling, schedule_of
+from open_clip_zerovl.data.mixture import Mixture, Preprocessing, schedule_of
 from open_clip_zerovl.data.names import NAME
 from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
-from open_clip_zerovl.data.schedule import Batching, few_steps
 from open_clip_zerovl.data.sources import Source, count_tar_samples, parse_sources
 from open_clip_zerovl.plan.batching import PlanSettings
+from open_clip_zerovl.sampling.schedule import Batching, Sampling, few_steps
 from open_clip_zerovl.shards.urls import PARQUET, is_parquet, local_path
 from open_clip_zerovl.shards.writing import read_sizes
 

@@ -20,11 +20,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from open_clip_zerovl.core.memory import PeakBytes
-from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.dga.retain import AUTO_SHARE, most_graphs
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.plan.gpus import GPUS, Gpu, fastest_batch
 from open_clip_zerovl.plan.model import PlannedModel
+from open_clip_zerovl.sampling.schedule import Batching
 
 # Table 5: 680 GPU hours for 16 DGA steps. FLOPs of a sample: counted by `count_costs` (tests/plan/test_plan.py repeats it),
 # with every micro-batch forwarded twice.

@@ -22,7 +22,6 @@ from open_clip_zerovl.core.files import free_space
 from open_clip_zerovl.core.launch import CPU_MICRO_BATCH
 from open_clip_zerovl.core.memory import available_bytes
 from open_clip_zerovl.core.processes import usable_cores
-from open_clip_zerovl.data.schedule import Batching
 from open_clip_zerovl.dga.retain import AUTO_SHARE
 from open_clip_zerovl.distill.shards import open_teachers
 from open_clip_zerovl.losses.names import heads_batch
@@ -35,6 +34,7 @@ from open_clip_zerovl.plan.measure import StepTime, measure_step
 from open_clip_zerovl.plan.model import build, is_file_name, quiet, weights_to_fetch
 from open_clip_zerovl.recipe.step import precision_on
 from open_clip_zerovl.recipe.towers import group_of
+from open_clip_zerovl.sampling.schedule import Batching
 
 Say = Callable[[str], None]
 

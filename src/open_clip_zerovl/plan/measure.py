@@ -20,13 +20,13 @@ import torch
 from open_clip.loss import SigLipLoss
 
 from open_clip_zerovl.data.loader import MixtureLoader
-from open_clip_zerovl.data.mixture import Mixture, Preprocessing, Sampling
-from open_clip_zerovl.data.schedule import Batching
+from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
 from open_clip_zerovl.plan.batching import PlanSettings
 from open_clip_zerovl.plan.model import PlannedModel
 from open_clip_zerovl.recipe.step import MicroBatch, RecipeStep
+from open_clip_zerovl.sampling.schedule import Batching, Sampling
 
 STEP_SECONDS = 30.0  # for timing steps, after the first
 MOST_STEPS = 100

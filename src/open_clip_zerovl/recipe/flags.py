@@ -39,12 +39,12 @@ from open_clip_zerovl.data.names import (
     PIXEL_PATH,
     PIXEL_PATHS,
     POLICIES,
-    STRATEGIES,
     captions_in_a_step,
     is_captions,
     is_named,
 )
 from open_clip_zerovl.losses.names import POSITIVES
+from open_clip_zerovl.sampling import STRATEGIES
 
 TOWERS = ("image", "text")
 ABLATIONS = (
@@ -814,7 +814,7 @@ class RecipeConfig(
 
     @property
     def draw(self) -> str:
-        """The way in which debiased sampling chooses the source of a step; one of `data.names.DRAWS`."""
+        """The way in which debiased sampling chooses the source of a step; one of `sampling.DRAWS`."""
         return "iid" if "iid-draw" in self.ablate else "exact"
 
     def changes(self, *names: str) -> bool:

@@ -12,18 +12,16 @@ from hypothesis import strategies as st
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import stream
-from open_clip_zerovl.data.assignment import Assignment, draw_without_replacement, hypergeometric
-from open_clip_zerovl.data.sample_stream import LocalOrder, Substitutes
-from open_clip_zerovl.data.schedule import (
-    MIXED,
-    STRATEGIES,
-    Batching,
-    ShardSlice,
-    epoch_slices,
-    few_steps,
-    source_schedule,
-    stretch_of,
+from open_clip_zerovl.data.sample_stream import Substitutes
+from open_clip_zerovl.sampling import STRATEGIES
+from open_clip_zerovl.sampling.assignment import (
+    Assignment,
+    draw_without_replacement,
+    hypergeometric,
 )
+from open_clip_zerovl.sampling.order import LocalOrder
+from open_clip_zerovl.sampling.schedule import MIXED, Batching, few_steps, source_schedule
+from open_clip_zerovl.sampling.slices import ShardSlice, epoch_slices, stretch_of
 
 batchings = st.builds(
     Batching,
@@ -281,7 +279,7 @@ def test_hypergeometric_draws_beyond_numpy(monkeypatch):
     scaled = (values - draws * (good / total)) / deviation
     assert abs(scaled.mean()) < 4 / np.sqrt(200) and 0.75 < scaled.var() < 1.3
     assert draw_without_replacement(rng, np.array([good, 0, bad]), draws).sum() == draws
-    monkeypatch.setattr("open_clip_zerovl.data.assignment._EXACT_BELOW", 0)
+    monkeypatch.setattr("open_clip_zerovl.sampling.assignment._EXACT_BELOW", 0)
     ours = np.bincount(
         [hypergeometric(rng, 30, 50, 20) for _ in range(20_000)], minlength=21
     ).astype(float)
@@ -440,7 +438,7 @@ def test_steps_that_are_counted_in_several_arrays_are_those_of_one(monkeypatch):
         ]
 
     whole = quotas()
-    monkeypatch.setattr("open_clip_zerovl.data.assignment._STEPS_AT_ONCE", 7)
+    monkeypatch.setattr("open_clip_zerovl.sampling.assignment._STEPS_AT_ONCE", 7)
     assert quotas() == whole
 
 
@@ -448,7 +446,7 @@ def test_no_stream_is_drawn_from_twice_on_the_way_to_a_leaf(monkeypatch):
     """A node of the tree and its first half would else draw the same numbers, and their counts would go together."""
     keys = []
     monkeypatch.setattr(
-        "open_clip_zerovl.data.assignment.stream", lambda *key: keys.append(key) or stream(*key)
+        "open_clip_zerovl.sampling.assignment.stream", lambda *key: keys.append(key) or stream(*key)
     )
     schedule = source_schedule([64, 32], 4, strategy="random", seed=0, epoch=0)
     next(Assignment(schedule, Batching(4), leaf_samples=4).counts(0, 0))

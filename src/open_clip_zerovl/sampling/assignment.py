@@ -30,7 +30,7 @@ from functools import cached_property
 import numpy as np
 
 from open_clip_zerovl.core.randomness import Purpose, stream
-from open_clip_zerovl.data.schedule import MIXED, Batching, Schedule
+from open_clip_zerovl.sampling.schedule import MIXED, Batching, Schedule
 
 LEAF_SAMPLES = 65_536  # labels of a leaf, whose shuffle takes 0.5 ms
 _STEPS_AT_ONCE = 1_000_000  # steps that are counted in one array

@@ -22,7 +22,8 @@ import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import Purpose, stream
-from open_clip_zerovl.data.schedule import MIXED, Batching, Schedule, ShardSlices
+from open_clip_zerovl.sampling.schedule import MIXED, Batching, Schedule
+from open_clip_zerovl.sampling.slices import ShardSlices
 
 
 @dataclass(frozen=True)
