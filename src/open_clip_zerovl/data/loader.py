@@ -173,8 +173,6 @@ class MixtureLoader:
 
         torch's own shutdown is not used: it waits for a lock that a killed worker may have held.
         """
-        if self._begun is not None:
-            self._begun.abandon()
         iterator = getattr(self._loader, "_iterator", None)
         if iterator is not None and hasattr(iterator, "_workers"):
             iterator._shutdown = True
