@@ -130,7 +130,9 @@ def refusal(made, tmp_path, capsys):
 def test_refusals_come_before_the_training(made, tmp_path, refusal):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("x")
-    assert "holds thesis.txt, which is not of a fine-tuning" in refusal(out="full")
+    assert "holds thesis.txt and no request.json, so this program did not begin it" in refusal(
+        out="full"
+    )
     with locked(tmp_path / "busy"):
         assert f"another process is fine-tuning in {tmp_path / 'busy'}" in refusal(out="busy")
     large = refusal("--set", "effective-batch=512", out="large")
@@ -156,7 +158,9 @@ def test_a_folder_is_not_kept_by_a_call_that_ended_with_a_mistake(made, tmp_path
     anew = held_out.read_bytes()
     assert anew != before
     (tmp_path / "ft" / "run").mkdir()  # from here on something was trained
-    assert "holds a fine-tuning with --seed 1, but this call has --seed 0" in refusal()
+    assert (
+        "was begun with --seed 1, and this call has --seed 0; repeat the earlier call" in refusal()
+    )
     assert held_out.read_bytes() == anew
 
 
@@ -338,7 +342,7 @@ def test_a_whole_fine_tuning_and_later_calls(made, tmp_path, capsys):
     assert "finished before" in again.err and again.out.endswith(said.out)
     assert main(arguments(made, out, "--set", "lr=1e-3")) == 2
     assert (
-        "with --set lr=5e-4, but this call has --set lr=1e-3; to continue it repeat"
+        "was begun with --set lr=5e-4, and this call has --set lr=1e-3; repeat"
         in capsys.readouterr().err
     )
     for number in range(12):

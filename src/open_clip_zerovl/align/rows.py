@@ -11,7 +11,6 @@ caption: copies of a held-out picture are not trained on, and `--positives` find
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import re
@@ -30,6 +29,7 @@ from open_clip_zerovl.align.encoders import Tower
 from open_clip_zerovl.align.request import AlignFlags
 from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.identity import digest_of, number_of
 from open_clip_zerovl.data.components import kind_of
 from open_clip_zerovl.data.held_out import Identities, draw_held_out, identity_of
 from open_clip_zerovl.data.names import PIXEL_PATH
@@ -71,8 +71,7 @@ class _Identities(FrozenModel):
 
 def caption_identity(caption: str) -> int:
     """A hash of 64 bits that is not 0."""
-    digest = hashlib.blake2b(caption.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True) or 1
+    return number_of(digest_of(caption))
 
 
 def picture_identity(picture: Image.Image) -> Tensor:

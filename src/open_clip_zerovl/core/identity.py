@@ -27,6 +27,12 @@ def digest_of_all(parts: Iterable[Any]) -> str:
     return digest.hexdigest()
 
 
+def number_of(digest: str) -> int:
+    """The first 64 bits of a digest as a signed number that is not 0."""
+    number = int(digest[:16], 16)
+    return number - (number >> 63 << 64) or 1
+
+
 def sha256_of(path: str | os.PathLike[str]) -> str:
     """The SHA-256 of a file, read in pieces."""
     digest = hashlib.sha256()

@@ -19,6 +19,7 @@ from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import UNREADABLE, atomic_file
+from open_clip_zerovl.core.identity import digest_of, number_of
 from open_clip_zerovl.data.names import FEWEST_PICTURES
 from open_clip_zerovl.models.local_dir import LOCAL_DIR
 
@@ -38,9 +39,8 @@ def picture_key(picture: Image.Image) -> str:
 
 
 def identity_of(picture: Image.Image) -> int:
-    """The identity of an RGB picture, a signed 64-bit number that is not 0."""
-    (number,) = np.array([int(picture_key(picture)[:_DIGITS], 16)], dtype=np.uint64).view(np.int64)
-    return int(number) or 1
+    """The identity of an RGB picture, `number_of` its key."""
+    return number_of(picture_key(picture))
 
 
 def as_keys(identities: Iterable[int]) -> list[str]:
@@ -50,9 +50,7 @@ def as_keys(identities: Iterable[int]) -> list[str]:
 
 def position(seed: int, key: str) -> int:
     """A picture's place in the shuffled order, of which the first are held out: a hash, so that it depends on nothing else."""
-    content = f"{seed} {key[:_DIGITS]}".encode()
-    digest = hashlib.blake2b(content, digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
+    return number_of(digest_of(seed, key[:_DIGITS]))
 
 
 def held_out_count(pictures: int, share: float, most: int = MOST_HELD_OUT) -> int:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from torch import nn
 
+from open_clip_zerovl.core.identity import digest_of, digest_of_all
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.table import CsvTable, TableSample
 from open_clip_zerovl.shards.marks import Mark, digests_of, file_marks, is_same
@@ -90,11 +90,13 @@ def _settings(module: nn.Module) -> list[Any]:
 
 
 def _digest(tensors: dict[str, torch.Tensor], facts: Any) -> str:
-    digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    def parts() -> Iterator[Any]:
+        yield facts
+        for name, tensor in sorted(tensors.items()):
+            yield [name, str(tensor.dtype), list(tensor.shape)]
+            yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+    return digest_of_all(parts())
 
 
 def plain_repr(thing: Any) -> str:
@@ -119,7 +121,7 @@ def _described(inputs: Any) -> list[Any]:
         getattr(getattr(inputs, "clean_fn", None), "__name__", None),
         getattr(inputs, "strip_sep_token", None),
         getattr(inputs, "tokenizer_mode", None),
-        hashlib.blake2b(content.encode()).hexdigest(),
+        digest_of(content),
     ]
 
 
@@ -169,9 +171,7 @@ def describe_source(source: Source, known: Iterable[Mark] | None = None) -> dict
             for shard in source.shards
         ],
         "sizes": list(source.sizes),
-        "picked": None
-        if own is None
-        else hashlib.blake2b(own.tobytes(), digest_size=16).hexdigest(),
+        "picked": None if own is None else digest_of(own),
     }
 
 
@@ -185,7 +185,7 @@ def _pictures_digest(table: CsvTable) -> str:
             return -1
 
     sizes = array("q", map(size, table.samples()))
-    return hashlib.blake2b(sizes.tobytes(), digest_size=8).hexdigest()
+    return digest_of(sizes)[:16]
 
 
 def difference_of_sources(stored: dict[str, Any], found: dict[str, Any]) -> str | None:

@@ -14,7 +14,6 @@ reached the disk, so that a killed call continues with the samples that lack the
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -34,6 +33,7 @@ from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import UNREADABLE, locked, write_atomically
+from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.embeddings.fingerprint import difference_of_sources
 from open_clip_zerovl.shards.marks import Mark
 
@@ -433,7 +433,7 @@ class Store:
     @cached_property
     def digest(self) -> str:
         """A hash of models, settings and data: the content of the manifest."""
-        return hashlib.blake2b(self.manifest.as_json().encode(), digest_size=8).hexdigest()
+        return digest_of(self.manifest.as_json())[:16]
 
     def finish(self, samples: Any) -> None:
         """Note samples (an index) whose rows are written; now and then they are marked as done."""

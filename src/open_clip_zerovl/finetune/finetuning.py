@@ -21,13 +21,14 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.checkpoints.card import ModelCard
 from open_clip_zerovl.checkpoints.export import write_local_dir
+from open_clip_zerovl.core.claim import CONTENT, claim, read_claim
 from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, locked, write_atomically
@@ -66,7 +67,7 @@ from open_clip_zerovl.report.bounds import LOW_BEST, best_sentence
 from open_clip_zerovl.report.plot import require_matplotlib
 
 REQUEST, SETTINGS = "request.json", "settings.json"
-MODEL = "digest of the model"  # in REQUEST
+MODEL = f"{CONTENT}--from"  # in REQUEST
 
 
 def run_finetune(request: Request, *, say: Say) -> Path:
@@ -105,7 +106,7 @@ def run_finetune(request: Request, *, say: Say) -> Path:
 
 def _finished(request: Request, training: Training) -> dict[str, Any] | None:
     """The result of an earlier call; None if its training goes on (more --patience), or it has another curve."""
-    result = _read(request.out / RESULT)
+    result = read_claim(request.out / RESULT)
     scores = {str(epoch): score for epoch, score in training.scores().items()}
     if result is None or not training.is_over() or result["epochs"] != scores:
         return None
@@ -117,58 +118,21 @@ def _finished(request: Request, training: Training) -> dict[str, Any] | None:
 
 
 def _same_request(request: Request) -> None:
-    """Store the request. UserError if the folder holds other files, or a training of another request or another model."""
+    """Claim the folder. UserError if it holds other files, or a training of another request or another model."""
     file = request.out / REQUEST
-    before = _read(file)
-    asked = {
-        **request.of_training(),
-        MODEL: digest_of_model(request.start) or (before or {}).get(MODEL),
-    }
-    if before is None:
-        others = [entry.name for entry in request.out.iterdir() if entry.name != "lock"]
-        if others:
-            raise UserError(
-                f"{request.out} holds {others[0]}, which is not of a fine-tuning; give an empty --out"
-            )
-        write_atomically(file, json.dumps(asked, indent=2) + "\n")
-        return
-    if asked != before and not (request.out / "run").exists():
-        # Nothing was trained: the call ended with a mistake, and this one is perhaps its correction.
+    # The files of the model may be gone, of which OUT/before holds the content.
+    model = digest_of_model(request.start) or (read_claim(file) or {}).get(MODEL)
+
+    def untrained(stored: dict[str, Any]) -> bool:
+        """The call ended with a mistake, and this one is perhaps its correction: its files are made anew."""
+        if (request.out / "run").exists():
+            return False
         for made in ("data", "before", "teacher"):
             shutil.rmtree(request.out / made, ignore_errors=True)
         (request.out / SETTINGS).unlink(missing_ok=True)
-        write_atomically(file, json.dumps(asked, indent=2) + "\n")
-        return
-    for name in ("--model-name", "--text-model"):  # which an earlier version has not stored
-        before.setdefault(name, asked.get(name))
-    model, model_before = asked.pop(MODEL), before.pop(MODEL, None)
-    for name in {**asked, **before}:  # in the order of the flags
-        if asked.get(name) != before.get(name):
-            raise UserError(
-                f"{request.out} holds a fine-tuning with {_flag(name, before)}, but this call has {_flag(name, asked)}; "
-                "to continue it repeat the arguments of the first call, else give another --out"
-            )
-    if model != model_before is not None:  # None: an earlier version has stored no digest
-        raise UserError(
-            f"the files of --from {request.start.model} are not those from which the training in {request.out} started; put "
-            "these back, or give another --out"
-        )
+        return True
 
-
-def _flag(name: str, values: Mapping[str, Any]) -> str:
-    """A flag with its value; "no FLAG" if it was not given."""
-    if values.get(name) is None:
-        return f"no {name}"
-    return f"{name}{'=' if name.startswith('--set') else ' '}{values[name]}"
-
-
-def _read(file: Path) -> dict[str, Any] | None:
-    if not file.is_file():
-        return None
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read ({error}); remove it and call again") from error
+    claim(file, {**request.of_training(), MODEL: model}, restart=untrained)
 
 
 def _prepare(request: Request, say: Say) -> Prepared:
@@ -228,7 +192,7 @@ def _before(request: Request, say: Say) -> str:
 def _settings(request: Request, prepared: Prepared, say: Say) -> tuple[list[Setting], int]:
     """The settings of the run and its ranks, from an earlier call or chosen now."""
     file = request.out / SETTINGS
-    kept = _read(file)
+    kept = read_claim(file)
     if kept is not None:
         return [Setting(**each) for each in kept["settings"]], kept["ranks"]
     facts = _facts(request, prepared)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import flags_of
-from open_clip_zerovl.core.identity import sha256_of
+from open_clip_zerovl.core.identity import digest_of, sha256_of
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.evaluate.settings import CurveFlags
 from open_clip_zerovl.finetune.data import CAPTIONS
@@ -109,7 +107,7 @@ def digest_of_model(start: Encoder) -> str | None:
     for key in ("hf_model_name", "hf_tokenizer_name"):
         files += _files(Path(config["text_cfg"].get(key) or place), _TEXTS)
     contents = sorted((file.name, sha256_of(file)) for file in {*files} if file.is_file())
-    return hashlib.sha256(json.dumps([config, contents]).encode()).hexdigest()
+    return digest_of(config, contents)
 
 
 def _files(folder: Path, suffixes: set[str]) -> list[Path]:

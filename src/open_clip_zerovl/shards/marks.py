@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -103,17 +102,15 @@ def _plain(value: Any) -> Any:
 
 
 def _digest_of_edges(path: str, size: int) -> str:
-    digest = hashlib.blake2b(digest_size=8)
     with open(path, "rb") as content:
-        digest.update(content.read(_EDGE_BYTES))
+        begin = content.read(_EDGE_BYTES)
         content.seek(max(0, size - _EDGE_BYTES))
-        digest.update(content.read(_EDGE_BYTES))
-    return digest.hexdigest()
+        return digest_of(begin, content.read(_EDGE_BYTES))[:16]
 
 
 def _digest_of_all(path: str, about: Mark) -> str:
     """The digest of a whole file. The user's cache keeps it by path, size and time, so that shards are read once for it."""
-    name = hashlib.sha256(os.path.abspath(path).encode()).hexdigest()[:24]
+    name = digest_of(os.path.abspath(path))[:24]
     kept = user_cache("open_clip_zerovl") / "digests" / f"{name}.json"
     with suppress(OSError, ValueError, TypeError):
         *same, stored = json.loads(kept.read_text(encoding="utf-8"))

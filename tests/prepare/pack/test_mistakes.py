@@ -460,21 +460,21 @@ def test_a_folder_of_other_inputs_or_settings_is_refused(packed, tmp_path):
     before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
     with pytest.raises(
         UserError,
-        match=r"out was made with seed 1, and this call has 2: give a new folder, or repeat",
+        match=r"out was begun with seed 1, and this call has seed 2; repeat",
     ):
         packed(given, seed=2)
     with pytest.raises(
-        UserError, match=r"out was made from in, and this call has pairs.csv: give a new folder"
+        UserError, match=r"out was begun with inputs in, and this call has inputs pairs.csv; repeat"
     ):
         packed(other, seed=1)
     (given / "a/000.txt").write_text("another caption")
     (given / "new.png").write_bytes(picture(99))
-    with pytest.raises(UserError, match=r"out was made from in, whose files have changed since"):
+    with pytest.raises(UserError, match=r"out was begun before the content of inputs changed"):
         packed(given, seed=1)
     assert before == {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
     with pytest.raises(
         UserError,
-        match=r"other is not empty and has no pack.json, so this program did not write it",
+        match=r"other holds .* and no pack.json, so this program did not begin it",
     ):
         packed(given, out="other")
     with pytest.raises(
@@ -491,7 +491,7 @@ def test_inputs_that_changed_at_the_same_size_are_refused(form, packed, tmp_path
         tmp_path / "in" / {as_folder: "a/000.txt", as_csv: "a/000.png", as_tars: "00000.tar"}[form]
     )
     changed.write_bytes(changed.read_bytes().replace(b"picture 0", b"drawing 0"))
-    with pytest.raises(UserError, match="whose files have changed since"):
+    with pytest.raises(UserError, match="was begun before the content of inputs changed"):
         packed(given)
 
 

@@ -6,7 +6,6 @@ near.html    pairs side by side, evenly chosen from the nearest to the farthest
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from tqdm.auto import tqdm
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, regular_file, write_atomically
+from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.components import kind_of
 from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.samples import samples_of
@@ -337,7 +337,7 @@ def near_exclusion(
     check_distance(within)
     sets = open_test_sets(tests, threads=threads, progress=progress)
     names = ", ".join(sets.counts())
-    digest = hashlib.blake2b(sets.index.words.tobytes(), digest_size=8).hexdigest()
+    digest = digest_of(sets.index.words)[:16]
 
     def keys(candidates: Iterator[Candidate]) -> Iterator[str]:
         found = Overlap(sets.counts(), within)

@@ -7,11 +7,11 @@ local file that can be read again.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.columns import is_utf8, texts_of
 from open_clip_zerovl.prepare.pack.rows import ADDRESS, PairRow, Reader, SourceNames
 from open_clip_zerovl.prepare.pack.store import Store, Stored
@@ -157,7 +157,7 @@ _AGAIN = "leave the inputs as they are while they are packed, remove the folder 
 
 def sum_of(content: bytes) -> str:
     """A hash of a picture's bytes."""
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
+    return digest_of(content)
 
 
 def is_address(place: str) -> bool:

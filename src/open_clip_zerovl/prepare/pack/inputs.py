@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -15,6 +14,7 @@ from typing import BinaryIO, cast
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import atomic_file, did_you_mean, write_atomically
+from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.components import expand_braces
 from open_clip_zerovl.prepare.pack.columned import (
     ArrowReader,
@@ -74,7 +74,7 @@ def fetched(text: str, folder: Path, say: Callable[[str], None]) -> str:
         or not address.lower().endswith(_ENDINGS["parquet"])
     ):
         return text
-    place = folder / hashlib.blake2b(address.encode(), digest_size=8).hexdigest()
+    place = folder / digest_of(address)[:16]
     identities = place.with_suffix(".json")
     known = json.loads(identities.read_text(encoding="utf-8")) if identities.is_file() else {}
     answers = True

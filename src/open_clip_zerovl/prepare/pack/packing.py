@@ -6,7 +6,6 @@ with its record, and `pack.json`, which marks the end of the work. The same inpu
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -15,15 +14,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
-from fnmatch import fnmatch
 from pathlib import Path
 from threading import Timer
 from typing import Any
 
+from open_clip_zerovl.core.claim import CONTENT, claim
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.core.flags import flag, positive, seed
-from open_clip_zerovl.core.identity import sha256_of
+from open_clip_zerovl.core.identity import digest_of_all, sha256_of, stamp_of
 from open_clip_zerovl.data.names import SPLITS
 from open_clip_zerovl.prepare.pack import report as reports
 from open_clip_zerovl.prepare.pack.collect import Collecting, Contents, is_address
@@ -44,7 +43,9 @@ REPORT_FILE = "report.json"
 SCRATCH = ".pack"
 
 #: Raised by one when the same inputs and settings give other shards than before.
-_FORMAT = 4
+_FORMAT = 5
+#: Settings on which the shards depend, but not the pictures that are read.
+_LATE = ("test_share", "shard_size", "seed", "left_out")
 
 
 @dataclass(frozen=True)
@@ -148,13 +149,15 @@ def pack(
     if settings.templates and not any(reader.classes for reader in readers):
         raise UserError("--template needs a folder of classes (CLASS/PICTURE), and no input is one")
     _refuse_inside(out, readers)
+    made_from = [
+        {"name": name, **_identity(reader)}
+        for (name, _), reader in zip(named, readers, strict=True)
+    ]
     state = {
-        "pack": _FORMAT,
-        "inputs": [
-            {"name": name, **_identity(reader)}
-            for (name, _), reader in zip(named, readers, strict=True)
-        ],
-        "settings": settings.described(),
+        "version": _FORMAT,
+        "inputs": [one["input"] for one in made_from],
+        f"{CONTENT}inputs": made_from,
+        **settings.described(),
     }
     scratch = out / SCRATCH
     retry = work.retry_failed and scratch.is_dir()
@@ -165,7 +168,7 @@ def pack(
             _show(found, out)
         return found
     if retry:
-        _write_state(out, {**state, "complete": False})
+        (out / REPORT_FILE).unlink(missing_ok=True)
     known: dict[str, str] = {}
     sources = [
         SourceNames(source_name(name or out.absolute().name), settings.columns.source, known)
@@ -195,7 +198,6 @@ def pack(
             ) from error
         finally:
             (scratch / "rows.sqlite").unlink(missing_ok=True)
-    _write_state(out, {**state, "complete": True})
     passing = [entry["rows"] for entry in found["refused"].values() if entry["transient"]]
     if not passing:
         shutil.rmtree(scratch)
@@ -227,12 +229,12 @@ def _finish(
     exclude(store, settings.exclusions, contents)
     several = (
         len(names) > 1
-        or any(entry["name"] for entry in state["inputs"])
+        or any(entry["name"] for entry in state[f"{CONTENT}inputs"])
         or bool(settings.columns.source)
     )
     about = {
-        "made_from": {"inputs": state["inputs"]},
-        "settings": state["settings"],
+        "made_from": {"inputs": state[f"{CONTENT}inputs"]},
+        "settings": settings.described(),
         "shard_size": settings.shard_size,
         "templates": next((reader.classes for reader in readers if reader.classes), ()),
         "progress": progress,
@@ -255,7 +257,7 @@ def _finish(
     ]
     with announced("counting captions and sizes, and writing the report", progress):
         found = reports.summarize(store, readers, written, out)
-        found["settings"] = state["settings"]
+        found["settings"] = settings.described()
         reports.write_refused(store, out / "refused.csv")
         reports.write_origins(store, out / "origins.csv.gz")
         write_report_page(out, found, store, contents)
@@ -300,67 +302,37 @@ def _identity(reader: Reader) -> dict[str, Any]:
 
     Files of pictures that a table names count too, by their sizes and times. Addresses do not.
     """
-    digest = hashlib.blake2b(digest_size=16)
     hashed = reader.form in ("table", "json")
-    for file in reader.files:
-        name = file.name if file == reader.path else str(file.relative_to(reader.path))
-        mark = sha256_of(file) if hashed else _stamp(file)
-        digest.update(f"{name}\0{mark}\0".encode("utf-8", "surrogateescape"))
-    for row in reader.rows() if reader.names_pictures else ():
-        if row.content is not None:
-            break  # the pictures are in the input itself
-        if row.place and not is_address(row.place):
-            digest.update(f"{_stamp(row.place)}\0".encode())
+
+    def content() -> Iterator[Any]:
+        for file in reader.files:
+            yield file.name if file == reader.path else str(file.relative_to(reader.path))
+            yield sha256_of(file) if hashed else stamp_of(file)
+        for row in reader.rows() if reader.names_pictures else ():
+            if row.content is not None:
+                break  # the pictures are in the input itself
+            if row.place and not is_address(row.place):
+                yield stamp_of(row.place)
+
     return {
         "input": reader.path.name,
         "form": reader.form,
         "files": len(reader.files),
-        "hash": digest.hexdigest(),
+        "hash": digest_of_all(content()),
     }
-
-
-def _stamp(file: str | Path) -> str:
-    """Size and time of change of a file; "" for none, as behind a dangling link."""
-    try:
-        about = os.stat(file)
-    except (OSError, ValueError):
-        return ""
-    return f"{about.st_size} {about.st_mtime_ns}"
 
 
 def _begin(out: Path, state: dict[str, Any]) -> bool:
     """Claim the folder for these inputs and settings; True if all is done. UserError for a folder with other contents."""
-    file = out / PACK_FILE
-    if not file.is_file():
-        # A process that was killed while it wrote this file leaves a part of it.
-        if out.is_dir() and not all(
-            fnmatch(path.name, f".{PACK_FILE}.*.part") for path in out.iterdir()
-        ):
-            raise UserError(
-                f"{out} is not empty and has no {PACK_FILE}, so this program did not write it: give a new folder"
-            )
-        _write_state(out, {**state, "complete": False})
-        return False
-    try:
-        known = json.loads(file.read_text(encoding="utf-8"))
-        complete = bool(known.pop("complete"))
-    except (ValueError, KeyError, AttributeError, RecursionError) as error:
-        raise UserError(
-            f"{file} was not written by this program ({error}): give a new folder"
-        ) from error
-    wanted = json.loads(json.dumps(state))
-    # Pictures that were read can be used with these settings, or no picture was read.
-    useful = _early(known) == _early(wanted) or _nothing_read(out / SCRATCH)
-    if (
-        not complete and useful and not any(out.rglob(manifest.MANIFEST_FILE))
-    ):  # no shard is written yet
-        _write_state(out, {**state, "complete": False})
-        return False
-    if known != wanted:
-        raise UserError(
-            f"{out} was made {_difference(known, wanted)}: give a new folder, or repeat the earlier call"
-        )
-    return complete and (out / REPORT_FILE).is_file()
+    complete = (out / REPORT_FILE).is_file()
+
+    def restart(stored: dict[str, Any]) -> bool:
+        """Pictures that were read can be used with these settings, or no picture was read; and no shard is written yet."""
+        useful = _early(stored) == _early(json.loads(json.dumps(state)))
+        useful = useful or _nothing_read(out / SCRATCH)
+        return not complete and useful and not any(out.rglob(manifest.MANIFEST_FILE))
+
+    return claim(out / PACK_FILE, state, restart=restart) and complete
 
 
 def _nothing_read(scratch: Path) -> bool:
@@ -370,33 +342,7 @@ def _nothing_read(scratch: Path) -> bool:
 
 def _early(state: dict[str, Any]) -> dict[str, Any]:
     """The part of a state that decides how pictures are read, without the part that only the shards depend on."""
-    settings = state.get("settings", {})
-    late = ("test_share", "shard_size", "seed", "left_out")
-    return {
-        **state,
-        "settings": {name: value for name, value in settings.items() if name not in late},
-    }
-
-
-def _difference(known: dict[str, Any], wanted: dict[str, Any]) -> str:
-    """The first difference between a folder's state and the requested one, in words."""
-    if known.get("inputs") != wanted["inputs"]:
-        before = ", ".join(str(one.get("input")) for one in known.get("inputs", []))
-        now = ", ".join(one["input"] for one in wanted["inputs"])
-        return (
-            f"from {before}, and this call has {now}"
-            if before != now
-            else f"from {before}, whose files have changed since"
-        )
-    old, new = known.get("settings", {}), wanted["settings"]
-    for name, value in new.items():
-        if old.get(name) != value:
-            return f"with {name} {json.dumps(old.get(name))}, and this call has {json.dumps(value)}"
-    return "by another version of this program"
-
-
-def _write_state(out: Path, state: dict[str, Any]) -> None:
-    write_atomically(out / PACK_FILE, json.dumps(state, indent=1) + "\n")
+    return {name: value for name, value in state.items() if name not in _LATE}
 
 
 def _nothing(store: Store, readers: Sequence[Reader]) -> str:

@@ -11,13 +11,13 @@ The file is made anew by each call, from the inputs and the spools, and removed 
 
 from __future__ import annotations
 
-import hashlib
 import sqlite3
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.held_out import position
 from open_clip_zerovl.prepare.pack.rows import PairRow
 from open_clip_zerovl.prepare.public.spool import Outcome
@@ -87,9 +87,7 @@ class Store:
 
     def number_of(self, place: str | bytes, input: int, name: str = "") -> tuple[int, bool]:
         """(number of the picture at a place, or with these bytes; whether it is new)."""
-        kind = b"bytes" if isinstance(place, bytes) else b"place"
-        content = place if isinstance(place, bytes) else place.encode("utf-8", "surrogatepass")
-        digest = hashlib.blake2b(content, digest_size=16, person=kind).digest()
+        digest = bytes.fromhex(digest_of(place))  # of bytes another one than of a place
         found = self.db.execute("SELECT number FROM pictures WHERE hash = ?", (digest,)).fetchone()
         if found:
             return found[0], False

@@ -11,7 +11,6 @@ them out, with its templates in `zeroshot_classification_templates.txt`.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.core.identity import digest_of_all
 from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES
 from open_clip_zerovl.prepare.pack.store import Store, Stored
 from open_clip_zerovl.prepare.public import manifest
@@ -126,10 +126,8 @@ def write_split(
 
 def _digest(store: Store, source: str, split: str) -> str:
     """A hash of all samples in their order: keys, captions, names of files, classes."""
-    digest = hashlib.blake2b(digest_size=16)
-    for sample, captions, label in store.pairs(source, split):
-        digest.update("\n".join((sample.key, *captions, sample.name, label or "", "")).encode())
-    return digest.hexdigest()
+    pairs = store.pairs(source, split)
+    return digest_of_all([one.key, captions, one.name, label] for one, captions, label in pairs)
 
 
 def _forget(folder: Path, known: Mapping[str, Any]) -> None:
