@@ -6,7 +6,6 @@ that shows where training is, in place of a line for each logged step. `--verbos
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
@@ -34,12 +33,6 @@ _LIBRARIES = (
     "fsspec",
     "matplotlib",
 )  # open_clip sets them all to INFO
-
-
-def say(words: str) -> None:
-    """Print on standard error. If that fails (it may be a file on a full disk), nothing is printed."""
-    with contextlib.suppress(OSError, ValueError):
-        print(words.rstrip(), file=sys.stderr, flush=True)
 
 
 class ProgressLine:

@@ -25,12 +25,10 @@ if __name__ == "__main__" and not __package__:  # started by the path of this fi
         *(folder for folder in sys.path if Path(folder).resolve() != _HERE),
     ]
 
-from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.launch import EACH_GPU, PROCESSES, ranks_here
+from open_clip_zerovl.core.errors import ended, say
+from open_clip_zerovl.core.launch import EACH_GPU, PROCESSES, name_of_rank, ranks_here
 from open_clip_zerovl.core.lazy import uncollected
 from open_clip_zerovl.core.processes import SLURM_RANKS, supervise
-from training.console import say
-from training.params import Command, rank_here, read_command, say_loading
 from training.scratch import use_scratch_folder
 
 TORCHRUN = "--torchrun"
@@ -41,72 +39,65 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0          done
     2          an error, with one sentence on standard error
+    1          a defect, likewise; its traceback is printed with `--debug`, and kept in the folder of a run that has trained
     85         stopped by SIGTERM or SIGUSR1 with a step checkpoint and a marker for the launcher (torchrun turns it into 1)
     130        stopped by Ctrl-C with a step checkpoint
     143, 130   the same with `--logs none`, without a checkpoint
     """
-    command = checked(sys.argv[1:] if argv is None else argv)
-    if command is None:
-        return 2
-    from training.run import train
+    words = list(sys.argv[1:] if argv is None else argv)
 
-    return train(*command)
+    def run() -> int:
+        from training.params import read_command
+
+        command = read_command(words)
+        from training.run import train
+
+        return train(*command)
+
+    return ended(run, name_of_rank("training.main"), words)
 
 
-def run_as_program(command: Command | None = None) -> NoReturn:
-    """`main` as a process, which ends with all that it has started (`stopping.run`)."""
-    command = command or checked(sys.argv[1:])
-    if command is None:
-        sys.exit(2)
+def run_as_program(words: Sequence[str] | None = None) -> NoReturn:
+    """`program` as a process, whose exit status says how it ended."""
+    words = list(sys.argv[1:] if words is None else words)
+    name = name_of_rank("training.main")
+    sys.exit(ended(lambda: program(words), name, words, interrupted="no training has begun"))
+
+
+def _train_here(words: Sequence[str]) -> NoReturn:
+    """Train in this process, which ends with all that it has started (`stopping.run`)."""
+    # not at the top: open_clip may be missing, which the boundary reports
+    from training.params import read_command, say_loading
+
+    command = read_command(words)
     use_scratch_folder()
     if command[1].active:
         say_loading()
     with uncollected():
         from training import run, stopping
 
-    stopping.run(lambda: run.train(*command))
-
-
-def checked(argv: Sequence[str]) -> Command | None:
-    """The parsed command line; None after one sentence about its first error."""
-    try:
-        return read_command(argv)
-    except UserError as error:
-        rank = rank_here()
-        say(f"{f'[rank {rank}] ' if rank else ''}training.main: error: {error}")
-        return None
+    stopping.run(lambda: run.train(*command), words)
 
 
 def program(words: Sequence[str]) -> int:
     """Train, or start the processes that do; returns the exit status."""
-    try:
-        if words[:1] == [TORCHRUN]:
-            return torchrun(list(words[1:]))
-        if words[:1] == [PROCESSES]:
-            end = words.index("--")
-            return start(words[1], words[2:end], words[end + 1 :])
-        return 2 if (command := checked(words)) is None else run_as_program(command)
-    except KeyboardInterrupt:  # before training has begun
-        say("training.main: interrupted")
-        return 130
-    except BrokenPipeError:  # `zerovl train --help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    if words[:1] == [TORCHRUN]:
+        return torchrun(list(words[1:]))
+    if words[:1] == [PROCESSES]:
+        end = words.index("--")
+        return start(words[1], words[2:end], words[end + 1 :])
+    _train_here(words)
 
 
 def start(processes: str, rendezvous: Sequence[str], arguments: Sequence[str]) -> int:
     """Check the command line, then train in this process or in several that torchrun starts."""
-    command = checked(arguments)
-    if command is None:
-        return 2
-    try:
-        asked = None if processes == EACH_GPU else int(processes)
-        ranks = int(processes) if rendezvous else ranks_here(asked, command[0].device)
-    except UserError as error:
-        say(f"training.main: error: {error}")
-        return 2
+    from training.params import read_command
+
+    args, _ = read_command(arguments)
+    asked = None if processes == EACH_GPU else int(processes)
+    ranks = int(processes) if rendezvous else ranks_here(asked, args.device)
     if ranks == 1 and not rendezvous:
-        run_as_program(command)
+        _train_here(arguments)
     use_scratch_folder()
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -151,4 +142,4 @@ def torchrun(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(program(sys.argv[1:]))
+    run_as_program()

@@ -18,23 +18,17 @@ from typing import Any, NoReturn
 
 import open_clip_train.params as host_params
 
-from open_clip_zerovl.core.errors import UserError, argparse_sentence
+from open_clip_zerovl.core.errors import UserError, argparse_sentence, say
 from open_clip_zerovl.core.files import check_writable, no_checkpoint
 from open_clip_zerovl.core.flags import add_flags, flags_of
+from open_clip_zerovl.core.launch import rank_here
 from open_clip_zerovl.core.lazy import load_open_clip
 from open_clip_zerovl.data.names import check_paths, check_separators, is_named
 from open_clip_zerovl.recipe.flags import RENAMED, SECTIONS, AllFlags, RecipeConfig, values_of
-from training.console import say
 from training.refusals import check
 
 # open_clip's namespace, and the same flags with ours; both are made by `parse` alone.
 Command = tuple[argparse.Namespace, AllFlags]
-_RANK_VARIABLES = (
-    "RANK",
-    "PMI_RANK",
-    "SLURM_PROCID",
-    "OMPI_COMM_WORLD_RANK",
-)  # open_clip's, in its order
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Parsing
@@ -196,11 +190,6 @@ def _own_model(file: str, given: str, default: str) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # Named by flags
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def rank_here() -> str:
-    """The rank that a launcher has given this process, as text; "" without a launcher."""
-    return next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "")
 
 
 def say_loading() -> None:

@@ -23,7 +23,7 @@ from open_clip_train.distributed import world_info_from_env
 
 from open_clip_zerovl.checkpoints.adapters import ENTRY
 from open_clip_zerovl.checkpoints.spec import MODEL_ENTRY
-from open_clip_zerovl.core.errors import UserError, first_line, place_sentence
+from open_clip_zerovl.core.errors import UserError, first_line, place_sentence, say, sentence_of
 from open_clip_zerovl.core.files import lock_file
 from open_clip_zerovl.core.processes import PREEMPTED_STATUS, REQUEUE_MARKER
 from open_clip_zerovl.data.loader import MixtureLoader
@@ -40,7 +40,7 @@ from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.lora import lora_entry
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from training import checkpointing, data, evaluate, model, resume, stopping
-from training.console import Console, say
+from training.console import Console
 from training.hooks import check_host, replaced
 from training.params import require_new_name
 from training.run_log import RunLog
@@ -59,10 +59,10 @@ PACKAGES = (
 
 
 def train(args: argparse.Namespace, config: AllFlags) -> int:
-    """Run open_clip's main with the recipe; returns the exit status, see `main.main`."""
+    """Run open_clip's main with the recipe; returns the exit status, see `main.main`. Errors are raised."""
     # Loader workers are forked after the tokenizer was used. Its threads are not forked, and a worker would wait for them.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    _, rank, world_size = world_info_from_env()
+    _, rank, _ = world_info_from_env()
     console, run = Console(), None
     try:
         line = check_host()
@@ -77,11 +77,6 @@ def train(args: argparse.Namespace, config: AllFlags) -> int:
         run = Run(args, config, line, console)
         run.open(rank)
         run.start()
-    except UserError as error:
-        where = f"[rank {rank}] " if world_size > 1 else ""
-        console.progress.end()
-        say(f"{where}training.main: error: {error}")
-        return 2
     except stopping.Stopped as stopped:
         assert run is not None
         return run.stopped(stopped, rank)
@@ -184,6 +179,7 @@ class Run:
         except BaseException as error:  # also for an interrupt or a defect
             if self.trained and not isinstance(error, stopping.Stopped | KeyboardInterrupt):
                 self.log.end("failed", first_line(error))
+                self._keep_traceback(error)
             if self.fresh and not self.trained:
                 logging.shutdown()
                 shutil.rmtree(self.folder, ignore_errors=True)
@@ -220,6 +216,18 @@ class Run:
         if status not in (None, 0):
             raise UserError(f"open_clip's main gave up with status {status}; its message is above")
         self.log.end("done")
+
+    def _keep_traceback(self, error: BaseException) -> None:
+        """Write the traceback of a defect into the run's folder: hours of training may come before it."""
+        if (
+            sentence_of(error) is not None
+            or stopping.sentence_of(error) is not None
+            or not self.folder.is_dir()
+        ):
+            return
+        file = self.folder / f"traceback-rank{self.args.rank}.txt"
+        file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        logging.error(f"The traceback is in {file}.")
 
     def _leave(self, stopped: stopping.Stopped) -> None:
         """On the first rank of a stopped run: write the launcher's marker, and sync to the remote store for the last time."""

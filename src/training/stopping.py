@@ -18,8 +18,7 @@ import signal
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -27,9 +26,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from open_clip_zerovl.core.errors import place_sentence
+from open_clip_zerovl.core.errors import explain, place_sentence, say
+from open_clip_zerovl.core.launch import name_of_rank
 from open_clip_zerovl.core.processes import end_with_parent
-from training.console import say
 
 CONNECT_SECONDS = 60.0  # time for all ranks to arrive after their first step, in which they have met several times
 
@@ -39,7 +38,6 @@ PREEMPTED, INTERRUPTED = (
 )  # who asked: a scheduler or a lost terminal (SIGTERM, SIGUSR1, SIGHUP), or a user (Ctrl-C)
 
 LIMIT_SECONDS = 10.0
-INTERRUPTED_STATUS = 128 + signal.SIGINT
 
 _LOST_RANK = re.compile(
     r"closed by peer|reset by peer|Broken pipe|Timed out waiting \d+ms for (recv|send) operation|remote process exited|"
@@ -166,11 +164,13 @@ def new_cpu_group(seconds: float = CONNECT_SECONDS) -> Any:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def run(program: Callable[[], int]) -> NoReturn:
-    """Call a program and end this process with the status that it returns.
+def run(program: Callable[[], int], words: Sequence[str] = ()) -> NoReturn:
+    """Call a program and end this process with the status that it returns, or that of its error, see `errors.explain`.
 
-    An exception is shown as one sentence if `sentence_of` has one, else as a traceback; the status is then 1. Ctrl-C gives
-    130. Under torchrun the process ends when torchrun does.
+    Under torchrun the process ends when torchrun does.
+
+    Args:
+        words: the command line, which may hold `--debug`.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # Ranks of a killed torchrun would go on training while a restart writes into the same folder.
@@ -181,24 +181,19 @@ def run(program: Callable[[], int]) -> NoReturn:
         if isinstance(stop.code, str):
             say(stop.code)
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except KeyboardInterrupt:
-        say("training.main: interrupted; saved checkpoints are kept")
-        status = INTERRUPTED_STATUS
     except BaseException as error:
-        sentence = sentence_of(error)
-        rank = os.environ.get("RANK")
-        where = f"[rank {rank}] " if rank else ""
-        say(
-            traceback.format_exc()
-            if sentence is None
-            else f"{where}training.main: error: {sentence}"
+        status = explain(
+            error,
+            name_of_rank("training.main"),
+            words,
+            interrupted="saved checkpoints are kept",
+            sentence=sentence_of(error),
         )
-        status = 1
     end(status)
 
 
 def sentence_of(error: BaseException) -> str | None:
-    """A sentence for an error that needs no traceback: a full GPU memory or disk, a lost rank. None for any other error."""
+    """The sentence for an error that only training has: a full GPU or disk, a lost rank. None for any other error."""
     first_line = (str(error).splitlines() or [""])[0]
     if isinstance(error, torch.OutOfMemoryError):
         return (

@@ -13,7 +13,6 @@ import sys
 import zlib
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from open_clip_zerovl import __version__
@@ -21,7 +20,6 @@ from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.cli import program
 from open_clip_zerovl.cli.models import _show_progress
 from open_clip_zerovl.cli.program import main
-from open_clip_zerovl.core.errors import UserError, sentence_of
 from support.tars import png, write_source, write_tar
 from support.tiny_clip import (
     CLIP_TEXT,
@@ -233,56 +231,6 @@ def test_an_unwritable_place_is_refused_before_the_work(home, command, monkeypat
         lambda *_, **__: pytest.fail("loaded the model first"),
     )
     assert main(command.split()) == 2 and "cannot be written" in capsys.readouterr().err
-
-
-def lacks(module: str):
-    """A function that fails as an import of this module does."""
-
-    def fail(*_):
-        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
-
-    return fail
-
-
-def test_a_defect_keeps_its_traceback_and_a_missing_package_is_named(monkeypatch, capsys):
-    monkeypatch.setattr("open_clip_zerovl.cli.shared.name_models", None)
-    with pytest.raises(TypeError):
-        main(COMPARE.split())
-    with pytest.raises(ModuleNotFoundError):  # a module of ours is a defect, too
-        monkeypatch.setattr(
-            "open_clip_zerovl.cli.shared.name_models", lacks("open_clip_zerovl.gone")
-        )
-        main(COMPARE.split())
-    monkeypatch.setattr("open_clip_zerovl.cli.shared.name_models", lacks("torch"))
-    assert main(COMPARE.split()) == 2
-    assert (
-        "the package torch is not installed here; `zerovl doctor` lists" in capsys.readouterr().err
-    )
-    assert sentence_of(KeyError("a")) is None and sentence_of(UserError("a")) == "a"
-
-
-def test_a_reader_that_goes_away_is_not_an_error(home, monkeypatch, capfd):
-    read, write = os.pipe()
-    os.close(read)
-    monkeypatch.chdir(home)
-    with os.fdopen(write, "w") as stdout:
-        monkeypatch.setattr(sys, "stdout", stdout)
-        assert main(["data", "report", "a"]) == 141
-    assert "BrokenPipe" not in capfd.readouterr().err
-
-
-def test_memory_and_odd_system_errors_become_sentences():
-    for error in (
-        MemoryError(),
-        RuntimeError("could not create a primitive"),
-    ):  # the second is torch's, on a CPU
-        assert "lower the batch size" in sentence_of(error)
-    with pytest.raises(MemoryError) as caught:
-        np.empty(1 << 60, dtype="u1")
-    assert "Unable to allocate" in sentence_of(caught.value)
-    assert sentence_of(ConnectionResetError(104, "Connection reset by peer")) == (
-        "ConnectionResetError: [Errno 104] Connection reset by peer"
-    )
 
 
 def test_version_prints_the_release(capsys):

@@ -1,10 +1,18 @@
-"""Sentences that are shown: text from data is made safe for a terminal."""
+"""The boundary: each end of a program is one sentence and a status. Text from data is made safe for a terminal."""
 
 from __future__ import annotations
 
-import pytest
+import errno
+import subprocess
+import sys
 
-from open_clip_zerovl.core.errors import UserError, printable
+import numpy as np
+import pytest
+import torch
+
+from open_clip_zerovl import cli
+from open_clip_zerovl.cli import program
+from open_clip_zerovl.core.errors import UserError, ended, printable
 from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.prepare.public.index import check_shards
 from open_clip_zerovl.shards.faults import check_report
@@ -42,3 +50,103 @@ def test_keys_of_tars_are_printed_escaped(tmp_path):
     with pytest.raises(UserError) as raised:
         open_retrieval_set(tmp_path / "set")
     assert str(raised.value).isprintable() and "title" in str(raised.value)
+
+
+def raises(error: BaseException):
+    def run() -> None:
+        raise error
+
+    return run
+
+
+def missing(module: str) -> ModuleNotFoundError:
+    return ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+
+# How a program ends -> (exit status, words of its one sentence; "" for none)
+ENDS = {
+    "done": (lambda: None, 0, ""),
+    "own status": (lambda: 1, 1, ""),
+    "user's error": (raises(UserError("give --x")), 2, "zerovl: error: give --x"),
+    "file": (raises(FileNotFoundError(errno.ENOENT, "No such file", "a.tar")), 2, "a.tar: No such file; correct the path"),
+    "network": (raises(ConnectionResetError(104, "reset by peer")), 2, "ConnectionResetError: [Errno 104] reset by peer"),
+    "another pipe": (raises(BrokenPipeError(errno.EPIPE, "Broken pipe")), 2, "BrokenPipeError"),
+    "required package": (raises(missing("torch.nn")), 2, "the package torch is not installed here; pip install 'torch>="),
+    "package of another name": (raises(missing("open_clip_train")), 2, "pip install 'open_clip_torch"),
+    "package of an extra": (raises(missing("sklearn.svm")), 2, "'open_clip_zerovl[data]'"),
+    "unknown package": (raises(missing("nosuch")), 2, "pip install 'nosuch'"),
+    "broken package": (raises(ImportError("libx.so: absent", name="torch")), 2, "(libx.so: absent); `zerovl doctor`"),
+    "module of ours": (raises(missing("open_clip_zerovl.gone")), 1, "or of a package: ModuleNotFoundError"),
+    "memory": (lambda: np.empty(1 << 60, dtype="u1"), 2, "the machine's memory is full (Unable to allocate"),
+    "memory without words": (raises(MemoryError()), 2, "the machine's memory is full; lower the batch size"),
+    "memory of torch's kernels": (raises(RuntimeError("could not create a primitive")), 2, "memory is full (could not"),
+    "memory of a GPU": (raises(torch.OutOfMemoryError("CUDA is full\nmore")), 2, "full (CUDA is full); lower"),
+    "defect": (lambda: 1 // 0, 1, "package: ZeroDivisionError: integer division or modulo by zero; --debug prints"),
+    "defect in a loader worker": (
+        raises(ValueError("Caught it.\nTraceback (most recent call last):\nKeyError: 'x'")), 1, "KeyError: 'x'; --debug",
+    ),
+    "Ctrl-C": (raises(KeyboardInterrupt()), 130, "zerovl: interrupted; repeat the command to continue"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_program_ends_in_at_most_one_sentence(end, capsys):
+    run, status, words = ENDS[end]
+    assert ended(run, "zerovl") == status
+    said = capsys.readouterr().err
+    assert said.count("\n") == bool(words) and words in said and "Traceback" not in said
+
+
+def test_debug_shows_the_traceback_before_the_sentence(capsys, monkeypatch):
+    for words, variable in ((["--debug"], ""), ([], "1")):
+        monkeypatch.setenv("ZEROVL_DEBUG", variable)
+        assert ended(raises(UserError("x")), "zerovl", words) == 2
+        assert capsys.readouterr().err.splitlines()[-1] == "zerovl: error: x"
+    seen = []
+    monkeypatch.setattr(program, "function_of", lambda name: lambda parser: seen.append)
+    assert (
+        cli.main(["report", "--debug"]) == cli.main(["--debug", "report"]) == 0 and len(seen) == 2
+    )
+
+
+WITHOUT = """
+import runpy, sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "open_clip", "open_clip_train", "numpy"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+sys.argv = sys.argv[1:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "line", ["training.main --dga-steps 2", "open_clip_zerovl.cli plan --model x"]
+)
+def test_a_program_without_its_packages_names_one(line):
+    """As after `pip install --no-deps`; `zerovl train` becomes the first of these programs."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, *line.split()], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert (
+        "the package open_clip_torch is not installed here; pip install 'open_clip_torch"
+        in done.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["open_clip_zerovl.cli --help", "open_clip_zerovl.cli report --help", "training.main --help"],
+)
+def test_a_reader_that_goes_away_is_not_an_error(line):
+    """`zerovl --help | head -1`: the reader is gone before anything is written."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", *line.split()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    child.stdout.close()
+    assert child.stderr.read() == "" and child.wait() in (0, 141)  # argparse ignores it

@@ -7,14 +7,13 @@ the parser of the command that is called is made, and its modules are imported w
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NoReturn, TypeVar
 
 from open_clip_zerovl import __version__
-from open_clip_zerovl.core.errors import argparse_sentence, nearest, sentence_of
+from open_clip_zerovl.core.errors import DEBUG, DEBUG_HELP, argparse_sentence, ended, nearest
 from open_clip_zerovl.core.lazy import load_open_clip
 
 #: Runs a parsed command. An int is its exit status; anything else is the result for the Python function of the same name.
@@ -137,31 +136,17 @@ ALL = {name: command for group in COMMANDS.values() for name, command in group.i
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit status: 0, or 2 after one sentence on standard error (`plan` and `doctor` also have 1).
+    """Run a command; returns its exit status, see `errors.explain` (`plan` and `doctor` also have 1)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    return ended(lambda: run_command(words), "zerovl", words)
 
-    Errors that the user can correct end in that sentence (see `errors.sentence_of`); a defect is raised.
-    """
-    name, words = find_command(sys.argv[1:] if argv is None else argv)
-    try:
-        status = function_of(name)(words) if name in TAKE_WORDS else run_parsed(name, words)
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        print("zerovl: interrupted; repeat the command to continue", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # `zerovl ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except Exception as error:
-        sentence = sentence_of(error)
-        if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith(
-            ("open_clip_zerovl", "training")
-        ):
-            sentence = f"the package {error.name} is not installed here; `zerovl doctor` lists what this program needs"
-        if sentence is None:
-            raise
-        print(f"zerovl: error: {sentence}", file=sys.stderr)
-        return 2
-    return status if isinstance(status, int) else 0
+
+def run_command(words: Sequence[str]) -> Any:
+    """Run the command that a line begins with; returns its exit status, or its result."""
+    name, rest = find_command([word for word in words if word != DEBUG])
+    if name == "train" and DEBUG in words:
+        rest.append(DEBUG)  # of open_clip's training program, too
+    return function_of(name)(rest) if name in TAKE_WORDS else run_parsed(name, rest)
 
 
 def function_of(name: str) -> Callable[..., Any]:
@@ -173,6 +158,7 @@ def function_of(name: str) -> Callable[..., Any]:
 def run_parsed(name: str, words: Sequence[str]) -> Any:
     """Make a command's parser, and run it with these words."""
     parser, run = define(name, Parser)
+    parser.add_argument(DEBUG, action="store_true", default=argparse.SUPPRESS, help=DEBUG_HELP)
     arguments = parser.parse_args(words)
     if name in SILENT and "torch" not in sys.modules:
         print(f"zerovl {name}: loading torch and open_clip ...", file=sys.stderr, flush=True)

@@ -1,9 +1,24 @@
-"""`UserError`, the one error that is shown to a person as a sentence, and sentences for errors of the operating system."""
+"""`UserError`, and the one boundary at which an error becomes a sentence: `ended`, of `zerovl` and of `training.main`.
+
+Below the boundary functions raise: a `UserError` for something that a person can mend, else the library's or the system's own
+error. The boundary prints one sentence. The traceback follows only with `--debug` or the environment variable ZEROVL_DEBUG.
+"""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+import os
+import re
+import select
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+DEBUG = "--debug"
+DEBUG_HELP = "also print the traceback of an error (or set ZEROVL_DEBUG=1)"
+INTERRUPTED_STATUS = 130
+BROKEN_PIPE_STATUS = 141
 
 
 class UserError(ValueError):
@@ -66,11 +81,99 @@ _NO_MEMORY = (
 )  # fmt: skip
 
 
+def ended(
+    program: Callable[[], Any],
+    name: str,
+    words: Sequence[str] = (),
+    *,
+    interrupted: str = "repeat the command to continue",
+) -> int:
+    """Call a program and return its exit status: an int that it returns, 0, or that of the error that ended it, see `explain`.
+
+    Args:
+        name: the program in its sentences, such as `zerovl`.
+        words: its command line, which may hold `--debug`.
+        interrupted: advice after Ctrl-C.
+    """
+    try:
+        try:
+            status = program()
+        except SystemExit:  # after a help text, whose reader may be gone: `zerovl --help | head -1`
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()
+    except (Exception, KeyboardInterrupt) as error:
+        return explain(error, name, words, interrupted=interrupted)
+    return status if isinstance(status, int) else 0
+
+
+def explain(
+    error: BaseException,
+    name: str,
+    words: Sequence[str] = (),
+    *,
+    interrupted: str = "repeat the command to continue",
+    sentence: str | None = None,
+) -> int:
+    """Print the sentence of the error that ends a program, and return the exit status.
+
+    2    an error with a sentence of its own (`sentence`, or `sentence_of`)
+    1    any other error, a defect: its kind and its message
+    130  Ctrl-C
+    141  the reader of standard output is gone (`zerovl ... | head`); nothing is printed, as other programs do
+    """
+    if isinstance(error, BrokenPipeError) and _reader_is_gone():
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE_STATUS
+    if isinstance(error, KeyboardInterrupt):
+        say(f"{name}: interrupted; {interrupted}")
+        return INTERRUPTED_STATUS
+    if DEBUG in words or os.environ.get("ZEROVL_DEBUG"):
+        say("".join(traceback.format_exception(error)))
+    sentence = sentence or sentence_of(error)
+    if sentence is not None:
+        say(f"{name}: error: {sentence}")
+        return 2
+    say(
+        f"{name}: error: a defect of this program or of a package: {_short(kind_and_message(error))}; {DEBUG} prints the "
+        "traceback, please report it"
+    )
+    return 1
+
+
+def say(words: str) -> None:
+    """Print on standard error. If that fails (it may be a file on a full disk), nothing is printed."""
+    try:
+        print(words.rstrip(), file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        return
+
+
+def _reader_is_gone() -> bool:
+    """True if standard output is a pipe that nobody reads any more; another pipe of this process may be the broken one."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout.fileno(), 0)
+    except (OSError, ValueError):  # a notebook's
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def kind_and_message(error: BaseException) -> str:
+    """An error's kind and the first line of its message; for an error in a loader worker those of the worker's error."""
+    lines = str(error).splitlines() or [""]
+    if "Traceback (most recent call last)" in str(error):
+        return lines[-1]
+    return f"{type(error).__name__}: {lines[0]}".removesuffix(": ")
+
+
 def sentence_of(error: BaseException) -> str | None:
-    """The sentence for an error that needs no traceback: a `UserError`, a file, full memory. None for a bug in the program."""
+    """The sentence for an error that a person can mend: `UserError`, a package, a file, full memory. None for a defect."""
     if isinstance(error, UserError):
         return str(error)
     first_line = _short((str(error).splitlines() or [""])[0])
+    if isinstance(error, ImportError):
+        return _package_sentence(error, first_line)
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for it
         return f"the device's memory is full ({first_line}); lower the batch size"
     if isinstance(error, MemoryError) or any(words in first_line for words in _NO_MEMORY):
@@ -78,6 +181,53 @@ def sentence_of(error: BaseException) -> str | None:
     if isinstance(error, OSError):
         return place_sentence(error) or f"{type(error).__name__}: {first_line}"
     return None
+
+
+# Modules whose package has another name.
+_PACKAGES = {
+    "PIL": "pillow",
+    "open_clip": "open_clip_torch",
+    "open_clip_train": "open_clip_torch",
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+}
+_DEVELOPERS_EXTRAS = ("demo", "test", "trainers", "dev", "docs")
+
+
+def _package_sentence(error: ImportError, first_line: str) -> str | None:
+    """The sentence for a package that is missing or broken here; None for a module of this project."""
+    module = str(error.name).partition(".")[0]
+    if module in ("open_clip_zerovl", "training"):
+        return None
+    if not isinstance(error, ModuleNotFoundError):
+        return (
+            f"a package cannot be imported ({first_line}); `zerovl doctor` checks the installation"
+        )
+    package = _PACKAGES.get(module, module)
+    return f"the package {package} is not installed here; pip install '{_wanted(package)}'"
+
+
+def _wanted(package: str) -> str:
+    """The argument of `pip install` for a package: the extra of this project that brings it, or its supported versions."""
+    from importlib import metadata  # not at the top: only a missing package needs it
+
+    try:
+        requirements = metadata.requires("open_clip_zerovl") or ()
+    except metadata.PackageNotFoundError:
+        return package
+    for requirement in requirements:
+        wanted, _, marker = requirement.partition(";")
+        if (
+            re.match(r"[\w.-]+", wanted)[0].replace("_", "-").lower()
+            != package.replace("_", "-").lower()
+        ):  # type: ignore[index]
+            continue
+        extra = re.search(r"extra == ['\"](\w+)", marker)
+        if extra is None:
+            return wanted.strip()
+        if extra[1] not in _DEVELOPERS_EXTRAS:
+            return f"open_clip_zerovl[{extra[1]}]"
+    return package
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -248,6 +248,22 @@ def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
     )
 
 
+def rank_here(environment: Mapping[str, str] = os.environ) -> str:
+    """The rank that a launcher has given this process, as text; "" without a launcher."""
+    variables = (
+        "RANK",
+        "PMI_RANK",
+        "SLURM_PROCID",
+        "OMPI_COMM_WORLD_RANK",
+    )  # open_clip's, in its order
+    return next((environment[name] for name in variables if name in environment), "")
+
+
+def name_of_rank(program: str) -> str:
+    """A program's name in its messages: with its rank where there are several."""
+    return f"[rank {rank_here()}] {program}" if is_rank() else program
+
+
 def ranks_here(asked: int | None, device: str, environment: Mapping[str, str] = os.environ) -> int:
     """The number of training processes on this machine.
 
