@@ -436,7 +436,7 @@ def test_the_model_card_tells_what_was_read_and_nothing_of_the_machine(tmp_path,
     assert "- `--sampling`: debiased" in card
     assert "- `--mixup-alpha`: 0.1" in card
     assert "- sbu, weight 1\n- cc3m, weight 2" in card
-    assert "| coco | 5.0 | 25.0 | 50.0 | 5.0 | 25.0 | 50.0 | 160.0 |" in card
+    assert "| coco | 5.0 | 25.0 | 50.0 | 5.0 | 25.0 | 50.0 | 160.0 |  |" in card
     assert "- imagenet-zeroshot-val-top1: 0.2500" in card
     assert "0.75" not in card
     assert "/secret" not in card and str(tmp_path) not in card and str(home) not in card

@@ -488,8 +488,11 @@ class Alignment:
             self.say(f"The heads are in {file}: {GATED_ALONE}")
         else:
             metrics, kind = best.outcome.metrics, best.recipe.head
+            metrics = {**metrics, "rsum_chance": chance}
+            params = {**vars(best.recipe), "train_data": self.request.train_data}
+            towers = (best.image, best.text)
             folder = export_aligned(
-                out / "model", best.image, best.text, heads, kind, scales, metrics=metrics
+                out / "model", *towers, heads, kind, scales, metrics=metrics, params=params
             )
             pictures = best.task.picture_ids
             write_trained_on(folder, pictures[best.task.pairs.images], self.seen)

@@ -66,13 +66,14 @@ def export_aligned(
     scales: tuple[float, float],
     *,
     metrics: Mapping[str, float],
+    params: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the model in open_clip's form; with a vision model of transformers, as its dual encoder.
 
     Args:
         kind: the kind of the heads, "linear" or "mlp".
         scales: by which image and text features were multiplied (`rows.Features`).
-        metrics: for the model card.
+        metrics, params: of the training of the heads, for the model card.
 
     Raises:
         UserError: as `write_local_dir`; a folder whose model gives other embeddings than the heads.
@@ -88,7 +89,9 @@ def export_aligned(
         check_destination(
             out, force=True, is_export=is_transformers_folder, kind="export for transformers"
         )
-        card = ModelCard(spec, model.state_dict(), origin, metrics=metrics, library="transformers")
+        card = ModelCard(
+            spec, model.state_dict(), origin, metrics=metrics, params=params, library="transformers"
+        )
         return write_transformers(Opened(model, text.tokenizer, spec, {}), out, card)
     state = {name: value.detach().cpu() for name, value in heads.state_dict().items()}
     weights: dict[str, Tensor] = {
@@ -115,7 +118,7 @@ def export_aligned(
     if "logit_bias" in weights:
         model_cfg["init_logit_bias"] = float(weights["logit_bias"])
     spec = ModelSpec("aligned", model_cfg, image.preprocess_cfg)
-    card = ModelCard(spec, weights, origin, metrics=metrics)
+    card = ModelCard(spec, weights, origin, metrics=metrics, params=params)
     folder = write_local_dir(origin, weights, spec, out, card=card, force=True)
     _verify(folder, image, text, heads, scales)
     return folder

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from open_clip_zerovl.checkpoints.spec import ModelSpec, read_params
 from open_clip_zerovl.checkpoints.weights import read_epoch
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.models.text_towers import IMPORT_LINE
+from open_clip_zerovl.report.record import RECORD, read_record
 
 CARD_FILE = "README.md"
 FOLDER_HERE = "/path/to/this/folder"  # in the lines that load the model; `hub` writes the repository's name there
@@ -29,15 +30,28 @@ MOVED = (
     "(`model_cfg.text_cfg.hf_model_name`), where open_clip looks for the text tower."
 )
 
-# Arguments in params.txt that belong to the recipe, in the card's order. A falsy value means "not used".
-_RECIPE = (
+# The first arguments of a card's recipe, in this order; others that were given follow by name.
+_FIRST = (
     "epochs", "train_num_samples", "lr", "lr_min", "lr_scheduler", "warmup", "warmup_share", "wd", "beta1", "beta2", "eps",
-    "grad_clip_norm", "precision", "sampling", "coin_flip_mixup", "mixup_alpha", "text_augment", "auto_augment", "token_drop",
-    "force_patch_dropout", "freeze", "freeze_norm_statistics", "init_from", "init_image", "init_text", "pretrained",
-    "pretrained_image", "seed",
+    "grad_clip_norm", "precision", "sampling", "seed",
 )  # fmt: skip
-# Their values are paths on the training machine: the card has the file's name only.
-_PATHS = frozenset({"init_from", "init_image", "init_text"})
+# Arguments that a card does not name: they have a line of their own, or change no weight.
+_ELSEWHERE = frozenset({
+    "model", "name", "train_data", "train_data_upsampling_factors", "batch_size", "dga_steps",
+    "accum_freq", "world_size", "val_data", "val_num_samples", "imagenet_val", "imagenet_v2",
+    "retrieval_data", "zero_shot_data", "retrieval_frequency", "retrieval_transform",
+    "retrieval_captions", "val_frequency", "zeroshot_frequency", "dataset_type", "csv_separator",
+    "csv_img_key", "csv_caption_key", "logs", "log_local", "log_path", "log_level",
+    "log_every_n_steps", "report_to", "wandb", "wandb_notes", "wandb_project_name", "tensorboard",
+    "tensorboard_path", "verbose", "debug", "save_logs", "save_frequency", "save_most_recent",
+    "save_every_steps", "keep_checkpoints", "delete_previous_checkpoint", "checkpoint_path",
+    "resume", "remote_sync", "remote_sync_frequency", "remote_sync_protocol", "copy_codebase",
+    "cache_dir", "shard_cache", "shard_cache_gib", "workers", "loader_timeout", "device",
+    "dist_url", "dist_backend", "distributed", "rank", "local_rank", "horovod", "ddp_static_graph",
+    "no_set_device_rank", "local_loss", "gather_with_grad", "loss_dist_impl", "torchscript",
+    "torchcompile", "trace", "grad_checkpointing", "dga_retain", "dga_check", "loss_chunk",
+    "sort_text", "equal_tokens", "cache_frozen",
+})  # fmt: skip
 _MODEL = "## Model"  # the heading from which on a card speaks of the model alone
 _RECALL = re.compile(r"(?:(.+)_)?(image_to_text|text_to_image)_R@(\d+)")
 
@@ -50,6 +64,8 @@ class ModelCard:
         weights: the model's.
         origin: a sentence about the source of the weights.
         params: arguments of the run, by name.
+        given: names of those that are not at their defaults; None: unknown, and all that are set are named.
+        sizes: samples of each source.
         metrics: by name: `SET_image_to_text_R@1` ... `SET_rsum` become a table, other metrics a list.
         notes: sentences for the end.
         library: the one that the folder is for, of `open_clip` and `transformers`.
@@ -64,6 +80,8 @@ class ModelCard:
     weights: Mapping[str, Tensor]
     origin: str
     params: Mapping[str, Any] | None = None
+    given: Collection[str] | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
     metrics: Mapping[str, float] | None = None
     notes: Sequence[str] = ()
     library: str = "open_clip"
@@ -107,8 +125,8 @@ class ModelCard:
                 "moved": MOVED if self.spec.text_source else "",
                 "trainable": trainable,
                 "model": _model_facts(self.spec, self.weights),
-                "recipe": _recipe_facts(params) if params else [],
-                "data": _data(params),
+                "recipe": _recipe_facts(params, self.given) if params else [],
+                "data": _data(params, self.sizes),
                 **_measured(metrics),
             }
         )
@@ -122,12 +140,15 @@ def run_card(
     Raises:
         UserError: `results.jsonl` beside the checkpoint is not JSON, or `params.txt` holds a value that no training writes.
     """
-    params = read_params(checkpoint)
-    epoch = read_epoch(checkpoint)
-    metrics = read_results(checkpoint.parent / "results.jsonl", epoch) if epoch is not None else {}
+    facts = run_facts(checkpoint)
+    params, epoch = facts["params"], read_epoch(checkpoint)
+    metrics = {}
+    if epoch is not None:
+        file = checkpoint.parent / "results.jsonl"
+        metrics = {**read_results(file, epoch), **_chances(checkpoint, epoch)}
     when = f"after epoch {epoch}" + (f" of {params['epochs']}" if params.get("epochs") else "")
     origin = f"An open_clip training checkpoint{f', {when}' if epoch is not None else ''}."
-    card = ModelCard(spec, weights, origin, params, metrics, **options)
+    card = ModelCard(spec, weights, origin, **facts, metrics=metrics, **options)
     try:
         card.text()
     except (TypeError, ValueError, LookupError, AttributeError) as error:
@@ -136,6 +157,32 @@ def run_card(
             "and name the model"
         ) from error
     return card
+
+
+def run_facts(checkpoint: Path) -> dict[str, Any]:
+    """`params`, `given` and `sizes` of a card, from the `params.txt` and the record of a checkpoint's run."""
+    params, record = read_params(checkpoint), _record_of(checkpoint)
+    if not record.get("start"):
+        return {"params": params}
+    begin = record["start"][-1]
+    settings, sources = begin.get("settings") or {}, begin.get("sources") or {}
+    return {"params": {**settings, **params}, "given": settings, "sizes": sources}
+
+
+def _record_of(checkpoint: Path) -> dict[str, list[dict[str, Any]]]:
+    folder = checkpoint.parent.parent
+    return read_record(folder) if (folder / RECORD).is_file() else {}
+
+
+def _chances(checkpoint: Path, epoch: int) -> dict[str, float]:
+    """The scores of chance in the record of an epoch, as `SET_rsum_chance` and `SET_top1_chance`."""
+    chances = {}
+    record = _record_of(checkpoint)
+    for line in [*record.get("retrieval", ()), *record.get("zero-shot", ())]:
+        for name, metrics in line["metrics"].items() if line["at"] == epoch else ():
+            known = {key: value for key, value in metrics.items() if key.endswith("_chance")}
+            chances |= {f"{name}_{key}": value for key, value in known.items()}
+    return chances
 
 
 def folder_card(
@@ -212,7 +259,9 @@ def _model_facts(spec: ModelSpec, weights: Mapping[str, Tensor]) -> list[tuple[s
     return facts
 
 
-def _recipe_facts(params: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _recipe_facts(
+    params: Mapping[str, Any], given: Collection[str] | None
+) -> list[tuple[str, str]]:
     facts = []
     if batch := params.get("batch_size"):
         ranks, steps = (
@@ -221,26 +270,25 @@ def _recipe_facts(params: Mapping[str, Any]) -> list[tuple[str, str]]:
         )
         sizes = f"{batch * ranks * steps:,} = {batch} a micro-batch x {steps} accumulated x {ranks} ranks"
         facts.append(("effective batch", sizes))
-    for name in _RECIPE:
+    known = params if given is None else given
+    for name in [*_FIRST, *sorted(set(known) - set(_FIRST) - _ELSEWHERE)]:
         value = params.get(name)
-        if (
-            value is None
-            or value is False
-            or value in ("", ())
-            or (name == "mixup_alpha" and not params["coin_flip_mixup"])
-        ):
+        if value is None or value is False or value in ("", (), [], {}):
             continue
-        facts.append(
-            (
-                f"`--{name.replace('_', '-')}`",
-                Path(str(value)).name if name in _PATHS else str(value),
-            )
-        )
+        if name == "mixup_alpha" and not params.get("coin_flip_mixup"):
+            continue
+        facts.append((f"`--{name.replace('_', '-')}`", _without_folders(value)))
     return facts
 
 
-def _data(params: Mapping[str, Any]) -> list[str]:
-    """The sources of a run with their weights."""
+def _without_folders(value: Any) -> str:
+    """A value as text; of a path of the training machine the last part."""
+    parts = str(value).split("::")
+    return "::".join(Path(part).name if part[:1] in ("/", "~", ".") else part for part in parts)
+
+
+def _data(params: Mapping[str, Any], sizes: Mapping[str, int]) -> list[str]:
+    """The sources of a run with their samples and weights."""
     factors = str(params.get("train_data_upsampling_factors") or "").split("::")
     lines = []
     for i, entry in enumerate(str(params.get("train_data") or "").split("::")):
@@ -251,7 +299,8 @@ def _data(params: Mapping[str, Any]) -> list[str]:
             folder = entry if is_folder else entry.partition("{")[0].rpartition("/")[0]
             name = Path(folder).name
         weight = f", weight {factors[i]}" if i < len(factors) and factors[i] else ""
-        lines += [f"{name}{weight}"] if entry else []
+        samples = f", {sizes[name]:,} samples" if name in sizes else ""
+        lines += [f"{name}{samples}{weight}"] if entry else []
     return lines
 
 
@@ -269,12 +318,18 @@ def _measured(metrics: Mapping[str, float]) -> dict[str, Any]:
         name: [
             *(f"{100 * row[way, k]:.1f}" if (way, k) in row else "" for way in ways for k in ks),
             f"{100 * sum(row.get((way, k), float('nan')) for way in ways for k in (1, 5, 10)):.1f}",
+            f"{metrics[f'{name}_rsum_chance']:.1f}" if f"{name}_rsum_chance" in metrics else "",
         ]
         for name, row in tables.items()
     }
-    others = [
-        (name, value)
-        for name, value in metrics.items()
-        if not _RECALL.fullmatch(name) and name[-4:] != "rsum"
-    ]
+    others = []
+    for name, value in metrics.items():
+        if _RECALL.fullmatch(name) or name.endswith(
+            ("rsum", "_chance", "_chance_upper", "rsum_best")
+        ):
+            continue
+        chance = metrics.get(f"{name}_chance")
+        others.append(
+            (name, f"{value:.4f}" + ("" if chance is None else f" (chance {chance:.4f})"))
+        )
     return {"recalls": recalls, "ks": ks, "others": others}

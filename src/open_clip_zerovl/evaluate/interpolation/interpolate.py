@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from open_clip_zerovl.checkpoints.between import Ends, open_ends
-from open_clip_zerovl.checkpoints.card import ModelCard
+from open_clip_zerovl.checkpoints.card import ModelCard, run_facts
 from open_clip_zerovl.checkpoints.export import check_destination, write_local_dir
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
@@ -127,12 +127,13 @@ def write_between(
         f"{name}_{key}": value
         for name, row in (curve.chosen.metrics if curve is not None else {}).items()
         for key, value in row.items()
-        if key == "rsum" or "_R@" in key
+        if key in ("rsum", "rsum_chance") or "_R@" in key
     }
     card = ModelCard(
         ends.spec,
         weights,
         origin=f"Weights between {before} (alpha 0) and {after} (alpha 1) at alpha {alpha:g}, as in WiSE-FT.",
+        **run_facts(Path(ends.names[1])),
         metrics=metrics,
         notes=[] if curve is None else [curve.sentence],
     )

@@ -1,0 +1,113 @@
+"""Model cards name every flag that a run was given, its data with sizes, and its scores with chance."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from open_clip_zerovl.align.request import Recipe
+from open_clip_zerovl.checkpoints.card import _ELSEWHERE, ModelCard, run_facts
+from open_clip_zerovl.checkpoints.export import export_local_dir
+from open_clip_zerovl.checkpoints.spec import ModelSpec
+from open_clip_zerovl.core.flags import flags_of
+from open_clip_zerovl.recipe.flags import RecipeConfig
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_run
+from training.params import open_clip_parser
+
+# Entries of params.txt that are no flags.
+COMPUTED = {
+    "checkpoint_path", "distributed", "local_rank", "log_level", "log_path", "rank", "save_logs", "tensorboard",
+    "tensorboard_path", "wandb", "world_size",
+}  # fmt: skip
+PREPROCESS = {
+    "mean": (0.5,) * 3,
+    "std": (0.5,) * 3,
+    "resize_mode": "shortest",
+    "interpolation": "bicubic",
+}
+SPEC = ModelSpec(
+    "tiny", {"embed_dim": 8, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT}, PREPROCESS
+)
+
+
+def every_flag() -> set[str]:
+    stock = {action.dest for action in open_clip_parser()._actions} - {"help"}
+    return stock | {each.name for each in flags_of(RecipeConfig)}
+
+
+def test_a_card_names_each_flag_of_training_or_has_a_line_of_its_own_for_it():
+    """A new flag is on the card, or whoever adds it says that it changes no weight."""
+    given = dict.fromkeys(every_flag(), "7")
+    card = ModelCard(SPEC, {}, "x", params={**given, "batch_size": 4, "dga_steps": 2}, given=given)
+    text = card.text()
+    for name in every_flag() - _ELSEWHERE:
+        assert f"`--{name.replace('_', '-')}`: 7" in text, name
+    assert "effective batch: 8 = 4 a micro-batch x 2 accumulated" in text
+    assert _ELSEWHERE - every_flag() == COMPUTED
+
+
+def test_a_card_names_each_setting_of_an_alignment():
+    changed = {each.name: "7" for each in fields(Recipe)} | {"batch_size": 4}
+    text = ModelCard(SPEC, {}, "x", params=changed).text()
+    assert all(
+        f"`--{name.replace('_', '-')}`: 7" in text for name in changed.keys() - {"batch_size"}
+    )
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    name = register(tmp_path / "configs", "carded", NATIVE_VISION, CLIP_TEXT)
+    data = "a=/secret/a::b=/secret/b"
+    params = {
+        "model": name,
+        "epochs": 2,
+        "lr": 0.001,
+        "siglip": True,
+        "beta1": 0.9,
+        "train_data": data,
+    }
+    checkpoint = write_run(tmp_path / "run", random_model(name, init_logit_bias=-10), params)
+    settings = {
+        "siglip": "True",
+        "teacher": "/secret/teachers",
+        "ablate": "('no-replay',)",
+        "lr": "0.001",
+    }
+    chance = {"shop": {"rsum": 90.0, "rsum_chance": 16.5}}
+    record = [
+        {
+            "kind": "start",
+            "at": 0,
+            "time": 0,
+            "settings": settings,
+            "sources": {"a": 12345, "b": 7},
+        },
+        {"kind": "retrieval", "at": 1, "time": 1, "metrics": chance},
+        {
+            "kind": "zero-shot",
+            "at": 1,
+            "time": 1,
+            "metrics": {"pets": {"top1": 0.5, "top1_chance": 0.1}},
+        },
+    ]
+    lines = "".join(json.dumps(line) + "\n" for line in record)
+    (tmp_path / "run" / "record.jsonl").write_text(lines)
+    recalls = {
+        f"shop_{way}_R@{k}": 0.15 for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)
+    }
+    row = {"epoch": 1, **recalls, "shop_rsum": 90.0, "pets_top1": 0.5}
+    (checkpoint.parent / "results.jsonl").write_text(json.dumps(row) + "\n")
+    return checkpoint
+
+
+def test_the_runs_record_gives_flags_sizes_and_chance(checkpoint, tmp_path):
+    card = (export_local_dir(checkpoint, tmp_path / "export") / "README.md").read_text()
+    assert "- `--siglip`: True" in card and "- `--ablate`: ('no-replay',)" in card
+    assert "- `--teacher`: teachers" in card and "/secret" not in card
+    assert "- a, 12,345 samples\n- b, 7 samples" in card
+    assert "| shop | 15.0 | 15.0 | 15.0 | 15.0 | 15.0 | 15.0 | 90.0 | 16.5 |" in card
+    assert "- pets_top1: 0.5000 (chance 0.1000)" in card
+    assert run_facts(checkpoint)["given"]["lr"] == "0.001"
