@@ -193,8 +193,6 @@ class MixtureLoader:
         Args:
             delivered: batches that this iteration has yielded before the error.
         """
-        if self._begun is not None:
-            return self._begun.explain(error, delivered)
         first, rank = str(error).split("\n")[0], self.mixture.rank
         if first.startswith("DataLoader timed out"):
             worker = delivered % max(1, self.workers)
