@@ -97,7 +97,8 @@ def with_positives(config: AllFlags, sources: Sequence[Source]) -> AllFlags:
     Pictures of a class would be each other's negatives. A flag that does not work with it wins, with a warning.
     """
     classes = [source.name for source in sources if source.classes]
-    if config.positives is not None or not classes or not config.own_step:
+    takes_ids = config.own_step and config.distill_model is None
+    if config.positives is not None or not classes or not takes_ids:
         return replace(config, positives=None) if config.positives == "pair" else config
     finding = f"Pictures of a class share its captions (source {', '.join(classes)})"
     settled = replace(config, positives="caption")

@@ -45,6 +45,10 @@ def create_model(
 
     def start(model: torch.nn.Module) -> None:
         _check_precision(model, args.precision)
+        if hasattr(model, "text_decoder") and not (pretrained or config.init_from):
+            # open_clip leaves this weight as the memory was, NaN included.
+            projection = model.text_decoder.text_projection
+            torch.nn.init.normal_(projection, std=len(projection) ** -0.5)
         # open_clip's own transformer, not Hugging Face's
         own_text = getattr(getattr(model, "text", None), "config", None) is None
         if getattr(args, "lock_text", False) and own_text and not args.lock_text_freeze_layer_norm:
@@ -89,17 +93,19 @@ def _model_cfg(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def check_contrastive(model: torch.nn.Module, name: str) -> None:
-    """UserError for a captioner, which the recipe's step would train without its caption loss.
+    """UserError for a captioner other than CoCa, which the recipe's step would train without its caption loss.
 
-    open_clip 4 knows its models' traits; `recipe.flags.CAPTIONERS` has the names for releases that don't.
+    open_clip 4 knows its models' traits. CoCa is known by its decoder, and its caption loss to the step.
     """
     traits_of = getattr(host, "get_model_traits", None) or getattr(
         open_clip, "get_model_traits", None
     )
+    if hasattr(model, "text_decoder"):
+        return
     if traits_of is not None and getattr(traits_of(model), "generative", False):
         raise UserError(
-            f"--model {name} does not work with the recipe's step: it also learns to write captions, and that loss cannot be "
-            "decoupled from its graph; leave the step's flags out, and give --train-data without names"
+            f"--model {name} does not work with the recipe's step: it also learns to write captions, but not as CoCa does, "
+            "and that loss would be lost; leave the step's flags out, and give --train-data without names"
         )
 
 

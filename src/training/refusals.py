@@ -34,9 +34,9 @@ class Later(NamedTuple):
 
 THE_RECIPE = "the recipe's flags"
 THE_STEP = "the recipe's step (--sampling, --dga-steps, --loss-chunk ...)"
-STEP_FLAGS = (
-    "--dga-steps, --dga-retain, --dga-check, --sort-text, --loss-chunk, --cross-source-weight, --positives, --teacher, "
-    "--captions FIELD+FIELD or --ablate"
+OF_OUR_LOSS = (
+    "--siglip, --sort-text, --loss-chunk, --cross-source-weight, --positives, --teacher, --coin-flip-mixup, "
+    "--captions FIELD+FIELD or --ablate detached-gather"
 )
 OTHER_MODELS = ("genlip", "genlap", "clap")
 OF_SOFTMAX = (
@@ -59,6 +59,15 @@ def _scripted_and_changed(f: AllFlags) -> bool:
         f.lora,
     )
     return f.torchscript and any((*changed, f.token_drop, f.init_from, f.init_image, f.init_text))
+
+
+def _needs_our_loss(f: AllFlags) -> bool:
+    """True if a flag needs `ContrastiveLoss`, in a run with our step."""
+    ours = f.changes(
+        "loss_chunk", "cross_source_weight", "teacher", "coin_flip_mixup", "sort_text"
+    ) or f.positives in ("caption", "image", "both")
+    beside = f.texts_per_image > 1 or "detached-gather" in f.ablate
+    return f.own_step and (ours or beside or f.siglip)
 
 
 def _refusal(
@@ -92,12 +101,17 @@ REFUSALS = (
         "it is for models with an image tower and a text tower",
     ),
     _refusal(
-        "--model {model}", STEP_FLAGS, lambda f: f.captions_images and f.step_flags,
-        "its caption loss cannot be decoupled from its graph",
+        "--model {model}", "--sort-text, --captions FIELD+FIELD or --cache-frozen",
+        lambda f: f.captions_images and (f.sort_text or f.texts_per_image > 1 or f.cache_frozen is not None),
+        "it writes the caption of each picture, from that picture's tokens",
     ),
     _refusal(
-        "--distill-model", STEP_FLAGS, lambda f: f.distill_model is not None and f.step_flags,
-        "the distillation loss needs the teacher's features of the whole effective batch",
+        "--distill-model", "--model {model}", lambda f: f.distill_model is not None and f.captions_images and f.own_step,
+        "open_clip does not distil captioners",
+    ),
+    _refusal(
+        "--distill-model", OF_OUR_LOSS, lambda f: f.distill_model is not None and _needs_our_loss(f),
+        "the loss then is open_clip's DistillClipLoss; zerovl teacher and --teacher distil with them",
     ),
     _refusal(
         "--siglip", f"--ablate {', '.join(OF_SOFTMAX)} or --coin-flip-mixup",

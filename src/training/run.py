@@ -120,6 +120,7 @@ class Run:
         self.mixup: CoinFlipMixup | None = None
         self.resumed: resume.Position | None = None
         self.cache: FrozenCache | None = None
+        self.teacher: torch.nn.Module | None = None  # of --distill-model
         self.trainer: Trainer | None = None
         self.trained = False
         self.entries: dict[str, Any] = {}  # of each checkpoint
@@ -292,7 +293,10 @@ class Run:
         if self.config.model_config is not None:
             self.args.model_config = self._kept_config(self.config.model_config)
         if self.model is not None:  # main makes the teacher after it: --distill-model
-            return create_model_and_transforms(model_name, pretrained, **options)
+            self.teacher, *transforms = create_model_and_transforms(
+                model_name, pretrained, **options
+            )
+            return self.teacher, *transforms
         if self.config.active and (model_cfg := registered_config(self.args.model)):
             forced = {"quick_gelu": True} if self.args.force_quick_gelu else {}
             self.entries = {MODEL_ENTRY: {**model_cfg, **forced}}
@@ -442,8 +446,8 @@ class Run:
             if self.own_step:
                 if self.trainer is None:
                     self.trainer = Trainer(
-                        self.config, self.preemption, self.resumed, mixup=self.mixup, cache=self.cache, log=self.log,
-                        entries=self.entries,
+                        self.config, self.preemption, self.resumed, mixup=self.mixup, teacher=self.teacher,
+                        cache=self.cache, log=self.log, entries=self.entries,
                     )  # fmt: skip
                 self.trainer(
                     model, data, loss, epoch, optimizer, scaler, scheduler, self.args, tb_writer

@@ -27,6 +27,7 @@ from open_clip_zerovl.core.randomness import seed_step
 from open_clip_zerovl.core.wrappers import unwrapped
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.views import StoredTeachers
+from open_clip_zerovl.dga.extras import CaptionTerm
 from open_clip_zerovl.dga.inputs import on_device
 from open_clip_zerovl.dga.replay import buffers_kept
 from open_clip_zerovl.dga.step import Prepare
@@ -52,16 +53,22 @@ def create_loss(
     Args:
         model: for open_clip's own function, where it takes one.
     """
+    takes_model = "model" in inspect.signature(create_stock_loss).parameters
+    stock_options = {"model": model} if takes_model else {}
+    if config.distill_model is not None:
+        return create_stock_loss(args, **stock_options)
     asked = {
         "cross_source_weight": config.cross_source_weight,
         "positives": config.positives or "pair",
     }
     if config.teacher is not None:
         asked |= {name: getattr(config, name) for name in ("distill_weight", "distill_temperature")}
+    if captions(model):
+        asked["weight"] = args.coca_contrastive_loss_weight
     if args.siglip:
-        if not config.changes("loss_chunk", "teacher", *asked) and config.texts_per_image == 1:
-            takes_model = "model" in inspect.signature(create_stock_loss).parameters
-            return create_stock_loss(args, **({"model": model} if takes_model else {}))
+        plain = not config.changes("loss_chunk", "teacher", "cross_source_weight", "positives")
+        if plain and config.texts_per_image == 1 and not captions(model):
+            return create_stock_loss(args, **stock_options)
         return SigmoidLoss(
             chunk_size=config.loss_chunk, rank=args.rank, world_size=args.world_size, **asked
         )
@@ -78,6 +85,11 @@ def create_loss(
     )
 
 
+def captions(model: torch.nn.Module | None) -> bool:
+    """True for open_clip's CoCa, which returns the logits of a caption's tokens beside its features."""
+    return model is not None and hasattr(unwrapped(model)[0], "text_decoder")
+
+
 class Trainer:
     """Trains an epoch, called like open_clip's `train_one_epoch`; keeps the `RecipeStep` between epochs.
 
@@ -85,6 +97,7 @@ class Trainer:
         preemption: asked after every step whether the run is to stop.
         resumed: the position of the checkpoint from which this run was resumed, if it has one.
         mixup: draws a mix per step, if mixup is on.
+        teacher: the model of `--distill-model`, or None.
         cache: stored features of a frozen tower, or None.
         log: the run's console lines and record.
         entries: added to each step checkpoint.
@@ -100,6 +113,7 @@ class Trainer:
         resumed: Position | None = None,
         *,
         mixup: CoinFlipMixup | None = None,
+        teacher: torch.nn.Module | None = None,
         cache: FrozenCache | None = None,
         log: RunLog | None = None,
         entries: Mapping[str, Any] | None = None,
@@ -111,6 +125,7 @@ class Trainer:
             entries or {},
         )
         self.mixup, self.cache, self.log = mixup, cache, log
+        self.teacher = None if teacher is None else unwrapped(teacher)[0].eval()
         self.step: RecipeStep | None = None
         self.epoch_end: Position | None = None
 
@@ -135,6 +150,8 @@ class Trainer:
                 loss,
                 optimizer,
                 precision=args.precision,
+                terms=CaptionTerm(args.coca_caption_loss_weight) if captions(model) else None,
+                teacher=self.teacher,
                 scaler=scaler,
                 normalize=getattr(data["train"], "normalize", None),
                 mixup=self.mixup,
@@ -170,6 +187,7 @@ class Trainer:
             [source.name for source in sources],
             # With these the loss of chance is another than ln N.
             judged=isinstance(loss, ContrastiveLoss)
+            and not captions(model)
             and not self.config.changes(
                 "cross_source_weight", "positives", "teacher", "coin_flip_mixup"
             )

@@ -213,12 +213,12 @@ word | unexpected argument 'word'; write it as --flag value
 --ablate temperature-parameter --temperature-constant | --temperature-constant does not work with --ablate temperature
 --ablate temperature-parameter --siglip | --siglip does not work with --ablate detached-gather
 --ablate temperature-parameter --precision pure_bf16 | --precision pure_bf16 does not work with --ablate temperature
---ablate temperature-parameter --distill-model x --distill-pretrained y | --distill-model does not work with
---ablate temperature-parameter --model coca_ViT-B-32 | --model coca_ViT-B-32 does not work with
+--ablate detached-gather --distill-model x --distill-pretrained y | --distill-model does not work with
+--sort-text --model coca_ViT-B-32 | --model coca_ViT-B-32 does not work with --sort-text
 --teacher /t --coin-flip-mixup | --coin-flip-mixup does not work with --teacher: no teacher has seen the mixed samples
 --captions txt+syn --coin-flip-mixup | --coin-flip-mixup does not work with --captions FIELD+FIELD: mixup is not defined
 --teacher /t --ablate detached-gather | --ablate detached-gather does not work with --teacher
---teacher /t --distill-model m --distill-pretrained x | --distill-model does not work with --dga-steps
+--teacher /t --distill-model m --distill-pretrained x | --distill-model does not work with --siglip, --sort-text
 --teacher /t --positives both | --teacher with --distill-weight 1 does not work with --positives: the loss then has no
 --teacher /t --siglip | --siglip does not work with --teacher with --distill-weight 1: the loss then is
 --teacher /t --distill-weight 0 | --distill-weight 0.0 is out of range
@@ -234,7 +234,6 @@ word | unexpected argument 'word'; write it as --flag value
 --shard-cache-gib 5 | --shard-cache-gib needs --shard-cache
 --retrieval-captions all | --retrieval-captions needs --retrieval-data
 --retrieval-transform paper | --retrieval-transform needs --retrieval-data
---model coca_ViT-B-32 --save-every-steps 5 | --save-every-steps needs the recipe's step
 """
 BY_A_PLAN_TOO = """
 --freeze image --freeze text | --freeze image does not work with --freeze text: nothing but

@@ -154,7 +154,8 @@ TABLE: dict[str, list[tuple[str, str]]] = {
     "--remote-sync-protocol": [("fsspec", WORKS)],
     "--delete-previous-checkpoint": [("", WORKS)],
     "--distill-model": [
-        ("tiny --distill-pretrained {place}/x.pt", "--distill-model does not work with --dga-steps"),
+        ("tiny --distill-pretrained {place}/nowhere.pt", "nowhere.pt"),
+        ("tiny --distill-pretrained x.pt --loss-chunk 2", "--distill-model does not work with --siglip"),
     ],
     "--distill-pretrained": [("{place}/x.pt", "--distill-pretrained needs --distill-model")],
     "--use-bnb-linear": [("SwitchBackLinear", "No module named 'bitsandbytes'")],

@@ -69,6 +69,7 @@ class ContrastiveLoss(nn.Module):
             softmaxes to the student's, over the effective batch, both directions. With `cross_source_weight` the teachers'
             softmaxes have the student's offsets.
         distill_temperature: temperature of the teachers' softmaxes (MobileCLIP's teacher scale 100 is 0.01).
+        weight: factor on the loss, beside a second one (open_clip's `--coca-contrastive-loss-weight`).
 
     Attributes:
         report: each pair's loss, source and duplicate positives in the last call, for a log (`problem.Report`).
@@ -90,6 +91,7 @@ class ContrastiveLoss(nn.Module):
         positives: str = "pair",
         distill_weight: float = 0.0,
         distill_temperature: float = 0.01,
+        weight: float = 1.0,
     ) -> None:
         super().__init__()
         if chunk_size is not None and chunk_size < 1:
@@ -129,6 +131,7 @@ class ContrastiveLoss(nn.Module):
         self.positives = positives
         self.distill_weight = float(distill_weight)
         self.distill_temperature = float(distill_temperature)
+        self.weight = weight
         self.report = Report()
 
     def forward(
@@ -216,6 +219,7 @@ class ContrastiveLoss(nn.Module):
                 )
             )
         loss, self.report = sum(losses[1:], start=losses[0]), Report.sum_of(reports)
+        loss = loss if self.weight == 1 else self.weight * loss
         if logit_bias is not None and not self._sigmoid:
             loss = (
                 loss + 0.0 * logit_bias.sum()

@@ -22,6 +22,7 @@ from open_clip.loss import SigLipLoss
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.dga.extras import CaptionTerm
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
 from open_clip_zerovl.plan.batching import PlanSettings
 from open_clip_zerovl.plan.model import PlannedModel
@@ -57,6 +58,7 @@ def recipe_step(planned: PlannedModel, settings: PlanSettings, retain: int) -> R
         _loss(planned, settings),
         planned.optimizer(settings),
         precision=planned.precision,
+        terms=CaptionTerm() if hasattr(planned.model, "text_decoder") else None,
         scaler=torch.amp.GradScaler(device=planned.device.type) if fp16 else None,
         normalize=planned.normalize,
         mixup=planned.mixup,

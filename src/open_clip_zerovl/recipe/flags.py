@@ -80,10 +80,6 @@ PRECISIONS = (
 # ---------------------------------------------------------------------------------------------------------------------
 
 _NAMED_SOURCES = Requirement("named sources: --train-data NAME=SHARDS", lambda given: given.mixture)
-_OWN_STEP = Requirement(
-    "the recipe's step, which captioners (CoCa) and --distill-model don't take",
-    lambda given: given.own_step,
-)
 _DEBIASED = Requirement("--debiased-sampling", lambda given: given.sampling == "debiased")
 _MIXUP = Requirement("--coin-flip-mixup", lambda given: given.coin_flip_mixup)
 _TEACHER = Requirement("--teacher", lambda given: given.teacher is not None)
@@ -550,7 +546,6 @@ class TowerFlags:
                 lambda given: len(given.freeze) == 1,
             ),
             _NAMED_SOURCES,
-            _OWN_STEP,
         ),
         contradicts=(
             Contradiction(
@@ -702,7 +697,7 @@ class CheckpointFlags:
         "write a checkpoint every STEPS optimizer steps; --resume latest continues exactly from the newest",
         metavar="STEPS",
         range=at_least(1, "step"),
-        needs=(_NAMED_SOURCES, _OWN_STEP),
+        needs=(_NAMED_SOURCES,),
         contradicts=(
             _beside(
                 "save_most_recent",
@@ -1010,12 +1005,9 @@ class AllFlags(OpenClipFlags, RecipeConfig):
     def own_step(self) -> bool:
         """True if the run takes our optimizer step: with a step flag, or with a mixture.
 
-        A mixture takes it because over several ranks open_clip's default gather gives 1/W of the gradient. CoCa and
-        --distill-model, whose losses our step does not know, keep open_clip's step with a mixture.
+        A mixture takes it because over several ranks open_clip's default gather gives 1/W of the gradient.
         """
-        return self.step_flags or (
-            self.mixture and not self.captions_images and self.distill_model is None
-        )
+        return self.step_flags or self.mixture
 
     @property
     def captions_images(self) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.wrappers import unwrapped
 from open_clip_zerovl.data.views import teacher_features
+from open_clip_zerovl.dga.extras import TermsOfMicroBatch
 from open_clip_zerovl.dga.retain import Decision
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
@@ -111,7 +112,7 @@ class RecipeStep:
 
     Args:
         model: plain, compiled or in DistributedDataParallel, on its device and in training mode.
-        loss, retain, check, replay_rng: see `DecoupledGradientAccumulation`.
+        loss, terms, teacher, retain, check, replay_rng: see `DecoupledGradientAccumulation`.
         optimizer: holds the model's trainable parameters.
         precision: open_clip's `--precision`.
         scaler: a GradScaler if `precision` is amp.
@@ -132,6 +133,8 @@ class RecipeStep:
         optimizer: torch.optim.Optimizer,
         *,
         precision: str,
+        terms: TermsOfMicroBatch | None = None,
+        teacher: nn.Module | None = None,
         scaler: torch.amp.GradScaler | None = None,
         normalize: Callable[[Tensor], Tensor] | None = None,
         mixup: CoinFlipMixup | None = None,
@@ -157,6 +160,8 @@ class RecipeStep:
         self._dga = DecoupledGradientAccumulation(
             model,
             loss,
+            terms=terms,
+            teacher=teacher,
             autocast=self.autocast,
             scaler=scaler,
             retain=retain,
