@@ -80,7 +80,14 @@ def test_values_and_gradients_are_those_of_the_paper(mixes_images):
     assert error(found, gradients(model)) < EXACT
 
 
-@pytest.mark.parametrize("tower", [bert_clip, clip])
+PLAIN = {
+    "argmax": lambda: clip(open_clip.CLIP),
+    "last, projection with bias": lambda: clip(open_clip.CLIP, pool_type="last", proj_bias=True),
+    "eos": lambda: clip(open_clip.CLIP, pool_type="eos", eos_id=3),
+}
+
+
+@pytest.mark.parametrize("tower", [bert_clip, clip, *PLAIN.values()])
 def test_text_is_mixed_before_its_normalisation_and_only_within_a_step(tower):
     model, unit = tower().eval(), torch.nn.functional.normalize
     mixup = attached(model)
@@ -100,7 +107,7 @@ def test_text_is_mixed_before_its_normalisation_and_only_within_a_step(tower):
             raise RuntimeError("inside")
         assert torch.equal(model.encode_text(texts), plain)
         mixup.detach()
-        assert not model.text._forward_hooks
+        assert not any(module._forward_hooks for module in model.modules())
 
 
 def test_the_hook_leaves_names_and_copies_alone():
@@ -182,7 +189,8 @@ def test_a_resumed_run_repeats_coins_and_lambdas():
     [
         (lambda: CoinFlipMixup(0), "alpha must be positive"),
         (lambda: CoinFlipMixup(seed=-1), "seed must not be negative"),
-        (lambda: attached(clip(open_clip.CLIP)), "--force-custom-text"),
+        (lambda: attached(torch.nn.Linear(2, 2)), "Linear has none"),
+        (lambda: attached(clip(open_clip.CLIP), texts="embeddings"), "needs a Hugging Face"),
         (lambda: attached(clip(output_tokens=True)), "tokens"),
         (lambda: attached(clip(), texts="embeddings"), "needs a Hugging Face text tower"),
         (lambda: attached(bert_clip()).attach(bert_clip()), "another model"),
@@ -195,6 +203,31 @@ def test_what_cannot_be_mixed_is_refused(make, words):
 
 
 # --- under decoupled gradient accumulation ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_open_clips_plain_class_is_mixed_exactly(compiled):
+    """With the text module of `CustomTextCLIP` and the same weights, one graph; the plain class decoupled, compiled too."""
+    sizes, mix = [3, 2, 4], Mix(mixes_images=False, weight=0.35)
+    plain, custom = (
+        clip(kind).double().train() for kind in (open_clip.CLIP, open_clip.CustomTextCLIP)
+    )
+    plain.output_dict = custom.output_dict = True
+    names = {name: name.removeprefix("text.") for name in custom.state_dict()}
+    custom.load_state_dict({name: plain.state_dict()[of] for name, of in names.items()})
+    micro_batches, loss_inputs = batches(sizes), mix.loss_inputs(sizes)
+    torch.manual_seed(7)
+    with attached(custom).applied(mix):
+        _, wanted = one_graph(custom, ContrastiveLoss(), micro_batches, **loss_inputs)
+    mixup = attached(plain)
+    torch._dynamo.reset()
+    model = torch.compile(plain, backend="eager", fullgraph=True) if compiled else plain
+    dga = DecoupledGradientAccumulation(model, ContrastiveLoss(), check="always")
+    torch.manual_seed(7)
+    with mixup.applied(mix):
+        dga.backward(micro_batches, **loss_inputs)
+    wanted = {name.removeprefix("text."): gradient for name, gradient in wanted.items()}
+    assert error(gradients(plain), wanted) < EXACT
 
 
 def padded(sizes: list[int]) -> list:

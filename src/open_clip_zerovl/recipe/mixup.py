@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from open_clip import CLIP
+from open_clip.transformer import text_global_pool
 from torch import Tensor, nn
 
 from open_clip_zerovl.core.errors import UserError
@@ -146,15 +148,15 @@ class CoinFlipMixup:
         Call it before torch.compile's first forward pass: a compiled graph ignores a hook that is added later.
 
         Raises:
-            UserError: a model whose text features cannot be mixed: open_clip's plain CLIP class (which has no text module),
-                towers that also return tokens (CoCa); or a second model.
+            UserError: a model whose text features cannot be mixed: no text module, or towers that also return tokens (CoCa);
+                or a second model.
         """
         model = unwrapped(model)[0]
-        tower = getattr(model, "text", None)
+        plain = isinstance(model, CLIP)  # its text tower is spread over the model
+        tower = model if plain else getattr(model, "text", None)
         if not isinstance(tower, nn.Module):
             raise UserError(
-                f"coin-flip mixup mixes text features in a hook on the model's text module, and {type(model).__name__} has "
-                "none; build the model with force_custom_text=True (--force-custom-text), which keeps its weights' meaning."
+                f"coin-flip mixup mixes text features in a hook on the text module, and {type(model).__name__} has none."
             )
         if getattr(tower, "output_tokens", False):
             raise UserError(
@@ -168,9 +170,10 @@ class CoinFlipMixup:
                 "this CoinFlipMixup is attached to another model; detach it first, or make another one."
             )
         self._text = _TextMixing(tower)
-        self._handles = (
-            self._text.on_embeddings() if self.texts == "embeddings" else self._text.on_features()
-        )
+        if self.texts == "embeddings":
+            self._handles = self._text.on_embeddings()
+        else:
+            self._handles = self._text.on_pooled() if plain else self._text.on_features()
 
     def detach(self) -> None:
         """Remove the hook."""
@@ -225,10 +228,38 @@ class _TextMixing:
     def __init__(self, tower: nn.Module) -> None:
         self.tower = tower
         self.weight: Tensor | None = None  # None: texts are not mixed
+        self.tokens: Tensor | None = None
 
     def on_features(self) -> list[Any]:
         """Put the hook on the tower's output; returns its handle."""
         return [self.tower.register_forward_hook(self)]
+
+    def on_pooled(self) -> list[Any]:
+        """Put hooks on the first and the last module of `CLIP`'s texts; returns their handles.
+
+        What follows the last one is linear: it takes a position of each text, and projects. So each position gets the mixture.
+        """
+        return [
+            self.tower.token_embedding.register_forward_pre_hook(self.keep_tokens),
+            self.tower.ln_final.register_forward_hook(self.mix_pooled),
+        ]
+
+    def keep_tokens(self, _: nn.Module, inputs: tuple[Tensor]) -> None:
+        """Keep the tokens (B, L) of texts that are mixed: they tell which position `CLIP` takes."""
+        self.tokens = None if self.weight is None else inputs[0]
+
+    def mix_pooled(self, _: nn.Module, inputs: tuple[Any, ...], states: Tensor) -> Tensor | None:
+        """The mixture of the positions that `CLIP` takes, at each position (B, L, width); None if texts are not mixed."""
+        if self.weight is None:
+            return None
+        tower: Any = self.tower
+        pooled = text_global_pool(
+            states,
+            self.tokens,
+            tower.text_pool_type,
+            eos_token_id=getattr(tower, "text_eos_id", None),
+        )
+        return mix_rows(pooled, self.weight)[:, None].expand_as(states)
 
     def on_embeddings(self) -> list[Any]:
         """Put hooks on the word embeddings of a Hugging Face tower and on its attention mask; returns their handles.
