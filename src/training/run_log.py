@@ -23,7 +23,7 @@ from open_clip_zerovl.data.stats import EpochStats
 from open_clip_zerovl.models.configs import context_length_of
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.report.record import Record, read_record
-from open_clip_zerovl.report.run_page import PAGE, accuracy_words, best_words, write_run_page
+from open_clip_zerovl.report.run_page import PAGE, verdict_words, write_run_page
 from training.console import PROGRESS, Console
 
 REDRAW_SECONDS = 0.5
@@ -78,7 +78,9 @@ class RunLog:
         self._add(
             "start", at, model=facts.args.model, batch=facts.batch, epochs=facts.args.epochs, steps=facts.steps,
             loss_at_chance=facts.loss_at_chance, sources={source.name: source.num_samples for source, _ in facts.sources},
-            settings={name: str(value) for name, value in self.config.given.items()}, resumed=facts.resumed,
+            # `--sampling random` is what named sources get without the flag.
+            settings={name: str(value) for name, value in self.config.given.items() if (name, value) != ("sampling", "random")},
+            resumed=facts.resumed,
             groups=[(part, f"{scale:.3g}", f"{decay:g}", n, f"{size:,}") for part, scale, decay, n, size in facts.groups],
         )  # fmt: skip
 
@@ -214,10 +216,7 @@ class RunLog:
         checkpoint = os.path.join(folder, "checkpoints", f"epoch_{self.args.epochs}.pt")
         lines[0] += f" Checkpoint: {checkpoint}."
         if self._record is not None:
-            record = read_record(folder)
-            lines += filter(
-                None, [best_words(record["retrieval"]), accuracy_words(record["zero-shot"])]
-            )
+            lines += filter(None, [verdict_words(read_record(folder))])
         if page is not None:
             lines.append(f"Page of the run: {page}.")
         lines.append(f"Next: zerovl export {checkpoint} {os.path.join(folder, 'exported')}")

@@ -283,7 +283,7 @@ def test_held_out_pictures_that_share_captions_get_a_sentence(made, tmp_path, di
         prepared_for(f"local-dir:{folder}", "", f"new={tmp_path / 'new'}", sources), [], said.append
     )
     notes = [line for line in said if "positives" in line]
-    expected = "RSUM can reach 80 of 600 at best"
+    expected = "of 600 RSUM can reach at most: new 80."
     assert (len(notes) == 1 and expected in notes[0]) if distinct == 1 else notes == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -100,7 +101,7 @@ def test_the_page(tmp_path):
     page = (tmp_path / "run" / "run.html").read_text()
     assert page.count('src="data:image/png;base64,') == 3  # loss, retrieval, course
     for words in (
-        "Training run run", "tiny. 2 of 2 epochs, 4 x 2 x 1. Ended as planned. Best RSUM: coco 300.0 after epoch 1.",
+        "Training run run", "tiny. 2 of 2 epochs, 4 x 2 x 1. Ended as planned.", "Best RSUM: coco 300.0 after epoch 1.",
         "The loss of 1 logged steps is not a number, first at epoch 1.75.", "coco, best", "coco, last", "own picture at rank 3",
         "a &lt;i&gt;cat&lt;/i&gt;", "<td>a &amp; &lt;b&gt;</td><td>40</td><td>80</td><td>4 no caption (5 %)</td>",
         "<td>b</td><td>20</td><td>40</td><td>none</td>", "<td>--train-data</td><td>&lt;script&gt;</td>",
@@ -220,10 +221,8 @@ def test_chance_stands_on_the_page_of_a_run_that_learned_nothing(tmp_path, monke
     )
     record.add("end", 1.0, how="done", words="")
     page = write_run_page(tmp_path).read_text()
-    assert (
-        "shop: RSUM 90.0 is not above chance (a random order has 80.0, and reaches 130.0)." in page
-    )
-    assert "RSUM can reach 90 of 600 at best" in page and "<td>80.0</td>" in page
+    chance = "Not above chance: shop (RSUM 90.0; a random order has 80.0, and reaches 130.0)."
+    assert chance in page and "<td>80.0</td>" in page
     assert "The loss ends at 2.780; a model that cannot tell pairs apart has 2.770." in page
     monkeypatch.setattr(plot, "png_bytes", lambda figure: figure)
     steps, colours = read_record(tmp_path)["step"], {"shop": "#332288", "web": "#DDCC77"}
@@ -238,4 +237,47 @@ def test_chance_stands_on_the_page_of_a_run_that_learned_nothing(tmp_path, monke
     assert [text.get_text() for text in loss.texts] == [
         "chance 2.77"
     ] and "not from 0" in loss.get_ylabel()
-    assert [text.get_text() for text in retrieval.texts] == ["shop: chance 80.0"]
+    assert [text.get_text() for text in retrieval.texts] == ["chance 80.0"]
+
+
+@pytest.mark.parametrize("given", [{}, {"positives": "caption"}])
+def test_the_page_of_class_folders_begins_with_their_accuracy_and_says_the_ceiling_once(
+    tmp_path, given
+):
+    record = Record(tmp_path, 0.0)
+    record.add("start", 0.0, model="tiny", epochs=1, settings=given)
+    step(record, 0.5, 2.0)
+    recalls = {f"{way}_R@{k}": 0.1 for way in WAYS for k in (1, 5, 10)}
+    bounds = {"rsum": 90.0, "rsum_chance": 12.0, "rsum_chance_upper": 20.0, "rsum_best": 95.0}
+    record.add("retrieval", 1, metrics=dict.fromkeys("abcd", recalls | bounds))
+    record.add("zero-shot", 1, metrics={"shop": {"top1": 0.7, "top1_chance": 0.1}})
+    record.add("end", 1.0, how="done", words="")
+    page = write_run_page(tmp_path).read_text()
+    places = [
+        page.index(words)
+        for words in ("Zero-shot top-1 after epoch 1: shop 70.0 %", "Best RSUM: a 90.0", "tiny. 1 of 1",
+                      "<h2>Zero-shot", "<h2>Retrieval", "<h2>Loss")
+    ]  # fmt: skip
+    assert places == sorted(places)
+    assert page.count("Few captions serve many pictures") == 1
+    assert ("without --positives caption" in page) == (not given)
+
+
+def test_labels_of_chance_do_not_overprint_each_other(monkeypatch):
+    """Four sets whose chance differs by one RSUM on an axis of 600; sets of one size share a label."""
+    monkeypatch.setattr(plot, "png_bytes", lambda figure: figure)
+
+    def labels(*chances: float) -> list:
+        metrics = {
+            str(i): {"rsum": 550.0, "rsum_chance": chance} for i, chance in enumerate(chances)
+        }
+        colours = dict.fromkeys(metrics, "red")
+        (axes,) = charts.evaluation_picture([{"at": 1, "metrics": metrics}], colours).axes
+        return axes.texts
+
+    crowded = labels(12.0, 13.0, 14.0, 15.0)
+    crowded[0].figure.canvas.draw()
+    boxes = sorted((text.get_window_extent() for text in crowded), key=lambda box: box.y0)
+    assert len(boxes) == 4
+    assert all(below.y1 <= above.y0 for below, above in itertools.pairwise(boxes))
+    assert [text.get_text() for text in labels(16.0, 16.0, 16.0)] == ["chance 16.0"]

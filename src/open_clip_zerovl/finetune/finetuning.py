@@ -63,7 +63,7 @@ from open_clip_zerovl.finetune.training import Training, train
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR
 from open_clip_zerovl.models.long_context import CONSTANT, lengthen
 from open_clip_zerovl.recipe.arguments import Settings, as_arguments
-from open_clip_zerovl.report.bounds import LOW_BEST, best_sentence
+from open_clip_zerovl.report.bounds import LOW_BEST, SHARED_CAPTIONS, ceiling_remarks
 from open_clip_zerovl.report.plot import require_matplotlib
 
 REQUEST, SETTINGS = "request.json", "settings.json"
@@ -321,8 +321,8 @@ def _announce(prepared: Prepared, settings: Sequence[Setting], say: Say) -> None
             )
         elif best < LOW_BEST:
             alone = any(source.classes for source in prepared.sources)
-            here = "Training does so by itself." if alone else "Here: --set positives=caption."
-            say(f"note: {name}: {best_sentence(best)} {here}")
+            here = "" if alone else f"{SHARED_CAPTIONS.capitalize()}: --set positives=caption."
+            say(f"note: {' '.join(ceiling_remarks({name: best}))} {here}")
     say("settings (--set FLAG=VALUE replaces one):")
     for setting in settings:
         say(str(setting))

@@ -30,6 +30,7 @@ SOURCE_COLOURS = (
 RIGHT_COLOUR = "#009E73"  # right answers: Okabe and Ito's green, which no model has
 INK, FAINT, GRID = "#222222", "#777777", "#e6e6e6"
 DPI = 160
+LABEL_POINTS = 11  # height of a line of a level's label
 
 
 def require_matplotlib() -> None:
@@ -148,12 +149,32 @@ def mark_base(axes: Any) -> None:
 
 
 def draw_levels(axes: Any, levels: Mapping[str, tuple[float, str]], form: str = "{:.1f}") -> None:
-    """Dotted horizontal lines with a word: label -> (height, colour). Heights that are not finite are left out."""
+    """Dotted horizontal lines with a word: label -> (height, colour). Heights that are not finite are left out.
+
+    Levels of one number share a label; labels that would overprint each other are moved up.
+    """
+    labels: dict[str, tuple[float, list[str]]] = {}
     for label, (height, colour) in levels.items():
         if np.isfinite(height):
             axes.axhline(height, color=colour, linewidth=1, linestyle=":")
-            axes.annotate(plain(f"{label} {form.format(height)}"), (1, height), (-2, 2), xycoords=("axes fraction", "data"),
-                          textcoords="offset points", ha="right", fontsize=8, color=FAINT)  # fmt: skip
+            labels.setdefault(form.format(height), (height, []))[1].append(label)
+    low, high = axes.get_ylim()
+    points = axes.get_window_extent().height * 72 / axes.figure.dpi  # of the whole axis
+    free = -np.inf  # the lowest place above the labels so far, in points
+    for number, (height, names) in sorted(labels.items(), key=lambda item: item[1][0]):
+        place = (height - low) / (high - low) * points
+        shown = max(place + 2, free)
+        free = shown + LABEL_POINTS
+        axes.annotate(
+            plain(f"{', '.join(names)} {number}"),
+            (1, height),
+            (-2, shown - place),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8,
+            color=FAINT,
+        )
 
 
 def top_legend(figure: Any, looks: Mapping[str, Mapping[str, Any]]) -> None:

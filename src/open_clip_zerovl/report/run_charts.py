@@ -95,19 +95,19 @@ def evaluation_picture(
         own = [line for line in evaluations if name in line["metrics"]]
         sums = [scale * number(line["metrics"][name].get(key)) for line in own]
         lines.append(Line(name, [line["at"] for line in own], sums, colours[name], {"marker": "o"}))
-        levels[f"{name}: chance"] = (
-            scale * number(own[-1]["metrics"][name].get(f"{key}_chance")),
-            colours[name],
-        )
+        chance = scale * number(own[-1]["metrics"][name].get(f"{key}_chance"))
+        levels[f"chance, {name}:"] = (chance, colours[name])
+    if len({height for height, _ in levels.values()}) == 1:
+        levels = {"chance": next(iter(levels.values()))}
+    places = {line["at"] for line in evaluations}
 
     def finish(axes: Any) -> None:
-        draw_levels(axes, levels)
         axes.xaxis.get_major_locator().set_params(integer=True)
-        if (
-            len(places := {line["at"] for line in evaluations}) == 1
-        ):  # else matplotlib shows fractions of one epoch
+        if len(places) == 1:  # else matplotlib shows fractions of one epoch
             axes.set_xticks(list(places))
-            axes.set_ylim(bottom=0, top=1.1 * axes.get_ylim()[1])
+            highest = np.nanmax([axes.get_ylim()[1], *(height for height, _ in levels.values())])
+            axes.set_ylim(bottom=0, top=1.1 * highest)
+        draw_levels(axes, levels)
 
     return line_chart(lines, x="epochs", y=label, size=(8.6, 3.2), finish=finish)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable
-from open_clip_zerovl.report.bounds import bounds_remarks
+from open_clip_zerovl.report.bounds import LOW_BEST, SHARED_CAPTIONS, bounds_remarks
 from open_clip_zerovl.report.html import write_page
 from open_clip_zerovl.report.plot import SOURCE_COLOURS, colours_of
 from open_clip_zerovl.report.record import read_examples, read_record
@@ -68,6 +68,7 @@ def write_run_page(folder: str | os.PathLike[str]) -> Path:
         folder / PAGE,
         "run.html",
         title=f"Training run {folder.resolve().name}",
+        verdict=verdict_words(record),
         lead=_lead(record),
         sources=list(sources),
         steps=steps,
@@ -151,8 +152,25 @@ def _lead(record: Mapping[str, list[dict[str, Any]]]) -> str:
         words += [_STATES.get(ends[-1].get("how", ""), ""), str(ends[-1].get("words") or "")]
     else:
         words.append("The record has no end: the run is going on, or was killed.")
-    return " ".join(
-        filter(None, [*words, best_words(record["retrieval"]), accuracy_words(record["zero-shot"])])
+    return " ".join(filter(None, words))
+
+
+def verdict_words(record: Mapping[str, list[dict[str, Any]]]) -> str:
+    """The results in sentences, zero-shot accuracy first; "" if nothing was evaluated."""
+    words = [accuracy_words(record["zero-shot"]), best_words(record["retrieval"])]
+    if _shares_captions(record):
+        words.append(f"{SHARED_CAPTIONS.capitalize()}.")
+    return " ".join(filter(None, words))
+
+
+def _shares_captions(record: Mapping[str, list[dict[str, Any]]]) -> bool:
+    """True if few captions serve many pictures of a set, and the run trained as if they did not."""
+    if not record["start"] or not record["retrieval"]:
+        return False
+    settings = record["start"][-1].get("settings") or {}
+    sets = record["retrieval"][-1]["metrics"].values()
+    return "positives" not in settings and any(
+        number(metrics.get("rsum_best")) < LOW_BEST for metrics in sets
     )
 
 

@@ -589,9 +589,7 @@ def test_a_score_at_chance_and_a_low_best_score_are_sentences():
     low, high = ({**bounds, "rsum": bounds["rsum_chance"] + more} for more in (10.0, 80.0))
     chance, best = bounds_remarks({"shop": low})
     assert chance.startswith(
-        "shop: RSUM 90.0 is not above chance (a random order has 80.0, and reaches 1"
+        "Not above chance: shop (RSUM 90.0; a random order has 80.0, and reaches 1"
     )
-    assert best.startswith(
-        "shop: few captions serve many pictures, so that RSUM can reach 80 of 600 at best"
-    )
+    assert best.endswith("so that of 600 RSUM can reach at most: shop 80.")
     assert bounds_remarks({"shop": high}) == [best] and bounds_remarks({"a": {"rsum": 5.0}}) == []

@@ -43,7 +43,7 @@ from open_clip_zerovl.evaluate.retrieval.metrics import recall_bounds
 from open_clip_zerovl.evaluate.settings import CompareSettings
 from open_clip_zerovl.evaluate.zero_shot.score import labelled_scores
 from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet, open_labelled_set
-from open_clip_zerovl.report.bounds import LOW_BEST, best_sentence
+from open_clip_zerovl.report.bounds import ceiling_remarks
 from open_clip_zerovl.report.html import write_page
 from open_clip_zerovl.report.plot import require_matplotlib
 
@@ -191,12 +191,13 @@ def _samples(
 
 
 def _few_captions(samples: Sequence[SourceSample]) -> list[str]:
-    """A sentence for each source whose held-out pairs share few captions."""
-    held_out, found = [sample for sample in samples if sample.held_out], []
-    for name, rows in rows_by_source(held_out).items():
-        best = recall_bounds([held_out[row].caption for row in rows], range(len(rows)))["rsum_best"]
-        found += [f"{name}: {best_sentence(best)}"] if best < LOW_BEST else []
-    return found
+    """A sentence on the sources whose held-out pairs share few captions."""
+    held_out = [sample for sample in samples if sample.held_out]
+    best = {
+        name: recall_bounds([held_out[row].caption for row in rows], range(len(rows)))["rsum_best"]
+        for name, rows in rows_by_source(held_out).items()
+    }
+    return ceiling_remarks(best)
 
 
 def _by_source(

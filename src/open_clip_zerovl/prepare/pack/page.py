@@ -9,7 +9,7 @@ from typing import Any
 
 from open_clip_zerovl.prepare.pack.report import commands, next_line
 from open_clip_zerovl.prepare.pack.store import Store, Stored
-from open_clip_zerovl.report.bounds import LOW_BEST, best_sentence
+from open_clip_zerovl.report.bounds import LOW_BEST, SHARED_CAPTIONS
 from open_clip_zerovl.report.html import thumbnail, write_page
 from open_clip_zerovl.shards.pictures import BadPicture, decoded, rgb
 
@@ -60,7 +60,7 @@ def write_report_page(
         commands=commands(report, out),
         samples=samples,
         often=figures(often),
-        few_captions=best_sentence(best) if best < LOW_BEST else "",
+        few_captions=SHARED_CAPTIONS if best < LOW_BEST else "",
     )
 
 

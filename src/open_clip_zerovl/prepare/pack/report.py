@@ -20,7 +20,7 @@ from open_clip_zerovl.data.columns import UNMARKED
 from open_clip_zerovl.data.names import FEWEST_PICTURES, SPLITS
 from open_clip_zerovl.prepare.pack.rows import Reader
 from open_clip_zerovl.prepare.pack.store import Store
-from open_clip_zerovl.report.bounds import LOW_BEST, RECALL_KS, best_sentence
+from open_clip_zerovl.report.bounds import LOW_BEST, RECALL_KS, SHARED_CAPTIONS
 
 _EXAMPLES = 5
 _SHOWN_EXAMPLES = 3
@@ -246,7 +246,7 @@ def _repeated_line(report: dict[str, Any]) -> str:
         most = f" ({text!r} at {first['pictures']:,})"
     captions = f"{texts:,} {'text is a caption' if texts == 1 else 'texts are captions'} of several pictures{most}"
     best = report["repeated_captions"]["best_rsum"]
-    few = f"; {best_sentence(best)}" if best < LOW_BEST else ""
+    few = f"; {SHARED_CAPTIONS}" if best < LOW_BEST else ""
     return f"repeated   {captions}; {rows:,} {'row repeats' if rows == 1 else 'rows repeat'} a picture{few}"
 
 
