@@ -173,7 +173,8 @@ class Trainer:
             if self.resumed is not None and self.resumed.epoch == epoch
             else 0
         )
-        data["train"].set_epoch(epoch, start)
+        # open_clip's own data cannot begin in the middle of an epoch, and does not take a step.
+        data["train"].set_epoch(*((epoch, start) if start else (epoch,)))
         checkpoints = StepCheckpoints(
             args, every=self.config.save_every_steps, keep=self.config.keep_checkpoints
         )
