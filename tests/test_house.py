@@ -17,6 +17,7 @@ FLOORS = (
     ("embeddings",),
     ("recipe", "distill", "evaluate", "prepare"),
     ("plan", "training", "align", "finetune"),
+    ("trial",),
     ("cli",),
 )
 # Documented import paths that only hand names on.

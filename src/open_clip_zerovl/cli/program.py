@@ -62,6 +62,10 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
             "models:doctor",
             "whether versions, devices and limits here are fit for training",
         ),
+        "trial": (
+            "trial:trial",
+            "whether a larger batch, debiased batches or the recipe help on your data",
+        ),
         "compare": (
             "evaluate:compare",
             "models on the same held-out pairs: retrieval, source probe, intervals",

@@ -28,6 +28,7 @@ from typing import Any
 
 from open_clip_zerovl.checkpoints.card import ModelCard
 from open_clip_zerovl.checkpoints.export import write_local_dir
+from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.claim import CONTENT, claim, read_claim
 from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import UserError
@@ -165,27 +166,41 @@ def _prepare(request: Request, say: Say) -> Prepared:
 
 
 def _before(request: Request, say: Say) -> str:
-    """The model to start from as `local-dir:FOLDER`; checkpoints, tags and a model with longer captions are exported first."""
-    model, length = request.start.model, request.context_length
-    folder = Path(model.removeprefix(LOCAL_DIR)).expanduser()
-    if (folder / CONFIG_FILE).is_file() and length is None:
+    """The model to start from as `local-dir:FOLDER`."""
+    return starting_folder(
+        request.start,
+        request.out / "before",
+        say,
+        context_length=request.context_length,
+        warn_of_constant=request.given.get("lora") is not None,
+    )
+
+
+def starting_folder(
+    start: Encoder,
+    out: Path,
+    say: Say,
+    *,
+    context_length: int | None = None,
+    warn_of_constant: bool = False,
+) -> str:
+    """A model as `local-dir:FOLDER`; checkpoints, tags and a model with longer captions are exported to `out` first."""
+    folder = Path(start.model.removeprefix(LOCAL_DIR)).expanduser()
+    if (folder / CONFIG_FILE).is_file() and context_length is None:
         return LOCAL_DIR + str(folder.absolute())
-    out = request.out / "before"
     if not (out / CONFIG_FILE).is_file():
-        say(f"exporting {model} to {out}")
-        spec = request.start.spec()
-        loaded: Any = replace(request.start, device="cpu").load()
+        say(f"exporting {start.model} to {out}")
+        spec = start.spec()
+        loaded: Any = replace(start, device="cpu").load()
         network, tokenizer = loaded[0], loaded[2]
-        if length is not None:
-            if (
-                lengthen(network, length, tokenizer.context_length)
-                and request.given.get("lora") is not None
-            ):
+        if context_length is not None:
+            constant = lengthen(network, context_length, tokenizer.context_length)
+            if constant and warn_of_constant:
                 say(CONSTANT)
-            spec.model_cfg["text_cfg"]["context_length"] = length
+            spec.model_cfg["text_cfg"]["context_length"] = context_length
         weights = network.state_dict()
-        card = ModelCard(spec, weights, origin="The model that a fine-tuning started from.")
-        write_local_dir(model, weights, spec, out, card=card)
+        card = ModelCard(spec, weights, origin="The model that a training started from.")
+        write_local_dir(start.model, weights, spec, out, card=card)
     return LOCAL_DIR + str(out.absolute())
 
 

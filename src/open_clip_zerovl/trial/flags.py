@@ -1,0 +1,67 @@
+"""The flags of `zerovl trial`. Imports nothing heavy, so that help comes at once."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from open_clip_zerovl.core.flags import NOT_NEGATIVE, POSITIVE, at_least, flag, positive
+from open_clip_zerovl.finetune.flags import SETS
+
+ARMS = ("plain", "dga", "debiased", "recipe")
+PLAIN = ARMS[0]
+
+
+def arms(text: str) -> tuple[str, ...]:
+    """`plain,dga` as names of arms. With `plain`, to which all others are compared."""
+    names = tuple(dict.fromkeys(text.split(",")))
+    unknown = [name for name in names if name not in ARMS]
+    if unknown or PLAIN not in names or len(names) < 2:
+        raise argparse.ArgumentTypeError(f"give {PLAIN} and one or more of {', '.join(ARMS[1:])}")
+    return names
+
+
+def rates(text: str) -> tuple[float, ...]:
+    """`1e-4,3e-4` as ascending learning rates."""
+    return tuple(sorted({float(word) for word in text.split(",")}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialFlags:
+    """Data, arms and length of a trial."""
+
+    retrieval_data: str | None = flag(
+        None, "test sets (default: those that come with --data, else a part of it)", metavar=SETS
+    )
+    zero_shot_data: str | None = flag(
+        None, "labelled sets, whose zero-shot top-1 is measured too", metavar=SETS
+    )
+    arms: Sequence[str] = flag(
+        (),
+        "plain: open_clip's step at the micro-batch; dga: the exact gradient of a batch that is K times larger; debiased: dga "
+        "with each batch from one source; recipe: debiased with coin-flip mixup (default: all; debiased needs two sources)",
+        kind=arms,
+        metavar="ARM,...",
+    )
+    seeds: int = flag(3, "runs of each arm; a later call may ask for more", range=at_least(2))
+    minutes: float = flag(60.0, "time of all trainings together", range=POSITIVE)
+    equal: str = flag(
+        "time", "what the runs of all arms have the same amount of", choices=("time", "samples")
+    )
+    micro_batch: int = flag(16, "samples in one forward pass", kind=positive, metavar="B")
+    effective_batch: int = flag(
+        0, "batch of dga (default: 256, less where the data is small)", kind=positive, metavar="N"
+    )
+    rates: Sequence[float] = flag(
+        (1e-4, 3e-4, 1e-3),
+        "learning rates; each arm takes the best one on validation pictures (default 1e-4,3e-4,1e-3)",
+        kind=rates,
+        metavar="RATE,...",
+    )
+    margin: float = flag(
+        1.0,
+        "points of mean recall (RSUM / 6); a difference that surely lies within them is no use",
+        range=NOT_NEGATIVE,
+    )
+    gpus: int | None = flag(None, "processes (default: one a GPU)", range=at_least(1))

@@ -1,0 +1,176 @@
+"""`zerovl trial`: stopped and continued, more seeds, refusals. Trainings are stand-ins, but for a slow test."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zlib
+from pathlib import Path
+
+import pytest
+
+from open_clip_zerovl.cli import main
+from open_clip_zerovl.models.build import with_text_model
+from open_clip_zerovl.recipe.arguments import settings_of
+from open_clip_zerovl.shards.members import Sample
+from open_clip_zerovl.shards.writing import write_source
+from open_clip_zerovl.trial import running
+from support.pairs import picture
+from support.tiny_clip import random_model, write_bert, write_run
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A checkpoint of the demo's model, and two sources."""
+    folder = tmp_path_factory.mktemp("trial")
+    bert = write_bert(folder / "bert")
+    settings = {"model": "zerovl-emoji", "text_model": str(bert)}
+    model = random_model(with_text_model("zerovl-emoji", bert), seed=1)
+    write_run(folder / "start", model, settings)
+    for source, first in (("one", 0), ("two", 1000)):
+        pairs = [
+            Sample(f"{n:05d}", {"png": picture(first + n), "txt": f"picture {n}".encode()})
+            for n in range(60)
+        ]
+        write_source(folder / "mine" / source, pairs, shard_size=60)
+    return folder
+
+
+def words(made: Path, out: Path, *more: str) -> list[str]:
+    start = made / "start" / "checkpoints" / "epoch_1.pt"
+    return [
+        "trial", "--from", str(start), "--data", str(made / "mine"), "--out", str(out), "--device", "cpu",
+        "--micro-batch", "4", "--effective-batch", "8", "--rates", "1e-4,1e-3", "--minutes", "0.5", *more,
+    ]  # fmt: skip
+
+
+class Trainings:
+    """Stand-ins for trainings: each writes weights that its flags decide; `left` of them are made before Ctrl-C."""
+
+    def __init__(self, made: Path) -> None:
+        self.bert, self.left = made / "bert", 1000
+        self.flags: list[dict] = []
+
+    def __call__(self, arguments: list[str], processes: int, *, log: Path) -> Trainings:
+        self.flags.append(settings_of(arguments))
+        return self
+
+    def check(self) -> None:
+        if not self.left:
+            raise KeyboardInterrupt
+        self.left -= 1
+        flags = self.flags[-1]
+        own = [flags.get(name, "") for name in ("name", "lr", "seed", "sampling", "dga-steps")]
+        model = with_text_model("zerovl-emoji", self.bert)
+        folder = Path(flags["logs"]) / flags["name"]
+        settings = {"model": "zerovl-emoji", "text_model": str(self.bert)}
+        write_run(folder, random_model(model, seed=zlib.crc32(" ".join(own).encode())), settings)
+        speed = 50.0 if "dga-steps" in flags else 100.0
+        lines = [{"kind": "step", "at": k, "time": k, "samples_per_second": speed} for k in (1, 2)]
+        (folder / "record.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+
+    def stop(self) -> None:
+        pass
+
+
+@pytest.fixture
+def trainings(made, monkeypatch) -> Trainings:
+    stand_in = Trainings(made)
+    monkeypatch.setattr(running, "start_training", stand_in)
+    return stand_in
+
+
+@pytest.fixture(scope="module")
+def whole(made, tmp_path_factory):
+    """The folder and the trainings of a trial of three seeds that was not stopped."""
+    out, trainings = tmp_path_factory.mktemp("whole") / "out", Trainings(made)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "start_training", trainings)
+        main(words(made, out))
+    return out, trainings
+
+
+def table_of(out: Path) -> dict:
+    return {**json.loads((out / "result.json").read_text()), "command": ""}
+
+
+def test_arms_share_everything_but_their_method(whole):
+    _, trainings = whole
+    runs = [one for one in trainings.flags if one["name"].startswith("run-")]
+    assert len(runs) == 4 * 3
+    own = ("sampling", "dga-steps", "dga-retain", "coin-flip-mixup")
+    free = ("lr", "lr-min", "name", "train-data-upsampling-factors", "save-every-steps", *own)
+    shared = [{flag: one[flag] for flag in one if flag not in free} for one in runs]
+    for seed in range(3):
+        of_seed = [one for one in shared if one["seed"] == str(seed)]
+        assert len(of_seed) == 4 and all(one == of_seed[0] for one in of_seed)
+    by_arm = {one["name"].split("-")[1]: [one.get(flag) for flag in own] for one in runs}
+    assert by_arm == {
+        "plain": ["random", None, None, None],
+        "dga": ["random", "2", "auto", None],
+        "debiased": ["debiased", "2", "auto", None],
+        "recipe": ["debiased", "2", "auto", ""],
+    }
+
+
+def test_arms_take_the_same_time(whole):
+    """A sample of dga takes twice the time of one of plain, so that it sees half as many. 4 arms of 2 pilots and 3 runs."""
+    out, _ = whole
+    plan = json.loads((out / "plan.json").read_text())
+    assert plan["samples"] == {"plain": 150, "dga": 75, "debiased": 75, "recipe": 75}
+
+
+def test_each_arm_takes_the_rate_that_is_best_on_validation(whole):
+    out, _ = whole
+    records = [json.loads(file.read_text()) for file in (out / "records").iterdir()]
+    for arm in ("plain", "dga"):
+        own = [one for one in records if one["arm"] == arm]
+        pilots = {one["rate"]: one["scores"]["mean_recall"] for one in own if one["pilot"]}
+        (used,) = {one["rate"] for one in own if not one["pilot"]}
+        assert len(pilots) == 2 and pilots[used] == max(pilots.values())
+
+
+@pytest.mark.parametrize("before", [0, 3, 5, 14])
+def test_a_stopped_trial_ends_with_the_same_table(made, whole, trainings, tmp_path, before):
+    out = tmp_path / "out"
+    trainings.left = before
+    assert main(words(made, out)) == 130
+    trainings.left = 1000
+    main(words(made, out))
+    assert table_of(out) == table_of(whole[0])
+    assert (out / "trial.html").is_file()
+
+
+def test_more_seeds_later_are_added(made, whole, trainings, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(whole[0], out)
+    main(words(made, out, "--seeds", "4"))
+    assert [one["name"].rpartition("-")[2] for one in trainings.flags] == ["3"] * 4
+    assert {row["seeds"] for row in table_of(out)["differences"]} == {"4"}
+
+
+def test_another_trial_in_the_folder_is_refused(made, whole, trainings, capsys):
+    assert main(words(made, whole[0], "--equal", "samples")) == 2
+    assert "was begun with --equal time, and this call has --equal samples" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (("--minutes", "0.01"), "fewer than 8 batches of 8; give --minutes 1 or more"),
+        (("--effective-batch", "64"), "at most the"),
+        (("--image", "timm:x", "--text", "hf:y"), "--from MODEL, or --image ENCODER --text"),
+    ],
+)
+def test_mistakes_end_in_a_sentence(made, trainings, tmp_path, capsys, more, sentence):
+    assert main(words(made, tmp_path / "out", *more)) == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.slow(reason="ten real trainings; the rest of this file stands in for them")
+def test_a_trial_with_real_trainings(made, tmp_path):
+    main(words(made, tmp_path / "out", "--arms", "plain,recipe", "--seeds", "2"))
+    (row,) = [
+        one for one in table_of(tmp_path / "out")["differences"] if one["measure"] == "mean_recall"
+    ]
+    assert row["seeds"] == "2" and row["verdict"]
