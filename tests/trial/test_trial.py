@@ -151,7 +151,9 @@ def test_more_seeds_later_are_added(made, whole, trainings, tmp_path):
 
 def test_another_trial_in_the_folder_is_refused(made, whole, trainings, capsys):
     assert main(words(made, whole[0], "--equal", "samples")) == 2
-    assert "was begun with --equal time, and this call has --equal samples" in capsys.readouterr().err
+    assert (
+        "was begun with --equal time, and this call has --equal samples" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
