@@ -285,9 +285,7 @@ def test_views_are_those_of_training_and_of_a_teacher_of_the_same_data(home, sou
     teacher = embed_sources(data, [HashEncoder()], tmp_path / "taught", settings, progress=False)
     brought = views_of(image, sources, AlignFlags(aug_cfg=flags.aug_cfg), teacher)
     assert (brought.count, brought.seed) == (2, 5)
-    with pytest.raises(
-        UserError, match=r"saw other pictures than this run shows: .*scale=\(0\.3, 1\.0\)"
-    ):
+    with pytest.raises(UserError, match=r"was begun with augmentation .*scale=\(0\.3, 1\.0\)"):
         views_of(image, sources, AlignFlags(), teacher)
     swapped = open_sources(f"b={home / 'b'}::a={home / 'a'}", "")
     with pytest.raises(UserError, match="have the sources a, b; give --data in this order"):

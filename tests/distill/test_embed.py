@@ -164,22 +164,22 @@ def test_samples_that_cannot_be_shown_are_counted_and_have_no_embeddings(tmp_pat
 @pytest.mark.parametrize(
     ("settings", "encoders", "sentence"),
     [
-        ({"views": 3}, [HashEncoder()], "holds embeddings with views 2 and not 3"),
-        ({"seed": 1}, [HashEncoder()], "seed 0 and not 1"),
-        ({"dtype": "bfloat16"}, [HashEncoder()], "dtype float16 and not bfloat16"),
-        ({"image_size": 20}, [HashEncoder()], "another augmentation: RandomResizedCrop"),
+        ({"views": 3}, [HashEncoder()], "was begun with views 2, and this call has views 3"),
+        ({"seed": 1}, [HashEncoder()], "seed 0, and this call has seed 1"),
+        ({"dtype": "bfloat16"}, [HashEncoder()], "dtype float16, and this call has dtype bfloat16"),
+        ({"image_size": 20}, [HashEncoder()], "with augmentation RandomResizedCrop"),
         (
             {"auto_augment": "imagenet"},
             [HashEncoder()],
-            "another augmentation: nothing and not AutoAugment",
+            "no augmentation, and this call has augmentation AutoAugment",
         ),
-        ({}, [HashEncoder("other")], "another model: hash and not other"),
-        ({}, [HashEncoder(), HashEncoder("two")], "another model: nothing and not two"),
-        ({}, [HashEncoder(salt=7)], "other weights, preprocessing or precision of the same model"),
+        ({}, [HashEncoder("other")], "model hash, and this call has model other"),
+        ({}, [HashEncoder(), HashEncoder("two")], "no model, and this call has model two"),
+        ({}, [HashEncoder(salt=7)], "was begun before the content of models changed"),
         (
             {},
             [HashEncoder(size_px=24)],
-            "other weights, preprocessing or precision of the same model",
+            "was begun before the content of models changed",
         ),
     ],
 )
@@ -194,7 +194,7 @@ def test_a_folder_of_other_embeddings_is_refused_by_name(
 
 def test_a_folder_of_other_data_is_refused_by_name(tmp_path, stored, data):
     other = write_data(tmp_path / "b", first=100)
-    with pytest.raises(UserError, match="the sources a and not b"):
+    with pytest.raises(UserError, match="sources a, and this call has sources b"):
         embed_sources(f"b={other}", [HashEncoder()], stored, SETTINGS, progress=False)
     with pytest.raises(UserError, match=r"other data: .*shard 00000\.tar of 'a' differs"):
         embed_sources(f"a={other}", [HashEncoder()], stored, SETTINGS, progress=False)
@@ -214,13 +214,13 @@ def test_a_folder_of_other_data_is_refused_by_name(tmp_path, stored, data):
     [
         (
             {"image_size": 24},
-            r"saw other pictures than this run shows: RandomResizedCrop\(size=\(16, 16\)",
+            r"was begun with augmentation RandomResizedCrop\(size=\(16, 16\)",
         ),
         (
             {"aug_cfg": {"scale": (0.5, 1.0)}},
-            r"RandomResizedCrop\(.*scale=\(0.3, 1.0\).* and not .*\(0.5, 1.0\)",
+            r"RandomResizedCrop\(.*scale=\(0.3, 1.0\).* this call has .*\(0.5, 1.0\)",
         ),
-        ({"pixel_path": "pil"}, "pixel path arrays and not pixel path pil"),
+        ({"pixel_path": "pil"}, "pixel path arrays, and this call has augmentation pixel path pil"),
     ],
 )
 def test_training_with_another_augmentation_is_refused_by_name(stored, data, differing, sentence):
@@ -298,4 +298,4 @@ def test_the_command_tells_time_and_size_and_goes_on_when_called_again(tmp_path,
     )
     assert zerovl(words) == 0 and "0 samples" in capsys.readouterr().out
     assert zerovl([*words[:-2], "--device", "cpu", "--seed", "4"]) == 2
-    assert "seed 0 and not 4" in capsys.readouterr().err
+    assert "seed 0, and this call has seed 4" in capsys.readouterr().err

@@ -62,7 +62,7 @@ def test_a_cache_keeps_the_rows_of_unchanged_files(tmp_path, marks, sizes, expec
 def test_other_facts_or_numbers_make_a_cache_anew_and_are_refused_elsewhere(tmp_path, other):
     filled(tmp_path, manifest())
     with pytest.raises(
-        UserError, match="holds embeddings with (seed 0 and not 1|rows of another width)"
+        UserError, match="was begun with (seed 0, and this call has seed 1|rows float16)"
     ):
         Store.create(tmp_path, manifest(**other))
     assert not Store.create(tmp_path, manifest(**other), cache=True).done.any()

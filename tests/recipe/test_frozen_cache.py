@@ -137,7 +137,7 @@ def test_other_data_under_the_same_names_is_noticed_and_the_rest_kept(tmp_path, 
         found = of(folder, source)
     assert torch.equal(found.get(torch.tensor([[0, 0]])), features[:1]) and len(found) == 1
     assert (
-        "other data: they are of other data: shard 1.tar of 's' differs, or was not there: 1 are kept"
+        "other data: they are of other data: shard 1.tar of 's' differs, or was not there: its embeddings are kept of 1 samples"
         in caplog.text
     )
     os.utime(first, ns=(0, 1))  # the same size, another time

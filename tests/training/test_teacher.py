@@ -232,5 +232,5 @@ def test_training_says_what_is_wrong_with_a_teacher_before_it_starts(place, caps
     done = launch(
         "ours", folder / "tiny.json", words, cwd=folder, status=2
     )  # open_clip's main logs by then
-    assert "saw other pictures than this run shows: RandomResizedCrop(" in done.stderr
+    assert "was begun with augmentation RandomResizedCrop(" in done.stderr
     assert not (folder / "logs" / "refused").exists()

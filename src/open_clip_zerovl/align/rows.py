@@ -47,7 +47,7 @@ from open_clip_zerovl.embeddings.embed import (
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.fingerprint import describe_source
 from open_clip_zerovl.embeddings.sources import SourceSamples, Views, augmentation_of
-from open_clip_zerovl.embeddings.store import ArraySpec, Manifest, Rows, Store
+from open_clip_zerovl.embeddings.store import WEIGHTS, ArraySpec, Manifest, Rows, Store
 
 CAPTIONS = "one-per-epoch"
 
@@ -169,7 +169,7 @@ def embed_tower(
     }
     described = [describe_source(source) for source in sources.opened]
     fingerprints = list(frozen.fingerprints.values())
-    facts: dict[str, Any] = {"use": "align", "model": [tower.name], "fingerprints": fingerprints}
+    facts: dict[str, Any] = {"use": "align", "model": [tower.name], WEIGHTS: fingerprints}
     if image:
         facts["identities"] = "pixels"  # of thumbnails in an earlier release
     if views is not None:

@@ -35,7 +35,7 @@ from open_clip_zerovl.embeddings.embed import embed, missing_units, require_room
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.fingerprint import describe_source
 from open_clip_zerovl.embeddings.sources import SourceSamples, Views, augmentation_of
-from open_clip_zerovl.embeddings.store import Manifest, Store, read_manifest
+from open_clip_zerovl.embeddings.store import WEIGHTS, Manifest, Store, read_manifest
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,7 @@ def embed_sources(
         "captions": settings.captions,
         "augmentation": augmentation_of(transform, settings.pixel_path),
         "model": [teacher.name for teacher in teachers],
-        "fingerprints": [
-            digest for teacher in teachers for digest in teacher.fingerprints.values()
-        ],
+        WEIGHTS: [digest for teacher in teachers for digest in teacher.fingerprints.values()],
     }
     earlier = read_manifest(out)
     known = earlier.marks if earlier else []

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from open_clip_zerovl.core.claim import difference
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.names import caption_fields, caption_sets
 from open_clip_zerovl.data.reading import RawSample
@@ -22,7 +23,6 @@ from open_clip_zerovl.embeddings.store import (
     Manifest,
     Rows,
     Store,
-    first_difference,
 )
 from open_clip_zerovl.shards.marks import content_of, digests_of, file_marks
 
@@ -70,11 +70,11 @@ class TeacherRows:
     ) -> None:
         self.folder, self.manifest, self.digest = store.folder, store.manifest, store.digest
         facts = self.manifest.facts
-        if list(augmentation) != facts["augmentation"]:
+        views = {"augmentation": facts["augmentation"]}
+        if (found := difference(views, {"augmentation": list(augmentation)})) is not None:
             raise UserError(
-                f"the teachers of {self.folder} saw other pictures than this run shows: "
-                f"{first_difference(facts['augmentation'], augmentation)}. Give the run the augmentation and image size "
-                "that the teachers had, or embed anew with those of the run"
+                f"the teacher {self.folder} {found}; give the run the augmentation and image size that the teachers had, or "
+                "embed anew with those of the run"
             )
         held = facts["captions"]
         drawn = tuple(

@@ -20,10 +20,9 @@ import math
 import os
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from open_clip_zerovl.core import claim
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import UNREADABLE, locked, write_atomically
 from open_clip_zerovl.core.identity import digest_of
@@ -40,6 +40,9 @@ from open_clip_zerovl.shards.marks import Mark
 log = logging.getLogger(__name__)
 
 MANIFEST_FILE = "embeddings.json"
+WEIGHTS = (
+    f"{claim.CONTENT}models"  # a key of facts: digests of weights, preprocessing and precision
+)
 FORMAT = 2
 DTYPES = {
     "float32": torch.float32,
@@ -62,7 +65,7 @@ class Manifest:
     """The content of embeddings.json.
 
     Attributes:
-        facts: model and settings by the words of messages. "use" is the program that reads the rows, "fingerprints" are digests
+        facts: model and settings by the words of messages. "use" is the program that reads the rows, WEIGHTS are digests
             of models.
         sources: `fingerprint.describe_source` of each source of the collection.
         arrays: dtype (of DTYPES) and shape by name.
@@ -149,29 +152,20 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def difference(stored: Manifest, wanted: Manifest) -> str | None:
-    """The first difference between the stored and the requested embeddings, or None. A copy of the data is the same data."""
-    for name, value in wanted.facts.items():
-        held = stored.facts.get(name)
-        if held == value:
-            continue
-        if name == "fingerprints":
-            return "other weights, preprocessing or precision of the same model"
-        if isinstance(value, list):
-            return f"another {name}: " + first_difference(held or [], value)
-        return f"{name} {held} and not {value}"
-    names = [[source["name"] for source in of.sources] for of in (stored, wanted)]
-    if names[0] != names[1]:
-        return f"the sources {', '.join(names[0])} and not {', '.join(names[1])}"
+    """`claim.difference` of the stored and the requested embeddings. A copy of the data is the same data."""
+    asked, shapes = [], []
+    for manifest in (stored, wanted):
+        facts = {name: manifest.facts.get(name) for name in wanted.facts}
+        asked.append({**facts, "sources": [source["name"] for source in manifest.sources]})
+        shapes.append(
+            {name: f"{dtype} {shape}" for name, (dtype, shape) in manifest.arrays.items()}
+        )
+    if (found := claim.difference(*asked)) is not None:
+        return found
     for one, other in zip(stored.sources, wanted.sources, strict=True):
         if (found := difference_of_sources(one, other)) is not None:
-            return f"other data: {found}"
-    return None if stored.arrays == wanted.arrays else "rows of another width or number"
-
-
-def first_difference(stored: Sequence[Any], wanted: Sequence[Any]) -> str:
-    """The first pair of entries that differ, in words."""
-    pairs = zip_longest(stored, wanted, fillvalue="nothing")
-    return next((f"{one} and not {other}" for one, other in pairs if one != other), "the same")
+            return f"was begun with other data: {found}"
+    return claim.difference(*shapes)
 
 
 def checksums(rows: np.ndarray) -> np.ndarray:
@@ -313,7 +307,7 @@ class Store:
                 if stored is None:
                     return cls._made(folder, manifest, given or {}, None)
                 if (found := difference(stored, manifest)) is not None:
-                    raise UserError(f"{folder} holds embeddings with {found}; give a new folder")
+                    raise UserError(f"{folder} {found}; {claim.ADVICE}")
                 return cls(folder, stored, mode="r+")
         except OSError as error:
             raise UserError(
@@ -392,11 +386,11 @@ class Store:
                     rows.sums[to] = old.rows[name].sums[of]
                 self.done[to] = old.done[of]
                 kept += int(self.done[to].sum())
-        found = difference(old.manifest, self.manifest) or "changed files"
+        found = difference(old.manifest, self.manifest) or "has changed files"
         log.log(
             logging.INFO if kept else logging.WARNING,
-            "The embeddings in %s are of %s: %s.",
-            self.folder, found, f"{kept} are kept" if kept else "made anew",
+            "%s %s: its embeddings are %s.",
+            self.folder, found, f"kept of {kept} samples" if kept else "made anew",
         )  # fmt: skip
 
     @classmethod

@@ -14,7 +14,7 @@ from open_clip_zerovl.embeddings import reading
 from open_clip_zerovl.embeddings.embed import embed
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.reading import Collection, Sample
-from open_clip_zerovl.embeddings.store import ArraySpec, Manifest, Store
+from open_clip_zerovl.embeddings.store import WEIGHTS, ArraySpec, Manifest, Store
 
 
 def embedded(
@@ -55,7 +55,7 @@ def embedded(
     if captions:
         arrays["0.texts"] = ("float32", (captions, width))
     source = {"name": name, "marks": list(marks), "sizes": list(collection.sizes), "picked": None}
-    manifest = Manifest({"use": use, "fingerprints": list(fingerprints)}, [source], arrays)
+    manifest = Manifest({"use": use, WEIGHTS: list(fingerprints)}, [source], arrays)
     # Each sample has a caption at least, so that as many captions as samples are one each, and their rows are by sample.
     store = Store.create(folder, manifest, cache=True)
     if left := int((~store.done).sum()):

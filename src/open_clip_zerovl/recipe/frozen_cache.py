@@ -34,7 +34,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import seeded
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.embeddings.fingerprint import describe_source
-from open_clip_zerovl.embeddings.store import Manifest, Store
+from open_clip_zerovl.embeddings.store import WEIGHTS, Manifest, Store
 
 
 class FrozenCache:
@@ -75,7 +75,7 @@ class FrozenCache:
                 "use": "a frozen tower",
                 "tower": tower,
                 "dtype": "float32",
-                "fingerprints": [fingerprint],
+                WEIGHTS: [fingerprint],
             },
             [describe_source(source) for source in sources],
             {"features": ("float32", (sum(self._sizes), width))},

@@ -167,13 +167,13 @@ def test_features_of_other_shards_or_weights_are_not_used(model, source, tmp_pat
         [pair for k, v in members for pair in ((k, v), (k[:-3] + "txt", b"x"))],
     )
     with pytest.raises(
-        UserError, match=r"holds embeddings with other data: .*shard 00000\.tar of 'cc' differs"
+        UserError, match=r"was begun with other data: .*shard 00000\.tar of 'cc' differs"
     ):
         cluster(f"cc={tmp_path / 'b' / 'cc'}", str(own), tmp_path / "out", **arguments)
     content = torch.load(own, weights_only=True)
     content["state_dict"]["visual.proj"].neg_()
     torch.save(content, own)
-    with pytest.raises(UserError, match="holds embeddings with other weights"):
+    with pytest.raises(UserError, match="was begun before the content of models changed"):
         cluster(f"cc={tmp_path / 'a' / 'cc'}", str(own), tmp_path / "out", **arguments)
     content["state_dict"]["visual.proj"].fill_(torch.nan)
     torch.save(content, own)
@@ -195,7 +195,9 @@ def test_features_do_not_depend_on_batches_or_workers(clustered, model, source, 
     for kind in ("text", "both"):
         cluster(source, model, tmp_path, **dict(other, features=kind, workers=0))
         assert np.load(tmp_path / f"features-{kind}/0.texts.npy").shape == (45, 24)
-    with pytest.raises(UserError, match="holds embeddings with the sources cc and not other"):
+    with pytest.raises(
+        UserError, match="was begun with sources cc, and this call has sources other"
+    ):
         cluster(source.replace("cc=", "other="), model, tmp_path, **dict(other, features="text"))
 
 

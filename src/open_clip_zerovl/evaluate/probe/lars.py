@@ -27,6 +27,7 @@ from timm.optim.lars import Lars
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from open_clip_zerovl.core.claim import ADVICE, CONTENT, difference
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import save_atomically
 from open_clip_zerovl.core.randomness import STREAMS_VERSION, Purpose, stream_seed
@@ -138,13 +139,13 @@ def train_lars(
     batch = min(settings.batch_size, len(images))
     per_epoch = len(images) // batch
     steps = per_epoch * settings.epochs
-    fingerprint = [
-        tower_digest_of(tower, transform, tower_settings),
-        images.fingerprint(),
-        list(classes),
-        recorded_settings(settings, tower_settings),
-        STREAMS_VERSION,
-    ]
+    request = {
+        f"{CONTENT}the model": tower_digest_of(tower, transform, tower_settings),
+        f"{CONTENT}the data set": images.fingerprint(),
+        "classes": list(classes),
+        **recorded_settings(settings, tower_settings),
+        "release": STREAMS_VERSION,
+    }
     with torch.no_grad():
         width = tower(transform(images.image(0))[None].to(tower_settings.device)).shape[1]
     head = linear_head(width, len(classes), settings.seed, batch_norm=settings.batch_norm).to(
@@ -153,7 +154,7 @@ def train_lars(
     optimizer = lars(head, settings)
     history: list[dict[str, float]] = []
     if state_file.is_file():
-        history = _load_state(state_file, fingerprint, head, optimizer)
+        history = _load_state(state_file, request, head, optimizer)
         log.info("Going on after epoch %d of %d (%s).", len(history), settings.epochs, state_file)
 
     bar = tqdm(
@@ -191,7 +192,7 @@ def train_lars(
             f"loss {history[-1]['loss']:.3f}, test {100 * history[-1]['test_accuracy']:.1f} %"
         )
         state = {"head": head.state_dict(), "optimizer": optimizer.state_dict(), "history": history}
-        save_atomically({"fingerprint": json.dumps(fingerprint), **state}, state_file)
+        save_atomically({"request": json.dumps(request), **state}, state_file)
     return head.eval(), history
 
 
@@ -251,15 +252,13 @@ def _train_epoch(
 
 
 def _load_state(
-    file: Path, fingerprint: list[Any], head: nn.Module, optimizer: torch.optim.Optimizer
+    file: Path, request: dict[str, Any], head: nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[dict[str, float]]:
     """The history of a state file, whose weights and optimizer state are put into `head` and `optimizer`."""
     state = torch.load(file, weights_only=True, map_location="cpu")
-    if json.loads(state.get("fingerprint", "null")) != fingerprint:
-        raise UserError(
-            f"{file} belongs to a probe of another model, data set or other settings, or of another release; give another "
-            "--out, or remove it"
-        )
+    stored = json.loads(state.get("request", "{}"))
+    if (found := difference(stored, json.loads(json.dumps(request)))) is not None:
+        raise UserError(f"{file} {found}; {ADVICE}")
     head.load_state_dict(state["head"])
     optimizer.load_state_dict(state["optimizer"])
     return state["history"]

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 
 from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.core.claim import ADVICE
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.data.clusters import Clustering, save_clustering
@@ -38,6 +39,7 @@ from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.fingerprint import describe_source
 from open_clip_zerovl.embeddings.sources import SourceSamples
 from open_clip_zerovl.embeddings.store import (
+    WEIGHTS,
     ArraySpec,
     Manifest,
     Rows,
@@ -191,7 +193,7 @@ def _embedded(
     facts = {
         "use": "clusters",
         "model": [model.name],
-        "fingerprints": list(model.fingerprints.values()),
+        WEIGHTS: list(model.fingerprints.values()),
     }
     # Of pictures, of captions: the folder's clusters are of one model and source.
     earlier = {
@@ -204,7 +206,7 @@ def _embedded(
     for other, stored in earlier.items():
         found = difference(replace(stored, arrays=arrays), manifest)
         if found is not None:
-            raise UserError(f"{other} holds embeddings with {found}: give a new folder with --out")
+            raise UserError(f"{other} {found}; {ADVICE}")
     store = Store.create(folder, manifest)
     embed(
         store,

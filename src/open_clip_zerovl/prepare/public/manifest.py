@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from open_clip_zerovl.core.claim import ADVICE, difference
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import locked, write_atomically
 from open_clip_zerovl.core.identity import sha256_of
@@ -145,12 +146,9 @@ def begin(
             )
             write_atomically(folder / MANIFEST_FILE, json.dumps(head, indent=1) + "\n")
             return
-    for name, value in head.items():
-        if known.get(name) != value:
-            raise UserError(
-                f"{folder} was begun with {name} {_short(known.get(name))}, and this call has {_short(value)}: "
-                "give a new folder, or repeat the earlier call."
-            )
+    found = difference({name: known.get(name) for name in head}, head)
+    if found is not None:
+        raise UserError(f"{folder} {found}; {ADVICE}")
 
 
 def rebuild(folder: Path, *, shard_count: int | None = None) -> dict[str, Any]:
@@ -222,8 +220,3 @@ def _load(file: Path) -> dict[str, Any]:
             f"{file} was not written by this program: remove it and call the command again."
         )
     return content
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 300 else text[:300] + "..."
