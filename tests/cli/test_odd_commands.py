@@ -122,6 +122,7 @@ RUNS = [
 EXPORTS = {
     "wordylayers": lambda config: config["model_cfg"]["vision_cfg"].update(layers="x"),
     "wordymean": lambda config: config["preprocess_cfg"].update(mean="x"),
+    "shortmean": lambda config: config["preprocess_cfg"].update(mean=[0.5]),
     "negativewidth": lambda config: config["model_cfg"].update(embed_dim=-4),
     "zerowidth": lambda config: config["model_cfg"]["vision_cfg"].update(head_width=0),
     "cutweights": lambda config: None,
@@ -154,6 +155,7 @@ ODD = {
     # models
     "retrieval wordylayers --data set": "cannot load .*wordylayers",
     "retrieval wordymean --data set": "has a mean of 'x'",
+    "retrieval shortmean --data set": r"has a mean of \[0.5\]",
     "retrieval negativewidth --data set": "cannot load",
     "retrieval zerowidth --data set": "cannot load",
     "retrieval cutweights --data set": "cannot load",
@@ -190,6 +192,16 @@ ODD = {
     "data cc3m --out d1 --source file": "is not a list of captions",
     "data coco --out d2 --source karpathy.json": "does not have the form of Karpathy's images",
     "plan --model local-dir:nope --train-data a=a": "folder nope does not exist",
+    # flags that the way taken does not read
+    "interpolate exp exp --out i --split val": "--split needs --data",
+    "interpolate exp exp --out i --captions all": "--captions needs --data",
+    "interpolate exp exp --out i --alphas 0.1,0.2": "--alphas needs --data",
+    "interpolate exp exp --out i --kept a=set": "--kept needs --data",
+    f"{ZERO} probe --label json:x": "--label json:x is for shards",
+    f"{PROBE} q1 --label json:x": "--label json:x is for shards",
+    f"{PROBE} q2 --epochs 3": "--epochs is for --way paper, and --way is quick",
+    f"convert run/{EPOCH} out --normalization half": "--normalization needs --image-model",
+    f"convert run/{EPOCH} out --image-size 64": "--image-size needs --image-model",
     # numbers
     f"{SCORE} --batch-size 0": "0 is too small; give 1 or more",
     f"{SCORE} --workers -1": "-1 is too small; give 0 or more",
@@ -253,6 +265,10 @@ def test_version_prints_the_release(capsys):
         (
             "search a b c d --zzzz",
             "there is no flag --zzzz; `zerovl search --help` lists the flags",
+        ),
+        (
+            "data pack x --ot y",
+            "there is no flag --ot; did you mean --out?",
         ),
         ("export a b c", "unexpected argument 'c'; write it as --flag value"),
         (

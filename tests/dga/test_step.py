@@ -616,6 +616,8 @@ def test_refused_outputs():
     ]:
         with pytest.raises(UserError, match=message):
             DecoupledGradientAccumulation(Returns(outputs), ClipLoss()).backward(batches([2]))
+    without_bias = Returns({"logit_bias": None})
+    DecoupledGradientAccumulation(without_bias, ClipLoss()).backward(batches([2]))
 
 
 def test_a_failure_leaves_the_model_as_it_was():

@@ -160,13 +160,19 @@ OUT_OF_RANGE = {
 }  # fmt: skip
 
 
+ITS_NEEDS = {
+    "--dga-retain": ["--dga-steps", "4"],
+    "--keep-checkpoints": ["--save-every-steps", "5"],
+}
+
+
 @pytest.mark.parametrize("option", OUT_OF_RANGE)
 def test_training_and_plan_refuse_a_value_in_the_same_words(option):
     line = [*DATA, "--model", "RN50", "--coin-flip-mixup", option, OUT_OF_RANGE[option]]
     sentences = []
     for read in (parse, lambda line: PlanSettings(**without_json(parse_plan(line)))):
         with pytest.raises(UserError) as caught:
-            read([*line, *(["--dga-steps", "4"] if option == "--dga-retain" else [])])
+            read([*line, *ITS_NEEDS.get(option, [])])
         sentences.append(str(caught.value))
     assert (
         sentences[0] == sentences[1]
@@ -232,6 +238,9 @@ word | unexpected argument 'word'; write it as --flag value
 --freeze-norm-statistics --use-bn-sync | --use-bn-sync does not work with --freeze-norm-statistics: it replaces
 --cache-frozen /c | --cache-frozen needs one frozen tower: --freeze image or --freeze text
 --shard-cache-gib 5 | --shard-cache-gib needs --shard-cache
+--keep-checkpoints 5 | --keep-checkpoints needs --save-every-steps
+--dga-check always | --dga-check needs --dga-steps of 2 or more
+--retrieval-frequency 2 | --retrieval-frequency needs --retrieval-data or --zero-shot-data
 --retrieval-captions all | --retrieval-captions needs --retrieval-data
 --retrieval-transform paper | --retrieval-transform needs --retrieval-data
 """

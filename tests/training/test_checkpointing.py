@@ -357,10 +357,9 @@ def test_a_model_of_ones_own_is_read_wherever_its_run_is(tmp_path):
         )
         if where != "checkpoint":
             (folder / f"{name}.json").write_text(json.dumps(config if where == "run" else edited))
-        assert (
-            read_model_spec(folder / "checkpoints" / "epoch_1.pt").model_cfg["text_cfg"]
-            == CLIP_TEXT
-        )
+        for model in (None, name):  # `zerovl export CKPT DIR --model NAME`
+            spec = read_model_spec(folder / "checkpoints" / "epoch_1.pt", model=model)
+            assert spec.model_cfg["text_cfg"] == CLIP_TEXT
 
 
 @pytest.mark.parametrize("length", [scratch.LONGEST, scratch.LONGEST + 1])

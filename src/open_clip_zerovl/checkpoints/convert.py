@@ -108,7 +108,7 @@ def convert_checkpoint(
     image_model: str | None = None,
     text_model: str | None = None,
     image_size: int | None = None,
-    normalization: str = "imagenet",
+    normalization: str | None = None,
     verify: bool = False,
     force: bool = False,
 ) -> Path:
@@ -122,7 +122,8 @@ def convert_checkpoint(
         text_model: folder or hub name of the Hugging Face text tower: its config and its tokenizer.
         image_size: side in pixels of the images that the folder's model takes. None takes the size that the position
             embedding was trained for; for another size the embedding is interpolated.
-        normalization: of images: `imagenet` (the released 14M weights) or `half`, 0.5 for both (100M).
+        normalization: of images: `imagenet` (the released 14M weights; also None) or `half`, 0.5 for both (100M). A run's
+            `params.txt` gives its own.
         verify: compare embeddings of the written folder with those of the checkpoint's own towers; the weights of a run with
             `params.txt`, which keep their names, are compared tensor by tensor in any case.
         force: replace an earlier export in `out_dir`.
@@ -139,16 +140,18 @@ def convert_checkpoint(
     log.info("reading %s", checkpoint)
     weights = read_state_dict(checkpoint)
     if not _is_released(weights) and image_model is None and read_params(checkpoint):
-        if image_size is not None:
-            raise UserError(
-                "--image-size needs --image-model; without both, the run's params.txt gives the size"
-            )
+        for flag, value in (("--image-size", image_size), ("--normalization", normalization)):
+            if value is not None:
+                raise UserError(
+                    f"{flag} needs --image-model; without both, the run's params.txt gives it"
+                )
         # The export compares every tensor and the tokens itself.
         return export_local_dir(checkpoint, out_dir, text_model=text_model, force=force)
     if image_model is None or text_model is None:
         raise UserError(
             f"{checkpoint} does not say which models it holds: name them with --image-model and --text-model"
         )
+    normalization = normalization or "imagenet"
     encoder = split_weights(weights, checkpoint)
     trunk, timm_name = _timm_skeleton(image_model)
     trained_side, patch = _trained_side(encoder.image, checkpoint)

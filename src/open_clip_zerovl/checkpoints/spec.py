@@ -116,11 +116,12 @@ def read_model_spec(
     """
     checkpoint = Path(checkpoint)
     params = read_params(checkpoint)
+    own_config = str(params.get("model_config") or "")
     name = model or params.get("model")
     if not name:
         raise UserError(f"no params.txt beside {checkpoint} names its model: give the model's name")
-    if params.get("model_config") and not model:
-        name = _register_own(str(params["model_config"]), checkpoint)
+    if own_config and model in (None, params.get("model"), Path(own_config).stem):
+        name = _register_own(own_config, checkpoint)
     return spec_of_run(str(name), params, text_model or params.get("text_model"))
 
 

@@ -15,7 +15,8 @@ from open_clip_zerovl.cli.shared import (
     encoders_of,
     name_sides,
 )
-from open_clip_zerovl.core.flags import add_settings, positive, settings_from
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.flags import add_settings, flags_of, positive, settings_from
 from open_clip_zerovl.evaluate.settings import (
     CompareSettings,
     LarsSettings,
@@ -129,6 +130,13 @@ def linear_probe(parser: argparse.ArgumentParser) -> Run:
         from open_clip_zerovl.evaluate.probe.linear_probe import run_linear_probe
 
         settings = settings_from(LarsSettings, arguments)
+        changed = [
+            each.option
+            for each in flags_of(LarsSettings)
+            if each.name != "seed" and getattr(settings, each.name) != each.default
+        ]
+        if arguments.way == "quick" and changed:
+            raise UserError(f"{changed[0]} is for --way paper, and --way is quick; leave it out")
         arguments.batch_size = arguments.micro_batch
         run_linear_probe(
             encoder_of(arguments, arguments.model),

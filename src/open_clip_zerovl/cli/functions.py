@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from open_clip_zerovl.cli.program import Parser, define
 from open_clip_zerovl.cli.results import Aligned, Hits, Packed, Run, Scores, Tuned
 from open_clip_zerovl.cli.train import take_gpus
-from open_clip_zerovl.core.errors import UserError, argparse_sentence
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.launch import follow_training
 from open_clip_zerovl.recipe.arguments import REPEATED
 
@@ -137,9 +137,7 @@ TASKS = ("retrieval", "zero-shot")
 
 class _CallParser(Parser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(
-            argparse_sentence(message, self._option_string_actions, f"{self.prog} --help")
-        )
+        raise UserError(self.sentence(message))
 
 
 def call(command: str, *words: Model, **flags: Any) -> Any:

@@ -127,11 +127,12 @@ def interpolate(parser: argparse.ArgumentParser) -> Run:
             run_interpolation,
         )
 
-        for name in ("kept", "rule"):
-            if arguments.data is None and getattr(arguments, name) is not None:
-                raise UserError(
-                    f"--{name} needs --data NAME=SET, retrieval sets of the new ability"
-                )
+        if arguments.data is None:
+            for action in curve._group_actions:
+                if getattr(arguments, action.dest) != action.default:
+                    raise UserError(
+                        f"{action.option_strings[0]} needs --data NAME=SET, retrieval sets of the new ability"
+                    )
         if arguments.data is not None and arguments.alpha is not None:
             raise UserError(
                 f"--alpha {arguments.alpha:g} does not work with --data, which chooses alpha; give --alphas, or leave one out"
@@ -319,8 +320,7 @@ def convert(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument(
         "--normalization",
         choices=("imagenet", "half"),
-        default="imagenet",
-        help="mean and deviation: imagenet for the released 14M weights, half (0.5) for 100M (default %(default)s)",
+        help="mean and deviation: imagenet for the released 14M weights (the default), half (0.5) for 100M",
     )
     parser.add_argument(
         "--verify",

@@ -240,7 +240,20 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
+    def parse_args(self, args=None, namespace=None):
+        """As argparse's; a misspelt flag is named before a required one that it may stand for."""
+        self._words = list(args or ())
+        return super().parse_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         """End with status 2 after one sentence."""
-        sentence = argparse_sentence(message, self._option_string_actions, f"{self.prog} --help")
-        self.exit(2, f"zerovl: error: {sentence}\n")
+        self.exit(2, f"zerovl: error: {self.sentence(message)}\n")
+
+    def sentence(self, message: str) -> str:
+        """The sentence for argparse's message."""
+        if "are required: " in message:
+            flags = [word.partition("=")[0] for word in self._words if word.startswith("--")]
+            unknown = [flag for flag in flags if flag not in self._option_string_actions]
+            if unknown:
+                message = f"unrecognized arguments: {unknown[0]}"
+        return argparse_sentence(message, self._option_string_actions, f"{self.prog} --help")

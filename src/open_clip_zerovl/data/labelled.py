@@ -117,6 +117,12 @@ def open_probe_set(spec: str | os.PathLike[str], role: str, *, label: str = "cls
     spec = os.fspath(spec)
     if role not in ROLES:
         raise UserError(f"a probe set is for {' or '.join(ROLES)}, not {role!r}")
+    path = Path(spec).expanduser()
+    in_folders = path.is_dir() and not any(path.glob("*.tar"))
+    if label != "cls" and (in_folders or is_dataset(spec)):
+        raise UserError(
+            f"--label {label} is for shards, and {spec} has a folder or a list for its classes; leave it out"
+        )
     if is_dataset(spec):
         kind, _, root = spec.partition(":")
         if kind not in _DATASETS:
@@ -124,8 +130,7 @@ def open_probe_set(spec: str | os.PathLike[str], role: str, *, label: str = "cls
                 f"{spec!r} names the unknown dataset {kind!r}; known: {', '.join(_DATASETS)}, or give a folder"
             )
         return _open_dataset(kind, Path(root).expanduser(), role)
-    path = Path(spec).expanduser()
-    if path.is_dir() and not any(path.glob("*.tar")):
+    if in_folders:
         return _read_folder(path)
     shards = [Path(shard) for shard in expand_shards(str(path))]
     if missing := [shard for shard in shards if not shard.is_file()]:

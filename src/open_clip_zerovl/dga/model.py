@@ -204,6 +204,8 @@ def checked_outputs(outputs: Any, rows: dict[str, int], *, others_used: bool = F
             "The model must return a dict with image_features, text_features and logit_scale, or a pair of features, but "
             f"returned {seen}; create open_clip models with output_dict=True, or wrap the model in an adapter (docs/dga.md)."
         )
+    # open_clip's models return None for a feature that was not asked for, and other models for a bias that they lack.
+    outputs = {name: out for name, out in outputs.items() if out is not None or name in rows}
     extra = sorted(outputs.keys() - {*FEATURES, *SCALARS, *rows})
     if extra and not others_used:
         raise UserError(

@@ -55,7 +55,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     for name in ("mean", "std"):
         values = preprocess_cfg.get(name)
         if values is not None and not (
-            isinstance(values, list) and all(isinstance(v, (int, float)) for v in values)
+            isinstance(values, list)
+            and len(values) == 3
+            and all(isinstance(v, (int, float)) for v in values)
         ):
             raise UserError(
                 f"{file} has a {name} of {values!r} in its 'preprocess_cfg'; it is a list of three numbers"

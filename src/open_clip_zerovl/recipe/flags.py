@@ -293,6 +293,7 @@ class DgaFlags:
         "first",
         "when to compare the replayed forward pass with the first one",
         choices=("first", "always", "never"),
+        needs=(Requirement("--dga-steps of 2 or more", lambda given: (given.dga_steps or 1) > 1),),
         planned=False,
     )
     sort_text: bool = flag(
@@ -706,8 +707,14 @@ class CheckpointFlags:
         ),
     )
     keep_checkpoints: int = flag(
-        2, "step checkpoints kept", metavar="N", range=at_least(1)
-    )  # fmt: skip
+        2,
+        "step checkpoints kept",
+        metavar="N",
+        range=at_least(1),
+        needs=(
+            Requirement("--save-every-steps", lambda given: given.save_every_steps is not None),
+        ),
+    )
 
 
 _SETS = Requirement("--retrieval-data", lambda given: given.retrieval_data is not None)
@@ -733,6 +740,12 @@ class RetrievalFlags:
         "epochs between evaluations on these sets",
         metavar="EPOCHS",
         range=at_least(1, "epoch"),
+        needs=(
+            Requirement(
+                "--retrieval-data or --zero-shot-data",
+                lambda given: given.retrieval_data is not None or given.zero_shot_data is not None,
+            ),
+        ),
         planned=False,
     )
     retrieval_transform: str = flag(

@@ -14,7 +14,7 @@ from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.evaluate.zero_shot.sets import open_labelled_set
 from open_clip_zerovl.prepare.pack.report import RELEASED, commands, lines, next_line
 from open_clip_zerovl.prepare.pack.rows import Columns
-from open_clip_zerovl.prepare.pack.samples import ZERO_SHOT_TEMPLATES
+from open_clip_zerovl.prepare.pack.samples import ZERO_SHOT_TEMPLATES, class_caption
 from support.pairs import picture, samples_of
 
 CLASSES = ("hat", "sun_hat", "shoe")
@@ -311,3 +311,17 @@ def test_a_training_on_classes_takes_captions_as_positives(packed, tmp_path, mon
     monkeypatch.setattr("open_clip_zerovl.prepare.pack.report.FEWEST", 1)
     found = packed(class_folders(tmp_path / "in"))
     assert "--positives caption" in commands(found, tmp_path / "out")[-1]
+
+
+@pytest.mark.parametrize(
+    ("template", "label", "caption"),
+    [
+        ("a photo of a {}.", "elephant", "a photo of an elephant."),
+        ("A {} in a game", "Apple pie", "An Apple pie in a game"),
+        ("a photo of a {}.", "hat", "a photo of a hat."),
+        ("art of the {}.", "eagle", "art of the eagle."),
+        ("alpha {}", "eagle", "alpha eagle"),
+    ],
+)
+def test_the_article_fits_the_class(template, label, caption):
+    assert class_caption(template, label) == caption

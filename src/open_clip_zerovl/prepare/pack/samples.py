@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -159,6 +160,13 @@ class FolderReader(SampleReader):
             yield row
 
 
+def class_caption(template: str, label: str) -> str:
+    """A template with a class in place of `{}`; "a" before it becomes "an" where the class begins with a vowel's letter."""
+    if label[:1].lower() in tuple("aeiou"):
+        template = re.sub(r"\b([Aa]) \{\}", r"\1n {}", template)
+    return template.replace("{}", label)
+
+
 class ClassReader(Reader):
     """Pictures in folders of classes, `CLASS/1.jpg` or `SOURCE/CLASS/1.jpg`. A class is called as its folder, without `_`.
 
@@ -208,7 +216,7 @@ class ClassReader(Reader):
             name = str(file.relative_to(self.path))
             inside, split = self.splits(name)
             label = self._class(name).replace("_", " ")
-            captions = [template.replace("{}", label) for template in self.captions]
+            captions = [class_caption(template, label) for template in self.captions]
             source = Path(inside).parts[-3:][0]
             yield PairRow(str(file), captions, name, 0, source, name=name, label=label, split=split)
 
