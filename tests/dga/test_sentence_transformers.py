@@ -116,6 +116,57 @@ def test_a_loss_on_mini_batches_has_the_gradient_of_the_batch(folder, kind):
     )
 
 
+WITHOUT_DROPOUT = {
+    "symmetric": (lambda model, _: losses.MultipleNegativesSymmetricRankingLoss(model), 2, None),
+    "GIST with a guide": (lambda model, guide: losses.GISTEmbedLoss(model, guide), 2, None),
+    "GIST, hard negatives": (lambda model, guide: losses.GISTEmbedLoss(model, guide), 3, None),
+    "AnglE": (lambda model, _: losses.AnglELoss(model), 2, scores),
+    "Matryoshka": (
+        lambda model, guide: losses.MatryoshkaLoss(
+            model, losses.GISTEmbedLoss(model, guide), [4, 8], n_dims_per_step=-1
+        ),
+        3,
+        None,
+    ),
+    "labels": (lambda model, _: losses.OnlineContrastiveLoss(model), 2, (scores > 0.5).long()),
+}
+CACHED = {
+    "symmetric": lambda model, _: losses.CachedMultipleNegativesSymmetricRankingLoss(
+        model, mini_batch_size=MINI
+    ),
+    "GIST with a guide": lambda model, guide: losses.CachedGISTEmbedLoss(
+        model, guide, mini_batch_size=MINI
+    ),
+    "GIST, hard negatives": lambda model, guide: losses.CachedGISTEmbedLoss(
+        model, guide, mini_batch_size=MINI
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_DROPOUT)
+def test_the_librarys_losses_as_they_are_and_as_it_caches_them(folder, kind):
+    """Without dropout: the plain loss on the whole batch is the reference, for the library's cached loss, too."""
+    make, count, labels = WITHOUT_DROPOUT[kind]
+    model, guide = tiny(folder).eval(), tiny(folder).eval()
+    with torch.no_grad():
+        for parameter in guide.parameters():
+            parameter.add_(0.01 * torch.ones_like(parameter).cumsum(-1).sin())
+    features = columns(model, count)
+
+    def step(loss):
+        model.zero_grad()
+        value = loss([dict(column) for column in features], labels)
+        value.backward()
+        return value.item(), gradients(model)
+
+    value, wanted = step(make(model, guide))
+    found, ours = step(DecoupledLoss(make(model, guide), MINI, check="always"))
+    assert abs(found - value) < 1e-12 and error(ours, wanted) <= EXACT
+    if kind in CACHED:
+        _, theirs = step(CACHED[kind](model, guide))
+        assert error(theirs, wanted) <= EXACT
+
+
 def test_with_other_masks_in_the_second_pass_it_is_wrong(folder):
     """The negative control: the dropout of this model shows in the gradient."""
     model = tiny(folder)
@@ -155,12 +206,18 @@ def test_what_a_loss_learns_itself(folder):
 def test_what_cannot_be_used_gets_a_sentence(folder):
     model = tiny(folder)
     cached = losses.CachedMultipleNegativesRankingLoss(model)
-    with pytest.raises(
-        UserError,
-        match="CachedMultipleNegativesRankingLoss does not compute its loss from embeddings",
-    ):
-        DecoupledLoss(cached)
     plain = losses.MultipleNegativesRankingLoss(model)
+    for loss in (cached, losses.MatryoshkaLoss(model, cached, [4])):
+        with pytest.raises(
+            UserError, match=r"RankingLoss|MatryoshkaLoss has mini-batches of its own"
+        ):
+            DecoupledLoss(loss)
+    with pytest.raises(
+        UserError, match="AdaptiveLayerLoss needs the outputs of the model's layers"
+    ):
+        DecoupledLoss(losses.AdaptiveLayerLoss(model, plain))
+    with pytest.raises(UserError, match="Linear has no model"):
+        DecoupledLoss(nn.Linear(2, 2))
     with pytest.raises(
         UserError, match="mini_batch_size must be a positive number of samples, but is 0"
     ):

@@ -1,7 +1,7 @@
 """Decoupled gradient accumulation under sentence-transformers' trainer: its own losses, on a batch that does not fit at once.
 
 `DecoupledLoss` is put around a loss and given to `SentenceTransformerTrainer` in its place. It imports nothing of that
-library; it uses a loss' `model` and `compute_loss_from_embeddings(embeddings, labels)`.
+library. In phase (2) it calls the loss itself, whose `model` then returns the embeddings of phase (1).
 
 Shapes: `n` samples a batch (the trainer's `per_device_train_batch_size`), `C` columns of the data set (anchor, positive,
 negatives ...), `D` width of an embedding.
@@ -10,6 +10,7 @@ negatives ...), `D` width of an embedding.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,13 +31,14 @@ class DecoupledLoss(nn.Module):
         trainer = SentenceTransformerTrainer(model=model, args=args, train_dataset=dataset, loss=loss)
 
     Args:
-        loss: a loss on a batch's embeddings, with `model` and `compute_loss_from_embeddings`.
+        loss: a loss with `model`, whose value depends on the batch's embeddings, labels and tokens (a guide model reads them,
+            on the whole batch without graph): MultipleNegativesRankingLoss, GISTEmbedLoss, CoSENTLoss, MatryoshkaLoss ...
         mini_batch_size: samples of each column that are forwarded at once.
         retain: mini-batches whose graph is kept, which are not forwarded twice; "auto" for the largest number that fits.
         check: compare replayed with cached embeddings "first", "always" or "never" (see `DecoupledGradientAccumulation`).
 
     Raises:
-        UserError: a loss without these two names, such as one that is cached already.
+        UserError: a loss without a model, one that has mini-batches of its own, or one that needs the model's layers.
     """
 
     def __init__(
@@ -48,13 +50,19 @@ class DecoupledLoss(nn.Module):
         check: str = "first",
     ) -> None:
         super().__init__()
-        if not callable(getattr(loss, "compute_loss_from_embeddings", None)) or not hasattr(
-            loss, "model"
-        ):
-            raise UserError(
-                f"{type(loss).__name__} does not compute its loss from embeddings (it has no compute_loss_from_embeddings and "
-                "model), as decoupled gradient accumulation needs; MultipleNegativesRankingLoss, for one, does."
-            )
+        if not isinstance(getattr(loss, "model", None), nn.Module):
+            raise UserError(f"{type(loss).__name__} has no model of which it takes the embeddings.")
+        for each in _with_inner_losses(loss):
+            if getattr(each, "uses_gradient_cache", hasattr(each, "forward_cached")):
+                raise UserError(
+                    f"{type(each).__name__} has mini-batches of its own; give the loss that it computes, such as "
+                    "MultipleNegativesRankingLoss in place of CachedMultipleNegativesRankingLoss."
+                )
+            if hasattr(each, "n_layers_per_step"):
+                raise UserError(
+                    f"{type(each).__name__} needs the outputs of the model's layers, not its embeddings alone; train with it "
+                    "without DecoupledLoss."
+                )
         if (
             isinstance(mini_batch_size, bool)
             or not isinstance(mini_batch_size, int)
@@ -91,6 +99,7 @@ class DecoupledLoss(nn.Module):
             )
         rows = _rows(columns)
         towers, step = self._made_for(self.model)
+        towers.columns = columns
         towers.constants = [
             {k: v for k, v in column.items() if not isinstance(v, Tensor)} for column in columns
         ]
@@ -135,6 +144,7 @@ class _Columns(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.columns: list[dict[str, Any]] = []  # of the whole batch
         self.constants: list[dict[str, Any]] = []
         self.widths: list[int] = []
 
@@ -165,12 +175,36 @@ class _Head(nn.Module):
     ) -> Tensor:
         loss, towers = self._held
         embeddings = torch.cat([image_features, text_features], dim=1).split(towers.widths, dim=1)
-        return loss.compute_loss_from_embeddings(list(embeddings), labels)
+        features = [
+            {**column, "sentence_embedding": embedding}
+            for column, embedding in zip(towers.columns, embeddings, strict=True)
+        ]
+        with _embedded(loss.model):
+            return loss(features, labels)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         loss, towers = self._held
         models = {id(parameter) for parameter in towers.parameters()}
         return (parameter for parameter in loss.parameters(recurse) if id(parameter) not in models)
+
+
+@contextmanager
+def _embedded(model: nn.Module) -> Iterator[None]:
+    """Within the block the model returns what it is given: features that hold their embeddings."""
+    stock = vars(model).get("forward")
+    model.forward = lambda features, *_, **__: dict(features)
+    try:
+        yield
+    finally:
+        del model.forward
+        if stock is not None:
+            model.forward = stock
+
+
+def _with_inner_losses(loss: Any) -> Iterator[Any]:
+    while loss is not None:
+        yield loss
+        loss = getattr(loss, "loss", None)
 
 
 def _rows(columns: list[dict[str, Any]]) -> int:
