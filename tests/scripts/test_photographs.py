@@ -1,0 +1,61 @@
+"""The study on photographs: its runs, and its verdicts from records."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+from scipy import stats
+
+from scripts.photographs.prepare import flickr8k_split
+from scripts.photographs.report import read_records, rows
+from scripts.photographs.run import HERE, Run, planned
+from training.params import parse
+
+PROTOCOL = yaml.safe_load((HERE / "protocol.yaml").read_text(encoding="utf-8"))
+
+
+def record(arm: str, seed: int, value: float) -> dict:
+    names = ("flickr8k_mean_recall", "products_mean_recall", "noto_mean_recall", "clothing_top1")
+    return {"arm": arm, "seed": seed, "cpu_seconds": 1.0, "scores": dict.fromkeys(names, value)}
+
+
+def test_every_arm_trains_with_flags_that_go_together(tmp_path):
+    """Equal compute: A sees as many samples more as the protocol says; seeds and sources are shared."""
+    factors = {}
+    for arm in PROTOCOL["arms"]:
+        args, config = parse(Run(arm, 1e-3, 3, False).arguments(PROTOCOL, tmp_path, tmp_path))
+        assert config.freeze_norm_statistics and config.freeze == ("text",) and args.seed == 3
+        assert config.dga_steps == (1 if arm == "A" else 16)
+        factors[arm] = [float(share) for share in args.train_data_upsampling_factors.split("::")]
+    ratio = PROTOCOL["arms"]["A"]["compute"]
+    assert factors["A"] == pytest.approx([ratio * share for share in factors["B"]])
+    assert factors["B"] == factors["C"]
+    assert len(planned(PROTOCOL, True)) == sum(len(a["rates"]) for a in PROTOCOL["arms"].values())
+
+
+def test_verdicts_follow_the_rule_and_need_all_seeds():
+    gains = [1.0, 1.4, 1.2, 0.9, 1.5]
+    records = [record("A", seed, 10.0) for seed in range(5)]
+    records += [record("B", seed, 10.0 + gain) for seed, gain in enumerate(gains)]
+    records += [record("C", seed, 10.0 + gain + 0.01) for seed, gain in enumerate(gains)]
+    made = {(row["measure"], row["of"]): row for row in rows(records, PROTOCOL)}
+    primary = made["mean_recall", "B"]
+    low, high = stats.t.interval(0.975, 4, loc=sum(gains) / 5, scale=stats.sem(gains))
+    assert primary["estimate"][1:3] == pytest.approx((low, high)) and primary["verdict"] == "higher"
+    assert made["clothing_top1", "C"]["verdict"] == "no difference"
+    without = [each for each in records if (each["arm"], each["seed"]) != ("B", 4)]
+    assert rows(without, PROTOCOL)[0]["verdict"] == "too few seeds"
+
+
+def test_the_committed_records_are_runs_of_the_protocol():
+    for each in read_records():
+        assert each["arm"] in PROTOCOL["arms"] and not each["pilot"]
+        assert PROTOCOL["arms"][each["arm"]]["flags"] in each["flags"]
+
+
+def test_the_split_does_not_depend_on_the_order_of_the_names():
+    names = [f"{number}.jpg" for number in range(2500)]
+    parts = flickr8k_split(names)
+    assert parts == flickr8k_split(names[::-1])
+    assert [len(part) for part in parts.values()] == [1000, 1000, 500]
+    assert len(set().union(*parts.values())) == 2500
