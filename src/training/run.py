@@ -397,6 +397,11 @@ class Run:
                 "sampling flags it was trained with"
             )
         self.resumed = position
+        done = checkpoint.get("epoch", 0)
+        if self.args.train_data and self.args.rank == 0 and done >= self.args.epochs:
+            logging.warning(
+                f"Nothing is left to train: {file_path} has all {self.args.epochs} epochs; a larger --epochs goes on."
+            )
         return checkpoint
 
     def _undamaged(self, file_path: str) -> str:

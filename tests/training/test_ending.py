@@ -396,6 +396,8 @@ def test_a_run_shows_what_it_will_do_and_where_it_is(train):
     )
     assert record["lost"][0]["delivered"] == {"a": 56} and record["end"][0]["how"] == "done"
     assert record["start"][0]["settings"]["dga_steps"] == "2"
+    _, printed, _ = train(None, "--epochs", "1", "--resume", "latest", name="shown", status=0)
+    assert "Nothing is left to train: " in printed and "epoch_1.pt has all 1 epochs" in printed
 
 
 @pytest.mark.parametrize(
