@@ -39,6 +39,7 @@ class Row:
         differences: seed -> value of `of` minus value of `over`.
         confidence: of the interval.
         near_chance: neither arm is above the value that a random order reaches.
+        least_seeds: fewer decide nothing.
     """
 
     measure: str
@@ -48,6 +49,9 @@ class Row:
     differences: Mapping[int, float]
     confidence: float = CONFIDENCE
     near_chance: bool = False
+    least_seeds: int = 2
+
+    HEADER = ("measure", "arms", "difference", "interval", "seeds", "verdict")
 
     @classmethod
     def from_records(
@@ -58,6 +62,7 @@ class Row:
         over: str,
         margin: float,
         confidence: float = CONFIDENCE,
+        least_seeds: int = 2,
     ) -> Row:
         """The row over the seeds of which both arms have a record.
 
@@ -69,11 +74,12 @@ class Row:
         }
         seeds = sorted(values[of].keys() & values[over].keys())
         differences = {seed: values[of][seed] - values[over][seed] for seed in seeds}
-        upper = records[0].get("chance_upper", {}).get(measure, -math.inf)
+        chance = records[0].get("chance_upper", {}) if records else {}
+        upper = chance.get(measure, -math.inf)
         near_chance = bool(seeds) and all(
             fmean(own[seed] for seed in seeds) <= upper for own in values.values()
         )
-        return cls(measure, of, over, margin, differences, confidence, near_chance)
+        return cls(measure, of, over, margin, differences, confidence, near_chance, least_seeds)
 
     @cached_property
     def estimate(self) -> Estimate:
@@ -83,23 +89,33 @@ class Row:
     def verdict(self) -> str:
         """A word of `report.verdicts`."""
         return verdict(
-            self.estimate, len(self.differences), self.margin, near_chance=self.near_chance
+            self.estimate,
+            len(self.differences),
+            self.margin,
+            least_seeds=self.least_seeds,
+            near_chance=self.near_chance,
         )
 
     @property
     def cells(self) -> list[str]:
-        """Measure, arms, difference, interval and seeds, as text."""
+        """Cells below HEADER."""
         mean, low, high, _ = self.estimate
         between = "" if self.estimate.interval is None else f"{low:+.2f} to {high:+.2f}"
         difference = f"{mean:+.2f}" if self.differences else "-"
-        seeds = str(len(self.differences))
-        return [self.measure, f"{self.of} - {self.over}", difference, between, seeds]
+        arms, seeds = f"{self.of} - {self.over}", str(len(self.differences))
+        return [
+            self.measure,
+            arms,
+            difference,
+            between,
+            seeds,
+            WORDS.get(self.verdict, self.verdict),
+        ]
 
     @property
     def sentence(self) -> str:
         """The verdict in one sentence."""
-        word = WORDS.get(self.verdict, self.verdict)
-        _, _, difference, between, seeds = self.cells
+        _, _, difference, between, seeds, word = self.cells
         start = f"{self.of} over {self.over}: {word}. {self.measure} {difference} ({between}, {seeds} seeds)"
         if self.verdict == NO_DIFFERENCE:
             return f"{start}: within the margin of {self.margin:g}."
@@ -168,19 +184,14 @@ class Result:
 
     @property
     def differences(self) -> list[list[str]]:
-        """A row for each measure and arm; only those of the first measure have a verdict."""
-        return [
-            [*row.cells, WORDS.get(row.verdict, row.verdict) if row in self.deciding else ""]
-            for row in self.rows
-        ]
-
-    DIFFERENCES = ("measure", "arms", "difference", "interval", "seeds", "verdict")
+        """Cells below `Row.HEADER` for each measure and arm; only those of the first measure have a verdict."""
+        return [row.cells if row in self.deciding else [*row.cells[:-1], ""] for row in self.rows]
 
     def table(self) -> str:
         """Means, differences and verdicts for a terminal."""
         tables = (
             text_table(self.header, self.means()),
-            text_table(self.DIFFERENCES, self.differences, left=2),
+            text_table(Row.HEADER, self.differences, left=2),
             "\n".join(row.sentence for row in self.deciding),
         )
         return "\n\n".join(tables)

@@ -52,7 +52,7 @@ from open_clip_zerovl.recipe.arguments import Settings, as_arguments
 from open_clip_zerovl.report.html import write_page
 from open_clip_zerovl.report.record import read_record
 from open_clip_zerovl.trial.flags import ARMS, TrialFlags
-from open_clip_zerovl.trial.result import MEAN_RECALL, Result
+from open_clip_zerovl.trial.result import MEAN_RECALL, Result, Row
 
 DEFAULT_BATCH = 256
 PILOT_SEED = 100
@@ -223,7 +223,7 @@ class Trial:
         content = {
             "rates": rates, "winner": result.winner, "command": command, "notes": notes,
             "means": [dict(zip(result.header, row, strict=True)) for row in result.means()],
-            "differences": [dict(zip(result.DIFFERENCES, row, strict=True)) for row in result.differences],
+            "differences": [dict(zip(Row.HEADER, row, strict=True)) for row in result.differences],
             "verdicts": [row.sentence for row in result.deciding],
         }  # fmt: skip
         write_atomically(out / "result.json", json.dumps(content, indent=1) + "\n")
