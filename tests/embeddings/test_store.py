@@ -89,33 +89,22 @@ def test_a_file_that_is_cut_short_of_another_shape_or_gone_gets_a_sentence(tmp_p
     filled(tmp_path, about := manifest())
     file = tmp_path / "rows.npy"
     file.write_bytes(content := file.read_bytes()[:-6])
-    with pytest.raises(UserError, match=r"rows\.npy cannot be read, it is cut short or damaged"):
+    with pytest.raises(UserError, match=r"rows\.npy is gone, cut short or damaged"):
         Store(tmp_path, about, mode=mode)
     assert file.read_bytes() == content  # numpy makes a file longer that it may write to
     np.save(file, np.zeros((6, 5), np.float16))
-    with pytest.raises(
-        UserError,
-        match=r"holds float16 of shape \(6, 5\), and embeddings\.json says float16 of \(6, 4\)",
-    ):
+    with pytest.raises(UserError, match=r"float16 of shape \(6, 5\) in place of float16 of"):
         Store(tmp_path, about, mode=mode)
     file.unlink()
     with pytest.raises(UserError, match=r"rows\.npy is gone"):
         Store(tmp_path, about, mode=mode)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda one: one["marks"].pop(),
-        lambda one: one.update(marks=[None] * 3),
-        dict.popitem,
-    ],
-)
-def test_a_manifest_with_damaged_marks_gets_a_sentence(tmp_path, damage):
+def test_a_changed_manifest_gets_a_sentence(tmp_path):
     filled(tmp_path, manifest())
     file = tmp_path / "embeddings.json"
     content = json.loads(file.read_text())
-    damage(content["sources"][0])
+    content["sources"][0]["sizes"][0] += 1
     file.write_text(json.dumps(content))
     with pytest.raises(
         UserError, match=r"embeddings\.json cannot be read .*make the embeddings anew"

@@ -98,28 +98,9 @@ class Manifest:
             for dtype, shape in self.arrays.values()
         )
 
-    def check(self) -> None:
-        """ValueError where an entry is missing or of another type."""
-        facts, entries = isinstance(self.facts, dict), {"name": str, "marks": list, "sizes": list}
-        sources = all(
-            isinstance(one.get(key), kind) for one in self.sources for key, kind in entries.items()
-        )
-        sources = sources and all(
-            len(one["marks"]) == len(one["sizes"]) and "picked" in one for one in self.sources
-        )
-        plain = sources and all(isinstance(mark, list | str) and mark for mark in self.marks)
-        sizes = [size for size in self.sizes if not isinstance(size, int) or size < 0]
-        numbers = [
-            n
-            for dtype, shape in self.arrays.values()
-            for n in shape
-            if dtype not in DTYPES or not isinstance(n, int)
-        ]
-        if not (facts and plain) or sizes or numbers:
-            raise ValueError("an entry is missing or of another type")
-
     def as_json(self) -> str:
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+        content = json.loads(json.dumps({"format": FORMAT, **asdict(self)}))
+        return json.dumps({**content, "digest": digest_of(content)}, indent=1) + "\n"
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -131,21 +112,14 @@ def read_manifest(folder: Path) -> Manifest | None:
     file = folder / MANIFEST_FILE
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        if content.pop("format") != FORMAT:
-            raise UserError(
-                f"{file} is of another release of this program; make the embeddings anew in another folder"
-            )
-        arrays = {
-            name: (dtype, tuple(shape)) for name, (dtype, shape) in content.pop("arrays").items()
-        }
-        manifest = Manifest(arrays=arrays, **content)
-        manifest.check()
-        return manifest
+        digest = content.pop("digest", None)
+        if content["format"] != FORMAT or digest != digest_of(content):
+            raise ValueError("it is damaged, or of another release")
+        arrays = {name: (dtype, tuple(shape)) for name, (dtype, shape) in content["arrays"].items()}
+        return Manifest(content["facts"], content["sources"], arrays)
     except FileNotFoundError:
         return None
     except UNREADABLE as error:
-        if isinstance(error, UserError):
-            raise
         raise UserError(
             f"{file} cannot be read ({error}); make the embeddings anew in another folder"
         ) from error
@@ -285,34 +259,27 @@ class Store:
             verify: read a cache whole; files with damaged rows are made anew. Without it they are refused when they are read.
 
         Raises:
-            UserError: it holds other embeddings (without `cache`), or cannot be written.
+            UserError: it holds other embeddings (without `cache`).
         """
-        try:
-            with locked(folder):  # several calls may share the work
-                if cache:
-                    old = cls._opened_or_none(folder)
-                    if old is not None and verify:
-                        old._forget_damaged(by_sample)
-                    if old is not None and old.manifest == manifest:
-                        return old
-                    if old is not None and old.manifest.facts.get("use") != manifest.facts.get(
-                        "use"
-                    ):
-                        raise UserError(
-                            f"{folder} holds embeddings for {old.manifest.facts.get('use')}, which are not replaced; give "
-                            "another folder, or remove it"
-                        )
-                    return cls._made(folder, manifest, given or {}, old, by_sample)
-                stored = read_manifest(folder)
-                if stored is None:
-                    return cls._made(folder, manifest, given or {}, None)
-                if (found := difference(stored, manifest)) is not None:
-                    raise UserError(f"{folder} {found}; {claim.ADVICE}")
-                return cls(folder, stored, mode="r+")
-        except OSError as error:
-            raise UserError(
-                f"{folder} cannot be written ({error}); make room, or give another folder"
-            ) from error
+        with locked(folder):  # several calls may share the work
+            if cache:
+                old = cls._opened_or_none(folder)
+                if old is not None and verify:
+                    old._forget_damaged(by_sample)
+                if old is not None and old.manifest == manifest:
+                    return old
+                if old is not None and old.manifest.facts.get("use") != manifest.facts.get("use"):
+                    raise UserError(
+                        f"{folder} holds embeddings for {old.manifest.facts.get('use')}, which are not replaced; give "
+                        "another folder, or remove it"
+                    )
+                return cls._made(folder, manifest, given or {}, old, by_sample)
+            stored = read_manifest(folder)
+            if stored is None:
+                return cls._made(folder, manifest, given or {}, None)
+            if (found := difference(stored, manifest)) is not None:
+                raise UserError(f"{folder} {found}; {claim.ADVICE}")
+            return cls(folder, stored, mode="r+")
 
     @classmethod
     def _opened_or_none(cls, folder: Path) -> Store | None:
@@ -476,16 +443,11 @@ def _mapped(path: Path, dtype: np.dtype, shape: tuple[int, ...], mode: str) -> n
     """A file, mapped. UserError if it is gone, cut short, or of another shape than the manifest's."""
     try:
         found = np.load(path, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError as error:
-        raise UserError(f"{path} is gone; make the embeddings again") from error
+        if found.dtype != dtype or found.shape != shape:
+            raise ValueError(f"{found.dtype} of shape {found.shape} in place of {dtype} of {shape}")
     except UNREADABLE as error:  # a file shorter than its header says cannot be mapped
         raise UserError(
-            f"{path} cannot be read, it is cut short or damaged ({error}); copy it again, or make the embeddings again"
+            f"{path} is gone, cut short or damaged ({error}); copy it again, or make the embeddings again"
         ) from error
-    if found.dtype != dtype or found.shape != shape:
-        raise UserError(
-            f"{path} holds {found.dtype} of shape {found.shape}, and {MANIFEST_FILE} says {dtype} of {shape}; make the "
-            "embeddings again"
-        )
     # Not at once: numpy makes a file that is cut short longer where it may write to it.
     return found if mode == "r" else np.load(path, mmap_mode="r+", allow_pickle=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +11,18 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.cli import program as cli
 from open_clip_zerovl.cli.shared import name_models, name_sides
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.held_out import identity_of, write_trained_on
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.evaluate.compare import charts
+from open_clip_zerovl.evaluate.compare.commands import _trained_on
 from open_clip_zerovl.evaluate.compare.comparison import ONE_RUN, compare_runs, measure_run
 from open_clip_zerovl.evaluate.compare.measures import (
     check_source_probe,
@@ -27,7 +31,7 @@ from open_clip_zerovl.evaluate.compare.measures import (
 )
 from open_clip_zerovl.evaluate.compare.pools import SourceFeatures, pool_metrics, source_pools
 from open_clip_zerovl.evaluate.compare.resampling import Measure, mean_over, resampled
-from open_clip_zerovl.evaluate.compare.samples import read_samples
+from open_clip_zerovl.evaluate.compare.samples import SourceSample, read_samples
 from open_clip_zerovl.evaluate.retrieval.metrics import ranks_by_label, recalls, retrieval_ranks
 from open_clip_zerovl.evaluate.zero_shot.score import run_zero_shot
 from scripts.paper import figures
@@ -453,6 +457,25 @@ def test_what_cannot_be_compared_is_a_sentence(tmp_path: Path, clip_runs, capsys
     command = ["compare", *clip_runs, "--out", str(tmp_path / "out"), "--device", "cpu"]
     assert cli.main([*command, *more.replace("A", str(a)).replace("B", str(b)).split()]) == 2
     assert sentence in capsys.readouterr().err and not (tmp_path / "out" / "compare.json").exists()
+
+
+def test_a_model_that_was_trained_on_held_out_pictures_is_named(tmp_path: Path):
+    """One answer to "was it trained on?": that of the model's own list."""
+    pictures = [Image.new("RGB", (4, 4), (10 * number, 0, 0)) for number in range(4)]
+    samples = [
+        SourceSample("a", png_of(one), "x", held_out=n > 0) for n, one in enumerate(pictures)
+    ]
+    write_trained_on(tmp_path / "seen", np.array([identity_of(one) for one in pictures[:2]]), None)
+    write_trained_on(tmp_path / "clean", np.array([identity_of(pictures[0])]), None)
+    runs = [("", 1, Encoder(str(tmp_path / name))) for name in ("seen", "clean", "unknown")]
+    (sentence,) = _trained_on(samples, runs)
+    assert f"{tmp_path / 'seen'} was trained on 1 of the 3 held-out pictures" in sentence
+
+
+def png_of(picture: Image.Image) -> bytes:
+    content = io.BytesIO()
+    picture.save(content, "PNG")
+    return content.getvalue()
 
 
 def test_missing_models_are_refused_before_encoding(tmp_path: Path, clip_runs, capsys):

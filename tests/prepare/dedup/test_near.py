@@ -278,12 +278,6 @@ def test_what_is_packed_leaves_out_copies_of_test_pictures(tmp_path: Path, origi
     assert "does not exist" in capsys.readouterr().err
 
 
-def test_a_missing_package_is_a_sentence(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "imagehash", None)
-    with pytest.raises(UserError, match=r"pip install 'open_clip_zerovl\[near\]'"):
-        near.require_imagehash()
-
-
 def test_of_many_pairs_the_page_shows_some_up_to_the_farthest(tmp_path: Path):
     small = Image.new("RGB", (8, 8))
     pairs = [NearPair("a", "0.tar", f"{i}", "t", f"<{i}>", i % 57) for i in range(400)]

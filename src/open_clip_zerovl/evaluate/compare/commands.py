@@ -9,12 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
+from open_clip_zerovl.data.held_out import identity_of, seen_sentence, trained_on
 from open_clip_zerovl.data.retrieval import parse_retrieval_data
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.embeddings.encoder import FrozenModel
@@ -95,6 +97,7 @@ def run_compare(
         shown.setdefault(name, (images[: len(seen)], texts[: len(seen)]))  # of the first run
     comparison = compare_runs(measured, draws=settings.draws, seed=settings.seed)
     notes = [
+        *_trained_on(seen, every),
         *comparison.warnings(concepts=settings.concept_field is not None),
         *_few_captions(seen),
     ]
@@ -188,6 +191,19 @@ def _samples(
         )
     check_probe(held_out)
     return seen, rest, {**skipped, **more_skipped}
+
+
+def _trained_on(
+    samples: Sequence[SourceSample], runs: Sequence[tuple[str, int, Encoder]]
+) -> list[str]:
+    """A sentence on each model that names held-out pictures among those that it was trained on."""
+    lists = {str(run.model): trained_on([run.model]) for _, _, run in runs}
+    if all(one is None for one in lists.values()):
+        return []
+    held_out = [sample for sample in samples if sample.held_out]
+    identities = np.array([identity_of(sample.picture()) for sample in held_out])
+    found = (seen_sentence(identities, one, model) for model, one in lists.items())
+    return [f"{sentence}." for sentence in found if sentence is not None]
 
 
 def _few_captions(samples: Sequence[SourceSample]) -> list[str]:

@@ -42,20 +42,6 @@ Hashes = NDArray[np.uint64]
 Key = TypeVar("Key")
 
 
-def require_imagehash() -> None:
-    """UserError if the package imagehash, or a numpy that counts bits, is missing."""
-    try:
-        import imagehash  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            "near-duplicates are found by the package imagehash; pip install 'open_clip_zerovl[near]'"
-        ) from error
-    if not hasattr(np, "bitwise_count"):
-        raise UserError(
-            f"near-duplicates need numpy 2 or later, and this is {np.__version__}; pip install 'numpy>=2'"
-        )
-
-
 def picture_hashes(content: bytes) -> Hashes:
     """(2, 4) the hashes of an encoded picture and of its mirror image; (4, 4) if it has uniform borders.
 

@@ -30,7 +30,6 @@ from open_clip_zerovl.prepare.dedup.near import (
     Hashes,
     NearIndex,
     hash_all,
-    require_imagehash,
 )
 from open_clip_zerovl.prepare.pack.split import Candidate, Exclusion
 from open_clip_zerovl.report.html import thumbnail, write_page
@@ -41,8 +40,7 @@ SHOWN = 100  # pairs on the page
 _KEPT = 1000  # pairs whose thumbnails are kept, of which the page shows some
 
 
-@dataclass(frozen=True)
-class SetPicture:
+class SetPicture(NamedTuple):
     """A picture of a test set, as a range of bytes of a file."""
 
     test: str
@@ -52,15 +50,10 @@ class SetPicture:
     size_bytes: int = -1
 
     def read(self) -> bytes:
-        """Its encoded bytes. UserError if the file cannot be read."""
-        try:
-            with regular_file(self.file) as file:
-                file.seek(self.offset_bytes)
-                return file.read(self.size_bytes)
-        except OSError as error:
-            raise UserError(
-                f"{self.file}: the test picture {self.key!r} cannot be read ({error})"
-            ) from error
+        """Its encoded bytes."""
+        with regular_file(self.file) as file:
+            file.seek(self.offset_bytes)
+            return file.read(self.size_bytes)
 
 
 @dataclass(frozen=True)
@@ -150,9 +143,8 @@ def open_test_sets(
         split: of sets that have several.
 
     Raises:
-        UserError: a missing package, a set that cannot be read, or one without pictures.
+        UserError: a set that cannot be read, or one without pictures.
     """
-    require_imagehash()
     pictures = [
         picture
         for name, path in parse_retrieval_data(tests).items()
@@ -332,7 +324,7 @@ def near_exclusion(
         within: largest distance of a copy (`near.NEAR`).
 
     Raises:
-        UserError: a missing package, a set that cannot be read, a distance out of range.
+        UserError: a set that cannot be read, a distance out of range.
     """
     check_distance(within)
     sets = open_test_sets(tests, threads=threads, progress=progress)

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from open_clip_zerovl.core.claim import ADVICE, difference
+from open_clip_zerovl.core.claim import ADVICE, difference, read_claim
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import locked, write_atomically
 from open_clip_zerovl.core.identity import sha256_of
@@ -87,7 +87,7 @@ def read_record(folder: Path, shard: str) -> ShardRecord | None:
     file = _record_file(folder, shard)
     if not file.is_file():
         return None
-    record = ShardRecord(**_load(file))
+    record = ShardRecord(**(read_claim(file) or {}))
     tar = folder / shard
     if record.pairs and not (tar.is_file() and tar.stat().st_size == record.size_bytes):
         file.unlink()
@@ -98,7 +98,7 @@ def read_record(folder: Path, shard: str) -> ShardRecord | None:
 def read_manifest(folder: str | Path) -> dict[str, Any] | None:
     """The manifest of a folder, None if there is none. UserError for a file of another form."""
     file = Path(folder) / MANIFEST_FILE
-    manifest = _load(file) if file.is_file() else None
+    manifest = read_claim(file)
     shards = (manifest or {}).get("shards", {})
     if not isinstance(shards, dict) or not all(
         isinstance(entry, dict) and "sha256" in entry for entry in shards.values()
@@ -158,8 +158,11 @@ def rebuild(folder: Path, *, shard_count: int | None = None) -> dict[str, Any]:
         shard_count: number of all shards, if it is known; the manifest's `complete` is true when all of them are done.
     """
     with locked(folder / RECORDS):
-        manifest = _load(folder / MANIFEST_FILE)
-        records = [ShardRecord(**_load(file)) for file in sorted((folder / RECORDS).glob("*.json"))]
+        manifest = read_claim(folder / MANIFEST_FILE) or {}
+        records = [
+            ShardRecord(**(read_claim(file) or {}))
+            for file in sorted((folder / RECORDS).glob("*.json"))
+        ]
         records.sort(key=lambda record: record.first_row)
         failures: Counter[str] = Counter()
         for record in records:
@@ -206,17 +209,3 @@ def sole_writer(
     busy = f"Another process is writing {of or folder}: {advice}."
     with locked(folder / RECORDS, name=f".writer-{part}", busy=busy):
         yield
-
-
-def _load(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"{file} is not valid JSON ({error}): remove it and call the command again."
-        ) from error
-    if not isinstance(content, dict):
-        raise UserError(
-            f"{file} was not written by this program: remove it and call the command again."
-        )
-    return content
