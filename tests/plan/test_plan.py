@@ -25,11 +25,12 @@ from open_clip_zerovl.plan import measure as plan_measure
 from open_clip_zerovl.plan import model as plan_model
 from open_clip_zerovl.plan.batching import PlanSettings, choose_batching
 from open_clip_zerovl.plan.data_check import check_data, schedule_steps
-from open_clip_zerovl.plan.estimate import UTILISATION, count_costs
+from open_clip_zerovl.plan.estimate import UTILISATION, Costs, count_costs
 from open_clip_zerovl.plan.gpus import GIB, GPUS, fastest_batch, graphs_room, parse_hardware
-from open_clip_zerovl.plan.make import Plan, make_plan
+from open_clip_zerovl.plan.make import Plan, _timed_batching, make_plan
 from open_clip_zerovl.plan.model import build
 from open_clip_zerovl.plan.report import WIDTH, report
+from open_clip_zerovl.sampling.schedule import Batching
 from open_clip_zerovl.shards.marks import file_mark
 from scripts.paper.recipes import GRAPHS, MIB, micro_batch_for
 from support import ROOT
@@ -50,7 +51,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     """Timings of a moment: nothing here depends on how long something takes."""
-    monkeypatch.setattr(plan_measure, "STEP_SECONDS", 0.1)
+    monkeypatch.setattr(plan_measure, "CPU_STEP_SECONDS", 0.1)
 
 
 @pytest.fixture
@@ -680,3 +681,14 @@ def test_a_clustering_is_planned_as_a_source_each_cluster(tmp_path):
     assert [source.name for source in data.opened] == list(found)
     data = check_data(settings_of(train_data=f"{both}::gone={tmp_path / 'gone'}"))
     assert [source.name for source in data.sources] == [*found, "gone"] and len(data.missing) == 1
+
+
+@pytest.mark.parametrize(("gigaflops", "micro_batch"), [(120, 2), (0.01, 64), (9000, 1)])
+def test_a_step_on_a_cpu_is_timed_on_micro_batches_that_take_seconds(gigaflops, micro_batch):
+    """ViT-B/16 with BERT-base at a batch of 64 and four micro-batches took minutes a step, and 8 GB."""
+    flops = gigaflops * 1e9
+    costs = Costs(flops, flops, sample_bytes=1, fixed_bytes=1, state_bytes=1, embed_dim=8)
+    run = Batching(64, 16, 1)
+    timed = _timed_batching(costs, run, torch.device("cpu"))
+    assert timed == Batching(micro_batch, 16, 1)
+    assert _timed_batching(costs, run, torch.device("cuda")) == run

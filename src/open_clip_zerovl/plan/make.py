@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from open_clip_zerovl.plan.batching import PlanSettings, choose_batching
 from open_clip_zerovl.plan.data_check import DataCheck, check_data, schedule_steps
 from open_clip_zerovl.plan.estimate import UTILISATION, Costs, count_costs
 from open_clip_zerovl.plan.gpus import GIB, USABLE_SHARE, graphs_room, parse_hardware
-from open_clip_zerovl.plan.measure import StepTime, measure_step
+from open_clip_zerovl.plan.measure import CPU_STEP_FLOPS, LARGEST_K, StepTime, measure_step
 from open_clip_zerovl.plan.model import build, is_file_name, quiet, weights_to_fetch
 from open_clip_zerovl.recipe.step import precision_on
 from open_clip_zerovl.recipe.towers import group_of
@@ -205,21 +205,39 @@ def make_plan(settings: PlanSettings, *, say: Say = lambda line: None) -> Plan:
         if not gpu.bf16 and "bf" in settings.precision:
             data.notes.append(f"A {gpu.label} has no bf16 matmuls: give --precision amp.")
     elif fits and data.opened:
-        say("taking steps")
+        timed = _timed_batching(costs, batching, device)
+        say(
+            f"counted: {plan.sample_flops / 1e9:,.0f} GFLOP a pair, {plan.peak_bytes / GIB:.1f} GiB at the peak; taking "
+            f"steps with micro-batches of {timed.micro_batch}"
+        )
         try:
-            plan.timed = step = measure_step(planned, settings, batching, retained, data.opened)
+            plan.timed = step = measure_step(planned, settings, timed, retained, data.opened)
         except torch.OutOfMemoryError:
             fits = False
         else:
-            taken = Batching(batching.micro_batch, step.dga_steps, 1)
+            taken = Batching(timed.micro_batch, step.dga_steps, 1)
             more = costs.step_flops(batching, retained) / costs.step_flops(taken, step.retained)
             plan.compute_seconds = step.seconds * more
-            plan.data_seconds = step.wait_seconds * batching.dga_steps
+            reads = batching.dga_steps * batching.micro_batch / timed.micro_batch
+            plan.data_seconds = step.wait_seconds * reads
     if not fits:
         data.missing.append(_too_large(plan))
     data.notes += _align_note(plan, planned.model)
     _check_disk(plan)
     return plan
+
+
+def _timed_batching(costs: Costs, batching: Batching, device: torch.device) -> Batching:
+    """The batching of the timed steps: on a CPU smaller micro-batches, so that a step takes seconds and little memory.
+
+    A CPU's time is proportional to the samples; a GPU needs the run's own micro-batch.
+    """
+    if device.type != "cpu":
+        return batching
+    most_steps = min(LARGEST_K, batching.dga_steps)
+    sample_flops = costs.step_flops(Batching(1, most_steps, 1), 0)
+    size = max(1, min(batching.micro_batch, int(CPU_STEP_FLOPS / sample_flops)))
+    return replace(batching, micro_batch=size)
 
 
 def find_hardware(settings: PlanSettings) -> Hardware:

@@ -2,8 +2,8 @@
 
     B  micro-batch per rank    K  micro-batches    R  graphs retained
 
-Up to K = 4 the run's own step is timed; of a larger K a step of four micro-batches, from which `Costs.step_flops` gives the
-run's. The wait for a micro-batch is timed apart.
+Up to K = 4 the run's own step is timed; of a larger K a step of four micro-batches, on a CPU of smaller ones, from which
+`Costs.step_flops` gives the run's. The wait for a micro-batch is timed apart.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from open_clip_zerovl.recipe.step import MicroBatch, RecipeStep
 from open_clip_zerovl.sampling.schedule import Batching, Sampling
 
 STEP_SECONDS = 30.0  # for timing steps, after the first
+CPU_STEP_SECONDS = 10.0
+CPU_STEP_FLOPS = 1e12  # of a timed step on a CPU: 10 to 30 s on two cores
 MOST_STEPS = 100
 LARGEST_K = 4
 
@@ -77,6 +79,7 @@ def measure_step(
     """Take real steps of at most four micro-batches, which keep the run's share of their graphs.
 
     Args:
+        batching: the run's, or one with smaller micro-batches.
         retained: R of the run.
         sources: sources of the micro-batches, read by the loader processes of the run.
 
@@ -102,7 +105,9 @@ def measure_step(
             if (
                 end is None
             ):  # the first step starts loaders, makes the optimizer's state, chooses kernels
-                end = time.perf_counter() + STEP_SECONDS
+                end = time.perf_counter() + (
+                    CPU_STEP_SECONDS if device.type == "cpu" else STEP_SECONDS
+                )
                 continue
             waits.append((fetched - start) / k)
             seconds.append(time.perf_counter() - fetched)
