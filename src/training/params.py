@@ -25,6 +25,8 @@ from open_clip_zerovl.core.launch import rank_here
 from open_clip_zerovl.core.lazy import load_open_clip
 from open_clip_zerovl.data.names import check_paths, check_separators, is_named
 from open_clip_zerovl.recipe.flags import RENAMED, SECTIONS, AllFlags, RecipeConfig, values_of
+from training.config_file import FLAG as CONFIG_FLAG
+from training.config_file import with_config
 from training.refusals import check
 
 # open_clip's namespace, and the same flags with ours; both are made by `parse` alone.
@@ -127,14 +129,21 @@ def parse(argv: Sequence[str]) -> Command:
     """
     parser = build_parser()
     if any(argument in ("-h", "--help") for argument in argv):
+        parser.add_argument_group("A file of flags").add_argument(
+            CONFIG_FLAG,
+            metavar="FILE",
+            default=argparse.SUPPRESS,
+            help="flags from a YAML file, or from an earlier run's params.txt; the command line wins",
+        )
         parser.print_help()
         print(
             "\nopen_clip's own flags (--train-data also takes named sources and folders, see above):\n"
         )
         _parse_open_clip(["--help"])  # prints and exits
-    ours, rest = parser.parse_known_args(
-        list(argv)[list(argv)[:1] == ["--"] :]
-    )  # as under torchrun
+    words = list(argv)[list(argv)[:1] == ["--"] :]  # as under torchrun
+    if any(word.partition("=")[0] == CONFIG_FLAG for word in words):
+        words = with_config(words, [parser, open_clip_parser()])
+    ours, rest = parser.parse_known_args(words)
     args, stock_parser = _parse_open_clip(rest)
     values = values_of(ours)
     if values["sampling"] is None and is_named(args.train_data):

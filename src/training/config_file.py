@@ -1,0 +1,99 @@
+"""`--config FILE`: flags of training from a YAML file, or from the params.txt of an earlier run.
+
+    lr: 1e-4                  # run.yaml: the flags' names; a switch is true, several values are a list
+    debiased-sampling: true
+
+Its flags come before those of the command line, which therefore win.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from open_clip_zerovl.core.errors import UserError, nearest
+
+FLAG = "--config"
+# Entries of params.txt that are a run's state, or that other entries bring.
+_OF_A_RUN = ("resume", "force_patch_dropout", "device")
+
+
+def with_config(words: Sequence[str], parsers: Sequence[argparse.ArgumentParser]) -> list[str]:
+    """A command line with the flags of its `--config FILE` in front; without that flag the line as it is.
+
+    Raises:
+        UserError: a file that is no table of flags, a name that no parser has.
+    """
+    given = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    given.add_argument(FLAG, type=Path)
+    found, rest = given.parse_known_args(list(words))
+    if found.config is None:
+        return list(words)
+    of_a_run = found.config.suffix == ".txt"
+    settings = _params(found.config) if of_a_run else _yaml(found.config)
+    actions = {
+        name.removeprefix("--").replace("-", "_"): action
+        for parser in parsers
+        for action in parser._actions
+        for name in (*action.option_strings, action.dest)
+    }
+    front: list[str] = []
+    for key, value in settings.items():
+        name = key.removeprefix("--").replace("-", "_")
+        if name in actions:
+            front += _words_of(actions[name], value)
+        elif not of_a_run:
+            close = nearest(name, actions)
+            raise UserError(
+                f"{found.config}: there is no flag {key!r}"
+                + (f"; did you mean {close.replace('_', '-')}?" if close else "")
+            )
+    return [*front, *rest]
+
+
+def _yaml(file: Path) -> Mapping[str, Any]:
+    import yaml
+
+    try:
+        settings = yaml.load(file.read_text(encoding="utf-8"), yaml.BaseLoader)  # "1e-4" stays text
+    except yaml.YAMLError as error:
+        raise UserError(f"{FLAG} {file} is not YAML ({error})") from error
+    if not isinstance(settings, dict):
+        raise UserError(f"{FLAG} {file} is not a table of flags; write lines such as `lr: 1e-4`")
+    return settings
+
+
+def _params(file: Path) -> Mapping[str, Any]:
+    """The entries of a params.txt that are not None; values are Python literals, else text."""
+    lines = (line.partition(": ") for line in file.read_text(encoding="utf-8").splitlines())
+    settings = {name: _literal(text) for name, colon, text in lines if colon}
+    return {
+        name: value
+        for name, value in settings.items()
+        if value is not None and name not in _OF_A_RUN
+    }
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _words_of(action: argparse.Action, value: Any) -> list[str]:
+    """The command line's words for a flag and its value."""
+    option = action.option_strings[-1]
+    if action.nargs == 0:
+        is_on = str(value).lower() == "true"
+        return [option] if is_on != action.default else []
+    if isinstance(value, Mapping):  # --aug-cfg
+        value = [f"{key}={part}" for key, part in value.items()]
+    if not isinstance(value, list | tuple):
+        return [f"{option}={value}"]
+    if isinstance(action, argparse._AppendAction):
+        return [f"{option}={part}" for part in value]
+    return [option, *map(str, value)] if value else []
