@@ -1,4 +1,4 @@
-"""The figure of docs/results.md: the main effects with their intervals, runs of 16 and of 40 epochs apart."""
+"""The figure of docs/results/emoji.md: the main effects with their intervals, runs of 16 and of 40 epochs apart."""
 
 from __future__ import annotations
 

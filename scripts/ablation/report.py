@@ -1,8 +1,8 @@
-"""docs/results.md, its figure and its data files, from the JSONs that `run.py` wrote.
+"""docs/results/emoji.md, its figure and its data files, from the JSONs that `run.py` wrote.
 
-    python -m scripts.ablation.report [--runs ablation] [--page docs/results.md] [--quick]
+    python -m scripts.ablation.report [--runs ablation] [--page docs/results/emoji.md] [--quick]
 
-The folder of the page's name holds `runs.json`, all records in one file, which makes the same page again (`--runs
+The page's folder holds `runs.json`, all records in one file, which makes the same page again (`--runs
 docs/results/runs.json`), and `rows.csv`, all comparisons with all intervals. `results.md.j2` holds the words of the page around
 the numbers, so that whoever adds runs reads them again. `--quick` writes `rows.csv` only.
 """
@@ -97,6 +97,19 @@ class Page:
             for name, of in self.row(run, against).by_source.items()
         }
 
+    def cpu(self, run: str, against: str) -> float:
+        """CPU time of a condition's runs over that of another's."""
+        times = {
+            name: sum(one["cpu_seconds"] for one in self.records if one["condition"] == name)
+            for name in (run, against)
+        }
+        return times[run] / times[against]
+
+    def last_losses(self, condition: str) -> str:
+        """`4.7 to 5.1`, the last point of the loss curves of a condition's runs."""
+        losses = [one["loss_curve"][-1][1] for one in self.records if one["condition"] == condition]
+        return f"{min(losses):.1f} to {max(losses):.1f}"
+
     @property
     def families(self) -> str:
         """`Table 4 (1), Figure 3 (5)`, the tables of the rows that stand as one family of tests."""
@@ -161,7 +174,7 @@ def write_rows(records: Records, folder: Path) -> list[Row]:
 
 def write_page(records: Records, page: Path) -> list[Row]:
     """Write the page, its figure, `runs.json` and `rows.csv`; return the rows."""
-    folder = page.with_suffix("")
+    folder = page.parent
     rows = write_rows(records, folder)
     shown = Page(records, rows, folder)
     write_atomically(
@@ -173,9 +186,7 @@ def write_page(records: Records, page: Path) -> list[Row]:
         undefined=StrictUndefined,
     )  # fmt: skip
     hours = sum(one["cpu_seconds"] for one in shown.records) / 3600
-    text = template.render(
-        page=shown, folder=folder.name, chance=CHANCE, margin=round(MARGIN_RSUM), cpu_hours=hours
-    )
+    text = template.render(page=shown, chance=CHANCE, margin=round(MARGIN_RSUM), cpu_hours=hours)
     write_atomically(page, text)
     return rows
 
@@ -188,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--runs", type=Path, help="folder of the runs' JSONs, or a runs.json (default ablation)"
     )
     parser.add_argument(
-        "--page", type=Path, default=Path("docs/results.md"), help="default docs/results.md"
+        "--page", type=Path, default=Path("docs/results/emoji.md"), help="default %(default)s"
     )
     parser.add_argument(
         "--quick",

@@ -2,7 +2,7 @@
 
     python -m scripts.ablation.run --pilot       # chooses settings on validation: choices.json, to be committed
     python -m scripts.ablation.run [--seeds 0,1] [--jobs 2] [--only debiased,random]
-    python -m scripts.ablation.report            # makes docs/results.md from the runs
+    python -m scripts.ablation.report            # makes docs/results/emoji.md from the runs
 
 `protocol.py` defines the comparisons. Each condition is trained by the training program in a process of its
 own with one thread. A run writes one JSON, ablation/NAME-seedS.json: its settings, loss curve, retrieval, signs of bias, times.

@@ -1,4 +1,4 @@
-"""docs/results.md: the rule of its verdicts, its rows, and the page as it is published."""
+"""docs/results/emoji.md: the rule of its verdicts, its rows, and the page as it is published."""
 
 import csv
 import json
@@ -226,22 +226,19 @@ def test_runs_that_do_not_stand_side_by_side_are_refused(tmp_path):
 
 def test_the_committed_page_and_its_data_are_those_of_its_runs(tmp_path, capsys):
     """Nothing was changed by hand or after it was made, and no figure is left that the page does not show."""
-    page = ROOT / "docs" / "results.md"
-    folder = page.with_suffix("")
-    (tmp_path / "results").mkdir()
+    page = ROOT / "docs" / "results" / "emoji.md"
+    folder = page.parent
     for name in ("replay.json", "raw-probe.json"):
-        shutil.copy(folder / name, tmp_path / "results")
-    made = tmp_path / "results.md"
+        shutil.copy(folder / name, tmp_path)
+    made = tmp_path / "emoji.md"
     assert report.main(["--runs", str(folder / "runs.json"), "--page", str(made)]) == 0
     assert (
         "| Table 3 | Debiased sampling | debiased - random | score | +13 (+2 to +24) | 8 | higher |"
         in capsys.readouterr().out
     )
-    for name in ("results.md", "results/rows.csv", "results/runs.json"):
-        assert (tmp_path / name).read_text() == (ROOT / "docs" / name).read_text(), name
-    assert (made.with_suffix("") / "main.png").stat().st_size > 10_000 and (
-        folder / "main.png"
-    ).is_file()
+    for name in ("emoji.md", "rows.csv", "runs.json"):
+        assert (tmp_path / name).read_text() == (folder / name).read_text(), name
+    assert (tmp_path / "main.png").stat().st_size > 10_000 and (folder / "main.png").is_file()
     with open(folder / "rows.csv", encoding="utf-8") as file:
         tables = {row["table"] for row in csv.DictReader(file)}
     assert tables == {table.name for table in TABLES}
@@ -266,7 +263,10 @@ def broken_emphasis(text: str) -> list[str]:
     return re.findall(r"<em>.{0,40}|.{0,20}\*.{0,20}", html)
 
 
-@pytest.mark.parametrize(("page", "words"), [("docs/results.md", 1800), ("README.md", 800)])
+@pytest.mark.parametrize(
+    ("page", "words"),
+    [("docs/results/emoji.md", 1900), ("docs/results.md", 800), ("README.md", 800)],
+)
 def test_the_page_is_short_and_has_no_broken_emphasis(page, words):
     text = (ROOT / page).read_text(encoding="utf-8")
     assert broken_emphasis(text) == [] and len(text.split()) <= words
