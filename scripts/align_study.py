@@ -139,10 +139,10 @@ def encode(data: Path, protocol: dict[str, Any], names: Sequence[str], folder: P
     images = embed_tower(image, sources, folder, flags, **given)
     texts = embed_tower(text, sources, folder, flags, **given)
     dataset = open_labelled_set(str(data / protocol["clothing"]))
-    frozen = image.frozen(CPU, amp=False)
+    frozen = image.frozen(CPU)
     clothing = picture_features(frozen, dataset.images, folder, batch_size=64, name="clothing")
     captions = [caption for of_class in dataset.captions() for caption in of_class]
-    features = text.frozen(CPU, amp=False).texts(captions)
+    features = text.frozen(CPU).texts(captions)
     return Encoded(
         [*place, *held],
         sources,

@@ -66,7 +66,7 @@ def measure(
     encoders: dict[str, Callable[[Tensor], Any]] = {RETURNED: module}
     medians([(RETURNED, batch) for batch in batches], encoders)
     # Only now: a process that keeps its memory does so from then on.
-    encoders |= {FROZEN: tower.frozen(torch.device("cpu"), amp=False).images, KEPT: module}
+    encoders |= {FROZEN: tower.frozen(torch.device("cpu")).images, KEPT: module}
     medians([(way, batch) for way in (FROZEN, KEPT) for batch in batches], encoders)
     arithmetic = min(cells[KEPT, batch][0] for batch in batches)
     return [

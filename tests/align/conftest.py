@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -71,7 +72,9 @@ def colours() -> dict[str, tuple[int, int, int]]:
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory) -> Path:
-    """`timm`, `bert`, `dinov2`, `siglip` (both towers): encoders. `native`: a run of open_clip's own towers.
+    """Encoders: `timm`, `bert`, `bert-mean` (pools by the mean), `dinov2`, `siglip` (both towers).
+
+    `native`: a run of open_clip's own towers.
 
     `a`, `b`: sources. `held`: a held-out set.
     """
@@ -80,6 +83,9 @@ def home(tmp_path_factory) -> Path:
     save_for_hf(timm.create_model("test_vit.r160_in1k", pretrained=False), home / "timm")
     write_bert(home / "bert")
     AutoModel.from_config(AutoConfig.from_pretrained(home / "bert")).save_pretrained(home / "bert")
+    shutil.copytree(home / "bert", home / "bert-mean")
+    (home / "bert-mean" / "1_Pooling").mkdir()
+    (home / "bert-mean" / "1_Pooling" / "config.json").write_text('{"pooling_mode": "mean"}')
     small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     vision = {**small, "image_size": 40, "patch_size": 8}  # DINOv2 resizes its positions
     AutoModel.from_config(Dinov2Config(mlp_ratio=2, **vision)).save_pretrained(home / "dinov2")
@@ -114,7 +120,7 @@ def request_of(home):
     def make(out: Path, **changes) -> AlignRequest:
         given = {
             "images": (f"timm:{home / 'timm'}",),
-            "texts": (f"hf:{home / 'bert'}",),
+            "texts": (f"hf:{home / 'bert-mean'}",),
             "train_data": f"a={home / 'a'}::b={home / 'b'}",
             "held_out": f"held={home / 'held'}",
             "out": out,
@@ -122,7 +128,6 @@ def request_of(home):
             "embed_dim": 16,
             "batch_size": 16,
             "epochs": 3,
-            "text_pool": "mean",
             "device": "cpu",
         }
         return AlignRequest(**{**given, **changes})

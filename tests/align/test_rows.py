@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from tarfile import open as open_tar
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,18 +24,13 @@ from open_clip_zerovl.align.rows import (
     open_sources,
     shared_ids,
     unit_scale,
-    views_of,
 )
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.randomness import preserved
 from open_clip_zerovl.data.sources import Source
-from open_clip_zerovl.data.views import view_picture
-from open_clip_zerovl.distill.embed import TeacherSettings, embed_sources
 from open_clip_zerovl.embeddings import reading as reading_module
 from open_clip_zerovl.embeddings import store as store_module
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.sources import SourceSamples, cut_captions
-from support.hash_teacher import HashEncoder
 from support.tars import write_tar
 
 CPU = torch.device("cpu")
@@ -221,7 +215,7 @@ def test_features_are_scaled_to_a_mean_square_of_one_and_read_from_memory_or_the
     assert torch.equal(held[index], expected)
 
 
-def test_identities_are_those_that_every_tower_and_teacher_has():
+def test_identities_are_those_that_every_tower_has():
     def rows(numbers):
         return SimpleNamespace(
             blocks=lambda: iter(torch.tensor(numbers).split(2)),
@@ -229,67 +223,10 @@ def test_identities_are_those_that_every_tower_and_teacher_has():
         )
 
     stores = [
-        SimpleNamespace(rows={"1.images": rows(ids)})
-        for ids in ([5, 6, 0, 8, 9], [5, 0, 7, 8, 9], [[5, 5], [6, 6], [7, 7], [8, 0]])
+        SimpleNamespace(rows={"1.images": rows(ids)}) for ids in ([5, 6, 0, 8, 9], [5, 0, 7, 8, 9])
     ]
     assert shared_ids("images", stores[:1]).tolist() == [5, 6, 0, 8, 9]
-    assert shared_ids("images", stores).tolist() == [
-        5,
-        0,
-        0,
-        0,
-        9,
-    ]  # the last has no views of the fifth, which is held out
-    taught = [
-        rows([[[0.0, 1.0]], [[1.0, 0.0]], [[1.0, 0.0]], [[1.0, 0.0]], [[0.0, 0.0]], [[1.0, 0.0]]])
-    ]
-    assert shared_ids("images", stores[:1], taught).tolist() == [5, 6, 0, 8, 0]
-    assert shared_ids("images", stores[:1], taught, 4).tolist() == [
-        5,
-        6,
-        0,
-        8,
-        9,
-    ]  # the last row is of another source
-
-
-def test_views_are_those_of_training_and_of_a_teacher_of_the_same_data(home, sources, tmp_path):
-    image = open_tower(str(home / "native" / "checkpoints" / "epoch_1.pt"), "image")
-    flags = AlignFlags(views=2, aug_cfg={"scale": (0.3, 1.0)})
-    views = views_of(image, sources, flags, None)
-    assert views_of(image, sources, AlignFlags(), None) is None
-    trained = Sources(sources.opened[:2], 2)
-    store = embed_tower(image, trained, tmp_path, flags, views=views, device=CPU)
-    assert (
-        store.rows["0.images"].array.shape == (120, 2, 32)
-        and (store.rows["1.images"].array != 0).all()
-    )
-    features, frozen = (
-        Features(store.rows["0.images"], 1.0, CPU, None),
-        image.frozen(CPU, amp=False),
-    )
-    with open_tar(home / "b" / "1.tar") as tar:  # sample 45 of b: its 105th picture of both sources
-        picture = Image.open(tar.extractfile("10015.png")).convert("RGB")
-    with preserved():
-        pixels = view_picture(views.transform, picture, seed=0, source=1, sample=45, view=1)
-    expected = frozen.images(pixels[None])
-    assert torch.allclose(
-        features[torch.tensor([105 * 2 + 1])], expected, rtol=0, atol=2e-3
-    )  # stored in fp16
-    assert not torch.allclose(features[torch.tensor([105 * 2])], expected, rtol=0, atol=1e-2)
-
-    settings = TeacherSettings(
-        views=2, image_size=32, aug_cfg=flags.aug_cfg, captions="one-per-epoch", seed=5
-    )
-    data = f"a={home / 'a'}::b={home / 'b'}"
-    teacher = embed_sources(data, [HashEncoder()], tmp_path / "taught", settings, progress=False)
-    brought = views_of(image, sources, AlignFlags(aug_cfg=flags.aug_cfg), teacher)
-    assert (brought.count, brought.seed) == (2, 5)
-    with pytest.raises(UserError, match=r"was begun with augmentation .*scale=\(0\.3, 1\.0\)"):
-        views_of(image, sources, AlignFlags(), teacher)
-    swapped = open_sources(f"b={home / 'b'}::a={home / 'a'}", "")
-    with pytest.raises(UserError, match="have the sources a, b; give --data in this order"):
-        views_of(image, swapped, AlignFlags(aug_cfg=flags.aug_cfg), teacher)
+    assert shared_ids("images", stores).tolist() == [5, 0, 0, 8, 9]
 
 
 def test_rows_that_are_no_numbers_are_refused(sources, towers, tmp_path):

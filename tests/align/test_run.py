@@ -12,27 +12,26 @@ from base64 import b64decode
 from io import BytesIO
 from tarfile import open as open_tar
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
 from open_clip_zerovl.align import alignment
-from open_clip_zerovl.align import train as train_module
 from open_clip_zerovl.align.alignment import run_align
+from open_clip_zerovl.align.rows import embed_tower, open_sources
 from open_clip_zerovl.checkpoints.loading import Encoder, load_model
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.images import normalize
-from open_clip_zerovl.distill.embed import TeacherSettings, embed_sources
 from open_clip_zerovl.embeddings import reading
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.evaluate.retrieval.metrics import retrieval_metrics
 from open_clip_zerovl.evaluate.retrieval.score import run_retrieval
 from support import warm
-from support.hash_teacher import HashEncoder
+from support.tars import write_tar
 
 TEXTS = ["a red house of blue sun", "the green tree and the red cat"]
 # Run by a bare interpreter: open_clip alone, no network.
@@ -188,13 +187,14 @@ def test_the_command_writes_a_model_for_transformers_and_for_training(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("pool", "sentence"), [("cls", None), ("mean", "pools the text at the first token")]
+    ("text", "sentence"), [("bert", None), ("bert-mean", "pools the text at the first token")]
 )
 def test_transformers_dual_encoder_holds_linear_heads_on_its_encoders(
-    request_of, tmp_path, capsys, pool, sentence
+    request_of, home, tmp_path, capsys, text, sentence
 ):
     """Slow: `test_transformers.py` has each part."""
-    run_align(request_of(tmp_path / "out", epochs=1, text_pool=pool), lambda line: None)
+    given = {"texts": (f"hf:{home / text}",), "epochs": 1}
+    run_align(request_of(tmp_path / "out", **given), lambda line: None)
     command = [
         "export",
         str(tmp_path / "out" / "model"),
@@ -286,7 +286,7 @@ def test_vision_models_of_transformers_become_its_dual_encoder(request_of, home,
     said = []
     given = {
         "images": (f"hf:{home / 'dinov2'}",),
-        "text_pool": "cls",
+        "texts": (f"hf:{home / 'bert'}",),
         "dtype": "float32",
         "lr": 1e-2,
     }
@@ -295,7 +295,7 @@ def test_vision_models_of_transformers_become_its_dual_encoder(request_of, home,
     assert sum("transformers' AutoModel and AutoProcessor open it" in line for line in said) == 2
     dual = AutoModel.from_pretrained(folder).eval()
     pixels, mask, links = [], [], []
-    frozen, tokenizer = result.image.frozen(torch.device("cpu"), amp=False), result.text.tokenizer
+    frozen, tokenizer = result.image.frozen(torch.device("cpu")), result.text.tokenizer
     with open_tar(home / "held" / "test" / "0.tar") as tar:
         for name in sorted(tar.getnames()):
             content = tar.extractfile(name).read()
@@ -318,7 +318,7 @@ def test_vision_models_of_transformers_become_its_dual_encoder(request_of, home,
         assert scored[name] == pytest.approx(result.outcome.metrics[name], abs=1e-5)
     with pytest.raises(
         UserError,
-        match=r"model has other heads than this call, or is for another library; give another",
+        match=r"model is for another library; give another",
     ):
         run_align(request_of(tmp_path / "out"), said.append)
 
@@ -326,7 +326,7 @@ def test_vision_models_of_transformers_become_its_dual_encoder(request_of, home,
 @pytest.mark.slow
 def test_transformers_opens_the_dual_encoder_without_this_package(request_of, home, tmp_path):
     """Slow: another process of imports."""
-    given = {"images": (f"hf:{home / 'dinov2'}",), "text_pool": "cls", "epochs": 1}
+    given = {"images": (f"hf:{home / 'dinov2'}",), "texts": (f"hf:{home / 'bert'}",), "epochs": 1}
     (result,) = run_align(request_of(tmp_path / "out", **given), lambda line: None)
     found = embeddings_of_a_stranger(tmp_path / "out" / "model", tmp_path, TRANSFORMERS_STRANGER)
     pixels = torch.linspace(-1, 1, 3 * 32 * 32).reshape(1, 3, 32, 32)
@@ -340,75 +340,12 @@ def test_transformers_opens_the_dual_encoder_without_this_package(request_of, ho
         )
 
 
-def test_heads_learn_from_a_teacher_of_the_same_views_and_captions(
-    request_of, home, tmp_path, monkeypatch
-):
-    """Each step's rows, found again in the stores, are of the same samples, views and captions as the teacher's."""
-    checkpoint, seen = str(home / "native" / "checkpoints" / "epoch_1.pt"), []
-    settings = TeacherSettings(views=3, image_size=32, captions="one-per-epoch")
-    data = f"a={home / 'a'}::b={home / 'b'}"
-    teacher = embed_sources(data, [HashEncoder()], tmp_path / "taught", settings, progress=False)
-    stock = train_module.take_step
-    monkeypatch.setattr(
-        train_module, "take_step", lambda *given: seen.append(given) or stock(*given)
-    )
-    given = {"images": (checkpoint,), "texts": (checkpoint,), "teacher": str(tmp_path / "taught")}
-    (result,) = run_align(request_of(tmp_path / "out", epochs=4, **given), lambda line: None)
-    shown = set()
-    for _, _, _, rows, _, ((images, texts),) in seen:
-        for side, kind, own, theirs in (
-            ("views", "images", rows[0], images),
-            ("texts", "texts", rows[1], texts),
-        ):
-            features = getattr(result.task, side)
-            count = math.prod(features._places)
-            stored = features[torch.arange(count)]
-            number = torch.cdist(own, stored, compute_mode="donot_use_mm_for_euclid_dist").argmin(
-                dim=1
-            )
-            assert torch.equal(stored[number], own)
-            taught = teacher.rows[f"0.{kind}"][:].reshape(-1, 6).float()
-            same = (taught[:count] == theirs[:, None]).all(dim=2)  # captions occur several times
-            assert (
-                all(same[pair, n] for pair, n in enumerate(number))
-                if kind == "images"
-                else same.any(dim=1).all()
-            )
-            shown |= set(number.tolist()) if kind == "images" else set()
-    assert {number % 3 for number in shown} == {0, 1, 2}
-
-
-def test_gated_heads_are_kept_and_refused_for_stock_by_name(request_of, tmp_path):
-    said = []
-    (tmp_path / "out" / "model").mkdir(parents=True)
-    with pytest.raises(
-        UserError,
-        match=r"out/model has other heads than this call, or is for another library; give another --out",
-    ):
-        run_align(request_of(tmp_path / "out", head="glu"), said.append)
-    (tmp_path / "out" / "model").rmdir()
-    (result,) = run_align(request_of(tmp_path / "out", head="glu"), said.append)
-    assert not (tmp_path / "out" / "model").exists()
-    assert (
-        sum(
-            "no tower of open_clip has a gated head" in line and "train --head mlp" in line
-            for line in said
-        )
-        == 2
-    )
-    with safe_open(tmp_path / "out" / "heads.safetensors", "pt") as file:
-        assert file.metadata()["head"] == "glu"
-        assert torch.equal(
-            file.get_tensor("image.gate.weight"), result.outcome.heads.image.gate.weight
-        )
-
-
 def test_a_sweep_ranks_the_pairings_and_a_second_run_reads_the_rows(
     request_of, home, tmp_path, monkeypatch
 ):
     checkpoint = str(home / "native" / "checkpoints" / "epoch_1.pt")
     images = (f"timm:{home / 'timm'}", checkpoint)
-    texts = (f"hf:{home / 'bert'}", checkpoint)
+    texts = (f"hf:{home / 'bert-mean'}", checkpoint)
     said = []
     request = request_of(
         tmp_path / "out", images=images, texts=texts, seeds=2, debiased_sampling=True
@@ -446,6 +383,66 @@ def test_a_sweep_ranks_the_pairings_and_a_second_run_reads_the_rows(
         said.append,
     )
     assert sum("its features of 140 samples are in" in line for line in said) == 4
+
+
+def test_pictures_of_classes_have_their_top1_and_no_pair_of_a_class_as_a_negative(
+    request_of, colours, tmp_path
+):
+    """Three classes of one colour each; RSUM is capped by captions that pictures share, top-1 is not."""
+    rng, members = np.random.default_rng(0), []
+    for number in range(60):
+        name, colour = list(colours.items())[number % 3]
+        pixels = np.clip(rng.integers(-30, 30, (40, 40, 3)) + colour, 0, 255).astype(np.uint8)
+        content = BytesIO()
+        Image.fromarray(pixels).save(content, "PNG")
+        caption = f"a {name} house".encode()
+        members += [(f"{number}.png", content.getvalue()), (f"{number}.txt", caption)]
+    write_tar(tmp_path / "train" / "0.tar", members)
+    (tmp_path / "train" / "classnames.txt").write_text("\n".join(colours) + "\n")
+    said = []
+    given = {"train_data": f"c={tmp_path / 'train'}", "held_out": "", "rows": None}
+    (result,) = run_align(
+        request_of(tmp_path / "out", **given, epochs=20, lr=1e-2, batch_size=32), said.append
+    )
+    text = "\n".join(said)
+    assert result.recipe.positives == "caption" and text.count("--positives caption") == 1
+    assert result.top1 == 1.0 and "top-1" in text and text.count("RSUM can reach") == 1
+    assert result.rsum < 500 and "one step an epoch, of 32 of 50 pairs" in text
+    record = json.loads((tmp_path / "out" / "align.json").read_text())
+    assert record["pairings"][0]["top1"] == 1.0
+    page = (tmp_path / "out" / "align.html").read_text()
+    assert "<td>100.0</td>" in page and page.count("RSUM can reach") == 1
+
+
+def test_each_source_is_scored_alone_and_a_further_one_keeps_the_texts_of_the_others(
+    request_of, home, tmp_path, monkeypatch
+):
+    encoded, stock = [], FrozenModel.texts
+    monkeypatch.setattr(
+        FrozenModel,
+        "texts",
+        lambda self, captions: encoded.append(len(captions)) or stock(self, captions),
+    )
+    one = {"train_data": f"b={home / 'b'}", "held_out": "", "rows": tmp_path / "rows"}
+    run_align(request_of(tmp_path / "one", **one, epochs=1), lambda line: None)
+    before, said = sum(encoded), []
+    two = {**one, "train_data": f"a={home / 'a'}::b={home / 'b'}"}
+    (result,) = run_align(request_of(tmp_path / "two", **two, epochs=1), said.append)
+    added = sum(encoded) - before
+    fresh = embed_tower(
+        result.text,
+        open_sources(two["train_data"], ""),
+        tmp_path / "fresh",
+        device=torch.device("cpu"),
+    )
+    stored = next((tmp_path / "rows").glob("text-*"))
+    assert np.array_equal(np.load(stored / "0.texts.npy"), np.asarray(fresh.rows["0.texts"].array))
+    assert (
+        120 <= added <= 120 + 2 * 2 * 16
+    )  # the other source's captions, and those of the estimated time
+    assert set(result.of_sources) == {"a", "b"}
+    assert sum(scores["images"] for scores in result.of_sources.values()) == 12
+    assert sum("alone: RSUM" in line for line in said) == 2
 
 
 @pytest.mark.parametrize(
@@ -487,12 +484,6 @@ def test_parts_are_encoded_by_several_calls(request_of, tmp_path, monkeypatch):
                 patch.setenv(name, str(value))
             part = (number, 1 + number)
             assert run_align(request_of(tmp_path / "out", rows=None, part=part), said.append) == []
-            if number == 0:
-                with pytest.raises(
-                    UserError,
-                    match="--part 1/3 is for a single process, and torchrun has 2: leave it out",
-                ):
-                    run_align(request_of(tmp_path / "out", rows=None, part=(1, 3)), said.append)
         assert said[-1].startswith(f"part {number}/2 is encoded") and not any(
             "its features" in line for line in said
         )
@@ -513,11 +504,6 @@ def test_parts_are_encoded_by_several_calls(request_of, tmp_path, monkeypatch):
         ),
         ({"lr": 0.0}, "--lr 0.0 is out of range"),
         ({"feature_mixup": 1.0, "positives": "both"}, "--feature-mixup needs --positives pair"),
-        (
-            {"views": 2, "teacher": "taught"},
-            "--views needs no --teacher, which brings its own views",
-        ),
-        ({"distill_weight": 0.5}, "--distill-weight needs --teacher"),
         ({"batch_size": 1000}, "fewer than one effective batch of 1000"),
         ({"images": ("timm:nowhere",)}, "the encoder timm:nowhere cannot be loaded"),
     ],

@@ -53,18 +53,18 @@ SCALES = (0.5, 2.0)  # powers of two: folding them into the weights rounds nothi
 
 
 @pytest.mark.parametrize(
-    ("head", "loss", "positives", "cross_source_weight", "debiased", "taught"),
+    ("head", "loss", "positives", "cross_source_weight", "debiased"),
     [
-        ("linear", "clip", "pair", 1.0, False, False),
-        ("mlp", "clip", "both", 0.3, False, False),
-        ("mlp", "siglip", "caption", 1.0, False, False),
-        ("linear", "siglip", "pair", 0.5, False, True),
-        ("linear", "clip", "both", 1.0, True, True),
-        ("mlp", "siglip", "image", 1.0, True, False),
+        ("linear", "clip", "pair", 1.0, False),
+        ("mlp", "clip", "both", 0.3, False),
+        ("mlp", "siglip", "caption", 1.0, False),
+        ("linear", "siglip", "pair", 0.5, False),
+        ("linear", "clip", "both", 1.0, True),
+        ("mlp", "siglip", "image", 1.0, True),
     ],
 )
 def test_the_heads_gradient_is_that_of_a_step_with_frozen_towers(
-    home, tmp_path, head, loss, positives, cross_source_weight, debiased, taught
+    home, tmp_path, head, loss, positives, cross_source_weight, debiased
 ):
     """In fp64: towers once and heads on their features, against DGA with two micro-batches through the exported model."""
     order, of_step = epoch_order(
@@ -81,9 +81,7 @@ def test_the_heads_gradient_is_that_of_a_step_with_frozen_towers(
     recipe = replace(
         RECIPE, loss=loss, head=head, positives=positives, cross_source_weight=cross_source_weight
     )
-    recipe = replace(recipe, teacher="stored" if taught else None, distill_weight=0.7)
     criterion = make_loss(recipe)
-    teachers = [(normalize(torch.randn(6, 5), dim=1), normalize(torch.randn(6, 5), dim=1))] * taught
     pixels = torch.randn(
         13, 3, 160, 160, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )[batch]
@@ -103,16 +101,14 @@ def test_the_heads_gradient_is_that_of_a_step_with_frozen_towers(
             image.module.double()(pixels) * SCALES[0],
             text.module.double()(tokens) * SCALES[1],
         )
-    value = backward(heads, criterion, features, ids, teachers)
+    value = backward(heads, criterion, features, ids)
 
     model, _, _ = load_model(folder)
     model.double().train()
     model.output_dict = True
     freeze(model, ["image", "text"], projection=False)
     step = DecoupledGradientAccumulation(model, criterion)
-    losses = step.backward(
-        [(pixels[:4], tokens[:4]), (pixels[4:], tokens[4:])], ids=ids, teacher_features=teachers
-    )
+    losses = step.backward([(pixels[:4], tokens[:4]), (pixels[4:], tokens[4:])], ids=ids)
     assert float(
         losses["contrastive_loss"] if isinstance(losses, dict) else losses
     ) == pytest.approx(float(value), abs=1e-6)
@@ -146,8 +142,8 @@ class MadeUp:
 
     scale = 1.0
 
-    def __init__(self, rows, per_sample=1):
-        self.rows, self.width, self.per_sample = rows, rows.shape[1], per_sample
+    def __init__(self, rows):
+        self.rows, self.width = rows, rows.shape[1]
 
     def __getitem__(self, index):
         return self.rows[index]
@@ -175,17 +171,11 @@ def task():
     [
         {},
         {"debiased_sampling": True, "loss": "siglip", "head": "mlp"},
-        {"positives": "both", "cross_source_weight": 0.5, "head": "glu", "patience": 3},
+        {"positives": "both", "cross_source_weight": 0.5, "patience": 3},
         {"feature_mixup": 0.5},
-        {"teacher": "made up", "distill_weight": 0.5},
     ],
 )
 def test_a_training_that_was_killed_goes_on_to_the_same_bits(task, tmp_path, monkeypatch, changes):
-    if "teacher" in changes:  # and two views
-        task.views = MadeUp(task.images.rows.repeat_interleave(2, dim=0) + 0.1, per_sample=2)
-        task.teachers = [
-            tuple(MadeUp(normalize(side.rows[:, :10], dim=1)) for side in (task.views, task.texts))
-        ]
     recipe = replace(RECIPE, **changes)
     whole = train_heads(task, recipe, tmp_path / "whole")
     monkeypatch.setattr(train_module, "CHECKS", 5)  # four of 8 epochs, so that the kill loses one
@@ -350,7 +340,9 @@ def test_the_learning_rate_rises_and_falls():
         ("cpu", 64 * 512, [10**6], "random", 256),
         ("cuda", 64 * 512, [10**6], "random", 32768),
         ("cuda", 64 * 512, [10**6, 5000], "debiased", 4096),
-        ("cuda", 64 * 512, [3000, 3000], "random", 4096),
+        ("cuda", 64 * 512, [10**6, 5000], "random", 4096),
+        ("cuda", 64 * 512, [10**6, 100], "random", 32768),
+        ("cuda", 64 * 512, [200, 100], "debiased", 64),
     ],
 )
 def test_the_batch_follows_from_device_heads_and_data(device, weights, sizes, sampling, batch):

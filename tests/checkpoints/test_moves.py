@@ -102,7 +102,6 @@ def home(tmp_path_factory) -> Path:
         aligned = open_clip_zerovl.align(
             image=image,
             text=f"hf:{bert}",
-            text_pool="cls",
             data=f"p={home / 'pairs'}",
             out=home / f"{name}-out",
             embed_dim=8,

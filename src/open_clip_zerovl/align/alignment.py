@@ -17,25 +17,25 @@ from safetensors.torch import save
 
 from open_clip_zerovl.align.encoders import Tower, open_tower
 from open_clip_zerovl.align.export import TRANSFORMERS_ALONE, check_together, export_aligned
-from open_clip_zerovl.align.heads import GATED_ALONE, Heads
+from open_clip_zerovl.align.heads import Heads
 from open_clip_zerovl.align.request import AlignRequest, Recipe
 from open_clip_zerovl.align.rows import (
     Features,
-    Sources,
     embed_tower,
     make_pairs,
     open_sources,
     shared_ids,
     unit_scale,
-    views_of,
 )
 from open_clip_zerovl.align.train import (
     Outcome,
     Task,
+    caption_accuracy,
     chunk_rows,
     default_batch,
     default_epochs,
     held_out_embeddings,
+    metrics_of,
     train_heads,
 )
 from open_clip_zerovl.checkpoints.export import loading_notes
@@ -54,8 +54,7 @@ from open_clip_zerovl.data.held_out import (
     trained_on,
     write_trained_on,
 )
-from open_clip_zerovl.distill.rows import open_teacher_folder, widths_of
-from open_clip_zerovl.embeddings.sources import SourceSamples, augmentation_of, cut_captions
+from open_clip_zerovl.embeddings.sources import SourceSamples, cut_captions
 from open_clip_zerovl.embeddings.store import Rows, Store
 from open_clip_zerovl.evaluate.compare.resampling import Measure, interval, mean_over, resampled
 from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet, gallery_of
@@ -84,7 +83,7 @@ HEADER = (
     "T2I R@1",
     "RSUM",
     "95 %",
-    "seeds",
+    "RSUM of seeds",
     "epoch",
     "train",
 )
@@ -99,6 +98,8 @@ class Result:
         names: of both encoders, as tables show them.
         of_seeds: held-out RSUM of each seed.
         seconds: duration of the trainings of all seeds.
+        of_sources: metrics of each source's held-out pictures among themselves; {} for one source.
+        top1: share of the held-out pictures whose best caption of all is one of their own, if captions are of classes.
         interval: interval of the RSUM that holds 95 % of the draws of held-out pictures.
     """
 
@@ -110,6 +111,8 @@ class Result:
     outcome: Outcome
     of_seeds: list[float]
     seconds: float
+    of_sources: dict[str, dict[str, float]]
+    top1: float | None = None
     interval: tuple[float, float] = (0.0, 0.0)
 
     @property
@@ -136,7 +139,8 @@ class Result:
         seeds = " ".join(f"{score:.0f}" for score in self.of_seeds)
         row = [*self.names, f"{self.image.width}, {self.text.width}", *first]
         row += [f"{self.rsum:.1f}", f"{low:.1f} to {high:.1f}", seeds, str(self.outcome.best_epoch)]
-        return [*row, duration(self.seconds)]
+        row += [duration(self.seconds)]
+        return row if self.top1 is None else [*row, f"{100 * self.top1:.1f}"]
 
     def record(self) -> dict[str, Any]:
         """As JSON."""
@@ -149,6 +153,8 @@ class Result:
             "metrics": self.outcome.metrics,
             "interval": self.interval,
             "rsum of seeds": self.of_seeds,
+            "sources": self.of_sources,
+            "top1": self.top1,
         }
         training = {
             "best epoch": self.outcome.best_epoch,
@@ -179,7 +185,7 @@ def run_align(
 ) -> list[Result]:
     """Align every pairing of the encoders and write the best one as a folder.
 
-        OUT/model/                     the best pairing in open_clip's form (not with gated heads)
+        OUT/model/                     the best pairing in open_clip's form
         OUT/heads.safetensors          its heads
         OUT/align.json, align.html     every pairing's scores and settings
         OUT/rows/, OUT/trained/        stored features, and the states of trainings
@@ -198,20 +204,13 @@ class Alignment:
     """A call of `zerovl align`; see `run_align`.
 
     Attributes:
-        teacher: stored ones, of `--teacher`.
-        views: on which the heads of each image tower are trained, by the tower's number.
-        stores: tower number -> its stored features, with its views' if there are any.
+        stores: tower number -> its stored features.
     """
 
     def __init__(self, request: AlignRequest, say: Say) -> None:
         if wrong := [*out_of_range(request), *conflicts(request)]:
             raise UserError(wrong[0])
         if (ranks := int(os.environ.get("WORLD_SIZE", 1))) > 1:  # of torchrun
-            if request.part != (0, 1):
-                number, count = request.part
-                raise UserError(
-                    f"--part {number}/{count} is for a single process, and torchrun has {ranks}: leave it out"
-                )
             request = replace(request, part=(int(os.environ["RANK"]), ranks))
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.request, self.say, self.device = (
@@ -223,6 +222,7 @@ class Alignment:
         require_matplotlib()
         self.sources = open_sources(request.train_data, request.held_out)
         self._require_sources(self.sources.names)
+        self.classes = any(source.classes for source in self.sources.opened)
         if (
             request.batch_size
         ):  # refused here if the data is too small even with the pictures that are held out
@@ -236,30 +236,19 @@ class Alignment:
                 names=self.sources.names,
             )
         load = cache(load_model)
-        options: dict[str, Any] = {
-            "text_pool": request.text_pool,
-            "context_length": request.context_length,
-        }
         self.images = [open_tower(name, "image", load=load) for name in request.images]
-        self.texts = [open_tower(name, "text", load=load, **options) for name in request.texts]
+        self.texts = [
+            open_tower(name, "text", load=load, context_length=request.context_length)
+            for name in request.texts
+        ]
         self.pairings = list(itertools.product(self.images, self.texts))
         for image, text in self.pairings:
             check_together(image, text, request.head, request.loss)
-        model, for_transformers = (
-            request.out / "model",
-            {image.kind == "vision" for image in self.images},
-        )
-        if model.exists() and (
-            request.head == "glu" or is_transformers_folder(model) not in for_transformers
-        ):
-            raise UserError(
-                f"{model} has other heads than this call, or is for another library; give another --out"
-            )
-        self.teacher = None if request.teacher is None else open_teacher_folder(request.teacher)
-        self.views = {
-            id(tower): views_of(tower, self.sources, request, self.teacher) for tower in self.images
-        }
-        self.stores: dict[int, list[Store]] = {}
+        model = request.out / "model"
+        for_transformers = {image.kind == "vision" for image in self.images}
+        if model.exists() and is_transformers_folder(model) not in for_transformers:
+            raise UserError(f"{model} is for another library; give another --out")
+        self.stores: dict[int, Store] = {}
         self.seen: Identities | None = None  # pictures on which the encoders were trained
 
     def run(self) -> list[Result]:
@@ -271,7 +260,7 @@ class Alignment:
         if request.part != (0, 1):
             number, count = request.part
             self.say(
-                f"part {number}/{count} is encoded; when all parts are, call again without --part and torchrun to train"
+                f"part {number}/{count} is encoded; when all parts are, call again without torchrun to train"
             )
             return []
         task_of = self._tasks()
@@ -280,9 +269,19 @@ class Alignment:
         for one in results:
             one.interval = interval(draws[one.name])
         ranked = sorted(results, key=lambda one: -one.rsum)
-        links = ranked[0].task.pairs.held_out.text_to_image.tolist()
-        chance = recall_bounds(list(map(str, range(len(links)))), links)["rsum_chance"]
-        facts = [ranked[0].task.pairs.words(), f"held-out RSUM of chance: {chance:.1f}"]
+        task = ranked[0].task
+        held = task.pairs.held_out
+        bounds = recall_bounds(task.caption_ids[held.texts].tolist(), held.text_to_image)
+        facts = [task.pairs.words(), f"held-out RSUM of chance: {bounds['rsum_chance']:.1f}"]
+        if self.classes:
+            facts.append(
+                "top-1: the best of all captions is one of the picture's own. Pictures of a class share theirs: RSUM can reach "
+                f"{bounds['rsum_best']:.0f} of 600"
+            )
+        facts += [
+            f"{name} alone: RSUM {scores['rsum']:.1f}, {scores['images']:.0f} pictures held out"
+            for name, scores in ranked[0].of_sources.items()
+        ]
         if len(ranked) > 1:
             best, second = ranked[:2]
             low, high = interval(draws[best.name] - draws[second.name])
@@ -293,7 +292,7 @@ class Alignment:
             )
             by = f"{best.rsum - second.rsum:.1f} RSUM ({low:.1f} to {high:.1f} over pictures)"
             facts.append(f"Best: {best.name}, {by} before {second.name}: {counts}")
-        self._write(ranked, facts, chance)
+        self._write(ranked, facts, bounds["rsum_chance"])
         return ranked
 
     def _require_sources(self, names: Sequence[str]) -> None:
@@ -316,10 +315,6 @@ class Alignment:
                     f"       {cut:,} of {looked_at:,} captions are longer than its {length} tokens and are cut (an hf: encoder"
                 )
                 self.say("       takes more by --context-length)")
-        if views := next(filter(None, self.views.values()), None):
-            self.say(
-                f"views  {views.count} of each picture, {augmentation_of(views.transform, views.pixel_path)[1]}"
-            )
         count = sources.begins[sources.training]
         names = ", ".join(sources.names)
         self.say(
@@ -328,48 +323,36 @@ class Alignment:
         self.say(
             f"held   {request.held_out or f'{request.held_out_share:.0%} of the pictures, at most 1,000'}"
         )
+        if self.classes and request.positives is None:
+            self.say("       pictures of a class share its captions: --positives caption")
         how = f"loss {request.loss}, {request.sampling} batches, on {self.device}"
         self.say(f"heads  {request.head}, to {request.embed_dim} numbers; {how}")
-        if request.head == "glu":
-            self.say(f"       {GATED_ALONE}")
-        elif any(tower.kind == "vision" for tower in self.images):
+        if any(tower.kind == "vision" for tower in self.images):
             self.say(f"       of a vision model of transformers: {TRANSFORMERS_ALONE}")
 
     def _embed(self, tower: Tower) -> None:
         request, folder = self.request, self.request.rows or self.request.out / "rows"
-        given: dict[str, Any] = {
-            "device": self.device,
-            "say": lambda line: self.say(f"rows   {line}"),
-        }
-        stores = [embed_tower(tower, self.sources, folder, request, **given)]
-        if views := self.views.get(id(tower)):
-            trained = Sources(self.sources.opened[: self.sources.training], self.sources.training)
-            stores.append(embed_tower(tower, trained, folder, request, views=views, **given))
+        store = embed_tower(
+            tower,
+            self.sources,
+            folder,
+            request,
+            device=self.device,
+            say=lambda line: self.say(f"rows   {line}"),
+        )
         tower.module.cpu()
-        lacking = next((store for store in stores if not store.done.all()), None)
-        if request.part == (0, 1) and lacking is not None:
-            count = int((~lacking.done).sum())
+        lacking = int((~store.done).sum())
+        if request.part == (0, 1) and lacking:
             raise UserError(
-                f"{lacking.folder} lacks {count:,} samples that could not be read; mend the data, call again"
+                f"{store.folder} lacks {lacking:,} samples that could not be read; mend the data, call again"
             )
-        self.stores[id(tower)] = stores
+        self.stores[id(tower)] = store
 
     def _tasks(self) -> Callable[[Tower, Tower], Task]:
         """The pairs, as a task of any two towers."""
         request, stores = self.request, self.stores
-        taught: list[list[Rows]] = [[], []]  # images and texts of each teacher
-        if self.teacher is not None:
-            numbers = range(len(widths_of(self.teacher.manifest)))
-            taught = [
-                [self.teacher.rows[f"{n}.{kind}"] for n in numbers] for kind in ("images", "texts")
-            ]
-        seen = [store for tower in self.images for store in stores[id(tower)]]
-        words = [store for tower in self.texts for store in stores[id(tower)]]
-        trained = int(
-            self.sources.begins[self.sources.training]
-        )  # the teachers may have more samples
-        picture_ids = shared_ids("images", seen, taught[0], trained)
-        caption_ids = shared_ids("texts", words, taught[1], int(self.sources.starts[trained]))
+        picture_ids = shared_ids("images", [stores[id(tower)] for tower in self.images])
+        caption_ids = shared_ids("texts", [stores[id(tower)] for tower in self.texts])
         encoders = [tower.name for tower in (*self.images, *self.texts)]
         self.seen = trained_on(encoders)
         pairs = make_pairs(
@@ -386,11 +369,7 @@ class Alignment:
             self.say(f"       {sentence}")
         self._require_sources(pairs.names)
         room = available_bytes(self.device)
-        each = (
-            None
-            if room is None
-            else room // (4 * (sum(map(len, stores.values())) + sum(map(len, taught))))
-        )
+        each = None if room is None else room // (4 * len(stores))
 
         @cache
         def features(rows: Rows, scale: float) -> Features:
@@ -401,32 +380,20 @@ class Alignment:
                 )
             return found
 
-        teachers = [
-            (features(images, 1.0), features(texts, 1.0))
-            for images, texts in zip(*taught, strict=True)
-        ]
-
         def task(image: Tower, text: Tower) -> Task:
-            plain, *further = stores[id(image)]
-            words = stores[id(text)][0]
-            pictures, texts = plain.rows["0.images"], words.rows["0.texts"]
-            of: list[Any] = [
-                one.digest for one in (plain, words, *further, *filter(None, [self.teacher]))
-            ]
+            seen, words = stores[id(image)], stores[id(text)]
+            pictures, texts = seen.rows["0.images"], words.rows["0.texts"]
+            of: list[Any] = [seen.digest, words.digest]
             of += [self.sources.training, digest_of(held_out)]
             of += [len(pairs.images), len(pairs.texts)]  # a tower of the same call may lack samples
-            scale = unit_scale(pictures, pairs.images)
-            sides = features(pictures, scale), features(texts, unit_scale(texts, pairs.texts))
-            shown = features(further[0].rows["0.images"], scale) if further else None
             return Task(
                 pairs,
-                *sides,
+                features(pictures, unit_scale(pictures, pairs.images)),
+                features(texts, unit_scale(texts, pairs.texts)),
                 picture_ids,
                 caption_ids,
                 self.device,
                 "-".join(map(str, of)),
-                shown,
-                teachers,
             )
 
         return task
@@ -438,8 +405,9 @@ class Alignment:
         batch = request.batch_size or default_batch(
             self.device, weights, request.embed_dim, task.pairs.sizes, request.sampling
         )
+        steps = len(task.pairs.images) // batch
         epochs = request.epochs or default_epochs(len(task.pairs.images), batch)
-        chunk = chunk_rows(batch, self.device, request.teacher is not None)
+        chunk = chunk_rows(batch, self.device)
         in_loss, in_heads = (
             f"{6e-6 * count:.2g} M" for count in (batch * request.embed_dim, weights)
         )
@@ -449,9 +417,14 @@ class Alignment:
         )
         self.say(
             f"       {'in one piece' if chunk is None else f'{chunk:,} rows at a time'}, at most {epochs} epochs of "
-            f"{len(task.pairs.images) // batch:,} steps"
+            f"{steps:,} steps"
         )
+        if steps == 1:
+            self.say(
+                f"       one step an epoch, of {batch:,} of {len(task.pairs.images):,} pairs: a smaller --batch-size takes more"
+            )
         given = {each.name: getattr(request, each.name) for each in fields(Recipe)}
+        given["positives"] = request.positives or ("caption" if self.classes else "pair")
         slug = re.sub(r"[^A-Za-z0-9]+", "-", f"{image.name[-40:]}--{text.name[-40:]}").strip("-")
         results: list[tuple[Outcome, Recipe]] = []
         for seed in range(request.seed, request.seed + request.seeds):
@@ -465,9 +438,22 @@ class Alignment:
         best, recipe = max(results, key=lambda one: one[0].metrics["rsum"])
         scores = [one.metrics["rsum"] for one, _ in results]
         names = short_names(request.images)[image.name], short_names(request.texts)[text.name]
-        return Result(
-            image, text, names, task, recipe, best, scores, sum(one.seconds for one, _ in results)
-        )
+        seconds = sum(one.seconds for one, _ in results)
+        of_sources = self._of_sources(best.heads, task)
+        top1 = caption_accuracy(best.heads, task) if self.classes else None
+        return Result(image, text, names, task, recipe, best, scores, seconds, of_sources, top1)
+
+    def _of_sources(self, heads: Heads, task: Task) -> dict[str, dict[str, float]]:
+        """Metrics of the held-out pictures of each source, or held-out set, alone; {} for one."""
+        held = task.pairs.held_out
+        source_of = np.searchsorted(self.sources.begins, held.images, side="right") - 1
+        numbers = np.unique(source_of).tolist()
+        return {
+            self.sources.opened[number].name: metrics_of(
+                heads, task, held.part(source_of == number)
+            )
+            for number in (numbers if len(numbers) > 1 else [])
+        }
 
     def _say_check(self, epoch: int, score: float, loss: float) -> None:
         self.say(f"       epoch {epoch:>3}: loss {loss:.3f}, held-out RSUM {score:.1f}")
@@ -475,7 +461,8 @@ class Alignment:
     def _write(self, ranked: Sequence[Result], facts: Sequence[str], chance: float) -> None:
         """Print and write the results."""
         out, best, rows = self.request.out, ranked[0], [one.row() for one in ranked]
-        self.say(text_table(HEADER, rows, left=2))
+        header = (*HEADER, "top-1") if self.classes else HEADER
+        self.say(text_table(header, rows, left=2))
         for fact in facts[1:]:
             self.say(fact)
         heads, scales = best.outcome.heads, (best.task.images.scale, best.task.texts.scale)
@@ -484,25 +471,20 @@ class Alignment:
         write_atomically(
             file, save(tensors, metadata={"head": best.recipe.head, "scales": json.dumps(scales)})
         )
-        if self.request.head == "glu":
-            self.say(f"The heads are in {file}: {GATED_ALONE}")
+        metrics, kind = {**best.outcome.metrics, "rsum_chance": chance}, best.recipe.head
+        params = {**vars(best.recipe), "train_data": self.request.train_data}
+        towers = (best.image, best.text)
+        folder = export_aligned(
+            out / "model", *towers, heads, kind, scales, metrics=metrics, params=params
+        )
+        write_trained_on(folder, best.task.picture_ids[best.task.pairs.images], self.seen)
+        if best.image.kind == "vision":
+            self.say(f"The model is in {folder}: {TRANSFORMERS_ALONE}")
         else:
-            metrics, kind = best.outcome.metrics, best.recipe.head
-            metrics = {**metrics, "rsum_chance": chance}
-            params = {**vars(best.recipe), "train_data": self.request.train_data}
-            towers = (best.image, best.text)
-            folder = export_aligned(
-                out / "model", *towers, heads, kind, scales, metrics=metrics, params=params
-            )
-            pictures = best.task.picture_ids
-            write_trained_on(folder, pictures[best.task.pairs.images], self.seen)
-            if best.image.kind == "vision":
-                self.say(f"The model is in {folder}: {TRANSFORMERS_ALONE}")
-            else:
-                self.say(f"The model is in {folder}: open_clip opens it as local-dir:{folder};")
-                self.say("zerovl retrieval, search, export and train --init-from take it")
-                for note in loading_notes(folder):
-                    self.say(note)
+            self.say(f"The model is in {folder}: open_clip opens it as local-dir:{folder};")
+            self.say("zerovl retrieval, search, export and train --init-from take it")
+            for note in loading_notes(folder):
+                self.say(note)
         record = {
             "chance": chance,
             "pairings": [one.record() for one in ranked],
@@ -528,7 +510,7 @@ class Alignment:
             "align.html",
             title="An alignment",
             facts=facts,
-            header=HEADER,
+            header=header,
             rows=rows,
             training=line_chart(
                 lines(1),
@@ -568,4 +550,6 @@ class Alignment:
             lambda image: pictures.sample(int(held.images[image])).pictures[0],
             held_out_embeddings(best.outcome.heads, best.task),
         )
-        return gallery_of([shown])
+        # The page's facts have the sentence on the best possible RSUM.
+        metrics = {name: value for name, value in shown.metrics.items() if name != "rsum_best"}
+        return gallery_of([replace(shown, metrics=metrics)])

@@ -1,6 +1,7 @@
 """A frozen tower from the name of an encoder, in open_clip's form: its embeddings are those of the exported model.
 
     timm:NAME|FOLDER         an image tower of timm
+    timm:NAME,FILE           the same with the weights of a file (.pth, .safetensors) under timm's or torchvision's names
     hf:NAME|FOLDER           a vision model of transformers, as it pools itself; or a text tower of transformers or
                              sentence-transformers, pooled by its own config
     NAME/TAG, FOLDER, *.pt   either tower of an open_clip model
@@ -31,7 +32,6 @@ from open_clip_zerovl.checkpoints.transformers_towers import PooledVision
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.embeddings.encoder import (
     FrozenModel,
-    autocast,
     eye_of,
     text_tower_before_projection,
     tower_before_projection,
@@ -80,12 +80,11 @@ class Tower:
     quick_gelu: bool | None = None
     files: TemporaryDirectory[str] | None = None
 
-    def frozen(self, device: torch.device, amp: bool) -> FrozenModel:
+    def frozen(self, device: torch.device) -> FrozenModel:
         """The tower on its device, for `embeddings.embed`."""
         module = self.module.eval().to(device).requires_grad_(False)
         given: dict[str, Any] = {
             "device": device,
-            "context": autocast(device, amp),
             "unit_length": False,
         }
         if self.side == "image":
@@ -98,7 +97,7 @@ class Tower:
         digest = module_digest(
             module,
             inputs=transform if self.side == "image" else self.tokenizer,
-            precision="amp_bf16" if amp else "fp32",
+            precision="fp32",
         )
         return FrozenModel(self.name, **given, fingerprints={self.side: digest})
 
@@ -139,7 +138,6 @@ def open_tower(
     name: str,
     side: str,
     *,
-    text_pool: str | None = None,
     context_length: int | None = None,
     load: Callable[[str], Any] = load_model,
 ) -> Tower:
@@ -148,8 +146,6 @@ def open_tower(
     Args:
         name: see the module's text.
         side: "image" or "text".
-        text_pool: of `request.POOLS` for an `hf:` encoder; None takes that of its sentence-transformers config, else
-            "lasttoken" of a decoder and "cls" of another encoder.
         context_length: tokens of an `hf:` encoder's texts; None: its own, at most 77.
         load: `load_model`, or one that keeps its models, so that both towers of a model come from one loading.
 
@@ -170,8 +166,14 @@ def open_tower(
             return (
                 _hf_vision(name, source)
                 if side == "image"
-                else _hf_text(name, source, text_pool, context_length)
+                else _hf_text(name, source, context_length)
             )
+        if context_length is not None:
+            raise UserError(
+                f"--context-length is of hf: encoders, and {name} is a model of open_clip, whose texts have its own length"
+            )
+        if form := _form_of_path(Path(name).expanduser()):
+            raise UserError(f"{name} is no model of open_clip; give {form}")
         return _of_open_clip(name, side, load)
     except UserError:
         raise
@@ -181,9 +183,22 @@ def open_tower(
         ) from error
 
 
+def _form_of_path(path: Path) -> str | None:
+    """How a folder or file of another library is given; None for open_clip's."""
+    if path.suffix in (".pth", ".safetensors") and path.is_file():
+        return f"timm:NAME,{path} with timm's name of the network"
+    config = path / "config.json"
+    if not config.is_file() or (path / "open_clip_config.json").is_file():
+        return None
+    entries = json.loads(config.read_text(encoding="utf-8"))
+    library = "timm" if "architecture" in entries else "hf" if "model_type" in entries else None
+    return library and f"{library}:{path}"
+
+
 def _timm(name: str, place: str) -> Tower:
     from timm.data import resolve_model_data_config
 
+    place, _, file = place.partition(",")
     folder = Path(place).expanduser()
     source, architecture = place, place.removeprefix("hf-hub:").rpartition("/")[2]
     if folder.is_dir():
@@ -192,7 +207,9 @@ def _timm(name: str, place: str) -> Tower:
             "architecture"
         ]
     cfg: dict[str, Any] = {"timm_pool": "", "timm_proj": "linear", "image_size": 224}
-    visual = _visual({**cfg, "timm_model_name": source, "timm_model_pretrained": True})
+    visual = _visual({**cfg, "timm_model_name": source, "timm_model_pretrained": not file})
+    if file:
+        _load_file(visual.trunk, architecture, Path(file).expanduser())
     data = resolve_model_data_config(visual.trunk)
     size = list(data["input_size"][1:])
     pool = getattr(visual.trunk, "global_pool", "")
@@ -208,6 +225,24 @@ def _timm(name: str, place: str) -> Tower:
     preprocess["interpolation"] = data["interpolation"]
     preprocess["resize_mode"] = "squash" if data["crop_mode"] == "squash" else "shortest"
     return _image_tower(name, visual, cfg, preprocess)
+
+
+def _load_file(trunk: Any, architecture: str, file: Path) -> None:
+    """Load a file's weights as timm loads its own: renamed where timm knows the names, all of them, the classifier left out."""
+    import timm
+    from timm.models import load_state_dict
+
+    if not file.is_file():
+        raise UserError(f"{file} does not exist; correct the path after the comma")
+    cfg = timm.get_pretrained_cfg(architecture)
+    classifier = load_state_dict(str(file)).get(f"{cfg.classifier}.weight") if cfg else None
+    # With another number of classes than its own timm would load what fits, and leave the rest random.
+    classes = {} if classifier is None else {"num_classes": len(classifier)}
+    overlay = {"file": str(file), **classes}
+    whole = timm.create_model(
+        architecture, pretrained=True, pretrained_cfg_overlay=overlay, **classes
+    )
+    trunk.load_state_dict({name: whole.state_dict()[name] for name in trunk.state_dict()})
 
 
 def _visual(vision_cfg: dict[str, Any]) -> Any:
@@ -272,14 +307,14 @@ def _hf_vision(name: str, source: str) -> Tower:
     return Tower("image", name, "vision", cfg, visual, {}, pooled.shape[1], preprocess)
 
 
-def _hf_text(name: str, source: str, text_pool: str | None, context_length: int | None) -> Tower:
+def _hf_text(name: str, source: str, context_length: int | None) -> Tower:
     pool, own_length = _sentence_transformer(source)
     decoder = _config(source, "config.json").get("model_type") in DECODERS
-    pool = text_pool or pool or ("lasttoken" if decoder else "cls")
+    pool = pool or ("lasttoken" if decoder else "cls")
     if pool not in _POOLERS:
         raise UserError(
-            f"{name} pools its tokens by {pool}, which open_clip's text towers cannot; give another encoder, or --text-pool "
-            + ", ".join(_POOLERS)
+            f"{name} pools its tokens by {pool}, which open_clip's text towers cannot; give an encoder that pools by "
+            + " or ".join(_POOLERS)
         )
     cfg = {"hf_model_name": source, "hf_tokenizer_name": source, "hf_model_pretrained": True}
     cfg |= {"hf_pooler_type": _POOLERS[pool], "hf_proj_type": "linear"}

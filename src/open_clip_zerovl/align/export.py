@@ -32,10 +32,10 @@ TOLERANCE = 1e-4  # of an embedding's entries: exported model and heads on featu
 
 
 def check_together(image: Tower, text: Tower, head: str, loss: str) -> None:
-    """Raise a UserError if no folder can hold both towers with these heads. Gated heads are written without towers."""
+    """Raise a UserError if no folder can hold both towers with these heads."""
     check_head(head, image)
     check_head(head, text)
-    if image.kind == "vision" and head != "glu":
+    if image.kind == "vision":
         try:
             if text.kind != "hf":
                 refuse(f"{text.name} is a text tower of open_clip's own")
@@ -45,7 +45,7 @@ def check_together(image: Tower, text: Tower, head: str, loss: str) -> None:
         except UserError as error:
             raise UserError(
                 f"open_clip has no image tower such as {image.name}, and {str(error).partition(';')[0]}; give --loss clip and "
-                f"a text encoder of {', '.join(POOLED_TYPES)} with --text-pool cls, or an image encoder of timm"
+                f"a text encoder of {', '.join(POOLED_TYPES)} with CLS pooling, or an image encoder of timm"
             ) from error
     # A model of open_clip has QuickGELU or GELU in both towers.
     both = (image.quick_gelu, text.quick_gelu)

@@ -1,8 +1,7 @@
-"""Heads between frozen features and a shared space, in the forms of open_clip's towers, and SAIL's gated one.
+"""Heads between frozen features and a shared space, in the forms of open_clip's towers.
 
     linear   W x                             timm_proj, hf_proj_type "linear"; CLIP's own projections
     mlp      W2 gelu(W1 x)                   timm_proj "mlp" (hidden 2 D, W1 with bias), hf_proj_type "mlp" (hidden (F + D) / 2)
-    glu      W3 (silu(Wg x) * Wv x) + W x    SAIL's gated head with a residual; no tower of open_clip has it
 
 `F` width of the features, `D` of the shared space, `b` pairs.
 """
@@ -16,18 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from open_clip_zerovl.align.encoders import Tower
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import Purpose, seeded, stream_seed
 
-_FIRST = {
-    "linear": ("",),
-    "mlp": ("0.",),
-    "glu": ("gate.", "value.", "skip."),
-}  # layers that see the features
-GATED_ALONE = "no tower of open_clip has a gated head, so no folder is written for it; train --head mlp for one"
+_FIRST = {"linear": "weight", "mlp": "0.weight"}  # of the layer that sees the features
 START = {
     "clip": (math.log(1 / 0.07), None),
     "siglip": (math.log(10.0), -10.0),
@@ -51,27 +44,10 @@ class _Unit(torch.autograd.Function):
         return torch.addcmul(grad, y, (grad * y).sum(dim=-1, keepdim=True), value=-1.0).div_(length)
 
 
-class GatedHead(nn.Module):
-    """SAIL's head: W3 (silu(Wg x) * Wv x) + W x."""
-
-    def __init__(self, width: int, hidden: int, out: int) -> None:
-        super().__init__()
-        self.gate, self.value = (
-            nn.Linear(width, hidden, bias=False),
-            nn.Linear(width, hidden, bias=False),
-        )
-        self.out, self.skip = nn.Linear(hidden, out, bias=False), nn.Linear(width, out, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(F.silu(self.gate(x)) * self.value(x)) + self.skip(x)
-
-
 def make_head(kind: str, side: str, width: int, embed_dim: int) -> nn.Module:
     """A head of a kind, as the tower of this side has it in open_clip."""
     if kind == "linear":
         return nn.Linear(width, embed_dim, bias=False)
-    if kind == "glu":
-        return GatedHead(width, 2 * embed_dim, embed_dim)
     hidden = 2 * embed_dim if side == "image" else (width + embed_dim) // 2
     return nn.Sequential(
         nn.Linear(width, hidden, bias=side == "image"),
@@ -122,8 +98,8 @@ def check_head(kind: str, tower: Tower) -> None:
 
 def folded(kind: str, weights: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
     """A head's weights for features as they are, from weights for features that were multiplied by `scale`."""
-    first = tuple(f"{layer}weight" for layer in _FIRST[kind])
-    return {name: value * scale if name in first else value for name, value in weights.items()}
+    first = _FIRST[kind]
+    return {name: value * scale if name == first else value for name, value in weights.items()}
 
 
 def placed(

@@ -1,10 +1,9 @@
 """The features of sources by frozen towers, embedded once, and the pairs that they make.
 
     ROWS/image-NAME-HASH/    0.images (n, F) --dtype    1.images (n,) identity of each picture
-    ROWS/views-NAME-HASH/    0.images (n, V, F)         1.images (n, V), of the sources that are trained on
     ROWS/text-NAME-HASH/     0.texts (T, F) --dtype     1.texts (T,) identity of each caption
 
-`n` samples and `T` captions of all sources, `V` views, `F` width of a tower. An identity is a hash of a picture's pixels
+`n` samples and `T` captions of all sources, `F` width of a tower. An identity is a hash of a picture's pixels
 (`data.held_out`), of a caption's text. It is 0 where there is no picture or caption. Equal identities are the same picture or
 caption: copies of a held-out picture are not trained on, and `--positives` finds positives.
 """
@@ -12,7 +11,6 @@ caption: copies of a held-out picture are not trained on, and `--positives` find
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,11 +30,8 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.identity import digest_of, number_of
 from open_clip_zerovl.data.components import kind_of
 from open_clip_zerovl.data.held_out import Identities, draw_held_out, identity_of
-from open_clip_zerovl.data.names import PIXEL_PATH
 from open_clip_zerovl.data.retrieval import parse_retrieval_data
 from open_clip_zerovl.data.sources import Source, parse_sources
-from open_clip_zerovl.distill.embed import view_transform
-from open_clip_zerovl.distill.rows import TeacherRows
 from open_clip_zerovl.embeddings.embed import (
     embed,
     estimated_seconds,
@@ -46,7 +41,7 @@ from open_clip_zerovl.embeddings.embed import (
 )
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.fingerprint import describe_source
-from open_clip_zerovl.embeddings.sources import SourceSamples, Views, augmentation_of
+from open_clip_zerovl.embeddings.sources import SourceSamples
 from open_clip_zerovl.embeddings.store import WEIGHTS, ArraySpec, Manifest, Rows, Store
 
 CAPTIONS = "one-per-epoch"
@@ -141,7 +136,6 @@ def embed_tower(
     folder: Path,
     flags: AlignFlags | None = None,
     *,
-    views: Views | None = None,
     device: torch.device,
     say: Callable[[str], None] = lambda line: None,
 ) -> Store:
@@ -150,7 +144,6 @@ def embed_tower(
     Args:
         folder: ROWS.
         flags: precision, batch, workers and part of the work.
-        views: number of views of each picture; None for the picture as it is.
         say: is called with the line about size and time.
 
     Raises:
@@ -158,45 +151,38 @@ def embed_tower(
     """
     flags = flags or AlignFlags()
     batch_size, part = flags.encode_batch, flags.part
-    frozen = tower.frozen(device, flags.amp)
+    frozen = tower.frozen(device)
     image = tower.side == "image"
     count, captions = int(sources.begins[-1]), int(sources.starts[-1])
     rows, kind = (count, "images") if image else (captions, "texts")
-    shape = (rows,) if views is None else (rows, views.count)
     arrays: dict[str, ArraySpec] = {
-        f"0.{kind}": (flags.dtype, (*shape, tower.width)),
-        f"1.{kind}": ("int64", shape),
+        f"0.{kind}": (flags.dtype, (rows, tower.width)),
+        f"1.{kind}": ("int64", (rows,)),
     }
     described = [describe_source(source) for source in sources.opened]
+    if not image:
+        samples_at = np.cumsum([0, *(size for source in sources.opened for size in source.sizes)])
+        per_file = iter(np.diff(sources.starts[samples_at]).tolist())
+        for source, entry in zip(sources.opened, described, strict=True):
+            entry["captions"] = [next(per_file) for _ in source.sizes]
     fingerprints = list(frozen.fingerprints.values())
     facts: dict[str, Any] = {"use": "align", "model": [tower.name], WEIGHTS: fingerprints}
     if image:
         facts["identities"] = "pixels"  # of thumbnails in an earlier release
-    if views is not None:
-        facts |= {
-            "seed": views.seed,
-            "augmentation": augmentation_of(views.transform, views.pixel_path),
-        }
-        facts["sources"] = sources.names  # a view's draw depends on its source's number
     manifest = Manifest(facts, described, arrays)
     name = re.sub(r"[^A-Za-z0-9]+", "-", tower.name)[-40:].strip("-")
-    place = (
-        folder / f"{'views' if views else tower.side}-{name}-{flags.dtype}-{fingerprints[0][:8]}"
-    )
+    place = folder / f"{tower.side}-{name}-{flags.dtype}-{fingerprints[0][:8]}"
     if not place.exists():
         require_room(folder, manifest)
     store = Store.create(place, manifest, cache=True, by_sample=image)
-    samples = SourceSamples(
-        sources.opened, images=image, captions=not image, views=views, strict=False
-    )
+    samples = SourceSamples(sources.opened, images=image, captions=not image, strict=False)
     units = missing_units(store, samples.sizes, part)
     left = sum(samples.sizes[file] for unit in units for file in unit)
     if left:
         seconds = estimated_seconds(frozen, samples, units, batch_size)
         size = size_words(manifest.bytes)
-        shown = f" in {views.count} views" if views else ""
         say(
-            f"{tower.name}: {left:,} of {count:,} samples to encode{shown}, about {duration(seconds)}, {size} in {place}"
+            f"{tower.name}: {left:,} of {count:,} samples to encode, about {duration(seconds)}, {size} in {place}"
         )
         ids = _Identities("identities", eye=picture_identity if image else None)
         embed(
@@ -231,6 +217,14 @@ class HeldOut:
     images: np.ndarray
     texts: np.ndarray
     text_to_image: np.ndarray
+
+    def part(self, wanted: np.ndarray) -> HeldOut:
+        """Some of the pictures, by a mask (I,)."""
+        captions = wanted[self.text_to_image]
+        number = np.cumsum(wanted) - 1
+        return HeldOut(
+            self.images[wanted], self.texts[captions], number[self.text_to_image[captions]]
+        )
 
 
 @dataclass(frozen=True)
@@ -335,76 +329,31 @@ def unit_scale(rows: Rows, wanted: np.ndarray) -> float:
     return 1.0 / max(float(some.square().mean().sqrt()), 1e-12)
 
 
-def shared_ids(
-    kind: str, stores: Sequence[Store], teachers: Sequence[Rows] = (), taught: int | None = None
-) -> np.ndarray:
-    """Identity of each sample's picture ("images") or each caption ("texts"), 0 where a tower or a teacher has not seen it.
-
-    Args:
-        taught: the number of the teachers' first rows that are these pictures or captions; further rows are of other sources.
-            None: all rows.
-    """
+def shared_ids(kind: str, stores: Sequence[Store]) -> np.ndarray:
+    """Identity of each sample's picture ("images") or each caption ("texts"), 0 where a tower has not seen it."""
     ids = stores[0].rows[f"1.{kind}"].read(slice(None))
-    blocks = [(block != 0 for block in store.rows[f"1.{kind}"].blocks()) for store in stores[1:]]
-    shown = [torch.cat(list(of)) for of in blocks]
-    shown += [
-        torch.cat([block.any(dim=-1) for block in rows.blocks()])[:taught] for rows in teachers
-    ]
-    for seen in shown:
-        lacking = ~seen.reshape(len(seen), -1).all(dim=1).numpy()[: len(ids)]
-        ids[: len(lacking)][lacking] = 0
+    for store in stores[1:]:
+        seen = torch.cat([block != 0 for block in store.rows[f"1.{kind}"].blocks()])
+        ids[~seen.numpy()] = 0
     return ids
-
-
-def views_of(
-    tower: Tower, sources: Sources, flags: AlignFlags, teacher: Store | None
-) -> Views | None:
-    """The augmented views on which heads are trained: those of `--views`, or the teachers'; None for the pictures as they are.
-
-    Raises:
-        UserError: teachers of other sources, or in another order, or of views with another augmentation or size.
-    """
-    if teacher is None and flags.views == 1:
-        return None
-    shown: dict[str, Any] = (
-        {"views": flags.views, "seed": 0} if teacher is None else teacher.manifest.facts
-    )
-    height, width = tower.size
-    size = height if height == width else (height, width)
-    transform = view_transform(size, tower.preprocess_cfg["interpolation"], flags.aug_cfg)
-    if teacher is not None:
-        trained, folder = sources.opened[: sources.training], teacher.folder
-        TeacherRows(
-            teacher, trained, augmentation=augmentation_of(transform, PIXEL_PATH), captions=CAPTIONS
-        )
-        names = [source["name"] for source in teacher.manifest.sources]
-        if names[: sources.training] != sources.names:  # rows and views would have other numbers
-            raise UserError(
-                f"the teachers of {folder} have the sources {', '.join(names)}; give --data in this order"
-            )
-    return Views(transform, shown["views"], shown["seed"], PIXEL_PATH)
 
 
 class Features:
     """The rows of a store on a device where they fit, else mapped; `features[index]` are float32 on the device.
 
     Args:
-        rows: (n, F), or (n, V, F), whose index is n * V + v.
+        rows: (n, F).
         scale: by which all rows are multiplied.
 
     Attributes:
-        per_sample: V, or 1.
         mapped: whether they are too many for the memory.
     """
 
     def __init__(self, rows: Rows, scale: float, device: torch.device, room: int | None) -> None:
         self._rows, self.scale, self._device = rows, scale, device
-        *self._places, self.width = rows.array.shape
-        self.per_sample = math.prod(self._places[1:])
+        self.width = rows.array.shape[1]
         self.mapped = room is not None and rows.array.nbytes >= room
-        self._held = (
-            None if self.mapped else torch.cat(list(rows.blocks())).flatten(0, -2).to(device)
-        )
+        self._held = None if self.mapped else torch.cat(list(rows.blocks())).to(device)
 
     def __getitem__(self, index: Tensor) -> Tensor:
         """The rows of an index (b,) on the device: (b, F)."""
@@ -413,7 +362,5 @@ class Features:
         wanted, back = np.unique(
             index.cpu().numpy(), return_inverse=True
         )  # the map is read in one direction
-        rows = self._rows[np.unravel_index(wanted, self._places)].to(self._device)[
-            torch.from_numpy(back).to(self._device)
-        ]
+        rows = self._rows[wanted].to(self._device)[torch.from_numpy(back).to(self._device)]
         return rows.float().mul_(self.scale)

@@ -20,7 +20,7 @@ from torch import Tensor
 from open_clip_zerovl.align.heads import Heads
 from open_clip_zerovl.align.order import epoch_captions, epoch_order
 from open_clip_zerovl.align.request import Recipe
-from open_clip_zerovl.align.rows import Features, Pairs
+from open_clip_zerovl.align.rows import Features, HeldOut, Pairs
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.core.files import UNREADABLE, save_atomically
 from open_clip_zerovl.core.memory import available_bytes
@@ -33,6 +33,7 @@ from open_clip_zerovl.recipe.optimizer import optimizer_step, parameter_groups
 
 STEPS, EPOCHS = 2_000, (10, 200)  # of a training whose length nobody chose
 CHECKS = 20  # at most
+SMALL_SOURCE = 256  # pairs: random batches that such a source could fill alone would be too small
 _MATRICES = 4  # of the logits' size that the loss holds at once, at most
 _ENCODED_AT_ONCE = 8192
 
@@ -42,9 +43,7 @@ class Task:
     """The data on which the heads of two encoders are trained.
 
     Attributes:
-        images: features of the pictures as they are, held-out ones too.
-        views: of V views of each picture, on which the heads are trained in place of `images`; None: none.
-        teachers: each teacher's features of the same views and of the captions.
+        images: features of the pictures, held-out ones too.
         picture_ids, caption_ids: identity of each row.
         digest: the digest of the rows, which identifies a stopped training.
     """
@@ -56,8 +55,6 @@ class Task:
     caption_ids: np.ndarray
     device: torch.device
     digest: str
-    views: Features | None = None
-    teachers: Sequence[tuple[Features, Features]] = ()
 
 
 @dataclass
@@ -98,9 +95,13 @@ class _State:
 def default_batch(
     device: torch.device, head_weights: int, embed_dim: int, sizes: Sequence[int], sampling: str
 ) -> int:
-    """Pairs in a step where nobody chose: the power of two of `heads_batch` that the data fills."""
+    """Pairs in a step where nobody chose: the power of two of `heads_batch` that the data fills.
+
+    A source of SMALL_SOURCE pairs or more fills it alone, so that random and debiased batches have the same size.
+    """
     wanted = heads_batch(device.type == "cuda", head_weights, embed_dim)
-    most = min(sizes) if sampling == "debiased" else sum(sizes)
+    alone = sampling == "debiased" or min(sizes) >= SMALL_SOURCE
+    most = min(sizes) if alone else sum(sizes)
     return 1 << (min(wanted, most).bit_length() - 1)
 
 
@@ -109,12 +110,12 @@ def default_epochs(samples: int, batch_size: int) -> int:
     return min(EPOCHS[1], max(EPOCHS[0], math.ceil(STEPS / max(1, samples // batch_size))))
 
 
-def chunk_rows(batch_size: int, device: torch.device, teachers: bool = False) -> int | None:
-    """Rows of the logits, and of teachers', that the loss makes at once: None, all, where half of the free memory holds them.
+def chunk_rows(batch_size: int, device: torch.device) -> int | None:
+    """Rows of the logits that the loss makes at once: None, all, where half of the free memory holds them.
 
     Logits in one chunk are made once, in several twice.
     """
-    room, row = available_bytes(device), _MATRICES * 4 * batch_size * (1 + teachers)
+    room, row = available_bytes(device), _MATRICES * 4 * batch_size
     if room is None or row * batch_size < room // 2:
         return None
     return max(64, room // 2 // row)
@@ -125,10 +126,8 @@ def make_loss(recipe: Recipe, chunk: int | None = None) -> ContrastiveLoss:
     kind = SigmoidLoss if recipe.loss == "siglip" else ContrastiveLoss
     return kind(
         chunk_size=chunk,
-        positives=recipe.positives,
+        positives=recipe.positives or "pair",
         cross_source_weight=recipe.cross_source_weight,
-        distill_weight=0.0 if recipe.teacher is None else recipe.distill_weight,
-        distill_temperature=recipe.distill_temperature,
     )
 
 
@@ -154,18 +153,15 @@ def backward(
     loss: ContrastiveLoss,
     rows: Sequence[Tensor],
     ids: Mapping[str, Tensor],
-    teachers: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> Tensor:
     """The loss of N pairs, whose gradient is added to the heads'; the value without graph.
 
     Args:
         rows: features of the pictures and of the texts, (N, F) each.
-        ids, teachers: see `ContrastiveLoss`.
+        ids: see `ContrastiveLoss`.
     """
     features = heads(*rows)
-    value: Any = loss(
-        *features, heads.logit_scale.exp(), heads.logit_bias, ids=ids, teacher_features=teachers
-    )
+    value: Any = loss(*features, heads.logit_scale.exp(), heads.logit_bias, ids=ids)
     value.backward()
     return value.detach()
 
@@ -176,11 +172,10 @@ def take_step(
     loss: ContrastiveLoss,
     rows: Sequence[Tensor],
     ids: Mapping[str, Tensor],
-    teachers: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> Tensor:
     """One step of the optimizer; arguments as for `backward`. Nothing of it waits for a GPU."""
     optimizer.zero_grad(set_to_none=True)
-    value = backward(heads, loss, rows, ids, teachers)
+    value = backward(heads, loss, rows, ids)
     optimizer_step(heads, optimizer)
     return value
 
@@ -210,10 +205,8 @@ def train_heads(
         recipe.seed,
     )
     heads.to(device)
-    optimizer, chunk = (
-        make_optimizer(heads, recipe),
-        chunk_rows(recipe.batch_size, device, recipe.teacher is not None),
-    )
+    optimizer = make_optimizer(heads, recipe)
+    chunk = chunk_rows(recipe.batch_size, device)
     state = _resumed(folder, task, recipe, heads, optimizer) or _State(chunk=chunk)
     if chunk is not None and (state.chunk is None or state.chunk > chunk):
         state.chunk = (
@@ -291,14 +284,7 @@ def _epoch(
     def everywhere(of_sample: np.ndarray) -> Tensor:  # (T, N) on the device, once an epoch
         return torch.from_numpy(of_sample[order]).to(device)
 
-    features, pictures = task.images, pairs.images
-    if task.views is not None:
-        views = task.views.per_sample
-        features = task.views
-        pictures = pictures * views + stream(recipe.seed, Purpose.ALIGN_VIEW, epoch).integers(
-            views, size=len(pictures)
-        )
-    images, texts = everywhere(pictures), everywhere(shown)
+    images, texts = everywhere(pairs.images), everywhere(shown)
     ids = {name: everywhere(numbers) for name, numbers in needed.items() if numbers is not None}
     total, steps = torch.zeros((), device=device), len(order)
     alpha = recipe.feature_mixup
@@ -309,29 +295,56 @@ def _epoch(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(recipe, epoch * steps + step, recipe.epochs * steps)
         own = {name: numbers[step] for name, numbers in ids.items()}
-        rows = [features[images[step]], task.texts[texts[step]]]
+        rows = [task.images[images[step]], task.texts[texts[step]]]
         if of_partner is not None:  # each pair is in one mixed pair alone, as in FuseMix's code
             half = recipe.batch_size // 2
             rows = [row[:half].lerp(row[half : 2 * half], float(of_partner[step])) for row in rows]
-        teachers = [(seen[images[step]], read[texts[step]]) for seen, read in task.teachers]
-        total += take_step(heads, optimizer, loss, rows, own, teachers)
+        total += take_step(heads, optimizer, loss, rows, own)
     return total, steps
 
 
+def metrics_of(heads: Heads, task: Task, held: HeldOut) -> dict[str, float]:
+    """Recalls of some held-out pictures among themselves, with their number as `images`."""
+    ranks = retrieval_ranks(*held_out_embeddings(heads, task, held))
+    return {"images": len(held.images), **recalls(ranks)}
+
+
 @torch.no_grad()
-def held_out_embeddings(heads: Heads, task: Task) -> tuple[Tensor, Tensor, Tensor]:
-    """The held-out pictures (I, D) and captions (T, D) through the heads, of unit length, and each caption's picture (T,)."""
+def caption_accuracy(heads: Heads, task: Task) -> float:
+    """Share of the held-out pictures whose best caption, among all different ones of the data, is one of their own."""
     held = task.pairs.held_out
-    sides = ((heads.image, task.images, held.images), (heads.text, task.texts, held.texts))
-    images, texts = (
-        torch.cat(
-            [
-                torch.nn.functional.normalize(head(features[part]), dim=-1)
-                for part in torch.from_numpy(rows).to(task.device).split(_ENCODED_AT_ONCE)
-            ]
-        )
-        for head, features, rows in sides
+    rows = np.concatenate([task.pairs.texts, held.texts])
+    different, first = np.unique(task.caption_ids[rows], return_index=True)
+    images, _, _ = held_out_embeddings(heads, task)
+    captions = _embedded(heads.text, task.texts, rows[first], task.device)
+    chosen = torch.cat([(part @ captions.T).argmax(dim=1).cpu() for part in images.split(1024)])
+    best = different[chosen.numpy()]
+    own = best[held.text_to_image] == task.caption_ids[held.texts]
+    return float(
+        np.bincount(held.text_to_image, own, minlength=len(held.images)).astype(bool).mean()
     )
+
+
+def _embedded(head: Any, features: Features, rows: np.ndarray, device: torch.device) -> Tensor:
+    """Rows through a head, of unit length."""
+    parts = torch.from_numpy(rows).to(device).split(_ENCODED_AT_ONCE)
+    return torch.cat(
+        [torch.nn.functional.normalize(head(features[part]), dim=-1) for part in parts]
+    )
+
+
+@torch.no_grad()
+def held_out_embeddings(
+    heads: Heads, task: Task, held: HeldOut | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Held-out pictures (I, D) and captions (T, D) through the heads, of unit length, and each caption's picture (T,).
+
+    Args:
+        held: some of the held-out pictures; None: all.
+    """
+    held = held or task.pairs.held_out
+    images = _embedded(heads.image, task.images, held.images, task.device)
+    texts = _embedded(heads.text, task.texts, held.texts, task.device)
     return images, texts, torch.from_numpy(held.text_to_image)
 
 

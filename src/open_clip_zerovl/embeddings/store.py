@@ -254,8 +254,8 @@ class Store:
             given: arrays whose content is known already.
             cache: a folder of other embeddings for the same use is made anew. Where only the data is another, rows of unchanged
                 files are kept.
-            by_sample: False if row n of an array may be of another sample than n although there are as many rows as samples;
-                with other data all rows are then made anew, as with another number of rows.
+            by_sample: False if row n of an array may be of another sample than n although there are as many rows as samples.
+                With other data all rows are then made anew, unless each source has `captions`, the rows of each of its files.
             verify: read a cache whole; files with damaged rows are made anew. Without it they are refused when they are read.
 
         Raises:
@@ -333,26 +333,28 @@ class Store:
     def _take_over(self, old: Store, by_sample: bool) -> None:
         """Take the rows of files that have not changed from the embeddings that were here."""
         kept = 0
-        for store in (self, old):
-            samples = sum(store.manifest.sizes)
-            by_sample = by_sample and all(
-                shape[0] == samples for _, shape in store.manifest.arrays.values()
+        counted = "sizes" if by_sample else "captions"
+        known = all(counted in source for of in (self, old) for source in of.manifest.sources)
+        for store in (self, old) if known else ():
+            rows_of_files = sum(sum(source[counted]) for source in store.manifest.sources)
+            known = known and all(
+                shape[0] == rows_of_files for _, shape in store.manifest.arrays.values()
             )
         widths = [
             {name: (dtype, shape[1:]) for name, (dtype, shape) in of.manifest.arrays.items()}
             for of in (self, old)
         ]
-        if by_sample and self.manifest.facts == old.manifest.facts and widths[0] == widths[1]:
-            places = dict(_places(old.manifest))
-            for key, begin in _places(self.manifest):
-                if (at := places.get(key)) is None:
+        if known and self.manifest.facts == old.manifest.facts and widths[0] == widths[1]:
+            places = dict(_places(old.manifest, counted))
+            for file, (samples, wanted) in _places(self.manifest, counted):
+                if file not in places:
                     continue
-                to, of = slice(begin, begin + key[1]), slice(at, at + key[1])
+                old_samples, stored = places[file]
                 for name, rows in self.rows.items():
-                    rows.array[to] = old.rows[name].array[of]
-                    rows.sums[to] = old.rows[name].sums[of]
-                self.done[to] = old.done[of]
-                kept += int(self.done[to].sum())
+                    rows.array[wanted] = old.rows[name].array[stored]
+                    rows.sums[wanted] = old.rows[name].sums[stored]
+                self.done[samples] = old.done[old_samples]
+                kept += int(self.done[samples].sum())
         found = difference(old.manifest, self.manifest) or "has changed files"
         log.log(
             logging.INFO if kept else logging.WARNING,
@@ -414,16 +416,19 @@ class Store:
         self._flushed = time.monotonic()
 
 
-def _places(manifest: Manifest) -> Iterator[tuple[tuple[Any, int], int]]:
-    """((a key of each file, its samples), number of its first sample)."""
-    begin = 0
+def _places(manifest: Manifest, counted: str) -> Iterator[tuple[Any, tuple[slice, slice]]]:
+    """(a key of each file, (its samples, its rows)); `counted` names the rows of each file in a source's description."""
+    sample = row = 0
     for source in manifest.sources:
         blocks: dict[str, int] = {}  # a table's file stands once for each block of rows
-        for mark, size in zip(source["marks"], source["sizes"], strict=True):
+        for mark, size, rows in zip(source["marks"], source["sizes"], source[counted], strict=True):
             text = json.dumps([source["name"], source["picked"], mark])
             blocks[text] = blocks.get(text, 0) + 1
-            yield ((text, blocks[text]), size), begin
-            begin += size
+            yield (
+                (text, blocks[text], size, rows),
+                (slice(sample, sample + size), slice(row, row + rows)),
+            )
+            sample, row = sample + size, row + rows
 
 
 def _sums_of(path: Path) -> Path:
