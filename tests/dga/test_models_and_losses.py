@@ -3,12 +3,15 @@
 import copy
 import functools
 import re
+import sys
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import pytest
 import torch
 from open_clip.loss import ClipLoss, SigLipLoss
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import normalize
 from transformers import (
     BatchEncoding,
@@ -86,6 +89,61 @@ def test_what_a_loss_learns_and_does_not_hold_is_refused():
         UserError, match=r"The loss closure learns a tensor of shape \(16, 1\) that is not its own"
     ):
         accumulated(model, closure, batches([2, 2]))
+
+
+class Kernels(torch.autograd.Function):
+    """A symmetric contrastive loss whose forward pass computes its gradients, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx, images, texts, temperature):
+        with torch.enable_grad():
+            leaves = [side.detach().requires_grad_() for side in (images, texts)]
+            value = ClipLoss()(*leaves, torch.tensor(1 / temperature))
+            ctx.save_for_backward(*torch.autograd.grad(value, leaves))
+        return value.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, factor):
+        images, texts = ctx.saved_tensors
+        return factor * images, factor * texts, None
+
+
+class MemoryEfficientCLIPLoss(nn.Module):
+    """memeff's signature."""
+
+    def __init__(
+        self,
+        temperature=0.07,
+        normalized_inputs=False,
+        stable=True,
+        tau_plus=0.0,
+        label_smoothing=0.0,
+    ):
+        super().__init__()
+        self.temperature, self.stable = temperature, stable
+
+    def forward(self, image_features, text_features, tau_plus=None):
+        assert not self.stable
+        sides = (normalize(side, dim=1).contiguous() for side in (image_features, text_features))
+        return Kernels.apply(*sides, self.temperature)
+
+
+def test_the_documented_adapter_of_a_loss_with_its_own_gradients(monkeypatch):
+    """On the CPU by a stand-in with memeff's signature; tests/gpu has the real one."""
+    page = (ROOT / "docs" / "dga.md").read_text(encoding="utf-8")
+    code = next(b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "memeff" in b)
+    monkeypatch.setitem(
+        sys.modules, "memeff", SimpleNamespace(MemoryEfficientCLIPLoss=MemoryEfficientCLIPLoss)
+    )
+    scope = {"world_size": 1}
+    exec(code, scope)
+    model, micro_batches = seeded(TextText), token_batches([3, 2, 2])
+    exact = functools.partial(ClipLoss(), logit_scale=torch.tensor(50.0))
+    _, wanted = reference(model, exact, micro_batches)
+    for retain in (0, 1):
+        _, found = accumulated(model, scope["memory_efficient"], micro_batches, retain=retain)
+        assert error(found, wanted) <= EXACT
 
 
 def test_random_numbers_of_the_loss_are_drawn_once():
