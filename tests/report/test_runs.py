@@ -191,16 +191,6 @@ def test_a_picture_from_elsewhere_and_an_odd_example_are_refused(tmp_path, odd):
         write_run_page(tmp_path)
 
 
-def test_a_missing_matplotlib_is_named(tmp_path, monkeypatch):
-    def missing() -> None:
-        raise UserError("the pictures need matplotlib")
-
-    write_record(tmp_path)
-    monkeypatch.setattr(plot, "require_matplotlib", missing)
-    with pytest.raises(UserError, match="need matplotlib"):
-        write_run_page(tmp_path)
-
-
 def test_chance_stands_on_the_page_of_a_run_that_learned_nothing(tmp_path, monkeypatch):
     record = Record(tmp_path, 0.0)
     record.add(

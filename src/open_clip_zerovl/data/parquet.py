@@ -40,15 +40,10 @@ _NOT_UTF8 = b"\xff"  # stands for a text that is not UTF-8
 
 
 def pyarrow() -> Any:
-    """The package. UserError if it is missing."""
-    try:
-        import pyarrow as package
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(
-            "parquet and Arrow files are read by pyarrow, which is missing: `pip install pyarrow` (or "
-            "`pip install 'open_clip_zerovl[parquet]'`)"
-        ) from error
+    """The package, imported on first use: an extra of this project."""
+    import pyarrow as package
+    import pyarrow.parquet
+
     return package
 
 

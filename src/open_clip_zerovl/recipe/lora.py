@@ -26,14 +26,10 @@ def add_lora(model: nn.Module, rank: int, on: str) -> None:
     Call it once the starting weights are loaded, and before DistributedDataParallel and the optimizer are made.
 
     Raises:
-        UserError: peft is not installed; a tower without linear layers, or with weights that adapters would not reach.
+        UserError: a tower without linear layers, or with weights that adapters would not reach.
     """
-    try:
-        import peft
-    except ImportError as error:
-        raise UserError(
-            "--lora needs peft, which is not installed: pip install 'open_clip_zerovl[lora]'"
-        ) from error
+    import peft
+
     trained = [
         p
         for name, p in model.named_parameters()

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from open_clip_zerovl.core.errors import UserError
-
 # Colours of models, in this order: Okabe and Ito's, which people with a common colour blindness can tell apart.
 MODEL_COLOURS = ("#D55E00", "#0072B2", "#CC79A7", "#E69F00", "#56B4E9")
 # Colours of sources: Paul Tol's muted ones.
@@ -34,19 +32,14 @@ LABEL_POINTS = 11  # height of a line of a level's label
 
 
 def require_matplotlib() -> None:
-    """UserError if matplotlib is missing. Called before a long run, so that it does not fail at its end."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            "the pictures need matplotlib, which this environment lacks; pip install matplotlib"
-        ) from error
+    """ImportError if matplotlib is missing. Called before a long run, so that it does not fail at its end."""
+    import matplotlib  # noqa: F401
 
 
 def new_figure(
     width: float, height: float, *, dpi: float = DPI, layout: Any = "constrained"
 ) -> Any:
-    """An empty white figure, width and height in inches. UserError if matplotlib is missing."""
+    """An empty white figure, width and height in inches."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -96,7 +96,6 @@ def files(**contents: bytes) -> Callable[[Path], Path]:
     return make
 
 
-PYARROW = r"|missing: `pip install"
 BOXES = (
     b'{"images": [{"id": 1, "file_name": "1.png"}], "annotations": [{"image_id": 1, "bbox": []}]}'
 )
@@ -235,10 +234,10 @@ MISTAKES: dict[
     ),
     "no such dataset": (
         files(state_json=b"{}", x_arrow=b""),
-        rf"state.json does not list the Arrow files{PYARROW}",
+        r"state.json does not list the Arrow files",
         {"form": "arrow"},
     ),
-    "no parquet": (files(x_parquet=b"PAR"), rf"is not a parquet file, or a broken one{PYARROW}"),
+    "no parquet": (files(x_parquet=b"PAR"), r"is not a parquet file, or a broken one"),
     "a source of a folder": (
         two_pairs,
         r"has no column 'kind': give --source-column folder",
@@ -514,13 +513,6 @@ def test_after_a_mistake_the_same_folder_is_taken(packed, tmp_path):
         )
     chosen = Columns(captions=("text",), pictures_in=tmp_path / "in")
     assert packed(tmp_path / "pairs.csv", out="more", columns=chosen, seed=3)["pictures"] == 2
-
-
-def test_pyarrow_missing_is_a_sentence(packed, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    (tmp_path / "x.parquet").write_bytes(b"PAR1")
-    with pytest.raises(UserError, match=r"pyarrow, which is missing: `pip install pyarrow`"):
-        packed(tmp_path / "x.parquet")
 
 
 def test_the_command_line_ends_in_the_command_to_type(tmp_path, capsys, monkeypatch):

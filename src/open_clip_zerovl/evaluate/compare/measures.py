@@ -118,19 +118,15 @@ def source_probe_guesses(
     """(N,) True where the probe of `source_probe_accuracy`, whose arguments it takes, guesses a sample's source.
 
     Raises:
-        UserError: scikit-learn is missing, fewer than two sources, a source smaller than the number of
+        UserError: fewer than two sources, a source smaller than the number of
             folds, or a probe that does not converge.
     """
-    try:
-        from sklearn.exceptions import ConvergenceWarning
-        from sklearn.linear_model import LogisticRegression
-        from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold, cross_val_predict
-        from sklearn.pipeline import make_pipeline
-        from sklearn.preprocessing import StandardScaler
-    except ImportError as error:
-        raise UserError(
-            "the source probe needs scikit-learn; pip install 'open_clip_zerovl[data]'"
-        ) from error
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold, cross_val_predict
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
     x = np.asarray(
         features.detach().cpu() if isinstance(features, Tensor) else features, dtype=np.float64
     )

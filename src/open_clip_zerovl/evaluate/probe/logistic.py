@@ -65,15 +65,11 @@ def fit_logistic(
         grid: values of C.
 
     Raises:
-        UserError: scikit-learn is missing, fewer than 5 images, or one class only.
+        UserError: fewer than 5 images, or one class only.
     """
-    try:
-        from sklearn.exceptions import ConvergenceWarning
-        from sklearn.linear_model import LogisticRegression
-    except ImportError as error:
-        raise UserError(
-            "the quick probe needs scikit-learn; pip install 'open_clip_zerovl[data]'"
-        ) from error
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+
     if len(features) < 5:
         raise UserError(
             f"a fifth of {len(features)} training images cannot choose C; give at least 5"

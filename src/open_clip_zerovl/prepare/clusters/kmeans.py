@@ -44,16 +44,14 @@ def spherical_kmeans(
         chunk_samples: samples in memory at once.
 
     Raises:
-        UserError: fewer samples than clusters, or scikit-learn is missing.
+        UserError: fewer samples than clusters.
     """
     if len(features) < clusters:
         raise UserError(
             f"There are {len(features)} samples, fewer than {clusters} clusters: lower the number of clusters."
         )
-    try:
-        from sklearn.cluster import MiniBatchKMeans
-    except ImportError as error:
-        raise UserError("Clustering needs scikit-learn: `pip install scikit-learn`.") from error
+    from sklearn.cluster import MiniBatchKMeans
+
     rng = np.random.default_rng(seed)
     begins = np.arange(0, len(features), chunk_samples)
     start = np.sort(
