@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,6 @@ import open_clip_train.main as host
 import torch
 from open_clip_train.distributed import is_device_available
 from open_clip_train.scheduler import assign_learning_rate
-from timm.optim import list_optimizers
 
 from open_clip_zerovl.checkpoints.spec import spec_of_run
 from open_clip_zerovl.core.errors import UserError
@@ -148,23 +146,6 @@ def create_adamw(
                 f"Group {part}: lr {scale * lr:.3g}, weight decay {decay:g}, {tensors} tensors, {numbers:,} numbers"
             )
     return optimizer
-
-
-def check_optimizer(args: argparse.Namespace) -> None:
-    """Refuse an optimizer that timm does not have.
-
-    Raises:
-        UserError: `--opt timm/NAME` with a name that timm does not know.
-    """
-    opt = args.opt.lower()
-    name = opt.rpartition("timm/")[2].removeprefix(
-        "lookahead_"
-    )  # a prefix that timm takes before any of its names
-    if opt.startswith("timm/") and name not in (known := list_optimizers()):
-        near = difflib.get_close_matches(name, known, n=3)
-        raise UserError(
-            f"--opt {args.opt}: timm has no optimizer {name!r}; did you mean {', '.join(near or known[:5])}?"
-        )
 
 
 def cosine_lr(

@@ -140,7 +140,6 @@ class Run:
         """
         args, config = self.args, self.config
         model.check_device(args)
-        model.check_optimizer(args)
         check_model(
             args.model, text_model=config.text_model, pretrained_image=args.pretrained_image,
             context_length=args.force_context_length,
@@ -492,14 +491,14 @@ class Run:
 def words_of_main(error: Exception) -> str | None:
     """A sentence for input that open_clip's training program refuses or a file that it cannot open; else None."""
     origin = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    own = origin.parent == Path(host.__file__).parent and origin.name != "train.py"
-    if (
-        own
-        and isinstance(error, AssertionError | ImportError | RuntimeError | ValueError)
-        and str(error)
-    ):
-        return f"open_clip: {first_line(error)}"
-    return place_sentence(error)
+    by_main = origin.parent == Path(host.__file__).parent and origin.name != "train.py"
+    if by_main and isinstance(error, AssertionError | ImportError | RuntimeError | ValueError):
+        library = "open_clip"
+    else:  # torch and timm refuse values of --beta1, --opt ...
+        library = next((name for name in ("torch", "timm") if name in origin.parts), "")
+        if not isinstance(error, AssertionError | ValueError):
+            library = ""
+    return f"{library}: {first_line(error)}" if library and str(error) else place_sentence(error)
 
 
 def lock_folder(folder: Path, wait_seconds: float = WAIT_SECONDS) -> int:

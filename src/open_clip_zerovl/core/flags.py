@@ -43,7 +43,6 @@ def at_least(low: float, unit: str = "") -> Range:
 
 SHARE = Range("a share between 0 and 1", lambda value, _: 0 < value < 1)
 NOT_NEGATIVE = Range("0 or more", lambda value, _: value >= 0)
-BETA = Range("0 to less than 1", lambda value, _: 0 <= value < 1)
 POSITIVE = Range("a positive number", lambda value, _: value > 0)
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import (
-    BETA,
     NOT_NEGATIVE,
     POSITIVE,
     SHARE,
@@ -864,10 +863,10 @@ class OpenClipFlags:
     )
 
     lr: float | None = flag(None, metavar="X", range=NOT_NEGATIVE, planned=False)
-    beta1: float | None = flag(None, metavar="X", range=BETA, planned=False)
-    beta2: float | None = flag(None, metavar="X", range=BETA, planned=False)
-    eps: float | None = flag(None, metavar="X", range=NOT_NEGATIVE, planned=False)
-    momentum: float | None = flag(None, metavar="X", range=BETA, planned=False)
+    beta1: float | None = flag(None, metavar="X", planned=False)
+    beta2: float | None = flag(None, metavar="X", planned=False)
+    eps: float | None = flag(None, metavar="X", planned=False)
+    momentum: float | None = flag(None, metavar="X", planned=False)
     wd: float = flag(0.2, metavar="X", range=NOT_NEGATIVE)
     warmup: int = flag(10000, metavar="N", range=NOT_NEGATIVE, planned=False)
     skip_scheduler: bool = flag(False, planned=False)
@@ -953,9 +952,6 @@ class OpenClipFlags:
     logs: str = flag("./logs/", metavar="TEXT")
     log_every_n_steps: int = flag(100, metavar="N", range=at_least(1), planned=False)
     report_to: str = flag("", metavar="TEXT", planned=False)
-    remote_sync_frequency: int = flag(
-        300, metavar="SECONDS", range=at_least(1, "second"), planned=False
-    )
     loss_dist_impl: str | None = flag(
         None,
         range=Range(
