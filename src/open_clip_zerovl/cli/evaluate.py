@@ -23,6 +23,7 @@ from open_clip_zerovl.evaluate.settings import (
     RetrievalFiles,
     RetrievalSettings,
     SearchSettings,
+    ServeSettings,
     ZeroShotSettings,
 )
 
@@ -212,20 +213,34 @@ def search(parser: argparse.ArgumentParser) -> Run:
         "Pictures are embedded once and kept; changed ones, and those for another model, are embedded again. A call that was "
         "stopped continues when it is made again."
     )
-    parser.add_argument("models", nargs="+", metavar="[NAME=]MODEL", help=MODELS)
     parser.add_argument(
-        "data",
-        metavar="DIR",
-        help="a folder of pictures, shards (DIR or DIR/{000..099}.tar), or a CSV",
+        "words",
+        nargs="+",
+        metavar="[NAME=]MODEL ... DIR WORDS",
+        help=f"models ({MODELS}); a folder of pictures, shards (DIR or DIR/{{000..099}}.tar), or a CSV; the words "
+        '("" with --image alone; none with --serve)',
     )
-    parser.add_argument("words", metavar="WORDS", help='what to search for; "" with --image alone')
     add_encoder(parser, without=("model_name",))
-    add_settings(parser, SearchSettings)
+    add_settings(parser, SearchSettings, ServeSettings)
 
     def run(arguments: argparse.Namespace) -> Any:
+        given = list(arguments.words)
+        query = "" if arguments.serve else given.pop()
+        if len(given) < 2:
+            raise UserError("give a model, a folder of pictures, and the words to search for")
+        data, arguments.models = given.pop(), given
+        if arguments.serve:
+            from open_clip_zerovl.evaluate.search.serve import serve
+
+            return serve(
+                encoders_of(arguments),
+                data,
+                settings_from(ServeSettings, arguments),
+                arguments.cache,
+            )
         from open_clip_zerovl.evaluate.search.ranking import run_search
 
-        settings = settings_from(SearchSettings, arguments, words=arguments.words)
-        return run_search(encoders_of(arguments), arguments.data, settings)
+        settings = settings_from(SearchSettings, arguments, words=query)
+        return run_search(encoders_of(arguments), data, settings)
 
     return run

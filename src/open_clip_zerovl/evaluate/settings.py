@@ -185,6 +185,19 @@ class SearchSettings:
             raise UserError("there is nothing to search for: give words, or a picture by --image")
 
 
+@dataclass(frozen=True)
+class ServeSettings:
+    """A page of searches on this machine."""
+
+    serve: bool = flag(
+        False, "search in a browser, by words or a dropped picture; needs the extra [app]"
+    )
+    host: str = flag(
+        "127.0.0.1", "with --serve: address to answer at; 0.0.0.0 answers the whole network"
+    )
+    port: int = flag(7860, "with --serve: port to answer at", kind=positive)
+
+
 RULES = ("kept", "mean", "new")  # by which a point between two models is chosen
 PLAIN_ALPHA = 0.5  # without sets to choose by: near the best in most of WiSE-FT's experiments
 

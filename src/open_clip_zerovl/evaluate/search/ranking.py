@@ -16,10 +16,12 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
@@ -100,10 +102,12 @@ def run_search(
             check_writable(file)
     for encoder in encoders.values():
         encoder.check()
-    query = None if settings.image is None else _query_picture(settings.image)
+    query = None if settings.image is None else query_picture(settings.image)
     collection = open_collection(data)
     found = {
-        name: _search(name, encoder, collection, query, settings)
+        name: Searcher(encoder, collection, cache=settings.cache, name=name).find(
+            settings.words, query, settings.best
+        )
         for name, encoder in encoders.items()
     }
     print(table(found))
@@ -187,44 +191,74 @@ def write_search_page(
     )
 
 
-def _search(
-    name: str,
-    encoder: Encoder,
-    collection: Collection,
-    query: Image.Image | None,
-    settings: SearchSettings,
-) -> Found:
-    model = FrozenModel.load(encoder)
-    assert model.eye is not None
-    cache = settings.cache or default_cache()
-    embedded = embed_collection(
-        collection,
-        model,
-        cache=cache,
-        batch_size=encoder.batch_size,
-        workers=encoder.workers,
-        name=name,
-    )
-    asked = []
-    if settings.words.strip():
-        asked.append(model.texts([settings.words])[0].cpu())
-    if query is not None:
-        asked.append(model.images(model.eye(query)[None])[0].cpu())
-    direction = torch.stack(asked).sum(dim=0)
-    if not direction.isfinite().all():
-        raise UserError(
-            f"{name} gives the query an embedding that is not finite; its training has diverged"
+class Searcher:
+    """A model and the pictures of a collection, embedded; `find` answers a query.
+
+    Args:
+        encoder: the model.
+        cache: folder of all embeddings; None: `default_cache`.
+        name: the model's name, for the progress bar and in sentences.
+        keep: hold the embeddings in memory, for many queries.
+
+    Raises:
+        UserError: see `embed_collection`; no picture can be decoded.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        collection: Collection,
+        *,
+        cache: Path | None = None,
+        name: str = "model",
+        keep: bool = False,
+    ) -> None:
+        self.name, self.collection = name, collection
+        self.model = FrozenModel.load(encoder)
+        self.embedded = embed_collection(
+            collection,
+            self.model,
+            cache=cache or default_cache(),
+            batch_size=encoder.batch_size,
+            workers=encoder.workers,
+            name=name,
         )
-    found = nearest(embedded.rows.blocks(), F.normalize(direction, dim=0), settings.best)
-    good = sum(int(block.any(dim=1).sum()) for block in embedded.rows.blocks())
-    bad = len(embedded.rows) - good + collection.lost
-    if not good:
-        raise UserError(f"none of the {bad} pictures of {collection.name} can be decoded")
-    hits = tuple(_hit(collection, *embedded.place(row), score) for row, score in found)
-    return Found(hits, good, bad, embedded.computed)
+        rows = self.embedded.rows
+        self._kept = [block.clone() for block in rows.blocks()] if keep else None
+        self.pictures = sum(int(block.any(dim=1).sum()) for block in self._blocks())
+        self.bad = len(rows) - self.pictures + collection.lost
+        if not self.pictures:
+            raise UserError(f"none of the {self.bad} pictures of {collection.name} can be decoded")
+
+    def _blocks(self) -> Iterable[Tensor]:
+        return self.embedded.rows.blocks() if self._kept is None else self._kept
+
+    @torch.no_grad()
+    def find(self, words: str, query: Image.Image | None, best: int) -> Found:
+        """The `best` pictures nearest to words, to a picture, or to both.
+
+        Raises:
+            UserError: the model's embedding of the query is not finite.
+        """
+        asked = []
+        if words.strip():
+            asked.append(self.model.texts([words])[0].cpu())
+        if query is not None:
+            assert self.model.eye is not None
+            asked.append(self.model.images(self.model.eye(query)[None])[0].cpu())
+        direction = torch.stack(asked).sum(dim=0)
+        if not direction.isfinite().all():
+            raise UserError(
+                f"{self.name} gives the query an embedding that is not finite; its training has diverged"
+            )
+        ranked = nearest(self._blocks(), F.normalize(direction, dim=0), best)
+        hits = tuple(
+            _hit(self.collection, *self.embedded.place(row), score) for row, score in ranked
+        )
+        return Found(hits, self.pictures, self.bad, self.embedded.computed)
 
 
-def _query_picture(path: Path) -> Image.Image:
+def query_picture(path: Path) -> Image.Image:
     try:
         return decode_image(read_foreign(path))
     except BadFile as error:
@@ -290,11 +324,15 @@ class Embedded:
     sizes: list[int]
     computed: int
 
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """The row after the last one of each file."""
+        return np.cumsum(self.sizes)
+
     def place(self, row: int) -> tuple[int, int]:
         """(file's number in the collection, number of the picture in the file) of a row."""
-        ends = list(accumulate(self.sizes))
-        file = next(number for number, end in enumerate(ends) if row < end)
-        return file, row - ends[file] + self.sizes[file]
+        file = int(np.searchsorted(self.ends, row, side="right"))
+        return file, row - int(self.ends[file]) + self.sizes[file]
 
 
 def default_cache() -> Path:

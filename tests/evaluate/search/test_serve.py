@@ -1,0 +1,138 @@
+"""`zerovl search --serve`: by Gradio's client in the fast tier, in a headless Chromium in the slow one."""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+import shutil
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.data.collection import open_collection
+from open_clip_zerovl.evaluate.search.ranking import Searcher
+from support.tiny_clip import picture
+
+pytest.importorskip("gradio", reason="gradio is not installed here (pip install '.[app]')")
+from open_clip_zerovl.evaluate.search.serve import BEST, WORDS, build_app, launch
+
+ODD = "<b>odd & name<b>.png"
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("served") / "photos"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for name in ("0.png", "1.png", "2.png", ODD):
+        (folder / name).write_bytes(picture(rng))
+    (folder.parent / "secret.png").write_bytes(picture(rng))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def searchers(bert_runs, photos) -> dict[str, Searcher]:
+    collection, cache = open_collection(str(photos)), photos.parent / "cache"
+    return {
+        name: Searcher(Encoder(run, device="cpu"), collection, cache=cache, name=name, keep=True)
+        for name, run in zip(("<i>one</i>", "two"), bert_runs, strict=True)
+    }
+
+
+@pytest.fixture(scope="module")
+def address(searchers):
+    app = build_app(searchers)
+    yield launch(app, host="127.0.0.1", port=None, wait=False)
+    app.close()
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    from gradio_client import Client
+
+    return Client(address, verbose=False)
+
+
+def names(answer: str) -> list[str]:
+    """Files' names in an answer, best first."""
+    return re.findall(r"<figcaption>-?\d\.\d+ ([^<\s]+)", answer)
+
+
+def test_words_give_the_pictures_of_each_model(client, searchers):
+    answers = client.predict("a cat", None, 3, api_name="/search")
+    for answer, searcher in zip(answers, searchers.values(), strict=True):
+        best = [hit.picture for hit in searcher.find("a cat", None, 3).hits]
+        assert names(answer) == [html.escape(hit).split()[0] for hit in best]
+        assert answer.count("data:image/jpeg;base64,") == 3 and 'src="/' not in answer
+
+
+def test_a_dropped_picture_finds_itself(client, photos):
+    from gradio_client import handle_file
+
+    answer = client.predict("", handle_file(photos / "1.png"), 1, api_name="/search")[0]
+    assert names(answer) == ["1.png"]
+
+
+def test_requests_are_bounded_and_escaped(client, monkeypatch):
+    answers = client.predict("", None, 3, api_name="/search")
+    assert all("Type words" in answer for answer in answers)
+    for best in (10**9, -5):
+        with pytest.raises(Exception, match="Value"):
+            client.predict("a", None, best, api_name="/search")
+    answer = client.predict("a", None, 4, api_name="/search")[0]
+    assert "<b>odd" not in answer and "&lt;b&gt;odd" in answer
+    asked = []
+    monkeypatch.setattr(Searcher, "find", lambda self, words, *_: asked.append(len(words)))
+    with pytest.raises(Exception):  # noqa: B017  an answer of None is an error of the server
+        client.predict("w" * 10_000, None, 1, api_name="/search")
+    assert asked == [WORDS]
+
+
+@pytest.mark.parametrize("what", ["secret.png", "photos/0.png"])
+def test_no_file_can_be_fetched_by_its_path(address, photos, what):
+    """Not even a picture of the folder: answers hold thumbnails alone."""
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(f"{address}gradio_api/file={photos.parent / what}")
+    assert caught.value.code in (403, 404)
+
+
+def test_the_command_refuses_too_many_models(bert_runs, photos, capsys):
+    models = [f"{name}={bert_runs[0]}" for name in "abcd"]
+    assert main(["search", *models, str(photos), "--serve"]) == 2
+    assert "4 models are given, and 3 fit side by side" in capsys.readouterr().err
+
+
+@pytest.mark.slow(reason="a browser, half a minute")
+def test_a_person_types_words_and_sees_the_picture(address, searchers, tmp_path):
+    browser_path = shutil.which("chromium") or shutil.which("chromium-browser")
+    if browser_path is None:
+        pytest.skip("no chromium is installed here (apt-get install chromium)")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed here"
+    )
+    expected = next(iter(searchers.values())).find("a red cat", None, 1).hits[0]
+    with playwright.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1200, "height": 900})
+        page.goto(address)
+        page.get_by_label("Words").fill("a red cat")
+        page.get_by_label("Words").press("Enter")
+        page.wait_for_selector("figure img", timeout=60_000)
+        shown = page.locator("figcaption").first.inner_text()
+        assert expected.picture in shown and page.locator("figcaption b").count() == 0
+        assert page.locator("figure").count() == 4 * len(searchers) <= BEST * len(searchers)
+        for width in (1200, 400):
+            page.set_viewport_size({"width": width, "height": 900})
+            fits = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+            assert page.evaluate(fits), width
+            pixels = Image.open(io.BytesIO(page.screenshot(path=tmp_path / f"{width}.png")))
+            assert pixels.width == width and torch.tensor(np.array(pixels)).float().std() > 1
+        browser.close()
