@@ -12,7 +12,6 @@ Each part runs in processes of its own and ends within 8 minutes. Each result is
     loss               the loss alone at up to 1,048,576 pairs
     plan               `zerovl plan` compared with a training
     demo               the emoji demo, if its data exists (--emoji; `python -m scripts.drawn emoji` makes it)
-    ablation           some of the paper's tables in miniature, short runs of one seed, up to the time limit
 
 Results go to OUT/gpu-NAME.json and, as a page, to OUT/gpu-NAME.md; NAME is the GPU's. Nothing is installed or fetched: the
 machine's own torch (2.11 or newer), torchvision, timm, transformers and numpy are used as they are, and Python packages that
@@ -48,7 +47,6 @@ from open_clip_zerovl.report.tables import markdown_table  # noqa: E402
 PART_SECONDS = 8 * 60
 LEAST_SECONDS = 45.0  # no part is started with less time left
 EPOCHS = 20
-ABLATION = "random,debiased,weight-0.05,batch-64,dga-64,vit,token-drop"  # on the emoji, one rank
 
 # Module -> package. CARRIED are pure Python and can be brought as wheels; EXPECTED must be on the machine.
 CARRIED = {
@@ -99,10 +97,6 @@ def parts(options: argparse.Namespace) -> list[Part]:
         "-m", "scripts.demo", "--data", str(options.emoji), "--out", str(options.work / "demo"),
         "--epochs", "1" if options.rehearse else str(EPOCHS), "--", "--device", device, "--workers", workers,
     ]  # fmt: skip
-    ablation = [
-        "-m", "scripts.ablation.run", "--data", str(options.emoji.parent), "--out", str(options.work / "ablation"), "--quick",
-        "--only", "debiased" if options.rehearse else ABLATION,
-    ]  # fmt: skip
     tests = ["-m", "pytest", "-vv", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider"]
     if (
         options.rehearse
@@ -116,7 +110,6 @@ def parts(options: argparse.Namespace) -> list[Part]:
         Part("loss", measured("loss")),
         Part("plan", measured("plan")),
         Part("demo", tuple(demo), "ending", emoji),
-        Part("ablation", tuple(ablation), "ending", emoji),
     ]
 
 
@@ -323,14 +316,6 @@ def collect_demo(record: dict[str, Any], work: Path) -> None:
         record["results"][name] = {pool: sides[name]["value"] for pool, sides in pools.items()}
 
 
-def collect_ablation(record: dict[str, Any], work: Path) -> None:
-    """RSUM and time of each finished run of the ablation."""
-    for file in sorted((work / "ablation" / "quick").glob("*.json")):
-        run = json.loads(file.read_text(encoding="utf-8"))
-        if "rsum" in run:
-            record["results"][file.stem] = {**run["rsum"], "wall_seconds": run["wall_seconds"]}
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The page
 # ---------------------------------------------------------------------------------------------------------------------
@@ -446,8 +431,8 @@ def run(options: argparse.Namespace) -> int:
         run_part(
             part, results, min(PART_SECONDS, left), environment, options.work / f"{part.name}.log"
         )
-        if part.name in ("demo", "ablation"):
-            {"demo": collect_demo, "ablation": collect_ablation}[part.name](record, options.work)
+        if part.name == "demo":
+            collect_demo(record, options.work)
             results.write()
         print(f"{part.name}: {record['status']} ({record['seconds']:.0f} s)", flush=True)
     print(f"\n{page(results.parts)}\n{results.file}\n{results.file.with_suffix('.md')}", flush=True)
@@ -490,7 +475,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--name", help="name in the result's files (default: the GPU's)")
     parser.add_argument("--only", nargs="+", metavar="PART", help="only these parts")
     options = parser.parse_args(argv)
-    known = ("machine", "tests", "steps", "steps-compiled", "loss", "plan", "demo", "ablation")
+    known = ("machine", "tests", "steps", "steps-compiled", "loss", "plan", "demo")
     if unknown := [name for name in options.only or () if name not in known]:
         parser.error(f"there is no part {unknown[0]!r}; give one of {', '.join(known)}")
     try:

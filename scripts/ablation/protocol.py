@@ -1,6 +1,8 @@
-"""The protocol of `make ablation`. The page lists the changes that came after results were seen (`results.md.j2`).
+"""The protocol of the trainings on emoji, whose records are docs/results/runs.json.
 
-1. A run is scored on data that it was not trained on: the pairs of a source that it never saw (`unseen_pools`), as COCO and
+The page lists the changes that came after results were seen (`results.md.j2`).
+
+1. A run is scored on data that it was not trained on: the pairs of a source that it never saw (in pools of 200), as COCO and
    Flickr30K are not a source of the paper's training. Seed s leaves out source s mod 4 of a miniature's four, so that 8 seeds
    leave each out twice.
 2. Two conditions are compared seed by seed: same initialisation, same sources, same order where the sampling is the same.
@@ -10,6 +12,9 @@
    grid, the grid is made longer there and the choice made again. The test split is scored once. `FIXED` settings are those of
    the demo, which were chosen on validation too (docs/models.md), and lengths that the CPU hours allow.
 4. Every comparison of `protocol.yaml` is reported, with any result.
+
+The program that trained and measured these runs is in the history (`git log -- scripts/ablation/run.py`); `zerovl trial` asks
+the same question on any data.
 
 `protocol.yaml` holds the choices, conditions and comparisons; the classes here define its entries.
 """
@@ -25,11 +30,7 @@ from typing import Any, Literal
 import yaml
 
 from open_clip_zerovl.core.errors import UserError
-from scripts.drawn.emoji import EMOJI
-from scripts.drawn.icons import ICONS
 
-SEEDS = tuple(range(8))
-PILOT_SEEDS = (100, 102)  # they leave out the first and the third source
 LEAST_SEEDS = 5
 MARGIN_RSUM = (
     10.0  # differences within it count as none; a random order of 200 pairs has an RSUM of 16
@@ -42,14 +43,12 @@ MARGINS = {
     "log p, same source": 0.0,
     "log p, other source": 0.0,
 }
-STILL_RISING = 5.0  # RSUM by which a longer training has to be better to be chosen
 POOL = 200  # pairs of an unseen source that are ranked together
 CHANCE = 2 * 100 * (1 + 5 + 10) / POOL  # RSUM of a random order
 
 ALL_UNSEEN = "all unseen"  # the score's name among a record's RSUMs; "unseen" is that of the held-out test pairs alone
 
 CHOICES_FILE = Path(__file__).with_name("choices.json")
-MINIATURES = {"emoji": EMOJI, "icons": ICONS}
 #: Of every run (A.9, section 2.2). In pilots without it, 16 epochs more on top of 8 lowered the score in the unseen source.
 AUGMENTED = ("--aug-cfg", "scale=(0.6,1.0)", "--text-augment", "0.2")
 
@@ -66,8 +65,8 @@ class Choice:
         what: the setting in words.
         grid: the values tried, the first being the cheapest.
         conditions: whose mean score decides.
-        rule: "best": the highest score; "shortest": the first value within `STILL_RISING` of the highest. A value that gains
-            less than that over the one before ends the pilots of a "shortest" choice.
+        rule: "best": the highest score; "shortest": the first value within 5 RSUM of the highest. A value that gains less
+            than that over the one before ended the pilots of a "shortest" choice.
         quick: the value of a quick run, which has no pilots.
         seeds: of its pilot runs.
         during: other settings of its pilot runs.
@@ -78,21 +77,8 @@ class Choice:
     conditions: Sequence[str]
     rule: Literal["best", "shortest"]
     quick: str
-    seeds: Sequence[int] = PILOT_SEEDS
+    seeds: Sequence[int] = (100, 102)  # they leave out the first and the third source
     during: Choices = field(default_factory=dict)
-
-    def decide(self, scores: Mapping[str, float]) -> str:
-        """The chosen value, from the mean score of each value of the grid."""
-        highest = max(scores.values())
-        enough = highest if self.rule == "best" else highest - STILL_RISING
-        return next(value for value in self.grid if value in scores and scores[value] >= enough)
-
-    def is_settled(self, scores: Mapping[str, float]) -> bool:
-        """True if the values scored so far, the first ones of the grid, decide."""
-        if self.rule == "shortest" and len(scores) > 1:
-            before, last = [*scores.values()][-2:]
-            return last - before < STILL_RISING
-        return len(scores) == len(self.grid)
 
 
 @dataclass(frozen=True)
@@ -107,8 +93,9 @@ class Condition:
         miniature: the sources.
         trained: which of them are trained on: "three", without the seed's unseen one; "one", the source after that; "four".
         kind: "plain"; "contexts", one source in two halves (A.5); "clusters", the trained sources as one, clustered (A.6);
-            "groups", half of the captions replaced by the name of the picture's group; "apart", "alike", "large": see
-            `sources.write_mixture`.
+            "groups", half of the captions replaced by the name of the picture's group; "apart": each source keeps its share of
+            the concepts; "alike": one source in parts of other groups of pictures; "large": one source whole, of each other
+            one pair in 18.
         epochs: a number, or the choice that holds it.
         share: share of these epochs, for runs of equal steps.
         ranks: processes under torchrun, on gloo.
@@ -214,17 +201,6 @@ TABLES = [
     PaperTable(**{**one, "comparisons": tuple(Comparison(**row) for row in one["comparisons"])})
     for one in _PROTOCOL["tables"]
 ]
-QUICK: Choices = {
-    "epochs": "2",
-    "icon-epochs": "1",
-    **{name: choice.quick for name, choice in CHOICES.items()},
-}
-
-
-def unseen_source(miniature: str, seed: int) -> str:
-    """The source that a seed's runs are not trained on, and are scored on."""
-    sources = [*MINIATURES[miniature].sources]
-    return sources[seed % len(sources)]
 
 
 def read_choices(path: Path = CHOICES_FILE) -> Choices:
@@ -243,6 +219,6 @@ def read_pilots(path: Path = CHOICES_FILE) -> dict[str, dict[str, Any]]:
     found = json.loads(path.read_text(encoding="utf-8"))
     if unknown := sorted(set(found) - set(CHOICES)):
         raise UserError(
-            f"{path.name} is of another protocol ({', '.join(unknown)}): remove it and run `make ablation PILOT=1` again"
+            f"{path.name} is of another protocol: protocol.yaml has no choice {', '.join(unknown)}"
         )
     return found

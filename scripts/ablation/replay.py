@@ -112,9 +112,7 @@ def measure(
     """
     files = sorted(checkpoints, key=_epoch)
     if not files:
-        raise UserError(
-            "there is no epoch_N.pt: train with --save-frequency 1, as `make ablation` trains `vit`"
-        )
+        raise UserError("there is no epoch_N.pt: train with --save-frequency 1")
     samples = [
         sample for sample in load_drawn_split(EMOJI, data, "val")["openmoji"] if not sample.held_out
     ]

@@ -1,10 +1,9 @@
-"""docs/results/emoji.md, its figure and its data files, from the JSONs that `run.py` wrote.
+"""docs/results/emoji.md, its figure and `rows.csv`, from the records of the runs.
 
-    python -m scripts.ablation.report [--runs ablation] [--page docs/results/emoji.md] [--quick]
+    python -m scripts.ablation.report     # `make ablation`
 
-The page's folder holds `runs.json`, all records in one file, which makes the same page again (`--runs
-docs/results/runs.json`), and `rows.csv`, all comparisons with all intervals. `results.md.j2` holds the words of the page around
-the numbers, so that whoever adds runs reads them again. `--quick` writes `rows.csv` only.
+`docs/results/runs.json` holds all records. `results.md.j2` holds the words of the page around the numbers, so that whoever
+changes a number reads them again.
 """
 
 from __future__ import annotations
@@ -196,28 +195,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--runs", type=Path, help="folder of the runs' JSONs, or a runs.json (default ablation)"
+        "--runs",
+        type=Path,
+        default=Path("docs/results/runs.json"),
+        help="a runs.json, or a folder of the runs' JSONs (default %(default)s)",
     )
     parser.add_argument(
         "--page", type=Path, default=Path("docs/results/emoji.md"), help="default %(default)s"
     )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="the runs of ablation/quick, into ablation/quick/rows.csv",
-    )
     arguments = parser.parse_args(argv)
-    quick = Path("ablation/quick")
     try:
-        records = read_records(arguments.runs or (quick if arguments.quick else Path("ablation")))
-        rows = (
-            write_rows(records, quick) if arguments.quick else write_page(records, arguments.page)
-        )
+        rows = write_page(read_records(arguments.runs), arguments.page)
     except UserError as error:
         print(f"ablation_report: error: {error}", file=sys.stderr)
         return 2
     print(summary(rows))
-    print(f"\nWritten: {quick / 'rows.csv' if arguments.quick else arguments.page}")
+    print(f"\nWritten: {arguments.page}")
     return 0
 
 

@@ -28,7 +28,6 @@ from open_clip_zerovl.report.verdicts import (
     student,
     verdict,
 )
-from scripts.ablation.jobs import settings_of
 from scripts.ablation.protocol import (
     ALL_UNSEEN,
     CHANCE,
@@ -43,6 +42,7 @@ from scripts.ablation.protocol import (
     PaperTable,
     read_choices,
 )
+from scripts.drawn.training import flag_values
 
 Record = Mapping[str, Any]
 Records = Mapping[str, Mapping[int, Record]]  # by condition and seed
@@ -52,6 +52,13 @@ _SIGNS = {  # measure -> its name among a record's values, and its unit
     "probe, texts %": ("probe_texts", 100),
     "log p, same source": ("log_p_same_source", 1),
     "log p, other source": ("log_p_other_source", 1),
+}
+#: Flags of before `--ablate` had their names, with their values, in older records.
+RENAMED = {
+    ("--debiased-draw", "iid"): "iid-draw",
+    ("--mixup-of", "both"): "mixup-both",
+    ("--mixup-text", "embeddings"): "mixup-embeddings",
+    ("--temperature-parameter", "temperature"): "temperature-parameter",
 }
 REPRODUCED, CONTRADICTED = "reproduced", "contradicted"
 
@@ -91,6 +98,16 @@ def beside_paper(word: str, claim: Claim, found: Estimate, margin: float) -> str
     return "" if word not in (HIGHER, LOWER) else REPRODUCED if word == claim else CONTRADICTED
 
 
+def settings_of(flags: Sequence[str]) -> dict[str, list[str]]:
+    """The values of each flag by its present name."""
+    values = flag_values(flags)
+    for (name, value), now in RENAMED.items():
+        if values.get(name) == [value]:
+            del values[name]
+            values["--ablate"] = [*values.get("--ablate", []), now]
+    return values
+
+
 def read_records(path: Path) -> Records:
     """The records of a folder of JSONs, or of a `runs.json`.
 
@@ -112,7 +129,7 @@ def read_records(path: Path) -> Records:
         if one["condition"] in CONDITIONS and isinstance(one.get("choices"), dict)
     ]
     if not found:
-        raise UserError(f"there is no finished run in {path}; make them with `make ablation`")
+        raise UserError(f"there is no record of a run in {path}")
     settings = [{**record["choices"], "split": record["split"]} for record in found]
     for name in {name for one in settings for name in one}:
         if len(values := {one[name] for one in settings if name in one}) > 1:
@@ -138,7 +155,7 @@ def _check_settings(record: Record, path: Path) -> None:
     if differing := [name for name, values in today.items() if then.get(name) != values]:
         raise UserError(
             f"{record['condition']}-seed{record['seed']} of {path} was trained with other settings than the condition has "
-            f"now ({', '.join(differing)}); remove its record, or run `make ablation` again"
+            f"now ({', '.join(differing)}); remove its record"
         )
 
 

@@ -189,12 +189,6 @@ def write_pairs(data: DrawnData, out: str | Path, folder: Path) -> int:
     return len(rows) - 1
 
 
-def fingerprint_of(out: str | Path) -> str | None:
-    """Hash of the settings and packages of the data in a folder; None if `prepare_drawn` did not write or complete it."""
-    manifest = _read_manifest(Path(out))
-    return None if manifest is None else manifest["fingerprint"]
-
-
 def _build(
     data: DrawnData, out: Path, settings: Mapping[str, int], fingerprint: str
 ) -> dict[str, Any]:

@@ -1,9 +1,8 @@
-"""Trainings on drawn sources: the flags that the demo and the ablation share, and a run's folder and process."""
+"""Trainings on drawn sources: the flags that the demo and scripts/forgetting share, and a run's folder and process."""
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.launch import TrainingProcess, start_training, visible_gpus
+from open_clip_zerovl.core.launch import TrainingProcess, start_training
 from scripts.drawn.emoji import EMOJI
 
 MICRO_BATCH, DGA_STEPS = 32, 2  # effective batch 64
@@ -26,7 +25,7 @@ def drawn_flags(
     sources: Sequence[str] = tuple(EMOJI.sources),
     more: Sequence[str] = (),
 ) -> list[str]:
-    """The training flags of `make demo` and `make ablation`, chosen on the validation split (docs/models.md).
+    """The training flags of `make demo` and `scripts.forgetting`, chosen on the validation split (docs/models.md).
 
     Args:
         data: the folder that `python -m scripts.drawn` wrote.
@@ -79,28 +78,6 @@ def flag_values(flags: Sequence[str]) -> dict[str, list[str]]:
     return {name: values for name, *values in grouped(flags)}
 
 
-_TRAIN_LINE = re.compile(r"Train Epoch: (\d+) \[\s*(\d+)/(\d+) .*\bLoss: (\S+) \(")
-
-
-def read_loss_curve(log: Path) -> list[tuple[int, float]]:
-    """(samples seen, loss) of each step in `out.log`, ascending. If a resumed run repeats a step, the later line counts.
-
-    Raises:
-        UserError: no training step in it.
-    """
-    curve: dict[int, float] = {}
-    for match in _TRAIN_LINE.finditer(
-        log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    ):
-        epoch, samples, samples_per_epoch = (int(match[i]) for i in (1, 2, 3))
-        curve[epoch * samples_per_epoch + samples] = float(match[4])
-    if not curve:
-        raise UserError(
-            f"{log} holds no 'Train Epoch:' line, so no step was logged; lower --log-every-n-steps"
-        )
-    return sorted(curve.items())
-
-
 @dataclass(frozen=True)
 class TrainingRun:
     """One run of the training program.
@@ -108,12 +85,10 @@ class TrainingRun:
     Attributes:
         folder: the run's folder, --logs/--name.
         flags: all other flags.
-        ranks: processes; torchrun starts more than one.
     """
 
     folder: Path
     flags: tuple[str, ...]
-    ranks: int = 1
 
     @property
     def checkpoint(self) -> Path:
@@ -160,9 +135,7 @@ class TrainingRun:
             self.asked.write_text(json.dumps(self._identity()) + "\n", encoding="utf-8")
         place = ["--logs", str(self.folder.parent), "--name", self.folder.name]
         place += ["--resume", "latest"] if resume else []
-        if self.ranks > max(1, visible_gpus()):  # the comparison of ranks also runs with fewer GPUs
-            place += ["--device", "cpu"]
-        return start_training([*self.flags, *place], self.ranks, log=self.words, threads=1)
+        return start_training([*self.flags, *place], log=self.words, threads=1)
 
     def _identity(self) -> dict[str, Any]:
-        return {"flags": list(self.flags), "ranks": self.ranks}
+        return {"flags": list(self.flags)}
