@@ -285,10 +285,10 @@ class Trial:
 
     def _best_rate(self, arm: str) -> float:
         scores = {
-            rate: self.record(arm, rate, PILOT_SEED, pilot=True)["scores"]
+            rate: self.record(arm, rate, PILOT_SEED, pilot=True)["scores"][MEAN_RECALL]
             for rate in self.request.rates
         }
-        return max(scores, key=lambda rate: scores[rate][MEAN_RECALL])
+        return max(scores, key=scores.__getitem__)
 
     def _edges(self, rates: Mapping[str, float]) -> list[str]:
         """A note for each arm whose best learning rate is the smallest or largest of those tried."""
@@ -309,7 +309,7 @@ class Trial:
             return json.loads(file.read_text(encoding="utf-8"))
         begin = time.monotonic()
         checkpoint = self._train(name, arm, rate, seed, self.samples[arm])
-        found = {
+        found: dict[str, Any] = {
             "arm": arm, "rate": rate, "seed": seed, "pilot": pilot, "samples": self.samples[arm],
             "seconds": round(time.monotonic() - begin, 1), "flags": as_arguments(self._arm_flags(arm)),
             **self._scores(checkpoint, pilot),
@@ -424,8 +424,8 @@ class Trial:
             if pilot or not self.request.zero_shot_data
             else labelled_sets("", self.request.zero_shot_data)
         )
-        for name, dataset in labelled.items():
-            accuracy = score_loaded(loaded, dataset, encoder=encoder, name=name)
+        for name, labelled_set in labelled.items():
+            accuracy = score_loaded(loaded, labelled_set, encoder=encoder, name=name)
             scores[f"{name}_top1"] = 100 * accuracy["top1"]
             scores[f"{name}_top1_chance"] = 100 * accuracy["chance"]
         return {
