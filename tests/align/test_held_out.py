@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from open_clip_zerovl.align.alignment import run_align
-from open_clip_zerovl.data.held_out import TRAINED_ON, as_keys, trained_on, write_trained_on
+from open_clip_zerovl.data.held_out import as_keys, trained_on, write_trained_on
 from open_clip_zerovl.finetune.split import hold_out
+from open_clip_zerovl.models.local_dir import TRAINED_ON
 from open_clip_zerovl.prepare.pack.packing import PackSettings, pack
 from open_clip_zerovl.prepare.public.gather import Work
 

@@ -39,7 +39,13 @@ from open_clip_zerovl.checkpoints.spec import ModelSpec, read_model_spec, write_
 from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, read_unmerged
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.core.files import check_writable, scratch_folder
-from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR, no_code_from_data, read_config
+from open_clip_zerovl.models.local_dir import (
+    CONFIG_FILE,
+    LOCAL_DIR,
+    TRAINED_ON,
+    no_code_from_data,
+    read_config,
+)
 from open_clip_zerovl.models.text_towers import import_note, is_registered_here
 
 log = logging.getLogger(__name__)
@@ -88,7 +94,9 @@ def export_local_dir(
     weights = merged(unmerged, adapters, checkpoint)
     spec = read_model_spec(checkpoint, model=model, text_model=text_model)
     card = run_card(checkpoint, spec, weights, licence=licence)
-    beside = None if adapters is None else adapter_files(unmerged, adapters)
+    beside = {} if adapters is None else adapter_files(unmerged, adapters)
+    if (checkpoint / TRAINED_ON).is_file():
+        beside[TRAINED_ON] = (checkpoint / TRAINED_ON).read_bytes()
     return write_local_dir(
         checkpoint,
         weights,

@@ -10,6 +10,7 @@ the pictures on which the model was trained in `trained_on.npy`; later commands 
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -18,16 +19,15 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import UNREADABLE, atomic_file
+from open_clip_zerovl.core.files import UNREADABLE, write_atomically
 from open_clip_zerovl.core.identity import digest_of, number_of
 from open_clip_zerovl.data.names import FEWEST_PICTURES
-from open_clip_zerovl.models.local_dir import LOCAL_DIR
+from open_clip_zerovl.models.local_dir import LOCAL_DIR, TRAINED_ON
 
 Identities = NDArray[np.int64]
 
 MOST_HELD_OUT = 1_000  # pictures, as many as in Flickr30K's test set
 FEWEST_HELD_OUT = 10
-TRAINED_ON = "trained_on.npy"  # in a model's folder
 _DIGITS = 16  # of a key, in an identity
 
 
@@ -97,9 +97,15 @@ def write_trained_on(folder: Path, identities: Identities, before: Identities | 
     Raises:
         UserError: the folder cannot be written.
     """
-    seen = identities if before is None else np.concatenate([identities, before])
-    with atomic_file(folder / TRAINED_ON) as file:
-        np.save(file, np.unique(seen[seen != 0]))
+    write_atomically(folder / TRAINED_ON, list_of_trained(identities, before))
+
+
+def list_of_trained(*identities: Identities | None) -> bytes:
+    """The content of TRAINED_ON for some identities; None for none, 0 of a sample without a picture."""
+    found = np.concatenate([one for one in identities if one is not None])
+    content = io.BytesIO()
+    np.save(content, np.unique(found[found != 0]))
+    return content.getvalue()
 
 
 def trained_on(models: Iterable[str | Path]) -> Identities | None:

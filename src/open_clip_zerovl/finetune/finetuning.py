@@ -35,6 +35,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, locked, write_atomically
 from open_clip_zerovl.core.launch import visible_gpus
 from open_clip_zerovl.core.processes import usable_cores
+from open_clip_zerovl.data.held_out import list_of_trained, trained_on
 from open_clip_zerovl.data.labelled import ProbeSet
 from open_clip_zerovl.data.retrieval import RetrievalSet
 from open_clip_zerovl.data.words import WordAugment
@@ -61,7 +62,7 @@ from open_clip_zerovl.finetune.proposal import (
 from open_clip_zerovl.finetune.request import Prepared, Request, Say, digest_of_model
 from open_clip_zerovl.finetune.split import hold_out
 from open_clip_zerovl.finetune.training import Training, train
-from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR
+from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR, TRAINED_ON
 from open_clip_zerovl.models.long_context import CONSTANT, lengthen
 from open_clip_zerovl.recipe.arguments import Settings, as_arguments
 from open_clip_zerovl.report.bounds import LOW_BEST, SHARED_CAPTIONS, ceiling_remarks
@@ -200,7 +201,9 @@ def starting_folder(
             spec.model_cfg["text_cfg"]["context_length"] = context_length
         weights = network.state_dict()
         card = ModelCard(spec, weights, origin="The model that a training started from.")
-        write_local_dir(start.model, weights, spec, out, card=card)
+        seen = trained_on([start.model])
+        beside = None if seen is None else {TRAINED_ON: list_of_trained(seen)}
+        write_local_dir(start.model, weights, spec, out, card=card, beside=beside)
     return LOCAL_DIR + str(out.absolute())
 
 

@@ -13,7 +13,7 @@ from open_clip_zerovl.checkpoints.between import Ends, open_ends
 from open_clip_zerovl.checkpoints.export import loading_notes
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.files import write_atomically
-from open_clip_zerovl.data.held_out import TRAINED_ON, as_keys, trained_on, write_trained_on
+from open_clip_zerovl.data.held_out import as_keys
 from open_clip_zerovl.data.names import CLASS_NAMES
 from open_clip_zerovl.data.retrieval import parse_retrieval_data
 from open_clip_zerovl.evaluate.accuracy import in_percent as shares_of
@@ -75,11 +75,10 @@ def write_outcome(
     for sets in (prepared.new, request.kept) if pairs.all_classes(prepared.new) else ():
         classes |= labelled_sets(sets) if sets and pairs.all_classes(sets) else {}
     curve = score_curve(ends, scorer, asked, classes=classes, say=say)
-    model = write_between(ends, curve.chosen.alpha, out / "model", curve=curve, force=True)
     split = prepared.split
-    (model / TRAINED_ON).unlink(missing_ok=True)
-    if split.trained is not None:
-        write_trained_on(model, split.trained, trained_on([request.start.model]))
+    model = write_between(
+        ends, curve.chosen.alpha, out / "model", curve=curve, trained=split.trained, force=True
+    )
     shown: list[GallerySet] = []
     for name, dataset in pairs.sets_of(prepared.new).items():
         for label, point in (("before", curve.points[0]), ("chosen", curve.chosen)):

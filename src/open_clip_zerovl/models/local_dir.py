@@ -20,6 +20,7 @@ from open_clip_zerovl.core.files import write_atomically
 
 CONFIG_FILE = "open_clip_config.json"
 LOCAL_DIR = "local-dir:"
+TRAINED_ON = "trained_on.npy"  # the pictures on which the model was trained (`data.held_out`)
 TOWER_FILE = "config.json"  # of a Hugging Face text tower
 
 

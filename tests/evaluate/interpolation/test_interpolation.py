@@ -6,13 +6,16 @@ import json
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import open_clip
 import pytest
 import torch
 
+from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.held_out import trained_on, write_trained_on
 from open_clip_zerovl.evaluate.interpolation.curve import Point, choose
 from support.scoring import score_checkpoint
 from support.tiny_clip import (
@@ -101,6 +104,20 @@ def test_a_point_without_sets(made, tmp_path, alpha, end, capsys):
             (start["logit_scale"] + after["logit_scale"]).item() / 2
         )
     assert f"local-dir:{out}" in capsys.readouterr().out
+
+
+def test_a_model_in_between_and_an_export_have_seen_the_pictures_of_their_models(made, tmp_path):
+    """The list of the pictures that a model was trained on goes with its weights."""
+    folders = [tmp_path / end for end in "ab"]
+    for number, (folder, checkpoint) in enumerate(zip(folders, ends(made), strict=True)):
+        export_local_dir(checkpoint, folder)
+        write_trained_on(folder, np.array([number, number + 1]), None)
+    out = tmp_path / "out"
+    assert run(*folders, "--out", out) == 0
+    assert trained_on([out]).tolist() == [1, 2]
+    export_local_dir(out, tmp_path / "again")
+    assert trained_on([f"local-dir:{tmp_path / 'again'}"]).tolist() == [1, 2]
+    assert trained_on(ends(made)) is None  # negative control
 
 
 def test_ones_own_model_is_named_by_its_file(made, tmp_path):

@@ -21,12 +21,14 @@ from open_clip_zerovl.checkpoints.card import ModelCard, run_facts
 from open_clip_zerovl.checkpoints.export import check_destination, write_local_dir
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.held_out import Identities, list_of_trained, trained_on
 from open_clip_zerovl.data.retrieval import RetrievalSet, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.evaluate.interpolation.curve import Curve, Point, choose, require_possible
 from open_clip_zerovl.evaluate.retrieval.score import RetrievalSettings, score_set
 from open_clip_zerovl.evaluate.settings import PLAIN_ALPHA, CurveFlags
 from open_clip_zerovl.evaluate.zero_shot.score import score_loaded
 from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet
+from open_clip_zerovl.models.local_dir import TRAINED_ON
 from open_clip_zerovl.report.html import render
 from open_clip_zerovl.report.plot import require_matplotlib
 
@@ -113,10 +115,14 @@ def write_between(
     out: str | os.PathLike[str],
     *,
     curve: Curve | None = None,
+    trained: Identities | None = None,
     precision: str | None = None,
     force: bool = False,
 ) -> Path:
-    """Export the model at `alpha`, with the curve it was chosen by.
+    """Export the model at `alpha`, with the curve it was chosen by, and the pictures on which its ends were trained.
+
+    Args:
+        trained: the pictures on which `after` was trained, beside those that the ends' own folders name.
 
     Raises:
         UserError: a destination that holds something else, weights that do not load again as they were.
@@ -140,6 +146,9 @@ def write_between(
     found = {"chosen": {"alpha": alpha, "reason": "as asked"}} if curve is None else curve.as_dict()
     content = {"before": ends.names[0], "after": ends.names[1], **found}
     beside: dict[str, bytes | str] = {"interpolation.json": json.dumps(content, indent=2) + "\n"}
+    seen = trained_on(ends.names)
+    if seen is not None or trained is not None:
+        beside[TRAINED_ON] = list_of_trained(seen, trained)
     if curve is not None:
         beside["interpolation.png"] = picture = curve.picture()
         beside["interpolation.html"] = render(
