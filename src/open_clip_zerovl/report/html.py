@@ -19,7 +19,7 @@ from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.report.plot import DPI, GRID, INK, RIGHT_COLOUR
 
 TEMPLATES = Path(__file__).parent / "templates"
-THUMBNAIL_PX = 160
+THUMBNAIL_PX = 224
 
 
 def write_page(
@@ -55,7 +55,7 @@ def render(template: str, folder: Path = TEMPLATES, /, **values: Any) -> str:
 
 
 def thumbnail(image: Image.Image | np.ndarray | str) -> str:
-    """A data URI of the image, as JPEG of at most 160 px in width and height; a data URI stays as it is.
+    """A data URI of the image, as JPEG of at most THUMBNAIL_PX in width and height; a data URI stays as it is.
 
     Args:
         image: (H, W, 3) uint8, or a PIL image.
