@@ -176,7 +176,6 @@ def resuming(folder: Path) -> None:
     if position is not None:
         now = resume.Position(1, 0, Batching(24, 1, 1, 2), "a (100)", order={"--seed": 0})
         position.start_step(now)
-        position.read_on(now)
         position.graphs_for(now)
 
 
