@@ -162,8 +162,6 @@ def test_tokenizers_that_cannot_be_masked_are_refused(folder, tmp_path):
         (SimpleTokenizer(), 0.2, "needs a mask token.*SimpleTokenizer"),
         (HFTokenizer(str(folder), clean="canonicalize"), 0.2, "does not read the text"),
         (HFTokenizer(str(wordless)), 0.2, "no whole words"),
-        (HFTokenizer(str(folder)), -0.1, "between 0 and 1"),
-        (HFTokenizer(str(folder)), 1.1, "between 0 and 1"),
     ):
         with pytest.raises(UserError, match=words):
             WordAugment(tokenizer, share)
@@ -238,7 +236,6 @@ TRAIN = image_transform(32, is_train=True)
         (image_transform(32, is_train=False), "imagenet", "has none"),
         (lambda image: image, "imagenet", "has none"),
         (with_auto_augment(TRAIN), "imagenet", "already"),
-        (TRAIN, "cifar", "unknown AutoAugment policy 'cifar'"),
         (Compose([RandomResizedCrop(8), RandomResizedCrop(8)]), "imagenet", "has 2"),
     ],
 )

@@ -261,9 +261,7 @@ def test_a_mistake_gets_one_sentence_before_training(mistake, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_clusters_retrieval_sets_and_a_missing_pyarrow_have_a_sentence(
-    folder, monkeypatch, tmp_path
-):
+def test_clusters_and_retrieval_sets_of_parquet_have_a_sentence(folder, tmp_path):
     with pytest.raises(
         UserError, match="cc is parquet, .* make shards of them with `zerovl data pack`"
     ):

@@ -83,7 +83,7 @@ def test_no_command_is_run_for_the_sizes(tmp_path):
         f"a=pipe:cd {tmp_path}; cat d/{{00000..00001}}.tar@{tmp_path}/d/sizes.json"
     )
     assert named.sizes == (4, 3) and named.shards[1] == f"pipe:cd {tmp_path}; cat d/00001.tar"
-    with pytest.raises(UserError, match=r"the file of shard sizes .*other\.json does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"other\.json"):
         parse_sources(f"a=pipe:cat d/00000.tar@{tmp_path}/other.json")
 
 

@@ -164,11 +164,9 @@ def test_an_iterator_that_is_left_early_prints_nothing(tmp_path, monkeypatch, wo
     assert unraisable == []
 
 
-def test_numbers_of_workers_that_cannot_be_are_refused_where_they_are_given(tmp_path):
+def test_numbers_of_workers_that_cannot_be_are_refused_where_they_are_given():
     with pytest.raises(
         UserError,
         match="workers is 0, and must be at least 1; a loader without worker processes has one",
     ):
         Batching(4, workers=0)
-    with pytest.raises(UserError, match=r"give Batching\(..., workers=2\)"):
-        loading.loader_of(f"a={write_source(tmp_path / 'a', 0, 24, 6)}", Batching(2), workers=2)

@@ -144,18 +144,13 @@ def _files(names: Mapping[str, str], data: str) -> tuple[list[File], int]:
     """The pictures, path -> name that is shown, and the number of those that are not there (a dangling link is one)."""
     found = []
     for path, shown in names.items():
-        with contextlib.suppress(UserError):
+        with contextlib.suppress(OSError, ValueError):
             found.append(_file(path, shown, data))
     return found, len(names) - len(found)
 
 
 def _file(path: str, shown: str, data: str) -> File:
-    try:
-        seen = os.stat(path)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path} of {data} cannot be examined ({error}); only local files are searched"
-        ) from error
+    seen = os.stat(path)
     return File(path, shown, seen.st_size, seen.st_mtime_ns)
 
 

@@ -55,19 +55,6 @@ class MixtureLoader:
         max_bad_share: float = 0.10,
         gather: Callable[[Any], list[Any]] | None = None,
     ) -> None:
-        if workers < 0 or max(1, workers) != mixture.batching.workers:
-            raise UserError(
-                f"the loader has {workers} worker processes, and its mixture was made for {mixture.batching.workers}: give "
-                f"Batching(..., workers={max(1, workers)})"
-            )
-        if stall_timeout_seconds < 0:
-            raise UserError(
-                f"the loader's time-out is {stall_timeout_seconds:g} s; give a number of seconds, or 0 to wait forever"
-            )
-        if not 0 <= max_bad_share <= 1:
-            raise UserError(
-                f"the allowed share of bad samples must lie between 0 and 1, but is {max_bad_share:g}"
-            )
         self.mixture = mixture
         self.workers = workers
         self.pin_memory = pin_memory

@@ -41,7 +41,6 @@ from open_clip_zerovl.core.randomness import (
 )
 from open_clip_zerovl.data.buffers import BufferPool, PooledBatch
 from open_clip_zerovl.data.images import batch_layout, collate_images, crop_of
-from open_clip_zerovl.data.names import POLICIES
 from open_clip_zerovl.data.pixels import PixelTransform, pictures
 from open_clip_zerovl.data.reading import RawSample, Reading, ShardTeachers
 from open_clip_zerovl.data.sample_stream import SampleStream, SliceReader
@@ -199,10 +198,6 @@ class Mixture(IterableDataset):
         shuffle_window_samples: int = SHUFFLE_WINDOW_SAMPLES,
     ) -> None:
         super().__init__()
-        if on_bad_sample not in POLICIES:
-            raise UserError(
-                f"unknown way {on_bad_sample!r} to treat bad samples; use one of {', '.join(POLICIES)}"
-            )
         self.sources = tuple(sources)
         self.batching = batching
         self.preprocessing = preprocessing

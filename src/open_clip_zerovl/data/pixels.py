@@ -39,9 +39,7 @@ from torchvision.transforms import (
 from torchvision.transforms.autoaugment import _apply_op
 from torchvision.transforms.functional import _compute_resized_output_size
 
-from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.images import MIN_SIDE_PX, Crop, ToBytes, decode_image
-from open_clip_zerovl.data.names import PIXEL_PATHS
 
 try:
     import simplejpeg
@@ -106,12 +104,7 @@ def pictures(
     Args:
         transform: PIL image -> tensor (C, H, W).
         path: one of PIXEL_PATHS.
-
-    Raises:
-        UserError: an unknown path.
     """
-    if path not in PIXEL_PATHS:
-        raise UserError(f"unknown pixel path {path!r}; use one of {', '.join(PIXEL_PATHS)}")
     if path == "pil" or not has_decoder():
         return transform, decode_image
     arrays = on_arrays(transform)

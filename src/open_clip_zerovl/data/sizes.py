@@ -87,8 +87,6 @@ def _words(command: str) -> list[str]:
 def _read(place: str, *, required: bool, seconds: float) -> dict[str, int]:
     path = local_path(place)
     if path is not None:
-        if required and not os.path.isfile(path):
-            raise UserError(f"the file of shard sizes {path} does not exist; correct its path")
         if os.path.basename(path) == SIZES_FILE:
             return read_sizes(os.path.dirname(path) or ".") or {}
         return parse_sizes(Path(path).read_bytes(), path)

@@ -242,10 +242,8 @@ def open_table(
                                 f"({first!r} and {picture!r}); give each picture an id of its own, or leave the column out"
                             )
                     images.append(number.setdefault(name, len(number)))
-    except OSError as error:
-        raise UserError(
-            f"table {path} cannot be read ({error.strerror}); correct its path"
-        ) from error
+    except (OSError, csv.Error) as error:
+        raise UserError(f"table {path} cannot be read ({error}); correct its path") from error
     if not rows:
         raise UserError(f"table {path} holds no rows below its header; check the file")
     mistakes = "; ".join(f"{kind}, {_lines(lines)}" for kind, lines in odd.items())

@@ -38,10 +38,6 @@ class WordAugment:
     """
 
     def __init__(self, tokenizer: Any, share: float = 0.2) -> None:
-        if not 0 <= share <= 1:
-            raise UserError(
-                f"the share of words to augment must lie between 0 and 1, but is {share}."
-            )
         self.share = float(share)
         self.mask, self.vocabulary = _mask_and_words(tokenizer)
 

@@ -305,7 +305,7 @@ def test_annotations_that_do_not_fit_are_refused_by_a_sentence(tmp_path, sets, c
 
 
 def test_pictures_that_are_not_in_the_folder_are_named(tmp_path, sets):
-    with pytest.raises(UserError, match=r"folder of pictures .*none .* does not exist"):
+    with pytest.raises(UserError, match=r"13 pictures of .* are not in .*none"):
         open_retrieval_set(f"{sets / 'dataset_coco.json'}@{tmp_path / 'none'}")
     with pytest.raises(
         UserError, match=r"13 of the 13 pictures .* \(first: COCO_val2014_0+\.jpg\)"

@@ -253,11 +253,6 @@ MISTAKES: dict[
         r"the sources 'a b' and 'a/b' \(column 'kind'\) would both be called 'a-b'",
         {"columns": Columns(source="kind")},
     ),
-    "test share": (
-        two_pairs,
-        r"--test-share is 5: it must be 0 or more, and less than 1",
-        {"test_share": 5.0},
-    ),
 }
 
 

@@ -18,7 +18,6 @@ from PIL import Image
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.prepare.public.index import check_shards
-from open_clip_zerovl.prepare.public.inputs import locate
 from open_clip_zerovl.prepare.public.karpathy import prepare_karpathy
 from open_clip_zerovl.prepare.public.lists import prepare_list, sbu_rows, tsv_rows
 from open_clip_zerovl.prepare.public.pairs import Work, shuffled_apart
@@ -118,8 +117,6 @@ def test_what_needs_a_person_says_so(tmp_path):
         prepare_list("cc3m", tmp_path / "out", work=WORK)
     with pytest.raises(UserError, match=r"form.*dataset_flickr30k.json"):
         prepare_karpathy("f30k", tmp_path / "out", work=WORK)
-    with pytest.raises(UserError, match="given with --source, does not exist"):
-        locate("sbu", [str(tmp_path / "nothing.json")], tmp_path)
 
 
 # --------------------------------------------------------------------------------------------------- Visual Genome

@@ -21,7 +21,7 @@ from typing import Any
 from open_clip_zerovl.core.claim import CONTENT, claim
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
-from open_clip_zerovl.core.flags import flag, positive, seed
+from open_clip_zerovl.core.flags import flag, positive, seed, share
 from open_clip_zerovl.core.identity import digest_of_all, sha256_of, stamp_of
 from open_clip_zerovl.data.names import SPLITS
 from open_clip_zerovl.prepare.pack import report as reports
@@ -86,7 +86,10 @@ class PackSettings:
         16, "refuse smaller pictures", option="--min-side", kind=positive, metavar="PX"
     )
     test_share: float = flag(
-        0.0, "hold out this share of each source's pictures (default: 0, none)", metavar="SHARE"
+        0.0,
+        "hold out this share of each source's pictures (default: 0, none)",
+        kind=share,
+        metavar="SHARE",
     )
     shard_size: int = flag(10_000, "pictures a shard", kind=positive)
     seed: int = flag(0, "seed of the order and of the choice of held-out pictures", kind=seed)
@@ -135,10 +138,9 @@ def pack(
         work: threads, retries; `progress` also prints the report.
 
     Raises:
-        UserError: an input of another form, --test-share out of range, a folder of other inputs, or nothing to pack.
+        UserError: an input of another form, a folder of other inputs, or nothing to pack.
     """
     out, settings, work = Path(out), settings or PackSettings(), work or Work()
-    _check(inputs, settings)
     check_writable(out, folder=True)
     say = print if work.progress else lambda _: None
     beside = f"{os.path.abspath(out)}.parquet"  # the path "." has no name to add to
@@ -276,15 +278,6 @@ def announced(words: str, progress: bool) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _check(inputs: Sequence[str], settings: PackSettings) -> None:
-    if not inputs:
-        raise UserError("there is no input: give a folder or a file of pictures and captions")
-    if not 0 <= settings.test_share < 1:
-        raise UserError(
-            f"--test-share is {settings.test_share:g}: it must be 0 or more, and less than 1"
-        )
 
 
 def _refuse_inside(out: Path, readers: Sequence[Reader]) -> None:

@@ -64,14 +64,10 @@ def locate(
         folder: the folder of the downloads.
 
     Raises:
-        UserError: a path that does not exist, or a file that cannot be fetched.
+        UserError: a file that cannot be fetched.
     """
     if source:
-        paths = [Path(path).expanduser() for path in source]
-        for path in paths:
-            if not path.exists():
-                raise UserError(f"{path}, given with --source, does not exist.")
-        return paths
+        return [Path(path).expanduser() for path in source]
     if dataset in BY_HAND:
         raise UserError(f"{BY_HAND[dataset]}.")
     return [
