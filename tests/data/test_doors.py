@@ -10,6 +10,7 @@ import pytest
 from open_clip_zerovl.align.rows import open_sources as open_aligned
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.collection import open_collection
+from open_clip_zerovl.data.labelled import open_probe_set
 from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import parse_sources
@@ -125,3 +126,4 @@ def test_a_packed_folder_of_one_source(packed, tmp_path):
     with pytest.raises(UserError, match="was packed without pictures of the split 'test'"):
         parse_sources(f"x={tmp_path}/one", split="test", evaluation=True)
     assert seen_pictures(str(tmp_path / "one")) == 12
+    assert len(open_probe_set(tmp_path / "one", "train")) == 12

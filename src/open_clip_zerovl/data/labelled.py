@@ -3,6 +3,7 @@
 `open_probe_set` reads:
 
     DIR                         a folder of class folders, `DIR/CLASS/picture.jpg` (ImageNet ...)
+    DIR                         an output of `zerovl data pack` with classes: its training or test split
     DIR or DIR/{000..146}.tar   webdataset shards with `key.jpg` and `key.cls` (a number, as CLIP_benchmark writes them),
                                 or with the class in a field of `key.json`
     food101:DIR  pets:DIR  aircraft:DIR  places365:DIR  inat2021:DIR      as torchvision lays them out
@@ -26,7 +27,7 @@ from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.identity import digest_of
-from open_clip_zerovl.data.components import expand_shards
+from open_clip_zerovl.data.components import expand_shards, kind_of
 from open_clip_zerovl.data.images import read_picture
 from open_clip_zerovl.data.names import CLASS_NAMES, file_of_words
 from open_clip_zerovl.shards.foreign import text_of
@@ -116,6 +117,8 @@ def open_probe_set(spec: str | os.PathLike[str], role: str, *, label: str = "cls
     """
     spec = os.fspath(spec)
     path = Path(spec).expanduser()
+    if path.is_dir() and kind_of(str(path)).kind == "packed":
+        path = path / role
     in_folders = path.is_dir() and not any(path.glob("*.tar"))
     if label != "cls" and (in_folders or is_dataset(spec)):
         raise UserError(

@@ -385,7 +385,12 @@ def _read_shards(component: Component, split: str) -> list[RetrievalSample]:
 
 
 def _read_text(file: Path) -> str:
-    return file.read_text(encoding="utf-8", errors="replace").strip()
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{file} is missing; CLIP_benchmark's layout needs it (docs/data.md shows it)"
+        ) from error
 
 
 def _samples(shards: Sequence[Path], where: str | Path) -> list[RetrievalSample]:

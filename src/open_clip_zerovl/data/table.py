@@ -243,7 +243,9 @@ def open_table(
                             )
                     images.append(number.setdefault(name, len(number)))
     except (OSError, csv.Error) as error:
-        raise UserError(f"table {path} cannot be read ({error}); correct its path") from error
+        raise UserError(
+            f"table {path} cannot be read ({getattr(error, 'strerror', None) or error}); correct its path"
+        ) from error
     if not rows:
         raise UserError(f"table {path} holds no rows below its header; check the file")
     mistakes = "; ".join(f"{kind}, {_lines(lines)}" for kind, lines in odd.items())

@@ -161,7 +161,7 @@ def _write_csv(file: Any, header: Sequence[str], rows: Iterable[Sequence[Any]]) 
 
 
 def lines(report: dict[str, Any], out: Path) -> list[str]:
-    """The report for a terminal, without the commands."""
+    """The report for a terminal, without the commands; lengths, sizes and repetitions are on the page."""
     found = []
     for one in report["inputs"][:3]:
         found += [f"{one['input']}: {one['form']}, {one['columns']}; {one['rows']:,} rows"]
@@ -191,15 +191,9 @@ def lines(report: dict[str, Any], out: Path) -> list[str]:
         f"left out   {count:,} pictures {reason}, in refused.csv too"
         for reason, count in report["dropped"].items()
     ]
-    return [
-        printable(line)
-        for line in [
-            *found,
-            _length_line(report),
-            _repeated_line(report),
-            _size_line(report["sizes"]),
-        ]
-    ]
+    if report["repeated_captions"]["best_rsum"] < LOW_BEST:
+        found.append(f"repeated   {SHARED_CAPTIONS}")
+    return [printable(line) for line in found]
 
 
 def _refused_lines(report: dict[str, Any]) -> list[str]:
@@ -221,55 +215,6 @@ def _refused_lines(report: dict[str, Any]) -> list[str]:
             f"  {sum(entry['rows'] for _, entry in rest):>7,} for {len(rest)} other reasons"
         )
     return found
-
-
-def _length_line(report: dict[str, Any]) -> str:
-    tokens, most = report["tokens"], report["captions_per_picture"]
-    cut = f"{_share(tokens['cut'], tokens['captions'])} longer than the {CONTEXT} that are read"
-    if tokens["cut"]:
-        cut += f"; --context-length {tokens['max']} reads them whole"
-    line = f"captions   median {tokens['median']} tokens of CLIP (95 % up to {tokens['p95']}, longest {tokens['max']}; {cut})"
-    return line + (f"; up to {most} a picture" if most > 1 else "")
-
-
-def _repeated_line(report: dict[str, Any]) -> str:
-    texts, rows, most = (
-        report["repeated_captions"]["captions"],
-        report["repeated_pictures"]["rows"],
-        "",
-    )
-    if not texts and not rows:
-        return "repeated   no caption, no picture"
-    if texts:
-        first = report["repeated_captions"]["most"][0]
-        text = first["caption"] if len(first["caption"]) <= 40 else first["caption"][:40] + "..."
-        most = f" ({text!r} at {first['pictures']:,})"
-    captions = f"{texts:,} {'text is a caption' if texts == 1 else 'texts are captions'} of several pictures{most}"
-    best = report["repeated_captions"]["best_rsum"]
-    few = f"; {SHARED_CAPTIONS}" if best < LOW_BEST else ""
-    return f"repeated   {captions}; {rows:,} {'row repeats' if rows == 1 else 'rows repeat'} a picture{few}"
-
-
-def _size_line(sizes: dict[str, Any]) -> str:
-    side = sizes["longer_side"]
-    return (
-        f"pictures   longer side {side['min']} to {side['max']} px, half of them to {side['median']}; "
-        f"{sizes['mean_bytes'] / 1e3:,.1f} KB each"
-        + (f"; {sizes['shrunk']:,} made smaller" if sizes["shrunk"] else "")
-        + (f"; {sizes['turned']:,} turned upright (EXIF)" if sizes["turned"] else "")
-        + (f"; {sizes['whitened']:,} transparent, stored on white" if sizes.get("whitened") else "")
-    )
-
-
-def _share(part: int, whole: int) -> str:
-    """The share of captions that are longer, with its verb: "none is", "1.2 % are"."""
-    return (
-        "none is"
-        if not part
-        else f"{100 * part / whole:.1f} % are"
-        if part / whole >= 0.001
-        else "some are"
-    )
 
 
 def commands(report: dict[str, Any], out: Path) -> list[str]:
