@@ -112,7 +112,7 @@ def open_probe_set(spec: str | os.PathLike[str], role: str, *, label: str = "cls
         label: where shards keep the class: `cls`, or `json:FIELD`.
 
     Raises:
-        UserError: an unknown role, a path that is not there or holds nothing, a dataset that is incomplete, a sample
+        UserError: a path that is not there or holds nothing, a dataset that is incomplete, a sample
             without image or class.
     """
     spec = os.fspath(spec)
@@ -134,6 +134,10 @@ def open_probe_set(spec: str | os.PathLike[str], role: str, *, label: str = "cls
     if in_folders:
         return _read_folder(path)
     shards = [Path(shard) for shard in expand_shards(str(path))]
+    if missing := [shard for shard in shards if not shard.is_file()]:
+        raise UserError(
+            f"{missing[0]} does not exist; give a folder of class folders, or webdataset shards"
+        )
     return _read_shards(spec, shards, label)
 
 

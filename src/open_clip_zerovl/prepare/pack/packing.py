@@ -234,7 +234,7 @@ def _finish(
         or any(entry["name"] for entry in state[f"{CONTENT}inputs"])
         or bool(settings.columns.source)
     )
-    about = {
+    about: dict[str, Any] = {
         "made_from": {"inputs": state[f"{CONTENT}inputs"]},
         "settings": settings.described(),
         "shard_size": settings.shard_size,
