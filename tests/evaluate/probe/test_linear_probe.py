@@ -496,7 +496,7 @@ def test_shards_with_numbers_and_with_json(tmp_path: Path):
     for label, reason in (
         ("json:class", "field 'class'"),
         ("json:list", "is a word"),
-        ("txt", "not in 'txt'"),
+        ("txt", "has no .txt with its class"),
     ):
         with pytest.raises(UserError, match=reason):
             open_probe_set(tmp_path / "set" / "train", "train", label=label)
