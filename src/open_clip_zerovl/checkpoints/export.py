@@ -42,7 +42,6 @@ from open_clip_zerovl.core.files import check_writable, scratch_folder
 from open_clip_zerovl.models.local_dir import (
     CONFIG_FILE,
     LOCAL_DIR,
-    TRAINED_ON,
     no_code_from_data,
     read_config,
 )
@@ -94,9 +93,7 @@ def export_local_dir(
     weights = merged(unmerged, adapters, checkpoint)
     spec = read_model_spec(checkpoint, model=model, text_model=text_model)
     card = run_card(checkpoint, spec, weights, licence=licence)
-    beside = {} if adapters is None else adapter_files(unmerged, adapters)
-    if (checkpoint / TRAINED_ON).is_file():
-        beside[TRAINED_ON] = (checkpoint / TRAINED_ON).read_bytes()
+    beside = None if adapters is None else adapter_files(unmerged, adapters)
     return write_local_dir(
         checkpoint,
         weights,
