@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -54,6 +55,8 @@ from open_clip_zerovl.evaluate.embedded import picture_features
 from open_clip_zerovl.evaluate.retrieval.metrics import recalls, retrieval_ranks
 from open_clip_zerovl.evaluate.zero_shot.score import class_features, classify
 from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet, open_labelled_set
+from open_clip_zerovl.report.tables import markdown_table
+from open_clip_zerovl.report.verdicts import student, verdict
 
 PROTOCOL = Path(__file__).with_suffix(".yaml")
 RECORDS = Path("docs/results/align")
@@ -301,14 +304,132 @@ def run_all(data: Path, features: Path, records: Path) -> None:
         print(done[-1], flush=True)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Report
+# ---------------------------------------------------------------------------------------------------------------------
+
+Records = dict[tuple[str, str], dict[int, dict[str, Any]]]  # (question, row) -> seed -> record
+
+
+def read_records(file: Path) -> Records:
+    """The records of the runs."""
+    records: Records = {}
+    for record in json.loads(file.read_text(encoding="utf-8")):
+        question, row, seed = record["key"]
+        records.setdefault((question, row), {})[seed] = record
+    return records
+
+
+def measures_of(record: dict[str, Any]) -> dict[str, float]:
+    """The measures of the tables, in percent: `within` and `clothing` are the protocol's."""
+    alone = [scores for name, scores in record["scores"].items() if "+" not in name]
+    first = alone[0]
+    return {
+        "i2t": 100 * first["image_to_text_R@1"],
+        "t2i": 100 * first["text_to_image_R@1"],
+        "rsum": first["rsum"],
+        "within": statistics.mean(scores["rsum"] / 6 for scores in alone),
+        "clothing": record["clothing"],
+    }
+
+
+def pairs_table(records: Records, protocol: dict[str, Any]) -> str:
+    """Means over seeds by number of photographs, with the standard deviation of RSUM; beside them the plain loop's RSUM."""
+    rows = []
+    for pairs in protocol["pairs"]:
+        runs = [measures_of(run) for run in records[("pairs", str(pairs))].values()]
+        plain = [measures_of(run)["rsum"] for run in records[("pairs", f"{pairs} plain")].values()]
+        means = {name: statistics.mean(run[name] for run in runs) for name in runs[0]}
+        spread = statistics.stdev(run["rsum"] for run in runs)
+        cells = [f"{means[name]:.1f}" for name in ("i2t", "t2i")]
+        cells += [f"{means['rsum']:.0f} ± {spread:.0f}", f"{statistics.mean(plain):.0f}"]
+        rows.append([f"{pairs:,}", *cells, f"{means['clothing']:.1f}"])
+    header = ["photographs", "I2T R@1", "T2I R@1", "RSUM", "plain loop", "clothing top-1"]
+    return markdown_table(header, rows)
+
+
+def options_table(records: Records, protocol: dict[str, Any]) -> str:
+    """Each option's difference to the default of its setting, with the interval and the word of the protocol's rule."""
+    arms = [
+        (setting, arm)
+        for setting, content in protocol["options"].items()
+        for arm in content["arms"]
+        if arm != "default"
+    ]
+    confidence = 1 - 0.05 / (2 * len(arms))
+    rows = []
+    for setting, arm in arms:
+        runs, base = records.get((setting, arm), {}), records.get((setting, "default"), {})
+        seeds = sorted(set(runs) & set(base))
+        cells = [f"{arm}, {setting} source{'s' if setting != 'one' else ''}", str(len(seeds))]
+        for name, margin in protocol["margins"].items():
+            differences = [
+                measures_of(runs[seed])[name] - measures_of(base[seed])[name] for seed in seeds
+            ]
+            found = student(differences, confidence)
+            word = verdict(found, len(seeds), margin)
+            shown = f"{found.mean:+.1f} ({found.low:+.1f} to {found.high:+.1f})" if seeds else ""
+            cells += [shown, word]
+        rows.append(cells)
+    header = ["option", "seeds", "mean recall", "", "clothing top-1", ""]
+    return markdown_table(header, rows)
+
+
+def draw_pairs(records: Records, protocol: dict[str, Any], file: Path) -> None:
+    """Mean recall and clothing top-1 by number of photographs, a point a seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
+    titles = {
+        "within": "mean recall (RSUM / 6), Flickr8k's test",
+        "clothing": "zero-shot top-1, clothing",
+    }
+    for axis, (name, title) in zip(axes, titles.items(), strict=True):
+        for suffix, label, marker in (
+            ("", "zerovl align", "o"),
+            (" plain", "plain PyTorch loop", "x"),
+        ):
+            points = [
+                (pairs, measures_of(run)[name])
+                for pairs in protocol["pairs"]
+                for run in records[("pairs", f"{pairs}{suffix}")].values()
+            ]
+            axis.scatter(*zip(*points, strict=True), marker=marker, s=18, alpha=0.7, label=label)
+        axis.set_xscale("log")
+        axis.set_xticks(
+            protocol["pairs"], [f"{pairs:,}" for pairs in protocol["pairs"]], fontsize=8
+        )
+        axis.minorticks_off()
+        axis.set_xlabel("photographs, five captions each")
+        axis.set_title(f"{title} (%)", fontsize=10)
+    axes[0].legend(frameon=False, fontsize=8)
+    figure.savefig(file, dpi=130)
+
+
+def report(folder: Path) -> None:
+    """Print the tables of docs/align.md and draw its figure."""
+    protocol = yaml.safe_load(PROTOCOL.read_text(encoding="utf-8"))
+    records = read_records(folder / "runs.json")
+    draw_pairs(records, protocol, folder / "pairs.png")
+    print(pairs_table(records, protocol), options_table(records, protocol), sep="\n\n")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, metavar="DIR", help="with the folders of the protocol")
     parser.add_argument("--features", type=Path, metavar="DIR", help="for the stored features")
+    parser.add_argument("--report", action="store_true", help="tables and figure, from the records")
     options = parser.parse_args(argv)
-    run_all(options.data, options.features, RECORDS / "runs.json")
+    if options.report:
+        return report(RECORDS)
+    if options.data is None or options.features is None:
+        parser.error("--data and --features are needed, or --report")
+    return run_all(options.data, options.features, RECORDS / "runs.json")
 
 
 if __name__ == "__main__":
