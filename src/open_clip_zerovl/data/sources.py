@@ -397,8 +397,11 @@ def count_tar_samples(path: str | Path, *, torn: bool = False) -> int:
                     count += 1
     except ShardError as error:
         if not torn or count == 0:
+            other = (
+                "" if str(path).endswith(".tar") else f", or pack it with `zerovl data pack {path}`"
+            )
             raise UserError(
-                f"shard {path} cannot be read as a tar file ({error}); fetch or write it again"
+                f"shard {path} cannot be read as a tar file ({error}); fetch or write it again{other}"
             ) from error
         logging.warning(f"Shard {path} is torn after {count} samples ({error}).")
     return count

@@ -227,6 +227,15 @@ def open_table(
             number: dict[str, int] = {}
             pictures: dict[str, str] = {}  # identity -> picture
             for record in records:
+                if (
+                    not rows
+                    and record.fields[image : image + 1]
+                    and _is_address(record.fields[image])
+                ):
+                    raise UserError(
+                        f"table {path} holds addresses of pictures ({record.fields[image][:80]}); fetch them into shards with "
+                        f"`zerovl data pack {shlex.quote(path)} --out DIR`"
+                    )
                 rows.append((record.offset, record.length))
                 if record.odd:
                     odd.setdefault(record.odd, []).append(record.line)
@@ -285,6 +294,10 @@ def _lines(numbers: Sequence[int]) -> str:
         f" and {len(numbers) - _NAMED_LINES} more" if numbers[_NAMED_LINES:] else ""
     )
     return f"line{'s' if len(numbers) > 1 else ''} {shown}"
+
+
+def _is_address(picture: str) -> bool:
+    return picture.strip().lower().startswith(("http://", "https://"))
 
 
 def _stamp(descriptor: int) -> tuple[int, int]:
