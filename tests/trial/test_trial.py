@@ -156,6 +156,15 @@ def test_another_trial_in_the_folder_is_refused(made, whole, trainings, capsys):
     )
 
 
+def test_arms_of_a_file_are_compared_with_its_first(made, trainings, tmp_path):
+    arms = {"small": {}, "hot": {"dga-steps": "2", "temperature": "0.05"}}
+    (tmp_path / "arms.json").write_text(json.dumps(arms))
+    main(words(made, tmp_path / "out", "--arms", str(tmp_path / "arms.json"), "--seeds", "2"))
+    assert {row["arms"] for row in table_of(tmp_path / "out")["differences"]} == {"hot - small"}
+    hot = [one for one in trainings.flags if one["name"].startswith("run-hot")]
+    assert {(one["dga-steps"], one["temperature"]) for one in hot} == {("2", "0.05")}
+
+
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from open_clip_zerovl.core.flags import NOT_NEGATIVE, POSITIVE, at_least, flag, positive
 from open_clip_zerovl.finetune.flags import SETS
@@ -13,12 +15,24 @@ ARMS = ("plain", "dga", "debiased", "recipe")
 PLAIN = ARMS[0]
 
 
-def arms(text: str) -> tuple[str, ...]:
-    """`plain,dga` as names of arms. With `plain`, to which all others are compared."""
+Arms = Sequence[str] | Mapping[str, Mapping[str, str]]
+
+
+def arms(text: str) -> Arms:
+    """`plain,dga` as names; `FILE.json` as arm -> training flags. The others are compared with the first arm."""
+    if text.endswith(".json"):
+        found: Arms = json.loads(Path(text).expanduser().read_text(encoding="utf-8"))
+        if not isinstance(found, dict) or len(found) < 2:
+            raise argparse.ArgumentTypeError(
+                'give {"ARM": {"FLAG": "VALUE"}, ...}, two arms or more'
+            )
+        return found
     names = tuple(dict.fromkeys(text.split(",")))
     unknown = [name for name in names if name not in ARMS]
-    if unknown or PLAIN not in names or len(names) < 2:
-        raise argparse.ArgumentTypeError(f"give {PLAIN} and one or more of {', '.join(ARMS[1:])}")
+    if unknown or names[0] != PLAIN or len(names) < 2:
+        raise argparse.ArgumentTypeError(
+            f"give {PLAIN} and then {', '.join(ARMS[1:])}, or a FILE.json"
+        )
     return names
 
 
@@ -37,12 +51,13 @@ class TrialFlags:
     zero_shot_data: str | None = flag(
         None, "labelled sets, whose zero-shot top-1 is measured too", metavar=SETS
     )
-    arms: Sequence[str] = flag(
+    arms: Arms = flag(
         (),
         "plain: open_clip's step at the micro-batch; dga: the exact gradient of a batch that is K times larger; debiased: dga "
-        "with each batch from one source; recipe: debiased with coin-flip mixup (default: all; debiased needs two sources)",
+        "with each batch from one source; recipe: debiased with coin-flip mixup (default: all; debiased needs two sources). "
+        "FILE.json holds arms of your own: {ARM: {FLAG: VALUE}}",
         kind=arms,
-        metavar="ARM,...",
+        metavar="ARM,...|FILE",
     )
     seeds: int = flag(3, "runs of each arm; a later call may ask for more", range=at_least(2))
     minutes: float = flag(60.0, "time of all trainings together", range=POSITIVE)

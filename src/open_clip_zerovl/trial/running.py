@@ -22,7 +22,7 @@ import shlex
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -181,28 +181,46 @@ class Trial:
     def __init__(self, request: Request, inputs: Inputs, say: Say) -> None:
         self.request, self.inputs, self.say = request, inputs, say
         self.ranks = ranks_here(request.gpus, "cpu" if request.start.device == "cpu" else "cuda")
-        several = len(inputs.sizes) > 1
-        self.arms = request.arms or [arm for arm in ARMS if several or arm != "debiased"]
-        if "debiased" in self.arms and not several:
+        asked = request.arms
+        self.flags_of: dict[str, Settings] = (
+            {name: {**flags} for name, flags in asked.items()}
+            if isinstance(asked, Mapping)
+            else self._methods(asked)
+        )
+        self.arms = [*self.flags_of]
+
+    def _methods(self, names: Sequence[str]) -> dict[str, Settings]:
+        """Training flags of the arms of ARMS."""
+        micro, sizes = self.request.micro_batch * self.ranks, self.inputs.sizes
+        smallest, several = min(sizes.values()), len(sizes) > 1
+        batch = self.request.effective_batch or min(DEFAULT_BATCH, smallest // 4 // micro * micro)
+        if batch % micro or batch < 2 * micro or batch > smallest:
+            raise UserError(
+                f"an effective batch of {batch} does not fit: it is a multiple of the micro-batch {micro}, at least twice as "
+                f"large, and at most the {smallest:,} samples of the smallest source; give --effective-batch or --micro-batch"
+            )
+        if "debiased" in names and not several:
             raise UserError(
                 "--arms debiased needs two sources or more; give --data NAME=SHARDS::NAME=SHARDS, or leave it out"
             )
-        self.dga_steps = self._dga_steps()
+        large: Settings = {"dga-steps": str(batch // micro), "dga-retain": "auto"}
+        sampling: Settings = {"sampling": "debiased" if several else "random"}
+        methods: dict[str, Settings] = {
+            "plain": {"sampling": "random"},
+            "dga": {"sampling": "random", **large},
+            "debiased": {**sampling, **large},
+            "recipe": {**sampling, **large, "coin-flip-mixup": ""},
+        }
+        return {arm: methods[arm] for arm in names or ARMS if several or arm != "debiased"}
 
-    def _dga_steps(self) -> int:
-        micro, smallest = self.request.micro_batch * self.ranks, min(self.inputs.sizes.values())
-        asked = self.request.effective_batch or min(DEFAULT_BATCH, smallest // 4 // micro * micro)
-        if asked % micro or asked < 2 * micro or asked > smallest:
-            raise UserError(
-                f"an effective batch of {asked} does not fit: it is a multiple of the micro-batch {micro}, at least twice as "
-                f"large, and at most the {smallest:,} samples of the smallest source; give --effective-batch or --micro-batch"
-            )
-        return asked // micro
+    def _batch(self, arm: str) -> int:
+        """Samples of an optimizer step."""
+        return self.request.micro_batch * self.ranks * int(self.flags_of[arm].get("dga-steps") or 1)
 
     @property
     def effective(self) -> int:
-        """Samples of a step of the arms with DGA."""
-        return self.request.micro_batch * self.dga_steps * self.ranks
+        """The largest batch of an arm."""
+        return max(map(self._batch, self.arms))
 
     def run(self) -> Result:
         """Pilots, runs, table, page."""
@@ -311,7 +329,7 @@ class Trial:
         checkpoint = self._train(name, arm, rate, seed, self.samples[arm])
         found: dict[str, Any] = {
             "arm": arm, "rate": rate, "seed": seed, "pilot": pilot, "samples": self.samples[arm],
-            "seconds": round(time.monotonic() - begin, 1), "flags": as_arguments(self._arm_flags(arm)),
+            "seconds": round(time.monotonic() - begin, 1), "flags": as_arguments(self.flags_of[arm]),
             **self._scores(checkpoint, pilot),
         }  # fmt: skip
         write_atomically(file, json.dumps(found, indent=1) + "\n")
@@ -321,16 +339,6 @@ class Trial:
 
     def _folder(self, name: str) -> Path:
         return self.request.out / "runs" / name
-
-    def _arm_flags(self, arm: str) -> Settings:
-        flags: Settings = {"sampling": "random"}
-        if arm != ARMS[0]:
-            flags |= {"dga-steps": str(self.dga_steps), "dga-retain": "auto"}
-        if arm in ("debiased", "recipe") and len(self.inputs.sizes) > 1:
-            flags["sampling"] = "debiased"
-        if arm == "recipe":
-            flags["coin-flip-mixup"] = ""
-        return flags
 
     def _flags(self, arm: str, rate: float) -> Settings:
         """Training flags of an arm, but for the length of its run."""
@@ -350,7 +358,7 @@ class Trial:
             "precision": "amp_bf16" if on_gpu else "fp32",
             "device": None if on_gpu else "cpu",
             "workers": str(self.request.start.workers),
-            **self._arm_flags(arm),
+            **self.flags_of[arm],
             **self.request.given,
         }
 
@@ -373,14 +381,13 @@ class Trial:
         if checkpoint.is_file():
             return checkpoint
         passes = samples / sum(self.inputs.sizes.values())
-        batch = self.request.micro_batch * self.ranks * (1 if arm == ARMS[0] else self.dga_steps)
         place: Settings = {
             "train-data-upsampling-factors": "::".join(
                 f"{source}={passes:.6g}" for source in self.inputs.sizes
             ),
             "epochs": "1",
             "save-frequency": "1",
-            "save-every-steps": str(max(1, samples // batch // SAVES)),
+            "save-every-steps": str(max(1, samples // self._batch(arm) // SAVES)),
             "seed": str(seed),
             "logs": str(folder.parent),
             "name": name,
