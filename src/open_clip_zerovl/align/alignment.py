@@ -67,7 +67,6 @@ from open_clip_zerovl.report.plot import (
     Line,
     draw_levels,
     line_chart,
-    require_matplotlib,
 )
 from open_clip_zerovl.report.tables import text_table
 from open_clip_zerovl.sampling.schedule import source_schedule
@@ -219,7 +218,6 @@ class Alignment:
             choose_device(request.device, local_rank=local_rank),
         )
         check_writable(request.out, folder=True)
-        require_matplotlib()
         self.sources = open_sources(request.train_data, request.held_out)
         self._require_sources(self.sources.names)
         self.classes = any(source.classes for source in self.sources.opened)

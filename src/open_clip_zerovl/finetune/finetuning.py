@@ -66,7 +66,6 @@ from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR, TRAINED_ON
 from open_clip_zerovl.models.long_context import CONSTANT, lengthen
 from open_clip_zerovl.recipe.arguments import Settings, as_arguments
 from open_clip_zerovl.report.bounds import LOW_BEST, SHARED_CAPTIONS, ceiling_remarks
-from open_clip_zerovl.report.plot import require_matplotlib
 
 REQUEST, SETTINGS = "request.json", "settings.json"
 MODEL = f"{CONTENT}--from"  # in REQUEST
@@ -86,7 +85,6 @@ def run_finetune(request: Request, *, say: Say) -> Path:
     """
     out = request.out
     check_writable(out, folder=True)
-    require_matplotlib()
     with locked(
         out, busy=f"another process is fine-tuning in {out}; wait for it, or choose another --out"
     ):

@@ -31,16 +31,10 @@ DPI = 160
 LABEL_POINTS = 11  # height of a line of a level's label
 
 
-def require_matplotlib() -> None:
-    """ImportError if matplotlib is missing. Called before a long run, so that it does not fail at its end."""
-    import matplotlib  # noqa: F401
-
-
 def new_figure(
     width: float, height: float, *, dpi: float = DPI, layout: Any = "constrained"
 ) -> Any:
     """An empty white figure, width and height in inches."""
-    require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

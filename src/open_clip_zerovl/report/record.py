@@ -25,7 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from open_clip_zerovl.core.errors import UserError, place_sentence
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import UNREADABLE, write_atomically
 from open_clip_zerovl.report.html import thumbnail
 
@@ -70,19 +70,15 @@ def read_record(folder: str | os.PathLike[str]) -> dict[str, list[dict[str, Any]
     """The lines of a run's record, by kind, each in order of its position. If a position comes twice, the last line is kept.
 
     Raises:
-        UserError: there is no record, or it cannot be read.
+        UserError: there is no record.
     """
     path = Path(folder) / RECORD
     if not path.is_file():
         raise UserError(
             f"{folder} has no {RECORD}: give the folder of a run that trained with flags of the recipe (logs/NAME)"
         )
-    try:
-        lines = _read(path)
-    except OSError as error:
-        raise UserError(place_sentence(error) or f"{path} cannot be read ({error})") from error
     found: dict[str, dict[Any, dict[str, Any]]] = {kind: {} for kind in _KINDS}
-    for number, line in enumerate(lines):
+    for number, line in enumerate(_read(path)):
         once = line["kind"] in ("step", "retrieval", "zero-shot")
         found[line["kind"]][round(line["at"] / _SAME / 10) if once else number] = line
     return {

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import check_writable
 from open_clip_zerovl.report.bounds import LOW_BEST, SHARED_CAPTIONS, bounds_remarks
 from open_clip_zerovl.report.html import write_page
 from open_clip_zerovl.report.plot import SOURCE_COLOURS, colours_of
@@ -40,13 +39,10 @@ def write_run_page(folder: str | os.PathLike[str]) -> Path:
         The page's path.
 
     Raises:
-        UserError: no record there, matplotlib is missing, or the page cannot be written.
+        UserError: no record there, or one that does not say how the run began.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(f"the folder {folder} does not exist; give the folder of a run, logs/NAME")
     record = read_record(folder)
-    check_writable(folder / PAGE)
     if not record["start"]:
         raise UserError(
             f"{folder / 'record.jsonl'} does not say how the run began; its file is cut off"

@@ -47,7 +47,6 @@ from open_clip_zerovl.evaluate.zero_shot.score import labelled_scores
 from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet, open_labelled_set
 from open_clip_zerovl.report.bounds import ceiling_remarks
 from open_clip_zerovl.report.html import write_page
-from open_clip_zerovl.report.plot import require_matplotlib
 
 
 def run_compare(
@@ -70,7 +69,6 @@ def run_compare(
     Raises:
         UserError: data or a model that cannot be read or do not fit, an `out` that cannot be written, a missing package.
     """
-    require_matplotlib()
     settings, out = settings or CompareSettings(), Path(out)
     check_sides({name: len(runs) for name, runs in sides.items()})
     check_writable(out, folder=True)

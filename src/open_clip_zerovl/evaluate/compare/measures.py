@@ -151,8 +151,6 @@ def check_source_probe(
 ) -> None:
     """Check sources and concepts for `source_probe_guesses` before anything is encoded; UserError if they do not fit."""
     sizes = Counter(source)
-    if len(sizes) < 2:
-        raise UserError("a source probe needs at least two sources to tell apart")
     least = min(sizes.values())
     if folds < 2 or least < folds:
         raise UserError(

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.evaluate.retrieval.metrics import (
     DIRECTIONS,
     RECALL_KS,
@@ -140,12 +139,7 @@ def source_pools(
       concept. A model that knows the query's source has to search one S-th of the pool only, so this rewards source bias: it
       can fall while the model gets better.
     - `unseen`: the held-out pairs of each of `unseen`.
-
-    Raises:
-        UserError: no source, or a source without held-out pairs.
     """
-    if not features:
-        raise UserError("retrieval pools need at least one source")
     every = [*features.items(), *(unseen or {}).items()]
     number: dict[Any, int] = {}  # of units
     units: dict[str, Tensor] = {}  # (n,) of each source
@@ -157,8 +151,7 @@ def source_pools(
         units[name] = torch.tensor(
             [number.setdefault(key, len(number)) for key in keys], dtype=torch.long
         )
-        if not (rows := one.held_out_rows()):
-            raise UserError(f"source {name} has no held-out pair to retrieve")
+        rows = one.held_out_rows()
         held_out[name] = _Rows(one.image_features[rows], one.text_features[rows], units[name][rows])
     across = {}
     for name, one in features.items():
@@ -228,9 +221,6 @@ def pool_metrics(features: Mapping[str, SourceFeatures]) -> dict[str, Any]:
         `within` (mean over sources), `across` (mean over ordered pairs of sources that share concepts; None if none do),
         `mixed`; `by_source` and `by_pair` ("image source->text source") with the single values; `pool_sizes` of the three
         kinds, since the chance level depends on the size.
-
-    Raises:
-        UserError: as `source_pools`.
     """
     kinds = source_pools(features).kinds
     rsums = {

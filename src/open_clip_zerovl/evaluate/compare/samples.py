@@ -79,11 +79,9 @@ def read_samples(
         The samples, source by source; source -> samples passed over.
 
     Raises:
-        UserError: a limit below 2, remote shards, a shard that is not a tar, a source without a usable pair, a sample
+        UserError: remote shards, a shard that is not a tar, a source without a usable pair, a sample
             without the field, or one whose held-out field is neither true nor false.
     """
-    if limit < 2:
-        raise UserError(f"{limit} samples a source are too few to measure; take at least 2")
     samples: list[SourceSample] = []
     skipped: dict[str, int] = {}
     for source in tqdm(sources, desc="reading samples", unit="source", leave=False):

@@ -30,7 +30,6 @@ from open_clip_zerovl.evaluate.zero_shot.score import score_loaded
 from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet
 from open_clip_zerovl.models.local_dir import TRAINED_ON
 from open_clip_zerovl.report.html import render
-from open_clip_zerovl.report.plot import require_matplotlib
 
 Say = Callable[[str], None]
 
@@ -199,7 +198,6 @@ def run_interpolation(
     check_destination(Path(os.path.abspath(Path(out).expanduser())), force)
     curve = None
     if settings is not None:
-        require_matplotlib()
         settings.open()  # before the models are loaded
     ends = open_ends(before, after)
     if settings is not None:

@@ -38,7 +38,7 @@ from open_clip_zerovl.evaluate.probe.lars import (
     train_lars,
 )
 from open_clip_zerovl.evaluate.probe.logistic import fit_logistic
-from open_clip_zerovl.report.plot import INK, new_figure, plain, png_bytes, require_matplotlib
+from open_clip_zerovl.report.plot import INK, new_figure, plain, png_bytes
 
 NAMED_CLASSES = 40  # more names do not fit beside a confusion matrix
 COUNTED_CLASSES = 15  # more numbers do not fit into its cells
@@ -74,7 +74,6 @@ def run_linear_probe(
     """
     if way not in ("paper", "quick"):
         raise UserError(f"unknown way {way!r} of a linear probe; use 'paper' or 'quick'")
-    require_matplotlib()  # before hours of training
     settings = settings or LarsSettings()
     out = Path(out)
     check_writable(out, folder=True)
