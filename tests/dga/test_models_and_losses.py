@@ -49,7 +49,6 @@ from support.two_towers import (
     FORMS,
     Metric,
     TextText,
-    noisy,
     seeded,
     token_batches,
 )
@@ -144,18 +143,6 @@ def test_the_documented_adapter_of_a_loss_with_its_own_gradients(monkeypatch):
     for retain in (0, 1):
         _, found = accumulated(model, scope["memory_efficient"], micro_batches, retain=retain)
         assert error(found, wanted) <= EXACT
-
-
-def test_random_numbers_of_the_loss_are_drawn_once():
-    """The next step goes on behind them, as after one graph."""
-
-    model, micro_batches = bert_clip(), batches([3, 2, 2])
-    _, wanted = reference(model, noisy, micro_batches)
-    ended = torch.get_rng_state()
-    for retain in (0, 1, 3):
-        _, found = accumulated(model, noisy, micro_batches, retain=retain)
-        assert error(found, wanted) <= EXACT
-        assert torch.equal(torch.get_rng_state(), ended)
 
 
 def test_a_loss_that_does_not_fit_gets_a_sentence():

@@ -5,7 +5,6 @@ fp32, by the error that support/dga_reference.py defines, the worst parameter.
 """
 
 import dataclasses
-import itertools
 import logging
 import math
 import re
@@ -41,37 +40,6 @@ from support.two_towers import stock_clip
 
 EXACT = TOLERANCE[torch.float64]
 # ---------------------------------------------------------------------------------------------------------- exactness
-
-
-F64, F32 = torch.float64, torch.float32
-GRID = list(itertools.product([[7], [4, 4], [3, 2, 4, 1]], (0, 1, 2, 4), (F64, F32)))
-CHOSEN = [
-    ([7], 0, F64), ([7], 1, F32), ([4, 4], 0, F32), ([4, 4], 2, F64), ([3, 2, 4, 1], 0, F64), ([3, 2, 4, 1], 1, F32),
-    ([3, 2, 4, 1], 2, F64), ([3, 2, 4, 1], 4, F32),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("sizes", "retain", "dtype"),
-    [
-        *CHOSEN,
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in GRID if case[1] <= len(case[0])),
-    ],
-)
-def test_every_gradient_is_that_of_one_graph(sizes, retain, dtype):
-    model, micro_batches = bert_clip(dtype), batches(sizes, dtype)
-    value, wanted = reference(model, ClipLoss(), micro_batches)
-    ended = torch.get_rng_state()
-    for loss in (ClipLoss(), ContrastiveLoss(), ContrastiveLoss(chunk_size=3)):
-        losses, found = accumulated(model, loss, micro_batches, retain=retain)
-        assert error(found, wanted) <= TOLERANCE[dtype]
-        assert torch.equal(torch.get_rng_state(), ended), (
-            "random numbers were not as if forwarded once"
-        )
-        assert set(losses) == {"contrastive_loss", "loss", "logit_scale"}
-        assert not any(entry.requires_grad for entry in losses.values())
-        torch.testing.assert_close(losses["loss"], value)
-        torch.testing.assert_close(losses["logit_scale"], model.logit_scale.exp().detach())
 
 
 def test_gradients_are_added_to_what_is_there():

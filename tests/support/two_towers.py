@@ -12,7 +12,9 @@ from torch import nn
 from torch.nn.functional import normalize
 from transformers import BatchEncoding
 
+from open_clip_zerovl.checkpoints.adapters import is_adapter
 from open_clip_zerovl.losses import ContrastiveLoss
+from open_clip_zerovl.recipe.lora import add_lora
 from support.dga_reference import CONTEXT, FEATURES, VOCABULARY, batches, bert_clip, vit
 
 
@@ -214,6 +216,17 @@ def with_checkpointing():
     return model
 
 
+def with_lora():
+    """Adapters on both towers; both of their factors differ from zero."""
+    model = bert_clip()
+    add_lora(model, 2, "both")
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        if is_adapter(name):
+            generator = torch.Generator().manual_seed(number)
+            parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model.double()
+
+
 def norm_in_eval():
     model = seeded(ImageImage)
     model.body[1].eval()
@@ -261,6 +274,7 @@ MODELS = {
         f"frozen {part}": (partial(with_frozen, part), batches)
         for part in ("visual", "text", "text.proj", "logit_scale")
     },
+    "LoRA": (with_lora, batches),
     "adapter in encode_image": (adapter_in_encode_image, batches),
     "adapter in a hook": (adapter_in_a_hook, batches),
     "shared projection": (shared_projection, batches),
