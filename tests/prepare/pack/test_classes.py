@@ -40,7 +40,7 @@ def test_classes_become_captions_and_both_splits_labelled_sets(packed, tmp_path)
         in printed
     )
     assert "classes    3, of 6 ('hat') to 6 ('hat') pictures" in printed
-    assert commands(found, tmp_path / "out")[1:] == [
+    assert commands(found, tmp_path / "out")[2:] == [
         f"zerovl zero-shot {RELEASED} --data out={tmp_path}/out"
     ]
     names = (tmp_path / "out/classnames.txt").read_text().splitlines()

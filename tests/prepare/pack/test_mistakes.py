@@ -19,7 +19,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.columns import UNMARKED
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.prepare.pack import packing
-from open_clip_zerovl.prepare.pack.report import lines
+from open_clip_zerovl.prepare.pack.report import ENCODERS, lines
 from open_clip_zerovl.prepare.pack.rows import Columns
 from open_clip_zerovl.prepare.public.gather import Work
 from support.pairs import (
@@ -519,9 +519,11 @@ def test_the_command_line_ends_in_the_command_to_type(tmp_path, capsys, monkeypa
     finetune = (
         "zerovl finetune --from ViT-B-32/laion2b_s34b_b79k --data 'my out' --out 'my out-tuned'"
     )
-    assert printed[-3:] == [
+    align = f"zerovl align {ENCODERS} --data 'my out' --out 'my out-aligned'"
+    assert printed[-4:] == [
         "next (with fewer than 10,000 pictures fine-tune or evaluate; a training from nothing needs more):",
         finetune,
+        align,
         "zerovl retrieval ViT-B-32/laion2b_s34b_b79k --data 'my-out=my out'",
     ]
     assert main(["data", "pack", "my pets", "--out", "my out", "--test-share", "0.3"]) == 0
@@ -531,8 +533,9 @@ def test_the_command_line_ends_in_the_command_to_type(tmp_path, capsys, monkeypa
     )
     monkeypatch.setattr("open_clip_zerovl.prepare.pack.report.FEWEST", 5)
     assert main(["data", "pack", "my pets", "--out", "my out", "--test-share", "0.3"]) == 0
-    assert capsys.readouterr().out.splitlines()[-2:] == [
+    assert capsys.readouterr().out.splitlines()[-3:] == [
         finetune,
+        align,
         "zerovl train --model ViT-B-32 --train-data 'my-out=my out/train' --retrieval-data 'my-out=my out' "
         "--captions one-per-epoch --warmup-share 0.025 --batch-size 1",
     ]

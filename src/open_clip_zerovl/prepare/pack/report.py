@@ -25,6 +25,9 @@ from open_clip_zerovl.report.bounds import LOW_BEST, RECALL_KS, SHARED_CAPTIONS
 _EXAMPLES = 5
 _SHOWN_EXAMPLES = 3
 RELEASED = "ViT-B-32/laion2b_s34b_b79k"
+ENCODERS = (
+    "--image timm:vit_base_patch14_dinov2.lvd142m --text hf:sentence-transformers/all-mpnet-base-v2"
+)
 FEWEST = 10_000  # pictures for a training from nothing
 TOKENIZED = 2_000  # captions whose tokens are counted
 _AS_UTF8 = "probably Latin-1: convert the file to UTF-8 (iconv -f CP1252 -t UTF-8 OLD > NEW)"
@@ -228,8 +231,14 @@ def commands(report: dict[str, Any], out: Path) -> list[str]:
     }
     train = "::".join(f"{one['source']}={out / one['folder']}" for one in folders["train"])
     sets = "::".join(f"{one['source']}={(out / one['folder']).parent}" for one in folders["test"])
-    tuned = shlex.quote(f"{out if out.name else out.absolute()}-tuned")
-    found = [f"zerovl finetune --from {RELEASED} --data {shlex.quote(str(out))} --out {tuned}"]
+    tuned, aligned = (
+        shlex.quote(f"{out if out.name else out.absolute()}-{end}") for end in ("tuned", "aligned")
+    )
+    packed = shlex.quote(str(out))
+    found = [
+        f"zerovl finetune --from {RELEASED} --data {packed} --out {tuned}",
+        f"zerovl align {ENCODERS} --data {packed} --out {aligned}",
+    ]
     if few_to_hold_out(report):
         found = []
     if too_few(report):
