@@ -40,6 +40,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     )
 
 
+def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
+    """Redirect the links of a notebook, which is no Markdown to mkdocs, from pages' files to pages of the site."""
+    if not page.file.src_uri.endswith(".ipynb"):
+        return content
+    return re.sub(r'href="(?!https?:)([\w/]+)\.md(#[^"]*)?"', r'href="\1.html\2"', content)
+
+
 def relinked(markdown: str, folder: Path) -> str:
     """Markdown whose links, relative to `folder`, are relative to the page's place on the site.
 
