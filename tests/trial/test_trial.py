@@ -147,6 +147,9 @@ def test_more_seeds_later_are_added(made, whole, trainings, tmp_path):
     main(words(made, out, "--seeds", "4"))
     assert [one["name"].rpartition("-")[2] for one in trainings.flags] == ["3"] * 4
     assert {row["seeds"] for row in table_of(out)["differences"]} == {"4"}
+    length = "train-data-upsampling-factors"
+    before = {one[length] for one in whole[1].flags if one["name"].startswith("run-")}
+    assert {one[length] for one in trainings.flags} == before
 
 
 def test_another_trial_in_the_folder_is_refused(made, whole, trainings, capsys):
