@@ -67,7 +67,7 @@ def run_compare(
         zero_shot_data: labelled sets whose zero-shot accuracy is compared, too: `name=set::name=set`.
 
     Raises:
-        UserError: data or a model that cannot be read or do not fit, an `out` that cannot be written, a missing package.
+        UserError: data or a model that cannot be read or do not fit, an `out` that cannot be written.
     """
     settings, out = settings or CompareSettings(), Path(out)
     check_sides({name: len(runs) for name, runs in sides.items()})
