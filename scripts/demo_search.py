@@ -76,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     begin = time.monotonic()
     try:
         encoders = fetch_encoders(options.encoders)
-        data, searched, queries = options.data, options.data, QUERIES
+        data, searched = options.data, options.data
+        queries: tuple[str, ...] = QUERIES
         if data is None:
             emoji = Path("data/emoji")
             prepare_drawn(EMOJI, emoji)

@@ -45,7 +45,8 @@ def create_model(
         _check_precision(model, args.precision)
         if hasattr(model, "text_decoder") and not (pretrained or config.init_from):
             # open_clip leaves this weight as the memory was, NaN included.
-            projection = model.text_decoder.text_projection
+            decoder: Any = model.text_decoder
+            projection = decoder.text_projection
             torch.nn.init.normal_(projection, std=len(projection) ** -0.5)
         # open_clip's own transformer, not Hugging Face's
         own_text = getattr(getattr(model, "text", None), "config", None) is None

@@ -32,7 +32,7 @@ from open_clip_zerovl.dga.inputs import on_device
 from open_clip_zerovl.dga.replay import buffers_kept
 from open_clip_zerovl.dga.step import Prepare
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
-from open_clip_zerovl.recipe.flags import AllFlags, RecipeConfig
+from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import described_groups
@@ -46,7 +46,7 @@ from training.stopping import Preemption, Stopped
 
 
 def create_loss(
-    config: RecipeConfig, args: argparse.Namespace, model: torch.nn.Module | None = None
+    config: AllFlags, args: argparse.Namespace, model: torch.nn.Module | None = None
 ) -> torch.nn.Module:
     """The loss of our step: ContrastiveLoss; with `--siglip` SigmoidLoss, or open_clip's if no flag needs ours.
 

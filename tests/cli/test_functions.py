@@ -120,8 +120,8 @@ def test_errors_are_user_errors(home, tmp_path):
         open_clip_zerovl.pack(home / "pictures", out=tmp_path / "x", test_shar=0.1)
     with pytest.raises(UserError, match="task='search' is not one of"):
         open_clip_zerovl.evaluate("m", "a=b", "search")
-    with pytest.raises(UserError, match=r"ended with status 2: there is no flag --modell"):
-        open_clip_zerovl.train(name="x", logs=tmp_path, modell="tiny")
+    with pytest.raises(UserError, match=r"ended with status 2: there is no flag --modle"):
+        open_clip_zerovl.train(name="x", logs=tmp_path, modle="tiny")
 
 
 def test_pack(home, tmp_path):

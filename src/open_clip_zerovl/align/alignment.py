@@ -269,7 +269,7 @@ class Alignment:
         ranked = sorted(results, key=lambda one: -one.rsum)
         task = ranked[0].task
         held = task.pairs.held_out
-        bounds = recall_bounds(task.caption_ids[held.texts].tolist(), held.text_to_image)
+        bounds = recall_bounds(task.caption_ids[held.texts].tolist(), held.text_to_image.tolist())
         facts = [task.pairs.words(), f"held-out RSUM of chance: {bounds['rsum_chance']:.1f}"]
         if self.classes:
             facts.append(

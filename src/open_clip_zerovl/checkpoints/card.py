@@ -176,7 +176,7 @@ def _record_of(checkpoint: Path) -> dict[str, list[dict[str, Any]]]:
 
 def _chances(checkpoint: Path, epoch: int) -> dict[str, float]:
     """The scores of chance in the record of an epoch, as `SET_rsum_chance` and `SET_top1_chance`."""
-    chances = {}
+    chances: dict[str, float] = {}
     record = _record_of(checkpoint)
     for line in [*record.get("retrieval", ()), *record.get("zero-shot", ())]:
         for name, metrics in line["metrics"].items() if line["at"] == epoch else ():

@@ -217,10 +217,8 @@ def _wanted(package: str) -> str:
         return package
     for requirement in requirements:
         wanted, _, marker = requirement.partition(";")
-        if (
-            re.match(r"[\w.-]+", wanted)[0].replace("_", "-").lower()
-            != package.replace("_", "-").lower()
-        ):  # type: ignore[index]
+        name = re.split(r"[^\w.-]", wanted, maxsplit=1)[0]
+        if name.replace("_", "-").lower() != package.replace("_", "-").lower():
             continue
         extra = re.search(r"extra == ['\"](\w+)", marker)
         if extra is None:

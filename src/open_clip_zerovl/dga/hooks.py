@@ -72,8 +72,11 @@ class _WaitingHooks:
         self.parameter = parameter
         self.gradient: Tensor | None = None
         self._before: Any = parameter._backward_hooks
-        self._after = _hooks_after_accumulation(parameter)
-        self._given = dict(self._before), dict(self._after)
+        self._after: Any = _hooks_after_accumulation(parameter)
+        self._given: tuple[dict[int, Any], dict[int, Any]] = (
+            dict(self._before or {}),
+            dict(self._after),
+        )
         self._released = False
 
     def take_off(self) -> None:
@@ -110,7 +113,7 @@ class _WaitingHooks:
         if self.gradient is None:
             return
         with torch.no_grad():
-            self.parameter.grad += self(torch.zeros_like(self.gradient))
+            self.parameter.grad += self(torch.zeros_like(self.gradient))  # type: ignore[operator]
         for hook in self._after.values():
             hook(self.parameter)
 

@@ -416,20 +416,19 @@ class DecoupledGradientAccumulation:
     def _differentiate(self, step: _Step, loss_inputs: dict[str, Any]) -> None:
         """(2) The loss on all features, and its gradients by features and scalars."""
         values = step.features | {name: parts[-1] for name, parts in step.scalars.items()}
-        ordered = (
-            []
-            if step.order is None
-            else [n for n in step.features if step.rows(n) is step.text_sizes]
-        )
-        for name in ordered:
-            values[name] = torch.empty_like(values[name]).index_copy_(0, step.order, values[name])
+        ordered: dict[str, Tensor] = {}
+        if step.order is not None:
+            of_texts = [name for name in step.features if step.rows(name) is step.text_sizes]
+            ordered = dict.fromkeys(of_texts, step.order)
+        for name, order in ordered.items():
+            values[name] = torch.empty_like(values[name]).index_copy_(0, order, values[name])
         if step.texts_per_image > 1:
             loss_inputs["texts_per_image"] = step.texts_per_image
         step.losses, step.gradients, step.own_gradients = self._objective.gradients(
             values, loss_inputs | step.extras.loss_inputs
         )
-        for name in ordered:
-            step.gradients[name] = step.gradients[name][step.order]
+        for name, order in ordered.items():
+            step.gradients[name] = step.gradients[name][order]
         self._add_terms(step)
 
     def _second_pass(self, step: _Step, factor: Tensor | None = None) -> None:

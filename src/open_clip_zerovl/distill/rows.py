@@ -87,10 +87,10 @@ class TeacherRows:
             )
         self._names = [source.name for source in sources]
         self._sizes = [source.num_samples for source in sources]
-        found = [self._found(source) for source in sources]
-        self._stored = [index for index, _ in found]
+        places = [self._found(source) for source in sources]
+        self._stored = [index for index, _ in places]
         self._cluster_rows = [
-            rows for _, rows in found
+            rows for _, rows in places
         ]  # of a cluster, its samples' numbers in the stored source
         self._begins = self.manifest.begins
         self.widths = widths_of(self.manifest)

@@ -146,7 +146,8 @@ def checksums(rows: np.ndarray) -> np.ndarray:
     """The CRC-32 of each row (along the last axis) xor that of zeros, so that rows that were never written have 0."""
     rows = np.ascontiguousarray(rows)
     *shape, width = rows.shape
-    found = np.fromiter(map(zlib.crc32, rows.reshape(-1, width)), np.uint32, math.prod(shape))
+    sums = (zlib.crc32(row.data) for row in rows.reshape(-1, width))
+    found = np.fromiter(sums, np.uint32, math.prod(shape))
     return found.reshape(shape) ^ np.uint32(zlib.crc32(bytes(width * rows.itemsize)))
 
 

@@ -71,7 +71,7 @@ def write_outcome(
     )
     say(f"weights between before and epoch {epoch}, the best:")
     ends = open_ends(scorer, Encoder(str(checkpoint), device="cpu"))
-    classes = {}
+    classes: dict[str, Any] = {}
     for sets in (prepared.new, request.kept) if pairs.all_classes(prepared.new) else ():
         classes |= labelled_sets(sets) if sets and pairs.all_classes(sets) else {}
     curve = score_curve(ends, scorer, asked, classes=classes, say=say)

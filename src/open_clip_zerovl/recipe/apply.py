@@ -88,7 +88,7 @@ def apply_methods(
         count = freeze_norm_statistics(model)
         logging.info(f"Running statistics of {count} batch norms are frozen.")
     if methods.channels_last:
-        model.visual.to(memory_format=torch.channels_last)  # type: ignore[operator,union-attr]
+        model.visual.to(memory_format=torch.channels_last)
     if methods.lora is not None:
         add_lora(model, methods.lora, methods.lora_on)
     if methods.freeze:

@@ -239,9 +239,10 @@ class _TextMixing:
 
         What follows the last one is linear: it takes a position of each text, and projects. So each position gets the mixture.
         """
+        clip: Any = self.tower
         return [
-            self.tower.token_embedding.register_forward_pre_hook(self.keep_tokens),
-            self.tower.ln_final.register_forward_hook(self.mix_pooled),
+            clip.token_embedding.register_forward_pre_hook(self.keep_tokens),
+            clip.ln_final.register_forward_hook(self.mix_pooled),
         ]
 
     def keep_tokens(self, _: nn.Module, inputs: tuple[Tensor]) -> None:
