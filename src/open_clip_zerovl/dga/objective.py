@@ -210,10 +210,6 @@ def feature_factor(loss: Any, world_size: int) -> int:
         return 1
     require_process_group(world_size, type(loss).__name__)
     if isinstance(loss, open_clips("ClipLoss")):
-        if getattr(loss, "use_horovod", False):  # open_clip 4 has none
-            raise UserError(
-                "ClipLoss(use_horovod=True) is not supported: gradients are averaged by DDP here."
-            )
         if loss.local_loss and not loss.gather_with_grad:
             raise UserError(
                 "ClipLoss(local_loss=True, gather_with_grad=False) over several ranks loses the gradient that reaches a "
