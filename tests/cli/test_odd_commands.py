@@ -184,7 +184,7 @@ ODD = {
     "data check binarysizes": "is not a table of shard sizes",
     "data report binarysizes": "is not a table of shard sizes",
     **{
-        f"data check {folder}": "was not written by this program|is not valid JSON"
+        f"data check {folder}": "was not written by this program|is not valid JSON|cannot be read"
         for folder in MANIFESTS
     },
     "data report flatmanifest": "was not written by this program",
