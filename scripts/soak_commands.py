@@ -67,9 +67,7 @@ class Command:
     left_out: tuple[str, ...] = ()
 
 
-ALIGN = (
-    "--data a={home}/a::b={home}/b --epochs 40 --batch-size 16 --embed-dim 16 --held-out-share 0.1"
-)
+ALIGN = "--data a={home}/a::b={home}/b --epochs 40 --batch-size 16 --embed-dim 16"
 COMMANDS = {
     "teacher": Command(
         "teacher {home}/model --train-data a={home}/a::b={home}/b --out {out} --views 3 --image-size 32 --batch-size 16 "
