@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from open_clip_train.distributed import all_gather_object, is_master, world_info_from_env
@@ -22,18 +22,18 @@ from open_clip_zerovl.data.retrieval import RetrievalSet, open_retrieval_set, pa
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import CsvFormat
 from open_clip_zerovl.data.words import WordAugment
-from open_clip_zerovl.distill.rows import TeacherRows
-from open_clip_zerovl.distill.shards import PREFIX, InShards, open_teachers
-from open_clip_zerovl.embeddings.fingerprint import tower_digest
-from open_clip_zerovl.embeddings.sources import augmentation_of
-from open_clip_zerovl.embeddings.store import Store
-from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet, open_labelled_set
 from open_clip_zerovl.recipe.flags import AllFlags, contradicted
-from open_clip_zerovl.recipe.frozen_cache import FrozenCache, require_deterministic
 from open_clip_zerovl.sampling.schedule import MIXED, Batching, Sampling, Schedule, few_steps
 from open_clip_zerovl.shards.cache import ShardCache
 from training.console import DETAIL
 from training.stock_data import check_augmentation, check_stock_data
+
+if TYPE_CHECKING:
+    from open_clip_zerovl.distill.rows import TeacherRows
+    from open_clip_zerovl.distill.shards import InShards
+    from open_clip_zerovl.embeddings.store import Store
+    from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet
+    from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 
 # open_clip's main calls evaluate() only if the data has one of its own keys; it does not read this one itself.
 PLACEHOLDER_KEY = "val"
@@ -136,17 +136,21 @@ def open_inputs(config: AllFlags, args: argparse.Namespace) -> Inputs:
         schedule_of(sources, effective_batch, _sampling(config, args), seed=args.seed, epoch=0)
         if config.shard_cache is not None:
             check_writable(config.shard_cache, folder=True)
-    teachers = open_teachers(config.teacher, config.captions)
+    teachers = None
+    if config.teacher is not None:
+        from open_clip_zerovl.distill.shards import open_teachers
+
+        teachers = open_teachers(config.teacher, config.captions)
     paths = parse_retrieval_data(config.retrieval_data) if config.retrieval_data else {}
     retrieval = {name: open_retrieval_set(path) for name, path in paths.items()}
     _tell_trained_pictures(sources, retrieval)
     labelled = parse_retrieval_data(config.zero_shot_data) if config.zero_shot_data else {}
-    return Inputs(
-        sources,
-        teachers,
-        retrieval,
-        {name: open_labelled_set(str(place)) for name, place in labelled.items()},
-    )
+    sets: dict[str, LabelledSet] = {}
+    if labelled:
+        from open_clip_zerovl.evaluate.zero_shot.sets import open_labelled_set
+
+        sets = {name: open_labelled_set(str(place)) for name, place in labelled.items()}
+    return Inputs(sources, teachers, retrieval, sets)
 
 
 def _tell_trained_pictures(
@@ -270,16 +274,23 @@ def _mixture_data(
             logging.info(f"Images travel to the device as floats: {reason}.")
     teachers: TeacherRows | InShards | None = None
     in_shards, pixel_path = None, config.pixel_path
-    if isinstance(inputs.teachers, Store):
-        seen = augmentation_of(transform, pixel_path)
-        teachers = TeacherRows(
-            inputs.teachers, sources, augmentation=seen, captions=config.captions
-        )
-    elif inputs.teachers is not None:
-        inputs.teachers.check(transform)
-        teachers = in_shards = inputs.teachers
-        pixel_path = "pil"
-        logging.info(f"Pictures are read by PIL, whose operations --teacher {PREFIX}... repeats.")
+    if inputs.teachers is not None:
+        from open_clip_zerovl.distill.rows import TeacherRows
+        from open_clip_zerovl.distill.shards import PREFIX, InShards
+        from open_clip_zerovl.embeddings.sources import augmentation_of
+
+        if isinstance(inputs.teachers, InShards):
+            inputs.teachers.check(transform)
+            teachers = in_shards = inputs.teachers
+            pixel_path = "pil"
+            logging.info(
+                f"Pictures are read by PIL, whose operations --teacher {PREFIX}... repeats."
+            )
+        else:
+            seen = augmentation_of(transform, pixel_path)
+            teachers = TeacherRows(
+                inputs.teachers, sources, augmentation=seen, captions=config.captions
+            )
     mixture = Mixture(
         sources,
         Batching(args.batch_size, config.dga_steps, args.world_size, max(1, args.workers)),
@@ -336,6 +347,9 @@ def frozen_cache(
     Raises:
         UserError: a cached image tower whose images are augmented at random.
     """
+    from open_clip_zerovl.embeddings.fingerprint import tower_digest
+    from open_clip_zerovl.recipe.frozen_cache import FrozenCache, require_deterministic
+
     (tower,) = config.freeze
     assert config.cache_frozen is not None
     if tower == "image":

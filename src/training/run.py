@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import open_clip
 import open_clip_train.main as host
@@ -36,15 +36,16 @@ from open_clip_zerovl.models.build import (
 )
 from open_clip_zerovl.models.local_dir import no_code_from_data
 from open_clip_zerovl.recipe.flags import AllFlags
-from open_clip_zerovl.recipe.frozen_cache import FrozenCache
-from open_clip_zerovl.recipe.lora import lora_entry
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
-from training import checkpointing, data, evaluate, model, resume, stopping
+from training import checkpointing, data, model, resume, stopping
 from training.console import Console
 from training.hooks import check_host, replaced
 from training.params import require_new_name
 from training.run_log import RunLog
 from training.train import Trainer, create_loss, require_finite
+
+if TYPE_CHECKING:
+    from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 
 # How torch begins when an optimizer loads a state with groups of other sizes.
 OTHER_GROUPS = "loaded state dict"
@@ -314,6 +315,8 @@ class Run:
                 self.config.context_length
             )  # main's tokenizer, and exports by params.txt
         if self.config.lora is not None:
+            from open_clip_zerovl.recipe.lora import lora_entry
+
             self.entries = {**self.entries, ENTRY: lora_entry(self.model, self.config.lora)}
         if self.own_step:
             model.check_contrastive(self.model, self.args.model)
@@ -478,7 +481,9 @@ class Run:
         self, stock: Callable[[dict], dict], model, data: dict, epoch: int, tb_writer, tokenizer
     ) -> dict:
         """Metrics of an epoch; `stock(data)` gives open_clip's own."""
-        return evaluate.evaluate(
+        from training.evaluate import evaluate as evaluate_epoch  # its rooms serve no other run
+
+        return evaluate_epoch(
             self.config, self.args, self.log, stock, model, data, epoch, tb_writer, tokenizer
         )
 

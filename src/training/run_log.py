@@ -23,7 +23,6 @@ from open_clip_zerovl.data.stats import EpochStats
 from open_clip_zerovl.models.configs import context_length_of
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.report.record import Record, read_record
-from open_clip_zerovl.report.run_page import PAGE, verdict_words, write_run_page
 from training.console import PROGRESS, Console
 
 REDRAW_SECONDS = 0.5
@@ -184,6 +183,8 @@ class RunLog:
             self._add("end", record.at if at is None else at, how=how, words=words)
         page = None
         if self._record is not None:
+            from open_clip_zerovl.report.run_page import PAGE, write_run_page  # at the run's end
+
             folder = self._record.path.parent
             self.doing("Writing the page of the run")
             try:
@@ -216,6 +217,8 @@ class RunLog:
         checkpoint = os.path.join(folder, "checkpoints", f"epoch_{self.args.epochs}.pt")
         lines[0] += f" Checkpoint: {checkpoint}."
         if self._record is not None:
+            from open_clip_zerovl.report.run_page import verdict_words
+
             lines += filter(None, [verdict_words(read_record(folder))])
         if page is not None:
             lines.append(f"Page of the run: {page}.")

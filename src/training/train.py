@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from open_clip import create_loss as create_stock_loss
@@ -33,7 +33,6 @@ from open_clip_zerovl.dga.replay import buffers_kept
 from open_clip_zerovl.dga.step import Prepare
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
 from open_clip_zerovl.recipe.flags import AllFlags
-from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import described_groups
 from open_clip_zerovl.recipe.step import MicroBatch, RecipeStep
@@ -43,6 +42,9 @@ from training.resume import Position
 from training.run_log import Facts, RunLog
 from training.step_log import StepLog
 from training.stopping import Preemption, Stopped
+
+if TYPE_CHECKING:
+    from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 
 
 def create_loss(

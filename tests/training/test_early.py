@@ -210,3 +210,22 @@ def test_a_warmup_longer_than_the_run_gives_a_warning(sources, monkeypatch, capl
     args.local_rank = 0
     training_data.get_data(config, training_data.Inputs(), lambda _: {}, args, (None, None))
     assert ("is longer than the run's 30 steps: the learning rate ends at" in caplog.text) == told
+
+
+def test_a_run_imports_only_the_rooms_that_it_uses():
+    """Evaluation, teachers and pages come with the flags, or at the moment, that need them."""
+    rooms = [
+        "evaluate",
+        "distill",
+        "embeddings.sources",
+        "report.run_page",
+        "recipe.frozen_cache",
+        "recipe.lora",
+        "prepare",
+        "align",
+        "plan",
+    ]
+    unused = [f"open_clip_zerovl.{room}" for room in rooms]
+    program = f"import sys, training.run; print([m for m in {unused} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr

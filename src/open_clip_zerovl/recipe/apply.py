@@ -15,7 +15,6 @@ from open_clip_zerovl.models.build import create_model_and_transforms
 from open_clip_zerovl.models.configs import context_length_of
 from open_clip_zerovl.models.long_context import CONSTANT, lengthen
 from open_clip_zerovl.recipe.flags import RecipeConfig
-from open_clip_zerovl.recipe.lora import add_lora
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import constant_temperature
 from open_clip_zerovl.recipe.text_lengths import text_padding
@@ -90,6 +89,8 @@ def apply_methods(
     if methods.channels_last:
         model.visual.to(memory_format=torch.channels_last)
     if methods.lora is not None:
+        from open_clip_zerovl.recipe.lora import add_lora
+
         add_lora(model, methods.lora, methods.lora_on)
     if methods.freeze:
         count = freeze(model, methods.freeze)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from open_clip import get_input_dtype
@@ -24,11 +24,13 @@ from open_clip_zerovl.dga.extras import TermsOfMicroBatch
 from open_clip_zerovl.dga.retain import Decision
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
-from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.gpu_syncs import without_gpu_syncs
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
 from open_clip_zerovl.recipe.optimizer import mark_temperature, optimizer_step
 from open_clip_zerovl.recipe.text_lengths import sort_texts, text_padding
+
+if TYPE_CHECKING:
+    from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 
 # images (B, C, H, W), texts (B, L) (or with several texts of each image all first ones, then all second ones), origin (B, 2 or
 # more) where the loss or a cache asks who the samples are, and with stored teachers the tuple of their embeddings, (B, D) each
