@@ -368,7 +368,9 @@ def options_table(records: Records, protocol: dict[str, Any]) -> str:
             ]
             found = student(differences, confidence)
             word = verdict(found, len(seeds), margin)
-            shown = f"{found.mean:+.1f} ({found.low:+.1f} to {found.high:+.1f})" if seeds else ""
+            shown = f"{found.mean:+.1f}" if seeds else ""
+            if found.interval:
+                shown += f" ({found.low:+.1f} to {found.high:+.1f})"
             cells += [shown, word]
         rows.append(cells)
     header = ["option", "seeds", "mean recall", "", "clothing top-1", ""]

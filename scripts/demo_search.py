@@ -23,7 +23,7 @@ from open_clip_zerovl.cli.program import main as zerovl
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.collection import open_collection
 from open_clip_zerovl.embeddings.sources import SourceSamples
-from open_clip_zerovl.evaluate.search.ranking import run_search, write_search_page
+from open_clip_zerovl.evaluate.search.ranking import Searcher, write_search_page
 from open_clip_zerovl.evaluate.settings import SearchSettings
 from open_clip_zerovl.finetune.data import find_data
 from scripts.drawn.emoji import EMOJI
@@ -54,13 +54,11 @@ def queries_of(train_data: str, count: int = len(QUERIES)) -> list[str]:
 
 def answer(model: Path, data: str, queries: Sequence[str], page: Path, *, best: int = 5) -> None:
     """Search for each query and write one page with the best pictures of each."""
-    cache = page.parent / "search"
-    found = {}
-    for query in queries:
-        settings = SearchSettings(words=query, best=best, cache=cache)
-        found[query] = run_search({"aligned": Encoder(str(model))}, data, settings)["aligned"]
+    collection = open_collection(data)
+    searcher = Searcher(Encoder(str(model)), collection, cache=page.parent / "search")
+    found = {query: searcher.find(query, None, best) for query in queries}
     words = SearchSettings(words=f"{len(queries)} queries", best=best)
-    write_search_page(page, found, open_collection(data), None, words)
+    write_search_page(page, found, collection, None, words)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,55 @@
+"""The tables of docs/align.md are those of the records, and each record is a run of the protocol."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from scripts import align_study
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def protocol():
+    return yaml.safe_load(align_study.PROTOCOL.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def records():
+    return align_study.read_records(ROOT / align_study.RECORDS / "runs.json")
+
+
+def test_the_page_shows_the_tables_of_the_records(protocol, records):
+    page = (ROOT / "docs" / "align.md").read_text(encoding="utf-8")
+    for table in (align_study.pairs_table, align_study.options_table):
+        assert table(records, protocol) in page
+
+
+def test_each_record_is_a_run_of_the_protocol(protocol, records):
+    planned = {tuple(run.key) for run in align_study.runs_of(protocol)}
+    stored = {(*row, seed) for row, runs in records.items() for seed in runs}
+    assert stored <= planned
+    assert len(planned) == 5 * (2 * 6 + 6 + 3)
+    for runs in records.values():
+        for run in runs.values():
+            assert set(run["scores"]) and 0 <= run["clothing"] <= 100
+
+
+def test_an_option_is_judged_by_its_differences_of_the_same_seed(protocol):
+    """Made-up records: a gain of 2 points in each seed, although the seeds differ by 20."""
+
+    def record(rsum):
+        scores = {"rsum": rsum, "image_to_text_R@1": 0.1, "text_to_image_R@1": 0.1}
+        return {"scores": {"flickr8k": scores}, "clothing": 10.0}
+
+    made_up = {
+        ("one", "default"): {seed: record(100 + 120 * seed) for seed in range(5)},
+        ("one", "mlp"): {seed: record(112 + 120 * seed + 0.1 * seed) for seed in range(5)},
+    }
+    table = align_study.options_table(made_up, protocol)
+    row = next(line for line in table.splitlines() if line.startswith("| mlp"))
+    assert "| 5 | +2.0 (+2.0 to +2.1) | higher | +0.0 (+0.0 to +0.0) | no difference |" in row
+    assert "| siglip, one source | 0 |  | not run |" in table
