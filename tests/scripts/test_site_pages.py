@@ -27,7 +27,9 @@ def leaves(part):
 
 def test_every_page_is_in_the_navigation():
     settings = yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), Settings)
-    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    docs = ROOT / "docs"
+    files = [*docs.rglob("*.md"), *docs.rglob("*.ipynb")]
+    pages = {page.relative_to(docs).as_posix() for page in files}
     assert sorted(leaves(settings["nav"])) == sorted(pages | set(PAGES.values()))
     assert settings["strict"] and settings["theme"]["font"] is False
 

@@ -316,7 +316,9 @@ def test_the_config_of_a_checkpoint_has_a_forced_quickgelu(words, expected, monk
     args.rank = 0
     run.create_model("ViT-B-32")
     assert run.entries[MODEL_ENTRY].get("quick_gelu") is expected
-    monkeypatch.setattr("training.run.create_model_and_transforms", lambda *given, **options: None)
+    monkeypatch.setattr(
+        "training.run.create_model_and_transforms", lambda *given, **options: (None, None, None)
+    )
     run.entries["lora"] = "of the student"
     run.create_model("the teacher of --distill-model")
     assert run.entries.keys() == {MODEL_ENTRY, "lora"}

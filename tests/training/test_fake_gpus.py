@@ -12,7 +12,7 @@ import torch
 
 from open_clip_zerovl.data import images as images_module
 from open_clip_zerovl.data.images import normalize
-from open_clip_zerovl.recipe.flags import RecipeConfig
+from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import parameter_groups
 from support.fake_cuda import FakeDDP, Waits, fake_cuda, fake_ranks, to_fake_cuda
@@ -71,7 +71,7 @@ def test_an_epoch_over_eight_ranks_waits_only_where_it_must(sort_text, tmp_path,
     mixup = CoinFlipMixup(seed=1)  # both coins in three steps
     mixup.attach(model)
     # The check, which reads once in the first step that replays, would take the values read for differences.
-    config = RecipeConfig(
+    config = AllFlags(
         sampling="debiased", dga_steps=K, dga_check="never", coin_flip_mixup=True, loss_chunk=5, sort_text=sort_text,
         positives="pair",  # without it the captions of the first batch are compared, which fakes do not have
     )  # fmt: skip
