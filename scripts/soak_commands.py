@@ -41,6 +41,7 @@ from safetensors.torch import load_file, save_file
 
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.cli.program import main as zerovl
+from open_clip_zerovl.core.errors import DEFECT
 from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.writing import write_source
 from scripts.sections import replace_section, write_table
@@ -331,7 +332,7 @@ class Soak:
             )
         if ended is None:
             self.fault(name, f"{kind}, does not end", words)
-        elif ("Traceback" in words and status != 0) or (
+        elif (status != 0 and any(mark in words for mark in ("Traceback", DEFECT))) or (
             limit is not None and status not in (0, 2) and NO_MEMORY not in words
         ):
             self.fault(name, f"{kind}, status {status}", words)

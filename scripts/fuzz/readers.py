@@ -21,7 +21,7 @@ from open_clip.transform import image_transform
 from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.checkpoints.weights import read_epoch, read_state_dict
 from open_clip_zerovl.cli import program
-from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.errors import DEFECT, UserError
 from open_clip_zerovl.data.annotations import read_karpathy
 from open_clip_zerovl.data.collection import open_collection
 from open_clip_zerovl.data.images import crop_of, decode_image
@@ -143,6 +143,7 @@ def command(*arguments: str) -> Reader:
                 status = int(stop.code or 0)
         if status == 2:
             raise UserError(printed.getvalue())
+        assert DEFECT not in printed.getvalue(), printed.getvalue()[-500:]
         assert status in (0, 1), f"status {status}: {printed.getvalue()[-500:]}"
         return BAD_SAMPLE if status else None
 

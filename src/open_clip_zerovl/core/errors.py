@@ -17,6 +17,7 @@ from typing import Any
 
 DEBUG = "--debug"
 DEBUG_HELP = "also print the traceback of an error (or set ZEROVL_DEBUG=1)"
+DEFECT = "a defect of this program or of a package"  # begins the sentence of an unexpected error
 INTERRUPTED_STATUS = 130
 BROKEN_PIPE_STATUS = 141
 
@@ -135,7 +136,7 @@ def explain(
         say(f"{name}: error: {sentence}")
         return 2
     say(
-        f"{name}: error: a defect of this program or of a package: {_short(kind_and_message(error))}; {DEBUG} prints the "
+        f"{name}: error: {DEFECT}: {_short(kind_and_message(error))}; {DEBUG} prints the "
         "traceback, please report it"
     )
     return 1
