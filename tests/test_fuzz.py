@@ -43,7 +43,8 @@ def test_an_error_without_a_sentence_is_a_failure(tmp_path, monkeypatch):
 
     assert outcome_of(lambda folder: None, tmp_path) == "works"
     assert outcome_of(raising(UserError("it is bad")), tmp_path) == "sentence"
-    for error in (ZeroDivisionError("x"), UserError(""), OSError(5, "x"), MemoryError()):
+    assert outcome_of(raising(OSError(5, "x")), tmp_path) == "sentence"  # the boundary's
+    for error in (ZeroDivisionError("x"), UserError(""), MemoryError()):
         with pytest.raises(Failed):
             outcome_of(raising(error), tmp_path)
     with pytest.raises(Failed, match="MemoryError"):

@@ -59,7 +59,8 @@ def outcome_of(read: Reader, folder: Path) -> str:
     except Hang as error:
         raise Failed(f"it did not end within {LIMIT_SECONDS} s") from error
     except Exception as error:
-        if sentence_of(error) is not None:  # the boundary's, of a file or a package
+        # The boundary's sentence of a file or a package; memory that damaged input takes is a fault.
+        if not isinstance(error, MemoryError) and sentence_of(error) is not None:
             return SENTENCE
         raise Failed(f"{type(error).__name__}: {error}") from error
     return found or WORKS
