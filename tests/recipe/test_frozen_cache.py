@@ -289,6 +289,9 @@ def test_what_does_not_fit_a_cache_is_refused(tmp_path):
     ):
         with pytest.raises(UserError, match=words):
             wrong()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError, match="file"):  # a sentence at the boundary
+        cache(tmp_path / "file")
 
 
 # --- its key ---------------------------------------------------------------------------------------------------------
