@@ -13,7 +13,8 @@ from typing import Any
 
 import yaml
 
-from open_clip_zerovl.report.verdicts import holm, student, verdict
+from open_clip_zerovl.report.verdicts import holm
+from open_clip_zerovl.trial.result import Row
 from scripts.photographs.run import HERE, RECORDS
 
 CONFIDENCE_OF_PRIMARIES = 1 - 0.025
@@ -26,25 +27,17 @@ def read_records(folder: Path = RECORDS) -> list[dict[str, Any]]:
     return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
 
-def differences(records: Sequence[dict[str, Any]], row: dict[str, Any]) -> list[float]:
-    """The paired differences of a row of the protocol, one for each seed that both arms have."""
-    measure = SET_OF.get(row["measure"], row["measure"])
-    scores = {(each["arm"], each["seed"]): each["scores"][measure] for each in records}
-    seeds = sorted({seed for _, seed in scores})
-    both = [seed for seed in seeds if {(row["of"], seed), (row["over"], seed)} <= scores.keys()]
-    return [scores[row["of"], seed] - scores[row["over"], seed] for seed in both]
-
-
 def rows(records: Sequence[dict[str, Any]], protocol: dict[str, Any]) -> list[dict[str, Any]]:
     """Measure, arms, seeds, interval and verdict of each row; a primary's verdict needs all of the protocol's seeds."""
     planned = len(protocol["runs"]["seeds"])
     made = []
     for kind, confidence in (("primaries", CONFIDENCE_OF_PRIMARIES), ("secondaries", 0.95)):
         for row in protocol[kind]:
-            values = differences(records, row)
-            estimate = student(values, confidence)
-            word = verdict(estimate, len(values), row["margin"], least_seeds=planned)
-            made.append({**row, "kind": kind, "seeds": len(values), "estimate": estimate, "verdict": word})  # fmt: skip
+            measure = SET_OF.get(row["measure"], row["measure"])
+            pair = row["of"], row["over"], row["margin"]
+            paired = Row.from_records(records, measure, *pair, confidence, planned)
+            facts = {"seeds": len(paired.differences), "estimate": paired.estimate}
+            made.append({**row, **facts, "kind": kind, "verdict": paired.verdict})
     secondary = {
         (row["measure"], row["of"], row["over"]): row["estimate"].p
         for row in made
