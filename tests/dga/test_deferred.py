@@ -1,4 +1,4 @@
-"""`DecoupledGradientAccumulation.loss`, whose backward pass a trainer calls (every kind of model: test_exact.py)."""
+"""`DecoupledGradientAccumulation.loss`, whose backward pass a trainer calls (every kind of model: test_random_steps.py)."""
 
 import re
 

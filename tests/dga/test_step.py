@@ -1,6 +1,6 @@
 """Decoupled gradient accumulation in one process against one graph over the whole batch.
 
-Every kind of model is in test_exact.py, several ranks in test_ranks.py. The bounds are invariant 1's: 1e-10 in fp64, 5e-5 in
+Every kind of model is in test_random_steps.py, several ranks there and in test_ranks.py. The bounds are invariant 1's: 1e-10 in fp64, 5e-5 in
 fp32, by the error that support/dga_reference.py defines, the worst parameter.
 """
 

@@ -163,17 +163,39 @@ def one_graph(
 
 
 def error(found: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    """The largest parameter error, as the module's head defines it."""
-    return max(errors(found, reference).values())
+    """The largest parameter error, as the module's head defines it; NaN if one is NaN."""
+    return torch.tensor(list(errors(found, reference).values())).max().item()
 
 
 def errors(found: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
+    return _relative(found, reference, lambda own, total: max(own, 1e-6 * total))
+
+
+def sharp_error(found: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    """The largest parameter error against its own gradient, or against all gradients where its own is below 1e-6 of them.
+
+    There the error is that of rounding in a sum whose true value is zero, which `error` divides by as little as 1e-6.
+    """
+    relative = _relative(found, reference, lambda own, total: own if own >= 1e-6 * total else total)
+    return torch.tensor(list(relative.values())).max().item()
+
+
+def error_of_all(found: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    """The error of all gradients as one vector."""
+    return math.hypot(*_relative(found, reference, lambda own, total: total).values())
+
+
+def _relative(
+    found: dict[str, Tensor],
+    reference: dict[str, Tensor],
+    measure: Callable[[float, float], float],
+) -> dict[str, float]:
+    """The error of each gradient by a measure of (its norm, the norm of all); the error itself where all are zero."""
     assert found.keys() == reference.keys()
-    total = math.sqrt(sum(g.double().square().sum().item() for g in reference.values()))
+    norms = {name: g.double().norm().item() for name, g in reference.items()}
+    total = math.hypot(*norms.values())
     return {
-        name: (
-            (found[name].double() - g.double()).norm() / max(g.double().norm().item(), 1e-6 * total)
-        ).item()
+        name: (found[name].double() - g.double()).norm().item() / (measure(norms[name], total) or 1)
         for name, g in reference.items()
     }
 

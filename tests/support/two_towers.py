@@ -16,6 +16,7 @@ from open_clip_zerovl.checkpoints.adapters import is_adapter
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.lora import add_lora
 from support.dga_reference import CONTEXT, FEATURES, VOCABULARY, batches, bert_clip, vit
+from support.tiny_coca import padded_batches, tiny_coca
 
 
 class TextText(nn.Module):
@@ -219,7 +220,8 @@ def with_checkpointing():
 def with_lora():
     """Adapters on both towers; both of their factors differ from zero."""
     model = bert_clip()
-    add_lora(model, 2, "both")
+    # open_clip 4's own towers keep the weights of attention outside of layers
+    add_lora(model, 2, "both" if ENCODE_IMAGE == "encode_image" else "text")
     for number, (name, parameter) in enumerate(model.named_parameters()):
         if is_adapter(name):
             generator = torch.Generator().manual_seed(number)
@@ -275,6 +277,7 @@ MODELS = {
         for part in ("visual", "text", "text.proj", "logit_scale")
     },
     "LoRA": (with_lora, batches),
+    "CoCa": (tiny_coca, padded_batches),
     "adapter in encode_image": (adapter_in_encode_image, batches),
     "adapter in a hook": (adapter_in_a_hook, batches),
     "shared projection": (shared_projection, batches),
