@@ -17,27 +17,10 @@ from support.dga_reference import (
     error,
     gradients,
     one_graph,
-    reference,
 )
-from support.two_towers import Metric, noisy
+from support.two_towers import noisy
 
 EXACT = TOLERANCE[torch.float64]
-
-
-def test_what_multiplies_the_loss_multiplies_the_gradients():
-    """A GradScaler, a share of accumulated steps; the parameters of the loss, too."""
-    model, micro_batches, loss = bert_clip(), batches([3, 2]), Metric()
-    _, wanted = reference(model, loss, micro_batches)
-    own = loss.matrix.grad.clone()
-    loss.zero_grad(set_to_none=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    torch.manual_seed(SEED)
-    value = DecoupledGradientAccumulation(model, loss, check="always").loss(micro_batches)
-    scaler.scale(value / 4).backward()
-    assert (
-        error({name: gradient / 2 for name, gradient in gradients(model).items()}, wanted) <= EXACT
-    )
-    torch.testing.assert_close(loss.matrix.grad / 2, own, rtol=1e-9, atol=1e-12)
 
 
 def test_two_losses_may_wait_for_one_backward_pass():

@@ -65,17 +65,10 @@ def test_what_the_loss_learns_gets_its_gradient(call):
     assert set(own) == {"matrix", "log_scale"}
     for parameter in loss.parameters():
         parameter.grad = torch.ones_like(parameter)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    _, found = accumulated(model, call(loss), micro_batches, scaler=scaler)
-    assert error({name: grad / 4 for name, grad in found.items()}, wanted) <= EXACT
+    _, found = accumulated(model, call(loss), micro_batches)
+    assert error(found, wanted) <= EXACT
     for name, gradient in own.items():
-        torch.testing.assert_close(
-            (getattr(loss, name).grad - 1) / 4, gradient, rtol=1e-9, atol=1e-12
-        )
-    loss.zero_grad(set_to_none=True)
-    accumulated(model, call(loss), micro_batches)
-    assert loss.unused.grad is None
-    torch.testing.assert_close(loss.matrix.grad, own["matrix"], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(getattr(loss, name).grad - 1, gradient, rtol=1e-9, atol=1e-12)
 
 
 def test_what_a_loss_learns_and_does_not_hold_is_refused():
@@ -559,30 +552,3 @@ def test_hugging_face_models_in_the_documented_adapter(make, frozen):
             ContrastiveLoss(),
             [(texts["input_ids"], images["pixel_values"]) for images, texts in micro_batches],
         )
-
-
-@pytest.mark.parametrize("image", [False, True], ids=["text", "both towers"])
-def test_lora_by_peft(image):
-    import peft
-
-    model, micro_batches = bert_clip(), batches([3, 2, 2])
-    model.requires_grad_(False)
-    model.logit_scale.requires_grad_(True)
-    options = {"r": 2, "lora_alpha": 4, "lora_dropout": 0.1, "init_lora_weights": False}
-    model.text.transformer = peft.get_peft_model(
-        model.text.transformer, peft.LoraConfig(target_modules=["query", "value"], **options)
-    )
-    if image:
-        model.visual = peft.get_peft_model(
-            model.visual, peft.LoraConfig(target_modules=["c_fc"], **options)
-        )
-    model.double().train()
-    _, wanted = reference(model, ClipLoss(), micro_batches)
-    assert sum("lora_" in name for name in wanted) == (8 + 4 if image else 8)
-    for retain in (0, 1):
-        _, found = accumulated(
-            model, ContrastiveLoss(), micro_batches, retain=retain, check="always"
-        )
-        assert error(found, wanted) <= EXACT
-    _, redrawn = accumulated(model, ContrastiveLoss(), micro_batches, retain=0, replay_rng=False)
-    assert error(redrawn, wanted) > 0.01

@@ -46,10 +46,12 @@ LOSSES = {  # called with rank and world_size
     "ClipLoss, gathered": partial(ClipLoss, gather_with_grad=True),
     "ClipLoss, local": partial(ClipLoss, gather_with_grad=True, local_loss=True),
     "distilled": DistillClipLoss,
+    "distilled, gathered": partial(DistillClipLoss, gather_with_grad=True),
     "SigLIP": SigLipLoss,
     "our SigLIP": partial(SigmoidLoss, chunk_size=3),
 }
-OPEN_CLIPS = {name for name in LOSSES if "Clip" in name} | {"distilled", "SigLIP"}
+DISTILLED = {"distilled", "distilled, gathered"}
+OPEN_CLIPS = {name for name in LOSSES if "Clip" in name} | DISTILLED | {"SigLIP"}
 SIGMOID = {"SigLIP", "our SigLIP"}
 TERMS = {"none": None, "three": tokens_and_experts, "captions": CaptionTerm(2.0)}
 MODELS_WITH_SCALE = ("ViT and BERT", "open_clip.CLIP", "not open_clip's", "frozen visual")
@@ -66,7 +68,7 @@ def cases(draw: Any, models: tuple[str, ...] = tuple(MODELS), ranks: int = 1) ->
     if "two" in model or model in ("tied embeddings", "not open_clip's", "CoCa"):
         losses = losses - {"one that learns"}  # its matrix has another width
     if model not in MODELS_WITH_SCALE:
-        losses = losses - {"distilled"}
+        losses = losses - DISTILLED
     if ranks > 1:  # a rank's own noise on all ranks' features is no loss of the whole batch
         losses = losses - {"one that drops features"}
     loss = draw(st.sampled_from(sorted(losses)))
@@ -88,6 +90,7 @@ def cases(draw: Any, models: tuple[str, ...] = tuple(MODELS), ranks: int = 1) ->
         "autocast": in_fp32 and draw(st.booleans()),
         "training": draw(st.booleans()),
         "deferred": draw(st.booleans()),
+        "loss_in_ddp": ranks > 1 and loss == "one that learns" and draw(st.booleans()),
         "steps": draw(st.integers(1, 2)),
         "scale": draw(st.sampled_from([1.0, 1.0, 2.0**10])),
         "seed": draw(st.integers(0, 2**16)),
@@ -102,7 +105,7 @@ def built(case: dict[str, Any], **ranks: int) -> tuple[torch.nn.Module, Any, dic
     if case["frozen"] in named:
         named[case["frozen"]].requires_grad_(False)
     extras: dict[str, Any] = {"terms": TERMS[case["terms"]]}
-    if case["loss"] == "distilled":
+    if case["loss"] in DISTILLED:
         extras["teacher"] = make().to(case["dtype"]).eval()
         with torch.no_grad():
             for parameter in extras["teacher"].parameters():
@@ -145,9 +148,12 @@ def steps_of(case: dict[str, Any], rank: int = 0, **options: Any) -> tuple[list[
     ranks = len(case["sizes"])
     model, loss, extras = built(case, rank=rank, world_size=ranks)
     scaler = None if case["deferred"] else torch.amp.GradScaler("cpu", init_scale=case["scale"])
+    wrapped = loss
+    if case["loss_in_ddp"]:
+        wrapped = DistributedDataParallel(loss, find_unused_parameters=True)
     step = DecoupledGradientAccumulation(
         DistributedDataParallel(model) if ranks > 1 else model,
-        loss,
+        wrapped,
         retain=case["retain"],
         scaler=scaler,
         **{"check": "always", **extras, **options},
@@ -235,6 +241,7 @@ def masked(case: dict[str, Any]) -> dict[str, Any]:
         "training": True,
         "retain": 0,
         "terms": "none",
+        "loss_in_ddp": False,
     }
     return case | shown | {"dtype": torch.float64, "autocast": False}
 
@@ -258,9 +265,10 @@ def test_many_random_steps_are_exact(case):
 
 @settings(max_examples=2, **QUIET)
 @given(cases())
-def test_with_other_masks_in_the_replay_they_are_not(case):
+def test_with_other_masks_in_the_replay_they_are_not(caplog, case):
     with pytest.raises(AssertionError):
         check(masked(case), [steps_of(masked(case), **CONTROL)])
+    assert "gradients are WRONG" in caplog.text
 
 
 @pytest.mark.parametrize("examples", [16, pytest.param(MANY // 2, marks=pytest.mark.slow)])

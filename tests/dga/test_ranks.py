@@ -1,6 +1,7 @@
 """Decoupled gradient accumulation over real gloo processes against one graph in one process, in fp64.
 
-Each case runs two optimizer steps in W ranks under DistributedDataParallel. The reference forwards every rank's
+Options of our loss, wrappers, refusals and controls; random steps are in test_random_steps.py. Each case runs two optimizer
+steps in W ranks under DistributedDataParallel. The reference forwards every rank's
 micro-batches one after another in one process, each rank's under that rank's random state, and takes one loss over all.
 The processes of one world size run all cases, since starting them costs more than the cases. Under torchrun this file is
 the program: `test_ranks.py FOLDER CASE ...`.
@@ -19,19 +20,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from open_clip.loss import ClipLoss, DistillClipLoss, SigLipLoss
+from open_clip.loss import ClipLoss, SigLipLoss
 from torch.nn.parallel import DistributedDataParallel
 
-from open_clip_zerovl.checkpoints.adapters import is_adapter
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.dga.retain import AUTO_SHARE, Retention
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, ReplayError
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss, reversed_partner
-from open_clip_zerovl.recipe.lora import add_lora
 from support.dense_loss import DenseLoss, sample_ids, set_by_set, teacher_features
 from support.dga_reference import TOLERANCE, batches, bert_clip, error, one_graph
 from support.programs import run_ranks
-from support.two_towers import Metric, tokens_and_experts
+from support.two_towers import tokens_and_experts
 
 STEPS = 2
 EXACT = TOLERANCE[torch.float64]
@@ -46,12 +45,10 @@ class Case:
     mixup_lambda: float | None = None
     model: dict[str, Any] = field(default_factory=dict)
     freeze: str | None = None
-    lora: str | None = None  # towers with adapters
     ddp: dict[str, Any] = field(default_factory=dict)
     dga: dict[str, Any] = field(default_factory=dict)
     use_dga: bool = True
     compile: bool = False
-    deferred: bool = False  # the step is the backward pass of `loss()`
     adapter: bool = False  # the model in DDP is inside of a module that is not
     shuffle_texts: bool = (
         False  # texts in another order than images; without dropout, whose masks would differ
@@ -59,24 +56,11 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)  # of our loss and of its dense reference
     texts: int = 1  # of each image
     terms: Callable[..., Any] | None = None
-    distilled: bool = False  # a teacher beside the model
-
-    def extras(self) -> dict[str, Any]:
-        teacher = bert_clip(**self.model, seed=7).eval() if self.distilled else None
-        return {"terms": self.terms, "teacher": teacher}
 
     def build(self) -> torch.nn.Module:
         model = bert_clip(**self.model)
         if self.freeze:
             getattr(model, self.freeze).requires_grad_(False)
-        if self.lora:
-            add_lora(model, 2, self.lora)
-            for number, (name, parameter) in enumerate(model.named_parameters()):
-                if is_adapter(name):  # both factors must differ from zero
-                    noise = torch.randn(
-                        parameter.shape, generator=torch.Generator().manual_seed(number)
-                    )
-                    parameter.data.copy_(0.1 * noise)
         return model.eval() if self.shuffle_texts else model
 
     def loss_inputs(self, rank: int, step: int) -> dict[str, Any]:
@@ -178,39 +162,11 @@ def clip_loss_in_a_partial(**ranks: int) -> Any:
 
 CASES = {
     "ours": Case(ContrastiveLoss),
-    "ours, chunks of 3, ragged within and between ranks": Case(
-        partial(ContrastiveLoss, chunk_size=3), sizes=ragged
-    ),
-    "ours, mixup, ragged": Case(
-        partial(ContrastiveLoss, chunk_size=4),
-        ContrastiveLoss,
-        sizes=ragged,
-        mixup_lambda=0.8,
-        retain=0,
-    ),
-    "ours, retain K-1": Case(ContrastiveLoss, retain=2),
     "ours, texts in another order, ragged": Case(
         partial(ContrastiveLoss, chunk_size=3), sizes=ragged, shuffle_texts=True
     ),
     "ours, retain auto": Case(ContrastiveLoss, retain="auto"),
-    "ours, another K on each rank": Case(ContrastiveLoss, sizes=lambda rank: [2] * (2 + rank)),
-    "ours, one micro-batch, replayed": Case(ContrastiveLoss, sizes=lambda rank: [5], retain=0),
-    "ours, frozen text": Case(ContrastiveLoss, freeze="text"),
-    "ours, frozen image": Case(ContrastiveLoss, freeze="visual", retain=0),
-    "ours, adapters, ragged": Case(ContrastiveLoss, sizes=ragged, lora="both"),
-    "ours, adapters on images, retain 0": Case(ContrastiveLoss, retain=0, lora="image"),
-    "ours, logit_bias": Case(ContrastiveLoss, model={"bias": True}),
-    "ours, deferred, ragged": Case(
-        partial(ContrastiveLoss, chunk_size=3), sizes=ragged, deferred=True
-    ),
-    "ours, deferred, one micro-batch": Case(ContrastiveLoss, sizes=one_micro_batch, deferred=True),
-    "ours, deferred, retain K-1, frozen text": Case(
-        ContrastiveLoss, retain=2, freeze="text", deferred=True
-    ),
     "ours, an adapter around DDP": Case(ContrastiveLoss, adapter=True),
-    "ours, an adapter around DDP, deferred": Case(
-        ContrastiveLoss, sizes=ragged, adapter=True, deferred=True
-    ),
     "ours, find_unused_parameters, gradients as bucket views, check always": Case(
         ContrastiveLoss,
         ddp={"find_unused_parameters": True, "gradient_as_bucket_view": True},
@@ -220,12 +176,7 @@ CASES = {
     "ours, an ordinary DDP loop, ragged": Case(
         ContrastiveLoss, sizes=lambda rank: [4 + rank], use_dga=False
     ),
-    "ClipLoss, 1/W corrected": Case(ClipLoss),
     "ClipLoss in a partial, 1/W corrected": Case(clip_loss_in_a_partial, ClipLoss),
-    "ClipLoss, gather_with_grad": Case(partial(ClipLoss, gather_with_grad=True)),
-    "ClipLoss, gather_with_grad, local_loss": Case(
-        partial(ClipLoss, gather_with_grad=True, local_loss=True)
-    ),
     **{
         f"SigLipLoss, {impl}": Case(
             partial(SigLipLoss, dist_impl=impl), SigLipLoss, model={"bias": True}
@@ -292,24 +243,13 @@ CASES |= {
     ),
 }
 CASES |= {
-    "terms, ragged": Case(ContrastiveLoss, sizes=ragged, terms=tokens_and_experts),
-    "terms, deferred, retain K-1": Case(
-        ContrastiveLoss, retain=2, deferred=True, terms=tokens_and_experts
-    ),
     "terms, an adapter around DDP, frozen text": Case(
         ContrastiveLoss, adapter=True, freeze="text", terms=tokens_and_experts
-    ),
-    "distilled, 1/W corrected": Case(
-        DistillClipLoss, DistillClipLoss, distilled=True, terms=tokens_and_experts
-    ),
-    "distilled, gather_with_grad": Case(
-        partial(DistillClipLoss, gather_with_grad=True), DistillClipLoss, distilled=True
     ),
 }
 SLOW_CASES = {
     "ours, compiled DDP": Case(ContrastiveLoss, compile=True),
     "ours, compiled DDP, frozen text": Case(ContrastiveLoss, compile=True, freeze="text"),
-    "ours, compiled DDP, adapters": Case(ContrastiveLoss, compile=True, lora="both"),
 }
 # Cases that must come out wrong, by at least the second number.
 CONTROLS = {
@@ -383,7 +323,7 @@ def run_case(case: Case, rank: int, world_size: int) -> list[dict[str, torch.Ten
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
     dga = (
         DecoupledGradientAccumulation(
-            wrapped, loss, retain=case.retain, **case.extras(), **case.dga
+            wrapped, loss, retain=case.retain, terms=case.terms, **case.dga
         )
         if case.use_dga
         else None
@@ -400,10 +340,7 @@ def run_case(case: Case, rank: int, world_size: int) -> list[dict[str, torch.Ten
                 texts = torch.cat(texts)[order["text_order"]].split([len(part) for part in texts])
                 micro_batches = list(zip(images, texts, strict=True))
             inputs = order | {"texts_per_image": case.texts} | case.loss_inputs(rank, step)
-            if case.deferred:
-                dga.loss(micro_batches, **inputs).backward()
-            else:
-                dga.backward(micro_batches, **inputs)
+            dga.backward(micro_batches, **inputs)
         else:
             loss(**wrapped(*micro_batches[0])).backward()
         kept = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -431,7 +368,7 @@ def reference(case: Case, world_size: int) -> list[dict[str, torch.Tensor]]:
             micro_batches,
             rng_states=states,
             texts_per_image=case.texts,
-            **case.extras(),
+            terms=case.terms,
             **inputs,
         )
         found.append(grads)
@@ -448,29 +385,13 @@ def run_cases(folder: str, names: list[str]) -> None:
     cases = CASES | SLOW_CASES | {name: case for name, (case, _) in CONTROLS.items()}
     found: dict[str, Any] = {name: run_case(cases[name], rank, world_size) for name in names}
     if set(CASES) <= set(names):
-        found["losses"] = global_loss(rank, world_size)
         found["refusals"] = refusals(rank, world_size)
         found["replay error"] = replay_error(rank, world_size)
         found["graphs kept"] = graphs_kept(rank, world_size)
-        found["learned by the loss"] = learned_by_the_loss(rank, world_size)
         found["hooks"] = [hooked(rank, world_size, sizes) for sizes in ([7], [3, 2, 2])]
     torch.save(found, os.path.join(folder, f"{rank}.pt"))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def global_loss(rank: int, world_size: int) -> tuple[float, float]:
-    """The value of our loss, and of the detached variant: the global mean on every rank."""
-    images, texts = torch.randn(
-        2, 4 * world_size, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    )
-    mine, scale = slice(4 * rank, 4 * rank + 4), torch.tensor(3.0, dtype=torch.float64)
-    return tuple(
-        ContrastiveLoss(rank=rank, world_size=world_size, gather_grad=gather_grad, chunk_size=3)(
-            images[mine], texts[mine], scale
-        ).item()
-        for gather_grad in (True, False)
-    )
 
 
 def refusals(rank: int, world_size: int) -> dict[str, str]:
@@ -547,25 +468,6 @@ def graphs_kept(rank: int, world_size: int) -> list[int]:
     )  # two graphs' worth is set aside for the step itself
     with mock.patch("open_clip_zerovl.dga.retain.available_bytes", lambda device: free):
         return [*kept, retention.graphs(sizes)]
-
-
-def learned_by_the_loss(rank: int, world_size: int) -> dict[str, torch.Tensor]:
-    """Gradients of a loss' own parameters and of the model's, on ragged ranks; the loss in DDP on the second call."""
-    found = {}
-    for name in ("plain", "in DDP"):
-        model, loss = bert_clip(), Metric(rank=rank, world_size=world_size, chunk_size=2)
-        wrapped = (
-            DistributedDataParallel(loss, find_unused_parameters=True) if name == "in DDP" else loss
-        )
-        torch.manual_seed(rank_seed(rank, 0))
-        DecoupledGradientAccumulation(DistributedDataParallel(model), wrapped).backward(
-            rank_batches(Case(Metric, sizes=ragged), rank, 0)
-        )
-        found |= {
-            f"{name}: {key}": parameter.grad
-            for key, parameter in [*model.named_parameters(), *loss.named_parameters()]
-        }
-    return found
 
 
 def hooked(rank: int, world_size: int, sizes: list[int]) -> dict[str, torch.Tensor]:
@@ -670,36 +572,6 @@ def test_detached_gather_is_the_released_codes(ranks):
     assert error(found[0]["detached gather"][0], keeps_own[0]) >= 0.01
 
 
-@pytest.mark.parametrize("virtual_ranks", [2, 4])
-def test_the_released_gathers_gradient_is_p_minus_y_in_each_direction(virtual_ranks):
-    """The dense reference itself against the closed form: s/(2N) (P - Y) T for images, and alike for texts."""
-    generator = torch.Generator().manual_seed(0)
-    images, texts = torch.randn(2, 8, 6, dtype=torch.float64, generator=generator)
-    images, texts = (
-        torch.nn.functional.normalize(x, dim=1).requires_grad_() for x in (images, texts)
-    )
-    scale = torch.tensor(7.0, dtype=torch.float64)
-    DetachedGather(virtual_ranks)(images, texts, scale, True)["contrastive_loss"].backward()
-    with torch.no_grad():
-        logits = scale * images @ texts.T
-        for found, p, keys in (
-            (images.grad, logits.softmax(1), texts),
-            (texts.grad, logits.T.softmax(1), images),
-        ):
-            wanted = scale / (2 * len(images)) * (p - torch.eye(len(images))) @ keys
-            assert (found - wanted).abs().max() <= 1e-15
-
-
-def test_loss_is_the_global_mean_on_every_rank(ranks):
-    world_size, found = ranks
-    images, texts = torch.randn(
-        2, 4 * world_size, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    )
-    wanted = ClipLoss()(images, texts, torch.tensor(3.0, dtype=torch.float64)).item()
-    for of_rank in found:
-        assert of_rank["losses"] == pytest.approx((wanted, wanted), rel=1e-13)
-
-
 def test_what_cannot_be_right_over_ranks_is_refused(ranks):
     world_size, found = ranks
     for of_rank in found:
@@ -715,31 +587,6 @@ def test_what_cannot_be_right_over_ranks_is_refused(ranks):
         assert "at most 1 (over several ranks one must be replayed" in seen["retain"]
         assert "as many samples on each" in seen["ragged ClipLoss"]
         assert "DistributedDataParallel does not average" in seen["a term that learns"]
-
-
-def test_what_the_loss_learns_is_averaged_over_ranks(ranks):
-    """Against one process with the same loss on the whole batch; a sum over ranks, or a part, would be far off."""
-    world_size, found = ranks
-    loss, case = Metric(), Case(Metric, Metric, sizes=ragged)
-    micro_batches, states = [], []
-    for rank in range(world_size):
-        torch.manual_seed(rank_seed(rank, 0))
-        micro_batches += (of_rank := rank_batches(case, rank, 0))
-        states += [torch.get_rng_state()] + [None] * (len(of_rank) - 1)
-    _, wanted = one_graph(bert_clip(), loss, micro_batches, rng_states=states)
-    wanted |= {
-        name: parameter.grad
-        for name, parameter in loss.named_parameters()
-        if parameter.grad is not None
-    }
-    wanted["unused"] = torch.zeros(2, dtype=torch.float64)
-    for of_rank in found:
-        for name in ("plain: ", "in DDP: "):
-            own = of_rank["learned by the loss"]
-            mine = {
-                key.removeprefix(name): value for key, value in own.items() if key.startswith(name)
-            }
-            assert error(mine, wanted) <= EXACT
 
 
 def test_hooks_act_once_on_each_ranks_gradient_before_the_average(ranks):
