@@ -12,6 +12,7 @@ LIBRARIES = {
     "accelerate": "accelerate",
     "lightning": "lightning",
     "clip": "accelerate",
+    "clip with a term": "accelerate",
     "siglip2": "accelerate",
 }
 

@@ -19,7 +19,7 @@ from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
 from support import ROOT
 from support.dga_reference import CONTEXT, VOCABULARY
 
-SAMPLES, STEPS, MICRO_BATCH, RATE = 12, 3, "4", 0.05
+SAMPLES, STEPS, MICRO_BATCH, RATE = 12, 3, "5", 0.05
 SIZES = {
     "hidden_size": 16,
     "num_hidden_layers": 1,
@@ -29,7 +29,7 @@ SIZES = {
 
 
 def documented(page: str, *needles: str) -> dict:
-    """The names that Python blocks of a page define, with micro-batches of 4 instead of 32."""
+    """The names that Python blocks of a page define, with micro-batches of 5 instead of 32."""
     blocks = re.findall(
         r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL
     )
@@ -120,7 +120,12 @@ def lightning(towers_alone: bool = True):
     return own_loop(train, epochs=STEPS)
 
 
-def hugging_face(model, rows, loss):
+def skewness(outputs, images, texts):
+    """A term whose mean over samples is not that of the means of unequal micro-batches."""
+    return {"skewness": (outputs["image_features"].pow(3).sum(), len(outputs["image_features"]))}
+
+
+def hugging_face(model, rows, loss, terms=None):
     """The documented trainer: one step in an epoch."""
     from transformers import TrainingArguments
 
@@ -129,7 +134,12 @@ def hugging_face(model, rows, loss):
     sides = [
         {k: v for k, v in batch.items() if (k == "input_ids") == text} for text in (False, True)
     ]
-    wanted = whole(model, loss(), lambda inner: scope["HuggingFaceTowers"](inner)(*sides))
+
+    def loss_with_terms(**outputs):
+        added = terms(outputs, *sides) if terms is not None else {}
+        return loss()(**outputs) + sum(total / count for total, count in added.values())
+
+    wanted = whole(model, loss_with_terms, lambda inner: scope["HuggingFaceTowers"](inner)(*sides))
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -144,7 +154,8 @@ def hugging_face(model, rows, loss):
             disable_tqdm=True,
             remove_unused_columns=False,
         )
-        kind = type("Chosen", (scope["LargeBatchTrainer"],), {"large_loss": loss})
+        chosen = {"large_loss": loss, "terms": terms and staticmethod(terms)}
+        kind = type("Chosen", (scope["LargeBatchTrainer"],), chosen)
         kind(model=model, args=arguments, train_dataset=rows, optimizers=(sgd(model), None)).train()
     return model, wanted
 
@@ -153,7 +164,7 @@ def texts(generator) -> dict:
     return {"input_ids": torch.randint(3, VOCABULARY, (CONTEXT,), generator=generator)}
 
 
-def clip():
+def clip(terms=None):
     from transformers import CLIPConfig, CLIPModel
 
     text = {
@@ -170,7 +181,7 @@ def clip():
         {"pixel_values": torch.randn(3, 32, 32, generator=generator).double(), **texts(generator)}
         for _ in pairs()
     ]
-    return hugging_face(model, rows, ContrastiveLoss)
+    return hugging_face(model, rows, ContrastiveLoss, terms)
 
 
 def siglip2():
@@ -214,7 +225,10 @@ def whole(model, loss, forward) -> dict:
 def main() -> None:
     torch.manual_seed(0)
     example = {"accelerate": accelerate, "lightning": lightning, "clip": clip, "siglip2": siglip2}
-    example |= {"lightning's own ddp": lambda: lightning(towers_alone=False)}
+    example |= {
+        "clip with a term": lambda: clip(skewness),
+        "lightning's own ddp": lambda: lightning(towers_alone=False),
+    }
     model, wanted = example[sys.argv[1]]()
     found = model.state_dict()
     assert found.keys() == wanted.keys()
