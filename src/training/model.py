@@ -94,14 +94,15 @@ def _model_cfg(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
 def check_contrastive(model: torch.nn.Module, name: str) -> None:
     """UserError for a captioner other than CoCa, which the recipe's step would train without its caption loss.
 
-    open_clip 4 knows its models' traits. CoCa is known by its decoder, and its caption loss to the step.
+    open_clip 4 knows its models' traits. Its later captioners have CoCa's decoder and another loss.
     """
+    if type(model) is open_clip.CoCa:  # the step knows its caption loss
+        return
     traits_of = getattr(host, "get_model_traits", None) or getattr(
         open_clip, "get_model_traits", None
     )
-    if hasattr(model, "text_decoder"):
-        return
-    if traits_of is not None and getattr(traits_of(model), "generative", False):
+    generative = traits_of is not None and getattr(traits_of(model), "generative", False)
+    if generative or hasattr(model, "text_decoder"):
         raise UserError(
             f"--model {name} does not work with the recipe's step: it also learns to write captions, but not as CoCa does, "
             "and that loss would be lost; leave the step's flags out, and give --train-data without names"

@@ -13,10 +13,12 @@ from PIL import Image
 from transformers import TopKLogitsWarper
 
 from open_clip_zerovl.checkpoints.weights import read_state_dict
+from open_clip_zerovl.core.errors import UserError
 from support.tars import png, write_tar
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
 from support.tiny_coca import CONFIG
 from training.main import main
+from training.model import check_contrastive
 
 CAPTIONS = ("a red cat", "the green tree by the house", "blue", "a black dog")
 COLOURS = ((255, 0, 0), (0, 255, 0), (0, 0, 255), (0, 0, 0))
@@ -142,6 +144,12 @@ REFUSED = {
     "--model tiny-coca --dga-steps 2 --distill-model teacher --distill-pretrained t.pt": "does not distil captioners",
     "--model tiny --distill-model teacher --distill-pretrained t.pt --loss-chunk 4": "--distill-model does not work with",
 }
+
+
+def test_another_captioner_with_cocas_decoder_is_refused():
+    check_contrastive(open_clip.CoCa(**CONFIG), "coca")
+    with pytest.raises(UserError, match="--model coca2 .* write captions, but not as CoCa does"):
+        check_contrastive(type("CoCa2", (open_clip.CoCa,), {})(**CONFIG), "coca2")
 
 
 @pytest.mark.parametrize("words", REFUSED)
