@@ -18,14 +18,14 @@ from support.dga_reference import (
     accumulated,
     batches,
     bert_clip,
-    error,
     gradients,
     one_graph,
     reference,
+    sharp_error,
 )
 from support.tiny_coca import PAD, padded_batches, tiny_coca
 
-EXACT = TOLERANCE[torch.float64]
+EXACT = 1e-12
 
 
 def whole_coca_loss(model, loss, micro_batches):
@@ -74,7 +74,7 @@ def test_a_batch_without_tokens_and_a_micro_batch_without_tokens():
     micro_batches[1][1][:, 1:] = PAD
     _, wanted = reference(model, ClipLoss(), micro_batches, terms=term)
     _, found = accumulated(model, ClipLoss(), micro_batches, terms=term)
-    assert error(found, wanted) <= EXACT
+    assert sharp_error(found, wanted) <= EXACT
     for _, texts in micro_batches:
         texts[:, 1:] = PAD
     losses, found = accumulated(model, ClipLoss(), micro_batches, terms=term)
@@ -96,7 +96,7 @@ def test_a_term_gets_the_prepared_inputs_and_the_further_parts():
 
     _, wanted = reference(model, ClipLoss(), micro_batches, prepare=prepare, terms=weighed)
     _, found = accumulated(model, ClipLoss(), micro_batches, prepare=prepare, terms=weighed)
-    assert error(found, wanted) <= EXACT
+    assert sharp_error(found, wanted) <= EXACT
 
 
 def test_the_teacher_of_each_micro_batch():
@@ -116,7 +116,7 @@ def test_the_teacher_of_each_micro_batch():
     _, found = accumulated(
         model, DistillClipLoss(), shuffled, teacher=teacher, loss_inputs={"text_order": order}
     )
-    assert error(found, wanted) <= EXACT
+    assert sharp_error(found, wanted) <= EXACT
 
 
 def test_captions_of_a_compiled_model():
@@ -125,7 +125,7 @@ def test_captions_of_a_compiled_model():
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")
     _, found = accumulated(compiled, ClipLoss(), micro_batches, terms=CaptionTerm(2.0))
-    assert error(found, wanted) <= TOLERANCE[torch.float32]
+    assert sharp_error(found, wanted) <= TOLERANCE[torch.float32]
 
 
 class Views(nn.Module):
@@ -172,7 +172,7 @@ def test_further_features_of_images_and_of_texts(shuffled):
     _, found = accumulated(
         model, views_loss, micro_batches, features=more, check="always", loss_inputs=inputs
     )
-    assert error(found, wanted) <= EXACT
+    assert sharp_error(found, wanted) <= EXACT
 
 
 class Heads(nn.Module):
