@@ -8,11 +8,13 @@ this file is the program: `test_random_steps.py FOLDER`.
 from __future__ import annotations
 
 import os
+import random
 import sys
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -54,6 +56,9 @@ DISTILLED = {"distilled", "distilled, gathered"}
 OPEN_CLIPS = {name for name in LOSSES if "Clip" in name} | DISTILLED | {"SigLIP"}
 SIGMOID = {"SigLIP", "our SigLIP"}
 TERMS = {"none": None, "three": tokens_and_experts, "captions": CaptionTerm(2.0)}
+ONE_RANK = {
+    "noise of Python and NumPy"
+}  # the one graph plays ranks by torch's random numbers alone
 MODELS_WITH_SCALE = ("ViT and BERT", "open_clip.CLIP", "not open_clip's", "frozen visual")
 FROZEN = (None, "visual", "text", "visual.proj", "text.proj", "logit_scale")
 IN_FP32 = ("ViT and BERT", "open_clip.CLIP", "LoRA", "checkpointing", "CoCa")
@@ -63,7 +68,7 @@ Step = dict[str, Any]  # the loss, the gradients, and the random state after a s
 
 @st.composite
 def cases(draw: Any, models: tuple[str, ...] = tuple(MODELS), ranks: int = 1) -> dict[str, Any]:
-    model = draw(st.sampled_from(sorted(models)))
+    model = draw(st.sampled_from(sorted(set(models) - (ONE_RANK if ranks > 1 else set()))))
     losses = SIGMOID | {"ours", "ClipLoss"} if model == "with a bias" else LOSSES.keys() - SIGMOID
     if "two" in model or model in ("tied embeddings", "not open_clip's", "CoCa"):
         losses = losses - {"one that learns"}  # its matrix has another width
@@ -143,6 +148,16 @@ def gradients_of_loss(loss: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+def seed_all(seed: int) -> None:
+    for seeded in (random.seed, np.random.seed, torch.manual_seed):
+        seeded(seed)
+
+
+def random_state() -> tuple[Any, ...]:
+    """Comparable states of the generators of torch, NumPy and Python."""
+    return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+
+
 def steps_of(case: dict[str, Any], rank: int = 0, **options: Any) -> tuple[list[Step], Any]:
     """The decoupled steps of one of the ranks, and the model's buffers after them."""
     ranks = len(case["sizes"])
@@ -161,17 +176,17 @@ def steps_of(case: dict[str, Any], rank: int = 0, **options: Any) -> tuple[list[
     micro_batches, inputs = batches_of(case)[rank], inputs_of(case, case["sizes"][rank])
     steps: list[Step] = []
     for number in range(case["steps"]):
-        torch.manual_seed(case["seed"] + 10 * number + rank)
+        seed_all(case["seed"] + 10 * number + rank)
         if case["deferred"]:
             total = step.loss(micro_batches, **inputs)
-            ended = torch.get_rng_state()
+            ended = random_state()
             torch.rand(3)  # numbers that a caller draws in between are not drawn again
-            after = torch.get_rng_state()
+            after = random_state()
             (case["scale"] * total).backward()
-            assert torch.equal(torch.get_rng_state(), after)
+            assert random_state() == after
         else:
             total = step.backward(micro_batches, **inputs)["loss"]
-            ended = torch.get_rng_state()
+            ended = random_state()
         found = gradients(model) | gradients_of_loss(loss)
         unscaled = {name: gradient / case["scale"] for name, gradient in found.items()}
         steps.append({"loss": total.detach(), "gradients": unscaled, "ended": ended})
@@ -185,11 +200,11 @@ def one_graphs_of(case: dict[str, Any]) -> tuple[list[Step], Any]:
     for number in range(case["steps"]):
         micro_batches, states = [], []
         for rank, of_rank in enumerate(batches_of(case)):
-            torch.manual_seed(case["seed"] + 10 * number + rank)
+            seed_all(case["seed"] + 10 * number + rank)
             states += [torch.get_rng_state(), *[None] * (len(of_rank) - 1)]
             micro_batches += of_rank
         value, found = one_graph(model, loss, micro_batches, rng_states=states, **extras, **inputs)
-        ended = torch.get_rng_state()
+        ended = random_state()
         found |= gradients_of_loss(loss)
         steps.append({"loss": value, "gradients": found, "ended": ended})
     return steps, list(model.buffers())
@@ -215,7 +230,7 @@ def check(case: dict[str, Any], of_ranks: list[tuple[list[Step], Any]]) -> None:
         assert all(map(torch.equal, own_buffers, buffers)), f"buffers of {case}"
     last, _ = of_ranks[-1]
     for found, one in zip(last, wanted, strict=True):  # as if forwarded once
-        assert torch.equal(found["ended"], one["ended"]), f"random numbers of {case}"
+        assert found["ended"] == one["ended"], f"random numbers of {case}"
     for others, _ in of_ranks[1:]:
         for mine, other in zip(of_ranks[0][0], others, strict=True):
             for name, gradient in mine["gradients"].items():

@@ -1,9 +1,7 @@
 """Steps whose gradient would be wrong without a word: each is refused with a sentence, or made right (issue 33, 1 to 5)."""
 
-import random
 import sys
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -187,41 +185,6 @@ def test_parameters_without_plain_bits_are_left_out_and_no_bits_are_read_without
 
 
 # ----------------------------------------------------------------------------------- 3: random numbers that are not torch's
-
-
-class ForeignNoise(Towers):
-    def __init__(self, draw):
-        super().__init__()
-        self.draw = draw
-
-    def forward(self, image, text):
-        return super().forward(image * (1 + self.draw()), text)
-
-
-@pytest.mark.parametrize(
-    "draw", [random.random, lambda: float(np.random.rand())], ids=["random", "numpy"]
-)
-@pytest.mark.parametrize("deferred", [False, True])
-def test_random_numbers_of_python_and_numpy_are_repeated(draw, deferred):
-    model, micro_batches = seeded(lambda: ForeignNoise(draw)), batches([3, 2, 4])
-
-    def seed():
-        random.seed(SEED)
-        np.random.seed(SEED)
-        torch.manual_seed(SEED)
-
-    seed()
-    _, wanted = one_graph(model, ClipLoss(), micro_batches)
-    following = draw()
-    for retain in (0, 1):
-        seed()
-        step = step_of(model, retain=retain, check="always")
-        if deferred:
-            step.loss(micro_batches).backward()
-        else:
-            step.backward(micro_batches)
-        assert error(gradients(model), wanted) <= EXACT
-        assert draw() == following  # as if forwarded once
 
 
 class Switching(Towers):

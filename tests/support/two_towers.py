@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections import namedtuple
 from functools import partial
 
+import numpy as np
 import open_clip
 import torch
 from open_clip.loss import ClipLoss
@@ -157,6 +159,13 @@ class Own(nn.Module):
         }
 
 
+class ForeignNoise(Own):
+    """Random numbers of Python and NumPy."""
+
+    def forward(self, image, text):
+        return super().forward(image * (1 + random.random() + float(np.random.rand())), text)
+
+
 class Tied(nn.Module):
     """One table of tokens for both sides, one of which is frozen but for it."""
 
@@ -272,6 +281,7 @@ MODELS = {
     "checkpointing": (with_checkpointing, batches),
     "open_clip.CLIP": (stock_clip, batches),
     "not open_clip's": (lambda: seeded(Own), batches),
+    "noise of Python and NumPy": (lambda: seeded(ForeignNoise), batches),
     **{
         f"frozen {part}": (partial(with_frozen, part), batches)
         for part in ("visual", "text", "text.proj", "logit_scale")
