@@ -1,4 +1,4 @@
-"""docs/first_hour.ipynb, as `make notebook` has executed it: whole, without an error, and of a size that a repository can hold."""
+"""docs/first_hour.ipynb as `make notebook` has executed it: whole, without an error, and small."""
 
 from __future__ import annotations
 

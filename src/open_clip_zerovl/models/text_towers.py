@@ -60,7 +60,7 @@ IMPORT_LINE = "import open_clip_zerovl"
 def register_text_towers() -> None:
     """Make open_clip build the towers of TEXT_TOWERS; calling it again changes nothing.
 
-    transformers' reports of weights that a tower leaves unused, such as a pooler's, are no longer shown; those of missing ones are.
+    transformers no longer reports weights that a tower leaves unused, such as a pooler's; it does report missing ones.
     Where open_clip has other names than expected nothing is changed, and `check_model` refuses the towers as before.
     """
     from open_clip import hf_configs, hf_model
