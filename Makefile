@@ -33,8 +33,7 @@ demo-search: $(STAMP) ## align two released encoders and answer ten queries as a
 	$(strip $(BIN)/python -m scripts.demo_search $(if $(DATA),--data $(call quoted,$(DATA))))
 
 notebook: $(STAMP) ## execute docs/first_hour.ipynb as a reader does, and keep its outputs (3 to 5 minutes)
-	TQDM_DISABLE=1 HF_HUB_DISABLE_PROGRESS_BARS=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m nbconvert --log-level WARN \
-		--to notebook --execute --inplace --coalesce-streams --ExecutePreprocessor.timeout=900 docs/first_hour.ipynb
+	TQDM_DISABLE=1 HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN)/python -m scripts.notebook
 
 ablation: $(STAMP) ## the emoji results page from the records of its runs
 	$(BIN)/python -m scripts.ablation.report $(ARGS)
