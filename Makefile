@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-search ablation test test-all gpu paper-weights recipes check format docs dist dist-check clean
+.PHONY: help install demo demo-search notebook ablation test test-all gpu paper-weights recipes check format docs dist dist-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml
 	@echo "Setting up $(VENV) (torch and its libraries, about 5.5 GB; once) ..."
 	test -x $(BIN)/python || { $(PYTHON) -m venv $(VENV) && touch $(VENV)/.zerovl; }
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet torch torchvision open_clip_torch --editable '.[demo,test,trainers,dev,docs]'
+	$(BIN)/python -m pip install --quiet torch torchvision open_clip_torch --editable '.[demo,test,trainers,dev,docs,notebook]'
 	@touch $@
 
 demo: $(STAMP) ## train on four emoji sources with debiased and random sampling, compare, export (about 5 minutes; ARGS="--epochs 40": training flags)
@@ -31,6 +31,9 @@ demo: $(STAMP) ## train on four emoji sources with debiased and random sampling,
 
 demo-search: $(STAMP) ## align two released encoders and answer ten queries as a page (3 minutes; DATA=DIR: your own pairs)
 	$(strip $(BIN)/python -m scripts.demo_search $(if $(DATA),--data $(call quoted,$(DATA))))
+
+notebook: $(STAMP) ## execute docs/first_hour.ipynb as a reader does, and keep its outputs (3 to 5 minutes)
+	TQDM_DISABLE=1 HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN)/python -m scripts.notebook
 
 ablation: $(STAMP) ## the emoji results page from the records of its runs
 	$(BIN)/python -m scripts.ablation.report $(ARGS)

@@ -29,7 +29,7 @@ from open_clip_zerovl.core.errors import ended, say
 from open_clip_zerovl.core.launch import EACH_GPU, PROCESSES, name_of_rank, ranks_here
 from open_clip_zerovl.core.lazy import uncollected
 from open_clip_zerovl.core.processes import SLURM_RANKS, supervise
-from training.scratch import use_scratch_folder
+from open_clip_zerovl.core.scratch import use_scratch_folder
 
 TORCHRUN = "--torchrun"
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
+import time
 from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
+from huggingface_hub import constants
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -38,6 +41,7 @@ from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.checkpoints.transformers_folder import preprocess_of, whole_model
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.models.build import check_model
+from open_clip_zerovl.models.text_towers import register_text_towers
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, WORDS, random_model, register, write_run
 
 TEXTS = ["a red house", "the small green tree with a round face of the sun", "cat"]
@@ -385,6 +389,26 @@ def test_sentence_encoders_that_open_clip_has_no_entry_for_are_built_and_exporte
 def test_an_encoder_that_does_not_fit_is_refused(home, name, side, options, sentence):
     with pytest.raises(UserError, match=sentence):
         open_tower(name.format(home=home), side, **options)
+
+
+@pytest.mark.parametrize("name", ["timm:vit_tiny_patch16_224", "hf:no-owner/no-model"])
+def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch, caplog, name):
+    """Each request would be repeated for half a minute."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # no server
+    begin = time.monotonic()
+    with pytest.raises(UserError, match=f"the encoder {name} cannot be loaded"):
+        open_tower(name, "text" if name.startswith("hf") else "image")
+    assert time.monotonic() - begin < 10 and not constants.HF_HUB_OFFLINE
+    assert "http://127.0.0.1:9 cannot be reached" in caplog.text
+
+
+def test_transformers_reports_missing_weights_and_no_unused_ones(home):
+    register_text_towers()
+    handler = logging.getLogger("transformers").handlers[0]
+    for text, shown in (("pooler UNEXPECTED", False), ("pooler UNEXPECTED | layer MISSING", True)):
+        record = logging.LogRecord("transformers.x", logging.WARNING, "", 0, text, None, None)
+        assert bool(handler.filter(record)) == shown
 
 
 def test_a_head_or_a_pair_that_open_clip_has_no_place_for_is_refused(home, tmp_path):

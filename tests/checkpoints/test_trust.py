@@ -163,6 +163,10 @@ CONFIGS = {
         '{"model_cfg": {"embed_dim": 8, "vision_cfg": {}, "text_cfg": {}}, "preprocess_cfg": 3}',
         "not a table",
     ),
+    "a mean of one channel": (
+        '{"model_cfg": {"embed_dim": 8, "vision_cfg": {}, "text_cfg": {}}, "preprocess_cfg": {"mean": [0.5]}}',
+        r"a mean of \[0.5\] .* three numbers",
+    ),
 }
 
 

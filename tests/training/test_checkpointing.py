@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from open_clip_zerovl.checkpoints.spec import MODEL_ENTRY, read_model_spec
+from open_clip_zerovl.core import scratch
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import remove_scratch_folders
 from open_clip_zerovl.data.sources import Source
@@ -28,7 +29,6 @@ from open_clip_zerovl.dga.retain import Decision
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.sampling.schedule import Batching
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
-from training import scratch
 from training.checkpointing import (
     StepCheckpoints,
     damage_of,

@@ -15,6 +15,7 @@ import copy
 import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,6 +39,7 @@ from open_clip_zerovl.embeddings.encoder import (
 )
 from open_clip_zerovl.embeddings.fingerprint import module_digest
 from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH
+from open_clip_zerovl.models.hub import hub_or_cache
 from open_clip_zerovl.models.local_dir import no_code_from_data
 from open_clip_zerovl.models.text_towers import DECODERS, LAST_TOKEN
 
@@ -163,11 +165,12 @@ def open_tower(
         if colon and kind == "hf":
             folder = Path(place).expanduser()
             source = str(folder.absolute()) if folder.is_dir() else place
-            return (
-                _hf_vision(name, source)
-                if side == "image"
-                else _hf_text(name, source, context_length)
-            )
+            with nullcontext() if folder.is_dir() else hub_or_cache():
+                return (
+                    _hf_vision(name, source)
+                    if side == "image"
+                    else _hf_text(name, source, context_length)
+                )
         if context_length is not None:
             raise UserError(
                 f"--context-length is of hf: encoders, and {name} is a model of open_clip, whose texts have its own length"
@@ -207,7 +210,8 @@ def _timm(name: str, place: str) -> Tower:
             "architecture"
         ]
     cfg: dict[str, Any] = {"timm_pool": "", "timm_proj": "linear", "image_size": 224}
-    visual = _visual({**cfg, "timm_model_name": source, "timm_model_pretrained": not file})
+    with nullcontext() if file or folder.is_dir() else hub_or_cache():
+        visual = _visual({**cfg, "timm_model_name": source, "timm_model_pretrained": not file})
     if file:
         _load_file(visual.trunk, architecture, Path(file).expanduser())
     data = resolve_model_data_config(visual.trunk)

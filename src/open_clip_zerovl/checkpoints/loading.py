@@ -10,6 +10,7 @@ import os
 import pickle
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from open_clip_zerovl.checkpoints.weights import (
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.core.files import did_you_mean
 from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH, ClipModel
+from open_clip_zerovl.models.hub import hub_or_cache
 from open_clip_zerovl.models.local_dir import (
     CONFIG_FILE,
     LOCAL_DIR,
@@ -214,7 +216,8 @@ def load_model(
         text = LOCAL_DIR + str(path)
     name, tag = _name_and_tag(text) if kind == "name" else (text, None)
     try:
-        with loadable(name) as found_name:
+        of_hub = nullcontext() if kind == "folder" else hub_or_cache()
+        with loadable(name) as found_name, of_hub:
             model, _, preprocess = open_clip.create_model_and_transforms(
                 found_name, pretrained=tag, device=device
             )

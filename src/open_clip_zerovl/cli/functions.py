@@ -12,6 +12,8 @@ sets a switch; None and False leave a flag out; a list gives several values, a m
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 from collections.abc import Collection, Mapping
@@ -109,7 +111,9 @@ def evaluate(model: Model, data: Model, task: str = "retrieval", **flags: Any) -
     """
     if task not in TASKS:
         raise UserError(f"task={task!r} is not one of {', '.join(TASKS)}")
-    return Scores(call(task, model, data=data, **flags))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        scores = call(task, model, data=data, **flags)
+    return Scores(scores, printed.getvalue())
 
 
 def search(model: Model, pictures: Model, words: str = "", **flags: Any) -> Hits:
@@ -123,8 +127,9 @@ def search(model: Model, pictures: Model, words: str = "", **flags: Any) -> Hits
     Raises:
         UserError: as the command's errors.
     """
-    (result,) = call("search", model, pictures, words, **flags).values()
-    return Hits(result.hits, result.pictures)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        (result,) = call("search", model, pictures, words, **flags).values()
+    return Hits(result.hits, result.pictures, printed.getvalue())
 
 
 TASKS = ("retrieval", "zero-shot")

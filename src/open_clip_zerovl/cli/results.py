@@ -197,25 +197,39 @@ class Aligned(_HoldsModel):
 
 
 class Scores(dict[str, Mapping[str, Any]]):
-    """Set -> metric -> value, as the command's `--output` has them. A notebook shows a table."""
+    """Set -> metric -> value, as the command's `--output` has them; shown as the command's table.
+
+    Attributes:
+        text: what the command prints, with a remark on scores that are not above chance.
+    """
+
+    def __init__(self, scores: Mapping[str, Mapping[str, Any]], text: str) -> None:
+        super().__init__(scores)
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text.rstrip()
 
     def _repr_html_(self) -> str:
-        from open_clip_zerovl.report.html import render
-
-        return render("scores.html", sets=dict(self))
+        return f'<pre style="white-space: pre; overflow-x: auto">{html.escape(repr(self))}</pre>'
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Hits:
-    """Pictures that were found, best first. A notebook shows them.
+    """Pictures that were found, best first; shown as the command's list, by a notebook as pictures.
 
     Attributes:
         hits: with name, cosine, caption and bytes.
         pictures: number of pictures that were searched.
+        text: what the command prints.
     """
 
     hits: tuple[Hit, ...]
     pictures: int
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text.rstrip()
 
     def __iter__(self) -> Any:
         return iter(self.hits)
@@ -231,7 +245,7 @@ class Hits:
         from open_clip_zerovl.report.html import render
 
         figures = [
-            (thumbnail_of(hit), f"{hit.score:.3f} {os.path.basename(hit.picture)}")
+            (thumbnail_of(hit), f"{hit.score:.3f} {hit.caption or os.path.basename(hit.picture)}")
             for hit in self.hits
         ]
-        return render("hits.html", figures=figures)
+        return render("hits.html", figures=figures, note=repr(self).splitlines()[-1])

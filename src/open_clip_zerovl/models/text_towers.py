@@ -11,6 +11,7 @@ An export of such a model loads in open_clip 3.3 after `import open_clip_zerovl`
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -59,10 +60,13 @@ IMPORT_LINE = "import open_clip_zerovl"
 def register_text_towers() -> None:
     """Make open_clip build the towers of TEXT_TOWERS; calling it again changes nothing.
 
+    transformers no longer reports weights that a tower leaves unused, such as a pooler's; it does report missing ones.
     Where open_clip has other names than expected nothing is changed, and `check_model` refuses the towers as before.
     """
     from open_clip import hf_configs, hf_model
 
+    for handler in logging.getLogger("transformers").handlers:
+        handler.addFilter(_is_no_report_of_unused_weights)
     if getattr(hf_model, "AutoModel", None) not in (AutoModel, TowerModel) or not hasattr(
         hf_model, "register_pooler"
     ):
@@ -71,6 +75,11 @@ def register_text_towers() -> None:
     hf_model.register_pooler(LastTokenPooler)
     for kind, entry in TEXT_TOWERS.items():
         hf_configs.arch_dict.setdefault(kind, entry)
+
+
+def _is_no_report_of_unused_weights(record: logging.LogRecord) -> bool:
+    text = record.getMessage()
+    return "UNEXPECTED" not in text or "MISSING" in text or "MISMATCH" in text
 
 
 def is_registered_here(model: nn.Module) -> bool:

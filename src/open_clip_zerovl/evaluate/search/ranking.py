@@ -130,14 +130,16 @@ def nearest(blocks: Iterable[Tensor], query: Tensor, best: int) -> list[tuple[in
     Args:
         blocks: the features, some thousand rows at a time. A row of zeros, of a picture that cannot be shown, is left out.
     """
-    scores = torch.cat(
-        [
-            (block.double() @ query.double()).float().masked_fill(~block.any(dim=1), -math.inf)
-            for block in blocks
-        ]
-    )
+    scores = torch.cat([_cosines(block, query.double()) for block in blocks])
     order = torch.argsort(scores, descending=True, stable=True)[:best]
     return [(int(row), float(scores[row])) for row in order if scores[row] > -math.inf]
+
+
+def _cosines(block: Tensor, query: Tensor) -> Tensor:
+    scores = (block.double() @ query).float()
+    zeros = (scores == 0).nonzero()[:, 0]  # a row of zeros is one of these
+    scores[zeros[~block[zeros].any(dim=1)]] = -math.inf
+    return scores
 
 
 def table(found: Mapping[str, Found]) -> str:
@@ -224,14 +226,15 @@ class Searcher:
             name=name,
         )
         rows = self.embedded.rows
-        self._kept = [block.clone() for block in rows.blocks()] if keep else None
-        self.pictures = sum(int(block.any(dim=1).sum()) for block in self._blocks())
+        self.kept = [block.clone() for block in rows.blocks()] if keep else None
+        self.pictures = sum(int(block.any(dim=1).sum()) for block in self.blocks())
         self.bad = len(rows) - self.pictures + collection.lost
         if not self.pictures:
             raise UserError(f"none of the {self.bad} pictures of {collection.name} can be decoded")
 
-    def _blocks(self) -> Iterable[Tensor]:
-        return self.embedded.rows.blocks() if self._kept is None else self._kept
+    def blocks(self) -> Iterable[Tensor]:
+        """The embeddings of all pictures, some thousand at a time."""
+        return self.embedded.rows.blocks() if self.kept is None else self.kept
 
     @torch.no_grad()
     def find(self, words: str, query: Image.Image | None, best: int) -> Found:
@@ -251,7 +254,7 @@ class Searcher:
             raise UserError(
                 f"{self.name} gives the query an embedding that is not finite; its training has diverged"
             )
-        ranked = nearest(self._blocks(), F.normalize(direction, dim=0), best)
+        ranked = nearest(self.blocks(), F.normalize(direction, dim=0), best)
         hits = tuple(
             _hit(self.collection, *self.embedded.place(row), score) for row, score in ranked
         )

@@ -97,7 +97,7 @@ def build_app(searchers: Mapping[str, Searcher]) -> Any:
             for name in searchers:
                 with gradio.Column(min_width=280):
                     gradio.Markdown(f"### {html.escape(name)}")
-                    columns.append(gradio.HTML())
+                    columns.append(gradio.HTML(padding=False))
         inputs = [words, picture, best]
         gradio.on(
             [words.submit, button.click, picture.upload], search, inputs, columns, api_name="search"

@@ -1,4 +1,4 @@
-"""A temporary folder of a training, below TMPDIR; those of trainings that were killed are removed by the next one.
+"""A temporary folder of a process with children, below TMPDIR; those of processes that were killed are removed by the next one.
 
 Python's multiprocessing and torchrun keep sockets and files in the temporary folder, which they remove when they end by
 themselves. torch's cache of compiled code stays where it is.
