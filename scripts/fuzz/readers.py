@@ -86,7 +86,7 @@ def retrieval(where: str) -> Reader:
     def read(folder: Path) -> None:
         found = open_retrieval_set(where.format(folder))
         for index in range(len(found)):
-            found.read_image(index)
+            found.image(index)
 
     return read
 

@@ -176,7 +176,7 @@ ODD = {
     "retrieval exp --data karpathy.json": "does not have the form of Karpathy's images",
     "retrieval exp --data deep.json": "cannot be read",
     f"retrieval exp --data {LONG}": "File name too long",
-    "linear-probe exp --train bombprobe --test probe --way quick --out p1": "image 3 of bombprobe cannot be read",
+    "linear-probe exp --train bombprobe --test probe --way quick --out p1": "the image of sample .0.png. cannot be read",
     "linear-probe exp --train notatar --test probe --out p2": "is not a readable",
     "compare exp --data a=notatar::b=b --out b1": "shard .* cannot be read",
     f"{CLUSTER} a=notatar --out c1": "notatar",

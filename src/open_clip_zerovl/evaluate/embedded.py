@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from open_clip_zerovl.core.identity import digest_of
-from open_clip_zerovl.data.labelled import ProbeSet
+from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.embeddings import reading
 from open_clip_zerovl.embeddings.embed import embed
 from open_clip_zerovl.embeddings.encoder import FrozenModel
@@ -74,7 +74,7 @@ def embedded(
 class _Pictures:
     """The images of a set as a collection (`embeddings.reading.Collection`), some thousand images a file."""
 
-    def __init__(self, images: ProbeSet) -> None:
+    def __init__(self, images: IndexedSet) -> None:
         self.images = images
         self.part = reading.UNIT_SAMPLES
         self.sizes = [
@@ -89,7 +89,7 @@ class _Pictures:
 
 def picture_features(
     model: FrozenModel,
-    images: ProbeSet,
+    images: IndexedSet,
     folder: Path,
     *,
     batch_size: int,

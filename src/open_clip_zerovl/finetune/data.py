@@ -11,22 +11,15 @@ A held-out set in CLIP_benchmark's layout is found in FOLDER itself, in FOLDER/N
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import did_you_mean
-from open_clip_zerovl.core.identity import stamp_of
-from open_clip_zerovl.data.labelled import ProbeSet
+from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.names import CLASS_NAMES, NAME, is_named
-from open_clip_zerovl.data.retrieval import (
-    RetrievalSet,
-    open_retrieval_set,
-    parse_retrieval_data,
-)
+from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import EXTENSIONS
 from open_clip_zerovl.shards.index import caption_lines
@@ -135,20 +128,11 @@ def captions_of(sample: Sample) -> list[str]:
     return [line.decode("utf-8", errors="replace") for line in lines]
 
 
-def files_of(dataset: RetrievalSet | ProbeSet) -> list[Any]:
-    """Name, size and time of each file with a set's pictures."""
-    if isinstance(dataset, ProbeSet):
-        files = [os.fspath(file) for file in dataset.files]
-    else:
-        files = [os.fspath(sample.file) for sample in dataset.samples]
-    return [[file, stamp_of(file)] for file in dict.fromkeys(files)]
-
-
 def all_classes(data: str) -> bool:
     """True if all sets have classes, as `zerovl data pack` writes them: their pictures share captions, which caps RSUM."""
     return all((place / CLASS_NAMES).is_file() for place in parse_retrieval_data(data).values())
 
 
-def sets_of(data: str) -> dict[str, RetrievalSet]:
+def sets_of(data: str) -> dict[str, IndexedSet]:
     """The retrieval sets by name. UserError as `parse_retrieval_data` and `open_retrieval_set`."""
     return {name: open_retrieval_set(path) for name, path in parse_retrieval_data(data).items()}

@@ -25,7 +25,6 @@ import zlib
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from open_clip_zerovl.core.errors import UserError
@@ -185,35 +184,6 @@ def read_samples(path: str | os.PathLike[str]) -> Iterator[Sample]:
         raise UserError(
             f"shard {path} cannot be read ({error}): fetch or write it again"
         ) from error
-
-
-def indexed_members(
-    shards: Iterable[Path], wanted: str
-) -> Iterator[tuple[Path, str, dict[str, Extent], bytes | None]]:
-    """(shard, key, {suffix: (offset, size)}, content of the member `wanted`) of each sample of local tars, by their headers.
-
-    Raises:
-        UserError: a shard that is missing, or not a whole, uncompressed tar.
-    """
-    for shard in shards:
-        if not shard.is_file():
-            raise UserError(
-                f"shard {shard} is missing; fetch it, or correct the number or the list of shards"
-            )
-        try:
-            with opened(shard) as descriptor:
-                for key, members in locate_samples(shard, whole=True):
-                    offset, size = members.get(wanted, (0, -1))
-                    yield (
-                        shard,
-                        key,
-                        members,
-                        os.pread(descriptor, size, offset) if size >= 0 else None,
-                    )
-        except (ShardError, tarfile.ReadError) as error:
-            raise UserError(
-                f"{shard} is not a readable, uncompressed tar ({error}): fetch or write it again"
-            ) from error
 
 
 def stream_samples(

@@ -317,8 +317,8 @@ def test_a_set_is_read_in_order_with_all_captions(tmp_path):
     assert len(dataset) == 5
     assert dataset.num_captions() == 18
     assert dataset.num_captions(5) == 1 + 3 + 5 + 2 + 5
-    assert [dataset.read_image(i).size for i in range(5)] == [(48, 40)] * 5
-    assert {dataset.read_image(i).mode for i in range(5)} == {"RGB"}
+    assert [dataset.image(i).size for i in range(5)] == [(48, 40)] * 5
+    assert {dataset.image(i).mode for i in range(5)} == {"RGB"}
 
 
 def rewrite_shard(folder: Path, files: dict[str, bytes]) -> None:
@@ -334,12 +334,11 @@ PNG = picture(np.random.default_rng(0))
 @pytest.mark.parametrize(
     ("files", "sentence"),
     [
-        ({}, "hold no sample"),
-        ({"a.png": PNG}, r"0\.tar: sample 'a' has no captions: a\.txt is missing"),
-        ({"a.png": PNG, "a.txt": b" \n"}, r"sample 'a' has no captions: a\.txt is empty"),
-        ({"a.png": PNG, "a.txt": b"\xff\xfe"}, r"a\.txt is not UTF-8"),
-        ({"a.txt": b"a cat"}, r"0\.tar: sample 'a' has captions but no image"),
-        ({"a.gif": PNG, "a.txt": b"a cat"}, "has captions but no image"),
+        ({}, "holds no sample"),
+        ({"a.png": PNG}, r"0\.tar: sample 'a' has no \.txt; mend"),
+        ({"a.png": PNG, "a.txt": b" \n"}, r"sample 'a' has an empty caption"),
+        ({"a.png": PNG, "a.txt": b"\xff\xfe"}, r"'a' has a caption that is not UTF-8"),
+        ({"a.gif": PNG, "a.txt": b"a cat"}, r"0\.tar: sample 'a' has no image .webp, png"),
     ],
 )
 def test_bad_samples_are_named_by_file_and_key(tmp_path, files, sentence):
@@ -376,7 +375,7 @@ def test_no_sample_of_a_shard_is_lost_without_a_word(tmp_path):
         open_retrieval_set(tmp_path / "set")
     for files in ({"a.json": b"{}"}, {"b.png": PNG, "a.png": PNG, "b.txt": b"1", "a.txt": b"2"}):
         rewrite_shard(tmp_path / "set", files)
-        with pytest.raises(UserError, match=r"0\.tar: sample '[ab]' has (neither|no captions)"):
+        with pytest.raises(UserError, match=r"0\.tar: sample '[ab]' has no (image|.txt)"):
             open_retrieval_set(tmp_path / "set")
 
 
@@ -384,16 +383,12 @@ def test_no_sample_of_a_shard_is_lost_without_a_word(tmp_path):
     ("file", "content", "sentence"),
     [
         ("", None, "does not exist"),
-        (
-            ".",
-            b"x",
-            r"is not a retrieval set in a known format; known: .*; a folder in CLIP_benchmark",
-        ),
+        (".", b"x", "not a readable, uncompressed tar"),
         ("dataset_type.txt", None, r"dataset_type\.txt is missing"),
         ("dataset_type.txt", b"classification", "holds 'classification'"),
         ("test/nshards.txt", None, r"nshards\.txt is missing"),
         ("test/nshards.txt", b"two", "number of shards, got 'two'"),
-        ("test/1.tar", None, r"1\.tar is missing"),
+        ("test/1.tar", None, r"1\.tar does not exist"),
         ("test/0.tar", b"not a tar" * 100, "not a readable, uncompressed tar"),
         ("--split val", None, r"has no split 'val'; it has test"),
     ],
@@ -467,7 +462,7 @@ def test_encoding_normalises_and_restores_the_modes(tmp_path, stock):
     model.train()
     model.text.transformer.eval()  # a tower frozen in eval, as open_clip's BERT starts
     before = {name: module.training for name, module in model.named_modules()}
-    images = torch.stack([preprocess(dataset.read_image(i)) for i in range(3)])
+    images = torch.stack([preprocess(dataset.image(i)) for i in range(3)])
     batches = [
         (images[:2], [s.captions for s in dataset.samples[:2]]),
         (images[2:], [dataset.samples[2].captions]),

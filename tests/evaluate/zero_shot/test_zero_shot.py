@@ -145,7 +145,7 @@ def test_layouts(tmp_path):
         "A bird",
         "b c",
     ]
-    assert flat.templates == CLIP_TEMPLATES and len(CLIP_TEMPLATES) == 7 and flat.sources is None
+    assert flat.templates == CLIP_TEMPLATES and len(CLIP_TEMPLATES) == 7
     write_classes(tmp_path / "split" / "test", "a b")
     write_classes(tmp_path / "split" / "train", "a b", each=5)
     splits = {
@@ -163,7 +163,9 @@ def test_layouts(tmp_path):
     for source, classes in (("shop", "a b"), ("web", "b c")):
         write_classes(tmp_path / "two" / source, classes)
     two = open_labelled_set(f"{tmp_path}/two")
-    assert two.images.labels == [*"aabb", *"bbcc"] and two.sources == ["shop"] * 4 + ["web"] * 4
+    assert two.images.labels == [*"aabb", *"bbcc"] and (
+        [one.source for one in two.images.samples] == ["shop"] * 4 + ["web"] * 4
+    )
     assert list(two.classes) == ["a", "b", "c"]
     for number, place in ((2, "shop/b/0.png"), (7, "web/c/1.png")):
         own = open_labelled_set(f"{tmp_path}/two/{place.partition('/')[0]}").images

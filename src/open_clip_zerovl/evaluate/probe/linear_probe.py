@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
-from open_clip_zerovl.data.labelled import ProbeSet, class_list, open_probe_set
+from open_clip_zerovl.data.indexed import IndexedSet
+from open_clip_zerovl.data.labelled import class_list, open_probe_set
 from open_clip_zerovl.data.transforms import image_transform_train, paper_transform_of
 from open_clip_zerovl.embeddings.encoder import tower_before_projection
 from open_clip_zerovl.evaluate.accuracy import (
@@ -89,7 +90,7 @@ def run_linear_probe(
     tower = tower_before_projection(loaded.visual).eval()
     tower_settings = TowerSettings(encoder.batch_size, encoder.workers, device, amp)
 
-    def features_of(images: ProbeSet, name: str) -> tuple[Tensor, Tensor]:
+    def features_of(images: IndexedSet, name: str) -> tuple[Tensor, Tensor]:
         return cached_features(
             tower, images, preprocess, classes, out / "features", tower_settings, name=name
         )

@@ -10,7 +10,6 @@ PUBLIC_NAMES = {
     ],
     "open_clip_zerovl.evaluate.retrieval.encode": ["encode_retrieval", "evaluate_retrieval"],
     "open_clip_zerovl.data.retrieval": [
-        "RetrievalSet",
         "open_retrieval_set",
         "parse_retrieval_data",
     ],

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.retrieval import RetrievalSet, retrieval_batches
+from open_clip_zerovl.data.indexed import IndexedSet
+from open_clip_zerovl.data.retrieval import retrieval_batches
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.evaluate.retrieval.metrics import RECALL_KS, retrieval_metrics
 from open_clip_zerovl.models.configs import ClipModel
@@ -93,7 +94,7 @@ def evaluate_retrieval(
     model: ClipModel,
     preprocess: Callable[[Any], Tensor],
     tokenizer: Callable[[list[str]], Tensor],
-    dataset: RetrievalSet,
+    dataset: IndexedSet,
     *,
     captions_per_image: int | None = None,
     batch_size: int = 64,

@@ -376,10 +376,6 @@ def opened_table(path: Path) -> Iterator[IO[bytes]]:
         raise UserError(
             f"{path} is not the {encoding.upper()} that its first bytes say ({error}): save it as UTF-8"
         ) from error
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be read ({error.strerror or error}): check the path"
-        ) from error
 
 
 def _names(records: Iterable[Any]) -> list[str]:
