@@ -145,7 +145,7 @@ ODD = {
     f"{ZERO} probe --output file/x.json": r"file/x\.json cannot be written",
     f"{ZERO} bombprobe": "too large to decode",
     f"{ZERO} notatar": "not a readable, uncompressed tar|is not a folder of class folders",
-    f"{ZERO} probe --template photo": "neither a caption with {} in the place of the class nor a file",
+    f"{ZERO} probe --template photo": "is no file and has no place for the class",
     f"{ZERO} probe --class-names karpathy.json": "does not name the 2 classes",
     f"{COMPARE} --out file": r"file cannot be written \(Not a directory\)",
     f"{CLUSTER} a=a --out file/x": r"file/x cannot be written",

@@ -225,14 +225,6 @@ def test_the_defaults_are_the_papers_and_a_batch_is_at_most_the_set(tmp_path: Pa
     assert torch.equal(large[1].weight, whole[1].weight)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"epochs": 0}, {"batch_size": 1}, {"lr": 0.0}, {"lr": math.nan}, {"weight_decay": -1}]
-)
-def test_settings_are_checked(wrong: dict):
-    with pytest.raises(UserError):
-        LarsSettings(**wrong)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Resuming
 # ---------------------------------------------------------------------------------------------------------------------

@@ -305,8 +305,10 @@ def test_files_of_words_are_read_by_their_mark_or_refused(tmp_path, encoding):
 
 def test_templates_and_names_may_be_files(tmp_path):
     root = str(write_classes(tmp_path / "set", "x y"))
-    (own := tmp_path / "set" / "zeroshot_classification_templates.txt").write_text("\n")
-    with pytest.raises(UserError, match=f"there is no template in {own}; give one"):
+    (tmp_path / "set" / "zeroshot_classification_templates.txt").write_text("\n")
+    with pytest.raises(
+        UserError, match="the template '' is no file and has no place for the class"
+    ):
         open_labelled_set(root)
     (tmp_path / "t.txt").write_text("a {}\n\nthe {c} sign\n")
     (tmp_path / "names.txt").write_text("kilo {} gram\nyard\n")
@@ -327,10 +329,10 @@ def test_templates_and_names_may_be_files(tmp_path):
     [
         (
             {"template": ("a photo",)},
-            "'a photo' is neither a caption with {} in the place of the class nor a file",
+            "'a photo' is no file and has no place for the class",
         ),
-        ({"template": ("a {photo}",)}, "'a {photo}' has no place for the class"),
-        ({"template": ("empty.txt",)}, "there is no template in empty.txt"),
+        ({"template": ("a {photo}",)}, "'a {photo}' is no file and has no place for the class"),
+        ({"template": ("empty.txt",)}, "'' is no file and has no place"),
         (
             {"class_names": Path("empty.txt")},
             "names.* the 2 classes .*it has 0 lines.* order of the labels: x, y",

@@ -71,7 +71,7 @@ def read_samples(
 
     Args:
         concept_field: a field of each sample's json, or a column of a table, that names its concept. The source probe keeps all
-            samples of a concept in one fold (`measures.source_probe_accuracy`).
+            samples of a concept in one fold (`measures.source_probe_guesses`).
         held_out_field: likewise, a field that is true for pairs kept out of training (true, t, yes, y, on or 1; the rest has
             false, f, no, n, off, 0, null, nan or nothing; the names of splits are known, too); None takes all as held out.
 

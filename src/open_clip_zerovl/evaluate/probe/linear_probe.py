@@ -18,7 +18,6 @@ import numpy as np
 from torch import Tensor, nn
 
 from open_clip_zerovl.checkpoints.loading import Encoder
-from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.labelled import class_list, open_probe_set
@@ -73,8 +72,6 @@ def run_linear_probe(
     Raises:
         UserError: data or a checkpoint that cannot be read or do not fit, an `out` that cannot be written, a missing package.
     """
-    if way not in ("paper", "quick"):
-        raise UserError(f"unknown way {way!r} of a linear probe; use 'paper' or 'quick'")
     settings = settings or LarsSettings()
     out = Path(out)
     check_writable(out, folder=True)

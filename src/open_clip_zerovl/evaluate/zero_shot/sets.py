@@ -188,26 +188,14 @@ def _class_names(file: Path, classes: Sequence[str]) -> list[str]:
 
 def _templates(settings: ZeroShotSettings, folder: Path) -> tuple[str, ...]:
     """The templates of `--template`, captions or files of them; else those of the set's folder; else CLIP's short list."""
-    given: list[str] = []
     beside = file_of_words(folder, TEMPLATES)
-    places = settings.template or (CLIP_TEMPLATES if beside is None else (str(beside),))
-    for one in places:
-        if "{" in one:
-            given.append(one)
-            continue
-        try:
-            given += [line.strip() for line in text_of(Path(one)).splitlines() if line.strip()]
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"--template {one!r} is neither a caption with {{}} in the place of the class nor a file of such captions "
-                f"({error})"
-            ) from error
-    if wrong := [one for one in given if not re.search(r"\{c?\}", one)]:
+    given: list[str] = []
+    for one in settings.template or (CLIP_TEMPLATES if beside is None else (str(beside),)):
+        is_file = "{" not in one and Path(one).is_file()
+        lines = text_of(Path(one)).splitlines() if is_file else [one]
+        given += [line.strip() for line in lines if line.strip()]
+    if wrong := [one for one in given or [""] if not re.search(r"\{c?\}", one)]:
         raise UserError(
-            f"the template {wrong[0]!r} has no place for the class; write {{}} there: 'a photo of a {{}}'"
-        )
-    if not given:
-        raise UserError(
-            f"there is no template in {', '.join(places)}; give one: 'a photo of a {{}}'"
+            f"the template {wrong[0]!r} is no file and has no place for the class; write {{}} there: 'a photo of a {{}}'"
         )
     return tuple(given)
