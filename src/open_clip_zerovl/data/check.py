@@ -19,7 +19,7 @@ from open_clip_zerovl.shards.faults import (
     caption_fault,
     picture_fault,
 )
-from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample, image_of
+from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample
 from open_clip_zerovl.shards.pictures import BadPicture, decoded
 
 
@@ -66,14 +66,14 @@ def _block(source: Source, block: int, decode: bool) -> tuple[list[tuple[str, li
     found, size_bytes = [], 0
     for sample in samples_of(source, block):
         found.append((sample.key, _faults(sample, decode)))
-        size_bytes += len(image_of(sample.files) or b"")
+        size_bytes += len(sample.image or b"")
     return found, size_bytes
 
 
 def _faults(sample: Sample, decode: bool) -> list[str]:
     if not sample.files:
         return ["row has more fields than the header, or is too long"]
-    caption, picture = sample.files.get(TEXT_EXTENSION), image_of(sample.files)
+    caption, picture = sample.files.get(TEXT_EXTENSION), sample.image
     faults = ["no caption" if caption is None else caption_fault(caption)]
     if picture is None:
         faults.append("no picture file that can be read")

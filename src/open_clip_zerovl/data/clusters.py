@@ -181,10 +181,7 @@ def _moved(clustering: Clustering, folder: str) -> tuple[str, ...]:
 
 def _check_shards(clustering: Clustering, shards: Sequence[str], path: Path, strict: bool) -> None:
     """UserError for shards that are missing or have changed; without `strict` a warning for some that are missing."""
-    digests = digests_of(
-        clustering.marks
-    )  # none in a clustering of an earlier release, which has sizes alone
-    found = file_marks(shards, digests or None, f"checking {clustering.source}")
+    found = file_marks(shards, digests_of(clustering.marks), f"checking {clustering.source}")
     gone = []
     for shard, mark in zip(shards, clustering.marks, strict=True):
         if len(found[shard]) == 1:
@@ -209,27 +206,18 @@ def _check_shards(clustering: Clustering, shards: Sequence[str], path: Path, str
 def _require_consistent(clustering: Clustering) -> None:
     """ValueError for arrays that do not belong together, as in a damaged or foreign file."""
     sizes, labels, centroids = clustering.sizes, clustering.labels, clustering.centroids
-    if not len(clustering.shards) == len(sizes) == len(clustering.marks):
-        raise ValueError("its shards, sizes and marks differ in number")
-    if not all(isinstance(mark, list) and len(mark) > 1 for mark in clustering.marks):
-        raise ValueError("its marks are not those of files")
-    if (
-        min(sizes, default=0) < 0
-        or labels.shape != (sum(sizes),)
-        or not np.issubdtype(labels.dtype, np.integer)
-    ):
-        raise ValueError("its labels are not one whole number a sample")
-    if clustering.distances.shape != labels.shape:
-        raise ValueError("its distances are not one a sample")
-    if clustering.copies is not None and (clustering.copies.shape, clustering.copies.dtype) != (
-        labels.shape,
-        np.bool_,
-    ):
-        raise ValueError("its copies are not one truth value a sample")
-    if centroids.ndim != 2 or (
-        len(labels) and not 0 <= labels.min() <= labels.max() < len(centroids)
-    ):
-        raise ValueError("its labels are not numbers of its centroids")
+    copies = labels != labels if clustering.copies is None else clustering.copies
+    alike = (
+        len(clustering.shards) == len(sizes) == len(clustering.marks)
+        and all(isinstance(mark, list) and len(mark) > 1 for mark in clustering.marks)
+        and min(sizes, default=0) >= 0
+        and labels.shape == clustering.distances.shape == copies.shape == (sum(sizes),)
+        and np.issubdtype(labels.dtype, np.integer)
+        and copies.dtype == np.bool_
+        and centroids.ndim == 2
+    )
+    if not alike or (len(labels) and not 0 <= labels.min() <= labels.max() < len(centroids)):
+        raise ValueError("its arrays do not belong together")
 
 
 ASSIGNMENT_FILE = "assignment.npz"
@@ -292,13 +280,6 @@ def load_clustering(path: str | Path) -> Clustering:
     try:
         content = read_arrays(path)
         shards = tuple(str(shard) for shard in content["shards"])
-        if "marks" in content:
-            marks = json.loads(str(content["marks"]))
-        else:  # of an earlier release, with sizes alone
-            marks = [
-                [os.path.basename(shard), int(n)]
-                for shard, n in zip(shards, content["shard_bytes"], strict=True)
-            ]
         clustering = Clustering(
             str(content["source"]),
             shards,
@@ -306,7 +287,7 @@ def load_clustering(path: str | Path) -> Clustering:
             content["labels"],
             content["distances"],
             content["centroids"],
-            tuple(marks),
+            tuple(json.loads(str(content["marks"]))),
             content.get("copies"),
         )
         _require_consistent(clustering)

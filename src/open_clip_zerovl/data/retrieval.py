@@ -43,13 +43,8 @@ from open_clip_zerovl.data.indexed import (
     picture_batches,
 )
 from open_clip_zerovl.data.table import open_table
-from open_clip_zerovl.shards.index import caption_lines
-from open_clip_zerovl.shards.members import CLIP_BENCHMARK_ORDER, TEXT_EXTENSION
+from open_clip_zerovl.shards.members import CLIP_BENCHMARK_ORDER, TEXT_EXTENSION, caption_lines
 from open_clip_zerovl.shards.writing import RETRIEVAL_MARK, SHARD_COUNT
-
-# A set's name becomes part of metric names and of file names.
-_NAME = re.compile(r"[^\W_][\w.-]*")  # as of sources
-
 
 Batch = tuple[Tensor, list[tuple[str, ...]]]
 
@@ -85,7 +80,7 @@ def parse_retrieval_data(spec: str) -> dict[str, Path]:
     A set without a name takes that of its folder, of its file of annotations without the ending, or of its shards' folder.
 
     Raises:
-        UserError: an empty entry, a name with other characters than letters, digits and ._-, or a name given twice.
+        UserError: an empty entry, or a name given twice.
     """
     sets: dict[str, Path] = {}
     for entry in spec.split("::"):
@@ -106,10 +101,6 @@ def parse_retrieval_data(spec: str) -> dict[str, Path]:
             )
             named = named.parent if named.suffix == ".tar" or "{" in named.name else named
             name = re.sub(r"\.(json|csv|tsv)$", "", named.name, flags=re.IGNORECASE)
-        if not _NAME.fullmatch(name):
-            raise UserError(
-                f"'{name}' cannot name a set: begin with a letter or digit, then letters, digits, '.', '_' and '-'"
-            )
         for of_set, place in _sets_of(name, folder, named=bool(equals)).items():
             if of_set in sets:
                 raise UserError(
@@ -247,32 +238,25 @@ def _find_pictures(component: Component, names: Sequence[str]) -> list[Path]:
 
 def _read_benchmark(component: Component, split: str) -> Iterator[IndexedSample]:
     folder = Path(component.path)
-    kind = _read_text(folder / RETRIEVAL_MARK).lower()
-    if kind != "retrieval":
+    mark, count_file = folder / RETRIEVAL_MARK, folder / split / SHARD_COUNT
+    if not mark.is_file() or mark.read_text(encoding="utf-8").strip().lower() != "retrieval":
         raise UserError(
-            f"{folder / RETRIEVAL_MARK} holds '{kind}', but that of a retrieval set holds 'retrieval'"
+            f"{folder} is not a retrieval set: shards, a table, or a {RETRIEVAL_MARK} with the word 'retrieval' are missing "
+            "(docs/data.md shows the layouts)"
         )
-    count_file = folder / split / SHARD_COUNT
-    if not count_file.parent.is_dir():
+    if not count_file.is_file():
         splits = sorted(entry.name for entry in folder.iterdir() if (entry / SHARD_COUNT).is_file())
-        raise UserError(f"{folder} has no split '{split}'; it has {', '.join(splits) or 'none'}")
-    count = _read_text(count_file)
-    if not count.isdecimal() or len(count) > 9 or int(count) == 0:
+        raise UserError(
+            f"{folder} has no split '{split}' with {SHARD_COUNT}; it has {', '.join(splits) or 'none'}"
+        )
+    count = count_file.read_text(encoding="utf-8", errors="replace").strip()
+    if not re.fullmatch("0*[1-9][0-9]{0,8}", count):
         raise UserError(f"{count_file} must hold the number of shards, got '{count[:40]}'")
     yield from _samples(str(folder / split / f"{i}.tar") for i in range(int(count)))
 
 
 def _read_shards(component: Component, split: str) -> Iterator[IndexedSample]:
     yield from _samples(expand_shards(component.path))
-
-
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8", errors="replace").strip()
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{file} is missing; CLIP_benchmark's layout needs it (docs/data.md shows it)"
-        ) from error
 
 
 def _samples(shards: Iterable[str]) -> Iterator[IndexedSample]:

@@ -80,13 +80,8 @@ def _parquet_rows(path: str, columns: Chosen) -> Iterator[Sample]:
 
 def origin_of(sample: Sample) -> str:
     """The file or URL of a sample's picture before it was packed, as its json names it; "" if it names none."""
-    try:
-        content = json.loads(sample.files.get("json", b""))
-        return next(
-            (found for key in _ORIGINS if isinstance(found := content.get(key), str) and found), ""
-        )
-    except (ValueError, AttributeError, RecursionError):  # no JSON, or no object
-        return ""
+    values = map(sample.about.get, _ORIGINS)
+    return next((value for value in values if isinstance(value, str) and value), "")
 
 
 def _rows(source: Source, block: int) -> Iterator[Sample]:

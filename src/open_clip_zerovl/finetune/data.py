@@ -17,16 +17,11 @@ from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import did_you_mean
+from open_clip_zerovl.data.components import kind_of
 from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.names import CLASS_NAMES, NAME, is_named
 from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.sources import Source, parse_sources
-from open_clip_zerovl.data.table import EXTENSIONS
-from open_clip_zerovl.shards.index import caption_lines
-from open_clip_zerovl.shards.members import (
-    TEXT_EXTENSION,
-    Sample,
-)
 from open_clip_zerovl.shards.urls import local_path
 
 CAPTIONS = "one-per-epoch"
@@ -58,7 +53,7 @@ def find_data(data: str) -> Found:
     )
     if alone and not Path(data).expanduser().exists():
         raise UserError(f"--data {data} does not exist" + did_you_mean(data, "; correct the path"))
-    if not alone or not Path(data).expanduser().is_dir():
+    if not Path(data).expanduser().is_dir():
         parts = [
             part if NAME.fullmatch(part) else f"{_name_of(part)}={part}"
             for part in data.split("::")
@@ -96,15 +91,7 @@ def _source_in(folder: Path) -> dict[str, Path]:
 
 
 def _is_source(folder: Path) -> bool:
-    if (
-        folder / "pack.json"
-    ).is_file():  # an output of `zerovl data pack`, whose table lists refused rows
-        return False
-    if not folder.is_dir() or (
-        (folder / "dataset_type.txt").is_file() and not any(folder.glob("*.tar"))
-    ):
-        return False
-    return any(entry.suffix in (".tar", *EXTENSIONS) for entry in folder.iterdir())
+    return folder.is_dir() and kind_of(str(folder)).kind in ("shards", "table")
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -120,12 +107,6 @@ def _name_of(path: Path | str) -> str:
 def open_sources(train_data: str) -> tuple[Source, ...]:
     """The sources, a sample for each picture with all its captions. UserError as `parse_sources`."""
     return parse_sources(train_data, captions=CAPTIONS)
-
-
-def captions_of(sample: Sample) -> list[str]:
-    """The captions of a sample, a line each."""
-    lines = caption_lines(sample.files.get(TEXT_EXTENSION, b""))
-    return [line.decode("utf-8", errors="replace") for line in lines]
 
 
 def all_classes(data: str) -> bool:

@@ -40,8 +40,8 @@ from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.selection import Selection, marks_of, save_selection
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.embeddings.fingerprint import describe_source
-from open_clip_zerovl.finetune.data import HELD_OUT, captions_of, open_sources
-from open_clip_zerovl.shards.members import Sample, image_of
+from open_clip_zerovl.finetune.data import HELD_OUT, open_sources
+from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.pictures import BadPicture
 from open_clip_zerovl.shards.writing import write_retrieval_set
 
@@ -230,7 +230,7 @@ def _contents(source: Source) -> Iterator[bytes | None]:
         count = 0
         for sample in islice(samples_of(source, shard), size):
             count += 1
-            yield image_of(sample.files) if captions_of(sample) else None
+            yield sample.image if sample.captions else None
         yield from [None] * (size - count)
 
 
@@ -297,10 +297,9 @@ def _collect(source: Source, rows: Identities, held_out: Mapping[int, HeldOut]) 
             if not wanted[row]:
                 continue
             own = held_out[int(rows[row])]
-            own.picture = image_of(sample.files) or b""
+            own.picture = sample.image or b""
             own.label = sample.files.get("cls", own.label)
-            captions = captions_of(sample)
-            own.captions += [caption for caption in captions if caption not in own.captions]
+            own.captions += [one for one in sample.captions if one not in own.captions]
 
 
 def _copy_classes(sources: Sequence[Source], folder: Path) -> None:

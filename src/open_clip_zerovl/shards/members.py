@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import lzma
 import os
 import re
@@ -83,6 +84,36 @@ class Sample:
 
     key: str
     files: Mapping[str, bytes]
+
+    @property
+    def image(self) -> bytes | None:
+        """The encoded picture; None without one."""
+        return image_of(self.files)
+
+    @property
+    def captions(self) -> list[str]:
+        """The lines of its text, bytes that are not UTF-8 replaced."""
+        lines = caption_lines(self.files.get(TEXT_EXTENSION, b""))
+        return [line.decode("utf-8", errors="replace") for line in lines]
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The object in its json; {} without one."""
+        return object_of(self.files.get("json", b"")) or {}
+
+
+def caption_lines(text: bytes) -> list[bytes]:
+    """The captions in a `txt` member, one a line, empty lines left out."""
+    return [line for line in (line.strip() for line in text.split(b"\n")) if line]
+
+
+def object_of(content: bytes) -> dict[str, Any] | None:
+    """The object of a JSON file; None if the file holds another value, or brackets thousands deep."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def image_of(

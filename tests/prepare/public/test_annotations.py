@@ -338,7 +338,7 @@ def test_a_test_set_that_lacks_a_picture_is_refused(tmp_path):
     picture.unlink()
     with pytest.raises(UserError, match=r"picture missing 1"):
         prepare_karpathy("coco", tmp_path / "missing", source=source, work=WORK)
-    with pytest.raises(UserError, match=r"dataset_type.txt is missing"):
+    with pytest.raises(UserError, match="is not a retrieval set"):
         open_retrieval_set(tmp_path / "missing")
     picture.write_bytes(content)
     again = Work(threads=2, progress=False, retry_failed=True)

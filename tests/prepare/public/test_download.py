@@ -457,7 +457,7 @@ def test_a_large_file_is_resumed_where_it_stopped(tmp_path):
         assert asked == [None, "bytes=120000-", "bytes=240000-"]
         assert fetch_file(url, path, progress=False) == path and len(asked) == 3
         files.shutdown()
-    with pytest.raises(UserError, match=r"could not be fetched .* --source"):
+    with pytest.raises(UserError, match=r"cannot be fetched .* --source"):
         fetch_file(url, tmp_path / "other", policy=policy, progress=False)
 
 

@@ -163,7 +163,7 @@ def test_index_counts_as_training_does(tmp_path):
     (tmp_path / "s/00003.tar").write_bytes((tmp_path / "s/00003.tar").read_bytes()[:700])
     with pytest.raises(UserError, match=r"00003.tar is broken: it is cut off after 700 bytes"):
         index_shards(str(tmp_path / "s"), progress=False)
-    for folder, message in ((tmp_path, "holds no"), (tmp_path / "nothing", "is not a folder")):
+    for folder, message in ((tmp_path, "holds no"), (tmp_path / "nothing", "holds no")):
         with pytest.raises(UserError, match=message):
             index_shards(str(folder), progress=False)
 
@@ -354,7 +354,7 @@ def test_report_lists_sources_and_retrieval_sets(tmp_path, caplog):
     assert {h.name for h in find_datasets([tmp_path / "data"])} == {"noto", "sbu", "test/noto"}
     for folder, sentence in (
         ("data/test/noto/test", "has no shards"),
-        ("gone", "gone is not a folder"),
+        ("gone", "gone has no shards with a"),
     ):
         with pytest.raises(UserError, match=sentence):
             report([tmp_path / folder])

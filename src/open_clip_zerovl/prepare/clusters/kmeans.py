@@ -42,14 +42,7 @@ def spherical_kmeans(
         passes: over the features.
         seed: the seed of the draws.
         chunk_samples: samples in memory at once.
-
-    Raises:
-        UserError: fewer samples than clusters.
     """
-    if len(features) < clusters:
-        raise UserError(
-            f"There are {len(features)} samples, fewer than {clusters} clusters: lower the number of clusters."
-        )
     from sklearn.cluster import MiniBatchKMeans
 
     rng = np.random.default_rng(seed)

@@ -34,7 +34,6 @@ from open_clip_zerovl.prepare.dedup.near import (
 )
 from open_clip_zerovl.prepare.pack.split import Candidate, Exclusion
 from open_clip_zerovl.report.html import thumbnail, write_page
-from open_clip_zerovl.shards.members import image_of
 from open_clip_zerovl.shards.pictures import as_shown, decoded, picture_files
 
 SHOWN = 100  # pairs on the page
@@ -191,7 +190,7 @@ def _pictures_of(source: Source, progress: bool) -> Iterator[tuple[Place, bytes]
         for shard in range(len(source.shards)):
             for sample in samples_of(source, shard):
                 bar.update()
-                if (content := image_of(sample.files)) is not None:
+                if (content := sample.image) is not None:
                     yield (
                         Place(source.name, os.path.basename(source.shards[shard]), sample.key),
                         content,
