@@ -149,30 +149,21 @@ def _torchvision(
     """
 
     def listing(root: Path, role: str) -> Listing:
-        found = dataset(
-            str(root), split=train if role == "train" else test, download=False, **options
-        )
-        return getattr(found, files), [found.classes[target] for target in getattr(found, targets)]
+        split = train if role == "train" else test
+        opened = dataset(str(root), split=split, download=False, **options)
+        labels = [opened.classes[target] for target in getattr(opened, targets)]
+        listed = getattr(opened, files)
+        return [file[0] if isinstance(file, tuple) else file for file in listed], labels
 
     return listing
 
 
-def _places365(root: Path, role: str) -> Listing:
-    # The 256 px edition, with its validation split: the test split has no labels.
-    found = tvd.Places365(
-        str(root), split="train-standard" if role == "train" else "val", small=True, download=False
-    )
-    return [file for file, _ in found.imgs], [found.classes[target] for target in found.targets]
-
-
 def _inat2021(root: Path, role: str) -> Listing:
-    found = tvd.INaturalist(
-        str(root), version="2021_train" if role == "train" else "2021_valid", download=False
-    )
-    categories = [found.all_categories[category] for category, _ in found.index]
-    return [
-        Path(found.root, one, name) for one, (_, name) in zip(categories, found.index, strict=True)
-    ], categories
+    version = "2021_train" if role == "train" else "2021_valid"
+    opened = tvd.INaturalist(str(root), version=version, download=False)
+    labels = [opened.all_categories[category] for category, _ in opened.index]
+    names = [name for _, name in opened.index]
+    return [Path(opened.root, *place) for place in zip(labels, names, strict=True)], labels
 
 
 def _inat17(root: Path, role: str) -> Listing:
@@ -211,7 +202,10 @@ _DATASETS: dict[str, Callable[[Path, str], Listing]] = {
     "food101": _torchvision(tvd.Food101, "train", "test", "_image_files", "_labels"),
     "pets": _torchvision(tvd.OxfordIIITPet, "trainval", "test", "_images", "_labels"),
     "aircraft": _torchvision(tvd.FGVCAircraft, "trainval", "test", "_image_files", "_labels"),
-    "places365": _places365,
+    # The 256 px edition, with its validation split: the test split has no labels.
+    "places365": _torchvision(
+        tvd.Places365, "train-standard", "val", "imgs", "targets", small=True
+    ),
     "inat2021": _inat2021,
     "inat17": _inat17,
 }

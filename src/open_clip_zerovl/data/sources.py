@@ -231,7 +231,7 @@ def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Sour
                 f"{' or '.join(trained or splits) or test}"
             )
         name, path = name or Path(path).absolute().name, test
-    shards = expand_shards(path, parquet=True)
+    shards = expand_shards(path)
     for shard in shards:
         check_openable(shard)
     name = name or _folder_name(shards[0])

@@ -307,7 +307,7 @@ def test_the_rows_of_a_table_are_checked_and_its_count_is_refused(tmp_path, caps
     faults = dict(check_table(str(tmp_path / "pairs.csv"), progress=False).faults)
     assert faults == {
         "picture is cut off": 1,
-        "picture cannot be opened (UnidentifiedImageError)": 1,
+        "picture cannot be decoded (UnidentifiedImageError)": 1,
         "no picture file that can be read": 1,
         "caption is empty": 1,
         "row has more fields than the header, or is too long": 1,
