@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import atomic_file, read_arrays
 from open_clip_zerovl.shards.marks import Mark, digests_of, file_marks, is_same
-from open_clip_zerovl.shards.writing import SIZES_FILE, parse_sizes
+from open_clip_zerovl.shards.writing import read_sizes
 
 _CLUSTER_FOLDER = re.compile(r"cluster-(\d+)")
 
@@ -149,19 +149,9 @@ def _written(clustering: Clustering, path: Path, folders: Sequence[Path]) -> lis
     """The clusters as `--reshard` wrote them."""
     clusters = []
     for folder in folders:
-        try:
-            table = parse_sizes((folder / SIZES_FILE).read_bytes(), folder / SIZES_FILE)
-            names = sorted(table)
-            clusters.append(
-                Cluster(
-                    tuple(str(folder / name) for name in names),
-                    tuple(table[name] for name in names),
-                )
-            )
-        except (OSError, UserError) as error:
-            raise UserError(
-                f"{folder / SIZES_FILE} cannot be read ({error}): write the clusters again with `zerovl cluster --reshard`."
-            ) from error
+        table = dict(sorted((read_sizes(folder) or {}).items()))
+        shards = tuple(str(folder / name) for name in table)
+        clusters.append(Cluster(shards, tuple(table.values())))
     found = [sum(cluster.sizes) for cluster in clusters]
     if found != clustering.counts.tolist():
         raise UserError(

@@ -21,6 +21,7 @@ from open_clip_zerovl.data.names import SPLITS
 from open_clip_zerovl.data.reading import picture_file
 from open_clip_zerovl.data.samples import origin_of, samples_of
 from open_clip_zerovl.data.sources import Source, parse_sources
+from open_clip_zerovl.data.table import EXTENSIONS
 from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES, picture_files
 
@@ -79,6 +80,12 @@ def open_collection(data: str) -> Collection:
         UserError: nothing there, no picture in it, or a source that cannot be read.
     """
     folder = Path(data).expanduser()
+    if folder.is_file() and folder.suffix.lower() not in (".tar", *EXTENSIONS):
+        raise UserError(
+            f"{data} is a file: give a folder of pictures, shards (.tar) or a table (.csv, .tsv)"
+        )
+    if not folder.exists() and not any(mark in data for mark in "={*:"):
+        raise UserError(f"{data} does not exist; give a folder of pictures, shards or a table")
     names: dict[str, str] = {}  # path of a picture -> the name that is shown
     shards: list[tuple[Source, int]] = []
     if folder.is_dir() and kind_of(data).kind not in ("shards", "packed"):

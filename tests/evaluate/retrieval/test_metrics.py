@@ -20,9 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.data.retrieval import (
+    open_retrieval_set,
+    parse_retrieval_data,
+    retrieval_batches,
+)
 from open_clip_zerovl.evaluate.retrieval import metrics as metrics_module
-from open_clip_zerovl.evaluate.retrieval.encode import encode_retrieval, evaluate_retrieval
+from open_clip_zerovl.evaluate.retrieval.encode import encode_retrieval
 from open_clip_zerovl.evaluate.retrieval.metrics import (
     recall_bounds,
     retrieval_metrics,
@@ -389,6 +393,11 @@ def stock(export):
     return model, preprocess, open_clip.get_tokenizer(f"local-dir:{export}")
 
 
+def metrics_of(model, preprocess, tokenizer, dataset, *, workers=0, batch_size=64, **how) -> dict:
+    batches = retrieval_batches(dataset, preprocess, batch_size=batch_size, num_workers=workers)
+    return retrieval_metrics(*encode_retrieval(model, batches, tokenizer, **how))
+
+
 @pytest.mark.slow  # another program, on its own import of torch; its recalls on features are compared above
 def test_clip_benchmarks_program_gives_the_same_recalls(tmp_path, export):
     """The real CLI on the exported folder, offline, in full precision."""
@@ -457,15 +466,13 @@ def test_workers_batch_size_and_precision(tmp_path, stock, export):
     """Workers and batch size do not change the numbers; autocast and a model in half precision are evaluated."""
     write_retrieval_set(tmp_path / "set", [3] * 20)
     dataset = open_retrieval_set(tmp_path / "set")
-    alone = evaluate_retrieval(*stock, dataset)
-    assert evaluate_retrieval(*stock, dataset, num_workers=2, batch_size=7) == pytest.approx(
-        alone, abs=PARITY
-    )
-    mixed = evaluate_retrieval(
+    alone = metrics_of(*stock, dataset)
+    assert metrics_of(*stock, dataset, workers=2, batch_size=7) == pytest.approx(alone, abs=PARITY)
+    mixed = metrics_of(
         *stock, dataset, autocast=lambda: torch.autocast("cpu", dtype=torch.bfloat16)
     )
     half, _, _ = open_clip.create_model_and_transforms(f"local-dir:{export}", precision="pure_bf16")
-    pure = evaluate_retrieval(half, *stock[1:], dataset, input_dtype=torch.bfloat16)
+    pure = metrics_of(half, *stock[1:], dataset, input_dtype=torch.bfloat16)
     assert alone.keys() == mixed.keys() == pure.keys()
 
 
@@ -479,7 +486,7 @@ def test_a_broken_picture_is_named_also_from_a_loader_worker(tmp_path, stock, nu
     with pytest.raises(
         UserError, match=r"0\.tar: the image of sample 'bad' cannot be read"
     ) as caught:
-        evaluate_retrieval(*stock, open_retrieval_set(tmp_path / "set"), num_workers=num_workers)
+        metrics_of(*stock, open_retrieval_set(tmp_path / "set"), workers=num_workers)
     assert "Traceback" not in str(caught.value)
 
 

@@ -317,7 +317,10 @@ def test_the_rows_of_a_table_are_checked_and_its_count_is_refused(tmp_path, caps
     assert cli.main(["data", "check", str(tmp_path), "--decode"]) == 2  # the folder's one table
     printed = capsys.readouterr()
     assert "pairs.csv: no picture file that can be read: 1 (00000004-gone)" in printed.out
-    assert "picture cannot be decoded (UnidentifiedImageError): 1 (00000007-whole)" in printed.out
+    undecodable = (
+        "picture cannot be decoded (UnidentifiedImageError): 2 (00000003-b, 00000007-whole)"
+    )
+    assert undecodable in printed.out
     assert "faults: see above" in printed.err
     assert (
         cli.main(["data", "check", str(tmp_path), "--hash"]) == 2
