@@ -20,8 +20,6 @@ FLOORS = (
     ("trial",),
     ("cli",),
 )
-# Documented import paths that only hand names on.
-FACES = ("open_clip_zerovl.retrieval",)
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 
 
@@ -39,8 +37,6 @@ def modules(src: Path = SRC) -> dict[str, frozenset[str]]:
 def room_of(module: str) -> str:
     """`open_clip_zerovl.data.sources` -> `data`; `training.main` -> `training`; the package itself -> ``."""
     first, *rest = module.split(".")
-    if module in FACES:
-        return ""
     return (rest[0] if rest else "") if first == "open_clip_zerovl" else first
 
 

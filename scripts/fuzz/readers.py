@@ -45,7 +45,7 @@ from open_clip_zerovl.recipe.start import init_from
 from open_clip_zerovl.sampling.schedule import Batching
 from open_clip_zerovl.shards.archives import find_member
 from open_clip_zerovl.shards.faults import check_report
-from open_clip_zerovl.shards.members import image_of, read_samples
+from open_clip_zerovl.shards.members import read_samples
 from open_clip_zerovl.shards.pictures import BadPicture
 from scripts.fuzz import inputs
 from training import checkpointing, resume
@@ -86,7 +86,7 @@ def retrieval(where: str) -> Reader:
     def read(folder: Path) -> None:
         found = open_retrieval_set(where.format(folder))
         for index in range(len(found)):
-            found.read_image(index)
+            found.image(index)
 
     return read
 
@@ -104,7 +104,7 @@ def clustering(folder: Path) -> str | None:
     bad = False
     for sample in read_samples(folder / "source" / "1.tar"):
         try:
-            decode_image(image_of(sample.files) or b"")
+            decode_image(sample.image or b"")
         except BadPicture:
             bad = True
     return BAD_SAMPLE if bad else None

@@ -69,7 +69,7 @@ class Measuring:
             captions = [caption for own in samples.captions() for caption in own]
             owner = [index for index, own in enumerate(samples.captions()) for _ in own]
             texts = self._captions(place, captions)
-            images = _encode(model, preprocess, len(samples), samples.read_image)
+            images = _encode(model, preprocess, len(samples), samples.image)
             found = retrieval_metrics(images, texts, owner)
             scores |= {
                 f"{name}_{key}": value if key == "rsum" else 100 * value

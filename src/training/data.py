@@ -16,9 +16,10 @@ from open_clip_train.distributed import all_gather_object, is_master, world_info
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable
 from open_clip_zerovl.data.images import normalize, split_normalize
+from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing, schedule_of
-from open_clip_zerovl.data.retrieval import RetrievalSet, open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import CsvFormat
 from open_clip_zerovl.data.words import WordAugment
@@ -64,7 +65,7 @@ class RetrievalData:
         captions_per_image: how many captions of an image count, the first ones; None for all.
     """
 
-    sets: dict[str, RetrievalSet]
+    sets: dict[str, IndexedSet]
     transform: Callable[..., Any]
     captions_per_image: int | None
 
@@ -87,7 +88,7 @@ class Inputs:
 
     sources: tuple[Source, ...] = ()
     teachers: Store | InShards | None = None
-    retrieval: dict[str, RetrievalSet] = field(default_factory=dict)
+    retrieval: dict[str, IndexedSet] = field(default_factory=dict)
     labelled: dict[str, LabelledSet] = field(default_factory=dict)
 
 
@@ -153,9 +154,7 @@ def open_inputs(config: AllFlags, args: argparse.Namespace) -> Inputs:
     return Inputs(sources, teachers, retrieval, sets)
 
 
-def _tell_trained_pictures(
-    sources: Sequence[Source], retrieval: Mapping[str, RetrievalSet]
-) -> None:
+def _tell_trained_pictures(sources: Sequence[Source], retrieval: Mapping[str, IndexedSet]) -> None:
     """Warn of retrieval sets that are read from the files that are trained on (`zerovl data near` compares pictures)."""
     for name, held_out in retrieval.items():
         for source in sources:

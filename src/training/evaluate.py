@@ -114,7 +114,7 @@ def _retrieval(
         )
         if args.save_logs:
             examples += GallerySet(
-                name, captions, dataset.read_image, *features, ranks, by_set[name]
+                name, captions, dataset.image, *features, ranks, by_set[name]
             ).examples()
     log.retrieval(epoch, {name: {**own, **bounds[name]} for name, own in by_set.items()})
     if args.save_logs:

@@ -23,7 +23,7 @@ from open_clip_zerovl.core.files import check_writable, no_checkpoint
 from open_clip_zerovl.core.flags import add_flags, flags_of
 from open_clip_zerovl.core.launch import rank_here
 from open_clip_zerovl.core.lazy import load_open_clip
-from open_clip_zerovl.data.names import check_paths, check_separators, is_named
+from open_clip_zerovl.data.names import check_paths, is_named
 from open_clip_zerovl.recipe.flags import RENAMED, SECTIONS, AllFlags, RecipeConfig, values_of
 from training.config_file import FLAG as CONFIG_FLAG
 from training.config_file import with_config
@@ -240,7 +240,6 @@ def read_command(argv: Sequence[str]) -> Command:
             "there is nothing to do: give --train-data, or data to evaluate on (--retrieval-data ...)"
         )
     if config.sampling is not None:
-        check_separators(args.train_data)
         check_paths(args.train_data)
     _check_checkpoint("--resume", None if args.resume == "latest" else args.resume)
     _check_checkpoint("--init-from", config.init_from)

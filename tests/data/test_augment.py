@@ -235,7 +235,6 @@ TRAIN = image_transform(32, is_train=True)
     [
         (image_transform(32, is_train=False), "imagenet", "has none"),
         (lambda image: image, "imagenet", "has none"),
-        (with_auto_augment(TRAIN), "imagenet", "already"),
         (Compose([RandomResizedCrop(8), RandomResizedCrop(8)]), "imagenet", "has 2"),
     ],
 )

@@ -232,11 +232,6 @@ def test_shards_written_anew_since_are_refused_and_copies_are_not(place):
     shard.write_bytes(content)
     os.utime(shard, ns=(1, 1))
     assert len(parse_sources(f"cc={place}/clusters")) == CLUSTERS
-    with np.load(place / "clusters/assignment.npz") as arrays:  # of an earlier release
-        older = {name: value for name, value in arrays.items() if name != "marks"}
-    sizes = np.array([os.path.getsize(path) for path in older["shards"]])
-    np.savez(place / "clusters/assignment.npz", shard_bytes=sizes, **older)
-    assert len(parse_sources(f"cc={place}/clusters")) == CLUSTERS
     shard.write_bytes(content[:-512])
     with pytest.raises(UserError, match=r"00001.tar of cc has changed"):
         parse_sources(f"cc={place}/clusters")

@@ -90,7 +90,7 @@ def test_what_pack_alone_reads_is_sent_to_it(tmp_path, door):
     ):
         DOORS[door](str(tmp_path / "pairs.csv"))
     (tmp_path / "pairs.jsonl").write_text('{"image": "1.png", "caption": "a dog"}\n')
-    with pytest.raises(UserError, match=r"zerovl data pack|not a retrieval set in a known format"):
+    with pytest.raises(UserError, match="zerovl data pack"):
         DOORS[door](str(tmp_path / "pairs.jsonl"))
 
 

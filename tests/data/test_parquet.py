@@ -14,6 +14,7 @@ import torch
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.components import expand_shards
 from open_clip_zerovl.data.reading import Reading
+from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.table import CsvFormat
@@ -188,7 +189,7 @@ def test_a_star_of_a_query_or_beside_brackets_is_read_as_it_stands(folder, tmp_p
     for shard in (tmp_path / "x[2023]").glob("*.tar"):
         shard.unlink()
     (tmp_path / "x[2023]" / "._0.parquet").write_bytes(b"of a Mac")
-    assert len(expand_shards(f"{tmp_path}/x[2023]", parquet=True)) == 2
+    assert len(expand_shards(f"{tmp_path}/x[2023]")) == 2
 
 
 def test_a_star_names_the_files_of_a_data_set_on_the_hub(folder, monkeypatch):
@@ -271,7 +272,9 @@ def test_clusters_and_retrieval_sets_of_parquet_have_a_sentence(folder, tmp_path
             tmp_path / "out",
             ClusterSettings(clusters=2, min_size=2),
         )
-    with pytest.raises(
-        UserError, match=f"tars are read here; .* `zerovl data pack {folder} --out DIR`"
-    ):
-        expand_shards(f"{folder}/{{00000..00001}}.parquet")
+    for place in (f"{folder}/{{00000..00001}}.parquet", f"{folder}/*.parquet"):
+        with pytest.raises(
+            UserError,
+            match="parquet is not a readable, uncompressed tar .* `zerovl data pack .*--out DIR`",
+        ):
+            open_retrieval_set(place)

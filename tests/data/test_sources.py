@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 
 import fsspec
 import pytest
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.names import check_paths, check_separators, is_named
+from open_clip_zerovl.data.names import check_paths, is_named
 from open_clip_zerovl.data.reading import Reading
 from open_clip_zerovl.data.sources import count_tar_samples, parse_sources
 from support.tars import write_source, write_tar
@@ -34,28 +33,6 @@ def test_sizes_come_from_each_shards_own_folder(tmp_path):
     write_source(tmp_path / "y", 10, 5, 5)
     (source,) = parse_sources(f"both={tmp_path}/{{x,y}}/00000.tar")
     assert source.sizes == (3, 5)
-
-
-@pytest.mark.parametrize(
-    ("data", "told"),
-    [
-        ("a=/x:b=/y", "a=/x::b=..."),
-        ("a=/x::b=/y:c-1=/z", "b=/y::c-1=..."),
-        ("a=/x::b=/y", None),
-        ("a=https://h:80/x?key=1", None),
-        ("a=pipe:KEY=1 cat /x", None),
-        ("a=s3://b/x", None),
-    ],
-)
-def test_a_single_colon_between_sources_is_refused(data, told):
-    if told is None:
-        check_separators(data)
-    else:
-        with pytest.raises(
-            UserError, match=re.escape("sources are separated by '::', and a single ':' stands")
-        ) as error:
-            parse_sources(data)
-        assert str(error.value).endswith(f"write {told}")
 
 
 def test_keys_with_dots_give_a_warning(tmp_path, caplog):
@@ -99,6 +76,7 @@ def test_weights_in_order_and_by_name(tmp_path):
             "7 of 8 shards of source 'a' do not exist, first .*00001.tar",
         ),
         ("a={tmp}/a::a={tmp}/a", None, "two sources are called 'a'"),
+        ("a={tmp}/a:b={tmp}/a", None, "a:b={tmp}/a does not exist; correct the path"),
         ("a={tmp}/a/{{0000", None, "braces .* do not match|do not exist"),
         (
             "a={tmp}/empty",
@@ -115,7 +93,7 @@ def test_weights_in_order_and_by_name(tmp_path):
         ("a={tmp}/a", "0", "is not a positive number"),
         ("a={tmp}/a", "x", "is not a positive number"),
         ("a={tmp}/a", "vg=2", "unknown source 'vg'; the sources are a"),
-        ("a={tmp}/a::b={tmp}/a", "a=2::1", "gives names to only some of its weights"),
+        ("a={tmp}/a::b={tmp}/a", "a=2::1", "names the unknown source '1'"),
         (
             "a=s3://bucket/{{0..3}}.tar",
             None,

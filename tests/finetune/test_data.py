@@ -21,7 +21,6 @@ from open_clip_zerovl.evaluate.compare.samples import read_samples
 from open_clip_zerovl.evaluate.zero_shot.sets import open_labelled_set
 from open_clip_zerovl.finetune.data import (
     all_classes,
-    captions_of,
     find_data,
     open_sources,
     sets_of,
@@ -58,7 +57,7 @@ def test_training_and_evaluation_divide_captions_at_newlines_alone(tmp_path):
     first, second = "a dog\u2028runs on \x85grass", "a \x0bcat"
     write_source(tmp_path / "a", [sample(0, first + "\r", "  ", f" {second} ")], shard_size=30)
     (source,) = open_sources(f"a={tmp_path / 'a'}")
-    assert [captions_of(one) for one in samples_of(source, 0)] == [[first, second]]
+    assert [one.captions for one in samples_of(source, 0)] == [[first, second]]
     assert open_retrieval_set(tmp_path / "a").samples[0].captions == (first, second)
     assert [one.caption for one in read_samples([source], 5)[0]] == [first]  # of bias and compare
 
@@ -109,7 +108,7 @@ def held_out_of(split) -> list:
     """(held-out set, captions of each held-out picture, captions of each sample to train on)."""
     (held_out,) = sets_of(split.new).values()
     trained = [
-        tuple(captions_of(one))
+        tuple(one.captions)
         for source in open_sources(split.train_data)
         for shard in range(len(source.shards))
         for one in samples_of(source, shard)

@@ -46,7 +46,7 @@ print("imported", [name for name in {HEAVY} if name in sys.modules])
         ([], 2, "there is nothing to do"),
         (["--train-data", "a=/x", "--logs", "/proc/x"], 2, "/proc/x cannot be written"),
         (["--train-data", "a=/nowhere/a"], 2, "source 'a': /nowhere/a does not exist"),
-        (["--train-data", "a=file:b=file"], 2, "write a=file::b=..."),
+        (["--train-data", "a=/x:b=/y"], 2, "source 'a': /x:b=/y does not exist"),
         (
             ["--train-data", "a=file", "--resume", "epoch_9.pt"],
             2,

@@ -6,21 +6,18 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from PIL import Image
 from tqdm.auto import tqdm
 
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import Source, table_source
 from open_clip_zerovl.data.table import CsvFormat
 from open_clip_zerovl.shards.faults import (
-    PICTURE_MARKS,
     FolderCheck,
     ShardCheck,
     caption_fault,
     picture_fault,
 )
-from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample, image_of
-from open_clip_zerovl.shards.pictures import BadPicture, decoded
+from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample
 
 
 def check_table(
@@ -66,30 +63,15 @@ def _block(source: Source, block: int, decode: bool) -> tuple[list[tuple[str, li
     found, size_bytes = [], 0
     for sample in samples_of(source, block):
         found.append((sample.key, _faults(sample, decode)))
-        size_bytes += len(image_of(sample.files) or b"")
+        size_bytes += len(sample.image or b"")
     return found, size_bytes
 
 
 def _faults(sample: Sample, decode: bool) -> list[str]:
     if not sample.files:
         return ["row has more fields than the header, or is too long"]
-    caption, picture = sample.files.get(TEXT_EXTENSION), image_of(sample.files)
+    caption, picture = sample.files.get(TEXT_EXTENSION), sample.image
     faults = ["no caption" if caption is None else caption_fault(caption)]
-    if picture is None:
-        faults.append("no picture file that can be read")
-    else:
-        faults.append(_picture_fault(picture, decode))
+    no_file = "no picture file that can be read"
+    faults.append(no_file if picture is None else picture_fault(picture, decode=decode))
     return [fault for fault in faults if fault]
-
-
-def _picture_fault(content: bytes, decode: bool) -> str:
-    kind = next(
-        (kind for kind, (first, _) in PICTURE_MARKS.items() if content.startswith(first)), None
-    )
-    if kind is not None:
-        return picture_fault(content, kind, decode=decode)
-    try:
-        decoded(content, Image.Image.load if decode else Image.Image.getbands)
-    except BadPicture as error:
-        return f"picture cannot be opened ({type(error.__cause__).__name__})"
-    return ""

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import atomic_file, read_arrays
 from open_clip_zerovl.shards.marks import Mark, digests_of, file_marks, is_same
-from open_clip_zerovl.shards.writing import SIZES_FILE, parse_sizes
+from open_clip_zerovl.shards.writing import read_sizes
 
 _CLUSTER_FOLDER = re.compile(r"cluster-(\d+)")
 
@@ -149,19 +149,9 @@ def _written(clustering: Clustering, path: Path, folders: Sequence[Path]) -> lis
     """The clusters as `--reshard` wrote them."""
     clusters = []
     for folder in folders:
-        try:
-            table = parse_sizes((folder / SIZES_FILE).read_bytes(), folder / SIZES_FILE)
-            names = sorted(table)
-            clusters.append(
-                Cluster(
-                    tuple(str(folder / name) for name in names),
-                    tuple(table[name] for name in names),
-                )
-            )
-        except (OSError, UserError) as error:
-            raise UserError(
-                f"{folder / SIZES_FILE} cannot be read ({error}): write the clusters again with `zerovl cluster --reshard`."
-            ) from error
+        table = dict(sorted((read_sizes(folder) or {}).items()))
+        shards = tuple(str(folder / name) for name in table)
+        clusters.append(Cluster(shards, tuple(table.values())))
     found = [sum(cluster.sizes) for cluster in clusters]
     if found != clustering.counts.tolist():
         raise UserError(
@@ -181,10 +171,7 @@ def _moved(clustering: Clustering, folder: str) -> tuple[str, ...]:
 
 def _check_shards(clustering: Clustering, shards: Sequence[str], path: Path, strict: bool) -> None:
     """UserError for shards that are missing or have changed; without `strict` a warning for some that are missing."""
-    digests = digests_of(
-        clustering.marks
-    )  # none in a clustering of an earlier release, which has sizes alone
-    found = file_marks(shards, digests or None, f"checking {clustering.source}")
+    found = file_marks(shards, digests_of(clustering.marks), f"checking {clustering.source}")
     gone = []
     for shard, mark in zip(shards, clustering.marks, strict=True):
         if len(found[shard]) == 1:
@@ -209,27 +196,18 @@ def _check_shards(clustering: Clustering, shards: Sequence[str], path: Path, str
 def _require_consistent(clustering: Clustering) -> None:
     """ValueError for arrays that do not belong together, as in a damaged or foreign file."""
     sizes, labels, centroids = clustering.sizes, clustering.labels, clustering.centroids
-    if not len(clustering.shards) == len(sizes) == len(clustering.marks):
-        raise ValueError("its shards, sizes and marks differ in number")
-    if not all(isinstance(mark, list) and len(mark) > 1 for mark in clustering.marks):
-        raise ValueError("its marks are not those of files")
-    if (
-        min(sizes, default=0) < 0
-        or labels.shape != (sum(sizes),)
-        or not np.issubdtype(labels.dtype, np.integer)
-    ):
-        raise ValueError("its labels are not one whole number a sample")
-    if clustering.distances.shape != labels.shape:
-        raise ValueError("its distances are not one a sample")
-    if clustering.copies is not None and (clustering.copies.shape, clustering.copies.dtype) != (
-        labels.shape,
-        np.bool_,
-    ):
-        raise ValueError("its copies are not one truth value a sample")
-    if centroids.ndim != 2 or (
-        len(labels) and not 0 <= labels.min() <= labels.max() < len(centroids)
-    ):
-        raise ValueError("its labels are not numbers of its centroids")
+    copies = labels != labels if clustering.copies is None else clustering.copies
+    alike = (
+        len(clustering.shards) == len(sizes) == len(clustering.marks)
+        and all(isinstance(mark, list) and len(mark) > 1 for mark in clustering.marks)
+        and min(sizes, default=0) >= 0
+        and labels.shape == clustering.distances.shape == copies.shape == (sum(sizes),)
+        and np.issubdtype(labels.dtype, np.integer)
+        and copies.dtype == np.bool_
+        and centroids.ndim == 2
+    )
+    if not alike or (len(labels) and not 0 <= labels.min() <= labels.max() < len(centroids)):
+        raise ValueError("its arrays do not belong together")
 
 
 ASSIGNMENT_FILE = "assignment.npz"
@@ -292,13 +270,6 @@ def load_clustering(path: str | Path) -> Clustering:
     try:
         content = read_arrays(path)
         shards = tuple(str(shard) for shard in content["shards"])
-        if "marks" in content:
-            marks = json.loads(str(content["marks"]))
-        else:  # of an earlier release, with sizes alone
-            marks = [
-                [os.path.basename(shard), int(n)]
-                for shard, n in zip(shards, content["shard_bytes"], strict=True)
-            ]
         clustering = Clustering(
             str(content["source"]),
             shards,
@@ -306,7 +277,7 @@ def load_clustering(path: str | Path) -> Clustering:
             content["labels"],
             content["distances"],
             content["centroids"],
-            tuple(marks),
+            tuple(json.loads(str(content["marks"]))),
             content.get("copies"),
         )
         _require_consistent(clustering)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from open_clip_zerovl.data.reading import picture_file
 from open_clip_zerovl.data.samples import origin_of, samples_of
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import EXTENSIONS
-from open_clip_zerovl.shards.members import Sample, ShardError, image_of
+from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES, picture_files
 
 
@@ -61,14 +61,8 @@ class Collection:
         if self.shards is None:
             yield "", picture_file(self.files[number].path)
             return
-        try:
-            for sample in samples_of(*self.shards[number]):
-                content = image_of(sample.files)
-                yield sample.key, None if content is None else bytes(content)
-        except ShardError as error:
-            raise UserError(
-                f"{self.files[number].path} cannot be read ({error}); mend it or take it away"
-            ) from error
+        for sample in samples_of(*self.shards[number]):
+            yield sample.key, sample.image
 
     def shown(self, number: int, sample: Sample | None = None) -> str:
         """The name of a picture in lists: its path, or its key in a shard and the file or URL that its json names."""
@@ -86,39 +80,42 @@ def open_collection(data: str) -> Collection:
         UserError: nothing there, no picture in it, or a source that cannot be read.
     """
     folder = Path(data).expanduser()
-    if folder.is_dir() and kind_of(data).kind not in ("shards", "packed"):
-        return _folder(data, folder)
     if folder.is_file() and folder.suffix.lower() not in (".tar", *EXTENSIONS):
         raise UserError(
             f"{data} is a file: give a folder of pictures, shards (.tar) or a table (.csv, .tsv)"
         )
     if not folder.exists() and not any(mark in data for mark in "={*:"):
         raise UserError(f"{data} does not exist; give a folder of pictures, shards or a table")
-    sources = parse_sources(_every_split(data), evaluation=True)
-    if any(source.picked is not None for source in sources):
-        raise UserError(f"{data} is a clustering: give the shards or the table that it divides")
-    tables = [source for source in sources if source.table is not None]
-    if tables and len(tables) < len(sources):
+    names: dict[str, str] = {}  # path of a picture -> the name that is shown
+    shards: list[tuple[Source, int]] = []
+    if folder.is_dir() and kind_of(data).kind not in ("shards", "packed"):
+        names = {
+            str(path.absolute()): str(path.relative_to(folder)) for path in picture_files(folder)
+        }
+    else:
+        for source in parse_sources(_every_split(data), evaluation=True):
+            if source.picked is not None:
+                raise UserError(
+                    f"{data} is a clustering: give the shards or the table that it divides"
+                )
+            if (table := source.table) is None:
+                shards += [(source, number) for number in range(len(source.shards))]
+                continue
+            names |= {table.image_path(sample.image): sample.image for sample in table.samples()}
+    if names and shards:
         raise UserError(f"{data} has both shards and tables: search them one after the other")
     files: list[File] = []
-    lost = 0
-    for source in tables:
-        assert source.table is not None
-        names = {
-            source.table.image_path(sample.image): sample.image for sample in source.table.samples()
-        }
-        found, absent = _files(names, source.name)
-        files += found
-        lost += absent
-    shards = (
-        []
-        if tables
-        else [(source, number) for source in sources for number in range(len(source.shards))]
-    )
     for source, number in shards:
         path = source.shards[number]
-        files.append(_file(path, f"{source.name}/{Path(path).name}", data))
-    return _checked(Collection(data, tuple(files), tuple(shards) or None, lost))
+        files.append(_file(path, f"{source.name}/{Path(path).name}"))
+    for path, shown in names.items():
+        with contextlib.suppress(OSError, ValueError):  # a dangling link
+            files.append(_file(path, shown))
+    if not files:
+        raise UserError(f"{data} holds no pictures ({', '.join(sorted(PICTURE_SUFFIXES))})")
+    return Collection(
+        data, tuple(files), tuple(shards) or None, len(names) + len(shards) - len(files)
+    )
 
 
 def _every_split(data: str) -> str:
@@ -134,29 +131,6 @@ def _every_split(data: str) -> str:
     return "::".join(parts)
 
 
-def _folder(data: str, folder: Path) -> Collection:
-    names = {str(path.absolute()): str(path.relative_to(folder)) for path in picture_files(folder)}
-    files, lost = _files(names, data)
-    return _checked(Collection(data, tuple(files), lost=lost))
-
-
-def _files(names: Mapping[str, str], data: str) -> tuple[list[File], int]:
-    """The pictures, path -> name that is shown, and the number of those that are not there (a dangling link is one)."""
-    found = []
-    for path, shown in names.items():
-        with contextlib.suppress(OSError, ValueError):
-            found.append(_file(path, shown, data))
-    return found, len(names) - len(found)
-
-
-def _file(path: str, shown: str, data: str) -> File:
+def _file(path: str, shown: str) -> File:
     seen = os.stat(path)
     return File(path, shown, seen.st_size, seen.st_mtime_ns)
-
-
-def _checked(collection: Collection) -> Collection:
-    if not collection.files:
-        raise UserError(
-            f"{collection.name} holds no pictures ({', '.join(sorted(PICTURE_SUFFIXES))})"
-        )
-    return collection

@@ -19,7 +19,6 @@ from __future__ import annotations
 import glob
 import os
 import re
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,46 +100,27 @@ def _kind_of_folder(folder: str) -> str:
     return "folder" if find_table(folder) is None else "table"
 
 
-def expand_shards(pattern: str, *, parquet: bool = False) -> tuple[str, ...]:
-    """The shards of a folder, or of a pattern with braces or *.
-
-    Args:
-        parquet: parquet files may be shards; those of a folder are if it holds no tars.
+def expand_shards(pattern: str) -> tuple[str, ...]:
+    """The shards of a folder, or of a pattern with braces or *. The shards of a folder without tars are its parquet files.
 
     Raises:
         UserError: a folder without shards, a pattern of no files, or braces that do not match.
     """
-    if not REMOTE.match(pattern) and os.path.isdir(pattern):
-        # A shard that sizes.json lists and that is missing belongs to the source too: it counts as lost.
-        listed = {
-            name for name in read_sizes(pattern) or () if name.endswith(".tar") and "/" not in name
-        }
-        names = {path.name for path in Path(pattern).glob("*.tar")} | listed
-        shards = tuple(str(Path(pattern, name)) for name in sorted(names))
-        if parquet and not shards:
-            visible = (
-                path for path in sorted(Path(pattern).iterdir()) if not path.name.startswith(".")
-            )
-            shards = tuple(str(path) for path in visible if is_parquet(path.name))
-        if not shards:
-            raise UserError(
-                f"folder {pattern} holds no *.tar shards; name a folder of webdataset shards"
-                f"{' or of parquet' if parquet else ''}, or make shards of its pictures with `zerovl data pack {pattern} "
-                "--out DIR`"
-            )
-        return shards
-    shards = tuple(shard for name in expand_braces(pattern) for shard in _matching(name))
-    if not parquet and any(map(is_parquet, shards)):
-        given = (
-            pattern
-            if REMOTE.match(pattern) or len(shards) == 1
-            else os.path.dirname(shards[0]) or "."
-        )
+    if REMOTE.match(pattern) or not os.path.isdir(pattern):
+        return tuple(shard for name in expand_braces(pattern) for shard in _matching(name))
+    # A shard that sizes.json lists and that is missing belongs to the source too: it counts as lost.
+    listed = {
+        name for name in read_sizes(pattern) or () if name.endswith(".tar") and "/" not in name
+    }
+    names = {path.name for path in Path(pattern).glob("*.tar")} | listed
+    if not names:
+        names = {name for name in os.listdir(pattern) if is_parquet(name) and name[0] != "."}
+    if not names:
         raise UserError(
-            f"{pattern} is parquet, and tars are read here; make shards of its rows with `zerovl data pack "
-            f"{shlex.quote(given)} --out DIR`"
+            f"folder {pattern} holds no *.tar shards; name a folder of webdataset shards or of parquet, or make shards of its "
+            f"pictures with `zerovl data pack {pattern} --out DIR`"
         )
-    return shards
+    return tuple(str(Path(pattern, name)) for name in sorted(names))
 
 
 def expand_braces(pattern: str) -> tuple[str, ...]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,6 @@ from timm.data.transforms import RandomResizedCropAndInterpolation
 from torchvision.transforms import Compose, Normalize, RandomResizedCrop, ToTensor
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import regular_file
 from open_clip_zerovl.shards.pictures import BadPicture, decoded, rgb
 
 MIN_SIDE_PX = 2  # tracking pixels and placeholders of web pages have a side of one pixel
@@ -104,18 +102,6 @@ def decode_image(data: bytes, crop: Crop | None = None) -> Image.Image:
         return rgb(image)
 
     return decoded(data, use)
-
-
-def read_picture(file: str | os.PathLike[str], offset: int = 0, size: int = -1) -> Image.Image:
-    """The RGB image at an offset of a regular file; by default the file is the image.
-
-    Raises:
-        BadPicture: as `decode_image`.
-        OSError: the file cannot be read.
-    """
-    with regular_file(file) as content:
-        content.seek(offset)
-        return decode_image(content.read(size))
 
 
 class ToBytes:

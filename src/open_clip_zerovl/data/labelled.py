@@ -18,65 +18,23 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torchvision.datasets as tvd
-from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.components import expand_shards, kind_of
-from open_clip_zerovl.data.images import read_picture
+from open_clip_zerovl.data.indexed import IndexedSample, IndexedSet, index_shards
 from open_clip_zerovl.data.names import CLASS_NAMES, file_of_words
 from open_clip_zerovl.shards.foreign import text_of
-from open_clip_zerovl.shards.marks import content_digest
-from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, image_of, indexed_members
-from open_clip_zerovl.shards.pictures import BadPicture
+from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS
 
 ROLES = ("train", "test")
 
 
-@dataclass(frozen=True)
-class ProbeSet:
-    """Images with one class each, read one at a time.
-
-    Attributes:
-        path: where it comes from, for messages.
-        labels: the class of each image, by name (or by number, as text).
-        read: index -> image; may raise OSError or BadPicture.
-        names: class label -> the words for it in pictures, if they differ from the label.
-        files: the pictures, or the shards with them.
-    """
-
-    path: str
-    labels: Sequence[str]
-    read: Callable[[int], Image.Image]
-    names: dict[str, str] = field(default_factory=dict)
-    files: Sequence[str | os.PathLike[str]] = ()
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def image(self, index: int) -> Image.Image:
-        """Image `index` as RGB. UserError with the set and the index if it cannot be read."""
-        try:
-            return self.read(index).convert("RGB")
-        except (BadPicture, OSError) as error:
-            raise UserError(
-                f"image {index} of {self.path} cannot be read ({error}); remove or mend it"
-            ) from error
-
-    def fingerprint(self) -> str:
-        """A hash of the path, of the labels in their order and of the files' contents: the key of stored features.
-
-        Times of change are left out: a set that is copied to a machine's own disk again is the same.
-        """
-        return digest_of(self.path, list(self.labels), content_digest(self.files))
-
-
-def class_list(train: ProbeSet, test: ProbeSet) -> list[str]:
+def class_list(train: IndexedSet, test: IndexedSet) -> list[str]:
     """The classes of the training set: numbers first, in numerical order, then names.
 
     Raises:
@@ -104,7 +62,7 @@ def is_dataset(spec: str) -> bool:
     return bool(colon) and "/" not in kind
 
 
-def open_probe_set(spec: str | os.PathLike[str], role: str, *, label: str = "cls") -> ProbeSet:
+def open_probe_set(spec: str | os.PathLike[str], role: str, *, label: str = "cls") -> IndexedSet:
     """Index a labelled set; the module's text lists the forms of `spec`.
 
     Args:
@@ -133,22 +91,20 @@ def open_probe_set(spec: str | os.PathLike[str], role: str, *, label: str = "cls
         return _open_dataset(kind, Path(root).expanduser(), role)
     if in_folders:
         return _read_folder(path)
-    shards = [Path(shard) for shard in expand_shards(str(path))]
-    if missing := [shard for shard in shards if not shard.is_file()]:
-        raise UserError(
-            f"{missing[0]} does not exist; give a folder of class folders, or webdataset shards"
-        )
-    return _read_shards(spec, shards, label)
+    return _read_shards(spec, expand_shards(str(path)), label)
 
 
 def _of_files(
     path: str, files: Sequence[str | os.PathLike[str]], labels: Sequence[str]
-) -> ProbeSet:
+) -> IndexedSet:
     """A set of pictures that are files of their own."""
-    return ProbeSet(path, labels, lambda index: read_picture(files[index]), files=files)
+    pairs = zip(files, labels, strict=True)
+    return IndexedSet(
+        path, [IndexedSample(os.path.basename(file), file, label=label) for file, label in pairs]
+    )
 
 
-def _read_folder(path: Path) -> ProbeSet:
+def _read_folder(path: Path) -> IndexedSet:
     try:
         folder = tvd.ImageFolder(str(path))
     except FileNotFoundError as error:  # no class folder, or one without a picture
@@ -167,7 +123,7 @@ def _read_folder(path: Path) -> ProbeSet:
 Listing = tuple[Sequence[str | os.PathLike[str]], Sequence[str]]
 
 
-def _open_dataset(kind: str, root: Path, role: str) -> ProbeSet:
+def _open_dataset(kind: str, root: Path, role: str) -> IndexedSet:
     try:
         files, labels = _DATASETS[kind](root, role)
         if not files:
@@ -193,30 +149,21 @@ def _torchvision(
     """
 
     def listing(root: Path, role: str) -> Listing:
-        found = dataset(
-            str(root), split=train if role == "train" else test, download=False, **options
-        )
-        return getattr(found, files), [found.classes[target] for target in getattr(found, targets)]
+        split = train if role == "train" else test
+        opened = dataset(str(root), split=split, download=False, **options)
+        labels = [opened.classes[target] for target in getattr(opened, targets)]
+        listed = getattr(opened, files)
+        return [file[0] if isinstance(file, tuple) else file for file in listed], labels
 
     return listing
 
 
-def _places365(root: Path, role: str) -> Listing:
-    # The 256 px edition, with its validation split: the test split has no labels.
-    found = tvd.Places365(
-        str(root), split="train-standard" if role == "train" else "val", small=True, download=False
-    )
-    return [file for file, _ in found.imgs], [found.classes[target] for target in found.targets]
-
-
 def _inat2021(root: Path, role: str) -> Listing:
-    found = tvd.INaturalist(
-        str(root), version="2021_train" if role == "train" else "2021_valid", download=False
-    )
-    categories = [found.all_categories[category] for category, _ in found.index]
-    return [
-        Path(found.root, one, name) for one, (_, name) in zip(categories, found.index, strict=True)
-    ], categories
+    version = "2021_train" if role == "train" else "2021_valid"
+    opened = tvd.INaturalist(str(root), version=version, download=False)
+    labels = [opened.all_categories[category] for category, _ in opened.index]
+    names = [name for _, name in opened.index]
+    return [Path(opened.root, *place) for place in zip(labels, names, strict=True)], labels
 
 
 def _inat17(root: Path, role: str) -> Listing:
@@ -255,7 +202,10 @@ _DATASETS: dict[str, Callable[[Path, str], Listing]] = {
     "food101": _torchvision(tvd.Food101, "train", "test", "_image_files", "_labels"),
     "pets": _torchvision(tvd.OxfordIIITPet, "trainval", "test", "_images", "_labels"),
     "aircraft": _torchvision(tvd.FGVCAircraft, "trainval", "test", "_image_files", "_labels"),
-    "places365": _places365,
+    # The 256 px edition, with its validation split: the test split has no labels.
+    "places365": _torchvision(
+        tvd.Places365, "train-standard", "val", "imgs", "targets", small=True
+    ),
     "inat2021": _inat2021,
     "inat17": _inat17,
 }
@@ -266,29 +216,19 @@ _DATASETS: dict[str, Callable[[Path, str], Listing]] = {
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _read_shards(spec: str, shards: Sequence[Path], label: str) -> ProbeSet:
+def _read_shards(spec: str, shards: Sequence[str], label: str) -> IndexedSet:
     """The images of shards. Only tar headers and classes are read here; an image is read on access."""
     kind, _, name = label.partition(":")
-    labels: list[str] = []
-    places: list[tuple[Path, int, int]] = []
-    for shard, key, members, content in indexed_members(shards, kind):
-        place, where = image_of(members), f"{shard}: sample {key!r}"
-        if place is None:
-            raise UserError(
-                f"{where} has no image ({', '.join(IMAGE_EXTENSIONS)}); mend or remove it"
-            )
-        if content is None:
-            other = "json:FIELD" if kind == "cls" else "cls"
-            raise UserError(
-                f"{where} has no .{kind} with its class; if the class is elsewhere, give --label {other} (zero-shot and "
-                "linear-probe have it)"
-            )
-        labels.append(_class(content, name, f"{key}.{kind} of {shard}"))
-        places.append((shard, *place))
-    if not labels:
+    other = "json:FIELD" if kind == "cls" else "cls"
+    advice = f"if the class is elsewhere, give --label {other} (zero-shot and linear-probe have it)"
+    samples = [
+        replace(sample, label=_class(content, name, f"{sample.key}.{kind} of {sample.file}"))
+        for sample, content in index_shards(shards, kind, advice=advice)
+    ]
+    if not samples:
         raise UserError(f"the shards of {spec} hold no image ({', '.join(IMAGE_EXTENSIONS)})")
-    names = _class_names(shards[0].parent) if kind == "cls" else {}
-    return ProbeSet(spec, labels, lambda index: read_picture(*places[index]), names, shards)
+    names = _class_names(Path(shards[0]).parent) if kind == "cls" else {}
+    return IndexedSet(spec, samples, names)
 
 
 def _class(content: bytes, name: str, where: str) -> str:

@@ -11,8 +11,6 @@ from open_clip_zerovl.core.errors import UserError
 
 NAME = re.compile(r"(?P<name>[^\W_][\w.-]*)=(?P<shards>.*)", re.DOTALL)
 
-#: In one source's shards: the name of another, after a single colon. `://` and a command after `pipe:` do not count.
-_SECOND_NAME = re.compile(r"(?<!:):(?P<name>[^\W_][\w.-]*)=")
 #: Characters and schemes of a pattern or URL; the path of one local file or folder has none of them.
 _PATTERN = re.compile(r"[{}*?@#\[\]]|^[A-Za-z][A-Za-z0-9+.-]*:")
 
@@ -115,22 +113,6 @@ def is_captions(captions: str) -> bool:
 def is_named(train_data: str | None) -> bool:
     """True if a `--train-data` value names at least one of its sources, and so selects this package's mixture."""
     return bool(train_data) and any(NAME.fullmatch(part) for part in str(train_data).split("::"))
-
-
-def check_separators(train_data: str) -> None:
-    """
-    Raises:
-        UserError: named sources that a single colon separates: `a=X:b=Y` would be one source with odd shards.
-    """
-    for component in train_data.split("::"):
-        match = NAME.fullmatch(component)
-        shards = match["shards"] if match else ""
-        second = None if shards.startswith("pipe:") else _SECOND_NAME.search(shards)
-        if second is not None:
-            raise UserError(
-                f"--train-data {train_data}: sources are separated by '::', and a single ':' stands before {second['name']}=; "
-                f"write {component[: match.start('shards') + second.start()]}::{second['name']}=..."  # type: ignore[union-attr]
-            )
 
 
 def check_paths(train_data: str) -> None:

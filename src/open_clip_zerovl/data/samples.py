@@ -18,7 +18,6 @@ from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data import parquet
-from open_clip_zerovl.data.columns import Chosen
 from open_clip_zerovl.data.reading import picture_file
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.shards.members import (
@@ -51,61 +50,47 @@ def samples_of(source: Source, shard: int) -> Iterator[Sample]:
         UserError: a remote shard, a shard or a table that cannot be read, or a table that has changed since it was opened.
     """
     where = source.shards[shard]
-    if source.table is not None:
-        yield from _rows(source, shard)
-        return
     path = local_path(where)
     if path is None:
         raise UserError(
             f"{where} of source {source.name!r} is remote, and local shards are read here; copy it to a disk"
         )
-    samples = read_samples(path)
-    if is_parquet(where) and (columns := source.columns) is not None:
-        samples = _parquet_rows(path, columns)
-    if source.picked is None:
-        yield from samples
-        return
-    numbers = set(source.picked[source.starts[shard] : source.starts[shard + 1]].tolist())
-    yield from (sample for number, sample in enumerate(samples) if number in numbers)
-
-
-def _parquet_rows(path: str, columns: Chosen) -> Iterator[Sample]:
     try:
-        yield from itertools.starmap(
-            Sample, parquet.samples(path, columns, RetryPolicy(), whole=True)
-        )
+        if source.table is not None:
+            yield from _rows(source, shard)
+            return
+        samples = read_samples(path)
+        if is_parquet(where) and (columns := source.columns) is not None:
+            rows = parquet.samples(path, columns, RetryPolicy(), whole=True)
+            samples = itertools.starmap(Sample, rows)
+        if source.picked is None:
+            yield from samples
+            return
+        numbers = set(source.picked[source.starts[shard] : source.starts[shard + 1]].tolist())
+        yield from (sample for number, sample in enumerate(samples) if number in numbers)
     except ShardError as error:
-        raise UserError(f"{path} cannot be read ({error}): fetch or write it again") from error
+        raise UserError(f"{where} cannot be read ({error}): fetch or write it again") from error
 
 
 def origin_of(sample: Sample) -> str:
     """The file or URL of a sample's picture before it was packed, as its json names it; "" if it names none."""
-    try:
-        content = json.loads(sample.files.get("json", b""))
-        return next(
-            (found for key in _ORIGINS if isinstance(found := content.get(key), str) and found), ""
-        )
-    except (ValueError, AttributeError, RecursionError):  # no JSON, or no object
-        return ""
+    values = map(sample.about.get, _ORIGINS)
+    return next((value for value in values if isinstance(value, str) and value), "")
 
 
 def _rows(source: Source, block: int) -> Iterator[Sample]:
     table, first = source.table, int(source.starts[block])
     assert table is not None
-    try:
-        for sample in table.samples(first, first + source.sizes[block]):
-            files: dict[str, bytes] = {}
-            if sample.readable:
-                if (content := picture_file(table.image_path(sample.image))) is not None:
-                    files[_extension(sample.image)] = content
-                if sample.captions:
-                    files[TEXT_EXTENSION] = b"\n".join(sample.captions)
-                files["json"] = json.dumps(
-                    dict(zip(table.columns, sample.rows[0], strict=False))
-                ).encode()
-            yield Sample(_key(sample.numbers[0], sample.image), files)
-    except ShardError as error:
-        raise UserError(f"table {table.path} cannot be read ({error}); correct its path") from error
+    for sample in table.samples(first, first + source.sizes[block]):
+        files: dict[str, bytes] = {}
+        if sample.readable:
+            if (content := picture_file(table.image_path(sample.image))) is not None:
+                files[_extension(sample.image)] = content
+            if sample.captions:
+                files[TEXT_EXTENSION] = b"\n".join(sample.captions)
+            about = dict(zip(table.columns, sample.rows[0], strict=False))
+            files["json"] = json.dumps(about).encode()
+        yield Sample(_key(sample.numbers[0], sample.image), files)
 
 
 def _extension(image: str) -> str:

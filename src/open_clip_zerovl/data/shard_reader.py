@@ -27,13 +27,14 @@ from open_clip_zerovl.data.parquet import samples
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.stats import Fault
 from open_clip_zerovl.shards.cache import ShardCache
-from open_clip_zerovl.shards.index import caption_lines, open_index
+from open_clip_zerovl.shards.index import open_index
 from open_clip_zerovl.shards.members import (
     IMAGE_EXTENSIONS,
     TEXT_EXTENSION,
     WANTED,
     Extent,
     ShardError,
+    caption_lines,
     image_of,
     locate_samples,
     opened,

@@ -50,7 +50,7 @@ def listed_sizes(
         if place is None:
             continue
         if place not in tables:
-            tables[place] = _read(place, required=place == file, seconds=seconds)
+            tables[place] = _read(place, seconds)
         if name in tables[place]:
             known[shard] = tables[place][name]
     return known
@@ -84,7 +84,7 @@ def _words(command: str) -> list[str]:
         return []
 
 
-def _read(place: str, *, required: bool, seconds: float) -> dict[str, int]:
+def _read(place: str, seconds: float) -> dict[str, int]:
     path = local_path(place)
     if path is not None:
         if os.path.basename(path) == SIZES_FILE:

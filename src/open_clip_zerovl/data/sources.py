@@ -35,7 +35,6 @@ from open_clip_zerovl.data.names import (
     CAPTIONS,
     CLASS_NAMES,
     NAME,
-    check_separators,
     field_names,
     file_of_words,
     is_captions,
@@ -154,7 +153,6 @@ def parse_sources(
         raise UserError(
             f"unknown --captions {captions!r}; use one of {', '.join(CAPTIONS)}, FIELD=SHARE,FIELD=SHARE or FIELD+FIELD"
         )
-    check_separators(train_data)
     how = _Opening(
         captions,
         table_format,
@@ -233,7 +231,7 @@ def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Sour
                 f"{' or '.join(trained or splits) or test}"
             )
         name, path = name or Path(path).absolute().name, test
-    shards = expand_shards(path, parquet=True)
+    shards = expand_shards(path)
     for shard in shards:
         check_openable(shard)
     name = name or _folder_name(shards[0])
@@ -519,23 +517,18 @@ def _parse_weights(weights: str | None, members: Mapping[str, Sequence[str]]) ->
         return factors
     parts = weights.split("::")
     flag = f"--train-data-upsampling-factors {weights!r}"
-    by_name = ["=" in part for part in parts]
-    if any(by_name):
-        if not all(by_name):
-            raise UserError(
-                f"{flag} gives names to only some of its weights; name all of them or none"
-            )
-        given = dict(part.split("=", 1) for part in parts)
+    if any("=" in part for part in parts):
+        given = dict(part.partition("=")[::2] for part in parts)
         unknown = [name for name in given if name not in members and name not in factors]
         if unknown:
             raise UserError(
                 f"{flag} names the unknown source {unknown[0]!r}; the sources are {', '.join(members)}"
             )
+    elif len(parts) != len(members):
+        raise UserError(
+            f"{flag} gives {len(parts)} weights for {len(members)} sources ({', '.join(members)}); give one each"
+        )
     else:
-        if len(parts) != len(members):
-            raise UserError(
-                f"{flag} gives {len(parts)} weights for {len(members)} sources ({', '.join(members)}); give one each"
-            )
         given = dict(zip(members, parts, strict=True))
     # Weights of components first, then those of single sources of them, which may differ.
     for name, part in sorted(given.items(), key=lambda item: item[0] not in members):

@@ -42,12 +42,10 @@ def with_auto_augment(transform: Compose, policy: str = "imagenet") -> Compose:
         policy: of AUTO_AUGMENT_POLICIES.
 
     Raises:
-        UserError: an unknown policy, a transform without a random resized crop, or one that has AutoAugment already.
+        UserError: a transform without a random resized crop.
     """
     augment = _auto_augment(policy)
     steps = list(getattr(transform, "transforms", ()))
-    if any(isinstance(step, AutoAugment) for step in steps):
-        raise UserError("the training transform has AutoAugment already; insert it once.")
     crops = [
         index
         for index, step in enumerate(steps)
@@ -81,9 +79,6 @@ def image_transform_train(
         size_px: side S of the resulting square.
         area: smallest and largest share of the image's area that a crop has.
         auto_augment: a policy of AUTO_AUGMENT_POLICIES.
-
-    Raises:
-        UserError: an unknown policy.
     """
     crop = RandomResizedCrop(size_px, scale=area, interpolation=InterpolationMode.BILINEAR)
     augment = [_auto_augment(auto_augment)] if auto_augment is not None else []
@@ -109,19 +104,10 @@ def paper_eval_transform(
 
 
 def paper_transform_of(visual: Any) -> Compose:
-    """The paper's evaluation transform (A.9) at the size, mean and standard deviation of an image tower (`model.visual`).
-
-    Raises:
-        UserError: a tower whose images are not square.
-    """
-    preprocess_cfg = visual.preprocess_cfg
-    size = preprocess_cfg["size"]
-    sides = set(size) if isinstance(size, (tuple, list)) else {size}
-    if len(sides) != 1:
-        raise UserError(
-            f"the paper's transform crops a square, and this tower takes images of {size}"
-        )
-    return paper_eval_transform(sides.pop(), preprocess_cfg["mean"], preprocess_cfg["std"])
+    """The paper's evaluation transform (A.9) at the size, mean and standard deviation of an image tower (`model.visual`)."""
+    config = visual.preprocess_cfg
+    side = config["size"] if isinstance(config["size"], int) else config["size"][0]
+    return paper_eval_transform(side, config["mean"], config["std"])
 
 
 def _auto_augment(policy: str) -> AutoAugment:

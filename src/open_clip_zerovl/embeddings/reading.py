@@ -61,6 +61,25 @@ class Collection(Protocol):
         ...
 
 
+class Listed:
+    """Samples that are read one by one, as a `Collection`.
+
+    Args:
+        count: samples.
+        read_one: number of a sample -> the sample.
+        part: samples that count as a file.
+    """
+
+    def __init__(self, count: int, read_one: Callable[[int], Sample], part: int) -> None:
+        self.read_one, self.part = read_one, part
+        self.sizes = [min(part, count - begin) for begin in range(0, count, part)]
+
+    def read(self, file: int) -> Iterator[Sample]:
+        """The samples of a file."""
+        begin = file * self.part
+        return map(self.read_one, range(begin, begin + self.sizes[file]))
+
+
 @dataclass
 class Batch:
     """Samples of one unit, in order; those that cannot be shown are left out.

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from open_clip_zerovl.core.identity import digest_of
-from open_clip_zerovl.data.labelled import ProbeSet
+from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.embeddings import reading
 from open_clip_zerovl.embeddings.embed import embed
 from open_clip_zerovl.embeddings.encoder import FrozenModel
-from open_clip_zerovl.embeddings.reading import Collection, Sample
+from open_clip_zerovl.embeddings.reading import Collection, Listed, Sample
 from open_clip_zerovl.embeddings.store import WEIGHTS, ArraySpec, Manifest, Store
 
 
@@ -71,25 +71,9 @@ def embedded(
     return store, left
 
 
-class _Pictures:
-    """The images of a set as a collection (`embeddings.reading.Collection`), some thousand images a file."""
-
-    def __init__(self, images: ProbeSet) -> None:
-        self.images = images
-        self.part = reading.UNIT_SAMPLES
-        self.sizes = [
-            min(self.part, len(images) - begin) for begin in range(0, len(images), self.part)
-        ]
-
-    def read(self, file: int) -> Iterator[Sample]:
-        begin = file * self.part
-        for index in range(begin, begin + self.sizes[file]):
-            yield Sample(index, [self.images.image(index)])
-
-
 def picture_features(
     model: FrozenModel,
-    images: ProbeSet,
+    images: IndexedSet,
     folder: Path,
     *,
     batch_size: int,
@@ -108,7 +92,9 @@ def picture_features(
         UserError: an image that cannot be read, embeddings that are not finite.
     """
     digests = [images.fingerprint(), model.fingerprints["image"]]
-    pictures = _Pictures(images)
+    pictures = Listed(
+        len(images), lambda row: Sample(row, [images.image(row)]), reading.UNIT_SAMPLES
+    )
     store, _ = embedded(
         Path(folder) / f"{name}-{digest_of(digests)[:16]}",
         "a labelled set",

@@ -105,9 +105,6 @@ class LarsSettings:
         lr: at the end of the warm-up.
         warmup_share: share of all steps, 0..1.
         seed: seed of the order, the augmentation and the initial weights.
-
-    Raises:
-        UserError: a value out of range.
     """
 
     epochs: int = flag(90, "epochs with --way paper", kind=positive)
@@ -122,17 +119,6 @@ class LarsSettings:
         "with --way paper: standardise the features and leave the bias out of LARS, as other papers' probes do",
     )
     seed: int = flag(0, "seed of order, augmentation and initial weights", kind=seed)
-
-    def __post_init__(self) -> None:
-        if self.epochs < 1 or self.batch_size < 2:
-            raise UserError(
-                f"a probe needs at least 1 epoch and a batch of 2; got {self.epochs} and {self.batch_size}"
-            )
-        if not self.lr > 0 or self.weight_decay < 0 or not 0 <= self.warmup_share < 1:
-            raise UserError(
-                f"lr {self.lr} must be positive, weight decay {self.weight_decay} at least 0, and the warm-up's share "
-                f"{self.warmup_share} in [0, 1)"
-            )
 
 
 @dataclass(frozen=True)
@@ -159,10 +145,6 @@ class CompareSettings:
         1000, "draws of units, for the intervals over queries", kind=positive, metavar="N"
     )
     seed: int = flag(0, "seed of draws and folds", kind=seed)
-
-    def __post_init__(self) -> None:
-        if self.draws < 100:
-            raise UserError(f"{self.draws} draws are too few for an interval; take 100 or more")
 
 
 @dataclass(frozen=True)

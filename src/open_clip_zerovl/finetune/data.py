@@ -11,29 +11,17 @@ A held-out set in CLIP_benchmark's layout is found in FOLDER itself, in FOLDER/N
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import did_you_mean
-from open_clip_zerovl.core.identity import stamp_of
-from open_clip_zerovl.data.labelled import ProbeSet
+from open_clip_zerovl.data.components import kind_of
+from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.names import CLASS_NAMES, NAME, is_named
-from open_clip_zerovl.data.retrieval import (
-    RetrievalSet,
-    open_retrieval_set,
-    parse_retrieval_data,
-)
+from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.sources import Source, parse_sources
-from open_clip_zerovl.data.table import EXTENSIONS
-from open_clip_zerovl.shards.index import caption_lines
-from open_clip_zerovl.shards.members import (
-    TEXT_EXTENSION,
-    Sample,
-)
 from open_clip_zerovl.shards.urls import local_path
 
 CAPTIONS = "one-per-epoch"
@@ -65,7 +53,7 @@ def find_data(data: str) -> Found:
     )
     if alone and not Path(data).expanduser().exists():
         raise UserError(f"--data {data} does not exist" + did_you_mean(data, "; correct the path"))
-    if not alone or not Path(data).expanduser().is_dir():
+    if not Path(data).expanduser().is_dir():
         parts = [
             part if NAME.fullmatch(part) else f"{_name_of(part)}={part}"
             for part in data.split("::")
@@ -103,15 +91,7 @@ def _source_in(folder: Path) -> dict[str, Path]:
 
 
 def _is_source(folder: Path) -> bool:
-    if (
-        folder / "pack.json"
-    ).is_file():  # an output of `zerovl data pack`, whose table lists refused rows
-        return False
-    if not folder.is_dir() or (
-        (folder / "dataset_type.txt").is_file() and not any(folder.glob("*.tar"))
-    ):
-        return False
-    return any(entry.suffix in (".tar", *EXTENSIONS) for entry in folder.iterdir())
+    return folder.is_dir() and kind_of(str(folder)).kind in ("shards", "table")
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -129,26 +109,11 @@ def open_sources(train_data: str) -> tuple[Source, ...]:
     return parse_sources(train_data, captions=CAPTIONS)
 
 
-def captions_of(sample: Sample) -> list[str]:
-    """The captions of a sample, a line each."""
-    lines = caption_lines(sample.files.get(TEXT_EXTENSION, b""))
-    return [line.decode("utf-8", errors="replace") for line in lines]
-
-
-def files_of(dataset: RetrievalSet | ProbeSet) -> list[Any]:
-    """Name, size and time of each file with a set's pictures."""
-    if isinstance(dataset, ProbeSet):
-        files = [os.fspath(file) for file in dataset.files]
-    else:
-        files = [os.fspath(sample.file) for sample in dataset.samples]
-    return [[file, stamp_of(file)] for file in dict.fromkeys(files)]
-
-
 def all_classes(data: str) -> bool:
     """True if all sets have classes, as `zerovl data pack` writes them: their pictures share captions, which caps RSUM."""
     return all((place / CLASS_NAMES).is_file() for place in parse_retrieval_data(data).values())
 
 
-def sets_of(data: str) -> dict[str, RetrievalSet]:
+def sets_of(data: str) -> dict[str, IndexedSet]:
     """The retrieval sets by name. UserError as `parse_retrieval_data` and `open_retrieval_set`."""
     return {name: open_retrieval_set(path) for name, path in parse_retrieval_data(data).items()}

@@ -36,8 +36,7 @@ from open_clip_zerovl.core.files import check_writable, locked, write_atomically
 from open_clip_zerovl.core.launch import visible_gpus
 from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.data.held_out import list_of_trained, trained_on
-from open_clip_zerovl.data.labelled import ProbeSet
-from open_clip_zerovl.data.retrieval import RetrievalSet
+from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.words import WordAugment
 from open_clip_zerovl.embeddings.sources import cut_captions
 from open_clip_zerovl.evaluate.interpolation.curve import require_possible
@@ -142,7 +141,7 @@ def _prepare(request: Request, say: Say) -> Prepared:
     given = request.retrieval_data or found.held_out
     old_data = None if request.keep_data is None else pairs.find_data(request.keep_data).train_data
     scored = "::".join(filter(None, (given, request.kept)))
-    tested: dict[str, RetrievalSet | ProbeSet] = {**pairs.sets_of(scored)} if scored else {}
+    tested: dict[str, IndexedSet] = {**pairs.sets_of(scored)} if scored else {}
     if request.zero_shot_data:  # a mistake ends the call here, not after hours of training
         labelled = labelled_sets(given, request.zero_shot_data)
         tested |= {f"--zero-shot-data {name}": one.images for name, one in labelled.items()}

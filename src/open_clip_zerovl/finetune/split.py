@@ -33,15 +33,15 @@ from open_clip_zerovl.data.held_out import (
     trained_on,
 )
 from open_clip_zerovl.data.images import decode_image
-from open_clip_zerovl.data.labelled import ProbeSet
+from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES
-from open_clip_zerovl.data.retrieval import RetrievalSet, parse_retrieval_data
+from open_clip_zerovl.data.retrieval import parse_retrieval_data
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.selection import Selection, marks_of, save_selection
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.embeddings.fingerprint import describe_source
-from open_clip_zerovl.finetune.data import HELD_OUT, captions_of, files_of, open_sources
-from open_clip_zerovl.shards.members import Sample, image_of
+from open_clip_zerovl.finetune.data import HELD_OUT, open_sources
+from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.pictures import BadPicture
 from open_clip_zerovl.shards.writing import write_retrieval_set
 
@@ -91,7 +91,7 @@ def hold_out(
     seed: int,
     model: str,
     old_data: str | None = None,
-    sets: Mapping[str, RetrievalSet | ProbeSet] | None = None,
+    sets: Mapping[str, IndexedSet] | None = None,
     share: float = HELD_OUT_SHARE,
     compare: bool = True,
     say: Say = lambda line: None,
@@ -198,16 +198,15 @@ def source_identities(
     return found
 
 
-def set_identities(dataset: RetrievalSet | ProbeSet, out: Path, name: str) -> Identities:
+def set_identities(dataset: IndexedSet, out: Path, name: str) -> Identities:
     """The identities of a set's pictures. UserError if one cannot be read."""
-    read = dataset.read_image if isinstance(dataset, RetrievalSet) else dataset.image
 
     def decoded() -> Identities:
         with ThreadPoolExecutor(usable_cores()) as pool:
-            rows = pool.map(lambda index: identity_of(read(index)), range(len(dataset)))
+            rows = pool.map(lambda index: identity_of(dataset.image(index)), range(len(dataset)))
             return np.fromiter(rows, np.int64, len(dataset))
 
-    return _stored(name, files_of(dataset), out, decoded)
+    return _stored(name, dataset.stamps(), out, decoded)
 
 
 def _stored(
@@ -231,7 +230,7 @@ def _contents(source: Source) -> Iterator[bytes | None]:
         count = 0
         for sample in islice(samples_of(source, shard), size):
             count += 1
-            yield image_of(sample.files) if captions_of(sample) else None
+            yield sample.image if sample.captions else None
         yield from [None] * (size - count)
 
 
@@ -298,10 +297,9 @@ def _collect(source: Source, rows: Identities, held_out: Mapping[int, HeldOut]) 
             if not wanted[row]:
                 continue
             own = held_out[int(rows[row])]
-            own.picture = image_of(sample.files) or b""
+            own.picture = sample.image or b""
             own.label = sample.files.get("cls", own.label)
-            captions = captions_of(sample)
-            own.captions += [caption for caption in captions if caption not in own.captions]
+            own.captions += [one for one in sample.captions if one not in own.captions]
 
 
 def _copy_classes(sources: Sequence[Source], folder: Path) -> None:

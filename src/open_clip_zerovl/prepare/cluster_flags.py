@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import flag, natural, positive, seed, share
 
 FEATURES = ("image", "text", "both")
@@ -42,7 +41,3 @@ class ClusterSettings:
     preview: int = flag(25, "pictures a preview", kind=natural, metavar="N")
     reshard: bool = flag(False, "write each cluster as shards (as much disk again)")
     shard_size: int = 10_000
-
-    def __post_init__(self) -> None:
-        if self.clusters < 2:
-            raise UserError(f"--clusters must be 2 or more, got {self.clusters}")

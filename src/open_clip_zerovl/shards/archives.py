@@ -7,7 +7,6 @@ as a text: a file of 100,000 brackets took all memory. Python's own decoder is f
 from __future__ import annotations
 
 import codecs
-import errno
 import gzip
 import json
 import lzma
@@ -75,7 +74,7 @@ def open_member(path: Path, name: str) -> Iterator[IO[bytes]]:
     """A file, or one member of an archive, as a stream of its plain bytes.
 
     Raises:
-        UserError: the archive is broken; also raised while it is read.
+        UserError: the file cannot be read, or the archive is broken; also raised while it is read.
     """
     with ExitStack() as stack:
         try:
@@ -91,10 +90,10 @@ def open_member(path: Path, name: str) -> Iterator[IO[bytes]]:
                 yield stack.enter_context(open(path, "rb"))
         except BROKEN_ARCHIVE as error:
             raise UserError(f"{path} is broken or encrypted ({error}): fetch it again.") from error
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # a zip whose directory points before its beginning
-                raise
-            raise UserError(f"{path} is broken ({error.strerror}): fetch it again.") from error
+        except OSError as error:  # EINVAL: a zip whose directory points before its beginning
+            raise UserError(
+                f"{path} cannot be read ({error.strerror or error}): check the path, or fetch it again"
+            ) from error
 
 
 def json_array(stream: IO[bytes], name: str, *, key: str | None = None) -> Iterator[Any]:

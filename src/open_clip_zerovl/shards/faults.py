@@ -94,21 +94,25 @@ def caption_fault(content: bytes) -> str:
         return "caption is not UTF-8"
 
 
-def picture_fault(content: bytes, extension: str, *, decode: bool = False) -> str:
-    """The fault of an encoded picture of a kind in PICTURE_MARKS, or "".
+def picture_fault(content: bytes, extension: str | None = None, *, decode: bool = False) -> str:
+    """The fault of an encoded picture, or "".
 
     Args:
-        decode: also decode it; without this only its first and last bytes are checked.
+        extension: its kind in PICTURE_MARKS; None to know it by its first bytes, where other formats are opened.
+        decode: also decode it; without this only the first and last bytes of a kind in PICTURE_MARKS are checked.
     """
-    first, last = PICTURE_MARKS[extension]
-    if not content.startswith(first):
-        return f"picture is not a {extension}"
-    if not content.endswith(last, len(first)):
-        return "picture is cut off"
-    if not decode:
-        return ""
+    starts = (kind for kind, (first, _) in PICTURE_MARKS.items() if content.startswith(first))
+    kind = extension or next(starts, None)
+    if kind is not None:
+        first, last = PICTURE_MARKS[kind]
+        if not content.startswith(first):
+            return f"picture is not a {kind}"
+        if not content.endswith(last, len(first)):
+            return "picture is cut off"
+        if not decode:
+            return ""
     try:
-        decoded(content, Image.Image.load)
+        decoded(content, Image.Image.load if decode else Image.Image.getbands)
     except BadPicture as error:
         return f"picture cannot be decoded ({type(error.__cause__).__name__})"
     return ""

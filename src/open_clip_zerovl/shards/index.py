@@ -27,6 +27,7 @@ from open_clip_zerovl.shards.members import (
     TEXT_EXTENSION,
     Extent,
     ShardError,
+    caption_lines,
     image_of,
     locate_samples,
     opened,
@@ -71,11 +72,6 @@ class TarIndex:
             .tobytes()
             .decode("utf-8", "surrogateescape")
         )
-
-
-def caption_lines(text: bytes) -> list[bytes]:
-    """The captions in a `txt` member, one a line, empty lines left out."""
-    return [line for line in (line.strip() for line in text.split(b"\n")) if line]
 
 
 def open_index(path: str) -> TarIndex:
@@ -171,7 +167,7 @@ def _load(file: Path) -> TarIndex | None:
 
 def _require_consistent(index: TarIndex) -> None:
     """ValueError for arrays that do not make an index, as in a damaged or foreign file."""
-    n = len(index.captions) if index.captions.ndim == 1 else -1
+    n = index.captions.size
     shapes = {
         "image": (n, 2), "text": (n, 2), "captions": (n,), "key_ends": (n,), "torn": (2,), "stamp": (3,),
         "keys": (index.keys.size,),
@@ -180,15 +176,14 @@ def _require_consistent(index: TarIndex) -> None:
         array = getattr(index, name)
         if array.shape != shape or array.dtype.kind not in ("U" if name == "torn" else "iu"):
             raise ValueError(f"its {name} has the shape {array.shape} and the type {array.dtype}")
-    size = int(index.stamp[1])
-    for name in ("image", "text"):
-        extents = getattr(index, name)
-        there = extents[extents[:, 0] >= 0]
-        if (there < 0).any() or (there > size).any() or (there.sum(axis=1) > size).any():
-            raise ValueError(f"its {name} lies outside of the tar")
+    extents = np.concatenate([index.image, index.text])
+    there = extents[extents[:, 0] >= 0]
     ends = np.concatenate([[0], index.key_ends])
-    if (np.diff(ends) < 0).any() or ends[-1] != len(index.keys) or (index.captions < 1).any():
-        raise ValueError("its keys or captions do not add up")
+    size = int(index.stamp[1])
+    inside = (there >= 0).all() and (there <= size).all() and (there.sum(axis=1) <= size).all()
+    ordered = (np.diff(ends) >= 0).all() and ends[-1] == len(index.keys)
+    if not inside or not ordered or (index.captions < 1).any():
+        raise ValueError("its numbers do not add up")
 
 
 def _store(index: TarIndex, path: str) -> None:

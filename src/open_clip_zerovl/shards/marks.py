@@ -89,10 +89,8 @@ def content_of(mark: Mark) -> tuple[str, ...]:
 
 
 def is_same(stored: Mark, found: Mark) -> bool:
-    """True if two marks are of one content, as far as both name it: marks of earlier releases are shorter."""
-    first, second = content_of(stored), content_of(found)
-    shared = min(len(first), len(second))
-    return shared > 1 and first[:shared] == second[:shared]
+    """True if two marks are of one content."""
+    return len(stored) > 1 and content_of(stored) == content_of(found)
 
 
 def _plain(value: Any) -> Any:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import lzma
 import os
 import re
@@ -25,7 +26,6 @@ import zlib
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from open_clip_zerovl.core.errors import UserError
@@ -84,6 +84,36 @@ class Sample:
 
     key: str
     files: Mapping[str, bytes]
+
+    @property
+    def image(self) -> bytes | None:
+        """The encoded picture; None without one."""
+        return image_of(self.files)
+
+    @property
+    def captions(self) -> list[str]:
+        """The lines of its text, bytes that are not UTF-8 replaced."""
+        lines = caption_lines(self.files.get(TEXT_EXTENSION, b""))
+        return [line.decode("utf-8", errors="replace") for line in lines]
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The object in its json; {} without one."""
+        return object_of(self.files.get("json", b"")) or {}
+
+
+def caption_lines(text: bytes) -> list[bytes]:
+    """The captions in a `txt` member, one a line, empty lines left out."""
+    return [line for line in (line.strip() for line in text.split(b"\n")) if line]
+
+
+def object_of(content: bytes) -> dict[str, Any] | None:
+    """The object of a JSON file; None if the file holds another value, or brackets thousands deep."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def image_of(
@@ -185,35 +215,6 @@ def read_samples(path: str | os.PathLike[str]) -> Iterator[Sample]:
         raise UserError(
             f"shard {path} cannot be read ({error}): fetch or write it again"
         ) from error
-
-
-def indexed_members(
-    shards: Iterable[Path], wanted: str
-) -> Iterator[tuple[Path, str, dict[str, Extent], bytes | None]]:
-    """(shard, key, {suffix: (offset, size)}, content of the member `wanted`) of each sample of local tars, by their headers.
-
-    Raises:
-        UserError: a shard that is missing, or not a whole, uncompressed tar.
-    """
-    for shard in shards:
-        if not shard.is_file():
-            raise UserError(
-                f"shard {shard} is missing; fetch it, or correct the number or the list of shards"
-            )
-        try:
-            with opened(shard) as descriptor:
-                for key, members in locate_samples(shard, whole=True):
-                    offset, size = members.get(wanted, (0, -1))
-                    yield (
-                        shard,
-                        key,
-                        members,
-                        os.pread(descriptor, size, offset) if size >= 0 else None,
-                    )
-        except (ShardError, tarfile.ReadError) as error:
-            raise UserError(
-                f"{shard} is not a readable, uncompressed tar ({error}): fetch or write it again"
-            ) from error
 
 
 def stream_samples(

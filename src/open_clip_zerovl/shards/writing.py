@@ -86,11 +86,15 @@ def write_retrieval_set(folder: str | Path, samples: Sequence[Sample]) -> int:
     Each sample needs a picture (`png`, `jpg`, `jpeg` or `webp`) and a `txt` with one caption a line; further files
     (`json`) are carried along and ignored by CLIP_benchmark.
     """
-    split = Path(folder, "test")
-    count = write_shard(split / "0.tar", samples)
-    write_atomically(split / SHARD_COUNT, "1\n")
-    write_atomically(Path(folder, RETRIEVAL_MARK), "retrieval\n")
+    count = write_shard(Path(folder, "test", "0.tar"), samples)
+    mark_retrieval_set(folder, "test", 1)
     return count
+
+
+def mark_retrieval_set(folder: str | Path, split: str, shards: int) -> None:
+    """Call when all shards of a split are written: only a folder with these files is scored, never an incomplete one."""
+    write_atomically(Path(folder, split, SHARD_COUNT), f"{shards}\n")
+    write_atomically(Path(folder, RETRIEVAL_MARK), "retrieval\n")
 
 
 def parse_sizes(text: str | bytes, where: str | Path) -> dict[str, int]:

@@ -213,7 +213,7 @@ def test_rules_without_kept_sets():
             ["--data=n=SET", "--rule=kept"],
             "needs retrieval sets of the ability to keep; give --kept",
         ),
-        (["--data=n=/nowhere"], "retrieval set /nowhere does not exist"),
+        (["--data=n=/nowhere"], "nowhere does not exist"),
     ],
 )
 def test_refusals_leave_nothing(made, tmp_path, capsys, more, sentence):

@@ -112,7 +112,7 @@ def test_three_formats_of_one_set_hold_the_same(sets):
         assert [s.captions for s in other.samples] == [s.captions for s in first.samples]
         assert [s.key for s in other.samples] == [s.key for s in first.samples]
         for i in range(len(first)):
-            assert other.read_image(i).tobytes() == first.read_image(i).tobytes()
+            assert other.image(i).tobytes() == first.image(i).tobytes()
 
 
 def test_what_training_reads_is_a_retrieval_set_too(tmp_path, sets):
@@ -131,12 +131,9 @@ def test_what_training_reads_is_a_retrieval_set_too(tmp_path, sets):
         assert [sample.captions for sample in found.samples] == [
             sample.captions for sample in truth
         ]
-        assert (
-            found.read_image(12).tobytes()
-            == open_retrieval_set(sets / "wds").read_image(12).tobytes()
-        )
+        assert found.image(12).tobytes() == open_retrieval_set(sets / "wds").image(12).tobytes()
     assert len(open_retrieval_set(f"{tmp_path}/00001.tar")) == 5
-    with pytest.raises(UserError, match=r"00003\.tar is missing"):
+    with pytest.raises(UserError, match=r"00003\.tar does not exist"):
         open_retrieval_set(f"{tmp_path}/{{00000..00003}}.tar")
     rows = [
         (f"COCO_val2014_{int(key) - 1000:012d}.jpg", text)
@@ -178,7 +175,7 @@ def test_pictures_are_found_beside_the_annotations_too(tmp_path, sets):
     # A path inside the folder, as a table may give it.
     rows = [("val2014/COCO_val2014_000000000003.jpg", 1, "a cat", 1)]
     nested = write_table(tmp_path / "nested.csv", rows)
-    assert open_retrieval_set(f"{nested}@{sets / 'coco'}").read_image(0).size == (48, 40)
+    assert open_retrieval_set(f"{nested}@{sets / 'coco'}").image(0).size == (48, 40)
 
 
 def test_two_pictures_of_one_name_are_not_told_apart_by_chance(tmp_path):
@@ -256,7 +253,7 @@ INFINITE = {
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (None, "does not exist"),
+        (None, "cannot be read .No such file"),
         (
             {"images": [{"id": 1}]},
             r"entry 0 of .*set\.json does not have the form of Karpathy's images",
@@ -275,7 +272,7 @@ INFINITE = {
             [(NAME, 1, "a dog", 1, " running")],
             r"cannot be read as CSV \(more fields than the header, line 2\); put quotes",
         ),
-        ([(NAME, 1, " ", 7)], "row 1: a caption of image 1 is empty"),
+        ([(NAME, 1, " ", 7)], "row 1: image 1 has an empty caption"),
         (
             [(NAME, 1, "a", 7), (NAME, 1, "b", 7)],
             r"row 1: a caption_id of image 1 appears twice \(7, 7\)",
@@ -287,7 +284,7 @@ INFINITE = {
         ([("gone.jpg", 1, "a", 7)], r"1 of the 1 pictures .*first: gone\.jpg"),
         (
             "image,image_id,caption,caption_id\nx,1,é,1\n",
-            "row 1: a caption of image 1 is not UTF-8",
+            "row 1: image 1 has a caption that is not UTF-8",
         ),
     ],
 )
@@ -332,7 +329,7 @@ def test_a_pipe_or_device_among_the_pictures_is_refused_without_a_wait(tmp_path)
         else:
             (tmp_path / "train2014" / "a.png").symlink_to("/dev/zero")
         with pytest.raises(UserError, match="it is not a regular file but a pipe"):
-            found.read_image(0)
+            found.image(0)
 
 
 def test_parts_in_order_are_the_set(sets):
@@ -436,7 +433,7 @@ def test_picked_queries_are_spread_over_the_set():
 def test_the_papers_transform_squashes_and_crops(export, sets):
     """Equal to pictures squashed to 37 x 37 and cropped to 32 by hand (256 / 224 of 32 px); unlike the checkpoint's own."""
     model, preprocess, _ = load_model(export)
-    image = open_retrieval_set(karpathy(sets)).read_image(0)
+    image = open_retrieval_set(karpathy(sets)).image(0)
     ours = paper_transform_of(model.visual)(image)
     squashed = image.resize((37, 37), Image.Resampling.BILINEAR)
     corner = round((37 - 32) / 2)

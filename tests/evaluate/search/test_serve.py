@@ -16,7 +16,6 @@ import torch
 from PIL import Image
 
 from open_clip_zerovl.checkpoints.loading import Encoder
-from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.data.collection import open_collection
 from open_clip_zerovl.evaluate.search.ranking import Searcher
 from support.tiny_clip import picture
@@ -102,12 +101,6 @@ def test_no_file_can_be_fetched_by_its_path(address, photos, what):
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(f"{address}gradio_api/file={photos.parent / what}")
     assert caught.value.code in (403, 404)
-
-
-def test_the_command_refuses_too_many_models(bert_runs, photos, capsys):
-    models = [f"{name}={bert_runs[0]}" for name in "abcd"]
-    assert main(["search", *models, str(photos), "--serve"]) == 2
-    assert "4 models are given, and 3 fit side by side" in capsys.readouterr().err
 
 
 @pytest.mark.slow(reason="a browser, half a minute")

@@ -145,7 +145,7 @@ def test_layouts(tmp_path):
         "A bird",
         "b c",
     ]
-    assert flat.templates == CLIP_TEMPLATES and len(CLIP_TEMPLATES) == 7 and flat.sources is None
+    assert flat.templates == CLIP_TEMPLATES and len(CLIP_TEMPLATES) == 7
     write_classes(tmp_path / "split" / "test", "a b")
     write_classes(tmp_path / "split" / "train", "a b", each=5)
     splits = {
@@ -163,7 +163,9 @@ def test_layouts(tmp_path):
     for source, classes in (("shop", "a b"), ("web", "b c")):
         write_classes(tmp_path / "two" / source, classes)
     two = open_labelled_set(f"{tmp_path}/two")
-    assert two.images.labels == [*"aabb", *"bbcc"] and two.sources == ["shop"] * 4 + ["web"] * 4
+    assert two.images.labels == [*"aabb", *"bbcc"] and (
+        [one.source for one in two.images.samples] == ["shop"] * 4 + ["web"] * 4
+    )
     assert list(two.classes) == ["a", "b", "c"]
     for number, place in ((2, "shop/b/0.png"), (7, "web/c/1.png")):
         own = open_labelled_set(f"{tmp_path}/two/{place.partition('/')[0]}").images
@@ -303,8 +305,10 @@ def test_files_of_words_are_read_by_their_mark_or_refused(tmp_path, encoding):
 
 def test_templates_and_names_may_be_files(tmp_path):
     root = str(write_classes(tmp_path / "set", "x y"))
-    (own := tmp_path / "set" / "zeroshot_classification_templates.txt").write_text("\n")
-    with pytest.raises(UserError, match=f"there is no template in {own}; give one"):
+    (tmp_path / "set" / "zeroshot_classification_templates.txt").write_text("\n")
+    with pytest.raises(
+        UserError, match="the template '' is no file and has no place for the class"
+    ):
         open_labelled_set(root)
     (tmp_path / "t.txt").write_text("a {}\n\nthe {c} sign\n")
     (tmp_path / "names.txt").write_text("kilo {} gram\nyard\n")
@@ -325,10 +329,10 @@ def test_templates_and_names_may_be_files(tmp_path):
     [
         (
             {"template": ("a photo",)},
-            "'a photo' is neither a caption with {} in the place of the class nor a file",
+            "'a photo' is no file and has no place for the class",
         ),
-        ({"template": ("a {photo}",)}, "'a {photo}' has no place for the class"),
-        ({"template": ("empty.txt",)}, "there is no template in empty.txt"),
+        ({"template": ("a {photo}",)}, "'a {photo}' is no file and has no place for the class"),
+        ({"template": ("empty.txt",)}, "'' is no file and has no place"),
         (
             {"class_names": Path("empty.txt")},
             "names.* the 2 classes .*it has 0 lines.* order of the labels: x, y",

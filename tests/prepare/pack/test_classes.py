@@ -242,12 +242,12 @@ def one_class(folder: Path) -> Path:
         (
             uneven,
             {"form": "classes"},
-            r"has no pictures, or some are not in folders CLASS/PICTURE or SOURCE/CLASS/PICTURE",
+            r"has no pictures of two classes or more, each in a folder CLASS/PICTURE or",
         ),
         (
             one_class,
             {"form": "classes"},
-            r"are of the one class 'hat': give two or more, each a folder",
+            r"has no pictures of two classes or more",
         ),
         (
             class_folders,

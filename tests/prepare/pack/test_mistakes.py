@@ -108,18 +108,13 @@ MISTAKES: dict[
         lambda folder: folder / "none.csv",
         r"none.csv does not exist: correct the path",
     ),
-    "an address": (
-        lambda folder: "https://host/x.csv",
-        r"https:/+host/x.csv is an address: fetch it first",
-    ),
     "empty folder": (
         lambda folder: folder.mkdir() or folder,
         r"contains no pictures, table, parquet files or tars \(found: nothing\)",
     ),
-    "spreadsheet": (files(pairs_xlsx=b"PK"), r"is a spreadsheet: save it as CSV in UTF-8"),
     "unknown file": (
-        files(pairs_dat=b"image,caption\n"),
-        r"has no known ending: name its form with --format",
+        files(pairs_xlsx=b"PK"),
+        r"has no known ending: name its form with --format .*save a spreadsheet as CSV in UTF-8",
     ),
     "zip": (files(x_zip=b""), r"is a zip with .*unpack it"),
     "column misspelt": (
@@ -196,12 +191,12 @@ MISTAKES: dict[
         r"empty caption in 2 \(first pairs.csv line 2\)",
     ),
     "only a header": ("image,caption\n", r"pairs.csv has no rows: check the input"),
-    "empty file": (files(pairs_csv=b""), r"has no first line with the names of its columns"),
+    "empty file": (files(pairs_csv=b""), r"is named like a picture .* or a caption"),
     "no json": (files(pairs_jsonl=b"<html>\n"), r"holds no JSON objects.*it begins with '<html>"),
     "one object": (files(pairs_json=b'{\n "a": 1\n}\n'), r"holds no JSON objects"),
     "boxes": (
         files(instances_json=BOXES),
-        r"the annotations of .* hold no captions \(their keys are 'image_id', 'bbox'\): give the captions, as",
+        r"no column of .* is named like a caption .*its columns are 'id', 'file_name', 'image_id', 'bbox'",
     ),
     "texts and a table": (
         folder_and_table,
@@ -222,15 +217,15 @@ MISTAKES: dict[
     ),
     "tars without pictures": (
         tars_of({"a.cls": b"3", "a.txt": b"x"}),
-        r"hold no picture \(jpg, png, jpeg, webp\) but 'cls', 'txt'",
+        r"its first samples hold no picture \(jpg, png, jpeg, webp\)",
     ),
     "tars without captions": (
         tars_of({"a.png": picture(0), "a.cls": b"3"}),
-        r"hold no captions, neither txt nor json but 'cls', 'png'",
+        r"none of the 1 rows can be used: no text of its name",
     ),
     "no tar": (
         files(**{"0_tar": b"<html>no such file</html>"}),
-        r"cannot be read as a tar, or holds no samples",
+        r"cannot be read as a tar, or its first samples hold no picture",
     ),
     "no such dataset": (
         files(state_json=b"{}", x_arrow=b""),
@@ -240,7 +235,7 @@ MISTAKES: dict[
     "no parquet": (files(x_parquet=b"PAR"), r"is not a parquet file, or a broken one"),
     "a source of a folder": (
         two_pairs,
-        r"has no column 'kind': give --source-column folder",
+        r"none of the 2 rows can be used: no source in 2",
         {"columns": Columns(source="kind")},
     ),
     "too small a source": (

@@ -163,7 +163,7 @@ def test_index_counts_as_training_does(tmp_path):
     (tmp_path / "s/00003.tar").write_bytes((tmp_path / "s/00003.tar").read_bytes()[:700])
     with pytest.raises(UserError, match=r"00003.tar is broken: it is cut off after 700 bytes"):
         index_shards(str(tmp_path / "s"), progress=False)
-    for folder, message in ((tmp_path, "holds no"), (tmp_path / "nothing", "is not a folder")):
+    for folder, message in ((tmp_path, "holds no"), (tmp_path / "nothing", "holds no")):
         with pytest.raises(UserError, match=message):
             index_shards(str(folder), progress=False)
 
@@ -307,7 +307,7 @@ def test_the_rows_of_a_table_are_checked_and_its_count_is_refused(tmp_path, caps
     faults = dict(check_table(str(tmp_path / "pairs.csv"), progress=False).faults)
     assert faults == {
         "picture is cut off": 1,
-        "picture cannot be opened (UnidentifiedImageError)": 1,
+        "picture cannot be decoded (UnidentifiedImageError)": 1,
         "no picture file that can be read": 1,
         "caption is empty": 1,
         "row has more fields than the header, or is too long": 1,
@@ -317,7 +317,10 @@ def test_the_rows_of_a_table_are_checked_and_its_count_is_refused(tmp_path, caps
     assert cli.main(["data", "check", str(tmp_path), "--decode"]) == 2  # the folder's one table
     printed = capsys.readouterr()
     assert "pairs.csv: no picture file that can be read: 1 (00000004-gone)" in printed.out
-    assert "picture cannot be decoded (UnidentifiedImageError): 1 (00000007-whole)" in printed.out
+    undecodable = (
+        "picture cannot be decoded (UnidentifiedImageError): 2 (00000003-b, 00000007-whole)"
+    )
+    assert undecodable in printed.out
     assert "faults: see above" in printed.err
     assert (
         cli.main(["data", "check", str(tmp_path), "--hash"]) == 2
@@ -354,7 +357,7 @@ def test_report_lists_sources_and_retrieval_sets(tmp_path, caplog):
     assert {h.name for h in find_datasets([tmp_path / "data"])} == {"noto", "sbu", "test/noto"}
     for folder, sentence in (
         ("data/test/noto/test", "has no shards"),
-        ("gone", "gone is not a folder"),
+        ("gone", "gone has no shards with a"),
     ):
         with pytest.raises(UserError, match=sentence):
             report([tmp_path / folder])

@@ -3,7 +3,7 @@
 - `log_p_by_query` (figure 4): `log p_jk` of negative pairs. p is the softmax of eq. 2, which is the stop-gradient weight of a
   negative pair in eq. 3. The lower its mean, the less such pairs contribute to the gradient: a model that tells sources apart
   pushes the negatives of other sources down without learning their content.
-- `source_probe_accuracy`: figure 3 shows embeddings that separate by source; a linear probe measures how far they do.
+- `source_probe_guesses`: figure 3 shows embeddings that separate by source; a linear probe measures how far they do.
 
 `pools` measures the cost of it, as RSUM of retrieval.
 
@@ -74,15 +74,15 @@ def log_p_by_query(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def source_probe_accuracy(
+def source_probe_guesses(
     features: Tensor | np.ndarray,
     source: Sequence[Any],
     *,
     concepts: Sequence[Any] | None = None,
     seed: int = 0,
     folds: int = 5,
-) -> float:
-    """Accuracy with which a linear probe guesses the source from one embedding; chance is the largest source's share.
+) -> np.ndarray:
+    """(N,) True where a linear probe guesses the source from one embedding; chance is the largest source's share.
 
     The probe is logistic regression on standardised features with an L2 penalty (C = 0.1, fixed: without one, 0.2 dimensions a
     sample are enough to overfit). Folds are stratified and shuffled; each sample is guessed once, by a probe that was not
@@ -94,28 +94,7 @@ def source_probe_accuracy(
         concepts: (N,) concept of each sample. All samples of a concept go to one fold, so that remembering a concept does
             not help the probe. None: each sample is a concept of its own.
         seed: seed of the folds.
-        folds: at least 2; no source may have fewer samples (or concepts).
-
-    Returns:
-        The share of right guesses, 0 to 1.
-
-    Raises:
-        UserError: as `source_probe_guesses`.
-    """
-    return float(
-        source_probe_guesses(features, source, concepts=concepts, seed=seed, folds=folds).mean()
-    )
-
-
-def source_probe_guesses(
-    features: Tensor | np.ndarray,
-    source: Sequence[Any],
-    *,
-    concepts: Sequence[Any] | None = None,
-    seed: int = 0,
-    folds: int = 5,
-) -> np.ndarray:
-    """(N,) True where the probe of `source_probe_accuracy`, whose arguments it takes, guesses a sample's source.
+        folds: no source may have fewer samples (or concepts).
 
     Raises:
         UserError: fewer than two sources, a source smaller than the number of
@@ -152,7 +131,7 @@ def check_source_probe(
     """Check sources and concepts for `source_probe_guesses` before anything is encoded; UserError if they do not fit."""
     sizes = Counter(source)
     least = min(sizes.values())
-    if folds < 2 or least < folds:
+    if least < folds:
         raise UserError(
             f"{folds} folds cannot be cut from a source of {least} samples; take 2 to {least}"
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -212,24 +211,3 @@ def _pool(images: Tensor, texts: Tensor, image_labels: Tensor, text_labels: Tens
         bounds["rsum_chance"],
         bounds["rsum_chance_upper"],
     )
-
-
-def pool_metrics(features: Mapping[str, SourceFeatures]) -> dict[str, Any]:
-    """RSUM (0 to 600) of the three kinds of pools of `source_pools`.
-
-    Returns:
-        `within` (mean over sources), `across` (mean over ordered pairs of sources that share concepts; None if none do),
-        `mixed`; `by_source` and `by_pair` ("image source->text source") with the single values; `pool_sizes` of the three
-        kinds, since the chance level depends on the size.
-    """
-    kinds = source_pools(features).kinds
-    rsums = {
-        kind: {name: pool.rsum for name, pool in kinds.get(kind, {}).items()} for kind in POOLS
-    }
-    sizes = {kind: [pool.size for pool in kinds.get(kind, {}).values()] for kind in POOLS}
-    return {
-        **{kind: fmean(own.values()) if own else None for kind, own in rsums.items()},
-        "by_source": rsums["within"],
-        "by_pair": rsums["across"],
-        "pool_sizes": {**sizes, "mixed": sizes["mixed"][0]},
-    }

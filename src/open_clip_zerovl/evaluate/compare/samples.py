@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,9 @@ from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.embeddings.encoder import FrozenModel
-from open_clip_zerovl.embeddings.reading import Sample
+from open_clip_zerovl.embeddings.reading import Listed, Sample
 from open_clip_zerovl.evaluate.compare.measures import check_source_probe, probe_groups
 from open_clip_zerovl.evaluate.embedded import embedded
-from open_clip_zerovl.shards.index import caption_lines
-from open_clip_zerovl.shards.members import TEXT_EXTENSION, image_of
 from open_clip_zerovl.shards.members import Sample as StoredSample
 from open_clip_zerovl.shards.pictures import BadPicture
 
@@ -71,7 +68,7 @@ def read_samples(
 
     Args:
         concept_field: a field of each sample's json, or a column of a table, that names its concept. The source probe keeps all
-            samples of a concept in one fold (`measures.source_probe_accuracy`).
+            samples of a concept in one fold (`measures.source_probe_guesses`).
         held_out_field: likewise, a field that is true for pairs kept out of training (true, t, yes, y, on or 1; the rest has
             false, f, no, n, off, 0, null, nan or nothing; the names of splits are known, too); None takes all as held out.
 
@@ -126,11 +123,8 @@ def _pair(
     held_out_field: str | None,
     where: str,
 ) -> SourceSample | None:
-    image = image_of(sample.files)
-    # Lines are captions: joined, they would be five times as long as a query, and cut off.
-    lines = caption_lines(sample.files.get(TEXT_EXTENSION, b""))
-    caption = lines[0].decode("utf-8", errors="replace") if lines else ""
-    if image is None or not caption:
+    image, captions = sample.image, sample.captions
+    if image is None or not captions:
         return None
     concept, held_out = None, True
     if concept_field is not None:
@@ -144,7 +138,7 @@ def _pair(
                 f"sample {sample.key} of {where} has {value!r} in its field {held_out_field!r}, neither true nor false: write "
                 "true for pairs kept out of training and false for the rest, or name another field with --held-out"
             )
-    pair = SourceSample(source, image, caption, concept, held_out)
+    pair = SourceSample(source, image, captions[0], concept, held_out)
     try:
         pair.picture()
     except BadPicture:
@@ -154,13 +148,12 @@ def _pair(
 
 def _field(sample: StoredSample, field: str, flag: str, where: str) -> Any:
     """A field of a sample's json. UserError if it has none."""
-    try:
-        return json.loads(sample.files["json"])[field]
-    except (KeyError, ValueError, TypeError) as error:
+    if field not in sample.about:
         raise UserError(
             f"sample {sample.key} of {where} has no field {field!r} in its json (in a table: no such column); leave {flag} "
             "out, or name another"
-        ) from error
+        )
+    return sample.about[field]
 
 
 def rows_by_source(samples: Sequence[SourceSample]) -> dict[str, list[int]]:
@@ -183,18 +176,6 @@ def check_probe(samples: Sequence[SourceSample]) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class _Pairs:
-    """Samples as a collection (`embeddings.reading.Collection`), each as if it were a file of its own."""
-
-    def __init__(self, samples: Sequence[SourceSample]) -> None:
-        self.samples = samples
-        self.sizes = [1] * len(samples)
-
-    def read(self, file: int) -> Iterator[Sample]:
-        one = self.samples[file]
-        yield Sample(file, [one.picture()], [(file, one.caption)])
-
-
 def encode(
     encoder: Encoder, samples: Sequence[SourceSample], name: str, folder: Path
 ) -> tuple[Tensor, Tensor, float]:
@@ -212,12 +193,16 @@ def encode(
     """
     model = FrozenModel.load(encoder)
     digests = [model.fingerprints["image"], model.fingerprints["text"]]
+
+    def pair(row: int) -> Sample:
+        return Sample(row, [samples[row].picture()], [(row, samples[row].caption)])
+
     marks = [digest_of(sample.image, sample.caption) for sample in samples]
     store, _ = embedded(
         folder / digest_of(digests)[:16],
         "compare",
         model,
-        _Pairs(samples),
+        Listed(len(samples), pair, part=1),
         marks,
         digests,
         name="samples",

@@ -230,7 +230,7 @@ def choose(
             `kept` if there are kept sets, else `new`. A tie goes to the point nearest to the model before.
 
     Raises:
-        UserError: an unknown rule, or one that needs kept sets without them.
+        UserError: a rule that needs kept sets, without them.
     """
     rule = rule or ("kept" if kept else "new")
     require_possible(rule, bool(kept))

@@ -22,7 +22,8 @@ from open_clip_zerovl.checkpoints.export import check_destination, write_local_d
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.held_out import Identities, list_of_trained, trained_on
-from open_clip_zerovl.data.retrieval import RetrievalSet, open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.data.indexed import IndexedSet
+from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.evaluate.interpolation.curve import Curve, Point, choose, require_possible
 from open_clip_zerovl.evaluate.retrieval.score import RetrievalSettings, score_set
 from open_clip_zerovl.evaluate.settings import PLAIN_ALPHA, CurveFlags
@@ -53,7 +54,7 @@ class CurveSettings(CurveFlags):
     def __post_init__(self) -> None:
         require_possible(self.rule, bool(self.kept))
 
-    def open(self) -> tuple[dict[str, RetrievalSet], tuple[str, ...], tuple[str, ...]]:
+    def open(self) -> tuple[dict[str, IndexedSet], tuple[str, ...], tuple[str, ...]]:
         """All sets by name, the names of the new ones, and of the kept ones. UserError for a name given twice."""
         new, kept = (
             parse_retrieval_data(self.new),

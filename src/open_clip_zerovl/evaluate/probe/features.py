@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from open_clip_zerovl.core.randomness import Purpose, stream_seed
-from open_clip_zerovl.data.labelled import ProbeSet
-from open_clip_zerovl.data.workers import ItemSet, read_batches
+from open_clip_zerovl.data.indexed import IndexedSet, picture_batches
 from open_clip_zerovl.embeddings.encoder import FrozenModel, autocast, eye_of
 from open_clip_zerovl.embeddings.fingerprint import module_digest
 from open_clip_zerovl.evaluate.accuracy import class_indices
@@ -41,64 +40,34 @@ class TowerSettings:
     amp: bool = False
 
 
-class TransformedSet(ItemSet):
-    """Transformed images with their class index.
-
-    Args:
-        transform: image -> (3, H, W); its random numbers for image i depend on (seed, epoch, i) alone.
-        targets: (N,) class index of each image.
-        seed: (seed, epoch) of the draws; None for a transform that draws nothing.
-    """
-
-    def __init__(
-        self,
-        images: ProbeSet,
-        transform: Transform,
-        targets: Sequence[int],
-        seed: tuple[int, int] | None,
-    ) -> None:
-        self.images, self.transform, self.targets, self.seed = images, transform, targets, seed
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def read(self, index: int) -> tuple[Tensor, int]:
-        """(transformed image, class index). UserError if the image cannot be read."""
-        image = self.images.image(index)
-        if self.seed is None:
-            return self.transform(image), self.targets[index]
-        with torch.random.fork_rng(devices=[]):
-            seed, epoch = self.seed
-            torch.default_generator.manual_seed(
-                stream_seed(seed, Purpose.PROBE_IMAGE, epoch, index)
-            )
-            return self.transform(image), self.targets[index]
-
-
-def _collate(items: Sequence[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
-    return torch.stack([image for image, _ in items]), torch.tensor([target for _, target in items])
-
-
 def tower_features(
     tower: nn.Module,
-    data: TransformedSet,
+    images: IndexedSet,
+    transform: Transform,
     batches: Sequence[Sequence[int]],
     settings: TowerSettings,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """(features (b, F) float32, targets (b,)) of each micro-batch, both on the device.
+    seed: tuple[int, int],
+) -> Iterator[tuple[Tensor, list[int]]]:
+    """(features (b, F) float32 on the device, indices (b,)) of each micro-batch.
 
     Args:
         tower: images (b, 3, H, W) -> features (b, F), in eval mode on the device.
+        transform: image -> (3, H, W); its random numbers for image i depend on (seed, epoch, i) alone.
         batches: the indices of the images of each micro-batch.
+        seed: (seed, epoch) of the draws.
 
     Raises:
         UserError: an image that cannot be read.
     """
     model = _frozen(tower, settings)
-    for images, targets in read_batches(
-        data, _collate, batch_sampler=batches, num_workers=settings.workers
+    for pixels, rows in picture_batches(
+        images,
+        transform,
+        seed_of=lambda index: stream_seed(seed[0], Purpose.PROBE_IMAGE, seed[1], index),
+        batch_sampler=batches,
+        num_workers=settings.workers,
     ):
-        yield model.images(images), targets.to(model.device)
+        yield model.images(pixels), rows
 
 
 def _frozen(tower: nn.Module, settings: TowerSettings) -> FrozenModel:
@@ -110,7 +79,7 @@ def _frozen(tower: nn.Module, settings: TowerSettings) -> FrozenModel:
 
 def cached_features(
     tower: nn.Module,
-    images: ProbeSet,
+    images: IndexedSet,
     transform: Transform,
     classes: Sequence[str],
     folder: Path,

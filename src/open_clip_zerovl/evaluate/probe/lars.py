@@ -32,12 +32,11 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import save_atomically
 from open_clip_zerovl.core.randomness import STREAMS_VERSION, Purpose, stream_seed
 from open_clip_zerovl.core.rates import warmup_cosine
-from open_clip_zerovl.data.labelled import ProbeSet
+from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.evaluate.accuracy import class_indices
 from open_clip_zerovl.evaluate.probe.features import (
     TowerSettings,
     Transform,
-    TransformedSet,
     tower_digest_of,
     tower_features,
 )
@@ -106,7 +105,7 @@ def learning_rate(step: int, steps: int, base: float, warmup_share: float) -> fl
 
 def train_lars(
     tower: nn.Module,
-    images: ProbeSet,
+    images: IndexedSet,
     transform: Transform,
     classes: Sequence[str],
     settings: LarsSettings,
@@ -135,7 +134,7 @@ def train_lars(
         UserError: an image that cannot be read, a state file of other settings, a loss that is not finite.
     """
     tower_settings = tower_settings or TowerSettings()
-    targets = class_indices(images.labels, classes).tolist()
+    targets = class_indices(images.labels, classes).to(tower_settings.device)
     batch = min(settings.batch_size, len(images))
     per_epoch = len(images) // batch
     steps = per_epoch * settings.epochs
@@ -165,13 +164,13 @@ def train_lars(
         total=settings.epochs,
     )
     for epoch in bar:
-        data = TransformedSet(images, transform, targets, (settings.seed, epoch))
         micro_batches = _micro_batches(
             len(images), batch, tower_settings.micro_batch, settings.seed, epoch
         )
-        batches = _effective_batches(
-            tower_features(tower, data, micro_batches, tower_settings), batch
+        features = tower_features(
+            tower, images, transform, micro_batches, tower_settings, (settings.seed, epoch)
         )
+        batches = _effective_batches(((own, targets[rows]) for own, rows in features), batch)
         rates = [
             learning_rate(epoch * per_epoch + step, steps, settings.lr, settings.warmup_share)
             for step in range(per_epoch)

@@ -18,9 +18,9 @@ import numpy as np
 from torch import Tensor, nn
 
 from open_clip_zerovl.checkpoints.loading import Encoder
-from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
-from open_clip_zerovl.data.labelled import ProbeSet, class_list, open_probe_set
+from open_clip_zerovl.data.indexed import IndexedSet
+from open_clip_zerovl.data.labelled import class_list, open_probe_set
 from open_clip_zerovl.data.transforms import image_transform_train, paper_transform_of
 from open_clip_zerovl.embeddings.encoder import tower_before_projection
 from open_clip_zerovl.evaluate.accuracy import (
@@ -72,8 +72,6 @@ def run_linear_probe(
     Raises:
         UserError: data or a checkpoint that cannot be read or do not fit, an `out` that cannot be written, a missing package.
     """
-    if way not in ("paper", "quick"):
-        raise UserError(f"unknown way {way!r} of a linear probe; use 'paper' or 'quick'")
     settings = settings or LarsSettings()
     out = Path(out)
     check_writable(out, folder=True)
@@ -89,7 +87,7 @@ def run_linear_probe(
     tower = tower_before_projection(loaded.visual).eval()
     tower_settings = TowerSettings(encoder.batch_size, encoder.workers, device, amp)
 
-    def features_of(images: ProbeSet, name: str) -> tuple[Tensor, Tensor]:
+    def features_of(images: IndexedSet, name: str) -> tuple[Tensor, Tensor]:
         return cached_features(
             tower, images, preprocess, classes, out / "features", tower_settings, name=name
         )

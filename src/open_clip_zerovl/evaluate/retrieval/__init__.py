@@ -8,9 +8,8 @@ PUBLIC_NAMES = {
         "retrieval_metrics",
         "retrieval_ranks",
     ],
-    "open_clip_zerovl.evaluate.retrieval.encode": ["encode_retrieval", "evaluate_retrieval"],
+    "open_clip_zerovl.evaluate.retrieval.encode": ["encode_retrieval"],
     "open_clip_zerovl.data.retrieval": [
-        "RetrievalSet",
         "open_retrieval_set",
         "parse_retrieval_data",
     ],

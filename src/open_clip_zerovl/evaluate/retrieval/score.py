@@ -23,8 +23,8 @@ from tqdm.auto import tqdm
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.retrieval import (
-    RetrievalSet,
     open_retrieval_set,
     parse_retrieval_data,
     retrieval_batches,
@@ -98,7 +98,7 @@ Loaded = tuple[nn.Module, Callable[[Any], Tensor], Callable[[list[str]], Tensor]
 def score_set(
     loaded: Loaded,
     name: str,
-    dataset: RetrievalSet,
+    dataset: IndexedSet,
     settings: RetrievalSettings,
     *,
     encoder: Encoder,
@@ -120,7 +120,7 @@ def score_set(
 
     ranks = ranks or Ranks()
 
-    def batches(part: RetrievalSet) -> Any:
+    def batches(part: IndexedSet) -> Any:
         found = retrieval_batches(
             part,
             preprocess,
@@ -137,7 +137,7 @@ def score_set(
     if features is None:
         return None
     return GallerySet.scored(
-        name, dataset.captions(settings.captions_per_image), dataset.read_image, features
+        name, dataset.captions(settings.captions_per_image), dataset.image, features
     )
 
 
@@ -193,8 +193,8 @@ def _ranks() -> Iterator[Ranks]:
 
 def encode_on_ranks(
     model: nn.Module,
-    dataset: RetrievalSet,
-    batches: Callable[[RetrievalSet], Any],
+    dataset: IndexedSet,
+    batches: Callable[[IndexedSet], Any],
     tokenizer: Callable[[list[str]], Tensor],
     ranks: Ranks,
     *,

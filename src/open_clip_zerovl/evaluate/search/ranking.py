@@ -42,7 +42,6 @@ from open_clip_zerovl.evaluate.embedded import embedded
 from open_clip_zerovl.evaluate.settings import SearchSettings as SearchSettings
 from open_clip_zerovl.report.html import thumbnail, write_page
 from open_clip_zerovl.shards.foreign import BadFile, read_foreign
-from open_clip_zerovl.shards.members import TEXT_EXTENSION, image_of
 from open_clip_zerovl.shards.pictures import BadPicture
 
 CAPTION_CHARACTERS = 60  # of a caption in the terminal
@@ -275,14 +274,8 @@ def _hit(collection: Collection, file: int, number: int, score: float) -> Hit:
     if collection.shards is None:
         return Hit(collection.shown(file), score, "", picture_file(collection.files[file].path))
     sample = next(islice(samples_of(*collection.shards[file]), number, None))
-    text = sample.files.get(TEXT_EXTENSION, b"").decode("utf-8", errors="replace").strip()
-    content = image_of(sample.files)
-    return Hit(
-        collection.shown(file, sample),
-        score,
-        text.partition("\n")[0].strip(),
-        content and bytes(content),
-    )
+    caption = "".join(sample.captions[:1])
+    return Hit(collection.shown(file, sample), score, caption, sample.image)
 
 
 def thumbnail_of(hit: Hit) -> str | None:

@@ -18,7 +18,6 @@ from open_clip_zerovl.evaluate.search.ranking import Searcher, query_picture, th
 from open_clip_zerovl.evaluate.settings import ServeSettings
 from open_clip_zerovl.report.html import render
 
-MODELS = 3  # side by side
 BEST, MOST = 10, 50  # pictures shown of each model
 WORDS = 300  # characters of a query
 UPLOAD = "20mb"
@@ -31,17 +30,15 @@ def serve(
     """Embed the pictures that are not stored yet, then answer searches until Ctrl-C.
 
     Args:
-        encoders: models by name, at most MODELS.
+        encoders: models by name.
         data: see `open_collection`.
         cache: folder of stored embeddings; None: the default.
 
     Raises:
-        UserError: too many models; an error of `Searcher`.
+        UserError: an error of `Searcher`.
         ImportError: Gradio is not installed.
         OSError: the port is taken.
     """
-    if len(encoders) > MODELS:
-        raise UserError(f"{len(encoders)} models are given, and {MODELS} fit side by side")
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # nothing is reported anywhere
     import gradio  # noqa: F401  refused here, before the pictures are embedded
 

@@ -106,10 +106,10 @@ def score_labelled(
 
     found = {**metrics(torch.arange(len(targets))), "classes": len(dataset.classes)}
     found["most_confused"] = most_confused(confusion_counts(scores, targets), shown)
-    if dataset.sources is not None:
-        places: dict[str, list[int]] = {}
-        for number, source in enumerate(dataset.sources):
-            places.setdefault(source, []).append(number)
+    places: dict[str, list[int]] = {}
+    for number, sample in enumerate(dataset.images.samples):
+        places.setdefault(sample.source, []).append(number)
+    if "" not in places:
         found["sources"] = {name: metrics(torch.tensor(rows)) for name, rows in places.items()}
     return found
 

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 
 from open_clip import IMAGENET_CLASSNAMES, SIMPLE_IMAGENET_TEMPLATES
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import UNREADABLE
-from open_clip_zerovl.data.labelled import ROLES, ProbeSet, class_list, is_dataset, open_probe_set
+from open_clip_zerovl.data.indexed import IndexedSet
+from open_clip_zerovl.data.labelled import ROLES, class_list, is_dataset, open_probe_set
 from open_clip_zerovl.data.names import CLASS_NAMES, SPLIT_FOLDERS, TEMPLATES, file_of_words
 from open_clip_zerovl.evaluate.settings import ZeroShotSettings
 from open_clip_zerovl.shards.foreign import text_of
@@ -40,14 +39,12 @@ class LabelledSet:
         classes: labels in the order of their indices, C of them.
         names: (C,) words for the classes.
         templates: captions with `{}` (or CLIP_benchmark's `{c}`) in the place of the class.
-        sources: (N,) source of each picture; None for a set of one source.
     """
 
-    images: ProbeSet
+    images: IndexedSet
     classes: Sequence[str]
     names: Sequence[str]
     templates: Sequence[str]
-    sources: Sequence[str] | None = None
 
     def captions(self) -> list[list[str]]:
         """The captions of each class, one for each template."""
@@ -80,17 +77,18 @@ def open_labelled_set(where: str, settings: ZeroShotSettings | None = None) -> L
         )
     if place == root:
         _check_split(where, settings.split)
-    places = [str(part) for part in parts] or [str(place) if place != root else where]
-    opened = [open_probe_set(one, split, label=settings.label) for one in places]
-    images = opened[0] if not parts else _joined(place, opened)
-    sources = (
-        [part.name for part, one in zip(parts, opened, strict=True) for _ in one.labels]
-        if parts
-        else None
-    )
+    if parts:
+        opened = {part.name: open_probe_set(part, split, label=settings.label) for part in parts}
+        images = IndexedSet(
+            str(place),
+            [replace(one, source=name) for name, part in opened.items() for one in part.samples],
+            next(iter(opened.values())).names,
+        )
+    else:
+        images = open_probe_set(where if place == root else place, split, label=settings.label)
     folder = place if place.is_dir() else Path(images.files[0]).parent
     return LabelledSet(
-        images, *_classes(images, settings.class_names), _templates(settings, folder), sources
+        images, *_classes(images, settings.class_names), _templates(settings, folder)
     )
 
 
@@ -108,7 +106,7 @@ def _check_split(where: str, split: str) -> None:
         raise UserError(f"{where} has no split {split!r}; {has}")
 
 
-def _classes(images: ProbeSet, given: Path | None) -> tuple[list[str], list[str]]:
+def _classes(images: IndexedSet, given: Path | None) -> tuple[list[str], list[str]]:
     """The labels in the order of their indices, and the words for each.
 
     Raises:
@@ -163,23 +161,6 @@ def _sources_of(folder: Path) -> list[Path]:
     return parts if two_levels and not any(folder.glob("*.tar")) else []
 
 
-def _joined(folder: Path, parts: Sequence[ProbeSet]) -> ProbeSet:
-    ends = list(accumulate(map(len, parts)))
-
-    def read(index: int):
-        part = bisect_right(ends, index)
-        return parts[part].read(index - (ends[part] - len(parts[part])))
-
-    labels = [label for one in parts for label in one.labels]
-    return replace(
-        parts[0],
-        path=str(folder),
-        labels=labels,
-        read=read,
-        files=[f for one in parts for f in one.files],
-    )
-
-
 def _words(label: str) -> str:
     """The words of a folder's or a dataset's label: `001.Black_footed_Albatross` -> `Black footed Albatross`."""
     return re.sub(r"^\d+\.(?=\D)", "", label).replace("_", " ")
@@ -207,26 +188,14 @@ def _class_names(file: Path, classes: Sequence[str]) -> list[str]:
 
 def _templates(settings: ZeroShotSettings, folder: Path) -> tuple[str, ...]:
     """The templates of `--template`, captions or files of them; else those of the set's folder; else CLIP's short list."""
-    given: list[str] = []
     beside = file_of_words(folder, TEMPLATES)
-    places = settings.template or (CLIP_TEMPLATES if beside is None else (str(beside),))
-    for one in places:
-        if "{" in one:
-            given.append(one)
-            continue
-        try:
-            given += [line.strip() for line in text_of(Path(one)).splitlines() if line.strip()]
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"--template {one!r} is neither a caption with {{}} in the place of the class nor a file of such captions "
-                f"({error})"
-            ) from error
-    if wrong := [one for one in given if not re.search(r"\{c?\}", one)]:
+    given: list[str] = []
+    for one in settings.template or (CLIP_TEMPLATES if beside is None else (str(beside),)):
+        is_file = "{" not in one and Path(one).is_file()
+        lines = text_of(Path(one)).splitlines() if is_file else [one]
+        given += [line.strip() for line in lines if line.strip()]
+    if wrong := [one for one in given or [""] if not re.search(r"\{c?\}", one)]:
         raise UserError(
-            f"the template {wrong[0]!r} has no place for the class; write {{}} there: 'a photo of a {{}}'"
-        )
-    if not given:
-        raise UserError(
-            f"there is no template in {', '.join(places)}; give one: 'a photo of a {{}}'"
+            f"the template {wrong[0]!r} is no file and has no place for the class; write {{}} there: 'a photo of a {{}}'"
         )
     return tuple(given)

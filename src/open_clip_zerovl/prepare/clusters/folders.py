@@ -23,7 +23,7 @@ from open_clip_zerovl.data.clusters import Clustering, cluster_folders, load_clu
 from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import clustered_source
-from open_clip_zerovl.shards.members import Sample, image_of
+from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.pictures import BadPicture
 from open_clip_zerovl.shards.writing import SIZES_FILE
 
@@ -60,9 +60,7 @@ def write_previews(
                 continue
             cluster, place = wanted[position]
             try:
-                thumbnail = ImageOps.pad(
-                    decode_image(image_of(sample.files) or b""), (px, px), color="white"
-                )
+                thumbnail = ImageOps.pad(decode_image(sample.image or b""), (px, px), color="white")
             except BadPicture:
                 logging.warning(
                     f"The picture of {sample.key} cannot be read: its place in the preview stays white."

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,13 +14,8 @@ from numpy.typing import NDArray
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.clusters import Clustering
 
-
-class Features(Protocol):
-    """Features (n, D) of unit length: an array, or stored rows that are read in part. `features[index]` is an array."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: Any, /) -> NDArray: ...
+#: Features (n, D) of unit length: an array, or stored rows that are read in part. `features[index]` is an array.
+Features = Any
 
 
 def spherical_kmeans(
@@ -42,14 +37,7 @@ def spherical_kmeans(
         passes: over the features.
         seed: the seed of the draws.
         chunk_samples: samples in memory at once.
-
-    Raises:
-        UserError: fewer samples than clusters.
     """
-    if len(features) < clusters:
-        raise UserError(
-            f"There are {len(features)} samples, fewer than {clusters} clusters: lower the number of clusters."
-        )
     from sklearn.cluster import MiniBatchKMeans
 
     rng = np.random.default_rng(seed)

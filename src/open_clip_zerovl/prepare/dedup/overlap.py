@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +18,10 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import check_writable, regular_file, write_atomically
+from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.components import kind_of
+from open_clip_zerovl.data.indexed import IndexedSample
 from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import Source, parse_sources
@@ -33,27 +34,10 @@ from open_clip_zerovl.prepare.dedup.near import (
 )
 from open_clip_zerovl.prepare.pack.split import Candidate, Exclusion
 from open_clip_zerovl.report.html import thumbnail, write_page
-from open_clip_zerovl.shards.members import image_of
 from open_clip_zerovl.shards.pictures import as_shown, decoded, picture_files
 
 SHOWN = 100  # pairs on the page
 _KEPT = 1000  # pairs whose thumbnails are kept, of which the page shows some
-
-
-class SetPicture(NamedTuple):
-    """A picture of a test set, as a range of bytes of a file."""
-
-    test: str
-    key: str
-    file: Path
-    offset_bytes: int = 0
-    size_bytes: int = -1
-
-    def read(self) -> bytes:
-        """Its encoded bytes."""
-        with regular_file(self.file) as file:
-            file.seek(self.offset_bytes)
-            return file.read(self.size_bytes)
 
 
 @dataclass(frozen=True)
@@ -61,13 +45,13 @@ class ComparedSets:
     """The pictures of one or several test sets, with an index of their hashes.
 
     Attributes:
-        pictures: number of pictures in all sets that can be decoded.
+        pictures: those of all sets that can be decoded; `source` is the set.
         index: their hashes, with and without uniform borders.
         owners: the number of the picture of each hash.
         unreadable: pictures that cannot be decoded, left out.
     """
 
-    pictures: Sequence[SetPicture]
+    pictures: Sequence[IndexedSample]
     index: NearIndex
     owners: Sequence[int]
     unreadable: int
@@ -75,8 +59,8 @@ class ComparedSets:
     def counts(self) -> dict[str, int]:
         """Test set -> its pictures."""
         return {
-            name: sum(one.test == name for one in self.pictures)
-            for name in dict.fromkeys(p.test for p in self.pictures)
+            name: sum(one.source == name for one in self.pictures)
+            for name in dict.fromkeys(p.source for p in self.pictures)
         }
 
 
@@ -152,9 +136,9 @@ def open_test_sets(
     ]
     hashes: list[Hashes] = []
     owners: list[int] = []
-    kept: list[SetPicture] = []
+    kept: list[IndexedSample] = []
     hashed = chain.from_iterable(
-        hash_all(((picture, picture.read()) for picture in pictures), threads)
+        hash_all(((picture, picture.content()) for picture in pictures), threads)
     )
     bar = tqdm(hashed, total=len(pictures), desc="test sets", unit="picture", disable=not progress)
     for picture, _, own in bar:
@@ -165,11 +149,10 @@ def open_test_sets(
     return ComparedSets(kept, NearIndex(hashes), owners, len(pictures) - len(kept))
 
 
-def _test_pictures(name: str, path: Path, split: str) -> list[SetPicture]:
+def _test_pictures(name: str, path: Path, split: str) -> list[IndexedSample]:
     if kind_of(str(path)).kind == "folder" and (files := list(picture_files(path))):
-        return [SetPicture(name, str(file.relative_to(path)), file) for file in files]
-    found = open_retrieval_set(path, split).samples
-    return [SetPicture(name, one.key, one.file, one.offset_bytes, one.size_bytes) for one in found]
+        return [IndexedSample(str(file.relative_to(path)), file, source=name) for file in files]
+    return [replace(one, source=name) for one in open_retrieval_set(path, split).samples]
 
 
 def find_overlap(
@@ -207,7 +190,7 @@ def _pictures_of(source: Source, progress: bool) -> Iterator[tuple[Place, bytes]
         for shard in range(len(source.shards)):
             for sample in samples_of(source, shard):
                 bar.update()
-                if (content := image_of(sample.files)) is not None:
+                if (content := sample.image) is not None:
                     yield (
                         Place(source.name, os.path.basename(source.shards[shard]), sample.key),
                         content,
@@ -244,8 +227,8 @@ def _add_pairs(
             continue
         test, distance = tests.pictures[tests.owners[numbers[best]]], int(distances[best])
         if len(found.pairs) < _KEPT:
-            found.thumbnails[len(found.pairs)] = _thumbnail(content), _thumbnail(test.read())
-        found.pairs.append(NearPair(*place, test.test, test.key, distance, mirrored))
+            found.thumbnails[len(found.pairs)] = _thumbnail(content), _thumbnail(test.content())
+        found.pairs.append(NearPair(*place, test.source, test.key, distance, mirrored))
 
 
 def _thumbnail(content: bytes) -> str:

@@ -137,12 +137,7 @@ class TableReader(ColumnReader):
             raise UserError(
                 f"{self.path} is not UTF-8 text (UTF-16 without its mark?): save it as CSV in UTF-8"
             )
-        text = first.decode("utf-8-sig", "replace").rstrip("\r\n")
-        if not text.strip():
-            raise UserError(
-                f"{self.path} has no first line with the names of its columns: check the file"
-            )
-        return text
+        return first.decode("utf-8-sig", "replace").rstrip("\r\n")
 
     def _headerless(self) -> Chosen:
         """The columns of a table whose first line is a row: numbers, or one picture and one caption."""
@@ -222,15 +217,10 @@ class CocoReader(ColumnReader):
             )
             self.images = {one["id"]: one for one in images if isinstance(one.get("id"), int | str)}
         names = _names(fields for fields in islice(self._annotations(path), _LOOKED_AT))
-        if "caption" not in names and wanted.captions is None:
-            raise UserError(
-                f"the annotations of {path} hold no captions (their keys are {listed(names)}): give the captions, as "
-                "captions_train2017.json"
-            )
         self.chosen = choose(
             str(path),
             _names([*islice(self.images.values(), _LOOKED_AT), dict.fromkeys(names)]),
-            Wanted("file_name", wanted.captions or ("caption",), wanted.source),
+            Wanted("file_name", wanted.captions, wanted.source),
         )
         self.columns = f"annotations as MS-COCO's, caption {listed(self.chosen.captions)}"
 
@@ -375,10 +365,6 @@ def opened_table(path: Path) -> Iterator[IO[bytes]]:
     except UnicodeError as error:
         raise UserError(
             f"{path} is not the {encoding.upper()} that its first bytes say ({error}): save it as UTF-8"
-        ) from error
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be read ({error.strerror or error}): check the path"
         ) from error
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, cast
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import atomic_file, did_you_mean, write_atomically
+from open_clip_zerovl.core.files import did_you_mean, write_atomically
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.components import expand_braces
 from open_clip_zerovl.prepare.pack.columned import (
@@ -26,9 +24,9 @@ from open_clip_zerovl.prepare.pack.columned import (
 )
 from open_clip_zerovl.prepare.pack.rows import Columns, FolderSplits, Reader
 from open_clip_zerovl.prepare.pack.samples import ClassReader, FolderReader, TarReader, class_levels
-from open_clip_zerovl.shards.members import lacks_end
+from open_clip_zerovl.prepare.public.download import fetch_file
 from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES, walk
-from open_clip_zerovl.shards.remote import RemoteStream, RetryPolicy, identity_of
+from open_clip_zerovl.shards.remote import RetryPolicy, identity_of
 from open_clip_zerovl.shards.transfers import Unreachable
 from open_clip_zerovl.shards.urls import REMOTE, is_command, local_path
 
@@ -84,18 +82,15 @@ def fetched(text: str, folder: Path, say: Callable[[str], None]) -> str:
             answers = answers and _require_same(url, file, known.get(file.name), say)
             continue
         say(f"fetching {url} to {file}")
-        try:
-            with RemoteStream(url, RetryPolicy()) as content, atomic_file(file) as kept:
-                shutil.copyfileobj(cast(BinaryIO, content), kept, 1 << 20)
-            if content.unannounced and lacks_end(file):
-                file.unlink()
-                raise Unreachable("cut off", "cut off", True)
-        except Unreachable as error:
-            raise UserError(
-                f"{url} cannot be fetched ({error}); check it, and call again: fetched files are kept"
-            ) from error
+        file.with_name(f"{file.name}.part").unlink(missing_ok=True)  # it may be of another version
+        known[file.name] = fetch_file(
+            url,
+            file,
+            policy=RetryPolicy(),
+            progress=False,
+            advice="check it, and call again: fetched files are kept",
+        )
         os.utime(file, (0, 0))  # fetched again it is the same input
-        known[file.name] = content.identity
         write_atomically(identities, json.dumps(known, indent=1) + "\n")
     return f"{name}{place}"
 
@@ -129,21 +124,11 @@ def open_input(
     Raises:
         UserError: no such input, one of no known form or of several forms, or an error that the reader raises.
     """
-    if (
-        re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", str(path).replace(":/", "://", 1))
-        and not path.exists()
-    ):
-        raise UserError(
-            f"{path} is an address: fetch it first, and give the file (a list of addresses is a file too; parquet "
-            "files are fetched)"
-        )
     if not path.exists():
         raise UserError(f"{path} does not exist" + did_you_mean(path, ": correct the path"))
     path = path.absolute()
     found = form or (_form_of_file(path) if path.is_file() else _form_of_folder(path))
     if found in ("folder", "classes"):
-        if not path.is_dir():
-            raise UserError(f"{path} is a file, and --format {found} needs a folder of pictures")
         return (
             FolderReader(path, wanted)
             if found == "folder"
@@ -174,10 +159,9 @@ def _form_of_file(path: Path) -> str:
     for form, endings in _ENDINGS.items():
         if name.endswith(endings):
             return form
-    if name.endswith((".xlsx", ".xls", ".ods")):
-        raise UserError(f"{path} is a spreadsheet: save it as CSV in UTF-8, and give that")
     raise UserError(
-        f"{path.name} has no known ending: name its form with --format ({', '.join(FORMATS[1:])}); tables end in .csv or .tsv"
+        f"{path.name} has no known ending: name its form with --format ({', '.join(FORMATS[1:])}); tables end in .csv or .tsv "
+        "(save a spreadsheet as CSV in UTF-8)"
     )
 
 

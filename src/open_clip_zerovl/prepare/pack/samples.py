@@ -7,7 +7,6 @@ hat/1.jpg, web/hat/1.jpg       a class, or a source and a class: captions are ma
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tarfile
@@ -28,6 +27,7 @@ from open_clip_zerovl.shards.members import (
     ShardError,
     image_of,
     locate_samples,
+    object_of,
     opened,
     stream_samples,
 )
@@ -63,7 +63,7 @@ class SampleReader(Reader):
         Raises:
             UserError: a key that is not there, or none with a name of captions.
         """
-        objects = [_object(table) for table in tables]
+        objects = [object_of(table) for table in tables]
         # Without a JSON the named columns belong to other inputs, such as a table.
         if not objects or (has_text and self.wanted.captions is None):
             self.columns = "captions in .txt, one a line"
@@ -89,7 +89,7 @@ class SampleReader(Reader):
         """A row with the captions and the source of its sample."""
         fields: dict[str, Any] | None = {}
         if table is not None and (self.keys or self.wanted.source is not None):
-            fields = _object(table)
+            fields = object_of(table)
         if fields is None:
             return row._replace(refused="no JSON object")
         source = fields.get(self.wanted.source) if self.wanted.source is not None else None
@@ -128,11 +128,6 @@ class FolderReader(SampleReader):
                 "pictures into folders of classes, CLASS/PICTURE or SOURCE/CLASS/PICTURE"
             )
         tables = sorted(text for text in self.texts if text.endswith(".json"))
-        if wanted.source not in (None, FOLDER_COLUMN) and not tables:
-            raise UserError(
-                f"{path} is a folder of pictures and texts and has no column {wanted.source!r}: give --source-column "
-                f"{FOLDER_COLUMN}, which makes each folder below it a source"
-            )
         objects: list[bytes] = []
         for table in tables[:_LOOKED_AT]:
             with suppress(Failure):
@@ -186,13 +181,10 @@ class ClassReader(Reader):
         names = [str(file.relative_to(path)) for file in self.files]
         self.splits = FolderSplits(names)
         levels = class_levels(self.splits(name)[0] for name in names)
-        if levels is None and len({self._class(name) for name in names}) == 1:
-            raise UserError(
-                f"all pictures of {path} are of the one class {self._class(names[0])!r}: give two or more, each a folder"
-            )
         if levels is None:
             raise UserError(
-                f"{path} has no pictures, or some are not in folders CLASS/PICTURE or SOURCE/CLASS/PICTURE: sort them"
+                f"{path} has no pictures of two classes or more, each in a folder "
+                "CLASS/PICTURE or SOURCE/CLASS/PICTURE: sort them"
             )
         self.upper = levels > 1
         if wanted.source is not None and (wanted.source != FOLDER_COLUMN or not self.upper):
@@ -240,6 +232,10 @@ def class_levels(pictures: Iterable[str]) -> int | None:
     return levels if levels <= 2 else None
 
 
+#: Key, place of the picture ("" without one), its bytes if they cannot be read there again, texts by suffix.
+_Member = tuple[str, str, bytes | None, Mapping[str, bytes | None]]
+
+
 class TarReader(SampleReader):
     """Local shards, of img2dataset or of any other program.
 
@@ -251,47 +247,53 @@ class TarReader(SampleReader):
     def __init__(self, path: Path, files: list[Path], wanted: Columns) -> None:
         self.path, self.files, self.wanted = path, files, wanted
         self.splits = self._splits_of_files()
-        first = list(islice(self._first_samples(), _LOOKED_AT))
-        seen = sorted({name for members in first for name in members})
-        if not seen:
+        first: list[_Member] = []
+        for file in files:
+            with suppress(ShardError):
+                first.extend(islice(self._samples(file), _LOOKED_AT))
+            if first:
+                break
+        if not any(place for _, place, _, _ in first):
             raise UserError(
-                f"{files[0]} cannot be read as a tar, or holds no samples: fetch or write it again"
+                f"{files[0]} cannot be read as a tar, or its first samples hold no picture ({', '.join(IMAGE_EXTENSIONS)}): "
+                "fetch or write it again, or give shards of pictures with captions"
             )
-        if not set(seen) & set(IMAGE_EXTENSIONS):
-            raise UserError(
-                f"the first samples of {files[0]} hold no picture (jpg, png, jpeg, webp) but {listed(seen)}: give shards of "
-                "pictures with captions"
-            )
-        if not set(seen) & {TEXT_EXTENSION, _JSON_EXTENSION}:
-            raise UserError(
-                f"the first samples of {files[0]} hold no captions, neither txt nor json but {listed(seen)}: give shards of "
-                "pictures with captions"
-            )
-        tables = [
-            members[_JSON_EXTENSION] or b"" for members in first if _JSON_EXTENSION in members
-        ]
-        where = f"the json members of {files[0]}"
-        if wanted.source is not None:
-            find(
-                where,
-                [name for table in tables for name in _object(table) or ()],
-                wanted.source,
-                "--source-column",
-            )
-        self._choose(where, tables, has_text=TEXT_EXTENSION in seen)
+        tables = [texts[_JSON_EXTENSION] or b"" for *_, texts in first if _JSON_EXTENSION in texts]
+        has_text = any(TEXT_EXTENSION in texts for *_, texts in first)
+        self._choose(f"the json members of {files[0]}", tables, has_text=has_text)
 
     def rows(self) -> Iterator[PairRow]:
         for file in self.files:
             split = self._split_of(file)
             try:
-                try:
-                    for row in self._plain(file):
-                        yield row._replace(split=split)
-                except tarfile.ReadError:  # compressed, or no tar
-                    for row in self._streamed(file):
-                        yield row._replace(split=split)
+                for key, place, content, texts in self._samples(file):
+                    name = f"{file.name}/{key}"
+                    row = PairRow(
+                        place, (), f"{file.name} {key}", content=content, name=name, split=split
+                    )
+                    if place:
+                        yield self._row(row, texts.get(TEXT_EXTENSION), texts.get(_JSON_EXTENSION))
+                    else:
+                        yield row._replace(refused="no picture")
             except ShardError as error:
                 yield PairRow("", (), file.name, refused=error.reason)
+
+    def _samples(self, file: Path) -> Iterator[_Member]:
+        try:
+            with opened(file) as descriptor:
+                for key, members in locate_samples(file, whole=True):
+                    extent = image_of(members)
+                    texts = {
+                        name: os.pread(descriptor, size, offset)
+                        for name, (offset, size) in members.items()
+                        if name in (TEXT_EXTENSION, _JSON_EXTENSION)
+                    }
+                    yield key, "{}#{}+{}".format(file, *extent) if extent else "", None, texts
+        except tarfile.ReadError:  # compressed, or no tar
+            samples = stream_samples(f"file:{file}", wanted=None)
+            for number, (key, files) in enumerate(samples, start=1):
+                picture = image_of(files)
+                yield key, f"{file}#{number}" if picture else "", picture, files
 
     def obtain(self, place: str) -> bytes:
         file, _, extent = place.rpartition("#")
@@ -306,47 +308,6 @@ class TarReader(SampleReader):
             raise Failure("truncated shard")
         return content
 
-    def _plain(self, file: Path) -> Iterator[PairRow]:
-        with opened(file) as descriptor:
-            for key, members in locate_samples(file, whole=True):
-                extent = image_of(members)
-                texts = (members.get(name) for name in (TEXT_EXTENSION, _JSON_EXTENSION))
-                text, table = (
-                    os.pread(descriptor, one[1], one[0]) if one else None for one in texts
-                )
-                yield self._sample(
-                    file, key, "{}#{}+{}".format(file, *extent) if extent else "", text, table
-                )
-
-    def _streamed(self, file: Path) -> Iterator[PairRow]:
-        for number, (key, members) in enumerate(
-            stream_samples(f"file:{file}", wanted=None), start=1
-        ):
-            picture = image_of(members)
-            place = f"{file}#{number}" if picture else ""
-            row = self._sample(
-                file, key, place, members.get(TEXT_EXTENSION), members.get(_JSON_EXTENSION)
-            )
-            yield row._replace(content=picture)
-
-    def _sample(
-        self, file: Path, key: str, place: str, text: bytes | None, table: bytes | None
-    ) -> PairRow:
-        row = PairRow(place, (), f"{file.name} {key}", name=f"{file.name}/{key}")
-        return self._row(row, text, table) if place else row._replace(refused="no picture")
-
-    def _first_samples(self) -> Iterator[Mapping[str, bytes | None]]:
-        """Members of the first samples that can be read, all of one shard."""
-        for file in self.files:
-            members: Mapping[str, bytes | None] = {}
-            try:
-                for _, members in stream_samples(f"file:{file}", wanted=None):
-                    yield members
-            except ShardError:
-                continue
-            if members:
-                return
-
 
 def _read(path: str) -> bytes:
     """The content of a text beside a picture, converted to UTF-8 if it has a byte-order mark. Failure as `read_file`."""
@@ -356,12 +317,3 @@ def _read(path: str) -> bytes:
         return content if encoding == "utf-8" else content.decode(encoding).encode()
     except UnicodeError as error:
         raise Failure("caption not UTF-8") from error
-
-
-def _object(content: bytes) -> dict[str, Any] | None:
-    """The object of a JSON file; None if the file holds another value."""
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None

@@ -26,7 +26,7 @@ from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES
 from open_clip_zerovl.prepare.pack.store import Store, Stored
 from open_clip_zerovl.prepare.public import manifest
 from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample
-from open_clip_zerovl.shards.writing import SIZES_FILE
+from open_clip_zerovl.shards.writing import SHARD_COUNT, SIZES_FILE, mark_retrieval_set
 
 SILENT_SECONDS = 2.0  # longer work shows a bar or a line
 
@@ -112,9 +112,7 @@ def write_split(
         lines = "".join(f"{template.replace('{}', '{c}')}\n" for template in templates)
         write_atomically(folder / TEMPLATES, lines)
     if split != "train":
-        # Last: only a folder with nshards.txt is a retrieval set, so that an incomplete one is never scored.
-        write_atomically(here / "nshards.txt", f"{shards}\n")
-        write_atomically(folder / "dataset_type.txt", "retrieval\n")
+        mark_retrieval_set(folder, split, shards)
     counts = {
         "pictures": content["pairs"],
         "captions": content["captions"],
@@ -133,7 +131,7 @@ def _digest(store: Store, source: str, split: str) -> str:
 def _forget(folder: Path, known: Mapping[str, Any]) -> None:
     """Remove the files of a split that this program wrote, the manifest last."""
     recorded = {f"{file.stem}.tar" for file in (folder / manifest.RECORDS).glob("*.json")}
-    for name in ("nshards.txt", SIZES_FILE, *sorted(recorded | set(known["shards"]))):
+    for name in (SHARD_COUNT, SIZES_FILE, *sorted(recorded | set(known["shards"]))):
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / manifest.RECORDS, ignore_errors=True)
     (folder / manifest.MANIFEST_FILE).unlink(missing_ok=True)

@@ -40,24 +40,19 @@ def find_datasets(folders: Iterable[str | Path]) -> list[Dataset]:
     several paths are given (`DIR/*`), files are ignored, and folders without any of these are ignored with a warning.
 
     Raises:
-        UserError: a folder that does not exist, or no folder that counts.
+        UserError: no folder that counts.
     """
-    paths = [Path(folder).expanduser() for folder in folders]
     found: list[Dataset] = []
     empty = []
-    for path in paths:
-        if not path.is_dir() and (len(paths) == 1 or not path.exists()):
-            raise UserError(f"{path} is not a folder: give folders with prepared datasets.")
+    for path in (Path(folder).expanduser() for folder in folders):
         here = list(_below(path, path.absolute().name, DEPTH)) if path.is_dir() else []
-        if path.is_dir() and not here:
+        if not here and not path.is_file():
             empty.append(
                 f"{path} has no shards with a {SIZES_FILE} or a {MANIFEST_FILE}: prepare the data, or `zerovl data index` it."
             )
         found += here
     if not found:
-        raise UserError(
-            empty[0] if empty else f"there is no folder among {', '.join(map(str, paths))}."
-        )
+        raise UserError(empty[0] if empty else "there is no folder among the paths; give one")
     for sentence in empty:
         log.warning(sentence)
     return found

@@ -24,6 +24,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import locked
 from open_clip_zerovl.core.flags import flag
 from open_clip_zerovl.prepare.public.pictures import Failure, Unannounced
+from open_clip_zerovl.shards.members import lacks_end
 from open_clip_zerovl.shards.remote import RemoteStream, RetryPolicy
 from open_clip_zerovl.shards.transfers import Unreachable, announces_end
 
@@ -198,26 +199,37 @@ def _explained(error: BaseException) -> Failure | None:
     return next(found, None)
 
 
+BY_OTHER_MEANS = (
+    "give its path with --source, or try again later; the part that was fetched is kept"
+)
+
+
 def fetch_file(
-    url: str, path: str | Path, *, policy: RetryPolicy | None = None, progress: bool = True
-) -> Path:
-    """Fetch one large file (an annotation file, a zip of pictures), from where an earlier call stopped; returns its path.
+    url: str,
+    path: Path,
+    *,
+    policy: RetryPolicy | None = None,
+    progress: bool = True,
+    advice: str = BY_OTHER_MEANS,
+) -> str | None:
+    """Fetch one large file (annotations, a zip of pictures, parquet), from where an earlier call stopped; returns its identity
+    on the server (see `Transfer`), None if that is unknown or the file was there.
 
     Until it is whole it is called `NAME.part`. An existing file is not fetched again. If several processes share a
     dataset, the first one fetches, and the other ones wait and find the file.
 
     Args:
         policy: retries; None for four.
+        advice: the end of the sentence.
 
     Raises:
         UserError: every attempt failed; the sentence names the URL and the last reason.
     """
-    path, policy = Path(path), policy or RetryPolicy(retries=4)
-    part = path.with_name(path.name + ".part")
+    part, identity = path.with_name(path.name + ".part"), None
     with locked(path.parent, name=f".{path.name}.lock"):
         while not path.is_file():
             try:
-                _go_on(url, part, policy, progress)
+                identity = _go_on(url, part, policy or RetryPolicy(retries=4), progress)
                 part.replace(path)
             except Unreachable as error:
                 if (
@@ -225,15 +237,12 @@ def fetch_file(
                 ):  # the part is as long as the file
                     part.unlink()
                     continue
-                raise UserError(
-                    f"{url} could not be fetched ({error}): fetch it by other means and give its path with --source, or try "
-                    "again later; the part that was fetched is kept."
-                ) from error
-    return path
+                raise UserError(f"{url} cannot be fetched ({error}); {advice}") from error
+    return identity
 
 
-def _go_on(url: str, part: Path, policy: RetryPolicy, progress: bool) -> None:
-    """Fetch the rest of a file, or all of it if the server sends no parts."""
+def _go_on(url: str, part: Path, policy: RetryPolicy, progress: bool) -> str | None:
+    """Fetch the rest of a file, or all of it if the server sends no parts; returns its identity."""
     with open(part, "ab") as file, RemoteStream(url, policy, position=file.tell()) as stream:
         stream.open()
         file.truncate(stream.position)
@@ -247,3 +256,7 @@ def _go_on(url: str, part: Path, policy: RetryPolicy, progress: bool) -> None:
         ) as bar:
             while piece := stream.read(_PIECE_BYTES):
                 bar.update(file.write(piece))
+    if stream.unannounced and lacks_end(part):
+        part.unlink()
+        raise Unreachable("cut off", "cut off", True)
+    return stream.identity

@@ -61,7 +61,7 @@ def index_shards(folder: str, *, threads: int = 8, progress: bool = True) -> dic
         )
     remote = _REMOTE.match(folder) is not None
     store, root, _ = file_system_of(
-        folder if remote else str(_local(folder).absolute()), _STALL_SECONDS
+        folder if remote else str(Path(folder).expanduser().absolute()), _STALL_SECONDS
     )
     names = sorted(
         path.rpartition("/")[2] for path in store.glob(f"{glob.escape(root.rstrip('/'))}/*.tar")
@@ -108,13 +108,6 @@ def index_shards(folder: str, *, threads: int = 8, progress: bool = True) -> dic
     return sizes
 
 
-def _local(folder: str | Path) -> Path:
-    path = Path(folder).expanduser()
-    if not path.is_dir():
-        raise UserError(f"{folder} is not a folder: give the folder that holds the shards.")
-    return path
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Check
 # ---------------------------------------------------------------------------------------------------------------------
@@ -146,7 +139,7 @@ def check_shards(
     Raises:
         UserError: no such folder, no shards in it, or `hashes` without a manifest that has them.
     """
-    path = _local(folder)
+    path = Path(folder).expanduser()
     manifest = read_manifest(path) or {}
     sizes = read_sizes(path)
     expected_hashes = {name: entry["sha256"] for name, entry in manifest.get("shards", {}).items()}

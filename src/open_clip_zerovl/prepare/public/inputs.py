@@ -70,10 +70,10 @@ def locate(
         return [Path(path).expanduser() for path in source]
     if dataset in BY_HAND:
         raise UserError(f"{BY_HAND[dataset]}.")
-    return [
-        fetch_file(url, folder / url.rpartition("/")[2], progress=progress)
-        for url in OFFICIAL[dataset]
-    ]
+    paths = [folder / url.rpartition("/")[2] for url in OFFICIAL[dataset]]
+    for url, path in zip(OFFICIAL[dataset], paths, strict=True):
+        fetch_file(url, path, progress=progress)
+    return paths
 
 
 def described(paths: Iterable[Path]) -> list[dict[str, Any]]:

@@ -32,6 +32,7 @@ from open_clip_zerovl.prepare.public.pairs import (
     shuffled_apart,
 )
 from open_clip_zerovl.prepare.public.pictures import Encoding
+from open_clip_zerovl.shards.writing import mark_retrieval_set
 
 ANNOTATIONS = {"coco": "dataset_coco.json", "f30k": "dataset_flickr30k.json"}
 
@@ -148,9 +149,7 @@ def _retrieval_set(
             f"The {split} set of {dataset} lacks {sum(manifest['failures'].values())} of {len(images)} pictures ({lost}), and "
             "scores on a part of it cannot be compared: give all pictures with --source, and --retry-failed."
         )
-    # Last: only a folder with nshards.txt is a retrieval set, so that an incomplete one is never scored.
-    write_atomically(out / split / "nshards.txt", f"{len(manifest['shards'])}\n")
-    write_atomically(out / "dataset_type.txt", "retrieval\n")
+    mark_retrieval_set(out, split, len(manifest["shards"]))
     csv_name = "valid_anno.csv" if split == "test" else "val_anno.csv"
     write_atomically(out / "zerovl" / csv_name, zerovl_csv(images))
     return manifest

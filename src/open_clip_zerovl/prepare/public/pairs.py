@@ -80,10 +80,6 @@ def prepare_pairs(
         )
         try:
             shard_count = shards.make(rows)
-        except OSError as error:
-            raise UserError(
-                f"Writing into {out} failed ({error}): mend that and call the command again; finished work is kept."
-            ) from error
         finally:
             shards.gathering.close()
             if any((out / manifest.RECORDS).glob("*.json")):

@@ -1,0 +1,230 @@
+"""Indexed sets: pictures with their captions or their class, read by position, as evaluations need them.
+
+A set is indexed once: keys, captions or classes, and where the bytes of each picture lie. No picture is decoded. Pictures are
+then read by position, so that loader workers share nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import regular_file
+from open_clip_zerovl.core.identity import digest_of, stamp_of
+from open_clip_zerovl.core.randomness import seeded
+from open_clip_zerovl.data.images import decode_image
+from open_clip_zerovl.data.workers import ItemSet, read_batches
+from open_clip_zerovl.shards.marks import content_digest
+from open_clip_zerovl.shards.members import (
+    IMAGE_EXTENSIONS,
+    ShardError,
+    image_of,
+    locate_samples,
+    opened,
+)
+from open_clip_zerovl.shards.pictures import BadPicture
+from open_clip_zerovl.shards.urls import local_path
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedSample:
+    """A picture as a range of bytes of a file, with its captions or its class.
+
+    Attributes:
+        key: the key of a tar's sample, the id of the image in annotations, or the name of the file.
+        size_bytes: -1 for the rest of the file, of a picture that is a file of its own.
+        label: the class, by name (or by number, as text).
+        source: the source or the set that the picture belongs to, where pictures of several lie together.
+    """
+
+    key: str
+    file: str | os.PathLike[str]
+    offset_bytes: int = 0
+    size_bytes: int = -1
+    captions: tuple[str, ...] = ()
+    label: str = ""
+    source: str = ""
+
+    def content(self) -> bytes:
+        """The encoded picture. OSError if it cannot be read."""
+        with regular_file(self.file) as file:
+            file.seek(self.offset_bytes)
+            return file.read(self.size_bytes)
+
+
+@dataclass(frozen=True)
+class IndexedSet:
+    """The pictures of a set.
+
+    Attributes:
+        path: the path of the set, for messages and stored features.
+        names: class label -> the words for it in pictures, if they differ from the label.
+    """
+
+    path: str
+    samples: Sequence[IndexedSample] = field(repr=False)
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        """Number of pictures."""
+        return len(self.samples)
+
+    def image(self, index: int) -> Image.Image:
+        """The picture as RGB. UserError with file and key if it cannot be read or decoded."""
+        sample = self.samples[index]
+        try:
+            return decode_image(sample.content())
+        except (OSError, BadPicture) as error:
+            raise UserError(
+                f"{sample.file}: the image of sample {sample.key!r} cannot be read ({error}); mend or remove it"
+            ) from error
+
+    @cached_property
+    def labels(self) -> list[str]:
+        """The class of each picture."""
+        return [sample.label for sample in self.samples]
+
+    @cached_property
+    def files(self) -> list[str]:
+        """The files that hold the pictures, each once."""
+        return list(dict.fromkeys(os.fspath(sample.file) for sample in self.samples))
+
+    def captions(self, captions_per_image: int | None = None) -> list[tuple[str, ...]]:
+        """The captions of each picture, or the first `captions_per_image` of them."""
+        return [sample.captions[:captions_per_image] for sample in self.samples]
+
+    def num_captions(self, captions_per_image: int | None = None) -> int:
+        """Number of these captions."""
+        return sum(map(len, self.captions(captions_per_image)))
+
+    def part(self, rank: int, world_size: int) -> IndexedSet:
+        """The share of a rank: consecutive pictures, so that the parts of all ranks in order are the set."""
+        begin, end = (len(self) * r // world_size for r in (rank, rank + 1))
+        return replace(self, samples=self.samples[begin:end])
+
+    def in_files(self, paths: Iterable[str]) -> int:
+        """Number of pictures that lie in one of these files; all, if the set itself is one of them (a table)."""
+        files = {os.path.realpath(path) for path in set(paths)}
+        if os.path.realpath(self.path) in files:
+            return len(self)
+        # Pictures in files of their own are left out: there may be very many of them, and no path of a source is a picture.
+        tars = {sample.file for sample in self.samples if sample.size_bytes >= 0}
+        shared = {file for file in tars if os.path.realpath(file) in files}
+        return sum(sample.file in shared for sample in self.samples)
+
+    def stamps(self) -> list[Any]:
+        """Name, size and time of each file, by which a later call knows an unchanged set."""
+        return [[file, stamp_of(file)] for file in self.files]
+
+    def fingerprint(self) -> str:
+        """A hash of the path, of the labels in their order and of the files' contents: the key of stored features.
+
+        Times of change are left out: a set that is copied to a machine's own disk again is the same.
+        """
+        return digest_of(self.path, self.labels, content_digest(self.files))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batches
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Transformed(ItemSet):
+    """(transformed picture, its number) of the pictures of a set."""
+
+    def __init__(
+        self,
+        dataset: IndexedSet,
+        transform: Callable[[Any], Tensor],
+        seed_of: Callable[[int], int] | None,
+    ) -> None:
+        self.dataset, self.transform, self.seed_of = dataset, transform, seed_of
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def read(self, index: int) -> tuple[Tensor, int]:
+        image = self.dataset.image(index)
+        with nullcontext() if self.seed_of is None else seeded(self.seed_of(index)):
+            return self.transform(image), index
+
+
+def _collate(items: Sequence[tuple[Tensor, int]]) -> tuple[Tensor, list[int]]:
+    return torch.stack([image for image, _ in items]), [index for _, index in items]
+
+
+def picture_batches(
+    dataset: IndexedSet,
+    transform: Callable[[Any], Tensor],
+    *,
+    seed_of: Callable[[int], int] | None = None,
+    **loader_options: Any,
+) -> Iterator[tuple[Tensor, list[int]]]:
+    """Yields (pictures (b, 3, H, W), their numbers), in the set's order unless `loader_options` order them in another way.
+
+    Args:
+        transform: image -> (3, H, W).
+        seed_of: number of a picture -> the seed under which it is transformed; None for a transform that draws nothing.
+        loader_options: keyword arguments of torch's DataLoader: `batch_size` or `batch_sampler`, `num_workers`.
+
+    Raises:
+        UserError: a picture that cannot be read, named by file and key.
+    """
+    yield from read_batches(_Transformed(dataset, transform, seed_of), _collate, **loader_options)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tars
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def index_shards(
+    shards: Iterable[str],
+    member: str,
+    order: Sequence[str] = IMAGE_EXTENSIONS,
+    advice: str = "mend or remove it",
+) -> Iterator[tuple[IndexedSample, bytes]]:
+    """(sample, content of its member of this suffix) of each sample of local tars, from their headers.
+
+    Args:
+        order: which of several pictures of a sample is taken.
+        advice: what to do about a sample without the member.
+
+    Raises:
+        UserError: a shard that is missing, or not a whole, uncompressed tar; a sample without a picture or without the member.
+    """
+    for shard in shards:
+        path = local_path(shard)
+        if path is None:
+            raise UserError(
+                f"{shard} is remote, and its images are read by position; copy it to a disk"
+            )
+        if not os.path.isfile(path):
+            raise UserError(
+                f"shard {path} does not exist; correct the path, or the number or the list of shards"
+            )
+        try:
+            with opened(path) as descriptor:
+                for key, members in locate_samples(path, whole=True):
+                    image = image_of(members, order)
+                    if image is None or member not in members:
+                        lacks = f"image ({', '.join(order)})" if image is None else f".{member}"
+                        raise UserError(f"{path}: sample {key!r} has no {lacks}; {advice}")
+                    offset, size = members[member]
+                    yield IndexedSample(key, Path(path), *image), os.pread(descriptor, size, offset)
+        except (ShardError, tarfile.ReadError) as error:
+            raise UserError(
+                f"{path} is not a readable, uncompressed tar ({error}): fetch or write it again; pairs of another "
+                f"form become tars with `zerovl data pack {path} --out DIR`"
+            ) from error
