@@ -22,6 +22,7 @@ from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.checkpoints.weights import read_epoch, read_state_dict
 from open_clip_zerovl.cli import program
 from open_clip_zerovl.core.errors import DEFECT, UserError
+from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.data.annotations import read_karpathy
 from open_clip_zerovl.data.collection import open_collection
 from open_clip_zerovl.data.images import crop_of, decode_image
@@ -168,12 +169,12 @@ def resuming(folder: Path) -> None:
     checkpointing.newest_whole(str(path.parent))
     if checkpointing.is_archive(path) and (damage := checkpointing.damage_of(path)) is not None:
         raise UserError(f"the file {damage}")
-    content = resume.load_checkpoint(
-        inputs.model(), argparse.Namespace(model="fuzz-tiny"), str(path), "cpu"
-    )
-    if "optimizer" in content:
-        torch.optim.AdamW(inputs.model().parameters()).load_state_dict(content["optimizer"])
-    position = resume.read_position(content)
+    content = resume.load_checkpoint(argparse.Namespace(), str(path), "cpu")
+    with reading(path):
+        inputs.model().load_state_dict(content.get("state_dict", content))
+        if "optimizer" in content:
+            torch.optim.AdamW(inputs.model().parameters()).load_state_dict(content["optimizer"])
+        position = resume.read_position(content)
     if position is not None:
         now = resume.Position(1, 0, Batching(24, 1, 1, 2), "a (100)", order={"--seed": 0})
         position.start_step(now)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError, nearest
+from open_clip_zerovl.core.files import reading
 
 FLAG = "--config"
 # Entries of params.txt that are a run's state, or that other entries bring.
@@ -57,10 +58,8 @@ def with_config(words: Sequence[str], parsers: Sequence[argparse.ArgumentParser]
 def _yaml(file: Path) -> Mapping[str, Any]:
     import yaml
 
-    try:
+    with reading(f"{FLAG} {file}", "write lines such as `lr: 1e-4`"):
         settings = yaml.load(file.read_text(encoding="utf-8"), yaml.BaseLoader)  # "1e-4" stays text
-    except yaml.YAMLError as error:
-        raise UserError(f"{FLAG} {file} is not YAML ({error})") from error
     if not isinstance(settings, dict):
         raise UserError(f"{FLAG} {file} is not a table of flags; write lines such as `lr: 1e-4`")
     return settings

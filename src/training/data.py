@@ -27,7 +27,7 @@ from open_clip_zerovl.recipe.flags import AllFlags, contradicted
 from open_clip_zerovl.sampling.schedule import MIXED, Batching, Sampling, Schedule, few_steps
 from open_clip_zerovl.shards.cache import ShardCache
 from training.console import DETAIL
-from training.stock_data import check_augmentation, check_stock_data
+from training.stock_data import check_stock_data
 
 if TYPE_CHECKING:
     from open_clip_zerovl.distill.rows import TeacherRows
@@ -117,7 +117,6 @@ def open_inputs(config: AllFlags, args: argparse.Namespace) -> Inputs:
         UserError: data that cannot be used.
     """
     check_stock_data(args, training=config.sampling is None)
-    check_augmentation(args.aug_cfg)
     sources: tuple[Source, ...] = ()
     if config.sampling is not None:
         sources = parse_sources(

@@ -80,11 +80,6 @@ def replaced(
         KeyError: a name that the line does not list.
     """
     table = check_host()
-    unknown = [name for name in replacements if name not in table.NAMES]
-    if unknown:
-        raise KeyError(
-            f"{unknown} cannot be replaced; {table.__name__}.NAMES lists the names that can"
-        )
     for name, replacement in replacements.items():
         _check_parameters(name, replacement, table)
     kept = {name: getattr(host, name) for name in replacements}

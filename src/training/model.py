@@ -48,12 +48,6 @@ def create_model(
             decoder: Any = model.text_decoder
             projection = decoder.text_projection
             torch.nn.init.normal_(projection, std=len(projection) ** -0.5)
-        # open_clip's own transformer, not Hugging Face's
-        own_text = getattr(getattr(model, "text", None), "config", None) is None
-        if getattr(args, "lock_text", False) and own_text and not args.lock_text_freeze_layer_norm:
-            raise UserError(
-                "--lock-text of open_clip's own text transformer needs --lock-text-freeze-layer-norm: it locks LayerNorms, too"
-            )
         if config.init_from is not None:
             report = init_from(
                 model, config.init_from, _model_cfg(model_name, args), config.context_length
@@ -174,20 +168,6 @@ def cosine_lr(
 # ---------------------------------------------------------------------------------------------------------------------
 # Device and precision
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def check_device(args: argparse.Namespace) -> None:
-    """Refuse a device that torch does not know.
-
-    Raises:
-        UserError: a `--device` that torch does not know.
-    """
-    try:
-        torch.device(args.device)
-    except RuntimeError as error:
-        raise UserError(
-            f"torch knows no --device {args.device}; give cpu, cuda or cuda:NUMBER"
-        ) from error
 
 
 def settle_device(args: argparse.Namespace, *, recipe: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,35 +49,10 @@ def filled(run: Any, host: Any) -> dict[str, Any]:
             return {**checkpoint, "state_dict": _prefixed(checkpoint["state_dict"])}
         return _prefixed(checkpoint)
 
-    def train_one_epoch(
-        model,
-        data,
-        loss,
-        epoch,
-        optimizer,
-        scaler,
-        scheduler,
-        dist_model,
-        args,
-        tb_writer=None,
-        **more,
-    ) -> None:
-        def stock() -> None:
-            stock_epoch(
-                model,
-                data,
-                loss,
-                epoch,
-                optimizer,
-                scaler,
-                scheduler,
-                dist_model,
-                args,
-                tb_writer=tb_writer,
-                **more,
-            )
-
-        run.train_epoch(stock, model, data, loss, epoch, optimizer, scaler, scheduler, tb_writer)
+    def train_one_epoch(*inputs: Any, tb_writer=None, **more) -> None:
+        # model, data, loss, epoch, optimizer, scaler, scheduler; then dist_model, args
+        stock = partial(stock_epoch, *inputs, tb_writer=tb_writer, **more)
+        run.train_epoch(stock, *inputs[:7], tb_writer)
 
     def evaluate(
         model, data, epoch, args, tb_writer=None, tokenizer=None, **more

@@ -11,15 +11,10 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.releases import OPENCLIP_V4
 from training.resume import of_this_line
 
 LINE = OPENCLIP_V4
-SHARDED = (
-    ".metadata"  # a folder with this file is a sharded checkpoint (torch.distributed.checkpoint)
-)
-
 # The parameters of each function that main passes.
 NAMES: dict[str, tuple[str, ...]] = {
     "parse_args": ("args",),
@@ -57,7 +52,6 @@ def filled(run: Any, host: Any) -> dict[str, Any]:
         "create_optimizer": ours.create_optimizer,
         "get_data": ours.get_data,
         "get_latest_checkpoint": ours.newest_checkpoint,
-        "load_sharded_checkpoint": ours.load_sharded_checkpoint,
         "train_one_epoch": ours.train_one_epoch,
         "evaluate": ours.evaluate,
         "load_checkpoint": host.load_checkpoint
@@ -78,10 +72,7 @@ class _Adapters:
             host.create_optimizer,
         )
         self.stock_epoch, self.stock_evaluate = host.train_one_epoch, host.evaluate
-        self.stock_load_sharded, self.stock_newest = (
-            host.load_sharded_checkpoint,
-            host.get_latest_checkpoint,
-        )
+        self.stock_newest = host.get_latest_checkpoint
 
     def get_data(self, args, preprocess_fns, epoch: int = 0, tokenizer=None, **more) -> dict:
         def stock(args: argparse.Namespace) -> dict:
@@ -104,10 +95,7 @@ class _Adapters:
     def create_optimizer(self, model, cfg, **more) -> Any:
         if self.run.own_adamw:
             return self.run.create_adamw(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps)
-        try:
-            return self.stock_optimizer(model, cfg, **more)
-        except ValueError as error:  # from flags: --opt-fallback-list, --text-layer-decay ...
-            raise UserError(str(error).rstrip(".")) from error
+        return self.stock_optimizer(model, cfg, **more)
 
     def train_one_epoch(self, state, data, args, tb_writer=None, **more) -> None:
         def stock() -> None:
@@ -160,15 +148,6 @@ class _Adapters:
                 }
             )
         return checkpoint["epoch"]
-
-    def load_sharded_checkpoint(self, task, checkpoint_dir, **more) -> int:
-        """Checks that the folder is a checkpoint of `--fsdp-checkpoint sharded`; open_clip loads it."""
-        if not os.path.isfile(os.path.join(checkpoint_dir, SHARDED)):
-            raise UserError(
-                f"--resume {checkpoint_dir} is a folder, but not a sharded checkpoint ({SHARDED} is missing); give a "
-                "checkpoint file, such as RUN/checkpoints/epoch_N.pt"
-            )
-        return self.stock_load_sharded(task, checkpoint_dir, **more)
 
     def newest_checkpoint(self, path: str, remote: bool = False) -> str | None:
         """open_clip's answer if it is a folder (a sharded checkpoint), else ours, which is a file."""

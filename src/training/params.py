@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import open_clip_train.params as host_params
 
 from open_clip_zerovl.core.errors import UserError, argparse_sentence, say
-from open_clip_zerovl.core.files import check_writable, no_checkpoint
+from open_clip_zerovl.core.files import check_writable
 from open_clip_zerovl.core.flags import add_flags, flags_of
 from open_clip_zerovl.core.launch import rank_here
 from open_clip_zerovl.core.lazy import load_open_clip
@@ -110,13 +110,8 @@ def _made_by_open_clip() -> Iterator[list[Parser]]:
 
 
 def _parse_open_clip(words: Sequence[str]) -> tuple[argparse.Namespace, Parser]:
-    try:
-        with _made_by_open_clip() as made:
-            return host_params.parse_args(list(words)), made[0]
-    except UserError:
-        raise
-    except ValueError as error:  # open_clip 4 refuses some values after parsing
-        raise UserError(str(error).rstrip(".")) from error
+    with _made_by_open_clip() as made:
+        return host_params.parse_args(list(words)), made[0]
 
 
 def parse(argv: Sequence[str]) -> Command:
@@ -221,8 +216,6 @@ def read_command(argv: Sequence[str]) -> Command:
     rank = int(rank_here() or 0)
     if rank == 0:  # rank 0 makes the run's folder, which another rank could take for an older run's
         require_new_name(args)
-    if os.path.exists(args.logs) and not os.path.isdir(args.logs):
-        raise UserError(f"--logs {args.logs} is a file; give the folder in which runs are kept")
     if rank == 0 and args.logs.lower() != "none":
         check_writable(args.logs, folder=True)
     if (
@@ -247,21 +240,13 @@ def read_command(argv: Sequence[str]) -> Command:
 
 
 def _check_checkpoint(flag: str, path: str | None) -> None:
-    """Refuse a file of this machine that cannot be a checkpoint.
-
-    Raises:
-        UserError: a file of this machine that does not exist, or that no release of torch has written.
-    """
+    """UserError for a file of this machine that does not exist; data and model are opened before it is read."""
     if path is None or "://" in path or os.path.isdir(path):  # a folder is checked when it is read
         return
     if not os.path.isfile(path):
         raise UserError(
             f"{flag} {path} does not exist; give the path of a checkpoint"
             + ", or 'latest'" * (flag == "--resume")
-        )
-    if (wrong := no_checkpoint(path)) is not None:
-        raise UserError(
-            f"{flag} {path} is not a checkpoint: it {wrong}; give a file that training wrote, such as epoch_N.pt"
         )
 
 

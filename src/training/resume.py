@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import logging
 import math
-import os
-import pickle
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -19,16 +17,14 @@ from typing import Any
 import fsspec
 import torch
 
-from open_clip_zerovl.checkpoints.adapters import is_adapter
 from open_clip_zerovl.checkpoints.spec import (
     MODEL_ENTRY,
     NOT_OF_FUNCTION,
     first_difference,
     tower_config,
 )
-from open_clip_zerovl.checkpoints.weights import unpickling_reason
-from open_clip_zerovl.core.errors import UserError, first_line
-from open_clip_zerovl.core.files import UNREADABLE
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.core.randomness import STREAMS_VERSION
 from open_clip_zerovl.dga.retain import Decision
 from open_clip_zerovl.recipe.optimizer import marked_temperature, parameter_groups
@@ -146,16 +142,6 @@ def _shown(batching: Batching) -> str:
 # Its entry in a checkpoint
 # ---------------------------------------------------------------------------------------------------------------------
 
-_COUNTS = {
-    "epoch": 0,
-    "step": 0,
-    "world_size": 1,
-    "workers": 1,
-    "micro_batch": 1,
-    "dga_steps": 1,
-}  # name -> least
-_LARGEST_COUNT = 1 << 50
-
 
 def entry_of(position: Position) -> dict[str, Any]:
     """The checkpoint's entry `zerovl` for a position, of plain containers; `read_position` reads it."""
@@ -171,55 +157,21 @@ def read_position(checkpoint: dict) -> Position | None:
     """The position of a checkpoint; None for one of open_clip's own, which is from an epoch's end.
 
     Raises:
-        UserError: another format, or an entry that is not a position.
+        UserError: another format.
+        LookupError, TypeError: an entry that is not a position.
     """
-    if not (found := checkpoint.get("zerovl")):
+    entry = dict(checkpoint.get("zerovl") or {})
+    if not entry:
         return None
-    entry = dict(found) if isinstance(found, dict) else {}
-    if (written := entry.pop("format", FORMAT)) != FORMAT:
+    written = entry.pop("format", FORMAT)
+    if written != FORMAT:
         raise UserError(
             f"the checkpoint has format {_value(written)}, and this release reads {FORMAT}; resume with the one that wrote it, "
             "or start a new run from its weights with --init-from"
         )
-    entry.pop("effective_batch", None)
-    retained = entry.get("retained", {})
-    good = {
-        **{name: _is_count(entry.get(name), least) for name, least in _COUNTS.items()},
-        "sources": isinstance(entry.get("sources"), str),
-        "order": isinstance(entry.get("order"), dict),
-        "retained": retained == {} or _is_decision(retained),
-    }
-    wrong = [name for name, right in good.items() if not right] + sorted(
-        map(str, entry.keys() - good.keys())
-    )
-    if wrong:
-        raise UserError(
-            f"the checkpoint does not say where in training it was taken: its entry 'zerovl' has no usable {wrong[0]!s:.40}; "
-            "resume from another one, or start a new run from its weights with --init-from"
-        )
-    batching = Batching(
-        *(entry[name] for name in ("micro_batch", "dga_steps", "world_size", "workers"))
-    )
-    return Position(
-        entry["epoch"], entry["step"], batching, entry["sources"], entry["order"], retained
-    )
-
-
-def _is_count(value: Any, least: int) -> bool:
-    return (
-        isinstance(value, int) and not isinstance(value, bool) and least <= value < _LARGEST_COUNT
-    )
-
-
-def _is_decision(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.keys() == {each.name for each in fields(Decision)}
-        and _is_count(value["graphs"], 1)
-        and all(
-            isinstance(number, int | float) and 0 <= number < math.inf for number in value.values()
-        )
-    )
+    entry.pop("effective_batch", None)  # which was written once
+    batching = Batching(**{each.name: entry.pop(each.name) for each in fields(Batching)})
+    return Position(batching=batching, **entry)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -227,67 +179,26 @@ def _is_decision(value: Any) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def load_checkpoint(
-    model: torch.nn.Module, args: argparse.Namespace, file_path: str, map_location: Any = None
-) -> dict:
-    """Load a training or bare checkpoint for `--resume` and check that it belongs to this model.
+def load_checkpoint(args: argparse.Namespace, file_path: str, map_location: Any = None) -> dict:
+    """Load a training or bare checkpoint for `--resume`; torch compares its tensors with the model's when main loads them.
 
     Names are returned without `module.`, so that a single-process checkpoint resumes under DDP and the other way round
     (open_clip 3.3 fails on the prefix). Only tensors and plain containers are loaded; a file that would run code is refused.
 
     Raises:
-        UserError: a missing or unreadable file, or tensors whose names or shapes are not this model's.
+        UserError: an unreadable file, or an optimizer's state for another parameter of the temperature.
     """
-    if os.path.isdir(file_path):
-        raise UserError(
-            f"--resume {file_path} is a folder; give a checkpoint in it, or --name with --resume latest"
-        )
-    try:
+    with reading(file_path, "give a checkpoint that training wrote"):
         with fsspec.open(file_path, "rb") as file:
             checkpoint = torch.load(file, map_location=map_location, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise UserError(
-            f"--resume {file_path} is not a checkpoint of training ({unpickling_reason(error)}); give a file that it wrote"
-        ) from error
-    except UNREADABLE as error:
-        raise UserError(
-            f"--resume {file_path} cannot be read as a checkpoint ({first_line(error)}); give a whole one"
-        ) from error
-    state = checkpoint.get("state_dict", checkpoint) if isinstance(checkpoint, dict) else None
-    if not isinstance(state, dict) or not all(
-        isinstance(value, torch.Tensor) for value in state.values()
-    ):
-        raise UserError(
-            f"--resume {file_path} holds no state_dict; give a checkpoint that training wrote"
-        )
-    state = {name.removeprefix(PREFIX): value for name, value in state.items()}
-    _require_same_model(state, model.state_dict(), file_path, args.model)
-    if "state_dict" in checkpoint:
-        trains = _trains(args)
-        # open_clip's main reads the optimizer's state of each checkpoint that counts epochs
-        usable = "optimizer" not in checkpoint and not (trains and "epoch" in checkpoint)
-        optimizer = checkpoint.get("optimizer")
-        if isinstance(optimizer, dict):
-            groups = optimizer.get("param_groups")
-            usable = (
-                isinstance(groups, list)
-                and all(
-                    isinstance(group, dict) and isinstance(group.get("params"), list)
-                    for group in groups
-                )
-                and isinstance(optimizer.get("state"), dict)
-            )
-        if not usable or not _is_count(checkpoint.get("epoch", 0), 0):
-            wrong = "'epoch' that counts epochs" if usable else "'optimizer' with a state"
-            raise UserError(
-                f"--resume {file_path} has no {wrong}; give a checkpoint that training wrote"
-            )
-        if trains and isinstance(optimizer, dict):
-            _require_same_temperature(
-                optimizer, "temperature-parameter" in getattr(args, "ablate", ()), file_path
-            )
+        state = checkpoint.get("state_dict", checkpoint)
+        state = {name.removeprefix(PREFIX): value for name, value in state.items()}
+        if "state_dict" not in checkpoint:
+            return state
+        if _trains(args) and "optimizer" in checkpoint:
+            wanted = "temperature-parameter" in getattr(args, "ablate", ())
+            _require_same_temperature(checkpoint["optimizer"], wanted, file_path)
         return {**checkpoint, "state_dict": state}
-    return state
 
 
 def of_this_line(state: dict, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict:
@@ -339,10 +250,6 @@ def require_same_function(checkpoint: dict, model_cfg: Mapping[str, Any] | None,
     saved = checkpoint.get(MODEL_ENTRY)
     if model_cfg is None or not isinstance(saved, dict):
         return
-    if not all(isinstance(saved.get(part), dict) for part in ("vision_cfg", "text_cfg")):
-        raise UserError(
-            f"--resume {path} has an entry {MODEL_ENTRY!r} that is no model's; resume from another checkpoint"
-        )
     for tower in ("image", "text"):
         found = first_difference(
             tower_config(saved, tower), tower_config(model_cfg, tower), NOT_OF_FUNCTION
@@ -398,25 +305,4 @@ def _require_same_temperature(optimizer: dict, wanted: bool, path: str) -> None:
         raise UserError(
             f"--resume {path} was trained {saved} --ablate temperature-parameter, and this run is {here} it, for which the "
             "optimizer's moments do not fit; give the flag as before, or start a new run with --init-from"
-        )
-
-
-def _require_same_model(state: dict, own: dict, path: str, model_name: str) -> None:
-    problems = [f"it lacks {name}" for name in own if name not in state]
-    problems += [f"it has {name}, which the model lacks" for name in state if name not in own]
-    problems += [
-        f"{name} is {tuple(state[name].shape)} there and {tuple(own[name].shape)} here"
-        for name in own
-        if name in state and state[name].shape != own[name].shape
-    ]
-    if problems:
-        raise UserError(
-            f"--resume {path} is a checkpoint of another model than --model {model_name}: {problems[0]}"
-            + (f" (and {len(problems) - 1} more differences)" if len(problems) > 1 else "")
-            + "; give the model it was trained with"
-            + (
-                ", and --lora and --lora-on as they were"
-                if any(map(is_adapter, (*state, *own)))
-                else ""
-            )
         )

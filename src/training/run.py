@@ -23,8 +23,8 @@ from open_clip_train.distributed import world_info_from_env
 
 from open_clip_zerovl.checkpoints.adapters import ENTRY
 from open_clip_zerovl.checkpoints.spec import MODEL_ENTRY
-from open_clip_zerovl.core.errors import UserError, first_line, place_sentence, say, sentence_of
-from open_clip_zerovl.core.files import lock_file
+from open_clip_zerovl.core.errors import UserError, first_line, say
+from open_clip_zerovl.core.files import lock_file, reading
 from open_clip_zerovl.core.processes import PREEMPTED_STATUS, REQUEUE_MARKER
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.transforms import paper_transform_of
@@ -47,8 +47,6 @@ from training.train import Trainer, create_loss, require_finite
 if TYPE_CHECKING:
     from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 
-# How torch begins when an optimizer loads a state with groups of other sizes.
-OTHER_GROUPS = "loaded state dict"
 LOCK = ".lock"
 WAIT_SECONDS = 15.0  # for the earlier process to end when a launcher starts a run again
 PACKAGES = (
@@ -140,7 +138,6 @@ class Run:
             UserError: something that cannot be used, or another process that trains a run of this name.
         """
         args, config = self.args, self.config
-        model.check_device(args)
         check_model(
             args.model, text_model=config.text_model, pretrained_image=args.pretrained_image,
             context_length=args.force_context_length,
@@ -182,7 +179,7 @@ class Run:
                 self.log.end("failed", first_line(error))
                 self._keep_traceback(error)
             if self.fresh and not self.trained:
-                logging.shutdown()
+                close_logs_in(self.folder)
                 shutil.rmtree(self.folder, ignore_errors=True)
             raise
         finally:
@@ -204,27 +201,14 @@ class Run:
                 self._leave(stopped)
             self.preemption.wait_for_all()
             raise
-        except Exception as error:
-            if not isinstance(error, ValueError) or not str(error).startswith(OTHER_GROUPS):
-                if not self.trained and (sentence := words_of_main(error)) is not None:
-                    raise UserError(sentence) from error
-                raise
-            raise UserError(
-                f"--resume {self.args.resume} has an optimizer's state for other groups of parameters than this run: "
-                "--opt, --lock-*, --freeze or --no-embedding-decay have changed, or another line of open_clip "
-                "wrote it; give them as before, or start a new run with --init-from"
-            ) from error
         if status not in (None, 0):
             raise UserError(f"open_clip's main gave up with status {status}; its message is above")
         self.log.end("done")
 
     def _keep_traceback(self, error: BaseException) -> None:
         """Write the traceback of a defect into the run's folder: hours of training may come before it."""
-        if (
-            sentence_of(error) is not None
-            or stopping.sentence_of(error) is not None
-            or not self.folder.is_dir()
-        ):
+        told = isinstance(error, UserError | OSError) or stopping.sentence_of(error) is not None
+        if told or not self.folder.is_dir():
             return
         file = self.folder / f"traceback-rank{self.args.rank}.txt"
         file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
@@ -381,14 +365,14 @@ class Run:
 
     def load_checkpoint(self, file_path: str, map_location: Any = None) -> dict:
         """The checkpoint with bare names, checked against the model."""
-        assert self.model is not None  # main loads a checkpoint after it has made the model
         if self.args.rank == 0:
             logging.info(f"Reading {file_path}")
         file_path = self._undamaged(file_path)
-        checkpoint = resume.load_checkpoint(self.model, self.args, file_path, map_location)
-        resume.require_same_function(checkpoint, self.entries.get(MODEL_ENTRY), file_path)
-        resume.require_same_rates(checkpoint, self.optimizer, self.args, file_path)
-        position = resume.read_position(checkpoint)
+        checkpoint = resume.load_checkpoint(self.args, file_path, map_location)
+        with reading(file_path, "resume from another checkpoint"):
+            resume.require_same_function(checkpoint, self.entries.get(MODEL_ENTRY), file_path)
+            resume.require_same_rates(checkpoint, self.optimizer, self.args, file_path)
+            position = resume.read_position(checkpoint)
         if (
             position is not None
             and position.step
@@ -413,14 +397,10 @@ class Run:
             UserError: it is damaged, and the folder has no other checkpoint.
         """
         path = Path(file_path)
-        searched = (
-            self.resumes_latest and not self.args.save_most_recent
-        )  # `newest_whole` has read it already
-        damage = (
-            None
-            if searched or not checkpointing.is_archive(path)
-            else checkpointing.damage_of(path)
-        )
+        # `newest_whole` has read it already
+        searched = self.resumes_latest and not self.args.save_most_recent
+        unread = not searched and checkpointing.is_archive(path)
+        damage = checkpointing.damage_of(path) if unread else None
         if damage is None:
             return file_path
         other = checkpointing.newest_whole(str(path.parent)) if self.resumes_latest else None
@@ -493,17 +473,15 @@ class Run:
         return self.entries if end is None else {**self.entries, "zerovl": resume.entry_of(end)}
 
 
-def words_of_main(error: Exception) -> str | None:
-    """A sentence for input that open_clip's training program refuses or a file that it cannot open; else None."""
-    origin = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    by_main = origin.parent == Path(host.__file__).parent and origin.name != "train.py"
-    if by_main and isinstance(error, AssertionError | ImportError | RuntimeError | ValueError):
-        library = "open_clip"
-    else:  # torch and timm refuse values of --beta1, --opt ...
-        library = next((name for name in ("torch", "timm") if name in origin.parts), "")
-        if not isinstance(error, AssertionError | ValueError):
-            library = ""
-    return f"{library}: {first_line(error)}" if library and str(error) else place_sentence(error)
+def close_logs_in(folder: Path) -> None:
+    """Close the log files in a folder that is removed; a later run in this process would write to them again."""
+    for handler in list(logging.root.handlers):
+        if (
+            isinstance(handler, logging.FileHandler)
+            and folder.absolute() in Path(handler.baseFilename).parents
+        ):
+            logging.root.removeHandler(handler)
+            handler.close()
 
 
 def lock_folder(folder: Path, wait_seconds: float = WAIT_SECONDS) -> int:
@@ -515,13 +493,8 @@ def lock_folder(folder: Path, wait_seconds: float = WAIT_SECONDS) -> int:
         UserError: another process holds the lock for longer than `wait_seconds`, or the folder cannot be written.
     """
     file, deadline = folder / LOCK, time.monotonic() + wait_seconds
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file.touch()
-    except OSError as error:
-        raise UserError(
-            f"the run's folder {folder} cannot be written ({error.strerror})"
-        ) from error
+    folder.mkdir(parents=True, exist_ok=True)
+    file.touch()
     try:
         # A lock that is not shared with forks would be lost where this process reads the file: --remote-sync with fsspec.
         lock = partial(lock_file, file, wait=False, create=True)

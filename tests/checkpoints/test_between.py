@@ -76,10 +76,9 @@ def test_counts_of_batches_are_those_of_the_nearer_end_and_no_end_is_changed():
         (
             {"w": torch.ones(2)},
             {"w": torch.ones(3)},
-            r"w has the shape \(2,\) in the first and \(3,\)",
+            "w has two shapes",
         ),
-        ({"w": torch.ones(2), "v": torch.ones(1)}, {"w": torch.ones(2)}, "v is in a and not in b"),
-        ({"w": torch.ones(2)}, {"w": torch.ones(2), "v": torch.ones(1)}, "v is in b and not in a"),
+        ({"w": torch.ones(2), "v": torch.ones(1)}, {"w": torch.ones(2)}, "only one has v"),
         ({"w": torch.ones(2)}, {"w": torch.tensor([1.0, math.nan])}, "w of b is not finite"),
         ({"ids": torch.arange(3)}, {"ids": torch.arange(3) + 1}, "whole numbers in ids differ"),
     ],
@@ -87,12 +86,6 @@ def test_counts_of_batches_are_those_of_the_nearer_end_and_no_end_is_changed():
 def test_other_tensors_are_refused_by_name(before, after, sentence):
     with pytest.raises(UserError, match=sentence):
         check_same_tensors(NAMES, before, after)
-
-
-@pytest.mark.parametrize("alpha", [-0.1, 1.1, math.nan])
-def test_a_point_outside_is_refused(alpha):
-    with pytest.raises(UserError, match="not between"):
-        weights_between({}, {}, alpha)
 
 
 @pytest.mark.parametrize(
@@ -187,5 +180,5 @@ def test_a_tag_of_open_clip_is_an_end(tmp_path, tiny, monkeypatch):
         or list(ends.spec.preprocess_cfg["mean"]) == [0.5] * 3
     )
     assert torch.equal(ends.before["visual.proj"], model.state_dict()["visual.proj"])
-    with pytest.raises(UserError, match="lies on the hub: download it"):
+    with pytest.raises(UserError, match="cannot be read offline"):
         encoder("hf-hub:somebody/model").spec()

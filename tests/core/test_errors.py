@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import errno
+import io
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+import safetensors.torch
+import timm
 import torch
+from open_clip.transform import image_transform
+from transformers import AutoConfig
 
 from open_clip_zerovl import cli
 from open_clip_zerovl.cli import program
@@ -81,6 +86,17 @@ ENDS = {
     "memory without words": (raises(MemoryError()), 2, "the machine's memory is full; lower the batch size"),
     "memory of torch's kernels": (raises(RuntimeError("could not create a primitive")), 2, "memory is full (could not"),
     "memory of a GPU": (raises(torch.OutOfMemoryError("CUDA is full\nmore")), 2, "full (CUDA is full); lower"),
+    "other weights": (
+        lambda: torch.nn.Linear(2, 3).load_state_dict(torch.nn.Linear(3, 3).state_dict()), 2,
+        "torch: Error(s) in loading state_dict for Linear: size mismatch for weight",
+    ),
+    "no weights": (lambda: torch.load(io.BytesIO(b"words"), weights_only=True), 2, "torch: UnpicklingError: "),
+    "unknown model": (lambda: timm.create_model("vit_nope"), 2, "timm: Unknown model (vit_nope); --debug prints"),
+    "unknown setting": (
+        lambda: image_transform(8, True, aug_cfg={"nope": 1}), 2, "open_clip: TypeError: AugmentationCfg",
+    ),
+    "no safetensors": (lambda: safetensors.torch.load(b"words"), 2, "safetensors: SafetensorError: Error while"),
+    "another folder": (lambda: AutoConfig.from_pretrained("/proc/self/fd"), 2, "transformers: Unrecognized model in /"),
     "defect": (lambda: 1 // 0, 1, "package: ZeroDivisionError: integer division or modulo by zero; --debug prints"),
     "defect in a loader worker": (
         raises(ValueError("Caught it.\nTraceback (most recent call last):\nKeyError: 'x'")), 1, "KeyError: 'x'; --debug",

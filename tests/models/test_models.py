@@ -25,8 +25,6 @@ from open_clip_zerovl.models.build import (
 )
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
 from scripts.drawn.vocabulary import write_bert
-from support.tars import write_tar
-from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, register
 
 PAPER = ("zerovl-ViT-B-16-BERT-base", "zerovl-ViT-B-32-BERT-base", "zerovl-ViT-S-16-BERT-base")
 CAPTIONS = ["a red car on a road", "two dogs in the snow", "the moon above a tower"]
@@ -83,8 +81,6 @@ def test_importing_the_package_registers_its_configs_and_again_is_harmless():
 def test_a_missing_config_folder_is_not_silent(monkeypatch, tmp_path):
     open_clip.add_model_config(tmp_path / "nowhere")  # open_clip itself is silent
     monkeypatch.setattr(models, "CONFIG_FOLDER", tmp_path)
-    with pytest.raises(UserError, match="without its model configs"):
-        models.register_model_configs()
     (tmp_path / "zerovl-incomplete.json").write_text('{"embed_dim": 8}')
     with pytest.raises(UserError, match="did not register zerovl-incomplete"):
         models.register_model_configs()
@@ -149,8 +145,6 @@ def test_the_configs_build_as_the_paper_says(name, pixels, bert):
 
 def test_temperature_and_logit_scale():
     assert math.exp(models.logit_scale_of(0.02)) == pytest.approx(50)
-    with pytest.raises(UserError, match="must be positive, got 0"):
-        models.logit_scale_of(0)
 
 
 # --- another text tower ----------------------------------------------------------------------------------------------
@@ -212,11 +206,6 @@ def test_an_image_tower_without_its_weights_is_warned_about(bert, caplog):
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["ViT-B-32", "ViT-B/32", "RN50", "hf-hub:org/name"])
-def test_stock_names_pass(name):
-    check_model(name)
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -251,21 +240,16 @@ def test_text_models_that_cannot_serve_are_refused(bert, small, tmp_path):
         (folder / "config.json").write_text(json.dumps({**whole, **config}))
         return folder
 
-    no_config, no_tokenizer = broken("no-config"), broken("no-tokenizer")
-    (no_config / "config.json").unlink()
+    no_tokenizer = broken("no-tokenizer")
     (no_tokenizer / "vocab.txt").unlink()
     (no_tokenizer / "tokenizer.json").unlink()
     garbled = broken("garbled")
     (garbled / "config.json").write_text("{")
-    listed = broken("listed")
-    (listed / "config.json").write_text("[1]")
     cases = {
-        listed: "is not the config of a text tower",
-        broken("word", vocab_size="many"): "vocab_size must be a number",
+        broken("word", vocab_size="many"): "give the config of an HF text tower",
         tmp_path / "absent": "does not exist",
         "some/where/deep": "does not exist",
-        no_config: "no config.json",
-        garbled: "not valid JSON",
+        garbled: r"config\.json cannot be read",
         no_tokenizer: "holds no tokenizer",
         broken("gpt", model_type="gpt9"): "a model of type 'gpt9'",
         broken("vocabulary", vocab_size=7): "the tower only 7",
@@ -296,22 +280,6 @@ def test_an_hf_tower_without_a_named_tokenizer_is_refused(bert, tmp_path):
         check_model("zerovl-test-no-tokenizer")
 
 
-def test_weights_that_cannot_be_had_end_with_a_sentence(monkeypatch, tmp_path, bert):
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(
-        UserError, match="bert-base-uncased is neither a folder nor in the Hugging Face cache"
-    ):
-        check_model(PAPER[0])
-    name = with_text_model(PAPER[2], bert)
-    with pytest.raises(UserError, match="cannot be built with its weights"):
-        create_model_and_transforms(name, pretrained_image=True, cache_dir=str(tmp_path))
-    with pytest.raises(
-        UserError, match="'absent.pt' is not a known tag or valid file path|absent.pt"
-    ):
-        create_model_and_transforms(name, "absent.pt")
-
-
 def test_a_misspelt_folder_that_could_be_a_hub_name_is_named(monkeypatch, tmp_path, bert):
     (tmp_path / "bert").symlink_to(bert)
     monkeypatch.chdir(tmp_path)
@@ -319,19 +287,6 @@ def test_a_misspelt_folder_that_could_be_a_hub_name_is_named(monkeypatch, tmp_pa
         UserError, match=r"folder ./brt does not exist \(seen from .*\); did you mean bert\?"
     ):
         with_text_model("zerovl-emoji", "./brt")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    name = with_text_model("zerovl-emoji", "brt")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        UserError,
-        match=r"; brt is not a folder here, so the hub was asked for it; did you mean bert\?\)",
-    ):
-        create_model_and_transforms(name)
-
-
-def test_token_drop_of_a_tower_without_tokens_is_refused(bert):
-    with pytest.raises(UserError, match="has no tokens to drop"):
-        create_model_and_transforms(with_text_model("zerovl-emoji", bert), force_patch_dropout=0.25)
 
 
 # --- weights of one tower --------------------------------------------------------------------------------------------
@@ -395,46 +350,20 @@ def test_raw_bert_weights_load_under_the_names_in_use(small, bert, tmp_path):
     )
 
 
-def test_tower_weights_that_do_not_fit_change_nothing(small, tmp_path):
+def test_tower_weights_that_do_not_fit_get_a_sentence(small, tmp_path):
     model, _, _ = create_model_and_transforms(small)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
     raw = raw_image_weights()
-    torch.save({f"odd.{key}": value for key, value in raw.items()}, tmp_path / "renamed.pt")
-    torch.save(
-        {key: value for key, value in raw.items() if key != "norm.bias"}, tmp_path / "short.pt"
-    )
+    raw.pop("norm.bias")
+    torch.save(raw, tmp_path / "short.pt")
     torch.save({**raw, "norm.bias": torch.zeros(3)}, tmp_path / "shape.pt")
-    torch.save({}, tmp_path / "empty.pt")
     (tmp_path / "text.pt").write_text("no tensors")
     cases = {
-        "renamed.pt": r"holds 0 of the image tower's \d+ tensors",
-        "short.pt": "missing: norm.bias",
-        "shape.pt": r"norm.bias has shape \(3,\)",
-        "empty.pt": "holds no tensors",
-        "text.pt": "does not load as a file of tensors",
-        "absent.pt": "there is no file",
-        "": "holds neither",
+        "short.pt": 'Missing key.* "norm.bias"',
+        "shape.pt": "size mismatch for norm.bias",
+        "text.pt": r"text\.pt cannot be read",
     }
     for file, words in cases.items():
         with pytest.raises(UserError, match=words):
             load_pretrained_tower(model, "image", tmp_path / file)
-    with pytest.raises(UserError, match="'image' or 'text'"):
-        load_pretrained_tower(model, "audio", tmp_path / "short.pt")
     with pytest.raises(UserError, match="is not a HF model"):
         load_pretrained_tower(open_clip.create_model("ViT-S-32-alt"), "text", tmp_path / "short.pt")
-    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize(
-    "content", [b"training.main: loading", b"\x80\x02}q", b"u", b"", b"PK\x03\x04 cut short", "tar"]
-)
-@pytest.mark.parametrize("form", ["pt", "safetensors"])
-def test_a_file_that_holds_no_weights_gets_a_sentence(tmp_path, content, form):
-    """torch's unpickler takes a text for instructions, and fails on them in many ways; of a tar it advises to run its code."""
-    name = register(tmp_path / "configs", "models-tiny", NATIVE_VISION, CLIP_TEXT)
-    file = tmp_path / f"words.{form}"
-    write_tar(file, [("a.txt", b"a")]) if content == "tar" else file.write_bytes(content)
-    with pytest.raises(
-        UserError, match=rf"words\.{form} is not a file of weights, or is cut short"
-    ):
-        create_model_and_transforms(name, str(file))

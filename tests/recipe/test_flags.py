@@ -186,6 +186,15 @@ def without_json(values: dict) -> dict:
 
 # A line of flags | how the sentence about it begins; `--train-data a=/x` comes before the flags.
 REFUSED = """
+--lr-image 0 | --lr-image 0.0 is out of range; give a positive number
+--layer-decay 1.5 | --layer-decay 1.5 is out of range
+--lr-text 1e-4 --lr 0 | --lr-text needs --lr above 0
+--lr-head 1e-4 --opt timm/lamb --eps 1e-6 --lr 1e-3 | --opt timm/lamb does not work with --lr-head
+--lora 0 | --lora 0 is out of range; give at least 1
+--lora-on text | --lora-on needs --lora
+--lora 4 --lock-image | --lock-image does not work with --lora: the weights of both towers are constant
+--lora 4 --freeze text | --freeze of a tower with adapters does not work with --lora: give --lora-on the other
+--lora 4 --torchscript | --torchscript does not work with
 --token-dorp 0.5 | there is no flag --token-dorp; did you mean --token-drop?
 --dga-step 4 | there is no flag --dga-step; did you mean --dga-steps?
 --warm-up=5 | there is no flag --warm-up; did you mean --warmup?

@@ -242,35 +242,6 @@ def test_refused_towers_and_a_missing_peft(monkeypatch):
         add_lora(model, 2, "text")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--lora 0", "--lora 0 is out of range; give at least 1"),
-        ("--lora-on text", "--lora-on needs --lora"),
-        (
-            "--lora 4 --lock-image",
-            "--lock-image does not work with --lora: the weights of both towers are constant",
-        ),
-        (
-            "--lora 4 --freeze text",
-            "--freeze of a tower with adapters does not work with --lora: give --lora-on the other",
-        ),
-        ("--lora 4 --torchscript", "--torchscript does not work with .*--lora"),
-    ],
-)
-def test_refused_flags(words, message):
-    from training.params import parse
-
-    with pytest.raises(UserError, match=message):
-        parse(["--train-data", "a=/x", *words.split()])
-    assert (
-        parse(["--train-data", "a=/x", *["--lora", "4", "--lora-on", "image", "--freeze", "text"]])[
-            1
-        ].lora
-        == 4
-    )
-
-
 @pytest.mark.slow(reason="two runs of training; the fast tests hold its parts")
 def test_a_run_resumes_bit_for_bit_and_keeps_its_base(tmp_path):
     bert = write_bert(tmp_path / "bert")

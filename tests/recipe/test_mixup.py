@@ -177,8 +177,6 @@ def test_a_resumed_run_repeats_coins_and_lambdas():
     assert (
         draws(CoinFlipMixup(seed=5), 6) != whole[4:]
     )  # negative control: without it the draws start over
-    with pytest.raises(UserError, match="give 0 or more"):
-        sought.seek(-1)
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -187,14 +185,10 @@ def test_a_resumed_run_repeats_coins_and_lambdas():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: CoinFlipMixup(0), "alpha must be positive"),
-        (lambda: CoinFlipMixup(seed=-1), "seed must not be negative"),
         (lambda: attached(torch.nn.Linear(2, 2)), "Linear has none"),
         (lambda: attached(clip(open_clip.CLIP), texts="embeddings"), "needs a Hugging Face"),
         (lambda: attached(clip(output_tokens=True)), "tokens"),
         (lambda: attached(clip(), texts="embeddings"), "needs a Hugging Face text tower"),
-        (lambda: attached(bert_clip()).attach(bert_clip()), "another model"),
-        (lambda: CoinFlipMixup().step().__enter__(), "attach"),
     ],
 )
 def test_what_cannot_be_mixed_is_refused(make, words):

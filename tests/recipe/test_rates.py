@@ -174,27 +174,6 @@ def test_a_resume_with_other_rates_is_refused():
     assert described_groups(loaded)[0][1] == 0.0125  # a negative control
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--lr-image 0", "--lr-image 0.0 is out of range; give a positive number"),
-        ("--layer-decay 1.5", "--layer-decay 1.5 is out of range"),
-        ("--lr-text 1e-4 --lr 0", "--lr-text needs --lr above 0"),
-        (
-            "--lr-head 1e-4 --opt timm/lamb --eps 1e-6 --lr 1e-3",
-            "--opt timm/lamb does not work with --lr-head",
-        ),
-    ],
-)
-def test_refused_flags(words, message):
-    from training.params import parse
-
-    with pytest.raises(UserError, match=message):
-        parse(["--train-data", "a=/x", *words.split()])
-    args, config = parse(["--train-data", "a=/x", "--lr-image", "1e-5"])
-    assert isinstance(args, argparse.Namespace) and config.own_rates and config.lr_image == 1e-5
-
-
 def test_checkpointed_layers_above_constant_embeddings_train():
     """Reentrant checkpoints, the default of transformers 4, give such layers no gradient."""
     model = bert_clip()

@@ -353,7 +353,6 @@ def test_a_local_order_is_a_bounded_permutation_entered_anywhere(count, window):
             {"strategy": "sequential", "source_order": [2, 0]},
             "must name each of the 3 sources once",
         ),
-        ([100], {"strategy": "debiased", "draw": "often"}, "unknown draw 'often'"),
     ],
 )
 def test_impossible_schedules_are_refused(sizes, arguments, words):

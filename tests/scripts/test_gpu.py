@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from scripts import gpu
 from support import ROOT
@@ -46,17 +45,6 @@ def test_what_a_stopped_part_measured_is_kept_and_not_measured_again(tmp_path):
     assert done["seconds"] >= stopped["seconds"]  # both calls' time, rounded
 
 
-def test_a_part_that_fails_says_how(tmp_path):
-    failed = run(
-        program(result_line(FIRST), "sys.exit('no such kernel')"), tmp_path / "gpu-x.json"
-    ).parts["part"]
-    assert (
-        failed["status"] == "ended with status 1" and "no such kernel" in failed["last_words"][-1]
-    )
-    assert "no such kernel" in gpu.page({"part": failed})
-    assert gpu.exit_status([failed]) == 1
-
-
 def test_failed_tests_alone_are_run_again():
     lines = [
         "tests/gpu/test_a.py::test_b[x y] PASSED  [ 10%]",
@@ -72,36 +60,6 @@ def test_failed_tests_alone_are_run_again():
         "pytest",
         "--deselect=tests/gpu/test_a.py::test_b[x y]",
     ]
-
-
-def test_the_time_is_kept(tmp_path, capsys):
-    options = [
-        "--rehearse",
-        "--minutes",
-        "0",
-        "--out",
-        str(tmp_path),
-        "--work",
-        str(tmp_path / "work"),
-    ]
-    assert gpu.main([*options, "--only", "machine"]) == 3  # nothing was done, and nothing failed
-    assert "minutes are over" in capsys.readouterr().out
-
-
-def test_what_a_machine_lacks_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(gpu.EXPECTED, "no_such_module", "no-such-package")
-    with pytest.raises(gpu.Stop, match=r"has no no-such-package; fetch .* --wheels DIR"):
-        gpu.unpack_wheels(None, tmp_path / "site")
-    with pytest.raises(gpu.Stop, match="is not a folder"):
-        gpu.unpack_wheels(tmp_path / "nowhere", tmp_path / "site")
-
-
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="checks the message of a machine without a GPU"
-)
-def test_without_a_gpu_it_says_how_to_rehearse(tmp_path, capsys):
-    assert gpu.main(["--out", str(tmp_path), "--work", str(tmp_path)]) == 2
-    assert "REHEARSE=1" in capsys.readouterr().err
 
 
 def test_the_page():

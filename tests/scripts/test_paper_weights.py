@@ -2,8 +2,6 @@
 
 import io
 import json
-import os
-import subprocess
 import tarfile
 from pathlib import Path
 
@@ -13,7 +11,6 @@ import torch.nn.functional as F
 from PIL import Image
 from torchvision.transforms import functional as TF
 
-from scripts.paper import weights
 from scripts.paper.weights import MEASURED, PAPER, SIZES, Comparison, main, table_of
 from support.released import IMAGE_MODEL, Reference, saved
 from support.tiny_clip import write_bert, write_retrieval_set
@@ -127,69 +124,3 @@ def test_the_verdict_keeps_its_margins():
     table = table_of([ours("14m", "coco", rsum=424.4), apart])
     assert "|    424.4 |" in table and "|     -0.6 |" in table and "|    536.2 |" not in table
     assert len({len(line) for line in table.splitlines() if line.startswith("|")}) == 1
-
-
-def test_each_missing_file_gives_one_sentence(tmp_path, capsys):
-    assert (
-        main(
-            [
-                f"14m={tmp_path}/a.pth::100m={tmp_path}/b.pth",
-                "--coco",
-                f"{tmp_path}/k.json@{tmp_path}/pictures",
-            ]
-        )
-        == 2
-    )
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 4 and all(line.startswith("weights.py: error: ") for line in said)
-    assert (
-        "the 14m checkpoint" in said[0]
-        and "k.json of COCO" in said[2]
-        and "pictures of COCO" in said[3]
-    )
-
-
-@pytest.mark.parametrize(
-    "given, sentence",
-    [
-        (
-            ["zerovl_14m.pth", "--coco", "c"],
-            "'zerovl_14m.pth' does not say which weights it is: write 14m=FILE or 100m=FILE",
-        ),
-        (["14m=a::14m=b", "--coco", "c"], "14m is given twice (a and b)"),
-        (["14m=a"], "no test set is given"),
-    ],
-)
-def test_a_wrong_call_gives_a_sentence(given, sentence, capsys):
-    assert main(given) == 2
-    assert sentence in capsys.readouterr().err
-
-
-def test_a_file_that_is_not_a_checkpoint_gives_a_sentence(tmp_path, bert, capsys):
-    (tmp_path / "bad.pth").write_bytes(b"<html>404</html>")
-    write_retrieval_set(tmp_path / "f30k", [5])
-    given = [f"14m={tmp_path}/bad.pth", "--f30k", str(tmp_path / "f30k"), "--text-model", str(bert)]
-    assert main([*given, "--image-model", IMAGE_MODEL, "--out", str(tmp_path / "out")]) == 2
-    assert (
-        "bad.pth" in capsys.readouterr().err
-        and not (tmp_path / "out" / "paper-weights.json").exists()
-    )
-
-
-def test_make_passes_its_words_on():
-    root = Path(weights.__file__).parents[2]
-    words = [
-        "CHECKPOINT=14m=a::100m=b",
-        "COCO=c.json@d e",
-        "F30K=f",
-        "TEXT_MODEL=g",
-        "ARGS=--device cpu",
-    ]
-    line = subprocess.run(
-        ["make", "-n", "-o", ".venv/.installed", "paper-weights", *words], cwd=root, capture_output=True, text=True,
-        env={**os.environ, "MAKEFLAGS": ""}, check=True,
-    ).stdout  # fmt: skip
-    assert (
-        "-m scripts.paper.weights '14m=a::100m=b' --coco 'c.json@d e' --f30k 'f' --text-model 'g' --device cpu"
-        in line
-    )

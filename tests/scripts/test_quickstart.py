@@ -35,10 +35,3 @@ def test_the_picture_shows_the_pages_training():
     rows = [text.text.replace(quickstart.WIDE, "  ") for text in texts]
     assert rows[0] == f"$ {COMMANDS[3].splitlines()[0]}"
     assert all(any(row.startswith(begin) for row in rows) for begin in quickstart.DRAWN)
-
-
-def test_a_failing_command_is_named(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("```\n$ echo one \\\n    two\none two\n$ exit 3\n```\n")
-    with pytest.raises(SystemExit, match=r"ended with status 3:\nexit 3"):
-        quickstart.run(page, tmp_path, {}, tmp_path / "run.svg")

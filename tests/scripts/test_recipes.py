@@ -27,9 +27,6 @@ from scripts.paper import recipes as paper_recipes
 from scripts.paper.recipes import (
     Hardware,
     batching_of,
-    cores_of_a_node,
-    crowded,
-    missing_for,
     parse_settings,
     probe_line,
     training_flags,
@@ -160,15 +157,6 @@ def test_micro_batch_and_steps_make_the_effective_batch(name, hardware, expected
     assert micro_batch * steps * hardware.ranks == RECIPES[name].effective_batch
 
 
-def test_an_indivisible_batch_gives_a_note_and_one_without_dga_is_refused(capsys):
-    assert batching_of(RECIPES["gather"], Hardware(3, 32), {}) == (128, 3)
-    assert "effective batch is 1152 instead of 1024 (3 ranks x 128 x 3)" in capsys.readouterr().err
-    with pytest.raises(
-        SystemExit, match="needs 128 GPUs of this size, but there are 8: take dga-8 or dga-16"
-    ):
-        batching_of(RECIPES["batch-16384"], Hardware(8, 32), {})
-
-
 def test_a_dry_run_prints_the_command_and_what_is_missing(tmp_path):
     line, said = shown("train-14m", "--gpus", "8", "--gpu-memory", "32", "--data", tmp_path)
     assert line[1] == str(PROGRAM) and line[2:5] == ["--processes", "8", "--"]
@@ -189,54 +177,6 @@ def test_a_dry_run_prints_the_command_and_what_is_missing(tmp_path):
     )
 
 
-def test_empty_source_folders_are_named(tmp_path):
-    fill(tmp_path, "sbu", "vg", "cc3m", "cc12m")
-    assert missing_for(RECIPES["train-14m"], tmp_path, {}) is None
-    (tmp_path / "vg" / "00000.tar").unlink()
-    assert missing_for(RECIPES["train-14m"], tmp_path, {}).startswith(
-        f"{tmp_path}/vg holds no data; docs/datasets.md"
-    )
-
-
-def test_a_plan_without_data_or_gpu_is_refused_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(paper_recipes, "gpu_memories", list)
-    monkeypatch.setattr(
-        paper_recipes, "run_line", lambda *_, **__: pytest.fail("measures on the CPU")
-    )
-    with pytest.raises(
-        SystemExit,
-        match="cc12m are not there.*no GPU to measure either: plan for one with ASSUME=v100:8",
-    ):
-        paper_recipes.main(["14m", "--plan", "--data", str(tmp_path)])
-
-
-def test_more_loader_processes_than_cores_are_reported():
-    eight = Hardware(8, 32)
-    assert crowded(eight, {"workers": "2"}, 16) is None
-    assert crowded(eight, {"workers": "8"}, 16) == (
-        "8 ranks x 8 workers are 64 loader processes on 16 CPU cores of a node: --set workers=2, or on SLURM "
-        "--sbatch=--cpus-per-task=64"
-    )
-    asked = argparse.Namespace(sbatch=["--partition=gpu", "--cpus-per-task=96"])
-    assert cores_of_a_node(asked, slurm=True) == 96
-    assert cores_of_a_node(argparse.Namespace(sbatch=[]), slurm=True) == 16  # train.sbatch's own
-
-
-def test_a_dry_run_on_several_nodes_needs_no_sbatch(tmp_path):
-    done = recipes(
-        "14m", "--dry-run", "--nodes", "2", "--gpus", "8", "--gpu-memory", "32", "--data", tmp_path
-    )
-    assert done.returncode == 0 and shlex.split(done.stdout.splitlines()[1])[:2] == [
-        "sbatch",
-        "--nodes=2",
-    ]
-    assert "are 64 loader processes on 16 CPU cores" in done.stderr
-    here = recipes(
-        "14m", "--dry-run", "--nodes", "2", "--no-slurm", "--gpus", "8", "--data", tmp_path
-    )
-    assert here.returncode == 1 and "--nodes 2 needs SLURM" in here.stderr
-
-
 def test_settings_set_replace_and_leave_out_flags(tmp_path):
     changed = settings("lr=3e-4", "pretrained-image=", "lock-text", "name=other")
     line, _ = shown("clip", "--gpus", "0", "--data", tmp_path, *changed)
@@ -245,22 +185,6 @@ def test_settings_set_replace_and_leave_out_flags(tmp_path):
     )
     assert line.count("--name") == 1 and given(line, "--name") == "other"
     assert (given(line, "--device"), given(line, "--precision")) == ("cpu", "fp32")
-
-
-@pytest.mark.parametrize(
-    ("slip", "said"),
-    [
-        ("loss-chunks=64", "there is no flag --loss-chunks; did you mean --loss-chunk?"),
-        ("lr=fast", "--lr: invalid float value: 'fast'"),
-        ("accum-freq=2", "--accum-freq"),
-    ],
-)
-def test_a_slip_in_a_setting_is_refused_before_anything_is_started(tmp_path, slip, said):
-    done = recipes(
-        "train-14m", "--dry-run", "--no-slurm", "--gpus", "8", "--data", tmp_path, *settings(slip)
-    )
-    assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr
-    assert str(PROGRAM) not in done.stdout
 
 
 def test_the_papers_runs_ask_for_what_the_paper_says(tmp_path):
@@ -342,23 +266,6 @@ def test_with_sbatch_the_batch_file_is_submitted(tmp_path):
     assert given(own, "--retrieval-data") == f"coco={tmp_path}/coco"
 
 
-@pytest.mark.parametrize(
-    ("words", "status", "said"),
-    [
-        (["finetune-f30k"], 1, "give --set init-from="),
-        (["nothing"], 2, "no recipe 'nothing'"),
-        (
-            ["finetune-coco", "--plan", "--assume", "v100:8", "--dry-run"],
-            0,
-            "the run needs it: give --set init-from=",
-        ),
-    ],
-)
-def test_a_recipe_asks_for_its_missing_inputs(tmp_path, words, status, said):
-    done = recipes(*words, "--data", tmp_path)
-    assert done.returncode == status and said in done.stderr
-
-
 def test_the_plan_gets_the_recipes_flags_and_chooses_the_batch_itself(tmp_path):
     line, _ = shown("14m", "--plan", "--assume", "v100:8", "--data", tmp_path)
     assert line[line.index("plan") :][:5] == [
@@ -375,48 +282,6 @@ def test_the_plan_gets_the_recipes_flags_and_chooses_the_batch_itself(tmp_path):
         and given(line, "--batch-size") == "4"
         and "--assume" not in line
     )
-
-
-def test_stored_teachers_are_asked_for(tmp_path):
-    """Their embeddings lie in DATA/teacher by default."""
-    recipe = RECIPES["distill-14m"]
-    assert (
-        training_flags(recipe, "distill-14m", tmp_path, Hardware(8, 32), {})["teacher"]
-        == f"{tmp_path}/teacher"
-    )
-    fill(tmp_path, *recipe.sources)
-    missing = missing_for(recipe, tmp_path, {})
-    assert missing.startswith(
-        f"{tmp_path}/teacher holds no teachers' embeddings; `zerovl teacher ViT-L-14-quickgelu/openai "
-    )
-    (tmp_path / "teacher").mkdir()
-    (tmp_path / "teacher" / "embeddings.json").touch()
-    assert missing_for(recipe, tmp_path, {}) is None
-    assert missing_for(recipe, tmp_path, {"teacher": "/t"}).startswith(
-        "/t holds no teachers' embeddings"
-    )
-    assert missing_for(recipe, tmp_path, {"teacher": "shards:4,3"}) is None
-
-
-@pytest.mark.parametrize(
-    ("words", "called"),
-    [
-        (["train-14m", "DATA=/d", "DRY_RUN=1"], ["train-14m", "--data", "/d", "--dry-run"]),
-        (["train-finetune-coco", "ARGS=--nodes 2"], ["train-finetune-coco", "--nodes", "2"]),
-        (
-            ["train-14m", "DATA=/my data; touch it's"],
-            ["train-14m", "--data", "/my data; touch it's"],
-        ),
-        (["finetune-coco-288"], ["finetune-coco-288"]),
-        (["plan-14m", "ASSUME=v100:8"], ["train-14m", "--plan", "--assume", "v100:8"]),
-    ],
-)
-def test_the_make_targets_call_the_launcher(words, called):
-    command = ["make", "--no-print-directory", "-n", *words]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    line = shlex.split(done.stdout.strip().splitlines()[-1])
-    assert line[line.index("scripts.paper.recipes") + 1 :] == called
 
 
 def test_the_288_px_model_takes_what_convert_writes():

@@ -252,11 +252,6 @@ def test_the_committed_page_and_its_data_are_those_of_its_runs(tmp_path, capsys)
     assert not list(folder.glob("table-*.png")) and str(tmp_path) not in page.read_text()
 
 
-def test_a_folder_without_records_is_a_sentence(tmp_path, capsys):
-    assert report.main(["--runs", str(tmp_path / "none")]) == 2
-    assert "no record of a run" in capsys.readouterr().err
-
-
 def broken_emphasis(text: str) -> list[str]:
     """Stars that Markdown leaves in the text or takes for italics, which these pages do not use."""
     html = markdown.markdown(text, extensions=["tables", "fenced_code"])

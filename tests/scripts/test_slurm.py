@@ -199,13 +199,6 @@ def test_ended_by_slurm_it_leaves_the_queue_to_slurm(stub):
     assert process.returncode == 85 and "requeue" not in stub.calls
 
 
-def test_what_cannot_work_is_refused(stub):
-    status, output = stub.run("--lr", "1")
-    assert status == 2 and "give --name" in output
-    status, output = stub.run("--name", "a", environment={"SLURM_JOB_ID": ""})
-    assert status == 2 and "submit this with sbatch" in output
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # A real SLURM
 # ---------------------------------------------------------------------------------------------------------------------

@@ -121,8 +121,6 @@ class _Handler(Handler):
                 self.server.repositories[name][value["path"]] = base64.b64decode(value["content"])
             elif entry["key"] == "lfsFile":
                 self.server.repositories[name][value["path"]] = self.server.objects[value["oid"]]
-        if self.server.fault == "damage":
-            self.server.repositories[name]["README.md"] += b"."
         self.server.commits.append(name)
         commit = hashlib.sha1(str(len(self.server.commits)).encode()).hexdigest()
         address = f"{self.server.address}/{name}/commit/{commit}"
@@ -148,11 +146,6 @@ class _Handler(Handler):
             self._send(
                 {"id": path.split("/api/models/")[1].split("/revision/")[0], "xetEnabled": False}
             )
-        elif "/tree/" in path:
-            name = path.split("/api/models/")[1].split("/tree/")[0]
-            self._send(
-                [_entry(file, content) for file, content in self.server.repositories[name].items()]
-            )
         elif "/resolve/" in path:
             name, file = path.strip("/").split("/resolve/")
             content = self.server.repositories.get(name, {}).get(file.split("/", 1)[1])
@@ -163,18 +156,6 @@ class _Handler(Handler):
                 self._send(content, headers={"ETag": f'"{tag}"', "X-Repo-Commit": "0" * 40})
         else:
             self._send({"error": "not found"}, 404)
-
-
-def _entry(file: str, content: bytes) -> dict:
-    blob = hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
-    entry = {"type": "file", "path": file, "size": len(content), "oid": blob}
-    if file.endswith(".safetensors"):
-        entry["lfs"] = {
-            "oid": hashlib.sha256(content).hexdigest(),
-            "size": len(content),
-            "pointerSize": 134,
-        }
-    return entry
 
 
 def model_hub():

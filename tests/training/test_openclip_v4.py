@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.models.build import check_model
 from training import openclip_v4
 from training.params import parse
@@ -45,12 +44,3 @@ def test_a_sharded_checkpoint_is_open_clips_to_find_and_to_load(tmp_path):
     ):
         assert filled(newest)["get_latest_checkpoint"]("x", remote=False) == found
     assert filled(str(folder))["get_latest_checkpoint"]("x", remote=True) == "ours of x"
-
-    load = filled(None)["load_sharded_checkpoint"]
-    with pytest.raises(
-        UserError,
-        match=r"epoch_2 is a folder, but not a sharded checkpoint \(.metadata is missing\)",
-    ):
-        load(None, str(folder))
-    (folder / openclip_v4.SHARDED).touch()
-    assert load(None, str(folder)) == "open_clip's load_sharded_checkpoint"

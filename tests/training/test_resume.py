@@ -28,7 +28,6 @@ from training.resume import (
     read_position,
     require_same_function,
 )
-from training.run import OTHER_GROUPS
 from training.stopping import Preemption
 
 EPOCHS = 3
@@ -149,40 +148,6 @@ def test_a_position_is_read_as_it_was_written_and_one_of_another_format_is_refus
             read_position({"zerovl": {**entry, "format": written}})
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        True, [1], {}, {"epoch": "1"}, {"step": -1}, {"workers": 0}, {"micro_batch": 10**30}, {"order": 3},
-        {"sources": None},
-        {"retained": {"graphs": 1}}, {"what": 1},
-        {"world_size": True},
-        {"retained": {"graphs": 2, "graph_bytes": float("nan"), "other_bytes": 1.0}},
-    ],
-)  # fmt: skip
-def test_a_checkpoint_that_says_nonsense_about_where_it_was_taken_is_refused(entry):
-    whole = entry_of(Position(1, 10, Batching(32, 1, 2, 4), sources="a (100)"))
-    changed = {**whole, **entry} if isinstance(entry, dict) and entry else entry or {"format": 2}
-    with pytest.raises(UserError, match="the checkpoint does not say where"):
-        read_position({"zerovl": changed})
-
-
-@pytest.mark.parametrize(
-    ("entry", "value"),
-    [("epoch", "1"), ("epoch", -1), ("optimizer", 3), ("optimizer", {}), ("optimizer", None)],
-)
-def test_a_checkpoint_with_a_foreign_optimizer_or_epoch_is_refused(tmp_path, entry, value):
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    content = {"epoch": 1, "state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(content, tmp_path / "a.pt")
-    assert (
-        load_checkpoint(model, argparse.Namespace(model="m"), str(tmp_path / "a.pt"))["epoch"] == 1
-    )
-    torch.save({**content, entry: value}, tmp_path / "a.pt")
-    with pytest.raises(UserError, match=f"has no '{entry}'.*give a checkpoint that training wrote"):
-        load_checkpoint(model, argparse.Namespace(model="m"), str(tmp_path / "a.pt"))
-
-
 CONFIG = {"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT}
 HEADS = 2 * CLIP_TEXT["heads"]
 
@@ -198,7 +163,6 @@ HEADS = 2 * CLIP_TEXT["heads"]
             {**CONFIG, "text_cfg": {**CLIP_TEXT, "heads": HEADS}},
             f"was trained with text_cfg.heads {HEADS}, and .* has",
         ),
-        ({"embed_dim": 24}, "has an entry 'model_config' that is no model's"),
     ],
 )
 def test_a_model_of_the_same_shapes_and_another_function_is_not_resumed(saved, words):
@@ -221,9 +185,7 @@ def test_a_checkpoint_of_several_ranks_has_the_names_of_one(tmp_path):
     for prefix in ("", "module."):
         state = {prefix + name: value for name, value in model.state_dict().items()}
         torch.save({"epoch": 1, "state_dict": state}, tmp_path / "a.pt")
-        loaded = load_checkpoint(
-            model, argparse.Namespace(model="m", train_data=None), str(tmp_path / "a.pt")
-        )
+        loaded = load_checkpoint(argparse.Namespace(train_data=None), str(tmp_path / "a.pt"))
         assert loaded["state_dict"].keys() == model.state_dict().keys()
 
 
@@ -267,7 +229,7 @@ def test_an_optimizers_state_of_open_clip_3_goes_on_in_the_groups_of_4():
     for parameter in old_model.parameters():
         parameter.grad = torch.ones_like(parameter)
     old.step()  # now the moments differ from those of `optimizer`
-    with pytest.raises(ValueError, match=f"^{OTHER_GROUPS}"):
+    with pytest.raises(ValueError, match="^loaded state dict"):
         optimizer.load_state_dict(old.state_dict())  # a negative control, with torch's message
     optimizer.load_state_dict(of_this_line(old.state_dict(), model, optimizer))
     for (name, before), after in zip(old_model.named_parameters(), model.parameters(), strict=True):

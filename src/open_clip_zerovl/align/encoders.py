@@ -26,11 +26,11 @@ from open_clip.model import CustomTextCLIP, convert_to_custom_text_state_dict
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from torch import Tensor, nn
 
-from open_clip_zerovl.checkpoints.loading import UNBUILDABLE, load_model, spec_of, tokenizer_of
+from open_clip_zerovl.checkpoints.loading import load_model, spec_of, tokenizer_of
 from open_clip_zerovl.checkpoints.spec import ModelSpec
 from open_clip_zerovl.checkpoints.transformers_folder import preprocess_of
 from open_clip_zerovl.checkpoints.transformers_towers import PooledVision
-from open_clip_zerovl.core.errors import UserError, first_line
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.embeddings.encoder import (
     FrozenModel,
     eye_of,
@@ -155,35 +155,26 @@ def open_tower(
         UserError: an encoder that cannot be found, or whose tower open_clip cannot hold.
     """
     kind, colon, place = name.partition(":")
-    try:
-        if colon and kind == "timm":
-            if side == "text":
-                raise UserError(
-                    f"{name} is an image encoder of timm; give it as --image, and a text encoder as --text"
-                )
-            return _timm(name, place)
-        if colon and kind == "hf":
-            folder = Path(place).expanduser()
-            source = str(folder.absolute()) if folder.is_dir() else place
-            with nullcontext() if folder.is_dir() else hub_or_cache():
-                return (
-                    _hf_vision(name, source)
-                    if side == "image"
-                    else _hf_text(name, source, context_length)
-                )
-        if context_length is not None:
+    if colon and kind == "timm":
+        if side == "text":
             raise UserError(
-                f"--context-length is of hf: encoders, and {name} is a model of open_clip, whose texts have its own length"
+                f"{name} is an image encoder of timm; give it as --image, and a text encoder as --text"
             )
-        if form := _form_of_path(Path(name).expanduser()):
-            raise UserError(f"{name} is no model of open_clip; give {form}")
-        return _of_open_clip(name, side, load)
-    except UserError:
-        raise
-    except UNBUILDABLE as error:
+        return _timm(name, place)
+    if colon and kind == "hf":
+        folder = Path(place).expanduser()
+        source = str(folder.absolute()) if folder.is_dir() else place
+        with nullcontext() if folder.is_dir() else hub_or_cache():
+            if side == "image":
+                return _hf_vision(name, source)
+            return _hf_text(name, source, context_length)
+    if context_length is not None:
         raise UserError(
-            f"the encoder {name} cannot be loaded: {first_line(error)}; give a folder, or the name of one here or on the hub"
-        ) from error
+            f"--context-length is of hf: encoders, and {name} is a model of open_clip, whose texts have its own length"
+        )
+    if form := _form_of_path(Path(name).expanduser()):
+        raise UserError(f"{name} is no model of open_clip; give {form}")
+    return _of_open_clip(name, side, load)
 
 
 def _form_of_path(path: Path) -> str | None:
@@ -236,8 +227,7 @@ def _load_file(trunk: Any, architecture: str, file: Path) -> None:
     import timm
     from timm.models import load_state_dict
 
-    if not file.is_file():
-        raise UserError(f"{file} does not exist; correct the path after the comma")
+    file.stat()  # timm's error names no file
     cfg = timm.get_pretrained_cfg(architecture)
     classifier = load_state_dict(str(file)).get(f"{cfg.classifier}.weight") if cfg else None
     # With another number of classes than its own timm would load what fits, and leave the rest random.

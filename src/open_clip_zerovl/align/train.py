@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,8 +20,8 @@ from open_clip_zerovl.align.heads import Heads
 from open_clip_zerovl.align.order import epoch_captions, epoch_order
 from open_clip_zerovl.align.request import Recipe
 from open_clip_zerovl.align.rows import Features, HeldOut, Pairs
-from open_clip_zerovl.core.errors import UserError, first_line
-from open_clip_zerovl.core.files import UNREADABLE, save_atomically
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import reading, save_atomically
 from open_clip_zerovl.core.memory import available_bytes
 from open_clip_zerovl.core.randomness import Purpose, stream
 from open_clip_zerovl.core.rates import warmup_cosine
@@ -362,16 +361,12 @@ def _resumed(
 ) -> _State | None:
     """The state of an earlier call with the same rows and recipe, loaded; None without one. UserError for a damaged file."""
     file = folder / "state.pt"
-    try:
-        stored = (
-            torch.load(file, map_location=task.device, weights_only=True) if file.is_file() else {}
-        )
+    if not file.is_file():
+        return None
+    with reading(file, "remove it to train from the beginning"):
+        stored = torch.load(file, map_location=task.device, weights_only=True)
         if stored.get("of") != _identity(task, recipe):
             return None
-    except (*UNREADABLE, pickle.UnpicklingError) as error:
-        raise UserError(
-            f"{file} cannot be read ({first_line(error)}); remove it to train from the beginning"
-        ) from error
     heads.load_state_dict(stored["heads"])
     optimizer.load_state_dict(stored["optimizer"])
     return _State(**stored["state"])

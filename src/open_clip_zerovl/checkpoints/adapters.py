@@ -15,7 +15,7 @@ from typing import Any
 from safetensors.torch import save
 from torch import Tensor
 
-from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import reading
 
 ENTRY = "lora"  # of a checkpoint: rank, alpha, and the names of the other trained parameters
 FOLDER = "lora"  # of an export: the adapters alone
@@ -38,12 +38,9 @@ def merged(weights: Mapping[str, Tensor], entry: Any, origin: Path) -> dict[str,
     """
     if not any(is_adapter(name) for name in weights):
         return dict(weights)
-    alpha = entry.get("alpha") if isinstance(entry, Mapping) else None
-    if not isinstance(alpha, int | float):
-        raise UserError(
-            f"{origin} holds adapters of --lora without their scale; give a checkpoint that training wrote"
-        )
-    found = {}
+    with reading(origin, "give a checkpoint that training wrote"):
+        alpha = float(entry["alpha"])  # the scale of adapters
+    plain = {}
     for name, tensor in weights.items():
         if is_adapter(name):
             continue
@@ -52,8 +49,8 @@ def merged(weights: Mapping[str, Tensor], entry: Any, origin: Path) -> dict[str,
         if last in ("weight", "in_proj_weight") and f"{layer}{_A}" in weights:
             down, up = weights[f"{layer}{_A}"].double(), weights[f"{layer}{_B}"].double()
             tensor = (tensor.double() + alpha / len(down) * up @ down).to(tensor.dtype)
-        found[name.replace(".base_layer", "")] = tensor
-    return found
+        plain[name.replace(".base_layer", "")] = tensor
+    return plain
 
 
 def adapter_files(

@@ -109,13 +109,7 @@ def weights_between(
         before, after: the same names and shapes.
         alpha: 0 to 1.
 
-    Raises:
-        UserError: `alpha` is outside of 0 to 1.
     """
-    if not 0 <= alpha <= 1:
-        raise UserError(
-            f"alpha {alpha:g} is not between the two models; give 0 (before) to 1 (after)"
-        )
     if alpha in (0, 1):
         return dict(after if alpha else before)
     return {key: _between(tensor, after[key], alpha) for key, tensor in before.items()}
@@ -132,29 +126,22 @@ def check_same_tensors(
     names: tuple[str, str], before: Mapping[str, Tensor], after: Mapping[str, Tensor]
 ) -> None:
     """UserError unless both have the same tensors of the same shapes, all finite, with the same integers."""
-    a, b = names
     if different := sorted(before.keys() ^ after.keys()):
-        where, lacks = (a, b) if different[0] in before else (b, a)
-        raise UserError(
-            f"{a} and {b} are different models: {different[0]} is in {where} and not in {lacks}"
-        )
+        raise UserError(f"{_different(names)} only one has {different[0]}")
     for key, tensor in before.items():
         other = after[key]
         if tensor.shape != other.shape:
-            raise UserError(
-                f"{a} and {b} are different models: {key} has the shape {tuple(tensor.shape)} in the first and "
-                f"{tuple(other.shape)} in the second"
-            )
+            raise UserError(f"{_different(names)} {key} has two shapes")
         if tensor.is_floating_point():
-            for name, one in ((a, tensor), (b, other)):
-                if not bool(one.isfinite().all()):
-                    raise UserError(
-                        f"{key} of {name} is not finite: that training has diverged; give an earlier checkpoint"
-                    )
+            for name, weights in zip(names, (tensor, other), strict=True):
+                if not bool(weights.isfinite().all()):
+                    raise UserError(f"{key} of {name} is not finite; give an earlier checkpoint")
         elif not key.endswith(_COUNT) and not torch.equal(tensor, other):
-            raise UserError(
-                f"{a} and {b} are different models: the whole numbers in {key} differ and cannot be averaged"
-            )
+            raise UserError(f"{_different(names)} the whole numbers in {key} differ")
+
+
+def _different(names: tuple[str, str]) -> str:
+    return f"{names[0]} and {names[1]} are different models:"
 
 
 def _require_same(
@@ -165,8 +152,9 @@ def _require_same(
     ignored: frozenset[str],
 ) -> None:
     """UserError that names the first entry in which two configs differ."""
-    if (found := first_difference(first, second, ignored)) is not None:
-        key, a, b = found
+    difference = first_difference(first, second, ignored)
+    if difference is not None:
+        key, a, b = difference
         raise UserError(
             f"{names[0]} and {names[1]} are different models: {key} of {part} is {a} in the first and {b} in the second; "
             "give two checkpoints of one model"

@@ -19,6 +19,7 @@ from torch import Tensor
 from open_clip_zerovl.checkpoints.spec import ModelSpec, read_params
 from open_clip_zerovl.checkpoints.weights import read_epoch
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.models.text_towers import IMPORT_LINE
 from open_clip_zerovl.report.record import RECORD, read_record
 
@@ -149,13 +150,8 @@ def run_card(
     when = f"after epoch {epoch}" + (f" of {params['epochs']}" if params.get("epochs") else "")
     origin = f"An open_clip training checkpoint{f', {when}' if epoch is not None else ''}."
     card = ModelCard(spec, weights, origin, **facts, metrics=metrics, **options)
-    try:
+    with reading(f"the params.txt of {checkpoint}", "mend it, or move it away and name the model"):
         card.text()
-    except (TypeError, ValueError, LookupError, AttributeError) as error:
-        raise UserError(
-            f"the params.txt of {checkpoint} holds a value that training does not write ({error}); mend it, or move it away "
-            "and name the model"
-        ) from error
     return card
 
 
@@ -193,15 +189,15 @@ def folder_card(
     A folder without a card of ours has the facts of its model alone; `options` are attributes of `ModelCard`.
     """
     file = folder / CARD_FILE
-    own = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    found = re.search(
-        rf"^# (.+)$.*?^(.*?) ?It loads in .*?^{_MODEL}$\n(.*)", own, re.MULTILINE | re.DOTALL
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    parts = re.search(
+        rf"^# (.+)$.*?^(.*?) ?It loads in .*?^{_MODEL}$\n(.*)", text, re.MULTILINE | re.DOTALL
     )
-    if found is None:
+    if parts is None:
         return ModelCard(
             spec, weights, f"Made from {_public(spec.name)}, a model of open_clip.", **options
         )
-    return ModelCard(spec, weights, found[2], title=found[1], body=found[3].rstrip("\n"), **options)
+    return ModelCard(spec, weights, parts[2], title=parts[1], body=parts[3].rstrip("\n"), **options)
 
 
 def read_results(file: Path, epoch: int) -> dict[str, float]:
@@ -212,12 +208,8 @@ def read_results(file: Path, epoch: int) -> dict[str, float]:
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
-        try:
+        with reading(file, f"mend or remove line {number}"):
             row = json.loads(line)
-        except ValueError as error:
-            raise UserError(
-                f"{file}, line {number} is not JSON ({error}): mend or remove it"
-            ) from error
         if isinstance(row, dict) and row.pop("epoch", None) == epoch:
             metrics.update(
                 {name: value for name, value in row.items() if isinstance(value, (int, float))}

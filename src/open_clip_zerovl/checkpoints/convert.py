@@ -43,7 +43,7 @@ from open_clip_zerovl.checkpoints.export import (
 from open_clip_zerovl.checkpoints.layouts import as_native_vit, native_vision_config
 from open_clip_zerovl.checkpoints.spec import ModelSpec, read_params
 from open_clip_zerovl.checkpoints.weights import read_state_dict
-from open_clip_zerovl.core.errors import UserError, first_line, nearest
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.losses.names import TEMPERATURE_RANGE
 from open_clip_zerovl.models.configs import (
     IMAGENET_MEAN,
@@ -154,15 +154,17 @@ def convert_checkpoint(
     normalization = normalization or "imagenet"
     encoder = split_weights(weights, checkpoint)
     trunk, timm_name = _timm_skeleton(image_model)
-    trained_side, patch = _trained_side(encoder.image, checkpoint)
+    if other := trunk.state_dict().keys() ^ encoder.image.keys():
+        raise UserError(
+            f"the image tower of {checkpoint} is not a {timm_name}: {len(other)} names differ ({min(other)} ...)"
+        )
+    trained_side, patch = _trained_side(encoder.image)
     side = image_size or trained_side
     if side % patch:
         raise UserError(
             f"--image-size {side} is not a multiple of the patches' {patch} px; give {side // patch * patch}"
         )
-    placed, vision_cfg = _placed(
-        _at_size(encoder, side // patch), trunk, timm_name, side, checkpoint
-    )
+    placed, vision_cfg = _placed(_at_size(encoder, side // patch), trunk, timm_name, side)
 
     text_folder = Path(text_model).expanduser()
     source = str(text_folder.absolute()) if text_folder.is_dir() else text_model
@@ -279,18 +281,12 @@ def split_weights(weights: dict[str, Tensor], checkpoint: Path) -> DualEncoder:
         raise UserError(
             f"{checkpoint} has no {' and no '.join(piece.replace('_', ' ') for piece in missing)}"
         )
-    image_projection, text_projection = singles["image_projection"], singles["text_projection"]
-    if image_projection.shape[0] != text_projection.shape[0]:
-        raise UserError(
-            f"the projections of {checkpoint} differ in width: {image_projection.shape[0]} for images, "
-            f"{text_projection.shape[0]} for texts"
-        )
     scale = singles.get("logit_scale", _logit_scale(singles.get("temperature")))
     return DualEncoder(
         towers["image"],
         towers["text"],
-        image_projection,
-        text_projection,
+        singles["image_projection"],
+        singles["text_projection"],
         scale,
         tuple(without_effect),
     )
@@ -299,10 +295,6 @@ def split_weights(weights: dict[str, Tensor], checkpoint: Path) -> DualEncoder:
 def _logit_scale(temperature: Tensor | None) -> Tensor:
     if temperature is None:
         return torch.tensor(logit_scale_of(INITIAL_TEMPERATURE))
-    if temperature.numel() != 1:
-        raise UserError(
-            f"loss.temperature must be one number, got shape {tuple(temperature.shape)}"
-        )
     low, high = TEMPERATURE_RANGE
     return torch.tensor(logit_scale_of(min(max(float(temperature), low), high)))
 
@@ -317,34 +309,15 @@ def _timm_skeleton(image_model: str) -> tuple[timm.models.VisionTransformer, str
     name = ((get_model_config(image_model) or {}).get("vision_cfg") or {}).get(
         "timm_model_name"
     ) or image_model
-    if not timm.is_model(name):
-        near = nearest(name, timm.list_models())
-        raise UserError(
-            f"timm has no model '{name}'{f'; did you mean {near}?' if near else ''}: give --image-model a timm ViT such "
-            "as vit_base_patch16_224.augreg_in21k"
-        )
     with torch.device("meta"):
         trunk = timm.create_model(name, pretrained=False, num_classes=0)
-    if not isinstance(trunk, timm.models.VisionTransformer) or trunk.cls_token is None:
-        raise UserError(
-            f"'{name}' is not a ViT with a class token, the only image tower that the paper released"
-        )
     return trunk, name
 
 
-def _trained_side(image: dict[str, Tensor], checkpoint: Path) -> tuple[int, int]:
+def _trained_side(image: dict[str, Tensor]) -> tuple[int, int]:
     """Side in pixels of the images that the position embedding was made for, and of a patch."""
-    if "pos_embed" not in image or "patch_embed.proj.weight" not in image:
-        raise UserError(
-            f"the image tower of {checkpoint} has no pos_embed or patch_embed: it is not a ViT of timm"
-        )
-    patches, patch = image["pos_embed"].shape[1] - 1, image["patch_embed.proj.weight"].shape[-1]
-    grid = math.isqrt(patches)
-    if grid * grid != patches:
-        raise UserError(
-            f"the position embedding of {checkpoint} is for {patches} patches, which make no square"
-        )
-    return grid * patch, patch
+    patch = image["patch_embed.proj.weight"].shape[-1]
+    return math.isqrt(image["pos_embed"].shape[1] - 1) * patch, patch
 
 
 def _at_size(encoder: DualEncoder, grid: int) -> DualEncoder:
@@ -360,26 +333,12 @@ def _placed(
     trunk: timm.models.VisionTransformer,
     timm_name: str,
     side: int,
-    checkpoint: Path,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """All weights under the names of open_clip's model, and its vision config."""
-    expected = trunk.state_dict()
-    resized = {"pos_embed"} if side != trunk.patch_embed.img_size[0] else set()
-    wrong = sorted(
-        expected.keys() ^ encoder.image.keys()
-        | {
-            k
-            for k in expected.keys() & encoder.image.keys() - resized
-            if expected[k].shape != encoder.image[k].shape
-        }
-    )
-    if wrong:
-        raise UserError(
-            f"the image tower of {checkpoint} is not a {timm_name}: {len(wrong)} tensors differ ({wrong[0]} ...)"
-        )
+    native_side = trunk.patch_embed.img_size[0]
     placed = {f"text.transformer.{key}": tensor for key, tensor in encoder.text.items()}
     placed |= {"text.proj.weight": encoder.text_projection, "logit_scale": encoder.logit_scale}
-    if not resized:
+    if side == native_side:
         placed |= {f"visual.trunk.{key}": tensor for key, tensor in encoder.image.items()}
         placed["visual.head.proj.weight"] = encoder.image_projection
         return placed, {
@@ -390,11 +349,10 @@ def _placed(
             "timm_proj_bias": False,
             "image_size": side,
         }
-    own = trunk.patch_embed.img_size[0]
     log.info(
         "timm's %s takes %d px, not %d: the weights go into open_clip's own ViT",
         timm_name,
-        own,
+        native_side,
         side,
     )
     placed |= {f"visual.{key}": tensor for key, tensor in as_native_vit(encoder.image).items()}
@@ -418,14 +376,9 @@ def _own_towers(
         encoder.image["pos_embed"], trunk.patch_embed.grid_size
     )
     trunk.load_state_dict({**encoder.image, "pos_embed": positions})
-    try:
-        config = AutoConfig.from_pretrained(text_source)
-        bert = TowerModel.from_config(config, add_pooling_layer=False).eval()
-        bert.load_state_dict(encoder.text)
-    except (OSError, ValueError, TypeError, RuntimeError) as error:
-        raise UserError(
-            f"the text tower '{text_source}' cannot be rebuilt to verify: {first_line(error)}"
-        ) from error
+    config = AutoConfig.from_pretrained(text_source)
+    bert = TowerModel.from_config(config, add_pooling_layer=False).eval()
+    bert.load_state_dict(encoder.text)
 
     def image_features(images: Tensor) -> Tensor:
         return trunk(images) @ encoder.image_projection.float().T

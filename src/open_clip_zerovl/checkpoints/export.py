@@ -28,7 +28,6 @@ from typing import Any
 import open_clip
 import torch
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -37,7 +36,7 @@ from open_clip_zerovl.checkpoints.card import CARD_FILE, ModelCard, run_card
 from open_clip_zerovl.checkpoints.loading import assemble
 from open_clip_zerovl.checkpoints.spec import ModelSpec, read_model_spec, write_config
 from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, read_unmerged
-from open_clip_zerovl.core.errors import UserError, first_line
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, scratch_folder
 from open_clip_zerovl.models.local_dir import (
     CONFIG_FILE,
@@ -129,7 +128,6 @@ def write_local_dir(
         UserError: as `export_local_dir`.
     """
     final = absolute(out_dir)
-    check_precision(precision)
     check_destination(final, force)
     log.info("building %s and comparing its tensors with the checkpoint's", spec.name)
     built, tokenizer = assemble(Path(origin), spec, weights)
@@ -176,18 +174,13 @@ def loading_notes(folder: str | os.PathLike[str], *, moved: bool = True) -> list
 def new_folder(final: Path) -> Iterator[Path]:
     """A folder beside `final`, which takes its name and place when the block ends without an error; else nothing is left."""
     final.parent.mkdir(parents=True, exist_ok=True)
-    for kept in final.parent.glob(f".{glob.escape(final.name)}.*/{REPLACED}"):
+    for earlier in final.parent.glob(f".{glob.escape(final.name)}.*/{REPLACED}"):
         if not final.exists():  # a process was killed between the two renames below
-            os.rename(kept, final)
+            os.rename(earlier, final)
     with scratch_folder(final.parent, f".{final.name}.") as workshop:
         folder = workshop / final.name
         folder.mkdir()
-        try:
-            yield folder
-        except SafetensorError as error:  # a full disk, which safetensors does not call an OSError
-            raise UserError(
-                f"{final} cannot be written ({first_line(error)}): make room, or choose another place"
-            ) from error
+        yield folder
         if final.exists():
             # The old folder is kept until the new one is complete; it is deleted with the temporary folder.
             os.rename(final, workshop / REPLACED)
@@ -201,12 +194,6 @@ def absolute(folder: str | os.PathLike[str]) -> Path:
 
 def _is_export(folder: Path) -> bool:
     return (folder / CONFIG_FILE).is_file()
-
-
-def check_precision(precision: str | None) -> None:
-    """UserError unless the precision of stored weights is one of PRECISIONS or None, which keeps their own."""
-    if precision is not None and precision not in PRECISIONS:
-        raise UserError(f"precision '{precision}' is not one of {', '.join(PRECISIONS)}")
 
 
 def save_weights(weights: Mapping[str, Tensor], file: Path) -> None:

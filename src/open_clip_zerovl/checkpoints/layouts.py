@@ -107,7 +107,7 @@ def as_native_vit(image: Mapping[str, Tensor]) -> dict[str, Tensor]:
     )
     if unknown:
         raise UserError(
-            f"'{unknown[0]}' is not part of open_clip's own ViT, which another image size needs"
+            f"'{unknown[0]}' is not part of a plain ViT, the only one that open_clip's own can replace"
         )
     position = placed["positional_embedding"].clone()  # (1 + patches, width)
     position[1:] += image.get(bias, 0)

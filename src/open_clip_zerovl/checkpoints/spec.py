@@ -22,6 +22,7 @@ from open_clip.transform import PreprocessCfg, merge_preprocess_dict
 
 from open_clip_zerovl.checkpoints.weights import read_entry
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.models.build import check_model
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, config_here
 from open_clip_zerovl.models.model_file import register_model_file
@@ -51,7 +52,6 @@ class ModelSpec:
     name: str
     model_cfg: dict[str, Any]
     preprocess_cfg: dict[str, Any]
-    force_image_size: Any = None  # kept only to explain a mismatch
 
     @property
     def text_source(self) -> str | None:
@@ -72,12 +72,8 @@ def read_params(checkpoint: Path) -> dict[str, Any]:
     for folder in (checkpoint.parent.parent, checkpoint.parent):
         file = folder / "params.txt"
         if file.is_file():
-            try:
+            with reading(file, "mend it, or move it away and name the model"):
                 lines = file.read_text(encoding="utf-8").splitlines()
-            except (OSError, UnicodeDecodeError) as error:
-                raise UserError(
-                    f"{file} cannot be read ({error}); mend it, or move it away and name the model"
-                ) from error
             return {
                 name: _literal(value)
                 for name, colon, value in (line.partition(": ") for line in lines)
@@ -156,10 +152,10 @@ def spec_of_run(name: str, params: Mapping[str, Any], text_model: str | None = N
     """The configs of a model by name, with the changes that the arguments of a run make. UserError for an unknown name."""
     name, model_cfg, base_preprocess = _registered(name, params.get("pretrained"), text_model)
 
-    vision_cfg, text_cfg = model_cfg["vision_cfg"], model_cfg["text_cfg"]
-    image_size = _unwrapped(params.get("force_image_size"))
-    if image_size is not None:
-        vision_cfg["image_size"] = image_size
+    vision_cfg = model_cfg["vision_cfg"]
+    text_cfg = model_cfg["text_cfg"]
+    if params.get("force_image_size") is not None:
+        vision_cfg["image_size"] = _unwrapped(params["force_image_size"])
     if params.get("force_context_length"):
         text_cfg["context_length"] = params["force_context_length"]
     if params.get("force_quick_gelu"):
@@ -191,7 +187,7 @@ def spec_of_run(name: str, params: Mapping[str, Any], text_model: str | None = N
     preprocess_cfg = merge_preprocess_dict(
         merge_preprocess_dict(PreprocessCfg(), base_preprocess), forced
     )
-    return ModelSpec(name, model_cfg, preprocess_cfg, force_image_size=image_size)
+    return ModelSpec(name, model_cfg, preprocess_cfg)
 
 
 def _registered(
@@ -262,23 +258,25 @@ def tower_config(model_cfg: Mapping[str, Any], tower: str) -> dict[str, Any]:
     foreign = config.get("timm_model_name") or config.get("hf_model_name")
     if "timm_model_name" in config:  # the tag after the point names weights
         config["timm_model_name"] = config["timm_model_name"].partition(".")[0]
-    own = {**defaults, **config, "image_size": None, "context_length": None}
-    return {part: own} if foreign else {part: own, "quick_gelu": model_cfg.get("quick_gelu")}
+    settings = {**defaults, **config, "image_size": None, "context_length": None}
+    return (
+        {part: settings} if foreign else {part: settings, "quick_gelu": model_cfg.get("quick_gelu")}
+    )
 
 
 def _entries(
     config: Mapping[str, Any], ignored: frozenset[str], prefix: str = ""
 ) -> list[tuple[str, Any]]:
     """The entries of a nested config under dotted names."""
-    found: list[tuple[str, Any]] = []
+    entries: list[tuple[str, Any]] = []
     for key, value in config.items():
         if key in ignored:
             continue
         if isinstance(value, Mapping):
-            found += _entries(value, ignored, f"{prefix}{key}.")
+            entries += _entries(value, ignored, f"{prefix}{key}.")
         else:
-            found.append((prefix + str(key), list(value) if isinstance(value, tuple) else value))
-    return found
+            entries.append((prefix + str(key), list(value) if isinstance(value, tuple) else value))
+    return entries
 
 
 def _shown(value: Any) -> str:

@@ -30,13 +30,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import timm.layers
-import timm.models.vision_transformer as timm_vit
 import torch
 from open_clip.hf_model import ClsLastHiddenStatePooler, ClsPooler, HFTextEncoder
 from open_clip.timm_model import TimmModel
 from open_clip.transformer import (
     QuickGELU,
-    ResidualAttentionBlock,
     TextTransformer,
     VisionTransformer,
 )
@@ -108,7 +106,6 @@ def image_tower(model: ClipModel) -> Tower:
             _config_of(visual.transformer), _saved(visual.transformer), _linear(visual.proj)
         )
     if isinstance(visual, VisionTransformer):
-        _check_native(visual)
         weights = visual.state_dict()
         attention = visual.transformer.resblocks[0].attn.num_heads
         activation = _activation(visual.transformer.resblocks[0].mlp.gelu)
@@ -120,7 +117,6 @@ def image_tower(model: ClipModel) -> Tower:
         side, patch = _square(visual.image_size, "images"), _square(visual.patch_size, "patches")
     elif isinstance(visual, TimmModel):
         trunk = visual.trunk
-        _check_timm(trunk, visual)
         weights = as_native_vit(
             {key: value for key, value in trunk.state_dict().items() if not key.startswith("head.")}
         )
@@ -153,8 +149,6 @@ def text_tower(model: ClipModel) -> Tower:
     text = getattr(model, "text", model)  # CLIP itself holds the parts of its text tower
     if isinstance(text, HFTextEncoder):
         return _hugging_face_text(text)
-    if not isinstance(text, TextTransformer) and text is not model:
-        refuse(f"its text tower {type(text).__name__} has no counterpart")
     return _clip_text(text)
 
 
@@ -207,14 +201,6 @@ def _clip_vision(
 def _clip_text(text: ClipModel | TextTransformer) -> Tower:
     from transformers import CLIPTextConfig
 
-    pool = getattr(text, "pool_type", getattr(text, "text_pool_type", None))
-    if pool != "argmax":
-        refuse(f"its text tower pools by '{pool}', and CLIP's at the end of the text ('argmax')")
-    if text.attn_mask is None:
-        refuse("its text tower looks at following tokens (no_causal_mask), and CLIP's does not")
-    if getattr(text, "cls_emb", None) is not None:
-        refuse("its text tower appends a class token (embed_cls)")
-    _check_blocks(text.transformer.resblocks, "text")
     weights = text.state_dict()
     tensors, shape = _transformer(
         {
@@ -310,55 +296,6 @@ def _transformer(
     return placed, {"hidden_size": width, "num_hidden_layers": layers, "intermediate_size": inner}
 
 
-def _check_native(visual: VisionTransformer) -> None:
-    if visual.attn_pool is not None:
-        refuse("its image tower pools by attention (attentional_pool)")
-    if visual.pool_type != "tok":
-        refuse(
-            f"its image tower pools by '{visual.pool_type}', and transformers' at the class token ('tok')"
-        )
-    _check_blocks(visual.transformer.resblocks, "image")
-
-
-def _check_blocks(blocks: nn.ModuleList, tower: str) -> None:
-    for block in blocks:
-        if type(block) is not ResidualAttentionBlock:
-            refuse(f"its {tower} tower has blocks of another kind ({type(block).__name__})")
-        if not isinstance(block.ls_1, nn.Identity):
-            refuse(f"its {tower} tower scales its layers (ls_init_value)")
-
-
-def _check_timm(trunk: timm_vit.VisionTransformer, visual: TimmModel) -> None:
-    kind = type(trunk).__name__
-    if type(trunk) is not timm_vit.VisionTransformer:
-        refuse(f"its image tower, timm's {kind}, is not a plain ViT")
-    if trunk.attn_pool is not None or trunk.global_pool == "map":
-        refuse("its image tower pools by attention (timm_pool 'map')")
-    if trunk.global_pool != "token" or not trunk.has_class_token:
-        refuse(
-            f"its image tower pools by '{trunk.global_pool}', and transformers' at the class token (timm_pool 'token')"
-        )
-    if trunk.reg_token is not None or trunk.no_embed_class:
-        refuse("its image tower has register tokens, or no position of the class token")
-    plain = [trunk.norm_pre, trunk.fc_norm]
-    for block in trunk.blocks:
-        if type(block) is not timm_vit.Block:
-            refuse(f"its image tower has blocks of another kind ({type(block).__name__})")
-        plain += [
-            block.attn.q_norm,
-            block.attn.k_norm,
-            getattr(block.attn, "norm", nn.Identity()),
-        ]
-        plain.append(getattr(block.mlp, "norm", nn.Identity()))
-    odd = next((module for module in plain if not isinstance(module, nn.Identity)), None)
-    if odd is not None:
-        refuse(f"its image tower has a {type(odd).__name__} more than transformers' ViT")
-    if "mlp" in dict(visual.head.named_children()):
-        refuse("its image projection is an MLP (timm_proj 'mlp'), and transformers' is linear")
-    if not len(visual.head) and not isinstance(trunk.head, nn.Identity):
-        refuse("its image projection has a bias (timm_proj ''), and transformers' has none")
-
-
 def _linear(projection: nn.Module) -> Tensor:
     """The matrix (D, width) of a projection. UserError for an MLP or one with a bias."""
     if not isinstance(projection, nn.Linear):
@@ -383,17 +320,17 @@ def _activation(module: nn.Module) -> str:
 
 def _norm_epsilon(*modules: nn.Module) -> float:
     """The one epsilon of all LayerNorms."""
-    found = {
+    epsilons = {
         norm.eps
         for module in modules
         for norm in module.modules()
         if isinstance(norm, nn.LayerNorm)
     }
-    if len(found) != 1:
+    if len(epsilons) != 1:
         refuse(
-            f"the LayerNorms of a tower have several epsilons ({', '.join(f'{eps:g}' for eps in sorted(found))})"
+            f"the LayerNorms of a tower have several epsilons ({', '.join(f'{eps:g}' for eps in sorted(epsilons))})"
         )
-    return found.pop()
+    return epsilons.pop()
 
 
 def _square(size: Any, what: str) -> int:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ import torch
 from torch import Tensor
 
 from open_clip_zerovl.checkpoints.adapters import ENTRY, merged
-from open_clip_zerovl.core.errors import UserError, first_line
-from open_clip_zerovl.core.files import UNREADABLE, no_checkpoint
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import reading
 
 WEIGHTS_FILE = "open_clip_model.safetensors"
 
@@ -38,22 +37,12 @@ def read_unmerged(checkpoint: Path) -> tuple[dict[str, Tensor], Any]:
     Errors as `read_state_dict`.
     """
     content = _read_content(checkpoint)
-    weights = content.get("state_dict", content) if isinstance(content, dict) else None
-    if (
-        not isinstance(weights, Mapping)
-        or not weights
-        or not all(isinstance(v, Tensor) for v in weights.values())
-    ):
-        raise UserError(
-            f"{checkpoint} holds no 'state_dict' of tensors: give an open_clip training checkpoint"
-        )
+    weights = content.get("state_dict", content) if isinstance(content, dict) else {}
+    if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise UserError(f"{checkpoint} holds no tensors; give a checkpoint that training wrote")
     plain: dict[str, Tensor] = {}
     for key, tensor in weights.items():
         name = key.replace("_orig_mod.", "").removeprefix("module.")
-        if name in plain:
-            raise UserError(
-                f"{checkpoint} holds '{name}' twice, with and without a wrapper's prefix"
-            )
         plain[name] = tensor
     return plain, content.get(ENTRY)
 
@@ -71,56 +60,10 @@ def read_entry(checkpoint: str | os.PathLike[str], name: str) -> Any:
 
 
 def _read_content(checkpoint: Path) -> Any:
-    if checkpoint.is_dir():
-        raise UserError(
-            f"{checkpoint} is a folder; give a checkpoint file, such as RUN/checkpoints/epoch_N.pt"
-        )
-    if not checkpoint.is_file():
-        raise UserError(f"checkpoint {checkpoint} does not exist; correct the path")
-    _check_kind(checkpoint)
-    try:
+    with reading(checkpoint, "give a checkpoint that training wrote"):
         # Memory-mapped, so that the optimizer's state (two thirds of the file) is not read; only the zip format can be.
-        return torch.load(
-            checkpoint, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(checkpoint)
-        )
-    except pickle.UnpicklingError as error:
-        raise UserError(
-            f"{checkpoint} is not a plain checkpoint of tensors and was refused, since loading it could run code: "
-            f"{unpickling_reason(error)}"
-        ) from error
-    except UNREADABLE as error:
-        raise UserError(
-            f"{checkpoint} cannot be loaded, it may be cut short: {first_line(error)}"
-        ) from error
-
-
-def _check_kind(checkpoint: Path) -> None:
-    """UserError for a file that is not a checkpoint: a text, a picture, a safetensors file without its folder."""
-    if checkpoint.suffix == ".safetensors":
-        raise UserError(
-            f"{checkpoint} holds only weights; give the exported folder that contains it"
-        )
-    try:
-        said = no_checkpoint(checkpoint)
-    except OSError as error:
-        raise UserError(
-            f"checkpoint {checkpoint} cannot be opened ({error.strerror}); correct the path"
-        ) from error
-    if said is not None:
-        raise UserError(
-            f"{checkpoint} is not a checkpoint: it {said}; give a file that training wrote, such as epoch_N.pt"
-        )
-
-
-def unpickling_reason(error: pickle.UnpicklingError) -> str:
-    """torch's finding in a file, without the advice to load it unchecked with which the message begins."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    found = [
-        line
-        for line in lines[1:]
-        if not line.startswith(("Please file", "Check the documentation"))
-    ]
-    return (found or lines or [type(error).__name__])[0]
+        mapped = zipfile.is_zipfile(checkpoint)
+        return torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=mapped)
 
 
 @contextmanager

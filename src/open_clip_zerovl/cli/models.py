@@ -290,7 +290,7 @@ def _run_export(arguments: argparse.Namespace) -> None:
 
         logging.getLogger(push_folder.__module__).info("pushing %s to %s", folder, hub)
         address = push_folder(folder, hub, private=arguments.private)
-        print(f"Pushed and compared file by file: {address}")
+        print(f"Pushed: {address}")
 
 
 def convert(parser: argparse.ArgumentParser) -> Run:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.core.files import read_json, write_atomically
 
 CONTENT = "content of "  # begins the names of entries that are digests, which nobody can read
 ADVICE = "repeat the earlier call to continue it, or give a new folder"
@@ -56,14 +56,9 @@ def claim(
 
 def read_claim(file: Path) -> dict[str, Any] | None:
     """The request in a file; None without one. UserError if it cannot be read."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not file.exists():
         return None
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"{file} cannot be read ({error}); remove it, or give a new folder"
-        ) from error
+    content = read_json(file, "remove it, or give a new folder")
     if not isinstance(content, dict):
         raise UserError(f"{file} was not written by this program; give a new folder")
     return content

@@ -1,18 +1,21 @@
 """`UserError`, and the one boundary at which an error becomes a sentence: `ended`, of `zerovl` and of `training.main`.
 
-Below the boundary functions raise: a `UserError` for something that a person can mend, else the library's or the system's own
-error. The boundary prints one sentence. The traceback follows only with `--debug` or the environment variable ZEROVL_DEBUG.
+Below the boundary functions raise: a `UserError` where silence would do harm or another message would mislead, else the
+library's or the system's own error. The boundary prints one sentence. The traceback comes only with `--debug` or the
+environment variable ZEROVL_DEBUG.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import pickle
 import re
 import select
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 DEBUG = "--debug"
@@ -180,8 +183,41 @@ def sentence_of(error: BaseException) -> str | None:
     if isinstance(error, MemoryError) or any(words in first_line for words in _NO_MEMORY):
         return f"the machine's memory is full{f' ({first_line})' if first_line else ''}; lower the batch size or --workers"
     if isinstance(error, OSError):
-        return place_sentence(error) or f"{type(error).__name__}: {first_line}"
-    return None
+        return place_sentence(error) or _short(kind_and_message(error))
+    return _library_sentence(error)
+
+
+# Libraries whose errors are about a model, a file or a value that was given to them, and the modules of torch of which that
+# is true. Their messages that need no kind of error.
+_LIBRARIES = (
+    "open_clip", "open_clip_train", "timm", "transformers", "tokenizers", "huggingface_hub", "safetensors", "peft", "yaml",
+    "pandas", "braceexpand", "httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "fsspec", "torchvision",
+)  # fmt: skip
+_OF_TORCH = (
+    "optim",
+    "cuda",
+    "distributed",
+    "serialization.py",
+    "_weights_only_unpickler.py",
+    "sampler.py",
+)
+_PLAIN = (ValueError, RuntimeError, AssertionError)
+OTHER_WEIGHTS = "Error(s) in loading state_dict"  # begins torch's error for weights that do not fit
+
+
+def _library_sentence(error: BaseException) -> str | None:
+    """The sentence for an error that a library raises about what was given to it: "timm: Unknown model (vit)"; else None."""
+    frames = traceback.extract_tb(error.__traceback__)
+    origin = Path(frames[-1].filename).parts if frames else ()
+    library = next((name for name in _LIBRARIES if name in origin), None)
+    # not of all of module.py, which also raises for an attribute that is not there
+    told = str(error).startswith(OTHER_WEIGHTS) or any(name in origin for name in _OF_TORCH)
+    if library is None and "torch" in origin and told:
+        library = "torch"
+    if library is None or origin[-2:] == ("open_clip_train", "train.py") or not str(error):
+        return None
+    kind = "" if isinstance(error, _PLAIN) else f"{type(error).__name__}: "
+    return f"{library}: {kind}{_short(first_line(error))}; {DEBUG} prints the traceback"
 
 
 # Modules whose package has another name.
@@ -260,10 +296,24 @@ def argparse_sentence(
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or the error's kind if the message is empty."""
+    """The first line of an error's message, or the error's kind if the message is empty.
+
+    Of a pickle that torch refuses, the reason in place of the advice to load it unchecked; of a state dict that does not fit,
+    the differences.
+    """
     if isinstance(error, MemoryError):
         return "it asks for more memory than there is"
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    if isinstance(error, KeyError):  # a number comes of a file that is no pickle
+        return f"it lacks {error}" if str(error).startswith("'") else "KeyError"
+    message = str(error).strip()
+    if message.startswith(OTHER_WEIGHTS):
+        return _short(" ".join(message.split()))
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    if isinstance(error, pickle.UnpicklingError):
+        advice = ("Please file", "Check the documentation", "(1)", "(2)")
+        reasons = [line for line in lines[1:] if not line.startswith(advice)]
+        lines = reasons or lines
+    return lines[0].partition(" In PyTorch 2.6")[0] if lines else type(error).__name__
 
 
 def _short(text: str) -> str:

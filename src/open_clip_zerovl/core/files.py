@@ -7,6 +7,7 @@ import errno
 import fcntl
 import glob
 import io
+import json
 import os
 import secrets
 import shutil
@@ -217,6 +218,35 @@ def locked(
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def reading(path: str | os.PathLike[str], remedy: str = "give a whole file") -> Iterator[None]:
+    """Name the file in the errors of a block that reads it: those of its content do not name it.
+
+    Args:
+        remedy: the end of the sentence.
+
+    Raises:
+        UserError: the content cannot be read.
+        OSError: the file cannot be opened.
+    """
+    try:
+        yield
+    except (OSError, UserError) as error:
+        if isinstance(error, UserError) or error.filename is not None:
+            raise
+        raise UserError(f"{path} cannot be read ({first_line(error)}); {remedy}") from error
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # of a GPU that is to hold the content
+            raise
+        raise UserError(f"{path} cannot be read ({first_line(error)}); {remedy}") from error
+
+
+def read_json(path: str | os.PathLike[str], remedy: str = "give a whole file") -> Any:
+    """The content of a JSON file. Errors as `reading`."""
+    with reading(path, remedy):
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+
+
 def read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """The arrays of an `.npz` by name, read whole; no pickle in it is opened.
 
@@ -233,20 +263,6 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         raise
     except UNREADABLE as error:
         raise ValueError(first_line(error)) from error
-
-
-def no_checkpoint(path: str | os.PathLike[str]) -> str | None:
-    """The reason, as a verb phrase, why a file with these first bytes is not torch's; None if it may be one.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
-    with open(path, "rb") as file:
-        start = file.read(512)
-    # torch writes a zip archive. Before version 1.6 it wrote a pickle (protocol 2 or later), in its first versions a tar.
-    if start.startswith((b"PK", b"\x80")) or start[257:262] == b"ustar":
-        return None
-    return "is empty" if not start else f"begins with {start[:12]!r}"
 
 
 @contextlib.contextmanager

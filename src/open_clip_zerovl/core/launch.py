@@ -274,10 +274,6 @@ def ranks_here(asked: int | None, device: str, environment: Mapping[str, str] = 
     Raises:
         UserError: a number that this machine cannot have.
     """
-    if asked is not None and asked < 1:
-        raise UserError(
-            f"--gpus {asked} is out of range; give 1 or more (--device cpu trains without a GPU)"
-        )
     if is_rank(environment):
         if asked not in (None, 1):
             raise UserError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import flag, key_value, part, positive, seed
 from open_clip_zerovl.data.names import AUTO_AUGMENTS, PIXEL_PATH, PIXEL_PATHS, POLICIES
 
@@ -54,13 +53,3 @@ class TeacherFlags:
     part: tuple[int, int] = flag(
         (0, 1), "do every N-th part: N calls share a folder", kind=part, metavar="I/N"
     )
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise UserError(
-                f"embeddings cannot be stored as {self.dtype!r}; give {' or '.join(DTYPES)}"
-            )
-        if min(self.views, self.image_size) < 1:
-            raise UserError(
-                f"views and image size must be 1 or more, but are {self.views} and {self.image_size}"
-            )

@@ -95,7 +95,7 @@ def digest_of_model(start: Encoder) -> str | None:
     """
     try:
         config = start.spec().model_cfg
-    except UserError:
+    except (UserError, OSError):
         return None
     place = Path(start.model.removeprefix(LOCAL_DIR)).expanduser()
     files = (

@@ -11,6 +11,5 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "reversed_partner",
         ],
         "open_clip_zerovl.losses.gathering": ["gathered_sizes", "require_process_group"],
-        "open_clip_zerovl.losses.names": ["POSITIVES"],
     },
 )

@@ -18,10 +18,8 @@ communication but the all-reduce of the parameters' gradients. That takes the me
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +27,6 @@ from torch import Tensor, nn
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.losses.gathering import Ranks, require_process_group
 from open_clip_zerovl.losses.logits import CrossSource, Logits
-from open_clip_zerovl.losses.names import POSITIVES
 from open_clip_zerovl.losses.problem import ChunkedLoss, Problem, Report, row_chunks
 from open_clip_zerovl.losses.sigmoid import Sigmoid
 from open_clip_zerovl.losses.softmax import Normalisers
@@ -94,27 +91,9 @@ class ContrastiveLoss(nn.Module):
         weight: float = 1.0,
     ) -> None:
         super().__init__()
-        if chunk_size is not None and chunk_size < 1:
-            raise UserError(
-                f"chunk_size must be a positive number of rows or None (all rows), but is {chunk_size}."
-            )
         if not 0 <= rank < world_size:
             raise UserError(
                 f"rank must be in 0..world_size-1, but rank is {rank} and world_size is {world_size}."
-            )
-        if not (math.isfinite(cross_source_weight) and cross_source_weight >= 0):
-            raise UserError(
-                f"cross_source_weight must be a number from 0 on, but is {cross_source_weight}."
-            )
-        if positives not in POSITIVES:
-            raise UserError(
-                f"positives must be one of {', '.join(POSITIVES)}, but is {positives!r}."
-            )
-        if not 0 <= distill_weight <= 1:
-            raise UserError(f"distill_weight must lie between 0 and 1, but is {distill_weight}.")
-        if not (math.isfinite(distill_temperature) and distill_temperature > 0):
-            raise UserError(
-                f"distill_temperature must be a positive number, but is {distill_temperature}."
             )
         if not gather_grad and (
             self._sigmoid or cross_source_weight != 1 or positives != "pair" or distill_weight
@@ -171,12 +150,7 @@ class ContrastiveLoss(nn.Module):
             UserError: shapes that do not match, one mixup argument without the other, missing ids or teachers that an
                 option needs, mixup with an option for which it is not defined, or no process group of `world_size` ranks.
         """
-        scalars = {"logit_scale": logit_scale} | (
-            {} if logit_bias is None else {"logit_bias": logit_bias}
-        )
-        _check_inputs(
-            texts_per_image, image_features=image_features, text_features=text_features, **scalars
-        )
+        _check_shapes(image_features, text_features, texts_per_image)
         b = len(image_features)
         if (mixup_lambda is None) != (partner is None):
             raise UserError(
@@ -186,22 +160,27 @@ class ContrastiveLoss(nn.Module):
         if self.world_size > 1:
             require_process_group(self.world_size, type(self).__name__)
         pairs = _pairs(b, mixup_lambda, partner)
-        ids = _checked_ids(ids or {}, self._needed_ids(), b, texts_per_image)
+        ids = ids or {}
+        sources = ids.get("source") if self.cross_source_weight == 1 else ids["source"]
         if partner is not None:
-            self._check_mixup(partner, ids)
-        teachers = _checked_teachers(teacher_features, self.distill_weight, b, texts_per_image)
+            self._check_mixup(partner, sources)
+        if bool(teacher_features) != bool(self.distill_weight):
+            raise UserError(
+                f"distill_weight is {self.distill_weight:g} and {len(teacher_features)} teachers' features are given; give "
+                "both or neither."
+            )
         losses, reports = [], []
         for number in range(texts_per_image):
             rows = slice(number * b, (number + 1) * b)  # of the texts
             make = partial(
                 self._problem,
                 pairs=pairs,
-                sources=ids.get("source"),
+                sources=sources,
                 shared=[
                     ids[name][rows if name == "caption" else ...]
                     for name in _SHARED_IDS[self.positives]
                 ],
-                teachers=[(images, texts[rows]) for images, texts in teachers],
+                teachers=[(images, texts[rows]) for images, texts in teacher_features],
             )
             texts, bias = text_features if texts_per_image == 1 else text_features[rows], logit_bias
             if not self._sigmoid:
@@ -323,14 +302,7 @@ class ContrastiveLoss(nn.Module):
             )
         return Teachers(found, self.distill_weight)
 
-    def _needed_ids(self) -> dict[str, str]:
-        """The ids that the options need -> the option that needs it."""
-        needed = dict.fromkeys(_SHARED_IDS[self.positives], f"positives={self.positives!r}")
-        if self.cross_source_weight != 1:
-            needed["source"] = f"cross_source_weight={self.cross_source_weight:g}"
-        return needed
-
-    def _check_mixup(self, partner: Tensor, ids: Mapping[str, Tensor]) -> None:
+    def _check_mixup(self, partner: Tensor, sources: Tensor | None) -> None:
         undefined = {
             "the sigmoid loss: a pair is a positive or a negative, nothing between": self._sigmoid,
             f"positives={self.positives!r}: a mixed sample has two captions and pictures": self.positives
@@ -340,7 +312,6 @@ class ContrastiveLoss(nn.Module):
         for option, given in undefined.items():
             if given:
                 raise UserError(f"mixup is not defined with {option}; leave one of them out.")
-        sources = ids.get("source")
         if self.cross_source_weight != 1 and sources is not None:
             own = sources.to(partner.device)
             if not torch.equal(own, own[partner]):
@@ -387,32 +358,15 @@ def reversed_partner(sizes: Sequence[int]) -> Tensor:
     return torch.cat(partners)
 
 
-def _check_inputs(texts_per_image: int, **inputs: Any) -> None:
-    """UserError unless the features are real matrices of one shape, and the scalars tensors of one number."""
-    for name, value in inputs.items():
-        if not isinstance(value, Tensor) or value.is_complex():
-            kind = value.dtype if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise UserError(
-                f"{name} must be a tensor of real numbers, but is {kind}; give torch.tensor(...) for a number."
-            )
-    image_features, text_features = inputs["image_features"], inputs["text_features"]
-    b = len(image_features) if image_features.ndim else 0
+def _check_shapes(image_features: Tensor, text_features: Tensor, texts_per_image: int) -> None:
+    """UserError unless the features are matrices with `texts_per_image` texts of each image."""
+    b = len(image_features)
     wanted = (texts_per_image * b, *image_features.shape[1:])
     if image_features.ndim != 2 or text_features.shape != wanted or b == 0:
-        shape = (
-            "of one shape (pairs, width)"
-            if texts_per_image == 1
-            else f"with {texts_per_image} texts of each image"
-        )
         raise UserError(
-            f"image_features and text_features must be two non-empty matrices {shape}, but are "
+            f"image_features (pairs, width) and text_features, {texts_per_image} rows a pair, must fit, but are "
             f"{tuple(image_features.shape)} and {tuple(text_features.shape)}."
         )
-    for name in inputs.keys() & {"logit_scale", "logit_bias"}:
-        if inputs[name].numel() != 1:
-            raise UserError(
-                f"{name} must hold one number, but has shape {tuple(inputs[name].shape)}."
-            )
 
 
 def _pairs(
@@ -421,65 +375,10 @@ def _pairs(
     """The non-zeros of the target matrix as (weight, local column of each local row); None stands for the diagonal."""
     if mixup_lambda is None or partner is None:
         return [(1.0, None)]
-    if not 0.0 <= mixup_lambda <= 1.0:
-        raise UserError(f"mixup_lambda must lie between 0 and 1, but is {mixup_lambda}.")
-    if partner.shape != (b,) or partner.dtype != torch.long:
-        raise UserError(
-            f"partner must be ({b},) int64, one local row index per pair, but is {tuple(partner.shape)} {partner.dtype}."
-        )
     rows = torch.arange(b, device=partner.device)
-    if not bool(((partner >= 0) & (partner < b)).all()) or not torch.equal(partner[partner], rows):
+    if not torch.equal(partner[partner], rows):
         raise UserError(
             "partner must be its own inverse within this rank's rows (partner[partner[j]] == j), as mixing two rows with "
             "each other gives; open_clip_zerovl.losses.reversed_partner(sizes) makes one."
         )
     return [(float(mixup_lambda), None), (1.0 - float(mixup_lambda), partner)]
-
-
-def _checked_ids(
-    ids: Mapping[str, Tensor], needed: Mapping[str, str], b: int, texts_per_image: int
-) -> Mapping[str, Tensor]:
-    for name, option in needed.items():
-        if name not in ids:
-            raise UserError(
-                f"{option} needs ids[{name!r}], a number for each of the {b} samples, and it is not given."
-            )
-    for name, numbers in ids.items():
-        rows, of = (
-            (b * texts_per_image, "text")
-            if name == "caption" and texts_per_image > 1
-            else (b, "sample")
-        )
-        if numbers.shape != (rows,) or numbers.dtype != torch.long:
-            raise UserError(
-                f"ids[{name!r}] must be ({rows},) int64, a number for each {of}, but is {tuple(numbers.shape)} {numbers.dtype}."
-            )
-    return ids
-
-
-def _checked_teachers(
-    teachers: Sequence[tuple[Tensor, Tensor]], distill_weight: float, b: int, texts_per_image: int
-) -> Sequence[tuple[Tensor, Tensor]]:
-    if bool(teachers) != bool(distill_weight):
-        raise UserError(
-            f"distill_weight is {distill_weight:g} and {len(teachers)} teachers' features are given; give both or neither."
-        )
-    for number, (images, texts) in enumerate(teachers):
-        wanted = (b * texts_per_image, *images.shape[1:])
-        if (
-            images.ndim != 2
-            or texts.shape != wanted
-            or len(images) != b
-            or images.dtype != texts.dtype
-        ):
-            each = (
-                "of one type and shape"
-                if texts_per_image == 1
-                else f"of one type with {texts_per_image} texts an image"
-            )
-            rows = f"{b} rows each" if texts_per_image == 1 else f"{b} and {wanted[0]} rows"
-            raise UserError(
-                f"teacher {number}'s image and text features must be two matrices {each}, {rows}, but "
-                f"are {tuple(images.shape)} {images.dtype} and {tuple(texts.shape)} {texts.dtype}."
-            )
-    return teachers

@@ -35,9 +35,15 @@ TEXT_WEIGHTS = (
 
 def logit_scale_of(temperature: float) -> float:
     """The value of open_clip's `logit_scale` parameter for a softmax temperature: ln(1 / temperature)."""
-    if not temperature > 0:
-        raise UserError(f"a temperature must be positive, got {temperature}")
     return -math.log(temperature)
+
+
+def describes_model(config: Any) -> bool:
+    """True for a config of open_clip with the width of the embeddings and both towers."""
+    parts = {"embed_dim": int, "vision_cfg": dict, "text_cfg": dict}
+    return isinstance(config, dict) and all(
+        isinstance(config.get(name), kind) for name, kind in parts.items()
+    )
 
 
 def context_length_of(name: str, model: Any) -> int | None:
@@ -60,8 +66,7 @@ def register_model_configs() -> list[str]:
         The registered names, sorted.
 
     Raises:
-        UserError: the package was installed without the JSON files, or open_clip did not register one of them (it ignores a
-            wrong folder and an incomplete file without a message).
+        UserError: open_clip did not register one of them: it ignores an incomplete file without a message.
     """
     # Not at the top: the import of open_clip calls this function, and this module must be whole by then.
     import open_clip
@@ -74,10 +79,6 @@ def register_model_configs() -> list[str]:
         file.stem: json.loads(file.read_text(encoding="utf-8"))
         for file in sorted(CONFIG_FOLDER.glob("*.json"))
     }
-    if not configs:
-        raise UserError(
-            f"open_clip_zerovl was installed without its model configs ({CONFIG_FOLDER}); install it again"
-        )
     if any(get_model_config(name) != config for name, config in configs.items()):
         open_clip.add_model_config(CONFIG_FOLDER)
     for name, config in configs.items():

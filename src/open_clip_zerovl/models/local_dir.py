@@ -16,7 +16,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.core.files import read_json, reading, write_atomically
+from open_clip_zerovl.models.configs import describes_model
 
 CONFIG_FILE = "open_clip_config.json"
 LOCAL_DIR = "local-dir:"
@@ -28,41 +29,18 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The folder's `open_clip_config.json`, whose `model_cfg` describes both towers.
 
     Raises:
-        UserError: no folder, no such file, no JSON, or a config without `model_cfg`, towers or embedding width.
+        UserError: no JSON, or a config without `model_cfg`, towers or embedding width.
+        OSError: there is no such file.
     """
-    if not folder.is_dir():
-        seen_from = (
-            "" if folder.is_absolute() else f" (seen from {Path.cwd()}; write its full path)"
-        )
-        raise UserError(f"folder {folder} does not exist{seen_from}")
     file = folder / CONFIG_FILE
-    if not file.is_file():
-        raise UserError(f"{folder} is not a local-dir folder: {CONFIG_FILE} is missing")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        raise UserError(f"{file} is not valid JSON ({error})") from error
-    model_cfg = config.get("model_cfg") if isinstance(config, dict) else None
-    if not isinstance(model_cfg, dict):
-        raise UserError(f"{file} has no 'model_cfg': it is not an open_clip config")
-    for part, kind in (("embed_dim", int), ("vision_cfg", dict), ("text_cfg", dict)):
-        if not isinstance(model_cfg.get(part), kind):
-            raise UserError(
-                f"{file} has no '{part}' in its 'model_cfg': it is not an open_clip config"
-            )
-    preprocess_cfg = config.get("preprocess_cfg", {})
-    if not isinstance(preprocess_cfg, dict):
-        raise UserError(f"{file} has a 'preprocess_cfg' that is not a table of settings")
-    for name in ("mean", "std"):
-        values = preprocess_cfg.get(name)
-        if values is not None and not (
-            isinstance(values, list)
-            and len(values) == 3
-            and all(isinstance(v, (int, float)) for v in values)
-        ):
-            raise UserError(
-                f"{file} has a {name} of {values!r} in its 'preprocess_cfg'; it is a list of three numbers"
-            )
+    config = read_json(file)
+    if not isinstance(config, dict) or not describes_model(config.get("model_cfg")):
+        raise UserError(f"{file} is not a config of open_clip; give a folder that it loads")
+    with reading(file, "give mean and std of three numbers each"):
+        preprocess_cfg = config.get("preprocess_cfg", {})
+        for name in ("mean", "std"):
+            if preprocess_cfg.get(name) is not None:
+                _, _, _ = preprocess_cfg[name]
     return config
 
 
@@ -167,14 +145,14 @@ def no_code_from_data() -> Iterator[None]:
 
     # All such code is loaded through the first two. The third is called when a question on the terminal gets no answer.
     names = ("get_cached_module_file", "get_class_in_module", "_raise_timeout_error")
-    kept = {name: getattr(dynamic, name) for name in names}
-    kept_seconds = dynamic.TIME_OUT_REMOTE_CODE
+    originals = {name: getattr(dynamic, name) for name in names}
+    seconds = dynamic.TIME_OUT_REMOTE_CODE
     for name in names:
         setattr(dynamic, name, refuse)
     dynamic.TIME_OUT_REMOTE_CODE = 0  # no question on the terminal
     try:
         yield
     finally:
-        dynamic.TIME_OUT_REMOTE_CODE = kept_seconds
-        for name, original in kept.items():
+        dynamic.TIME_OUT_REMOTE_CODE = seconds
+        for name, original in originals.items():
             setattr(dynamic, name, original)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
-import json
 import os
 import shutil
 import tempfile
-from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import open_clip
 from open_clip.factory import get_model_config
 from open_clip.model import CLIPTextCfg, CLIPVisionCfg
 
-from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.errors import UserError, nearest
+from open_clip_zerovl.core.files import read_json
+from open_clip_zerovl.models.configs import describes_model
 
 # Of open_clip's model classes, besides the two towers.
 _TOP = {
@@ -29,18 +29,6 @@ _TOP = {
 }
 _TOP |= {"nonscalar_logit_scale", "multimodal_cfg", "output_dict", "cast_dtype"}
 
-_SIZES = {
-    "embed_dim",
-    "image_size",
-    "patch_size",
-    "width",
-    "head_width",
-    "layers",
-    "heads",
-    "vocab_size",
-    "context_length",
-}
-
 
 def register_model_file(path: str | os.PathLike[str], *, rename: bool = False) -> str:
     """Register a model config with open_clip and return its name, the file's without `.json`; again changes nothing.
@@ -52,17 +40,8 @@ def register_model_file(path: str | os.PathLike[str], *, rename: bool = False) -
         UserError: no such file, no JSON, a key that is missing or that open_clip does not know, or the name of another model.
     """
     file = Path(path).expanduser()
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(
-            f"--model-config {path} cannot be read ({error.strerror}); correct the path"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"--model-config {path} is not valid JSON ({error}); mend it") from error
+    config = read_json(file, "mend it")
     name = file.stem
-    if file.suffix != ".json" or not name or any(mark in name for mark in "/:"):
-        raise UserError(f"--model-config {path} must be called NAME.json: NAME is the model's")
     _check(config, path)
     if get_model_config(name) not in (None, config):
         if not rename:
@@ -76,39 +55,22 @@ def register_model_file(path: str | os.PathLike[str], *, rename: bool = False) -
     return name
 
 
-def _check(config: object, path: str | os.PathLike[str]) -> None:
+def _check(config: Any, path: str | os.PathLike[str]) -> None:
     """UserError for a config that open_clip would pass over in silence, or fail on late."""
-    if not isinstance(config, dict):
+    if not describes_model(config):
         raise UserError(
-            f"--model-config {path} holds no table of settings; take one of open_clip's model_configs to begin with"
+            f"--model-config {path} is no model's: it needs embed_dim, vision_cfg and text_cfg"
         )
-    for key, kind in (("embed_dim", int), ("vision_cfg", dict), ("text_cfg", dict)):
-        if not isinstance(config.get(key), kind):
-            raise UserError(
-                f"--model-config {path} has no {key!r}: a model needs embed_dim, vision_cfg and text_cfg"
-            )
-    towers = (("vision_cfg", CLIPVisionCfg), ("text_cfg", CLIPTextCfg))
-    parts = [("", config, _TOP)]
+    given = set(config)
+    known = set(_TOP)
     if "multimodal_cfg" not in config:
-        for part, kind in towers:
-            parts.append(
-                (
-                    f"{part}.",
-                    config[part],
-                    {"hf_tokenizer_name", *(field.name for field in fields(kind))},
-                )
-            )
-    for prefix, given, known in parts:
-        for key, value in given.items():
-            if key in _SIZES and isinstance(value, int) and value < 1:
-                raise UserError(
-                    f"--model-config {path} has {prefix + key!r} {value}; give a size of 1 or more"
-                )
-            if key not in known:
-                near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-                advice = (
-                    f"did you mean {prefix + near[0]!r}?" if near else "correct it or take it out"
-                )
-                raise UserError(
-                    f"--model-config {path} has {prefix + key!r}, which open_clip does not know; {advice}"
-                )
+        for part, kind in (("vision_cfg", CLIPVisionCfg), ("text_cfg", CLIPTextCfg)):
+            given |= {f"{part}.{key}" for key in config[part]}
+            settings = ("hf_tokenizer_name", *kind.__dataclass_fields__)
+            known |= {f"{part}.{name}" for name in settings}
+    for key in sorted(given - known):
+        close = nearest(key, known, cutoff=0.75)
+        advice = f"did you mean {close!r}?" if close else "take it out"
+        raise UserError(
+            f"--model-config {path} has {key!r}, which open_clip does not know; {advice}"
+        )

@@ -144,8 +144,8 @@ def _without_pooler(config: Any, options: dict[str, Any]) -> dict[str, Any]:
             f"a text tower of type {config.model_type} has no pooler for hf_pooler_type 'cls_pooler': take "
             "'cls_last_hidden_state_pooler', the first token's state itself, or 'mean_pooler'"
         )
-    kept = {name: value for name, value in options.items() if name != "add_pooling_layer"}
-    return {**kept, "attn_implementation": "sdpa"}
+    others = {name: value for name, value in options.items() if name != "add_pooling_layer"}
+    return {**others, "attn_implementation": "sdpa"}
 
 
 def _prepared(tower: AutoModel) -> nn.Module:

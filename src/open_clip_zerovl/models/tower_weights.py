@@ -6,19 +6,17 @@ open_clip 3.3 itself loads nothing from a file with other names than its own, wi
 from __future__ import annotations
 
 import os
-import pickle
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from open_clip_zerovl.core.errors import UserError, first_line
-from open_clip_zerovl.core.files import UNREADABLE
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.models.configs import TEXT_WEIGHTS
 
 
@@ -46,8 +44,6 @@ def load_pretrained_tower(
     Raises:
         UserError: no such file, a tower of another kind, a missing tensor or one of another shape.
     """
-    if tower not in ("image", "text"):
-        raise UserError(f"a tower is 'image' or 'text', got {tower!r}")
     inner, kind = ("trunk", "timm") if tower == "image" else ("transformer", "HF")
     parent = getattr(model, "visual" if tower == "image" else "text", None)
     body = getattr(parent, inner, None)
@@ -64,46 +60,23 @@ def load_pretrained_tower(
     prefix = max(
         prefixes, key=lambda p: sum(f"{p}{key}" in weights for key in expected)
     )  # the first of equals: ""
-    missing = [key for key in expected if f"{prefix}{key}" not in weights]
-    if missing:
-        raise UserError(
-            f"{path} holds {len(expected) - len(missing)} of the {tower} tower's {len(expected)} tensors (missing: "
-            f"{', '.join(missing[:3])}; the file begins with {', '.join(list(weights)[:3])}), so that nothing was loaded; "
-            "--init-from starts from towers of an open_clip checkpoint"
-        )
-    for key, value in expected.items():
-        found = weights[f"{prefix}{key}"]
-        if found.shape != value.shape:
-            raise UserError(
-                f"{path}: {prefix}{key} has shape {tuple(found.shape)}, the {tower} tower needs {tuple(value.shape)}; "
-                "nothing was loaded"
-            )
-    body.load_state_dict({key: weights[f"{prefix}{key}"] for key in expected})
+    placed = {key: weights[f"{prefix}{key}"] for key in expected if f"{prefix}{key}" in weights}
+    with reading(path, f"give weights of the {tower} tower; --init-from takes a checkpoint"):
+        body.load_state_dict(placed)
     used = {f"{prefix}{key}" for key in expected}
     return LoadedTower(len(expected), tuple(key for key in weights if key not in used))
 
 
 def _read_tower_file(path: Path) -> dict[str, Tensor]:
     if path.is_dir():
-        files = [path / name for name in TEXT_WEIGHTS[:2] if (path / name).is_file()]
-        if not files:
-            raise UserError(f"{path} holds neither {' nor '.join(TEXT_WEIGHTS[:2])}")
-        path = files[0]
-    if not path.is_file():
-        raise UserError(f"there is no file {path} to load tower weights from")
-    try:
+        path = next((path / name for name in TEXT_WEIGHTS[:2] if (path / name).is_file()), path)
+    with reading(path):
         if path.suffix == ".safetensors":
             content: Any = load_file(path)
         else:
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, SafetensorError, *UNREADABLE) as error:
-        raise UserError(
-            f"{path} does not load as a file of tensors: {first_line(error)}"
-        ) from error
-    content = content.get("state_dict", content) if isinstance(content, dict) else {}
+        content = content.get("state_dict", content)
     weights = {key: value for key, value in content.items() if isinstance(value, Tensor)}
-    if not weights:
-        raise UserError(f"{path} holds no tensors")
     # BERT's first releases name the two parameters of a LayerNorm gamma and beta.
     renamed = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
     return {

@@ -131,10 +131,6 @@ class CoinFlipMixup:
     def __init__(
         self, alpha: float = 0.1, *, seed: int = 0, of: str = "coin", texts: str = "features"
     ) -> None:
-        if not alpha > 0:
-            raise UserError(f"mixup's alpha must be positive, but is {alpha}.")
-        if seed < 0:
-            raise UserError(f"mixup's seed must not be negative, but is {seed}.")
         self.alpha = float(alpha)
         self.seed = int(seed)
         self.of, self.texts = of, texts
@@ -163,12 +159,7 @@ class CoinFlipMixup:
                 f"coin-flip mixup cannot mix the tokens that the text tower of {type(model).__name__} returns besides its "
                 "features (CoCa's captioning needs them); use a model without them."
             )
-        if self._text is not None:
-            if self._text.tower is tower:
-                return
-            raise UserError(
-                "this CoinFlipMixup is attached to another model; detach it first, or make another one."
-            )
+        self.detach()
         self._text = _TextMixing(tower)
         if self.texts == "embeddings":
             self._handles = self._text.on_embeddings()
@@ -205,10 +196,7 @@ class CoinFlipMixup:
         Raises:
             UserError: no model is attached.
         """
-        if self._text is None:
-            raise UserError(
-                "attach the mixup to a model before its first step: mixup.attach(model)."
-            )
+        assert self._text is not None  # attached
         self._text.weight = self._text.on_device(mix.weight) if mix.mixes_texts else None
         try:
             yield mix
@@ -217,8 +205,6 @@ class CoinFlipMixup:
 
     def seek(self, draws: int) -> None:
         """Go on as after `draws` draws; a run that resumes at optimizer step n calls `seek(n)`."""
-        if draws < 0:
-            raise UserError(f"mixup cannot go on after {draws} draws; give 0 or more.")
         self._draws = int(draws)
 
 
@@ -307,13 +293,4 @@ class _TextMixing:
     def __call__(self, tower: nn.Module, inputs: tuple[Any, ...], features: Any) -> Tensor | None:
         if self.weight is None:
             return None
-        if not isinstance(features, Tensor) or features.ndim != 2:
-            raise UserError(
-                "coin-flip mixup needs text features (B, D) from the text tower, but got "
-                + (
-                    f"{tuple(features.shape)}."
-                    if isinstance(features, Tensor)
-                    else f"a {type(features).__name__}."
-                )
-            )
         return mix_rows(features, self.weight)

@@ -110,8 +110,6 @@ def parameter_groups(
     Raises:
         UserError: a negative weight decay, or nothing to train; as `Rates.of`.
     """
-    if weight_decay < 0:
-        raise UserError(f"the weight decay must not be negative, but is {weight_decay}.")
     tables = {
         id(p)
         for m in model.modules()
@@ -128,8 +126,6 @@ def parameter_groups(
         embedding = id(parameter) in tables or name.rpartition(".")[2] in EMBEDDING_PARAMETERS
         spare = _spared_by_open_clip(name, parameter) or (exempt_embeddings and embedding)
         found.setdefault((parts.get(name, ()), not spare), []).append(parameter)
-    if not any(found.values()):
-        raise UserError("no parameter of the model is trainable, so there is nothing to optimise.")
     return [
         {"params": found[part, decayed], "weight_decay": weight_decay if decayed else 0.0}
         | ({"part": part[2], "rate_scale": part[3]} if part else {})
@@ -180,11 +176,7 @@ def constant_temperature(model: nn.Module) -> None:
     Raises:
         UserError: a model without `logit_scale`.
     """
-    logit_scale = getattr(model, "logit_scale", None)
-    if not isinstance(logit_scale, nn.Parameter):
-        raise UserError(
-            f"{type(model).__name__} has no logit_scale, so its temperature cannot be made constant."
-        )
+    logit_scale: Any = model.logit_scale
     logit_scale.requires_grad_(False)
 
 

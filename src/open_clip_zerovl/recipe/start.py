@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from open_clip.model import convert_to_custom_text_state_dict
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -26,8 +25,8 @@ from open_clip_zerovl.checkpoints.spec import (
     tower_config,
 )
 from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, read_state_dict
-from open_clip_zerovl.core.errors import UserError, first_line
-from open_clip_zerovl.core.files import UNREADABLE
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR
 from open_clip_zerovl.models.long_context import positions_name, stretch_positions, text_positions
 from open_clip_zerovl.recipe.flags import TOWERS
@@ -172,7 +171,7 @@ def _require_same_function(
         if spec is None:
             return
         text = _text_configs(model, spec) if "text tower" in groups else ({}, {})
-    except UserError as error:
+    except (UserError, OSError) as error:
         logging.warning(
             f"The model's config of {checkpoint} is not compared, only names and shapes of tensors: {error}"
         )
@@ -214,12 +213,8 @@ def _text_configs(model: nn.Module, spec: ModelSpec) -> tuple[dict[str, Any], di
         return {}, {}
     from transformers import AutoConfig
 
-    try:
+    with reading(f"the config of the text tower {spec.text_source}"):
         theirs = AutoConfig.from_pretrained(spec.text_source, local_files_only=True)
-    except UNREADABLE as error:
-        raise UserError(
-            f"the config of the text tower {spec.text_source} cannot be read ({first_line(error)})"
-        ) from error
     # Dropout and the like are settings of a training.
     there, here = (
         {k: v for k, v in c.to_dict().items() if "dropout" not in k} for c in (theirs, own)
@@ -232,14 +227,8 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
         path = path / WEIGHTS_FILE
     if path.suffix != ".safetensors":
         return read_state_dict(path)
-    if not path.is_file():
-        raise UserError(f"there is no file {path} to initialise from")
-    try:
+    with reading(path):
         return load_file(path)
-    except (SafetensorError, *UNREADABLE) as error:
-        raise UserError(
-            f"{path} cannot be read as safetensors ({first_line(error)}); give a whole file"
-        ) from error
 
 
 def _by_group(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:

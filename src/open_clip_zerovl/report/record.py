@@ -25,8 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import UNREADABLE, write_atomically
+from open_clip_zerovl.core.files import reading, write_atomically
 from open_clip_zerovl.report.html import thumbnail
 
 log = logging.getLogger(__name__)
@@ -70,13 +69,9 @@ def read_record(folder: str | os.PathLike[str]) -> dict[str, list[dict[str, Any]
     """The lines of a run's record, by kind, each in order of its position. If a position comes twice, the last line is kept.
 
     Raises:
-        UserError: there is no record.
+        OSError: there is no record.
     """
     path = Path(folder) / RECORD
-    if not path.is_file():
-        raise UserError(
-            f"{folder} has no {RECORD}: give the folder of a run that trained with flags of the recipe (logs/NAME)"
-        )
     found: dict[str, dict[Any, dict[str, Any]]] = {kind: {} for kind in _KINDS}
     for number, line in enumerate(_read(path)):
         once = line["kind"] in ("step", "retrieval", "zero-shot")
@@ -106,22 +101,20 @@ def read_examples(folder: str | os.PathLike[str]) -> tuple[int, list[dict[str, A
     path = Path(folder) / EXAMPLES
     if not path.exists():
         return 0, []
-    try:
+    with reading(path, "delete it to get the page without examples"):
         content = json.loads(path.read_text(encoding="utf-8"))
-        for one in content["examples"]:
-            _ = one["query"], one["source"], [one["rank"][model] for model in one["top"]]
-            shown = [each for found in one["top"].values() for each in found]
+        for example in content["examples"]:
+            _ = (
+                example["query"],
+                example["source"],
+                [example["rank"][model] for model in example["top"]],
+            )
+            shown = [each for ranked in example["top"].values() for each in ranked]
             _ = [(each["source"], each["right"]) for each in shown]
-            pictures = [one["target"], *(each["pixels"] for each in shown)]
-            if not all(
-                re.fullmatch(r"data:image/\w+;base64,[\w+/=]+", picture) for picture in pictures
-            ):
-                raise ValueError("a picture is not a data URI")
+            for picture in (example["target"], *(each["pixels"] for each in shown)):
+                if not re.fullmatch(r"data:image/\w+;base64,[\w+/=]+", picture):
+                    raise ValueError("a picture is not a data URI")
         return int(content["epoch"]), content["examples"]
-    except UNREADABLE as error:
-        raise UserError(
-            f"{path} has another content than training writes ({error}); delete it to get the page without examples"
-        ) from error
 
 
 def _as_line(line: Mapping[str, Any]) -> str:

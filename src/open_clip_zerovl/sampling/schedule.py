@@ -35,7 +35,7 @@ import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import Purpose, stream
-from open_clip_zerovl.sampling import DRAWS, STRATEGIES
+from open_clip_zerovl.sampling import STRATEGIES
 
 MIXED = -1  # in Schedule.source_of_step: the step mixes all sources
 FEW_STEPS = 20  # of a source in an epoch; Visual Genome, the paper's smallest, fills 30 of 16,384
@@ -50,25 +50,12 @@ class Batching:
         dga_steps: K.
         world_size: W.
         workers: V; 1 for a loader without worker processes.
-
-    Raises:
-        UserError: a number below 1.
     """
 
     micro_batch: int
     dga_steps: int = 1
     world_size: int = 1
     workers: int = 1
-
-    def __post_init__(self) -> None:
-        for name, value in self.__dict__.items():
-            if value < 1:
-                hint = (
-                    "; a loader without worker processes has one reader"
-                    if name == "workers"
-                    else ""
-                )
-                raise UserError(f"Batching: {name} is {value}, and must be at least 1{hint}")
 
     @property
     def effective_batch(self) -> int:
@@ -162,10 +149,6 @@ def source_schedule(
     if strategy not in STRATEGIES:
         raise UserError(
             f"unknown sampling strategy {strategy!r}; use one of {', '.join(STRATEGIES)}"
-        )
-    if draw not in DRAWS:
-        raise UserError(
-            f"unknown draw {draw!r} of debiased sampling; use one of {', '.join(DRAWS)}"
         )
     share = np.asarray(sizes, dtype=np.float64) * np.asarray(
         weights if weights is not None else np.ones(len(sizes))
