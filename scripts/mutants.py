@@ -1,0 +1,108 @@
+"""Mutants: small changes of src whose wrong result would be silent. Each must fail its test.
+
+    python -m scripts.mutants                                  # all of mutants.yaml
+    python -m scripts.mutants --only claim-replaced holm-goes-on
+
+The tests run once on src as it is, since a test that fails anyway proves nothing; then one test for each mutant, in a copy of
+src and tests. The exit status is 1 if a mutant survives, or if its text does not occur exactly once in its file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+LIST = ROOT / "scripts" / "mutants.yaml"
+COPIED = ("src", "tests", "scripts")  # tests/conftest.py takes src from beside itself
+DIED, SURVIVED, NOT_FOUND, NOT_RUN = "died", "SURVIVED", "text not found", "test did not run"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A change of one place.
+
+    Attributes:
+        file: path from the repository's root.
+        old: a text that occurs exactly once in the file; `new` replaces it.
+        test: the file or node of tests that must fail.
+        why: what the wrong result is.
+    """
+
+    id: str
+    file: str
+    old: str
+    new: str
+    test: str
+    why: str
+
+    def mutated(self) -> str | None:
+        """The file's content with the change; None unless `old` occurs exactly once."""
+        content = (ROOT / self.file).read_text(encoding="utf-8")
+        return content.replace(self.old, self.new) if content.count(self.old) == 1 else None
+
+
+def load() -> list[Mutant]:
+    """All mutants of the list."""
+    return [Mutant(**entry) for entry in yaml.safe_load(LIST.read_text(encoding="utf-8"))]
+
+
+def status_of(tests: Iterable[str], folder: Path) -> int:
+    """pytest's exit status of some tests in a folder; a warm Python has torch and open_clip imported already."""
+    from support import warm
+
+    command = [warm.python(), "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    environment = {**os.environ, "PYTHONPATH": ""}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True).returncode
+
+
+def outcome(mutant: Mutant) -> str:
+    """The mutant's end, in a copy of the repository that has it."""
+    content = mutant.mutated()
+    if content is None:
+        return NOT_FOUND
+    with tempfile.TemporaryDirectory(prefix="mutant-") as name:
+        folder = Path(name)
+        for entry in ROOT.iterdir():
+            if entry.name in COPIED:
+                shutil.copytree(entry, folder / entry.name)
+            else:
+                (folder / entry.name).symlink_to(entry)
+        (folder / mutant.file).write_text(content, encoding="utf-8")
+        return {0: SURVIVED, 1: DIED}.get(status_of([mutant.test], folder), NOT_RUN)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    known = [mutant.id for mutant in load()]
+    parser.add_argument(
+        "--only", nargs="+", choices=known, metavar="ID", help="these mutants alone"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
+    asked = parser.parse_args()
+    sys.path.insert(0, str(ROOT / "tests"))
+    mutants = [mutant for mutant in load() if mutant.id in (asked.only or known)]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if status_of(sorted({mutant.test for mutant in mutants}), ROOT):
+        sys.exit("a test of the list fails without a mutant; run the tests first")
+    alive = 0
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        for mutant, end in zip(mutants, pool.map(outcome, mutants), strict=True):
+            alive += end != DIED
+            print(f"{end:16} {mutant.id:24} {mutant.file}: {mutant.why}", flush=True)
+    print(f"{len(mutants)} mutants, {len(mutants) - alive} died, {alive} did not")
+    return int(alive > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
