@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,6 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-LIST = ROOT / "scripts" / "mutants.yaml"
 COPIED = ("src", "tests", "scripts")  # tests/conftest.py takes src from beside itself
 DIED, SURVIVED, NOT_FOUND, NOT_RUN = "died", "SURVIVED", "text not found", "test did not run"
 
@@ -52,56 +50,57 @@ class Mutant:
         return content.replace(self.old, self.new) if content.count(self.old) == 1 else None
 
 
-def load() -> list[Mutant]:
-    """All mutants of the list."""
-    return [Mutant(**entry) for entry in yaml.safe_load(LIST.read_text(encoding="utf-8"))]
+def load() -> dict[str, Mutant]:
+    """All mutants of the list by their ids."""
+    entries = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    return {entry["id"]: Mutant(**entry) for entry in entries}
 
 
-def status_of(tests: Iterable[str], folder: Path) -> int:
+def status_of(tests: list[str], folder: Path) -> int:
     """pytest's exit status of some tests in a folder; a warm Python has torch and open_clip imported already."""
     from support import warm
 
-    command = [warm.python(), "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    environment = {**os.environ, "PYTHONPATH": ""}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True).returncode
+    return subprocess.run(
+        [warm.python(), "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": ""},
+        capture_output=True,
+    ).returncode
 
 
 def outcome(mutant: Mutant) -> str:
-    """The mutant's end, in a copy of the repository that has it."""
+    """The mutant's end in a copy of the repository that has it."""
     content = mutant.mutated()
     if content is None:
         return NOT_FOUND
-    with tempfile.TemporaryDirectory(prefix="mutant-") as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         for entry in ROOT.iterdir():
-            if entry.name in COPIED:
-                shutil.copytree(entry, folder / entry.name)
-            else:
-                (folder / entry.name).symlink_to(entry)
-        (folder / mutant.file).write_text(content, encoding="utf-8")
-        return {0: SURVIVED, 1: DIED}.get(status_of([mutant.test], folder), NOT_RUN)
+            place = shutil.copytree if entry.name in COPIED else os.symlink
+            place(entry, Path(folder, entry.name))
+        Path(folder, mutant.file).write_text(content, encoding="utf-8")
+        return {0: SURVIVED, 1: DIED}.get(status_of([mutant.test], Path(folder)), NOT_RUN)
 
 
 def main() -> int:
+    mutants = load()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    known = [mutant.id for mutant in load()]
     parser.add_argument(
-        "--only", nargs="+", choices=known, metavar="ID", help="these mutants alone"
+        "--only", nargs="+", choices=mutants, metavar="ID", help="these mutants alone"
     )
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     asked = parser.parse_args()
+    chosen = [mutants[name] for name in asked.only or mutants]
     sys.path.insert(0, str(ROOT / "tests"))
-    mutants = [mutant for mutant in load() if mutant.id in (asked.only or known)]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if status_of(sorted({mutant.test for mutant in mutants}), ROOT):
+    if status_of(sorted({mutant.test for mutant in chosen}), ROOT):
         sys.exit("a test of the list fails without a mutant; run the tests first")
-    alive = 0
+    died = 0
     with ThreadPoolExecutor(asked.jobs) as pool:
-        for mutant, end in zip(mutants, pool.map(outcome, mutants), strict=True):
-            alive += end != DIED
+        for mutant, end in zip(chosen, pool.map(outcome, chosen), strict=True):
+            died += end == DIED
             print(f"{end:16} {mutant.id:24} {mutant.file}: {mutant.why}", flush=True)
-    print(f"{len(mutants)} mutants, {len(mutants) - alive} died, {alive} did not")
-    return int(alive > 0)
+    print(f"{len(chosen)} mutants, {died} died")
+    return int(died < len(chosen))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from scripts.mutants import load
 from support import ROOT
 
 
-@pytest.mark.parametrize("mutant", load(), ids=lambda mutant: mutant.id)
+@pytest.mark.parametrize("mutant", load().values(), ids=load())
 def test_a_mutant_changes_one_place_and_names_a_test(mutant):
     content = (ROOT / mutant.file).read_text(encoding="utf-8")
     assert mutant.mutated() not in (None, content)
