@@ -7,8 +7,6 @@ The tests run once on src as it is, since a test that fails anyway proves nothin
 src and tests. The exit status is 1 if a mutant survives, or if its text does not occur exactly once in its file.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil
@@ -22,8 +20,6 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("src", "tests", "scripts")  # tests/conftest.py takes src from beside itself
-DIED, SURVIVED, NOT_FOUND, NOT_RUN = "died", "SURVIVED", "text not found", "test did not run"
 
 
 @dataclass(frozen=True)
@@ -68,17 +64,20 @@ def status_of(tests: list[str], folder: Path) -> int:
     ).returncode
 
 
-def outcome(mutant: Mutant) -> str:
-    """The mutant's end in a copy of the repository that has it."""
-    content = mutant.mutated()
-    if content is None:
-        return NOT_FOUND
-    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        for entry in ROOT.iterdir():
-            place = shutil.copytree if entry.name in COPIED else os.symlink
-            place(entry, Path(folder, entry.name))
-        Path(folder, mutant.file).write_text(content, encoding="utf-8")
-        return {0: SURVIVED, 1: DIED}.get(status_of([mutant.test], Path(folder)), NOT_RUN)
+def dies(mutant: Mutant) -> bool:
+    """Whether its test fails in a copy of the repository that has the mutant; prints its line."""
+    end = "text not found"
+    if content := mutant.mutated():
+        with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+            for entry in ROOT.iterdir():
+                # tests/conftest.py takes src from beside itself.
+                copied = entry.name in ("src", "tests", "scripts")
+                (shutil.copytree if copied else os.symlink)(entry, Path(folder, entry.name))
+            Path(folder, mutant.file).write_text(content, encoding="utf-8")
+            status = status_of([mutant.test], Path(folder))
+        end = {0: "SURVIVED", 1: "died"}.get(status, "test did not run")
+    print(f"{end:16} {mutant.id:24} {mutant.file}: {mutant.why}", flush=True)
+    return end == "died"
 
 
 def main() -> int:
@@ -94,11 +93,8 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if status_of(sorted({mutant.test for mutant in chosen}), ROOT):
         sys.exit("a test of the list fails without a mutant; run the tests first")
-    died = 0
     with ThreadPoolExecutor(asked.jobs) as pool:
-        for mutant, end in zip(chosen, pool.map(outcome, chosen), strict=True):
-            died += end == DIED
-            print(f"{end:16} {mutant.id:24} {mutant.file}: {mutant.why}", flush=True)
+        died = sum(pool.map(dies, chosen))
     print(f"{len(chosen)} mutants, {died} died")
     return int(died < len(chosen))
 
