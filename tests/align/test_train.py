@@ -283,7 +283,13 @@ def test_each_pair_is_in_one_mixed_pair_whose_sides_have_one_weight(task, tmp_pa
 
 def test_training_ends_where_the_held_out_recall_has_not_risen(task, tmp_path, monkeypatch):
     scores = iter([100.0, 200.0, 150.0, 180.0, 190.0, 500.0, 120.0])
-    monkeypatch.setattr(train_module, "_score", lambda heads, task: ({}, {"rsum": next(scores)}))
+    checked = []
+
+    def score(heads, task):
+        checked.append({name: value.clone() for name, value in heads.state_dict().items()})
+        return {}, {"rsum": next(scores)}
+
+    monkeypatch.setattr(train_module, "_score", score)
     outcome = train_heads(task, replace(RECIPE, patience=3), tmp_path)
     assert [one[:2] for one in outcome.scores] == [
         (1, 100.0),
@@ -293,6 +299,8 @@ def test_training_ends_where_the_held_out_recall_has_not_risen(task, tmp_path, m
         (5, 190.0),
     ]
     assert outcome.best_epoch == 2
+    for name, value in outcome.heads.state_dict().items():
+        assert torch.equal(value, checked[1][name])
 
 
 def test_a_loss_that_is_no_number_ends_with_a_sentence(task, tmp_path):

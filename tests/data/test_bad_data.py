@@ -261,6 +261,8 @@ def test_samples_of_a_torn_slice_are_replaced_at_their_own_places(tmp_path):
     assert [sample.stands_for is not None for sample in samples] == [False] + 3 * [True] + 4 * [
         False
     ]
+    # Samples 1 to 3 of the lost slice by samples 1 to 3 of the other one, which shows each of them twice.
+    assert [sample.key for sample in samples[1:4]] == [sample.key for sample in samples[5:]]
 
 
 @pytest.mark.timeout(60)

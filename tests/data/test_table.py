@@ -102,6 +102,7 @@ def test_an_id_of_two_pictures_is_refused_where_the_rows_of_an_image_are_one_sam
 COLUMNS = {  # header: (flags, columns of the picture and of the captions, or words of the refusal)
     "file,title": (CsvFormat("file"), (0, 1)),  # one flag, and the other column by its usual name
     "image,text": (CsvFormat(None, "text"), (0, 1)),
+    "image,text,caption": (CsvFormat(), (0, 2)),  # the likelier of two usual names, wherever it stands
     "title,filepath,a,b": (CsvFormat("a", "b"), (2, 3)),
     "image_path;text": (CsvFormat(), (0, 1)),
     "path|caption_0|caption_1": (CsvFormat(), (0, 1, 2)),

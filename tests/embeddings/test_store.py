@@ -58,6 +58,15 @@ def test_a_cache_keeps_the_rows_of_unchanged_files(tmp_path, marks, sizes, expec
     )
 
 
+def test_a_cache_that_is_not_finished_keeps_what_it_has(tmp_path):
+    store = Store.create(tmp_path, manifest())
+    store.rows["rows"][3:] = torch.ones(3, 4)
+    store.finish(slice(3, 6))  # the shard
+    store.flush()
+    moved = Store.create(tmp_path, manifest([MARKS[2], *MARKS[:2]], (3, 2, 1)), cache=True)
+    assert moved.done.tolist() == 3 * [True] + 3 * [False]
+
+
 @pytest.mark.parametrize("other", [{"seed": 1}, {"dtype": "float32"}])
 def test_other_facts_or_numbers_make_a_cache_anew_and_are_refused_elsewhere(tmp_path, other):
     filled(tmp_path, manifest())

@@ -462,6 +462,7 @@ def test_no_stream_is_drawn_from_twice_on_the_way_to_a_leaf(monkeypatch):
             [29, 290],
         ),  # 0.29 * 100 is 28.999999999999996: no step is lost
         ([900, 100], 50, {"epoch_samples": 500}, [450, 50]),
+        ([640, 360], 50, {"epoch_samples": 500}, [300, 200]),  # 6.4 and 3.6 steps
     ],
 )
 def test_weights_and_the_length_of_an_epoch(sizes, effective_batch, options, taken):

@@ -128,6 +128,9 @@ def test_each_arm_takes_the_rate_that_is_best_on_validation(whole):
         pilots = {one["rate"]: one["scores"]["mean_recall"] for one in own if one["pilot"]}
         (used,) = {one["rate"] for one in own if not one["pilot"]}
         assert len(pilots) == 2 and pilots[used] == max(pilots.values())
+        chance = {one["pilot"]: one["chance_upper"]["mean_recall"] for one in own}
+        # The validation set has a picture less than the test set.
+        assert chance[True] > chance[False]
 
 
 @pytest.mark.parametrize("before", [0, 3, 5, 14])

@@ -34,6 +34,7 @@ from open_clip_zerovl.evaluate.compare.resampling import Measure, mean_over, res
 from open_clip_zerovl.evaluate.compare.samples import SourceSample, read_samples
 from open_clip_zerovl.evaluate.retrieval.metrics import ranks_by_label, recalls, retrieval_ranks
 from open_clip_zerovl.evaluate.zero_shot.score import run_zero_shot
+from open_clip_zerovl.report.verdicts import student
 from scripts.paper import figures
 from scripts.paper.figures import mean_log_p_negatives
 from support.tars import png, write_tar
@@ -270,6 +271,10 @@ def test_a_debiased_side_differs_from_a_biased_one_and_not_from_its_like():
         not found.differences["within"]["like"].decided
         and not found.differences["across"]["like"].decided
     )
+    for kind, of_sides in found.sides.items():  # runs of one place have one seed
+        paired = zip(of_sides["like"].runs, of_sides["biased"].runs, strict=True)
+        interval = student([run - first for run, first in paired]).interval
+        assert found.differences[kind]["like"].over_seeds == pytest.approx(interval), kind
     said = found.verdicts()
     assert any(line.startswith("RSUM across: debiased is better than biased (+") for line in said)
     mixed = next(line for line in said if line.startswith("RSUM mixed"))
