@@ -18,6 +18,7 @@ from open_clip_zerovl.evaluate.zero_shot.sets import CLIP_TEMPLATES
 from open_clip_zerovl.models.local_dir import LOCAL_DIR
 
 IMAGES_AT_ONCE = 8
+Transform = Callable[[Any], Tensor]
 
 
 def _blocks(items: list, size: int) -> Iterator[list]:
@@ -65,27 +66,31 @@ class Measuring:
         if not pilot:
             names |= {"products": "products", "noto": "noto"}
         for name, place in names.items():
-            samples = open_retrieval_set(self.study / "sets" / place)
-            captions = [caption for own in samples.captions() for caption in own]
-            owner = [index for index, own in enumerate(samples.captions()) for _ in own]
-            texts = self._captions(place, captions)
-            images = _encode(model, preprocess, len(samples), samples.image)
-            found = retrieval_metrics(images, texts, owner)
             scores |= {
-                f"{name}_{key}": value if key == "rsum" else 100 * value
-                for key, value in found.items()
+                f"{name}_{key}": value
+                for key, value in self.captioned(model, preprocess, place).items()
             }
-            scores[f"{name}_mean_recall"] = found["rsum"] / 6
         if not pilot:
-            scores["clothing_top1"] = self._clothing(model, preprocess)
+            folder = self.study / "sets" / "clothing"
+            scores["clothing_top1"] = self.labelled(model, preprocess, folder)
         return {key: round(value, 3) for key, value in scores.items()}
 
-    def _clothing(self, model: Any, preprocess: Callable[[Any], Tensor]) -> float:
-        captions = [one.replace("{}", name) for name in self.classes for one in CLIP_TEMPLATES]
-        texts = self._captions("clothing", captions).view(
-            len(self.classes), len(CLIP_TEMPLATES), -1
-        )
-        folder = self.study / "sets" / "clothing"
+    def captioned(self, model: Any, preprocess: Transform, place: str) -> dict[str, float]:
+        """Recalls in percent, `rsum` and `mean_recall` of a set of the study with captions."""
+        samples = open_retrieval_set(self.study / "sets" / place)
+        captions = [caption for texts in samples.captions() for caption in texts]
+        owner = [index for index, texts in enumerate(samples.captions()) for _ in texts]
+        texts = self._captions(place, captions)
+        images = _encode(model, preprocess, len(samples), samples.image)
+        metrics = retrieval_metrics(images, texts, owner)
+        scores = {key: value if key == "rsum" else 100 * value for key, value in metrics.items()}
+        return scores | {"mean_recall": metrics["rsum"] / 6}
+
+    def labelled(self, model: Any, preprocess: Transform, folder: Path) -> float:
+        """Zero-shot top-1 in percent of a folder with the classes of clothing."""
+        prompts = [each.replace("{}", name) for name in self.classes for each in CLIP_TEMPLATES]
+        texts = self._captions("clothing", prompts)
+        texts = texts.view(len(self.classes), len(CLIP_TEMPLATES), -1)
         files = [file for name in self.classes for file in sorted((folder / name).iterdir())]
         images = _encode(
             model, preprocess, len(files), lambda index: Image.open(files[index]).convert("RGB")
@@ -98,7 +103,7 @@ class Measuring:
 @torch.inference_mode()
 def _encode(
     model: Any,
-    preprocess: Callable[[Any], Tensor],
+    preprocess: Transform,
     count: int,
     read: Callable[[int], Image.Image],
 ) -> Tensor:

@@ -1,4 +1,6 @@
-"""The table of the study on photographs, from its records: `python -m scripts.photographs.report`.
+"""The tables of the study on photographs, from its records.
+
+    python -m scripts.photographs.report [--out docs/results.md]
 
 The two primary rows have Student's interval at 1 - 0.025 each; the secondary ones are corrected together by Holm. A row
 without all of the protocol's seeds says how many it has.
@@ -6,24 +8,42 @@ without all of the protocol's seeds says how many it has.
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
 
+from open_clip_zerovl.report.tables import markdown_table
 from open_clip_zerovl.report.verdicts import holm
 from open_clip_zerovl.trial.result import Row
 from scripts.photographs.run import HERE, RECORDS
+from scripts.sections import replace_section
 
 CONFIDENCE_OF_PRIMARIES = 1 - 0.025
+SHOWN = {  # column -> the records' key
+    "I2T R@1": "flickr8k_image_to_text_R@1",
+    "T2I R@1": "flickr8k_text_to_image_R@1",
+    "mean recall": "flickr8k_mean_recall",
+    "products": "products_mean_recall",
+    "Noto": "noto_mean_recall",
+    "clothing top-1": "clothing_top1",
+}
+MEASURES = {
+    "mean_recall": "Flickr8k, mean recall",
+    "products_mean_recall": "products, mean recall",
+    "noto_mean_recall": "Noto, mean recall",
+    "clothing_top1": "clothing, top-1",
+}
 SET_OF = {"mean_recall": "flickr8k_mean_recall"}  # the protocol's short name -> the records' key
 
 
 def read_records(folder: Path = RECORDS) -> list[dict[str, Any]]:
-    """All runs' records, without the pilots'."""
-    files = sorted(folder.glob("run-*.json"))
+    """All runs' records and the start's, without the pilots'."""
+    files = [*sorted(folder.glob("start.json")), *sorted(folder.glob("run-*.json"))]
     return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
 
@@ -49,22 +69,49 @@ def rows(records: Sequence[dict[str, Any]], protocol: dict[str, Any]) -> list[di
     return made
 
 
-def main() -> None:
-    protocol = yaml.safe_load((HERE / "protocol.yaml").read_text(encoding="utf-8"))
-    records = read_records()
-    planned = len(protocol["runs"]["seeds"]) * len(protocol["arms"])
-    hours = sum(each["cpu_seconds"] for each in records) / 3600
-    print(f"{len(records)} of {planned} runs, {hours:.1f} CPU hours\n")
-    print("| measure | arms | seeds | difference | verdict |\n|---|---|--:|--:|---|")
+def arms_table(records: Sequence[dict[str, Any]], protocol: dict[str, Any]) -> str:
+    """Means over seeds of each arm's scores, and of the CPU seconds of a training; first the model from which all start."""
+    arms = {"start": "aligned, not trained"}
+    arms |= {arm: f"{arm}: {settings['name']}" for arm, settings in protocol["arms"].items()}
+    lines = []
+    for arm, name in arms.items():
+        runs = [run for run in records if run["arm"] == arm]
+        if not runs:
+            continue
+        scores = [fmean(run["scores"][key] for run in runs) for key in SHOWN.values()]
+        seconds = [run["cpu_seconds"] for run in runs if "cpu_seconds" in run]
+        cost = f"{fmean(seconds):.0f}" if seconds else ""
+        lines.append([name, str(len(runs)), *(f"{score:.1f}" for score in scores), cost])
+    return markdown_table(["arm", "seeds", *SHOWN, "CPU s"], lines)
+
+
+def differences_table(records: Sequence[dict[str, Any]], protocol: dict[str, Any]) -> str:
+    """The compared pairs; a verdict is bold if it is a primary's or stands after Holm's correction."""
+    lines = []
     for row in rows(records, protocol):
         mean, low, high, _ = row["estimate"]
-        shown = f"{mean:+.1f} ({low:+.1f} to {high:+.1f})" if row["seeds"] > 1 else "-"
-        word = (
-            f"**{row['verdict']}**" if row["holm"] or row["kind"] == "primaries" else row["verdict"]
-        )
-        print(
-            f"| {row['measure']} | {row['of']} - {row['over']} | {row['seeds']} | {shown} | {word} |"
-        )
+        difference = f"{mean:+.1f} ({low:+.1f} to {high:+.1f})" if row["seeds"] > 1 else "-"
+        stands = row["holm"] or row["kind"] == "primaries"
+        word = f"**{row['verdict']}**" if stands else row["verdict"]
+        measure = f"{MEASURES[row['measure']]}{' (primary)' if row['kind'] == 'primaries' else ''}"
+        pair = f"{row['of']} - {row['over']}"
+        lines.append([measure, pair, str(row["seeds"]), difference, word])
+    return markdown_table(["measure", "arms", "seeds", "difference", "verdict"], lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, metavar="PAGE", help="write the section `photographs`")
+    page = parser.parse_args().out
+    protocol = yaml.safe_load((HERE / "protocol.yaml").read_text(encoding="utf-8"))
+    records = read_records()
+    tables = [arms_table(records, protocol), "", differences_table(records, protocol)]
+    hours = sum(run.get("cpu_seconds", 0) for run in records) / 3600
+    print("\n".join([*tables, f"\n{hours:.1f} CPU hours"]))
+    if page is not None:
+        replace_section(page, "photographs", ["", *tables, ""])
 
 
 if __name__ == "__main__":

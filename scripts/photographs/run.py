@@ -70,6 +70,18 @@ def planned(protocol: dict[str, Any], pilot: bool, seeds: list[int] | None = Non
     return [Run(arm, float(rates[arm]), seed, False) for seed in chosen for arm in protocol["arms"]]
 
 
+def _write_record(name: str, content: dict[str, Any]) -> None:
+    RECORDS.mkdir(parents=True, exist_ok=True)
+    (RECORDS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    print(name, content["scores"], flush=True)
+
+
+def score_start(study: Path, measuring: Measuring) -> None:
+    """The record of the aligned model from which all runs start."""
+    if not (RECORDS / "start.json").is_file():
+        _write_record("start", {"arm": "start", "scores": measuring(study / "model", False)})
+
+
 def make(run: Run, protocol: dict[str, Any], study: Path, out: Path, measuring: Measuring) -> None:
     """Train and write the record; a run with a record is done."""
     record = RECORDS / f"{run.name}.json"
@@ -94,9 +106,7 @@ def make(run: Run, protocol: dict[str, Any], study: Path, out: Path, measuring: 
         "flags": f"{protocol['runs']['flags']} {protocol['arms'][run.arm]['flags']}",
         "scores": measuring(checkpoint, run.pilot),
     }  # fmt: skip
-    RECORDS.mkdir(parents=True, exist_ok=True)
-    record.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(run.name, found["scores"], flush=True)
+    _write_record(run.name, found)
 
 
 def main() -> None:
@@ -121,6 +131,8 @@ def main() -> None:
         ]
         for job in jobs:
             job.result()
+    if not given.pilot:
+        score_start(study, measuring)
 
 
 if __name__ == "__main__":

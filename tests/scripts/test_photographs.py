@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import yaml
 from scipy import stats
 
 from scripts.photographs.prepare import flickr8k_split
-from scripts.photographs.report import read_records, rows
-from scripts.photographs.run import HERE, Run, planned
+from scripts.photographs.report import arms_table, differences_table, read_records, rows
+from scripts.photographs.run import HERE, RECORDS, Run, planned
 from training.params import parse
 
 PROTOCOL = yaml.safe_load((HERE / "protocol.yaml").read_text(encoding="utf-8"))
@@ -47,10 +49,34 @@ def test_verdicts_follow_the_rule_and_need_all_seeds():
     assert rows(without, PROTOCOL)[0]["verdict"] == "too few seeds"
 
 
+def test_the_page_shows_the_tables_of_the_records():
+    page = (HERE.parents[1] / "docs" / "results.md").read_text(encoding="utf-8")
+    for table in (arms_table, differences_table):
+        assert table(read_records(), PROTOCOL) in page
+
+
 def test_the_committed_records_are_runs_of_the_protocol():
+    rates = yaml.safe_load((HERE / "rates.yaml").read_text(encoding="utf-8"))
     for each in read_records():
-        assert each["arm"] in PROTOCOL["arms"] and not each["pilot"]
+        if each["arm"] == "start":
+            continue
+        assert each["rate"] == rates[each["arm"]] and not each["pilot"]
         assert PROTOCOL["arms"][each["arm"]]["flags"] in each["flags"]
+
+
+def test_the_rates_are_the_best_of_the_pilots_and_inside_their_grids():
+    rates = yaml.safe_load((HERE / "rates.yaml").read_text(encoding="utf-8"))
+    pilots = [json.loads(file.read_text()) for file in RECORDS.glob("pilot-*.json")]
+    for arm in ("A", "B"):
+        scores = {
+            pilot["rate"]: pilot["scores"]["flickr8k_rsum"]
+            for pilot in pilots
+            if pilot["arm"] == arm
+        }
+        assert sorted(scores) == PROTOCOL["arms"][arm]["rates"]
+        assert max(scores, key=lambda rate: scores[rate]) == rates[arm]
+        assert min(scores) < rates[arm] < max(scores)
+    assert rates["C"] == rates["B"]
 
 
 def test_the_split_does_not_depend_on_the_order_of_the_names():
