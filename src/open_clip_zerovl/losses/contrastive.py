@@ -95,6 +95,11 @@ class ContrastiveLoss(nn.Module):
             raise UserError(
                 f"rank must be in 0..world_size-1, but rank is {rank} and world_size is {world_size}."
             )
+        if not 0 <= distill_weight <= 1 or distill_temperature <= 0:
+            raise UserError(
+                f"distill_weight lies in 0..1 and distill_temperature is positive, but they are {distill_weight} and "
+                f"{distill_temperature}."
+            )
         if not gather_grad and (
             self._sigmoid or cross_source_weight != 1 or positives != "pair" or distill_weight
         ):
@@ -152,6 +157,7 @@ class ContrastiveLoss(nn.Module):
         """
         _check_shapes(image_features, text_features, texts_per_image)
         b = len(image_features)
+        _check_rows(b, len(text_features), ids or {}, teacher_features)
         if (mixup_lambda is None) != (partner is None):
             raise UserError(
                 "mixup_lambda and partner belong together, but only "
@@ -369,12 +375,31 @@ def _check_shapes(image_features: Tensor, text_features: Tensor, texts_per_image
         )
 
 
+def _check_rows(
+    b: int,
+    texts: int,
+    ids: Mapping[str, Tensor],
+    teacher_features: Sequence[tuple[Tensor, Tensor]],
+) -> None:
+    """UserError for ids or teachers of another number of samples: torch would broadcast or cut some of them."""
+    wanted = {name: (texts if name == "caption" else b,) for name in ids}
+    rows = {name: tuple(numbers.shape) for name, numbers in ids.items()}
+    for number, features in enumerate(teacher_features):
+        wanted[f"teacher {number}"] = (b, texts)
+        rows[f"teacher {number}"] = tuple(map(len, features))
+    for name, count in rows.items():
+        if count != wanted[name]:
+            raise UserError(f"{name} has {count} rows, but the pairs need {wanted[name]}.")
+
+
 def _pairs(
     b: int, mixup_lambda: float | None, partner: Tensor | None
 ) -> list[tuple[float, Tensor | None]]:
     """The non-zeros of the target matrix as (weight, local column of each local row); None stands for the diagonal."""
     if mixup_lambda is None or partner is None:
         return [(1.0, None)]
+    if not 0 <= mixup_lambda <= 1:
+        raise UserError(f"mixup_lambda lies in 0..1, but is {mixup_lambda}.")
     rows = torch.arange(b, device=partner.device)
     if not torch.equal(partner[partner], rows):
         raise UserError(
