@@ -48,8 +48,10 @@ class Mutant:
 
 def load() -> dict[str, Mutant]:
     """All mutants of the list by their ids."""
-    entries = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    return {entry["id"]: Mutant(**entry) for entry in entries}
+    return {
+        entry["id"]: Mutant(**entry)
+        for entry in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+    }
 
 
 def status_of(tests: list[str], folder: Path) -> int:
@@ -70,9 +72,10 @@ def dies(mutant: Mutant) -> bool:
     if content := mutant.mutated():
         with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
             for entry in ROOT.iterdir():
-                # tests/conftest.py takes src from beside itself.
-                copied = entry.name in ("src", "tests", "scripts")
-                (shutil.copytree if copied else os.symlink)(entry, Path(folder, entry.name))
+                # tests/conftest.py takes src from beside itself, so that both are copied.
+                (shutil.copytree if entry.name in ("src", "tests", "scripts") else os.symlink)(
+                    entry, Path(folder, entry.name)
+                )
             Path(folder, mutant.file).write_text(content, encoding="utf-8")
             status = status_of([mutant.test], Path(folder))
         end = {0: "SURVIVED", 1: "died"}.get(status, "test did not run")
