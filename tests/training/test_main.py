@@ -311,7 +311,7 @@ BAD_INPUT = {
     ),
     "not timm": (
         "--train-data {data} --batch-size 4 --init-image {folder}/foreign.pt",
-        "foreign.pt cannot be read (Error(s) in loading state_dict",
+        "; --init-from starts from towers",
     ),
 }
 
