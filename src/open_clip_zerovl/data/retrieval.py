@@ -389,7 +389,8 @@ def _read_text(file: Path) -> str:
         return file.read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError as error:
         raise UserError(
-            f"{file} is missing; CLIP_benchmark's layout needs it (docs/data.md shows it)"
+            f"{file} is missing; CLIP_benchmark's layout needs it (docs/data.md shows it); `zerovl data pack` writes it with "
+            "--test-share"
         ) from error
 
 
