@@ -242,7 +242,7 @@ def _read_benchmark(component: Component, split: str) -> Iterator[IndexedSample]
     if not mark.is_file() or mark.read_text(encoding="utf-8").strip().lower() != "retrieval":
         raise UserError(
             f"{folder} is not a retrieval set: shards, a table, or a {RETRIEVAL_MARK} with the word 'retrieval' are missing "
-            "(docs/data.md shows the layouts)"
+            "(`zerovl data pack` writes it with --test-share; docs/data.md shows the layouts)"
         )
     if not count_file.is_file():
         splits = sorted(entry.name for entry in folder.iterdir() if (entry / SHARD_COUNT).is_file())

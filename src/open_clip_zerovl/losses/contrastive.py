@@ -382,8 +382,10 @@ def _check_rows(
     teacher_features: Sequence[tuple[Tensor, Tensor]],
 ) -> None:
     """UserError for ids or teachers of another number of samples: torch would broadcast or cut some of them."""
-    wanted = {name: (texts if name == "caption" else b,) for name in ids}
-    rows = {name: tuple(numbers.shape) for name, numbers in ids.items()}
+    wanted: dict[str, tuple[int, ...]] = {
+        name: (texts if name == "caption" else b,) for name in ids
+    }
+    rows: dict[str, tuple[int, ...]] = {name: tuple(numbers.shape) for name, numbers in ids.items()}
     for number, features in enumerate(teacher_features):
         wanted[f"teacher {number}"] = (b, texts)
         rows[f"teacher {number}"] = tuple(map(len, features))
