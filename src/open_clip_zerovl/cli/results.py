@@ -211,7 +211,7 @@ class Scores(dict[str, Mapping[str, Any]]):
         return self.text.rstrip()
 
     def _repr_html_(self) -> str:
-        return f'<pre style="white-space: pre; overflow-x: auto">{html.escape(repr(self))}</pre>'
+        return f'<pre style="white-space: pre; overflow-x: auto; font-size: 12px">{html.escape(repr(self))}</pre>'
 
 
 @dataclass(frozen=True, repr=False)
