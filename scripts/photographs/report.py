@@ -81,8 +81,8 @@ def arms_table(records: Sequence[dict[str, Any]], protocol: dict[str, Any]) -> s
         scores = [fmean(run["scores"][key] for run in runs) for key in SHOWN.values()]
         seconds = [run["cpu_seconds"] for run in runs if "cpu_seconds" in run]
         cost = f"{fmean(seconds):.0f}" if seconds else ""
-        lines.append([name, str(len(runs)), *(f"{score:.1f}" for score in scores), cost])
-    return markdown_table(["arm", "seeds", *SHOWN, "CPU s"], lines)
+        lines.append([name, *(f"{score:.1f}" for score in scores), cost])
+    return markdown_table(["arm", *SHOWN, "CPU s"], lines)
 
 
 def differences_table(records: Sequence[dict[str, Any]], protocol: dict[str, Any]) -> str:
@@ -95,8 +95,8 @@ def differences_table(records: Sequence[dict[str, Any]], protocol: dict[str, Any
         word = f"**{row['verdict']}**" if stands else row["verdict"]
         measure = f"{MEASURES[row['measure']]}{' (primary)' if row['kind'] == 'primaries' else ''}"
         pair = f"{row['of']} - {row['over']}"
-        lines.append([measure, pair, str(row["seeds"]), difference, word])
-    return markdown_table(["measure", "arms", "seeds", "difference", "verdict"], lines)
+        lines.append([measure, pair, difference, word])
+    return markdown_table(["measure", "arms", "difference", "verdict"], lines)
 
 
 def main() -> None:

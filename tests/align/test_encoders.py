@@ -393,7 +393,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch, caplog, name)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # no server
     begin = time.monotonic()
-    with pytest.raises(UserError, match=f"the encoder {name} cannot be loaded"):
+    with pytest.raises(OSError):  # the boundary makes a sentence of it
         open_tower(name, "text" if name.startswith("hf") else "image")
     assert time.monotonic() - begin < 10 and not constants.HF_HUB_OFFLINE
     assert "http://127.0.0.1:9 cannot be reached" in caplog.text

@@ -16,7 +16,6 @@ import torch
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data import workers as workers_module
 from open_clip_zerovl.data.workers import ItemSet, read_batches
-from open_clip_zerovl.sampling.schedule import Batching
 from support import loading
 from support.tars import write_source
 
@@ -191,11 +190,3 @@ def test_an_iterator_that_is_left_early_prints_nothing(tmp_path, monkeypatch, wo
     del loader
     gc.collect()
     assert unraisable == []
-
-
-def test_numbers_of_workers_that_cannot_be_are_refused_where_they_are_given():
-    with pytest.raises(
-        UserError,
-        match="workers is 0, and must be at least 1; a loader without worker processes has one",
-    ):
-        Batching(4, workers=0)

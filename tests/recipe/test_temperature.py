@@ -186,7 +186,7 @@ def test_checkpoints_are_stock_and_resume_to_the_bit(tmp_path):
     )
     resumed = start(0.5, torch.float32)
     args = argparse.Namespace(model="tiny", train_data="a=x", ablate=("temperature-parameter",))
-    checkpoint = load_checkpoint(resumed, args, str(file))
+    checkpoint = load_checkpoint(args, str(file))
     assert (
         set(checkpoint["state_dict"]) == stock_names
         and checkpoint["optimizer"]["param_groups"][0][MARK] == "temperature"
@@ -205,7 +205,7 @@ def test_checkpoints_are_stock_and_resume_to_the_bit(tmp_path):
             UserError,
             match="trained with --ablate temperature-parameter, and this run is without it",
         ):
-            load_checkpoint(resumed, other, str(file))
+            load_checkpoint(other, str(file))
     plain = start(0.02, torch.float32)
     by_log = adamw(groups_of(plain))
     RecipeStep(plain, ContrastiveLoss(), by_log, precision="fp32").take(steps[0], 0)
@@ -216,4 +216,4 @@ def test_checkpoints_are_stock_and_resume_to_the_bit(tmp_path):
     with pytest.raises(
         UserError, match="trained without --ablate temperature-parameter, and this run is with it"
     ):
-        load_checkpoint(plain, args, str(file))
+        load_checkpoint(args, str(file))

@@ -50,7 +50,7 @@ def run_ranks(ranks: int, file: str, *arguments: str, timeout: float = 240) -> N
     }
     command = [warm.python(), *torchrun(ranks), file, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-12000:]
 
 
 def launch(
@@ -73,7 +73,7 @@ def launch(
     done = subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240
     )
-    assert done.returncode == status, done.stderr[-3000:]
+    assert done.returncode == status, done.stderr[-12000:]
     return done
 
 

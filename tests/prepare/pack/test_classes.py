@@ -316,6 +316,8 @@ def test_a_training_on_classes_takes_captions_as_positives(packed, tmp_path, mon
 @pytest.mark.parametrize(
     ("template", "label", "caption"),
     [
+        ("a photo of a {}.", "hour glass", "a photo of an hour glass."),
+        ("a photo of a {}.", "unicycle", "a photo of a unicycle."),
         ("a photo of a {}.", "elephant", "a photo of an elephant."),
         ("A {} in a game", "Apple pie", "An Apple pie in a game"),
         ("a photo of a {}.", "hat", "a photo of a hat."),

@@ -17,6 +17,7 @@ from open_clip_zerovl.prepare.pack.packing import PackSettings, pack
 from open_clip_zerovl.prepare.pack.rows import Columns
 from open_clip_zerovl.prepare.public.gather import Gathering, Work
 from open_clip_zerovl.prepare.public.manifest import sole_writer
+from open_clip_zerovl.shards import writing
 from support.hostile_server import hostile_server
 from support.pairs import as_csv, as_folder, make_pairs, picture, shards_of
 
@@ -59,7 +60,7 @@ def undisturbed(tmp_path_factory):
         (write.manifest, "write_recorded_shard", 0),
         (write.manifest, "write_recorded_shard", 3),
         (write.manifest, "write_record", 2),
-        (write, "write_atomically", 0),
+        (writing, "write_atomically", 0),
         (packing.reports, "write_refused", 0),
         (packing, "write_atomically", 0),
         (claim_module, "write_atomically", 0),

@@ -155,9 +155,13 @@ class FolderReader(SampleReader):
             yield row
 
 
+# A word that is spoken with a vowel first: an hourglass, an umbrella; but a unicycle, a European.
+_VOWEL_FIRST = re.compile(r"hour|heir|honest|honou?r|(?!uni|use|uk|eu|one\b)[aeiou]", re.IGNORECASE)
+
+
 def class_caption(template: str, label: str) -> str:
-    """A template with a class in place of `{}`; "a" before it becomes "an" where the class begins with a vowel's letter."""
-    if label[:1].lower() in tuple("aeiou"):
+    """A template with a class in place of `{}`; "a" before it becomes "an" where the class begins with a spoken vowel."""
+    if _VOWEL_FIRST.match(label):
         template = re.sub(r"\b([Aa]) \{\}", r"\1n {}", template)
     return template.replace("{}", label)
 
