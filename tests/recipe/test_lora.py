@@ -221,7 +221,9 @@ def test_a_merged_export_equals_the_adapted_model_and_stock_open_clip_loads_it(
     with pytest.raises(RuntimeError, match="lora_"):  # a run without --lora resumes no other's
         base.load_state_dict(state["state_dict"])
     torch.save({"state_dict": model.state_dict()}, tmp_path / "bare.pt")
-    with pytest.raises(UserError, match="bare.pt cannot be read .* a checkpoint that training wrote"):
+    with pytest.raises(
+        UserError, match="bare.pt cannot be read .* a checkpoint that training wrote"
+    ):
         load_model(tmp_path / "bare.pt", model_name=name)
 
 
