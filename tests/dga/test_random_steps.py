@@ -226,7 +226,8 @@ def check(case: dict[str, Any], of_ranks: list[tuple[list[Step], Any]]) -> None:
             else:
                 assert error(grads, of_one) <= TOLERANCE[dtype], case
                 assert sharp_error(grads, of_one) <= SHARP[dtype], case
-        assert all(map(torch.equal, own_buffers, buffers)), f"buffers of {case}"
+        if len(of_ranks) == 1:  # a rank's batch norm sees its own micro-batches alone
+            assert all(map(torch.equal, own_buffers, buffers)), f"buffers of {case}"
     last, _ = of_ranks[-1]
     for found, one in zip(last, wanted, strict=True):  # as if forwarded once
         assert found["ended"] == one["ended"], f"random numbers of {case}"
