@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import zip_longest
+from operator import index
 from typing import Any
 
 import fsspec
@@ -170,7 +171,9 @@ def read_position(checkpoint: dict) -> Position | None:
             "or start a new run from its weights with --init-from"
         )
     entry.pop("effective_batch", None)  # which was written once
-    batching = Batching(**{each.name: entry.pop(each.name) for each in fields(Batching)})
+    batching = Batching(**{each.name: index(entry.pop(each.name)) for each in fields(Batching)})
+    entry |= {name: index(entry[name]) for name in ("epoch", "step")}
+    entry |= {name: dict(entry.get(name, {})) for name in ("order", "retained")}
     return Position(batching=batching, **entry)
 
 

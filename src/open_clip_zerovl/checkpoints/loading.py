@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,8 +144,11 @@ def load_model(
         if not any(any(path.glob(f"*{ending}")) for ending in (".safetensors", ".bin", ".pth")):
             raise UserError(f"{path} holds no weights: {WEIGHTS_FILE} is missing")
         name = LOCAL_DIR + str(path)
-    of_hub = nullcontext() if kind == "folder" else hub_or_cache()
-    with loadable(name) as loadable_name, of_hub:
+    # A folder's config may ask for a model that torch cannot build.
+    source = (
+        reading(path, "give a folder that open_clip loads") if kind == "folder" else hub_or_cache()
+    )
+    with source, loadable(name) as loadable_name:
         model, _, preprocess = open_clip.create_model_and_transforms(
             loadable_name, pretrained=tag, device=device
         )

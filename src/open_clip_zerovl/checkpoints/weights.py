@@ -38,7 +38,9 @@ def read_unmerged(checkpoint: Path) -> tuple[dict[str, Tensor], Any]:
     """
     content = _read_content(checkpoint)
     weights = content.get("state_dict", content) if isinstance(content, dict) else {}
-    if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
+    if not (isinstance(weights, dict) and weights) or not all(
+        isinstance(value, Tensor) for value in weights.values()
+    ):
         raise UserError(f"{checkpoint} holds no tensors; give a checkpoint that training wrote")
     plain: dict[str, Tensor] = {}
     for key, tensor in weights.items():

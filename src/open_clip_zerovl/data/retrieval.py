@@ -167,9 +167,9 @@ def _read_table(component: Component, split: str) -> Iterator[IndexedSample]:
     samples: list[IndexedSample] = []
     for sample in table.samples():
         where = f"{table.path}, row {sample.numbers[0] + 1}"
-        key = sample.rows[0][numbers["image_id"]] if "image_id" in numbers else sample.image
         if any(len(row) < len(table.columns) for row in sample.rows):
             raise UserError(f"{where}: the row has fewer fields than the header")
+        key = sample.rows[0][numbers["image_id"]] if "image_id" in numbers else sample.image
         ids = [row[numbers["caption_id"]] for row in sample.rows] if "caption_id" in numbers else []
         if len(set(ids)) < len(ids):
             raise UserError(

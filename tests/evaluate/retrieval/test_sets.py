@@ -268,6 +268,7 @@ INFINITE = {
         ),
         ([], "holds no rows"),
         ([(NAME, 1)], "row 1: the row has fewer fields"),
+        ([(NAME,)], "row 1: the row has fewer fields"),
         (
             [(NAME, 1, "a dog", 1, " running")],
             r"cannot be read as CSV \(more fields than the header, line 2\); put quotes",
