@@ -80,8 +80,10 @@ def cases(draw: Any, models: tuple[str, ...] = tuple(MODELS), ranks: int = 1) ->
     micro_batches = st.lists(st.integers(smallest, 4), min_size=1, max_size=5)
     sizes = [draw(micro_batches)]
     for _ in range(1, ranks):  # open_clip's losses need as many samples on each rank
-        others = st.permutations(sizes[0]) if loss in OPEN_CLIPS else micro_batches
-        sizes.append(draw(others))
+        # A rank with one micro-batch synchronises before the loss, the others after it: all ranks have one, or several.
+        fewest, most = (1, 1) if len(sizes[0]) == 1 else (2, 5)
+        several = st.lists(st.integers(smallest, 4), min_size=fewest, max_size=most)
+        sizes.append(draw(st.permutations(sizes[0]) if loss in OPEN_CLIPS else several))
     in_fp32 = model in IN_FP32 and loss != "one that learns" and draw(st.booleans())
     return {
         "model": model,
