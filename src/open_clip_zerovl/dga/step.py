@@ -393,6 +393,10 @@ class DecoupledGradientAccumulation:
 
     def _first_pass(self, step: _Step) -> None:
         """(1) Features of every micro-batch, and the graphs of the last R."""
+        if self._ddp is not None and torch.is_grad_enabled():
+            # DDP rebuilds its buckets, a collective, in the first forward pass with a graph, and broadcasts buffers in the
+            # first of all. Those are one pass or two, by this rank's K and R; here all ranks have the same order.
+            self._ddp.reducer._rebuild_buckets()
         found: dict[str, list[Tensor]] = {}
         frozen = self._towers.frozen() if step.replayed else set()
         for k, size in enumerate(step.sizes):
