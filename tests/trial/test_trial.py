@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -127,7 +129,7 @@ def test_each_arm_takes_the_rate_that_is_best_on_validation(whole):
         own = [one for one in records if one["arm"] == arm]
         pilots = {one["rate"]: one["scores"]["mean_recall"] for one in own if one["pilot"]}
         (used,) = {one["rate"] for one in own if not one["pilot"]}
-        assert len(pilots) == 2 and pilots[used] == max(pilots.values())
+        assert {1e-4, 1e-3} <= pilots.keys() and pilots[used] == max(pilots.values())
         chance = {one["pilot"]: one["chance_upper"]["mean_recall"] for one in own}
         # The validation set has a picture less than the test set.
         assert chance[True] > chance[False]
@@ -182,6 +184,31 @@ def test_arms_of_a_file_are_compared_with_its_first(made, trainings, tmp_path):
 def test_mistakes_end_in_a_sentence(made, trainings, tmp_path, capsys, more, sentence):
     assert main(words(made, tmp_path / "out", *more)) == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("asked", "best", "tried", "notes"),
+    [
+        ((1e-4, 3e-4, 1e-3), 3e-4, {1e-4, 3e-4, 1e-3}, 0),
+        ((1e-4, 3e-4, 1e-3), 3.3e-3, {1e-4, 3e-4, 1e-3, 3.3e-3, 1.1e-2}, 0),
+        ((1e-4, 3e-4, 1e-3), 3.3e-5, {1e-4, 3e-4, 1e-3, 3.3e-5, 1.1e-5}, 0),
+        ((1e-4, 1e-3), 1.0, {1e-4, 1e-3, 1e-2, 1e-1}, 1),
+        ((1e-4,), 1.0, {1e-4}, 0),
+    ],
+)
+def test_a_best_rate_at_an_end_is_tried_beyond(asked, best, tried, notes):
+    """The pilots' score falls with the distance to `best`; after two more pilots a note remains."""
+    trial, seen = running.Trial.__new__(running.Trial), set()
+    trial.request, trial.notes = SimpleNamespace(rates=asked), []
+
+    def record(arm, rate, seed, *, pilot):
+        seen.add(rate)
+        return {"scores": {running.MEAN_RECALL: -abs(math.log(rate / best))}}
+
+    trial.record = record
+    chosen = trial._best_rate("plain")
+    assert seen == tried and chosen == min(tried, key=lambda rate: abs(math.log(rate / best)))
+    assert len(trial.notes) == notes
 
 
 @pytest.mark.slow(reason="six real trainings; the rest of this file stands in for them")

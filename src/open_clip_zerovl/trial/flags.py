@@ -70,7 +70,8 @@ class TrialFlags:
     )
     rates: Sequence[float] = flag(
         (1e-4, 3e-4, 1e-3),
-        "learning rates; each arm takes the best one on validation pictures (default 1e-4,3e-4,1e-3)",
+        "learning rates; each arm takes the best one on validation pictures, and tries up to two more beyond an end "
+        "(default 1e-4,3e-4,1e-3)",
         kind=rates,
         metavar="RATE,...",
     )

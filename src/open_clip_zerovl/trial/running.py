@@ -10,7 +10,8 @@ Files of the output folder, in the order in which they are made:
     records/NAME.json           settings and scores of a finished run
     result.json, trial.html     the table and the verdict
 
-Every arm gets one pilot run a learning rate, scored on the validation pictures, and one run a seed at its best rate, scored
+Every arm gets one pilot run a learning rate, scored on the validation pictures, up to two more where the best rate is the first
+or the last one, and one run a seed at its best rate, scored
 on the test sets. All start from the same weights. With `--equal time` an arm whose samples cost more sees fewer of them.
 """
 
@@ -59,6 +60,9 @@ PILOT_SEED = 100
 MEASURED_STEPS = 4  # of the effective batch, from which the seconds a sample are taken
 FEWEST_STEPS = 8  # of the effective batch in a run
 SAVES = 10  # step checkpoints of a run, from which a stopped one continues
+FURTHER_RATES = (
+    2  # pilots of an arm beyond --rates, while its best rate is the first or the last one
+)
 FULL_EPOCHS = 20  # of the printed command
 REQUEST, PLAN = "trial.json", "plan.json"
 LATER = ("seeds", "rates", "margin")  # a later call may give other ones
@@ -188,6 +192,7 @@ class Trial:
             else self._methods(asked)
         )
         self.arms = [*self.flags_of]
+        self.notes: list[str] = []  # on the pilots
 
     def _methods(self, names: Sequence[str]) -> dict[str, Settings]:
         """Training flags of the arms of ARMS."""
@@ -236,7 +241,7 @@ class Trial:
         scores = list(records[0]["scores"])
         measures = [MEAN_RECALL, *(key for key in scores if key.endswith(("_rsum", "_top1")))]
         result = Result(records, self.arms, measures, self.request.margin)
-        notes = [*self.inputs.notes, *self._edges(rates)]
+        notes = [*self.inputs.notes, *self.notes]
         command = shlex.join(self._winners_command(result.winner, rates[result.winner]))
         content = {
             "rates": rates, "winner": result.winner, "command": command, "notes": notes,
@@ -302,22 +307,24 @@ class Trial:
     # ---------------------------------------------------------------------------------------------
 
     def _best_rate(self, arm: str) -> float:
-        scores = {
-            rate: self.record(arm, rate, PILOT_SEED, pilot=True)["scores"][MEAN_RECALL]
-            for rate in self.request.rates
-        }
-        return max(scores, key=scores.__getitem__)
-
-    def _edges(self, rates: Mapping[str, float]) -> list[str]:
-        """A note for each arm whose best learning rate is the smallest or largest of those tried."""
-        if len(self.request.rates) == 1:
-            return []
-        ends = {min(self.request.rates), max(self.request.rates)}
-        return [
-            f"{arm}: the best learning rate, {rate:g}, is at an end of --rates; call again with a rate beyond it."
-            for arm, rate in rates.items()
-            if rate in ends
-        ]
+        """The rate with the best pilot. One at an end of the rates tried is tried beyond, FURTHER_RATES times at most."""
+        rates = sorted(self.request.rates)
+        for further in range(FURTHER_RATES + 1):
+            scores = {
+                rate: self.record(arm, rate, PILOT_SEED, pilot=True)["scores"][MEAN_RECALL]
+                for rate in rates
+            }
+            best = max(scores, key=scores.__getitem__)
+            if len(rates) == 1 or best not in (rates[0], rates[-1]):
+                break
+            if further == FURTHER_RATES:
+                self.notes.append(
+                    f"{arm}: the best learning rate, {best:g}, is at an end of those tried; call again with --rates beyond it."
+                )
+                break
+            beside = rates[1] if best == rates[0] else rates[-2]
+            rates = sorted([*rates, float(f"{best * best / beside:.2g}")])
+        return best
 
     def record(self, arm: str, rate: float, seed: int, *, pilot: bool = False) -> dict[str, Any]:
         """The record of a run, which is trained and scored first if there is none."""
