@@ -164,13 +164,16 @@ def encode(data: Path, protocol: dict[str, Any], names: Sequence[str], folder: P
 
 @dataclass(frozen=True)
 class Run:
-    """A training of heads: the question and the row that it belongs to, what is trained on, and the recipe's changes."""
+    """A training of heads: the question and the row that it belongs to, what is trained on, and the recipe's changes.
+
+    `settings` is None for an option that the rule took out of the program; its records remain.
+    """
 
     question: str
     row: str
     sources: tuple[str, ...]
     seed: int
-    settings: dict[str, Any]
+    settings: dict[str, Any] | None
     pairs: int | None = None
     plain: bool = False
 
@@ -210,8 +213,8 @@ def train(run: Run, encoded: Encoded, embed_dim: int) -> dict[str, Any]:
         CPU,
         "study",
     )
-    weights = Heads("linear", (task.images.width, task.texts.width), embed_dim).weights
-    recipe = Recipe(**{"embed_dim": embed_dim, "seed": run.seed, **run.settings})
+    weights = Heads((task.images.width, task.texts.width), embed_dim).weights
+    recipe = Recipe(**{"embed_dim": embed_dim, "seed": run.seed, **(run.settings or {})})
     batch = recipe.batch_size or default_batch(CPU, weights, embed_dim, pairs.sizes, "random")
     recipe = replace(recipe, batch_size=batch, epochs=default_epochs(len(pairs.images), batch))
     begin = time.process_time()
@@ -252,7 +255,7 @@ def train_plainly(task: Task, recipe: Recipe) -> tuple[Heads, int]:
     """The loop that a person writes: autograd's whole logit matrix, torch's shuffle; the same length, rate and choice."""
     torch.manual_seed(recipe.seed)
     widths = (task.images.width, task.texts.width)
-    heads = Heads("linear", widths, recipe.embed_dim, seed=recipe.seed)
+    heads = Heads(widths, recipe.embed_dim, seed=recipe.seed)
     optimizer = torch.optim.AdamW(heads.parameters(), lr=recipe.lr, weight_decay=recipe.wd)
     pairs, rng = task.pairs, np.random.default_rng(recipe.seed)
     steps = len(pairs.images) // recipe.batch_size
@@ -294,7 +297,7 @@ def run_all(data: Path, features: Path, records: Path) -> None:
     runs = sorted(runs_of(protocol), key=lambda run: len(run.sources))
     encoded: Encoded | None = None
     for run in runs:
-        if run.key in [record["key"] for record in done]:
+        if run.settings is None or run.key in [record["key"] for record in done]:
             continue
         if encoded is None or len(encoded.names) != 2 * len(run.sources) + 1:
             encoded = encode(data, protocol, run.sources, features)

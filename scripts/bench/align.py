@@ -1,6 +1,6 @@
 """The cost of a step of `zerovl align`, beside its matrix products alone and a plain PyTorch loop.
 
-    python -m scripts.bench.align [--batches 512,2048,4096] [--widths 768,768,512] [--head linear] [--out FILE.json]
+    python -m scripts.bench.align [--batches 512,2048,4096] [--widths 768,768,512] [--out FILE.json]
 
 Rows are random; nothing is learned. The three ways take turns in one process, round by round; a cell is the median over rounds.
 
@@ -71,12 +71,11 @@ def plain_step(heads: Heads, optimizer: torch.optim.Optimizer, rows: Sequence[Te
 
 
 def measure(
-    batch: int, widths: Sequence[int], head: str, rounds: int, device: torch.device
+    batch: int, widths: Sequence[int], rounds: int, device: torch.device
 ) -> list[dict[str, Any]]:
     """A row for each way at a batch size."""
     torch.manual_seed(SEED)
     recipe = Recipe(
-        head=head,
         embed_dim=widths[2],
         batch_size=batch,
         epochs=1,
@@ -86,7 +85,7 @@ def measure(
         seed=SEED,
     )
     store = [torch.randn(4 * batch, width, device=device).half() for width in widths[:2]]
-    heads = Heads(head, (widths[0], widths[1]), widths[2], seed=SEED).to(device)
+    heads = Heads((widths[0], widths[1]), widths[2], seed=SEED).to(device)
     optimizer, loss = (
         make_optimizer(heads, recipe),
         make_loss(recipe, chunk_rows(recipe.batch_size, device)),
@@ -159,7 +158,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--batches", default="512,2048,4096", metavar="N,N")
     parser.add_argument("--widths", default="768,768,512", metavar="IMAGE,TEXT,D")
-    parser.add_argument("--head", choices=("linear", "mlp"), default="linear")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
@@ -173,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = [
         row
         for batch in args.batches.split(",")
-        for row in measure(int(batch), widths, args.head, args.rounds, device)
+        for row in measure(int(batch), widths, args.rounds, device)
     ]
     cells = [
         [

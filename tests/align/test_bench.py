@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -19,9 +18,8 @@ def _in_place(_, left, right, **__):
     return 2 * left[0] * left[1] * right[1]
 
 
-@pytest.mark.parametrize(("head", "flops"), [("linear", 4 * 24 * 8 * 32), ("mlp", None)])
-def test_a_step_makes_the_products_of_the_bound_and_no_other(head, flops):
-    heads, rows = Heads(head, (16, 8), 8), [torch.randn(32, 16), torch.randn(32, 8)]
+def test_a_step_makes_the_products_of_the_bound_and_no_other():
+    heads, rows = Heads((16, 8), 8), [torch.randn(32, 16), torch.randn(32, 8)]
     counted = {}
     for name in ("products", "ours"):
         with FlopCounterMode(
@@ -33,11 +31,8 @@ def test_a_step_makes_the_products_of_the_bound_and_no_other(head, flops):
                 optimizer = torch.optim.AdamW(heads.parameters(), fused=True)
                 take_step(heads, optimizer, ContrastiveLoss(), rows, {})
         counted[name] = seen.get_total_flops()
-    assert counted["ours"] == counted["products"]
-    if flops is not None:
-        assert (
-            counted["products"] == flops + 6 * 32**2 * 8
-        )  # 4 F D a row in the heads, 6 N D in the loss
+    # 4 F D a row in the heads, 6 N D in the loss
+    assert counted["ours"] == counted["products"] == 4 * 24 * 8 * 32 + 6 * 32**2 * 8
 
 
 def test_it_times_the_three_ways(tmp_path, monkeypatch, capsys):

@@ -35,7 +35,7 @@ from transformers import (
 
 from open_clip_zerovl.align.encoders import open_tower
 from open_clip_zerovl.align.export import check_together, export_aligned
-from open_clip_zerovl.align.heads import Heads, check_head
+from open_clip_zerovl.align.heads import Heads
 from open_clip_zerovl.checkpoints.export import loading_notes
 from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.checkpoints.transformers_folder import preprocess_of, whole_model
@@ -103,25 +103,20 @@ def test_a_vision_model_of_transformers_gives_its_pooled_output_and_becomes_a_du
     with torch.no_grad():
         output = getattr(stock, "vision_model", stock)(pixel_values=pixels)
         assert torch.equal(tower.module(pixels), output.pooler_output)
-    check_together(tower, text, "linear", "clip")
+    check_together(tower, text)
     folder = export_aligned(
-        tmp_path / "m", tower, text, Heads("linear", (32, 32), 12), "linear", (0.5, 2.0), metrics={}
+        tmp_path / "m", tower, text, Heads((32, 32), 12), (0.5, 2.0), metrics={}
     )
     dual = AutoModel.from_pretrained(folder).eval()
     assert (
         type(dual).__name__ == "VisionTextDualEncoderModel"
     )  # the export itself compares its embeddings
-    for words in (("linear", "siglip"), ("mlp", "clip")):
-        with pytest.raises(
-            UserError, match="logit_bias|transformers gives .* only a linear projection"
-        ):
-            check_together(tower, text, *words)
     mean = open_tower(f"hf:{home / 'bert-mean'}", "text")
     with pytest.raises(
         UserError,
         match=r"open_clip has no image tower such as hf:.*MeanPooler.*give .* with CLS pooling",
     ):
-        check_together(tower, mean, "linear", "clip")
+        check_together(tower, mean)
 
 
 def test_a_vision_model_that_lacks_weights_or_a_pooled_vector_is_refused(home, tmp_path):
@@ -251,8 +246,8 @@ def test_a_decoder_gives_the_last_state_of_each_text_alone_without_padding(
     assert torch.allclose(fp32.double(), alone, rtol=0, atol=1e-5)
     assert again.fingerprints == text.frozen(CPU).fingerprints  # rows are found again
     image = open_tower(f"timm:{home / 'timm'}", "image")
-    heads = Heads("linear", (image.width, text.width), 12)
-    out = export_aligned(tmp_path / "out", image, text, heads, "linear", (1.0, 1.0), metrics={})
+    heads = Heads((image.width, text.width), 12)
+    out = export_aligned(tmp_path / "out", image, text, heads, (1.0, 1.0), metrics={})
     assert "import open_clip_zerovl" in "".join(loading_notes(out, moved=False))
     model, _, tokenizer = load_model(out)
     with torch.no_grad():
@@ -356,8 +351,8 @@ def test_sentence_encoders_that_open_clip_has_no_entry_for_are_built_and_exporte
     expected = (states * mask).sum(dim=1) / mask.sum(dim=1)
     assert torch.allclose(text.frozen(CPU).texts(TEXTS), expected, rtol=0, atol=1e-5)
     image = open_tower(f"timm:{home / 'timm'}", "image")
-    heads = Heads("mlp", (image.width, text.width), 12)
-    out = export_aligned(tmp_path / "out", image, text, heads, "mlp", (1.0, 1.0), metrics={})
+    heads = Heads((image.width, text.width), 12)
+    out = export_aligned(tmp_path / "out", image, text, heads, (1.0, 1.0), metrics={})
     assert f"does not build this text tower ({kind}) by itself" in "".join(loading_notes(out))
 
 
@@ -407,19 +402,12 @@ def test_transformers_reports_missing_weights_and_no_unused_ones(home):
         assert bool(handler.filter(record)) == shown
 
 
-def test_a_head_or_a_pair_that_open_clip_has_no_place_for_is_refused(home, tmp_path):
+def test_a_pair_that_open_clip_has_no_place_for_is_refused(home, tmp_path):
     checkpoint = str(home / "native" / "checkpoints" / "epoch_1.pt")
     native = open_tower(checkpoint, "image")
-    with pytest.raises(
-        UserError,
-        match="gives .* image tower only a linear projection; give --head linear, or an encoder of timm",
-    ):
-        check_head("mlp", native)
-    check_head("linear", native)
-    check_head("mlp", open_tower(f"timm:{home / 'timm'}", "image"))
     register(tmp_path / "configs", "align-quick", NATIVE_VISION, CLIP_TEXT, quick_gelu=True)
     run = write_run(tmp_path / "quick", random_model("align-quick"), {"model": "align-quick"})
     quick = open_tower(str(run), "text")
     with pytest.raises(UserError, match="was trained with QuickGELU and .* without"):
-        check_together(native, quick, "linear", "clip")
-    check_together(open_tower(f"timm:{home / 'timm'}", "image"), quick, "linear", "clip")
+        check_together(native, quick)
+    check_together(open_tower(f"timm:{home / 'timm'}", "image"), quick)

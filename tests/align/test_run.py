@@ -77,17 +77,12 @@ def embeddings_of_a_stranger(folder, tmp_path, script=STRANGER):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(
-    ("head", "loss"), [("linear", "clip"), pytest.param("mlp", "siglip", marks=pytest.mark.slow)]
-)  # slow: another process of imports
 def test_the_folder_has_the_recall_of_the_training_and_a_stranger_loads_it(
-    request_of, home, colours, tmp_path, head, loss
+    request_of, home, colours, tmp_path
 ):
     """Features in fp32: pictures and captions through the whole model rank as the stored rows through the heads."""
     said = []
-    request = request_of(
-        tmp_path / "out", head=head, loss=loss, dtype="float32", epochs=10, batch_size=32, lr=1e-2
-    )
+    request = request_of(tmp_path / "out", dtype="float32", epochs=10, batch_size=32, lr=1e-2)
     (result,) = run_align(request, said.append)
     folder = tmp_path / "out" / "model"
     scored = run_retrieval(Encoder(str(folder)), f"held={home / 'held'}")["held"]
@@ -178,11 +173,6 @@ def test_the_command_writes_a_model_for_transformers_and_for_training(
     model, _, _ = load_model(folder)
     report = init_from(model, folder)
     assert report.left == {} and "text projection" in report.loaded
-    assert main(["align", *words, "--head", "mlp"]) == 2
-    assert (
-        "takes" in (error := capsys.readouterr().err)
-        or "only a linear projection; give --head linear" in error
-    )
 
 
 @pytest.mark.slow
@@ -379,7 +369,7 @@ def test_a_sweep_ranks_the_pairings_and_a_second_run_reads_the_rows(
     monkeypatch.setattr(FrozenModel, "_encoded", encoded)
     said.clear()
     run_align(
-        request_of(tmp_path / "other", images=images, texts=texts, head="linear", lr=1e-2),
+        request_of(tmp_path / "other", images=images, texts=texts, lr=1e-2),
         said.append,
     )
     assert sum("its features of 140 samples are in" in line for line in said) == 4
@@ -503,7 +493,6 @@ def test_parts_are_encoded_by_several_calls(request_of, tmp_path, monkeypatch):
             "--cross-source-weight needs batches of several sources",
         ),
         ({"lr": 0.0}, "--lr 0.0 is out of range"),
-        ({"feature_mixup": 1.0, "positives": "both"}, "--feature-mixup needs --positives pair"),
         ({"batch_size": 1000}, "fewer than one effective batch of 1000"),
     ],
 )

@@ -210,7 +210,7 @@ def one_graphs_of(case: dict[str, Any]) -> tuple[list[Step], Any]:
 
 
 def buffers_of(case: dict[str, Any], model: torch.nn.Module) -> list[list[torch.Tensor]]:
-    """Each rank's buffers after the steps. DDP broadcasts those of rank 0 before a step; its micro-batches follow, once each."""
+    """Each rank's buffers after the steps: those of rank 0, which DDP broadcasts before a step, and its own micro-batches."""
     if len(case["sizes"]) == 1:
         return [list(model.buffers())]
     model, _, extras = built(case)

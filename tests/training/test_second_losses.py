@@ -116,8 +116,8 @@ def test_a_captioner_with_named_sources_learns_to_write(run, place, words, monke
     name = f"written{len(words)}"
     status, said = run(
         name,
-        "--model tiny-coca --train-data a=s --batch-size 2 --dga-steps 4 --lr 2e-2 --lr-scheduler const --seed 1 --save-frequency 40 "
-        f"--epochs {2 if words else 40} {words}",
+        "--model tiny-coca --train-data a=s --batch-size 2 --dga-steps 4 --lr 2e-2 --lr-scheduler const "
+        f"--seed 1 --save-frequency 40 --epochs {2 if words else 40} {words}",
     )
     assert status == 0, said
     if words:

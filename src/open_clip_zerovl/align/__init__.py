@@ -2,7 +2,7 @@
 
     encoders --features--> rows (embedded once) --pairs, order--> train (heads, loss) --heads--> export (open_clip's folder)
 
-Only the heads, the temperature and SigLIP's bias are trained, as in SAIL (CVPR 2025), ShareLock (2024) and FuseMix (CVPR 2024).
+Only linear heads and the temperature are trained, as in SAIL (CVPR 2025), ShareLock (2024) and FuseMix (CVPR 2024).
 """
 
 from open_clip_zerovl.core.lazy import make_callable

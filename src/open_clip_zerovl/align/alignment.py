@@ -241,7 +241,7 @@ class Alignment:
         ]
         self.pairings = list(itertools.product(self.images, self.texts))
         for image, text in self.pairings:
-            check_together(image, text, request.head, request.loss)
+            check_together(image, text)
         model = request.out / "model"
         for_transformers = {image.kind == "vision" for image in self.images}
         if model.exists() and is_transformers_folder(model) not in for_transformers:
@@ -323,8 +323,9 @@ class Alignment:
         )
         if self.classes and request.positives is None:
             self.say("       pictures of a class share its captions: --positives caption")
-        how = f"loss {request.loss}, {request.sampling} batches, on {self.device}"
-        self.say(f"heads  {request.head}, to {request.embed_dim} numbers; {how}")
+        self.say(
+            f"heads  linear, to {request.embed_dim} numbers; {request.sampling} batches, on {self.device}"
+        )
         if any(tower.kind == "vision" for tower in self.images):
             self.say(f"       of a vision model of transformers: {TRANSFORMERS_ALONE}")
 
@@ -399,7 +400,7 @@ class Alignment:
     def _train(self, image: Tower, text: Tower, task: Task) -> Result:
         """The heads of one pairing, for each seed; the best seed's result."""
         request = self.request
-        weights = Heads(request.head, (image.width, text.width), request.embed_dim).weights
+        weights = Heads((image.width, text.width), request.embed_dim).weights
         batch = request.batch_size or default_batch(
             self.device, weights, request.embed_dim, task.pairs.sizes, request.sampling
         )
@@ -466,14 +467,12 @@ class Alignment:
         heads, scales = best.outcome.heads, (best.task.images.scale, best.task.texts.scale)
         tensors = {name: value.cpu().contiguous() for name, value in heads.state_dict().items()}
         file = out / "heads.safetensors"
-        write_atomically(
-            file, save(tensors, metadata={"head": best.recipe.head, "scales": json.dumps(scales)})
-        )
-        metrics, kind = {**best.outcome.metrics, "rsum_chance": chance}, best.recipe.head
+        write_atomically(file, save(tensors, metadata={"scales": json.dumps(scales)}))
+        metrics = {**best.outcome.metrics, "rsum_chance": chance}
         params = {**vars(best.recipe), "train_data": self.request.train_data}
         towers = (best.image, best.text)
         folder = export_aligned(
-            out / "model", *towers, heads, kind, scales, metrics=metrics, params=params
+            out / "model", *towers, heads, scales, metrics=metrics, params=params
         )
         write_trained_on(folder, best.task.picture_ids[best.task.pairs.images], self.seen)
         if best.image.kind == "vision":

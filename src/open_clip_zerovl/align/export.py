@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from open_clip_zerovl.align.encoders import SMALL_IMAGE, SMALL_TEXT, Tower
-from open_clip_zerovl.align.heads import Heads, check_head, folded, placed
+from open_clip_zerovl.align.heads import Heads, placed
 from open_clip_zerovl.checkpoints.card import ModelCard
 from open_clip_zerovl.checkpoints.export import PROBE_TEXTS, check_destination, write_local_dir
 from open_clip_zerovl.checkpoints.loading import load_model
@@ -31,21 +31,17 @@ TRANSFORMERS_ALONE = "transformers' AutoModel and AutoProcessor open it; open_cl
 TOLERANCE = 1e-4  # of an embedding's entries: exported model and heads on features
 
 
-def check_together(image: Tower, text: Tower, head: str, loss: str) -> None:
+def check_together(image: Tower, text: Tower) -> None:
     """Raise a UserError if no folder can hold both towers with these heads."""
-    check_head(head, image)
-    check_head(head, text)
     if image.kind == "vision":
         try:
             if text.kind != "hf":
                 refuse(f"{text.name} is a text tower of open_clip's own")
-            whole_model(
-                _in_memory(image, text, Heads(head, (image.width, text.width), 1, loss), (1.0, 1.0))
-            )
+            whole_model(_in_memory(image, text, Heads((image.width, text.width), 1), (1.0, 1.0)))
         except UserError as error:
             raise UserError(
-                f"open_clip has no image tower such as {image.name}, and {str(error).partition(';')[0]}; give --loss clip and "
-                f"a text encoder of {', '.join(POOLED_TYPES)} with CLS pooling, or an image encoder of timm"
+                f"open_clip has no image tower such as {image.name}, and {str(error).partition(';')[0]}; give a "
+                f"text encoder of {', '.join(POOLED_TYPES)} with CLS pooling, or an image encoder of timm"
             ) from error
     # A model of open_clip has QuickGELU or GELU in both towers.
     both = (image.quick_gelu, text.quick_gelu)
@@ -62,7 +58,6 @@ def export_aligned(
     image: Tower,
     text: Tower,
     heads: Heads,
-    kind: str,
     scales: tuple[float, float],
     *,
     metrics: Mapping[str, float],
@@ -71,7 +66,6 @@ def export_aligned(
     """Write the model in open_clip's form; with a vision model of transformers, as its dual encoder.
 
     Args:
-        kind: the kind of the heads, "linear" or "mlp".
         scales: by which image and text features were multiplied (`rows.Features`).
         metrics, params: of the training of the heads, for the model card.
 
@@ -79,7 +73,7 @@ def export_aligned(
         UserError: as `write_local_dir`; a folder whose model gives other embeddings than the heads.
     """
     metrics = {f"held-out_{key}": value for key, value in metrics.items()}
-    origin = f"Heads ({kind}) trained on the frozen encoders {image.name} and {text.name}."
+    origin = f"Linear heads trained on the frozen encoders {image.name} and {text.name}."
     if image.kind == "vision":
         cfg = {"embed_dim": heads.embed_dim, "vision_cfg": image.cfg, "text_cfg": text.cfg}
         spec, model = (
@@ -94,17 +88,10 @@ def export_aligned(
         )
         return write_transformers(Opened(model, text.tokenizer, spec, {}), out, card)
     state = {name: value.detach().cpu() for name, value in heads.state_dict().items()}
-    weights: dict[str, Tensor] = {
-        name: state[name] for name in ("logit_scale", "logit_bias") if name in state
-    }
+    weights: dict[str, Tensor] = {"logit_scale": state["logit_scale"]}
     cfgs = []
     for side, (tower, scale) in {"image": (image, scales[0]), "text": (text, scales[1])}.items():
-        own = {
-            name.removeprefix(f"{side}."): value
-            for name, value in state.items()
-            if name.startswith(f"{side}.")
-        }
-        entries, head = placed(kind, tower, folded(kind, own, scale))
+        entries, head = placed(tower, state[f"{side}.weight"] * scale)
         cfgs.append({**tower.cfg, **entries})
         prefix = "visual" if side == "image" else "text"
         weights |= {f"{prefix}.{key}": value.cpu() for key, value in tower.tensors.items()} | head
@@ -115,8 +102,6 @@ def export_aligned(
         "custom_text": True,
     }
     model_cfg["quick_gelu"] = bool(image.quick_gelu or text.quick_gelu)
-    if "logit_bias" in weights:
-        model_cfg["init_logit_bias"] = float(weights["logit_bias"])
     spec = ModelSpec("aligned", model_cfg, image.preprocess_cfg)
     card = ModelCard(spec, weights, origin, metrics=metrics, params=params)
     folder = write_local_dir(origin, weights, spec, out, card=card, force=True)
@@ -133,10 +118,10 @@ def _in_memory(image: Tower, text: Tower, heads: Heads, scales: tuple[float, flo
         ("text", text, heads.text, scales[1]),
     ):
         whole = copy.copy(tower.module)
-        head.load_state_dict(folded("linear", head.state_dict(), scale))
+        head.weight.data *= scale
         whole._modules = {**whole._modules, "proj": head}
         setattr(model, part, whole)
-    model.logit_scale, model.logit_bias = heads.logit_scale, heads.logit_bias
+    model.logit_scale = heads.logit_scale
     return model.eval()
 
 

@@ -16,22 +16,12 @@ from open_clip_zerovl.core.flags import (
 )
 from open_clip_zerovl.losses.names import POSITIVES
 
-HEADS = ("linear", "mlp")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Training settings of heads."""
 
-    head: str = flag(
-        "linear",
-        "linear projections; mlp: two layers, as open_clip's timm and Hugging Face towers have them",
-        choices=HEADS,
-    )
     embed_dim: int = flag(512, "width of the shared space", kind=positive, metavar="D")
-    loss: str = flag(
-        "clip", "softmax over the batch, or a sigmoid for each pair", choices=("clip", "siglip")
-    )
     debiased_sampling: bool = flag(False, "each step's pairs come from one source")
     positives: str | None = flag(
         None,
@@ -47,19 +37,6 @@ class Recipe:
             Requirement(
                 "batches of several sources: no --debiased-sampling",
                 lambda g: not g.debiased_sampling,
-            ),
-        ),
-    )
-    feature_mixup: float = flag(
-        0.0,
-        "FuseMix: mix the features of one half of a batch with the other's, both sides by one weight of each step from "
-        "Beta(A, A); 0: none",
-        range=NOT_NEGATIVE,
-        metavar="A",
-        needs=(
-            Requirement(
-                "--positives pair and --cross-source-weight 1: a mixed pair has two of each",
-                lambda g: g.positives in (None, "pair") and g.cross_source_weight == 1,
             ),
         ),
     )

@@ -23,10 +23,9 @@ from open_clip_zerovl.align.rows import Features, HeldOut, Pairs
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import reading, save_atomically
 from open_clip_zerovl.core.memory import available_bytes
-from open_clip_zerovl.core.randomness import Purpose, stream
 from open_clip_zerovl.core.rates import warmup_cosine
 from open_clip_zerovl.evaluate.retrieval.metrics import QueryRanks, recalls, retrieval_ranks
-from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
+from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.losses.names import heads_batch
 from open_clip_zerovl.recipe.optimizer import optimizer_step, parameter_groups
 
@@ -122,8 +121,7 @@ def chunk_rows(batch_size: int, device: torch.device) -> int | None:
 
 def make_loss(recipe: Recipe, chunk: int | None = None) -> ContrastiveLoss:
     """The exact loss of a recipe's batches, with this many rows of the logits at once."""
-    kind = SigmoidLoss if recipe.loss == "siglip" else ContrastiveLoss
-    return kind(
+    return ContrastiveLoss(
         chunk_size=chunk,
         positives=recipe.positives or "pair",
         cross_source_weight=recipe.cross_source_weight,
@@ -160,7 +158,7 @@ def backward(
         ids: see `ContrastiveLoss`.
     """
     features = heads(*rows)
-    value: Any = loss(*features, heads.logit_scale.exp(), heads.logit_bias, ids=ids)
+    value: Any = loss(*features, heads.logit_scale.exp(), ids=ids)
     value.backward()
     return value.detach()
 
@@ -196,13 +194,7 @@ def train_heads(
         UserError: as `epoch_order`; a loss that is not finite.
     """
     device = task.device
-    heads = Heads(
-        recipe.head,
-        (task.images.width, task.texts.width),
-        recipe.embed_dim,
-        recipe.loss,
-        recipe.seed,
-    )
+    heads = Heads((task.images.width, task.texts.width), recipe.embed_dim, recipe.seed)
     heads.to(device)
     optimizer = make_optimizer(heads, recipe)
     chunk = chunk_rows(recipe.batch_size, device)
@@ -286,18 +278,11 @@ def _epoch(
     images, texts = everywhere(pairs.images), everywhere(shown)
     ids = {name: everywhere(numbers) for name, numbers in needed.items() if numbers is not None}
     total, steps = torch.zeros((), device=device), len(order)
-    alpha = recipe.feature_mixup
-    of_partner = (
-        stream(recipe.seed, Purpose.ALIGN_MIXUP, epoch).beta(alpha, alpha, steps) if alpha else None
-    )
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(recipe, epoch * steps + step, recipe.epochs * steps)
         own = {name: numbers[step] for name, numbers in ids.items()}
         rows = [task.images[images[step]], task.texts[texts[step]]]
-        if of_partner is not None:  # each pair is in one mixed pair alone, as in FuseMix's code
-            half = recipe.batch_size // 2
-            rows = [row[:half].lerp(row[half : 2 * half], float(of_partner[step])) for row in rows]
         total += take_step(heads, optimizer, loss, rows, own)
     return total, steps
 

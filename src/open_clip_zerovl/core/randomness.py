@@ -100,7 +100,6 @@ class Purpose(enum.Enum):
     ALIGN_HEADS = "align heads"  # none: initial weights
     ALIGN_ORDER = "align order"  # epoch, source (-1: mixed steps): the order of its pairs
     ALIGN_CAPTION = "align caption"  # none: which caption of each picture comes first
-    ALIGN_MIXUP = "align mixup"  # epoch: the weight of the partners in each step
     BOOTSTRAP = "bootstrap"  # none: which queries are drawn for an interval
 
 
