@@ -41,6 +41,7 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.report.tables import markdown_table
 from open_clip_zerovl.report.verdicts import student
+from open_clip_zerovl.trial.running import best_rate
 from scripts.photographs.measuring import Measuring
 
 CSV = Path(__file__).resolve().parents[1] / "docs" / "results" / "forgetting.csv"
@@ -129,17 +130,17 @@ class Tuning:
         return scores
 
 
-def best_rate(pilots: Sequence[Record]) -> float:
-    """The rate with the best new score on validation."""
-    return max(pilots, key=lambda run: run["points"][-1]["val_new"])["lr"]
-
-
 def run_all(tuning: Tuning, jobs: int) -> list[Record]:
     """The records of all runs, the pilots' among them."""
     tuning.pack()
+    pilots: list[Record] = []
+
+    def score(rate: float) -> float:
+        pilots.append(tuning.record("full", rate, PILOT))
+        return pilots[-1]["points"][-1]["val_new"]
+
+    rate, _ = best_rate(RATES, score)
     with ThreadPoolExecutor(jobs) as pool:
-        pilots = list(pool.map(lambda rate: tuning.record("full", rate, PILOT), RATES))
-        rate = best_rate(pilots)
         runs = [(arm, rate, seed) for seed in SEEDS for arm in ARMS]
         return [*pilots, *pool.map(lambda run: tuning.record(*run), runs)]
 

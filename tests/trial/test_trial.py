@@ -7,7 +7,6 @@ import math
 import shutil
 import zlib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -187,28 +186,25 @@ def test_mistakes_end_in_a_sentence(made, trainings, tmp_path, capsys, more, sen
 
 
 @pytest.mark.parametrize(
-    ("asked", "best", "tried", "notes"),
+    ("asked", "best", "tried", "at_end"),
     [
-        ((1e-4, 3e-4, 1e-3), 3e-4, {1e-4, 3e-4, 1e-3}, 0),
-        ((1e-4, 3e-4, 1e-3), 3.3e-3, {1e-4, 3e-4, 1e-3, 3.3e-3, 1.1e-2}, 0),
-        ((1e-4, 3e-4, 1e-3), 3.3e-5, {1e-4, 3e-4, 1e-3, 3.3e-5, 1.1e-5}, 0),
-        ((1e-4, 1e-3), 1.0, {1e-4, 1e-3, 1e-2, 1e-1}, 1),
-        ((1e-4,), 1.0, {1e-4}, 0),
+        ((1e-4, 3e-4, 1e-3), 3e-4, {1e-4, 3e-4, 1e-3}, False),
+        ((1e-4, 3e-4, 1e-3), 3.3e-3, {1e-4, 3e-4, 1e-3, 3.3e-3, 1.1e-2}, False),
+        ((1e-4, 3e-4, 1e-3), 3.3e-5, {1e-4, 3e-4, 1e-3, 3.3e-5, 1.1e-5}, False),
+        ((1e-4, 1e-3), 1.0, {1e-4, 1e-3, 1e-2, 1e-1}, True),
+        ((1e-4,), 1.0, {1e-4}, False),
     ],
 )
-def test_a_best_rate_at_an_end_is_tried_beyond(asked, best, tried, notes):
-    """The pilots' score falls with the distance to `best`; after two more pilots a note remains."""
-    trial, seen = running.Trial.__new__(running.Trial), set()
-    trial.request, trial.notes = SimpleNamespace(rates=asked), []
+def test_a_best_rate_at_an_end_is_tried_beyond(asked, best, tried, at_end):
+    """The score falls with the distance to `best`."""
+    seen = set()
 
-    def record(arm, rate, seed, *, pilot):
+    def score(rate):
         seen.add(rate)
-        return {"scores": {running.MEAN_RECALL: -abs(math.log(rate / best))}}
+        return -abs(math.log(rate / best))
 
-    trial.record = record
-    chosen = trial._best_rate("plain")
-    assert seen == tried and chosen == min(tried, key=lambda rate: abs(math.log(rate / best)))
-    assert len(trial.notes) == notes
+    assert running.best_rate(asked, score) == (max(tried, key=score), at_end)
+    assert seen == tried
 
 
 @pytest.mark.slow(reason="six real trainings; the rest of this file stands in for them")

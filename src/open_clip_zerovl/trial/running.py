@@ -121,6 +121,25 @@ class Inputs:
     notes: tuple[str, ...]
 
 
+def best_rate(
+    rates: Sequence[float], score: Callable[[float], float], further: int = 2
+) -> tuple[float, bool]:
+    """The learning rate with the highest score, and whether it is the lowest or highest of several that were tried.
+
+    While it is, one more beyond it is tried, `further` times at most.
+    """
+    scores = {rate: score(rate) for rate in sorted(rates)}
+    while True:
+        tried = sorted(scores)
+        best = max(tried, key=scores.__getitem__)
+        at_end = len(tried) > 1 and best in (tried[0], tried[-1])
+        if not at_end or len(tried) == len(rates) + further:
+            return best, at_end
+        beside = tried[1] if best == tried[0] else tried[-2]
+        beyond = float(f"{best * best / beside:.2g}")
+        scores[beyond] = score(beyond)
+
+
 def run_trial(request: Request, say: Say) -> Result:
     """Train and score all arms, or those runs that an earlier call has left; write the page and print the table.
 
@@ -307,23 +326,16 @@ class Trial:
     # ---------------------------------------------------------------------------------------------
 
     def _best_rate(self, arm: str) -> float:
-        """The rate with the best pilot. One at an end of the rates tried is tried beyond, FURTHER_RATES times at most."""
-        rates = sorted(self.request.rates)
-        for further in range(FURTHER_RATES + 1):
-            scores = {
-                rate: self.record(arm, rate, PILOT_SEED, pilot=True)["scores"][MEAN_RECALL]
-                for rate in rates
-            }
-            best = max(scores, key=scores.__getitem__)
-            if len(rates) == 1 or best not in (rates[0], rates[-1]):
-                break
-            if further == FURTHER_RATES:
-                self.notes.append(
-                    f"{arm}: the best learning rate, {best:g}, is at an end of those tried; call again with --rates beyond it."
-                )
-                break
-            beside = rates[1] if best == rates[0] else rates[-2]
-            rates = sorted([*rates, float(f"{best * best / beside:.2g}")])
+        """The learning rate with the best pilot."""
+
+        def score(rate: float) -> float:
+            return self.record(arm, rate, PILOT_SEED, pilot=True)["scores"][MEAN_RECALL]
+
+        best, at_end = best_rate(self.request.rates, score)
+        if at_end:
+            self.notes.append(
+                f"{arm}: the best learning rate, {best:g}, is at an end of those tried; call again with --rates beyond it."
+            )
         return best
 
     def record(self, arm: str, rate: float, seed: int, *, pilot: bool = False) -> dict[str, Any]:
