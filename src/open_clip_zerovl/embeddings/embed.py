@@ -22,7 +22,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import free_space
 from open_clip_zerovl.data.workers import read_batches
 from open_clip_zerovl.embeddings.encoder import CPU_PICTURES, FrozenModel
-from open_clip_zerovl.embeddings.reading import Batch, Batches, Collection, units_of
+from open_clip_zerovl.embeddings.reading import Batch, Batches, EmbeddableFiles, units_of
 from open_clip_zerovl.embeddings.store import Manifest, Store
 
 
@@ -47,7 +47,7 @@ def missing_units(
 def embed(
     store: Store,
     models: Sequence[FrozenModel],
-    collection: Collection,
+    collection: EmbeddableFiles,
     *,
     batch_size: int,
     workers: int = 0,
@@ -141,7 +141,7 @@ def require_room(folder: Path, manifest: Manifest) -> None:
 
 
 def estimated_seconds(
-    model: FrozenModel, collection: Collection, units: Sequence[Sequence[int]], batch_size: int
+    model: FrozenModel, collection: EmbeddableFiles, units: Sequence[Sequence[int]], batch_size: int
 ) -> float:
     """Seconds in which one process reads and encodes some units, from those of the first batch of the first unit.
 

@@ -24,7 +24,7 @@ UNIT_SAMPLES = 1024
 
 
 @dataclass(frozen=True)
-class Sample:
+class Embeddable:
     """A sample that can be embedded.
 
     Attributes:
@@ -48,7 +48,7 @@ class Lost:
     note: str | None = None
 
 
-class Collection(Protocol):
+class EmbeddableFiles(Protocol):
     """Files with samples."""
 
     @property
@@ -56,13 +56,13 @@ class Collection(Protocol):
         """Samples of each file."""
         ...
 
-    def read(self, file: int) -> Iterator[Sample | Lost]:
+    def read(self, file: int) -> Iterator[Embeddable | Lost]:
         """The samples of a file in order, those that are lost as such. UserError if reading cannot go on."""
         ...
 
 
 class Listed:
-    """Samples that are read one by one, as a `Collection`.
+    """Samples that are read one by one, as a `EmbeddableFiles`.
 
     Args:
         count: samples.
@@ -70,11 +70,11 @@ class Listed:
         part: samples that count as a file.
     """
 
-    def __init__(self, count: int, read_one: Callable[[int], Sample], part: int) -> None:
+    def __init__(self, count: int, read_one: Callable[[int], Embeddable], part: int) -> None:
         self.read_one, self.part = read_one, part
         self.sizes = [min(part, count - begin) for begin in range(0, count, part)]
 
-    def read(self, file: int) -> Iterator[Sample]:
+    def read(self, file: int) -> Iterator[Embeddable]:
         """The samples of a file."""
         begin = file * self.part
         return map(self.read_one, range(begin, begin + self.sizes[file]))
@@ -122,7 +122,7 @@ class Batches(IterableDataset):
 
     def __init__(
         self,
-        collection: Collection,
+        collection: EmbeddableFiles,
         units: Sequence[Sequence[int]],
         eyes: Sequence[Callable[[Any], Tensor]],
         batch_size: int,

@@ -33,7 +33,7 @@ from open_clip_zerovl.data.reading import (
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.stats import Fault
 from open_clip_zerovl.data.views import view_picture
-from open_clip_zerovl.embeddings.reading import Lost, Sample
+from open_clip_zerovl.embeddings.reading import Embeddable, Lost
 from open_clip_zerovl.shards.members import ShardError
 from open_clip_zerovl.shards.pictures import BadPicture
 
@@ -70,7 +70,7 @@ def augmentation_of(transform: Any, pixel_path: str) -> list[str]:
 
 
 class SourceSamples:
-    """The samples of sources (`reading.Collection`).
+    """The samples of sources (`reading.EmbeddableFiles`).
 
     Args:
         images, captions: which of the two are read; a sample that lacks one of them is lost.
@@ -117,7 +117,7 @@ class SourceSamples:
             )
         return np.concatenate([[0], np.cumsum(np.concatenate(counts), dtype=np.int64)])
 
-    def sample(self, row: int) -> Sample:
+    def sample(self, row: int) -> Embeddable:
         """A sample by its number, of a strict collection; of a local shard no other sample is read.
 
         Raises:
@@ -134,10 +134,10 @@ class SourceSamples:
                 found = self._sample(index, next(samples))
         except ShardError as error:
             raise UserError(shard_sentence(source, shard, error)) from error
-        assert isinstance(found, Sample)
+        assert isinstance(found, Embeddable)
         return found
 
-    def read(self, file: int) -> Iterator[Sample | Lost]:
+    def read(self, file: int) -> Iterator[Embeddable | Lost]:
         """The samples of a shard as they lie."""
         index, shard = self._files[file]
         source = self.sources[index]
@@ -160,7 +160,7 @@ class SourceSamples:
             raise UserError(message)
         return message
 
-    def _sample(self, index: int, sample: RawSample) -> Sample | Lost:
+    def _sample(self, index: int, sample: RawSample) -> Embeddable | Lost:
         source = self.sources[index]
         row = self._begins[index] + sample.position
         captions = [(number, caption) for number, caption in enumerate(sample.captions) if caption]
@@ -182,7 +182,7 @@ class SourceSamples:
         if self.captions:
             begin = int(self.caption_starts[row])
             captions = [(begin + number, caption) for number, caption in captions]
-        return Sample(
+        return Embeddable(
             row, self._pictures(index, sample.position, image), captions if self.captions else ()
         )
 

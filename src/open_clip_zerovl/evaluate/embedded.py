@@ -13,7 +13,7 @@ from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.embeddings import reading
 from open_clip_zerovl.embeddings.embed import embed
 from open_clip_zerovl.embeddings.encoder import FrozenModel
-from open_clip_zerovl.embeddings.reading import Collection, Listed, Sample
+from open_clip_zerovl.embeddings.reading import Embeddable, EmbeddableFiles, Listed
 from open_clip_zerovl.embeddings.store import WEIGHTS, ArraySpec, Manifest, Store
 
 
@@ -21,7 +21,7 @@ def embedded(
     folder: Path,
     use: str,
     model: FrozenModel,
-    collection: Collection,
+    collection: EmbeddableFiles,
     marks: Sequence[Any],
     fingerprints: Sequence[str],
     *,
@@ -93,7 +93,7 @@ def picture_features(
     """
     digests = [images.fingerprint(), model.fingerprints["image"]]
     pictures = Listed(
-        len(images), lambda row: Sample(row, [images.image(row)]), reading.UNIT_SAMPLES
+        len(images), lambda row: Embeddable(row, [images.image(row)]), reading.UNIT_SAMPLES
     )
     store, _ = embedded(
         Path(folder) / f"{name}-{digest_of(digests)[:16]}",

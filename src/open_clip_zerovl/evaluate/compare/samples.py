@@ -19,10 +19,10 @@ from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.embeddings.encoder import FrozenModel
-from open_clip_zerovl.embeddings.reading import Listed, Sample
+from open_clip_zerovl.embeddings.reading import Embeddable, Listed
 from open_clip_zerovl.evaluate.compare.measures import check_source_probe, probe_groups
 from open_clip_zerovl.evaluate.embedded import embedded
-from open_clip_zerovl.shards.members import Sample as StoredSample
+from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.pictures import BadPicture
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def read_samples(
 
 def _pair(
     source: str,
-    sample: StoredSample,
+    sample: Sample,
     concept_field: str | None,
     held_out_field: str | None,
     where: str,
@@ -146,7 +146,7 @@ def _pair(
     return pair
 
 
-def _field(sample: StoredSample, field: str, flag: str, where: str) -> Any:
+def _field(sample: Sample, field: str, flag: str, where: str) -> Any:
     """A field of a sample's json. UserError if it has none."""
     if field not in sample.about:
         raise UserError(
@@ -194,8 +194,8 @@ def encode(
     model = FrozenModel.load(encoder)
     digests = [model.fingerprints["image"], model.fingerprints["text"]]
 
-    def pair(row: int) -> Sample:
-        return Sample(row, [samples[row].picture()], [(row, samples[row].caption)])
+    def pair(row: int) -> Embeddable:
+        return Embeddable(row, [samples[row].picture()], [(row, samples[row].caption)])
 
     marks = [digest_of(sample.image, sample.caption) for sample in samples]
     store, _ = embedded(

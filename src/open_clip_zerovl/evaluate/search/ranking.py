@@ -36,7 +36,7 @@ from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.reading import picture_file
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.embeddings.encoder import FrozenModel
-from open_clip_zerovl.embeddings.reading import Lost, Sample
+from open_clip_zerovl.embeddings.reading import Embeddable, Lost
 from open_clip_zerovl.embeddings.store import Rows
 from open_clip_zerovl.evaluate.embedded import embedded
 from open_clip_zerovl.evaluate.settings import SearchSettings as SearchSettings
@@ -337,7 +337,7 @@ def default_cache() -> Path:
 
 
 class _Pictures:
-    """The pictures of a collection (`embeddings.reading.Collection`)."""
+    """The pictures of a collection (`embeddings.reading.EmbeddableFiles`)."""
 
     def __init__(self, collection: Collection) -> None:
         self.collection = collection
@@ -346,7 +346,7 @@ class _Pictures:
             self.sizes = [source.sizes[shard] for source, shard in collection.shards]
         self._begins = [0, *accumulate(self.sizes)]
 
-    def read(self, file: int) -> Iterator[Sample | Lost]:
+    def read(self, file: int) -> Iterator[Embeddable | Lost]:
         seen = 0
         for row, (_, content) in enumerate(self.collection.pictures(file), self._begins[file]):
             seen += 1
@@ -356,7 +356,7 @@ class _Pictures:
                 if content is None:
                     yield Lost(self.collection.name, "no picture")
                 else:
-                    yield Sample(row, [decode_image(content)])
+                    yield Embeddable(row, [decode_image(content)])
             except BadPicture as error:
                 yield Lost(self.collection.name, error.reason)
         if seen != self.sizes[file]:
