@@ -36,16 +36,16 @@ def test_every_arm_trains_with_flags_that_go_together(tmp_path):
 
 
 def test_verdicts_follow_the_rule_and_need_all_seeds():
-    gains = [1.0, 1.4, 1.2, 0.9, 1.5]
-    records = [record("A", seed, 10.0) for seed in range(5)]
+    gains = [1.0, 1.4, 1.2, 0.9, 1.5] * 2
+    records = [record("A", seed, 10.0) for seed in range(10)]
     records += [record("B", seed, 10.0 + gain) for seed, gain in enumerate(gains)]
     records += [record("C", seed, 10.0 + gain + 0.01) for seed, gain in enumerate(gains)]
     made = {(row["measure"], row["of"]): row for row in rows(records, PROTOCOL)}
     primary = made["mean_recall", "B"]
-    low, high = stats.t.interval(0.975, 4, loc=sum(gains) / 5, scale=stats.sem(gains))
+    low, high = stats.t.interval(0.975, 9, loc=sum(gains) / 10, scale=stats.sem(gains))
     assert primary["estimate"][1:3] == pytest.approx((low, high)) and primary["verdict"] == "higher"
     assert made["clothing_top1", "C"]["verdict"] == "no difference"
-    without = [each for each in records if (each["arm"], each["seed"]) != ("B", 4)]
+    without = [each for each in records if (each["arm"], each["seed"]) != ("B", 9)]
     assert rows(without, PROTOCOL)[0]["verdict"] == "too few seeds"
 
 
@@ -53,6 +53,20 @@ def test_the_page_shows_the_tables_of_the_records():
     page = (HERE.parents[1] / "docs" / "results.md").read_text(encoding="utf-8")
     for table in (arms_table, differences_table):
         assert table(read_records(), PROTOCOL) in page
+
+
+def test_the_readme_has_the_numbers_of_the_rows():
+    made = {(row["measure"], row["of"], row["over"]): row for row in rows(read_records(), PROTOCOL)}
+    primary, products = made["mean_recall", "B", "A"], made["products_mean_recall", "B", "A"]
+    mean, low, high, _ = primary["estimate"]
+    assert primary["verdict"] == products["verdict"] == "higher"
+    losses = [made[f"{name}mean_recall", "C", "B"] for name in ("", "products_", "noto_")]
+    assert all(row["verdict"] == "lower" and row["holm"] for row in losses)
+    lost = [-row["estimate"].mean for row in losses]
+    readme = " ".join((HERE.parents[1] / "README.md").read_text(encoding="utf-8").split())
+    assert f"{mean:+.1f} points of mean recall on Flickr8k ({low:+.1f} to {high:+.1f})" in readme
+    assert f"{products['estimate'].mean:+.1f} on products" in readme
+    assert f"lowered recall by {min(lost):.1f} to {max(lost):.1f} points on all three" in readme
 
 
 def test_the_committed_records_are_runs_of_the_protocol():
