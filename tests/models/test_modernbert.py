@@ -228,7 +228,7 @@ def test_an_export_loads_in_another_process_after_one_import(small, tmp_path, ca
     said = capsys.readouterr().out
     assert (
         "write 'import open_clip_zerovl' before the model is loaded" in said
-        and "after moving" in said
+        and "after a move" in said
     )
     card = (folder / "README.md").read_text()
     assert (
