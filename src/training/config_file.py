@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from open_clip_zerovl.core.errors import UserError, nearest
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import reading
 
 FLAG = "--config"
@@ -26,7 +26,7 @@ def with_config(words: Sequence[str], parsers: Sequence[argparse.ArgumentParser]
     """A command line with the flags of its `--config FILE` in front; without that flag the line as it is.
 
     Raises:
-        UserError: a file that is no table of flags, a name that no parser has.
+        UserError: a file that is no table of flags.
     """
     given = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     given.add_argument(FLAG, type=Path)
@@ -46,12 +46,8 @@ def with_config(words: Sequence[str], parsers: Sequence[argparse.ArgumentParser]
         name = key.removeprefix("--").replace("-", "_")
         if name in actions:
             front += _words_of(actions[name], value)
-        elif not of_a_run:
-            close = nearest(name, actions)
-            raise UserError(
-                f"{found.config}: there is no flag {key!r}"
-                + (f"; did you mean {close.replace('_', '-')}?" if close else "")
-            )
+        elif not of_a_run:  # the parser refuses it
+            front.append(f"--{name.replace('_', '-')}")
     return [*front, *rest]
 
 

@@ -44,16 +44,11 @@ class Parser(argparse.ArgumentParser):
         """As argparse's, with a sentence for a word that open_clip's KEY=VALUE flags cannot parse."""
         try:
             found = super().parse_args(args, namespace)
-        except UserError:
-            raise
         except (ValueError, SyntaxError) as error:
-            flag = next(
-                (word for word in reversed(args or ()) if word in ("--aug-cfg", "--opt-kwargs")),
-                "--aug-cfg",
-            )
-            example = "betas='(0.9,0.98)'" if flag == "--opt-kwargs" else "scale='(0.6,1.0)'"
+            if isinstance(error, UserError):
+                raise
             raise UserError(
-                f"{flag} is not understood ({error}); its words are KEY=VALUE, as in {example}"
+                f"--aug-cfg or --opt-kwargs is not understood ({error}); write KEY=VALUE, as in scale='(0.6,1.0)'"
             ) from error
         values = {
             action.dest: getattr(found, action.dest, action.default) for action in self._actions
@@ -218,20 +213,6 @@ def read_command(argv: Sequence[str]) -> Command:
         require_new_name(args)
     if rank == 0 and args.logs.lower() != "none":
         check_writable(args.logs, folder=True)
-    if (
-        not args.train_data
-        and not args.dataset_type.startswith("synthetic")
-        and not (
-            args.val_data
-            or args.imagenet_val
-            or args.imagenet_v2
-            or config.retrieval_data
-            or config.zero_shot_data
-        )
-    ):
-        raise UserError(
-            "there is nothing to do: give --train-data, or data to evaluate on (--retrieval-data ...)"
-        )
     if config.sampling is not None:
         check_paths(args.train_data)
     _check_checkpoint("--resume", None if args.resume == "latest" else args.resume)

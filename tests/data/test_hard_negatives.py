@@ -148,9 +148,8 @@ def test_a_bad_sample_is_replaced(tmp_path):
         (NEAR, "2", NONE, "takes 192 of the 96 samples of source 'cc'"),
         (replace(NEAR, epoch_samples=120), None, NONE, "takes 120 of the 96 samples"),
         (replace(NEAR, hard_negatives=0.1), None, NONE, "is 1 sample; give a share of at least 0.167"),
-        (replace(NEAR, hard_negatives=0.75), None, LABELS < 8, "48 of the 96 samples of source 'cc' are copies.*at most 0.5"),
-        (NEAR, None, np.arange(SAMPLES) < 49, "leaves room for 48 of them; give a share of at most 0.416, or"),
-        (NEAR, None, ~NONE, "leaves room for 48 of them; cluster with a larger"),
+        (replace(NEAR, hard_negatives=0.75), None, LABELS < 8, "48 of the 96 samples .* are copies.*leaves room for 24"),
+        (NEAR, None, np.arange(SAMPLES) < 49, "leaves room for 48 of them; give a smaller share, or"),
         (NEAR, None, None, "does not list the copies of cc.*--same-above 0.95"),
     ],
 )  # fmt: skip

@@ -101,7 +101,7 @@ def test_weights_in_order_and_by_name(tmp_path):
         ),
         ("a=pipe:cat /nowhere/{{0..3}}.tar", None, "4 remote shards of source 'a' have no size"),
         ("a={tmp}/broken", None, "cannot be read as a tar file"),
-        ("a={tmp}/badsizes", None, "is not a table of shard sizes"),
+        ("a={tmp}/badsizes", None, "sizes.json cannot be read .*to have the shards counted"),
         ("a={tmp}/none", None, "holds no samples"),
     ],
 )

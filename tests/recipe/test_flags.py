@@ -205,8 +205,8 @@ word | unexpected argument 'word'; write it as --flag value
 --dga-steps many | argument --dga-steps: invalid int value: 'many'; `python
 --epochs many | argument --epochs: invalid int value: 'many'; `python
 --dga-retain some | argument --dga-retain: 'some' is not a value of this flag; give auto, or a number of at least 0; `python
---aug-cfg scale | --aug-cfg is not understood
---aug-cfg scale=(0.6, | --aug-cfg is not understood
+--aug-cfg scale | --aug-cfg or --opt-kwargs is not understood
+--aug-cfg scale=(0.6, | --aug-cfg or --opt-kwargs is not understood
 --token-drop 0.5 --force-patch-dropout 0.5 | --force-patch-dropout 0.5 does not work with --token-drop: they are
 --skip-scheduler --lr-min 1e-6 | --skip-scheduler does not work with --lr-min
 --skip-scheduler --warmup-share 0.1 | --skip-scheduler does not work with --warmup-share

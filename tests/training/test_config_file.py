@@ -46,7 +46,7 @@ def test_the_params_of_a_run_are_a_file_of_flags(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("dga-step: 4", "there is no flag 'dga-step'; did you mean dga-steps?"),
+        ("dga-step: 4", "there is no flag --dga-step; did you mean --dga-steps?"),
         ("- lr", "is not a table of flags"),
         ("lr: [", "cannot be read"),
         ("dga-steps: 0", "--dga-steps 0 is out of range"),

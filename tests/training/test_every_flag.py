@@ -102,8 +102,8 @@ TABLE: dict[str, list[tuple[str, str]]] = {
     "--image-interpolation": [(name, WORKS) for name in ("bicubic", "bilinear", "random")],
     "--image-resize-mode": [(name, WORKS) for name in ("shortest", "longest", "squash")],
     "--aug-cfg": [
-        ("scale=(0.5,1.0)", WORKS), ("scal=(0.5,1.0)", "keyword argument 'scal'"), ("scale", "--aug-cfg is not understood"),
-        ("scale=(0.5,", "--aug-cfg is not understood"),
+        ("scale=(0.5,1.0)", WORKS), ("scal=(0.5,1.0)", "keyword argument 'scal'"), ("scale", "is not understood"),
+        ("scale=(0.5,", "is not understood"),
     ],
     "--grad-checkpointing": [("", WORKS)],
     "--local-loss": [("--gather-with-grad", WORKS), ("", "--local-loss without --gather-with-grad does not work with")],
@@ -204,7 +204,7 @@ OF_OPENCLIP_V4: dict[str, list[tuple[str, str]]] = {
     "--length-bucketing": [("", f"--length-bucketing {SOURCES}")],
     "--naflex-max-text-tokens": [("8", f"--naflex-max-text-tokens {SOURCES}")],
     "--opt-kwargs": [
-        ("eps=1e-6", WORKS), ("eps=1e-6 --no-embedding-decay", DECAY), ("eps", "--opt-kwargs is not understood"),
+        ("eps=1e-6", WORKS), ("eps=1e-6 --no-embedding-decay", DECAY), ("eps", "is not understood"),
     ],
     "--opt-fallback-list": [("a", "--opt-fallback-list"), ("a --no-embedding-decay", DECAY)],
     "--text-layer-decay": [("0.9", WORKS), ("0.9 --no-embedding-decay", DECAY), ("2", "--text-layer-decay")],

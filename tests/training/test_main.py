@@ -291,7 +291,7 @@ BAD_INPUT = {
         "less than one effective",
     ),
     "bert folder": ("--train-data {data} --text-model /nowhere/of/bert", "does not exist"),
-    "nothing": ("", "nothing to do"),
+    "nothing": ("", "At least one train or eval dataset"),
     "csv zero steps": (
         "--train-data {folder}/pairs.csv --batch-size 8 --dga-steps 9",
         "zero optimizer steps",
@@ -303,11 +303,11 @@ BAD_INPUT = {
     ),
     "foreign weights": (
         "--train-data {data} --batch-size 4 --pretrained {folder}/foreign.pt",
-        "foreign.pt does not load into tiny (Error(s) in loading state_dict",
+        "foreign.pt cannot be read (Error(s) in loading state_dict",
     ),
     "no weights": (
         "--train-data {data} --batch-size 4 --pretrained {folder}/words.pt",
-        "words.pt does not load into tiny",
+        "words.pt cannot be read",
     ),
     "not timm": (
         "--train-data {data} --batch-size 4 --init-image {folder}/foreign.pt",

@@ -13,15 +13,15 @@ import logging
 import os
 import re
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import open_clip
-import torch
 from open_clip.factory import get_model_config, parse_model_name
 from open_clip.hf_configs import arch_dict
 
-from open_clip_zerovl.core.errors import UserError, first_line, nearest
+from open_clip_zerovl.core.errors import UserError, nearest
 from open_clip_zerovl.core.files import did_you_mean, read_json, reading
 from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH, TEXT_WEIGHTS
 from open_clip_zerovl.models.local_dir import check_local_dir, loadable, no_code_from_data
@@ -245,20 +245,15 @@ def create_model_and_transforms(
         model, training transform, evaluation transform.
 
     Raises:
-        UserError: a file that does not load. Other errors are the libraries' own, as of a hub that is out of reach.
+        UserError: a file that does not load; see `loadable` and `no_code_from_data`. Other errors are the libraries' own.
     """
     options.setdefault("pretrained_text", pretrained_text_of(model_name))
-    with loadable(model_name) as loadable_name:
-        try:
-            created = open_clip.create_model_and_transforms(loadable_name, pretrained, **options)
-        except (OSError, torch.OutOfMemoryError, UserError):
-            raise
-        except Exception as error:
-            if not pretrained or not os.path.isfile(pretrained):
-                raise
-            raise UserError(
-                f"--pretrained {pretrained} does not load into {model_name} ({first_line(error)}); give a file of its weights"
-            ) from error
+    file = pretrained if pretrained and os.path.isfile(pretrained) else None
+    with (
+        loadable(model_name) as loadable_name,
+        reading(file, "give a file of its weights") if file else nullcontext(),
+    ):
+        created = open_clip.create_model_and_transforms(loadable_name, pretrained, **options)
     wants_weights = (
         registered_config(model_name).get("vision_cfg", {}).get("timm_model_pretrained", False)
     )

@@ -20,8 +20,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
-from open_clip_zerovl.core.errors import UserError
-
 
 def _entry(
     layers: str, embeddings: str = "embeddings", pooler: str = "mean_pooler"
@@ -122,29 +120,25 @@ class TowerModel(AutoModel):
 
     @classmethod
     def from_config(cls, config: Any, **options: Any) -> nn.Module:
-        """See AutoModel. UserError for a pooler that the tower does not have."""
+        """See AutoModel."""
         if config.model_type not in TEXT_TOWERS or config.model_type in _WITH_POOLER:
             return super().from_config(config, **options)
-        return _prepared(super().from_config(config, **_without_pooler(config, options)))
+        return _prepared(super().from_config(config, **_without_pooler(options)))
 
     @classmethod
     def from_pretrained(cls, source: Any, *arguments: Any, **options: Any) -> nn.Module:
-        """See AutoModel. UserError for a pooler that the tower does not have."""
+        """See AutoModel."""
         config = options.get("config") or AutoConfig.from_pretrained(source)
         if config.model_type not in TEXT_TOWERS or config.model_type in _WITH_POOLER:
             return super().from_pretrained(source, *arguments, **options)
-        return _prepared(
-            super().from_pretrained(source, *arguments, **_without_pooler(config, options))
-        )
+        return _prepared(super().from_pretrained(source, *arguments, **_without_pooler(options)))
 
 
-def _without_pooler(config: Any, options: dict[str, Any]) -> dict[str, Any]:
-    if options.get("add_pooling_layer"):
-        raise UserError(
-            f"a text tower of type {config.model_type} has no pooler for hf_pooler_type 'cls_pooler': take "
-            "'cls_last_hidden_state_pooler', the first token's state itself, or 'mean_pooler'"
-        )
-    others = {name: value for name, value in options.items() if name != "add_pooling_layer"}
+def _without_pooler(options: dict[str, Any]) -> dict[str, Any]:
+    """The options without `add_pooling_layer`, unless a pooler is asked for: transformers then says that there is none."""
+    others = {
+        name: value for name, value in options.items() if name != "add_pooling_layer" or value
+    }
     return {**others, "attn_implementation": "sdpa"}
 
 

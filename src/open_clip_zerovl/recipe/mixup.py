@@ -149,11 +149,7 @@ class CoinFlipMixup:
         """
         model = unwrapped(model)[0]
         plain = isinstance(model, CLIP)  # its text tower is spread over the model
-        tower = model if plain else getattr(model, "text", None)
-        if not isinstance(tower, nn.Module):
-            raise UserError(
-                f"coin-flip mixup mixes text features in a hook on the text module, and {type(model).__name__} has none."
-            )
+        tower: Any = model if plain else model.text
         if getattr(tower, "output_tokens", False):
             raise UserError(
                 f"coin-flip mixup cannot mix the tokens that the text tower of {type(model).__name__} returns besides its "
@@ -254,13 +250,12 @@ class _TextMixing:
         Raises:
             UserError: another tower.
         """
-        transformer = getattr(self.tower, "transformer", None)
+        transformer: Any = getattr(self.tower, "transformer", None)
         if not hasattr(transformer, "get_input_embeddings"):
             raise UserError(
                 f"mixing word embeddings needs a Hugging Face text tower, and this one is a {type(self.tower).__name__}; leave "
                 "--ablate mixup-embeddings out, then its features are mixed"
             )
-        assert transformer is not None
         return [
             transformer.get_input_embeddings().register_forward_hook(self.mix_embeddings),
             # First, since another hook may give the mask another form (`gpu_syncs`).

@@ -79,15 +79,9 @@ def check_neighbours(
             )
         copies, steps = int(neighbours.copies.sum()), taken // batch
         if copies > (room := taken - steps * near):
-            most = (
-                int(1000 * (max(0, taken - copies) // steps) / batch) / 1000
-            )  # never rounded up to a sample more
-            lower = (
-                f"give a share of at most {most:g}, or " if near_samples(most, batch) >= 2 else ""
-            )
             raise UserError(
                 f"{copies} of the {size} samples of source {name!r} are copies, and --hard-negatives {share:g} leaves room for "
-                f"{room} of them; {lower}cluster with a larger --same-above"
+                f"{room} of them; give a smaller share, or cluster with a larger --same-above"
             )
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import reading
 
 #: Errors of reading a broken archive: corrupt data, and entries that are encrypted or packed in a way that Python does not know
 #: (RuntimeError).
@@ -43,15 +44,13 @@ def members(path: Path) -> list[str]:
     Raises:
         UserError: a broken archive.
     """
-    try:
+    with reading(path, "fetch it again"):
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 return [name for name in archive.namelist() if not name.endswith("/")]
         if _is_tar(path):
             with tarfile.open(path) as tar:
                 return [member.name for member in tar if member.isfile()]
-    except (*BROKEN_ARCHIVE, OSError) as error:
-        raise UserError(f"{path} is a broken archive ({error}): fetch it again.") from error
     return [path.name.removesuffix(".gz")]
 
 
@@ -76,24 +75,16 @@ def open_member(path: Path, name: str) -> Iterator[IO[bytes]]:
     Raises:
         UserError: the file cannot be read, or the archive is broken; also raised while it is read.
     """
-    with ExitStack() as stack:
-        try:
-            if zipfile.is_zipfile(path):
-                yield stack.enter_context(stack.enter_context(zipfile.ZipFile(path)).open(name))
-            elif _is_tar(path):
-                handle = stack.enter_context(tarfile.open(path)).extractfile(name)
-                assert handle is not None  # `members` lists files only
-                yield stack.enter_context(handle)
-            elif path.suffix == ".gz":
-                yield stack.enter_context(cast(IO[bytes], gzip.GzipFile(path)))
-            else:
-                yield stack.enter_context(open(path, "rb"))
-        except BROKEN_ARCHIVE as error:
-            raise UserError(f"{path} is broken or encrypted ({error}): fetch it again.") from error
-        except OSError as error:  # EINVAL: a zip whose directory points before its beginning
-            raise UserError(
-                f"{path} cannot be read ({error.strerror or error}): check the path, or fetch it again"
-            ) from error
+    with reading(path, "fetch it again"), ExitStack() as stack:
+        if zipfile.is_zipfile(path):
+            yield stack.enter_context(stack.enter_context(zipfile.ZipFile(path)).open(name))
+        elif _is_tar(path):
+            handle = stack.enter_context(tarfile.open(path)).extractfile(name)
+            yield stack.enter_context(cast(IO[bytes], handle))  # `members` lists files only
+        elif path.suffix == ".gz":
+            yield stack.enter_context(cast(IO[bytes], gzip.GzipFile(path)))
+        else:
+            yield stack.enter_context(open(path, "rb"))
 
 
 def json_array(stream: IO[bytes], name: str, *, key: str | None = None) -> Iterator[Any]:

@@ -6,8 +6,7 @@ import codecs
 import os
 from pathlib import Path
 
-from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import regular_file
+from open_clip_zerovl.core.files import reading, regular_file
 from open_clip_zerovl.shards.members import unreadable
 
 LARGEST_PICTURE_BYTES = 1 << 30
@@ -72,9 +71,5 @@ def text_of(file: Path) -> str:
         OSError: no such file.
     """
     content = file.read_bytes()
-    try:
+    with reading(file, "save it as UTF-8"):
         return content.decode(encoding_of(content))
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{file} is not UTF-8 text (byte {error.start} is none of it): save it as UTF-8"
-        ) from error

@@ -153,14 +153,12 @@ def _places(path: str) -> Iterator[Path]:
 def _load(file: Path) -> TarIndex | None:
     try:
         arrays = read_arrays(file)
-        if missing := {field.name for field in fields(TarIndex)} - arrays.keys():
-            raise ValueError(f"it has no {min(missing)}")
         index = TarIndex(**{field.name: arrays[field.name] for field in fields(TarIndex)})
         _require_consistent(index)
         return index
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (KeyError, ValueError) as error:  # KeyError: an array is missing
         logging.warning(f"The index {file} cannot be read ({error}) and is built again.")
         return None
 

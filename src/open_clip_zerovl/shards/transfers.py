@@ -106,18 +106,13 @@ def _on_the_hub(url: str) -> tuple[str, dict[str, str]]:
     kind, repository, revision, file = found.groups()
     revision = unquote(revision or "main")  # refs%2Fpr%2F1
     kind = "dataset" if kind else "model"
-    try:
-        address = hf_hub_url(
-            repository,
-            file,
-            repo_type=kind,
-            revision=revision,
-            endpoint=os.environ.get("HF_ENDPOINT"),
-        )
-    except ValueError as error:  # of huggingface_hub, for a name that no repository can have
-        raise UserError(
-            f"shard {url} names no repository of the hub ({first_line(error).rstrip('.')})"
-        ) from error
+    address = hf_hub_url(
+        repository,
+        file,
+        repo_type=kind,
+        revision=revision,
+        endpoint=os.environ.get("HF_ENDPOINT"),
+    )
     return address, {
         name: value for name, value in build_hf_headers().items() if name == "authorization"
     }
@@ -163,15 +158,9 @@ def file_system_of(url: str, stall_seconds: float) -> tuple[Any, str, dict[str, 
             options = {"client_kwargs": client, "encoded": "%" in url}
         return *fsspec.core.url_to_fs(url, **options), headers
     except (ImportError, ValueError) as error:  # ValueError: a protocol that fsspec does not know
-        command = {
-            "s3": f"aws s3 cp {url} -",
-            "gs": f"gcloud storage cat {url}",
-            "hdfs": f"hdfs dfs -cat {url}",
-        }
-        command |= dict.fromkeys(("sftp", "scp", "ftps"), f"curl -fsSL {url}")
         raise UserError(
-            f"shard {url} cannot be opened ({words_of(error)}); install what fsspec asks for, or write it as "
-            f"'pipe:{command.get(scheme, f'COMMAND {url}')}'"
+            f"shard {url} cannot be opened ({words_of(error)}); install what fsspec asks for, or give a command that prints "
+            "its bytes, as in 'pipe:aws s3 cp URL -'"
         ) from error
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import atomic_file, write_atomically
+from open_clip_zerovl.core.files import atomic_file, reading, write_atomically
 from open_clip_zerovl.shards.members import Sample
 
 SIZES_FILE = "sizes.json"
@@ -106,13 +106,8 @@ def parse_sizes(text: str | bytes, where: str | Path) -> dict[str, int]:
     Raises:
         UserError: text that is not JSON or not a table, or a size that is not a whole number.
     """
-    try:
+    with reading(where, "write it again, or remove it to have the shards counted"):
         return {name: _size(size) for name, size in json.loads(text).items()}
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(
-            f'{where} is not a table of shard sizes like {{"00000.tar": 9873}} ({error}); write it again, or remove it '
-            "to have the shards counted"
-        ) from error
 
 
 def _size(value: Any) -> int:
