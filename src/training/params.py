@@ -213,6 +213,13 @@ def read_command(argv: Sequence[str]) -> Command:
         require_new_name(args)
     if rank == 0 and args.logs.lower() != "none":
         check_writable(args.logs, folder=True)
+    sets = (args.val_data, args.imagenet_val, args.imagenet_v2)
+    given = (args.train_data, config.retrieval_data, config.zero_shot_data, *sets)
+    if not any(given) and not args.dataset_type.startswith("synthetic"):
+        # open_clip's own sentence comes after the model is built, and perhaps fetched.
+        raise UserError(
+            "there is nothing to do: give --train-data, or data to evaluate on (--retrieval-data ...)"
+        )
     if config.sampling is not None:
         check_paths(args.train_data)
     _check_checkpoint("--resume", None if args.resume == "latest" else args.resume)

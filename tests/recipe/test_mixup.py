@@ -185,6 +185,7 @@ def test_a_resumed_run_repeats_coins_and_lambdas():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
+        (lambda: attached(torch.nn.Linear(2, 2)), "Linear has none"),
         (lambda: attached(clip(open_clip.CLIP), texts="embeddings"), "needs a Hugging Face"),
         (lambda: attached(clip(output_tokens=True)), "tokens"),
         (lambda: attached(clip(), texts="embeddings"), "needs a Hugging Face text tower"),

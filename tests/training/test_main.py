@@ -291,7 +291,7 @@ BAD_INPUT = {
         "less than one effective",
     ),
     "bert folder": ("--train-data {data} --text-model /nowhere/of/bert", "does not exist"),
-    "nothing": ("", "At least one train or eval dataset"),
+    "nothing": ("", "nothing to do"),
     "csv zero steps": (
         "--train-data {folder}/pairs.csv --batch-size 8 --dga-steps 9",
         "zero optimizer steps",

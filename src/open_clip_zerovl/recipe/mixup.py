@@ -149,7 +149,11 @@ class CoinFlipMixup:
         """
         model = unwrapped(model)[0]
         plain = isinstance(model, CLIP)  # its text tower is spread over the model
-        tower: Any = model if plain else model.text
+        tower = model if plain else getattr(model, "text", None)
+        if not isinstance(tower, nn.Module):
+            raise UserError(
+                f"coin-flip mixup mixes text features in a hook on the text module, and {type(model).__name__} has none."
+            )
         if getattr(tower, "output_tokens", False):
             raise UserError(
                 f"coin-flip mixup cannot mix the tokens that the text tower of {type(model).__name__} returns besides its "

@@ -75,16 +75,24 @@ def open_member(path: Path, name: str) -> Iterator[IO[bytes]]:
     Raises:
         UserError: the file cannot be read, or the archive is broken; also raised while it is read.
     """
-    with reading(path, "fetch it again"), ExitStack() as stack:
-        if zipfile.is_zipfile(path):
-            yield stack.enter_context(stack.enter_context(zipfile.ZipFile(path)).open(name))
-        elif _is_tar(path):
-            handle = stack.enter_context(tarfile.open(path)).extractfile(name)
-            yield stack.enter_context(cast(IO[bytes], handle))  # `members` lists files only
-        elif path.suffix == ".gz":
-            yield stack.enter_context(cast(IO[bytes], gzip.GzipFile(path)))
-        else:
-            yield stack.enter_context(open(path, "rb"))
+    with ExitStack() as stack:
+        try:
+            if zipfile.is_zipfile(path):
+                yield stack.enter_context(stack.enter_context(zipfile.ZipFile(path)).open(name))
+            elif _is_tar(path):
+                handle = stack.enter_context(tarfile.open(path)).extractfile(name)
+                assert handle is not None  # `members` lists files only
+                yield stack.enter_context(handle)
+            elif path.suffix == ".gz":
+                yield stack.enter_context(cast(IO[bytes], gzip.GzipFile(path)))
+            else:
+                yield stack.enter_context(open(path, "rb"))
+        except BROKEN_ARCHIVE as error:
+            raise UserError(f"{path} is broken or encrypted ({error}): fetch it again.") from error
+        except OSError as error:  # EINVAL: a zip whose directory points before its beginning
+            raise UserError(
+                f"{path} cannot be read ({error.strerror or error}): check the path, or fetch it again"
+            ) from error
 
 
 def json_array(stream: IO[bytes], name: str, *, key: str | None = None) -> Iterator[Any]:

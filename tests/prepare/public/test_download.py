@@ -344,7 +344,7 @@ def test_a_rotten_entry_of_a_zip_is_one_missing_picture(tmp_path, kind):
     finally:
         store.close()
     with (
-        pytest.raises(UserError, match=r"images\.zip cannot be read"),
+        pytest.raises(UserError, match=r"images\.zip is broken or encrypted"),
         open_member(path, "a.jpg") as stream,
     ):
         stream.read()
