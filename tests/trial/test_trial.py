@@ -185,6 +185,20 @@ def test_mistakes_end_in_a_sentence(made, trainings, tmp_path, capsys, more, sen
     assert sentence in capsys.readouterr().err
 
 
+def test_after_too_few_minutes_more_of_them_keep_data_and_first_model(made, trainings, tmp_path):
+    """With other data both are made anew."""
+    out = tmp_path / "out"
+    assert main(words(made, out, "--minutes", "0.01")) == 2
+    marks = [out / folder / "mark" for folder in ("data", "before")]
+    for mark in marks:
+        mark.touch()
+    trainings.left = 0  # the next calls are stopped in their first training
+    main(words(made, out))
+    assert all(mark.exists() for mark in marks)
+    main(words(made, out, "--data", str(made / "mine" / "one")))
+    assert not any(mark.exists() for mark in marks)
+
+
 @pytest.mark.parametrize(
     ("asked", "best", "tried", "at_end"),
     [

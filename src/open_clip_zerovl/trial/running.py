@@ -65,6 +65,13 @@ FURTHER_RATES = (
 )
 FULL_EPOCHS = 20  # of the printed command
 REQUEST, PLAN = "trial.json", "plan.json"
+INPUTS = (
+    "--from",
+    f"{CONTENT}--from",
+    "encoders",
+    "--data",
+    "--retrieval-data",
+)  # of data and first model
 LATER = ("seeds", "rates", "margin")  # a later call may give other ones
 
 Say = Callable[[str], None]
@@ -161,15 +168,17 @@ def run_trial(request: Request, say: Say) -> Result:
 
 def _claim(request: Request) -> None:
     """Claim the folder. UserError if it holds another trial with a plan, or other files."""
+    identity = json.loads(json.dumps(request.identity()))
 
     def untrained(stored: dict[str, Any]) -> bool:
         if (request.out / PLAN).is_file():
             return False
-        for made in ("data", "before", "aligned"):
-            shutil.rmtree(request.out / made, ignore_errors=True)
+        if any(stored.get(name) != identity.get(name) for name in INPUTS):
+            for made in ("data", "before", "aligned"):
+                shutil.rmtree(request.out / made, ignore_errors=True)
         return True
 
-    claim(request.out / REQUEST, request.identity(), restart=untrained)
+    claim(request.out / REQUEST, identity, restart=untrained)
 
 
 def _inputs(request: Request, say: Say) -> Inputs:
