@@ -380,6 +380,23 @@ def test_measured_plan(model, tmp_path, workers, retain, steps):
     assert max(map(len, text.splitlines())) <= WIDTH
 
 
+@pytest.mark.parametrize(("limit", "least", "most"), [(0.0, 1, 1), (5.0, 2, 5)])
+def test_a_step_that_takes_all_the_time_is_the_only_one(
+    model, tmp_path, monkeypatch, limit, least, most
+):
+    """On a busy CPU a step of ViT-B/16 takes a minute, of which a second one was taken."""
+    taken, take = [], plan_measure.RecipeStep.take
+    monkeypatch.setattr(
+        plan_measure.RecipeStep, "take", lambda *given: taken.append(take(*given)) or taken[-1]
+    )
+    monkeypatch.setattr(plan_measure, "CPU_STEP_SECONDS", limit)
+    monkeypatch.setattr(plan_measure, "MOST_STEPS", 4)
+    data, logs = two_sources(tmp_path), str(tmp_path / "logs")
+    where = {"train_data": data, "device": "cpu", "workers": 0, "logs": logs}
+    plan = make_plan(settings_of(model, batch_size=4, dga_steps=2, **where))
+    assert least <= len(taken) <= most and plan.compute_seconds > 0
+
+
 @pytest.mark.parametrize("precision", ["amp", "amp_bf16"])
 def test_open_clips_own_towers_in_mixed_precision(tmp_path, precision):
     name = register(tmp_path / "configs", f"plan-clip-{precision}", NATIVE_VISION, CLIP_TEXT)

@@ -29,7 +29,7 @@ from open_clip_zerovl.plan.model import PlannedModel
 from open_clip_zerovl.recipe.step import MicroBatch, RecipeStep
 from open_clip_zerovl.sampling.schedule import Batching, Sampling
 
-STEP_SECONDS = 30.0  # for timing steps, after the first
+STEP_SECONDS = 30.0  # for timing steps; the last one ends later
 CPU_STEP_SECONDS = 10.0
 CPU_STEP_FLOPS = 1e12  # of a timed step on a CPU: 10 to 30 s on two cores
 MOST_STEPS = 100
@@ -92,25 +92,24 @@ def measure_step(
     seconds: list[float] = []
     waits: list[float] = []
     with _micro_batches(planned, settings, batching, sources) as stream:
-        end = None
-        while (
-            end is None or not seconds or (time.perf_counter() < end and len(seconds) < MOST_STEPS)
-        ):
+        next(stream)  # starts the loaders
+        limit = CPU_STEP_SECONDS if device.type == "cpu" else STEP_SECONDS
+        first, end = True, 0.0
+        while not seconds or (time.perf_counter() < end and len(seconds) < MOST_STEPS):
             start = time.perf_counter()
             micro_batches = list(itertools.islice(stream, k))
             fetched = time.perf_counter()
             step.take(micro_batches, len(seconds))
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            if (
-                end is None
-            ):  # the first step starts loaders, makes the optimizer's state, chooses kernels
-                end = time.perf_counter() + (
-                    CPU_STEP_SECONDS if device.type == "cpu" else STEP_SECONDS
-                )
-                continue
-            waits.append((fetched - start) / k)
-            seconds.append(time.perf_counter() - fetched)
+            taken = time.perf_counter() - fetched
+            # The first step makes the optimizer's state and chooses kernels. It counts if there is no time for another.
+            if first:
+                end = fetched + limit
+            if not first or taken >= limit:
+                waits.append((fetched - start) / k)
+                seconds.append(taken)
+            first = False
     step.optimizer.zero_grad(set_to_none=True)
     return StepTime(k, kept, statistics.median(seconds), statistics.mean(waits))
 
