@@ -1,4 +1,4 @@
-"""Trainings on drawn sources: the flags that the demo and scripts/forgetting share, and a run's folder and process."""
+"""Trainings on drawn sources: the demo's flags, and a run's folder and process."""
 
 from __future__ import annotations
 
