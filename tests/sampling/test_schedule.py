@@ -235,7 +235,7 @@ def test_at_the_size_of_a_cluster():
 
 def test_random_batches_are_distributed_as_a_shuffled_deck():
     """Joint counts of two micro-batches, of different readers and of one, as without replacement; against a real deck."""
-    sizes, rounds, batching = [12, 8, 4], 4000, Batching(4, workers=2)
+    sizes, rounds, batching = [12, 8, 4], 2000, Batching(4, workers=2)
     rng = np.random.default_rng(0)
 
     def table(first: np.ndarray, second: np.ndarray) -> np.ndarray:

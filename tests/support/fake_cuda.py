@@ -18,6 +18,7 @@ import contextlib
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -246,7 +247,7 @@ class FakeDDP(DistributedDataParallel):
         self.module = module
         self.static_graph = False
         self.process_group = dist.group.WORLD
-        self.reducer = None
+        self.reducer = SimpleNamespace(_rebuild_buckets=lambda: False)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

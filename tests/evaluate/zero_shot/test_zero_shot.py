@@ -293,7 +293,7 @@ def test_files_of_words_are_read_by_their_mark_or_refused(tmp_path, encoding):
         ZeroShotSettings(class_names=names),
     ):
         if encoding == "latin-1":
-            with pytest.raises(UserError, match="txt is not UTF-8 text .*: save it as UTF-8"):
+            with pytest.raises(UserError, match="txt cannot be read .*; save it as UTF-8"):
                 open_labelled_set(root, settings)
         else:
             found = open_labelled_set(root, settings)
