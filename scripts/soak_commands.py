@@ -16,6 +16,7 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: bit-equal sums
 
 import argparse
+import atexit
 import collections
 import contextlib
 import hashlib
@@ -42,6 +43,8 @@ from safetensors.torch import load_file, save_file
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.cli.program import main as zerovl
 from open_clip_zerovl.core.errors import DEFECT
+from open_clip_zerovl.core.files import remove_scratch_folders
+from open_clip_zerovl.core.scratch import PREFIX
 from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.writing import write_source
 from scripts.sections import replace_section, write_table
@@ -154,6 +157,7 @@ class Call(Fork):
             except BaseException:
                 traceback.print_exc()
             finally:  # the fork must not run the rest of this program
+                atexit._run_exitfuncs()
                 with contextlib.suppress(OSError):
                     sys.stdout.flush()
                 os._exit(status)
@@ -292,6 +296,8 @@ class Soak:
         while not self.kill_once(name, out, seconds):
             pass
         found = contents(out, COMMANDS[name].left_out) if out.is_dir() else {}
+        # As the next call with loader workers does: this one may have needed none, since all was stored.
+        remove_scratch_folders(self.tmpdir, PREFIX)
         left = [str(path) for path in (*out.rglob("*.part"), *self.tmpdir.iterdir())]
         differing = sorted({path for path, _ in found.items() ^ whole.items()})
         self.compared += 1
