@@ -23,6 +23,7 @@ import hashlib
 import io
 import json
 import random
+import re
 import resource
 import shutil
 import signal
@@ -208,6 +209,10 @@ def sentence_in(words: str) -> str | None:
     return errors[0] if len(errors) == 1 and "Traceback" not in words else None
 
 
+# Embeddings that this call of `search` made; fewer after a kill, which has left some in the cache.
+COMPUTED = re.compile(rb'"computed": \d+')
+
+
 def contents(out: Path, left_out: tuple[str, ...]) -> dict[str, str]:
     """Path -> digest of each file below a folder, but locks and those of `left_out`; checkpoints by their tensors alone."""
     files = (
@@ -222,6 +227,8 @@ def contents(out: Path, left_out: tuple[str, ...]) -> dict[str, str]:
             for name, tensor in tensors(torch.load(path, weights_only=True)):
                 digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
                 digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        elif path.name == "hits.json":
+            digest.update(COMPUTED.sub(b"", path.read_bytes()))
         else:
             digest.update(path.read_bytes())
         found[str(path.relative_to(out))] = digest.hexdigest()
