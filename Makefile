@@ -38,7 +38,7 @@ notebook: $(STAMP) ## execute docs/first_hour.ipynb as a reader does, and keep i
 ablation: $(STAMP) ## the emoji results page from the records of its runs
 	$(BIN)/python -m scripts.ablation.report $(ARGS)
 
-test: $(STAMP) ## run the tests (6 minutes on 2 cores; OPEN_CLIP_SOURCE=DIR: on a checkout of open_clip)
+test: $(STAMP) ## run the tests (7 minutes on 2 cores; OPEN_CLIP_SOURCE=DIR: on a checkout of open_clip)
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 test-all: $(STAMP) ## run the slow tests too (long kills, full runs)
