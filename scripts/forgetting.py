@@ -23,9 +23,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +44,7 @@ from open_clip_zerovl.evaluate.zero_shot.sets import open_labelled_set
 from open_clip_zerovl.report.tables import markdown_table
 from open_clip_zerovl.report.verdicts import student
 from scripts.drawn.training import TrainingRun, drawn_flags
+from scripts.photographs.forgetting import on_curve, zerovl
 
 OLD, NEW = ("noto", "twemoji", "fluent"), "openmoji"
 BASES, BASE_EPOCHS, EPOCHS = 3, 12, {"emoji": 5, "photographs": 6}
@@ -71,21 +69,6 @@ def train_base(args: argparse.Namespace, seed: int) -> None:
         child = run.start()
         child.process.wait()
         child.check()
-
-
-def zerovl(*words: str, log: Path) -> float:
-    """CPU seconds of a command and of all processes that it starts."""
-    with log.open("w", encoding="utf-8") as file:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "open_clip_zerovl.cli", *words], stdout=file, stderr=file
-        )
-        _, status, usage = os.wait4(child.pid, 0)
-        child.returncode = os.waitstatus_to_exitcode(status)
-    if child.returncode != 0:
-        raise SystemExit(
-            f"forgetting: error: zerovl {words[0]} ended with status {child.returncode}; see {log}"
-        )
-    return usage.ru_utime + usage.ru_stime
 
 
 def fine_tuned(
@@ -204,17 +187,6 @@ def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
         return records + list(pool.map(lambda one: fine_tuned(args, *one), jobs))
 
 
-def on_curve(record: Mapping[str, Any]) -> Mapping[str, float]:
-    """The point of the curve that validation chooses."""
-    points = record["points"]
-    allowed = [
-        one
-        for one in points
-        if one["alpha"] == 0 or one["val_old"] >= KEPT_SHARE * points[0]["val_old"]
-    ]
-    return max(allowed, key=lambda one: (one["val_new"], -one["alpha"]))
-
-
 def table(records: Sequence[Mapping[str, Any]]) -> str:
     """Means over seeds on the test splits; for arms Student's 95 % interval of the paired difference to full fine-tuning."""
 
@@ -238,7 +210,7 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
         for arm, runs in by_arm.items():
             points |= {
                 arm: [run["points"][-1] for run in runs],
-                f"{arm} + curve": [on_curve(run) for run in runs],
+                f"{arm} + curve": [on_curve(run["points"], KEPT_SHARE) for run in runs],
             }
             ratios = [
                 run["cpu_seconds"] / other["cpu_seconds"]

@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -44,6 +43,7 @@ from open_clip_zerovl.report.tables import markdown_table
 from open_clip_zerovl.report.verdicts import student
 from open_clip_zerovl.trial.running import best_rate
 from scripts.photographs.measuring import Measuring
+from scripts.photographs.run import cpu_seconds
 
 RECORDS = Path(__file__).resolve().parents[2] / "docs" / "results" / "photographs" / "forgetting"
 RATES = (1e-4, 3e-4, 1e-3)
@@ -59,14 +59,8 @@ Record = Mapping[str, Any]
 def zerovl(*words: str, log: Path) -> float:
     """CPU seconds of a command and of all processes that it starts."""
     with log.open("w", encoding="utf-8") as file:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "open_clip_zerovl.cli", *words], stdout=file, stderr=file
-        )
-        _, status, usage = os.wait4(child.pid, 0)
-        child.returncode = os.waitstatus_to_exitcode(status)
-    if child.returncode != 0:
-        raise SystemExit(f"zerovl {words[0]} ended with status {child.returncode}; see {log}")
-    return usage.ru_utime + usage.ru_stime
+        command = [sys.executable, "-m", "open_clip_zerovl.cli", *words]
+        return cpu_seconds(command, file, f"zerovl {words[0]}")
 
 
 class Tuning:
@@ -147,9 +141,11 @@ def run_all(tuning: Tuning, jobs: int) -> list[Record]:
         return [*pilots, *pool.map(lambda run: tuning.record(*run), runs)]
 
 
-def on_curve(points: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
+def on_curve(
+    points: Sequence[Mapping[str, float]], kept_share: float = KEPT_SHARE
+) -> Mapping[str, float]:
     """The point that validation chooses among those that keep the old ability; the model before is always one of them."""
-    least = KEPT_SHARE * points[0]["val_old"]
+    least = kept_share * points[0]["val_old"]
     allowed = [point for point in points if point["alpha"] == 0 or point["val_old"] >= least]
     return max(allowed, key=lambda point: (point["val_new"], -point["alpha"]))
 

@@ -15,10 +15,11 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import yaml
@@ -82,6 +83,16 @@ def score_start(study: Path, measuring: Measuring) -> None:
         _write_record("start", {"arm": "start", "scores": measuring(study / "model", False)})
 
 
+def cpu_seconds(command: Sequence[str], log: IO[Any], name: str) -> float:
+    """CPU seconds of a command and of all processes that it starts; its words go to a file. SystemExit if it fails."""
+    child = subprocess.Popen(command, stdout=log, stderr=log)
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode:
+        raise SystemExit(f"{name} ended with status {child.returncode}; see {log.name}")
+    return usage.ru_utime + usage.ru_stime
+
+
 def make(run: Run, protocol: dict[str, Any], study: Path, out: Path, measuring: Measuring) -> None:
     """Train and write the record; a run with a record is done."""
     record = RECORDS / f"{run.name}.json"
@@ -91,18 +102,14 @@ def make(run: Run, protocol: dict[str, Any], study: Path, out: Path, measuring: 
     shutil.rmtree(out / run.name, ignore_errors=True)  # of a call that was stopped
     out.mkdir(parents=True, exist_ok=True)
     with open(out / f"{run.name}.log", "ab") as log:
-        child = subprocess.Popen(training_command(arguments), stdout=log, stderr=log)
-        _, status, usage = os.wait4(child.pid, 0)
-        child.returncode = os.waitstatus_to_exitcode(status)
-    if child.returncode:
-        raise SystemExit(f"{run.name} ended with status {child.returncode}; see {log.name}")
+        seconds = cpu_seconds(training_command(arguments), log, run.name)
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True
     ).stdout.strip()
     (checkpoint,) = (out / run.name / "checkpoints").glob("epoch_1.pt")
     found = {
         "arm": run.arm, "rate": run.rate, "seed": run.seed, "pilot": run.pilot, "commit": commit,
-        "torch": torch.__version__, "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
+        "torch": torch.__version__, "cpu_seconds": round(seconds, 1),
         "flags": f"{protocol['runs']['flags']} {protocol['arms'][run.arm]['flags']}",
         "scores": measuring(checkpoint, run.pilot),
     }  # fmt: skip

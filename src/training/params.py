@@ -44,9 +44,9 @@ class Parser(argparse.ArgumentParser):
         """As argparse's, with a sentence for a word that open_clip's KEY=VALUE flags cannot parse."""
         try:
             found = super().parse_args(args, namespace)
+        except UserError:
+            raise
         except (ValueError, SyntaxError) as error:
-            if isinstance(error, UserError):
-                raise
             raise UserError(
                 f"--aug-cfg or --opt-kwargs is not understood ({error}); write KEY=VALUE, as in scale='(0.6,1.0)'"
             ) from error

@@ -15,7 +15,6 @@ import copy
 import json
 import re
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -164,7 +163,7 @@ def open_tower(
     if colon and kind == "hf":
         folder = Path(place).expanduser()
         source = str(folder.absolute()) if folder.is_dir() else place
-        with nullcontext() if folder.is_dir() else hub_or_cache():
+        with hub_or_cache(asked=not folder.is_dir()):
             if side == "image":
                 return _hf_vision(name, source)
             return _hf_text(name, source, context_length)
@@ -201,7 +200,7 @@ def _timm(name: str, place: str) -> Tower:
             "architecture"
         ]
     cfg: dict[str, Any] = {"timm_pool": "", "timm_proj": "linear", "image_size": 224}
-    with nullcontext() if file or folder.is_dir() else hub_or_cache():
+    with hub_or_cache(asked=not (file or folder.is_dir())):
         visual = _visual({**cfg, "timm_model_name": source, "timm_model_pretrained": not file})
     if file:
         _load_file(visual.trunk, architecture, Path(file).expanduser())

@@ -12,8 +12,8 @@ ANSWER_SECONDS = 5.0
 
 
 @contextmanager
-def hub_or_cache() -> Iterator[None]:
-    """Within the block models of the hub come from its cache alone if it does not answer.
+def hub_or_cache(asked: bool = True) -> Iterator[None]:
+    """Within the block models of the hub come from its cache alone if it does not answer; it is not `asked` for local files.
 
     huggingface_hub repeats each request that fails for half a minute, and a model that is not cached takes several.
     """
@@ -22,7 +22,7 @@ def hub_or_cache() -> Iterator[None]:
 
     offline = constants.HF_HUB_OFFLINE
     try:
-        if not offline:
+        if asked and not offline:
             get_session().head(constants.ENDPOINT, timeout=ANSWER_SECONDS)
     except Exception as error:  # of one of three HTTP libraries, by the hub's release
         logging.warning(

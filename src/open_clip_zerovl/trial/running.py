@@ -65,13 +65,8 @@ FURTHER_RATES = (
 )
 FULL_EPOCHS = 20  # of the printed command
 REQUEST, PLAN = "trial.json", "plan.json"
-INPUTS = (
-    "--from",
-    f"{CONTENT}--from",
-    "encoders",
-    "--data",
-    "--retrieval-data",
-)  # of data and first model
+# Of data and first model, which are made before anything is trained.
+INPUTS = ("--from", f"{CONTENT}--from", "encoders", "--data", "--retrieval-data")
 LATER = ("seeds", "rates", "margin")  # a later call may give other ones
 
 Say = Callable[[str], None]
@@ -102,7 +97,11 @@ class Request(TrialFlags):
             for each in flags_of(TrialFlags)
             if each.name not in LATER
         }
-        own = {"--from": self.start.model, "--data": self.data, "encoders": self.encoders}
+        own = {
+            "--from": self.start.model,
+            "--data": self.data,
+            "encoders": self.encoders and [*self.encoders],
+        }
         if self.encoders is None:
             own[f"{CONTENT}--from"] = digest_of_model(self.start)
         return {**own, **flags, "training flags": self.given}
@@ -168,7 +167,7 @@ def run_trial(request: Request, say: Say) -> Result:
 
 def _claim(request: Request) -> None:
     """Claim the folder. UserError if it holds another trial with a plan, or other files."""
-    identity = json.loads(json.dumps(request.identity()))
+    identity = request.identity()
 
     def untrained(stored: dict[str, Any]) -> bool:
         if (request.out / PLAN).is_file():
