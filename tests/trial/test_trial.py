@@ -123,7 +123,7 @@ def test_arms_take_the_same_time(whole):
 
 def test_each_arm_takes_the_rate_that_is_best_on_validation(whole):
     out, _ = whole
-    records = [json.loads(file.read_text()) for file in (out / "records").iterdir()]
+    records = [json.loads(file.read_text()) for file in (out / "records").glob("*-*.json")]
     for arm in ("plain", "dga"):
         own = [one for one in records if one["arm"] == arm]
         pilots = {one["rate"]: one["scores"]["mean_recall"] for one in own if one["pilot"]}
@@ -143,6 +143,14 @@ def test_a_stopped_trial_ends_with_the_same_table(made, whole, trainings, tmp_pa
     main(words(made, out))
     assert table_of(out) == table_of(whole[0])
     assert (out / "trial.html").is_file()
+
+
+def test_training_that_gains_nothing_is_not_advised(whole):
+    """The stand-ins' weights are random, as those of the model before training."""
+    page = (whole[0] / "trial.html").read_text()
+    assert "samples did not surely improve the model before training: try more --minutes" in page
+    (start,) = [row for row in table_of(whole[0])["means"] if row["arm"] == "start model"]
+    assert float(start["mean_recall"]) > 0
 
 
 def test_more_seeds_later_are_added(made, whole, trainings, tmp_path):

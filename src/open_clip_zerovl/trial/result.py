@@ -26,6 +26,7 @@ from open_clip_zerovl.report.verdicts import (
 
 Record = Mapping[str, Any]  # of a run: "arm", "rate", "seed", "scores": measure -> value, ...
 MEAN_RECALL = "mean_recall"
+START = "start model"  # the arm of the record before training
 WORDS = {HIGHER: "gain", LOWER: "loss", NO_DIFFERENCE: "no use"}
 
 
@@ -134,12 +135,14 @@ class Result:
         records: of all runs on the test sets.
         arms: compared; the first is the one that all others are compared with.
         measures: all keys of the scores that are compared. The first, with `margin`, decides.
+        start: the record of the model before training.
     """
 
     records: Sequence[Record]
     arms: Sequence[str]
     measures: Sequence[str]
     margin: float
+    start: Record
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -163,9 +166,18 @@ class Result:
         gains = {row.estimate.mean: row.of for row in self.deciding if row.verdict == HIGHER}
         return gains[max(gains)] if gains else self.arms[0]
 
+    @property
+    def gain(self) -> Row:
+        """The winner compared with the model before training; holds with 95 % for whichever arm wins."""
+        start = [{**self.start, "arm": START, "seed": run["seed"]} for run in self.records]
+        confidence = 1 - (1 - CONFIDENCE) / len(self.arms)
+        return Row.from_records(
+            [*self.records, *start], self.measures[0], self.winner, START, self.margin, confidence
+        )
+
     def means(self) -> list[list[str]]:
-        """A row an arm: learning rate, samples of a run, and the mean of each score over its seeds."""
-        rows = []
+        """A row an arm: learning rate, samples of a run, and the mean of each score over its seeds; the start model above."""
+        rows = [[START, "-", "0", *(f"{self.start['scores'][key]:.1f}" for key in self.keys)]]
         for arm in self.arms:
             runs = [run for run in self.records if run["arm"] == arm]
             values = [fmean(run["scores"][key] for run in runs) for key in self.keys]
@@ -192,7 +204,7 @@ class Result:
         tables = (
             text_table(self.header, self.means()),
             text_table(Row.HEADER, self.differences, left=2),
-            "\n".join(row.sentence for row in self.deciding),
+            "\n".join(row.sentence for row in (*self.deciding, self.gain)),
         )
         return "\n\n".join(tables)
 

@@ -7,7 +7,7 @@ Files of the output folder, in the order in which they are made:
     before/ or aligned/         the model from which every run starts, unless an exported folder was given
     plan.json                   seconds a sample of each arm, measured once, and the samples of its runs
     runs/NAME/, runs/NAME.log   a training's own folder, while it runs, and its output
-    records/NAME.json           settings and scores of a finished run
+    records/NAME.json           settings and scores of a finished run; start.json those of the model before training
     result.json, trial.html     the table and the verdict
 
 Every arm gets one pilot run a learning rate, scored on the validation pictures, up to two more where the best rate is the first
@@ -52,6 +52,7 @@ from open_clip_zerovl.models.local_dir import LOCAL_DIR
 from open_clip_zerovl.recipe.arguments import Settings, as_arguments
 from open_clip_zerovl.report.html import write_page
 from open_clip_zerovl.report.record import read_record
+from open_clip_zerovl.report.verdicts import HIGHER
 from open_clip_zerovl.trial.flags import ARMS, TrialFlags
 from open_clip_zerovl.trial.result import MEAN_RECALL, Result, Row
 
@@ -97,14 +98,14 @@ class Request(TrialFlags):
             for each in flags_of(TrialFlags)
             if each.name not in LATER
         }
-        own = {
+        inputs = {
             "--from": self.start.model,
             "--data": self.data,
             "encoders": self.encoders and [*self.encoders],
         }
         if self.encoders is None:
-            own[f"{CONTENT}--from"] = digest_of_model(self.start)
-        return {**own, **flags, "training flags": self.given}
+            inputs[f"{CONTENT}--from"] = digest_of_model(self.start)
+        return {**inputs, **flags, "training flags": self.given}
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,8 @@ def best_rate(
         at_end = len(tried) > 1 and best in (tried[0], tried[-1])
         if not at_end or len(tried) == len(rates) + further:
             return best, at_end
-        beside = tried[1] if best == tried[0] else tried[-2]
-        beyond = float(f"{best * best / beside:.2g}")
+        neighbour = tried[1] if best == tried[0] else tried[-2]
+        beyond = float(f"{best * best / neighbour:.2g}")
         scores[beyond] = score(beyond)
 
 
@@ -182,11 +183,11 @@ def _claim(request: Request) -> None:
 
 def _inputs(request: Request, say: Say) -> Inputs:
     """Hold out the test and validation pictures, and make the starting model."""
-    found = find_data(request.data)
-    given = request.retrieval_data or found.held_out
+    pairs = find_data(request.data)
+    given = request.retrieval_data or pairs.held_out
     tests = sets_of(given) if given else {}
     test = hold_out(
-        found.train_data, given, request.out / "data" / "test", seed=0, model=request.start.model, sets=tests, say=say
+        pairs.train_data, given, request.out / "data" / "test", seed=0, model=request.start.model, sets=tests, say=say
     )  # fmt: skip
     validation = hold_out(
         test.train_data, "", request.out / "data" / "validation", seed=0, model=request.start.model, say=say
@@ -267,21 +268,27 @@ class Trial:
         ]
         scores = list(records[0]["scores"])
         measures = [MEAN_RECALL, *(key for key in scores if key.endswith(("_rsum", "_top1")))]
-        result = Result(records, self.arms, measures, self.request.margin)
+        result = Result(records, self.arms, measures, self.request.margin, self.start_record())
         notes = [*self.inputs.notes, *self.notes]
         command = shlex.join(self._winners_command(result.winner, rates[result.winner]))
         content = {
             "rates": rates, "winner": result.winner, "command": command, "notes": notes,
             "means": [dict(zip(result.header, row, strict=True)) for row in result.means()],
             "differences": [dict(zip(Row.HEADER, row, strict=True)) for row in result.differences],
-            "verdicts": [row.sentence for row in result.deciding],
+            "verdicts": [row.sentence for row in (*result.deciding, result.gain)],
         }  # fmt: skip
         write_atomically(out / "result.json", json.dumps(content, indent=1) + "\n")
+        advice = f"Train {result.winner} in full:"
+        if result.gain.verdict != HIGHER:
+            advice = (
+                f"{self.samples[result.winner]:,} samples did not surely improve the model before training: try more "
+                f"--minutes before you train {result.winner} in full:"
+            )
         page = write_page(
-            out / "trial.html", "trial.html", title="Does it help on these data?", result=result, notes=notes, command=command
+            out / "trial.html", "trial.html", title="Does it help on these data?", result=result, notes=notes, advice=advice,
+            command=command,
         )  # fmt: skip
-        train = f"Train {result.winner} in full:\n{command}"
-        print(result.table(), *notes, train, f"Written: {page}", sep="\n\n")
+        print(result.table(), *notes, f"{advice}\n{command}", f"Written: {page}", sep="\n\n")
         return result
 
     # ---------------------------------------------------------------------------------------------
@@ -346,6 +353,14 @@ class Trial:
             )
         return best
 
+    def start_record(self) -> dict[str, Any]:
+        """The scores of the model before training on the test sets."""
+        file = self.request.out / "records" / "start.json"
+        if not file.is_file():
+            record = self._scores(self.inputs.model, pilot=False)
+            write_atomically(file, json.dumps(record, indent=1) + "\n")
+        return json.loads(file.read_text(encoding="utf-8"))
+
     def record(self, arm: str, rate: float, seed: int, *, pilot: bool = False) -> dict[str, Any]:
         """The record of a run, which is trained and scored first if there is none."""
         name = f"{'pilot' if pilot else 'run'}-{arm}-{rate:g}-{seed}"
@@ -354,15 +369,15 @@ class Trial:
             return json.loads(file.read_text(encoding="utf-8"))
         begin = time.monotonic()
         checkpoint = self._train(name, arm, rate, seed, self.samples[arm])
-        found: dict[str, Any] = {
+        record: dict[str, Any] = {
             "arm": arm, "rate": rate, "seed": seed, "pilot": pilot, "samples": self.samples[arm],
             "seconds": round(time.monotonic() - begin, 1), "flags": as_arguments(self.flags_of[arm]),
             **self._scores(checkpoint, pilot),
         }  # fmt: skip
-        write_atomically(file, json.dumps(found, indent=1) + "\n")
+        write_atomically(file, json.dumps(record, indent=1) + "\n")
         shutil.rmtree(self._folder(name), ignore_errors=True)
-        self.say(f"{name}: mean recall {found['scores'][MEAN_RECALL]:.2f}")
-        return found
+        self.say(f"{name}: mean recall {record['scores'][MEAN_RECALL]:.2f}")
+        return record
 
     def _folder(self, name: str) -> Path:
         return self.request.out / "runs" / name
@@ -430,14 +445,12 @@ class Trial:
             raise
         return checkpoint
 
-    def _scores(self, checkpoint: Path, pilot: bool) -> dict[str, dict[str, float]]:
+    def _scores(self, model: str | Path, pilot: bool) -> dict[str, dict[str, float]]:
         """Recalls in percent and RSUM of each set, their mean, zero-shot top-1 of labelled sets; chance beside them.
 
         "chance_upper" holds the mean recall that random orders reach.
         """
-        encoder = replace(
-            self.request.start, model=str(checkpoint), model_name=None, text_model=None
-        )
+        encoder = replace(self.request.start, model=str(model), model_name=None, text_model=None)
         loaded: Any = encoder.load()
         scores: dict[str, float] = {}
         sums, chance = [], []
