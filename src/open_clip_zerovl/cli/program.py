@@ -7,6 +7,7 @@ the parser of the command that is called is made, and its modules are imported w
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -141,6 +142,8 @@ ALL = {name: command for group in COMMANDS.values() for name, command in group.i
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status, see `errors.explain` (`plan` and `doctor` also have 1)."""
+    if "_ARGCOMPLETE" in os.environ:  # set by the shell function of argcomplete
+        complete(os.environ["COMP_LINE"])
     words = list(sys.argv[1:] if argv is None else argv)
     return ended(lambda: run_command(words), "zerovl", words)
 
@@ -175,6 +178,32 @@ def define(name: str, kind: type[ParserKind]) -> tuple[ParserKind, Run]:
     line = ALL[name][1]
     parser = kind(prog=f"zerovl {name}", description=f"{line[:1].upper()}{line[1:]}.")
     return parser, function_of(name)(parser)
+
+
+def complete(line: str) -> None:
+    """Print the words that may follow a command line, and end: `eval "$(register-python-argcomplete zerovl)"` in ~/.bashrc.
+
+    Only the flags of the line's own command are defined.
+    """
+    import argcomplete
+
+    from open_clip_zerovl.core.flags import add_flags
+    from open_clip_zerovl.recipe.flags import SECTIONS, OpenClipFlags
+
+    root = Parser(prog="zerovl")
+    commands = root.add_subparsers()
+    groups = {"": commands, "data": commands.add_parser("data").add_subparsers()}
+    for name in ALL:
+        group, _, word = name.rpartition(" ")
+        parser = groups[group].add_parser(word)
+        words = name.split()
+        if line.split()[1 : 1 + len(words)] != words:
+            continue
+        if name in TAKE_WORDS:
+            add_flags(parser, (*SECTIONS, OpenClipFlags))
+        else:
+            function_of(name)(parser)
+    argcomplete.autocomplete(root)
 
 
 def find_command(words: Sequence[str]) -> tuple[str, list[str]]:
