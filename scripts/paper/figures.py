@@ -25,14 +25,13 @@ from open_clip_zerovl.cli.shared import name_models
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.evaluate.compare.charts import map_picture
 from open_clip_zerovl.evaluate.compare.measures import log_p_by_query
 from open_clip_zerovl.evaluate.compare.samples import encode, read_samples
 from open_clip_zerovl.report.plot import (
     FAINT,
-    GRID,
     INK,
     MODEL_COLOURS,
-    SOURCE_COLOURS,
     Line,
     colours_of,
     draw_lines,
@@ -49,29 +48,14 @@ GROUPS = ("all", "same_source", "other_source")
 Features = Mapping[str, tuple[Tensor, Tensor, float]]  # model -> images, texts (N, D), logit scale
 
 
-def map_picture(features: Features, sources: Sequence[str], points: int = 900) -> bytes:
-    """Figure 3: t-SNE (scikit-learn, started from PCA) of embeddings, a row for each model, coloured by source."""
+def tsne(features: Tensor) -> np.ndarray:
+    """t-SNE (scikit-learn, started from PCA) of features (N, D) in two dimensions."""
     from sklearn.manifold import TSNE
 
-    colours = colours_of(sources, SOURCE_COLOURS)
-    order = np.random.default_rng(0).permutation(len(sources))[:points]
-    shades = [colours[sources[row]] for row in order]
-    figure = new_figure(8.4, 3.9 * len(features) + 0.4)
-    grid = figure.subplots(len(features), 2, squeeze=False)
-    for (name, (images, texts, _)), line in zip(features.items(), grid, strict=True):
-        for axes, embeddings, modality in zip(
-            line, (images, texts), ("images", "texts"), strict=True
-        ):
-            tsne = TSNE(init="pca", perplexity=min(30.0, (len(order) - 1) / 3), random_state=0)
-            places = tsne.fit_transform(embeddings[order].double().numpy())
-            axes.scatter(*places.T, s=9, c=shades, alpha=0.75, linewidths=0)
-            axes.set(xticks=[], yticks=[])
-            axes.set_title(plain(f"{name}: {modality}"), fontsize=11, color=INK)
-            for spine in axes.spines.values():
-                spine.set_color(GRID)
-    dot = {"marker": "o", "linestyle": ""}
-    top_legend(figure, {source: {**dot, "color": colour} for source, colour in colours.items()})
-    return png_bytes(figure)
+    perplexity = min(30.0, (len(features) - 1) / 3)
+    return TSNE(init="pca", perplexity=perplexity, random_state=0).fit_transform(
+        features.double().numpy()
+    )
 
 
 def log_p_picture(features: Features, owners: Sequence[str]) -> bytes:
@@ -207,7 +191,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"figures: error: {error}", file=sys.stderr)
         return 2
     sources = [sample.source for sample in samples]
-    write_atomically(arguments.out / "figure3.png", map_picture(features, sources))
+    sides = {name: (images, texts) for name, (images, texts, _) in features.items()}
+    write_atomically(arguments.out / "figure3.png", map_picture(sides, sources, tsne))
     write_atomically(arguments.out / "figure4.png", log_p_picture(features, sources))
     print(f"Written: {arguments.out / 'figure3.png'}, {arguments.out / 'figure4.png'}")
     return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -37,12 +37,23 @@ _COMPARED = {
 }
 
 
-def map_picture(features: Mapping[str, tuple[Tensor, Tensor]], sources: Sequence[str]) -> bytes:
-    """The two principal components of image and of text embeddings, a row a model, coloured by source.
+def principal_components(features: Tensor) -> np.ndarray:
+    """The first two principal components (N, 2) of features (N, D)."""
+    centred = features.double() - features.double().mean(dim=0)
+    return (centred @ torch.linalg.svd(centred, full_matrices=False).Vh[:2].T).numpy()
+
+
+def map_picture(
+    features: Mapping[str, tuple[Tensor, Tensor]],
+    sources: Sequence[str],
+    project: Callable[[Tensor], np.ndarray] = principal_components,
+) -> bytes:
+    """Image and text embeddings in two dimensions, a row a model, coloured by source.
 
     Args:
         features: model -> image features, text features (N, D).
         sources: (N,).
+        project: features (n, D) -> points (n, 2).
     """
     colours = colours_of(sources, SOURCE_COLOURS)
     # In shuffled order: drawn source by source, the last source would cover the others.
@@ -52,7 +63,7 @@ def map_picture(features: Mapping[str, tuple[Tensor, Tensor]], sources: Sequence
     grid = figure.subplots(len(features), 2, squeeze=False)
     for (name, sides), line in zip(features.items(), grid, strict=True):
         for axes, embeddings, modality in zip(line, sides, ("images", "texts"), strict=True):
-            points = principal_components(embeddings[order])
+            points = project(embeddings[order])
             axes.scatter(*points.T, s=9, c=shades, alpha=0.75, linewidths=0)
             axes.set(xticks=[], yticks=[])
             axes.set_title(plain(f"{name}: {modality}"), fontsize=11, color=INK)
@@ -61,12 +72,6 @@ def map_picture(features: Mapping[str, tuple[Tensor, Tensor]], sources: Sequence
     dot = {"marker": "o", "linestyle": ""}
     top_legend(figure, {source: {**dot, "color": colour} for source, colour in colours.items()})
     return png_bytes(figure)
-
-
-def principal_components(features: Tensor) -> np.ndarray:
-    """The first two principal components (N, 2) of features (N, D)."""
-    centred = features.double() - features.double().mean(dim=0)
-    return (centred @ torch.linalg.svd(centred, full_matrices=False).Vh[:2].T).numpy()
 
 
 def comparison_picture(comparison: Comparison) -> bytes:
