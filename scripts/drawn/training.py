@@ -1,4 +1,4 @@
-"""Trainings on drawn sources: the flags that the demo and scripts/forgetting share, and a run's folder and process."""
+"""Trainings on drawn sources: the demo's flags, and a run's folder and process."""
 
 from __future__ import annotations
 
@@ -22,14 +22,12 @@ def drawn_flags(
     sampling: str,
     epochs: int,
     seed: int,
-    sources: Sequence[str] = tuple(EMOJI.sources),
     more: Sequence[str] = (),
 ) -> list[str]:
-    """The training flags of `make demo` and `scripts.forgetting`, chosen on the validation split (docs/models.md).
+    """The training flags of `make demo`, chosen on the validation split (docs/models.md).
 
     Args:
         data: the folder that `python -m scripts.drawn` wrote.
-        sources: those of its folders that are trained on.
         more: further training flags, which replace those of the same name; `--warmup` replaces the share of the steps.
 
     Raises:
@@ -37,7 +35,7 @@ def drawn_flags(
     """
     base = [
         "--model", "zerovl-emoji", "--text-model", str(data / "bert"),
-        "--train-data", "::".join(f"{source}={data / source}" for source in sources), "--sampling", sampling,
+        "--train-data", "::".join(f"{source}={data / source}" for source in EMOJI.sources), "--sampling", sampling,
         "--batch-size", str(MICRO_BATCH), "--dga-steps", str(DGA_STEPS), "--dga-retain", "auto",
         "--epochs", str(epochs), "--lr", "1e-3", "--lr-min", "1e-4", "--wd", "0.1", "--warmup-share", "0.05",
         "--beta1", "0.9", "--beta2", "0.98", "--eps", "1e-6",

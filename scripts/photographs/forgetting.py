@@ -141,6 +141,13 @@ def run_all(tuning: Tuning, jobs: int) -> list[Record]:
         return [*pilots, *pool.map(lambda run: tuning.record(*run), runs)]
 
 
+def read_records() -> list[Record]:
+    """The committed records."""
+    return [
+        json.loads(file.read_text(encoding="utf-8")) for file in sorted(RECORDS.glob("*-*.json"))
+    ]
+
+
 def on_curve(
     points: Sequence[Mapping[str, float]], kept_share: float = KEPT_SHARE
 ) -> Mapping[str, float]:

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from scipy import stats
 
+from scripts.photographs import forgetting
 from scripts.photographs.prepare import flickr8k_split
 from scripts.photographs.report import arms_table, differences_table, read_records, rows
 from scripts.photographs.run import HERE, RECORDS, Run, planned
@@ -53,6 +54,30 @@ def test_the_page_shows_the_tables_of_the_records():
     page = (HERE.parents[1] / "docs" / "results.md").read_text(encoding="utf-8")
     for table in (arms_table, differences_table):
         assert table(read_records(), PROTOCOL) in page
+
+
+def test_the_page_of_fine_tuning_shows_the_table_of_forgetting():
+    records = forgetting.read_records()
+    page = (HERE.parents[1] / "docs" / "finetune.md").read_text(encoding="utf-8")
+    assert forgetting.table(records) in page
+    pilots = [run for run in records if run["seed"] == forgetting.PILOT]
+    best = max(pilots, key=lambda run: run["points"][-1]["val_new"])["lr"]
+    finished = {(run["arm"], run["seed"]) for run in records if run["lr"] == best}
+    assert finished >= {(arm, seed) for arm in forgetting.ARMS for seed in forgetting.SEEDS}
+    full = [run["points"][1] for run in records if run["arm"] == "full" and run["seed"] != 100]
+    means = [sum(point[key] for point in full) / len(full) for key in ("test_new", "test_old")]
+    assert "at alpha 0.5 scored higher on both ({:.1f} and {:.1f})".format(*means) in page
+
+
+@pytest.mark.parametrize(("old", "alpha"), [(24.5, 0.5), (23.0, 0.0)])
+def test_a_point_of_the_curve_keeps_95_percent_of_the_old_ability(old, alpha):
+    """The end forgets too much; the middle is chosen if it keeps enough."""
+    points = [
+        {"alpha": 0.0, "val_new": 30.0, "val_old": 25.0},
+        {"alpha": 0.5, "val_new": 60.0, "val_old": old},
+        {"alpha": 1.0, "val_new": 80.0, "val_old": 5.0},
+    ]
+    assert forgetting.on_curve(points)["alpha"] == alpha
 
 
 def test_the_readme_has_the_numbers_of_the_rows():
