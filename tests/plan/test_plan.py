@@ -507,14 +507,7 @@ def test_retrieval_sets(tmp_path):
 
 
 def test_what_is_missing_gives_status_1(model, tmp_path, capsys):
-    line = [
-        "--model",
-        model,
-        "--train-data",
-        f"{two_sources(tmp_path)}::cc3m={tmp_path}/cc3m",
-        "--device",
-        "cpu",
-    ]
+    line = f"--model {model} --train-data {two_sources(tmp_path)}::cc3m={tmp_path}/cc3m --device cpu".split()
     line += ["--batch-size", "4", "--workers", "0", "--precision", "fp32", "--logs", str(tmp_path)]
     assert main(["plan", *line]) == 1
     out = capsys.readouterr().out
@@ -527,13 +520,9 @@ def test_what_is_missing_gives_status_1(model, tmp_path, capsys):
 
 
 def test_assumed_hardware_is_labelled_and_needs_no_data(model, capsys):
-    line = [
-        "--model",
-        model,
-        "--train-data",
-        "sbu=/nowhere/sbu::vg=/nowhere/vg",
-        "--debiased-sampling",
-    ]
+    line = (
+        f"--model {model} --train-data sbu=/nowhere/sbu::vg=/nowhere/vg --debiased-sampling".split()
+    )
     line += ["--effective-batch", "16384", "--epochs", "20", "--dga-retain", "1"]
     assert main(["plan", "--assume", "v100:8", *line]) == 1  # how many pairs there are is not known
     out = capsys.readouterr().out
