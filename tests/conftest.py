@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from support import warm
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # Under nohup the programs that tests start would inherit that SIGHUP is ignored, which a training respects.
@@ -35,6 +37,17 @@ sys.path[:0] = _OTHER
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [*_OTHER, *map(str, (ROOT / "src", ROOT / "tests", ROOT)), *_BEFORE]
 )
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_configure_node(node) -> None:
+    """In the controller: one warm Python for all workers."""
+    node.workerinput["warm_python"] = warm.python()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        warm.share(config.workerinput["warm_python"])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""`support/warm.py`: programs that it runs start, print and end as Python's own do."""
+"""`support/warm.py`: programs that it runs start, print and end as Python's own do; one server for pytest-xdist's workers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -71,3 +72,51 @@ def test_it_ends_as_the_program_ends(program, status):
     assert done.returncode == status and ("ZeroDivisionError" in done.stderr) == (
         program == "1 / 0"
     )
+
+
+ASKS = """
+import subprocess, sys
+from support import warm
+if sys.argv[1:]:
+    warm.share(sys.argv[1])
+    print(subprocess.check_output([warm.python(), "-c", "import os; print(os.getppid())"], text=True))
+else:
+    print(warm.python())
+"""
+
+
+def test_two_processes_share_a_server():
+    clients = [run(sys.executable, "-c", ASKS, warm.python()).stdout for _ in range(2)]
+    mine = run(warm.python(), "-c", "import os; print(os.getppid())").stdout
+    assert clients[0].strip() == clients[1].strip() == mine.strip() != ""
+    alone = run(sys.executable, "-c", ASKS).stdout.strip()
+    assert alone not in ("", warm.python()) and not os.path.exists(alone)  # ended with its process
+
+
+def test_the_workers_of_xdist_have_the_server_of_their_controller(request):
+    node = SimpleNamespace(workerinput={})
+    request.config.hook.pytest_configure_node(node=node)
+    assert node.workerinput["warm_python"] == warm.python()
+    of_controller = getattr(request.config, "workerinput", node.workerinput)["warm_python"]
+    assert warm.python() == of_controller
+
+
+OPENED = """
+import os, stat
+for fd in os.listdir("/proc/self/fd"):
+    try:
+        mode = os.fstat(int(fd)).st_mode
+    except OSError:  # of the listing itself
+        continue
+    if int(fd) > 2 and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
+        print(os.readlink(f"/proc/self/fd/{fd}"))
+"""
+
+
+def test_a_program_has_no_stream_of_another():
+    waits = [warm.python(), "-c", "print('begun', flush=True); input()"]
+    with subprocess.Popen(waits, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "begun\n"
+        done = run(warm.python(), "-c", OPENED)
+        other.communicate("\n")
+    assert (done.returncode, done.stdout, done.stderr, other.returncode) == (0, "", "", 0)

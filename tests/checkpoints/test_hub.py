@@ -66,15 +66,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.mark.parametrize("format", ["open_clip", "transformers"])
 def test_a_push_is_one_commit_with_a_card(hub, checkpoint, tmp_path, capsys, format):
-    command = [
-        "export",
-        str(checkpoint),
-        str(tmp_path / "out"),
-        "--format",
-        format,
-        "--license",
-        "mit",
-    ]
+    command = f"export {checkpoint} {tmp_path / 'out'} --format {format} --license mit".split()
     assert main([*command, "--push-to-hub", "me/model", "--private"]) == 0
     out = capsys.readouterr().out
     assert f"Pushed: {hub.address}/me/model/commit/" in out and "after moving" not in out

@@ -17,14 +17,7 @@ import sys
 from open_clip_zerovl.core.processes import supervise
 sys.exit(supervise(sys.argv[2:], torchrun=sys.argv[1] == "torchrun"))
 """
-TORCHRUN = [
-    sys.executable,
-    str(ROOT / "src/training/main.py"),
-    "--torchrun",
-    "--standalone",
-    "--nproc-per-node=2",
-    "--",
-]
+TORCHRUN = f"{sys.executable} {ROOT / 'src/training/main.py'} --torchrun --standalone --nproc-per-node=2 --".split()
 SLOW_TO_SAVE = """
 import os, pathlib, signal, sys, time
 asked = []

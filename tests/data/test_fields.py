@@ -194,7 +194,7 @@ def test_other_words_and_tables_are_refused(tmp_path):
     assert next(out_of_range(AllFlags(captions="some"))).startswith(
         "--captions some is out of range; give one-per-epoch, all, FIELD=SHARE,... or FIELD+FIELD"
     )
-    with pytest.raises(UserError, match="unknown --captions 'some'"):
+    with pytest.raises(UserError, match="unknown --captions 'some'; use one of one-per-epoch, all"):
         parse_sources(f"a={tmp_path}", captions="some")
     (tmp_path / "pairs.csv").write_text("filepath\ttitle\na.png\ta\n")
     with pytest.raises(UserError, match="is a table, whose samples have no fields"):

@@ -59,12 +59,6 @@ def test_is_named():
     assert not is_named(None)
 
 
-def test_weights_in_order_and_by_name(tmp_path):
-    data = "::".join(f"{name}={write_source(tmp_path / name, 0, 4, 4)}" for name in ("a", "b", "c"))
-    assert [source.weight for source in parse_sources(data, "1::2::0.5")] == [1, 2, 0.5]
-    assert [source.weight for source in parse_sources(data, "c=3")] == [1, 1, 3]
-
-
 @pytest.mark.parametrize(
     "data, weights, words",
     [

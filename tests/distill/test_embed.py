@@ -277,16 +277,7 @@ def test_too_little_room_is_refused_before_the_work(tmp_path, data, monkeypatch)
 def test_the_command_tells_time_and_size_and_goes_on_when_called_again(tmp_path, data, capsys):
     register(tmp_path / "configs", "teach2", NATIVE_VISION, CLIP_TEXT)
     checkpoint = write_run(tmp_path / "run", random_model("teach2"), {"model": "teach2"})
-    words = [
-        "teacher",
-        str(checkpoint),
-        "--train-data",
-        data,
-        "--out",
-        str(tmp_path / "out"),
-        "--views",
-        "3",
-    ]
+    words = f"teacher {checkpoint} --train-data {data} --out {tmp_path / 'out'} --views 3".split()
     words += ["--image-size", "32", "--aug-cfg", "scale=(0.6,1.0)", "--device", "cpu"]
     assert zerovl(words) == 0
     said = capsys.readouterr().out

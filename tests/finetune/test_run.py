@@ -103,17 +103,7 @@ def prepared_for(before, train_data, new, sources, factors=None) -> Prepared:
 
 def arguments(made: Path, out: Path, *more: str) -> list[str]:
     start = made / "start" / "checkpoints" / "epoch_1.pt"
-    return [
-        "finetune",
-        "--from",
-        str(start),
-        "--data",
-        str(made / "mine"),
-        "--out",
-        str(out),
-        *ASKED,
-        *more,
-    ]
+    return [*f"finetune --from {start} --data {made / 'mine'} --out {out}".split(), *ASKED, *more]
 
 
 @pytest.fixture

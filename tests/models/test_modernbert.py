@@ -123,14 +123,6 @@ def test_a_folders_weights_are_loaded_whatever_head_they_were_stored_with(tower,
     )
 
 
-@pytest.mark.line("3.3", reason="open_clip 4 does not ask ModernBERT for a pooler")
-def test_a_pooler_that_it_has_not_is_refused(tower, tmp_path):
-    text = {**bert_text(tower), "hf_pooler_type": "cls_pooler"}
-    name = register(tmp_path, "pooled-modernbert", NATIVE_VISION, text)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'add_pooling_layer'"):
-        create_model_and_transforms(name)
-
-
 def test_rotary_frequencies_stay_in_float32_where_the_model_is_cast(small):
     """Checkpoints do not hold them: if training rounded them to bfloat16, they would differ in evaluation."""
     model = random_model(small)

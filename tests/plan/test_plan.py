@@ -109,18 +109,8 @@ def test_flags_of_training_are_passed_over_in_either_form():
         ("--model m", "give --train-data"),
         ("--modle m", "there is no flag --modle; did you mean --model?"),
         ("--model m --train-data a=/x --epochs 0", "--epochs 0"),
-        ("--model m --train-data a=/x --epochs two", "invalid int"),
         ("--model m --train-data a=/x --token-drop 1.5", "--token-drop 1.5"),
         ("word --model m --train-data a=/x", "unexpected argument 'word'"),
-        (
-            "--model m --train-data a=/x --dga-stepz 4",
-            "there is no flag --dga-stepz; did you mean --dga-steps?",
-        ),
-        (
-            "--model m --train-data a=/x --batch-sise=3",
-            "there is no flag --batch-sise; did you mean --batch-size?",
-        ),
-        ("--model m --train-data a=/x --sampling random --debiased-sampling", "contradict"),
         ("--model m --train-data a=/x --assume p100:8", "--assume p100:8 is not a known GPU"),
         ("--model m --train-data a=/x --assume v100:many", "no number of GPUs"),
         ("--model m --train-data a=/x --assume v100:2 --gpus 2", "both give a number"),
@@ -507,14 +497,7 @@ def test_retrieval_sets(tmp_path):
 
 
 def test_what_is_missing_gives_status_1(model, tmp_path, capsys):
-    line = [
-        "--model",
-        model,
-        "--train-data",
-        f"{two_sources(tmp_path)}::cc3m={tmp_path}/cc3m",
-        "--device",
-        "cpu",
-    ]
+    line = f"--model {model} --train-data {two_sources(tmp_path)}::cc3m={tmp_path}/cc3m --device cpu".split()
     line += ["--batch-size", "4", "--workers", "0", "--precision", "fp32", "--logs", str(tmp_path)]
     assert main(["plan", *line]) == 1
     out = capsys.readouterr().out
@@ -527,13 +510,9 @@ def test_what_is_missing_gives_status_1(model, tmp_path, capsys):
 
 
 def test_assumed_hardware_is_labelled_and_needs_no_data(model, capsys):
-    line = [
-        "--model",
-        model,
-        "--train-data",
-        "sbu=/nowhere/sbu::vg=/nowhere/vg",
-        "--debiased-sampling",
-    ]
+    line = (
+        f"--model {model} --train-data sbu=/nowhere/sbu::vg=/nowhere/vg --debiased-sampling".split()
+    )
     line += ["--effective-batch", "16384", "--epochs", "20", "--dga-retain", "1"]
     assert main(["plan", "--assume", "v100:8", *line]) == 1  # how many pairs there are is not known
     out = capsys.readouterr().out

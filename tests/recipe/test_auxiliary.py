@@ -18,7 +18,6 @@ from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
-from open_clip_zerovl.models.build import create_model_and_transforms
 from open_clip_zerovl.models.long_context import lengthen
 from open_clip_zerovl.recipe.apply import apply_methods
 from open_clip_zerovl.recipe.flags import RecipeConfig
@@ -173,17 +172,6 @@ def test_groups_are_never_loaded_in_part(tmp_path, teacher, loaded, words):
     assert report.loaded == loaded and words in str(report)
     left = [name for name in before if group_of(name) not in loaded]
     assert left and all(torch.equal(student.state_dict()[name], before[name]) for name in left)
-
-
-def test_bert_is_initialised_whole(tmp_path, bert):
-    assert (
-        len(
-            init_from(
-                timm_bert(bert), saved(randomised(timm_bert(bert)), tmp_path / "bert.pt")
-            ).loaded
-        )
-        == 5
-    )
 
 
 def test_a_checkpoint_that_fits_nowhere_is_an_error(tmp_path, bert):
@@ -447,19 +435,19 @@ def test_channels_last_and_frozen_statistics_are_flags_of_the_model(caplog):
 
 
 @pytest.mark.parametrize(
-    ("flags", "pretrained", "words"),
+    ("flags", "words"),
     [
-        ({"sampling": "debiased"}, None, "batches of one source and leave those of the pool"),
-        ({"sampling": "random"}, None, None),
-        ({"sampling": "debiased", "freeze_norm_statistics": True}, None, None),
+        ({"sampling": "debiased"}, "batches of one source and leave those of the pool"),
+        ({"sampling": "random"}, None),
+        ({"sampling": "debiased", "freeze_norm_statistics": True}, None),
     ],
 )
-def test_batch_norm_beside_one_source_batches_is_named(tmp_path, caplog, flags, pretrained, words):
+def test_batch_norm_beside_one_source_batches_is_named(tmp_path, caplog, flags, words):
     vision = {"layers": [1, 1, 1, 1], "width": 16, "image_size": 64}
     name = register(tmp_path, f"norms-{tmp_path.name}", vision, CLIP_TEXT)
     args = Namespace(precision="fp32", seed=0, lock_image=False)
     with caplog.at_level("WARNING"):
-        create_model(RecipeConfig(**flags), args, name, pretrained)
+        create_model(RecipeConfig(**flags), args, name, None)
     assert ("--freeze-norm-statistics" in caplog.text) == (words is not None)
     assert words is None or words in caplog.text
 
@@ -480,12 +468,6 @@ def test_a_frozen_model_is_copied_and_pickled_whole():
 
 
 # --- unlocking layers ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.line("3.3", reason="open_clip 4 unlocks layers of BERT by itself")
-def test_open_clip_cannot_unlock_bert(bert):
-    with pytest.raises(KeyError):
-        timm_bert(bert).lock_text_tower(unlocked_layers=1, freeze_layer_norm=True)
 
 
 @pytest.mark.parametrize("unlocked", [0, 1, 2, 3])
@@ -544,7 +526,7 @@ def test_a_quarter_of_the_patches_is_dropped_and_the_class_token_kept(kind, bert
         assert torch.equal(plain.eval().encode_image(images), features)
 
 
-def test_a_tower_that_ignores_token_drop_is_refused(bert, tmp_path):
+def test_a_tower_that_ignores_token_drop_is_refused(bert):
     resnet = {"layers": [1, 1, 1, 1], "width": 16, "image_size": 64, "patch_dropout": 0.25}
     model = open_clip.CLIP(
         embed_dim=16, vision_cfg=resnet, text_cfg=CLIP_TEXT
@@ -552,16 +534,6 @@ def test_a_tower_that_ignores_token_drop_is_refused(bert, tmp_path):
     for made in (model, timm_bert(bert), native(vision={"patch_dropout": 0.5})):
         with pytest.raises(UserError, match="does not drop 0.25 of its tokens"):
             check_token_drop(made, 0.25)
-    convnet = {
-        "timm_model_name": "resnet10t",
-        "timm_model_pretrained": False,
-        "timm_proj": "linear",
-        "image_size": 64,
-    }
-    name = register(tmp_path, "token-drop-convnet", convnet, CLIP_TEXT)
-    create_model_and_transforms(name)
-    with pytest.raises(TypeError, match="patch_drop_rate"):  # timm's own
-        create_model_and_transforms(name, force_patch_dropout=0.25)
 
 
 # --- the optimizer ---------------------------------------------------------------------------------------------------

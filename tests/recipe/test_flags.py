@@ -203,7 +203,6 @@ REFUSED = """
 --mixup-of=both | --mixup-of is now --ablate mixup-both
 word | unexpected argument 'word'; write it as --flag value
 --dga-steps many | argument --dga-steps: invalid int value: 'many'; `python
---epochs many | argument --epochs: invalid int value: 'many'; `python
 --dga-retain some | argument --dga-retain: 'some' is not a value of this flag; give auto, or a number of at least 0; `python
 --aug-cfg scale | --aug-cfg or --opt-kwargs is not understood
 --aug-cfg scale=(0.6, | --aug-cfg or --opt-kwargs is not understood
@@ -217,7 +216,6 @@ word | unexpected argument 'word'; write it as --flag value
 --positives both --coin-flip-mixup | --coin-flip-mixup does not work with --positives: a mixed sample
 --positives both --ablate detached-gather | --ablate detached-gather does not work with --positives
 --sort-text --freeze text --cache-frozen /y | --cache-frozen of the text tower does not work with --sort-text: such
---ablate iid | argument --ablate: invalid choice: 'iid'
 --ablate iid-draw | --ablate iid-draw needs --debiased-sampling
 --debiased-sampling --debiased-share 0.8 --ablate iid-draw | --debiased-share 0.8 does not work with --ablate iid-draw
 --ablate mixup-both | --ablate mixup-both needs --coin-flip-mixup

@@ -144,13 +144,6 @@ def test_a_main_row_follows_from_the_records(label, run, against, measure):
         assert [one[1:4] for one in page_rows() if one[0] == label].count(shown) == 1
 
 
-def test_the_page_has_no_names_of_conditions():
-    words = set(
-        re.findall(r"[\w.-]+", (ROOT / "docs/results/emoji.md").read_text(encoding="utf-8"))
-    )
-    assert not words & {name for name in CONDITIONS if "-" in name}
-
-
 def test_the_numbers_of_the_overview_are_those_of_the_records():
     """Each `+13 (+2 to +24)` in the section on emoji of docs/results.md."""
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")

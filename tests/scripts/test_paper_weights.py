@@ -59,23 +59,8 @@ def test_the_released_layout_is_converted_verified_and_scored(tmp_path, bert, ca
     )  # more than five count as five
     write_retrieval_set(tmp_path / "f30k", [5] * 3)
     out = tmp_path / "out"
-    given = [
-        f"100m={checkpoint}",
-        "--coco",
-        str(tmp_path / "coco"),
-        "--f30k",
-        str(tmp_path / "f30k"),
-    ]
-    given += [
-        "--text-model",
-        str(bert),
-        "--image-model",
-        IMAGE_MODEL,
-        "--out",
-        str(out),
-        "--workers",
-        "0",
-    ]
+    given = f"100m={checkpoint} --coco {tmp_path / 'coco'} --f30k {tmp_path / 'f30k'}".split()
+    given += f"--text-model {bert} --image-model {IMAGE_MODEL} --out {out} --workers 0".split()
     assert main(given) == 1  # other sets than the paper's
     shown = capsys.readouterr().out
     assert "100m: converted and verified" in shown and "squash 256, crop 224" in shown

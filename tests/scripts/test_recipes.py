@@ -232,13 +232,7 @@ def test_with_sbatch_the_batch_file_is_submitted(tmp_path):
     fill(tmp_path, "coco/train", "coco/test")
     command = [
         *RECIPES_PROGRAM,
-        "train-finetune-coco",
-        "--data",
-        tmp_path,
-        "--gpus",
-        "8",
-        "--gpu-memory",
-        "32",
+        *f"train-finetune-coco --data {tmp_path} --gpus 8 --gpu-memory 32".split(),
     ]
     command += ["--nodes", "2", "--sbatch=--partition=gpu", *settings("init-from=a.pt")]
     blind = subprocess.run(
@@ -441,14 +435,9 @@ def test_ranks_without_a_checkpoint_to_write_wait_for_the_one_that_writes(workpl
         "save-every-steps=",
     )
     line, _ = shown("clip", "--gpus", "0", "--data", workplace / "data", *values)
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "--",
-    ]
+    torchrun = (
+        f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node=2 --".split()
+    )
     log, folder = tmp_path / "log", workplace / "logs" / "slow"
     run = start([*torchrun, tmp_path / "slow.py", *line[2:]], log)
     try:

@@ -82,16 +82,7 @@ def test_a_runs_checkpoints_are_measured_as_they_are(tmp_path, monkeypatch, caps
     ]
     monkeypatch.setattr(replay, "load_drawn_split", lambda *_: {"openmoji": pairs})
     out = tmp_path / "replay.json"
-    argv = [
-        "--run",
-        str(tmp_path / "run"),
-        "--draws",
-        "2",
-        "--dropout",
-        "0.1,0.3",
-        "--out",
-        str(out),
-    ]
+    argv = f"--run {tmp_path / 'run'} --draws 2 --dropout 0.1,0.3 --out {out}".split()
     assert replay.main(argv) == 0, capsys.readouterr().err
     found = json.loads(out.read_text())
     assert [(one["epoch"], one["dropout"]) for one in found] == [(1, 0.1), (1, 0.3)]

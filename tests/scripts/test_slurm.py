@@ -151,20 +151,21 @@ def wait_for(
         time.sleep(every)
 
 
-# A launcher that is asked to stop: the ranks need a while to save.
-SAVES_WHEN_ASKED = (
-    "trap 'sleep 1; exit 85' USR1; touch {folder}/started; while :; do sleep 0.1; done"
-)
+def signalled(stub: Stub, srun: str, number: int) -> tuple[int, str]:
+    """Exit status and output of a job whose srun has touched `started` when this signal reaches the batch file."""
+    process = stub.start("--name", "a-run", srun=srun)
+    wait_for((stub.folder / "started").exists, 10, "srun")
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=30)
+    return process.returncode, output
 
 
 def test_short_of_time_the_ranks_are_asked_to_stop_and_the_job_goes_back(stub):
     """Also where the ranks leave no marker: the signal came before their first step."""
-    srun = SAVES_WHEN_ASKED.format(folder=stub.folder)
-    process = stub.start("--name", "a-run", srun=srun)
-    wait_for((stub.folder / "started").exists, 10, "srun")
-    process.send_signal(signal.SIGUSR1)
-    output, _ = process.communicate(timeout=30)
-    assert process.returncode == 85 and "scontrol requeue 4711" in stub.calls, output
+    # A launcher that is asked to stop: the ranks need a while to save.
+    srun = f"trap 'sleep 1; exit 85' USR1; touch {stub.folder}/started; while :; do sleep 0.1; done"
+    status, output = signalled(stub, srun, signal.SIGUSR1)
+    assert status == 85 and "scontrol requeue 4711" in stub.calls, output
 
 
 @pytest.mark.parametrize("saved", [True, False])
@@ -174,29 +175,17 @@ def test_a_run_that_saves_each_epoch_only_goes_back_if_one_has_ended(stub, saved
     checkpoints.mkdir(parents=True)
     (checkpoints / "epoch_1.pt").touch()  # of an earlier start
     wrote = f"sleep 0.1; touch {checkpoints}/epoch_2.pt; " if saved else ""
-    started = stub.folder / "started"
-    process = stub.start(
-        "--name",
-        "a-run",
-        srun=f"trap 'exit 138' USR1; {wrote}touch {started}; while :; do sleep 0.1; done",
-    )
-    wait_for(started.exists, 10, "srun")
-    process.send_signal(signal.SIGUSR1)
-    output, _ = process.communicate(timeout=30)
+    started = f"touch {stub.folder}/started; while :; do sleep 0.1; done"
+    status, output = signalled(stub, f"trap 'exit 138' USR1; {wrote}{started}", signal.SIGUSR1)
     assert ("scontrol requeue 4711" in stub.calls) is saved, output
-    assert ("ask for more --time" in output) is not saved and process.returncode == (
-        138 if saved else 2
-    )
+    assert ("ask for more --time" in output) is not saved and status == (138 if saved else 2)
 
 
 def test_ended_by_slurm_it_leaves_the_queue_to_slurm(stub):
     """SIGTERM: a preempted job is put back by SLURM, and a cancelled one must stay cancelled."""
     srun = f"touch {stub.folder}/started; sleep 1; touch {stub.marker}; exit 85"
-    process = stub.start("--name", "a-run", srun=srun)
-    wait_for((stub.folder / "started").exists, 10, "srun")
-    process.terminate()
-    process.communicate(timeout=30)
-    assert process.returncode == 85 and "requeue" not in stub.calls
+    status, output = signalled(stub, srun, signal.SIGTERM)
+    assert status == 85 and "requeue" not in stub.calls, output
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -20,16 +20,21 @@ from training.stopping import Preemption
 _step = 2
 
 
-def _in_step(act: Callable[[], None]) -> None:
-    stock, steps = DecoupledGradientAccumulation.backward, []
+def _in_call(owner: type, name: str, act: Callable[[], None]) -> None:
+    """Act at the beginning of the `_step`-th call of a method."""
+    stock, calls = getattr(owner, name), []
 
-    def backward(self, *arguments, **options):
-        steps.append(1)
-        if len(steps) == _step:
+    def method(self, *arguments, **options):
+        calls.append(1)
+        if len(calls) == _step:
             act()
         return stock(self, *arguments, **options)
 
-    DecoupledGradientAccumulation.backward = backward
+    setattr(owner, name, method)
+
+
+def _in_step(act: Callable[[], None]) -> None:
+    _in_call(DecoupledGradientAccumulation, "backward", act)
 
 
 def _raises(error: BaseException) -> Callable[[], None]:
@@ -46,18 +51,6 @@ def _signals(*numbers: int) -> Callable[[], None]:
             time.sleep(0.01)  # Python calls a handler between two of its instructions
 
     return act
-
-
-def _defect_in_the_loss() -> None:
-    stock, calls = losses.ContrastiveLoss.forward, []
-
-    def forward(self, *arguments, **options):
-        calls.append(1)
-        if len(calls) == _step:
-            raise ZeroDivisionError("a defect in the loss")
-        return stock(self, *arguments, **options)
-
-    losses.ContrastiveLoss.forward = forward
 
 
 def _defect_in_a_worker() -> None:
@@ -119,7 +112,9 @@ FAULTS: dict[str, Callable[[], None]] = {
     "killed after the first step": _killed_after_the_first_step,
     "loader worker killed": lambda: _in_step(_kill_a_loader_worker),
     "full disk": lambda: _in_step(_full_disk),
-    "defect in the loss": _defect_in_the_loss,
+    "defect in the loss": lambda: _in_call(
+        losses.ContrastiveLoss, "forward", _raises(ZeroDivisionError("a defect in the loss"))
+    ),
     "defect in a loader worker": _defect_in_a_worker,
     "auto keeps 1 graph": _auto_keeps(1),
     "auto keeps 3 graphs": _auto_keeps(3),

@@ -1,7 +1,8 @@
 """A Python that starts in no time: tests run programs by it as by `sys.executable`, in processes of their own.
 
 Most of a short program's time is the import of torch, torchvision, timm, transformers and open_clip. A server imports them once
-(`IMPORTED`; nothing of this project) and forks for each program. `python()` is the path of a stub for `sys.executable`:
+(`IMPORTED`; nothing of this project), when the first program comes, and forks for each program. All workers of pytest-xdist
+have the controller's server (`share`, called by tests/conftest.py). `python()` is the path of a stub for `sys.executable`:
 
     subprocess.run([warm.python(), "-m", "training.main", ...], cwd=..., env=..., capture_output=True)
 
@@ -39,6 +40,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal
 _python: str | None = None
 
 
+def share(stub: str) -> None:
+    """Use the server that another process has started, by its stub's path; it ends with that process."""
+    global _python
+    _python = stub
+
+
 def python() -> str:
     """The stub's path. The first call starts the server, which ends with this process."""
     global _python
@@ -53,7 +60,7 @@ def python() -> str:
         listener = socket.socket(socket.AF_UNIX)
         address = os.path.join(folder, "socket")
         listener.bind(address)
-        listener.listen(64)  # programs may call before the imports are done
+        listener.listen(64)  # programs call before the imports are done
         fd = listener.fileno()
         _python = os.path.join(folder, "python")
         command = [sys.executable, os.path.abspath(__file__), "serve", str(fd), _python]
@@ -74,8 +81,14 @@ def python() -> str:
 
 
 def _end(owner: int, server: Any, folder: str) -> None:
+    import subprocess
+
     if os.getpid() == owner:  # and not a process that a test has forked
-        server.kill()
+        server.stdin.close()  # so that it ends its programs too
+        try:
+            server.wait(timeout=2)
+        except subprocess.TimeoutExpired:  # in its imports
+            server.kill()
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -150,6 +163,7 @@ def serve(listener: socket.socket) -> dict | None:
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
                 for number, fd in enumerate(fds):
                     os.dup2(fd, number)
                 for opened in (*fds, wake_read, wake_write):
@@ -222,13 +236,15 @@ def main() -> int:
     del sys.path[0]  # this folder
     without = [sys.executable, "-E", "-c", "import json, sys; print(json.dumps(sys.path[1:]))"]
     base = json.loads(subprocess.run(without, capture_output=True, check=True).stdout)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C in the tests' terminal: our standard input ends then
+    # Ctrl-C in the tests' terminal: our standard input ends then.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    listener = socket.socket(fileno=int(sys.argv[2]))
+    ready, _, _ = select.select([0, listener], [], [])
+    if 0 in ready:  # no test had a program
+        return 0
     for name in IMPORTED:
         importlib.import_module(name)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    request = serve(socket.socket(fileno=int(sys.argv[2])))
+    request = serve(listener)
     if request is not None:
         become(request, base, sys.argv[3])
     return 0

@@ -60,22 +60,19 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def checkpoints(folder: Path, keep: int, **more) -> StepCheckpoints:
+def save(folder: Path, epoch: int, step: int, keep: int) -> None:
     args = argparse.Namespace(
         save_logs=True,
         checkpoint_path=str(folder),
         name="run",
         logs="logs",
         save_most_recent=False,
-        **more,
     )
-    return StepCheckpoints(args, every=2, keep=keep)
-
-
-def save(folder: Path, epoch: int, step: int, keep: int) -> None:
     model = torch.nn.Linear(2, 2)
     position = Position(epoch, step, Batching(8))
-    checkpoints(folder, keep).write(model, torch.optim.AdamW(model.parameters()), None, position)
+    StepCheckpoints(args, every=2, keep=keep).write(
+        model, torch.optim.AdamW(model.parameters()), None, position
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,14 +96,7 @@ def test_which_checkpoints_stay(tmp_path, before, saved, keep, after):
 
     for short in before:
         write(tmp_path, name(short.removesuffix(" cut")), cut=short.endswith(" cut"))
-    args = argparse.Namespace(
-        save_logs=True, checkpoint_path=str(tmp_path), name="x", logs="l", save_most_recent=False
-    )
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    StepCheckpoints(args, every=2, keep=keep).write(
-        model, optimizer, None, Position(1, saved, Batching(8))
-    )
+    save(tmp_path, 1, saved, keep)
     assert names(tmp_path) == sorted(map(name, after))
     assert newest_whole(str(tmp_path)) == str(tmp_path / name(f"1:{saved}"))
 

@@ -290,14 +290,9 @@ def test_without_logs_no_message_claims_a_checkpoint(train):
 @pytest.mark.slow(reason="two trainings of a rare flag")
 def test_remote_sync_ends_and_has_the_last_checkpoint(train):
     remote = train.folder / "remote"
-    extra = [
-        "--remote-sync",
-        str(remote),
-        "--remote-sync-protocol",
-        "fsspec",
-        "--remote-sync-frequency",
-        "1000",
-    ]
+    extra = (
+        f"--remote-sync {remote} --remote-sync-protocol fsspec --remote-sync-frequency 1000".split()
+    )
     train(None, *extra, "--epochs", "1", name="synced", status=0)
     assert (remote / "synced" / "checkpoints" / "epoch_1.pt").exists()
     train("sigterm", *extra, name="stopped-sync", status=85)

@@ -167,21 +167,16 @@ def test_the_teacher_of_a_distillation_is_the_model_that_was_named(run, data):
     assert "Distill_loss" in (data / "logs" / "distilled" / "out.log").read_text()
 
 
+# The words are open_clip's and torch's own; one of each kind of error that is shown: of Python's RuntimeError, AssertionError,
+# ValueError and TypeError, of torch's sampler, and of a file that is missing before and in a step.
 IN_ITS_WORDS = {
     "--train-data s/{0..2}.tar": "the number of dataset samples must be specified",
     "--train-data s/{0..2}.tar --train-num-samples 24 --workers 4": "number of shards must be >= total workers",
-    "--train-data s/0.tar --train-num-samples 8 --train-data-upsampling-factors 2": "with --dataset-resampled",
     "--train-data nowhere": "failed for extension nowhere",
-    "--val-data s": "failed for extension s",
-    "--train-data p/beside.tsv --csv-separator \t": "0.png: No such file or directory; correct the path",
-    "--train-data empty.tsv --csv-separator \t": "torch: num_samples should be a positive integer",
     "--train-data here.csv --aug-cfg scal=(0.6,1.0)": "keyword argument 'scal'",
-    "--train-data here.csv --aug-cfg scale=0.6": "cale",
+    "--train-data empty.tsv --csv-separator \t": "torch: num_samples should be a positive integer",
     "--train-data there.csv": "there.csv: No such file or directory; correct the path",
-    "--train-data here.csv --imagenet-val nowhere": "nowhere: No such file or directory",
-    "--train-data here.csv --report-to wandb": "Please install wandb.",
-    "--train-data here.csv --lr-scheduler const-cooldown": "specify the number of cooldown epochs",
-    "--train-data here.csv --opt timm/adamw --lr 1 --eps 1 --beta1 0": "BOTH beta1 and beta2 must be specified",
+    "--train-data p/beside.tsv --csv-separator \t": "0.png: No such file or directory; correct the path",
 }
 
 
@@ -282,21 +277,14 @@ def test_no_shard_runs_what_it_holds(data, monkeypatch, caplog, extension):
     assert sample[extension.lower()] == content.getvalue()
 
 
-NOT_A_CHECKPOINT = {
-    "a table": ("filepath,title\n", "no.pt cannot be read"),
-    "a line": ("a table\n1\n", "no.pt cannot be read"),
-}
-
-
-@pytest.mark.parametrize("kind", NOT_A_CHECKPOINT)
-def test_a_file_that_is_not_a_checkpoint_is_refused(run, data, kind):
-    content, words = NOT_A_CHECKPOINT[kind]
+@pytest.mark.parametrize("content", ["filepath,title\n", "a table\n1\n"])
+def test_a_file_that_is_not_a_checkpoint_is_refused(run, data, content):
     path = data / "no.pt"
     path.write_text(content)
     status, said = run("--train-data", "here.csv", "--resume", str(path), name="x")
-    assert status == 2 and re.search(words, said)
+    assert status == 2 and "no.pt cannot be read" in said
     assert "weights_only" not in said  # torch's advice to load it unchecked
-    with pytest.raises(UserError, match=words) as refusal:
+    with pytest.raises(UserError, match="no.pt cannot be read") as refusal:
         read_state_dict(path)
     assert "weights_only" not in str(refusal.value)
 

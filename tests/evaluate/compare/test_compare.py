@@ -386,16 +386,7 @@ def test_the_command_compares_on_shards_and_tables(tmp_path: Path, clip_runs, ca
     ]
     command += ["--device", "cpu", "--draws", "200", "--out", str(tmp_path / "out")]
     shop = write_classes(tmp_path / "shop", "cat moon", each=9)
-    first = [
-        "--unseen",
-        f"c={c}",
-        "--concept",
-        "shows",
-        "--held-out",
-        "kept",
-        "--zero-shot-data",
-        f"shop={shop}",
-    ]
+    first = f"--unseen c={c} --concept shows --held-out kept --zero-shot-data shop={shop}".split()
     assert cli.main([*command, *first]) == 0
     printed = capsys.readouterr().out
     assert (
@@ -506,16 +497,7 @@ def test_exported_folders_and_checkpoints_of_ones_own_model_stand_side_by_side(
     (tmp_path / "run/params.txt").unlink()
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / f"{name}.json").write_text(json.dumps(config))
-    asked = [
-        "--data",
-        f"a={a}::b={b}",
-        "--out",
-        str(tmp_path / "out"),
-        "--device",
-        "cpu",
-        "--draws",
-        "100",
-    ]
+    asked = f"--data a={a}::b={b} --out {tmp_path / 'out'} --device cpu --draws 100".split()
     asked += ["--text-model", str(bert)]
     assert cli.main(["compare", f"one={folder}", f"two={run}", *asked]) == 2
     assert "no params.txt beside" in capsys.readouterr().err

@@ -627,16 +627,7 @@ def test_command_both_ways(tmp_path: Path, clip_runs, capsys: pytest.CaptureFixt
         write_folder(tmp_path / f"set{seed}", colour_set(n, seed=seed))
         for seed, n in enumerate((30, 12))
     )
-    common = [
-        "linear-probe",
-        clip_runs[0],
-        "--train",
-        str(train),
-        "--test",
-        str(test),
-        "--device",
-        "cpu",
-    ]
+    common = ["linear-probe", clip_runs[0], *f"--train {train} --test {test} --device cpu".split()]
     options = {
         "quick": [],
         "paper": ["--epochs", "3", "--batch-size", "15", "--micro-batch", "8", "--lr", "5"],

@@ -347,28 +347,9 @@ def test_parts_in_order_are_the_set(sets):
 def test_the_command_writes_row_json_csv_and_gallery(tmp_path, export, sets, capsys):
     data = f"coco={karpathy(sets)}::f30k={table(sets)}::wds={sets / 'wds'}"
     files = {key: tmp_path / "out" / f"o.{key}" for key in ("json", "csv", "html")}
-    arguments = [
-        "--output",
-        str(files["json"]),
-        "--csv",
-        str(files["csv"]),
-        "--gallery",
-        str(files["html"]),
-    ]
+    arguments = f"--output {files['json']} --csv {files['csv']} --gallery {files['html']}".split()
     assert (
-        main(
-            [
-                "retrieval",
-                str(export),
-                "--data",
-                data,
-                "--device",
-                "cpu",
-                "--workers",
-                "1",
-                *arguments,
-            ]
-        )
+        main([*f"retrieval {export} --data {data} --device cpu --workers 1".split(), *arguments])
         == 0
     )
     printed = capsys.readouterr().out.splitlines()
@@ -486,16 +467,7 @@ def test_two_ranks_give_the_numbers_of_one(tmp_path, export, sets):
         b"no picture"
     )  # of the second rank
     commands = [
-        [
-            "retrieval",
-            str(export),
-            "--data",
-            f"s={data}",
-            "--device",
-            "cpu",
-            "--output",
-            str(tmp_path / output),
-        ]
+        f"retrieval {export} --data s={data} --device cpu --output {tmp_path / output}".split()
         for data, output in (
             (karpathy(sets), "0.json"),
             (f"{sets / 'valid_anno.csv'}@{tmp_path / 'broken'}", "1.json"),

@@ -100,21 +100,7 @@ def test_results_equal_clip_benchmarks(tmp_path, export, capsys):
     recall = zeroshot_classification.balanced_accuracy_score(target, logits.argmax(1))
 
     output = tmp_path / "ours.json"
-    assert (
-        main(
-            [
-                "zero-shot",
-                str(export),
-                "--data",
-                f"s={root}",
-                "--device",
-                "cpu",
-                "--output",
-                str(output),
-            ]
-        )
-        == 0
-    )
+    assert main(f"zero-shot {export} --data s={root} --device cpu --output {output}".split()) == 0
     written = json.loads(output.read_text())
     ours = written["results"]["s"]
     assert written["templates"]["s"] == TEMPLATES and ours["classes"] == 7

@@ -241,18 +241,7 @@ def test_small_clusters_go_to_their_neighbours():
 
 
 def test_every_cluster_fills_the_batch_that_was_named(model, source, tmp_path, capsys):
-    command = [
-        "cluster",
-        model,
-        "--data",
-        source,
-        "--out",
-        str(tmp_path),
-        "--clusters",
-        "9",
-        "--preview",
-        "0",
-    ]
+    command = f"cluster {model} --data {source} --out {tmp_path} --clusters 9 --preview 0".split()
     assert cli.main([*command, "--device", "cpu"]) == 0
     assert (
         min(s.num_samples for s in parse_sources(f"cc={tmp_path}")) < 10

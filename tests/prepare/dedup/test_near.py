@@ -239,15 +239,9 @@ def test_what_is_packed_leaves_out_copies_of_test_pictures(tmp_path: Path, origi
         (tmp_path / "mine" / f"{i}.jpg").write_bytes(jpeg(resized(originals[1 + i], 0.5), 70))
         rows.append(f"{i}.jpg,caption {i}")
     (tmp_path / "mine" / "pairs.csv").write_text("\n".join([*rows, "1.jpg,caption again"]) + "\n")
-    command = [
-        "data",
-        "pack",
-        str(tmp_path / "mine" / "pairs.csv"),
-        "--out",
-        str(tmp_path / "out"),
-        "--threads",
-        "2",
-    ]
+    command = (
+        f"data pack {tmp_path / 'mine' / 'pairs.csv'} --out {tmp_path / 'out'} --threads 2".split()
+    )
     drop = ["--drop-near", f"coco={tmp_path}/coco"]
     assert cli.main([*command, *drop]) == 0
     assert "near coco" in capsys.readouterr().out
