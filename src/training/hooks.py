@@ -2,9 +2,9 @@
 
 `open_clip_train.main` looks up the functions that it calls as module globals. `replaced` swaps some of them within a `with`
 block and restores them after it. Each supported line of releases has a module (`openclip_v3`, `openclip_v4`) that names them
-and calls the hooks, which are the public methods of `run.Run`, as that main calls its own functions. If a name is missing, not
-used by main, or has another signature, the run stops before it starts, and the message gives open_clip's version: a change of
-open_clip's internals must not go unnoticed.
+and calls the hooks, which are the public methods of `run.TrainingRun`, as that main calls its own functions. If a name is
+missing, not used by main, or has another signature, the run stops before it starts, and the message gives open_clip's version:
+a change of open_clip's internals must not go unnoticed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import torch
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import save_atomically
-from open_clip_zerovl.core.releases import Line, line_of
+from open_clip_zerovl.core.releases import ReleaseLine, line_of
 from training import openclip_v3, openclip_v4
 
-TABLES: dict[Line, Any] = {table.LINE: table for table in (openclip_v3, openclip_v4)}
+TABLES: dict[ReleaseLine, Any] = {table.LINE: table for table in (openclip_v3, openclip_v4)}
 
 
 def check_host(main: ModuleType | None = None, version: str = open_clip.__version__) -> Any:

@@ -37,7 +37,7 @@ Command = tuple[argparse.Namespace, AllFlags]
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Parser(argparse.ArgumentParser):
+class TrainingParser(argparse.ArgumentParser):
     """A parser whose errors are one sentence, with the nearest flag for an unknown one."""
 
     def parse_args(self, args=None, namespace=None):
@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of our flags. It allows no abbreviations: `--lr` must stay open_clip's."""
-    parser = Parser(
+    parser = TrainingParser(
         prog="python -m training.main",
         description="open_clip's training program with the ZeroVL recipe. All flags of this page are off by default; "
         "without them the program is open_clip's own, bit for bit. open_clip's flags follow below.",
@@ -81,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def open_clip_parser() -> Parser:
+def open_clip_parser() -> TrainingParser:
     """open_clip's own parser, which its `parse_args` makes in each call."""
     with _made_by_open_clip() as made:
         host_params.parse_args([])
@@ -89,12 +89,12 @@ def open_clip_parser() -> Parser:
 
 
 @contextmanager
-def _made_by_open_clip() -> Iterator[list[Parser]]:
-    """Within the block open_clip's `parse_args` makes a `Parser`; those made are in the list."""
-    made: list[Parser] = []
+def _made_by_open_clip() -> Iterator[list[TrainingParser]]:
+    """Within the block open_clip's `parse_args` makes a `TrainingParser`; those made are in the list."""
+    made: list[TrainingParser] = []
 
-    def make() -> Parser:
-        made.append(Parser(prog="python -m training.main"))
+    def make() -> TrainingParser:
+        made.append(TrainingParser(prog="python -m training.main"))
         return made[-1]
 
     host_params.argparse = SimpleNamespace(ArgumentParser=make)
@@ -104,7 +104,7 @@ def _made_by_open_clip() -> Iterator[list[Parser]]:
         host_params.argparse = argparse
 
 
-def _parse_open_clip(words: Sequence[str]) -> tuple[argparse.Namespace, Parser]:
+def _parse_open_clip(words: Sequence[str]) -> tuple[argparse.Namespace, TrainingParser]:
     with _made_by_open_clip() as made:
         return host_params.parse_args(list(words)), made[0]
 

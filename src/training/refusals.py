@@ -1,7 +1,7 @@
 """Flags of open_clip that do not work with the recipe, by theme.
 
 The requirements and contradictions of a single flag of ours are declared with that flag (`recipe.flags`); so are
-ranges. Mistakes that open_clip's main reports in a sentence of its own are left to it (`run.Run`).
+ranges. Mistakes that open_clip's main reports in a sentence of its own are left to it (`run.TrainingRun`).
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def train(args: argparse.Namespace, config: AllFlags) -> int:
             )  # open_clip's main does so only after the data is opened
         if config.active and not (config.verbose or args.debug):
             console.shorten(rank, weights_follow=bool(args.resume or config.init_from))
-        run = Run(args, config, line, console)
+        run = TrainingRun(args, config, line, console)
         run.open(rank)
         run.start()
     except stopping.Stopped as stopped:
@@ -86,7 +86,7 @@ def train(args: argparse.Namespace, config: AllFlags) -> int:
     return 0
 
 
-class Run:
+class TrainingRun:
     """One run of open_clip's main. Its public methods after `start` are the hooks that `openclip_v3` and `openclip_v4` call.
 
     Attributes:
@@ -110,7 +110,7 @@ class Run:
         self._handlers = ExitStack()
         # set by `open`
         self.model_name = args.model
-        self.inputs = data.Inputs()
+        self.inputs = data.TrainingInputs()
         self.lock: int | None = None
         self.fresh = False
         # set by the hooks, in main's order

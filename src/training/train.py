@@ -39,7 +39,7 @@ from open_clip_zerovl.recipe.step import MicroBatch, RecipeStep
 from open_clip_zerovl.sampling.schedule import Batching
 from training.checkpointing import StepCheckpoints
 from training.resume import Position
-from training.run_log import Facts, RunLog
+from training.run_log import RunFacts, RunLog
 from training.step_log import StepLog
 from training.stopping import Preemption, Stopped
 
@@ -203,7 +203,7 @@ class Trainer:
             bare = getattr(model, "module", model)
             resumed = args.resume if self.resumed is not None or epoch else None
             counts = (loader.num_samples, steps, epoch, start)
-            facts = Facts(
+            facts = RunFacts(
                 args,
                 self.config,
                 bare,

@@ -186,7 +186,11 @@ def whole_model(model: ClipModel) -> tuple[Any, dict[str, Tensor], bool]:
         refuse("it has a logit_bias (SigLIP), and transformers' dual encoders have none")
     try:
         image, text = image_tower(model), text_tower(model)
-    except (AttributeError, LookupError, TypeError) as error:  # it lacks a part that `Tower` needs
+    except (
+        AttributeError,
+        LookupError,
+        TypeError,
+    ) as error:  # it lacks a part that `TransformersTower` needs
         refuse(f"its towers have other parts ({first_line(error)})")
     towers = {"vision_config": image.config.to_dict(), "text_config": text.config.to_dict()}
     scale = model.logit_scale.detach().float().reshape(())

@@ -17,7 +17,7 @@ from open_clip_zerovl.core.errors import DEBUG, DEBUG_HELP, argparse_sentence, e
 from open_clip_zerovl.core.lazy import load_open_clip
 
 #: Runs a parsed command. An int is its exit status; anything else is the result for the Python function of the same name.
-Run = Callable[[argparse.Namespace], Any]
+RunCommand = Callable[[argparse.Namespace], Any]
 ParserKind = TypeVar("ParserKind", bound=argparse.ArgumentParser)
 
 # Group -> command -> (module of this room and function that defines it, its line in the list).
@@ -170,7 +170,7 @@ def run_parsed(name: str, words: Sequence[str]) -> Any:
     return run(arguments)
 
 
-def define(name: str, kind: type[ParserKind]) -> tuple[ParserKind, Run]:
+def define(name: str, kind: type[ParserKind]) -> tuple[ParserKind, RunCommand]:
     """A command's parser, and the function that runs it with the parsed words."""
     line = ALL[name][1]
     parser = kind(prog=f"zerovl {name}", description=f"{line[:1].upper()}{line[1:]}.")

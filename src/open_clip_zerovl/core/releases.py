@@ -18,7 +18,7 @@ INSTALL = "pip install 'open_clip_torch>=3.3,<3.4'"
 
 
 @dataclass(frozen=True)
-class Line:
+class ReleaseLine:
     """A line of open_clip releases.
 
     Attributes:
@@ -49,11 +49,11 @@ class Line:
         )
 
 
-OPENCLIP_V3 = Line(
+OPENCLIP_V3 = ReleaseLine(
     "3.3.x", "3.3.", "3.3.0", released=True, precision="amp", optimizers=("adamw",),
     reports=("tensorboard", "wandb", "all"),
 )  # fmt: skip
-OPENCLIP_V4 = Line(
+OPENCLIP_V4 = ReleaseLine(
     "4.x", "4.", "4.2.0.dev0", released=False, precision="amp_bf16", optimizers=("adamw", "nadamw"),
     reports=("tensorboard", "wandb", "trackio", "all"),
 )  # fmt: skip
@@ -68,7 +68,7 @@ def supported() -> str:
     )
 
 
-def line_of(version: str) -> Line:
+def line_of(version: str) -> ReleaseLine:
     """The line that a release belongs to.
 
     Raises:
@@ -96,7 +96,7 @@ def version_here() -> str | None:
 
 
 @cache
-def line_here() -> Line:
+def line_here() -> ReleaseLine:
     """The line of the open_clip that would be imported; 3.3 if it is of none, which is refused at its import."""
     version = version_here() or ""
     return next((line for line in LINES if version.startswith(line.versions)), OPENCLIP_V3)

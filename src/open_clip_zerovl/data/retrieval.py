@@ -46,7 +46,7 @@ from open_clip_zerovl.data.table import open_table
 from open_clip_zerovl.shards.members import CLIP_BENCHMARK_ORDER, TEXT_EXTENSION, caption_lines
 from open_clip_zerovl.shards.writing import RETRIEVAL_MARK, SHARD_COUNT
 
-Batch = tuple[Tensor, list[tuple[str, ...]]]
+CaptionedBatch = tuple[Tensor, list[tuple[str, ...]]]
 
 
 def retrieval_batches(
@@ -56,7 +56,7 @@ def retrieval_batches(
     captions_per_image: int | None = None,
     batch_size: int = 64,
     num_workers: int = 0,
-) -> Iterator[Batch]:
+) -> Iterator[CaptionedBatch]:
     """Yields (images (b, 3, H, W), for each image its captions) in the set's order; the last batch may be smaller.
 
     Args:

@@ -22,7 +22,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import free_space
 from open_clip_zerovl.data.workers import read_batches
 from open_clip_zerovl.embeddings.encoder import CPU_PICTURES, FrozenModel
-from open_clip_zerovl.embeddings.reading import Batch, Batches, EmbeddableFiles, units_of
+from open_clip_zerovl.embeddings.reading import Batches, EmbeddableBatch, EmbeddableFiles, units_of
 from open_clip_zerovl.embeddings.store import Manifest, Store
 
 
@@ -95,7 +95,9 @@ def embed(
     return lost
 
 
-def _encode(store: Store, number: int, model: FrozenModel, batch: Batch, size: int) -> None:
+def _encode(
+    store: Store, number: int, model: FrozenModel, batch: EmbeddableBatch, size: int
+) -> None:
     images, texts = store.rows.get(f"{number}.images"), store.rows.get(f"{number}.texts")
     if images is not None and batch.rows:
         parts = [model.images(part).cpu() for part in batch.pictures[number].split(size)]
@@ -109,7 +111,7 @@ def _encode(store: Store, number: int, model: FrozenModel, batch: Batch, size: i
         texts[batch.caption_rows] = _finite(torch.cat(parts), texts.dtype, model, batch)
 
 
-def _finite(rows: Tensor, dtype: torch.dtype, model: FrozenModel, batch: Batch) -> Tensor:
+def _finite(rows: Tensor, dtype: torch.dtype, model: FrozenModel, batch: EmbeddableBatch) -> Tensor:
     """The rows as they are stored."""
     stored = rows.to(dtype)
     if not bool(torch.isfinite(stored).all()):

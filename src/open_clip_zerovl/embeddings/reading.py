@@ -81,7 +81,7 @@ class Listed:
 
 
 @dataclass
-class Batch:
+class EmbeddableBatch:
     """Samples of one unit, in order; those that cannot be shown are left out.
 
     Attributes:
@@ -134,7 +134,7 @@ class Batches(IterableDataset):
             batch_size,
         )
 
-    def __iter__(self) -> Iterator[Batch | UserError]:
+    def __iter__(self) -> Iterator[EmbeddableBatch | UserError]:
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
         try:
@@ -143,13 +143,13 @@ class Batches(IterableDataset):
         except UserError as error:  # raised in a worker, it would come out wrapped into a traceback
             yield error
 
-    def _batches(self, unit: Sequence[int]) -> Iterator[Batch]:
-        batch = Batch()
+    def _batches(self, unit: Sequence[int]) -> Iterator[EmbeddableBatch]:
+        batch = EmbeddableBatch()
         shown: list[Image.Image] = []
         for seen, sample in enumerate(one for file in unit for one in self.collection.read(file)):
             if seen and seen % self.batch_size == 0:
                 yield self._with_pictures(batch, shown)
-                batch, shown = Batch(), []
+                batch, shown = EmbeddableBatch(), []
             if isinstance(sample, Lost):
                 batch.lost.append(sample)
                 continue
@@ -160,7 +160,9 @@ class Batches(IterableDataset):
         batch.finished = unit
         yield self._with_pictures(batch, shown)
 
-    def _with_pictures(self, batch: Batch, shown: Sequence[Image.Image]) -> Batch:
+    def _with_pictures(
+        self, batch: EmbeddableBatch, shown: Sequence[Image.Image]
+    ) -> EmbeddableBatch:
         """The batch with its pictures as each model sees them."""
         seen: dict[str, Tensor] = {}
         for eye in self.eyes if shown else ():

@@ -30,7 +30,7 @@ HELD_OUT = "held-out"
 
 
 @dataclass(frozen=True)
-class Found:
+class FinetuneData:
     """Training sources and held-out sets of `--data`.
 
     Attributes:
@@ -42,7 +42,7 @@ class Found:
     held_out: str
 
 
-def find_data(data: str) -> Found:
+def find_data(data: str) -> FinetuneData:
     """Training sources and held-out sets that `--data` names.
 
     Raises:
@@ -58,7 +58,7 @@ def find_data(data: str) -> Found:
             part if NAME.fullmatch(part) else f"{_name_of(part)}={part}"
             for part in data.split("::")
         ]
-        return Found("::".join(parts), "")
+        return FinetuneData("::".join(parts), "")
     folder = Path(data).expanduser().absolute()
     sources = _source_in(folder) or {
         name: place
@@ -77,7 +77,7 @@ def find_data(data: str) -> Found:
         for place in places
         if (place / "dataset_type.txt").is_file() and (place / "test").is_dir()
     ]
-    return Found(
+    return FinetuneData(
         "::".join(f"{name}={place}" for name, place in sources.items()),
         "::".join(f"{HELD_OUT if place == folder else _name_of(place)}={place}" for place in sets),
     )

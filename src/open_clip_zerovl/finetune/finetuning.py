@@ -58,7 +58,7 @@ from open_clip_zerovl.finetune.proposal import (
     choose_settings,
     split_batch,
 )
-from open_clip_zerovl.finetune.request import Prepared, Request, Say, digest_of_model
+from open_clip_zerovl.finetune.request import FinetuneRequest, Prepared, Say, digest_of_model
 from open_clip_zerovl.finetune.split import hold_out
 from open_clip_zerovl.finetune.training import Training, train
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR, TRAINED_ON
@@ -70,7 +70,7 @@ REQUEST, SETTINGS = "request.json", "settings.json"
 MODEL = f"{CONTENT}--from"  # in REQUEST
 
 
-def run_finetune(request: Request, *, say: Say) -> Path:
+def run_finetune(request: FinetuneRequest, *, say: Say) -> Path:
     """Fine-tune, or go on with a call that was stopped.
 
     Args:
@@ -103,7 +103,7 @@ def run_finetune(request: Request, *, say: Say) -> Path:
     return out / "model"
 
 
-def _finished(request: Request, training: Training) -> dict[str, Any] | None:
+def _finished(request: FinetuneRequest, training: Training) -> dict[str, Any] | None:
     """The result of an earlier call; None if its training goes on (more --patience), or it has another curve."""
     result = read_claim(request.out / RESULT)
     scores = {str(epoch): score for epoch, score in training.scores().items()}
@@ -116,7 +116,7 @@ def _finished(request: Request, training: Training) -> dict[str, Any] | None:
     )
 
 
-def _same_request(request: Request) -> None:
+def _same_request(request: FinetuneRequest) -> None:
     """Claim the folder. UserError if it holds other files, or a training of another request or another model."""
     file = request.out / REQUEST
     # The files of the model may be gone, of which OUT/before holds the content.
@@ -134,7 +134,7 @@ def _same_request(request: Request) -> None:
     claim(file, {**request.of_training(), MODEL: model}, restart=untrained)
 
 
-def _prepare(request: Request, say: Say) -> Prepared:
+def _prepare(request: FinetuneRequest, say: Say) -> Prepared:
     check_keeping(request)
     require_possible(request.rule, bool(request.kept))
     found = pairs.find_data(request.data)
@@ -163,7 +163,7 @@ def _prepare(request: Request, say: Say) -> Prepared:
     return Prepared(before, train_data, split, sources, tuple(notes), factors)
 
 
-def _before(request: Request, say: Say) -> str:
+def _before(request: FinetuneRequest, say: Say) -> str:
     """The model to start from as `local-dir:FOLDER`."""
     return starting_folder(
         request.start,
@@ -204,7 +204,7 @@ def starting_folder(
     return LOCAL_DIR + str(out.absolute())
 
 
-def _settings(request: Request, prepared: Prepared, say: Say) -> tuple[list[Setting], int]:
+def _settings(request: FinetuneRequest, prepared: Prepared, say: Say) -> tuple[list[Setting], int]:
     """The settings of the run and its ranks, from an earlier call or chosen now."""
     file = request.out / SETTINGS
     kept = read_claim(file)
@@ -222,7 +222,7 @@ def _settings(request: Request, prepared: Prepared, say: Say) -> tuple[list[Sett
     return chosen, facts.ranks
 
 
-def _facts(request: Request, prepared: Prepared) -> Facts:
+def _facts(request: FinetuneRequest, prepared: Prepared) -> Facts:
     sources = {
         source.name: round(source.num_samples * source.weight) for source in prepared.sources
     }
@@ -252,7 +252,7 @@ def _tokenizer(before: str) -> tuple[Any, int]:
 def _micro_batch_that_fits(
     batch: int,
     chosen: Sequence[Setting],
-    request: Request,
+    request: FinetuneRequest,
     prepared: Prepared,
     facts: Facts,
     say: Say,
@@ -282,7 +282,7 @@ def _micro_batch_that_fits(
     return plan["batching"]["micro_batch"]
 
 
-def _fixed_flags(request: Request, prepared: Prepared) -> Settings:
+def _fixed_flags(request: FinetuneRequest, prepared: Prepared) -> Settings:
     """The flags that follow from the request, whatever the amount of data."""
     return {
         "model": prepared.before,
@@ -298,7 +298,7 @@ def _fixed_flags(request: Request, prepared: Prepared) -> Settings:
 
 
 def _training(
-    request: Request, prepared: Prepared, settings: Sequence[Setting], ranks: int
+    request: FinetuneRequest, prepared: Prepared, settings: Sequence[Setting], ranks: int
 ) -> Training:
     teacher = teacher_flags(request) if request.keep_teacher else {}
     flags = {**_fixed_flags(request, prepared), **teacher, **as_flags(settings)}

@@ -29,7 +29,7 @@ from open_clip_zerovl.evaluate.zero_shot.score import score_loaded
 from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet, open_labelled_set
 from open_clip_zerovl.finetune import data as pairs
 from open_clip_zerovl.finetune.proposal import Setting
-from open_clip_zerovl.finetune.request import Prepared, Request, Say
+from open_clip_zerovl.finetune.request import FinetuneRequest, Prepared, Say
 from open_clip_zerovl.finetune.training import Training
 from open_clip_zerovl.models.local_dir import LOCAL_DIR
 from open_clip_zerovl.report.html import write_page
@@ -46,7 +46,7 @@ RESULT = "finetune.json"
 
 
 def write_outcome(
-    request: Request,
+    request: FinetuneRequest,
     prepared: Prepared,
     settings: Sequence[Setting],
     training: Training,
@@ -119,7 +119,7 @@ def labelled_sets(new: str, asked: str | None = None) -> dict[str, LabelledSet]:
 
 
 def zero_shot_accuracies(
-    request: Request, prepared: Prepared, curve: Curve, ends: Ends, scorer: Encoder
+    request: FinetuneRequest, prepared: Prepared, curve: Curve, ends: Ends, scorer: Encoder
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Labelled set -> the names of `Curve.labelled` -> its accuracies; {} if no set is labelled."""
     sets = labelled_sets(prepared.new, request.zero_shot_data)

@@ -39,7 +39,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Request(FinetuneFlags, CurveFlags):
+class FinetuneRequest(FinetuneFlags, CurveFlags):
     """The arguments of `zerovl finetune`.
 
     Attributes:
@@ -67,7 +67,7 @@ class Request(FinetuneFlags, CurveFlags):
     def of_training(self) -> dict[str, Any]:
         """The arguments that decide the training; None for a flag that is not given."""
         flags = [(self.start, each) for each in flags_of(Encoder)] + [
-            (self, each) for each in flags_of(Request)
+            (self, each) for each in flags_of(FinetuneRequest)
         ]
         own = {
             each.option: None if (value := getattr(values, each.name)) is False else value

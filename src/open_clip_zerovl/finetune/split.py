@@ -75,7 +75,7 @@ class Split:
 
 
 @dataclass
-class HeldOut:
+class HeldOutPicture:
     """A picture that is held out, with the captions of all its samples, and the number of its class if it has one."""
 
     picture: bytes = b""
@@ -269,7 +269,7 @@ def _write_held_out(
     if file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("of") == made_of:
         return sets
     shutil.rmtree(out / HELD_OUT, ignore_errors=True)  # of a call that was killed
-    held_out = {identity: HeldOut() for identity in drawn.tolist()}
+    held_out = {identity: HeldOutPicture() for identity in drawn.tolist()}
     for source in sources:
         _collect(source, identities[source.name], held_out)
     samples = [
@@ -286,7 +286,7 @@ def _write_held_out(
     return sets
 
 
-def _collect(source: Source, rows: Identities, held_out: Mapping[int, HeldOut]) -> None:
+def _collect(source: Source, rows: Identities, held_out: Mapping[int, HeldOutPicture]) -> None:
     """Add the pictures and captions of a source's samples to the held-out pictures."""
     wanted = np.isin(rows, list(held_out))
     for shard, begin in enumerate(source.starts[:-1].tolist()):

@@ -30,7 +30,7 @@ from open_clip_zerovl.losses.logits import CrossSource, Logits
 from open_clip_zerovl.losses.problem import ChunkedLoss, Problem, Report, row_chunks
 from open_clip_zerovl.losses.sigmoid import Sigmoid
 from open_clip_zerovl.losses.softmax import Normalisers
-from open_clip_zerovl.losses.targets import Pairs, Shared, Teachers
+from open_clip_zerovl.losses.targets import PairTargets, SharedTargets, TeacherTargets
 
 _SHARED_IDS = {
     "pair": (),
@@ -233,7 +233,9 @@ class ContrastiveLoss(nn.Module):
         )
 
         everywhere = [ranks.gather(ids.to(device, non_blocking=True)) for ids in shared]
-        positives = Shared(everywhere, ranks.mine, precision, contrastive) if everywhere else None
+        positives = (
+            SharedTargets(everywhere, ranks.mine, precision, contrastive) if everywhere else None
+        )
         offset = None
         if sources is not None:
             sources = ranks.gather(sources.to(device, non_blocking=True))
@@ -245,7 +247,7 @@ class ContrastiveLoss(nn.Module):
             image_features, text_features, scale, ranks, offset=offset, precision=precision
         )
 
-        targets: list[Pairs | Shared | Teachers] = []
+        targets: list[PairTargets | SharedTargets | TeacherTargets] = []
         sigmoid = None
         if self._sigmoid:
             bias = (
@@ -262,7 +264,7 @@ class ContrastiveLoss(nn.Module):
             ]
             weights = [weight * contrastive for weight, _ in pairs]
             weighed = list(zip(weights, columns, strict=True))
-            targets.append(Pairs(weighed, ranks.mine.start, 2.0 if gather_grad else 1.0))
+            targets.append(PairTargets(weighed, ranks.mine.start, 2.0 if gather_grad else 1.0))
         if teachers:
             targets.append(self._teachers(teachers, ranks, chunks, offset, scale))
         return Problem(
@@ -284,12 +286,12 @@ class ContrastiveLoss(nn.Module):
         chunks: Sequence[slice],
         offset: CrossSource | None,
         scale: Tensor,
-    ) -> Teachers:
+    ) -> TeacherTargets:
         """The teachers' softmaxes over all ranks; their normalisers are gathered here."""
         scale = scale.new_full(
             (), 1.0 / self.distill_temperature
         )  # a kernel; a copy makes the host wait
-        found = []
+        teacher_softmaxes = []
         for pair in teachers:
             images, texts = (
                 features.detach().to(scale.device, non_blocking=True) for features in pair
@@ -303,10 +305,10 @@ class ContrastiveLoss(nn.Module):
                 precision=scale.dtype,
                 widen_at_once=False,
             )
-            found.append(
+            teacher_softmaxes.append(
                 (logits, Normalisers.of((logits.chunk(rows, side=0) for rows in chunks), ranks))
             )
-        return Teachers(found, self.distill_weight)
+        return TeacherTargets(teacher_softmaxes, self.distill_weight)
 
     def _check_mixup(self, partner: Tensor, sources: Tensor | None) -> None:
         undefined = {

@@ -27,7 +27,7 @@ from open_clip_zerovl.losses.gathering import Ranks
 from open_clip_zerovl.losses.logits import Logits
 from open_clip_zerovl.losses.sigmoid import Sigmoid
 from open_clip_zerovl.losses.softmax import Normalisers
-from open_clip_zerovl.losses.targets import Pairs, Shared, Teachers
+from open_clip_zerovl.losses.targets import PairTargets, SharedTargets, TeacherTargets
 
 
 @dataclass
@@ -132,7 +132,7 @@ class Problem:
         ranks: Ranks,
         chunks: Sequence[slice],
         *,
-        targets: Sequence[Pairs | Shared | Teachers],
+        targets: Sequence[PairTargets | SharedTargets | TeacherTargets],
         share: float = 1.0,
         sigmoid: Sigmoid | None = None,
         gather_grad: bool = True,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from open_clip_zerovl.losses.logits import CrossSource
-from open_clip_zerovl.losses.targets import Shared
+from open_clip_zerovl.losses.targets import SharedTargets
 
 
 class Sigmoid:
@@ -31,7 +31,7 @@ class Sigmoid:
         self,
         bias: Tensor,
         mine: slice,
-        shared: Shared | None,
+        shared: SharedTargets | None,
         offset: CrossSource | None,
         share: float,
     ) -> None:

@@ -4,9 +4,9 @@ Shapes: `b` local rows, `N` rows of all ranks. Y_rows (N, N) is the target of ea
 to one. Y_columns is the target of each text's softmax over the images; its columns sum to one. `rows` are some of the local
 rows; `side` is 0 for images, 1 for texts.
 
-    Pairs     a row's own pair; with mixup lambda of it and 1 - lambda of its partner's; Y_rows = Y_columns
-    Shared    all samples with the same caption or picture, evenly (UniCL, CVPR 2022)
-    Teachers  the mean of the teachers' softmaxes over the same batch
+    PairTargets     a row's own pair; with mixup lambda of it and 1 - lambda of its partner's; Y_rows = Y_columns
+    SharedTargets   all samples with the same caption or picture, evenly (UniCL, CVPR 2022)
+    TeacherTargets  the mean of the teachers' softmaxes over the same batch
 
 Each has `inner`, its part of the loss, and `subtract_from`, its part of the gradient.
 """
@@ -22,7 +22,7 @@ from open_clip_zerovl.losses.logits import Logits
 from open_clip_zerovl.losses.softmax import Normalisers
 
 
-class Pairs:
+class PairTargets:
     """The non-zeros of Y as (weight, local column of each local row).
 
     Y = lambda * identity + (1 - lambda) * permutation. The partner of a row's partner is the row itself, so the permutation is
@@ -57,7 +57,7 @@ class Pairs:
             weights[index, column[rows]] -= self._times * weight
 
 
-class Shared:
+class SharedTargets:
     """Y of samples that share a caption or a picture: i and j are each other's positives where any of their ids is the same.
 
     A row's target is even over its positives, its own pair among them. With captions and pictures this relation is not
@@ -98,7 +98,7 @@ class Shared:
         weights.sub_(even.masked_fill_(~self.related(rows), 0.0))
 
 
-class Teachers:
+class TeacherTargets:
     """The mean over teachers of their softmaxes: Y_rows over the texts of each image, Y_columns over the images of each text.
 
     Args:

@@ -58,7 +58,7 @@ NEAR_BATCH = 1 / 8
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchSplit:
     """A rank's part of a step: `micro_batch` B, `dga_steps` K, `retained` R."""
 
     micro_batch: int
@@ -79,7 +79,7 @@ def fastest_batch(
     fixed_bytes: float,
     *,
     most: int = 0,
-) -> Batch:
+) -> BatchSplit:
     """B, K and R together for the least time within a GPU's memory.
 
     R graphs of B samples fit; the other K-R micro-batches are forwarded twice. Small micro-batches fill the memory better, and
@@ -105,11 +105,11 @@ def fastest_batch(
         graphs = min(fitting, steps - (ranks > 1 and steps > 1), most or steps)
         # Large micro-batches need room for two graphs, so that the run still fits if graphs are larger than counted.
         if fitting >= (1 if size <= SMALLEST_MICRO_BATCH else 2):
-            found.append(Batch(size, steps, graphs))
+            found.append(BatchSplit(size, steps, graphs))
     if not found:
-        return Batch(1, share, 0)
+        return BatchSplit(1, share, 0)
 
-    def missed(batch: Batch) -> float:
+    def missed(batch: BatchSplit) -> float:
         return abs(batch.micro_batch * batch.dga_steps * ranks - effective_batch) / effective_batch
 
     near = [batch for batch in found if missed(batch) <= NEAR_BATCH] or [min(found, key=missed)]

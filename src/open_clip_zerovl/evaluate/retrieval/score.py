@@ -102,7 +102,7 @@ def score_set(
     settings: RetrievalSettings,
     *,
     encoder: Encoder,
-    ranks: Ranks | None = None,
+    ranks: ProcessRank | None = None,
 ) -> GallerySet | None:
     """Features, ranks and metrics of a loaded model on one set.
 
@@ -118,7 +118,7 @@ def score_set(
     """
     model, preprocess, tokenizer, device = loaded
 
-    ranks = ranks or Ranks()
+    ranks = ranks or ProcessRank()
 
     def batches(part: IndexedSet) -> Any:
         found = retrieval_batches(
@@ -169,7 +169,7 @@ def _write(
 
 
 @dataclass(frozen=True)
-class Ranks:
+class ProcessRank:
     """The rank of this process among those that evaluate together, on all machines and on this one (`local_rank`)."""
 
     rank: int = 0
@@ -178,15 +178,15 @@ class Ranks:
 
 
 @contextmanager
-def _ranks() -> Iterator[Ranks]:
+def _ranks() -> Iterator[ProcessRank]:
     """The processes that torchrun started, joined by gloo inside the block; without torchrun, this one."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if world_size == 1:
-        yield Ranks()
+        yield ProcessRank()
         return
     dist.init_process_group("gloo")
     try:
-        yield Ranks(dist.get_rank(), world_size, int(os.environ.get("LOCAL_RANK", 0)))
+        yield ProcessRank(dist.get_rank(), world_size, int(os.environ.get("LOCAL_RANK", 0)))
     finally:
         dist.destroy_process_group()
 
@@ -196,7 +196,7 @@ def encode_on_ranks(
     dataset: IndexedSet,
     batches: Callable[[IndexedSet], Any],
     tokenizer: Callable[[list[str]], Tensor],
-    ranks: Ranks,
+    ranks: ProcessRank,
     *,
     device: str | torch.device,
 ) -> Features | None:

@@ -65,7 +65,7 @@ class Hit:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of one model.
 
     Attributes:
@@ -82,7 +82,7 @@ class Found:
 
 def run_search(
     encoders: Mapping[str, Encoder], data: str, settings: SearchSettings
-) -> dict[str, Found]:
+) -> dict[str, SearchResult]:
     """Searches, prints the best pictures of each model, and writes the files asked for.
 
     Args:
@@ -141,7 +141,7 @@ def _cosines(block: Tensor, query: Tensor) -> Tensor:
     return scores
 
 
-def table(found: Mapping[str, Found]) -> str:
+def table(found: Mapping[str, SearchResult]) -> str:
     """The hits of all models side by side, as text; a picture's caption stands below its name."""
     columns = [
         [name, *(line for hit in result.hits for line in _lines(hit))]
@@ -170,7 +170,7 @@ def _lines(hit: Hit) -> tuple[str, str]:
 
 def write_search_page(
     path: Path,
-    found: Mapping[str, Found],
+    found: Mapping[str, SearchResult],
     collection: Collection,
     query: Image.Image | None,
     settings: SearchSettings,
@@ -236,7 +236,7 @@ class Searcher:
         return self.embedded.rows.blocks() if self.kept is None else self.kept
 
     @torch.no_grad()
-    def find(self, words: str, query: Image.Image | None, best: int) -> Found:
+    def find(self, words: str, query: Image.Image | None, best: int) -> SearchResult:
         """The `best` pictures nearest to words, to a picture, or to both.
 
         Raises:
@@ -257,7 +257,7 @@ class Searcher:
         hits = tuple(
             _hit(self.collection, *self.embedded.place(row), score) for row, score in ranked
         )
-        return Found(hits, self.pictures, self.bad, self.embedded.computed)
+        return SearchResult(hits, self.pictures, self.bad, self.embedded.computed)
 
 
 def query_picture(path: Path) -> Image.Image:
@@ -286,8 +286,10 @@ def thumbnail_of(hit: Hit) -> str | None:
         return None
 
 
-def _as_data(found: Mapping[str, Found], data: str, settings: SearchSettings) -> dict[str, Any]:
-    def plain(result: Found) -> dict[str, Any]:
+def _as_data(
+    found: Mapping[str, SearchResult], data: str, settings: SearchSettings
+) -> dict[str, Any]:
+    def plain(result: SearchResult) -> dict[str, Any]:
         shown = ("picture", "score", "caption")
         hits = [{name: getattr(hit, name) for name in shown} for hit in result.hits]
         return {**asdict(replace(result, hits=())), "hits": hits}

@@ -14,7 +14,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.columns import is_utf8, texts_of
 from open_clip_zerovl.prepare.pack.rows import ADDRESS, PairRow, Reader, SourceNames
-from open_clip_zerovl.prepare.pack.store import Store, Stored
+from open_clip_zerovl.prepare.pack.store import PairDatabase, Stored
 from open_clip_zerovl.prepare.public.download import Downloader, Limits
 from open_clip_zerovl.prepare.public.gather import Gathering, Work
 from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, Picture, encode_picture
@@ -40,7 +40,7 @@ class Collecting:
         self,
         readers: Sequence[Reader],
         names: Sequence[SourceNames],
-        store: Store,
+        store: PairDatabase,
         folder: Path,
         *,
         encoding: Encoding,

@@ -30,7 +30,7 @@ from open_clip_zerovl.prepare.pack.inputs import FORMATS, fetched, named_input, 
 from open_clip_zerovl.prepare.pack.page import write_report_page
 from open_clip_zerovl.prepare.pack.rows import Columns, Reader, SourceNames, source_name
 from open_clip_zerovl.prepare.pack.split import Exclusion, exclude, hold_out
-from open_clip_zerovl.prepare.pack.store import Store
+from open_clip_zerovl.prepare.pack.store import PairDatabase
 from open_clip_zerovl.prepare.pack.write import SILENT_SECONDS, write_split
 from open_clip_zerovl.prepare.public import manifest
 from open_clip_zerovl.prepare.public.download import Limits
@@ -180,7 +180,7 @@ def pack(
         for scratch_file in out.rglob(".*.part"):  # which a process that was killed has left
             scratch_file.unlink(missing_ok=True)
         try:
-            with closing(Store(scratch / "rows.sqlite", seed=settings.seed)) as store:
+            with closing(PairDatabase(scratch / "rows.sqlite", seed=settings.seed)) as store:
                 collecting = Collecting(
                     readers,
                     sources,
@@ -212,7 +212,7 @@ def _finish(
     out: Path,
     state: dict[str, Any],
     settings: PackSettings,
-    store: Store,
+    store: PairDatabase,
     readers: Sequence[Reader],
     contents: Contents,
     progress: bool,
@@ -338,7 +338,7 @@ def _early(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name not in _LATE}
 
 
-def _nothing(store: Store, readers: Sequence[Reader]) -> str:
+def _nothing(store: PairDatabase, readers: Sequence[Reader]) -> str:
     """The sentence for inputs without a usable row."""
     found = reports.refused(store)
     if not found:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.prepare.pack.report import commands, next_line
-from open_clip_zerovl.prepare.pack.store import Store, Stored
+from open_clip_zerovl.prepare.pack.store import PairDatabase, Stored
 from open_clip_zerovl.report.bounds import LOW_BEST, SHARED_CAPTIONS
 from open_clip_zerovl.report.html import thumbnail, write_page
 from open_clip_zerovl.shards.pictures import BadPicture, decoded, rgb
@@ -19,7 +19,7 @@ _Figures = list[tuple[str | None, str]]
 
 
 def write_report_page(
-    out: Path, report: dict[str, Any], store: Store, contents: Callable[[Stored], bytes]
+    out: Path, report: dict[str, Any], store: PairDatabase, contents: Callable[[Stored], bytes]
 ) -> None:
     """Write `report.html`.
 

@@ -19,7 +19,7 @@ from open_clip_zerovl.core.files import atomic_file
 from open_clip_zerovl.data.columns import UNMARKED
 from open_clip_zerovl.data.names import FEWEST_PICTURES, SPLITS
 from open_clip_zerovl.prepare.pack.rows import Reader
-from open_clip_zerovl.prepare.pack.store import Store
+from open_clip_zerovl.prepare.pack.store import PairDatabase
 from open_clip_zerovl.report.bounds import LOW_BEST, RECALL_KS, SHARED_CAPTIONS
 
 _EXAMPLES = 5
@@ -43,7 +43,7 @@ _WORDS = r"(?i)'s|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}|[^\s\p{L}\p{N}]+"
 
 
 def summarize(
-    store: Store, readers: Sequence[Reader], written: Sequence[dict[str, Any]], out: Path
+    store: PairDatabase, readers: Sequence[Reader], written: Sequence[dict[str, Any]], out: Path
 ) -> dict[str, Any]:
     """All numbers of the report.
 
@@ -89,7 +89,7 @@ def summarize(
     }
 
 
-def _class_notes(store: Store, input: int) -> list[str]:
+def _class_notes(store: PairDatabase, input: int) -> list[str]:
     """A note on pictures that several classes hold, if the first row of one is of this input."""
     count, first = store.db.execute(
         "SELECT COUNT(*), MIN(place) FROM (SELECT MIN(place) AS place FROM good WHERE label IS NOT NULL GROUP BY source, key "
@@ -100,7 +100,7 @@ def _class_notes(store: Store, input: int) -> list[str]:
     return [words] if count else []
 
 
-def refused(store: Store) -> dict[str, Any]:
+def refused(store: PairDatabase) -> dict[str, Any]:
     """Reason -> {rows, pictures, transient, examples} of rows that are refused, the most frequent first."""
     found: dict[str, Any] = {}
     for reason, count, places, transient in store.db.execute(
@@ -131,7 +131,7 @@ def where(file: str, line: int) -> str:
     return f"{file} line {line}" if line else file
 
 
-def write_refused(store: Store, path: Path) -> None:
+def write_refused(store: PairDatabase, path: Path) -> None:
     """Every row that is not in the shards as CSV: file, line, reason, the picture's place."""
     rows = store.db.execute(
         "SELECT file, line, COALESCE(rows.reason, pictures.reason, dropped) AS why, place FROM rows LEFT JOIN pictures ON "
@@ -142,7 +142,7 @@ def write_refused(store: Store, path: Path) -> None:
         _write_csv(file, ("file", "line", "reason", "picture"), rows)
 
 
-def write_origins(store: Store, path: Path) -> None:
+def write_origins(store: PairDatabase, path: Path) -> None:
     """Every row that is in a sample, as gzipped CSV: the sample's key, source and split, file and line, the picture's place."""
     rows = store.db.execute(
         "SELECT key, source, split, file, line, good.place FROM good JOIN samples USING (key, source) WHERE dropped IS NULL "
@@ -330,7 +330,7 @@ def _tokenizer() -> Any:
     return tokenizer
 
 
-def _tokens(store: Store) -> dict[str, Any]:
+def _tokens(store: PairDatabase) -> dict[str, Any]:
     """Tokens of CLIP in captions of the first samples in the order, begin and end included."""
     cursor = store.db.execute(
         "SELECT text FROM written ORDER BY position, row, place LIMIT ?", (TOKENIZED,)
@@ -340,13 +340,13 @@ def _tokens(store: Store) -> dict[str, Any]:
     return {"captions": len(counts), **_spread(counts), "cut": int((counts > CONTEXT).sum())}
 
 
-def _most_captions(store: Store) -> int:
+def _most_captions(store: PairDatabase) -> int:
     return store.value(
         "SELECT COALESCE(MAX(n), 0) FROM (SELECT COUNT(DISTINCT text) AS n FROM written GROUP BY source, key)"
     )
 
 
-def _repeated_captions(store: Store) -> dict[str, Any]:
+def _repeated_captions(store: PairDatabase) -> dict[str, Any]:
     """The number of pictures with a caption that another picture has too, and the captions with most pictures."""
     store.db.execute(
         "CREATE TEMP TABLE IF NOT EXISTS repeated AS SELECT text, COUNT(DISTINCT key) AS pictures FROM texts GROUP BY text "
@@ -363,7 +363,7 @@ def _repeated_captions(store: Store) -> dict[str, Any]:
     }
 
 
-def _best_rsum(store: Store) -> float:
+def _best_rsum(store: PairDatabase) -> float:
     """RSUM of the best possible model on these pairs: it cannot tell pictures of one text apart by the text.
 
     A text with n pictures finds its own among K with the probability K/n, and the picture its text likewise.
@@ -377,7 +377,7 @@ def _best_rsum(store: Store) -> float:
     return 200 * sum(hits) / max(whole, 1)
 
 
-def _repeated_pictures(store: Store) -> dict[str, Any]:
+def _repeated_pictures(store: PairDatabase) -> dict[str, Any]:
     """The number of rows with the picture of an earlier row of their source, and the pictures with most rows."""
     store.db.execute(
         "CREATE TEMP TABLE IF NOT EXISTS often AS SELECT key, source, COUNT(*) AS n, COUNT(DISTINCT number) AS files FROM good "
@@ -396,7 +396,7 @@ def _repeated_pictures(store: Store) -> dict[str, Any]:
     }
 
 
-def _sizes(store: Store) -> dict[str, Any]:
+def _sizes(store: PairDatabase) -> dict[str, Any]:
     found = store.db.execute(
         "SELECT width, height, bytes, turned, shrunk, whitened FROM pictures JOIN (SELECT DISTINCT picture FROM samples "
         "WHERE dropped IS NULL) AS one ON pictures.number = one.picture"

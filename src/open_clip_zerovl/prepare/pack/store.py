@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.held_out import position
 from open_clip_zerovl.prepare.pack.rows import PairRow
-from open_clip_zerovl.prepare.public.spool import Outcome
+from open_clip_zerovl.prepare.public.spool import RowOutcome
 
 _TABLES = """
 CREATE TABLE rows (id INTEGER PRIMARY KEY, input INT, file TEXT, line INT, source TEXT, picture INT, reason TEXT, label TEXT,
@@ -68,7 +68,7 @@ class Stored(NamedTuple):
     name: str
 
 
-class Store:
+class PairDatabase:
     """The tables; one thread uses it."""
 
     def __init__(self, path: Path, *, seed: int) -> None:
@@ -129,7 +129,7 @@ class Store:
             "INSERT INTO captions VALUES (?, ?)", [(self.row_count, text) for text in captions]
         )
 
-    def add_outcomes(self, first: int, outcomes: Mapping[int, Outcome]) -> None:
+    def add_outcomes(self, first: int, outcomes: Mapping[int, RowOutcome]) -> None:
         """Keep the outcomes of pictures; their numbers are counted from `first`."""
         about = ("key", "width", "height", "bytes", "sum", "turned", "shrunk", "whitened")
         self.db.executemany(

@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.core.identity import digest_of_all
 from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES
-from open_clip_zerovl.prepare.pack.store import Store, Stored
+from open_clip_zerovl.prepare.pack.store import PairDatabase, Stored
 from open_clip_zerovl.prepare.public import manifest
 from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample
 from open_clip_zerovl.shards.writing import SHARD_COUNT, SIZES_FILE, mark_retrieval_set
@@ -32,7 +32,7 @@ SILENT_SECONDS = 2.0  # longer work shows a bar or a line
 
 
 def write_split(
-    store: Store,
+    store: PairDatabase,
     contents: Callable[[Stored], bytes],
     folder: Path,
     source: str,
@@ -122,7 +122,7 @@ def write_split(
     return {"source": source, "split": split, "folder": str(here), **counts}
 
 
-def _digest(store: Store, source: str, split: str) -> str:
+def _digest(store: PairDatabase, source: str, split: str) -> str:
     """A hash of all samples in their order: keys, captions, names of files, classes."""
     pairs = store.pairs(source, split)
     return digest_of_all([one.key, captions, one.name, label] for one, captions, label in pairs)

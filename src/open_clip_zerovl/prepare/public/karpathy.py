@@ -26,7 +26,7 @@ from open_clip_zerovl.data.annotations import CaptionedImage, read_karpathy
 from open_clip_zerovl.prepare.public.inputs import PictureStore, annotated, described
 from open_clip_zerovl.prepare.public.pairs import (
     SHARD_SIZE,
-    Row,
+    DatasetRow,
     Work,
     prepare_pairs,
     shuffled_apart,
@@ -111,10 +111,10 @@ def zerovl_csv(
     return text.getvalue()
 
 
-def _training_rows(images: Sequence[CaptionedImage], seed: int) -> Iterator[Row]:
+def _training_rows(images: Sequence[CaptionedImage], seed: int) -> Iterator[DatasetRow]:
     for i, text in shuffled_apart([len(image.captions) for image in images], seed=seed):
         image = images[i]
-        yield Row(f"{image.image_id}_{text}", image.captions[text], image.filename)
+        yield DatasetRow(f"{image.image_id}_{text}", image.captions[text], image.filename)
 
 
 def _retrieval_set(
@@ -128,7 +128,8 @@ def _retrieval_set(
     work: Work,
 ) -> dict[str, Any]:
     rows = (
-        Row(f"{image.image_id:012d}", "\n".join(image.captions), image.filename) for image in images
+        DatasetRow(f"{image.image_id:012d}", "\n".join(image.captions), image.filename)
+        for image in images
     )
     manifest = prepare_pairs(
         out / split,

@@ -16,7 +16,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.prepare.public.inputs import annotated, described
 from open_clip_zerovl.prepare.public.pairs import (
     SHARD_SIZE,
-    Row,
+    DatasetRow,
     Work,
     prepare_pairs,
     shuffled_apart,
@@ -54,7 +54,7 @@ def prepare_vg(
         images = sorted(phrases)
         order = shuffled_apart([len(phrases[image]) for image in images], seed=seed)
         rows = (
-            Row(f"{images[i]}_{text}", phrases[images[i]][text], f"{images[i]}.jpg")
+            DatasetRow(f"{images[i]}_{text}", phrases[images[i]][text], f"{images[i]}.jpg")
             for i, text in order
         )
         return prepare_pairs(
