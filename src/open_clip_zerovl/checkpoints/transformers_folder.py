@@ -313,16 +313,18 @@ def _clip_tokenizer() -> Any:
     """CLIP's byte pair encoding, from the file that open_clip brings."""
     from transformers import CLIPTokenizer
 
-    own = SimpleTokenizer()
+    open_clip_tokenizer = SimpleTokenizer()
     names = dict(
-        zip(own.all_special_ids, ("<|startoftext|>", "<|endoftext|>"), strict=True)
+        zip(open_clip_tokenizer.all_special_ids, ("<|startoftext|>", "<|endoftext|>"), strict=True)
     )  # transformers' for them
-    vocabulary = {names.get(number, word): number for word, number in own.encoder.items()}
+    vocabulary = {
+        names.get(number, word): number for word, number in open_clip_tokenizer.encoder.items()
+    }
     with tempfile.TemporaryDirectory() as scratch:
         Path(scratch, "vocab.json").write_text(
             json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8"
         )
-        merges = "".join(f"{first} {second}\n" for first, second in own.bpe_ranks)
+        merges = "".join(f"{first} {second}\n" for first, second in open_clip_tokenizer.bpe_ranks)
         Path(scratch, "merges.txt").write_text(f"#version: 0.2\n{merges}", encoding="utf-8")
         return CLIPTokenizer.from_pretrained(scratch)
 
@@ -335,16 +337,14 @@ def _quiet() -> Iterator[None]:
     """Without transformers' progress bars and notes."""
     from transformers.utils import logging as transformers_logging
 
-    kept, bars = (
-        transformers_logging.get_verbosity(),
-        transformers_logging.is_progress_bar_enabled(),
-    )
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        transformers_logging.set_verbosity(kept)
+        transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
 

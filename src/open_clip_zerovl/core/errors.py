@@ -289,9 +289,9 @@ def argparse_sentence(
     word = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
     if not word.startswith("-"):
         return f"unexpected argument {word!r}; write it as --flag value"
-    near = nearest(word, flags)
+    similar = nearest(word, flags)
     return f"there is no flag {word}; " + (
-        f"did you mean {near}?" if near else f"`{help_command}` lists the {lists}"
+        f"did you mean {similar}?" if similar else f"`{help_command}` lists the {lists}"
     )
 
 

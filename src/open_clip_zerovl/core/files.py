@@ -355,12 +355,12 @@ def did_you_mean(path: str | os.PathLike[str], otherwise: str = "") -> str:
         names = os.listdir(path.parent)
     except OSError:
         return otherwise
-    near = nearest(path.name, names, cutoff=0.7)
-    return otherwise if near is None else f"; did you mean {path.with_name(near)}?"
+    similar = nearest(path.name, names, cutoff=0.7)
+    return otherwise if similar is None else f"; did you mean {path.with_name(similar)}?"
 
 
 def _refused(path: str | os.PathLike[str], error: OSError) -> UserError:
-    kept = "the former file is kept" if os.path.exists(path) else "nothing was written"
+    state = "the former file is kept" if os.path.exists(path) else "nothing was written"
     return UserError(
-        f"{path} cannot be written ({error.strerror or error}); {kept}: make room, or choose another place"
+        f"{path} cannot be written ({error.strerror or error}); {state}: make room, or choose another place"
     )

@@ -221,17 +221,17 @@ def gpu_memories(environment: Mapping[str, str] = os.environ) -> list[float]:
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     done = subprocess.run(query, capture_output=True, text=True)
     lines = done.stdout.splitlines() if done.returncode == 0 else []
-    found = [
+    memories = [
         int(line) / 1024 if line.strip().isdecimal() else 0.0 for line in lines
     ]  # "[N/A]" if it is shared with the CPU
-    if named is None or not found:
-        return found
+    if named is None or not memories:
+        return memories
     visible: list[float] = []
     for name in map(str.strip, named.split(",")):
         # As the driver reads it: up to the first that does not exist.
-        if not name or name.startswith("-") or (name.isdecimal() and int(name) >= len(found)):
+        if not name or name.startswith("-") or (name.isdecimal() and int(name) >= len(memories)):
             break
-        visible.append(found[int(name)] if name.isdecimal() else min(found))
+        visible.append(memories[int(name)] if name.isdecimal() else min(memories))
     return visible
 
 

@@ -83,7 +83,7 @@ def supervise(
 
 def children_of(parent: int) -> list[int]:
     """The running child processes of a process, from /proc."""
-    found = []
+    children = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             # "pid (name) state ppid ...", where a name may hold blanks and brackets
@@ -91,8 +91,8 @@ def children_of(parent: int) -> list[int]:
         except OSError:  # it has ended since it was listed
             continue
         if int(ppid) == parent and state != "Z":
-            found.append(int(stat.parent.name))
-    return found
+            children.append(int(stat.parent.name))
+    return children
 
 
 def _send(number: int, processes: Sequence[int]) -> None:

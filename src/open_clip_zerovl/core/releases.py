@@ -83,10 +83,10 @@ def line_of(version: str) -> ReleaseLine:
 
 def version_here() -> str | None:
     """The version of the open_clip that would be imported, read from its file, since its import takes seconds; or None."""
-    found = importlib.util.find_spec("open_clip")
+    spec = importlib.util.find_spec("open_clip")
     file = (
-        Path(found.origin).with_name("version.py")
-        if found is not None and found.origin is not None
+        Path(spec.origin).with_name("version.py")
+        if spec is not None and spec.origin is not None
         else None
     )
     if file is None or not file.is_file():

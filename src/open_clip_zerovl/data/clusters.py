@@ -54,11 +54,13 @@ def find_clustering(component: str) -> tuple[Path, str | None] | None:
 
     An at sign separates the two; it may also be part of a path.
     """
-    if (found := _clustering_at(component)) is not None:
-        return found, None
+    path = _clustering_at(component)
+    if path is not None:
+        return path, None
     for at in re.finditer("@", component):
-        if (found := _clustering_at(component[: at.start()])) is not None:
-            return found, component[at.end() :]
+        path = _clustering_at(component[: at.start()])
+        if path is not None:
+            return path, component[at.end() :]
     return None
 
 
@@ -118,10 +120,12 @@ def cluster_folders(folder: Path) -> list[Path]:
 
 def _clustering_at(path: str) -> Path | None:
     """The path, if it is one of an assignment or of a folder with one."""
-    found = os.path.expanduser(path)
+    expanded = os.path.expanduser(path)
     # By os.path and not pathlib: the text may be anything, such as a pipe's command.
-    named = os.path.basename(found) == ASSIGNMENT_FILE
-    return Path(found) if named or os.path.isfile(os.path.join(found, ASSIGNMENT_FILE)) else None
+    named = os.path.basename(expanded) == ASSIGNMENT_FILE
+    return (
+        Path(expanded) if named or os.path.isfile(os.path.join(expanded, ASSIGNMENT_FILE)) else None
+    )
 
 
 def _picked(clustering: Clustering, shards: Sequence[str]) -> list[Cluster]:
@@ -152,10 +156,10 @@ def _written(clustering: Clustering, path: Path, folders: Sequence[Path]) -> lis
         table = dict(sorted((read_sizes(folder) or {}).items()))
         shards = tuple(str(folder / name) for name in table)
         clusters.append(Cluster(shards, tuple(table.values())))
-    found = [sum(cluster.sizes) for cluster in clusters]
-    if found != clustering.counts.tolist():
+    counts = [sum(cluster.sizes) for cluster in clusters]
+    if counts != clustering.counts.tolist():
         raise UserError(
-            f"the {len(found)} cluster-* folders of {path} are not the {len(clustering.counts)} clusters of its "
+            f"the {len(counts)} cluster-* folders of {path} are not the {len(clustering.counts)} clusters of its "
             f"{ASSIGNMENT_FILE}: write them again with `zerovl cluster --reshard`, or name {path / ASSIGNMENT_FILE} to read "
             "the clusters out of the shards that were clustered."
         )
@@ -171,14 +175,17 @@ def _moved(clustering: Clustering, folder: str) -> tuple[str, ...]:
 
 def _check_shards(clustering: Clustering, shards: Sequence[str], path: Path, strict: bool) -> None:
     """UserError for shards that are missing or have changed; without `strict` a warning for some that are missing."""
-    found = file_marks(shards, digests_of(clustering.marks), f"checking {clustering.source}")
+    current_marks = file_marks(
+        shards, digests_of(clustering.marks), f"checking {clustering.source}"
+    )
     gone = []
     for shard, mark in zip(shards, clustering.marks, strict=True):
-        if len(found[shard]) == 1:
+        current = current_marks[shard]
+        if len(current) == 1:
             gone.append(shard)
-        elif not is_same(mark, found[shard]):
+        elif not is_same(mark, current):
             raise UserError(
-                f"shard {shard} of {clustering.source} has changed since it was clustered (from {mark[1]} to {found[shard][1]} "
+                f"shard {shard} of {clustering.source} has changed since it was clustered (from {mark[1]} to {current[1]} "
                 "bytes): its samples may differ. Fetch it again, or cluster again."
             )
     if gone and (strict or len(gone) == len(shards)):

@@ -102,9 +102,9 @@ def write_trained_on(folder: Path, identities: Identities, before: Identities | 
 
 def list_of_trained(*identities: Identities | None) -> bytes:
     """The content of TRAINED_ON for some identities; None for none, 0 of a sample without a picture."""
-    found = np.concatenate([one for one in identities if one is not None])
+    numbers = np.concatenate([each for each in identities if each is not None])
     content = io.BytesIO()
-    np.save(content, np.unique(found[found != 0]))
+    np.save(content, np.unique(numbers[numbers != 0]))
     return content.getvalue()
 
 
@@ -114,8 +114,8 @@ def trained_on(models: Iterable[str | Path]) -> Identities | None:
     Raises:
         UserError: a list that cannot be read.
     """
-    found = list(_lists_of(models))
-    return np.unique(np.concatenate(found)) if found else None
+    lists = list(_lists_of(models))
+    return np.unique(np.concatenate(lists)) if lists else None
 
 
 def _lists_of(models: Iterable[str | Path]) -> Iterator[Identities]:

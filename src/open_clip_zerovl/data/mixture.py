@@ -277,8 +277,8 @@ class Mixture(IterableDataset):
                 ]
                 batch = self._batch(takes, worker)
                 if count == left:
-                    for one in streams:
-                        one.finish()
+                    for stream in streams:
+                        stream.finish()
                 batch[-1].delivered = {
                     int(source): int(row[source]) for source in np.flatnonzero(row)
                 }
@@ -334,8 +334,8 @@ class Mixture(IterableDataset):
         wanted, teachers = self.preprocessing, self.preprocessing.teachers
         images, captions, origins, embeddings, report = [], [], [], [], BatchReport()
         with preserved():
-            for one in streams:
-                sample, image, dropped = one.take(self._decode)
+            for stream in streams:
+                sample, image, dropped = stream.take(self._decode)
                 if teachers is None:
                     self.reseed(stream_seed(self.seed, Purpose.IMAGE, sample.source, sample.place))
                     images.append(self.transform(image))  # at once: decoded images are large
@@ -349,17 +349,21 @@ class Mixture(IterableDataset):
                 origins.append((sample.source, sample.position, *content))
                 if dropped is not None:
                     report.dropped.append(dropped)
-        texts = [caption for beside in zip(*captions, strict=True) for caption in beside]
+        texts = [
+            caption for nth_captions in zip(*captions, strict=True) for caption in nth_captions
+        ]
         others: list[Any] = [self.tokenize(texts)]
         report.full = _full(others[0], [source for source, *_ in origins], self.padding)
         if wanted.with_origin or wanted.with_content or teachers is not None:
             others.append(torch.tensor(origins))
         if teachers is not None:
             others.append(tuple(torch.stack(rows) for rows in zip(*embeddings, strict=True)))
-        found = self.pool.block(worker, batch_layout(images)) if self.pool is not None else None
-        if found is None:
+        shared_block = (
+            self.pool.block(worker, batch_layout(images)) if self.pool is not None else None
+        )
+        if shared_block is None:
             return (collate_images(images), *others, report)
-        block, memory = found
+        block, memory = shared_block
         return (PooledBatch.of(worker, block, collate_images(images, memory), others), report)
 
     def _captions(self, sample: RawSample) -> list[str]:
@@ -406,8 +410,8 @@ def content_numbers(sample: RawSample) -> tuple[int, ...]:
 
     They are hashes, equal in every process for equal content.
     """
-    first, *beside = (" ".join(caption.casefold().split()).encode() for _, caption in sample.shown)
+    first, *further = (" ".join(caption.casefold().split()).encode() for _, caption in sample.shown)
     return tuple(
         int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
-        for content in (first, sample.image, *beside)
+        for content in (first, sample.image, *further)
     )

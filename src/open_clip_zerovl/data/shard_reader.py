@@ -129,20 +129,22 @@ class ShardReader:
     def _of_tar(self, path: str, shard: int, start: int) -> Iterator[Member]:
         """`members` of a plain local tar. tarfile.ReadError for another one, before anything is yielded."""
         source, size = self.source, self.source.sizes[shard]
-        own = self._picked(shard)
-        if self._wanted != WANTED or (start == 0 and own is None and source.captions != "all"):
-            return self._by_headers(path, own, start, size)
-        return self._by_index(path, own, start, size)
+        picked = self._picked(shard)
+        if self._wanted != WANTED or (start == 0 and picked is None and source.captions != "all"):
+            return self._by_headers(path, picked, start, size)
+        return self._by_index(path, picked, start, size)
 
     def _by_headers(
-        self, path: str, own: np.ndarray | None, start: int, size: int
+        self, path: str, picked: np.ndarray | None, start: int, size: int
     ) -> Iterator[Member]:
         """`members` by the tar's headers.
 
         Args:
-            own: the numbers of the source's samples in the shard; None for all.
+            picked: the numbers of the source's samples in the shard; None for all.
         """
-        wanted, numbers, seen = self._wanted, None if own is None else frozenset(own.tolist()), 0
+        wanted = self._wanted
+        numbers = None if picked is None else frozenset(picked.tolist())
+        seen = 0
         try:
             with closing(locate_samples(path)) as samples, opened(path) as descriptor:
                 for number, (key, members) in enumerate(samples):
@@ -163,11 +165,11 @@ class ShardReader:
         _require(seen, size)
 
     def _by_index(
-        self, path: str, own: np.ndarray | None, start: int, size: int
+        self, path: str, picked: np.ndarray | None, start: int, size: int
     ) -> Iterator[Member]:
         """`members` by the tar's index. With `--captions all` each caption of an image is a sample of its own."""
         index = open_index(path)
-        readable = len(index) if own is None else int(np.searchsorted(own, len(index)))
+        readable = len(index) if picked is None else int(np.searchsorted(picked, len(index)))
         first, skipped, count = start, 0, readable
         each = self.source.captions == "all"
         if each:
@@ -176,10 +178,12 @@ class ShardReader:
             skipped, count = start - int(ends[first]), int(ends[-1])
         rows = (
             (index.key(number), _extent(index.text, number), _extent(index.image, number))
-            for number in (range(first, readable) if own is None else own[first:readable].tolist())
+            for number in (
+                range(first, readable) if picked is None else picked[first:readable].tolist()
+            )
         )
         with opened(path) as descriptor:
-            for key, *extents in rows if own is None else _read_ahead(descriptor, list(rows)):
+            for key, *extents in rows if picked is None else _read_ahead(descriptor, list(rows)):
                 text, image = (_content(descriptor, extent) for extent in extents)
                 members = {TEXT_EXTENSION: text, IMAGE_EXTENSIONS[0]: image}
                 if not each:
@@ -189,7 +193,7 @@ class ShardReader:
                 for line in lines[skipped:]:
                     yield key, None if line is None else [line], image, members
                 skipped = 0
-        if index.torn[0] and (own is None or readable < len(own)):
+        if index.torn[0] and (picked is None or readable < len(picked)):
             raise ShardError(str(index.torn[0]), str(index.torn[1]), count)
         _require(count, size)
 

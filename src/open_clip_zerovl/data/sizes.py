@@ -71,10 +71,10 @@ def _name_and_place(shard: str) -> tuple[str, str | None]:
     path = local_path(shard)
     if path is not None:
         return os.path.basename(path), os.path.join(os.path.dirname(path), SIZES_FILE)
-    found = _TAR.search(shard)
-    if found is None:
+    match = _TAR.search(shard)
+    if match is None:
         return os.path.basename(shard), os.path.join(os.path.dirname(shard), SIZES_FILE)
-    return found["name"], shard[: found.start()] + SIZES_FILE + (found["query"] or "")
+    return match["name"], shard[: match.start()] + SIZES_FILE + (match["query"] or "")
 
 
 def _words(command: str) -> list[str]:

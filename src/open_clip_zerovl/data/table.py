@@ -301,8 +301,8 @@ def _is_address(picture: str) -> bool:
 
 
 def _stamp(descriptor: int) -> tuple[int, int]:
-    found = os.fstat(descriptor)
-    return found.st_size, found.st_mtime_ns
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
 
 
 def _columns(

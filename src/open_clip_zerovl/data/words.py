@@ -51,18 +51,18 @@ class WordAugment:
         draw, share = rng.random, self.share
         masked, replaced = share * MASK_SHARE, share * (MASK_SHARE + REPLACE_SHARE)
         words = caption.split()
-        kept = []
+        augmented = []
         for word in words:
             u = draw()  # one number decides: [masked | replaced | deleted | left alone]
             if u >= share:
-                kept.append(word)
+                augmented.append(word)
             elif u < masked:
-                kept.append(self.mask)
+                augmented.append(self.mask)
             elif u < replaced:
-                kept.append(self.vocabulary[int(draw() * len(self.vocabulary))])
-        if not kept and words:
-            kept.append(words[int(draw() * len(words))])
-        return " ".join(kept)
+                augmented.append(self.vocabulary[int(draw() * len(self.vocabulary))])
+        if not augmented and words:
+            augmented.append(words[int(draw() * len(words))])
+        return " ".join(augmented)
 
 
 def _mask_and_words(tokenizer: Any) -> tuple[str, tuple[str, ...]]:

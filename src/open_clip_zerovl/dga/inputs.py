@@ -63,7 +63,7 @@ def checked_sizes(
     places = (
         {"The micro-batches together": totals}
         if ordered
-        else {f"Micro-batch {k}": one for k, one in enumerate(sizes)}
+        else {f"Micro-batch {k}": size for k, size in enumerate(sizes)}
     )
     for place, (images, texts) in places.items():
         if images * texts_per_image != texts:

@@ -122,13 +122,13 @@ class Towers:
             return outputs, Repeat(start, None, frozenset())
         outputs = {}
         for name, alone in ((IMAGES, (inputs[0], None)), (TEXTS, (None, inputs[1]))):
-            found = self._outputs(alone, {name: rows[name]}, graph or name in frozen)
-            if name in frozen and found[name].requires_grad:
+            features = self._outputs(alone, {name: rows[name]}, graph or name in frozen)
+            if name in frozen and features[name].requires_grad:
                 self._learning.add(name)
                 frozen.remove(name)
             if name in frozen and name == IMAGES:
                 between = RngState.capture(self._device)
-            outputs |= found
+            outputs |= features
         outputs |= self._of_teacher(inputs)
         return outputs, Repeat(start, between, frozenset(frozen))
 

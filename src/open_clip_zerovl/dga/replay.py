@@ -113,16 +113,16 @@ class ReplayCheck:
         self._steps += 1
         self._seen = []
 
-    def compare(self, name: str, index: int, found: Tensor, cached: Tensor) -> None:
+    def compare(self, name: str, index: int, replayed: Tensor, cached: Tensor) -> None:
         """Record the difference of `name` (B, D), or of a number, of micro-batch `index`; two NaN count as equal."""
         if _kind(name) not in self._due:
             return
-        found, cached = (
+        replayed, cached = (
             value.detach().to(cached.dtype).reshape(-1, value.shape[-1:].numel())
-            for value in (found, cached)
+            for value in (replayed, cached)
         )
-        same = (found == cached) | (found.isnan() & cached.isnan())
-        difference = torch.where(same, 0.0, found - cached)
+        same = (replayed == cached) | (replayed.isnan() & cached.isnan())
+        difference = torch.where(same, 0.0, replayed - cached)
         relative = difference.norm(dim=-1) / cached.norm(dim=-1).clamp_min(
             torch.finfo(cached.dtype).tiny
         )
@@ -139,10 +139,12 @@ class ReplayCheck:
             if WEIGHTS in self._due and _shows_bits(parameter.data)
         }
 
-    def compare_bits(self, index: int, found: dict[str, Tensor], before: dict[str, Tensor]) -> None:
+    def compare_bits(
+        self, index: int, current: dict[str, Tensor], before: dict[str, Tensor]
+    ) -> None:
         """Record the parameters that have changed up to micro-batch `index`, also those whose version has not (`.data`)."""
         self._seen += [
-            (f"{WEIGHTS} {name}", index, (found[name] != bits).float().expand(2))
+            (f"{WEIGHTS} {name}", index, (current[name] != bits).float().expand(2))
             for name, bits in before.items()
         ]
 

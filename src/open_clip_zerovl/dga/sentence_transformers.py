@@ -129,8 +129,12 @@ class DecoupledLoss(nn.Module):
 
     def get_config_dict(self) -> dict[str, Any]:
         """The loss' settings for the model card."""
-        own: dict[str, Any] = getattr(self.loss, "get_config_dict", dict)()
-        return {"loss": type(self.loss).__name__, **own, "mini_batch_size": self.mini_batch_size}
+        settings: dict[str, Any] = getattr(self.loss, "get_config_dict", dict)()
+        return {
+            "loss": type(self.loss).__name__,
+            **settings,
+            "mini_batch_size": self.mini_batch_size,
+        }
 
     @property
     def citation(self) -> str:

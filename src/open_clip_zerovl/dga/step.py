@@ -397,7 +397,7 @@ class DecoupledGradientAccumulation:
             # DDP rebuilds its buckets, a collective, in the first forward pass with a graph, and broadcasts buffers in the
             # first of all. Those are one pass or two, by this rank's K and R; here all ranks have the same order.
             self._ddp.reducer._rebuild_buckets()
-        found: dict[str, list[Tensor]] = {}
+        collected: dict[str, list[Tensor]] = {}
         frozen = self._towers.frozen() if step.replayed else set()
         for k, size in enumerate(step.sizes):
             graph = k not in step.replayed
@@ -411,10 +411,10 @@ class DecoupledGradientAccumulation:
             if graph:
                 step.kept[k] = outputs
             for name, output in outputs.items():
-                found.setdefault(name, []).append(detached_copy(output))
-        step.features = {name: torch.cat(found[name]) for name in step.inputs_of}
-        step.scalars = {name: found[name] for name in SCALARS if name in found}
-        step.extras = self._extras.collected(found, step.order)
+                collected.setdefault(name, []).append(detached_copy(output))
+        step.features = {name: torch.cat(collected[name]) for name in step.inputs_of}
+        step.scalars = {name: collected[name] for name in SCALARS if name in collected}
+        step.extras = self._extras.collected(collected, step.order)
         self._check_weights(step)
 
     def _differentiate(self, step: _Step, loss_inputs: dict[str, Any]) -> None:
@@ -448,8 +448,8 @@ class DecoupledGradientAccumulation:
             for k, value in enumerate(values[:-1]):
                 self._check.compare(name, k, value, values[-1])
         gradients = {
-            name: found if factor is None else found * factor
-            for name, found in step.gradients.items()
+            name: gradient if factor is None else gradient * factor
+            for name, gradient in step.gradients.items()
         }
         rows = {name: gradients[name].split(step.rows(name)) for name in step.features}
         cached = {name: value.split(step.rows(name)) for name, value in step.features.items()}
@@ -530,7 +530,9 @@ class DecoupledGradientAccumulation:
             )
 
     def _name_of(self, parameter: nn.Parameter) -> str:
-        return next(name for name, one in self._inner.named_parameters() if one is parameter)
+        return next(
+            name for name, candidate in self._inner.named_parameters() if candidate is parameter
+        )
 
     @contextmanager
     def _undone_on_failure(self) -> Iterator[None]:

@@ -254,7 +254,7 @@ def _arrays(members: Mapping[str, bytes | None]) -> dict[str, Any]:
     if packed is not None:
         with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
-    found = torch.load(
+    embeddings = torch.load(
         io.BytesIO(gzip.decompress(_member(members, "pth.gz"))),
         map_location="cpu",
         weights_only=True,
@@ -263,7 +263,7 @@ def _arrays(members: Mapping[str, bytes | None]) -> dict[str, Any]:
         name: value.float().numpy()
         if isinstance(value, Tensor)
         else np.asarray(torch.stack(value).float())
-        for name, value in found.items()
+        for name, value in embeddings.items()
         if name.endswith("_emb")
     }
 

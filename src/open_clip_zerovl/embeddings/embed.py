@@ -79,11 +79,11 @@ def embed(
     try:
         batches = Batches(collection, units, eyes, batch_size)
         for batch in read_batches(batches, itemgetter(0), batch_size=1, num_workers=workers):
-            for one in batch.lost:
-                if one.note is not None:
-                    tqdm.write(f"{one.note}. Its samples get no embeddings.")
-                of_source = lost.setdefault(one.source, {})
-                of_source[one.reason] = of_source.get(one.reason, 0) + one.count
+            for missing in batch.lost:
+                if missing.note is not None:
+                    tqdm.write(f"{missing.note}. Its samples get no embeddings.")
+                of_source = lost.setdefault(missing.source, {})
+                of_source[missing.reason] = of_source.get(missing.reason, 0) + missing.count
             for number, model in enumerate(models):
                 _encode(store, number, model, batch, batch_size)
             for file in batch.finished:
@@ -101,8 +101,8 @@ def _encode(
     images, texts = store.rows.get(f"{number}.images"), store.rows.get(f"{number}.texts")
     if images is not None and batch.rows:
         parts = [model.images(part).cpu() for part in batch.pictures[number].split(size)]
-        found = _finite(torch.cat(parts), images.dtype, model, batch)
-        images[batch.rows] = found.reshape(len(batch.rows), *images.array.shape[1:])
+        features = _finite(torch.cat(parts), images.dtype, model, batch)
+        images[batch.rows] = features.reshape(len(batch.rows), *images.array.shape[1:])
     if texts is not None and batch.captions:
         parts = [
             model.texts(batch.captions[at : at + size]).cpu()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 from PIL import Image
@@ -146,7 +147,7 @@ class Batches(IterableDataset):
     def _batches(self, unit: Sequence[int]) -> Iterator[EmbeddableBatch]:
         batch = EmbeddableBatch()
         shown: list[Image.Image] = []
-        for seen, sample in enumerate(one for file in unit for one in self.collection.read(file)):
+        for seen, sample in enumerate(chain.from_iterable(map(self.collection.read, unit))):
             if seen and seen % self.batch_size == 0:
                 yield self._with_pictures(batch, shown)
                 batch, shown = EmbeddableBatch(), []
@@ -165,9 +166,9 @@ class Batches(IterableDataset):
     ) -> EmbeddableBatch:
         """The batch with its pictures as each model sees them."""
         seen: dict[str, Tensor] = {}
-        for eye in self.eyes if shown else ():
-            name = plain_repr(eye)
+        for transform in self.eyes if shown else ():
+            name = plain_repr(transform)
             if name not in seen:
-                seen[name] = collate_images([eye(picture) for picture in shown])
+                seen[name] = collate_images([transform(picture) for picture in shown])
             batch.pictures.append(seen[name])
         return batch

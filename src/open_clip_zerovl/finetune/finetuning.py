@@ -199,8 +199,8 @@ def starting_folder(
         weights = network.state_dict()
         card = ModelCard(spec, weights, origin="The model that a training started from.")
         seen = trained_on([start.model])
-        beside = None if seen is None else {TRAINED_ON: list_of_trained(seen)}
-        write_local_dir(start.model, weights, spec, out, card=card, beside=beside)
+        extra_files = None if seen is None else {TRAINED_ON: list_of_trained(seen)}
+        write_local_dir(start.model, weights, spec, out, card=card, extra_files=extra_files)
     return LOCAL_DIR + str(out.absolute())
 
 

@@ -257,9 +257,9 @@ class ContrastiveLoss(nn.Module):
         elif positives is not None:
             targets.append(positives)
         elif contrastive:
-            own = torch.arange(b, device=device)
+            diagonal = torch.arange(b, device=device)
             columns = [
-                own if column is None else column.to(device, non_blocking=True)
+                diagonal if column is None else column.to(device, non_blocking=True)
                 for _, column in pairs
             ]
             weights = [weight * contrastive for weight, _ in pairs]
@@ -321,8 +321,8 @@ class ContrastiveLoss(nn.Module):
             if given:
                 raise UserError(f"mixup is not defined with {option}; leave one of them out.")
         if self.cross_source_weight != 1 and sources is not None:
-            own = sources.to(partner.device)
-            if not torch.equal(own, own[partner]):
+            sources = sources.to(partner.device)
+            if not torch.equal(sources, sources[partner]):
                 raise UserError(
                     "with cross_source_weight a mixup partner must be of the row's own source, because a sample mixed from two "
                     "sources belongs to neither; pair rows within their source."

@@ -212,17 +212,17 @@ class Problem:
     def _sweep(self, side: int, other_sums: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(P + Q - Y_rows - Y_columns) @ others for the local rows of a side, and its inner product with these rows.
 
-        Without `gather_grad` it is (P - Y) @ others. (P + Q - Y_rows - Y_columns)^T @ own is added to `other_sums`.
+        Without `gather_grad` it is (P - Y) @ others. (P + Q - Y_rows - Y_columns)^T @ local_rows is added to `other_sums`.
         """
-        own, others = self.logits.own[side], self.logits.all[1 - side]
-        sums = torch.empty_like(own)
-        scale_sum = own.new_zeros(())
+        local_rows, others = self.logits.own[side], self.logits.all[1 - side]
+        sums = torch.empty_like(local_rows)
+        scale_sum = local_rows.new_zeros(())
         for rows in self.chunks:
             weights = self._weights(rows, side)  # (chunk, N)
             torch.mm(weights, others, out=sums[rows])
-            scale_sum += (own[rows] * sums[rows]).sum()
+            scale_sum += (local_rows[rows] * sums[rows]).sum()
             if other_sums is not None:
-                other_sums.addmm_(weights.T, own[rows])
+                other_sums.addmm_(weights.T, local_rows[rows])
             del weights
         return sums, scale_sum
 

@@ -71,8 +71,8 @@ class Sigmoid:
             torch.where(self._shared.related(rows), -values, values, out=values)
             return
         index = torch.arange(len(values), device=values.device)
-        own = self._mine.start + rows.start + index
-        values[index, own] = -values[index, own]
+        positive_columns = self._mine.start + rows.start + index
+        values[index, positive_columns] = -values[index, positive_columns]
 
     def _weigh(self, values: Tensor, rows: slice) -> Tensor:
         values.mul_(self._share)

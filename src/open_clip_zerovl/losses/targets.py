@@ -45,9 +45,9 @@ class PairTargets:
         index = torch.arange(len(logits), device=logits.device)
         of_rows, of_columns = logits.new_zeros(len(logits)), logits.new_zeros(logits.shape[1])
         for weight, column in self._weighed:
-            found = weight * logits[index, column[rows]]
-            of_rows += found
-            of_columns[column[rows]] += found
+            weighted_logits = weight * logits[index, column[rows]]
+            of_rows += weighted_logits
+            of_columns[column[rows]] += weighted_logits
         return of_rows, of_columns
 
     def subtract_from(self, weights: Tensor, rows: slice, side: int) -> None:
@@ -80,7 +80,7 @@ class SharedTargets:
 
     def related(self, rows: slice) -> Tensor:
         """Mask of the positives of these local rows, (rows, N) bool."""
-        first, *others = (one[self._mine][rows][:, None] == one for one in self._ids)
+        first, *others = (ids[self._mine][rows][:, None] == ids for ids in self._ids)
         for other in others:
             first |= other
         return first
@@ -113,17 +113,23 @@ class TeacherTargets:
         """For image rows: the sum over j of Y_rows z (rows,), and this rank's part of the sum over i of Y_columns z, (N,)."""
         of_rows, of_columns = logits.new_zeros(len(logits)), logits.new_zeros(logits.shape[1])
         for teacher, normalisers in self._teachers:
-            own = teacher.chunk(rows, side=0)
-            of_rows += normalisers.over_others(own.clone(), rows, side=0).mul_(logits).sum(dim=1)
-            of_columns += normalisers.over_own(own, side=0).mul_(logits).sum(dim=0)
+            teacher_logits = teacher.chunk(rows, side=0)
+            of_rows += (
+                normalisers.over_others(teacher_logits.clone(), rows, side=0)
+                .mul_(logits)
+                .sum(dim=1)
+            )
+            of_columns += normalisers.over_own(teacher_logits, side=0).mul_(logits).sum(dim=0)
         return of_rows.mul_(self._each), of_columns.mul_(self._each)
 
     def subtract_from(self, weights: Tensor, rows: slice, side: int) -> None:
         """weights -= Y_rows + Y_columns for these local rows."""
         for teacher, normalisers in self._teachers:
-            own = teacher.chunk(rows, side)
-            weights.sub_(normalisers.over_others(own.clone(), rows, side), alpha=self._each)
-            weights.sub_(normalisers.over_own(own, side), alpha=self._each)
+            teacher_logits = teacher.chunk(rows, side)
+            weights.sub_(
+                normalisers.over_others(teacher_logits.clone(), rows, side), alpha=self._each
+            )
+            weights.sub_(normalisers.over_own(teacher_logits, side), alpha=self._each)
 
 
 def _occurrences(ids: Tensor) -> Tensor:
@@ -132,9 +138,9 @@ def _occurrences(ids: Tensor) -> Tensor:
     return torch.searchsorted(ordered, ids, right=True) - torch.searchsorted(ordered, ids)
 
 
-def _joined(one: Tensor, other: Tensor) -> Tensor:
+def _joined(first: Tensor, second: Tensor) -> Tensor:
     """One id (N,) of two: equal where both ids are equal."""
     place, other_place = (
-        torch.searchsorted(ids.sort().values, ids) for ids in (one, other)
+        torch.searchsorted(ids.sort().values, ids) for ids in (first, second)
     )  # each below N
-    return place * len(one) + other_place
+    return place * len(first) + other_place

@@ -82,10 +82,10 @@ def _adapted_layers(model: nn.Module, tower: str) -> list[str]:
         and (name.rpartition(".")[0] not in packed or not name.endswith("in_proj_weight"))
     ]
     if norms or bare or not linear | packed:
-        found = f"has {(norms or bare)[0]}" if norms or bare else "has no linear layers"
+        obstacle = f"has {(norms or bare)[0]}" if norms or bare else "has no linear layers"
         raise UserError(
-            f"--lora is for transformers of linear layers, and the {tower} tower {found}; give --lora-on the other tower, or "
-            "leave --lora out"
+            f"--lora is for transformers of linear layers, and the {tower} tower {obstacle}; give --lora-on the other tower, "
+            "or leave --lora out"
         )
     return sorted(linear | packed)
 

@@ -93,8 +93,8 @@ def loss_inputs_of(micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
     source, _, *content = torch.cat([origin for _, _, origin, *_ in micro_batches]).unbind(dim=1)
     inputs: dict[str, Any] = {"ids": {"source": source}}
     if content:
-        caption, inputs["ids"]["image"], *beside = content
-        inputs["ids"]["caption"] = torch.cat([caption, *beside])
+        caption, inputs["ids"]["image"], *further = content
+        inputs["ids"]["caption"] = torch.cat([caption, *further])
     if len(micro_batches[0]) > 3:
         embeddings = [of_both for *_, of_both in micro_batches]
         inputs["teacher_features"] = teacher_features(

@@ -123,8 +123,8 @@ def accuracy_words(evaluations: Sequence[Mapping[str, Any]]) -> str:
     if not evaluations:
         return ""
     shares = ", ".join(
-        f"{name} {100 * number(own.get('top1')):.1f} % (chance {100 * number(own.get('top1_chance')):.1f} %)"
-        for name, own in evaluations[-1]["metrics"].items()
+        f"{name} {100 * number(metrics.get('top1')):.1f} % (chance {100 * number(metrics.get('top1_chance')):.1f} %)"
+        for name, metrics in evaluations[-1]["metrics"].items()
     )
     return f"Zero-shot top-1 after epoch {evaluations[-1]['at']:.0f}: {shares}."
 
@@ -195,13 +195,15 @@ def _data(
     reasons: dict[str, Counter[str]] = {}
     for line in lost:
         delivered.update(line.get("delivered") or {})
-        for name, own in (line.get("lost") or {}).items():
-            reasons.setdefault(name, Counter()).update(own)
+        for name, counts in (line.get("lost") or {}).items():
+            reasons.setdefault(name, Counter()).update(counts)
     rows = []
     for name in dict.fromkeys([*sources, *delivered]):
-        own = reasons.get(name, Counter())
-        words = ", ".join(f"{count:,} {reason}" for reason, count in sorted(own.items())) or "none"
-        bad, shown = sum(own.values()), delivered[name]
+        counts = reasons.get(name, Counter())
+        words = (
+            ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items())) or "none"
+        )
+        bad, shown = sum(counts.values()), delivered[name]
         share = f" ({100 * bad / shown:.2g} %)" if bad and shown else ""
         samples = sources.get(name)
         rows.append(

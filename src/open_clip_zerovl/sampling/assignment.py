@@ -198,8 +198,8 @@ class Assignment:
         share = np.stack(
             [np.bincount((place * k + np.arange(k)) % v, minlength=v) for place in range(period)]
         )
-        found = (times @ share).T
-        return found[:, :-1] * self.batching.micro_batch, found[:, -1]
+        delivered = (times @ share).T
+        return delivered[:, :-1] * self.batching.micro_batch, delivered[:, -1]
 
     def _place(self, rank: int, reader: int) -> int:
         """The place of a reader's first mixed micro-batch in the deck, counted in micro-batches."""

@@ -51,21 +51,24 @@ def near_samples(share: float, effective_batch: int) -> int:
 
 
 def check_neighbours(
-    found: Sequence[Neighbours | None], names: Sequence[str], schedule: Schedule, share: float
+    all_neighbours: Sequence[Neighbours | None],
+    names: Sequence[str],
+    schedule: Schedule,
+    share: float,
 ) -> None:
     """UserError for a schedule whose steps cannot have this share of near samples, for sources with these neighbours."""
     batch = schedule.effective_batch
-    near = near_samples(share, batch)
-    if near < 2:
+    near_count = near_samples(share, batch)
+    if near_count < 2:
         raise UserError(
-            f"--hard-negatives {share:g} of an effective batch of {batch} is {near} sample; give a share of at least "
+            f"--hard-negatives {share:g} of an effective batch of {batch} is {near_count} sample; give a share of at least "
             f"{2 / batch:.3g}"
         )
-    if len(found) > 1 and (schedule.source_of_step == MIXED).any():
+    if len(all_neighbours) > 1 and (schedule.source_of_step == MIXED).any():
         raise UserError(
             "--hard-negatives needs steps of one source; give --debiased-sampling, or one source"
         )
-    for index, (neighbours, name) in enumerate(zip(found, names, strict=True)):
+    for index, (neighbours, name) in enumerate(zip(all_neighbours, names, strict=True)):
         if neighbours is None:
             raise UserError(
                 f"--hard-negatives needs the clusters of each source, and {name!r} is not a clustering; run `zerovl cluster "
@@ -78,7 +81,7 @@ def check_neighbours(
                 "once an epoch; lower its weight or --train-num-samples to at most one pass"
             )
         copies, steps = int(neighbours.copies.sum()), taken // batch
-        if copies > (room := taken - steps * near):
+        if copies > (room := taken - steps * near_count):
             raise UserError(
                 f"{copies} of the {size} samples of source {name!r} are copies, and --hard-negatives {share:g} leaves room for "
                 f"{room} of them; give a smaller share, or cluster with a larger --same-above"
@@ -90,7 +93,7 @@ def batches_of_epoch(
 ) -> np.ndarray:
     """(T, N) positions in the source's cycle: the batches of the source's steps in an epoch."""
     batch, taken = schedule.effective_batch, int(schedule.taken[source])
-    steps, near = taken // batch, near_samples(share, batch)
+    steps, near_count = taken // batch, near_samples(share, batch)
     rng = stream(schedule.seed, Purpose.NEIGHBOURS, schedule.epoch, source)
     positions = int(schedule.begin[source]) + rng.permutation(taken)
     samples = positions % len(neighbours.labels)
@@ -100,8 +103,8 @@ def batches_of_epoch(
     ]  # of each sample's cluster in this epoch
     place[neighbours.copies[samples]] = clusters
     positions = positions[np.argsort(place, kind="stable")]
-    runs = positions[: steps * near].reshape(steps, near)[rng.permutation(steps)]
-    rest = rng.permutation(positions[steps * near :]).reshape(steps, batch - near)
+    runs = positions[: steps * near_count].reshape(steps, near_count)[rng.permutation(steps)]
+    rest = rng.permutation(positions[steps * near_count :]).reshape(steps, batch - near_count)
     return rng.permuted(np.concatenate([runs, rest], axis=1), axis=1)
 
 

@@ -115,9 +115,9 @@ def json_array(stream: IO[bytes], name: str, *, key: str | None = None) -> Itera
         return
     reader.expect("{", "an object")
     while reader.peek() != "}":
-        found = reader.value()
+        member = reader.value()
         reader.expect(":", "an object")
-        if found == key:
+        if member == key:
             reader.expect("[", f"a list under {key!r}")
             yield from reader.elements()
             return

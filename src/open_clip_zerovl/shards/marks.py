@@ -51,9 +51,9 @@ def content_digest(files: Sequence[str | os.PathLike[str]]) -> str:
     """
     names = [os.path.abspath(file) for file in files]
     stamps = digest_of([stamp_of(name) for name in names])
-    kept = user_cache("open_clip_zerovl") / "digests" / f"{digest_of(names)[:24]}.json"
+    cache_file = user_cache("open_clip_zerovl") / "digests" / f"{digest_of(names)[:24]}.json"
     with suppress(OSError, ValueError):
-        same, stored = json.loads(kept.read_text(encoding="utf-8"))
+        same, stored = json.loads(cache_file.read_text(encoding="utf-8"))
         if same == stamps:
             return str(stored)
     with ThreadPoolExecutor(max_workers=8) as pool:
@@ -62,7 +62,7 @@ def content_digest(files: Sequence[str | os.PathLike[str]]) -> str:
         each = list(tqdm(contents, about, len(names), delay=2, leave=False))
     digest = digest_of([os.path.basename(name) for name in names], each)
     with suppress(UserError):  # a cache that cannot be written
-        write_atomically(kept, json.dumps([stamps, digest]))
+        write_atomically(cache_file, json.dumps([stamps, digest]))
     return digest
 
 
@@ -70,17 +70,17 @@ def file_marks(files: Iterable[str], known: Digests | None, about: str) -> dict[
     """`file_mark` of several files, each once; a bar with the words `about` if it takes more than two seconds."""
     each = list(dict.fromkeys(files))
     with ThreadPoolExecutor(max_workers=8) as pool:
-        found = pool.map(lambda file: file_mark(file, known), each)
-        return dict(zip(each, tqdm(found, about, len(each), delay=2, leave=False), strict=True))
+        new_marks = pool.map(lambda file: file_mark(file, known), each)
+        return dict(zip(each, tqdm(new_marks, about, len(each), delay=2, leave=False), strict=True))
 
 
-def digests_of(marks: Iterable[Mark]) -> Digests:
+def digests_of(earlier_marks: Iterable[Mark]) -> Digests:
     """The digests of earlier marks, for `file_mark`: those of files that name, size and time tell apart."""
-    found: dict[tuple[Any, ...], set[str]] = {}
-    for mark in marks:
+    digests_by_stamp: dict[tuple[Any, ...], set[str]] = {}
+    for mark in earlier_marks:
         if isinstance(mark, list) and len(mark) > 3:
-            found.setdefault(tuple(map(_plain, mark[:3])), set()).add(str(mark[3]))
-    return {about: min(digests) for about, digests in found.items() if len(digests) == 1}
+            digests_by_stamp.setdefault(tuple(map(_plain, mark[:3])), set()).add(str(mark[3]))
+    return {about: min(digests) for about, digests in digests_by_stamp.items() if len(digests) == 1}
 
 
 def content_of(mark: Mark) -> tuple[str, ...]:
@@ -88,9 +88,9 @@ def content_of(mark: Mark) -> tuple[str, ...]:
     return tuple(map(str, (*mark[:2], *mark[3:])))
 
 
-def is_same(stored: Mark, found: Mark) -> bool:
+def is_same(stored: Mark, current: Mark) -> bool:
     """True if two marks are of one content."""
-    return len(stored) > 1 and content_of(stored) == content_of(found)
+    return len(stored) > 1 and content_of(stored) == content_of(current)
 
 
 def _plain(value: Any) -> Any:
@@ -109,12 +109,12 @@ def _digest_of_edges(path: str, size: int) -> str:
 def _digest_of_all(path: str, about: Mark) -> str:
     """The digest of a whole file. The user's cache keeps it by path, size and time, so that shards are read once for it."""
     name = digest_of(os.path.abspath(path))[:24]
-    kept = user_cache("open_clip_zerovl") / "digests" / f"{name}.json"
+    cache_file = user_cache("open_clip_zerovl") / "digests" / f"{name}.json"
     with suppress(OSError, ValueError, TypeError):
-        *same, stored = json.loads(kept.read_text(encoding="utf-8"))
+        *same, stored = json.loads(cache_file.read_text(encoding="utf-8"))
         if same == about[1:]:
             return str(stored)
     digest = sha256_of(path)
     with suppress(UserError):  # a cache that cannot be written
-        write_atomically(kept, json.dumps([*about[1:], digest]))
+        write_atomically(cache_file, json.dumps([*about[1:], digest]))
     return digest

@@ -98,12 +98,12 @@ def _on_the_hub(url: str) -> tuple[str, dict[str, str]]:
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers
 
-    found = re.fullmatch(r"hf://(datasets/)?(?!datasets/)([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", url)
-    if found is None:
+    match = re.fullmatch(r"hf://(datasets/)?(?!datasets/)([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", url)
+    if match is None:
         raise UserError(
             f"shard {url} names no file on the hub; write hf://datasets/USER/NAME/FILE.tar"
         )
-    kind, repository, revision, file = found.groups()
+    kind, repository, revision, file = match.groups()
     revision = unquote(revision or "main")  # refs%2Fpr%2F1
     kind = "dataset" if kind else "model"
     address = hf_hub_url(
@@ -129,7 +129,7 @@ def matching_urls(pattern: str) -> list[str]:
         import fsspec
 
         file_system, path = fsspec.core.url_to_fs(pattern, **options)
-        return [file_system.unstrip_protocol(found) for found in sorted(file_system.glob(path))]
+        return [file_system.unstrip_protocol(file) for file in sorted(file_system.glob(path))]
     except Exception as error:  # fsspec's file systems raise errors of any type
         raise UserError(
             f"the files of {pattern} cannot be listed ({reason_of(error)[0]}: {first_line(error)}); check the address, or "
@@ -208,9 +208,9 @@ def _from_store(file_system: Any, path: str, at: int, stall_seconds: float) -> T
     limit = 4 * stall_seconds  # longer, since stores have time-outs and retries of their own
     file, about = call_within(limit, opened, "remote shard")
     total = about.get("size")
-    marks = ("ETag", "etag", "md5Hash", "generation", "LastModified", "mtime", "created")
+    identity_fields = ("ETag", "etag", "md5Hash", "generation", "LastModified", "mtime", "created")
     identity = " ".join(
-        str(about[mark]) for mark in (*marks, "size") if about.get(mark) is not None
+        str(about[field]) for field in (*identity_fields, "size") if about.get(field) is not None
     )
     md5 = about.get("md5Hash")  # S3's ETag of an encrypted or multipart object is not an MD5
 
@@ -260,9 +260,8 @@ def reason_of(error: BaseException) -> tuple[str, bool]:
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and len(causes) < 8:
         causes.append(cause)
     # fsspec raises FileNotFoundError for any answer of a server to a question about a file; the answer is among the causes.
-    status = next(
-        (found for each in causes if isinstance(found := getattr(each, "status", None), int)), None
-    )
+    answers = [getattr(cause, "status", None) for cause in causes]
+    status = next((answer for answer in answers if isinstance(answer, int)), None)
     if status is not None and status >= 400:
         needed = (
             ", which asks for a token: for the hub `hf auth login` or HF_TOKEN"

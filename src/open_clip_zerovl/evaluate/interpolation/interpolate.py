@@ -145,13 +145,15 @@ def write_between(
     )
     found = {"chosen": {"alpha": alpha, "reason": "as asked"}} if curve is None else curve.as_dict()
     content = {"before": ends.names[0], "after": ends.names[1], **found}
-    beside: dict[str, bytes | str] = {"interpolation.json": json.dumps(content, indent=2) + "\n"}
+    extra_files: dict[str, bytes | str] = {
+        "interpolation.json": json.dumps(content, indent=2) + "\n"
+    }
     seen = trained_on(ends.names)
     if seen is not None or trained is not None:
-        beside[TRAINED_ON] = list_of_trained(seen, trained)
+        extra_files[TRAINED_ON] = list_of_trained(seen, trained)
     if curve is not None:
-        beside["interpolation.png"] = picture = curve.picture()
-        beside["interpolation.html"] = render(
+        extra_files["interpolation.png"] = picture = curve.picture()
+        extra_files["interpolation.html"] = render(
             "curve.html",
             title="Weights between two models",
             names=ends.names,
@@ -166,7 +168,7 @@ def write_between(
         card=card,
         precision=precision,
         force=force,
-        beside=beside,
+        extra_files=extra_files,
     )
 
 
