@@ -88,10 +88,12 @@ def run_compare(
         images, texts, scale = encode(
             encoder, [*seen, *rest], f"{name} {number}/{len(sides[name])}", out / "features"
         )
-        own = _by_source(seen, images[: len(seen)], texts[: len(seen)])
-        others = _by_source(rest, images[len(seen) :], texts[len(seen) :])
+        seen_features = _by_source(seen, images[: len(seen)], texts[: len(seen)])
+        rest_features = _by_source(rest, images[len(seen) :], texts[len(seen) :])
         labelled = _right_guesses(encoder, sets, out / "features")
-        measured[name].append(measure_run(own, scale, others, labelled, seed=settings.seed))
+        measured[name].append(
+            measure_run(seen_features, scale, rest_features, labelled, seed=settings.seed)
+        )
         shown.setdefault(name, (images[: len(seen)], texts[: len(seen)]))  # of the first run
     comparison = compare_runs(measured, draws=settings.draws, seed=settings.seed)
     notes = [
@@ -196,12 +198,12 @@ def _trained_on(
 ) -> list[str]:
     """A sentence on each model that names held-out pictures among those that it was trained on."""
     lists = {str(run.model): trained_on([run.model]) for _, _, run in runs}
-    if all(one is None for one in lists.values()):
+    if all(trained is None for trained in lists.values()):
         return []
     held_out = [sample for sample in samples if sample.held_out]
     identities = np.array([identity_of(sample.picture()) for sample in held_out])
-    found = (seen_sentence(identities, one, model) for model, one in lists.items())
-    return [f"{sentence}." for sentence in found if sentence is not None]
+    sentences = (seen_sentence(identities, trained, model) for model, trained in lists.items())
+    return [f"{sentence}." for sentence in sentences if sentence is not None]
 
 
 def _few_captions(samples: Sequence[SourceSample]) -> list[str]:
@@ -220,12 +222,12 @@ def _by_source(
     """Source -> its pairs, from features (N, D) of samples."""
     return {
         name: SourceFeatures(
-            images[own],
-            texts[own],
-            [samples[row].concept for row in own],
-            [samples[row].held_out for row in own],
+            images[rows],
+            texts[rows],
+            [samples[row].concept for row in rows],
+            [samples[row].held_out for row in rows],
         )
-        for name, own in rows_by_source(samples).items()
+        for name, rows in rows_by_source(samples).items()
     }
 
 
@@ -234,11 +236,11 @@ def _examples(
 ) -> list[RetrievalExample]:
     """Retrieval examples among the held-out pairs, by the first run of each side."""
     rows = [row for row, sample in enumerate(samples) if sample.held_out]
-    own = [samples[row] for row in rows]
-    sources = [sample.source for sample in own]
+    held_out = [samples[row] for row in rows]
+    sources = [sample.source for sample in held_out]
     return retrieval_examples(
-        lambda row: own[row].picture(),
-        [sample.caption for sample in own],
+        lambda row: held_out[row].picture(),
+        [sample.caption for sample in held_out],
         sources,
         {name: (images[rows], texts[rows]) for name, (images, texts) in features.items()},
         middle_of_each(sources),

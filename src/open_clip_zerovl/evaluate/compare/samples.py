@@ -85,12 +85,12 @@ def read_samples(
         numbers = range(len(source.shards))
         spaced = numbers[:: -(-len(numbers) // SHARDS_READ)]
         share = -(-limit // len(spaced))
-        own: list[SourceSample] = []
+        pairs: list[SourceSample] = []
         skipped[source.name] = 0
         for shard in [*spaced, *(number for number in numbers if number not in spaced)]:
             taken = 0
             for sample in samples_of(source, shard):
-                if taken == share or len(own) == limit:
+                if taken == share or len(pairs) == limit:
                     break
                 pair = _pair(
                     source.name, sample, concept_field, held_out_field, source.shards[shard]
@@ -98,15 +98,15 @@ def read_samples(
                 if pair is None:
                     skipped[source.name] += 1
                 else:
-                    own.append(pair)
+                    pairs.append(pair)
                     taken += 1
-            if len(own) == limit:
+            if len(pairs) == limit:
                 break
-        if not own:
+        if not pairs:
             raise UserError(
                 f"source {source.name!r} has no pair of a readable picture and a caption in its shards"
             )
-        samples += own
+        samples += pairs
         if count := skipped[source.name]:
             log.warning(
                 "Source %s: %d samples without a readable picture and a caption were passed over.",
@@ -197,13 +197,13 @@ def encode(
     def pair(row: int) -> Embeddable:
         return Embeddable(row, [samples[row].picture()], [(row, samples[row].caption)])
 
-    marks = [digest_of(sample.image, sample.caption) for sample in samples]
+    pair_digests = [digest_of(sample.image, sample.caption) for sample in samples]
     store, _ = embedded(
         folder / digest_of(digests)[:16],
         "compare",
         model,
         Listed(len(samples), pair, part=1),
-        marks,
+        pair_digests,
         digests,
         name="samples",
         captions=len(samples),

@@ -56,17 +56,16 @@ class CurveSettings(CurveFlags):
 
     def open(self) -> tuple[dict[str, IndexedSet], tuple[str, ...], tuple[str, ...]]:
         """All sets by name, the names of the new ones, and of the kept ones. UserError for a name given twice."""
-        new, kept = (
-            parse_retrieval_data(self.new),
-            parse_retrieval_data(self.kept) if self.kept else {},
-        )
-        if both := sorted(new.keys() & kept.keys()):
+        new_sets = parse_retrieval_data(self.new)
+        kept_sets = parse_retrieval_data(self.kept) if self.kept else {}
+        both = sorted(new_sets.keys() & kept_sets.keys())
+        if both:
             raise UserError(f"the set {both[0]} is both new and kept; give it once, or two names")
         sets = {
             name: open_retrieval_set(path, self.retrieval.split)
-            for name, path in {**new, **kept}.items()
+            for name, path in {**new_sets, **kept_sets}.items()
         }
-        return sets, tuple(new), tuple(kept)
+        return sets, tuple(new_sets), tuple(kept_sets)
 
 
 def score_curve(
@@ -87,7 +86,7 @@ def score_curve(
     Raises:
         UserError: sets that cannot be read, and the errors of `score_set`.
     """
-    sets, new, kept = settings.open()
+    sets, new_sets, kept_sets = settings.open()
     points = []
     for alpha in sorted({0.0, 1.0, *settings.alphas}):
         loaded = (ends.at(alpha), ends.preprocess, ends.tokenizer, ends.device)
@@ -97,16 +96,17 @@ def score_curve(
             assert scored is not None  # one process scores
             metrics[name] = scored.metrics
         guessed = {
-            name: score_loaded(loaded, own, encoder=encoder, name=name)
-            for name, own in (classes or {}).items()
+            name: score_loaded(loaded, labelled, encoder=encoder, name=name)
+            for name, labelled in (classes or {}).items()
         }
-        points.append(point := Point(alpha, metrics, guessed))
+        point = Point(alpha, metrics, guessed)
+        points.append(point)
         if say is not None:
             say(
                 f"alpha {alpha:g}: "
                 + ", ".join(f"{name} {point.score(name):.1f}" for name in metrics)
             )
-    return choose(points, new, kept, settings.rule, kept_share=settings.kept_share)
+    return choose(points, new_sets, kept_sets, settings.rule, kept_share=settings.kept_share)
 
 
 def write_between(
@@ -143,8 +143,10 @@ def write_between(
         metrics=metrics,
         notes=[] if curve is None else [curve.sentence],
     )
-    found = {"chosen": {"alpha": alpha, "reason": "as asked"}} if curve is None else curve.as_dict()
-    content = {"before": ends.names[0], "after": ends.names[1], **found}
+    chosen = (
+        {"chosen": {"alpha": alpha, "reason": "as asked"}} if curve is None else curve.as_dict()
+    )
+    content = {"before": ends.names[0], "after": ends.names[1], **chosen}
     extra_files: dict[str, bytes | str] = {
         "interpolation.json": json.dumps(content, indent=2) + "\n"
     }

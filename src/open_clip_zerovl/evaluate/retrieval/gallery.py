@@ -66,7 +66,7 @@ class GallerySet:
     ) -> GallerySet:
         """A set with the ranks and metrics of its features; the captions lie image by image. UserError as `retrieval_ranks`."""
         ranks = retrieval_ranks(*features)
-        captions = [caption for own in captions_of for caption in own]
+        captions = [caption for image_captions in captions_of for caption in image_captions]
         counts = {"images": len(captions_of), "captions": len(captions)}
         metrics = {**counts, **recalls(ranks), **recall_bounds(captions, features[2])}
         return cls(name, captions_of, read_image, *features, ranks, metrics)
@@ -74,7 +74,7 @@ class GallerySet:
     @property
     def captions(self) -> list[str]:
         """(T,) the captions."""
-        return [caption for own in self.captions_of for caption in own]
+        return [caption for image_captions in self.captions_of for caption in image_captions]
 
     def examples(self, queries: Sequence[int] | None = None, k: int = 5) -> list[RetrievalExample]:
         """Some captions with their best pictures; None takes six captions, spread evenly over the set."""
@@ -119,12 +119,12 @@ def gallery_of(sets: Sequence[GallerySet], *, queries: int = 6, best: int = 5) -
     """The variable `gallery` of the template `gallery_parts.html`; arguments and errors as for `write_gallery`."""
     sections = [
         {
-            "name": one.name,
-            "metrics": one.metrics,
-            "remarks": bounds_remarks({one.name: one.metrics}),
-            "parts": [_part(one, *way, queries, best) for way in _PARTS],
+            "name": gallery_set.name,
+            "metrics": gallery_set.metrics,
+            "remarks": bounds_remarks({gallery_set.name: gallery_set.metrics}),
+            "parts": [_part(gallery_set, *way, queries, best) for way in _PARTS],
         }
-        for one in sets
+        for gallery_set in sets
     ]
     return {"sections": sections, "beyond": MISSED_BEYOND}
 
@@ -140,42 +140,42 @@ def _part(shown: GallerySet, way: str, kind: str, queries: int, best: int) -> di
         if kind == "hit"
         else ranks.above >= MISSED_BEYOND
     )
-    found = mask.nonzero().flatten().tolist()
-    card = _caption if way == "text_to_image" else _picture
+    candidates = mask.nonzero().flatten().tolist()
+    make_card = _caption if way == "text_to_image" else _picture
     cards = []
     # A query that the metric counts as missed may have found another picture with the caption, or the same words.
-    for query in spread(found, 2 * queries):
-        one = card(shown, query)
-        if kind == "hit" or not any(right for _, right in one["top"]):
-            cards.append({**one, "top": one["top"][:best], "rank": _rank(ranks, query)})
+    for query in spread(candidates, 2 * queries):
+        card = make_card(shown, query)
+        if kind == "hit" or not any(right for _, right in card["top"]):
+            cards.append({**card, "top": card["top"][:best], "rank": _rank(ranks, query)})
     return {
         "way": way,
         "kind": kind,
         "cards": spread(cards, queries),
-        "found": len(found),
+        "found": len(candidates),
         "of": len(ranks),
     }
 
 
 def _caption(shown: GallerySet, query: int) -> dict[str, Any]:
     """A caption with its ten best pictures, (picture, whether the caption is its own), and its own picture."""
-    (one,) = shown.examples([query], MISSED_BEYOND)
+    (example,) = shown.examples([query], MISSED_BEYOND)
     return {
-        "words": one.query,
-        "picture": one.target,
-        "top": [(found.pixels, found.right) for found in one.top[""]],
+        "words": example.query,
+        "picture": example.target,
+        "top": [(retrieved.pixels, retrieved.right) for retrieved in example.top[""]],
     }
 
 
 def _picture(shown: GallerySet, query: int) -> dict[str, Any]:
     """A picture with its ten best captions, (caption, whether it is its own), and its own captions."""
     scores = shown.text_features.double() @ shown.image_features[query].double()
-    own = shown.captions_of[query]
+    captions = shown.captions_of[query]
     top = [shown.captions[text] for text in best_of(scores.float(), MISSED_BEYOND)]
     return {
-        "words": "; ".join(own),
+        "words": "; ".join(captions),
         "picture": thumbnail(shown.read_image(query)),
-        "top": [(caption, caption in own) for caption in top],
+        "top": [(caption, caption in captions) for caption in top],
     }
 
 

@@ -121,7 +121,7 @@ def score_set(
     ranks = ranks or ProcessRank()
 
     def batches(part: IndexedSet) -> Any:
-        found = retrieval_batches(
+        loader = retrieval_batches(
             part,
             preprocess,
             captions_per_image=settings.captions_per_image,
@@ -130,7 +130,7 @@ def score_set(
         )
         total = -(-len(part) // encoder.batch_size)
         return tqdm(
-            found, total=total, desc=name, unit="batch", leave=False, disable=ranks.rank != 0
+            loader, total=total, desc=name, unit="batch", leave=False, disable=ranks.rank != 0
         )
 
     features = encode_on_ranks(model, dataset, batches, tokenizer, ranks, device=device)
@@ -211,19 +211,21 @@ def encode_on_ranks(
     if ranks.world_size == 1:
         return encode_retrieval(model, batches(dataset), tokenizer, device=device)
     part = dataset.part(ranks.rank, ranks.world_size)
-    own: Features | str | None = None  # remains None if there are fewer images than ranks
+    part_features: Features | str | None = None  # remains None if there are fewer images than ranks
     try:
         if len(part):
-            own = encode_retrieval(model, batches(part), tokenizer, device=device)
+            part_features = encode_retrieval(model, batches(part), tokenizer, device=device)
     except UserError as error:
-        own = str(error)
+        part_features = str(error)
     every: list[Features | str | None] = [None] * ranks.world_size
-    dist.all_gather_object(every, own)
-    if wrong := [one for one in every if isinstance(one, str)]:
+    dist.all_gather_object(every, part_features)
+    if wrong := [result for result in every if isinstance(result, str)]:
         raise UserError(wrong[0])
     if ranks.rank != 0:
         return None
-    images, texts, links = zip(*(one for one in every if isinstance(one, tuple)), strict=True)
+    images, texts, links = zip(
+        *(result for result in every if isinstance(result, tuple)), strict=True
+    )
     offsets = torch.tensor([0, *map(len, images)]).cumsum(0).tolist()
     moved = [own_links + offset for own_links, offset in zip(links, offsets[:-1], strict=True)]
     return torch.cat(images), torch.cat(texts), torch.cat(moved)

@@ -49,7 +49,8 @@ class LabelledSet:
     def captions(self) -> list[list[str]]:
         """The captions of each class, one for each template."""
         return [
-            [name.join(re.split(r"\{c?\}", one)) for one in self.templates] for name in self.names
+            [name.join(re.split(r"\{c?\}", template)) for template in self.templates]
+            for name in self.names
         ]
 
 
@@ -81,7 +82,11 @@ def open_labelled_set(where: str, settings: ZeroShotSettings | None = None) -> L
         opened = {part.name: open_probe_set(part, split, label=settings.label) for part in parts}
         images = IndexedSet(
             str(place),
-            [replace(one, source=name) for name, part in opened.items() for one in part.samples],
+            [
+                replace(sample, source=name)
+                for name, part in opened.items()
+                for sample in part.samples
+            ],
             next(iter(opened.values())).names,
         )
     else:
@@ -188,13 +193,15 @@ def _class_names(file: Path, classes: Sequence[str]) -> list[str]:
 
 def _templates(settings: ZeroShotSettings, folder: Path) -> tuple[str, ...]:
     """The templates of `--template`, captions or files of them; else those of the set's folder; else CLIP's short list."""
-    beside = file_of_words(folder, TEMPLATES)
+    template_file = file_of_words(folder, TEMPLATES)
     given: list[str] = []
-    for one in settings.template or (CLIP_TEMPLATES if beside is None else (str(beside),)):
-        is_file = "{" not in one and Path(one).is_file()
-        lines = text_of(Path(one)).splitlines() if is_file else [one]
+    for template in settings.template or (
+        CLIP_TEMPLATES if template_file is None else (str(template_file),)
+    ):
+        is_file = "{" not in template and Path(template).is_file()
+        lines = text_of(Path(template)).splitlines() if is_file else [template]
         given += [line.strip() for line in lines if line.strip()]
-    if wrong := [one for one in given or [""] if not re.search(r"\{c?\}", one)]:
+    if wrong := [template for template in given or [""] if not re.search(r"\{c?\}", template)]:
         raise UserError(
             f"the template {wrong[0]!r} is no file and has no place for the class; write {{}} there: 'a photo of a {{}}'"
         )
