@@ -121,12 +121,14 @@ def find_copies(
     counts = np.bincount(labels)
     for members in np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1]):
         for table in tables:
-            own = np.asarray(table[members], np.float32)
-            rows = min(chunk_samples, max(1, _MOST_COSINES // len(own))) if len(own) else 1
-            for begin in range(0, len(own), rows):
+            features = np.asarray(table[members], np.float32)
+            rows = (
+                min(chunk_samples, max(1, _MOST_COSINES // len(features))) if len(features) else 1
+            )
+            for begin in range(0, len(features), rows):
                 end = begin + rows
                 earlier = np.tril(
-                    own[begin:end] @ own[:end].T, begin - 1
+                    features[begin:end] @ features[:end].T, begin - 1
                 )  # of row i the columns below i
                 copies[members[begin:end]] |= (earlier > above).any(axis=1)
     return copies

@@ -213,9 +213,13 @@ class CocoReader(ColumnReader):
         self.path, self.files, self.wanted = path, [path], wanted
         with opened_table(path) as file:
             images = (
-                one for one in json_array(file, str(path), key="images") if isinstance(one, dict)
+                image
+                for image in json_array(file, str(path), key="images")
+                if isinstance(image, dict)
             )
-            self.images = {one["id"]: one for one in images if isinstance(one.get("id"), int | str)}
+            self.images = {
+                image["id"]: image for image in images if isinstance(image.get("id"), int | str)
+            }
         names = _names(fields for fields in islice(self._annotations(path), _LOOKED_AT))
         self.chosen = choose(
             str(path),

@@ -116,7 +116,7 @@ class PackSettings:
             "shard_size": self.shard_size,
             "seed": self.seed,
             "encoding": self.encoding.settings(),
-            "left_out": [[one.reason, one.settings] for one in self.exclusions],
+            "left_out": [[exclusion.reason, exclusion.settings] for exclusion in self.exclusions],
         }
 
 
@@ -143,8 +143,8 @@ def pack(
     out, settings, work = Path(out), settings or PackSettings(), work or Work()
     check_writable(out, folder=True)
     say = print if work.progress else lambda _: None
-    beside = f"{os.path.abspath(out)}.parquet"  # the path "." has no name to add to
-    named = [named_input(fetched(text, Path(beside), say)) for text in inputs]
+    parquet = f"{os.path.abspath(out)}.parquet"  # the path "." has no name to add to
+    named = [named_input(fetched(text, Path(parquet), say)) for text in inputs]
     readers = [
         open_input(path, settings.columns, settings.form, settings.templates) for _, path in named
     ]
@@ -157,18 +157,18 @@ def pack(
     ]
     state = {
         "version": _FORMAT,
-        "inputs": [one["input"] for one in made_from],
+        "inputs": [entry["input"] for entry in made_from],
         f"{CONTENT}inputs": made_from,
         **settings.described(),
     }
     scratch = out / SCRATCH
     retry = work.retry_failed and scratch.is_dir()
     if _begin(out, state) and not retry:
-        found = json.loads((out / REPORT_FILE).read_text(encoding="utf-8"))
+        report = json.loads((out / REPORT_FILE).read_text(encoding="utf-8"))
         if work.progress:
             print(f"{out} is complete: nothing was done. Its contents:")
-            _show(found, out)
-        return found
+            _show(report, out)
+        return report
     if retry:
         (out / REPORT_FILE).unlink(missing_ok=True)
     known: dict[str, str] = {}
@@ -191,7 +191,7 @@ def pack(
                     work=work,
                 )
                 collecting.run()
-                found = _finish(
+                report = _finish(
                     out, state, settings, store, readers, Contents(readers, scratch), work.progress
                 )
         except (OSError, sqlite3.Error) as error:
@@ -200,12 +200,12 @@ def pack(
             ) from error
         finally:
             (scratch / "rows.sqlite").unlink(missing_ok=True)
-    passing = [entry["rows"] for entry in found["refused"].values() if entry["transient"]]
+    passing = [entry["rows"] for entry in report["refused"].values() if entry["transient"]]
     if not passing:
         shutil.rmtree(scratch)
     if work.progress:
-        _show(found, out)
-    return found
+        _show(report, out)
+    return report
 
 
 def _finish(
@@ -258,13 +258,13 @@ def _finish(
         if store.count(name, split)
     ]
     with announced("counting captions and sizes, and writing the report", progress):
-        found = reports.summarize(store, readers, written, out)
-        found["settings"] = settings.described()
+        report = reports.summarize(store, readers, written, out)
+        report["settings"] = settings.described()
         reports.write_refused(store, out / "refused.csv")
         reports.write_origins(store, out / "origins.csv.gz")
-        write_report_page(out, found, store, contents)
-    write_atomically(out / REPORT_FILE, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    return found
+        write_report_page(out, report, store, contents)
+    write_atomically(out / REPORT_FILE, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    return report
 
 
 @contextmanager
@@ -340,15 +340,15 @@ def _early(state: dict[str, Any]) -> dict[str, Any]:
 
 def _nothing(store: PairDatabase, readers: Sequence[Reader]) -> str:
     """The sentence for inputs without a usable row."""
-    found = reports.refused(store)
-    if not found:
+    refused = reports.refused(store)
+    if not refused:
         return f"{', '.join(str(reader.path) for reader in readers)} has no rows: check the input"
     why = "; ".join(
         f"{reason} in {entry['rows']:,} (first {entry['examples'][0]['at']})"
-        for reason, entry in list(found.items())[:4]
+        for reason, entry in list(refused.items())[:4]
     )
-    passing = any(entry["transient"] for entry in found.values())
-    advice = next((reports.ADVICE[reason] for reason in found if reason in reports.ADVICE), None)
+    passing = any(entry["transient"] for entry in refused.values())
+    advice = next((reports.ADVICE[reason] for reason in refused if reason in reports.ADVICE), None)
     if passing:
         advice = "the same command with --retry-failed tries again the failures that may pass"
     elif advice is None:
@@ -356,15 +356,15 @@ def _nothing(store: PairDatabase, readers: Sequence[Reader]) -> str:
     return f"none of the {store.row_count:,} rows can be used: {why}; {advice}"
 
 
-def _show(found: dict[str, Any], out: Path) -> None:
-    for line in reports.lines(found, out):
+def _show(report: dict[str, Any], out: Path) -> None:
+    for line in reports.lines(report, out):
         print(line)
-    passing = sum(entry["rows"] for entry in found["refused"].values() if entry["transient"])
+    passing = sum(entry["rows"] for entry in report["refused"].values() if entry["transient"])
     if passing:
         print(
             f"{passing:,} rows failed for a reason that may pass: the same command with --retry-failed tries them again"
         )
     print(f"samples    {out / 'report.html'}")
-    print(reports.next_line(found))
-    for command in reports.commands(found, out):
+    print(reports.next_line(report))
+    for command in reports.commands(report, out):
         print(command)

@@ -70,9 +70,9 @@ def summarize(
         ],
         "rows": store.row_count,
         "pictures": store.count(),
-        "captions": sum(one["captions"] for one in written),
+        "captions": sum(part["captions"] for part in written),
         "written": [
-            {**one, "folder": str(Path(one["folder"]).relative_to(out))} for one in written
+            {**part, "folder": str(Path(part["folder"]).relative_to(out))} for part in written
         ],
         "classes": store.classes(),
         "refused": refused(store),
@@ -102,19 +102,19 @@ def _class_notes(store: PairDatabase, input: int) -> list[str]:
 
 def refused(store: PairDatabase) -> dict[str, Any]:
     """Reason -> {rows, pictures, transient, examples} of rows that are refused, the most frequent first."""
-    found: dict[str, Any] = {}
+    refusals: dict[str, Any] = {}
     for reason, count, places, transient in store.db.execute(
         "SELECT COALESCE(rows.reason, pictures.reason) AS why, COUNT(*), COUNT(DISTINCT picture), MAX(COALESCE(transient, 0)) "
         "FROM rows LEFT JOIN pictures ON pictures.number = rows.picture WHERE why IS NOT NULL GROUP BY why "
         "ORDER BY COUNT(*) DESC, why"
     ):
-        found[reason] = {
+        refusals[reason] = {
             "rows": count,
             "pictures": places,
             "transient": bool(transient),
             "examples": [],
         }
-    for reason, entry in found.items():
+    for reason, entry in refusals.items():
         entry["examples"] = [
             {"at": where(file, line), "picture": place or ""}
             for file, line, place in store.db.execute(
@@ -123,7 +123,7 @@ def refused(store: PairDatabase) -> dict[str, Any]:
                 (reason, _EXAMPLES),
             )
         ]
-    return found
+    return refusals
 
 
 def where(file: str, line: int) -> str:
@@ -165,38 +165,38 @@ def _write_csv(file: Any, header: Sequence[str], rows: Iterable[Sequence[Any]]) 
 
 def lines(report: dict[str, Any], out: Path) -> list[str]:
     """The report for a terminal, without the commands; lengths, sizes and repetitions are on the page."""
-    found = []
-    for one in report["inputs"][:3]:
-        found += [f"{one['input']}: {one['form']}, {one['columns']}; {one['rows']:,} rows"]
-        found += [f"  {note}" for note in one["notes"]]
+    texts = []
+    for entry in report["inputs"][:3]:
+        texts += [f"{entry['input']}: {entry['form']}, {entry['columns']}; {entry['rows']:,} rows"]
+        texts += [f"  {note}" for note in entry["notes"]]
     if len(report["inputs"]) > 3:
-        found.append(f"and {len(report['inputs']) - 3} more inputs; {report['rows']:,} rows in all")
+        texts.append(f"and {len(report['inputs']) - 3} more inputs; {report['rows']:,} rows in all")
     counts = [f"{report[name]:,} {name}" for name in ("pictures", "captions", "rows")]
-    found.append(f"{counts[0]} with {counts[1]} of {counts[2]} are in {out}")
-    for one in report["written"][:6]:
-        plural = "shard " if one["shards"] == 1 else "shards"
-        found.append(
-            f"  {one['source'] + ' ' + one['split']:18s} {one['pictures']:>9,} pictures {one['captions']:>9,} captions "
-            f"{one['shards']:>5} {plural} {one['bytes'] / 1e6:>9,.1f} MB  {one['folder']}"
+    texts.append(f"{counts[0]} with {counts[1]} of {counts[2]} are in {out}")
+    for part in report["written"][:6]:
+        plural = "shard " if part["shards"] == 1 else "shards"
+        texts.append(
+            f"  {part['source'] + ' ' + part['split']:18s} {part['pictures']:>9,} pictures {part['captions']:>9,} captions "
+            f"{part['shards']:>5} {plural} {part['bytes'] / 1e6:>9,.1f} MB  {part['folder']}"
         )
     if len(report["written"]) > 6:
-        found.append(f"  and {len(report['written']) - 6} more folders")
+        texts.append(f"  and {len(report['written']) - 6} more folders")
     if classes := report["classes"]:
         smallest, largest = (
             min(classes, key=classes.__getitem__),
             max(classes, key=classes.__getitem__),
         )
-        found.append(
+        texts.append(
             f"classes    {len(classes)}, of {classes[smallest]:,} ({smallest!r}) to {classes[largest]:,} ({largest!r}) pictures"
         )
-    found += _refused_lines(report)
-    found += [
+    texts += _refused_lines(report)
+    texts += [
         f"left out   {count:,} pictures {reason}, in refused.csv too"
         for reason, count in report["dropped"].items()
     ]
     if report["repeated_captions"]["best_rsum"] < LOW_BEST:
-        found.append(f"repeated   {SHARED_CAPTIONS}")
-    return [printable(line) for line in found]
+        texts.append(f"repeated   {SHARED_CAPTIONS}")
+    return [printable(line) for line in texts]
 
 
 def _refused_lines(report: dict[str, Any]) -> list[str]:
@@ -204,7 +204,7 @@ def _refused_lines(report: dict[str, Any]) -> list[str]:
     total = sum(entry["rows"] for _, entry in refused)
     if not total:
         return ["refused    nothing"]
-    found = [
+    texts = [
         f"refused    {'1 row, which is' if total == 1 else f'{total:,} rows, all of them'} in refused.csv:"
     ]
     shown_reasons = 5 if len(refused) == 5 else 4
@@ -212,12 +212,12 @@ def _refused_lines(report: dict[str, Any]) -> list[str]:
         shown = ", ".join(example["at"] for example in entry["examples"][:_SHOWN_EXAMPLES])
         more = " ..." if entry["rows"] > _SHOWN_EXAMPLES else ""
         advice = f"; {ADVICE[reason]}" if reason in ADVICE else ""
-        found.append(f"  {entry['rows']:>7,} {reason}: {shown}{more}{advice}")
+        texts.append(f"  {entry['rows']:>7,} {reason}: {shown}{more}{advice}")
     if rest := refused[shown_reasons:]:
-        found.append(
+        texts.append(
             f"  {sum(entry['rows'] for _, entry in rest):>7,} for {len(rest)} other reasons"
         )
-    return found
+    return texts
 
 
 def commands(report: dict[str, Any], out: Path) -> list[str]:
@@ -227,24 +227,26 @@ def commands(report: dict[str, Any], out: Path) -> list[str]:
     pictures that are held out.
     """
     folders = {
-        split: [one for one in report["written"] if one["split"] == split] for split in SPLITS
+        split: [part for part in report["written"] if part["split"] == split] for split in SPLITS
     }
-    train = "::".join(f"{one['source']}={out / one['folder']}" for one in folders["train"])
-    sets = "::".join(f"{one['source']}={(out / one['folder']).parent}" for one in folders["test"])
+    train = "::".join(f"{part['source']}={out / part['folder']}" for part in folders["train"])
+    sets = "::".join(
+        f"{part['source']}={(out / part['folder']).parent}" for part in folders["test"]
+    )
     tuned, aligned = (
         shlex.quote(f"{out if out.name else out.absolute()}-{end}") for end in ("tuned", "aligned")
     )
     packed = shlex.quote(str(out))
-    found = [
+    proposals = [
         f"zerovl finetune --from {RELEASED} --data {packed} --out {tuned}",
         f"zerovl align {ENCODERS} --data {packed} --out {aligned}",
     ]
     if few_to_hold_out(report):
-        found = []
+        proposals = []
     if too_few(report):
         command = "zero-shot" if report["classes"] else "retrieval"
         return [
-            *found,
+            *proposals,
             *([f"zerovl {command} {RELEASED} --data {shlex.quote(sets)}"] if sets else []),
         ]
     flags = ["--train-data", shlex.quote(train)]
@@ -258,9 +260,9 @@ def commands(report: dict[str, Any], out: Path) -> list[str]:
         flags += ["--captions", "one-per-epoch"]
     if report["classes"] or report["repeated_captions"]["best_rsum"] < LOW_BEST:
         flags += ["--positives", "caption"]
-    smallest = min((one["pictures"] for one in folders["train"]), default=0)
+    smallest = min((part["pictures"] for part in folders["train"]), default=0)
     flags += ["--warmup-share", "0.025", "--batch-size", str(batch_size(smallest))]
-    return [*found, f"zerovl train --model ViT-B-32 {' '.join(flags)}"]
+    return [*proposals, f"zerovl train --model ViT-B-32 {' '.join(flags)}"]
 
 
 def next_line(report: dict[str, Any]) -> str:
@@ -274,13 +276,13 @@ def next_line(report: dict[str, Any]) -> str:
 
 def few_to_hold_out(report: dict[str, Any]) -> bool:
     """True if nothing is held out, and there are too few pictures for `zerovl finetune` to hold some out."""
-    nothing = all(one["split"] == "train" for one in report["written"])
+    nothing = all(part["split"] == "train" for part in report["written"])
     return nothing and report["pictures"] < FEWEST_PICTURES
 
 
 def too_few(report: dict[str, Any]) -> bool:
     """True if there are too few training pictures to train a model from nothing."""
-    return sum(one["pictures"] for one in report["written"] if one["split"] == "train") < FEWEST
+    return sum(part["pictures"] for part in report["written"] if part["split"] == "train") < FEWEST
 
 
 def batch_size(pictures: int) -> int:
@@ -319,8 +321,8 @@ def _tokenizer() -> Any:
     vocabulary = {word: number for number, word in enumerate(words)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, end_of_word_suffix="</w>"))
     quotes = [
-        normalizers.Replace(Regex(marks), plain)
-        for marks, plain in (("[\u2018\u2019]", "'"), ("[\u201c\u201d]", '"'))
+        normalizers.Replace(Regex(quote_marks), plain)
+        for quote_marks, plain in (("[\u2018\u2019]", "'"), ("[\u201c\u201d]", '"'))
     ]
     tokenizer.normalizer = normalizers.Sequence([*quotes, normalizers.Lowercase()])
     split = pre_tokenizers.Split(Regex(_WORDS), "removed", invert=True)
@@ -336,7 +338,7 @@ def _tokens(store: PairDatabase) -> dict[str, Any]:
         "SELECT text FROM written ORDER BY position, row, place LIMIT ?", (TOKENIZED,)
     )
     texts = [text for (text,) in cursor]
-    counts = np.array([len(one.ids) + 2 for one in _tokenizer().encode_batch(texts)])
+    counts = np.array([len(encoding.ids) + 2 for encoding in _tokenizer().encode_batch(texts)])
     return {"captions": len(counts), **_spread(counts), "cut": int((counts > CONTEXT).sum())}
 
 
@@ -397,12 +399,12 @@ def _repeated_pictures(store: PairDatabase) -> dict[str, Any]:
 
 
 def _sizes(store: PairDatabase) -> dict[str, Any]:
-    found = store.db.execute(
+    cursor = store.db.execute(
         "SELECT width, height, bytes, turned, shrunk, whitened FROM pictures JOIN (SELECT DISTINCT picture FROM samples "
         "WHERE dropped IS NULL) AS one ON pictures.number = one.picture"
     )
     rows = np.fromiter(
-        found, dtype=np.dtype((np.int64, 6))
+        cursor, dtype=np.dtype((np.int64, 6))
     )  # not fetchall: ten million tuples take gigabytes
     longer, shorter = rows[:, :2].max(1, initial=0), rows[:, :2].min(1, initial=1 << 30)
     return {

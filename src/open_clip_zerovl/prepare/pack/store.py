@@ -88,9 +88,9 @@ class PairDatabase:
     def number_of(self, place: str | bytes, input: int, name: str = "") -> tuple[int, bool]:
         """(number of the picture at a place, or with these bytes; whether it is new)."""
         digest = bytes.fromhex(digest_of(place))  # of bytes another one than of a place
-        found = self.db.execute("SELECT number FROM pictures WHERE hash = ?", (digest,)).fetchone()
-        if found:
-            return found[0], False
+        known = self.db.execute("SELECT number FROM pictures WHERE hash = ?", (digest,)).fetchone()
+        if known:
+            return known[0], False
         shown = "" if isinstance(place, bytes) else _shown(place)
         self.db.execute(
             "INSERT INTO pictures (number, hash, input, place, name) VALUES (?, ?, ?, ?, ?)",
@@ -137,17 +137,17 @@ class PairDatabase:
             "transient=? WHERE number=?",
             (
                 (
-                    *(one.about.get(name) for name in about),
+                    *(outcome.about.get(name) for name in about),
                     *(
-                        one.extension,
-                        one.offset_bytes,
-                        one.size_bytes,
-                        one.reason or None,
-                        one.transient,
+                        outcome.extension,
+                        outcome.offset_bytes,
+                        outcome.size_bytes,
+                        outcome.reason or None,
+                        outcome.transient,
                     ),
                     first + number,
                 )
-                for number, one in outcomes.items()
+                for number, outcome in outcomes.items()
             ),
         )
 
@@ -214,9 +214,9 @@ class PairDatabase:
             (source, split),
         )
         for sample, rows in groupby(cursor, key=lambda row: row[:-2]):
-            found = list(rows)
-            label = next((label for *_, label, _ in found if label is not None), None)
-            yield Stored(*sample), list(dict.fromkeys(text for *_, text in found)), label
+            captions = list(rows)
+            label = next((label for *_, label, _ in captions if label is not None), None)
+            yield Stored(*sample), list(dict.fromkeys(text for *_, text in captions)), label
 
     def classes(self) -> dict[str, int]:
         """Class -> its pictures, in order of the names."""

@@ -71,17 +71,20 @@ def write_split(
     manifest.begin(here, dataset=source, split=split, made_from=made_from, settings=settings)
     pairs = store.pairs(source, split)
 
-    def sample_of(one: Stored, captions: list[str], label: str | None) -> Sample:
+    def sample_of(stored: Stored, captions: list[str], label: str | None) -> Sample:
         bar.update()
-        text, about = "\n".join(captions), json.dumps({"file": one.name}) if one.name else None
+        text, about = (
+            "\n".join(captions),
+            json.dumps({"file": stored.name}) if stored.name else None,
+        )
         files = {
-            one.extension: contents(one),
+            stored.extension: contents(stored),
             TEXT_EXTENSION: text.encode(),
             **({"json": about.encode()} if about else {}),
         }
         if label is not None:
             files["cls"] = str(classes[label]).encode()
-        return Sample(one.key, files)
+        return Sample(stored.key, files)
 
     bar = tqdm(
         desc=f"writing {source} {split}",
@@ -125,7 +128,9 @@ def write_split(
 def _digest(store: PairDatabase, source: str, split: str) -> str:
     """A hash of all samples in their order: keys, captions, names of files, classes."""
     pairs = store.pairs(source, split)
-    return digest_of_all([one.key, captions, one.name, label] for one, captions, label in pairs)
+    return digest_of_all(
+        [stored.key, captions, stored.name, label] for stored, captions, label in pairs
+    )
 
 
 def _forget(folder: Path, known: Mapping[str, Any]) -> None:

@@ -97,10 +97,10 @@ class Downloader:
         for _ in range(_MOST_REDIRECTS + 1):
             if not url.lower().startswith(("http://", "https://")) or " " in url.split("/")[2]:
                 raise Failure("bad redirect" if guarded else "not a web address")
-            found = await self._answer(url, guarded)
-            if isinstance(found, bytes):
-                return found
-            url, guarded = urljoin(url, found), True
+            answer = await self._answer(url, guarded)
+            if isinstance(answer, bytes):
+                return answer
+            url, guarded = urljoin(url, answer), True
         raise Failure("bad redirect")
 
     async def _answer(self, url: str, redirected: bool) -> bytes | str:
@@ -144,10 +144,10 @@ class Downloader:
 
         class PublicResolver(ThreadedResolver):
             async def resolve(self, *arguments: Any, **options: Any) -> Any:
-                found = await super().resolve(*arguments, **options)
-                if not all(_is_public(entry["host"]) for entry in found):
+                addresses = await super().resolve(*arguments, **options)
+                if not all(_is_public(entry["host"]) for entry in addresses):
                     raise Failure(_PRIVATE)
-                return found
+                return addresses
 
         host = urlsplit(url).hostname or ""
         if guarded and (host == "localhost" or not _is_public(host)):
@@ -191,12 +191,12 @@ def _explained(error: BaseException) -> Failure | None:
         (aiohttp.ClientResponseError, "not http", True),
         ((aiohttp.ClientError, OSError), "network error", True),
     )
-    found = (
+    failures = (
         Failure(why, transient=again)
         for kind, why, again in kinds
         if isinstance(error, kind) or isinstance(cause, kind)
     )
-    return next(found, None)
+    return next(failures, None)
 
 
 BY_OTHER_MEANS = (

@@ -67,12 +67,12 @@ def prepare_karpathy(
         raise UserError(f"{dataset} is made in one piece: leave out --part.")
     work = replace(work, attempts=1)  # a retry does not bring a missing file
     with annotated(dataset, source, out, (json_name, ".json"), progress=work.progress) as (
-        found,
+        annotations,
         store,
     ):
-        images = read_karpathy(*found)
+        images = read_karpathy(*annotations)
         store.check("their folders or zips")
-        made_from = {"files": described([found[0]]), "seed": seed}
+        made_from = {"files": described([annotations[0]]), "seed": seed}
         manifests = {}
         # The small sets first, so that a missing picture is noticed before hours of work on the training pairs.
         for split in ("test", "val"):

@@ -132,12 +132,12 @@ def sbu_rows(paths: list[Path]) -> Iterator[DatasetRow]:
 
 def _sbu_columns(paths: list[Path]) -> Iterator[tuple[Any, Any]]:
     """(address, caption) of each entry; None if one list is shorter."""
-    if found := find_member(paths, "captions-all.json", ".json"):
-        with open_member(*found) as first, open_member(*found) as second:
-            addresses = json_array(first, str(found[0]), key="image_urls")
-            yield from itertools.zip_longest(
-                addresses, json_array(second, str(found[0]), key="captions")
-            )
+    both = find_member(paths, "captions-all.json", ".json")
+    if both is not None:
+        with open_member(*both) as first, open_member(*both) as second:
+            addresses = json_array(first, str(both[0]), key="image_urls")
+            captions = json_array(second, str(both[0]), key="captions")
+            yield from itertools.zip_longest(addresses, captions)
         return
     urls, texts = find_member(paths, "urls.txt"), find_member(paths, "captions.txt")
     if urls is None or texts is None:

@@ -48,9 +48,9 @@ def prepare_vg(
     """
     out, work = Path(out), work or Work()
     names = ("region_descriptions.json", ".json", ".json.gz")
-    with annotated("vg", source, out, names, progress=work.progress) as (found, store):
+    with annotated("vg", source, out, names, progress=work.progress) as (annotations, store):
         store.check("VG_100K and VG_100K_2 (or images.zip and images2.zip)")
-        phrases = dict(largest_phrases(*found))
+        phrases = dict(largest_phrases(*annotations))
         images = sorted(phrases)
         order = shuffled_apart([len(phrases[image]) for image in images], seed=seed)
         rows = (
@@ -63,7 +63,7 @@ def prepare_vg(
             store,
             dataset="vg",
             made_from={
-                "files": described([found[0]]),
+                "files": described([annotations[0]]),
                 "phrases_per_image": PHRASES_PER_IMAGE,
                 "seed": seed,
             },
