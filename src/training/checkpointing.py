@@ -43,12 +43,12 @@ def newest_whole(folder: str, remote: bool = False) -> str | None:
             if (progress := _progress(name)) is not None
         }
         return os.path.join(folder, max(listed, key=lambda name: listed[name])) if listed else None
-    found = [
+    checkpoints = [
         (progress, path)
         for path in Path(folder).glob("*.pt")
         if (progress := _progress(path.name)) is not None
     ]
-    for _, path in sorted(found, reverse=True):
+    for _, path in sorted(checkpoints, reverse=True):
         damage = damage_of(path)
         if damage is None:
             return str(path)

@@ -30,11 +30,11 @@ def with_config(words: Sequence[str], parsers: Sequence[argparse.ArgumentParser]
     """
     given = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     given.add_argument(FLAG, type=Path)
-    found, rest = given.parse_known_args(list(words))
-    if found.config is None:
+    config_arguments, rest = given.parse_known_args(list(words))
+    if config_arguments.config is None:
         return list(words)
-    of_a_run = found.config.suffix == ".txt"
-    settings = _params(found.config) if of_a_run else _yaml(found.config)
+    of_a_run = config_arguments.config.suffix == ".txt"
+    settings = _params(config_arguments.config) if of_a_run else _yaml(config_arguments.config)
     actions = {
         name.removeprefix("--").replace("-", "_"): action
         for parser in parsers

@@ -120,15 +120,15 @@ class Console(logging.StreamHandler):
     def _shows(self, record: logging.LogRecord) -> bool:
         if not self.short:
             return logging.root.handlers == [self]
-        own = record.pathname.startswith(_OURS)
+        ours = record.pathname.startswith(_OURS)
         if self._weights_follow and record.msg.startswith("No pretrained weights loaded"):
             return False
         if record.levelno >= logging.WARNING:
-            return own or self._rank == 0
+            return ours or self._rank == 0
         kind = getattr(record, "shown", None)
         if kind == "detail" or (kind == "progress" and self.progress.possible):
             return False
-        return own or record.pathname.endswith(_TRAINING_AND_EVALUATION)
+        return ours or record.pathname.endswith(_TRAINING_AND_EVALUATION)
 
     def _mute_open_clips(self) -> None:
         """Silence the console handler that open_clip's main has added since the run began."""

@@ -231,10 +231,10 @@ def _retrieval_data(
             if config.retrieval_transform == "paper"
             else "the checkpoint's own"
         )
-        kept = (
+        captions_shown = (
             "all captions" if captions is None else f"the first {captions} captions of each image"
         )
-        logging.info(f"Retrieval: {sets}; {kept}; transform: {shown}.")
+        logging.info(f"Retrieval: {sets}; {captions_shown}; transform: {shown}.")
     return RetrievalData(inputs.retrieval, transform, captions)
 
 

@@ -42,9 +42,11 @@ def check_host(main: ModuleType | None = None, version: str = open_clip.__versio
         function = getattr(main, name, None)
         if name == "optim":
             function = getattr(function, "AdamW", None)
-        found = tuple(inspect.signature(function).parameters) if callable(function) else None
-        if found is None or any(parameter not in found for parameter in expected):
-            wrong = f"has no {name}({', '.join(expected)}) in open_clip_train.main, found {found}"
+        parameters = tuple(inspect.signature(function).parameters) if callable(function) else None
+        if parameters is None or any(parameter not in parameters for parameter in expected):
+            wrong = (
+                f"has no {name}({', '.join(expected)}) in open_clip_train.main, found {parameters}"
+            )
         elif name not in used:
             wrong = f"has {name} and does not use it in open_clip_train.main"
         else:
@@ -82,7 +84,7 @@ def replaced(
     table = check_host()
     for name, replacement in replacements.items():
         _check_parameters(name, replacement, table)
-    kept = {name: getattr(host, name) for name in replacements}
+    originals = {name: getattr(host, name) for name in replacements}
     stock_ddp = torch.nn.parallel.DistributedDataParallel
     try:
         for name, replacement in replacements.items():
@@ -93,7 +95,7 @@ def replaced(
     finally:
         torch.save = torch.serialization.save
         vars(torch.nn.parallel)["DistributedDataParallel"] = stock_ddp
-        for name, original in kept.items():
+        for name, original in originals.items():
             setattr(host, name, original)
 
 

@@ -43,7 +43,7 @@ class TrainingParser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):
         """As argparse's, with a sentence for a word that open_clip's KEY=VALUE flags cannot parse."""
         try:
-            found = super().parse_args(args, namespace)
+            arguments = super().parse_args(args, namespace)
         except UserError:
             raise
         except (ValueError, SyntaxError) as error:
@@ -51,14 +51,14 @@ class TrainingParser(argparse.ArgumentParser):
                 f"--aug-cfg or --opt-kwargs is not understood ({error}); write KEY=VALUE, as in scale='(0.6,1.0)'"
             ) from error
         values = {
-            action.dest: getattr(found, action.dest, action.default) for action in self._actions
+            action.dest: getattr(arguments, action.dest, action.default) for action in self._actions
         }
         self.typed = {
             action.dest: values[action.dest]
             for action in self._actions
             if values[action.dest] != action.default
         }
-        return found
+        return arguments
 
     def error(self, message: str) -> NoReturn:
         for word in message.split():
@@ -247,11 +247,15 @@ def require_new_name(args: argparse.Namespace) -> None:
     if args.name is None:
         return
     if args.resume == "latest":
-        found = sorted(Path(args.logs, args.name, "checkpoints").glob("*_*.pt"))
-        if args.save_most_recent and found and not found[0].with_name("epoch_latest.pt").exists():
+        checkpoints = sorted(Path(args.logs, args.name, "checkpoints").glob("*_*.pt"))
+        if (
+            args.save_most_recent
+            and checkpoints
+            and not checkpoints[0].with_name("epoch_latest.pt").exists()
+        ):
             raise UserError(
-                f"with --save-most-recent, --resume latest goes on from epoch_latest.pt, which is not beside {found[-1]}: the "
-                "run would begin anew and write over it; leave --save-most-recent out"
+                f"with --save-most-recent, --resume latest goes on from epoch_latest.pt, which is not beside {checkpoints[-1]}: "
+                "the run would begin anew and write over it; leave --save-most-recent out"
             )
         return
     log = os.path.join(args.logs, args.name, "out-0" if args.log_local else "out.log")

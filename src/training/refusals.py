@@ -66,8 +66,8 @@ def _needs_our_loss(f: AllFlags) -> bool:
     ours = f.changes(
         "loss_chunk", "cross_source_weight", "teacher", "coin_flip_mixup", "sort_text"
     ) or f.positives in ("caption", "image", "both")
-    beside = f.texts_per_image > 1 or "detached-gather" in f.ablate
-    return f.own_step and (ours or beside or f.siglip)
+    other_losses = f.texts_per_image > 1 or "detached-gather" in f.ablate
+    return f.own_step and (ours or other_losses or f.siglip)
 
 
 def _refusal(

@@ -315,10 +315,10 @@ class TrainingRun:
 
     def _kept_config(self, file: str) -> str:
         """The run's own copy of a model config, which params.txt names: the user's file may be edited later."""
-        kept = self.folder / Path(file).name
-        if self.args.rank == 0 and self.args.logs.lower() != "none" and not kept.exists():
-            shutil.copy(file, kept)
-        return os.path.abspath(kept) if self.args.logs.lower() != "none" else file
+        copy = self.folder / Path(file).name
+        if self.args.rank == 0 and self.args.logs.lower() != "none" and not copy.exists():
+            shutil.copy(file, copy)
+        return os.path.abspath(copy) if self.args.logs.lower() != "none" else file
 
     def create_adamw(self, **options: Any) -> torch.optim.Optimizer:
         """(lr, betas, eps) -> optimizer, where `own_adamw`."""
@@ -348,7 +348,7 @@ class TrainingRun:
             assert self.model is not None  # main makes the data after it
             return paper_transform_of(self.model.visual)
 
-        found = data.get_data(
+        all_data = data.get_data(
             self.config, self.inputs, stock, args, transforms, tokenizer, paper_transform
         )
         if self.config.cache_frozen is not None and self.own_step:
@@ -357,7 +357,7 @@ class TrainingRun:
             self.cache = data.frozen_cache(
                 self.config, self.inputs.sources, args, self.model, width, transforms[0], tokenizer
             )
-        return found
+        return all_data
 
     def newest_checkpoint(self, path: str, remote: bool = False) -> str | None:
         """The file that `--resume latest` continues from; None if there is none."""

@@ -146,9 +146,9 @@ class RunLog:
         words = [
             f"epoch {epoch + 1}/{self.args.epochs} step {index + 1}/{self.facts.steps}, ETA {self.eta(epoch, index)}"
         ]
-        own = ""
+        by_source = ""
         if "loss" in self._last:
-            own = ", ".join(
+            by_source = ", ".join(
                 f"{name} {value:.3g}" for name, value in self._last["by_source"].items()
             )
             words.append(f"loss {self._last['loss']:.4g}")
@@ -156,8 +156,8 @@ class RunLog:
         if "waited" in self._last:
             words.append(f"data {self._last['waited']:.0%}")
             words.append(f"{self._last['memory_bytes'] / _GIB:.1f} GiB")
-        if own:
-            words.append(own)
+        if by_source:
+            words.append(by_source)
         self.console.progress.show(" | ".join(words))
 
     # -----------------------------------------------------------------------------------------------------------------

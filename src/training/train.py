@@ -301,10 +301,10 @@ class Trainer:
 
 def _near(share: float, sources: Sequence[Source]) -> str | None:
     """The share of --hard-negatives with a mark of each clustering; None without it."""
-    marks = " ".join(
+    digests = " ".join(
         source.neighbours.digest for source in sources if source.neighbours is not None
     )
-    return f"{share:g} of the clusters {marks}" if share else None
+    return f"{share:g} of the clusters {digests}" if share else None
 
 
 def warn_of_equal_captions(micro_batches: Sequence[MicroBatch]) -> None:
@@ -333,12 +333,12 @@ def require_finite(model: torch.nn.Module, when: str) -> None:
     bad = [~parameter.detach().isfinite().all() for parameter in model.parameters()]
     saved = model.state_dict().keys()
     bad += [buffer.isnan().any() for name, buffer in model.named_buffers() if name in saved]
-    found = torch.stack(bad).any().int()
+    any_bad = torch.stack(bad).any().int()
     if (
         torch.distributed.is_initialized()
     ):  # statistics differ between ranks; the first one's are saved
-        torch.distributed.broadcast(found, 0)
-    if bool(found):
+        torch.distributed.broadcast(any_bad, 0)
+    if bool(any_bad):
         raise UserError(
             f"{when} the weights are not finite numbers; no checkpoint of them is written: continue from an earlier one with "
             "--resume latest, or start again, with a lower --lr, --grad-clip-norm 1, or --precision amp_bf16 or fp32"

@@ -483,9 +483,9 @@ def align(parser: argparse.ArgumentParser) -> RunCommand:
         from open_clip_zerovl.align.request import AlignRequest
         from open_clip_zerovl.finetune.data import find_data
 
-        found = find_data(arguments.data)
+        data = find_data(arguments.data)
         held_out = (
-            arguments.retrieval_data if arguments.retrieval_data is not None else found.held_out
+            arguments.retrieval_data if arguments.retrieval_data is not None else data.held_out
         )
         return run_align(
             settings_from(
@@ -493,7 +493,7 @@ def align(parser: argparse.ArgumentParser) -> RunCommand:
                 arguments,
                 images=tuple(dict.fromkeys(arguments.image)),
                 texts=tuple(dict.fromkeys(arguments.text)),
-                train_data=found.train_data,
+                train_data=data.train_data,
                 held_out=held_out,
                 out=arguments.out.expanduser().absolute(),
             )

@@ -196,16 +196,18 @@ def find_command(words: Sequence[str]) -> tuple[str, list[str]]:
         return name, list(words[2 if prefix else 1 :])
     program = f"zerovl {prefix}".strip()
     if not word or word.startswith("-"):
-        found = f", and {word} is not one" if word else ""
-        sentence = f"`{program}` needs a command{found}; `{program} --help` lists the commands"
+        clause = f", and {word} is not one" if word else ""
+        sentence = f"`{program}` needs a command{clause}; `{program} --help` lists the commands"
     else:
         # 'pack' means 'data pack', although their letters differ.
-        known = [one.removeprefix(prefix) for one in ALL if one.startswith(prefix)]
-        near = next((one for one in known if one.split()[-1] == word), None) or nearest(word, known)
+        known = [command.removeprefix(prefix) for command in ALL if command.startswith(prefix)]
+        similar = next(
+            (command for command in known if command.split()[-1] == word), None
+        ) or nearest(word, known)
         sentence = f"there is no command '{word}'; "
         sentence += (
-            f"did you mean `zerovl {prefix}{near}`?"
-            if near
+            f"did you mean `zerovl {prefix}{similar}`?"
+            if similar
             else f"`{program} --help` lists the commands"
         )
     print(f"zerovl: error: {sentence}", file=sys.stderr)

@@ -137,16 +137,16 @@ def _same_request(request: FinetuneRequest) -> None:
 def _prepare(request: FinetuneRequest, say: Say) -> Prepared:
     check_keeping(request)
     require_possible(request.rule, bool(request.kept))
-    found = pairs.find_data(request.data)
-    given = request.retrieval_data or found.held_out
+    data = pairs.find_data(request.data)
+    given = request.retrieval_data or data.held_out
     old_data = None if request.keep_data is None else pairs.find_data(request.keep_data).train_data
     scored = "::".join(filter(None, (given, request.kept)))
     tested: dict[str, IndexedSet] = {**pairs.sets_of(scored)} if scored else {}
     if request.zero_shot_data:  # a mistake ends the call here, not after hours of training
         labelled = labelled_sets(given, request.zero_shot_data)
-        tested |= {f"--zero-shot-data {name}": one.images for name, one in labelled.items()}
+        tested |= {f"--zero-shot-data {name}": dataset.images for name, dataset in labelled.items()}
     split = hold_out(
-        found.train_data,
+        data.train_data,
         given,
         request.out / "data",
         seed=request.seed,
@@ -207,9 +207,9 @@ def starting_folder(
 def _settings(request: FinetuneRequest, prepared: Prepared, say: Say) -> tuple[list[Setting], int]:
     """The settings of the run and its ranks, from an earlier call or chosen now."""
     file = request.out / SETTINGS
-    kept = read_claim(file)
-    if kept is not None:
-        return [Setting(**each) for each in kept["settings"]], kept["ranks"]
+    stored = read_claim(file)
+    if stored is not None:
+        return [Setting(**each) for each in stored["settings"]], stored["ranks"]
     facts = _facts(request, prepared)
     chosen = choose_settings(facts, request.given)
     batch = int(next(each.value for each in chosen if each.flag == "effective-batch") or 0)
@@ -328,8 +328,8 @@ def _announce(prepared: Prepared, settings: Sequence[Setting], say: Say) -> None
         texts = [
             sample.captions[: RetrievalSettings.captions_per_image] for sample in dataset.samples
         ]
-        images = [number for number, own in enumerate(texts) for _ in own]
-        best = recall_bounds([text for own in texts for text in own], images)["rsum_best"]
+        images = [number for number, captions in enumerate(texts) for _ in captions]
+        best = recall_bounds([text for captions in texts for text in captions], images)["rsum_best"]
         if pairs.all_classes(prepared.new):
             say(
                 f"note: {name}: pictures of a class share captions, so zero-shot top-1 chooses epoch and weights, not RSUM"

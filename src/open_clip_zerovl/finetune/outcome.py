@@ -123,7 +123,7 @@ def zero_shot_accuracies(
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Labelled set -> the names of `Curve.labelled` -> its accuracies; {} if no set is labelled."""
     sets = labelled_sets(prepared.new, request.zero_shot_data)
-    found: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in sets}
+    accuracies: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in sets}
     by_alpha: dict[tuple[str, float], Mapping[str, Any]] = {}
     for label, point in curve.labelled.items() if sets else ():
         loaded = (ends.at(point.alpha), ends.preprocess, ends.tokenizer, ends.device)
@@ -133,19 +133,21 @@ def zero_shot_accuracies(
                 by_alpha[name, point.alpha] = known or score_loaded(
                     loaded, dataset, encoder=scorer, name=name
                 )
-            found[name][label] = dict(by_alpha[name, point.alpha])
-    return found
+            accuracies[name][label] = dict(by_alpha[name, point.alpha])
+    return accuracies
 
 
 def zero_shot_sentences(accuracies: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
     """A sentence on each labelled set, for the table and the report."""
     return [
-        f"Zero-shot top-1 on {name} ({own['images']:,} pictures, {own['classes']} classes, chance "
-        f"{100 * own['chance']:.1f} %): "
-        + ", ".join(f"{label} {shares_of(one)} %" for label, one in by_label.items())
+        f"Zero-shot top-1 on {name} ({before['images']:,} pictures, {before['classes']} classes, chance "
+        f"{100 * before['chance']:.1f} %): "
+        + ", ".join(
+            f"{label} {shares_of(accuracies_at)} %" for label, accuracies_at in by_label.items()
+        )
         + "."
         for name, by_label in accuracies.items()
-        for own in [by_label["before"]]
+        for before in [by_label["before"]]
     ]
 
 
@@ -178,9 +180,9 @@ def before_after(curve: Curve, notes: Sequence[str]) -> str:
     return "\n".join([*parts, *notes])
 
 
-def next_command(model: Path, new: str, kept: str | None) -> str:
+def next_command(model: Path, new: str, kept_sets: str | None) -> str:
     """Commands that load and score the chosen model."""
-    data = shlex.quote("::".join(filter(None, (new, kept))))
+    data = shlex.quote("::".join(filter(None, (new, kept_sets))))
     lines = [
         f"\nLoad it: open_clip.create_model_and_transforms('{LOCAL_DIR}{model.absolute()}')",
         f"Score it: zerovl retrieval {shlex.quote(str(model))} --data {data}",

@@ -69,7 +69,7 @@ class FinetuneRequest(FinetuneFlags, CurveFlags):
         flags = [(self.start, each) for each in flags_of(Encoder)] + [
             (self, each) for each in flags_of(FinetuneRequest)
         ]
-        own = {
+        flag_values = {
             each.option: None if (value := getattr(values, each.name)) is False else value
             for values, each in flags
             if each.name not in OF_CURVE + FREE
@@ -77,7 +77,7 @@ class FinetuneRequest(FinetuneFlags, CurveFlags):
         return {
             "--from": self.start.model,
             "--data": self.data,
-            **own,
+            **flag_values,
             "--keep-share": self.share_kept if self.keep_data else None,
             **{f"--set {flag}": value for flag, value in self.given.items()},
         }

@@ -147,7 +147,7 @@ class Plan:
         return {
             **{name: getattr(self, name) for name in _FIGURES},
             **{name: dataclasses.asdict(getattr(self, name)) for name in ("hardware", "costs")},
-            "sources": [dataclasses.asdict(one) for one in data.sources],
+            "sources": [dataclasses.asdict(source) for source in data.sources],
             **{name: getattr(data, name) for name in ("retrieval", "missing", "notes")},
             "epoch_steps": data.steps,
             "batching": {

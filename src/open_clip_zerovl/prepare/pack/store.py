@@ -214,9 +214,9 @@ class PairDatabase:
             (source, split),
         )
         for sample, rows in groupby(cursor, key=lambda row: row[:-2]):
-            captions = list(rows)
-            label = next((label for *_, label, _ in captions if label is not None), None)
-            yield Stored(*sample), list(dict.fromkeys(text for *_, text in captions)), label
+            labelled_texts = list(rows)
+            label = next((label for *_, label, _ in labelled_texts if label is not None), None)
+            yield Stored(*sample), list(dict.fromkeys(text for *_, text in labelled_texts)), label
 
     def classes(self) -> dict[str, int]:
         """Class -> its pictures, in order of the names."""

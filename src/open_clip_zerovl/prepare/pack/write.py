@@ -73,10 +73,8 @@ def write_split(
 
     def sample_of(stored: Stored, captions: list[str], label: str | None) -> Sample:
         bar.update()
-        text, about = (
-            "\n".join(captions),
-            json.dumps({"file": stored.name}) if stored.name else None,
-        )
+        text = "\n".join(captions)
+        about = json.dumps({"file": stored.name}) if stored.name else None
         files = {
             stored.extension: contents(stored),
             TEXT_EXTENSION: text.encode(),
