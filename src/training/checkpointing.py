@@ -140,7 +140,9 @@ class StepCheckpoints:
     """
 
     def __init__(self, args: argparse.Namespace, *, every: int | None, keep: int) -> None:
-        self.args, self.every, self.keep = args, every, keep
+        self.args = args
+        self.every = every
+        self.keep = keep
 
     @property
     def kept(self) -> bool:

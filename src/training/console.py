@@ -96,7 +96,9 @@ class Console(logging.StreamHandler):
         Args:
             weights_follow: a checkpoint comes into the model that open_clip makes: its warning of random weights is wrong.
         """
-        self.short, self._rank, self._weights_follow = True, rank, weights_follow
+        self.short = True
+        self._rank = rank
+        self._weights_follow = weights_follow
         # torch prints this twice, in four lines; the summary has it in its line of the device.
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
         if self not in logging.root.handlers:

@@ -254,8 +254,8 @@ def require_new_name(args: argparse.Namespace) -> None:
             and not checkpoints[0].with_name("epoch_latest.pt").exists()
         ):
             raise UserError(
-                f"with --save-most-recent, --resume latest goes on from epoch_latest.pt, which is not beside {checkpoints[-1]}: "
-                "the run would begin anew and write over it; leave --save-most-recent out"
+                f"with --save-most-recent, --resume latest goes on from epoch_latest.pt, which is not beside "
+                f"{checkpoints[-1]}: the run would begin anew and write over it; leave --save-most-recent out"
             )
         return
     log = os.path.join(args.logs, args.name, "out-0" if args.log_local else "out.log")

@@ -101,7 +101,9 @@ class TrainingRun:
         self, args: argparse.Namespace, config: AllFlags, line: Any, console: Console
     ) -> None:
         self.log = RunLog(args, config, console)
-        self.args, self.config, self.line = args, config, line
+        self.args = args
+        self.config = config
+        self.line = line
         self.resumes_latest = args.resume == "latest"  # main puts the file's name in its place
         self.own_step = config.own_step
         self.own_schedule = config.lr_min is not None or config.warmup_share is not None

@@ -38,7 +38,9 @@ class RunLog:
     """
 
     def __init__(self, args: argparse.Namespace, config: AllFlags, console: Console) -> None:
-        self.args, self.config, self.console = args, config, console
+        self.args = args
+        self.config = config
+        self.console = console
         self.facts: RunFacts | None = None
         self._record: Record | None = None
         self._began = self._drawn = 0.0

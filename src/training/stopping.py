@@ -32,10 +32,9 @@ from open_clip_zerovl.core.processes import end_with_parent
 
 CONNECT_SECONDS = 60.0  # time for all ranks to arrive after their first step, in which they have met several times
 
-PREEMPTED, INTERRUPTED = (
-    1,
-    2,
-)  # who asked: a scheduler or a lost terminal (SIGTERM, SIGUSR1, SIGHUP), or a user (Ctrl-C)
+# who asked: a scheduler or a lost terminal (SIGTERM, SIGUSR1, SIGHUP), or a user (Ctrl-C)
+PREEMPTED = 1
+INTERRUPTED = 2
 
 LIMIT_SECONDS = 10.0
 

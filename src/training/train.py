@@ -120,13 +120,13 @@ class Trainer:
         log: RunLog | None = None,
         entries: Mapping[str, Any] | None = None,
     ) -> None:
-        self.config, self.preemption, self.resumed, self.entries = (
-            config,
-            preemption,
-            resumed,
-            entries or {},
-        )
-        self.mixup, self.cache, self.log = mixup, cache, log
+        self.config = config
+        self.preemption = preemption
+        self.resumed = resumed
+        self.entries = entries or {}
+        self.mixup = mixup
+        self.cache = cache
+        self.log = log
         self.teacher = None if teacher is None else unwrapped(teacher)[0].eval()
         self.step: RecipeStep | None = None
         self.epoch_end: Position | None = None

@@ -206,10 +206,8 @@ def whole_model(model: ClipModel) -> tuple[Any, dict[str, Tensor], bool]:
         config, prefixes = CLIPConfig(**towers, **rest), ("", "")
         config.architectures = ["CLIPModel"]
     else:
-        config, prefixes = (
-            VisionTextDualEncoderConfig(**towers, **rest),
-            ("vision_model.", "text_model."),
-        )
+        config = VisionTextDualEncoderConfig(**towers, **rest)
+        prefixes = ("vision_model.", "text_model.")
         config.architectures = ["VisionTextDualEncoderModel"]
     tensors = {f"{prefixes[0]}{name}": tensor for name, tensor in image.tensors.items()}
     tensors |= {f"{prefixes[1]}{name}": tensor for name, tensor in text.tensors.items()}

@@ -77,11 +77,9 @@ class PooledVision(nn.Module):
 
     def __init__(self, transformer: Any, preprocess_cfg: dict[str, Any]) -> None:
         super().__init__()
-        self.transformer, self.preprocess_cfg, self.proj = (
-            transformer,
-            preprocess_cfg,
-            nn.Identity(),
-        )
+        self.transformer = transformer
+        self.preprocess_cfg = preprocess_cfg
+        self.proj = nn.Identity()
 
     def forward(self, images: Tensor) -> Tensor:
         return self.proj(self.transformer(pixel_values=images).pooler_output)
@@ -123,10 +121,8 @@ def image_tower(model: ClipModel) -> TransformersTower:
         attention, activation = trunk.blocks[0].attn.num_heads, _activation(trunk.blocks[0].mlp.act)
         projection = _linear(visual.head.proj) if len(visual.head) else torch.eye(trunk.embed_dim)
         has_first_norm = False
-        side, patch = (
-            _square(trunk.patch_embed.img_size, "images"),
-            _square(trunk.patch_embed.patch_size, "patches"),
-        )
+        side = _square(trunk.patch_embed.img_size, "images")
+        patch = _square(trunk.patch_embed.patch_size, "patches")
     else:
         refuse(f"its image tower {type(visual).__name__} is not a ViT")
     sizes = {

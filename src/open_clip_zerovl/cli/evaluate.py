@@ -48,10 +48,8 @@ def retrieval(parser: argparse.ArgumentParser) -> RunCommand:
     def run(arguments: argparse.Namespace) -> Any:
         from open_clip_zerovl.evaluate.retrieval.score import run_retrieval
 
-        settings, files = (
-            settings_from(RetrievalSettings, arguments),
-            settings_from(RetrievalFiles, arguments),
-        )
+        settings = settings_from(RetrievalSettings, arguments)
+        files = settings_from(RetrievalFiles, arguments)
         return run_retrieval(
             encoder_of(arguments, arguments.model), arguments.data, settings, files
         )

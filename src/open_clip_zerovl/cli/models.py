@@ -402,10 +402,8 @@ def cluster(parser: argparse.ArgumentParser) -> RunCommand:
     def run(arguments: argparse.Namespace) -> None:
         from open_clip_zerovl.prepare.clusters.splitting import cluster_source
 
-        encoder, settings = (
-            encoder_of(arguments, arguments.model),
-            settings_from(ClusterSettings, arguments),
-        )
+        encoder = encoder_of(arguments, arguments.model)
+        settings = settings_from(ClusterSettings, arguments)
         cluster_source(arguments.data, encoder, arguments.out, settings)
 
     return run

@@ -202,7 +202,9 @@ def _check_shards(clustering: Clustering, shards: Sequence[str], path: Path, str
 
 def _require_consistent(clustering: Clustering) -> None:
     """ValueError for arrays that do not belong together, as in a damaged or foreign file."""
-    sizes, labels, centroids = clustering.sizes, clustering.labels, clustering.centroids
+    sizes = clustering.sizes
+    labels = clustering.labels
+    centroids = clustering.centroids
     copies = labels != labels if clustering.copies is None else clustering.copies
     alike = (
         len(clustering.shards) == len(sizes) == len(clustering.marks)

@@ -332,7 +332,11 @@ class Mixture(IterableDataset):
     def _batch(self, streams: Sequence[SampleStream], worker: int) -> tuple[Any, ...]:
         """The next sample of each stream: (images, texts, origin and embeddings, report), or (`PooledBatch`, report)."""
         wanted, teachers = self.preprocessing, self.preprocessing.teachers
-        images, captions, origins, embeddings, report = [], [], [], [], BatchReport()
+        images = []
+        captions = []
+        origins = []
+        embeddings = []
+        report = BatchReport()
         with preserved():
             for stream in streams:
                 sample, image, dropped = stream.take(self._decode)

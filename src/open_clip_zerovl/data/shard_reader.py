@@ -99,11 +99,9 @@ class ShardReader:
 
     def _of_parquet(self, file: str, columns: Chosen, shard: int, start: int) -> Iterator[Member]:
         """`members` of a parquet file."""
-        numbers, size, whole = (
-            self._picked(shard),
-            self.source.sizes[shard],
-            "json" in self._wanted,
-        )
+        numbers = self._picked(shard)
+        size = self.source.sizes[shard]
+        whole = "json" in self._wanted
         first, end = (start, size) if numbers is None else (0, 0)
         if numbers is not None and start < len(numbers):
             first, end = int(numbers[start]), int(numbers[-1]) + 1
@@ -170,7 +168,9 @@ class ShardReader:
         """`members` by the tar's index. With `--captions all` each caption of an image is a sample of its own."""
         index = open_index(path)
         readable = len(index) if picked is None else int(np.searchsorted(picked, len(index)))
-        first, skipped, count = start, 0, readable
+        first = start
+        skipped = 0
+        count = readable
         each = self.source.captions == "all"
         if each:
             ends = np.concatenate([[0], np.cumsum(index.captions)])

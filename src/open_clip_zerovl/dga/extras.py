@@ -41,7 +41,9 @@ class CaptionTerm:
     """
 
     def __init__(self, weight: float = 1.0, pad_id: int = 0, label_smoothing: float = 0.0) -> None:
-        self.weight, self.pad_id, self.label_smoothing = weight, pad_id, label_smoothing
+        self.weight = weight
+        self.pad_id = pad_id
+        self.label_smoothing = label_smoothing
 
     def __call__(
         self, outputs: Mapping[str, Tensor], _: Any, texts: Tensor, *__: Any

@@ -119,7 +119,9 @@ def text_places(sizes: Sequence[int], texts_per_image: int) -> Tensor:
 
     sizes [2, 1], C 2: texts 0a 1a 0b 1b | 2a 2b  ->  places 0 1 3 4 2 5, as 0a 1a 2a 0b 1b 2b
     """
-    total, begin, places = sum(sizes), 0, []
+    total = sum(sizes)
+    begin = 0
+    places = []
     for size in sizes:
         rows = torch.arange(begin, begin + size)
         places += [rows + number * total for number in range(texts_per_image)]
@@ -165,7 +167,9 @@ class DeviceInputs:
         device: torch.device,
         room_bytes: float,
     ) -> None:
-        self._micro_batches, self._prepare, self._device = micro_batches, prepare, device
+        self._micro_batches = micro_batches
+        self._prepare = prepare
+        self._device = device
         leaves = (leaf for k in replayed for part in micro_batches[k][:2] for leaf in _leaves(part))
         stay = sum(leaf.nbytes for leaf in leaves if leaf.device != device) <= room_bytes
         self._to_keep = set(replayed) if stay else set()

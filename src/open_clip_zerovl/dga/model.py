@@ -75,7 +75,10 @@ class Towers:
         autocast: Callable[[], AbstractContextManager[Any]],
         extras: Any,
     ) -> None:
-        self._model, self._inner, self._device, self._autocast = model, inner, device, autocast
+        self._model = model
+        self._inner = inner
+        self._device = device
+        self._autocast = autocast
         self._extras = extras
         self._learning: set[str] = (
             set()

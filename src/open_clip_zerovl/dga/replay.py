@@ -161,11 +161,9 @@ class ReplayCheck:
         ]
         # `not <=` rather than `>`: a NaN is a difference.
         bad = [entry for entry in seen if not entry[0] <= tolerance]
-        any_bad, replayed, compared = (
-            bool(bad),
-            any(_kind(name) == REPLAYED for _, _, name, _ in seen),
-            bool(seen),
-        )
+        any_bad = bool(bad)
+        replayed = any(_kind(name) == REPLAYED for _, _, name, _ in seen)
+        compared = bool(seen)
         if self._world_size > 1:
             anywhere = torch.tensor([any_bad, replayed, compared], dtype=torch.long, device=device)
             dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._group)

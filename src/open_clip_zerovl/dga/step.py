@@ -211,7 +211,9 @@ class DecoupledGradientAccumulation:
                 "Replay of random masks is off: gradients are WRONG wherever there is dropout (an ablation)."
             )
             check = "never"
-        self._inner, self._device, self._autocast = inner, parameter.device, autocast
+        self._inner = inner
+        self._device = parameter.device
+        self._autocast = autocast
         group = self._ddp.process_group if self._ddp is not None else None
         self._world_size = dist.get_world_size(group) if self._ddp is not None else 1
         self._extras = Extras(every_term, teacher, inner, self._world_size, group)
@@ -309,10 +311,8 @@ class DecoupledGradientAccumulation:
         if not learns:
             return step.losses["loss"]
         # The precision of this place, not that of the place of `loss.backward()`.
-        enabled, dtype = (
-            torch.is_autocast_enabled(self._device.type),
-            torch.get_autocast_dtype(self._device.type),
-        )
+        enabled = torch.is_autocast_enabled(self._device.type)
+        dtype = torch.get_autocast_dtype(self._device.type)
 
         def second_pass(factor: Tensor) -> None:
             with (

@@ -68,7 +68,9 @@ class TeacherRows:
         augmentation: Sequence[str],
         captions: str | None,
     ) -> None:
-        self.folder, self.manifest, self.digest = store.folder, store.manifest, store.digest
+        self.folder = store.folder
+        self.manifest = store.manifest
+        self.digest = store.digest
         facts = self.manifest.facts
         views = {"augmentation": facts["augmentation"]}
         changed = difference(views, {"augmentation": list(augmentation)})

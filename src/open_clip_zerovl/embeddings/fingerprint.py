@@ -192,7 +192,9 @@ def _pictures_digest(table: CsvTable) -> str:
 
 def difference_of_sources(stored: dict[str, Any], current: dict[str, Any]) -> str | None:
     """The first difference between the samples of two descriptions, as words; None for the same samples or copies of them."""
-    name, held, there = current["name"], sum(stored["sizes"]), sum(current["sizes"])
+    name = current["name"]
+    held = sum(stored["sizes"])
+    there = sum(current["sizes"])
     if held != there:
         return f"they are of {held} samples of {name!r}, and it holds {there}"
     if stored["picked"] != current["picked"]:

@@ -128,12 +128,10 @@ class Batches(IterableDataset):
         eyes: Sequence[Callable[[Any], Tensor]],
         batch_size: int,
     ) -> None:
-        self.collection, self.units, self.eyes, self.batch_size = (
-            collection,
-            units,
-            eyes,
-            batch_size,
-        )
+        self.collection = collection
+        self.units = units
+        self.eyes = eyes
+        self.batch_size = batch_size
 
     def __iter__(self) -> Iterator[EmbeddableBatch | UserError]:
         worker = get_worker_info()

@@ -88,7 +88,9 @@ class SourceSamples:
         strict: bool = True,
     ) -> None:
         self.sources, self.strict = sources, strict
-        self.images, self.captions, self.views = images, captions, views
+        self.images = images
+        self.captions = captions
+        self.views = views
         self._files = [
             (index, shard)
             for index, source in enumerate(sources)

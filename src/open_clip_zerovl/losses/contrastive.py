@@ -227,10 +227,8 @@ class ContrastiveLoss(nn.Module):
         precision = torch.promote_types(image_features.dtype, torch.float32)
         b, device = len(image_features), image_features.device
         ranks, chunks = Ranks(self.rank, self.world_size, b, device), row_chunks(b, self.chunk_size)
-        contrastive, gather_grad = (
-            1.0 - self.distill_weight,
-            self.gather_grad or self.world_size == 1,
-        )
+        contrastive = 1.0 - self.distill_weight
+        gather_grad = self.gather_grad or self.world_size == 1
 
         everywhere = [ranks.gather(ids.to(device, non_blocking=True)) for ids in shared]
         positives = (

@@ -39,7 +39,9 @@ class CrossSource:
         mine: slice,
         positives: Callable[[slice], Tensor] | None = None,
     ) -> None:
-        self.weight, self._sources, self._own = weight, sources, sources[mine]
+        self.weight = weight
+        self._sources = sources
+        self._own = sources[mine]
         self._positives = positives
 
     def crossing(self, rows: slice) -> Tensor:
@@ -85,7 +87,9 @@ class Logits:
         precision: torch.dtype,
         widen_at_once: bool = True,
     ) -> None:
-        self.precision, self.scale, self._offset = precision, scale, offset
+        self.precision = precision
+        self.scale = scale
+        self._offset = offset
         held = precision if widen_at_once else image_features.dtype
         self.own = [features.to(held) for features in (image_features, text_features)]
         self.all = [ranks.gather(features).to(held) for features in (image_features, text_features)]

@@ -139,13 +139,13 @@ class Problem:
         sources: Tensor | None = None,
         duplicates: Tensor | None = None,
     ) -> None:
-        self.logits, self.ranks, self.chunks = logits, ranks, chunks
-        self.targets, self.share, self.sigmoid, self.gather_grad = (
-            targets,
-            share,
-            sigmoid,
-            gather_grad,
-        )
+        self.logits = logits
+        self.ranks = ranks
+        self.chunks = chunks
+        self.targets = targets
+        self.share = share
+        self.sigmoid = sigmoid
+        self.gather_grad = gather_grad
         self.sources, self.duplicates = sources, duplicates
         self.normalisers = Normalisers()
         # Where one chunk holds all local rows, the second sweep takes these matrices of the first, once, and overwrites them.
@@ -155,10 +155,8 @@ class Problem:
     def value(self) -> Tensor:
         """Mean loss over the N pairs of all ranks. Keeps both softmaxes' normalisers for the gradients."""
         scale = self.logits.scale
-        of_rows, of_columns = (
-            scale.new_zeros(len(self.logits.own[0])),
-            scale.new_zeros(self.ranks.total),
-        )
+        of_rows = scale.new_zeros(len(self.logits.own[0]))
+        of_columns = scale.new_zeros(self.ranks.total)
 
         def add(parts: tuple[Tensor, Tensor], rows: slice, sign: float = 1.0) -> None:
             of_rows[rows].add_(parts[0], alpha=sign)

@@ -35,13 +35,11 @@ class Sigmoid:
         offset: CrossSource | None,
         share: float,
     ) -> None:
-        self._bias, self._mine, self._shared, self._offset, self._share = (
-            bias,
-            mine,
-            shared,
-            offset,
-            share,
-        )
+        self._bias = bias
+        self._mine = mine
+        self._shared = shared
+        self._offset = offset
+        self._share = share
 
     def losses(self, missed: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """N times this part of the loss: sums over the texts for each image row (rows,), over the rows for each text (N,).

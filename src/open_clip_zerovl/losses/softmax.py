@@ -118,10 +118,8 @@ class Normalisers:
                     zip(*((part.maximum, part.total) for part in self._over_texts), strict=True),
                 )
             )
-            mine, seen = (
-                [both.maximum, both.total, *rows],
-                [self._over_images.maximum, self._over_images.total, *columns],
-            )
+            mine = [both.maximum, both.total, *rows]
+            seen = [self._over_images.maximum, self._over_images.total, *columns]
         # This rank has seen its own images' rows of the columns; all ranks' parts are (W, ..., N).
         parts = ranks.stack(torch.stack(seen))
         whole = list(ranks.gather(torch.stack(mine, dim=1)).unbind(dim=1))

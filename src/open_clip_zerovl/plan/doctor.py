@@ -286,7 +286,9 @@ def dga_error(device) -> tuple[float, float]:
         text = CLIPTextCfg(context_length=8, vocab_size=64, width=32, heads=2, layers=2)
         model = CLIP(32, vision, text, output_dict=True)
         images, texts = torch.randn(16, 3, 32, 32), torch.randint(1, 64, (16, 8))
-    model, images, texts = model.to(device), images.to(device), texts.to(device)
+    model = model.to(device)
+    images = images.to(device)
+    texts = texts.to(device)
     loss = ContrastiveLoss()
 
     loss(**model(images, texts)).backward()

@@ -370,11 +370,9 @@ def _align_note(plan: Plan, model: torch.nn.Module) -> list[str]:
 
     On a GPU the heads' products are fp32, taken for four times slower.
     """
-    costs, pairs, gpu = (
-        plan.costs,
-        plan.data.steps * plan.batching.effective_batch,
-        plan.hardware.kind != "cpu",
-    )
+    costs = plan.costs
+    pairs = plan.data.steps * plan.batching.effective_batch
+    gpu = plan.hardware.kind != "cpu"
     weights = sum(
         p.numel() for name, p in model.named_parameters() if group_of(name).endswith("projection")
     )

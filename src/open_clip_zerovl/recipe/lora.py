@@ -128,10 +128,8 @@ def _require_effect(model: Any, names: list[str]) -> None:
     ]
     # open_clip's fp16 and bf16 cast linear layers and convolutions alone; pictures have their dtype
     first = next(p for name, p in model.named_parameters() if is_adapter(name))
-    side, training = (
-        model.visual.image_size,
-        {module: module.training for module in model.modules()},
-    )
+    side = model.visual.image_size
+    training = {module: module.training for module in model.modules()}
     shape = (side, side) if isinstance(side, int) else side
     model.eval()
     hugging_face = hasattr(getattr(model, "text", None), "config")  # takes texts of any length

@@ -151,8 +151,13 @@ class RecipeStep:
         adopted: Decision | None = None,
     ) -> None:
         without_gpu_syncs(unwrapped(model)[0])
-        self.model, self.loss, self.optimizer, self.scaler = model, loss, optimizer, scaler
-        self.mixup, self.cache, self.grad_clip_norm = mixup, cache, grad_clip_norm
+        self.model = model
+        self.loss = loss
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.mixup = mixup
+        self.cache = cache
+        self.grad_clip_norm = grad_clip_norm
         self.temperature_parameter = temperature_parameter
         mark_temperature(optimizer, model, temperature_parameter)
         self._padding = text_padding(unwrapped(model)[0]) if sort_text else None

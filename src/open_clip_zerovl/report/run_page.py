@@ -47,12 +47,10 @@ def write_run_page(folder: str | os.PathLike[str]) -> Path:
         raise UserError(
             f"{folder / 'record.jsonl'} does not say how the run began; its file is cut off"
         )
-    start, steps, evaluations, labelled = (
-        record["start"][-1],
-        record["step"],
-        record["retrieval"],
-        record["zero-shot"],
-    )
+    start = record["start"][-1]
+    steps = record["step"]
+    evaluations = record["retrieval"]
+    labelled = record["zero-shot"]
     sources = start.get("sources") or {}
     # One palette for all charts of the page: a retrieval set of a source's name has its colour.
     colours = colours_of(
@@ -139,7 +137,9 @@ def _loss_at_end(steps: Sequence[Mapping[str, Any]], chance: float) -> str:
 
 
 def _lead(record: Mapping[str, list[dict[str, Any]]]) -> str:
-    start, steps, ends = record["start"][-1], record["step"], record["end"]
+    start = record["start"][-1]
+    steps = record["step"]
+    ends = record["end"]
     at = max([*(line["at"] for line in [*steps, *ends]), 0.0])
     batch = f", {start['batch']}." if start.get("batch") else "."
     words = [f"{start['model']}."] if start.get("model") else []

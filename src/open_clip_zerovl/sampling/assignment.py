@@ -100,7 +100,9 @@ class _Deck:
             if number < middle:
                 high, held = middle, left
             else:
-                low, held, before = middle, held - left, before + left
+                low = middle
+                held = held - left
+                before = before + left
         deck = np.repeat(np.arange(len(held)), held)
         self._stream(low, high).shuffle(deck)
         rows = len(deck) // self.size

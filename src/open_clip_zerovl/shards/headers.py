@@ -107,7 +107,9 @@ def _plain_member(header: bytes | bytearray, position: int) -> Member | None:
         or header[135] not in b"\0 "
     ):
         return None
-    size, checksum, behind = header[124:135], header[148:154], header[154:156]
+    size = header[124:135]
+    checksum = header[148:154]
+    behind = header[154:156]
     if not size.isdigit() or not checksum.isdigit() or (behind[0] and behind.strip(b"\0 ")):
         return None
     # The checksum is the sum of the header's bytes, with its own field as spaces. The lower half of Adler-32 is one plus the
@@ -145,7 +147,9 @@ class _Headers:
     """A tar's bytes as a file for `tarfile`, which reads headers from it; a read of more than a header may hold is refused."""
 
     def __init__(self, read_at: ReadAt, total: int, position: int) -> None:
-        self._read_at, self._total, self._position = read_at, total, position
+        self._read_at = read_at
+        self._total = total
+        self._position = position
 
     def tell(self) -> int:
         return self._position

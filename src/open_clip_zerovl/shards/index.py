@@ -111,7 +111,9 @@ def build_index(path: str, stamp: np.ndarray) -> TarIndex:
     """
     image: list[Extent] = []
     text: list[Extent] = []
-    captions, keys, torn = [], [], ("", "")
+    captions = []
+    keys = []
+    torn = ("", "")
     try:
         with opened(path) as descriptor:
             for key, members in locate_samples(path):

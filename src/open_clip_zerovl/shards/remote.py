@@ -291,7 +291,9 @@ class RemoteStream:
         self.position += count
         now = time.monotonic()
         if self.position - self._kept >= _PROGRESS_BYTES or self.position == self.total:
-            self._kept, self._since, self._in_a_row = self.position, now, 0
+            self._kept = self.position
+            self._since = now
+            self._in_a_row = 0
             self.policy.failed.clear()
         elif not is_command(self.url):
             seconds = now - max(self._since, self._began)

@@ -76,10 +76,8 @@ def run_linear_probe(
     out = Path(out)
     check_writable(out, folder=True)
     # The cheap checks come before the model is loaded.
-    train_set, test_set = (
-        open_probe_set(train, "train", label=label),
-        open_probe_set(test, "test", label=label),
-    )
+    train_set = open_probe_set(train, "train", label=label)
+    test_set = open_probe_set(test, "test", label=label)
     classes = class_list(train_set, test_set)
     loaded, preprocess, _, device = encoder.load()
     if way == "paper":

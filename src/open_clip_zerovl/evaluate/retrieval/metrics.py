@@ -209,10 +209,9 @@ def _rank(
     text_tied = torch.zeros_like(text_above)
     for start, low, high in zip(starts, bounds[:-1], bounds[1:], strict=True):
         scores = score_rows(start, min(start + chunk_size, num_images))  # (C, T)
-        rows, columns = (
-            image_of_sorted[low:high] - start,
-            texts_by_image[low:high],
-        )  # (P,) places of the positives
+        # (P,) places of the positives
+        rows = image_of_sorted[low:high] - start
+        columns = texts_by_image[low:high]
         positive_scores = scores[rows, columns]
 
         best = scores.new_full((len(scores),), -torch.inf).scatter_reduce_(

@@ -47,8 +47,13 @@ class Collecting:
         limits: Limits,
         work: Work,
     ) -> None:
-        self.readers, self.names, self.store, self.folder = readers, names, store, folder
-        self.encoding, self.work, self.downloader = encoding, work, Downloader(limits)
+        self.readers = readers
+        self.names = names
+        self.store = store
+        self.folder = folder
+        self.encoding = encoding
+        self.work = work
+        self.downloader = Downloader(limits)
         totals = [reader.total for reader in readers]
         self.gathering = Gathering(
             self._fetch,

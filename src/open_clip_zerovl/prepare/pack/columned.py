@@ -77,7 +77,9 @@ class TableReader(ColumnReader):
     form = "table"
 
     def __init__(self, path: Path, wanted: Columns) -> None:
-        self.path, self.files, self.wanted = path, [path], wanted
+        self.path = path
+        self.files = [path]
+        self.wanted = wanted
         header = self._first_line()
         try:
             self.separator = wanted.separator or guess_separator(header)
@@ -171,7 +173,9 @@ class JsonReader(ColumnReader):
     form = "json"
 
     def __init__(self, path: Path, wanted: Columns) -> None:
-        self.path, self.files, self.wanted = path, [path], wanted
+        self.path = path
+        self.files = [path]
+        self.wanted = wanted
         with opened_table(path) as file:
             first = file.readline(1 << 20).decode("utf-8-sig", "replace").lstrip()
         self.is_list = first.startswith("[")
@@ -210,7 +214,9 @@ class CocoReader(ColumnReader):
     form = "json"
 
     def __init__(self, path: Path, wanted: Columns) -> None:
-        self.path, self.files, self.wanted = path, [path], wanted
+        self.path = path
+        self.files = [path]
+        self.wanted = wanted
         with opened_table(path) as file:
             images = (
                 image
@@ -244,7 +250,10 @@ class ArrowReader(ColumnReader):
     """Parquet files, or the Arrow files of `datasets.Dataset.save_to_disk`, with the same columns; read by pyarrow."""
 
     def __init__(self, form: str, path: Path, files: list[Path], wanted: Columns) -> None:
-        self.form, self.path, self.files, self.wanted = form, path, files, wanted
+        self.form = form
+        self.path = path
+        self.files = files
+        self.wanted = wanted
         self.splits = self._splits_of_files()
         self.total = 0
         for file in files:

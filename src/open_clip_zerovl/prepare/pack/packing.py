@@ -140,7 +140,9 @@ def pack(
     Raises:
         UserError: an input of another form, a folder of other inputs, or nothing to pack.
     """
-    out, settings, work = Path(out), settings or PackSettings(), work or Work()
+    out = Path(out)
+    settings = settings or PackSettings()
+    work = work or Work()
     check_writable(out, folder=True)
     say = print if work.progress else lambda _: None
     parquet = f"{os.path.abspath(out)}.parquet"  # the path "." has no name to add to

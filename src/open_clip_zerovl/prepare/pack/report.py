@@ -182,10 +182,8 @@ def lines(report: dict[str, Any], out: Path) -> list[str]:
     if len(report["written"]) > 6:
         texts.append(f"  and {len(report['written']) - 6} more folders")
     if classes := report["classes"]:
-        smallest, largest = (
-            min(classes, key=classes.__getitem__),
-            max(classes, key=classes.__getitem__),
-        )
+        smallest = min(classes, key=classes.__getitem__)
+        largest = max(classes, key=classes.__getitem__)
         texts.append(
             f"classes    {len(classes)}, of {classes[smallest]:,} ({smallest!r}) to {classes[largest]:,} ({largest!r}) pictures"
         )

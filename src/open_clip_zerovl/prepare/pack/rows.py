@@ -228,7 +228,9 @@ class SourceNames:
     """
 
     def __init__(self, name: str, column: str | None, known: dict[str, str]) -> None:
-        self.name, self.column, self.known = name, column, known
+        self.name = name
+        self.column = column
+        self.known = known
 
     def of(self, value: Any) -> tuple[str | None, str]:
         """(name of the source, why there is none) of a row with this value in the source column.

@@ -249,7 +249,9 @@ class TarReader(SampleReader):
     form = "webdataset"
 
     def __init__(self, path: Path, files: list[Path], wanted: Columns) -> None:
-        self.path, self.files, self.wanted = path, files, wanted
+        self.path = path
+        self.files = files
+        self.wanted = wanted
         self.splits = self._splits_of_files()
         first: list[_Member] = []
         for file in files:

@@ -107,7 +107,9 @@ class Downloader:
         """The bytes of an answer, or the address of a redirect."""
         import aiohttp
 
-        limits, pieces, size = self.limits, [], 0
+        limits = self.limits
+        pieces = []
+        size = 0
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=limits.idle_seconds, sock_read=limits.idle_seconds
         )

@@ -62,7 +62,9 @@ def prepare_karpathy(
         UserError: no annotations or no pictures, annotations of another form, or a val or test set that lacks a picture: scores
             on a part of a test set cannot be compared.
     """
-    out, work, json_name = Path(out), work or Work(), ANNOTATIONS[dataset]
+    out = Path(out)
+    work = work or Work()
+    json_name = ANNOTATIONS[dataset]
     if work.part != (0, 1):
         raise UserError(f"{dataset} is made in one piece: leave out --part.")
     work = replace(work, attempts=1)  # a retry does not bring a missing file

@@ -71,7 +71,9 @@ def prepare_pairs(
     Raises:
         UserError: an empty list, a folder of another dataset, or one that another process writes to.
     """
-    out, encoding, work = Path(out), encoding or Encoding(), work or Work()
+    out = Path(out)
+    encoding = encoding or Encoding()
+    work = work or Work()
     settings = {"shard_size": shard_size, "encoding": encoding.settings()}
     manifest.begin(out, dataset=dataset, split=split, made_from=made_from, settings=settings)
     with manifest.sole_writer(out, "{}-of-{}".format(*work.part)):
@@ -122,7 +124,10 @@ class _Shards:
         total_rows: int | None,
         title: str,
     ) -> None:
-        self.out, self.obtain, self.encoding, self.work = out, obtain, encoding, work
+        self.out = out
+        self.obtain = obtain
+        self.encoding = encoding
+        self.work = work
         self.shard_name, self.shard_size = shard_name, shard_size
         self.gathering = Gathering(
             self._picture, self._finish, work, title=title, total_rows=total_rows

@@ -44,7 +44,9 @@ class Spool:
 
     def __init__(self, path: Path, number: int = 0, rows: Sequence[Any] = ()) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self.number, self.rows = path, number, rows
+        self.path = path
+        self.number = number
+        self.rows = rows
         self.open_rows, self.submitted = 0, False
         self.outcomes: dict[int, RowOutcome] = {}
         self._file: BinaryIO = open(path, "a+b")  # noqa: SIM115  # closed by `close`
