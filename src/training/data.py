@@ -378,7 +378,7 @@ def _table_format(args: argparse.Namespace) -> CsvFormat:
     """Columns and separator of tables if a flag differs from open_clip's default; None for the rest."""
     stock = {"csv_img_key": "filepath", "csv_caption_key": "title", "csv_separator": "\t"}
     image, caption, separator = (
-        value if (value := getattr(args, name)) != default else None
+        None if getattr(args, name) == default else getattr(args, name)
         for name, default in stock.items()
     )
     return CsvFormat(image, caption, separator)

@@ -101,7 +101,8 @@ def replaced(
 
 def _check_parameters(name: str, replacement: Any, table: Any) -> None:
     """UserError if main could pass a parameter that a replacement neither takes nor forwards."""
-    if not (callable(replacement) and callable(stock := getattr(host, name))):
+    stock = getattr(host, name)
+    if not (callable(replacement) and callable(stock)):
         return
     taken = inspect.signature(replacement).parameters
     new = [

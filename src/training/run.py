@@ -500,7 +500,8 @@ def lock_folder(folder: Path, wait_seconds: float = WAIT_SECONDS) -> int:
     try:
         # A lock that is not shared with forks would be lost where this process reads the file: --remote-sync with fsspec.
         lock = partial(lock_file, file, wait=False, create=True)
-        if (held := lock()) is None:
+        held = lock()
+        if held is None:
             logging.warning(f"Waiting for the process that trains in {folder} to end.")
         while held is None:
             if time.monotonic() > deadline:

@@ -128,7 +128,8 @@ def _register_own(file: str, checkpoint: Path) -> str:
         The model's name; without a config the file's.
     """
     name = Path(file).name
-    if isinstance(config := read_entry(checkpoint, MODEL_ENTRY), dict):
+    config = read_entry(checkpoint, MODEL_ENTRY)
+    if isinstance(config, dict):
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder, name)
             copy.write_text(json.dumps(config), encoding="utf-8")

@@ -188,7 +188,8 @@ def find_command(words: Sequence[str]) -> tuple[str, list[str]]:
         print(f"open_clip_zerovl {__version__}")
         raise SystemExit(0)
     prefix = "data " if first == "data" else ""
-    if (word := second if prefix else first) in ("-h", "--help"):
+    word = second if prefix else first
+    if word in ("-h", "--help"):
         print(command_list(prefix))
         raise SystemExit(0)
     name = prefix + word

@@ -163,7 +163,8 @@ def choose(
         find(where, names, wanted.source, "--source-column") if wanted.source is not None else None
     )
     for name in filter(None, (picture, *captions, source)):
-        if (count := [*names].count(name)) > 1:
+        count = list(names).count(name)
+        if count > 1:
             raise UserError(
                 f"{where} has {count} columns named {name!r}: give each column its own name"
             )

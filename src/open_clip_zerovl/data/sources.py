@@ -459,7 +459,8 @@ def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: 
         if (path := local_path(shard)) is not None and not os.path.isfile(path)
     ]
     remote = [shard for shard in shards if local_path(shard) is None]
-    if each_caption and (uncounted := remote or parquet):
+    uncounted = remote or parquet
+    if each_caption and uncounted:
         raise UserError(
             f"'--captions all' cannot count the captions of remote shards and of parquet (source {name!r}, first "
             f"{uncounted[0]}); copy or pack them here, or give '--captions one-per-epoch'"
@@ -483,12 +484,14 @@ def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: 
             f"Source {name}: pictures in {columns.picture!r}, captions in {listed(columns.captions)}."
         )
         known.update(rows)
-    if unsized := [shard for shard in remote if shard not in known]:
+    unsized = [shard for shard in remote if shard not in known]
+    if unsized:
         raise UserError(
             f"{len(unsized)} remote shards of source {name!r} have no size, first {unsized[0]}; "
             'put a sizes.json ({"00000.tar": 9873, ...}) beside them, or name one: SHARDS@/path/sizes.json'
         )
-    if unknown := [shard for shard in shards if shard not in known]:
+    unknown = [shard for shard in shards if shard not in known]
+    if unknown:
         what = "captions of" if each_caption else "samples of"
         logging.info(
             f"Source {name}: counting {what} {len(unknown)} shards that no sizes.json lists."

@@ -64,7 +64,8 @@ def in_top(k: int, scores: Tensor, targets: Tensor) -> Tensor:
     Raises:
         UserError: scores that are not finite. A class of NaN would be above none and tie with none: always right.
     """
-    if not bool((finite := scores.isfinite()).all()):
+    finite = scores.isfinite()
+    if not bool(finite.all()):
         classes = (~finite).any(dim=0).nonzero()[:, 0]
         raise UserError(
             f"the scores of {len(classes)} of {scores.shape[1]} classes (first: number {int(classes[0])}) are NaN or infinite: "

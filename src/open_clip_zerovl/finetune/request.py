@@ -70,7 +70,7 @@ class FinetuneRequest(FinetuneFlags, CurveFlags):
             (self, each) for each in flags_of(FinetuneRequest)
         ]
         flag_values = {
-            each.option: None if (value := getattr(values, each.name)) is False else value
+            each.option: None if getattr(values, each.name) is False else getattr(values, each.name)
             for values, each in flags
             if each.name not in OF_CURVE + FREE
         }

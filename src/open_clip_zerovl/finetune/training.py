@@ -60,8 +60,9 @@ class Training:
         lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.is_file() else []
         for line in lines:
             row = json.loads(line)
-            values = [row[key] for name in self.sets if (key := f"{name}_{self.measure}") in row]
-            if len(values) == len(self.sets):
+            keys = [f"{name}_{self.measure}" for name in self.sets]
+            values = [row[key] for key in keys if key in row]
+            if len(values) == len(keys):
                 mean_scores[row["epoch"]] = (
                     (100 if self.measure == "top1" else 1) * sum(values) / len(values)
                 )

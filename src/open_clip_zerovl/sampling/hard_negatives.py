@@ -80,8 +80,9 @@ def check_neighbours(
                 f"an epoch takes {taken} of the {size} samples of source {name!r}, and --hard-negatives shows each at most "
                 "once an epoch; lower its weight or --train-num-samples to at most one pass"
             )
-        copies, steps = int(neighbours.copies.sum()), taken // batch
-        if copies > (room := taken - steps * near_count):
+        copies = int(neighbours.copies.sum())
+        room = taken - taken // batch * near_count
+        if copies > room:
             raise UserError(
                 f"{copies} of the {size} samples of source {name!r} are copies, and --hard-negatives {share:g} leaves room for "
                 f"{room} of them; give a smaller share, or cluster with a larger --same-above"

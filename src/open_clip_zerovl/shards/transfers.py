@@ -256,9 +256,11 @@ def reason_of(error: BaseException) -> tuple[str, bool]:
         return error.reason, error.passing
     if isinstance(error, Broken):
         return str(error), True
-    causes = [error]
-    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and len(causes) < 8:
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and len(causes) < 8:
         causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
     # fsspec raises FileNotFoundError for any answer of a server to a question about a file; the answer is among the causes.
     answers = [getattr(cause, "status", None) for cause in causes]
     status = next((answer for answer in answers if isinstance(answer, int)), None)

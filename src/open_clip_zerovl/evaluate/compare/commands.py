@@ -30,7 +30,7 @@ from open_clip_zerovl.evaluate.compare.comparison import (
 )
 from open_clip_zerovl.evaluate.compare.pools import SourceFeatures
 from open_clip_zerovl.evaluate.compare.samples import (
-    SourceSample,
+    ComparedPair,
     check_probe,
     encode,
     read_samples,
@@ -165,7 +165,7 @@ def check_sides(runs: dict[str, int]) -> None:
 
 def _samples(
     data: str, unseen: str | None, settings: CompareSettings
-) -> tuple[list[SourceSample], list[SourceSample], dict[str, int]]:
+) -> tuple[list[ComparedPair], list[ComparedPair], dict[str, int]]:
     """The samples of the sources and of the unseen ones, and how many of each were passed over."""
     sources = parse_sources(data, evaluation=True, split="test")
     others = parse_sources(unseen, evaluation=True, split="test") if unseen else ()
@@ -173,9 +173,10 @@ def _samples(
         raise UserError(
             f"--data {data!r} names one source; name those that the models were trained on: a=SHARDS::b=SHARDS"
         )
-    if both := {source.name for source in sources} & {source.name for source in others}:
+    both = {source.name for source in sources} & {source.name for source in others}
+    if both:
         raise UserError(
-            f"{sorted(both)[0]!r} is a source of --data and of --unseen; an unseen source was in no training"
+            f"{min(both)!r} is a source of --data and of --unseen; an unseen source was in no training"
         )
     limit, concepts = settings.samples_per_source, settings.concept_field
     seen, skipped = read_samples(
@@ -183,18 +184,17 @@ def _samples(
     )
     rest, more_skipped = read_samples(others, limit, concept_field=concepts)
     held_out = [sample for sample in seen if sample.held_out]
-    if lacking := sorted(
-        {sample.source for sample in seen} - {sample.source for sample in held_out}
-    ):
+    lacking = {sample.source for sample in seen} - {sample.source for sample in held_out}
+    if lacking:
         raise UserError(
-            f"source {lacking[0]} has no held-out pair; give another --held-out, or leave it out"
+            f"source {min(lacking)} has no held-out pair; give another --held-out, or leave it out"
         )
     check_probe(held_out)
     return seen, rest, {**skipped, **more_skipped}
 
 
 def _trained_on(
-    samples: Sequence[SourceSample], runs: Sequence[tuple[str, int, Encoder]]
+    samples: Sequence[ComparedPair], runs: Sequence[tuple[str, int, Encoder]]
 ) -> list[str]:
     """A sentence on each model that names held-out pictures among those that it was trained on."""
     lists = {str(run.model): trained_on([run.model]) for _, _, run in runs}
@@ -206,7 +206,7 @@ def _trained_on(
     return [f"{sentence}." for sentence in sentences if sentence is not None]
 
 
-def _few_captions(samples: Sequence[SourceSample]) -> list[str]:
+def _few_captions(samples: Sequence[ComparedPair]) -> list[str]:
     """A sentence on the sources whose held-out pairs share few captions."""
     held_out = [sample for sample in samples if sample.held_out]
     best = {
@@ -217,7 +217,7 @@ def _few_captions(samples: Sequence[SourceSample]) -> list[str]:
 
 
 def _by_source(
-    samples: Sequence[SourceSample], images: Tensor, texts: Tensor
+    samples: Sequence[ComparedPair], images: Tensor, texts: Tensor
 ) -> dict[str, SourceFeatures]:
     """Source -> its pairs, from features (N, D) of samples."""
     return {
@@ -232,7 +232,7 @@ def _by_source(
 
 
 def _examples(
-    samples: Sequence[SourceSample], features: Mapping[str, tuple[Tensor, Tensor]]
+    samples: Sequence[ComparedPair], features: Mapping[str, tuple[Tensor, Tensor]]
 ) -> list[RetrievalExample]:
     """Retrieval examples among the held-out pairs, by the first run of each side."""
     rows = [row for row, sample in enumerate(samples) if sample.held_out]

@@ -143,7 +143,8 @@ def ranks_by_label(
         )
     exact_keys = keys.double().T
     parts = []
-    for start in range(0, len(queries), size := _rows_at_once(chunk_size, len(keys))):
+    size = _rows_at_once(chunk_size, len(keys))
+    for start in range(0, len(queries), size):
         block = slice(start, start + size)
         scores = (queries[block].double() @ exact_keys).float()  # (C, T)
         match = query_labels[block, None] == key_labels

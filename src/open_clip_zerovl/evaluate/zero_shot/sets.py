@@ -67,11 +67,8 @@ def open_labelled_set(where: str, settings: ZeroShotSettings | None = None) -> L
         place = root / settings.split
     split = "train" if settings.split == "train" else "test"
     parts = _sources_of(place)
-    if (
-        parts
-        and place == root
-        and (others := [part.name for part in parts if part.name.lower() in SPLIT_FOLDERS])
-    ):
+    others = [part.name for part in parts if part.name.lower() in SPLIT_FOLDERS]
+    if place == root and others:
         raise UserError(
             f"{root} has no folder {settings.split!r}, but {', '.join(others)}: name one of these folders as the set, or "
             "choose one with --split (zero-shot has it)"

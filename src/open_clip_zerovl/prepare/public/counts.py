@@ -124,9 +124,10 @@ def _dataset(folder: Path, name: str) -> Dataset | None:
             manifest["complete"],
             manifest["failures"],
         )
-    if tables := [
+    tables = [
         json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*_stats.json"))
-    ]:
+    ]
+    if tables:
         failures: Counter[str] = Counter()
         for table in tables:
             failures.update(
