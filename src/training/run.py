@@ -277,7 +277,7 @@ class TrainingRun:
             # Without --name, main has made one up; a run that is started in the same second gets the same.
             self.lock = lock_folder(self.folder)
         if self.config.model_config is not None:
-            self.args.model_config = self._kept_config(self.config.model_config)
+            self.args.model_config = self._config_copy(self.config.model_config)
         if self.model is not None:  # main makes the teacher after it: --distill-model
             self.teacher, *transforms = create_model_and_transforms(
                 model_name, pretrained, **options
@@ -315,7 +315,7 @@ class TrainingRun:
             checkpointing.require_room(self.folder, self.model)
         return self.model, transform_train, transform_eval
 
-    def _kept_config(self, file: str) -> str:
+    def _config_copy(self, file: str) -> str:
         """The run's own copy of a model config, which params.txt names: the user's file may be edited later."""
         copy = self.folder / Path(file).name
         if self.args.rank == 0 and self.args.logs.lower() != "none" and not copy.exists():

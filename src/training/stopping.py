@@ -28,7 +28,7 @@ import torch
 
 from open_clip_zerovl.core.errors import explain, place_sentence, say
 from open_clip_zerovl.core.launch import name_of_rank
-from open_clip_zerovl.core.processes import end_with_parent
+from open_clip_zerovl.core.processes import StopSignals, end_with_parent
 
 CONNECT_SECONDS = 60.0  # time for all ranks to arrive after their first step, in which they have met several times
 
@@ -73,7 +73,7 @@ def end_by_signals() -> None:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
-class Preemption:
+class Preemption(StopSignals):
     """SIGTERM, SIGUSR1, SIGHUP (a lost terminal) and Ctrl-C ask the run to stop; all ranks stop after the same step.
 
     A scheduler does not signal all processes at the same time. If one rank stopped alone, the other ranks would wait for it in
@@ -82,27 +82,16 @@ class Preemption:
     Ctrl-C ends the run at once before training has begun (`training` is False), and when it is pressed a second time.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-
     def __init__(self) -> None:
-        self.asked = 0
+        super().__init__()
         self.training = False
         self._group: Any = None
-        self._kept: dict[int, Any] = {}
         self._process = os.getpid()
 
     def __enter__(self) -> Preemption:
         self._process = os.getpid()
-        for number in self.SIGNALS:
-            if (
-                number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
-            ):  # nohup has it ignored
-                self._kept[number] = signal.signal(number, self._ask)
+        super().__enter__()
         return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._kept.items():
-            signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         # A scheduler may also signal loader workers, which are forks of this process. They must go on until the checkpoint is

@@ -282,7 +282,7 @@ class Trainer:
             "--sampling": config.sampling,
             "--ablate iid-draw": config.draw == "iid" or None,
             "--debiased-share": config.debiased_share if config.debiased_share < 1 else None,
-            "--hard-negatives": _near(config.hard_negatives, sources),
+            "--hard-negatives": _hard_negatives(config.hard_negatives, sources),
             "--source-order": config.source_order,
             "--train-data-upsampling-factors": "::".join(
                 f"{source.weight:g}" for source in sources
@@ -299,8 +299,8 @@ class Trainer:
         return Position(epoch, 0, batching, names, order)
 
 
-def _near(share: float, sources: Sequence[Source]) -> str | None:
-    """The share of --hard-negatives with a mark of each clustering; None without it."""
+def _hard_negatives(share: float, sources: Sequence[Source]) -> str | None:
+    """The share of --hard-negatives with a digest of each clustering; None without it."""
     digests = " ".join(
         source.neighbours.digest for source in sources if source.neighbours is not None
     )

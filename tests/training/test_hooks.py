@@ -217,9 +217,9 @@ def test_the_run_keeps_the_content_of_a_model_file(tmp_path):
     a_run = run.TrainingRun(args, config, None, Console())
     args.rank = 0
     a_run.folder.mkdir()
-    kept = a_run._kept_config(str(file))
+    kept = a_run._config_copy(str(file))
     assert kept == str(tmp_path / "run" / "mine.json") and Path(kept).read_text() == "first"
     file.write_text("edited")
-    assert Path(a_run._kept_config(str(file))).read_text() == "first"  # resumed
+    assert Path(a_run._config_copy(str(file))).read_text() == "first"  # resumed
     args.logs = "none"
-    assert a_run._kept_config(str(file)) == str(file)
+    assert a_run._config_copy(str(file)) == str(file)

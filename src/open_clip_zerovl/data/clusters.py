@@ -82,7 +82,7 @@ def open_clusters(
     clustering = load_clustering(path)
     if moved_to is None and path.is_dir() and (folders := cluster_folders(path)):
         return clustering.source, _written(clustering, path, folders)
-    clustering = _found(clustering, path, moved_to, strict)
+    clustering = _with_checked_shards(clustering, path, moved_to, strict)
     return clustering.source, _picked(clustering, clustering.shards)
 
 
@@ -98,10 +98,12 @@ def open_neighbours(path: Path, moved_to: str | None = None, *, strict: bool = F
             f"{path} does not list the copies of {clustering.source}, which would be false negatives of each other; cluster "
             "again with --same-above 0.95"
         )
-    return _found(clustering, path, moved_to, strict)
+    return _with_checked_shards(clustering, path, moved_to, strict)
 
 
-def _found(clustering: Clustering, path: Path, moved_to: str | None, strict: bool) -> Clustering:
+def _with_checked_shards(
+    clustering: Clustering, path: Path, moved_to: str | None, strict: bool
+) -> Clustering:
     """The clustering with the present paths of its shards, which are checked."""
     shards = clustering.shards if moved_to is None else _moved(clustering, moved_to)
     _check_shards(clustering, shards, path, strict)

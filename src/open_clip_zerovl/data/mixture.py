@@ -57,7 +57,7 @@ from open_clip_zerovl.sampling.hard_negatives import (
 )
 from open_clip_zerovl.sampling.order import LocalOrder
 from open_clip_zerovl.sampling.schedule import Batching, Sampling, Schedule, source_schedule
-from open_clip_zerovl.sampling.slices import epoch_slices, stretch_of
+from open_clip_zerovl.sampling.slices import epoch_slices, slice_range
 from open_clip_zerovl.shards.cache import FetchAhead, ShardCache
 from open_clip_zerovl.shards.remote import RetryPolicy, Wait
 
@@ -305,7 +305,7 @@ class Mixture(IterableDataset):
             )
             window = 0  # the slices have their order
         else:
-            mine = stretch_of(slices, int(reader.before[index]), quota)
+            mine = slice_range(slices, int(reader.before[index]), quota)
         of_all = (
             self.rank * self.batching.workers + reader.number
         )  # the reader's number over all ranks

@@ -173,15 +173,17 @@ class DeviceInputs:
         leaves = (leaf for k in replayed for part in micro_batches[k][:2] for leaf in _leaves(part))
         stay = sum(leaf.nbytes for leaf in leaves if leaf.device != device) <= room_bytes
         self._to_keep = set(replayed) if stay else set()
-        self._kept: dict[int, Any] = {}
+        self._inputs: dict[int, Any] = {}
 
     def take(self, k: int) -> tuple[Any, ...]:
         """The model's inputs for micro-batch k, in the first pass or the replay, and its further parts."""
         first, second, *others = self._micro_batches[k]
-        inputs = self._kept.pop(k) if k in self._kept else on_device((first, second), self._device)
+        inputs = (
+            self._inputs.pop(k) if k in self._inputs else on_device((first, second), self._device)
+        )
         if k in self._to_keep:
             self._to_keep.remove(k)
-            self._kept[k] = inputs
+            self._inputs[k] = inputs
         images, texts = inputs if self._prepare is None else self._prepare(*inputs, *others)
         return images, texts, *others
 

@@ -51,7 +51,7 @@ class BufferState:
     """A copy of a model's buffers: running statistics of norms, counters, moving averages."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._kept = [
+        self._copies = [
             (module, name, buffer, buffer.clone(), buffer._version)
             for module in model.modules()
             for name, buffer in module._buffers.items()
@@ -61,7 +61,7 @@ class BufferState:
     def restore(self) -> None:
         """Restore the buffers that have changed since."""
         with torch.no_grad():
-            for module, name, buffer, value, version in self._kept:
+            for module, name, buffer, value, version in self._copies:
                 module._buffers[name] = buffer
                 # Unchanged buffers are not written to, because a graph may hold them. Norms' statistics always are: compiled
                 # code may change them without raising the version.

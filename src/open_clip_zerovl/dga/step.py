@@ -90,7 +90,7 @@ class _Step:
         inputs: the micro-batches' inputs, copied to the device when they are taken.
         order: (C*b,) the place of each text, None if texts stand in their images' order.
         inputs_of: each feature -> the input that it has a row for, IMAGES or TEXTS.
-        kept: retained micro-batch -> its outputs with graph; phase (3) removes them one by one.
+        retained_outputs: retained micro-batch -> its outputs with graph; phase (3) removes them one by one.
         repeats: the states from which each micro-batch is replayed.
         features: (b, D) of images and (C*b, D) of texts, without graph, in fp32 at least.
         extras: terms, and a teacher's features.
@@ -108,7 +108,7 @@ class _Step:
     inputs: DeviceInputs
     order: Tensor | None
     inputs_of: dict[str, str]
-    kept: dict[int, Outputs] = field(default_factory=dict)
+    retained_outputs: dict[int, Outputs] = field(default_factory=dict)
     repeats: list[Repeat] = field(default_factory=list)
     features: dict[str, Tensor] = field(default_factory=dict)
     scalars: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -409,7 +409,7 @@ class DecoupledGradientAccumulation:
                 )
             step.repeats.append(repeat)
             if graph:
-                step.kept[k] = outputs
+                step.retained_outputs[k] = outputs
             for name, output in outputs.items():
                 collected.setdefault(name, []).append(detached_copy(output))
         step.features = {name: torch.cat(collected[name]) for name in step.inputs_of}
@@ -461,8 +461,8 @@ class DecoupledGradientAccumulation:
                 self._check_weights(step)
                 wanted = {name: each[k] for name, each in rows.items()} | shares
                 with self._synchronised(self._synchronises(step, k)):
-                    if k in step.kept:
-                        outputs = step.kept.pop(k)
+                    if k in step.retained_outputs:
+                        outputs = step.retained_outputs.pop(k)
                     else:
                         take = partial(step.inputs.take, k)
                         outputs = self._towers.replay(

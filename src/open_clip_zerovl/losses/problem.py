@@ -155,7 +155,7 @@ class Problem:
     def value(self) -> Tensor:
         """Mean loss over the N pairs of all ranks. Keeps both softmaxes' normalisers for the gradients."""
         scale = self.logits.scale
-        of_rows = scale.new_zeros(len(self.logits.own[0]))
+        of_rows = scale.new_zeros(len(self.logits.local[0]))
         of_columns = scale.new_zeros(self.ranks.total)
 
         def add(parts: tuple[Tensor, Tensor], rows: slice, sign: float = 1.0) -> None:
@@ -191,7 +191,7 @@ class Problem:
         if (
             w == 1
         ):  # the texts' logits are the images' logits, transposed: one sweep gives both sides
-            text_sums = torch.zeros_like(self.logits.own[1])
+            text_sums = torch.zeros_like(self.logits.local[1])
             image_sums, scale_sum = self._sweep(0, text_sums)
         else:
             image_sums, scale_sum = self._sweep(0)
@@ -212,7 +212,7 @@ class Problem:
 
         Without `gather_grad` it is (P - Y) @ others. (P + Q - Y_rows - Y_columns)^T @ local_rows is added to `other_sums`.
         """
-        local_rows, others = self.logits.own[side], self.logits.all[1 - side]
+        local_rows, others = self.logits.local[side], self.logits.all[1 - side]
         sums = torch.empty_like(local_rows)
         scale_sum = local_rows.new_zeros(())
         for rows in self.chunks:
@@ -244,7 +244,7 @@ class Problem:
                 logits = self.logits.chunk(rows, side)
             weights = self.normalisers.over_others(logits.clone(), rows, side)
             if self.gather_grad:
-                weights.add_(self.normalisers.over_own(logits, side))
+                weights.add_(self.normalisers.over_local(logits, side))
         if self.share != 1:
             weights.mul_(self.share)
         for targets in self.targets:

@@ -119,7 +119,7 @@ class TeacherTargets:
                 .mul_(logits)
                 .sum(dim=1)
             )
-            of_columns += normalisers.over_own(teacher_logits, side=0).mul_(logits).sum(dim=0)
+            of_columns += normalisers.over_local(teacher_logits, side=0).mul_(logits).sum(dim=0)
         return of_rows.mul_(self._each), of_columns.mul_(self._each)
 
     def subtract_from(self, weights: Tensor, rows: slice, side: int) -> None:
@@ -129,7 +129,7 @@ class TeacherTargets:
             weights.sub_(
                 normalisers.over_others(teacher_logits.clone(), rows, side), alpha=self._each
             )
-            weights.sub_(normalisers.over_own(teacher_logits, side), alpha=self._each)
+            weights.sub_(normalisers.over_local(teacher_logits, side), alpha=self._each)
 
 
 def _occurrences(ids: Tensor) -> Tensor:

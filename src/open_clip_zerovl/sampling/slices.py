@@ -103,7 +103,7 @@ def _resampled_slices(
     return np.array(rows, dtype=np.int64).reshape(-1, 4)
 
 
-def stretch_of(slices: ShardSlices, low: int, length: int) -> ShardSlices:
+def slice_range(slices: ShardSlices, low: int, length: int) -> ShardSlices:
     """Samples low .. low + length - 1 of the sequence of slices, as slices.
 
     Readers get consecutive stretches (`Assignment.before` and `quota`). All shards of a stretch are whole but the first and

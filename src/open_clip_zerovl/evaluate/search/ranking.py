@@ -225,7 +225,7 @@ class Searcher:
             name=name,
         )
         rows = self.embedded.rows
-        self.kept = [block.clone() for block in rows.blocks()] if keep else None
+        self.rows_in_memory = [block.clone() for block in rows.blocks()] if keep else None
         self.pictures = sum(int(block.any(dim=1).sum()) for block in self.blocks())
         self.bad = len(rows) - self.pictures + collection.lost
         if not self.pictures:
@@ -233,7 +233,7 @@ class Searcher:
 
     def blocks(self) -> Iterable[Tensor]:
         """The embeddings of all pictures, some thousand at a time."""
-        return self.embedded.rows.blocks() if self.kept is None else self.kept
+        return self.embedded.rows.blocks() if self.rows_in_memory is None else self.rows_in_memory
 
     @torch.no_grad()
     def find(self, words: str, query: Image.Image | None, best: int) -> SearchResult:
