@@ -172,7 +172,7 @@ def run(program: Callable[[], int], words: Sequence[str] = ()) -> NoReturn:
     except BaseException as error:
         status = explain(
             error,
-            name_of_rank("training.main"),
+            name_of_rank(),
             words,
             interrupted="saved checkpoints are kept",
             sentence=sentence_of(error),

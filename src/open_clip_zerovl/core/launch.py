@@ -19,6 +19,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
@@ -137,7 +138,11 @@ def start_training(
     with open(log, "ab") as file:
         command = training_command(arguments, processes)
         child = subprocess.Popen(
-            command, stdout=file, stderr=file, env=environment, preexec_fn=_end_with_parent
+            command,
+            stdout=file,
+            stderr=file,
+            env=environment,
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),
         )
     return TrainingProcess(child, log)
 
@@ -187,10 +192,6 @@ def follow_training(
         raise UserError("the training was stopped; make the same call again to go on")
     if status != 0:
         raise UserError(f"the training ended with status {status}: {error_among(last_lines)}")
-
-
-def _end_with_parent() -> None:
-    end_with_parent(signal.SIGTERM)
 
 
 def last_error(log: Path) -> str:
@@ -248,20 +249,16 @@ def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
     )
 
 
-def rank_here(environment: Mapping[str, str] = os.environ) -> str:
+def rank_here() -> str:
     """The rank that a launcher has given this process, as text; "" without a launcher."""
-    variables = (
-        "RANK",
-        "PMI_RANK",
-        "SLURM_PROCID",
-        "OMPI_COMM_WORLD_RANK",
-    )  # open_clip's, in its order
-    return next((environment[name] for name in variables if name in environment), "")
+    # open_clip's, in its order
+    variables = ("RANK", "PMI_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+    return next((os.environ[name] for name in variables if name in os.environ), "")
 
 
-def name_of_rank(program: str) -> str:
-    """A program's name in its messages: with its rank where there are several."""
-    return f"[rank {rank_here()}] {program}" if is_rank() else program
+def name_of_rank() -> str:
+    """The training program's name in its messages: with its rank where there are several."""
+    return f"[rank {rank_here()}] training.main" if is_rank() else "training.main"
 
 
 def ranks_here(asked: int | None, device: str, environment: Mapping[str, str] = os.environ) -> int:

@@ -53,7 +53,6 @@ def supervise(
     command: Sequence[str],
     *,
     torchrun: bool,
-    cwd: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> int:
     """Run a training and pass stop signals on to its ranks.
@@ -65,7 +64,7 @@ def supervise(
         Its exit status; 128 + N where signal N ended it.
     """
     with StopSignals() as stop:
-        child = subprocess.Popen(command, cwd=cwd, env=environment, preexec_fn=begin_child)
+        child = subprocess.Popen(command, env=environment, preexec_fn=begin_child)
         passed_on, remind_at = 0, 0.0
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):

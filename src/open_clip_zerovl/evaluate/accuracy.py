@@ -108,12 +108,10 @@ def confusion_counts(scores: Tensor, targets: Tensor) -> np.ndarray:
     )
 
 
-def most_confused(
-    counts: np.ndarray, names: Sequence[str], limit: int = 20
-) -> list[dict[str, Any]]:
-    """The most frequent errors in counts (C, C): `class`, `guess`, `count`, and `of` how many images of the class."""
+def most_confused(counts: np.ndarray, names: Sequence[str]) -> list[dict[str, Any]]:
+    """The 20 most frequent errors in counts (C, C): `class`, `guess`, `count`, and `of` how many images of the class."""
     wrong = counts - np.diag(np.diag(counts))
-    order = np.argsort(wrong, axis=None, kind="stable")[::-1][:limit]
+    order = np.argsort(wrong, axis=None, kind="stable")[::-1][:20]
     rows, columns = np.unravel_index(order, counts.shape)
     return [
         {

@@ -85,13 +85,10 @@ def find_data(data: str) -> FinetuneData:
 
 def _source_in(folder: Path) -> dict[str, Path]:
     """Name -> place of the source that a folder is, or holds in `train/`; {} for none."""
-    return next(
-        ({_name_of(folder): place} for place in (folder, folder / "train") if _is_source(place)), {}
-    )
-
-
-def _is_source(folder: Path) -> bool:
-    return folder.is_dir() and kind_of(str(folder)).kind in ("shards", "table")
+    for place in (folder, folder / "train"):
+        if place.is_dir() and kind_of(str(place)).kind in ("shards", "table"):
+            return {_name_of(folder): place}
+    return {}
 
 
 def _folders(folder: Path) -> list[Path]:

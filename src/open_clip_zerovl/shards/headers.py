@@ -47,10 +47,8 @@ class Member(NamedTuple):
     size: int
 
 
-def walk_tar(
-    read_at: ReadAt, total: int, position: int = 0, *, whole: bool = True
-) -> Iterator[Member]:
-    """The regular files of a tar of `total` bytes, in order, from the header at `position` on. Mostly one read a member.
+def walk_tar(read_at: ReadAt, total: int, *, whole: bool = True) -> Iterator[Member]:
+    """The regular files of a tar of `total` bytes, in order. Mostly one read a member.
 
     Args:
         whole: the tar must have its end mark. Otherwise it ends at a file without a following header.
@@ -60,16 +58,16 @@ def walk_tar(
             an end mark.
     """
     tar: tarfile.TarFile | None = None  # reads headers that are not plain
+    position = 0
     while True:
         header = read_at(position, BLOCK)
-        if (
-            header == _ZEROS
-        ):  # the end mark; Python 3.10's tarfile seeks in front of a tar that begins with it
+        # the end mark; Python 3.10's tarfile seeks in front of a tar that begins with it
+        if header == _ZEROS:
             return
         member = None if tar is not None and tar.pax_headers else _plain_member(header, position)
         if member is not None:
             tar = None
-            after = end_of(member.offset, member.size)
+            after = member.offset + -(-member.size // BLOCK) * BLOCK
             yield member
         else:
             tar, info = _next_member(tar, read_at, total, position)
@@ -87,11 +85,6 @@ def walk_tar(
                 f"it is cut off after {total} bytes, within the file whose header is at byte {position}"
             )
         position = after
-
-
-def end_of(begin: int, size: int) -> int:
-    """The offset of the next header after a file of `size` bytes that begins at `begin`."""
-    return begin + -(-size // BLOCK) * BLOCK
 
 
 def _plain_member(header: bytes | bytearray, position: int) -> Member | None:

@@ -46,11 +46,11 @@ log = logging.getLogger(__name__)
 
 
 @torch.no_grad()
-def head_scores(head: nn.Module, features: Tensor, *, chunk_size: int = 8192) -> Tensor:
+def head_scores(head: nn.Module, features: Tensor) -> Tensor:
     """Scores (N, C) on the CPU of a head (left in eval mode) for features (N, F)."""
     head.eval()
     device = next(head.parameters()).device
-    return torch.cat([head(chunk.to(device)).cpu() for chunk in features.split(chunk_size)])
+    return torch.cat([head(chunk.to(device)).cpu() for chunk in features.split(8192)])
 
 
 def linear_head(

@@ -32,6 +32,8 @@ from open_clip_zerovl.report.bounds import bounds_remarks
 from open_clip_zerovl.report.html import thumbnail, write_page
 
 MISSED_BEYOND = max(RECALL_KS)
+QUERIES = 6  # hits to show, and misses, in each direction
+BEST = 5  # items to show of a ranking
 
 
 @dataclass(frozen=True)
@@ -89,21 +91,12 @@ class GallerySet:
         )
 
 
-def write_gallery(
-    path: str | os.PathLike[str],
-    sets: Sequence[GallerySet],
-    *,
-    model: str,
-    queries: int = 6,
-    best: int = 5,
-) -> Path:
+def write_gallery(path: str | os.PathLike[str], sets: Sequence[GallerySet], *, model: str) -> Path:
     """Write the page.
 
     Args:
         path: the HTML file; its folder is made.
         model: the model's name on the page.
-        queries: number of hits to show, and of misses, in each direction.
-        best: number of items to show of a ranking.
 
     Returns:
         The path.
@@ -111,18 +104,17 @@ def write_gallery(
     Raises:
         UserError: a picture that cannot be read.
     """
-    gallery = gallery_of(sets, queries=queries, best=best)
-    return write_page(path, "gallery.html", title=f"Retrieval: {model}", gallery=gallery)
+    return write_page(path, "gallery.html", title=f"Retrieval: {model}", gallery=gallery_of(sets))
 
 
-def gallery_of(sets: Sequence[GallerySet], *, queries: int = 6, best: int = 5) -> dict[str, Any]:
+def gallery_of(sets: Sequence[GallerySet]) -> dict[str, Any]:
     """The variable `gallery` of the template `gallery_parts.html`; arguments and errors as for `write_gallery`."""
     sections = [
         {
             "name": gallery_set.name,
             "metrics": gallery_set.metrics,
             "remarks": bounds_remarks({gallery_set.name: gallery_set.metrics}),
-            "parts": [_part(gallery_set, *way, queries, best) for way in _PARTS],
+            "parts": [_part(gallery_set, *way) for way in _PARTS],
         }
         for gallery_set in sets
     ]
@@ -132,7 +124,7 @@ def gallery_of(sets: Sequence[GallerySet], *, queries: int = 6, best: int = 5) -
 _PARTS = [(way, kind) for way in ("text_to_image", "image_to_text") for kind in ("hit", "miss")]
 
 
-def _part(shown: GallerySet, way: str, kind: str, queries: int, best: int) -> dict[str, Any]:
+def _part(shown: GallerySet, way: str, kind: str) -> dict[str, Any]:
     """The hits or the misses of one direction."""
     ranks = shown.ranks[way]
     mask = (
@@ -144,14 +136,14 @@ def _part(shown: GallerySet, way: str, kind: str, queries: int, best: int) -> di
     make_card = _caption if way == "text_to_image" else _picture
     cards = []
     # A query that the metric counts as missed may have found another picture with the caption, or the same words.
-    for query in spread(candidates, 2 * queries):
+    for query in spread(candidates, 2 * QUERIES):
         card = make_card(shown, query)
         if kind == "hit" or not any(right for _, right in card["top"]):
-            cards.append({**card, "top": card["top"][:best], "rank": _rank(ranks, query)})
+            cards.append({**card, "top": card["top"][:BEST], "rank": _rank(ranks, query)})
     return {
         "way": way,
         "kind": kind,
-        "cards": spread(cards, queries),
+        "cards": spread(cards, QUERIES),
         "found": len(candidates),
         "of": len(ranks),
     }

@@ -282,13 +282,12 @@ def run_overlap(
     split: str = "test",
     within: int = NEAR,
     threads: int = 4,
-    progress: bool = True,
 ) -> Overlap:
     """`zerovl data near`: find, print, write `near.json` and `near.html` into `out`. UserError as the functions it calls."""
     check_distance(within)
     check_writable(out, folder=True)
-    opened = open_test_sets(tests, split=split, threads=threads, progress=progress)
-    overlap = find_overlap(data, opened, within=within, threads=threads, progress=progress)
+    opened = open_test_sets(tests, split=split, threads=threads)
+    overlap = find_overlap(data, opened, within=within, threads=threads)
     write_overlap(overlap, out)
     print(overlap_text(overlap))
     if opened.unreadable:

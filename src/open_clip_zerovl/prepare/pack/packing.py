@@ -323,16 +323,14 @@ def _begin(out: Path, state: dict[str, Any]) -> bool:
 
     def restart(stored: dict[str, Any]) -> bool:
         """Pictures that were read can be used with these settings, or no picture was read; and no shard is written yet."""
-        useful = _early(stored) == _early(json.loads(json.dumps(state)))
-        useful = useful or _nothing_read(out / SCRATCH)
+        same_pictures = _early(stored) == _early(json.loads(json.dumps(state)))
+        read = any(
+            path.is_file() and not path.name.startswith(".") for path in (out / SCRATCH).rglob("*")
+        )
+        useful = same_pictures or not read
         return not complete and useful and not any(out.rglob(manifest.MANIFEST_FILE))
 
     return claim(out / PACK_FILE, state, restart=restart) and complete
-
-
-def _nothing_read(scratch: Path) -> bool:
-    """True where an earlier call ended before its first pictures: its folder holds nothing but the mark of the writer."""
-    return not any(path.is_file() and not path.name.startswith(".") for path in scratch.rglob("*"))
 
 
 def _early(state: dict[str, Any]) -> dict[str, Any]:

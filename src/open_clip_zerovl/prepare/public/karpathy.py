@@ -17,6 +17,7 @@ import csv
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -98,17 +99,14 @@ def prepare_karpathy(
     return manifests
 
 
-def zerovl_csv(
-    images: Sequence[CaptionedImage], *, captions_per_image: int = CAPTIONS_PER_IMAGE
-) -> str:
+def zerovl_csv(images: Sequence[CaptionedImage]) -> str:
     """The table that ZeroVL's released evaluation reads, one line a caption, as CSV."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("image", "image_id", "caption", "caption_id"))
     for image in images:
-        for caption, caption_id in list(zip(image.captions, image.caption_ids, strict=True))[
-            :captions_per_image
-        ]:
+        captions = zip(image.captions, image.caption_ids, strict=True)
+        for caption, caption_id in islice(captions, CAPTIONS_PER_IMAGE):
             writer.writerow((image.filename, image.image_id, caption, caption_id))
     return text.getvalue()
 
