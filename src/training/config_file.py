@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,10 @@ def with_config(words: Sequence[str], parsers: Sequence[argparse.ArgumentParser]
         return list(words)
     of_a_run = config_arguments.config.suffix == ".txt"
     settings = _params(config_arguments.config) if of_a_run else _yaml(config_arguments.config)
-    actions = {
-        name.removeprefix("--").replace("-", "_"): action
-        for parser in parsers
-        for action in parser._actions
-        for name in (*action.option_strings, action.dest)
-    }
+    actions = {}
+    for action in chain.from_iterable(parser._actions for parser in parsers):
+        for name in (*action.option_strings, action.dest):
+            actions[name.removeprefix("--").replace("-", "_")] = action
     front: list[str] = []
     for key, value in settings.items():
         name = key.removeprefix("--").replace("-", "_")

@@ -148,24 +148,20 @@ class TeacherRows:
         facts, stored = self.manifest.facts, self._stored[sample.source]
         view = draw % facts["views"]
         row = sample.position % self._sizes[sample.source]
-        if (rows := self._cluster_rows[sample.source]) is not None:
+        rows = self._cluster_rows[sample.source]
+        if rows is not None:
             row = int(rows[row])
         picture = view_picture(
             transform, image, seed=facts["seed"], source=stored, sample=row, view=view
         )
         row += self._begins[stored]
         first = int(self._starts[row])
-        several = facts["captions"] not in (
-            None,
-            "all",
-        )  # captions of a sample; with None or all each sample has one, whatever its number
+        # captions of a sample; with None or all each sample has one, whatever its number
+        several = facts["captions"] not in (None, "all")
         shown = [first + several * number for number, _ in sample.shown]
-        places: list[tuple[Rows, Any]] = [
-            (array, index)
-            for images, texts in self._rows
-            for array, index in ((images, (row, view)), *((texts, text) for text in shown))
-        ]
-        vectors = [array.read(index) for array, index in places]
+        vectors = []
+        for images, texts in self._rows:
+            vectors += [images.read((row, view)), *(texts.read(text) for text in shown)]
         stored, dtype = np.concatenate(vectors), DTYPES[facts["dtype"]]
         if not all(vector.any() for vector in vectors):
             raise UserError(

@@ -60,12 +60,11 @@ def find_data(data: str) -> FinetuneData:
         ]
         return FinetuneData("::".join(parts), "")
     folder = Path(data).expanduser().absolute()
-    sources = _source_in(folder) or {
-        name: place
-        for entry in _folders(folder)
-        if entry.name not in SPLITS
-        for name, place in _source_in(entry).items()
-    }
+    sources = _source_in(folder)
+    if not sources:
+        for entry in _folders(folder):
+            if entry.name not in SPLITS:
+                sources |= _source_in(entry)
     if not sources:
         raise UserError(
             f"{folder} holds no shards (*.tar), no table (.csv, .tsv) and no folders with them; `zerovl data pack` makes "

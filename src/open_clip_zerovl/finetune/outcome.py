@@ -139,16 +139,15 @@ def zero_shot_accuracies(
 
 def zero_shot_sentences(accuracies: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
     """A sentence on each labelled set, for the table and the report."""
-    return [
-        f"Zero-shot top-1 on {name} ({before['images']:,} pictures, {before['classes']} classes, chance "
-        f"{100 * before['chance']:.1f} %): "
-        + ", ".join(
-            f"{label} {shares_of(accuracies_at)} %" for label, accuracies_at in by_label.items()
+    sentences = []
+    for name, by_label in accuracies.items():
+        before = by_label["before"]
+        shares = ", ".join(f"{label} {shares_of(scored)} %" for label, scored in by_label.items())
+        sentences.append(
+            f"Zero-shot top-1 on {name} ({before['images']:,} pictures, {before['classes']} classes, chance "
+            f"{100 * before['chance']:.1f} %): {shares}."
         )
-        + "."
-        for name, by_label in accuracies.items()
-        for before in [by_label["before"]]
-    ]
+    return sentences
 
 
 def _reading_notes(curve: Curve) -> list[str]:

@@ -131,25 +131,22 @@ def package_versions() -> list[Finding]:
         for requirement in needed
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
     ]
-    extras = {
-        requirement.name.lower(): requirement
-        for requirement in needed
-        for extra in USERS_EXTRAS
-        if requirement not in required
-        and requirement.marker is not None
-        and requirement.marker.evaluate({"extra": extra})
-    }
+    extras = {}
+    for requirement in needed:
+        marker = requirement.marker
+        if requirement in required or marker is None:
+            continue
+        if any(marker.evaluate({"extra": extra}) for extra in USERS_EXTRAS):
+            extras[requirement.name.lower()] = requirement
     for requirement in required:
         findings += (
             [open_clip_release()]
             if requirement.name.replace("-", "_") == HOST
             else _package(requirement, optional=False)
         )
-    return findings + [
-        finding
-        for requirement in extras.values()
-        for finding in _package(requirement, optional=True)
-    ]
+    for requirement in extras.values():
+        findings += _package(requirement, optional=True)
+    return findings
 
 
 def open_clip_release() -> Finding:

@@ -244,21 +244,17 @@ def _finish(
         "progress": progress,
     }
     classes = {label: number for number, label in enumerate(store.classes())}
-    of_source = {name: classes if store.has_classes(name) else {} for name in names}
-    written = [
-        write_split(
-            store,
-            contents,
-            out / name if several else out,
-            name,
-            split,
-            classes=of_source[name],
-            **about,
-        )
-        for name in names
-        for split in SPLITS
-        if store.count(name, split)
-    ]
+    written = []
+    for name in names:
+        folder = out / name if several else out
+        classes_of_source = classes if store.has_classes(name) else {}
+        for split in SPLITS:
+            if store.count(name, split):
+                written.append(
+                    write_split(
+                        store, contents, folder, name, split, classes=classes_of_source, **about
+                    )
+                )
     with announced("counting captions and sizes, and writing the report", progress):
         report = reports.summarize(store, readers, written, out)
         report["settings"] = settings.described()
