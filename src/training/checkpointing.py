@@ -24,9 +24,8 @@ from open_clip_zerovl.core.files import UNREADABLE, free_space, save_atomically
 from training.resume import Position, entry_of
 
 _NAME = re.compile(r"(?:epoch_(?P<done>\d+)|step_(?P<epoch>\d+)_(?P<step>\d+))\.pt")
-_LEFTOVER = re.compile(
-    r"\..*\.pt\..*\.(?:part|tmp)|tmp\.pt"
-)  # of `save_atomically`, and of open_clip's --save-most-recent
+# of `save_atomically`, and of open_clip's --save-most-recent
+_LEFTOVER = re.compile(r"\..*\.pt\..*\.(?:part|tmp)|tmp\.pt")
 LATEST = "epoch_latest.pt"  # written by open_clip with --save-most-recent, which resumes from it
 
 

@@ -22,17 +22,10 @@ _OURS = tuple(
     for file in (__file__, open_clip_zerovl.__file__)
     if file is not None
 )
-_TRAINING_AND_EVALUATION = os.path.join(
-    "open_clip_train", "train.py"
-)  # of open_clip: its lines of steps and metrics
-_LIBRARIES = (
-    "torch",
-    "transformers",
-    "timm",
-    "PIL",
-    "fsspec",
-    "matplotlib",
-)  # open_clip sets them all to INFO
+# of open_clip: its lines of steps and metrics
+_TRAINING_AND_EVALUATION = os.path.join("open_clip_train", "train.py")
+# open_clip sets them all to INFO
+_LIBRARIES = ("torch", "transformers", "timm", "PIL", "fsspec", "matplotlib")
 
 
 class ProgressLine:

@@ -193,9 +193,8 @@ def get_data(
         loader = data["train"].dataloader
         micro_batches = loader.num_batches
         if config.sampling is None and config.dga_steps > 1:
-            loader.num_batches //= (
-                config.dga_steps
-            )  # open_clip's loops and schedules count optimizer steps
+            # open_clip's loops and schedules count optimizer steps
+            loader.num_batches //= config.dga_steps
         if loader.num_batches // args.accum_freq == 0:
             raise UserError(
                 f"an epoch has zero optimizer steps: {micro_batches} micro-batches of --batch-size {args.batch_size} on "

@@ -139,9 +139,8 @@ def parse(argv: Sequence[str]) -> Command:
     if values["sampling"] is None and is_named(args.train_data):
         values["sampling"] = "random"
     if values["text_model"] and os.path.isdir(values["text_model"]):
-        values["text_model"] = os.path.abspath(
-            values["text_model"]
-        )  # params.txt is read from other folders, too
+        # params.txt is read from other folders, too
+        values["text_model"] = os.path.abspath(values["text_model"])
     if values["model_config"]:
         values["model_config"] = os.path.abspath(values["model_config"])
         args.model = _own_model(

@@ -210,9 +210,8 @@ def check(given: AllFlags, args: argparse.Namespace, parser: argparse.ArgumentPa
             )
     for later in LATER:
         for option in later.flags.split() if later.when(given) else ():
-            action = parser._option_string_actions.get(
-                option
-            )  # None: this release has no such flag
+            # None: this release has no such flag
+            action = parser._option_string_actions.get(option)
             if action is not None and getattr(args, action.dest) != action.default:
                 raise UserError(f"{option} does not work with {later.recipe}: {later.advice}")
     strategy = getattr(args, "torchcompile_strategy", "model")

@@ -49,12 +49,8 @@ if TYPE_CHECKING:
 
 LOCK = ".lock"
 WAIT_SECONDS = 15.0  # for the earlier process to end when a launcher starts a run again
-PACKAGES = (
-    "open_clip_zerovl",
-    "training",
-    "open_clip",
-    "open_clip_train",
-)  # copied by --copy-codebase
+# copied by --copy-codebase
+PACKAGES = ("open_clip_zerovl", "training", "open_clip", "open_clip_train")
 
 
 def train(args: argparse.Namespace, config: AllFlags) -> int:
@@ -68,9 +64,8 @@ def train(args: argparse.Namespace, config: AllFlags) -> int:
         if rank == 0 and (warning := line.LINE.untested(open_clip.__version__)) is not None:
             logging.warning(f"{warning[0].upper()}{warning[1:]}.")
         if config.active and rank == 0:
-            logging.root.setLevel(
-                logging.INFO
-            )  # open_clip's main does so only after the data is opened
+            # open_clip's main does so only after the data is opened
+            logging.root.setLevel(logging.INFO)
         if config.active and not (config.verbose or args.debug):
             console.shorten(rank, weights_follow=bool(args.resume or config.init_from))
         run = TrainingRun(args, config, line, console)
@@ -297,9 +292,8 @@ class TrainingRun:
         created = model.create_model(self.config, self.args, self.model_name, pretrained, **options)
         self.model, transform_train, transform_eval, self.mixup = created
         if self.config.context_length is not None:
-            self.args.force_context_length = (
-                self.config.context_length
-            )  # main's tokenizer, and exports by params.txt
+            # main's tokenizer, and exports by params.txt
+            self.args.force_context_length = self.config.context_length
         if self.config.lora is not None:
             from open_clip_zerovl.recipe.lora import lora_entry
 

@@ -194,9 +194,8 @@ class StepLog:
         due = index % self.every == 0 or index + 1 == self.steps
         if not due or not is_master(self.args):
             return
-        values = {
-            key: float(value) for key, value in outputs.items()
-        }  # the one synchronisation with the device
+        # the one synchronisation with the device
+        values = {key: float(value) for key, value in outputs.items()}
         if lost := int(self._not_finite):
             self._not_finite = 0.0
             logging.warning(

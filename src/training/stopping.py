@@ -109,9 +109,8 @@ class Preemption(StopSignals):
                 "training.main: stopping after this step, to save it; Ctrl-C again ends at once\n"
             )
             number = sys.__stderr__.fileno() if sys.__stderr__ is not None else 2
-            os.write(
-                number, ("\n" * os.isatty(number) + words).encode()
-            )  # a terminal shows the progress line there
+            # a terminal shows the progress line there
+            os.write(number, ("\n" * os.isatty(number) + words).encode())
 
     def agreed(self, distributed: bool) -> int:
         """0, or who asked any rank to stop. All ranks call it after the same step and get the same answer."""
@@ -198,11 +197,8 @@ def sentence_of(error: BaseException) -> str | None:
 
 def end(status: int) -> NoReturn:
     """End this process and its children within `LIMIT_SECONDS`."""
-    for number in (
-        signal.SIGTERM,
-        signal.SIGUSR1,
-        signal.SIGHUP,
-    ):  # they ask for an end, which has begun
+    # they ask for an end, which has begun
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_end_late, args=(status,), daemon=True).start()
@@ -214,9 +210,8 @@ def end(status: int) -> NoReturn:
 
 def end_children() -> None:
     """Kill the processes that multiprocessing has started here: loader workers, open_clip's remote sync."""
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_DFL
-    )  # torch's handler raises an error for each loader worker that dies
+    # torch's handler raises an error for each loader worker that dies
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     children = multiprocessing.active_children()
     for child in children:
         child.kill()

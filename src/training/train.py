@@ -334,9 +334,8 @@ def require_finite(model: torch.nn.Module, when: str) -> None:
     saved = model.state_dict().keys()
     bad += [buffer.isnan().any() for name, buffer in model.named_buffers() if name in saved]
     any_bad = torch.stack(bad).any().int()
-    if (
-        torch.distributed.is_initialized()
-    ):  # statistics differ between ranks; the first one's are saved
+    # statistics differ between ranks; the first one's are saved
+    if torch.distributed.is_initialized():
         torch.distributed.broadcast(any_bad, 0)
     if bool(any_bad):
         raise UserError(

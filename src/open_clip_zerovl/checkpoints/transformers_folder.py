@@ -312,9 +312,10 @@ def _clip_tokenizer() -> Any:
     from transformers import CLIPTokenizer
 
     open_clip_tokenizer = SimpleTokenizer()
+    # transformers' for them
     names = dict(
         zip(open_clip_tokenizer.all_special_ids, ("<|startoftext|>", "<|endoftext|>"), strict=True)
-    )  # transformers' for them
+    )
     vocabulary = {
         names.get(number, word): number for word, number in open_clip_tokenizer.encoder.items()
     }

@@ -336,9 +336,8 @@ def convert(parser: argparse.ArgumentParser) -> RunCommand:
         from open_clip_zerovl.checkpoints.convert import convert_checkpoint
         from open_clip_zerovl.checkpoints.export import loading_notes
 
-        folder = convert_checkpoint(
-            **vars(arguments)
-        )  # the names of its flags are those of its arguments
+        # the names of its flags are those of its arguments
+        folder = convert_checkpoint(**vars(arguments))
         _print_loading(f"Converted{', verified' * arguments.verify}", folder, loading_notes(folder))
 
     return run

@@ -132,10 +132,8 @@ SILENT = (
     "teacher",
     "zero-shot",
 )
-TAKE_WORDS = (
-    "train",
-    "plan",
-)  # their flags are those of training, for which they have parsers of their own
+# their flags are those of training, for which they have parsers of their own
+TAKE_WORDS = ("train", "plan")
 ALL = {name: command for group in COMMANDS.values() for name, command in group.items()}
 
 

@@ -66,9 +66,8 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         UserError: the file cannot be written (full disk, read-only folder ...). An old file is kept.
     """
     target = Path(os.path.realpath(path))  # a link stays a link: its target is replaced
-    if (
-        target.exists() and not target.is_file() and not target.is_dir()
-    ):  # a device or a pipe is written to, not replaced
+    # a device or a pipe is written to, not replaced
+    if target.exists() and not target.is_file() and not target.is_dir():
         with open(target, "wb") as file:
             yield file
         return

@@ -222,9 +222,8 @@ def gpu_memories(environment: Mapping[str, str] = os.environ) -> list[float]:
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     done = subprocess.run(query, capture_output=True, text=True)
     lines = done.stdout.splitlines() if done.returncode == 0 else []
-    memories = [
-        int(line) / 1024 if line.strip().isdecimal() else 0.0 for line in lines
-    ]  # "[N/A]" if it is shared with the CPU
+    # "[N/A]" if it is shared with the CPU
+    memories = [int(line) / 1024 if line.strip().isdecimal() else 0.0 for line in lines]
     if named is None or not memories:
         return memories
     visible: list[float] = []

@@ -133,9 +133,8 @@ def _clustering_at(path: str) -> Path | None:
 def _picked(clustering: Clustering, shards: Sequence[str]) -> list[Cluster]:
     """The clusters as choices of samples of the clustered shards."""
     starts = np.concatenate([[0], np.cumsum(clustering.sizes)])
-    by_cluster = np.argsort(
-        clustering.labels, kind="stable"
-    )  # (n,) all samples of cluster 0, then of cluster 1 ...
+    # (n,) all samples of cluster 0, then of cluster 1 ...
+    by_cluster = np.argsort(clustering.labels, kind="stable")
     clusters = []
     for samples in np.split(by_cluster, np.cumsum(clustering.counts)[:-1]):
         shard_of = np.searchsorted(starts, samples, side="right") - 1

@@ -59,12 +59,8 @@ _NUMBERED = re.compile(r"(caption|title|text|sentence|description)s?_?\d+")
 # reasons of refused rows
 UNMARKED = "NULs in the caption (UTF-16 without its mark?)"
 NOT_UTF8 = "caption not UTF-8"
-_TEXT_KEYS = (
-    "raw",
-    "caption",
-    "text",
-    "sentence",
-)  # of captions that are objects: {"raw": "a dog", "tokens": [...]}
+# of captions that are objects: {"raw": "a dog", "tokens": [...]}
+_TEXT_KEYS = ("raw", "caption", "text", "sentence")
 
 
 def find(where: str, names: Sequence[str], name: str, flag: str) -> str:

@@ -208,9 +208,8 @@ class Mixture(IterableDataset):
         self.cache = cache
         self.shuffle_window_samples = shuffle_window_samples
         self.transform, self.decode = pictures(preprocessing.transform, preprocessing.pixel_path)
-        whole = (
-            preprocessing.shard_teachers is not None
-        )  # stored crops are measured in full-size pictures
+        # stored crops are measured in full-size pictures
+        whole = preprocessing.shard_teachers is not None
         self.crop = None if whole else crop_of(preprocessing.transform)
         self.padding = padding_of(preprocessing.tokenizer)
         self.tokenize = fast_tokenizer(preprocessing.tokenizer)
@@ -219,9 +218,8 @@ class Mixture(IterableDataset):
         self.pool: BufferPool | None = None  # set by a loader with worker processes
         self.timeout_seconds = 0.0  # of the loader, which sets it
         self.start = SharedNumbers(0, 0)  # epoch and step that the next iteration begins with
-        self.activity = [
-            SharedNumbers(-1, -1, -1) for _ in range(batching.workers)
-        ]  # process, source, shard
+        # process, source, shard
+        self.activity = [SharedNumbers(-1, -1, -1) for _ in range(batching.workers)]
 
     def schedule(self, epoch: int) -> Schedule:
         """The schedule of an epoch; the same on every rank and worker."""
@@ -306,9 +304,8 @@ class Mixture(IterableDataset):
             window = 0  # the slices have their order
         else:
             mine = slice_range(slices, int(reader.before[index]), quota)
-        of_all = (
-            self.rank * self.batching.workers + reader.number
-        )  # the reader's number over all ranks
+        # the reader's number over all ranks
+        of_all = self.rank * self.batching.workers + reader.number
         draws = partial(stream, self.seed, Purpose.ORDER, epoch, index, of_all)
         order = LocalOrder(quota, window, draws)
         reading = Reading(

@@ -178,12 +178,10 @@ def _resized(
     if tuple(picture.shape[1:]) == size:
         return picture
     mode = _MODES[interpolation]
-    rows = picture.permute(1, 2, 0)[None].permute(
-        0, 3, 1, 2
-    )  # the strides of a channels-last batch of one
-    rows = rows.contiguous(
-        memory_format=torch.channels_last
-    )  # which the fast kernel needs; copies a crop
+    # the strides of a channels-last batch of one
+    rows = picture.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
+    # which the fast kernel needs; copies a crop
+    rows = rows.contiguous(memory_format=torch.channels_last)
     return interpolate(rows, size=size, mode=mode, antialias=True, align_corners=False)[0]
 
 

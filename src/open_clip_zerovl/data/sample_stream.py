@@ -91,9 +91,8 @@ class SliceReader:
                 while offset < part.stop:
                     sample = next(samples)
                     if reading.fail and sample.fault is not None:
-                        with suppress(
-                            Surplus
-                        ):  # a shard that ends here is torn, and its last sample not bad
+                        # a shard that ends here is torn, and its last sample not bad
+                        with suppress(Surplus):
                             next(samples, None)
                         raise UserError(sample_sentence(source, sample, sample.fault))
                     yield sample
@@ -129,9 +128,8 @@ class Substitutes:
 
     reading: Reading
     slices: Sequence[ShardSlice]
-    _readable: dict[int, int] = field(
-        default_factory=dict, init=False
-    )  # shards known to be torn -> whole samples
+    # shards known to be torn -> whole samples
+    _readable: dict[int, int] = field(default_factory=dict, init=False)
     _open: tuple[int, int, Generator[RawSample, None, None]] | None = field(
         default=None, init=False
     )

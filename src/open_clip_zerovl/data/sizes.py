@@ -24,9 +24,8 @@ from open_clip_zerovl.shards.transfers import Unreachable
 from open_clip_zerovl.shards.urls import is_command, local_path
 from open_clip_zerovl.shards.writing import SIZES_FILE, parse_sizes, read_sizes
 
-_TAR = re.compile(
-    r"(?P<name>[^/?]+\.(?:tar|tgz)\b[^/?]*)(?P<query>\?.*)?$"
-)  # the end of a path or URL that names a tar
+# the end of a path or URL that names a tar
+_TAR = re.compile(r"(?P<name>[^/?]+\.(?:tar|tgz)\b[^/?]*)(?P<query>\?.*)?$")
 _LARGEST_BYTES = 1 << 26  # of a remote sizes.json
 
 

@@ -67,9 +67,8 @@ class WordAugment:
 
 def _mask_and_words(tokenizer: Any) -> tuple[str, tuple[str, ...]]:
     """The mask token's text, and the words that are one token each, in the order of their ids."""
-    inner = getattr(
-        tokenizer, "tokenizer", None
-    )  # open_clip's HFTokenizer wraps the Hugging Face one
+    # open_clip's HFTokenizer wraps the Hugging Face one
+    inner = getattr(tokenizer, "tokenizer", None)
     mask = getattr(inner, "mask_token", None)
     if inner is None or mask is None:
         raise UserError(

@@ -80,9 +80,8 @@ class Towers:
         self._device = device
         self._autocast = autocast
         self._extras = extras
-        self._learning: set[str] = (
-            set()
-        )  # features that required gradient although their tower looked frozen
+        # features that required gradient although their tower looked frozen
+        self._learning: set[str] = set()
         self._logged = False
 
     def frozen(self) -> set[str]:

@@ -35,12 +35,8 @@ CHECK_EVERY = 500  # steps between two checks of check="first"
 EARLY = (10, 100)
 
 WEIGHTS, REPLAYED = "weights", "replayed"  # kinds of names that are compared, beside the SCALARS
-_INTEGERS = {
-    1: torch.int8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-}  # by the bytes of an element
+# by the bytes of an element
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplayError(UserError, RuntimeError):

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 
-Column = Mapping[
-    str, Any
-]  # the tokenizer's output for a column of a batch; tensors have a row a sample
+# the tokenizer's output for a column of a batch; tensors have a row a sample
+Column = Mapping[str, Any]
 
 
 class DecoupledLoss(nn.Module):

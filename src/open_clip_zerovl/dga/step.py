@@ -71,9 +71,8 @@ __all__ = ["DecoupledGradientAccumulation", "ReplayError"]
 
 log = logging.getLogger(__name__)
 
-Prepare = Callable[
-    ..., tuple[Any, Any]
-]  # (images, texts, further parts of a micro-batch) -> the model's two inputs
+# (images, texts, further parts of a micro-batch) -> the model's two inputs
+Prepare = Callable[..., tuple[Any, Any]]
 
 
 @dataclass

@@ -80,9 +80,8 @@ class TeacherRows:
                 "embed anew with those of the run"
             )
         held = facts["captions"]
-        drawn = tuple(
-            name for name, _ in caption_fields(held)
-        )  # in this order their captions are numbered
+        # in this order their captions are numbered
+        drawn = tuple(name for name, _ in caption_fields(held))
         if captions != held and (not drawn or drawn != caption_sets(captions)):
             raise UserError(
                 f"the teachers of {self.folder} read captions with --captions {held or 'left out'}, and this run has "
@@ -92,9 +91,8 @@ class TeacherRows:
         self._sizes = [source.num_samples for source in sources]
         places = [self._place_of(source) for source in sources]
         self._stored = [index for index, _ in places]
-        self._cluster_rows = [
-            rows for _, rows in places
-        ]  # of a cluster, its samples' numbers in the stored source
+        # of a cluster, its samples' numbers in the stored source
+        self._cluster_rows = [rows for _, rows in places]
         self._begins = self.manifest.begins
         self.widths = widths_of(self.manifest)
 

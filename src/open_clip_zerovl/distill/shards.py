@@ -45,12 +45,8 @@ from open_clip_zerovl.embeddings.store import Store
 
 PREFIX = "shards:"  # of a `--teacher` value
 SYNTHETIC = "syn.json:syn_text"
-FIELDS = (
-    (),
-    ("txt",),
-    ("txt", SYNTHETIC),
-    (SYNTHETIC,),
-)  # of `--captions` whose embeddings are stored
+# of `--captions` whose embeddings are stored
+FIELDS = ((), ("txt",), ("txt", SYNTHETIC), (SYNTHETIC,))
 OPERATIONS = (
     "Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "Brightness", "Color", "Contrast", "Sharpness",
     "Posterize", "Solarize", "AutoContrast", "Equalize",

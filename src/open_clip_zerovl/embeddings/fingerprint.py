@@ -148,9 +148,8 @@ def describe_source(source: Source, known: Iterable[Mark] | None = None) -> dict
             that are kept for copies of the data, too (`file_mark`).
     """
     picked = source.picked
-    if source.table is not None and len(source.table.members) < len(
-        source.table.rows
-    ):  # a cluster of a table
+    # a cluster of a table
+    if source.table is not None and len(source.table.members) < len(source.table.rows):
         picked = source.table.members
     marks_by_shard = file_marks(
         source.shards, None if known is None else digests_of(known), f"checking {source.name}"

@@ -206,9 +206,8 @@ class ContrastiveLoss(nn.Module):
         loss, self.report = sum(losses[1:], start=losses[0]), Report.sum_of(reports)
         loss = loss if self.weight == 1 else self.weight * loss
         if logit_bias is not None and not self._sigmoid:
-            loss = (
-                loss + 0.0 * logit_bias.sum()
-            )  # zero, but present: DDP needs a gradient from every parameter
+            # zero, but present: DDP needs a gradient from every parameter
+            loss = loss + 0.0 * logit_bias.sum()
         return {"contrastive_loss": loss} if output_dict else loss
 
     def _problem(
@@ -286,9 +285,8 @@ class ContrastiveLoss(nn.Module):
         scale: Tensor,
     ) -> TeacherTargets:
         """The teachers' softmaxes over all ranks; their normalisers are gathered here."""
-        scale = scale.new_full(
-            (), 1.0 / self.distill_temperature
-        )  # a kernel; a copy makes the host wait
+        # a kernel; a copy makes the host wait
+        scale = scale.new_full((), 1.0 / self.distill_temperature)
         teacher_softmaxes = []
         for pair in teachers:
             images, texts = (

@@ -188,9 +188,8 @@ class Problem:
         """W times the mean loss' gradient with respect to this rank's image and text rows, (b, D) each, s and b (its share)."""
         n, w = self.ranks.total, self.ranks.world_size
         self.bias_sum = self.logits.scale.new_zeros(())
-        if (
-            w == 1
-        ):  # the texts' logits are the images' logits, transposed: one sweep gives both sides
+        # the texts' logits are the images' logits, transposed: one sweep gives both sides
+        if w == 1:
             text_sums = torch.zeros_like(self.logits.local[1])
             image_sums, scale_sum = self._sweep(0, text_sums)
         else:

@@ -92,9 +92,8 @@ class SharedTargets:
 
     def subtract_from(self, weights: Tensor, rows: slice, side: int) -> None:
         """weights -= Y_rows + Y_columns for these local rows."""
-        even = (
-            self._even[self._mine][rows][:, None] + self._even
-        )  # (rows, N), the same for images and texts
+        # (rows, N), the same for images and texts
+        even = self._even[self._mine][rows][:, None] + self._even
         weights.sub_(even.masked_fill_(~self.related(rows), 0.0))
 
 
@@ -140,7 +139,6 @@ def _occurrences(ids: Tensor) -> Tensor:
 
 def _joined(first: Tensor, second: Tensor) -> Tensor:
     """One id (N,) of two: equal where both ids are equal."""
-    place, other_place = (
-        torch.searchsorted(ids.sort().values, ids) for ids in (first, second)
-    )  # each below N
+    # each below N
+    place, other_place = (torch.searchsorted(ids.sort().values, ids) for ids in (first, second))
     return place * len(first) + other_place

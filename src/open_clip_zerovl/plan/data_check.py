@@ -164,9 +164,8 @@ def _add_source(settings: PlanSettings, source: Source, data: DataCheck) -> None
     row = SourceCheck(source.name, source.layout, source.num_samples)
     data.sources.append(row)
     troubles: list[str] = []
-    if (
-        source.table is None and source.picked is None
-    ):  # a clustering has stored its shards' sizes and compared them
+    # a clustering has stored its shards' sizes and compared them
+    if source.table is None and source.picked is None:
         local = {
             shard: Path(path) for shard in source.shards if (path := local_path(shard)) is not None
         }
@@ -206,9 +205,8 @@ def _shard_troubles(settings: PlanSettings, source: Source, local: dict[str, Pat
         )
     for index in sorted({0, len(source.shards) - 1}):
         path = local.get(source.shards[index])
-        if (
-            path is None or source.shards[index] in gone or is_parquet(path.name)
-        ):  # whose rows were counted
+        # whose rows were counted
+        if path is None or source.shards[index] in gone or is_parquet(path.name):
             continue
         try:
             count = count_tar_samples(path)

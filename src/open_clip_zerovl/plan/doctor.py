@@ -33,10 +33,8 @@ GIB = 2**30
 LEAST_SHARED_MEMORY_GIB = 1.0  # loader processes pass their batches through it
 LEAST_OPEN_FILES = 1024  # a loader process has a few open for each shard, and PyTorch one for each tensor passed on
 LEAST_DISK_GIB = 10.0  # four checkpoints of the paper's model
-USERS_EXTRAS = (
-    "demo",
-    "data",
-)  # extras that users install; the rest is for work on the project itself
+# extras that users install; the rest is for work on the project itself
+USERS_EXTRAS = ("demo", "data")
 TOLERANCE = 5e-5  # relative error of a gradient in fp32 (invariant 1)
 
 
@@ -244,9 +242,8 @@ def devices() -> list[Finding]:
             what += ", bf16" if torch.cuda.is_bf16_supported() else ", no bf16"
         seen = f"{what}, {free:.1f} GiB free"
         threads = torch.get_num_threads()
-        torch.set_num_threads(
-            1
-        )  # on a busy machine a second one waits 100 times longer than so small a model computes
+        # on a busy machine a second one waits 100 times longer than so small a model computes
+        torch.set_num_threads(1)
         try:
             error, seconds = dga_error(device)
         except Exception as reason:  # as above: whatever the device raises is the finding

@@ -63,16 +63,8 @@ RENAMED = {
 }
 CAPTIONERS = ("coca", "mammut")  # in the names of models that also learn to write captions
 RETRIEVAL_TRANSFORMS = ("checkpoint", "paper")
-PRECISIONS = (
-    "amp",
-    "amp_bf16",
-    "amp_bfloat16",
-    "bf16",
-    "fp16",
-    "pure_bf16",
-    "pure_fp16",
-    "fp32",
-)  # open_clip's
+# open_clip's
+PRECISIONS = ("amp", "amp_bf16", "amp_bfloat16", "bf16", "fp16", "pure_bf16", "pure_fp16", "fp32")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Ours

@@ -70,9 +70,8 @@ def _adapted_layers(model: nn.Module, tower: str) -> list[str]:
     }
     packed = {name for name, module in modules.items() if isinstance(module, nn.MultiheadAttention)}
     linear = {name for name, module in modules.items() if isinstance(module, nn.Linear)}
-    linear -= {
-        f"{name}.out_proj" for name in packed
-    }  # its weight is read and its forward is not called
+    # its weight is read and its forward is not called
+    linear -= {f"{name}.out_proj" for name in packed}
     norms = sorted(batch_norms(model).keys() & modules.keys())
     bare = [
         name

@@ -31,9 +31,8 @@ from open_clip_zerovl.recipe.towers import group_of, layers_of
 
 MARK = "temperature_parameter"  # entry of an optimizer's group: the logit scale in it has the moments of tau
 
-MAX_LOGIT_SCALE = math.log(
-    100
-)  # open_clip's lower bound of the temperature is 1/100; the released code's is 0.001
+# open_clip's lower bound of the temperature is 1/100; the released code's is 0.001
+MAX_LOGIT_SCALE = math.log(100)
 
 # Last parts of the names of embeddings that timm and open_clip hold as bare parameters.
 EMBEDDING_PARAMETERS = frozenset(

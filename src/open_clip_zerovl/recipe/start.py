@@ -32,9 +32,8 @@ from open_clip_zerovl.models.long_context import positions_name, stretch_positio
 from open_clip_zerovl.recipe.flags import TOWERS
 from open_clip_zerovl.recipe.towers import GROUPS, group_of
 
-_UNSTORED = frozenset(
-    {"text.transformer.embeddings.position_ids"}
-)  # a constant that transformers before 4.31 stored
+# a constant that transformers before 4.31 stored
+_UNSTORED = frozenset({"text.transformer.embeddings.position_ids"})
 
 # Entries of a Hugging Face config about files, training and shapes.
 _NOT_OF_TEXT = OF_FILES | {

@@ -188,9 +188,8 @@ def open_clip_locks_layers(model: nn.Module) -> bool:
     """
     text = getattr(model, "text", None)
     config = getattr(text, "config", None)
-    if (
-        text is None or config is None or hasattr(text, "layer_groups")
-    ):  # open_clip's own text transformer; open_clip 4
+    # open_clip's own text transformer; open_clip 4
+    if text is None or config is None or hasattr(text, "layer_groups"):
         return True
     named = all(
         "LayerNorm" in name

@@ -60,9 +60,8 @@ def thumbnail(image: Image.Image | np.ndarray | str) -> str:
     """
     if isinstance(image, str):
         return image
-    small = (Image.fromarray(image) if isinstance(image, np.ndarray) else image).convert(
-        "RGB"
-    )  # a copy
+    # a copy
+    small = (Image.fromarray(image) if isinstance(image, np.ndarray) else image).convert("RGB")
     small.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX))
     buffer = io.BytesIO()
     small.save(buffer, "JPEG", quality=88, subsampling=0)

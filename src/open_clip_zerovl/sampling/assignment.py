@@ -79,9 +79,8 @@ class _Deck:
     def _leaf(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Leaf `number`: (S,) samples in the deck before it, and (micro-batches, S) samples in each of its micro-batches."""
         if number not in self._leaves:
-            if (
-                len(self._leaves) > 4
-            ):  # a reader needs both ends of its stretch at first, then one leaf after the other
+            # a reader needs both ends of its stretch at first, then one leaf after the other
+            if len(self._leaves) > 4:
                 self._leaves.clear()
             self._leaves[number] = self._descend(number)
         return self._leaves[number]

@@ -99,9 +99,8 @@ def batches_of_epoch(
     positions = int(schedule.begin[source]) + rng.permutation(taken)
     samples = positions % len(neighbours.labels)
     clusters = int(neighbours.labels.max()) + 1
-    place = rng.permutation(clusters)[
-        neighbours.labels[samples]
-    ]  # of each sample's cluster in this epoch
+    # of each sample's cluster in this epoch
+    place = rng.permutation(clusters)[neighbours.labels[samples]]
     place[neighbours.copies[samples]] = clusters
     positions = positions[np.argsort(place, kind="stable")]
     runs = positions[: steps * near_count].reshape(steps, near_count)[rng.permutation(steps)]
@@ -126,9 +125,8 @@ def slices_of_reader(
         reader: number of the reader of this rank.
     """
     steps = np.flatnonzero((schedule.source_of_step == source) | (schedule.source_of_step == MIXED))
-    micro_batches = steps[:, None] * batching.dga_steps + np.arange(
-        batching.dga_steps
-    )  # (T, K) numbers in this rank
+    # (T, K) numbers in this rank
+    micro_batches = steps[:, None] * batching.dga_steps + np.arange(batching.dga_steps)
     of_rank = batches.reshape(
         len(steps), batching.world_size, batching.dga_steps, batching.micro_batch
     )[:, rank]

@@ -181,9 +181,8 @@ class ShardCache:
 
     def _receive(self, stream: RemoteStream, descriptor: int) -> bytes | None:
         """Write the whole stream to a file; returns its MD5 (of no bytes where the server gives none), None without room."""
-        step = min(
-            1 << 26, max(1 << 16, self.limit_bytes >> 6)
-        )  # reserved at a time where the length is unknown
+        # reserved at a time where the length is unknown
+        step = min(1 << 26, max(1 << 16, self.limit_bytes >> 6))
         room = stream.total if stream.total is not None else step
         if not self._reserve(descriptor, room):
             return None

@@ -17,9 +17,8 @@ from typing import IO, NamedTuple, cast
 BLOCK = 512
 _ZEROS = bytes(BLOCK)
 _REGULAR = b"0\0"  # type flags of a regular file; very old tars have NUL
-_LARGEST_HEADER_BYTES = (
-    1 << 24
-)  # of a long name or of pax fields; a header that claims more is corrupt
+# of a long name or of pax fields; a header that claims more is corrupt
+_LARGEST_HEADER_BYTES = 1 << 24
 # Errors of tarfile on corrupt headers.
 _CORRUPT = (
     tarfile.TarError,

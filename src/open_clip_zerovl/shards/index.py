@@ -189,10 +189,8 @@ def _require_consistent(index: TarIndex) -> None:
 def _store(index: TarIndex, path: str) -> None:
     arrays = {field.name: getattr(index, field.name) for field in fields(TarIndex)}
     for place in _places(path):
-        with (
-            contextlib.suppress(UserError),
-            atomic_file(place) as file,
-        ):  # a folder that cannot be written: try the next
+        # a folder that cannot be written: try the next
+        with contextlib.suppress(UserError), atomic_file(place) as file:
             np.savez(file, **arrays)
             return
     logging.warning(

@@ -94,9 +94,8 @@ def is_same(stored: Mark, current: Mark) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    return (
-        value if isinstance(value, int) else str(value)
-    )  # of a damaged file no part may be hashable
+    # of a damaged file no part may be hashable
+    return value if isinstance(value, int) else str(value)
 
 
 def _digest_of_edges(path: str, size: int) -> str:

@@ -146,6 +146,5 @@ def forget_other_formats() -> None:
 
 def _known() -> Any:
     Image.init()
-    return [
-        name for name in FORMATS if name in Image.OPEN
-    ]  # Pillow may be built without AVIF or JPEG 2000
+    # Pillow may be built without AVIF or JPEG 2000
+    return [name for name in FORMATS if name in Image.OPEN]

@@ -16,11 +16,8 @@ from open_clip_zerovl.core.threads import call_within
 from open_clip_zerovl.shards.urls import HTTP, is_command
 
 _BLOCK_BYTES = 4 << 20  # of one request to a store
-_PASSING_STATUS = (
-    408,
-    425,
-    429,
-)  # and 500 to 599: a retry may help; all other errors of a server are final
+# and 500 to 599: a retry may help; all other errors of a server are final
+_PASSING_STATUS = (408, 425, 429)
 
 
 class StalledShard(Exception):
@@ -230,9 +227,8 @@ def _from_command(url: str, command_seconds: float) -> Transfer:
     def read(size: int) -> bytes:
         if command_seconds and not select.select([output], [], [], command_seconds)[0]:
             raise StalledShard(f"nothing came for {command_seconds:g} s")
-        return output.read(
-            size
-        )  # no buffer, which `select` would not see: the bytes that are there
+        # no buffer, which `select` would not see: the bytes that are there
+        return output.read(size)
 
     def end() -> None:
         try:

@@ -215,9 +215,10 @@ def _rank(
         columns = texts_by_image[low:high]
         positive_scores = scores[rows, columns]
 
+        # (C,)
         best = scores.new_full((len(scores),), -torch.inf).scatter_reduce_(
             0, rows, positive_scores, reduce="amax"
-        )  # (C,)
+        )
         above, tied = (
             count(compare, scores, best[:, None], dim=1) for compare in (torch.gt, torch.eq)
         )

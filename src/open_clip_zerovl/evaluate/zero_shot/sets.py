@@ -96,9 +96,8 @@ def open_labelled_set(where: str, settings: ZeroShotSettings | None = None) -> L
 
 def _check_split(where: str, split: str) -> None:
     """UserError for a split that a set without folders of splits does not have; a dataset of torchvision has two."""
-    splits = (
-        ROLES if is_dataset(where) else ("test",)
-    )  # the default chooses the whole of a set without splits
+    # the default chooses the whole of a set without splits
+    splits = ROLES if is_dataset(where) else ("test",)
     if split not in splits:
         has = (
             f"it has {' and '.join(splits)}"
@@ -126,9 +125,8 @@ def _classes(images: IndexedSet, given: Path | None) -> tuple[list[str], list[st
     if len(classes) == len(IMAGENET_CLASSNAMES) and all(
         _WORDNET.fullmatch(label) for label in classes
     ):
-        return classes, list(
-            IMAGENET_CLASSNAMES
-        )  # ImageNet's folders, in the order of their WordNet numbers
+        # ImageNet's folders, in the order of their WordNet numbers
+        return classes, list(IMAGENET_CLASSNAMES)
     names = [images.names.get(label) or _words(label) for label in classes]
     wordless = [
         label

@@ -93,17 +93,15 @@ def dissolve_small(
                 f"{len(labels)} samples do not make two clusters of {least} samples: lower the least size of a cluster."
             )
         moved = np.flatnonzero(labels == smallest)
-        cosines = (
-            np.asarray(features[moved], np.float32) @ centroids[left].T
-        )  # (moved, clusters left)
+        # (moved, clusters left)
+        cosines = np.asarray(features[moved], np.float32) @ centroids[left].T
         labels[moved], distances[moved] = left[cosines.argmax(axis=1)], 1 - cosines.max(axis=1)
         counts = np.bincount(labels, minlength=len(centroids))
     return np.searchsorted(left, labels).astype(np.int32), distances, centroids[left]
 
 
-_MOST_COSINES = (
-    2**24
-)  # at once, 64 MiB: a cluster of many samples is compared by fewer rows at a time
+# at once, 64 MiB: a cluster of many samples is compared by fewer rows at a time
+_MOST_COSINES = 2**24
 
 
 def find_copies(
@@ -127,9 +125,8 @@ def find_copies(
             )
             for begin in range(0, len(features), rows):
                 end = begin + rows
-                earlier = np.tril(
-                    features[begin:end] @ features[:end].T, begin - 1
-                )  # of row i the columns below i
+                # of row i the columns below i
+                earlier = np.tril(features[begin:end] @ features[:end].T, begin - 1)
                 copies[members[begin:end]] |= (earlier > above).any(axis=1)
     return copies
 

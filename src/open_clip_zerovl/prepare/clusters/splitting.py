@@ -222,9 +222,8 @@ def _embedded(
     )
     for shard in dict.fromkeys(source.shards) if source.table is None else ():
         try:
-            open_index(
-                shard
-            )  # for training on the clusters, which finds its samples by the indexes
+            # for training on the clusters, which finds its samples by the indexes
+            open_index(shard)
         except (ShardError, tarfile.ReadError) as error:
             raise UserError(
                 f"shard {shard} cannot be read as a plain tar ({error}): write it again."

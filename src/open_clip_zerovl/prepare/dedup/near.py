@@ -32,9 +32,8 @@ BITS = SIDE * SIDE
 NEAR = 56
 PICTURES_AT_ONCE = 256  # that are in memory
 _WORDS = BITS // 64
-_DRAFT_PX = (
-    8 * SIDE
-)  # JPEGs are decoded at the smallest scale that is not below it; pHash shrinks to 4 * SIDE
+# JPEGs are decoded at the smallest scale that is not below it; pHash shrinks to 4 * SIDE
+_DRAFT_PX = 8 * SIDE
 _BORDER_SPREAD = 24  # grey levels within a row of a uniform border, as JPEG leaves it
 _BLOCK_PAIRS = 1 << 21  # pairs compared at once, 8 bytes each
 
@@ -59,9 +58,8 @@ def picture_hashes(content: bytes) -> Hashes:
         inner = _without_borders(grey)
         bits = []
         for picture in (grey,) if inner.size == grey.size else (grey, inner):
-            small = picture.resize(
-                (4 * SIDE, 4 * SIDE), Image.Resampling.LANCZOS
-            )  # as phash does by itself
+            # as phash does by itself
+            small = picture.resize((4 * SIDE, 4 * SIDE), Image.Resampling.LANCZOS)
             bits += [
                 imagehash.phash(side, hash_size=SIDE).hash.ravel()
                 for side in (small, ImageOps.mirror(small))

@@ -401,9 +401,8 @@ def _sizes(store: PairDatabase) -> dict[str, Any]:
         "SELECT width, height, bytes, turned, shrunk, whitened FROM pictures JOIN (SELECT DISTINCT picture FROM samples "
         "WHERE dropped IS NULL) AS one ON pictures.number = one.picture"
     )
-    rows = np.fromiter(
-        cursor, dtype=np.dtype((np.int64, 6))
-    )  # not fetchall: ten million tuples take gigabytes
+    # not fetchall: ten million tuples take gigabytes
+    rows = np.fromiter(cursor, dtype=np.dtype((np.int64, 6)))
     longer, shorter = rows[:, :2].max(1, initial=0), rows[:, :2].min(1, initial=1 << 30)
     return {
         "longer_side": _spread(longer),

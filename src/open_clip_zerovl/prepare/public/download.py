@@ -234,9 +234,8 @@ def fetch_file(
                 identity = _go_on(url, part, policy or RetryPolicy(retries=4), progress)
                 part.replace(path)
             except Unreachable as error:
-                if (
-                    error.reason == "server answered 416" and part.stat().st_size
-                ):  # the part is as long as the file
+                # the part is as long as the file
+                if error.reason == "server answered 416" and part.stat().st_size:
                     part.unlink()
                     continue
                 raise UserError(f"{url} cannot be fetched ({error}); {advice}") from error

@@ -184,9 +184,8 @@ def _check_shard(path: Path, shard_check: ShardCheck, decode: bool) -> None:
         shard_check.size_bytes = os.fstat(file.fileno()).st_size
 
         def read_at(offset: int, size: int) -> bytes:
-            return os.pread(
-                file.fileno(), min(size, shard_check.size_bytes), offset
-            )  # a damaged header may claim any size
+            # a damaged header may claim any size
+            return os.pread(file.fileno(), min(size, shard_check.size_bytes), offset)
 
         members = walk_tar(read_at, shard_check.size_bytes)
         try:
