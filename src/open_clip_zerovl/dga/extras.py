@@ -31,6 +31,7 @@ TermsOfMicroBatch = Callable[..., Mapping[str, Tensor | tuple[Tensor, Tensor | f
 SUM, COUNT, TEACHER = "sum of ", "count of ", "dist_"  # prefixes of names in the outputs
 
 
+@dataclass(frozen=True)
 class CaptionTerm:
     """Captioning's cross-entropy over the tokens that are not padding, as open_clip's `CoCaLoss` computes it.
 
@@ -40,10 +41,9 @@ class CaptionTerm:
         label_smoothing: as `torch.nn.CrossEntropyLoss` has it.
     """
 
-    def __init__(self, weight: float = 1.0, pad_id: int = 0, label_smoothing: float = 0.0) -> None:
-        self.weight = weight
-        self.pad_id = pad_id
-        self.label_smoothing = label_smoothing
+    weight: float = 1.0
+    pad_id: int = 0
+    label_smoothing: float = 0.0
 
     def __call__(
         self, outputs: Mapping[str, Tensor], _: Any, texts: Tensor, *__: Any

@@ -8,6 +8,7 @@ local file that can be read again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
@@ -127,11 +128,12 @@ class Collecting:
         batch.close()
 
 
+@dataclass(frozen=True)
 class Contents:
     """The bytes of samples: `contents(sample)` takes them from their spool, or from their input."""
 
-    def __init__(self, readers: Sequence[Reader], folder: Path) -> None:
-        self.readers, self.folder = readers, folder
+    readers: Sequence[Reader]
+    folder: Path
 
     def __call__(self, sample: Stored) -> bytes:
         """The bytes of a picture as it is stored.
