@@ -24,6 +24,8 @@ DEFECT = "a defect of this program or of a package"  # begins the sentence of an
 INTERRUPTED_STATUS = 130
 BROKEN_PIPE_STATUS = 141
 
+Say = Callable[[str], None]  # takes a line for the user, as `print` does
+
 
 class UserError(ValueError):
     """Something the user can mend: bad input, a missing file, flags that contradict each other.

@@ -48,7 +48,7 @@ from open_clip_zerovl.shards.urls import is_parquet, local_path
 _READAHEAD_SAMPLES = 16  # scattered samples that the system is asked to fetch before they are read
 
 # key, captions, picture, and all members that were read by suffix
-Member = tuple[str, list[bytes] | Fault | None, bytes | None, Mapping[str, bytes | None]]
+EncodedPair = tuple[str, list[bytes] | Fault | None, bytes | None, Mapping[str, bytes | None]]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class ShardReader:
     cache: ShardCache | None
     notes: Callable[[str], None]
 
-    def members(self, shard: int, start: int) -> Generator[Member, None, None]:
+    def members(self, shard: int, start: int) -> Generator[EncodedPair, None, None]:
         """(key, captions, image, members) of each sample from number `start` on; ShardError if there are too few."""
         url = self.source.shards[shard]
         path = local_path(url)
@@ -97,7 +97,9 @@ class ShardReader:
             return None
         return source.picked[source.starts[shard] : source.starts[shard + 1]]
 
-    def _of_parquet(self, file: str, columns: Chosen, shard: int, start: int) -> Iterator[Member]:
+    def _of_parquet(
+        self, file: str, columns: Chosen, shard: int, start: int
+    ) -> Iterator[EncodedPair]:
         """`members` of a parquet file."""
         numbers = self._picked(shard)
         size = self.source.sizes[shard]
@@ -111,7 +113,7 @@ class ShardReader:
                 if wanted is None or number in wanted:
                     yield self._member(key, members)
 
-    def _streamed(self, url: str, shard: int, start: int) -> Iterator[Member]:
+    def _streamed(self, url: str, shard: int, start: int) -> Iterator[EncodedPair]:
         """`members` of any tar, read from its first byte on."""
         numbers, seen = self._picked(shard), 0
         wanted = None if numbers is None else frozenset(numbers.tolist())
@@ -124,7 +126,7 @@ class ShardReader:
                     yield self._member(key, members)
         _require(seen, self.source.sizes[shard])
 
-    def _of_tar(self, path: str, shard: int, start: int) -> Iterator[Member]:
+    def _of_tar(self, path: str, shard: int, start: int) -> Iterator[EncodedPair]:
         """`members` of a plain local tar. tarfile.ReadError for another one, before anything is yielded."""
         source, size = self.source, self.source.sizes[shard]
         picked = self._picked(shard)
@@ -134,7 +136,7 @@ class ShardReader:
 
     def _by_headers(
         self, path: str, picked: np.ndarray | None, start: int, size: int
-    ) -> Iterator[Member]:
+    ) -> Iterator[EncodedPair]:
         """`members` by the tar's headers.
 
         Args:
@@ -164,7 +166,7 @@ class ShardReader:
 
     def _by_index(
         self, path: str, picked: np.ndarray | None, start: int, size: int
-    ) -> Iterator[Member]:
+    ) -> Iterator[EncodedPair]:
         """`members` by the tar's index. With `--captions all` each caption of an image is a sample of its own."""
         index = open_index(path)
         readable = len(index) if picked is None else int(np.searchsorted(picked, len(index)))
@@ -197,7 +199,7 @@ class ShardReader:
             raise ShardError(str(index.torn[0]), str(index.torn[1]), count)
         _require(count, size)
 
-    def _member(self, key: str, members: Mapping[str, bytes | None]) -> Member:
+    def _member(self, key: str, members: Mapping[str, bytes | None]) -> EncodedPair:
         captions = self.source.captions
         text = members.get(TEXT_EXTENSION)
         texts: list[bytes] | Fault | None

@@ -31,7 +31,7 @@ from open_clip_zerovl.checkpoints.export import write_local_dir
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.claim import CONTENT, claim, read_claim
 from open_clip_zerovl.core.durations import duration
-from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.errors import Say, UserError
 from open_clip_zerovl.core.files import check_writable, locked, write_atomically
 from open_clip_zerovl.core.launch import visible_gpus
 from open_clip_zerovl.core.processes import usable_cores
@@ -58,7 +58,7 @@ from open_clip_zerovl.finetune.proposal import (
     choose_settings,
     split_batch,
 )
-from open_clip_zerovl.finetune.request import FinetuneRequest, Prepared, Say, digest_of_model
+from open_clip_zerovl.finetune.request import FinetuneRequest, Prepared, digest_of_model
 from open_clip_zerovl.finetune.split import hold_out
 from open_clip_zerovl.finetune.training import Training, train
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR, TRAINED_ON

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
-from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.errors import Say, UserError
 from open_clip_zerovl.core.flags import key_value
 from open_clip_zerovl.data.names import PIXEL_PATH
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.distill.embed import TeacherSettings, embed_sources
-from open_clip_zerovl.finetune.request import FinetuneRequest, Prepared, Say
+from open_clip_zerovl.finetune.request import FinetuneRequest, Prepared
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR
 from open_clip_zerovl.recipe.arguments import Settings
 

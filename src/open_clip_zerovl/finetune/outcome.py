@@ -12,6 +12,7 @@ from typing import Any
 from open_clip_zerovl.checkpoints.between import Ends, open_ends
 from open_clip_zerovl.checkpoints.export import loading_notes
 from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.core.errors import Say
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.data.held_out import as_keys
 from open_clip_zerovl.data.names import CLASS_NAMES
@@ -29,7 +30,7 @@ from open_clip_zerovl.evaluate.zero_shot.score import score_loaded
 from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet, open_labelled_set
 from open_clip_zerovl.finetune import data as pairs
 from open_clip_zerovl.finetune.proposal import Setting
-from open_clip_zerovl.finetune.request import FinetuneRequest, Prepared, Say
+from open_clip_zerovl.finetune.request import FinetuneRequest, Prepared
 from open_clip_zerovl.finetune.training import Training
 from open_clip_zerovl.models.local_dir import LOCAL_DIR
 from open_clip_zerovl.report.html import write_page

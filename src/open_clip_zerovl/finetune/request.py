@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,6 @@ FREE = (
 )
 _TEXTS = {".json", ".txt", ".model", ".jinja"}  # configs and tokenizers
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from open_clip_zerovl.core.durations import duration
+from open_clip_zerovl.core.errors import Say
 from open_clip_zerovl.core.files import atomic_file, read_arrays, write_atomically
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.core.processes import usable_cores
@@ -49,8 +50,6 @@ SPLIT_FILE = "split.json"
 HELD_OUT_SHARE = 0.1  # of the pictures
 _AT_ONCE = 256  # pictures in memory
 _ANNOUNCED = 2_000  # pictures from which on their decoding is announced
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)

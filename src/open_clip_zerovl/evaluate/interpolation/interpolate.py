@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from open_clip_zerovl.checkpoints.between import Ends, open_ends
 from open_clip_zerovl.checkpoints.card import ModelCard, run_facts
 from open_clip_zerovl.checkpoints.export import check_destination, write_local_dir
 from open_clip_zerovl.checkpoints.loading import Encoder
-from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.errors import Say, UserError
 from open_clip_zerovl.data.held_out import Identities, list_of_trained, trained_on
 from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
@@ -31,8 +31,6 @@ from open_clip_zerovl.evaluate.zero_shot.score import score_loaded
 from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet
 from open_clip_zerovl.models.local_dir import TRAINED_ON
 from open_clip_zerovl.report.html import render
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ _COCO_LISTS = re.compile(rb'"(images|annotations)"\s*:\s*\[')
 _BEGINNING_BYTES = 1 << 20
 
 #: A row by the names of its columns, or the reason why it cannot be read.
-Record = Mapping[str, Any] | str
+RowFields = Mapping[str, Any] | str
 
 
 class ColumnReader(Reader):
@@ -40,7 +40,7 @@ class ColumnReader(Reader):
     wanted: Columns
 
     @abstractmethod
-    def records(self, file: Path) -> Iterator[tuple[int, Record]]:
+    def records(self, file: Path) -> Iterator[tuple[int, RowFields]]:
         """(line, or number from 1; record) of each row of a file; of its columns at least those that are chosen."""
 
     def rows(self) -> Iterator[PairRow]:
@@ -104,7 +104,7 @@ class TableReader(ColumnReader):
         header_words = "" if self.has_header else "; no header line"
         self.columns = f"{self.chosen.words}, separator {self.separator!r}{header_words}"
 
-    def records(self, file: Path) -> Iterator[tuple[int, Record]]:
+    def records(self, file: Path) -> Iterator[tuple[int, RowFields]]:
         chosen = self.chosen
         names = dict.fromkeys([chosen.picture, *chosen.captions, *filter(None, [chosen.source])])
         places = [(name, self.names.index(name)) for name in names]
@@ -188,7 +188,7 @@ class JsonReader(ColumnReader):
         self.chosen = choose(str(path), names, wanted.names)
         self.columns = self.chosen.words
 
-    def records(self, file: Path) -> Iterator[tuple[int, Record]]:
+    def records(self, file: Path) -> Iterator[tuple[int, RowFields]]:
         for line, value in self._values(file):
             yield line, value if isinstance(value, dict) else "no JSON object"
 
@@ -234,7 +234,7 @@ class CocoReader(ColumnReader):
         )
         self.columns = f"annotations as MS-COCO's, caption {listed(self.chosen.captions)}"
 
-    def records(self, file: Path) -> Iterator[tuple[int, Record]]:
+    def records(self, file: Path) -> Iterator[tuple[int, RowFields]]:
         for number, fields in enumerate(self._annotations(file), start=1):
             wanted = fields.get("image_id")
             image = self.images.get(wanted, {}) if isinstance(wanted, int | str) else {}
@@ -271,7 +271,7 @@ class ArrowReader(ColumnReader):
             self.chosen, self.columns = chosen, chosen.words
             self.total += rows
 
-    def records(self, file: Path) -> Iterator[tuple[int, Record]]:
+    def records(self, file: Path) -> Iterator[tuple[int, RowFields]]:
         chosen = self.chosen
         names = list(
             dict.fromkeys([chosen.picture, *chosen.captions, *filter(None, [chosen.source])])
