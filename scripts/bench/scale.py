@@ -42,7 +42,7 @@ def start(pairs: int, strategy: str, ranks: int, workers: int, jump: bool) -> di
     from open_clip_zerovl.sampling.assignment import Assignment
     from open_clip_zerovl.sampling.order import LocalOrder
     from open_clip_zerovl.sampling.schedule import Batching, source_schedule
-    from open_clip_zerovl.sampling.slices import epoch_slices, stretch_of
+    from open_clip_zerovl.sampling.slices import epoch_slices, slice_range
 
     sizes = shard_sizes(pairs)
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -59,7 +59,7 @@ def start(pairs: int, strategy: str, ranks: int, workers: int, jump: bool) -> di
         dealt.quota(rank, worker, step),
     )
     for index, of_shards in enumerate(sizes):
-        stretch = stretch_of(
+        stretch = slice_range(
             epoch_slices(of_shards, schedule, index), int(before[index]), int(quota[index])
         )
         order = LocalOrder(

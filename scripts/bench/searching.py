@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     searcher = Searcher(Encoder(arguments.model), open_collection(arguments.pictures), keep=True)
     rows = torch.cat(list(searcher.blocks()))
     others = torch.randn(arguments.rows - len(rows), rows.shape[1])
-    searcher.kept = list(torch.cat([rows, normalize(others, dim=1)]).split(4096))
+    searcher.rows_in_memory = list(torch.cat([rows, normalize(others, dim=1)]).split(4096))
     answer(searcher, QUERIES[0], None, BEST)
     walls, cpus = [], []
     for query in QUERIES:

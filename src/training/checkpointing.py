@@ -24,9 +24,8 @@ from open_clip_zerovl.core.files import UNREADABLE, free_space, save_atomically
 from training.resume import Position, entry_of
 
 _NAME = re.compile(r"(?:epoch_(?P<done>\d+)|step_(?P<epoch>\d+)_(?P<step>\d+))\.pt")
-_LEFTOVER = re.compile(
-    r"\..*\.pt\..*\.(?:part|tmp)|tmp\.pt"
-)  # of `save_atomically`, and of open_clip's --save-most-recent
+# of `save_atomically`, and of open_clip's --save-most-recent
+_LEFTOVER = re.compile(r"\..*\.pt\..*\.(?:part|tmp)|tmp\.pt")
 LATEST = "epoch_latest.pt"  # written by open_clip with --save-most-recent, which resumes from it
 
 
@@ -43,12 +42,12 @@ def newest_whole(folder: str, remote: bool = False) -> str | None:
             if (progress := _progress(name)) is not None
         }
         return os.path.join(folder, max(listed, key=lambda name: listed[name])) if listed else None
-    found = [
+    checkpoints = [
         (progress, path)
         for path in Path(folder).glob("*.pt")
         if (progress := _progress(path.name)) is not None
     ]
-    for _, path in sorted(found, reverse=True):
+    for _, path in sorted(checkpoints, reverse=True):
         damage = damage_of(path)
         if damage is None:
             return str(path)
@@ -140,7 +139,9 @@ class StepCheckpoints:
     """
 
     def __init__(self, args: argparse.Namespace, *, every: int | None, keep: int) -> None:
-        self.args, self.every, self.keep = args, every, keep
+        self.args = args
+        self.every = every
+        self.keep = keep
 
     @property
     def kept(self) -> bool:

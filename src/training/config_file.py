@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +31,15 @@ def with_config(words: Sequence[str], parsers: Sequence[argparse.ArgumentParser]
     """
     given = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     given.add_argument(FLAG, type=Path)
-    found, rest = given.parse_known_args(list(words))
-    if found.config is None:
+    config_arguments, rest = given.parse_known_args(list(words))
+    if config_arguments.config is None:
         return list(words)
-    of_a_run = found.config.suffix == ".txt"
-    settings = _params(found.config) if of_a_run else _yaml(found.config)
-    actions = {
-        name.removeprefix("--").replace("-", "_"): action
-        for parser in parsers
-        for action in parser._actions
-        for name in (*action.option_strings, action.dest)
-    }
+    of_a_run = config_arguments.config.suffix == ".txt"
+    settings = _params(config_arguments.config) if of_a_run else _yaml(config_arguments.config)
+    actions = {}
+    for action in chain.from_iterable(parser._actions for parser in parsers):
+        for name in (*action.option_strings, action.dest):
+            actions[name.removeprefix("--").replace("-", "_")] = action
     front: list[str] = []
     for key, value in settings.items():
         name = key.removeprefix("--").replace("-", "_")

@@ -22,17 +22,10 @@ _OURS = tuple(
     for file in (__file__, open_clip_zerovl.__file__)
     if file is not None
 )
-_TRAINING_AND_EVALUATION = os.path.join(
-    "open_clip_train", "train.py"
-)  # of open_clip: its lines of steps and metrics
-_LIBRARIES = (
-    "torch",
-    "transformers",
-    "timm",
-    "PIL",
-    "fsspec",
-    "matplotlib",
-)  # open_clip sets them all to INFO
+# of open_clip: its lines of steps and metrics
+_TRAINING_AND_EVALUATION = os.path.join("open_clip_train", "train.py")
+# open_clip sets them all to INFO
+_LIBRARIES = ("torch", "transformers", "timm", "PIL", "fsspec", "matplotlib")
 
 
 class ProgressLine:
@@ -96,7 +89,9 @@ class Console(logging.StreamHandler):
         Args:
             weights_follow: a checkpoint comes into the model that open_clip makes: its warning of random weights is wrong.
         """
-        self.short, self._rank, self._weights_follow = True, rank, weights_follow
+        self.short = True
+        self._rank = rank
+        self._weights_follow = weights_follow
         # torch prints this twice, in four lines; the summary has it in its line of the device.
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
         if self not in logging.root.handlers:
@@ -120,15 +115,15 @@ class Console(logging.StreamHandler):
     def _shows(self, record: logging.LogRecord) -> bool:
         if not self.short:
             return logging.root.handlers == [self]
-        own = record.pathname.startswith(_OURS)
+        ours = record.pathname.startswith(_OURS)
         if self._weights_follow and record.msg.startswith("No pretrained weights loaded"):
             return False
         if record.levelno >= logging.WARNING:
-            return own or self._rank == 0
+            return ours or self._rank == 0
         kind = getattr(record, "shown", None)
         if kind == "detail" or (kind == "progress" and self.progress.possible):
             return False
-        return own or record.pathname.endswith(_TRAINING_AND_EVALUATION)
+        return ours or record.pathname.endswith(_TRAINING_AND_EVALUATION)
 
     def _mute_open_clips(self) -> None:
         """Silence the console handler that open_clip's main has added since the run began."""

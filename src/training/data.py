@@ -83,7 +83,7 @@ class ZeroShotData:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class TrainingInputs:
     """The data that the command line names, opened and checked before open_clip's main makes a run folder."""
 
     sources: tuple[Source, ...] = ()
@@ -110,7 +110,7 @@ def with_positives(config: AllFlags, sources: Sequence[Source]) -> AllFlags:
     return settled
 
 
-def open_inputs(config: AllFlags, args: argparse.Namespace) -> Inputs:
+def open_inputs(config: AllFlags, args: argparse.Namespace) -> TrainingInputs:
     """Open sources and retrieval sets, and make sure that open_clip's own data exists and that an epoch has a step.
 
     Raises:
@@ -150,7 +150,7 @@ def open_inputs(config: AllFlags, args: argparse.Namespace) -> Inputs:
         from open_clip_zerovl.evaluate.zero_shot.sets import open_labelled_set
 
         sets = {name: open_labelled_set(str(place)) for name, place in labelled.items()}
-    return Inputs(sources, teachers, retrieval, sets)
+    return TrainingInputs(sources, teachers, retrieval, sets)
 
 
 def _tell_trained_pictures(sources: Sequence[Source], retrieval: Mapping[str, IndexedSet]) -> None:
@@ -167,7 +167,7 @@ def _tell_trained_pictures(sources: Sequence[Source], retrieval: Mapping[str, In
 
 def get_data(
     config: AllFlags,
-    inputs: Inputs,
+    inputs: TrainingInputs,
     stock: Callable[[argparse.Namespace], dict],
     args: argparse.Namespace,
     preprocess_fns,
@@ -193,9 +193,8 @@ def get_data(
         loader = data["train"].dataloader
         micro_batches = loader.num_batches
         if config.sampling is None and config.dga_steps > 1:
-            loader.num_batches //= (
-                config.dga_steps
-            )  # open_clip's loops and schedules count optimizer steps
+            # open_clip's loops and schedules count optimizer steps
+            loader.num_batches //= config.dga_steps
         if loader.num_batches // args.accum_freq == 0:
             raise UserError(
                 f"an epoch has zero optimizer steps: {micro_batches} micro-batches of --batch-size {args.batch_size} on "
@@ -214,7 +213,7 @@ def get_data(
 
 
 def _retrieval_data(
-    config: AllFlags, inputs: Inputs, args: argparse.Namespace, transform, paper_transform
+    config: AllFlags, inputs: TrainingInputs, args: argparse.Namespace, transform, paper_transform
 ) -> RetrievalData:
     """The sets with the transform and captions of the flags; the log names both."""
     captions = None if isinstance(config.retrieval_captions, str) else config.retrieval_captions
@@ -231,10 +230,10 @@ def _retrieval_data(
             if config.retrieval_transform == "paper"
             else "the checkpoint's own"
         )
-        kept = (
+        captions_shown = (
             "all captions" if captions is None else f"the first {captions} captions of each image"
         )
-        logging.info(f"Retrieval: {sets}; {kept}; transform: {shown}.")
+        logging.info(f"Retrieval: {sets}; {captions_shown}; transform: {shown}.")
     return RetrievalData(inputs.retrieval, transform, captions)
 
 
@@ -253,7 +252,7 @@ def _check_warmup(config: AllFlags, args: argparse.Namespace, steps: int) -> Non
 
 
 def _mixture_data(
-    config: AllFlags, inputs: Inputs, args: argparse.Namespace, transform, tokenizer
+    config: AllFlags, inputs: TrainingInputs, args: argparse.Namespace, transform, tokenizer
 ) -> TrainData:
     assert config.sampling is not None
     sources, normalizer = inputs.sources, None
@@ -378,7 +377,7 @@ def _table_format(args: argparse.Namespace) -> CsvFormat:
     """Columns and separator of tables if a flag differs from open_clip's default; None for the rest."""
     stock = {"csv_img_key": "filepath", "csv_caption_key": "title", "csv_separator": "\t"}
     image, caption, separator = (
-        value if (value := getattr(args, name)) != default else None
+        None if getattr(args, name) == default else getattr(args, name)
         for name, default in stock.items()
     )
     return CsvFormat(image, caption, separator)

@@ -93,21 +93,23 @@ def _retrieval(
     by_set: dict[str, dict[str, float]] = {}
     bounds: dict[str, dict[str, float]] = {}
     examples: list[RetrievalExample] = []
-    kept = data.captions_per_image
+    captions_per_image = data.captions_per_image
     for name, dataset in data.sets.items():
         log.doing(f"Evaluating on the {len(dataset):,} pictures of {name}")
         batches = retrieval_batches(
             dataset,
             data.transform,
-            captions_per_image=kept,
+            captions_per_image=captions_per_image,
             batch_size=args.batch_size,
             num_workers=args.workers,
         )
         features = encode_retrieval(model, batches, tokenizer, **towers)
         ranks = retrieval_ranks(*features)
         by_set[name] = recalls(ranks)
-        captions = dataset.captions(kept)
-        bounds[name] = recall_bounds([text for own in captions for text in own], features[2])
+        captions = dataset.captions(captions_per_image)
+        bounds[name] = recall_bounds(
+            [text for image_captions in captions for text in image_captions], features[2]
+        )
         logging.info(
             f"Eval Epoch: {epoch} {name} "
             + "\t".join(f"{key}: {value:.4f}" for key, value in by_set[name].items())
@@ -116,7 +118,7 @@ def _retrieval(
             examples += GallerySet(
                 name, captions, dataset.image, *features, ranks, by_set[name]
             ).examples()
-    log.retrieval(epoch, {name: {**own, **bounds[name]} for name, own in by_set.items()})
+    log.retrieval(epoch, {name: {**metrics, **bounds[name]} for name, metrics in by_set.items()})
     if args.save_logs:
         write_examples(os.path.join(args.logs, args.name), epoch, examples)
     return {
@@ -151,17 +153,25 @@ def _zero_shot(
                 name=name,
                 progress=False,
             )
-            own = by_set[name]
+            accuracies = by_set[name]
             logging.info(
-                f"Eval Epoch: {epoch} {name} zero-shot top-1: {in_percent(own)} % of {own['images']:,} pictures, chance "
-                f"{100 * own['chance']:.1f} %"
+                f"Eval Epoch: {epoch} {name} zero-shot top-1: {in_percent(accuracies)} % of {accuracies['images']:,} pictures, "
+                f"chance {100 * accuracies['chance']:.1f} %"
             )
     log.zero_shot(
         epoch,
-        {name: {"top1": own["top1"], "top1_chance": own["chance"]} for name, own in by_set.items()},
+        {
+            name: {"top1": accuracies["top1"], "top1_chance": accuracies["chance"]}
+            for name, accuracies in by_set.items()
+        },
     )
-    kept = ("top1", "top5", "mean_per_class")
-    return {f"{name}_{key}": own[key] for name, own in by_set.items() for key in kept if key in own}
+    keys = ("top1", "top5", "mean_per_class")
+    return {
+        f"{name}_{key}": accuracies[key]
+        for name, accuracies in by_set.items()
+        for key in keys
+        if key in accuracies
+    }
 
 
 def _log(

@@ -2,9 +2,9 @@
 
 `open_clip_train.main` looks up the functions that it calls as module globals. `replaced` swaps some of them within a `with`
 block and restores them after it. Each supported line of releases has a module (`openclip_v3`, `openclip_v4`) that names them
-and calls the hooks, which are the public methods of `run.Run`, as that main calls its own functions. If a name is missing, not
-used by main, or has another signature, the run stops before it starts, and the message gives open_clip's version: a change of
-open_clip's internals must not go unnoticed.
+and calls the hooks, which are the public methods of `run.TrainingRun`, as that main calls its own functions. If a name is
+missing, not used by main, or has another signature, the run stops before it starts, and the message gives open_clip's version:
+a change of open_clip's internals must not go unnoticed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import torch
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import save_atomically
-from open_clip_zerovl.core.releases import Line, line_of
+from open_clip_zerovl.core.releases import ReleaseLine, line_of
 from training import openclip_v3, openclip_v4
 
-TABLES: dict[Line, Any] = {table.LINE: table for table in (openclip_v3, openclip_v4)}
+TABLES: dict[ReleaseLine, Any] = {table.LINE: table for table in (openclip_v3, openclip_v4)}
 
 
 def check_host(main: ModuleType | None = None, version: str = open_clip.__version__) -> Any:
@@ -42,9 +42,11 @@ def check_host(main: ModuleType | None = None, version: str = open_clip.__versio
         function = getattr(main, name, None)
         if name == "optim":
             function = getattr(function, "AdamW", None)
-        found = tuple(inspect.signature(function).parameters) if callable(function) else None
-        if found is None or any(parameter not in found for parameter in expected):
-            wrong = f"has no {name}({', '.join(expected)}) in open_clip_train.main, found {found}"
+        parameters = tuple(inspect.signature(function).parameters) if callable(function) else None
+        if parameters is None or any(parameter not in parameters for parameter in expected):
+            wrong = (
+                f"has no {name}({', '.join(expected)}) in open_clip_train.main, found {parameters}"
+            )
         elif name not in used:
             wrong = f"has {name} and does not use it in open_clip_train.main"
         else:
@@ -82,7 +84,7 @@ def replaced(
     table = check_host()
     for name, replacement in replacements.items():
         _check_parameters(name, replacement, table)
-    kept = {name: getattr(host, name) for name in replacements}
+    originals = {name: getattr(host, name) for name in replacements}
     stock_ddp = torch.nn.parallel.DistributedDataParallel
     try:
         for name, replacement in replacements.items():
@@ -93,13 +95,14 @@ def replaced(
     finally:
         torch.save = torch.serialization.save
         vars(torch.nn.parallel)["DistributedDataParallel"] = stock_ddp
-        for name, original in kept.items():
+        for name, original in originals.items():
             setattr(host, name, original)
 
 
 def _check_parameters(name: str, replacement: Any, table: Any) -> None:
     """UserError if main could pass a parameter that a replacement neither takes nor forwards."""
-    if not (callable(replacement) and callable(stock := getattr(host, name))):
+    stock = getattr(host, name)
+    if not (callable(replacement) and callable(stock)):
         return
     taken = inspect.signature(replacement).parameters
     new = [

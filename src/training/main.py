@@ -54,14 +54,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return train(*command)
 
-    return ended(run, name_of_rank("training.main"), words)
+    return ended(run, name_of_rank(), words)
 
 
-def run_as_program(words: Sequence[str] | None = None) -> NoReturn:
+def run_as_program() -> NoReturn:
     """`program` as a process, whose exit status says how it ended."""
-    words = list(sys.argv[1:] if words is None else words)
-    name = name_of_rank("training.main")
-    sys.exit(ended(lambda: program(words), name, words, interrupted="no training has begun"))
+    words = sys.argv[1:]
+    sys.exit(
+        ended(lambda: program(words), name_of_rank(), words, interrupted="no training has begun")
+    )
 
 
 def _train_here(words: Sequence[str]) -> NoReturn:
@@ -125,9 +126,8 @@ def torchrun(words: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun_main
 
-    logging.getLogger("torch.distributed.elastic").setLevel(
-        logging.CRITICAL
-    )  # a rank itself prints why it ends
+    # a rank itself prints why it ends
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         torchrun_main(words)
     except ChildFailedError as error:

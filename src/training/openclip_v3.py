@@ -31,9 +31,10 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 def filled(run: Any, host: Any) -> dict[str, Any]:
     """Replacements for the names of this line's main (`host`): name -> a hook of `run`, called as that main calls it."""
-    stock_data, stock_tokenizer, stock_epoch, stock_evaluate = (
-        host.get_data, host.get_tokenizer, host.train_one_epoch, host.evaluate,
-    )  # fmt: skip
+    stock_data = host.get_data
+    stock_tokenizer = host.get_tokenizer
+    stock_epoch = host.train_one_epoch
+    stock_evaluate = host.evaluate
 
     def get_data(args, preprocess_fns, epoch: int = 0, tokenizer=None, **more) -> dict:
         def stock(args) -> dict:

@@ -66,11 +66,9 @@ class _Adapters:
 
     def __init__(self, run: Any, host: Any) -> None:
         self.run = run
-        self.stock_data, self.stock_task, self.stock_optimizer = (
-            host.get_data,
-            host.create_task,
-            host.create_optimizer,
-        )
+        self.stock_data = host.get_data
+        self.stock_task = host.create_task
+        self.stock_optimizer = host.create_optimizer
         self.stock_epoch, self.stock_evaluate = host.train_one_epoch, host.evaluate
         self.stock_newest = host.get_latest_checkpoint
 

@@ -37,13 +37,13 @@ Command = tuple[argparse.Namespace, AllFlags]
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Parser(argparse.ArgumentParser):
+class TrainingParser(argparse.ArgumentParser):
     """A parser whose errors are one sentence, with the nearest flag for an unknown one."""
 
     def parse_args(self, args=None, namespace=None):
         """As argparse's, with a sentence for a word that open_clip's KEY=VALUE flags cannot parse."""
         try:
-            found = super().parse_args(args, namespace)
+            arguments = super().parse_args(args, namespace)
         except UserError:
             raise
         except (ValueError, SyntaxError) as error:
@@ -51,14 +51,14 @@ class Parser(argparse.ArgumentParser):
                 f"--aug-cfg or --opt-kwargs is not understood ({error}); write KEY=VALUE, as in scale='(0.6,1.0)'"
             ) from error
         values = {
-            action.dest: getattr(found, action.dest, action.default) for action in self._actions
+            action.dest: getattr(arguments, action.dest, action.default) for action in self._actions
         }
         self.typed = {
             action.dest: values[action.dest]
             for action in self._actions
             if values[action.dest] != action.default
         }
-        return found
+        return arguments
 
     def error(self, message: str) -> NoReturn:
         for word in message.split():
@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of our flags. It allows no abbreviations: `--lr` must stay open_clip's."""
-    parser = Parser(
+    parser = TrainingParser(
         prog="python -m training.main",
         description="open_clip's training program with the ZeroVL recipe. All flags of this page are off by default; "
         "without them the program is open_clip's own, bit for bit. open_clip's flags follow below.",
@@ -81,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def open_clip_parser() -> Parser:
+def open_clip_parser() -> TrainingParser:
     """open_clip's own parser, which its `parse_args` makes in each call."""
     with _made_by_open_clip() as made:
         host_params.parse_args([])
@@ -89,12 +89,12 @@ def open_clip_parser() -> Parser:
 
 
 @contextmanager
-def _made_by_open_clip() -> Iterator[list[Parser]]:
-    """Within the block open_clip's `parse_args` makes a `Parser`; those made are in the list."""
-    made: list[Parser] = []
+def _made_by_open_clip() -> Iterator[list[TrainingParser]]:
+    """Within the block open_clip's `parse_args` makes a `TrainingParser`; those made are in the list."""
+    made: list[TrainingParser] = []
 
-    def make() -> Parser:
-        made.append(Parser(prog="python -m training.main"))
+    def make() -> TrainingParser:
+        made.append(TrainingParser(prog="python -m training.main"))
         return made[-1]
 
     host_params.argparse = SimpleNamespace(ArgumentParser=make)
@@ -104,7 +104,7 @@ def _made_by_open_clip() -> Iterator[list[Parser]]:
         host_params.argparse = argparse
 
 
-def _parse_open_clip(words: Sequence[str]) -> tuple[argparse.Namespace, Parser]:
+def _parse_open_clip(words: Sequence[str]) -> tuple[argparse.Namespace, TrainingParser]:
     with _made_by_open_clip() as made:
         return host_params.parse_args(list(words)), made[0]
 
@@ -139,9 +139,8 @@ def parse(argv: Sequence[str]) -> Command:
     if values["sampling"] is None and is_named(args.train_data):
         values["sampling"] = "random"
     if values["text_model"] and os.path.isdir(values["text_model"]):
-        values["text_model"] = os.path.abspath(
-            values["text_model"]
-        )  # params.txt is read from other folders, too
+        # params.txt is read from other folders, too
+        values["text_model"] = os.path.abspath(values["text_model"])
     if values["model_config"]:
         values["model_config"] = os.path.abspath(values["model_config"])
         args.model = _own_model(
@@ -247,11 +246,15 @@ def require_new_name(args: argparse.Namespace) -> None:
     if args.name is None:
         return
     if args.resume == "latest":
-        found = sorted(Path(args.logs, args.name, "checkpoints").glob("*_*.pt"))
-        if args.save_most_recent and found and not found[0].with_name("epoch_latest.pt").exists():
+        checkpoints = sorted(Path(args.logs, args.name, "checkpoints").glob("*_*.pt"))
+        if (
+            args.save_most_recent
+            and checkpoints
+            and not checkpoints[0].with_name("epoch_latest.pt").exists()
+        ):
             raise UserError(
-                f"with --save-most-recent, --resume latest goes on from epoch_latest.pt, which is not beside {found[-1]}: the "
-                "run would begin anew and write over it; leave --save-most-recent out"
+                f"with --save-most-recent, --resume latest goes on from epoch_latest.pt, which is not beside "
+                f"{checkpoints[-1]}: the run would begin anew and write over it; leave --save-most-recent out"
             )
         return
     log = os.path.join(args.logs, args.name, "out-0" if args.log_local else "out.log")

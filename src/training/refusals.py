@@ -1,7 +1,7 @@
 """Flags of open_clip that do not work with the recipe, by theme.
 
 The requirements and contradictions of a single flag of ours are declared with that flag (`recipe.flags`); so are
-ranges. Mistakes that open_clip's main reports in a sentence of its own are left to it (`run.Run`).
+ranges. Mistakes that open_clip's main reports in a sentence of its own are left to it (`run.TrainingRun`).
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def _needs_our_loss(f: AllFlags) -> bool:
     ours = f.changes(
         "loss_chunk", "cross_source_weight", "teacher", "coin_flip_mixup", "sort_text"
     ) or f.positives in ("caption", "image", "both")
-    beside = f.texts_per_image > 1 or "detached-gather" in f.ablate
-    return f.own_step and (ours or beside or f.siglip)
+    other_losses = f.texts_per_image > 1 or "detached-gather" in f.ablate
+    return f.own_step and (ours or other_losses or f.siglip)
 
 
 def _refusal(
@@ -210,9 +210,8 @@ def check(given: AllFlags, args: argparse.Namespace, parser: argparse.ArgumentPa
             )
     for later in LATER:
         for option in later.flags.split() if later.when(given) else ():
-            action = parser._option_string_actions.get(
-                option
-            )  # None: this release has no such flag
+            # None: this release has no such flag
+            action = parser._option_string_actions.get(option)
             if action is not None and getattr(args, action.dest) != action.default:
                 raise UserError(f"{option} does not work with {later.recipe}: {later.advice}")
     strategy = getattr(args, "torchcompile_strategy", "model")

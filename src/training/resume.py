@@ -215,24 +215,30 @@ def of_this_line(state: dict, model: torch.nn.Module, optimizer: torch.optim.Opt
         [len(group["params"]) for group in groups]
         for groups in (state["param_groups"], optimizer.param_groups, groups_3)
     )
-    theirs, own = (
+    saved_parameters, parameters_here = (
         [p for group in groups for p in group["params"]]
         for groups in (groups_3, optimizer.param_groups)
     )
-    if saved == here or saved != of_3 or {id(p) for p in theirs} != {id(p) for p in own}:
+    if (
+        saved == here
+        or saved != of_3
+        or {id(p) for p in saved_parameters} != {id(p) for p in parameters_here}
+    ):
         return state
     logging.info(
         "The optimizer's state comes from open_clip 3.3, whose parameter groups differ: each parameter keeps its moments "
         "and gets this release's weight decay."
     )
     numbers = [number for group in state["param_groups"] for number in group["params"]]
-    kept = {
+    moments = {
         id(p): state["state"][n]
-        for p, n in zip(theirs, numbers, strict=True)
+        for p, n in zip(saved_parameters, numbers, strict=True)
         if n in state["state"]
     }
     return {
-        "state": {number: kept[id(p)] for number, p in enumerate(own) if id(p) in kept},
+        "state": {
+            number: moments[id(p)] for number, p in enumerate(parameters_here) if id(p) in moments
+        },
         "param_groups": optimizer.state_dict()["param_groups"],
     }
 
@@ -254,12 +260,12 @@ def require_same_function(checkpoint: dict, model_cfg: Mapping[str, Any] | None,
     if model_cfg is None or not isinstance(saved, dict):
         return
     for tower in ("image", "text"):
-        found = first_difference(
+        difference = first_difference(
             tower_config(saved, tower), tower_config(model_cfg, tower), NOT_OF_FUNCTION
         )
-        if found is None:
+        if difference is None:
             continue
-        key, there, here = found
+        key, there, here = difference
         raise UserError(
             f"--resume {path} was trained with {key} {there}, and this run's model has {here}, which changes no "
             "shape, but what the weights compute; give the model as it was, or start a new run with --init-from"
@@ -279,10 +285,10 @@ def require_same_rates(
     state = checkpoint.get("optimizer")
     if not isinstance(state, dict) or not _trains(args):
         return
-    own = [] if optimizer is None else optimizer.state_dict()["param_groups"]
+    groups_here = [] if optimizer is None else optimizer.state_dict()["param_groups"]
     saved, here = (
         [(group.get("part"), group["rate_scale"]) for group in groups if "rate_scale" in group]
-        for groups in (state["param_groups"], own)
+        for groups in (state["param_groups"], groups_here)
     )
     for before, now in zip_longest(saved, here):
         if (

@@ -49,12 +49,8 @@ if TYPE_CHECKING:
 
 LOCK = ".lock"
 WAIT_SECONDS = 15.0  # for the earlier process to end when a launcher starts a run again
-PACKAGES = (
-    "open_clip_zerovl",
-    "training",
-    "open_clip",
-    "open_clip_train",
-)  # copied by --copy-codebase
+# copied by --copy-codebase
+PACKAGES = ("open_clip_zerovl", "training", "open_clip", "open_clip_train")
 
 
 def train(args: argparse.Namespace, config: AllFlags) -> int:
@@ -68,12 +64,11 @@ def train(args: argparse.Namespace, config: AllFlags) -> int:
         if rank == 0 and (warning := line.LINE.untested(open_clip.__version__)) is not None:
             logging.warning(f"{warning[0].upper()}{warning[1:]}.")
         if config.active and rank == 0:
-            logging.root.setLevel(
-                logging.INFO
-            )  # open_clip's main does so only after the data is opened
+            # open_clip's main does so only after the data is opened
+            logging.root.setLevel(logging.INFO)
         if config.active and not (config.verbose or args.debug):
             console.shorten(rank, weights_follow=bool(args.resume or config.init_from))
-        run = Run(args, config, line, console)
+        run = TrainingRun(args, config, line, console)
         run.open(rank)
         run.start()
     except stopping.Stopped as stopped:
@@ -86,7 +81,7 @@ def train(args: argparse.Namespace, config: AllFlags) -> int:
     return 0
 
 
-class Run:
+class TrainingRun:
     """One run of open_clip's main. Its public methods after `start` are the hooks that `openclip_v3` and `openclip_v4` call.
 
     Attributes:
@@ -101,7 +96,9 @@ class Run:
         self, args: argparse.Namespace, config: AllFlags, line: Any, console: Console
     ) -> None:
         self.log = RunLog(args, config, console)
-        self.args, self.config, self.line = args, config, line
+        self.args = args
+        self.config = config
+        self.line = line
         self.resumes_latest = args.resume == "latest"  # main puts the file's name in its place
         self.own_step = config.own_step
         self.own_schedule = config.lr_min is not None or config.warmup_share is not None
@@ -110,7 +107,7 @@ class Run:
         self._handlers = ExitStack()
         # set by `open`
         self.model_name = args.model
-        self.inputs = data.Inputs()
+        self.inputs = data.TrainingInputs()
         self.lock: int | None = None
         self.fresh = False
         # set by the hooks, in main's order
@@ -275,7 +272,7 @@ class Run:
             # Without --name, main has made one up; a run that is started in the same second gets the same.
             self.lock = lock_folder(self.folder)
         if self.config.model_config is not None:
-            self.args.model_config = self._kept_config(self.config.model_config)
+            self.args.model_config = self._config_copy(self.config.model_config)
         if self.model is not None:  # main makes the teacher after it: --distill-model
             self.teacher, *transforms = create_model_and_transforms(
                 model_name, pretrained, **options
@@ -295,9 +292,8 @@ class Run:
         created = model.create_model(self.config, self.args, self.model_name, pretrained, **options)
         self.model, transform_train, transform_eval, self.mixup = created
         if self.config.context_length is not None:
-            self.args.force_context_length = (
-                self.config.context_length
-            )  # main's tokenizer, and exports by params.txt
+            # main's tokenizer, and exports by params.txt
+            self.args.force_context_length = self.config.context_length
         if self.config.lora is not None:
             from open_clip_zerovl.recipe.lora import lora_entry
 
@@ -313,12 +309,12 @@ class Run:
             checkpointing.require_room(self.folder, self.model)
         return self.model, transform_train, transform_eval
 
-    def _kept_config(self, file: str) -> str:
+    def _config_copy(self, file: str) -> str:
         """The run's own copy of a model config, which params.txt names: the user's file may be edited later."""
-        kept = self.folder / Path(file).name
-        if self.args.rank == 0 and self.args.logs.lower() != "none" and not kept.exists():
-            shutil.copy(file, kept)
-        return os.path.abspath(kept) if self.args.logs.lower() != "none" else file
+        copy = self.folder / Path(file).name
+        if self.args.rank == 0 and self.args.logs.lower() != "none" and not copy.exists():
+            shutil.copy(file, copy)
+        return os.path.abspath(copy) if self.args.logs.lower() != "none" else file
 
     def create_adamw(self, **options: Any) -> torch.optim.Optimizer:
         """(lr, betas, eps) -> optimizer, where `own_adamw`."""
@@ -348,7 +344,7 @@ class Run:
             assert self.model is not None  # main makes the data after it
             return paper_transform_of(self.model.visual)
 
-        found = data.get_data(
+        all_data = data.get_data(
             self.config, self.inputs, stock, args, transforms, tokenizer, paper_transform
         )
         if self.config.cache_frozen is not None and self.own_step:
@@ -357,7 +353,7 @@ class Run:
             self.cache = data.frozen_cache(
                 self.config, self.inputs.sources, args, self.model, width, transforms[0], tokenizer
             )
-        return found
+        return all_data
 
     def newest_checkpoint(self, path: str, remote: bool = False) -> str | None:
         """The file that `--resume latest` continues from; None if there is none."""
@@ -498,7 +494,8 @@ def lock_folder(folder: Path, wait_seconds: float = WAIT_SECONDS) -> int:
     try:
         # A lock that is not shared with forks would be lost where this process reads the file: --remote-sync with fsspec.
         lock = partial(lock_file, file, wait=False, create=True)
-        if (held := lock()) is None:
+        held = lock()
+        if held is None:
             logging.warning(f"Waiting for the process that trains in {folder} to end.")
         while held is None:
             if time.monotonic() > deadline:

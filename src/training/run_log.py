@@ -38,8 +38,10 @@ class RunLog:
     """
 
     def __init__(self, args: argparse.Namespace, config: AllFlags, console: Console) -> None:
-        self.args, self.config, self.console = args, config, console
-        self.facts: Facts | None = None
+        self.args = args
+        self.config = config
+        self.console = console
+        self.facts: RunFacts | None = None
         self._record: Record | None = None
         self._began = self._drawn = 0.0
         self._steps_here = 0  # done by this process
@@ -57,7 +59,7 @@ class RunLog:
     # Training
     # -----------------------------------------------------------------------------------------------------------------
 
-    def begin(self, facts: Facts) -> None:
+    def begin(self, facts: RunFacts) -> None:
         """Print the summary, and open the record at the position where the run begins or continues."""
         if self.args.rank != 0:
             return
@@ -146,9 +148,9 @@ class RunLog:
         words = [
             f"epoch {epoch + 1}/{self.args.epochs} step {index + 1}/{self.facts.steps}, ETA {self.eta(epoch, index)}"
         ]
-        own = ""
+        by_source = ""
         if "loss" in self._last:
-            own = ", ".join(
+            by_source = ", ".join(
                 f"{name} {value:.3g}" for name, value in self._last["by_source"].items()
             )
             words.append(f"loss {self._last['loss']:.4g}")
@@ -156,8 +158,8 @@ class RunLog:
         if "waited" in self._last:
             words.append(f"data {self._last['waited']:.0%}")
             words.append(f"{self._last['memory_bytes'] / _GIB:.1f} GiB")
-        if own:
-            words.append(own)
+        if by_source:
+            words.append(by_source)
         self.console.progress.show(" | ".join(words))
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -207,7 +209,7 @@ class RunLog:
         elif page is not None:
             logging.info(f"Page of the run: {page}.")
 
-    def _closing(self, facts: Facts, page: Path | None) -> list[str]:
+    def _closing(self, facts: RunFacts, page: Path | None) -> list[str]:
         lines = [
             f"Done: {self._steps_here:,} steps in {duration(round(time.monotonic() - self._began))}."
         ]
@@ -253,7 +255,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """Facts about a run before its first step.
 
     Attributes:
@@ -298,7 +300,7 @@ class Facts:
         return math.log(args.batch_size * config.dga_steps * args.world_size)
 
 
-def summary(facts: Facts) -> list[str]:
+def summary(facts: RunFacts) -> list[str]:
     """The lines, with a label each."""
     args, config = facts.args, facts.config
     said = [
@@ -332,7 +334,7 @@ def summary(facts: Facts) -> list[str]:
     return [f"{label:<{_LABEL}}{text}" for label, text in said]
 
 
-def _model(facts: Facts) -> str:
+def _model(facts: RunFacts) -> str:
     counts = [(p.numel(), p.requires_grad) for p in facts.model.parameters()]
     whole, trained = sum(n for n, _ in counts), sum(n for n, wanted in counts if wanted)
     words = f"{facts.args.model}, {whole / 1e6:,.1f} M parameters"
@@ -346,7 +348,7 @@ def _model(facts: Facts) -> str:
     return words + (f", {context} tokens" if context else "")
 
 
-def _weights(facts: Facts) -> list[tuple[str, str]]:
+def _weights(facts: RunFacts) -> list[tuple[str, str]]:
     args, config = facts.args, facts.config
     if facts.resumed:
         return [("weights", facts.resumed)]
@@ -358,7 +360,7 @@ def _weights(facts: Facts) -> list[tuple[str, str]]:
     return [("weights", ", ".join(given))] if given else []
 
 
-def _data(facts: Facts) -> str:
+def _data(facts: RunFacts) -> str:
     if not facts.sources:
         return f"{facts.epoch_samples:,} samples an epoch, in open_clip's own pipeline"
     taken = ", ".join(f"{source.name} {count:,}" for source, count in facts.sources)
@@ -373,7 +375,7 @@ def _data(facts: Facts) -> str:
     )
 
 
-def _loss(facts: Facts) -> str:
+def _loss(facts: RunFacts) -> str:
     config = facts.config
     words = [type(facts.loss).__name__]
     words += [f"in chunks of {config.loss_chunk} rows"] if config.loss_chunk else []
@@ -387,7 +389,7 @@ def _loss(facts: Facts) -> str:
     return ", ".join(words)
 
 
-def _optimizer(facts: Facts) -> str:
+def _optimizer(facts: RunFacts) -> str:
     args, config = facts.args, facts.config
     words = f"{args.opt}, lr {args.lr:g}, weight decay {args.wd:g}"
     if config.own_rates:

@@ -151,7 +151,10 @@ class StepLog:
         run_log: RunLog | None = None,
     ) -> None:
         self.run_log = run_log
-        self.args, self.epoch, self.steps, self.tb_writer = args, epoch, steps, tb_writer
+        self.args = args
+        self.epoch = epoch
+        self.steps = steps
+        self.tb_writer = tb_writer
         self.epoch_samples = epoch_samples
         self.judged = judged
         self.samples_per_gpu = args.batch_size * dga_steps
@@ -163,11 +166,9 @@ class StepLog:
             0.0  # losses since the last logged step; counted on the device
         )
         self.end = time.time()
-        self.waited, self.counted_from, self.counted_steps = (
-            0.0,
-            self.end,
-            -1,
-        )  # the first step waits for the workers' start
+        self.waited = 0.0
+        self.counted_from = self.end
+        self.counted_steps = -1  # the first step waits for the workers' start
 
     def data_ready(self) -> None:
         """Call when all micro-batches of the step have come from the loader."""
@@ -193,9 +194,8 @@ class StepLog:
         due = index % self.every == 0 or index + 1 == self.steps
         if not due or not is_master(self.args):
             return
-        values = {
-            key: float(value) for key, value in outputs.items()
-        }  # the one synchronisation with the device
+        # the one synchronisation with the device
+        values = {key: float(value) for key, value in outputs.items()}
         if lost := int(self._not_finite):
             self._not_finite = 0.0
             logging.warning(

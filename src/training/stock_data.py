@@ -20,12 +20,8 @@ from open_clip_zerovl.shards.pictures import forget_other_formats
 from open_clip_zerovl.shards.urls import check_quotes, local_path
 from open_clip_zerovl.shards.writing import read_sizes
 
-UNPICKLED = (
-    "pyd",
-    "pickle",
-    "pkl",
-    "pth",
-)  # by webdataset's decoder, at the sight of such a member
+# by webdataset's decoder, at the sight of such a member
+UNPICKLED = ("pyd", "pickle", "pkl", "pth")
 TABLES = ("csv", "tsv")  # the endings by which open_clip knows them
 
 

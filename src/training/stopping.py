@@ -28,14 +28,13 @@ import torch
 
 from open_clip_zerovl.core.errors import explain, place_sentence, say
 from open_clip_zerovl.core.launch import name_of_rank
-from open_clip_zerovl.core.processes import end_with_parent
+from open_clip_zerovl.core.processes import StopSignals, end_with_parent
 
 CONNECT_SECONDS = 60.0  # time for all ranks to arrive after their first step, in which they have met several times
 
-PREEMPTED, INTERRUPTED = (
-    1,
-    2,
-)  # who asked: a scheduler or a lost terminal (SIGTERM, SIGUSR1, SIGHUP), or a user (Ctrl-C)
+# who asked: a scheduler or a lost terminal (SIGTERM, SIGUSR1, SIGHUP), or a user (Ctrl-C)
+PREEMPTED = 1
+INTERRUPTED = 2
 
 LIMIT_SECONDS = 10.0
 
@@ -74,7 +73,7 @@ def end_by_signals() -> None:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
-class Preemption:
+class Preemption(StopSignals):
     """SIGTERM, SIGUSR1, SIGHUP (a lost terminal) and Ctrl-C ask the run to stop; all ranks stop after the same step.
 
     A scheduler does not signal all processes at the same time. If one rank stopped alone, the other ranks would wait for it in
@@ -83,27 +82,16 @@ class Preemption:
     Ctrl-C ends the run at once before training has begun (`training` is False), and when it is pressed a second time.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-
     def __init__(self) -> None:
-        self.asked = 0
+        super().__init__()
         self.training = False
         self._group: Any = None
-        self._kept: dict[int, Any] = {}
         self._process = os.getpid()
 
     def __enter__(self) -> Preemption:
         self._process = os.getpid()
-        for number in self.SIGNALS:
-            if (
-                number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
-            ):  # nohup has it ignored
-                self._kept[number] = signal.signal(number, self._ask)
+        super().__enter__()
         return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._kept.items():
-            signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         # A scheduler may also signal loader workers, which are forks of this process. They must go on until the checkpoint is
@@ -121,9 +109,8 @@ class Preemption:
                 "training.main: stopping after this step, to save it; Ctrl-C again ends at once\n"
             )
             number = sys.__stderr__.fileno() if sys.__stderr__ is not None else 2
-            os.write(
-                number, ("\n" * os.isatty(number) + words).encode()
-            )  # a terminal shows the progress line there
+            # a terminal shows the progress line there
+            os.write(number, ("\n" * os.isatty(number) + words).encode())
 
     def agreed(self, distributed: bool) -> int:
         """0, or who asked any rank to stop. All ranks call it after the same step and get the same answer."""
@@ -184,7 +171,7 @@ def run(program: Callable[[], int], words: Sequence[str] = ()) -> NoReturn:
     except BaseException as error:
         status = explain(
             error,
-            name_of_rank("training.main"),
+            name_of_rank(),
             words,
             interrupted="saved checkpoints are kept",
             sentence=sentence_of(error),
@@ -210,11 +197,8 @@ def sentence_of(error: BaseException) -> str | None:
 
 def end(status: int) -> NoReturn:
     """End this process and its children within `LIMIT_SECONDS`."""
-    for number in (
-        signal.SIGTERM,
-        signal.SIGUSR1,
-        signal.SIGHUP,
-    ):  # they ask for an end, which has begun
+    # they ask for an end, which has begun
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_end_late, args=(status,), daemon=True).start()
@@ -226,9 +210,8 @@ def end(status: int) -> NoReturn:
 
 def end_children() -> None:
     """Kill the processes that multiprocessing has started here: loader workers, open_clip's remote sync."""
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_DFL
-    )  # torch's handler raises an error for each loader worker that dies
+    # torch's handler raises an error for each loader worker that dies
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     children = multiprocessing.active_children()
     for child in children:
         child.kill()

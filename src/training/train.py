@@ -39,7 +39,7 @@ from open_clip_zerovl.recipe.step import MicroBatch, RecipeStep
 from open_clip_zerovl.sampling.schedule import Batching
 from training.checkpointing import StepCheckpoints
 from training.resume import Position
-from training.run_log import Facts, RunLog
+from training.run_log import RunFacts, RunLog
 from training.step_log import StepLog
 from training.stopping import Preemption, Stopped
 
@@ -120,13 +120,13 @@ class Trainer:
         log: RunLog | None = None,
         entries: Mapping[str, Any] | None = None,
     ) -> None:
-        self.config, self.preemption, self.resumed, self.entries = (
-            config,
-            preemption,
-            resumed,
-            entries or {},
-        )
-        self.mixup, self.cache, self.log = mixup, cache, log
+        self.config = config
+        self.preemption = preemption
+        self.resumed = resumed
+        self.entries = entries or {}
+        self.mixup = mixup
+        self.cache = cache
+        self.log = log
         self.teacher = None if teacher is None else unwrapped(teacher)[0].eval()
         self.step: RecipeStep | None = None
         self.epoch_end: Position | None = None
@@ -203,7 +203,7 @@ class Trainer:
             bare = getattr(model, "module", model)
             resumed = args.resume if self.resumed is not None or epoch else None
             counts = (loader.num_samples, steps, epoch, start)
-            facts = Facts(
+            facts = RunFacts(
                 args,
                 self.config,
                 bare,
@@ -282,7 +282,7 @@ class Trainer:
             "--sampling": config.sampling,
             "--ablate iid-draw": config.draw == "iid" or None,
             "--debiased-share": config.debiased_share if config.debiased_share < 1 else None,
-            "--hard-negatives": _near(config.hard_negatives, sources),
+            "--hard-negatives": _hard_negatives(config.hard_negatives, sources),
             "--source-order": config.source_order,
             "--train-data-upsampling-factors": "::".join(
                 f"{source.weight:g}" for source in sources
@@ -299,12 +299,12 @@ class Trainer:
         return Position(epoch, 0, batching, names, order)
 
 
-def _near(share: float, sources: Sequence[Source]) -> str | None:
-    """The share of --hard-negatives with a mark of each clustering; None without it."""
-    marks = " ".join(
+def _hard_negatives(share: float, sources: Sequence[Source]) -> str | None:
+    """The share of --hard-negatives with a digest of each clustering; None without it."""
+    digests = " ".join(
         source.neighbours.digest for source in sources if source.neighbours is not None
     )
-    return f"{share:g} of the clusters {marks}" if share else None
+    return f"{share:g} of the clusters {digests}" if share else None
 
 
 def warn_of_equal_captions(micro_batches: Sequence[MicroBatch]) -> None:
@@ -333,12 +333,11 @@ def require_finite(model: torch.nn.Module, when: str) -> None:
     bad = [~parameter.detach().isfinite().all() for parameter in model.parameters()]
     saved = model.state_dict().keys()
     bad += [buffer.isnan().any() for name, buffer in model.named_buffers() if name in saved]
-    found = torch.stack(bad).any().int()
-    if (
-        torch.distributed.is_initialized()
-    ):  # statistics differ between ranks; the first one's are saved
-        torch.distributed.broadcast(found, 0)
-    if bool(found):
+    any_bad = torch.stack(bad).any().int()
+    # statistics differ between ranks; the first one's are saved
+    if torch.distributed.is_initialized():
+        torch.distributed.broadcast(any_bad, 0)
+    if bool(any_bad):
         raise UserError(
             f"{when} the weights are not finite numbers; no checkpoint of them is written: continue from an earlier one with "
             "--resume latest, or start again, with a lower --lr, --grad-clip-norm 1, or --precision amp_bf16 or fp32"

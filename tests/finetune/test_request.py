@@ -13,7 +13,7 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.cli.models import finetune
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.finetune.finetuning import _finished, _same_request
-from open_clip_zerovl.finetune.request import Request
+from open_clip_zerovl.finetune.request import FinetuneRequest
 from open_clip_zerovl.finetune.training import Training
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, register
 
@@ -90,7 +90,7 @@ def started(tmp_path):
     (tmp_path / "bare.pt").write_bytes(b"weights")
 
     def call(model: str | Path = tmp_path / "bare.pt", name: str | None = "request-tiny") -> Path:
-        _same_request(Request(Encoder(str(model), model_name=name), "d", tmp_path / "out"))
+        _same_request(FinetuneRequest(Encoder(str(model), model_name=name), "d", tmp_path / "out"))
         return tmp_path / "out"
 
     return call
@@ -163,7 +163,7 @@ def test_a_checkpoint_may_go_once_its_copy_is_there(started, tmp_path):
 
 def test_a_finished_call_goes_on_with_more_patience(tmp_path):
     """Epoch 1 is the best of two; --patience 1 has ended the training, and 0 lets it run to its end."""
-    request = Request(Encoder("x"), "d", tmp_path)
+    request = FinetuneRequest(Encoder("x"), "d", tmp_path)
     (tmp_path / "model").mkdir()
     checkpoints = tmp_path / "run" / "checkpoints"
     checkpoints.mkdir(parents=True)

@@ -35,7 +35,7 @@ from open_clip_zerovl.finetune.finetuning import (
 )
 from open_clip_zerovl.finetune.keeping import keeping_notes, store_teacher, with_old_pairs
 from open_clip_zerovl.finetune.proposal import Facts, choose_settings
-from open_clip_zerovl.finetune.request import Prepared, Request
+from open_clip_zerovl.finetune.request import FinetuneRequest, Prepared
 from open_clip_zerovl.finetune.split import Split
 from open_clip_zerovl.models.build import with_text_model
 from open_clip_zerovl.sampling.schedule import Sampling
@@ -156,7 +156,7 @@ def test_a_folder_is_not_kept_by_a_call_that_ended_with_a_mistake(made, tmp_path
 
 def test_old_pairs_and_the_model_before_reach_the_training(made, tmp_path):
     write_source(tmp_path / "past", [drawn(number) for number in range(200, 230)], shard_size=20)
-    request = Request(
+    request = FinetuneRequest(
         Encoder("x"),
         f"mine={made / 'mine'}",
         tmp_path / "out",
@@ -199,7 +199,7 @@ def test_the_share_of_old_pairs_is_one_of_the_samples_that_training_counts(
     (tmp_path / "old.csv").write_text("\n".join(["filepath,title", *rows]) + "\n")
     keep = f"tar={tmp_path / 'tar'}::table={tmp_path / 'old.csv'}"
     start = Encoder("x", device="cpu")
-    request = Request(
+    request = FinetuneRequest(
         start, f"mine={made / 'mine'}", tmp_path, given={"captions": captions}, keep_data=keep
     )
     sources, train_data, factors = with_old_pairs(request, request.data, request.keep_data)
@@ -252,7 +252,9 @@ def test_the_memory_of_the_teacher_is_free_before_the_training(made, tmp_path, m
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("freed"))
     prepared = prepared_for(f"local-dir:{folder}", "", "", ())
     store_teacher(
-        Request(Encoder("x"), "", tmp_path / "out", keep_teacher=True), prepared, lambda line: None
+        FinetuneRequest(Encoder("x"), "", tmp_path / "out", keep_teacher=True),
+        prepared,
+        lambda line: None,
     )
     assert done == ["embedded", "freed"]
 
@@ -282,7 +284,7 @@ def test_held_out_pictures_that_share_captions_get_a_sentence(made, tmp_path, di
 def test_the_micro_batch_is_what_a_plan_of_the_same_flags_finds(made, tmp_path):
     """With GPUs the plan asks them; here it answers for the CPU."""
     start = Encoder(str(made / "start" / "checkpoints" / "epoch_1.pt"))
-    request = Request(start, f"mine={made / 'mine'}", tmp_path)
+    request = FinetuneRequest(start, f"mine={made / 'mine'}", tmp_path)
     write_retrieval_set(tmp_path / "new", [1] * 5)
     folder = export_local_dir(start.model, tmp_path / "before")
     sources = open_sources(request.data)
@@ -420,7 +422,7 @@ def test_a_tag_of_open_clip_becomes_a_folder_to_start_from(tmp_path, monkeypatch
     monkeypatch.setattr(
         "open_clip.factory.download_pretrained", lambda *_, **__: str(tmp_path / "weights.pt")
     )
-    request = Request(Encoder(f"{name}/mine", device="cpu"), "x=/data", tmp_path / "out")
+    request = FinetuneRequest(Encoder(f"{name}/mine", device="cpu"), "x=/data", tmp_path / "out")
     said: list[str] = []
     folder = _before(request, said.append)
     assert _before(request, said.append) == folder and len(said) == 1  # a second call finds it
@@ -430,7 +432,7 @@ def test_a_tag_of_open_clip_becomes_a_folder_to_start_from(tmp_path, monkeypatch
     for own, theirs in zip(found(picture, text), model(picture, text), strict=True):
         assert torch.equal(own, theirs)
 
-    longer = Request(
+    longer = FinetuneRequest(
         Encoder(folder, device="cpu"), "x=/data", tmp_path / "longer", context_length=40
     )
     folder = _before(longer, said.append)

@@ -21,7 +21,7 @@ from open_clip_zerovl.sampling.assignment import (
 )
 from open_clip_zerovl.sampling.order import LocalOrder
 from open_clip_zerovl.sampling.schedule import MIXED, Batching, few_steps, source_schedule
-from open_clip_zerovl.sampling.slices import ShardSlice, epoch_slices, stretch_of
+from open_clip_zerovl.sampling.slices import ShardSlice, epoch_slices, slice_range
 
 batchings = st.builds(
     Batching,
@@ -84,7 +84,7 @@ def check_readers(
         seen: list[int] = []
         low = 0
         for quota in (int(quota[source]) for quota in quotas):
-            mine = stretch_of(slices, low, quota)
+            mine = slice_range(slices, low, quota)
             low += quota
             assert sum(map(len, mine)) == quota
             for piece in mine:
@@ -228,7 +228,7 @@ def test_at_the_size_of_a_cluster():
     slices = epoch_slices(shards, schedule, 3)
     for rank, worker in ((0, 0), (0, 1), (511, 7), (1023, 7)):
         quota = int(dealt.quota(rank, worker)[3])
-        mine = stretch_of(slices, int(dealt.before(rank, worker)[3]), quota)
+        mine = slice_range(slices, int(dealt.before(rank, worker)[3]), quota)
         assert sum(map(len, mine)) == quota
         assert len(mine) <= 2  # a boundary shard is read by its neighbours, nothing else twice
 
@@ -303,7 +303,7 @@ def test_a_billion_pairs_take_no_array_of_them():
     row = next(dealt.counts(511, 3, step))
     before, quota, done = dealt.before(511, 3), dealt.quota(511, 3), dealt.quota(511, 3, step)
     slices = epoch_slices([50_000] * 160_000, schedule, 2)
-    mine = stretch_of(slices, int(before[2]), int(quota[2]))
+    mine = slice_range(slices, int(before[2]), int(quota[2]))
     order = LocalOrder(mine.samples, 3000, lambda block: np.random.default_rng([1, block]))
     next(order.chunks(int(done[2])))
     peak = tracemalloc.get_traced_memory()[1]
@@ -364,7 +364,7 @@ def test_cut_refuses_what_does_not_add_up():
     slices = epoch_slices([10], source_schedule([10], 10, strategy="random", seed=0, epoch=0), 0)
     for low, length in ((4, 8), (-1, 4), (2, -1)):
         with pytest.raises(ValueError, match="add up"):
-            stretch_of(slices, low, length)
+            slice_range(slices, low, length)
 
 
 def test_sequential_takes_one_source_after_the_other():

@@ -39,7 +39,7 @@ from training.checkpointing import (
 from training.console import Console
 from training.params import parse
 from training.resume import Position
-from training.run import LOCK, Run, lock_folder
+from training.run import LOCK, TrainingRun, lock_folder
 from training.stopping import Preemption
 from training.train import Trainer, require_finite
 
@@ -276,7 +276,7 @@ def test_two_runs_with_one_made_up_name(held, monkeypatch):
     args, config = parse(
         ["--model", "ViT-B-32", "--logs", str(folder.parent), "--dataset-type", "synthetic"]
     )
-    run = Run(args, config, None, Console())
+    run = TrainingRun(args, config, None, Console())
     args.name, args.rank = folder.name, 0
     with pytest.raises(UserError, match="is training the run in"):
         run.create_model("ViT-B-32")
@@ -302,7 +302,7 @@ def test_the_config_of_a_checkpoint_has_a_forced_quickgelu(words, expected, monk
         "training.model.create_model", lambda *given: (torch.nn.Linear(1, 1), None, None, None)
     )
     monkeypatch.setattr("training.stopping.end_by_signals", lambda: None)
-    run = Run(args, config, None, Console())
+    run = TrainingRun(args, config, None, Console())
     args.rank = 0
     run.create_model("ViT-B-32")
     assert run.entries[MODEL_ENTRY].get("quick_gelu") is expected

@@ -191,7 +191,7 @@ def test_what_is_replaced_is_put_back():
 def test_copy_codebase_copies_the_packages_that_train_once_on_the_first_rank(tmp_path):
     """open_clip's own copies the folder three levels above its main: that of an installed package."""
     args, config = parse(["--dataset-type", "synthetic", "--logs", str(tmp_path), "--name", "run"])
-    a_run, code = run.Run(args, config, None, Console()), tmp_path / "run" / "code"
+    a_run, code = run.TrainingRun(args, config, None, Console()), tmp_path / "run" / "code"
     a_run.copy_codebase(Namespace(rank=1))
     assert not code.exists()
     a_run.copy_codebase(Namespace(rank=0))
@@ -214,12 +214,12 @@ def test_the_run_keeps_the_content_of_a_model_file(tmp_path):
     file = tmp_path / "mine.json"
     file.write_text("first")
     args, config = parse(["--dataset-type", "synthetic", "--logs", str(tmp_path), "--name", "run"])
-    a_run = run.Run(args, config, None, Console())
+    a_run = run.TrainingRun(args, config, None, Console())
     args.rank = 0
     a_run.folder.mkdir()
-    kept = a_run._kept_config(str(file))
+    kept = a_run._config_copy(str(file))
     assert kept == str(tmp_path / "run" / "mine.json") and Path(kept).read_text() == "first"
     file.write_text("edited")
-    assert Path(a_run._kept_config(str(file))).read_text() == "first"  # resumed
+    assert Path(a_run._config_copy(str(file))).read_text() == "first"  # resumed
     args.logs = "none"
-    assert a_run._kept_config(str(file)) == str(file)
+    assert a_run._config_copy(str(file)) == str(file)

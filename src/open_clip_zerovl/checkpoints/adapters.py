@@ -63,13 +63,13 @@ def adapter_files(
     adapter of nn.MultiheadAttention's output projection twice.
     """
     layers = sorted(name.removesuffix(_A) for name in weights if name.endswith(_A))
-    kept = {
+    trained = {
         f"base_model.model.{name.replace('.default.', '.')}": tensor.clone().contiguous()
         for name, tensor in weights.items()
         if is_adapter(name) or name in entry["trained"]
     }
     files: dict[str, bytes | str] = {
-        f"{FOLDER}/adapter_model.safetensors": save(kept, metadata={"format": "pt"})
+        f"{FOLDER}/adapter_model.safetensors": save(trained, metadata={"format": "pt"})
     }
     if not any(layer.endswith(".base_layer.out_proj") for layer in layers):
         config = {

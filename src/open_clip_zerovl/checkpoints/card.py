@@ -256,10 +256,8 @@ def _recipe_facts(
 ) -> list[tuple[str, str]]:
     facts = []
     if batch := params.get("batch_size"):
-        ranks, steps = (
-            params.get("world_size") or 1,
-            params.get("dga_steps") or params.get("accum_freq") or 1,
-        )
+        ranks = params.get("world_size") or 1
+        steps = params.get("dga_steps") or params.get("accum_freq") or 1
         sizes = f"{batch * ranks * steps:,} = {batch} a micro-batch x {steps} accumulated x {ranks} ranks"
         facts.append(("effective batch", sizes))
     known = params if given is None else given
@@ -302,10 +300,8 @@ def _measured(metrics: Mapping[str, float]) -> dict[str, Any]:
     for name, value in metrics.items():
         if match := _RECALL.fullmatch(name):
             tables.setdefault(match[1] or "validation pairs", {})[match[2], int(match[3])] = value
-    ks, ways = (
-        sorted({k for row in tables.values() for _, k in row}),
-        ("image_to_text", "text_to_image"),
-    )
+    ks = sorted({k for row in tables.values() for _, k in row})
+    ways = ("image_to_text", "text_to_image")
     recalls = {
         name: [
             *(f"{100 * row[way, k]:.1f}" if (way, k) in row else "" for way in ways for k in ks),

@@ -257,7 +257,9 @@ def split_weights(weights: dict[str, Tensor], checkpoint: Path) -> DualEncoder:
         prefix = next((prefix for prefix in layout if key.startswith(prefix)), None)
         if prefix is None:
             unknown.append(key)
-        elif (piece := layout[prefix]) not in towers:
+            continue
+        piece = layout[prefix]
+        if piece not in towers:
             if key == prefix:
                 singles[piece] = tensor
             else:

@@ -92,7 +92,7 @@ def export_local_dir(
     weights = merged(unmerged, adapters, checkpoint)
     spec = read_model_spec(checkpoint, model=model, text_model=text_model)
     card = run_card(checkpoint, spec, weights, licence=licence)
-    beside = None if adapters is None else adapter_files(unmerged, adapters)
+    extra_files = None if adapters is None else adapter_files(unmerged, adapters)
     return write_local_dir(
         checkpoint,
         weights,
@@ -101,7 +101,7 @@ def export_local_dir(
         card=card,
         precision=precision,
         force=force,
-        beside=beside,
+        extra_files=extra_files,
     )
 
 
@@ -115,14 +115,14 @@ def write_local_dir(
     card: ModelCard,
     precision: str | None = None,
     force: bool = False,
-    beside: Mapping[str, bytes | str] | None = None,
+    extra_files: Mapping[str, bytes | str] | None = None,
 ) -> Path:
     """Writes the folder of `export_local_dir` from weights under open_clip's names and a description of their model.
 
     Args:
         origin: the weights' source, for messages.
         card: the model card.
-        beside: further files of the folder, name -> content.
+        extra_files: further files of the folder, name -> content.
 
     Raises:
         UserError: as `export_local_dir`.
@@ -147,7 +147,7 @@ def write_local_dir(
         _verify(folder, weights, tokenizer, spec)
         write_config(folder, _pointing_at(final, spec), preprocess_cfg)
         text = card.text(needs_import=is_registered_here(built))
-        for name, content in {CARD_FILE: text, **(beside or {})}.items():
+        for name, content in {CARD_FILE: text, **(extra_files or {})}.items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
     log.info("wrote %s", final)

@@ -78,7 +78,10 @@ def renamed(
             kind = name.removeprefix(_QKV[old])
             names = _SPLIT.get(target, (_QKV[new],) if new < len(_QKV) else ())
             parts = tensor.chunk(3) if len(names) == 3 else (tensor,)
-            placed |= {f"{stem}{one}{kind}": third for one, third in zip(names, parts, strict=True)}
+            placed |= {
+                f"{stem}{projection}{kind}": third
+                for projection, third in zip(names, parts, strict=True)
+            }
         elif row is None or not (row[old].endswith(".") or name == row[old]):
             unknown.append(key)
         else:

@@ -86,9 +86,8 @@ def tokenizer_of(spec: ModelSpec) -> HFTokenizer | SimpleTokenizer:
     text_cfg = spec.model_cfg["text_cfg"]
     source = spec.tokenizer_source
     if source is None:
-        if (
-            ":" not in spec.name and get_model_config(spec.name) is None
-        ):  # a model of our own making, with CLIP's text tower
+        # a model of our own making, with CLIP's text tower
+        if ":" not in spec.name and get_model_config(spec.name) is None:
             return SimpleTokenizer(
                 context_length=text_cfg.get("context_length", DEFAULT_CONTEXT_LENGTH)
             )

@@ -33,9 +33,10 @@ NOT_OF_FUNCTION = frozenset({
     "patch_dropout", "timm_drop", "timm_drop_path", "init_logit_scale", "init_logit_bias",
 })  # fmt: skip
 OF_PROJECTION = frozenset({"timm_proj", "timm_proj_bias", "hf_proj_type"})
+# transformers
 OF_FILES = frozenset(
     {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"}
-)  # transformers
+)
 _TOWERS = {
     "image": ("vision_cfg", asdict(CLIPVisionCfg())),
     "text": ("text_cfg", asdict(CLIPTextCfg())),
@@ -128,7 +129,8 @@ def _register_own(file: str, checkpoint: Path) -> str:
         The model's name; without a config the file's.
     """
     name = Path(file).name
-    if isinstance(config := read_entry(checkpoint, MODEL_ENTRY), dict):
+    config = read_entry(checkpoint, MODEL_ENTRY)
+    if isinstance(config, dict):
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder, name)
             copy.write_text(json.dumps(config), encoding="utf-8")
@@ -232,9 +234,8 @@ def first_difference(
     left, right = (dict(_entries(config, ignored)) for config in (first, second))
     for key in sorted(left.keys() | right.keys()):
         a, b = left.get(key), right.get(key)
-        off = all(
-            value is None or value is False for value in (a, b)
-        )  # an absent switch is one that is off
+        # an absent switch is one that is off
+        off = all(value is None or value is False for value in (a, b))
         if a != b and not off:
             return key, _shown(a), _shown(b)
     return None

@@ -186,7 +186,11 @@ def whole_model(model: ClipModel) -> tuple[Any, dict[str, Tensor], bool]:
         refuse("it has a logit_bias (SigLIP), and transformers' dual encoders have none")
     try:
         image, text = image_tower(model), text_tower(model)
-    except (AttributeError, LookupError, TypeError) as error:  # it lacks a part that `Tower` needs
+    except (
+        AttributeError,
+        LookupError,
+        TypeError,
+    ) as error:  # it lacks a part that `TransformersTower` needs
         refuse(f"its towers have other parts ({first_line(error)})")
     towers = {"vision_config": image.config.to_dict(), "text_config": text.config.to_dict()}
     scale = model.logit_scale.detach().float().reshape(())
@@ -202,10 +206,8 @@ def whole_model(model: ClipModel) -> tuple[Any, dict[str, Tensor], bool]:
         config, prefixes = CLIPConfig(**towers, **rest), ("", "")
         config.architectures = ["CLIPModel"]
     else:
-        config, prefixes = (
-            VisionTextDualEncoderConfig(**towers, **rest),
-            ("vision_model.", "text_model."),
-        )
+        config = VisionTextDualEncoderConfig(**towers, **rest)
+        prefixes = ("vision_model.", "text_model.")
         config.architectures = ["VisionTextDualEncoderModel"]
     tensors = {f"{prefixes[0]}{name}": tensor for name, tensor in image.tensors.items()}
     tensors |= {f"{prefixes[1]}{name}": tensor for name, tensor in text.tensors.items()}
@@ -309,16 +311,19 @@ def _clip_tokenizer() -> Any:
     """CLIP's byte pair encoding, from the file that open_clip brings."""
     from transformers import CLIPTokenizer
 
-    own = SimpleTokenizer()
+    open_clip_tokenizer = SimpleTokenizer()
+    # transformers' for them
     names = dict(
-        zip(own.all_special_ids, ("<|startoftext|>", "<|endoftext|>"), strict=True)
-    )  # transformers' for them
-    vocabulary = {names.get(number, word): number for word, number in own.encoder.items()}
+        zip(open_clip_tokenizer.all_special_ids, ("<|startoftext|>", "<|endoftext|>"), strict=True)
+    )
+    vocabulary = {
+        names.get(number, word): number for word, number in open_clip_tokenizer.encoder.items()
+    }
     with tempfile.TemporaryDirectory() as scratch:
         Path(scratch, "vocab.json").write_text(
             json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8"
         )
-        merges = "".join(f"{first} {second}\n" for first, second in own.bpe_ranks)
+        merges = "".join(f"{first} {second}\n" for first, second in open_clip_tokenizer.bpe_ranks)
         Path(scratch, "merges.txt").write_text(f"#version: 0.2\n{merges}", encoding="utf-8")
         return CLIPTokenizer.from_pretrained(scratch)
 
@@ -331,16 +336,14 @@ def _quiet() -> Iterator[None]:
     """Without transformers' progress bars and notes."""
     from transformers.utils import logging as transformers_logging
 
-    kept, bars = (
-        transformers_logging.get_verbosity(),
-        transformers_logging.is_progress_bar_enabled(),
-    )
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        transformers_logging.set_verbosity(kept)
+        transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
 

@@ -51,7 +51,7 @@ _HEADROOM_BITS = 10  # x < 2^-10, so that tanh(x) = x to 2^-21
 
 
 @dataclass(frozen=True)
-class Tower:
+class TransformersTower:
     """A tower as a model of transformers.
 
     Attributes:
@@ -77,11 +77,9 @@ class PooledVision(nn.Module):
 
     def __init__(self, transformer: Any, preprocess_cfg: dict[str, Any]) -> None:
         super().__init__()
-        self.transformer, self.preprocess_cfg, self.proj = (
-            transformer,
-            preprocess_cfg,
-            nn.Identity(),
-        )
+        self.transformer = transformer
+        self.preprocess_cfg = preprocess_cfg
+        self.proj = nn.Identity()
 
     def forward(self, images: Tensor) -> Tensor:
         return self.proj(self.transformer(pixel_values=images).pooler_output)
@@ -94,7 +92,7 @@ def refuse(what: str) -> NoReturn:
     )
 
 
-def image_tower(model: ClipModel) -> Tower:
+def image_tower(model: ClipModel) -> TransformersTower:
     """The image tower of an open_clip model.
 
     Raises:
@@ -102,7 +100,7 @@ def image_tower(model: ClipModel) -> Tower:
     """
     visual: Any = model.visual
     if isinstance(visual, PooledVision):
-        return Tower(
+        return TransformersTower(
             _config_of(visual.transformer), _saved(visual.transformer), _linear(visual.proj)
         )
     if isinstance(visual, VisionTransformer):
@@ -123,10 +121,8 @@ def image_tower(model: ClipModel) -> Tower:
         attention, activation = trunk.blocks[0].attn.num_heads, _activation(trunk.blocks[0].mlp.act)
         projection = _linear(visual.head.proj) if len(visual.head) else torch.eye(trunk.embed_dim)
         has_first_norm = False
-        side, patch = (
-            _square(trunk.patch_embed.img_size, "images"),
-            _square(trunk.patch_embed.patch_size, "patches"),
-        )
+        side = _square(trunk.patch_embed.img_size, "images")
+        patch = _square(trunk.patch_embed.patch_size, "patches")
     else:
         refuse(f"its image tower {type(visual).__name__} is not a ViT")
     sizes = {
@@ -140,7 +136,7 @@ def image_tower(model: ClipModel) -> Tower:
     return layout(weights, sizes, projection.float())
 
 
-def text_tower(model: ClipModel) -> Tower:
+def text_tower(model: ClipModel) -> TransformersTower:
     """The text tower of an open_clip model.
 
     Raises:
@@ -167,7 +163,9 @@ def straight_pooler(norm_weight: Tensor, norm_bias: Tensor) -> tuple[dict[str, T
     }, factor
 
 
-def _vit(weights: Mapping[str, Tensor], sizes: Mapping[str, Any], projection: Tensor) -> Tower:
+def _vit(
+    weights: Mapping[str, Tensor], sizes: Mapping[str, Any], projection: Tensor
+) -> TransformersTower:
     from transformers import Dinov2Config
 
     tensors, shape = _transformer(weights, "DINOv2")
@@ -183,22 +181,24 @@ def _vit(weights: Mapping[str, Tensor], sizes: Mapping[str, Any], projection: Te
             tensors.setdefault(
                 f"encoder.layer.{number}.layer_scale{part}.lambda1", torch.ones(width)
             )
-    return Tower(Dinov2Config(mlp_ratio=inner // width, **shape, **sizes), tensors, projection)
+    return TransformersTower(
+        Dinov2Config(mlp_ratio=inner // width, **shape, **sizes), tensors, projection
+    )
 
 
 def _clip_vision(
     weights: Mapping[str, Tensor], sizes: Mapping[str, Any], projection: Tensor
-) -> Tower:
+) -> TransformersTower:
     from transformers import CLIPVisionConfig
 
     tensors, shape = _transformer(weights, "CLIP")
     named = {f"vision_model.{name}": tensor for name, tensor in tensors.items()}
-    return Tower(
+    return TransformersTower(
         CLIPVisionConfig(projection_dim=len(projection), **shape, **sizes), named, projection
     )
 
 
-def _clip_text(text: ClipModel | TextTransformer) -> Tower:
+def _clip_text(text: ClipModel | TextTransformer) -> TransformersTower:
     from transformers import CLIPTextConfig
 
     weights = text.state_dict()
@@ -230,12 +230,12 @@ def _clip_text(text: ClipModel | TextTransformer) -> Tower:
         pad_token_id=words - 1,
         **shape,
     )
-    return Tower(
+    return TransformersTower(
         config, {f"text_model.{name}": tensor for name, tensor in tensors.items()}, matrix.float()
     )
 
 
-def _hugging_face_text(text: HFTextEncoder) -> Tower:
+def _hugging_face_text(text: HFTextEncoder) -> TransformersTower:
     kind = text.config.model_type
     if kind not in POOLED_TYPES:
         refuse(
@@ -261,7 +261,7 @@ def _hugging_face_text(text: HFTextEncoder) -> Tower:
         pooler, factor = straight_pooler(tensors[f"{norm}.weight"], tensors[f"{norm}.bias"])
         tensors |= pooler
         projection = projection * factor
-    return Tower(_config_of(text), tensors, projection, trainable)
+    return TransformersTower(_config_of(text), tensors, projection, trainable)
 
 
 def _config_of(model: Any) -> Any:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from open_clip_zerovl.cli.program import Run
+from open_clip_zerovl.cli.program import RunCommand
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import (
     add_settings,
@@ -30,7 +30,7 @@ class _PackWork(Work):
     threads: int = redeclared(Work, "threads", max(8, 2 * (os.cpu_count() or 1)))
 
 
-def pack(parser: argparse.ArgumentParser) -> Run:
+def pack(parser: argparse.ArgumentParser) -> RunCommand:
     """`zerovl data pack`."""
     from open_clip_zerovl.prepare.pack.packing import PackSettings
     from open_clip_zerovl.prepare.pack.rows import Columns
@@ -119,7 +119,7 @@ def _add_dataset(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _url_list(name: str, parser: argparse.ArgumentParser) -> Run:
+def _url_list(name: str, parser: argparse.ArgumentParser) -> RunCommand:
     """A dataset whose pictures lie on many hosts."""
     _add_dataset(parser)
     add_settings(parser, Work, Limits)
@@ -139,7 +139,7 @@ def _url_list(name: str, parser: argparse.ArgumentParser) -> Run:
     return run
 
 
-def _annotated(name: str, parser: argparse.ArgumentParser) -> Run:
+def _annotated(name: str, parser: argparse.ArgumentParser) -> RunCommand:
     """A dataset of annotations and archives of pictures."""
     _add_dataset(parser)
     parser.add_argument(
@@ -170,7 +170,7 @@ sbu, cc3m, cc12m = (partial(_url_list, name) for name in ("sbu", "cc3m", "cc12m"
 vg, coco, f30k = (partial(_annotated, name) for name in ("vg", "coco", "f30k"))
 
 
-def report(parser: argparse.ArgumentParser) -> Run:
+def report(parser: argparse.ArgumentParser) -> RunCommand:
     """`zerovl data report`."""
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR")
 
@@ -182,7 +182,7 @@ def report(parser: argparse.ArgumentParser) -> Run:
     return run
 
 
-def index(parser: argparse.ArgumentParser) -> Run:
+def index(parser: argparse.ArgumentParser) -> RunCommand:
     """`zerovl data index`."""
     parser.add_argument(
         "folder",
@@ -210,7 +210,7 @@ def index(parser: argparse.ArgumentParser) -> Run:
     return run
 
 
-def check(parser: argparse.ArgumentParser) -> Run:
+def check(parser: argparse.ArgumentParser) -> RunCommand:
     """`zerovl data check`."""
     parser.description = f"{parser.description} Exit status 2 if one has a fault."
     parser.add_argument(
@@ -246,7 +246,7 @@ def _run_check(arguments: argparse.Namespace) -> None:
         raise UserError(f"{arguments.folder} has {sum(result.faults.values())} faults: see above.")
 
 
-def near(parser: argparse.ArgumentParser) -> Run:
+def near(parser: argparse.ArgumentParser) -> RunCommand:
     """`zerovl data near`."""
     parser.description = (
         "Compare the pictures of sources with those of test sets, and list copies: re-encoded, resized or lightly cropped ones "

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from open_clip_zerovl.cli.program import Run
+from open_clip_zerovl.cli.program import RunCommand
 from open_clip_zerovl.cli.shared import (
     MODEL,
     MODELS,
@@ -28,7 +28,7 @@ from open_clip_zerovl.evaluate.settings import (
 )
 
 
-def retrieval(parser: argparse.ArgumentParser) -> Run:
+def retrieval(parser: argparse.ArgumentParser) -> RunCommand:
     """`zerovl retrieval`."""
     parser.description = (
         "Zero-shot retrieval both ways, with the checkpoint's own transform, as CLIP_benchmark measures it. On several GPUs: "
@@ -48,10 +48,8 @@ def retrieval(parser: argparse.ArgumentParser) -> Run:
     def run(arguments: argparse.Namespace) -> Any:
         from open_clip_zerovl.evaluate.retrieval.score import run_retrieval
 
-        settings, files = (
-            settings_from(RetrievalSettings, arguments),
-            settings_from(RetrievalFiles, arguments),
-        )
+        settings = settings_from(RetrievalSettings, arguments)
+        files = settings_from(RetrievalFiles, arguments)
         return run_retrieval(
             encoder_of(arguments, arguments.model), arguments.data, settings, files
         )
@@ -59,7 +57,7 @@ def retrieval(parser: argparse.ArgumentParser) -> Run:
     return run
 
 
-def zero_shot(parser: argparse.ArgumentParser) -> Run:
+def zero_shot(parser: argparse.ArgumentParser) -> RunCommand:
     """`zerovl zero-shot`."""
     parser.description = (
         "Zero-shot classification as CLIP_benchmark measures it, with intervals, for each class and source. A class is the "
@@ -85,7 +83,7 @@ def zero_shot(parser: argparse.ArgumentParser) -> Run:
     return run
 
 
-def linear_probe(parser: argparse.ArgumentParser) -> Run:
+def linear_probe(parser: argparse.ArgumentParser) -> RunCommand:
     """`zerovl linear-probe`."""
     parser.description = (
         "Linear probe (paper 5.3) on the image tower's features before the projection. Repeat an interrupted call with the "
@@ -153,7 +151,7 @@ def linear_probe(parser: argparse.ArgumentParser) -> Run:
     return run
 
 
-def compare(parser: argparse.ArgumentParser) -> Run:
+def compare(parser: argparse.ArgumentParser) -> RunCommand:
     """`zerovl compare`."""
     parser.description = (
         "Retrieval within sources, across them, in one pool of all and in unseen sources, the source probe, log p of negatives "
@@ -207,7 +205,7 @@ def compare(parser: argparse.ArgumentParser) -> Run:
     return run
 
 
-def search(parser: argparse.ArgumentParser) -> Run:
+def search(parser: argparse.ArgumentParser) -> RunCommand:
     """`zerovl search`."""
     parser.description = (
         "Pictures are embedded once and kept; changed ones, and those for another model, are embedded again. A call that was "

@@ -170,7 +170,10 @@ def words_of(flags: Mapping[str, Any], repeated: Collection[str]) -> list[str]:
     for name, value in flags.items():
         option = "--" + name.removesuffix("_").replace("_", "-")
         if isinstance(value, Mapping):
-            value = [key if one is True else f"{key}={_word(one)}" for key, one in value.items()]
+            value = [
+                key if setting is True else f"{key}={_word(setting)}"
+                for key, setting in value.items()
+            ]
         if value is None or value is False:
             continue
         if value is True:
@@ -179,7 +182,7 @@ def words_of(flags: Mapping[str, Any], repeated: Collection[str]) -> list[str]:
             line += [option, *map(_word, value)]
         else:
             values = value if isinstance(value, (list, tuple)) else [value]
-            line += [f"{option}={_word(one)}" for one in values]
+            line += [f"{option}={_word(item)}" for item in values]
     return line
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from open_clip_zerovl.align.request import AlignFlags
 from open_clip_zerovl.checkpoints.encoder_flags import EncoderFlags
-from open_clip_zerovl.cli.program import Run
+from open_clip_zerovl.cli.program import RunCommand
 from open_clip_zerovl.cli.shared import MODEL, add_encoder, encoder_of, own_model
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import (
@@ -25,14 +25,14 @@ from open_clip_zerovl.core.flags import (
     share,
 )
 from open_clip_zerovl.core.lazy import load_open_clip
-from open_clip_zerovl.distill.teacher_flags import TeacherFlags
+from open_clip_zerovl.distill.teacher_flags import TeacherViewFlags
 from open_clip_zerovl.evaluate.settings import PLAIN_ALPHA, CurveFlags, RetrievalSettings
 from open_clip_zerovl.finetune.flags import SETS, FinetuneFlags
 from open_clip_zerovl.prepare.cluster_flags import ClusterSettings
 from open_clip_zerovl.recipe.flags import TuningFlags
 
 
-def finetune(parser: argparse.ArgumentParser) -> Run:
+def finetune(parser: argparse.ArgumentParser) -> RunCommand:
     """`zerovl finetune`."""
     parser.description = (
         "Chooses every setting for a thousand to some million pairs and gives the reasons; trains both towers, keeps the best "
@@ -65,7 +65,7 @@ def finetune(parser: argparse.ArgumentParser) -> Run:
 
     def run(arguments: argparse.Namespace) -> Any:
         from open_clip_zerovl.finetune.finetuning import run_finetune
-        from open_clip_zerovl.finetune.request import Request
+        from open_clip_zerovl.finetune.request import FinetuneRequest
         from open_clip_zerovl.recipe.arguments import parse_settings, settings_of
 
         tuned = {
@@ -73,7 +73,7 @@ def finetune(parser: argparse.ArgumentParser) -> Run:
             for each in flags_of(TuningFlags)
         }
         request = settings_from(
-            Request,
+            FinetuneRequest,
             arguments,
             start=encoder_of(arguments, arguments.start),
             data=arguments.data,
@@ -93,7 +93,7 @@ def finetune(parser: argparse.ArgumentParser) -> Run:
     return run
 
 
-def interpolate(parser: argparse.ArgumentParser) -> Run:
+def interpolate(parser: argparse.ArgumentParser) -> RunCommand:
     """`zerovl interpolate`."""
     parser.description = (
         "A model between two models (WiSE-FT): it keeps more of the earlier abilities than the fine-tuned one. "
@@ -190,7 +190,7 @@ def _print_loading(done: str, folder: Path, notes: list[str]) -> None:
     )
 
 
-def export(parser: argparse.ArgumentParser) -> Run:
+def export(parser: argparse.ArgumentParser) -> RunCommand:
     """`zerovl export`."""
     parser.description = (
         "Write a training checkpoint as a local-dir: folder for open_clip.create_model_and_transforms, or as a folder for "
@@ -293,7 +293,7 @@ def _run_export(arguments: argparse.Namespace) -> None:
         print(f"Pushed: {address}")
 
 
-def convert(parser: argparse.ArgumentParser) -> Run:
+def convert(parser: argparse.ArgumentParser) -> RunCommand:
     """`zerovl convert`."""
     parser.description = (
         "Write a checkpoint of the paper's released code, or of open_clip's training, as a local-dir: folder for "
@@ -336,15 +336,14 @@ def convert(parser: argparse.ArgumentParser) -> Run:
         from open_clip_zerovl.checkpoints.convert import convert_checkpoint
         from open_clip_zerovl.checkpoints.export import loading_notes
 
-        folder = convert_checkpoint(
-            **vars(arguments)
-        )  # the names of its flags are those of its arguments
+        # the names of its flags are those of its arguments
+        folder = convert_checkpoint(**vars(arguments))
         _print_loading(f"Converted{', verified' * arguments.verify}", folder, loading_notes(folder))
 
     return run
 
 
-def teacher(parser: argparse.ArgumentParser) -> Run:
+def teacher(parser: argparse.ArgumentParser) -> RunCommand:
     """`zerovl teacher`."""
     parser.description = (
         "Each picture under several augmentations (views) and each caption through one or several frozen models, kept on disk. "
@@ -361,7 +360,7 @@ def teacher(parser: argparse.ArgumentParser) -> Run:
         help="named sources, as in training",
     )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
-    add_settings(parser, TeacherFlags)
+    add_settings(parser, TeacherViewFlags)
     add_settings(parser, EncoderFlags, without=("model_name", "text_model"))
 
     def run(arguments: argparse.Namespace) -> None:
@@ -381,7 +380,7 @@ class _ClusterEncoder(EncoderFlags):
     batch_size: int = redeclared(EncoderFlags, "batch_size", 256)
 
 
-def cluster(parser: argparse.ArgumentParser) -> Run:
+def cluster(parser: argparse.ArgumentParser) -> RunCommand:
     """`zerovl cluster`."""
     parser.description = (
         "Encode one source with any open_clip model, cluster the features by k-means, and write an assignment with a report "
@@ -402,16 +401,14 @@ def cluster(parser: argparse.ArgumentParser) -> Run:
     def run(arguments: argparse.Namespace) -> None:
         from open_clip_zerovl.prepare.clusters.splitting import cluster_source
 
-        encoder, settings = (
-            encoder_of(arguments, arguments.model),
-            settings_from(ClusterSettings, arguments),
-        )
+        encoder = encoder_of(arguments, arguments.model)
+        settings = settings_from(ClusterSettings, arguments)
         cluster_source(arguments.data, encoder, arguments.out, settings)
 
     return run
 
 
-def report(parser: argparse.ArgumentParser) -> Run:
+def report(parser: argparse.ArgumentParser) -> RunCommand:
     """`zerovl report`."""
     parser.description = (
         "Write RUN/run.html from RUN/record.jsonl. Training does so at its end; this does it for a run that is still going on "
@@ -427,7 +424,7 @@ def report(parser: argparse.ArgumentParser) -> Run:
     return run
 
 
-def doctor(parser: argparse.ArgumentParser) -> Run:
+def doctor(parser: argparse.ArgumentParser) -> RunCommand:
     """`zerovl doctor`."""
     parser.description = (
         "One page to paste into an issue: versions and supported ranges, a forward pass and a DGA step on every device, "
@@ -457,7 +454,7 @@ def doctor(parser: argparse.ArgumentParser) -> Run:
     return run
 
 
-def align(parser: argparse.ArgumentParser) -> Run:
+def align(parser: argparse.ArgumentParser) -> RunCommand:
     """`zerovl align`."""
     parser.description = (
         "Encodes pairs once by frozen encoders and trains heads on the stored features: a retrieval model in the time of some "
@@ -483,9 +480,9 @@ def align(parser: argparse.ArgumentParser) -> Run:
         from open_clip_zerovl.align.request import AlignRequest
         from open_clip_zerovl.finetune.data import find_data
 
-        found = find_data(arguments.data)
+        data = find_data(arguments.data)
         held_out = (
-            arguments.retrieval_data if arguments.retrieval_data is not None else found.held_out
+            arguments.retrieval_data if arguments.retrieval_data is not None else data.held_out
         )
         return run_align(
             settings_from(
@@ -493,7 +490,7 @@ def align(parser: argparse.ArgumentParser) -> Run:
                 arguments,
                 images=tuple(dict.fromkeys(arguments.image)),
                 texts=tuple(dict.fromkeys(arguments.text)),
-                train_data=found.train_data,
+                train_data=data.train_data,
                 held_out=held_out,
                 out=arguments.out.expanduser().absolute(),
             )

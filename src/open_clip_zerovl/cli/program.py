@@ -18,7 +18,7 @@ from open_clip_zerovl.core.errors import DEBUG, DEBUG_HELP, argparse_sentence, e
 from open_clip_zerovl.core.lazy import load_open_clip
 
 #: Runs a parsed command. An int is its exit status; anything else is the result for the Python function of the same name.
-Run = Callable[[argparse.Namespace], Any]
+RunCommand = Callable[[argparse.Namespace], Any]
 ParserKind = TypeVar("ParserKind", bound=argparse.ArgumentParser)
 
 # Group -> command -> (module of this room and function that defines it, its line in the list).
@@ -133,10 +133,8 @@ SILENT = (
     "teacher",
     "zero-shot",
 )
-TAKE_WORDS = (
-    "train",
-    "plan",
-)  # their flags are those of training, for which they have parsers of their own
+# their flags are those of training, for which they have parsers of their own
+TAKE_WORDS = ("train", "plan")
 ALL = {name: command for group in COMMANDS.values() for name, command in group.items()}
 
 
@@ -173,7 +171,7 @@ def run_parsed(name: str, words: Sequence[str]) -> Any:
     return run(arguments)
 
 
-def define(name: str, kind: type[ParserKind]) -> tuple[ParserKind, Run]:
+def define(name: str, kind: type[ParserKind]) -> tuple[ParserKind, RunCommand]:
     """A command's parser, and the function that runs it with the parsed words."""
     line = ALL[name][1]
     parser = kind(prog=f"zerovl {name}", description=f"{line[:1].upper()}{line[1:]}.")
@@ -217,7 +215,8 @@ def find_command(words: Sequence[str]) -> tuple[str, list[str]]:
         print(f"open_clip_zerovl {__version__}")
         raise SystemExit(0)
     prefix = "data " if first == "data" else ""
-    if (word := second if prefix else first) in ("-h", "--help"):
+    word = second if prefix else first
+    if word in ("-h", "--help"):
         print(command_list(prefix))
         raise SystemExit(0)
     name = prefix + word
@@ -225,16 +224,18 @@ def find_command(words: Sequence[str]) -> tuple[str, list[str]]:
         return name, list(words[2 if prefix else 1 :])
     program = f"zerovl {prefix}".strip()
     if not word or word.startswith("-"):
-        found = f", and {word} is not one" if word else ""
-        sentence = f"`{program}` needs a command{found}; `{program} --help` lists the commands"
+        clause = f", and {word} is not one" if word else ""
+        sentence = f"`{program}` needs a command{clause}; `{program} --help` lists the commands"
     else:
         # 'pack' means 'data pack', although their letters differ.
-        known = [one.removeprefix(prefix) for one in ALL if one.startswith(prefix)]
-        near = next((one for one in known if one.split()[-1] == word), None) or nearest(word, known)
+        known = [command.removeprefix(prefix) for command in ALL if command.startswith(prefix)]
+        similar = next(
+            (command for command in known if command.split()[-1] == word), None
+        ) or nearest(word, known)
         sentence = f"there is no command '{word}'; "
         sentence += (
-            f"did you mean `zerovl {prefix}{near}`?"
-            if near
+            f"did you mean `zerovl {prefix}{similar}`?"
+            if similar
             else f"`{program} --help` lists the commands"
         )
     print(f"zerovl: error: {sentence}", file=sys.stderr)

@@ -122,7 +122,8 @@ class Run(_HoldsModel):
     @property
     def model_path(self) -> Path:
         """The newest epoch's checkpoint. UserError if no epoch has ended."""
-        if not (saved := self.checkpoints):
+        saved = self.checkpoints
+        if not saved:
             raise UserError(f"{self.folder} has no checkpoint of an epoch yet")
         return saved[max(saved)]
 

@@ -42,11 +42,11 @@ def encoder_of(
     """
     from open_clip_zerovl.checkpoints.loading import Encoder
 
-    own: dict[str, str | None] = {"model_name": None, "text_model": None}
+    names: dict[str, str | None] = {"model_name": None, "text_model": None}
     if not one_of_several or Path(model).expanduser().is_file():
         named = own_model(arguments.model_config) or getattr(arguments, "model_name", None)
-        own = {"model_name": named, "text_model": arguments.text_model}
-    return settings_from(Encoder, arguments, model=model, **own)
+        names = {"model_name": named, "text_model": arguments.text_model}
+    return settings_from(Encoder, arguments, model=model, **names)
 
 
 def encoders_of(arguments: argparse.Namespace) -> dict[str, Encoder]:

@@ -39,7 +39,9 @@ def take_gpus(words: Sequence[str]) -> tuple[int | None, list[str]]:
     Raises:
         UserError: it is not a positive number.
     """
-    gpus, rest, left = None, [], list(words[1:] if words[:1] == ["--"] else words)
+    gpus = None
+    rest = []
+    left = list(words[1:] if words[:1] == ["--"] else words)
     while left:
         word = left.pop(0)
         flag, has_value, value = word.partition("=")

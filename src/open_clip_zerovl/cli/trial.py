@@ -6,14 +6,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from open_clip_zerovl.cli.program import Run
+from open_clip_zerovl.cli.program import RunCommand
 from open_clip_zerovl.cli.shared import add_encoder, encoder_of
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import add_settings, settings_from
 from open_clip_zerovl.trial.flags import TrialFlags
 
 
-def trial(parser: argparse.ArgumentParser) -> Run:
+def trial(parser: argparse.ArgumentParser) -> RunCommand:
     """`zerovl trial`."""
     parser.description = (
         "Trains one model in several ways, with the same compute, data, seeds and first weights, and says whether a larger "

@@ -41,7 +41,9 @@ def claim(
     if stored is None:
         # Beside the lock of this process and the leavings of a killed one.
         entries = file.parent.iterdir() if file.parent.is_dir() else ()
-        others = [one.name for one in entries if one.name != "lock" and one.suffix != ".part"]
+        others = [
+            entry.name for entry in entries if entry.name != "lock" and entry.suffix != ".part"
+        ]
         if others:
             raise UserError(
                 f"{file.parent} holds {others[0]} and no {file.name}, so this program did not begin it; give a new folder"

@@ -53,7 +53,9 @@ class CsvRows:
     """
 
     def __init__(self, file: BinaryIO, separator: str, pictures: tuple[str, ...]) -> None:
-        self.file, self.separator, self.pictures = file, separator, pictures
+        self.file = file
+        self.separator = separator
+        self.pictures = pictures
         self.width, self.image = 0, 0  # fields of the header, and which one is the image
         self._waiting: deque[bytes] = deque()  # lines that a stray quote had taken into a row
         self._taken: list[bytes] = []  # lines of the current row

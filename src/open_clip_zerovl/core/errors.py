@@ -24,6 +24,8 @@ DEFECT = "a defect of this program or of a package"  # begins the sentence of an
 INTERRUPTED_STATUS = 130
 BROKEN_PIPE_STATUS = 141
 
+Say = Callable[[str], None]  # takes a line for the user, as `print` does
+
 
 class UserError(ValueError):
     """Something the user can mend: bad input, a missing file, flags that contradict each other.
@@ -272,26 +274,24 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), None)
 
 
-def argparse_sentence(
-    message: str, flags: Iterable[str], help_command: str, *, lists: str = "flags"
-) -> str:
+def argparse_sentence(message: str, flags: Iterable[str], help_command: str) -> str:
     """One sentence for argparse's message: for an unknown flag with the nearest known one.
 
     Args:
         message: the argument of `ArgumentParser.error`.
         flags: the known flags.
-        help_command: the command that lists the flags, or the commands.
+        help_command: the command that lists the flags.
     """
     unknown = message.removeprefix("unrecognized arguments: ")
     if unknown == message:
-        return f"{message}; `{help_command}` lists the {lists}"
+        return f"{message}; `{help_command}` lists the flags"
     words = unknown.split()
     word = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
     if not word.startswith("-"):
         return f"unexpected argument {word!r}; write it as --flag value"
-    near = nearest(word, flags)
+    similar = nearest(word, flags)
     return f"there is no flag {word}; " + (
-        f"did you mean {near}?" if near else f"`{help_command}` lists the {lists}"
+        f"did you mean {similar}?" if similar else f"`{help_command}` lists the flags"
     )
 
 

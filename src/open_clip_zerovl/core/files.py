@@ -66,9 +66,8 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         UserError: the file cannot be written (full disk, read-only folder ...). An old file is kept.
     """
     target = Path(os.path.realpath(path))  # a link stays a link: its target is replaced
-    if (
-        target.exists() and not target.is_file() and not target.is_dir()
-    ):  # a device or a pipe is written to, not replaced
+    # a device or a pipe is written to, not replaced
+    if target.exists() and not target.is_file() and not target.is_dir():
         with open(target, "wb") as file:
             yield file
         return
@@ -355,12 +354,12 @@ def did_you_mean(path: str | os.PathLike[str], otherwise: str = "") -> str:
         names = os.listdir(path.parent)
     except OSError:
         return otherwise
-    near = nearest(path.name, names, cutoff=0.7)
-    return otherwise if near is None else f"; did you mean {path.with_name(near)}?"
+    similar = nearest(path.name, names, cutoff=0.7)
+    return otherwise if similar is None else f"; did you mean {path.with_name(similar)}?"
 
 
 def _refused(path: str | os.PathLike[str], error: OSError) -> UserError:
-    kept = "the former file is kept" if os.path.exists(path) else "nothing was written"
+    state = "the former file is kept" if os.path.exists(path) else "nothing was written"
     return UserError(
-        f"{path} cannot be written ({error.strerror or error}); {kept}: make room, or choose another place"
+        f"{path} cannot be written ({error.strerror or error}); {state}: make room, or choose another place"
     )

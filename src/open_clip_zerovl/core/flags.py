@@ -157,7 +157,7 @@ def redeclared(section: type, name: str, default: Any) -> Any:
 def flags_of(section: type) -> tuple[Flag, ...]:
     """The flags that a dataclass declares or inherits, in order."""
     hints = typing.get_type_hints(section)
-    found = []
+    flags = []
     for each in fields(section):
         if (declared := each.metadata.get("flag")) is None:
             continue
@@ -172,8 +172,8 @@ def flags_of(section: type) -> tuple[Flag, ...]:
             "option": declared["option"] or "--" + each.name.replace("_", "-"),
             "kind": declared["kind"] or inner,
         }
-        found.append(Flag(each.name, default=default, several=several, **{**declared, **named}))
-    return tuple(found)
+        flags.append(Flag(each.name, default=default, several=several, **{**declared, **named}))
+    return tuple(flags)
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
@@ -366,10 +366,10 @@ def conflicts(given: Any, names: Iterable[str] | None = None) -> Iterator[str]:
         for need in each.needs:
             if not need.met(given):
                 yield f"{need.flag or each.given_as(value)} needs {need.other}"
-        for one in each.contradicts:
-            if one.when(given):
-                other = one.other.format_map(Values(given))
-                yield f"{other} does not work with {one.flag or each.option}: {one.advice}"
+        for contradiction in each.contradicts:
+            if contradiction.when(given):
+                other = contradiction.other.format_map(Values(given))
+                yield f"{other} does not work with {contradiction.flag or each.option}: {contradiction.advice}"
 
 
 class Values(dict):

@@ -19,6 +19,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
@@ -137,7 +138,11 @@ def start_training(
     with open(log, "ab") as file:
         command = training_command(arguments, processes)
         child = subprocess.Popen(
-            command, stdout=file, stderr=file, env=environment, preexec_fn=_end_with_parent
+            command,
+            stdout=file,
+            stderr=file,
+            env=environment,
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),
         )
     return TrainingProcess(child, log)
 
@@ -189,10 +194,6 @@ def follow_training(
         raise UserError(f"the training ended with status {status}: {error_among(last_lines)}")
 
 
-def _end_with_parent() -> None:
-    end_with_parent(signal.SIGTERM)
-
-
 def last_error(log: Path) -> str:
     """`error_among` the lines of a file."""
     return error_among(log.read_text(encoding="utf-8", errors="replace").splitlines())
@@ -221,17 +222,16 @@ def gpu_memories(environment: Mapping[str, str] = os.environ) -> list[float]:
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     done = subprocess.run(query, capture_output=True, text=True)
     lines = done.stdout.splitlines() if done.returncode == 0 else []
-    found = [
-        int(line) / 1024 if line.strip().isdecimal() else 0.0 for line in lines
-    ]  # "[N/A]" if it is shared with the CPU
-    if named is None or not found:
-        return found
+    # "[N/A]" if it is shared with the CPU
+    memories = [int(line) / 1024 if line.strip().isdecimal() else 0.0 for line in lines]
+    if named is None or not memories:
+        return memories
     visible: list[float] = []
     for name in map(str.strip, named.split(",")):
         # As the driver reads it: up to the first that does not exist.
-        if not name or name.startswith("-") or (name.isdecimal() and int(name) >= len(found)):
+        if not name or name.startswith("-") or (name.isdecimal() and int(name) >= len(memories)):
             break
-        visible.append(found[int(name)] if name.isdecimal() else min(found))
+        visible.append(memories[int(name)] if name.isdecimal() else min(memories))
     return visible
 
 
@@ -248,20 +248,16 @@ def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
     )
 
 
-def rank_here(environment: Mapping[str, str] = os.environ) -> str:
+def rank_here() -> str:
     """The rank that a launcher has given this process, as text; "" without a launcher."""
-    variables = (
-        "RANK",
-        "PMI_RANK",
-        "SLURM_PROCID",
-        "OMPI_COMM_WORLD_RANK",
-    )  # open_clip's, in its order
-    return next((environment[name] for name in variables if name in environment), "")
+    # open_clip's, in its order
+    variables = ("RANK", "PMI_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+    return next((os.environ[name] for name in variables if name in os.environ), "")
 
 
-def name_of_rank(program: str) -> str:
-    """A program's name in its messages: with its rank where there are several."""
-    return f"[rank {rank_here()}] {program}" if is_rank() else program
+def name_of_rank() -> str:
+    """The training program's name in its messages: with its rank where there are several."""
+    return f"[rank {rank_here()}] training.main" if is_rank() else "training.main"
 
 
 def ranks_here(asked: int | None, device: str, environment: Mapping[str, str] = os.environ) -> int:

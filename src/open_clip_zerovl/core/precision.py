@@ -34,15 +34,15 @@ def ieee_products(device_type: str) -> Iterator[None]:
     backend = _backend(device_type)
     if not hasattr(backend, "fp32_precision") or (device_type == "cuda" and _older_flags_agree()):
         before = torch.get_float32_matmul_precision()
-        kept = _backend("cpu")
-        of_cpu = getattr(kept, "fp32_precision", None)
+        cpu_backend = _backend("cpu")
+        of_cpu = getattr(cpu_backend, "fp32_precision", None)
         torch.set_float32_matmul_precision("highest")
         try:
             yield
         finally:
             torch.set_float32_matmul_precision(before)
             if of_cpu is not None:  # the line above may have changed it
-                kept.fp32_precision = of_cpu
+                cpu_backend.fp32_precision = of_cpu
     else:
         before = backend.fp32_precision
         backend.fp32_precision = "ieee"

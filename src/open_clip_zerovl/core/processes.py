@@ -16,6 +16,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 PREEMPTED_STATUS = 85  # exit status of a training that was stopped with a step checkpoint; torchrun turns it into 1
 REQUEUE_MARKER = "requeue"  # a file in the run's folder: the launcher is to start this run again with --resume latest
@@ -51,7 +53,6 @@ def supervise(
     command: Sequence[str],
     *,
     torchrun: bool,
-    cwd: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> int:
     """Run a training and pass stop signals on to its ranks.
@@ -62,8 +63,8 @@ def supervise(
     Returns:
         Its exit status; 128 + N where signal N ended it.
     """
-    with _StopSignals() as stop:
-        child = subprocess.Popen(command, cwd=cwd, env=environment, preexec_fn=begin_child)
+    with StopSignals() as stop:
+        child = subprocess.Popen(command, env=environment, preexec_fn=begin_child)
         passed_on, remind_at = 0, 0.0
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -83,7 +84,7 @@ def supervise(
 
 def children_of(parent: int) -> list[int]:
     """The running child processes of a process, from /proc."""
-    found = []
+    children = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             # "pid (name) state ppid ...", where a name may hold blanks and brackets
@@ -91,8 +92,8 @@ def children_of(parent: int) -> list[int]:
         except OSError:  # it has ended since it was listed
             continue
         if int(ppid) == parent and state != "Z":
-            found.append(int(stat.parent.name))
-    return found
+            children.append(int(stat.parent.name))
+    return children
 
 
 def _send(number: int, processes: Sequence[int]) -> None:
@@ -113,31 +114,30 @@ def begin_child() -> None:
     end_with_parent(signal.SIGTERM)
 
 
-class _StopSignals:
+class StopSignals:
     """Within its block, remembers SIGTERM, SIGUSR1 and SIGHUP in `asked`, and counts Ctrl-C in `interrupts`."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked = 0
         self.interrupts = 0
-        self._kept: dict[int, object] = {}
+        self._earlier_handlers: dict[int, Any] = {}
 
-    def __enter__(self) -> _StopSignals:
+    def __enter__(self) -> StopSignals:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
-            if (
-                number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
-            ):  # nohup has it ignored
-                self._kept[number] = signal.signal(number, self._ask)
+            # nohup has SIGHUP ignored
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._earlier_handlers[number] = signal.signal(number, self._ask)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._kept.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+        for number, handler in self._earlier_handlers.items():
+            signal.signal(number, handler)
 
-    def _ask(self, number: int, frame: object) -> None:
+    def _ask(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             self.interrupts += 1
         else:
-            self.asked = True
+            self.asked = 1
 
 
 def usable_cores() -> int:

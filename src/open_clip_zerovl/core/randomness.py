@@ -60,15 +60,13 @@ class RngState:
 
 
 def _module(device: torch.device) -> Any:
-    return getattr(
-        torch, device.type
-    )  # torch.cuda, torch.xpu, torch.mps: each has the two functions used here
+    # torch.cuda, torch.xpu, torch.mps: each has the two functions used here
+    return getattr(torch, device.type)
 
 
 def _index(device: torch.device) -> tuple[torch.device, ...]:
-    return (
-        () if device.type == "mps" else (device,)
-    )  # torch.mps knows one device and takes no argument
+    # torch.mps knows one device and takes no argument
+    return () if device.type == "mps" else (device,)
 
 
 #: Version of the random streams of a seed. A run cannot go on in the middle of an epoch that was begun with another version. In
@@ -139,9 +137,8 @@ def reseed(seed: int) -> None:
 
 def reseed_torch(seed: int) -> None:
     """Seed torch's CPU generator alone, as `reseed` does."""
-    torch.default_generator.manual_seed(
-        seed
-    )  # torch.manual_seed would also reset the GPU's generators
+    # torch.manual_seed would also reset the GPU's generators
+    torch.default_generator.manual_seed(seed)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ INSTALL = "pip install 'open_clip_torch>=3.3,<3.4'"
 
 
 @dataclass(frozen=True)
-class Line:
+class ReleaseLine:
     """A line of open_clip releases.
 
     Attributes:
@@ -49,11 +49,11 @@ class Line:
         )
 
 
-OPENCLIP_V3 = Line(
+OPENCLIP_V3 = ReleaseLine(
     "3.3.x", "3.3.", "3.3.0", released=True, precision="amp", optimizers=("adamw",),
     reports=("tensorboard", "wandb", "all"),
 )  # fmt: skip
-OPENCLIP_V4 = Line(
+OPENCLIP_V4 = ReleaseLine(
     "4.x", "4.", "4.2.0.dev0", released=False, precision="amp_bf16", optimizers=("adamw", "nadamw"),
     reports=("tensorboard", "wandb", "trackio", "all"),
 )  # fmt: skip
@@ -68,7 +68,7 @@ def supported() -> str:
     )
 
 
-def line_of(version: str) -> Line:
+def line_of(version: str) -> ReleaseLine:
     """The line that a release belongs to.
 
     Raises:
@@ -83,10 +83,10 @@ def line_of(version: str) -> Line:
 
 def version_here() -> str | None:
     """The version of the open_clip that would be imported, read from its file, since its import takes seconds; or None."""
-    found = importlib.util.find_spec("open_clip")
+    spec = importlib.util.find_spec("open_clip")
     file = (
-        Path(found.origin).with_name("version.py")
-        if found is not None and found.origin is not None
+        Path(spec.origin).with_name("version.py")
+        if spec is not None and spec.origin is not None
         else None
     )
     if file is None or not file.is_file():
@@ -96,7 +96,7 @@ def version_here() -> str | None:
 
 
 @cache
-def line_here() -> Line:
+def line_here() -> ReleaseLine:
     """The line of the open_clip that would be imported; 3.3 if it is of none, which is refused at its import."""
     version = version_here() or ""
     return next((line for line in LINES if version.startswith(line.versions)), OPENCLIP_V3)

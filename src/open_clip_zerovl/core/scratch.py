@@ -24,9 +24,8 @@ LONGEST = 55  # bytes of TMPDIR: the path of a socket has at most 107, of which 
 def use_scratch_folder() -> None:
     """Make this process and those that it starts use a temporary folder of their own, which is removed at exit."""
     place = Path(tempfile.gettempdir())
-    if (
-        place.name.startswith(PREFIX) or len(os.fsencode(place)) > LONGEST
-    ):  # made by the process that started this one
+    # made by the process that started this one
+    if place.name.startswith(PREFIX) or len(os.fsencode(place)) > LONGEST:
         return
     remove_scratch_folders(place, PREFIX)
     try:
@@ -34,9 +33,8 @@ def use_scratch_folder() -> None:
         lock_file(folder / SCRATCH_LOCK, create=True, forked=False)
     except OSError:  # a full disk, a file system without locks
         return
-    with contextlib.suppress(
-        OSError, KeyError
-    ):  # a user without a name; as torch itself names its cache
+    # a user without a name; as torch itself names its cache
+    with contextlib.suppress(OSError, KeyError):
         user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(place / f"torchinductor_{user}"))
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)

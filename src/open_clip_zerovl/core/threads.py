@@ -24,12 +24,12 @@ def call_within(
         TimeoutError: the call takes longer.
         BaseException: the call's own error.
     """
-    found: list[Result] = []
+    results: list[Result] = []
     failed: list[BaseException] = []
 
     def run() -> None:
         try:
-            found.append(call())
+            results.append(call())
         except BaseException as error:  # raised in the waiting thread
             failed.append(error)
 
@@ -40,4 +40,4 @@ def call_within(
         raise TimeoutError(f"nothing came for {seconds:g} s")
     if failed:
         raise failed[0]
-    return found[0]
+    return results[0]

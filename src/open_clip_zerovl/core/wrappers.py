@@ -27,19 +27,23 @@ def wrapped_inside(adapter: nn.Module) -> DistributedDataParallel | None:
     Raises:
         UserError: parameters that this DDP does not average.
     """
-    found = [module for module in adapter.modules() if isinstance(module, DistributedDataParallel)]
-    if not found:
+    ddp_models = [
+        module for module in adapter.modules() if isinstance(module, DistributedDataParallel)
+    ]
+    if not ddp_models:
         return None
-    averaged = {id(parameter) for ddp in found for parameter in ddp.parameters()}
+    averaged = {id(parameter) for ddp in ddp_models for parameter in ddp.parameters()}
     outside = [
         name for name, p in adapter.named_parameters() if p.requires_grad and id(p) not in averaged
     ]
-    if len(found) > 1 or outside:
+    if len(ddp_models) > 1 or outside:
         what = (
-            f"trains {outside[0]} outside of it" if outside else f"holds {len(found)} models in it"
+            f"trains {outside[0]} outside of it"
+            if outside
+            else f"holds {len(ddp_models)} models in it"
         )
         raise UserError(
             f"{type(adapter).__name__} wraps a model in DistributedDataParallel and {what}, so that gradients would not be "
             "averaged together; put the whole adapter into one DistributedDataParallel."
         )
-    return found[0]
+    return ddp_models[0]

@@ -99,25 +99,25 @@ def captions_of(
     """
     sets = caption_sets(captions)
     fields = caption_fields(captions)
-    found: list[tuple[list[bytes], float]] = []
+    texts_and_shares: list[tuple[list[bytes], float]] = []
     for field, share in fields or [(name, 1.0) for name in sets]:
         texts = _texts_of(members, field)
         if isinstance(texts, Fault):
             return texts
         if texts:
-            found.append((texts, share))
+            texts_and_shares.append((texts, share))
         elif sets:
             return Fault(
                 "no caption", f"has no caption {field}, and --captions {captions} shows one of each"
             )
     if sets:
-        return CaptionSets(texts for texts, _ in found)
-    if not found:
+        return CaptionSets(texts for texts, _ in texts_and_shares)
+    if not texts_and_shares:
         return None
-    total = sum(share for _, share in found)
+    total = sum(share for _, share in texts_and_shares)
     return DrawnCaptions(
-        [text for texts, _ in found for text in texts],
-        [share / total / len(texts) for texts, share in found for _ in texts],
+        [text for texts, _ in texts_and_shares for text in texts],
+        [share / total / len(texts) for texts, share in texts_and_shares for _ in texts],
     )
 
 
@@ -170,7 +170,7 @@ def caption_starts(source: Source) -> np.ndarray | None:
                 f"here, or leave '--captions {source.captions}' out"
             )
         try:
-            found = (
+            caption_counts = (
                 _counts_of_fields(path, source.captions) if fields else open_index(path).captions
             )
         except ShardError:
@@ -181,9 +181,11 @@ def caption_starts(source: Source) -> np.ndarray | None:
                 f"it (parquet: `zerovl data pack`), or leave '--captions {source.captions}' out"
             ) from error
         chosen = (
-            found
+            caption_counts
             if source.picked is None
-            else found[source.picked[begin:end][source.picked[begin:end] < len(found)]]
+            else caption_counts[
+                source.picked[begin:end][source.picked[begin:end] < len(caption_counts)]
+            ]
         )
         counts[begin : min(end, begin + len(chosen))] = chosen[: end - begin]
     return np.concatenate([[0], np.cumsum(counts)])
@@ -200,8 +202,8 @@ def _counts_of_fields(path: str, captions: str | None) -> np.ndarray:
                     for name, at in members.items()
                     if name in wanted
                 }
-                found = captions_of(content, captions)
-                counts.append(max(1, len(found)) if isinstance(found, list) else 1)
+                texts = captions_of(content, captions)
+                counts.append(max(1, len(texts)) if isinstance(texts, list) else 1)
         except ShardError:
             if not counts:
                 raise

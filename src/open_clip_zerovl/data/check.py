@@ -44,27 +44,27 @@ def check_table(
     """
     begin = time.perf_counter()
     source = table_source("table", path, style)
-    found = ShardCheck(os.path.basename(path), size_bytes=os.path.getsize(path))
+    check = ShardCheck(os.path.basename(path), size_bytes=os.path.getsize(path))
     with ThreadPoolExecutor(threads) as pool:
         blocks = pool.map(lambda block: _block(source, block, decode), range(len(source.shards)))
         for faults, size_bytes in tqdm(
             blocks, total=len(source.shards), unit="block", disable=not progress
         ):
-            found.size_bytes += size_bytes
+            check.size_bytes += size_bytes
             for key, kinds in faults:
-                found.samples += 1
+                check.samples += 1
                 for kind in kinds:
-                    found.fault(kind, key)
-    return FolderCheck([found], time.perf_counter() - begin)
+                    check.fault(kind, key)
+    return FolderCheck([check], time.perf_counter() - begin)
 
 
 def _block(source: Source, block: int, decode: bool) -> tuple[list[tuple[str, list[str]]], int]:
     """(key, faults) of each row of a block, and the bytes of their pictures."""
-    found, size_bytes = [], 0
+    rows, size_bytes = [], 0
     for sample in samples_of(source, block):
-        found.append((sample.key, _faults(sample, decode)))
+        rows.append((sample.key, _faults(sample, decode)))
         size_bytes += len(sample.image or b"")
-    return found, size_bytes
+    return rows, size_bytes
 
 
 def _faults(sample: Sample, decode: bool) -> list[str]:

@@ -54,11 +54,13 @@ def find_clustering(component: str) -> tuple[Path, str | None] | None:
 
     An at sign separates the two; it may also be part of a path.
     """
-    if (found := _clustering_at(component)) is not None:
-        return found, None
+    path = _clustering_at(component)
+    if path is not None:
+        return path, None
     for at in re.finditer("@", component):
-        if (found := _clustering_at(component[: at.start()])) is not None:
-            return found, component[at.end() :]
+        path = _clustering_at(component[: at.start()])
+        if path is not None:
+            return path, component[at.end() :]
     return None
 
 
@@ -80,7 +82,7 @@ def open_clusters(
     clustering = load_clustering(path)
     if moved_to is None and path.is_dir() and (folders := cluster_folders(path)):
         return clustering.source, _written(clustering, path, folders)
-    clustering = _found(clustering, path, moved_to, strict)
+    clustering = _with_checked_shards(clustering, path, moved_to, strict)
     return clustering.source, _picked(clustering, clustering.shards)
 
 
@@ -96,10 +98,12 @@ def open_neighbours(path: Path, moved_to: str | None = None, *, strict: bool = F
             f"{path} does not list the copies of {clustering.source}, which would be false negatives of each other; cluster "
             "again with --same-above 0.95"
         )
-    return _found(clustering, path, moved_to, strict)
+    return _with_checked_shards(clustering, path, moved_to, strict)
 
 
-def _found(clustering: Clustering, path: Path, moved_to: str | None, strict: bool) -> Clustering:
+def _with_checked_shards(
+    clustering: Clustering, path: Path, moved_to: str | None, strict: bool
+) -> Clustering:
     """The clustering with the present paths of its shards, which are checked."""
     shards = clustering.shards if moved_to is None else _moved(clustering, moved_to)
     _check_shards(clustering, shards, path, strict)
@@ -118,18 +122,19 @@ def cluster_folders(folder: Path) -> list[Path]:
 
 def _clustering_at(path: str) -> Path | None:
     """The path, if it is one of an assignment or of a folder with one."""
-    found = os.path.expanduser(path)
+    expanded = os.path.expanduser(path)
     # By os.path and not pathlib: the text may be anything, such as a pipe's command.
-    named = os.path.basename(found) == ASSIGNMENT_FILE
-    return Path(found) if named or os.path.isfile(os.path.join(found, ASSIGNMENT_FILE)) else None
+    named = os.path.basename(expanded) == ASSIGNMENT_FILE
+    return (
+        Path(expanded) if named or os.path.isfile(os.path.join(expanded, ASSIGNMENT_FILE)) else None
+    )
 
 
 def _picked(clustering: Clustering, shards: Sequence[str]) -> list[Cluster]:
     """The clusters as choices of samples of the clustered shards."""
     starts = np.concatenate([[0], np.cumsum(clustering.sizes)])
-    by_cluster = np.argsort(
-        clustering.labels, kind="stable"
-    )  # (n,) all samples of cluster 0, then of cluster 1 ...
+    # (n,) all samples of cluster 0, then of cluster 1 ...
+    by_cluster = np.argsort(clustering.labels, kind="stable")
     clusters = []
     for samples in np.split(by_cluster, np.cumsum(clustering.counts)[:-1]):
         shard_of = np.searchsorted(starts, samples, side="right") - 1
@@ -152,10 +157,10 @@ def _written(clustering: Clustering, path: Path, folders: Sequence[Path]) -> lis
         table = dict(sorted((read_sizes(folder) or {}).items()))
         shards = tuple(str(folder / name) for name in table)
         clusters.append(Cluster(shards, tuple(table.values())))
-    found = [sum(cluster.sizes) for cluster in clusters]
-    if found != clustering.counts.tolist():
+    counts = [sum(cluster.sizes) for cluster in clusters]
+    if counts != clustering.counts.tolist():
         raise UserError(
-            f"the {len(found)} cluster-* folders of {path} are not the {len(clustering.counts)} clusters of its "
+            f"the {len(counts)} cluster-* folders of {path} are not the {len(clustering.counts)} clusters of its "
             f"{ASSIGNMENT_FILE}: write them again with `zerovl cluster --reshard`, or name {path / ASSIGNMENT_FILE} to read "
             "the clusters out of the shards that were clustered."
         )
@@ -171,14 +176,17 @@ def _moved(clustering: Clustering, folder: str) -> tuple[str, ...]:
 
 def _check_shards(clustering: Clustering, shards: Sequence[str], path: Path, strict: bool) -> None:
     """UserError for shards that are missing or have changed; without `strict` a warning for some that are missing."""
-    found = file_marks(shards, digests_of(clustering.marks), f"checking {clustering.source}")
+    current_marks = file_marks(
+        shards, digests_of(clustering.marks), f"checking {clustering.source}"
+    )
     gone = []
     for shard, mark in zip(shards, clustering.marks, strict=True):
-        if len(found[shard]) == 1:
+        current = current_marks[shard]
+        if len(current) == 1:
             gone.append(shard)
-        elif not is_same(mark, found[shard]):
+        elif not is_same(mark, current):
             raise UserError(
-                f"shard {shard} of {clustering.source} has changed since it was clustered (from {mark[1]} to {found[shard][1]} "
+                f"shard {shard} of {clustering.source} has changed since it was clustered (from {mark[1]} to {current[1]} "
                 "bytes): its samples may differ. Fetch it again, or cluster again."
             )
     if gone and (strict or len(gone) == len(shards)):
@@ -195,7 +203,9 @@ def _check_shards(clustering: Clustering, shards: Sequence[str], path: Path, str
 
 def _require_consistent(clustering: Clustering) -> None:
     """ValueError for arrays that do not belong together, as in a damaged or foreign file."""
-    sizes, labels, centroids = clustering.sizes, clustering.labels, clustering.centroids
+    sizes = clustering.sizes
+    labels = clustering.labels
+    centroids = clustering.centroids
     copies = labels != labels if clustering.copies is None else clustering.copies
     alike = (
         len(clustering.shards) == len(sizes) == len(clustering.marks)

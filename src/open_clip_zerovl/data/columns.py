@@ -59,12 +59,8 @@ _NUMBERED = re.compile(r"(caption|title|text|sentence|description)s?_?\d+")
 # reasons of refused rows
 UNMARKED = "NULs in the caption (UTF-16 without its mark?)"
 NOT_UTF8 = "caption not UTF-8"
-_TEXT_KEYS = (
-    "raw",
-    "caption",
-    "text",
-    "sentence",
-)  # of captions that are objects: {"raw": "a dog", "tokens": [...]}
+# of captions that are objects: {"raw": "a dog", "tokens": [...]}
+_TEXT_KEYS = ("raw", "caption", "text", "sentence")
 
 
 def find(where: str, names: Sequence[str], name: str, flag: str) -> str:
@@ -75,8 +71,8 @@ def find(where: str, names: Sequence[str], name: str, flag: str) -> str:
     if len(same) == 1:
         return same[0]
     known_as = {plain(known): known for known in names}
-    near = nearest(plain(name), known_as)
-    meant = f"; did you mean {flag} {known_as[near]!r}?" if near else ""
+    similar = nearest(plain(name), known_as)
+    meant = f"; did you mean {flag} {known_as[similar]!r}?" if similar else ""
     raise UserError(
         f"{where} has no column {name!r}, given with {flag}; its columns are {listed(names)}{meant}"
     )
@@ -90,8 +86,9 @@ def caption_columns(names: Sequence[str]) -> list[str]:
 
 def guess_captions(names: Sequence[str], picture: str | None = None) -> tuple[str, ...]:
     """The column whose name is most likely that of captions; several if they are numbered."""
-    if found := caption_columns([name for name in names if name != picture]):
-        return (found[0],)
+    columns = caption_columns([name for name in names if name != picture])
+    if columns:
+        return (columns[0],)
     return tuple(name for name in names if _NUMBERED.fullmatch(plain(name)) and name != picture)
 
 
@@ -162,7 +159,8 @@ def choose(
         find(where, names, wanted.source, "--source-column") if wanted.source is not None else None
     )
     for name in filter(None, (picture, *captions, source)):
-        if (count := [*names].count(name)) > 1:
+        count = list(names).count(name)
+        if count > 1:
             raise UserError(
                 f"{where} has {count} columns named {name!r}: give each column its own name"
             )
@@ -190,14 +188,14 @@ def _not_found(
         missing.append(("a picture (image, filepath, url ...)", flags[0], PICTURE_NAMES))
     if not captions:
         missing.append(("a caption (caption, title, text ...)", flags[1], CAPTION_NAMES))
-    near = {
+    similar_names = {
         flag: next((name for name in names if nearest(plain(name), usual, cutoff=0.75)), None)
         for _, flag, usual in missing
     }
-    meant = " ".join(f"{flag} {name!r}" for flag, name in near.items() if name)
+    meant = " ".join(f"{flag} {name!r}" for flag, name in similar_names.items() if name)
     return (
         f"no column of {where} is named like {' or '.join(words for words, _, _ in missing)}; its columns are {listed(names)}: "
-        f"name {'it' if len(missing) == 1 else 'them'} with {' and '.join(near)}"
+        f"name {'it' if len(missing) == 1 else 'them'} with {' and '.join(similar_names)}"
         + (f"; did you mean {meant}?" if meant else "")
     )
 
@@ -255,11 +253,11 @@ def _listed(text: str) -> Any:
     """The list of texts that a cell spells out, as JSON or as Python prints one; else the cell."""
     for parse in (json.loads, ast.literal_eval):
         try:
-            found = parse(text)
+            value = parse(text)
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
-        if isinstance(found, list) and found and all(isinstance(item, str) for item in found):
-            return found
+        if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+            return value
     return text
 
 

@@ -69,10 +69,12 @@ def kind_of(text: str) -> Component:
         return Component(_kind_of_folder(path), find_table(path) or path)
     if path.endswith(SELECTION):
         return Component("selection", path)
-    if (found := _ANNOTATIONS.fullmatch(path)) is not None:
-        beside = None if found[2] is None else os.path.expanduser(found[2])
+    if (annotations := _ANNOTATIONS.fullmatch(path)) is not None:
+        pictures_folder = None if annotations[2] is None else os.path.expanduser(annotations[2])
         return Component(
-            "table" if found[1].lower().endswith(EXTENSIONS) else "annotations", found[1], beside
+            "table" if annotations[1].lower().endswith(EXTENSIONS) else "annotations",
+            annotations[1],
+            pictures_folder,
         )
     return Component("shards", path)
 
@@ -140,7 +142,7 @@ def _matching(name: str) -> list[str]:
         return [name]
     if path is not None and os.path.exists(path):
         return [name]
-    found = matching_urls(name) if path is None else sorted(glob.glob(path.replace("[", "[[]")))
-    if not found:
+    files = matching_urls(name) if path is None else sorted(glob.glob(path.replace("[", "[[]")))
+    if not files:
         raise UserError(f"no file is named like {name}; correct the pattern")
-    return found
+    return files

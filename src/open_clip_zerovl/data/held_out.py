@@ -53,14 +53,14 @@ def position(seed: int, key: str) -> int:
     return number_of(digest_of(seed, key[:_DIGITS]))
 
 
-def held_out_count(pictures: int, share: float, most: int = MOST_HELD_OUT) -> int:
+def held_out_count(pictures: int, share: float) -> int:
     """The number of pictures to hold out of some: a share, but at least 10. UserError for fewer than 40 pictures."""
     if pictures < FEWEST_PICTURES:
         raise UserError(
             f"the data has {pictures} pictures, too few to hold some out; give at least {FEWEST_PICTURES}, or a held-out set "
             "with --retrieval-data"
         )
-    return min(most, max(FEWEST_HELD_OUT, round(share * pictures)))
+    return min(MOST_HELD_OUT, max(FEWEST_HELD_OUT, round(share * pictures)))
 
 
 def draw_held_out(
@@ -68,14 +68,13 @@ def draw_held_out(
     *,
     seed: int,
     share: float,
-    most: int = MOST_HELD_OUT,
     trained_on: Identities | None = None,
 ) -> Identities:
     """The identities of the pictures to hold out: those with the first positions on which no model was trained.
 
     Args:
         identities: of all samples; 0 for a sample without a picture.
-        share, most: see `held_out_count`.
+        share: see `held_out_count`.
         trained_on: of the pictures that the starting models have seen. Where fewer than 10 others are left, none is spared,
             and the caller has to say so.
 
@@ -83,7 +82,7 @@ def draw_held_out(
         UserError: too few pictures.
     """
     pictures = np.unique(identities[identities != 0])
-    count = held_out_count(len(pictures), share, most)
+    count = held_out_count(len(pictures), share)
     if trained_on is not None:
         unseen = pictures[~np.isin(pictures, trained_on)]
         pictures = unseen if len(unseen) >= FEWEST_HELD_OUT else pictures
@@ -102,9 +101,9 @@ def write_trained_on(folder: Path, identities: Identities, before: Identities | 
 
 def list_of_trained(*identities: Identities | None) -> bytes:
     """The content of TRAINED_ON for some identities; None for none, 0 of a sample without a picture."""
-    found = np.concatenate([one for one in identities if one is not None])
+    numbers = np.concatenate([each for each in identities if each is not None])
     content = io.BytesIO()
-    np.save(content, np.unique(found[found != 0]))
+    np.save(content, np.unique(numbers[numbers != 0]))
     return content.getvalue()
 
 
@@ -114,8 +113,8 @@ def trained_on(models: Iterable[str | Path]) -> Identities | None:
     Raises:
         UserError: a list that cannot be read.
     """
-    found = list(_lists_of(models))
-    return np.unique(np.concatenate(found)) if found else None
+    lists = list(_lists_of(models))
+    return np.unique(np.concatenate(lists)) if lists else None
 
 
 def _lists_of(models: Iterable[str | Path]) -> Iterator[Identities]:

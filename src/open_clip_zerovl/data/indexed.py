@@ -149,7 +149,9 @@ class _Transformed(ItemSet):
         transform: Callable[[Any], Tensor],
         seed_of: Callable[[int], int] | None,
     ) -> None:
-        self.dataset, self.transform, self.seed_of = dataset, transform, seed_of
+        self.dataset = dataset
+        self.transform = transform
+        self.seed_of = seed_of
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -57,7 +57,7 @@ from open_clip_zerovl.sampling.hard_negatives import (
 )
 from open_clip_zerovl.sampling.order import LocalOrder
 from open_clip_zerovl.sampling.schedule import Batching, Sampling, Schedule, source_schedule
-from open_clip_zerovl.sampling.slices import epoch_slices, stretch_of
+from open_clip_zerovl.sampling.slices import epoch_slices, slice_range
 from open_clip_zerovl.shards.cache import FetchAhead, ShardCache
 from open_clip_zerovl.shards.remote import RetryPolicy, Wait
 
@@ -208,9 +208,8 @@ class Mixture(IterableDataset):
         self.cache = cache
         self.shuffle_window_samples = shuffle_window_samples
         self.transform, self.decode = pictures(preprocessing.transform, preprocessing.pixel_path)
-        whole = (
-            preprocessing.shard_teachers is not None
-        )  # stored crops are measured in full-size pictures
+        # stored crops are measured in full-size pictures
+        whole = preprocessing.shard_teachers is not None
         self.crop = None if whole else crop_of(preprocessing.transform)
         self.padding = padding_of(preprocessing.tokenizer)
         self.tokenize = fast_tokenizer(preprocessing.tokenizer)
@@ -219,9 +218,8 @@ class Mixture(IterableDataset):
         self.pool: BufferPool | None = None  # set by a loader with worker processes
         self.timeout_seconds = 0.0  # of the loader, which sets it
         self.start = SharedNumbers(0, 0)  # epoch and step that the next iteration begins with
-        self.activity = [
-            SharedNumbers(-1, -1, -1) for _ in range(batching.workers)
-        ]  # process, source, shard
+        # process, source, shard
+        self.activity = [SharedNumbers(-1, -1, -1) for _ in range(batching.workers)]
 
     def schedule(self, epoch: int) -> Schedule:
         """The schedule of an epoch; the same on every rank and worker."""
@@ -277,8 +275,8 @@ class Mixture(IterableDataset):
                 ]
                 batch = self._batch(takes, worker)
                 if count == left:
-                    for one in streams:
-                        one.finish()
+                    for stream in streams:
+                        stream.finish()
                 batch[-1].delivered = {
                     int(source): int(row[source]) for source in np.flatnonzero(row)
                 }
@@ -305,10 +303,9 @@ class Mixture(IterableDataset):
             )
             window = 0  # the slices have their order
         else:
-            mine = stretch_of(slices, int(reader.before[index]), quota)
-        of_all = (
-            self.rank * self.batching.workers + reader.number
-        )  # the reader's number over all ranks
+            mine = slice_range(slices, int(reader.before[index]), quota)
+        # the reader's number over all ranks
+        of_all = self.rank * self.batching.workers + reader.number
         draws = partial(stream, self.seed, Purpose.ORDER, epoch, index, of_all)
         order = LocalOrder(quota, window, draws)
         reading = Reading(
@@ -332,10 +329,14 @@ class Mixture(IterableDataset):
     def _batch(self, streams: Sequence[SampleStream], worker: int) -> tuple[Any, ...]:
         """The next sample of each stream: (images, texts, origin and embeddings, report), or (`PooledBatch`, report)."""
         wanted, teachers = self.preprocessing, self.preprocessing.teachers
-        images, captions, origins, embeddings, report = [], [], [], [], BatchReport()
+        images = []
+        captions = []
+        origins = []
+        embeddings = []
+        report = BatchReport()
         with preserved():
-            for one in streams:
-                sample, image, dropped = one.take(self._decode)
+            for stream in streams:
+                sample, image, dropped = stream.take(self._decode)
                 if teachers is None:
                     self.reseed(stream_seed(self.seed, Purpose.IMAGE, sample.source, sample.place))
                     images.append(self.transform(image))  # at once: decoded images are large
@@ -349,17 +350,21 @@ class Mixture(IterableDataset):
                 origins.append((sample.source, sample.position, *content))
                 if dropped is not None:
                     report.dropped.append(dropped)
-        texts = [caption for beside in zip(*captions, strict=True) for caption in beside]
+        texts = [
+            caption for nth_captions in zip(*captions, strict=True) for caption in nth_captions
+        ]
         others: list[Any] = [self.tokenize(texts)]
         report.full = _full(others[0], [source for source, *_ in origins], self.padding)
         if wanted.with_origin or wanted.with_content or teachers is not None:
             others.append(torch.tensor(origins))
         if teachers is not None:
             others.append(tuple(torch.stack(rows) for rows in zip(*embeddings, strict=True)))
-        found = self.pool.block(worker, batch_layout(images)) if self.pool is not None else None
-        if found is None:
+        shared_block = (
+            self.pool.block(worker, batch_layout(images)) if self.pool is not None else None
+        )
+        if shared_block is None:
             return (collate_images(images), *others, report)
-        block, memory = found
+        block, memory = shared_block
         return (PooledBatch.of(worker, block, collate_images(images, memory), others), report)
 
     def _captions(self, sample: RawSample) -> list[str]:
@@ -406,8 +411,8 @@ def content_numbers(sample: RawSample) -> tuple[int, ...]:
 
     They are hashes, equal in every process for equal content.
     """
-    first, *beside = (" ".join(caption.casefold().split()).encode() for _, caption in sample.shown)
+    first, *further = (" ".join(caption.casefold().split()).encode() for _, caption in sample.shown)
     return tuple(
         int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
-        for content in (first, sample.image, *beside)
+        for content in (first, sample.image, *further)
     )

@@ -26,10 +26,8 @@ SPLIT_FOLDERS = {
     **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
-CAPTIONS = (
-    "one-per-epoch",
-    "all",
-)  # of an image with several: one of them each epoch, or each a sample of its own
+# of an image with several: one of them each epoch, or each a sample of its own
+CAPTIONS = ("one-per-epoch", "all")
 POLICIES = ("replace", "fail")  # what happens at a bad sample
 PIXEL_PATHS = ("pil", "arrays")  # what decodes and resizes pictures
 PIXEL_PATH = "arrays"  # default of training, and of stored teachers, which see its pictures

@@ -147,10 +147,10 @@ def on_arrays(transform: Any) -> PixelTransform | None:
     for step in getattr(transform, "transforms", None) or [transform]:
         if isinstance(step, MaybeConvertMode | ToBytes | PILToTensor):
             continue  # pictures are RGB and uint8 tensors already
-        found = _step(step)
-        if found is None:
+        array_step = _step(step)
+        if array_step is None:
             return None
-        steps.append(found)
+        steps.append(array_step)
     return PixelTransform(transform, steps)
 
 
@@ -178,12 +178,10 @@ def _resized(
     if tuple(picture.shape[1:]) == size:
         return picture
     mode = _MODES[interpolation]
-    rows = picture.permute(1, 2, 0)[None].permute(
-        0, 3, 1, 2
-    )  # the strides of a channels-last batch of one
-    rows = rows.contiguous(
-        memory_format=torch.channels_last
-    )  # which the fast kernel needs; copies a crop
+    # the strides of a channels-last batch of one
+    rows = picture.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
+    # which the fast kernel needs; copies a crop
+    rows = rows.contiguous(memory_format=torch.channels_last)
     return interpolate(rows, size=size, mode=mode, antialias=True, align_corners=False)[0]
 
 
@@ -270,10 +268,10 @@ class ArrayAutoAugment:
 
     def _policies(self, height: int, width: int) -> list[list[tuple[str, float, float, bool]]]:
         """The operations of each policy: (name, probability, strength, whether the strength has a random sign)."""
-        found = self._sizes.get((height, width))
-        if found is None:
+        policies = self._sizes.get((height, width))
+        if policies is None:
             space: dict[str, Any] = self.step._augmentation_space(10, (height, width))
-            found = self._sizes[height, width] = [
+            policies = self._sizes[height, width] = [
                 [
                     (
                         name,
@@ -285,7 +283,7 @@ class ArrayAutoAugment:
                 ]
                 for policy in self.step.policies
             ]
-        return found
+        return policies
 
 
 def _tensor(shown: torch.Tensor | Image.Image) -> torch.Tensor:

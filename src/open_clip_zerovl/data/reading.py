@@ -245,15 +245,16 @@ class Reading:
         elif isinstance(texts, Fault):
             fault = texts
         else:
-            found = tuple(
+            chosen = tuple(
                 (n, _caption(texts[n] if texts else b"")) for n in self._choose(texts, position)
             )
-            fault = next((one for _, one in found if isinstance(one, Fault)), None)
-            shown = _NOTHING if fault is not None else found
+            fault = next((caption for _, caption in chosen if isinstance(caption, Fault)), None)
+            shown = _NOTHING if fault is not None else chosen
         every: tuple[str, ...] = ()
         if self.every_caption and not isinstance(texts, Fault):
             every = tuple(
-                "" if isinstance(one, Fault) else one for one in map(_caption, texts or ())
+                "" if isinstance(caption, Fault) else caption
+                for caption in map(_caption, texts or ())
             )
         return RawSample(
             image or b"", shown, self.index, position, key, shard, fault, captions=every
@@ -267,7 +268,9 @@ class Reading:
         """
         if isinstance(texts, CaptionSets):
             return texts.shown(
-                lambda one: stream_seed(self.seed, Purpose.CAPTION_FIELD, self.index, position, one)
+                lambda number: stream_seed(
+                    self.seed, Purpose.CAPTION_FIELD, self.index, position, number
+                )
             )
         if isinstance(texts, DrawnCaptions):
             return (
@@ -319,16 +322,16 @@ def _from_disk(
             ) from error
 
 
-def wrong_size(source: Source, shard: int, found: int | str) -> str:
+def wrong_size(source: Source, shard: int, count: int | str) -> str:
     """The sentence for a shard whose number of samples differs from the count."""
     if source.picked is not None:
         return (
             f"shard {source.shards[shard]} held {source.sizes[shard]} samples of source {source.name!r} when it was clustered "
-            f"and holds {found}; fetch it again, or cluster again"
+            f"and holds {count}; fetch it again, or cluster again"
         )
     return (
         f"shard {source.shards[shard]} of source {source.name!r} was counted with {source.sizes[shard]} samples and holds "
-        f"{found}; correct its entry in sizes.json, or remove the entry to have the shard counted"
+        f"{count}; correct its entry in sizes.json, or remove the entry to have the shard counted"
     )
 
 

@@ -46,7 +46,7 @@ from open_clip_zerovl.data.table import open_table
 from open_clip_zerovl.shards.members import CLIP_BENCHMARK_ORDER, TEXT_EXTENSION, caption_lines
 from open_clip_zerovl.shards.writing import RETRIEVAL_MARK, SHARD_COUNT
 
-Batch = tuple[Tensor, list[tuple[str, ...]]]
+CaptionedBatch = tuple[Tensor, list[tuple[str, ...]]]
 
 
 def retrieval_batches(
@@ -56,7 +56,7 @@ def retrieval_batches(
     captions_per_image: int | None = None,
     batch_size: int = 64,
     num_workers: int = 0,
-) -> Iterator[Batch]:
+) -> Iterator[CaptionedBatch]:
     """Yields (images (b, 3, H, W), for each image its captions) in the set's order; the last batch may be smaller.
 
     Args:
@@ -131,16 +131,16 @@ def open_retrieval_set(path: str | os.PathLike[str], split: str = "test") -> Ind
         UserError: a path that does not exist or is of no known form, a missing or wrong number of shards, a shard that is not a
             tar, annotations of another form, a sample without captions or image; the sentence names file and key.
     """
-    found = kind_of(os.fspath(path))
+    component = kind_of(os.fspath(path))
     read = {"shards": _read_shards, "table": _read_table, "annotations": _read_annotations}.get(
-        found.kind, _read_benchmark
+        component.kind, _read_benchmark
     )
-    samples = list(read(found, split))
+    samples = list(read(component, split))
     if not samples:
         raise UserError(
-            f"{found.path} holds no sample: expected KEY.png (or jpg, webp) and KEY.txt in its shards"
+            f"{component.path} holds no sample: expected KEY.png (or jpg, webp) and KEY.txt in its shards"
         )
-    return IndexedSet(found.path, samples)
+    return IndexedSet(component.path, samples)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def _find_pictures(component: Component, names: Sequence[str]) -> list[Path]:
                 for inner in os.scandir(entry.path):
                     if inner.is_file():
                         below.setdefault(inner.name, []).append(Path(inner.path))
-    found, missing, doubtful = [], [], []
+    files, missing, doubtful = [], [], []
     for name in names:
         places = (
             direct.get(name)
@@ -214,7 +214,7 @@ def _find_pictures(component: Component, names: Sequence[str]) -> list[Path]:
             or [place for f in folders if (place := f / name).is_file()][:1]
         )
         missing += [] if places else [name]
-        found += places[:1]
+        files += places[:1]
         if any(not filecmp.cmp(places[0], other, shallow=False) for other in places[1:]):
             doubtful.append(places)
     count = f"of the {len(names)} pictures of {annotations}"
@@ -228,7 +228,7 @@ def _find_pictures(component: Component, names: Sequence[str]) -> list[Path]:
             f"{len(missing)} {count} are not in {' or '.join(map(str, folders))} (first: {missing[0]}): name their folder, "
             f"{annotations.name}@FOLDER; scores on a part of a set cannot be compared"
         )
-    return found
+    return files
 
 
 # ---------------------------------------------------------------------------------------------------------------------

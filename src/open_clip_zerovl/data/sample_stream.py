@@ -91,9 +91,8 @@ class SliceReader:
                 while offset < part.stop:
                     sample = next(samples)
                     if reading.fail and sample.fault is not None:
-                        with suppress(
-                            Surplus
-                        ):  # a shard that ends here is torn, and its last sample not bad
+                        # a shard that ends here is torn, and its last sample not bad
+                        with suppress(Surplus):
                             next(samples, None)
                         raise UserError(sample_sentence(source, sample, sample.fault))
                     yield sample
@@ -129,9 +128,8 @@ class Substitutes:
 
     reading: Reading
     slices: Sequence[ShardSlice]
-    _readable: dict[int, int] = field(
-        default_factory=dict, init=False
-    )  # shards known to be torn -> whole samples
+    # shards known to be torn -> whole samples
+    _readable: dict[int, int] = field(default_factory=dict, init=False)
     _open: tuple[int, int, Generator[RawSample, None, None]] | None = field(
         default=None, init=False
     )
@@ -151,14 +149,14 @@ class Substitutes:
             other = self.slices[number]
             if other.shard == part.shard:
                 continue
-            found = self._read(other, other.start + (offset - part.start) % len(other))
-            if found is not None:
-                return found
+            replacement = self._read(other, other.start + (offset - part.start) % len(other))
+            if replacement is not None:
+                return replacement
         if readable > 0:
-            own = ShardSlice(part.shard, 0, readable, part.position - part.start)
-            found = self._read(own, (offset + attempt) % readable)
-            if found is not None:
-                return found
+            same_shard = ShardSlice(part.shard, 0, readable, part.position - part.start)
+            replacement = self._read(same_shard, (offset + attempt) % readable)
+            if replacement is not None:
+                return replacement
         source = self.reading.source
         raise UserError(
             f"none of the {len(source.shards)} shards of source {source.name!r} can be read, so that nothing replaces the lost "
@@ -281,14 +279,14 @@ class SampleStream:
             loss = loss or DroppedSample(
                 sample.source, shown.reason, sample.key, sample.shard, shown.detail, sample.position
             )
-            found = self._replacement(sample, decode)
-            if found is None:
+            replacement = self._replacement(sample, decode)
+            if replacement is None:
                 raise UserError(
                     f"{sample_sentence(reading.source, sample, shown)}; none of the {2 * MARGIN_SAMPLES} samples around "
                     "it can be shown either"
                 )
             self._past.append(sample)
-            return replace(found[0], stands_for=loss), found[1], loss
+            return replace(replacement[0], stands_for=loss), replacement[1], loss
         self._past.append(sample)
         return sample, shown, loss
 

@@ -30,14 +30,8 @@ from open_clip_zerovl.shards.members import (
 from open_clip_zerovl.shards.remote import RetryPolicy
 from open_clip_zerovl.shards.urls import is_parquet, local_path
 
-_ORIGINS = (
-    "file",
-    "filename",
-    "file_name",
-    "filepath",
-    "image",
-    "url",
-)  # keys of a json; img2dataset writes `url`
+# keys of a json; img2dataset writes `url`
+_ORIGINS = ("file", "filename", "file_name", "filepath", "image", "url")
 
 
 def samples_of(source: Source, shard: int) -> Iterator[Sample]:

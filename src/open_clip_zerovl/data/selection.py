@@ -39,8 +39,10 @@ class Selection:
 
     def check(self, shards: Sequence[str]) -> None:
         """UserError if the shards are not those of which the numbers are."""
-        found = marks_of(shards)
-        if len(found) != len(self.marks) or not all(map(is_same, self.marks, found)):
+        current_marks = marks_of(shards)
+        if len(current_marks) != len(self.marks) or not all(
+            map(is_same, self.marks, current_marks)
+        ):
             raise UserError(
                 f"the data of {self.data} has changed since samples of it were held out; call `zerovl finetune` again, which "
                 "makes the list anew"
@@ -49,8 +51,11 @@ class Selection:
 
 def marks_of(shards: Sequence[str]) -> list[Mark]:
     """The mark of each shard; of a remote one its name twice, since it has no size here."""
-    marks = file_marks(shards, None, "checking shards")
-    return [marks[one] if len(marks[one]) > 1 else [one, one] for one in dict.fromkeys(shards)]
+    marks_by_shard = file_marks(shards, None, "checking shards")
+    return [
+        marks_by_shard[shard] if len(marks_by_shard[shard]) > 1 else [shard, shard]
+        for shard in dict.fromkeys(shards)
+    ]
 
 
 def save_selection(selection: Selection, path: Path) -> str:

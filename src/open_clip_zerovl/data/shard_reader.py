@@ -48,7 +48,7 @@ from open_clip_zerovl.shards.urls import is_parquet, local_path
 _READAHEAD_SAMPLES = 16  # scattered samples that the system is asked to fetch before they are read
 
 # key, captions, picture, and all members that were read by suffix
-Member = tuple[str, list[bytes] | Fault | None, bytes | None, Mapping[str, bytes | None]]
+EncodedPair = tuple[str, list[bytes] | Fault | None, bytes | None, Mapping[str, bytes | None]]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class ShardReader:
     cache: ShardCache | None
     notes: Callable[[str], None]
 
-    def members(self, shard: int, start: int) -> Generator[Member, None, None]:
+    def members(self, shard: int, start: int) -> Generator[EncodedPair, None, None]:
         """(key, captions, image, members) of each sample from number `start` on; ShardError if there are too few."""
         url = self.source.shards[shard]
         path = local_path(url)
@@ -97,13 +97,13 @@ class ShardReader:
             return None
         return source.picked[source.starts[shard] : source.starts[shard + 1]]
 
-    def _of_parquet(self, file: str, columns: Chosen, shard: int, start: int) -> Iterator[Member]:
+    def _of_parquet(
+        self, file: str, columns: Chosen, shard: int, start: int
+    ) -> Iterator[EncodedPair]:
         """`members` of a parquet file."""
-        numbers, size, whole = (
-            self._picked(shard),
-            self.source.sizes[shard],
-            "json" in self._wanted,
-        )
+        numbers = self._picked(shard)
+        size = self.source.sizes[shard]
+        whole = "json" in self._wanted
         first, end = (start, size) if numbers is None else (0, 0)
         if numbers is not None and start < len(numbers):
             first, end = int(numbers[start]), int(numbers[-1]) + 1
@@ -113,7 +113,7 @@ class ShardReader:
                 if wanted is None or number in wanted:
                     yield self._member(key, members)
 
-    def _streamed(self, url: str, shard: int, start: int) -> Iterator[Member]:
+    def _streamed(self, url: str, shard: int, start: int) -> Iterator[EncodedPair]:
         """`members` of any tar, read from its first byte on."""
         numbers, seen = self._picked(shard), 0
         wanted = None if numbers is None else frozenset(numbers.tolist())
@@ -126,23 +126,25 @@ class ShardReader:
                     yield self._member(key, members)
         _require(seen, self.source.sizes[shard])
 
-    def _of_tar(self, path: str, shard: int, start: int) -> Iterator[Member]:
+    def _of_tar(self, path: str, shard: int, start: int) -> Iterator[EncodedPair]:
         """`members` of a plain local tar. tarfile.ReadError for another one, before anything is yielded."""
         source, size = self.source, self.source.sizes[shard]
-        own = self._picked(shard)
-        if self._wanted != WANTED or (start == 0 and own is None and source.captions != "all"):
-            return self._by_headers(path, own, start, size)
-        return self._by_index(path, own, start, size)
+        picked = self._picked(shard)
+        if self._wanted != WANTED or (start == 0 and picked is None and source.captions != "all"):
+            return self._by_headers(path, picked, start, size)
+        return self._by_index(path, picked, start, size)
 
     def _by_headers(
-        self, path: str, own: np.ndarray | None, start: int, size: int
-    ) -> Iterator[Member]:
+        self, path: str, picked: np.ndarray | None, start: int, size: int
+    ) -> Iterator[EncodedPair]:
         """`members` by the tar's headers.
 
         Args:
-            own: the numbers of the source's samples in the shard; None for all.
+            picked: the numbers of the source's samples in the shard; None for all.
         """
-        wanted, numbers, seen = self._wanted, None if own is None else frozenset(own.tolist()), 0
+        wanted = self._wanted
+        numbers = None if picked is None else frozenset(picked.tolist())
+        seen = 0
         try:
             with closing(locate_samples(path)) as samples, opened(path) as descriptor:
                 for number, (key, members) in enumerate(samples):
@@ -163,12 +165,14 @@ class ShardReader:
         _require(seen, size)
 
     def _by_index(
-        self, path: str, own: np.ndarray | None, start: int, size: int
-    ) -> Iterator[Member]:
+        self, path: str, picked: np.ndarray | None, start: int, size: int
+    ) -> Iterator[EncodedPair]:
         """`members` by the tar's index. With `--captions all` each caption of an image is a sample of its own."""
         index = open_index(path)
-        readable = len(index) if own is None else int(np.searchsorted(own, len(index)))
-        first, skipped, count = start, 0, readable
+        readable = len(index) if picked is None else int(np.searchsorted(picked, len(index)))
+        first = start
+        skipped = 0
+        count = readable
         each = self.source.captions == "all"
         if each:
             ends = np.concatenate([[0], np.cumsum(index.captions)])
@@ -176,10 +180,12 @@ class ShardReader:
             skipped, count = start - int(ends[first]), int(ends[-1])
         rows = (
             (index.key(number), _extent(index.text, number), _extent(index.image, number))
-            for number in (range(first, readable) if own is None else own[first:readable].tolist())
+            for number in (
+                range(first, readable) if picked is None else picked[first:readable].tolist()
+            )
         )
         with opened(path) as descriptor:
-            for key, *extents in rows if own is None else _read_ahead(descriptor, list(rows)):
+            for key, *extents in rows if picked is None else _read_ahead(descriptor, list(rows)):
                 text, image = (_content(descriptor, extent) for extent in extents)
                 members = {TEXT_EXTENSION: text, IMAGE_EXTENSIONS[0]: image}
                 if not each:
@@ -189,11 +195,11 @@ class ShardReader:
                 for line in lines[skipped:]:
                     yield key, None if line is None else [line], image, members
                 skipped = 0
-        if index.torn[0] and (own is None or readable < len(own)):
+        if index.torn[0] and (picked is None or readable < len(picked)):
             raise ShardError(str(index.torn[0]), str(index.torn[1]), count)
         _require(count, size)
 
-    def _member(self, key: str, members: Mapping[str, bytes | None]) -> Member:
+    def _member(self, key: str, members: Mapping[str, bytes | None]) -> EncodedPair:
         captions = self.source.captions
         text = members.get(TEXT_EXTENSION)
         texts: list[bytes] | Fault | None

@@ -24,9 +24,8 @@ from open_clip_zerovl.shards.transfers import Unreachable
 from open_clip_zerovl.shards.urls import is_command, local_path
 from open_clip_zerovl.shards.writing import SIZES_FILE, parse_sizes, read_sizes
 
-_TAR = re.compile(
-    r"(?P<name>[^/?]+\.(?:tar|tgz)\b[^/?]*)(?P<query>\?.*)?$"
-)  # the end of a path or URL that names a tar
+# the end of a path or URL that names a tar
+_TAR = re.compile(r"(?P<name>[^/?]+\.(?:tar|tgz)\b[^/?]*)(?P<query>\?.*)?$")
 _LARGEST_BYTES = 1 << 26  # of a remote sizes.json
 
 
@@ -71,10 +70,10 @@ def _name_and_place(shard: str) -> tuple[str, str | None]:
     path = local_path(shard)
     if path is not None:
         return os.path.basename(path), os.path.join(os.path.dirname(path), SIZES_FILE)
-    found = _TAR.search(shard)
-    if found is None:
+    match = _TAR.search(shard)
+    if match is None:
         return os.path.basename(shard), os.path.join(os.path.dirname(shard), SIZES_FILE)
-    return found["name"], shard[: found.start()] + SIZES_FILE + (found["query"] or "")
+    return match["name"], shard[: match.start()] + SIZES_FILE + (match["query"] or "")
 
 
 def _words(command: str) -> list[str]:

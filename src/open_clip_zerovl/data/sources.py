@@ -171,14 +171,14 @@ def parse_sources(
             raise UserError(
                 f"source {position} of {train_data!r} has no shards; write name=/path/{{00000..00099}}.tar"
             )
-        name, found = _open(match["name"] if match else None, pattern, how)
-        names = [source.name for source in found]
+        name, opened = _open(match["name"] if match else None, pattern, how)
+        names = [source.name for source in opened]
         if name in members or sources.keys() & names:
             raise UserError(
                 f"two sources are called {name!r}; give each its own name with name=shards"
             )
         members[name] = names
-        sources.update(zip(names, found, strict=True))
+        sources.update(zip(names, opened, strict=True))
     factors = _parse_weights(weights, members)
     return tuple(replace(source, weight=factors[name]) for name, source in sources.items())
 
@@ -197,29 +197,31 @@ class _Opening(NamedTuple):
 
 def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Source]]:
     """The name of a component, given or found, and its sources: several for a clustering, else one."""
-    found = kind_of(pattern)
-    path = found.path
-    if found.kind == "clusters":
-        return (_open_neighbours if how.neighbours else _open_clusters)(name, found, how)
-    if found.kind == "selection":
+    component = kind_of(pattern)
+    path = component.path
+    if component.kind == "clusters":
+        return (_open_neighbours if how.neighbours else _open_clusters)(name, component, how)
+    if component.kind == "selection":
         source = _open_selection(load_selection(path), how)
         return name or source.name, [replace(source, name=name or source.name)]
-    if found.kind == "annotations" or (found.kind == "table" and found.beside is not None):
+    if component.kind == "annotations" or (
+        component.kind == "table" and component.beside is not None
+    ):
         raise UserError(
             f"{pattern!r} names annotations, which `zerovl retrieval` and --retrieval-data take; a source is a folder of "
             "shards, a list of shards, or a table beside its pictures (`zerovl data coco` and `f30k` write shards of "
             "Karpathy's JSON)"
         )
-    if found.kind == "table":
+    if component.kind == "table":
         name = name or _folder_name(path)
         table = open_table(
             path, how.table_format, by_image=how.captions == "one-per-epoch", strict=how.strict
         )
         return name, [_of_table(name, table, how.captions)]
-    if found.kind == "packed":
+    if component.kind == "packed":
         name = name or Path(path).absolute().name
         return name, _open_packed(name, path, how)
-    if found.kind == "benchmark":
+    if component.kind == "benchmark":
         splits = [
             str(entry) for entry in sorted(Path(path).iterdir()) if (entry / SHARD_COUNT).is_file()
         ]
@@ -235,14 +237,14 @@ def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Sour
     for shard in shards:
         check_openable(shard)
     name = name or _folder_name(shards[0])
-    return name, [_of_shards(name, shards, found.beside, how)]
+    return name, [_of_shards(name, shards, component.beside, how)]
 
 
 def _open_selection(selection: Selection, how: _Opening) -> Source:
     match = NAME.fullmatch(selection.data)
     name, pattern = (match["name"], match["shards"]) if match else (None, selection.data)
     _, opened = _open(name, pattern, how)
-    source = next((one for one in opened if one.name == selection.source), None)
+    source = next((candidate for candidate in opened if candidate.name == selection.source), None)
     if source is None:
         raise UserError(f"{selection.data} has no source {selection.source!r} any more")
     selection.check(source.shards)
@@ -331,16 +333,16 @@ def _open_clusters(
                 "single rows; leave it out"
             )
         table = open_table(first, how.table_format, strict=how.strict)
-    found = []
+    sources = []
     for number, cluster in enumerate(clusters):
         of_cluster = f"{name}-{number:03d}"
         if cluster.picked is None:
-            found.append(_of_shards(of_cluster, cluster.shards, None, how))
+            sources.append(_of_shards(of_cluster, cluster.shards, None, how))
         elif table is not None:
-            found.append(_of_table(of_cluster, table.part(cluster.picked), how.captions))
+            sources.append(_of_table(of_cluster, table.part(cluster.picked), how.captions))
         else:
             _require_countable(of_cluster, how.captions)
-            found.append(
+            sources.append(
                 Source(
                     of_cluster,
                     cluster.shards,
@@ -349,7 +351,7 @@ def _open_clusters(
                     picked=cluster.picked,
                 )
             )
-    return name, found
+    return name, sources
 
 
 def _of_table(name: str, table: CsvTable, captions: str | None = None) -> Source:
@@ -457,7 +459,8 @@ def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: 
         if (path := local_path(shard)) is not None and not os.path.isfile(path)
     ]
     remote = [shard for shard in shards if local_path(shard) is None]
-    if each_caption and (uncounted := remote or parquet):
+    uncounted = remote or parquet
+    if each_caption and uncounted:
         raise UserError(
             f"'--captions all' cannot count the captions of remote shards and of parquet (source {name!r}, first "
             f"{uncounted[0]}); copy or pack them here, or give '--captions one-per-epoch'"
@@ -481,12 +484,14 @@ def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: 
             f"Source {name}: pictures in {columns.picture!r}, captions in {listed(columns.captions)}."
         )
         known.update(rows)
-    if unsized := [shard for shard in remote if shard not in known]:
+    unsized = [shard for shard in remote if shard not in known]
+    if unsized:
         raise UserError(
             f"{len(unsized)} remote shards of source {name!r} have no size, first {unsized[0]}; "
             'put a sizes.json ({"00000.tar": 9873, ...}) beside them, or name one: SHARDS@/path/sizes.json'
         )
-    if unknown := [shard for shard in shards if shard not in known]:
+    unknown = [shard for shard in shards if shard not in known]
+    if unknown:
         what = "captions of" if each_caption else "samples of"
         logging.info(
             f"Source {name}: counting {what} {len(unknown)} shards that no sizes.json lists."

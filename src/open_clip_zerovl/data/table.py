@@ -212,7 +212,8 @@ def open_table(
     try:
         with open(path, "rb") as file:
             header_line = file.readline()
-            if not (encoding := encoding_of(header_line)).startswith("utf-8"):
+            encoding = encoding_of(header_line)
+            if not encoding.startswith("utf-8"):
                 raise UserError(f"table {path} is {encoding.upper()} text; save it as UTF-8")
             separator = style.separator or guess_separator(header_line.decode("utf-8", "replace"))
             file.seek(0)
@@ -244,7 +245,8 @@ def open_table(
                     known = max(identity, image) < len(record.fields)
                     name = record.fields[identity] if known else f"\0row {len(rows)}"
                     if known and identity != image:
-                        first = pictures.setdefault(name, picture := record.fields[image])
+                        picture = record.fields[image]
+                        first = pictures.setdefault(name, picture)
                         if picture != first:
                             raise UserError(
                                 f"table {path}, line {record.line}: the {header[identity]} {name!r} is of two pictures "
@@ -301,8 +303,8 @@ def _is_address(picture: str) -> bool:
 
 
 def _stamp(descriptor: int) -> tuple[int, int]:
-    found = os.fstat(descriptor)
-    return found.st_size, found.st_mtime_ns
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
 
 
 def _columns(

@@ -77,7 +77,7 @@ class _CompiledTokenizer:
             short(text) if short is not None and is_plain(text) else clean(text) for text in texts
         ]
         encoded = inner.backend_tokenizer.encode_batch_fast(cleaned, add_special_tokens=True)
-        tokens = torch.from_numpy(np.array([one.ids for one in encoded], dtype=np.int64))
+        tokens = torch.from_numpy(np.array([encoding.ids for encoding in encoded], dtype=np.int64))
         if self.tokenizer.strip_sep_token:
             tokens = torch.where(tokens == inner.sep_token_id, torch.zeros_like(tokens), tokens)
         return tokens

@@ -84,8 +84,8 @@ def teacher_features(
     """
     tensors = [torch.cat(rows) for rows in zip(*parts, strict=True)]
     each = 1 + texts_per_image
-    found = []
+    features = []
     for begin in range(0, len(tensors), each):
         images, *texts = tensors[begin : begin + each]
-        found.append((images, texts[0] if len(texts) == 1 else torch.cat(texts)))
-    return found
+        features.append((images, texts[0] if len(texts) == 1 else torch.cat(texts)))
+    return features

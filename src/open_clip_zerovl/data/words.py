@@ -51,25 +51,24 @@ class WordAugment:
         draw, share = rng.random, self.share
         masked, replaced = share * MASK_SHARE, share * (MASK_SHARE + REPLACE_SHARE)
         words = caption.split()
-        kept = []
+        augmented = []
         for word in words:
             u = draw()  # one number decides: [masked | replaced | deleted | left alone]
             if u >= share:
-                kept.append(word)
+                augmented.append(word)
             elif u < masked:
-                kept.append(self.mask)
+                augmented.append(self.mask)
             elif u < replaced:
-                kept.append(self.vocabulary[int(draw() * len(self.vocabulary))])
-        if not kept and words:
-            kept.append(words[int(draw() * len(words))])
-        return " ".join(kept)
+                augmented.append(self.vocabulary[int(draw() * len(self.vocabulary))])
+        if not augmented and words:
+            augmented.append(words[int(draw() * len(words))])
+        return " ".join(augmented)
 
 
 def _mask_and_words(tokenizer: Any) -> tuple[str, tuple[str, ...]]:
     """The mask token's text, and the words that are one token each, in the order of their ids."""
-    inner = getattr(
-        tokenizer, "tokenizer", None
-    )  # open_clip's HFTokenizer wraps the Hugging Face one
+    # open_clip's HFTokenizer wraps the Hugging Face one
+    inner = getattr(tokenizer, "tokenizer", None)
     mask = getattr(inner, "mask_token", None)
     if inner is None or mask is None:
         raise UserError(

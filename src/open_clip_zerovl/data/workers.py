@@ -92,7 +92,10 @@ def stall_watchdog(items: Iterator[Item], sentence: Callable[[float, int], str])
             now = waiting[0]
             if now != since:
                 since, due = now, FIRST_WARNING_SECONDS
-            if now is not None and (waited := time.monotonic() - now[0]) >= due:
+            if now is None:
+                continue
+            waited = time.monotonic() - now[0]
+            if waited >= due:
                 logging.warning(sentence(waited, now[1]))
                 due += NEXT_WARNING_SECONDS
 

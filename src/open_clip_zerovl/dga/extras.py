@@ -31,6 +31,7 @@ TermsOfMicroBatch = Callable[..., Mapping[str, Tensor | tuple[Tensor, Tensor | f
 SUM, COUNT, TEACHER = "sum of ", "count of ", "dist_"  # prefixes of names in the outputs
 
 
+@dataclass(frozen=True)
 class CaptionTerm:
     """Captioning's cross-entropy over the tokens that are not padding, as open_clip's `CoCaLoss` computes it.
 
@@ -40,8 +41,9 @@ class CaptionTerm:
         label_smoothing: as `torch.nn.CrossEntropyLoss` has it.
     """
 
-    def __init__(self, weight: float = 1.0, pad_id: int = 0, label_smoothing: float = 0.0) -> None:
-        self.weight, self.pad_id, self.label_smoothing = weight, pad_id, label_smoothing
+    weight: float = 1.0
+    pad_id: int = 0
+    label_smoothing: float = 0.0
 
     def __call__(
         self, outputs: Mapping[str, Tensor], _: Any, texts: Tensor, *__: Any
@@ -130,7 +132,7 @@ class Extras:
         if not isinstance(outputs, dict):
             outputs = dict(zip(FEATURES, outputs, strict=True))
         terms = {name: term for of in self.terms for name, term in of(outputs, *inputs).items()}
-        found: Outputs = {}
+        sums_and_counts: Outputs = {}
         for name, term in terms.items():
             total, count = term if isinstance(term, tuple) else (term, None)
             if not isinstance(total, Tensor) or total.numel() != 1:
@@ -138,7 +140,7 @@ class Extras:
                     f"The term {name} must be a tensor of one number, the sum over a micro-batch, or a pair of it and its "
                     f"count, but is {_described(total)}."
                 )
-            found[SUM + name] = total.reshape(())
+            sums_and_counts[SUM + name] = total.reshape(())
             if count is not None:
                 count = torch.as_tensor(count, device=total.device)
                 if count.requires_grad or count.numel() != 1:
@@ -146,9 +148,9 @@ class Extras:
                         f"The count of the term {name} must be one number that is not trained, but is {_described(count)}; "
                         "a mean by learned weights does not split into micro-batches."
                     )
-                found[COUNT + name] = count.reshape(())
-        self._check_leaves(found)
-        return found
+                sums_and_counts[COUNT + name] = count.reshape(())
+        self._check_leaves(sums_and_counts)
+        return sums_and_counts
 
     def collected(self, outputs: Mapping[str, list[Tensor]], order: Tensor | None) -> Collected:
         """The means of all terms over the effective batch, and the teacher's features in the order of the loss.
@@ -179,20 +181,20 @@ class Extras:
                 f"The term {lacking.removeprefix(SUM)} is missing in some micro-batches; return a sum and a count of 0 there."
             )
         names = sorted(name.removeprefix(SUM) for name in extras.sums)
-        one = torch.ones_like(next(iter(extras.sums.values()))[0])
+        unit = torch.ones_like(next(iter(extras.sums.values()))[0])
         counted = [name for name in names if COUNT + name in outputs]
         totals = torch.stack(
-            [sum(extras.sums[SUM + name], start=0 * one) for name in names]
-            + [sum(outputs[COUNT + name], start=0 * one) for name in counted]
+            [sum(extras.sums[SUM + name], start=0 * unit) for name in names]
+            + [sum(outputs[COUNT + name], start=0 * unit) for name in counted]
         )
         if self._world_size > 1:
             dist.all_reduce(totals, group=self._group)
         counts = dict(zip(counted, totals[len(names) :], strict=True))
         for name, total in zip(names, totals, strict=False):
-            count = counts.get(name, one)
+            count = counts.get(name, unit)
             # Nothing to take a mean of: the term is zero, and so is its gradient.
-            share = torch.where(count == 0, 0 * one, 1 / count)
-            extras.losses[name] = torch.where(count == 0, 0 * one, total * share)
+            share = torch.where(count == 0, 0 * unit, 1 / count)
+            extras.losses[name] = torch.where(count == 0, 0 * unit, total * share)
             extras.shares[SUM + name] = share * self._world_size
         return extras
 

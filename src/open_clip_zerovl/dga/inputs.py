@@ -63,7 +63,7 @@ def checked_sizes(
     places = (
         {"The micro-batches together": totals}
         if ordered
-        else {f"Micro-batch {k}": one for k, one in enumerate(sizes)}
+        else {f"Micro-batch {k}": size for k, size in enumerate(sizes)}
     )
     for place, (images, texts) in places.items():
         if images * texts_per_image != texts:
@@ -119,7 +119,9 @@ def text_places(sizes: Sequence[int], texts_per_image: int) -> Tensor:
 
     sizes [2, 1], C 2: texts 0a 1a 0b 1b | 2a 2b  ->  places 0 1 3 4 2 5, as 0a 1a 2a 0b 1b 2b
     """
-    total, begin, places = sum(sizes), 0, []
+    total = sum(sizes)
+    begin = 0
+    places = []
     for size in sizes:
         rows = torch.arange(begin, begin + size)
         places += [rows + number * total for number in range(texts_per_image)]
@@ -165,19 +167,23 @@ class DeviceInputs:
         device: torch.device,
         room_bytes: float,
     ) -> None:
-        self._micro_batches, self._prepare, self._device = micro_batches, prepare, device
+        self._micro_batches = micro_batches
+        self._prepare = prepare
+        self._device = device
         leaves = (leaf for k in replayed for part in micro_batches[k][:2] for leaf in _leaves(part))
         stay = sum(leaf.nbytes for leaf in leaves if leaf.device != device) <= room_bytes
         self._to_keep = set(replayed) if stay else set()
-        self._kept: dict[int, Any] = {}
+        self._inputs: dict[int, Any] = {}
 
     def take(self, k: int) -> tuple[Any, ...]:
         """The model's inputs for micro-batch k, in the first pass or the replay, and its further parts."""
         first, second, *others = self._micro_batches[k]
-        inputs = self._kept.pop(k) if k in self._kept else on_device((first, second), self._device)
+        inputs = (
+            self._inputs.pop(k) if k in self._inputs else on_device((first, second), self._device)
+        )
         if k in self._to_keep:
             self._to_keep.remove(k)
-            self._kept[k] = inputs
+            self._inputs[k] = inputs
         images, texts = inputs if self._prepare is None else self._prepare(*inputs, *others)
         return images, texts, *others
 

@@ -75,11 +75,13 @@ class Towers:
         autocast: Callable[[], AbstractContextManager[Any]],
         extras: Any,
     ) -> None:
-        self._model, self._inner, self._device, self._autocast = model, inner, device, autocast
+        self._model = model
+        self._inner = inner
+        self._device = device
+        self._autocast = autocast
         self._extras = extras
-        self._learning: set[str] = (
-            set()
-        )  # features that required gradient although their tower looked frozen
+        # features that required gradient although their tower looked frozen
+        self._learning: set[str] = set()
         self._logged = False
 
     def frozen(self) -> set[str]:
@@ -122,13 +124,13 @@ class Towers:
             return outputs, Repeat(start, None, frozenset())
         outputs = {}
         for name, alone in ((IMAGES, (inputs[0], None)), (TEXTS, (None, inputs[1]))):
-            found = self._outputs(alone, {name: rows[name]}, graph or name in frozen)
-            if name in frozen and found[name].requires_grad:
+            features = self._outputs(alone, {name: rows[name]}, graph or name in frozen)
+            if name in frozen and features[name].requires_grad:
                 self._learning.add(name)
                 frozen.remove(name)
             if name in frozen and name == IMAGES:
                 between = RngState.capture(self._device)
-            outputs |= found
+            outputs |= features
         outputs |= self._of_teacher(inputs)
         return outputs, Repeat(start, between, frozenset(frozen))
 

@@ -84,7 +84,7 @@ class Objective:
                     "drop the remainder or use ContrastiveLoss, which takes any sizes."
                 )
         leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
-        own = [parameter for parameter in self._parameters() if parameter.requires_grad]
+        parameters = [parameter for parameter in self._parameters() if parameter.requires_grad]
         with (
             torch.enable_grad(),
             torch.autocast(self._device.type, enabled=False),
@@ -93,14 +93,16 @@ class Objective:
             losses = self._losses(leaves, loss_inputs)
             first, *others = losses.values()
             total = sum(others, start=first)
-            self._check_leaves(total, [*leaves.values(), *own])
-            found = torch.autograd.grad(
-                self.scale(total), [*leaves.values(), *own], allow_unused=True
+            self._check_leaves(total, [*leaves.values(), *parameters])
+            all_gradients = torch.autograd.grad(
+                self.scale(total), [*leaves.values(), *parameters], allow_unused=True
             )
-        own_gradients: OwnGradients = list(zip(own, found[len(leaves) :], strict=True))
+        own_gradients: OwnGradients = list(
+            zip(parameters, all_gradients[len(leaves) :], strict=True)
+        )
         gradients = {
             name: torch.zeros_like(leaf) if gradient is None else gradient
-            for (name, leaf), gradient in zip(leaves.items(), found, strict=False)
+            for (name, leaf), gradient in zip(leaves.items(), all_gradients, strict=False)
         }
         if self._feature_factor != 1:
             features = gradients.keys() - SCALARS
@@ -115,8 +117,10 @@ class Objective:
 
         All ranks call it together, after the last backward pass of the towers.
         """
-        for parameter, found in own_gradients:
-            gradient = found if found is None or factor is None else found * factor
+        for parameter, loss_gradient in own_gradients:
+            gradient = (
+                loss_gradient if loss_gradient is None or factor is None else loss_gradient * factor
+            )
             if self._world_size > 1:
                 gradient = (
                     torch.zeros_like(parameter) if gradient is None else gradient.contiguous()

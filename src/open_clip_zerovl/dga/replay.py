@@ -35,12 +35,8 @@ CHECK_EVERY = 500  # steps between two checks of check="first"
 EARLY = (10, 100)
 
 WEIGHTS, REPLAYED = "weights", "replayed"  # kinds of names that are compared, beside the SCALARS
-_INTEGERS = {
-    1: torch.int8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-}  # by the bytes of an element
+# by the bytes of an element
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplayError(UserError, RuntimeError):
@@ -51,7 +47,7 @@ class BufferState:
     """A copy of a model's buffers: running statistics of norms, counters, moving averages."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._kept = [
+        self._copies = [
             (module, name, buffer, buffer.clone(), buffer._version)
             for module in model.modules()
             for name, buffer in module._buffers.items()
@@ -61,7 +57,7 @@ class BufferState:
     def restore(self) -> None:
         """Restore the buffers that have changed since."""
         with torch.no_grad():
-            for module, name, buffer, value, version in self._kept:
+            for module, name, buffer, value, version in self._copies:
                 module._buffers[name] = buffer
                 # Unchanged buffers are not written to, because a graph may hold them. Norms' statistics always are: compiled
                 # code may change them without raising the version.
@@ -113,16 +109,16 @@ class ReplayCheck:
         self._steps += 1
         self._seen = []
 
-    def compare(self, name: str, index: int, found: Tensor, cached: Tensor) -> None:
+    def compare(self, name: str, index: int, replayed: Tensor, cached: Tensor) -> None:
         """Record the difference of `name` (B, D), or of a number, of micro-batch `index`; two NaN count as equal."""
         if _kind(name) not in self._due:
             return
-        found, cached = (
+        replayed, cached = (
             value.detach().to(cached.dtype).reshape(-1, value.shape[-1:].numel())
-            for value in (found, cached)
+            for value in (replayed, cached)
         )
-        same = (found == cached) | (found.isnan() & cached.isnan())
-        difference = torch.where(same, 0.0, found - cached)
+        same = (replayed == cached) | (replayed.isnan() & cached.isnan())
+        difference = torch.where(same, 0.0, replayed - cached)
         relative = difference.norm(dim=-1) / cached.norm(dim=-1).clamp_min(
             torch.finfo(cached.dtype).tiny
         )
@@ -139,10 +135,12 @@ class ReplayCheck:
             if WEIGHTS in self._due and _shows_bits(parameter.data)
         }
 
-    def compare_bits(self, index: int, found: dict[str, Tensor], before: dict[str, Tensor]) -> None:
+    def compare_bits(
+        self, index: int, current: dict[str, Tensor], before: dict[str, Tensor]
+    ) -> None:
         """Record the parameters that have changed up to micro-batch `index`, also those whose version has not (`.data`)."""
         self._seen += [
-            (f"{WEIGHTS} {name}", index, (found[name] != bits).float().expand(2))
+            (f"{WEIGHTS} {name}", index, (current[name] != bits).float().expand(2))
             for name, bits in before.items()
         ]
 
@@ -159,11 +157,9 @@ class ReplayCheck:
         ]
         # `not <=` rather than `>`: a NaN is a difference.
         bad = [entry for entry in seen if not entry[0] <= tolerance]
-        any_bad, replayed, compared = (
-            bool(bad),
-            any(_kind(name) == REPLAYED for _, _, name, _ in seen),
-            bool(seen),
-        )
+        any_bad = bool(bad)
+        replayed = any(_kind(name) == REPLAYED for _, _, name, _ in seen)
+        compared = bool(seen)
         if self._world_size > 1:
             anywhere = torch.tensor([any_bad, replayed, compared], dtype=torch.long, device=device)
             dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._group)

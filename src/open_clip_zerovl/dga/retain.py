@@ -140,9 +140,8 @@ class Retention:
         fits = self._smallest(int(free is None or decision.needed_bytes <= free))
         if fits:
             self._auto = decision.graphs
-            if (
-                self._world_size == 1 or dist.get_rank(self._group) == 0
-            ):  # the number is that of all ranks
+            # the number is that of all ranks
+            if self._world_size == 1 or dist.get_rank(self._group) == 0:
                 log.info("Graphs kept a step, as before this run was resumed: %d.", decision.graphs)
             return
         self._adopted = None
@@ -196,9 +195,8 @@ class Retention:
                 torch.cuda.max_memory_allocated(self._device) - self._allocated_before
             )
         else:
-            self._transient_bytes = (
-                2 * self._bytes_per_sample * max(sizes)
-            )  # the graph, and gradients within it
+            # the graph, and gradients within it
+            self._transient_bytes = 2 * self._bytes_per_sample * max(sizes)
 
     def _optimizer_has_stepped(self) -> bool:
         # One is enough: a caller may train with gradients that its optimizer does not use.

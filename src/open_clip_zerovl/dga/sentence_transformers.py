@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 
-Column = Mapping[
-    str, Any
-]  # the tokenizer's output for a column of a batch; tensors have a row a sample
+# the tokenizer's output for a column of a batch; tensors have a row a sample
+Column = Mapping[str, Any]
 
 
 class DecoupledLoss(nn.Module):
@@ -129,8 +128,12 @@ class DecoupledLoss(nn.Module):
 
     def get_config_dict(self) -> dict[str, Any]:
         """The loss' settings for the model card."""
-        own: dict[str, Any] = getattr(self.loss, "get_config_dict", dict)()
-        return {"loss": type(self.loss).__name__, **own, "mini_batch_size": self.mini_batch_size}
+        settings: dict[str, Any] = getattr(self.loss, "get_config_dict", dict)()
+        return {
+            "loss": type(self.loss).__name__,
+            **settings,
+            "mini_batch_size": self.mini_batch_size,
+        }
 
     @property
     def citation(self) -> str:

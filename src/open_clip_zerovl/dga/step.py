@@ -71,9 +71,8 @@ __all__ = ["DecoupledGradientAccumulation", "ReplayError"]
 
 log = logging.getLogger(__name__)
 
-Prepare = Callable[
-    ..., tuple[Any, Any]
-]  # (images, texts, further parts of a micro-batch) -> the model's two inputs
+# (images, texts, further parts of a micro-batch) -> the model's two inputs
+Prepare = Callable[..., tuple[Any, Any]]
 
 
 @dataclass
@@ -90,7 +89,7 @@ class _Step:
         inputs: the micro-batches' inputs, copied to the device when they are taken.
         order: (C*b,) the place of each text, None if texts stand in their images' order.
         inputs_of: each feature -> the input that it has a row for, IMAGES or TEXTS.
-        kept: retained micro-batch -> its outputs with graph; phase (3) removes them one by one.
+        retained_outputs: retained micro-batch -> its outputs with graph; phase (3) removes them one by one.
         repeats: the states from which each micro-batch is replayed.
         features: (b, D) of images and (C*b, D) of texts, without graph, in fp32 at least.
         extras: terms, and a teacher's features.
@@ -108,7 +107,7 @@ class _Step:
     inputs: DeviceInputs
     order: Tensor | None
     inputs_of: dict[str, str]
-    kept: dict[int, Outputs] = field(default_factory=dict)
+    retained_outputs: dict[int, Outputs] = field(default_factory=dict)
     repeats: list[Repeat] = field(default_factory=list)
     features: dict[str, Tensor] = field(default_factory=dict)
     scalars: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -211,7 +210,9 @@ class DecoupledGradientAccumulation:
                 "Replay of random masks is off: gradients are WRONG wherever there is dropout (an ablation)."
             )
             check = "never"
-        self._inner, self._device, self._autocast = inner, parameter.device, autocast
+        self._inner = inner
+        self._device = parameter.device
+        self._autocast = autocast
         group = self._ddp.process_group if self._ddp is not None else None
         self._world_size = dist.get_world_size(group) if self._ddp is not None else 1
         self._extras = Extras(every_term, teacher, inner, self._world_size, group)
@@ -309,10 +310,8 @@ class DecoupledGradientAccumulation:
         if not learns:
             return step.losses["loss"]
         # The precision of this place, not that of the place of `loss.backward()`.
-        enabled, dtype = (
-            torch.is_autocast_enabled(self._device.type),
-            torch.get_autocast_dtype(self._device.type),
-        )
+        enabled = torch.is_autocast_enabled(self._device.type)
+        dtype = torch.get_autocast_dtype(self._device.type)
 
         def second_pass(factor: Tensor) -> None:
             with (
@@ -397,7 +396,7 @@ class DecoupledGradientAccumulation:
             # DDP rebuilds its buckets, a collective, in the first forward pass with a graph, and broadcasts buffers in the
             # first of all. Those are one pass or two, by this rank's K and R; here all ranks have the same order.
             self._ddp.reducer._rebuild_buckets()
-        found: dict[str, list[Tensor]] = {}
+        collected: dict[str, list[Tensor]] = {}
         frozen = self._towers.frozen() if step.replayed else set()
         for k, size in enumerate(step.sizes):
             graph = k not in step.replayed
@@ -409,12 +408,12 @@ class DecoupledGradientAccumulation:
                 )
             step.repeats.append(repeat)
             if graph:
-                step.kept[k] = outputs
+                step.retained_outputs[k] = outputs
             for name, output in outputs.items():
-                found.setdefault(name, []).append(detached_copy(output))
-        step.features = {name: torch.cat(found[name]) for name in step.inputs_of}
-        step.scalars = {name: found[name] for name in SCALARS if name in found}
-        step.extras = self._extras.collected(found, step.order)
+                collected.setdefault(name, []).append(detached_copy(output))
+        step.features = {name: torch.cat(collected[name]) for name in step.inputs_of}
+        step.scalars = {name: collected[name] for name in SCALARS if name in collected}
+        step.extras = self._extras.collected(collected, step.order)
         self._check_weights(step)
 
     def _differentiate(self, step: _Step, loss_inputs: dict[str, Any]) -> None:
@@ -448,8 +447,8 @@ class DecoupledGradientAccumulation:
             for k, value in enumerate(values[:-1]):
                 self._check.compare(name, k, value, values[-1])
         gradients = {
-            name: found if factor is None else found * factor
-            for name, found in step.gradients.items()
+            name: gradient if factor is None else gradient * factor
+            for name, gradient in step.gradients.items()
         }
         rows = {name: gradients[name].split(step.rows(name)) for name in step.features}
         cached = {name: value.split(step.rows(name)) for name, value in step.features.items()}
@@ -461,8 +460,8 @@ class DecoupledGradientAccumulation:
                 self._check_weights(step)
                 wanted = {name: each[k] for name, each in rows.items()} | shares
                 with self._synchronised(self._synchronises(step, k)):
-                    if k in step.kept:
-                        outputs = step.kept.pop(k)
+                    if k in step.retained_outputs:
+                        outputs = step.retained_outputs.pop(k)
                     else:
                         take = partial(step.inputs.take, k)
                         outputs = self._towers.replay(
@@ -530,7 +529,9 @@ class DecoupledGradientAccumulation:
             )
 
     def _name_of(self, parameter: nn.Parameter) -> str:
-        return next(name for name, one in self._inner.named_parameters() if one is parameter)
+        return next(
+            name for name, candidate in self._inner.named_parameters() if candidate is parameter
+        )
 
     @contextmanager
     def _undone_on_failure(self) -> Iterator[None]:

@@ -29,7 +29,7 @@ from open_clip_zerovl.core.files import check_writable
 from open_clip_zerovl.data.images import split_normalize
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.transforms import with_auto_augment
-from open_clip_zerovl.distill.teacher_flags import TeacherFlags
+from open_clip_zerovl.distill.teacher_flags import TeacherViewFlags
 from open_clip_zerovl.embeddings.embed import embed, missing_units, require_room, size_words
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.embeddings.fingerprint import describe_source
@@ -38,7 +38,7 @@ from open_clip_zerovl.embeddings.store import WEIGHTS, Manifest, Store, read_man
 
 
 @dataclass(frozen=True)
-class TeacherSettings(TeacherFlags):
+class TeacherSettings(TeacherViewFlags):
     """Settings of the augmentation, which later trainings repeat, and of the stored embeddings."""
 
     def transform(self) -> Callable[[Any], Tensor]:

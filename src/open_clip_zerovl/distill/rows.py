@@ -68,18 +68,20 @@ class TeacherRows:
         augmentation: Sequence[str],
         captions: str | None,
     ) -> None:
-        self.folder, self.manifest, self.digest = store.folder, store.manifest, store.digest
+        self.folder = store.folder
+        self.manifest = store.manifest
+        self.digest = store.digest
         facts = self.manifest.facts
         views = {"augmentation": facts["augmentation"]}
-        if (found := difference(views, {"augmentation": list(augmentation)})) is not None:
+        changed = difference(views, {"augmentation": list(augmentation)})
+        if changed is not None:
             raise UserError(
-                f"the teacher {self.folder} {found}; give the run the augmentation and image size that the teachers had, or "
+                f"the teacher {self.folder} {changed}; give the run the augmentation and image size that the teachers had, or "
                 "embed anew with those of the run"
             )
         held = facts["captions"]
-        drawn = tuple(
-            name for name, _ in caption_fields(held)
-        )  # in this order their captions are numbered
+        # in this order their captions are numbered
+        drawn = tuple(name for name, _ in caption_fields(held))
         if captions != held and (not drawn or drawn != caption_sets(captions)):
             raise UserError(
                 f"the teachers of {self.folder} read captions with --captions {held or 'left out'}, and this run has "
@@ -87,28 +89,28 @@ class TeacherRows:
             )
         self._names = [source.name for source in sources]
         self._sizes = [source.num_samples for source in sources]
-        places = [self._found(source) for source in sources]
+        places = [self._place_of(source) for source in sources]
         self._stored = [index for index, _ in places]
-        self._cluster_rows = [
-            rows for _, rows in places
-        ]  # of a cluster, its samples' numbers in the stored source
+        # of a cluster, its samples' numbers in the stored source
+        self._cluster_rows = [rows for _, rows in places]
         self._begins = self.manifest.begins
         self.widths = widths_of(self.manifest)
 
-    def _found(self, source: Source) -> tuple[int, np.ndarray | None]:
+    def _place_of(self, source: Source) -> tuple[int, np.ndarray | None]:
         """The number of the stored source, and the rows in it of a cluster's samples."""
         names = [stored["name"] for stored in self.manifest.sources]
         if source.name in names:
             index = names.index(source.name)
             stored = self.manifest.sources[index]
-            found = difference_of_sources(stored, describe_source(source, stored["marks"]))
-            if found is None:
+            changed = difference_of_sources(stored, describe_source(source, stored["marks"]))
+            if changed is None:
                 return index, None
             raise UserError(
-                f"the embeddings in {self.folder} do not fit source {source.name!r}: {found}; embed it anew with `{COMMAND}`"
+                f"the embeddings in {self.folder} do not fit source {source.name!r}: {changed}; embed it anew with `{COMMAND}`"
             )
         for index, stored in enumerate(self.manifest.sources):
-            if (rows := rows_of_cluster(source, stored)) is not None:
+            rows = rows_of_cluster(source, stored)
+            if rows is not None:
                 return index, rows
         raise UserError(
             f"the teachers of {self.folder} have not seen source {source.name!r}, only {', '.join(names)}; embed it with "
@@ -144,24 +146,20 @@ class TeacherRows:
         facts, stored = self.manifest.facts, self._stored[sample.source]
         view = draw % facts["views"]
         row = sample.position % self._sizes[sample.source]
-        if (rows := self._cluster_rows[sample.source]) is not None:
+        rows = self._cluster_rows[sample.source]
+        if rows is not None:
             row = int(rows[row])
         picture = view_picture(
             transform, image, seed=facts["seed"], source=stored, sample=row, view=view
         )
         row += self._begins[stored]
         first = int(self._starts[row])
-        several = facts["captions"] not in (
-            None,
-            "all",
-        )  # captions of a sample; with None or all each sample has one, whatever its number
+        # captions of a sample; with None or all each sample has one, whatever its number
+        several = facts["captions"] not in (None, "all")
         shown = [first + several * number for number, _ in sample.shown]
-        places: list[tuple[Rows, Any]] = [
-            (array, index)
-            for images, texts in self._rows
-            for array, index in ((images, (row, view)), *((texts, text) for text in shown))
-        ]
-        vectors = [array.read(index) for array, index in places]
+        vectors = []
+        for images, texts in self._rows:
+            vectors += [images.read((row, view)), *(texts.read(text) for text in shown)]
         stored, dtype = np.concatenate(vectors), DTYPES[facts["dtype"]]
         if not all(vector.any() for vector in vectors):
             raise UserError(
@@ -181,9 +179,11 @@ def rows_of_cluster(source: Source, stored: dict[str, Any]) -> np.ndarray | None
         content_of(mark): int(begin) for mark, begin in zip(stored["marks"], begins, strict=False)
     }
     rows = source.picked.astype(np.int64)
-    marks = file_marks(source.shards, digests_of(stored["marks"]), f"checking {source.name}")
+    marks_by_shard = file_marks(
+        source.shards, digests_of(stored["marks"]), f"checking {source.name}"
+    )
     for number, shard in enumerate(source.shards):
-        begin = place.get(content_of(marks[shard]))
+        begin = place.get(content_of(marks_by_shard[shard]))
         if begin is None:
             return None
         rows[source.starts[number] : source.starts[number + 1]] += begin

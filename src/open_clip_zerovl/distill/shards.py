@@ -45,12 +45,8 @@ from open_clip_zerovl.embeddings.store import Store
 
 PREFIX = "shards:"  # of a `--teacher` value
 SYNTHETIC = "syn.json:syn_text"
-FIELDS = (
-    (),
-    ("txt",),
-    ("txt", SYNTHETIC),
-    (SYNTHETIC,),
-)  # of `--captions` whose embeddings are stored
+# of `--captions` whose embeddings are stored
+FIELDS = ((), ("txt",), ("txt", SYNTHETIC), (SYNTHETIC,))
 OPERATIONS = (
     "Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "Brightness", "Color", "Contrast", "Sharpness",
     "Posterize", "Solarize", "AutoContrast", "Equalize",
@@ -254,7 +250,7 @@ def _arrays(members: Mapping[str, bytes | None]) -> dict[str, Any]:
     if packed is not None:
         with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
-    found = torch.load(
+    embeddings = torch.load(
         io.BytesIO(gzip.decompress(_member(members, "pth.gz"))),
         map_location="cpu",
         weights_only=True,
@@ -263,7 +259,7 @@ def _arrays(members: Mapping[str, bytes | None]) -> dict[str, Any]:
         name: value.float().numpy()
         if isinstance(value, Tensor)
         else np.asarray(torch.stack(value).float())
-        for name, value in found.items()
+        for name, value in embeddings.items()
         if name.endswith("_emb")
     }
 

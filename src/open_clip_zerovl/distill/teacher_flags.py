@@ -12,7 +12,7 @@ DTYPES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
-class TeacherFlags:
+class TeacherViewFlags:
     """Flags of the augmentation, which are those of the later training, and of the stored embeddings.
 
     Attributes:

@@ -22,7 +22,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import free_space
 from open_clip_zerovl.data.workers import read_batches
 from open_clip_zerovl.embeddings.encoder import CPU_PICTURES, FrozenModel
-from open_clip_zerovl.embeddings.reading import Batch, Batches, EmbeddableFiles, units_of
+from open_clip_zerovl.embeddings.reading import Batches, EmbeddableBatch, EmbeddableFiles, units_of
 from open_clip_zerovl.embeddings.store import Manifest, Store
 
 
@@ -79,11 +79,11 @@ def embed(
     try:
         batches = Batches(collection, units, eyes, batch_size)
         for batch in read_batches(batches, itemgetter(0), batch_size=1, num_workers=workers):
-            for one in batch.lost:
-                if one.note is not None:
-                    tqdm.write(f"{one.note}. Its samples get no embeddings.")
-                of_source = lost.setdefault(one.source, {})
-                of_source[one.reason] = of_source.get(one.reason, 0) + one.count
+            for missing in batch.lost:
+                if missing.note is not None:
+                    tqdm.write(f"{missing.note}. Its samples get no embeddings.")
+                of_source = lost.setdefault(missing.source, {})
+                of_source[missing.reason] = of_source.get(missing.reason, 0) + missing.count
             for number, model in enumerate(models):
                 _encode(store, number, model, batch, batch_size)
             for file in batch.finished:
@@ -95,12 +95,14 @@ def embed(
     return lost
 
 
-def _encode(store: Store, number: int, model: FrozenModel, batch: Batch, size: int) -> None:
+def _encode(
+    store: Store, number: int, model: FrozenModel, batch: EmbeddableBatch, size: int
+) -> None:
     images, texts = store.rows.get(f"{number}.images"), store.rows.get(f"{number}.texts")
     if images is not None and batch.rows:
         parts = [model.images(part).cpu() for part in batch.pictures[number].split(size)]
-        found = _finite(torch.cat(parts), images.dtype, model, batch)
-        images[batch.rows] = found.reshape(len(batch.rows), *images.array.shape[1:])
+        features = _finite(torch.cat(parts), images.dtype, model, batch)
+        images[batch.rows] = features.reshape(len(batch.rows), *images.array.shape[1:])
     if texts is not None and batch.captions:
         parts = [
             model.texts(batch.captions[at : at + size]).cpu()
@@ -109,7 +111,7 @@ def _encode(store: Store, number: int, model: FrozenModel, batch: Batch, size: i
         texts[batch.caption_rows] = _finite(torch.cat(parts), texts.dtype, model, batch)
 
 
-def _finite(rows: Tensor, dtype: torch.dtype, model: FrozenModel, batch: Batch) -> Tensor:
+def _finite(rows: Tensor, dtype: torch.dtype, model: FrozenModel, batch: EmbeddableBatch) -> Tensor:
     """The rows as they are stored."""
     stored = rows.to(dtype)
     if not bool(torch.isfinite(stored).all()):

@@ -117,8 +117,8 @@ class FrozenModel:
 
     def _encoded(self, tower: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
         with self.context():
-            found = tower(inputs)
-        return F.normalize(found.float(), dim=-1) if self.unit_length else found.float()
+            features = tower(inputs)
+        return F.normalize(features.float(), dim=-1) if self.unit_length else features.float()
 
     def image_width(self) -> int:
         """Width of `images`, from one made-up picture."""

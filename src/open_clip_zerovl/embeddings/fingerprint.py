@@ -42,7 +42,7 @@ def tower_digest(
         precision: the precision of the forward passes (open_clip's `--precision`).
         pixel_path: for an image tower; two paths agree to two grey levels, not bit for bit.
     """
-    own = {
+    tensors = {
         name: tensor
         for name, tensor in _tensors(model).items()
         if name not in _SCALES and name.startswith("visual.") == (tower == "image")
@@ -53,7 +53,7 @@ def tower_digest(
         if (name.split(".")[0] == "visual") == (tower == "image")
     ]
     path = pixel_path if tower == "image" else ""
-    return _digest(own, [tower, precision, layers, _described(inputs), path])
+    return _digest(tensors, [tower, precision, layers, _described(inputs), path])
 
 
 def module_digest(module: nn.Module, *, inputs: Any, precision: str = "fp32") -> str:
@@ -76,17 +76,17 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 def _settings(module: nn.Module) -> list[Any]:
     """A layer without its children: its class and its settings, which tensors do not show (activation, number of heads)."""
     plain = bool | int | float | str
-    found = {
+    settings = {
         name: value
         for name, value in vars(module).items()
         if name[0] != "_"
         and name not in _NOT_OF_OUTPUTS
         and (
             isinstance(value, plain)
-            or (isinstance(value, tuple | list) and all(isinstance(one, plain) for one in value))
+            or (isinstance(value, tuple | list) and all(isinstance(item, plain) for item in value))
         )
     }
-    return [type(module).__name__, sorted(found.items())]
+    return [type(module).__name__, sorted(settings.items())]
 
 
 def _digest(tensors: dict[str, torch.Tensor], facts: Any) -> str:
@@ -147,12 +147,11 @@ def describe_source(source: Source, known: Iterable[Mark] | None = None) -> dict
         known: None for a cache, whose rows are made again where a file has another time; else earlier marks, of stored rows
             that are kept for copies of the data, too (`file_mark`).
     """
-    own = source.picked
-    if source.table is not None and len(source.table.members) < len(
-        source.table.rows
-    ):  # a cluster of a table
-        own = source.table.members
-    marks = file_marks(
+    picked = source.picked
+    # a cluster of a table
+    if source.table is not None and len(source.table.members) < len(source.table.rows):
+        picked = source.table.members
+    marks_by_shard = file_marks(
         source.shards, None if known is None else digests_of(known), f"checking {source.name}"
     )
     more: list[str] = []
@@ -167,11 +166,13 @@ def describe_source(source: Source, known: Iterable[Mark] | None = None) -> dict
     return {
         "name": source.name,
         "marks": [
-            [*marks[shard], *more] if len(marks[shard]) > 1 else marks[shard]
+            [*marks_by_shard[shard], *more]
+            if len(marks_by_shard[shard]) > 1
+            else marks_by_shard[shard]
             for shard in source.shards
         ],
         "sizes": list(source.sizes),
-        "picked": None if own is None else digest_of(own),
+        "picked": None if picked is None else digest_of(picked),
     }
 
 
@@ -188,26 +189,32 @@ def _pictures_digest(table: CsvTable) -> str:
     return digest_of(sizes)[:16]
 
 
-def difference_of_sources(stored: dict[str, Any], found: dict[str, Any]) -> str | None:
+def difference_of_sources(stored: dict[str, Any], current: dict[str, Any]) -> str | None:
     """The first difference between the samples of two descriptions, as words; None for the same samples or copies of them."""
-    name, held, there = found["name"], sum(stored["sizes"]), sum(found["sizes"])
+    name = current["name"]
+    held = sum(stored["sizes"])
+    there = sum(current["sizes"])
     if held != there:
         return f"they are of {held} samples of {name!r}, and it holds {there}"
-    if stored["picked"] != found["picked"]:
+    if stored["picked"] != current["picked"]:
         return f"they are of another clustering's {name!r}"
     # A shard that is gone now has no size to compare.
     known = defaultdict(list)
     for mark in stored["marks"]:
         known[str(mark[0])].append(mark)
-    own = (mark for mark in found["marks"] if len(mark) > 1)
+    current_marks = (mark for mark in current["marks"] if len(mark) > 1)
     changed = next(
-        (mark[0] for mark in own if not any(is_same(one, mark) for one in known[str(mark[0])])),
+        (
+            mark[0]
+            for mark in current_marks
+            if not any(is_same(earlier, mark) for earlier in known[str(mark[0])])
+        ),
         None,
     )
     if changed is not None:
         return f"they are of other data: shard {changed} of {name!r} differs, or was not there"
-    if [mark[0] for mark in stored["marks"]] != [mark[0] for mark in found["marks"]] or stored[
+    if [mark[0] for mark in stored["marks"]] != [mark[0] for mark in current["marks"]] or stored[
         "sizes"
-    ] != found["sizes"]:
+    ] != current["sizes"]:
         return f"they are of {name!r} with its shards in another order or of other sizes"
     return None

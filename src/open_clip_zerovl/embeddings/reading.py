@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 from PIL import Image
@@ -81,7 +82,7 @@ class Listed:
 
 
 @dataclass
-class Batch:
+class EmbeddableBatch:
     """Samples of one unit, in order; those that cannot be shown are left out.
 
     Attributes:
@@ -127,14 +128,12 @@ class Batches(IterableDataset):
         eyes: Sequence[Callable[[Any], Tensor]],
         batch_size: int,
     ) -> None:
-        self.collection, self.units, self.eyes, self.batch_size = (
-            collection,
-            units,
-            eyes,
-            batch_size,
-        )
+        self.collection = collection
+        self.units = units
+        self.eyes = eyes
+        self.batch_size = batch_size
 
-    def __iter__(self) -> Iterator[Batch | UserError]:
+    def __iter__(self) -> Iterator[EmbeddableBatch | UserError]:
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
         try:
@@ -143,13 +142,13 @@ class Batches(IterableDataset):
         except UserError as error:  # raised in a worker, it would come out wrapped into a traceback
             yield error
 
-    def _batches(self, unit: Sequence[int]) -> Iterator[Batch]:
-        batch = Batch()
+    def _batches(self, unit: Sequence[int]) -> Iterator[EmbeddableBatch]:
+        batch = EmbeddableBatch()
         shown: list[Image.Image] = []
-        for seen, sample in enumerate(one for file in unit for one in self.collection.read(file)):
+        for seen, sample in enumerate(chain.from_iterable(map(self.collection.read, unit))):
             if seen and seen % self.batch_size == 0:
                 yield self._with_pictures(batch, shown)
-                batch, shown = Batch(), []
+                batch, shown = EmbeddableBatch(), []
             if isinstance(sample, Lost):
                 batch.lost.append(sample)
                 continue
@@ -160,12 +159,14 @@ class Batches(IterableDataset):
         batch.finished = unit
         yield self._with_pictures(batch, shown)
 
-    def _with_pictures(self, batch: Batch, shown: Sequence[Image.Image]) -> Batch:
+    def _with_pictures(
+        self, batch: EmbeddableBatch, shown: Sequence[Image.Image]
+    ) -> EmbeddableBatch:
         """The batch with its pictures as each model sees them."""
         seen: dict[str, Tensor] = {}
-        for eye in self.eyes if shown else ():
-            name = plain_repr(eye)
+        for transform in self.eyes if shown else ():
+            name = plain_repr(transform)
             if name not in seen:
-                seen[name] = collate_images([eye(picture) for picture in shown])
+                seen[name] = collate_images([transform(picture) for picture in shown])
             batch.pictures.append(seen[name])
         return batch

@@ -88,11 +88,13 @@ class SourceSamples:
         strict: bool = True,
     ) -> None:
         self.sources, self.strict = sources, strict
-        self.images, self.captions, self.views = images, captions, views
+        self.images = images
+        self.captions = captions
+        self.views = views
         self._files = [
-            (source, shard)
-            for source, one in enumerate(sources)
-            for shard in range(len(one.shards))
+            (index, shard)
+            for index, source in enumerate(sources)
+            for shard in range(len(source.shards))
         ]
         self._transform: Any = None
         self._decode: Callable[..., Any] = decode_image
@@ -131,11 +133,11 @@ class SourceSamples:
             with closing(
                 reading.samples(shard, position - int(source.starts[shard]), position)
             ) as samples:
-                found = self._sample(index, next(samples))
+                sample = self._sample(index, next(samples))
         except ShardError as error:
             raise UserError(shard_sentence(source, shard, error)) from error
-        assert isinstance(found, Embeddable)
-        return found
+        assert isinstance(sample, Embeddable)
+        return sample
 
     def read(self, file: int) -> Iterator[Embeddable | Lost]:
         """The samples of a shard as they lie."""
@@ -224,9 +226,13 @@ def cut_captions(
         )
     if not texts:
         return 0, 0, 0
-    own, wide = (tokenizer(texts, context_length=times * context_length) for times in (1, 8))
+    tokens, long_tokens = (
+        tokenizer(texts, context_length=times * context_length) for times in (1, 8)
+    )
     padding = getattr(getattr(tokenizer, "tokenizer", None), "pad_token_id", None) or 0
     # A cut text that ends with a token of its own moves it; where that token also pads, nothing else shows the cut.
-    cut = (own != wide[:, :context_length]).any(dim=1) | (wide[:, context_length] != padding)
-    lengths = ((wide != padding) * torch.arange(1, wide.shape[1] + 1)).amax(dim=1)
+    cut = (tokens != long_tokens[:, :context_length]).any(dim=1) | (
+        long_tokens[:, context_length] != padding
+    )
+    lengths = ((long_tokens != padding) * torch.arange(1, long_tokens.shape[1] + 1)).amax(dim=1)
     return len(texts), int(cut.sum()), int(lengths.max())

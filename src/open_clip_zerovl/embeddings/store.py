@@ -134,11 +134,13 @@ def difference(stored: Manifest, wanted: Manifest) -> str | None:
         shapes.append(
             {name: f"{dtype} {shape}" for name, (dtype, shape) in manifest.arrays.items()}
         )
-    if (found := claim.difference(*asked)) is not None:
-        return found
-    for one, other in zip(stored.sources, wanted.sources, strict=True):
-        if (found := difference_of_sources(one, other)) is not None:
-            return f"was begun with other data: {found}"
+    of_facts = claim.difference(*asked)
+    if of_facts is not None:
+        return of_facts
+    for stored_source, wanted_source in zip(stored.sources, wanted.sources, strict=True):
+        of_data = difference_of_sources(stored_source, wanted_source)
+        if of_data is not None:
+            return f"was begun with other data: {of_data}"
     return claim.difference(*shapes)
 
 
@@ -147,8 +149,8 @@ def checksums(rows: np.ndarray) -> np.ndarray:
     rows = np.ascontiguousarray(rows)
     *shape, width = rows.shape
     sums = (zlib.crc32(row.data) for row in rows.reshape(-1, width))
-    found = np.fromiter(sums, np.uint32, math.prod(shape))
-    return found.reshape(shape) ^ np.uint32(zlib.crc32(bytes(width * rows.itemsize)))
+    crcs = np.fromiter(sums, np.uint32, math.prod(shape))
+    return crcs.reshape(shape) ^ np.uint32(zlib.crc32(bytes(width * rows.itemsize)))
 
 
 def _sums_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -203,13 +205,13 @@ class Rows:
 
     def damaged(self) -> np.ndarray:
         """The numbers of the rows (along the first axis) whose checksum is another."""
-        found = []
+        damaged = []
         for begin in range(0, len(self), _BLOCK_ROWS):
             part = slice(begin, begin + _BLOCK_ROWS)
             wrong = self._checksums(self.array[part]) != self.sums[part]
-            found.append(begin + np.flatnonzero(wrong.reshape(len(wrong), -1).any(axis=1)))
+            damaged.append(begin + np.flatnonzero(wrong.reshape(len(wrong), -1).any(axis=1)))
         self.verified = True
-        return np.concatenate([np.empty(0, dtype=np.int64), *found])
+        return np.concatenate([np.empty(0, dtype=np.int64), *damaged])
 
     def blocks(self) -> Iterator[Tensor]:
         """All rows in order, some thousand at a time."""
@@ -278,8 +280,9 @@ class Store:
             stored = read_manifest(folder)
             if stored is None:
                 return cls._made(folder, manifest, given or {}, None)
-            if (found := difference(stored, manifest)) is not None:
-                raise UserError(f"{folder} {found}; {claim.ADVICE}")
+            changed = difference(stored, manifest)
+            if changed is not None:
+                raise UserError(f"{folder} {changed}; {claim.ADVICE}")
             return cls(folder, stored, mode="r+")
 
     @classmethod
@@ -333,7 +336,7 @@ class Store:
 
     def _take_over(self, old: Store, by_sample: bool) -> None:
         """Take the rows of files that have not changed from the embeddings that were here."""
-        kept = 0
+        reused = 0
         counted = "sizes" if by_sample else "captions"
         known = all(counted in source for of in (self, old) for source in of.manifest.sources)
         for store in (self, old) if known else ():
@@ -355,12 +358,12 @@ class Store:
                     rows.array[wanted] = old.rows[name].array[stored]
                     rows.sums[wanted] = old.rows[name].sums[stored]
                 self.done[samples] = old.done[old_samples]
-                kept += int(self.done[samples].sum())
-        found = difference(old.manifest, self.manifest) or "has changed files"
+                reused += int(self.done[samples].sum())
+        reason = difference(old.manifest, self.manifest) or "has changed files"
         log.log(
-            logging.INFO if kept else logging.WARNING,
+            logging.INFO if reused else logging.WARNING,
             "%s %s: its embeddings are %s.",
-            self.folder, found, f"kept of {kept} samples" if kept else "made anew",
+            self.folder, reason, f"kept of {reused} samples" if reused else "made anew",
         )  # fmt: skip
 
     @classmethod
@@ -381,10 +384,10 @@ class Store:
             )
         store = cls(path, manifest)
         for source, begin in zip(manifest.sources, manifest.begins, strict=True):
-            own = store.done[begin : begin + sum(source["sizes"])]
-            if not own.all():
+            done = store.done[begin : begin + sum(source["sizes"])]
+            if not done.all():
                 raise UserError(
-                    f"the embeddings in {path} are not finished: {int((~own).sum())} of {len(own)} samples of source "
+                    f"the embeddings in {path} are not finished: {int((~done).sum())} of {len(done)} samples of source "
                     f"{source['name']!r} are missing; repeat the call of `{remedy}`"
                 )
         for rows in store.rows.values():
@@ -448,12 +451,12 @@ def _make_file(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> None:
 def _mapped(path: Path, dtype: np.dtype, shape: tuple[int, ...], mode: str) -> np.ndarray:
     """A file, mapped. UserError if it is gone, cut short, or of another shape than the manifest's."""
     try:
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
-        if found.dtype != dtype or found.shape != shape:
-            raise ValueError(f"{found.dtype} of shape {found.shape} in place of {dtype} of {shape}")
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        if array.dtype != dtype or array.shape != shape:
+            raise ValueError(f"{array.dtype} of shape {array.shape} in place of {dtype} of {shape}")
     except UNREADABLE as error:  # a file shorter than its header says cannot be mapped
         raise UserError(
             f"{path} is gone, cut short or damaged ({error}); copy it again, or make the embeddings again"
         ) from error
     # Not at once: numpy makes a file that is cut short longer where it may write to it.
-    return found if mode == "r" else np.load(path, mmap_mode="r+", allow_pickle=False)
+    return array if mode == "r" else np.load(path, mmap_mode="r+", allow_pickle=False)

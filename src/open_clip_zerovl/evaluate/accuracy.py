@@ -47,9 +47,14 @@ def accuracies(scores: Tensor, targets: Tensor) -> dict[str, Any]:
         "images": len(targets),
         **_share(right),
         **({"top5": float(in_top(5, scores, targets).mean())} if scores.shape[1] > 5 else {}),
-        "mean_per_class": float(torch.stack([one.mean() for one in rows.values()]).mean()),
+        "mean_per_class": float(
+            torch.stack([class_rows.mean() for class_rows in rows.values()]).mean()
+        ),
         "chance": 1 / scores.shape[1],
-        "per_class": {index: {"images": len(one), **_share(one)} for index, one in rows.items()},
+        "per_class": {
+            index: {"images": len(class_rows), **_share(class_rows)}
+            for index, class_rows in rows.items()
+        },
     }
 
 
@@ -59,14 +64,15 @@ def in_top(k: int, scores: Tensor, targets: Tensor) -> Tensor:
     Raises:
         UserError: scores that are not finite. A class of NaN would be above none and tie with none: always right.
     """
-    if not bool((finite := scores.isfinite()).all()):
+    finite = scores.isfinite()
+    if not bool(finite.all()):
         classes = (~finite).any(dim=0).nonzero()[:, 0]
         raise UserError(
             f"the scores of {len(classes)} of {scores.shape[1]} classes (first: number {int(classes[0])}) are NaN or infinite: "
             "the model has diverged, or its weights are bad; give an earlier checkpoint"
         )
-    own = scores.gather(1, targets[:, None])  # (N, 1)
-    above, tied = (scores > own).sum(dim=1), (scores == own).sum(dim=1)
+    target_scores = scores.gather(1, targets[:, None])  # (N, 1)
+    above, tied = (scores > target_scores).sum(dim=1), (scores == target_scores).sum(dim=1)
     return ((k - above) / tied).clamp(0, 1).double()
 
 
@@ -86,10 +92,10 @@ def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, middle - reach), min(1.0, middle + reach)
 
 
-def in_percent(one: Mapping[str, Any]) -> str:
+def in_percent(metrics: Mapping[str, Any]) -> str:
     """Top-1 of `accuracies` with its interval: `52.0 [45.1 to 58.8]`."""
-    low, high = one["top1_interval"]
-    return f"{100 * one['top1']:.1f} [{100 * low:.1f} to {100 * high:.1f}]"
+    low, high = metrics["top1_interval"]
+    return f"{100 * metrics['top1']:.1f} [{100 * low:.1f} to {100 * high:.1f}]"
 
 
 def confusion_counts(scores: Tensor, targets: Tensor) -> np.ndarray:
@@ -102,12 +108,10 @@ def confusion_counts(scores: Tensor, targets: Tensor) -> np.ndarray:
     )
 
 
-def most_confused(
-    counts: np.ndarray, names: Sequence[str], limit: int = 20
-) -> list[dict[str, Any]]:
-    """The most frequent errors in counts (C, C): `class`, `guess`, `count`, and `of` how many images of the class."""
+def most_confused(counts: np.ndarray, names: Sequence[str]) -> list[dict[str, Any]]:
+    """The 20 most frequent errors in counts (C, C): `class`, `guess`, `count`, and `of` how many images of the class."""
     wrong = counts - np.diag(np.diag(counts))
-    order = np.argsort(wrong, axis=None, kind="stable")[::-1][:limit]
+    order = np.argsort(wrong, axis=None, kind="stable")[::-1][:20]
     rows, columns = np.unravel_index(order, counts.shape)
     return [
         {

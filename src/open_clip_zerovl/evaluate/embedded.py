@@ -22,7 +22,7 @@ def embedded(
     use: str,
     model: FrozenModel,
     collection: EmbeddableFiles,
-    marks: Sequence[Any],
+    file_versions: Sequence[Any],
     fingerprints: Sequence[str],
     *,
     name: str,
@@ -37,7 +37,7 @@ def embedded(
     Args:
         folder: folder of these embeddings alone.
         use: name of the program that reads them.
-        marks: one for each file of the collection, which changes with the file.
+        file_versions: one for each file of the collection, which changes with the file.
         fingerprints: digests of model, transform and precision.
         name: name of the collection.
         captions: number of its captions; 0 embeds pictures alone.
@@ -54,7 +54,12 @@ def embedded(
     arrays: dict[str, ArraySpec] = {"0.images": ("float32", (sum(collection.sizes), width))}
     if captions:
         arrays["0.texts"] = ("float32", (captions, width))
-    source = {"name": name, "marks": list(marks), "sizes": list(collection.sizes), "picked": None}
+    source = {
+        "name": name,
+        "marks": list(file_versions),
+        "sizes": list(collection.sizes),
+        "picked": None,
+    }
     manifest = Manifest({"use": use, WEIGHTS: list(fingerprints)}, [source], arrays)
     # Each sample has a caption at least, so that as many captions as samples are one each, and their rows are by sample.
     store = Store.create(folder, manifest, cache=True)

@@ -185,7 +185,7 @@ PLAIN_ALPHA = 0.5  # without sets to choose by: near the best in most of WiSE-FT
 
 
 def _alphas(text: str) -> tuple[float, ...]:
-    return tuple(share(one) for one in text.split(","))
+    return tuple(share(alpha) for alpha in text.split(","))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ HELD_OUT = "held-out"
 
 
 @dataclass(frozen=True)
-class Found:
+class FinetuneData:
     """Training sources and held-out sets of `--data`.
 
     Attributes:
@@ -42,7 +42,7 @@ class Found:
     held_out: str
 
 
-def find_data(data: str) -> Found:
+def find_data(data: str) -> FinetuneData:
     """Training sources and held-out sets that `--data` names.
 
     Raises:
@@ -58,14 +58,13 @@ def find_data(data: str) -> Found:
             part if NAME.fullmatch(part) else f"{_name_of(part)}={part}"
             for part in data.split("::")
         ]
-        return Found("::".join(parts), "")
+        return FinetuneData("::".join(parts), "")
     folder = Path(data).expanduser().absolute()
-    sources = _source_in(folder) or {
-        name: place
-        for entry in _folders(folder)
-        if entry.name not in SPLITS
-        for name, place in _source_in(entry).items()
-    }
+    sources = _source_in(folder)
+    if not sources:
+        for entry in _folders(folder):
+            if entry.name not in SPLITS:
+                sources |= _source_in(entry)
     if not sources:
         raise UserError(
             f"{folder} holds no shards (*.tar), no table (.csv, .tsv) and no folders with them; `zerovl data pack` makes "
@@ -77,7 +76,7 @@ def find_data(data: str) -> Found:
         for place in places
         if (place / "dataset_type.txt").is_file() and (place / "test").is_dir()
     ]
-    return Found(
+    return FinetuneData(
         "::".join(f"{name}={place}" for name, place in sources.items()),
         "::".join(f"{HELD_OUT if place == folder else _name_of(place)}={place}" for place in sets),
     )
@@ -85,13 +84,10 @@ def find_data(data: str) -> Found:
 
 def _source_in(folder: Path) -> dict[str, Path]:
     """Name -> place of the source that a folder is, or holds in `train/`; {} for none."""
-    return next(
-        ({_name_of(folder): place} for place in (folder, folder / "train") if _is_source(place)), {}
-    )
-
-
-def _is_source(folder: Path) -> bool:
-    return folder.is_dir() and kind_of(str(folder)).kind in ("shards", "table")
+    for place in (folder, folder / "train"):
+        if place.is_dir() and kind_of(str(place)).kind in ("shards", "table"):
+            return {_name_of(folder): place}
+    return {}
 
 
 def _folders(folder: Path) -> list[Path]:

@@ -31,7 +31,7 @@ from open_clip_zerovl.checkpoints.export import write_local_dir
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.claim import CONTENT, claim, read_claim
 from open_clip_zerovl.core.durations import duration
-from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.errors import Say, UserError
 from open_clip_zerovl.core.files import check_writable, locked, write_atomically
 from open_clip_zerovl.core.launch import visible_gpus
 from open_clip_zerovl.core.processes import usable_cores
@@ -58,7 +58,7 @@ from open_clip_zerovl.finetune.proposal import (
     choose_settings,
     split_batch,
 )
-from open_clip_zerovl.finetune.request import Prepared, Request, Say, digest_of_model
+from open_clip_zerovl.finetune.request import FinetuneRequest, Prepared, digest_of_model
 from open_clip_zerovl.finetune.split import hold_out
 from open_clip_zerovl.finetune.training import Training, train
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR, TRAINED_ON
@@ -70,7 +70,7 @@ REQUEST, SETTINGS = "request.json", "settings.json"
 MODEL = f"{CONTENT}--from"  # in REQUEST
 
 
-def run_finetune(request: Request, *, say: Say) -> Path:
+def run_finetune(request: FinetuneRequest, *, say: Say) -> Path:
     """Fine-tune, or go on with a call that was stopped.
 
     Args:
@@ -103,7 +103,7 @@ def run_finetune(request: Request, *, say: Say) -> Path:
     return out / "model"
 
 
-def _finished(request: Request, training: Training) -> dict[str, Any] | None:
+def _finished(request: FinetuneRequest, training: Training) -> dict[str, Any] | None:
     """The result of an earlier call; None if its training goes on (more --patience), or it has another curve."""
     result = read_claim(request.out / RESULT)
     scores = {str(epoch): score for epoch, score in training.scores().items()}
@@ -116,7 +116,7 @@ def _finished(request: Request, training: Training) -> dict[str, Any] | None:
     )
 
 
-def _same_request(request: Request) -> None:
+def _same_request(request: FinetuneRequest) -> None:
     """Claim the folder. UserError if it holds other files, or a training of another request or another model."""
     file = request.out / REQUEST
     # The files of the model may be gone, of which OUT/before holds the content.
@@ -134,19 +134,19 @@ def _same_request(request: Request) -> None:
     claim(file, {**request.of_training(), MODEL: model}, restart=untrained)
 
 
-def _prepare(request: Request, say: Say) -> Prepared:
+def _prepare(request: FinetuneRequest, say: Say) -> Prepared:
     check_keeping(request)
     require_possible(request.rule, bool(request.kept))
-    found = pairs.find_data(request.data)
-    given = request.retrieval_data or found.held_out
+    data = pairs.find_data(request.data)
+    given = request.retrieval_data or data.held_out
     old_data = None if request.keep_data is None else pairs.find_data(request.keep_data).train_data
     scored = "::".join(filter(None, (given, request.kept)))
     tested: dict[str, IndexedSet] = {**pairs.sets_of(scored)} if scored else {}
     if request.zero_shot_data:  # a mistake ends the call here, not after hours of training
         labelled = labelled_sets(given, request.zero_shot_data)
-        tested |= {f"--zero-shot-data {name}": one.images for name, one in labelled.items()}
+        tested |= {f"--zero-shot-data {name}": dataset.images for name, dataset in labelled.items()}
     split = hold_out(
-        found.train_data,
+        data.train_data,
         given,
         request.out / "data",
         seed=request.seed,
@@ -163,7 +163,7 @@ def _prepare(request: Request, say: Say) -> Prepared:
     return Prepared(before, train_data, split, sources, tuple(notes), factors)
 
 
-def _before(request: Request, say: Say) -> str:
+def _before(request: FinetuneRequest, say: Say) -> str:
     """The model to start from as `local-dir:FOLDER`."""
     return starting_folder(
         request.start,
@@ -199,17 +199,17 @@ def starting_folder(
         weights = network.state_dict()
         card = ModelCard(spec, weights, origin="The model that a training started from.")
         seen = trained_on([start.model])
-        beside = None if seen is None else {TRAINED_ON: list_of_trained(seen)}
-        write_local_dir(start.model, weights, spec, out, card=card, beside=beside)
+        extra_files = None if seen is None else {TRAINED_ON: list_of_trained(seen)}
+        write_local_dir(start.model, weights, spec, out, card=card, extra_files=extra_files)
     return LOCAL_DIR + str(out.absolute())
 
 
-def _settings(request: Request, prepared: Prepared, say: Say) -> tuple[list[Setting], int]:
+def _settings(request: FinetuneRequest, prepared: Prepared, say: Say) -> tuple[list[Setting], int]:
     """The settings of the run and its ranks, from an earlier call or chosen now."""
     file = request.out / SETTINGS
-    kept = read_claim(file)
-    if kept is not None:
-        return [Setting(**each) for each in kept["settings"]], kept["ranks"]
+    stored = read_claim(file)
+    if stored is not None:
+        return [Setting(**each) for each in stored["settings"]], stored["ranks"]
     facts = _facts(request, prepared)
     chosen = choose_settings(facts, request.given)
     batch = int(next(each.value for each in chosen if each.flag == "effective-batch") or 0)
@@ -222,7 +222,7 @@ def _settings(request: Request, prepared: Prepared, say: Say) -> tuple[list[Sett
     return chosen, facts.ranks
 
 
-def _facts(request: Request, prepared: Prepared) -> Facts:
+def _facts(request: FinetuneRequest, prepared: Prepared) -> Facts:
     sources = {
         source.name: round(source.num_samples * source.weight) for source in prepared.sources
     }
@@ -252,7 +252,7 @@ def _tokenizer(before: str) -> tuple[Any, int]:
 def _micro_batch_that_fits(
     batch: int,
     chosen: Sequence[Setting],
-    request: Request,
+    request: FinetuneRequest,
     prepared: Prepared,
     facts: Facts,
     say: Say,
@@ -282,7 +282,7 @@ def _micro_batch_that_fits(
     return plan["batching"]["micro_batch"]
 
 
-def _fixed_flags(request: Request, prepared: Prepared) -> Settings:
+def _fixed_flags(request: FinetuneRequest, prepared: Prepared) -> Settings:
     """The flags that follow from the request, whatever the amount of data."""
     return {
         "model": prepared.before,
@@ -298,7 +298,7 @@ def _fixed_flags(request: Request, prepared: Prepared) -> Settings:
 
 
 def _training(
-    request: Request, prepared: Prepared, settings: Sequence[Setting], ranks: int
+    request: FinetuneRequest, prepared: Prepared, settings: Sequence[Setting], ranks: int
 ) -> Training:
     teacher = teacher_flags(request) if request.keep_teacher else {}
     flags = {**_fixed_flags(request, prepared), **teacher, **as_flags(settings)}
@@ -328,8 +328,8 @@ def _announce(prepared: Prepared, settings: Sequence[Setting], say: Say) -> None
         texts = [
             sample.captions[: RetrievalSettings.captions_per_image] for sample in dataset.samples
         ]
-        images = [number for number, own in enumerate(texts) for _ in own]
-        best = recall_bounds([text for own in texts for text in own], images)["rsum_best"]
+        images = [number for number, captions in enumerate(texts) for _ in captions]
+        best = recall_bounds([text for captions in texts for text in captions], images)["rsum_best"]
         if pairs.all_classes(prepared.new):
             say(
                 f"note: {name}: pictures of a class share captions, so zero-shot top-1 chooses epoch and weights, not RSUM"

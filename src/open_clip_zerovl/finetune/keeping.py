@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
-from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.errors import Say, UserError
 from open_clip_zerovl.core.flags import key_value
 from open_clip_zerovl.data.names import PIXEL_PATH
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.distill.embed import TeacherSettings, embed_sources
-from open_clip_zerovl.finetune.request import Prepared, Request, Say
+from open_clip_zerovl.finetune.request import FinetuneRequest, Prepared
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR
 from open_clip_zerovl.recipe.arguments import Settings
 
@@ -28,7 +28,7 @@ DISTILL_WEIGHT = "0.5"
 _WEIGHTS = "train-data-upsampling-factors"
 
 
-def check_keeping(request: Request) -> None:
+def check_keeping(request: FinetuneRequest) -> None:
     """UserError for --keep flags that contradict each other or training flags."""
     if request.keep_share is not None and request.keep_data is None:
         raise UserError(
@@ -52,7 +52,7 @@ def check_keeping(request: Request) -> None:
 
 
 def with_old_pairs(
-    request: Request, train_data: str, old_data: str | None
+    request: FinetuneRequest, train_data: str, old_data: str | None
 ) -> tuple[tuple[Source, ...], str, str | None]:
     """(sources, `--train-data`, `--train-data-upsampling-factors`) of the new pairs and of --keep-data, with their weights.
 
@@ -77,7 +77,9 @@ def with_old_pairs(
     return parse_sources(both, factors, captions=request.captions), both, factors
 
 
-def keeping_notes(request: Request, sources: Sequence[Source], factors: str | None) -> list[str]:
+def keeping_notes(
+    request: FinetuneRequest, sources: Sequence[Source], factors: str | None
+) -> list[str]:
     """Sentences about the old pairs and the teacher, and their cost."""
     notes = []
     if factors is not None:
@@ -99,7 +101,7 @@ def keeping_notes(request: Request, sources: Sequence[Source], factors: str | No
     return notes
 
 
-def store_teacher(request: Request, prepared: Prepared, say: Say) -> None:
+def store_teacher(request: FinetuneRequest, prepared: Prepared, say: Say) -> None:
     """Embed all pairs by the model before, or go on with it. UserError as `embed_sources`."""
     folder = Path(prepared.before.removeprefix(LOCAL_DIR))
     preprocess = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))["preprocess_cfg"]
@@ -119,6 +121,6 @@ def store_teacher(request: Request, prepared: Prepared, say: Say) -> None:
     torch.cuda.empty_cache()  # this process lives on beside the training, whose micro-batch fills the GPU
 
 
-def teacher_flags(request: Request) -> Settings:
+def teacher_flags(request: FinetuneRequest) -> Settings:
     """The training flags of the stored teacher; --set distill-weight replaces the weight."""
     return {"teacher": str(request.out / TEACHER), "distill-weight": DISTILL_WEIGHT}

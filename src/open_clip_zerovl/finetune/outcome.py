@@ -12,6 +12,7 @@ from typing import Any
 from open_clip_zerovl.checkpoints.between import Ends, open_ends
 from open_clip_zerovl.checkpoints.export import loading_notes
 from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.core.errors import Say
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.data.held_out import as_keys
 from open_clip_zerovl.data.names import CLASS_NAMES
@@ -29,7 +30,7 @@ from open_clip_zerovl.evaluate.zero_shot.score import score_loaded
 from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet, open_labelled_set
 from open_clip_zerovl.finetune import data as pairs
 from open_clip_zerovl.finetune.proposal import Setting
-from open_clip_zerovl.finetune.request import Prepared, Request, Say
+from open_clip_zerovl.finetune.request import FinetuneRequest, Prepared
 from open_clip_zerovl.finetune.training import Training
 from open_clip_zerovl.models.local_dir import LOCAL_DIR
 from open_clip_zerovl.report.html import write_page
@@ -46,7 +47,7 @@ RESULT = "finetune.json"
 
 
 def write_outcome(
-    request: Request,
+    request: FinetuneRequest,
     prepared: Prepared,
     settings: Sequence[Setting],
     training: Training,
@@ -119,11 +120,11 @@ def labelled_sets(new: str, asked: str | None = None) -> dict[str, LabelledSet]:
 
 
 def zero_shot_accuracies(
-    request: Request, prepared: Prepared, curve: Curve, ends: Ends, scorer: Encoder
+    request: FinetuneRequest, prepared: Prepared, curve: Curve, ends: Ends, scorer: Encoder
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Labelled set -> the names of `Curve.labelled` -> its accuracies; {} if no set is labelled."""
     sets = labelled_sets(prepared.new, request.zero_shot_data)
-    found: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in sets}
+    accuracies: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in sets}
     by_alpha: dict[tuple[str, float], Mapping[str, Any]] = {}
     for label, point in curve.labelled.items() if sets else ():
         loaded = (ends.at(point.alpha), ends.preprocess, ends.tokenizer, ends.device)
@@ -133,20 +134,21 @@ def zero_shot_accuracies(
                 by_alpha[name, point.alpha] = known or score_loaded(
                     loaded, dataset, encoder=scorer, name=name
                 )
-            found[name][label] = dict(by_alpha[name, point.alpha])
-    return found
+            accuracies[name][label] = dict(by_alpha[name, point.alpha])
+    return accuracies
 
 
 def zero_shot_sentences(accuracies: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
     """A sentence on each labelled set, for the table and the report."""
-    return [
-        f"Zero-shot top-1 on {name} ({own['images']:,} pictures, {own['classes']} classes, chance "
-        f"{100 * own['chance']:.1f} %): "
-        + ", ".join(f"{label} {shares_of(one)} %" for label, one in by_label.items())
-        + "."
-        for name, by_label in accuracies.items()
-        for own in [by_label["before"]]
-    ]
+    sentences = []
+    for name, by_label in accuracies.items():
+        before = by_label["before"]
+        shares = ", ".join(f"{label} {shares_of(scored)} %" for label, scored in by_label.items())
+        sentences.append(
+            f"Zero-shot top-1 on {name} ({before['images']:,} pictures, {before['classes']} classes, chance "
+            f"{100 * before['chance']:.1f} %): {shares}."
+        )
+    return sentences
 
 
 def _reading_notes(curve: Curve) -> list[str]:
@@ -178,9 +180,9 @@ def before_after(curve: Curve, notes: Sequence[str]) -> str:
     return "\n".join([*parts, *notes])
 
 
-def next_command(model: Path, new: str, kept: str | None) -> str:
+def next_command(model: Path, new: str, kept_sets: str | None) -> str:
     """Commands that load and score the chosen model."""
-    data = shlex.quote("::".join(filter(None, (new, kept))))
+    data = shlex.quote("::".join(filter(None, (new, kept_sets))))
     lines = [
         f"\nLoad it: open_clip.create_model_and_transforms('{LOCAL_DIR}{model.absolute()}')",
         f"Score it: zerovl retrieval {shlex.quote(str(model))} --data {data}",

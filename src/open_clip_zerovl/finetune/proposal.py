@@ -111,10 +111,8 @@ def choose_settings(facts: Facts, given: Settings) -> list[Setting]:
     share = min(0.2, max(0.025, WARMUP_STEPS / steps))
     smallest = min(facts.sources.values())
     debiased = len(facts.sources) > 1 and smallest >= batch
-    lora, adamw = (
-        given.get("lora") is not None,
-        given.get("opt") in (None, "adamw"),
-    )  # other optimizers have one rate
+    lora = given.get("lora") is not None
+    adamw = given.get("opt") in (None, "adamw")  # other optimizers have one rate
     lr = _rate(given.get("lr") or (1e-4 if lora else 1e-5))
     chosen = [
         Setting("effective-batch", str(batch), batch_reason),

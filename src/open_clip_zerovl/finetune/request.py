@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,11 +34,9 @@ FREE = (
 _TEXTS = {".json", ".txt", ".model", ".jinja"}  # configs and tokenizers
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True)
-class Request(FinetuneFlags, CurveFlags):
+class FinetuneRequest(FinetuneFlags, CurveFlags):
     """The arguments of `zerovl finetune`.
 
     Attributes:
@@ -67,17 +64,17 @@ class Request(FinetuneFlags, CurveFlags):
     def of_training(self) -> dict[str, Any]:
         """The arguments that decide the training; None for a flag that is not given."""
         flags = [(self.start, each) for each in flags_of(Encoder)] + [
-            (self, each) for each in flags_of(Request)
+            (self, each) for each in flags_of(FinetuneRequest)
         ]
-        own = {
-            each.option: None if (value := getattr(values, each.name)) is False else value
+        flag_values = {
+            each.option: None if getattr(values, each.name) is False else getattr(values, each.name)
             for values, each in flags
             if each.name not in OF_CURVE + FREE
         }
         return {
             "--from": self.start.model,
             "--data": self.data,
-            **own,
+            **flag_values,
             "--keep-share": self.share_kept if self.keep_data else None,
             **{f"--set {flag}": value for flag, value in self.given.items()},
         }

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from open_clip_zerovl.core.durations import duration
+from open_clip_zerovl.core.errors import Say
 from open_clip_zerovl.core.files import atomic_file, read_arrays, write_atomically
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.core.processes import usable_cores
@@ -50,8 +51,6 @@ HELD_OUT_SHARE = 0.1  # of the pictures
 _AT_ONCE = 256  # pictures in memory
 _ANNOUNCED = 2_000  # pictures from which on their decoding is announced
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class Split:
@@ -75,7 +74,7 @@ class Split:
 
 
 @dataclass
-class HeldOut:
+class HeldOutPicture:
     """A picture that is held out, with the captions of all its samples, and the number of its class if it has one."""
 
     picture: bytes = b""
@@ -111,22 +110,22 @@ def hold_out(
         UserError: too few pictures, or data that cannot be read.
     """
     seen, notes = trained_on([model]), []
-    held = {name: set_identities(one, out, name) for name, one in (sets or {}).items()}
+    held = {name: set_identities(dataset, out, name) for name, dataset in (sets or {}).items()}
     names = parse_retrieval_data(new) if new else {}
     held_out = [held[name] for name in names if name in held]
     if new and not compare:
         return Split(train_data, old_data, new, np.concatenate(held_out), None, ())
-    own = open_sources(train_data)
-    sources = own if old_data is None else open_sources(f"{train_data}::{old_data}")
+    new_sources = open_sources(train_data)
+    sources = new_sources if old_data is None else open_sources(f"{train_data}::{old_data}")
     identities = source_identities(sources, out, say)
     if not new:
         drawn = draw_held_out(
-            np.concatenate([identities[source.name] for source in own]),
+            np.concatenate([identities[source.name] for source in new_sources]),
             seed=seed,
             share=share,
             trained_on=seen,
         )
-        new, held_out = _write_held_out(own, identities, drawn, out), [drawn]
+        new, held_out = _write_held_out(new_sources, identities, drawn, out), [drawn]
         notes.append(
             f"Held out: {len(drawn):,} pictures of the data, by their pixels and seed {seed}."
         )
@@ -138,7 +137,8 @@ def hold_out(
     count = sum(map(len, left_out.values()))
     if count and names:
         notes.append(f"Left out: {count:,} samples, whose pictures are in the sets to score.")
-    if sentence := seen_sentence(scored, seen, model):
+    sentence = seen_sentence(scored, seen, model)
+    if sentence:
         notes.append(f"{sentence}.")
     trained = [np.delete(rows, left_out[name]) for name, rows in identities.items()]
     lists = [_rest_of(data, left_out, out) for data in (train_data, old_data)]
@@ -154,16 +154,16 @@ def hold_out(
 
 def _rest_of(data: str | None, left_out: Mapping[str, np.ndarray], out: Path) -> str | None:
     """The components without some samples of their sources; those that lose none stay as they are."""
-    found = []
+    components = []
     for component in data.split("::") if data else ():
         sources = open_sources(component)
         if any(len(left_out[source.name]) for source in sources):
-            found += [
+            components += [
                 _selection(component, source, left_out[source.name], out) for source in sources
             ]
         else:
-            found.append(component)
-    return "::".join(found) or None
+            components.append(component)
+    return "::".join(components) or None
 
 
 def _selection(component: str, source: Source, samples: np.ndarray, out: Path) -> str:
@@ -188,14 +188,14 @@ def source_identities(
     Raises:
         UserError: a shard or table that cannot be read.
     """
-    found: dict[str, Identities] = {}
+    identities: dict[str, Identities] = {}
     for source in sources:
 
         def decoded(source: Source = source) -> Identities:
             return _decoded(_contents(source), source.num_samples, source.name, say)
 
-        found[source.name] = _stored(source.name, describe_source(source), out, decoded)
-    return found
+        identities[source.name] = _stored(source.name, describe_source(source), out, decoded)
+    return identities
 
 
 def set_identities(dataset: IndexedSet, out: Path, name: str) -> Identities:
@@ -218,10 +218,10 @@ def _stored(
     try:
         return read_arrays(file)["identities"]
     except (FileNotFoundError, ValueError, KeyError):  # absent, or damaged: its zip has checksums
-        found = decoded()
+        identities = decoded()
     with atomic_file(file) as content:
-        np.savez(content, identities=found)
-    return found
+        np.savez(content, identities=identities)
+    return identities
 
 
 def _contents(source: Source) -> Iterator[bytes | None]:
@@ -237,21 +237,21 @@ def _contents(source: Source) -> Iterator[bytes | None]:
 def _decoded(contents: Iterator[bytes | None], count: int, name: str, say: Say) -> Identities:
     """(n,) the identities of encoded pictures."""
 
-    def one(content: bytes | None) -> int:
+    def identity(content: bytes | None) -> int:
         try:
             return 0 if content is None else identity_of(decode_image(content))
         except BadPicture:
             return 0
 
-    found: list[int] = []
+    identities: list[int] = []
     begin = time.monotonic()
     with ThreadPoolExecutor(usable_cores()) as pool:
         while block := list(islice(contents, _AT_ONCE)):
-            found += pool.map(one, block)
-            if len(found) == _AT_ONCE and count >= _ANNOUNCED:
+            identities += pool.map(identity, block)
+            if len(identities) == _AT_ONCE and count >= _ANNOUNCED:
                 left = (time.monotonic() - begin) * (count - _AT_ONCE) / _AT_ONCE
                 say(f"comparing the pictures of {name} ({count:,} samples), about {duration(left)}")
-    return np.array(found, dtype=np.int64)
+    return np.array(identities, dtype=np.int64)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -269,16 +269,16 @@ def _write_held_out(
     if file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("of") == made_of:
         return sets
     shutil.rmtree(out / HELD_OUT, ignore_errors=True)  # of a call that was killed
-    held_out = {identity: HeldOut() for identity in drawn.tolist()}
+    held_out = {identity: HeldOutPicture() for identity in drawn.tolist()}
     for source in sources:
         _collect(source, identities[source.name], held_out)
     samples = [
         Sample(
             key,
-            {_suffix(one.picture): one.picture, "txt": "\n".join(one.captions).encode()}
-            | ({} if one.label is None else {"cls": one.label}),
+            {_suffix(picture.picture): picture.picture, "txt": "\n".join(picture.captions).encode()}
+            | ({} if picture.label is None else {"cls": picture.label}),
         )
-        for key, one in zip(keys, held_out.values(), strict=True)
+        for key, picture in zip(keys, held_out.values(), strict=True)
     ]
     write_retrieval_set(out / HELD_OUT, samples)
     _copy_classes(sources, out / HELD_OUT)
@@ -286,7 +286,7 @@ def _write_held_out(
     return sets
 
 
-def _collect(source: Source, rows: Identities, held_out: Mapping[int, HeldOut]) -> None:
+def _collect(source: Source, rows: Identities, held_out: Mapping[int, HeldOutPicture]) -> None:
     """Add the pictures and captions of a source's samples to the held-out pictures."""
     wanted = np.isin(rows, list(held_out))
     for shard, begin in enumerate(source.starts[:-1].tolist()):
@@ -296,10 +296,12 @@ def _collect(source: Source, rows: Identities, held_out: Mapping[int, HeldOut]) 
         for row, sample in enumerate(samples, start=begin):
             if not wanted[row]:
                 continue
-            own = held_out[int(rows[row])]
-            own.picture = sample.image or b""
-            own.label = sample.files.get("cls", own.label)
-            own.captions += [one for one in sample.captions if one not in own.captions]
+            picture = held_out[int(rows[row])]
+            picture.picture = sample.image or b""
+            picture.label = sample.files.get("cls", picture.label)
+            picture.captions += [
+                caption for caption in sample.captions if caption not in picture.captions
+            ]
 
 
 def _copy_classes(sources: Sequence[Source], folder: Path) -> None:

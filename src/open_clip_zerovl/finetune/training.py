@@ -55,17 +55,18 @@ class Training:
     def scores(self) -> dict[int, float]:
         """Epoch -> mean score over the sets, of the epochs that have ended."""
         file = self.checkpoints / "results.jsonl"
-        found: dict[int, float] = {}
+        mean_scores: dict[int, float] = {}
         # A line without its end is being written.
         lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.is_file() else []
         for line in lines:
             row = json.loads(line)
-            values = [row[key] for name in self.sets if (key := f"{name}_{self.measure}") in row]
-            if len(values) == len(self.sets):
-                found[row["epoch"]] = (
+            keys = [f"{name}_{self.measure}" for name in self.sets]
+            values = [row[key] for key in keys if key in row]
+            if len(values) == len(keys):
+                mean_scores[row["epoch"]] = (
                     (100 if self.measure == "top1" else 1) * sum(values) / len(values)
                 )
-        return found
+        return mean_scores
 
     def saved(self) -> dict[int, Path]:
         """Epoch -> its checkpoint, of those that are there."""
@@ -171,8 +172,8 @@ def last_eta(log: Path, begin_bytes: int) -> str | None:
     """The time left by the newest line of a training's log after its first `begin_bytes`; None if no line has one."""
     with open(log, "rb") as file:
         file.seek(max(begin_bytes, log.stat().st_size - _TAIL_BYTES))
-        found = _ETA.findall(file.read().decode("utf-8", errors="replace"))
-    return found[-1] if found else None
+        etas = _ETA.findall(file.read().decode("utf-8", errors="replace"))
+    return etas[-1] if etas else None
 
 
 def _report(training: Training, said: set[int], say: Callable[[str], None]) -> None:

@@ -30,7 +30,7 @@ from open_clip_zerovl.losses.logits import CrossSource, Logits
 from open_clip_zerovl.losses.problem import ChunkedLoss, Problem, Report, row_chunks
 from open_clip_zerovl.losses.sigmoid import Sigmoid
 from open_clip_zerovl.losses.softmax import Normalisers
-from open_clip_zerovl.losses.targets import Pairs, Shared, Teachers
+from open_clip_zerovl.losses.targets import PairTargets, SharedTargets, TeacherTargets
 
 _SHARED_IDS = {
     "pair": (),
@@ -206,9 +206,8 @@ class ContrastiveLoss(nn.Module):
         loss, self.report = sum(losses[1:], start=losses[0]), Report.sum_of(reports)
         loss = loss if self.weight == 1 else self.weight * loss
         if logit_bias is not None and not self._sigmoid:
-            loss = (
-                loss + 0.0 * logit_bias.sum()
-            )  # zero, but present: DDP needs a gradient from every parameter
+            # zero, but present: DDP needs a gradient from every parameter
+            loss = loss + 0.0 * logit_bias.sum()
         return {"contrastive_loss": loss} if output_dict else loss
 
     def _problem(
@@ -227,13 +226,13 @@ class ContrastiveLoss(nn.Module):
         precision = torch.promote_types(image_features.dtype, torch.float32)
         b, device = len(image_features), image_features.device
         ranks, chunks = Ranks(self.rank, self.world_size, b, device), row_chunks(b, self.chunk_size)
-        contrastive, gather_grad = (
-            1.0 - self.distill_weight,
-            self.gather_grad or self.world_size == 1,
-        )
+        contrastive = 1.0 - self.distill_weight
+        gather_grad = self.gather_grad or self.world_size == 1
 
         everywhere = [ranks.gather(ids.to(device, non_blocking=True)) for ids in shared]
-        positives = Shared(everywhere, ranks.mine, precision, contrastive) if everywhere else None
+        positives = (
+            SharedTargets(everywhere, ranks.mine, precision, contrastive) if everywhere else None
+        )
         offset = None
         if sources is not None:
             sources = ranks.gather(sources.to(device, non_blocking=True))
@@ -245,7 +244,7 @@ class ContrastiveLoss(nn.Module):
             image_features, text_features, scale, ranks, offset=offset, precision=precision
         )
 
-        targets: list[Pairs | Shared | Teachers] = []
+        targets: list[PairTargets | SharedTargets | TeacherTargets] = []
         sigmoid = None
         if self._sigmoid:
             bias = (
@@ -255,14 +254,14 @@ class ContrastiveLoss(nn.Module):
         elif positives is not None:
             targets.append(positives)
         elif contrastive:
-            own = torch.arange(b, device=device)
+            diagonal = torch.arange(b, device=device)
             columns = [
-                own if column is None else column.to(device, non_blocking=True)
+                diagonal if column is None else column.to(device, non_blocking=True)
                 for _, column in pairs
             ]
             weights = [weight * contrastive for weight, _ in pairs]
             weighed = list(zip(weights, columns, strict=True))
-            targets.append(Pairs(weighed, ranks.mine.start, 2.0 if gather_grad else 1.0))
+            targets.append(PairTargets(weighed, ranks.mine.start, 2.0 if gather_grad else 1.0))
         if teachers:
             targets.append(self._teachers(teachers, ranks, chunks, offset, scale))
         return Problem(
@@ -284,12 +283,11 @@ class ContrastiveLoss(nn.Module):
         chunks: Sequence[slice],
         offset: CrossSource | None,
         scale: Tensor,
-    ) -> Teachers:
+    ) -> TeacherTargets:
         """The teachers' softmaxes over all ranks; their normalisers are gathered here."""
-        scale = scale.new_full(
-            (), 1.0 / self.distill_temperature
-        )  # a kernel; a copy makes the host wait
-        found = []
+        # a kernel; a copy makes the host wait
+        scale = scale.new_full((), 1.0 / self.distill_temperature)
+        teacher_softmaxes = []
         for pair in teachers:
             images, texts = (
                 features.detach().to(scale.device, non_blocking=True) for features in pair
@@ -303,10 +301,10 @@ class ContrastiveLoss(nn.Module):
                 precision=scale.dtype,
                 widen_at_once=False,
             )
-            found.append(
+            teacher_softmaxes.append(
                 (logits, Normalisers.of((logits.chunk(rows, side=0) for rows in chunks), ranks))
             )
-        return Teachers(found, self.distill_weight)
+        return TeacherTargets(teacher_softmaxes, self.distill_weight)
 
     def _check_mixup(self, partner: Tensor, sources: Tensor | None) -> None:
         undefined = {
@@ -319,8 +317,8 @@ class ContrastiveLoss(nn.Module):
             if given:
                 raise UserError(f"mixup is not defined with {option}; leave one of them out.")
         if self.cross_source_weight != 1 and sources is not None:
-            own = sources.to(partner.device)
-            if not torch.equal(own, own[partner]):
+            sources = sources.to(partner.device)
+            if not torch.equal(sources, sources[partner]):
                 raise UserError(
                     "with cross_source_weight a mixup partner must be of the row's own source, because a sample mixed from two "
                     "sources belongs to neither; pair rows within their source."

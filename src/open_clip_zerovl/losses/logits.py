@@ -39,12 +39,14 @@ class CrossSource:
         mine: slice,
         positives: Callable[[slice], Tensor] | None = None,
     ) -> None:
-        self.weight, self._sources, self._own = weight, sources, sources[mine]
+        self.weight = weight
+        self._sources = sources
+        self._local_sources = sources[mine]
         self._positives = positives
 
     def crossing(self, rows: slice) -> Tensor:
         """Mask of the negatives from another source, (rows, N) bool."""
-        crossing = self._own[rows][:, None] != self._sources
+        crossing = self._local_sources[rows][:, None] != self._sources
         if self._positives is not None:
             crossing &= ~self._positives(rows)
         return crossing
@@ -85,15 +87,17 @@ class Logits:
         precision: torch.dtype,
         widen_at_once: bool = True,
     ) -> None:
-        self.precision, self.scale, self._offset = precision, scale, offset
+        self.precision = precision
+        self.scale = scale
+        self._offset = offset
         held = precision if widen_at_once else image_features.dtype
-        self.own = [features.to(held) for features in (image_features, text_features)]
+        self.local = [features.to(held) for features in (image_features, text_features)]
         self.all = [ranks.gather(features).to(held) for features in (image_features, text_features)]
 
     def chunk(self, rows: slice, side: int, *, offset: bool = True) -> Tensor:
         """The logits of these local rows, with o_ij or s <I_i, T_j> alone: (rows, N), new memory."""
         logits = self._products(
-            self.own[side][rows].to(self.precision) * self.scale, self.all[1 - side]
+            self.local[side][rows].to(self.precision) * self.scale, self.all[1 - side]
         )
         if offset and self._offset is not None:
             self._offset.add_to(logits, rows)

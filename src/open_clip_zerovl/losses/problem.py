@@ -27,7 +27,7 @@ from open_clip_zerovl.losses.gathering import Ranks
 from open_clip_zerovl.losses.logits import Logits
 from open_clip_zerovl.losses.sigmoid import Sigmoid
 from open_clip_zerovl.losses.softmax import Normalisers
-from open_clip_zerovl.losses.targets import Pairs, Shared, Teachers
+from open_clip_zerovl.losses.targets import PairTargets, SharedTargets, TeacherTargets
 
 
 @dataclass
@@ -132,20 +132,20 @@ class Problem:
         ranks: Ranks,
         chunks: Sequence[slice],
         *,
-        targets: Sequence[Pairs | Shared | Teachers],
+        targets: Sequence[PairTargets | SharedTargets | TeacherTargets],
         share: float = 1.0,
         sigmoid: Sigmoid | None = None,
         gather_grad: bool = True,
         sources: Tensor | None = None,
         duplicates: Tensor | None = None,
     ) -> None:
-        self.logits, self.ranks, self.chunks = logits, ranks, chunks
-        self.targets, self.share, self.sigmoid, self.gather_grad = (
-            targets,
-            share,
-            sigmoid,
-            gather_grad,
-        )
+        self.logits = logits
+        self.ranks = ranks
+        self.chunks = chunks
+        self.targets = targets
+        self.share = share
+        self.sigmoid = sigmoid
+        self.gather_grad = gather_grad
         self.sources, self.duplicates = sources, duplicates
         self.normalisers = Normalisers()
         # Where one chunk holds all local rows, the second sweep takes these matrices of the first, once, and overwrites them.
@@ -155,10 +155,8 @@ class Problem:
     def value(self) -> Tensor:
         """Mean loss over the N pairs of all ranks. Keeps both softmaxes' normalisers for the gradients."""
         scale = self.logits.scale
-        of_rows, of_columns = (
-            scale.new_zeros(len(self.logits.own[0])),
-            scale.new_zeros(self.ranks.total),
-        )
+        of_rows = scale.new_zeros(len(self.logits.local[0]))
+        of_columns = scale.new_zeros(self.ranks.total)
 
         def add(parts: tuple[Tensor, Tensor], rows: slice, sign: float = 1.0) -> None:
             of_rows[rows].add_(parts[0], alpha=sign)
@@ -190,10 +188,9 @@ class Problem:
         """W times the mean loss' gradient with respect to this rank's image and text rows, (b, D) each, s and b (its share)."""
         n, w = self.ranks.total, self.ranks.world_size
         self.bias_sum = self.logits.scale.new_zeros(())
-        if (
-            w == 1
-        ):  # the texts' logits are the images' logits, transposed: one sweep gives both sides
-            text_sums = torch.zeros_like(self.logits.own[1])
+        # the texts' logits are the images' logits, transposed: one sweep gives both sides
+        if w == 1:
+            text_sums = torch.zeros_like(self.logits.local[1])
             image_sums, scale_sum = self._sweep(0, text_sums)
         else:
             image_sums, scale_sum = self._sweep(0)
@@ -212,17 +209,17 @@ class Problem:
     def _sweep(self, side: int, other_sums: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(P + Q - Y_rows - Y_columns) @ others for the local rows of a side, and its inner product with these rows.
 
-        Without `gather_grad` it is (P - Y) @ others. (P + Q - Y_rows - Y_columns)^T @ own is added to `other_sums`.
+        Without `gather_grad` it is (P - Y) @ others. (P + Q - Y_rows - Y_columns)^T @ local_rows is added to `other_sums`.
         """
-        own, others = self.logits.own[side], self.logits.all[1 - side]
-        sums = torch.empty_like(own)
-        scale_sum = own.new_zeros(())
+        local_rows, others = self.logits.local[side], self.logits.all[1 - side]
+        sums = torch.empty_like(local_rows)
+        scale_sum = local_rows.new_zeros(())
         for rows in self.chunks:
             weights = self._weights(rows, side)  # (chunk, N)
             torch.mm(weights, others, out=sums[rows])
-            scale_sum += (own[rows] * sums[rows]).sum()
+            scale_sum += (local_rows[rows] * sums[rows]).sum()
             if other_sums is not None:
-                other_sums.addmm_(weights.T, own[rows])
+                other_sums.addmm_(weights.T, local_rows[rows])
             del weights
         return sums, scale_sum
 
@@ -246,7 +243,7 @@ class Problem:
                 logits = self.logits.chunk(rows, side)
             weights = self.normalisers.over_others(logits.clone(), rows, side)
             if self.gather_grad:
-                weights.add_(self.normalisers.over_own(logits, side))
+                weights.add_(self.normalisers.over_local(logits, side))
         if self.share != 1:
             weights.mul_(self.share)
         for targets in self.targets:

@@ -8,14 +8,17 @@ weights w_ij of the pairs of two sources (1 elsewhere):
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from open_clip_zerovl.losses.logits import CrossSource
-from open_clip_zerovl.losses.targets import Shared
+from open_clip_zerovl.losses.targets import SharedTargets
 
 
+@dataclass(frozen=True)
 class Sigmoid:
     """Values and derivatives for a chunk of logits.
 
@@ -27,21 +30,11 @@ class Sigmoid:
         share: weight of this part in the loss, 0..1.
     """
 
-    def __init__(
-        self,
-        bias: Tensor,
-        mine: slice,
-        shared: Shared | None,
-        offset: CrossSource | None,
-        share: float,
-    ) -> None:
-        self._bias, self._mine, self._shared, self._offset, self._share = (
-            bias,
-            mine,
-            shared,
-            offset,
-            share,
-        )
+    bias: Tensor
+    mine: slice
+    shared: SharedTargets | None
+    offset: CrossSource | None
+    share: float
 
     def losses(self, missed: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """N times this part of the loss: sums over the texts for each image row (rows,), over the rows for each text (N,).
@@ -62,22 +55,20 @@ class Sigmoid:
 
     def missed(self, logits: Tensor, rows: slice) -> Tensor:
         """-y z of s <I_i, T_j> (rows, N), positive where a pair is classified wrongly; in the logits' memory."""
-        missed = logits.add_(self._bias)
+        missed = logits.add_(self.bias)
         self._negate_positives(missed, rows)
         return missed
 
     def _negate_positives(self, values: Tensor, rows: slice) -> None:
-        if self._shared is not None:
-            torch.where(self._shared.related(rows), -values, values, out=values)
+        if self.shared is not None:
+            torch.where(self.shared.related(rows), -values, values, out=values)
             return
         index = torch.arange(len(values), device=values.device)
-        own = self._mine.start + rows.start + index
-        values[index, own] = -values[index, own]
+        positive_columns = self.mine.start + rows.start + index
+        values[index, positive_columns] = -values[index, positive_columns]
 
     def _weigh(self, values: Tensor, rows: slice) -> Tensor:
-        values.mul_(self._share)
-        if self._offset is not None:
-            torch.where(
-                self._offset.crossing(rows), values * self._offset.weight, values, out=values
-            )
+        values.mul_(self.share)
+        if self.offset is not None:
+            torch.where(self.offset.crossing(rows), values * self.offset.weight, values, out=values)
         return values

@@ -67,7 +67,7 @@ class Normalisers:
     """
 
     def __init__(self) -> None:
-        self._kept: tuple[Tensor, Tensor] | None = None
+        self._whole_batch: tuple[Tensor, Tensor] | None = None
         self._over_texts: list[Normaliser] = []
         self._over_images: Normaliser | None = None
 
@@ -90,7 +90,7 @@ class Normalisers:
         rows, of_texts = Normaliser.of(logits, dim=1)
         columns, of_images = Normaliser.of(logits, dim=0, out=logits if keep else None)
         if keep:
-            self._kept = of_texts, of_images
+            self._whole_batch = of_texts, of_images
         self._over_texts.append(rows)
         self._over_images = (
             columns
@@ -118,10 +118,8 @@ class Normalisers:
                     zip(*((part.maximum, part.total) for part in self._over_texts), strict=True),
                 )
             )
-            mine, seen = (
-                [both.maximum, both.total, *rows],
-                [self._over_images.maximum, self._over_images.total, *columns],
-            )
+            mine = [both.maximum, both.total, *rows]
+            seen = [self._over_images.maximum, self._over_images.total, *columns]
         # This rank has seen its own images' rows of the columns; all ranks' parts are (W, ..., N).
         parts = ranks.stack(torch.stack(seen))
         whole = list(ranks.gather(torch.stack(mine, dim=1)).unbind(dim=1))
@@ -133,10 +131,10 @@ class Normalisers:
 
     def both(self) -> tuple[Tensor, Tensor] | None:
         """P and Q (N, N) of the one chunk that was kept, once; None without."""
-        if self._kept is None:
+        if self._whole_batch is None:
             return None
-        of_texts, of_images = self._kept
-        self._kept = None
+        of_texts, of_images = self._whole_batch
+        self._whole_batch = None
         return of_texts.div_(self.over_texts.total[:, None]), of_images.div_(self.over_images.total)
 
     def over_others(self, logits: Tensor, rows: slice, side: int) -> Tensor:
@@ -149,6 +147,6 @@ class Normalisers:
         normaliser = self.over_texts if side == 0 else self.over_images
         return normaliser[self._mine][rows].unsqueezed().probabilities(logits)
 
-    def over_own(self, logits: Tensor, side: int) -> Tensor:
+    def over_local(self, logits: Tensor, side: int) -> Tensor:
         """Q: the softmaxes of the other side's rows, at each of these rows, (rows, N), in the logits' memory."""
         return (self.over_images if side == 0 else self.over_texts).probabilities(logits)

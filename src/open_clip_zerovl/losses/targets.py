@@ -4,9 +4,9 @@ Shapes: `b` local rows, `N` rows of all ranks. Y_rows (N, N) is the target of ea
 to one. Y_columns is the target of each text's softmax over the images; its columns sum to one. `rows` are some of the local
 rows; `side` is 0 for images, 1 for texts.
 
-    Pairs     a row's own pair; with mixup lambda of it and 1 - lambda of its partner's; Y_rows = Y_columns
-    Shared    all samples with the same caption or picture, evenly (UniCL, CVPR 2022)
-    Teachers  the mean of the teachers' softmaxes over the same batch
+    PairTargets     a row's own pair; with mixup lambda of it and 1 - lambda of its partner's; Y_rows = Y_columns
+    SharedTargets   all samples with the same caption or picture, evenly (UniCL, CVPR 2022)
+    TeacherTargets  the mean of the teachers' softmaxes over the same batch
 
 Each has `inner`, its part of the loss, and `subtract_from`, its part of the gradient.
 """
@@ -22,7 +22,7 @@ from open_clip_zerovl.losses.logits import Logits
 from open_clip_zerovl.losses.softmax import Normalisers
 
 
-class Pairs:
+class PairTargets:
     """The non-zeros of Y as (weight, local column of each local row).
 
     Y = lambda * identity + (1 - lambda) * permutation. The partner of a row's partner is the row itself, so the permutation is
@@ -45,9 +45,9 @@ class Pairs:
         index = torch.arange(len(logits), device=logits.device)
         of_rows, of_columns = logits.new_zeros(len(logits)), logits.new_zeros(logits.shape[1])
         for weight, column in self._weighed:
-            found = weight * logits[index, column[rows]]
-            of_rows += found
-            of_columns[column[rows]] += found
+            weighted_logits = weight * logits[index, column[rows]]
+            of_rows += weighted_logits
+            of_columns[column[rows]] += weighted_logits
         return of_rows, of_columns
 
     def subtract_from(self, weights: Tensor, rows: slice, side: int) -> None:
@@ -57,7 +57,7 @@ class Pairs:
             weights[index, column[rows]] -= self._times * weight
 
 
-class Shared:
+class SharedTargets:
     """Y of samples that share a caption or a picture: i and j are each other's positives where any of their ids is the same.
 
     A row's target is even over its positives, its own pair among them. With captions and pictures this relation is not
@@ -80,7 +80,7 @@ class Shared:
 
     def related(self, rows: slice) -> Tensor:
         """Mask of the positives of these local rows, (rows, N) bool."""
-        first, *others = (one[self._mine][rows][:, None] == one for one in self._ids)
+        first, *others = (ids[self._mine][rows][:, None] == ids for ids in self._ids)
         for other in others:
             first |= other
         return first
@@ -92,13 +92,12 @@ class Shared:
 
     def subtract_from(self, weights: Tensor, rows: slice, side: int) -> None:
         """weights -= Y_rows + Y_columns for these local rows."""
-        even = (
-            self._even[self._mine][rows][:, None] + self._even
-        )  # (rows, N), the same for images and texts
+        # (rows, N), the same for images and texts
+        even = self._even[self._mine][rows][:, None] + self._even
         weights.sub_(even.masked_fill_(~self.related(rows), 0.0))
 
 
-class Teachers:
+class TeacherTargets:
     """The mean over teachers of their softmaxes: Y_rows over the texts of each image, Y_columns over the images of each text.
 
     Args:
@@ -113,17 +112,23 @@ class Teachers:
         """For image rows: the sum over j of Y_rows z (rows,), and this rank's part of the sum over i of Y_columns z, (N,)."""
         of_rows, of_columns = logits.new_zeros(len(logits)), logits.new_zeros(logits.shape[1])
         for teacher, normalisers in self._teachers:
-            own = teacher.chunk(rows, side=0)
-            of_rows += normalisers.over_others(own.clone(), rows, side=0).mul_(logits).sum(dim=1)
-            of_columns += normalisers.over_own(own, side=0).mul_(logits).sum(dim=0)
+            teacher_logits = teacher.chunk(rows, side=0)
+            of_rows += (
+                normalisers.over_others(teacher_logits.clone(), rows, side=0)
+                .mul_(logits)
+                .sum(dim=1)
+            )
+            of_columns += normalisers.over_local(teacher_logits, side=0).mul_(logits).sum(dim=0)
         return of_rows.mul_(self._each), of_columns.mul_(self._each)
 
     def subtract_from(self, weights: Tensor, rows: slice, side: int) -> None:
         """weights -= Y_rows + Y_columns for these local rows."""
         for teacher, normalisers in self._teachers:
-            own = teacher.chunk(rows, side)
-            weights.sub_(normalisers.over_others(own.clone(), rows, side), alpha=self._each)
-            weights.sub_(normalisers.over_own(own, side), alpha=self._each)
+            teacher_logits = teacher.chunk(rows, side)
+            weights.sub_(
+                normalisers.over_others(teacher_logits.clone(), rows, side), alpha=self._each
+            )
+            weights.sub_(normalisers.over_local(teacher_logits, side), alpha=self._each)
 
 
 def _occurrences(ids: Tensor) -> Tensor:
@@ -132,9 +137,8 @@ def _occurrences(ids: Tensor) -> Tensor:
     return torch.searchsorted(ordered, ids, right=True) - torch.searchsorted(ordered, ids)
 
 
-def _joined(one: Tensor, other: Tensor) -> Tensor:
+def _joined(first: Tensor, second: Tensor) -> Tensor:
     """One id (N,) of two: equal where both ids are equal."""
-    place, other_place = (
-        torch.searchsorted(ids.sort().values, ids) for ids in (one, other)
-    )  # each below N
-    return place * len(one) + other_place
+    # each below N
+    place, other_place = (torch.searchsorted(ids.sort().values, ids) for ids in (first, second))
+    return place * len(first) + other_place

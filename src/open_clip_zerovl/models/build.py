@@ -210,8 +210,9 @@ def _check_text_config(folder: Path, config: dict[str, Any], context_length: int
 
 def _vocabulary_size(folder: Path) -> int:
     """The number of tokens of the folder's tokenizer; 0 if its format does not list them."""
-    if (file := folder / "tokenizer.json").is_file():
-        content = json.loads(file.read_text(encoding="utf-8"))
+    tokenizer, words = folder / "tokenizer.json", folder / "vocab.txt"
+    if tokenizer.is_file():
+        content = json.loads(tokenizer.read_text(encoding="utf-8"))
         vocabulary = content.get("model", {}).get("vocab")
         if not isinstance(vocabulary, dict):
             return 0
@@ -219,8 +220,8 @@ def _vocabulary_size(folder: Path) -> int:
             [*vocabulary.values(), *(token["id"] for token in content.get("added_tokens", ()))],
             default=-1,
         )
-    if (file := folder / "vocab.txt").is_file():
-        return len(file.read_text(encoding="utf-8").splitlines())
+    if words.is_file():
+        return len(words.read_text(encoding="utf-8").splitlines())
     return 0
 
 

@@ -31,16 +31,16 @@ def stretched(positions: Tensor, length: int) -> Tensor:
     Raises:
         UserError: fewer than two rows after the kept ones.
     """
-    kept, rest = positions[:KEPT_POSITIONS], positions[KEPT_POSITIONS:]
+    first_rows, rest = positions[:KEPT_POSITIONS], positions[KEPT_POSITIONS:]
     if len(rest) < 2:
         raise UserError(
             f"--context-length {length} keeps the first {KEPT_POSITIONS} positions and stretches the rest, and the text tower "
             f"has {len(positions)}; give --force-context-length {length} and train from nothing"
         )
     rows = F.interpolate(
-        rest.double().T[None], length - len(kept), mode="linear", align_corners=True
+        rest.double().T[None], length - len(first_rows), mode="linear", align_corners=True
     )[0].T  # (N - 20, D)
-    return torch.cat([kept, rows.to(positions.dtype)])
+    return torch.cat([first_rows, rows.to(positions.dtype)])
 
 
 def lengthen(model: Any, length: int, tokens: int | None = None) -> bool:

@@ -57,9 +57,8 @@ def load_pretrained_tower(
     expected = body.state_dict()
     outer = "visual.trunk." if tower == "image" else "text.transformer."
     prefixes = ("", f"{inner}.", outer, f"module.{outer}", "bert.", "model.")
-    prefix = max(
-        prefixes, key=lambda p: sum(f"{p}{key}" in weights for key in expected)
-    )  # the first of equals: ""
+    # the first of equals: ""
+    prefix = max(prefixes, key=lambda p: sum(f"{p}{key}" in weights for key in expected))
     placed = {key: weights[f"{prefix}{key}"] for key in expected if f"{prefix}{key}" in weights}
     with reading(path, f"give weights of the {tower} tower; --init-from takes a checkpoint"):
         body.load_state_dict(placed)

@@ -92,7 +92,9 @@ def choose_batching(settings: PlanSettings, ranks: int, micro_batch: int) -> Bat
     Raises:
         UserError: given B, K and N contradict each other, or more graphs are retained than a step has.
     """
-    wanted, b, k = settings.effective_batch, settings.batch_size, settings.dga_steps
+    wanted = settings.effective_batch
+    b = settings.batch_size
+    k = settings.dga_steps
     if wanted is None:
         b, k = b or 64, k or 1  # open_clip's default, and ours
     elif b is not None and k is not None and b * k * ranks != wanted:

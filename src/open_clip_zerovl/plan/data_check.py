@@ -70,25 +70,23 @@ def check_data(settings: PlanSettings) -> DataCheck:
     Raises:
         UserError: bad input: two sources of one name, weights that do not fit.
     """
-    found = DataCheck()
+    data = DataCheck()
     if settings.assume is not None and settings.train_num_samples is not None:
-        found.sources.append(
-            SourceCheck("all", "not opened", settings.train_num_samples, "assumed")
-        )
-        found.counted = (Source("all", ("not opened",), (settings.train_num_samples,)),)
-        return found
-    _check_sources(settings, settings.train_data or "", found)
+        data.sources.append(SourceCheck("all", "not opened", settings.train_num_samples, "assumed"))
+        data.counted = (Source("all", ("not opened",), (settings.train_num_samples,)),)
+        return data
+    _check_sources(settings, settings.train_data or "", data)
     for name, path in (
         parse_retrieval_data(settings.retrieval_data).items() if settings.retrieval_data else ()
     ):
         try:
             opened = open_retrieval_set(path)
-            found.retrieval[name] = f"{len(opened):,} images, {opened.num_captions():,} captions"
+            data.retrieval[name] = f"{len(opened):,} images, {opened.num_captions():,} captions"
         except UserError as error:
-            found.retrieval[name] = "not here"
+            data.retrieval[name] = "not here"
             what = f"{name}: {error}" if Path(path).exists() else f"{name}: there is no {path}"
-            found.missing.append(f"{what}; {_made_by(name, Path(path))}")
-    return found
+            data.missing.append(f"{what}; {_made_by(name, Path(path))}")
+    return data
 
 
 def schedule_steps(settings: PlanSettings, data: DataCheck, effective_batch: int) -> None:
@@ -102,9 +100,13 @@ def schedule_steps(settings: PlanSettings, data: DataCheck, effective_batch: int
     if len(data.counted) < len(data.sources):  # some sizes are not known
         return
     order = None if settings.source_order is None else tuple(settings.source_order.split("::"))
-    near = settings.hard_negatives
     sampling = Sampling(
-        settings.strategy, settings.draw, settings.debiased_share, order, total, hard_negatives=near
+        settings.strategy,
+        settings.draw,
+        settings.debiased_share,
+        order,
+        total,
+        hard_negatives=settings.hard_negatives,
     )
     try:
         schedule = schedule_of(data.counted, effective_batch, sampling, seed=settings.seed, epoch=0)
@@ -127,7 +129,7 @@ def schedule_steps(settings: PlanSettings, data: DataCheck, effective_batch: int
             row.left_over = max(0, int(source.num_samples * source.weight) - taken)
 
 
-def _check_sources(settings: PlanSettings, train_data: str, found: DataCheck) -> None:
+def _check_sources(settings: PlanSettings, train_data: str, data: DataCheck) -> None:
     opened = partial(
         parse_sources,
         captions=settings.captions,
@@ -143,28 +145,27 @@ def _check_sources(settings: PlanSettings, train_data: str, found: DataCheck) ->
         for component in train_data.split("::"):
             try:
                 sources += opened(component)
-            except UserError as own:
-                absent[component] = str(own)
+            except UserError as component_error:
+                absent[component] = str(component_error)
         if not absent:
             raise error  # no data is missing, so names or weights are wrong
         if settings.train_data_upsampling_factors is not None:
-            found.notes.append(
+            data.notes.append(
                 "--train-data-upsampling-factors are not counted until all sources are there."
             )
-    found.counted = sources
+    data.counted = sources
     for source in sources:
-        _add_source(settings, source, found)
+        _add_source(settings, source, data)
     for component, reason in absent.items():
-        _add_absent(component, reason, found)
+        _add_absent(component, reason, data)
 
 
-def _add_source(settings: PlanSettings, source: Source, found: DataCheck) -> None:
+def _add_source(settings: PlanSettings, source: Source, data: DataCheck) -> None:
     row = SourceCheck(source.name, source.layout, source.num_samples)
-    found.sources.append(row)
+    data.sources.append(row)
     troubles: list[str] = []
-    if (
-        source.table is None and source.picked is None
-    ):  # a clustering has stored its shards' sizes and compared them
+    # a clustering has stored its shards' sizes and compared them
+    if source.table is None and source.picked is None:
         local = {
             shard: Path(path) for shard in source.shards if (path := local_path(shard)) is not None
         }
@@ -178,7 +179,7 @@ def _add_source(settings: PlanSettings, source: Source, found: DataCheck) -> Non
         ]
         if unlisted:
             row.state = "counted, no sizes.json"
-            found.notes.append(
+            data.notes.append(
                 f"{source.name}: no sizes.json lists {len(unlisted)} of its shards, so that each start counts them; "
                 f"run zerovl data index {min(path.parent for path in unlisted)}"
             )
@@ -188,9 +189,9 @@ def _add_source(settings: PlanSettings, source: Source, found: DataCheck) -> Non
         troubles.append(f"{source.name}: its first sample cannot be used ({reason}); {advice}")
     if troubles:
         row.state = "broken"
-        found.missing += troubles
+        data.missing += troubles
     else:
-        found.opened += (source,)
+        data.opened += (source,)
 
 
 def _shard_troubles(settings: PlanSettings, source: Source, local: dict[str, Path]) -> list[str]:
@@ -204,9 +205,8 @@ def _shard_troubles(settings: PlanSettings, source: Source, local: dict[str, Pat
         )
     for index in sorted({0, len(source.shards) - 1}):
         path = local.get(source.shards[index])
-        if (
-            path is None or source.shards[index] in gone or is_parquet(path.name)
-        ):  # whose rows were counted
+        # whose rows were counted
+        if path is None or source.shards[index] in gone or is_parquet(path.name):
             continue
         try:
             count = count_tar_samples(path)
@@ -238,13 +238,13 @@ def _first_sample(source: Source) -> str | None:
     return str(first) if isinstance(first, UserError) else None
 
 
-def _add_absent(component: str, reason: str, found: DataCheck) -> None:
+def _add_absent(component: str, reason: str, data: DataCheck) -> None:
     match = NAME.fullmatch(component)
     where = match["shards"] if match else component
     name, folder = (match["name"] if match else Path(where).name or where), _folder(where)
-    found.sources.append(SourceCheck(name, state="broken" if folder.exists() else "not here"))
+    data.sources.append(SourceCheck(name, state="broken" if folder.exists() else "not here"))
     absent = f"there is no {folder}; {_made_by(name, folder)}"
-    found.missing.append(f"{name}: {reason if folder.exists() else absent}")
+    data.missing.append(f"{name}: {reason if folder.exists() else absent}")
 
 
 def _folder(where: str) -> Path:

@@ -33,10 +33,8 @@ GIB = 2**30
 LEAST_SHARED_MEMORY_GIB = 1.0  # loader processes pass their batches through it
 LEAST_OPEN_FILES = 1024  # a loader process has a few open for each shard, and PyTorch one for each tensor passed on
 LEAST_DISK_GIB = 10.0  # four checkpoints of the paper's model
-USERS_EXTRAS = (
-    "demo",
-    "data",
-)  # extras that users install; the rest is for work on the project itself
+# extras that users install; the rest is for work on the project itself
+USERS_EXTRAS = ("demo", "data")
 TOLERANCE = 5e-5  # relative error of a gradient in fp32 (invariant 1)
 
 
@@ -69,14 +67,14 @@ def examine(logs: str | Path = "logs") -> list[Finding]:
         process_groups,
         lambda: limits(Path(logs)),
     ]
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for check in checks:
         try:
-            found.extend(check())
+            findings.extend(check())
         except Exception as error:  # a doctor reports whatever a broken installation raises
             name = getattr(check, "__name__", "limits").replace("_", " ")
-            found.append(Finding(name, "could not be checked", in_a_sentence(error)))
-    return found
+            findings.append(Finding(name, "could not be checked", in_a_sentence(error)))
+    return findings
 
 
 def in_a_sentence(error: Exception) -> str:
@@ -97,7 +95,10 @@ def page(findings: Iterable[Finding]) -> str:
             problems.append(finding)
             mark = f"{len(problems)}>"
         lines.append(f"{mark} {finding.topic:{width}}  {finding.seen}")
-    remedies = [f"{number}. {one.topic}: {one.problem}" for number, one in enumerate(problems, 1)]
+    remedies = [
+        f"{number}. {finding.topic}: {finding.problem}"
+        for number, finding in enumerate(problems, 1)
+    ]
     return "\n".join([*lines, "", *(remedies or ["Nothing is wrong."])])
 
 
@@ -114,31 +115,36 @@ def python_version() -> list[Finding]:
 
 def package_versions() -> list[Finding]:
     """Required packages, and optional ones that are installed, against the ranges in this package's metadata."""
-    from packaging.requirements import (
-        InvalidRequirement,
-        Requirement,
-    )  # not at the top: it may be missing
+    # not at the top: it may be missing
+    from packaging.requirements import InvalidRequirement, Requirement
 
     try:
-        found = [Finding(PACKAGE, metadata.version(PACKAGE))]
+        findings = [Finding(PACKAGE, metadata.version(PACKAGE))]
         needed = [Requirement(text) for text in metadata.requires(PACKAGE) or ()]
     except (metadata.PackageNotFoundError, InvalidRequirement) as error:
         advice = f"{error}; pip install it, so that the versions it needs are known here"
         return [Finding(PACKAGE, "not installed", advice)]
-    required = [one for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
-    extras = {
-        one.name.lower(): one
-        for one in needed
-        for extra in USERS_EXTRAS
-        if one not in required and one.marker is not None and one.marker.evaluate({"extra": extra})
-    }
-    for one in required:
-        found += (
+    required = [
+        requirement
+        for requirement in needed
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    ]
+    extras = {}
+    for requirement in needed:
+        marker = requirement.marker
+        if requirement in required or marker is None:
+            continue
+        if any(marker.evaluate({"extra": extra}) for extra in USERS_EXTRAS):
+            extras[requirement.name.lower()] = requirement
+    for requirement in required:
+        findings += (
             [open_clip_release()]
-            if one.name.replace("-", "_") == HOST
-            else _package(one, optional=False)
+            if requirement.name.replace("-", "_") == HOST
+            else _package(requirement, optional=False)
         )
-    return found + [finding for one in extras.values() for finding in _package(one, optional=True)]
+    for requirement in extras.values():
+        findings += _package(requirement, optional=True)
+    return findings
 
 
 def open_clip_release() -> Finding:
@@ -222,7 +228,7 @@ def devices() -> list[Finding]:
     from open_clip_zerovl.core.memory import available_bytes
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found = []
+    findings = []
     for name in ("cpu", *(f"cuda:{index}" for index in range(gpus))):
         device = torch.device(name)
         free = (available_bytes(device) or 0) / GIB
@@ -236,23 +242,22 @@ def devices() -> list[Finding]:
             what += ", bf16" if torch.cuda.is_bf16_supported() else ", no bf16"
         seen = f"{what}, {free:.1f} GiB free"
         threads = torch.get_num_threads()
-        torch.set_num_threads(
-            1
-        )  # on a busy machine a second one waits 100 times longer than so small a model computes
+        # on a busy machine a second one waits 100 times longer than so small a model computes
+        torch.set_num_threads(1)
         try:
             error, seconds = dga_error(device)
         except Exception as reason:  # as above: whatever the device raises is the finding
-            found.append(Finding(name, seen, f"a training step fails: {in_a_sentence(reason)}"))
+            findings.append(Finding(name, seen, f"a training step fails: {in_a_sentence(reason)}"))
             continue
         finally:
             torch.set_num_threads(threads)
         problem = None
         if not error <= TOLERANCE:
             problem = f"DGA's gradient differs from one graph's by {error:.1e}, more than {TOLERANCE:.0e}; report it"
-        found.append(
+        findings.append(
             Finding(name, f"{seen}; DGA step exact to {error:.0e}, {seconds:.1f} s", problem)
         )
-    return found
+    return findings
 
 
 def dga_error(device) -> tuple[float, float]:
@@ -275,7 +280,9 @@ def dga_error(device) -> tuple[float, float]:
         text = CLIPTextCfg(context_length=8, vocab_size=64, width=32, heads=2, layers=2)
         model = CLIP(32, vision, text, output_dict=True)
         images, texts = torch.randn(16, 3, 32, 32), torch.randint(1, 64, (16, 8))
-    model, images, texts = model.to(device), images.to(device), texts.to(device)
+    model = model.to(device)
+    images = images.to(device)
+    texts = texts.to(device)
     loss = ContrastiveLoss()
 
     loss(**model(images, texts)).backward()
@@ -285,12 +292,12 @@ def dga_error(device) -> tuple[float, float]:
     model.zero_grad()
     dga = DecoupledGradientAccumulation(model, loss, retain=1)
     dga.backward(list(zip(images.split(4), texts.split(4), strict=True)))
-    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
     floor = 1e-6 * float(torch.stack([gradient.norm() for gradient in expected]).norm())
     errors = [
         float((a - b).norm()) / max(float(b.norm()), floor)
-        for a, b in zip(found, expected, strict=True)
+        for a, b in zip(gradients, expected, strict=True)
     ]
     return max(errors), time.perf_counter() - begun
 
@@ -336,26 +343,28 @@ def limits(logs: Path) -> list[Finding]:
 
     from open_clip_zerovl.core.processes import usable_cores
 
-    found = [Finding("CPU cores", str(usable_cores()))]
+    findings = [Finding("CPU cores", str(usable_cores()))]
     shared = Path("/dev/shm")
     if shared.is_dir():
         free = shutil.disk_usage(shared).free / GIB
         small = free < LEAST_SHARED_MEMORY_GIB
         advice = "loader processes need more; in a container start it with --shm-size=8g, or give --workers 0"
-        found.append(Finding("shared memory", f"{free:.1f} GiB free", advice if small else None))
+        findings.append(Finding("shared memory", f"{free:.1f} GiB free", advice if small else None))
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = f"`ulimit -n {min(most, 65_536) if most > 0 else 65_536}` before the run allows more"
-    found.append(Finding("open files", f"{files:,}", few if 0 < files < LEAST_OPEN_FILES else None))
+    findings.append(
+        Finding("open files", f"{files:,}", few if 0 < files < LEAST_OPEN_FILES else None)
+    )
     folder, free_bytes = free_space(logs)
     free = free_bytes / GIB
     advice = "a checkpoint of the paper's model takes 2.2 GiB; choose another --logs"
-    found.append(
+    findings.append(
         Finding(
             "disk for --logs", f"{free:.1f} GiB free", advice if free < LEAST_DISK_GIB else None
         )
     )
     if not os.access(folder, os.W_OK):
-        found.append(
+        findings.append(
             Finding("--logs", str(logs), f"{folder} cannot be written; choose another folder")
         )
-    return found
+    return findings

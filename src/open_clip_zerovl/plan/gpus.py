@@ -58,7 +58,7 @@ NEAR_BATCH = 1 / 8
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchSplit:
     """A rank's part of a step: `micro_batch` B, `dga_steps` K, `retained` R."""
 
     micro_batch: int
@@ -79,7 +79,7 @@ def fastest_batch(
     fixed_bytes: float,
     *,
     most: int = 0,
-) -> Batch:
+) -> BatchSplit:
     """B, K and R together for the least time within a GPU's memory.
 
     R graphs of B samples fit; the other K-R micro-batches are forwarded twice. Small micro-batches fill the memory better, and
@@ -98,22 +98,26 @@ def fastest_batch(
     """
     share = max(1, effective_batch // ranks)
     sizes = sorted({2**power for power in range(share.bit_length()) if 2**power <= share} | {share})
-    found = []
+    splits = []
     for size in sizes:
         fitting = int((memory_bytes - fixed_bytes) // (size * sample_bytes))
         steps = max(1, round(effective_batch / (size * ranks)))
         graphs = min(fitting, steps - (ranks > 1 and steps > 1), most or steps)
         # Large micro-batches need room for two graphs, so that the run still fits if graphs are larger than counted.
         if fitting >= (1 if size <= SMALLEST_MICRO_BATCH else 2):
-            found.append(Batch(size, steps, graphs))
-    if not found:
-        return Batch(1, share, 0)
+            splits.append(BatchSplit(size, steps, graphs))
+    if not splits:
+        return BatchSplit(1, share, 0)
 
-    def missed(batch: Batch) -> float:
+    def missed(batch: BatchSplit) -> float:
         return abs(batch.micro_batch * batch.dga_steps * ranks - effective_batch) / effective_batch
 
-    near = [batch for batch in found if missed(batch) <= NEAR_BATCH] or [min(found, key=missed)]
-    large = [batch for batch in near if batch.micro_batch >= SMALLEST_MICRO_BATCH] or near[-1:]
+    close_splits = [batch for batch in splits if missed(batch) <= NEAR_BATCH] or [
+        min(splits, key=missed)
+    ]
+    large = [
+        batch for batch in close_splits if batch.micro_batch >= SMALLEST_MICRO_BATCH
+    ] or close_splits[-1:]
     least = min(batch.relative_time for batch in large)
     return [batch for batch in large if batch.relative_time <= NEARLY_FASTEST * least][-1]
 

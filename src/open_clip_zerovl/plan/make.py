@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from huggingface_hub import constants
 
 from open_clip_zerovl.core.durations import duration
-from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.errors import Say, UserError
 from open_clip_zerovl.core.files import free_space
 from open_clip_zerovl.core.launch import CPU_MICRO_BATCH
 from open_clip_zerovl.core.memory import available_bytes
@@ -35,8 +34,6 @@ from open_clip_zerovl.plan.model import build, is_file_name, quiet, weights_to_f
 from open_clip_zerovl.recipe.step import precision_on
 from open_clip_zerovl.recipe.towers import group_of
 from open_clip_zerovl.sampling.schedule import Batching
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -147,7 +144,7 @@ class Plan:
         return {
             **{name: getattr(self, name) for name in _FIGURES},
             **{name: dataclasses.asdict(getattr(self, name)) for name in ("hardware", "costs")},
-            "sources": [dataclasses.asdict(one) for one in data.sources],
+            "sources": [dataclasses.asdict(source) for source in data.sources],
             **{name: getattr(data, name) for name in ("retrieval", "missing", "notes")},
             "epoch_steps": data.steps,
             "batching": {
@@ -370,11 +367,9 @@ def _align_note(plan: Plan, model: torch.nn.Module) -> list[str]:
 
     On a GPU the heads' products are fp32, taken for four times slower.
     """
-    costs, pairs, gpu = (
-        plan.costs,
-        plan.data.steps * plan.batching.effective_batch,
-        plan.hardware.kind != "cpu",
-    )
+    costs = plan.costs
+    pairs = plan.data.steps * plan.batching.effective_batch
+    gpu = plan.hardware.kind != "cpu"
     weights = sum(
         p.numel() for name, p in model.named_parameters() if group_of(name).endswith("projection")
     )

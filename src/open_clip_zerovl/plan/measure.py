@@ -87,8 +87,8 @@ def measure_step(
         torch.OutOfMemoryError: the micro-batch does not fit on the device.
     """
     device, k = planned.device, min(LARGEST_K, batching.dga_steps)
-    kept = round(retained * k / batching.dga_steps) or min(1, retained)
-    step = recipe_step(planned, settings, kept)
+    retained_here = round(retained * k / batching.dga_steps) or min(1, retained)
+    step = recipe_step(planned, settings, retained_here)
     seconds: list[float] = []
     waits: list[float] = []
     with _micro_batches(planned, settings, batching, sources) as stream:
@@ -111,7 +111,7 @@ def measure_step(
                 seconds.append(taken)
             first = False
     step.optimizer.zero_grad(set_to_none=True)
-    return StepTime(k, kept, statistics.median(seconds), statistics.mean(waits))
+    return StepTime(k, retained_here, statistics.median(seconds), statistics.mean(waits))
 
 
 def _loss(planned: PlannedModel, settings: PlanSettings) -> torch.nn.Module:

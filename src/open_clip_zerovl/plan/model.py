@@ -197,9 +197,8 @@ def weights_to_fetch(settings: PlanSettings) -> dict[str, str]:
     Raises:
         UserError: `--pretrained` is neither a file's name nor a tag of the model, or a tag beside `--text-model`.
     """
-    if (
-        parse_model_name(settings.model)[0] is not None
-    ):  # such a model's weights come with its config
+    # such a model's weights come with its config
+    if parse_model_name(settings.model)[0] is not None:
         return {}
     if settings.pretrained:  # of all towers; open_clip then leaves --pretrained-image out
         if is_file_name(settings.pretrained) or _has_weights(settings):

@@ -47,11 +47,11 @@ def report(plan: Plan) -> str:
             for n, part in enumerate(parts)
         ]
     missing = ["Missing:"] if plan.data.missing else ["Nothing is missing."]
-    for fault, found, advice in (one.rpartition("; ") for one in plan.data.missing):
+    for fault, separator, advice in (text.rpartition("; ") for text in plan.data.missing):
         # A command stays on one line, for the shell.
         missing += (
             [*_wrapped(f"- {fault};", WIDTH, "  "), f"  {advice}"]
-            if found
+            if separator
             else _wrapped(f"- {advice}", WIDTH, "  ")
         )
     return "\n".join([*lines, "", *missing])
@@ -112,11 +112,11 @@ def _hardware(plan: Plan) -> str:
 
 
 def _batch(plan: Plan) -> str:
-    batching, kept = plan.batching, plan.retained
+    batching, retained = plan.batching, plan.retained
     text = f"micro-batch {batching.micro_batch} x {batching.dga_steps} DGA steps x {batching.world_size} rank"
     text += f"{'s' * (batching.world_size > 1)} = effective batch {batching.effective_batch:,}"
     if batching.dga_steps > 1:
-        text += f"; {kept} graph{'s' * (kept != 1)} kept, {batching.dga_steps - kept} replayed"
+        text += f"; {retained} graph{'s' * (retained != 1)} kept, {batching.dga_steps - retained} replayed"
     if plan.settings.effective_batch is not None and plan.settings.batch_size is None:
         text += f": --batch-size {batching.micro_batch} --dga-steps {batching.dga_steps}"
         text += f" --dga-retain {plan.settings.dga_retain}" if batching.dga_steps > 1 else ""

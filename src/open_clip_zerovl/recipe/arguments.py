@@ -47,7 +47,10 @@ def settings_of(words: Sequence[str]) -> Settings:
             raise UserError(f"unexpected argument {word!r}; training flags begin with --")
         else:
             last.append(word)
-    return {flag: shlex.join(own) if len(own) > 1 else "".join(own) for flag, own in values.items()}
+    return {
+        flag: shlex.join(parts) if len(parts) > 1 else "".join(parts)
+        for flag, parts in values.items()
+    }
 
 
 def as_arguments(flags: Mapping[str, str | None]) -> list[str]:
@@ -55,7 +58,8 @@ def as_arguments(flags: Mapping[str, str | None]) -> list[str]:
     arguments: list[str] = []
     for flag, value in flags.items():
         if value is not None and flag in REPEATED:
-            arguments += [word for one in shlex.split(value) for word in (f"--{flag}", one)]
+            for part in shlex.split(value):
+                arguments += [f"--{flag}", part]
         elif value is not None:
             arguments += [
                 f"--{flag}",
@@ -70,12 +74,8 @@ def open_clip_options() -> frozenset[str]:
     package = importlib.util.find_spec("open_clip_train")
     folders = [] if package is None else package.submodule_search_locations or []
     files = [Path(folder, "params.py") for folder in folders]
-    found = (
-        re.findall(r"""["'](--[a-z][\w-]*)["']""", file.read_text("utf-8"))
-        for file in files
-        if file.is_file()
-    )
-    return frozenset(name for names in found for name in names)
+    code = "\n".join(file.read_text("utf-8") for file in files if file.is_file())
+    return frozenset(re.findall(r"""["'](--[a-z][\w-]*)["']""", code))
 
 
 def check_known(flags: Iterable[str], ours: Collection[str], help_command: str) -> None:

@@ -63,16 +63,8 @@ RENAMED = {
 }
 CAPTIONERS = ("coca", "mammut")  # in the names of models that also learn to write captions
 RETRIEVAL_TRANSFORMS = ("checkpoint", "paper")
-PRECISIONS = (
-    "amp",
-    "amp_bf16",
-    "amp_bfloat16",
-    "bf16",
-    "fp16",
-    "pure_bf16",
-    "pure_fp16",
-    "fp32",
-)  # open_clip's
+# open_clip's
+PRECISIONS = ("amp", "amp_bf16", "amp_bfloat16", "bf16", "fp16", "pure_bf16", "pure_fp16", "fp32")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Ours
@@ -89,14 +81,14 @@ _DETACHED_GATHER = Contradiction(
 )
 
 
-def _beside(name: str, advice: str, **more: Any) -> Contradiction:
+def _conflict(name: str, advice: str, **more: Any) -> Contradiction:
     """A contradiction with another flag, given with any value that is not False, None or empty."""
     option = "--" + name.replace("_", "-")
     return Contradiction(option, lambda given: bool(getattr(given, name)), advice, **more)
 
 
 def _no_mixup(advice: str) -> Contradiction:
-    return _beside("coin_flip_mixup", f"{advice}; leave one of them out")
+    return _conflict("coin_flip_mixup", f"{advice}; leave one of them out")
 
 
 def _caches_text(given: Any) -> bool:
@@ -171,7 +163,9 @@ class SourceFlags:
         range=Range("a share from 0 to 1", lambda value, _: 0 <= value <= 1),
         needs=(_NAMED_SOURCES,),
         contradicts=(
-            _beside("dataset_resampled", "each sample comes once an epoch; leave one of them out"),
+            _conflict(
+                "dataset_resampled", "each sample comes once an epoch; leave one of them out"
+            ),
             Contradiction(
                 "--debiased-share {debiased_share}",
                 lambda given: given.debiased_share < 1,
@@ -305,7 +299,7 @@ class DgaFlags:
                 _caches_text,
                 "such texts are not forwarded; leave it out",
             ),
-            _beside("torchscript", "a scripted model cannot be changed"),
+            _conflict("torchscript", "a scripted model cannot be changed"),
         ),
     )
     equal_tokens: bool = flag(
@@ -482,15 +476,15 @@ class TowerFlags:
         metavar="N",
         range=at_least(1),
         contradicts=(
-            _beside(
+            _conflict(
                 "force_context_length",
                 "that is open_clip's, which builds a tower of N positions, shorter ones too, and interpolates all; give one",
             ),
-            _beside(
+            _conflict(
                 "distill_model",
                 "open_clip's teacher would get texts that are too long; leave one of them out",
             ),
-            _beside("torchscript", "a scripted model keeps its shapes; leave one of them out"),
+            _conflict("torchscript", "a scripted model keeps its shapes; leave one of them out"),
         ),
     )
     freeze: tuple[str, ...] = flag(
@@ -522,7 +516,7 @@ class TowerFlags:
         "keep the running statistics of batch norms: they normalise as in evaluation while their weights train (for a tower "
         "that begins trained)",
         contradicts=(
-            _beside("torchscript", "a scripted model cannot be changed"),
+            _conflict("torchscript", "a scripted model cannot be changed"),
             Contradiction(
                 "--use-bn-sync",
                 lambda given: bool(given.given.get("use_bn_sync")),
@@ -533,7 +527,7 @@ class TowerFlags:
     channels_last: bool = flag(
         False,
         "keep the image tower's convolutions with the channels last in memory: faster for convolutional towers",
-        contradicts=(_beside("torchscript", "a scripted model cannot be changed"),),
+        contradicts=(_conflict("torchscript", "a scripted model cannot be changed"),),
     )
     cache_frozen: str | None = flag(
         None,
@@ -663,7 +657,7 @@ class OptimizerFlags:
                 lambda given: given.lr_scheduler != "cosine",
                 "give --warmup in steps",
             ),
-            _beside("skip_scheduler", "without a schedule nothing warms up"),
+            _conflict("skip_scheduler", "without a schedule nothing warms up"),
             Contradiction(
                 "--warmup {warmup}",
                 lambda given: given.warmup != OpenClipFlags.warmup,
@@ -683,7 +677,7 @@ class OptimizerFlags:
                 lambda given: given.lr_scheduler != "cosine",
                 "it is the floor of the cosine schedule",
             ),
-            _beside("skip_scheduler", "without a schedule the rate stays at --lr"),
+            _conflict("skip_scheduler", "without a schedule the rate stays at --lr"),
         ),
     )
 
@@ -699,7 +693,7 @@ class CheckpointFlags:
         range=at_least(1, "step"),
         needs=(_NAMED_SOURCES,),
         contradicts=(
-            _beside(
+            _conflict(
                 "save_most_recent",
                 "open_clip would resume from epoch_latest.pt and not from the newer step checkpoint; leave it out",
             ),

@@ -175,15 +175,11 @@ class FrozenCache:
         return features.to(inputs.device, torch.float32, non_blocking=True)
 
 
-def require_deterministic(transform: Callable[[Image.Image], Tensor], *, draws: int = 8) -> None:
-    """UserError if an image transform is random, since features of augmented images must not be cached.
-
-    Args:
-        draws: seeds that are tried.
-    """
+def require_deterministic(transform: Callable[[Image.Image], Tensor]) -> None:
+    """UserError if an image transform is random, since features of augmented images must not be cached."""
     pixels = np.random.default_rng(0).integers(0, 256, size=(300, 400, 3), dtype=np.uint8)
     results = []
-    for seed in range(draws):
+    for seed in range(8):
         with seeded(seed):
             results.append(transform(Image.fromarray(pixels)))
     if any(

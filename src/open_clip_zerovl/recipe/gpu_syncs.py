@@ -108,8 +108,7 @@ class DevicePatchDropout(open_clip.transformer.PatchDropout):
         first = x[:, :1]
         patches = x[:, 1:] if self.exclude_first_token else x
         count = max(1, int(patches.shape[1] * (1 - self.prob)))
-        kept = (
-            torch.randn(patches.shape[:2], device=x.device).topk(count, dim=-1).indices
-        )  # (B, count)
-        patches = patches.gather(1, kept[..., None].expand(-1, -1, patches.shape[-1]))
+        # (B, count)
+        indices = torch.randn(patches.shape[:2], device=x.device).topk(count, dim=-1).indices
+        patches = patches.gather(1, indices[..., None].expand(-1, -1, patches.shape[-1]))
         return torch.cat((first, patches), dim=1) if self.exclude_first_token else patches

@@ -70,9 +70,8 @@ def _adapted_layers(model: nn.Module, tower: str) -> list[str]:
     }
     packed = {name for name, module in modules.items() if isinstance(module, nn.MultiheadAttention)}
     linear = {name for name, module in modules.items() if isinstance(module, nn.Linear)}
-    linear -= {
-        f"{name}.out_proj" for name in packed
-    }  # its weight is read and its forward is not called
+    # its weight is read and its forward is not called
+    linear -= {f"{name}.out_proj" for name in packed}
     norms = sorted(batch_norms(model).keys() & modules.keys())
     bare = [
         name
@@ -82,10 +81,10 @@ def _adapted_layers(model: nn.Module, tower: str) -> list[str]:
         and (name.rpartition(".")[0] not in packed or not name.endswith("in_proj_weight"))
     ]
     if norms or bare or not linear | packed:
-        found = f"has {(norms or bare)[0]}" if norms or bare else "has no linear layers"
+        obstacle = f"has {(norms or bare)[0]}" if norms or bare else "has no linear layers"
         raise UserError(
-            f"--lora is for transformers of linear layers, and the {tower} tower {found}; give --lora-on the other tower, or "
-            "leave --lora out"
+            f"--lora is for transformers of linear layers, and the {tower} tower {obstacle}; give --lora-on the other tower, "
+            "or leave --lora out"
         )
     return sorted(linear | packed)
 
@@ -128,10 +127,8 @@ def _require_effect(model: Any, names: list[str]) -> None:
     ]
     # open_clip's fp16 and bf16 cast linear layers and convolutions alone; pictures have their dtype
     first = next(p for name, p in model.named_parameters() if is_adapter(name))
-    side, training = (
-        model.visual.image_size,
-        {module: module.training for module in model.modules()},
-    )
+    side = model.visual.image_size
+    training = {module: module.training for module in model.modules()}
     shape = (side, side) if isinstance(side, int) else side
     model.eval()
     hugging_face = hasattr(getattr(model, "text", None), "config")  # takes texts of any length

@@ -285,9 +285,8 @@ class _TextMixing:
         parameter = next(self.tower.parameters(), None)
         device = torch.device("cpu") if parameter is None else parameter.device
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        return torch.full(
-            (), weight, dtype=dtype, device=device
-        )  # a kernel; a copy would make the host wait
+        # a kernel; a copy would make the host wait
+        return torch.full((), weight, dtype=dtype, device=device)
 
     def __call__(self, tower: nn.Module, inputs: tuple[Any, ...], features: Any) -> Tensor | None:
         if self.weight is None:

@@ -31,9 +31,8 @@ from open_clip_zerovl.recipe.towers import group_of, layers_of
 
 MARK = "temperature_parameter"  # entry of an optimizer's group: the logit scale in it has the moments of tau
 
-MAX_LOGIT_SCALE = math.log(
-    100
-)  # open_clip's lower bound of the temperature is 1/100; the released code's is 0.001
+# open_clip's lower bound of the temperature is 1/100; the released code's is 0.001
+MAX_LOGIT_SCALE = math.log(100)
 
 # Last parts of the names of embeddings that timm and open_clip hold as bare parameters.
 EMBEDDING_PARAMETERS = frozenset(
@@ -71,24 +70,26 @@ class Rates:
             UserError: a rate of a part of which nothing is trained; a tower whose layers are not known.
         """
         rates = {"image tower": self.image, "text tower": self.text, "heads": self.head}
-        parts, found = list(rates), dict[str, tuple[int, int, str, float]]()
+        parts = list(rates)
+        places: dict[str, tuple[int, int, str, float]] = {}
         layers = layers_of(model) if self.layer_decay is not None else {}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                part = group if (group := group_of(name)) in rates else "heads"
+                group = group_of(name)
+                part = group if group in rates else "heads"
                 layer, top = layers.get(name, (0, 0))
                 scale = (
                     (rates[part] or self.lr) / self.lr * (self.layer_decay or 1) ** (top - layer)
                 )
                 words = f"{part}, layer {layer} of {top}" if top else part
-                found[name] = (parts.index(part), layer, words, scale)
+                places[name] = (parts.index(part), layer, words, scale)
         for order, (part, rate) in enumerate(rates.items()):
-            if rate is not None and all(order != each[0] for each in found.values()):
+            if rate is not None and all(order != each[0] for each in places.values()):
                 option = {"heads": "head"}.get(part, part.removesuffix(" tower"))
                 raise UserError(
                     f"--lr-{option} {rate:g} has no effect, since nothing of the {part} is trained; leave it out"
                 )
-        return found
+        return places
 
 
 def parameter_groups(
@@ -117,19 +118,19 @@ def parameter_groups(
         for p in m.parameters(recurse=False)
     }
     parts = {} if rates is None else rates.of(model)
-    found: dict[tuple, list[nn.Parameter]] = {}  # (part, decayed) -> its parameters
+    groups: dict[tuple, list[nn.Parameter]] = {}  # (part, decayed) -> its parameters
     if rates is None:
-        found = {((), False): [], ((), True): []}  # open_clip's two groups, also if one is empty
+        groups = {((), False): [], ((), True): []}  # open_clip's two groups, also if one is empty
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         embedding = id(parameter) in tables or name.rpartition(".")[2] in EMBEDDING_PARAMETERS
         spare = _spared_by_open_clip(name, parameter) or (exempt_embeddings and embedding)
-        found.setdefault((parts.get(name, ()), not spare), []).append(parameter)
+        groups.setdefault((parts.get(name, ()), not spare), []).append(parameter)
     return [
-        {"params": found[part, decayed], "weight_decay": weight_decay if decayed else 0.0}
+        {"params": groups[part, decayed], "weight_decay": weight_decay if decayed else 0.0}
         | ({"part": part[2], "rate_scale": part[3]} if part else {})
-        for part, decayed in sorted(found)
+        for part, decayed in sorted(groups)
     ]
 
 
@@ -158,13 +159,13 @@ def described_groups(optimizer: torch.optim.Optimizer) -> list[tuple[str, float,
     groups = [group for group in optimizer.param_groups if "rate_scale" in group]
     return [
         (
-            one["part"],
-            one["rate_scale"],
-            one["weight_decay"],
-            len(one["params"]),
-            sum(p.numel() for p in one["params"]),
+            group["part"],
+            group["rate_scale"],
+            group["weight_decay"],
+            len(group["params"]),
+            sum(p.numel() for p in group["params"]),
         )
-        for one in groups
+        for group in groups
     ]
 
 
@@ -222,7 +223,7 @@ def as_temperatures(scales: Sequence[nn.Parameter]) -> Iterator[None]:
     """
     low, high = TEMPERATURE_RANGE
     with torch.no_grad():
-        kept = [scale.clone() for scale in scales]
+        scales_before = [scale.clone() for scale in scales]
         for scale in scales:
             scale.copy_((-scale).exp())
             if scale.grad is not None:
@@ -230,7 +231,7 @@ def as_temperatures(scales: Sequence[nn.Parameter]) -> Iterator[None]:
         begun = [scale.clone() for scale in scales]
     yield
     with torch.no_grad():
-        for scale, before, tau in zip(scales, kept, begun, strict=True):
+        for scale, before, tau in zip(scales, scales_before, begun, strict=True):
             unchanged = before.clamp(-math.log(high), -math.log(low))
             scale.copy_(torch.where(scale == tau, unchanged, -scale.clamp(low, high).log()))
 

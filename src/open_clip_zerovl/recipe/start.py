@@ -32,9 +32,8 @@ from open_clip_zerovl.models.long_context import positions_name, stretch_positio
 from open_clip_zerovl.recipe.flags import TOWERS
 from open_clip_zerovl.recipe.towers import GROUPS, group_of
 
-_UNSTORED = frozenset(
-    {"text.transformer.embeddings.position_ids"}
-)  # a constant that transformers before 4.31 stored
+# a constant that transformers before 4.31 stored
+_UNSTORED = frozenset({"text.transformer.embeddings.position_ids"})
 
 # Entries of a Hugging Face config about files, training and shapes.
 _NOT_OF_TEXT = OF_FILES | {
@@ -105,17 +104,19 @@ def init_from(
         weights = convert_to_custom_text_state_dict(weights)  # from open_clip's plain CLIP class
     theirs = _by_group(weights)
     _meet_stretched_positions(model, theirs.get("text tower", {}), checkpoint, context_length)
-    own = _by_group(model.state_dict())
+    model_groups = _by_group(model.state_dict())
     left: dict[str, str] = {}
-    for group in [group for group in GROUPS if group in own]:
+    for group in [group for group in GROUPS if group in model_groups]:
         tower = group.replace("projection", "tower")
-        reason = _misfit(own[group], theirs.get(group, {}))
+        reason = _misfit(model_groups[group], theirs.get(group, {}))
         if reason is None and tower != group and tower in left:
             reason = f"its {tower} was left"
         if reason is not None:
             left[group] = reason
     report = InitReport(
-        os.fspath(checkpoint), {group: len(own[group]) for group in GROUPS if group in own}, left
+        os.fspath(checkpoint),
+        {group: len(model_groups[group]) for group in GROUPS if group in model_groups},
+        left,
     )
     if not {"image tower", "text tower"} & set(report.loaded):
         reasons = "; ".join(
@@ -126,7 +127,7 @@ def init_from(
         )
     if model_cfg is not None:
         _require_same_function(model, model_cfg, Path(checkpoint), report.loaded)
-    selected = {name: weights[name] for group in report.loaded for name in own[group]}
+    selected = {name: weights[name] for group in report.loaded for name in model_groups[group]}
     model.load_state_dict(selected, strict=False)
     return report
 
@@ -142,10 +143,14 @@ def _meet_stretched_positions(
     Raises:
         UserError: `theirs` has more than `length`.
     """
-    name, own = positions_name(model), _by_group(model.state_dict())["text tower"]
-    if name is None or name not in theirs or (more := len(theirs[name]) - len(own[name])) <= 0:
+    name = positions_name(model)
+    text_tower = _by_group(model.state_dict())["text tower"]
+    if name is None or name not in theirs:
         return
-    if _misfit({**own, name: theirs[name]}, theirs) is not None:
+    more = len(theirs[name]) - len(text_tower[name])
+    if more <= 0:
+        return
+    if _misfit({**text_tower, name: theirs[name]}, theirs) is not None:
         return
     positions = (text_positions(model) or 0) + more
     if length is None:
@@ -180,13 +185,13 @@ def _require_same_function(
         ignored = (
             NOT_OF_FUNCTION if f"{tower} projection" in groups else NOT_OF_FUNCTION | OF_PROJECTION
         )
-        found = first_difference(
+        difference = first_difference(
             tower_config(spec.model_cfg, tower), tower_config(model_cfg, tower), ignored
         )
-        if found is None and tower == "text":
-            found = first_difference(*text, _NOT_OF_TEXT)
-        if found is not None:
-            key, there, here = found
+        if difference is None and tower == "text":
+            difference = first_difference(*text, _NOT_OF_TEXT)
+        if difference is not None:
+            key, there, here = difference
             raise UserError(
                 f"the {tower} tower of {checkpoint} has the model's shapes and computes another function: {key} is {there} "
                 f"there and {here} here; give the model that setting, or --init-from the .safetensors file of an export, "
@@ -208,8 +213,8 @@ def _spec_of(checkpoint: Path) -> ModelSpec | None:
 
 def _text_configs(model: nn.Module, spec: ModelSpec) -> tuple[dict[str, Any], dict[str, Any]]:
     """The checkpoint's and the model's config of a Hugging Face text tower; empty for open_clip's own."""
-    own: Any = getattr(getattr(model, "text", None), "config", None)
-    if own is None or spec.text_source is None:
+    config: Any = getattr(getattr(model, "text", None), "config", None)
+    if config is None or spec.text_source is None:
         return {}, {}
     from transformers import AutoConfig
 
@@ -217,7 +222,7 @@ def _text_configs(model: nn.Module, spec: ModelSpec) -> tuple[dict[str, Any], di
         theirs = AutoConfig.from_pretrained(spec.text_source, local_files_only=True)
     # Dropout and the like are settings of a training.
     there, here = (
-        {k: v for k, v in c.to_dict().items() if "dropout" not in k} for c in (theirs, own)
+        {k: v for k, v in c.to_dict().items() if "dropout" not in k} for c in (theirs, config)
     )
     return there, here
 
@@ -239,19 +244,19 @@ def _by_group(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     return groups
 
 
-def _misfit(own: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> str | None:
-    """The reason why `theirs` cannot replace `own`, or None."""
+def _misfit(model_tensors: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> str | None:
+    """The reason why `theirs` cannot replace `model_tensors`, or None."""
     if not theirs:
         return "the checkpoint has none"
     for kind, names in (
-        ("lacks", own.keys() - theirs.keys()),
-        ("also has", theirs.keys() - own.keys()),
+        ("lacks", model_tensors.keys() - theirs.keys()),
+        ("also has", theirs.keys() - model_tensors.keys()),
     ):
         if names:
             return f"the checkpoint {kind} {min(names)}" + (
                 f" and {len(names) - 1} more" if len(names) > 1 else ""
             )
-    for name, tensor in own.items():
+    for name, tensor in model_tensors.items():
         if theirs[name].shape != tensor.shape:
             return f"{name} is {tuple(theirs[name].shape)} there and {tuple(tensor.shape)} here"
     return None

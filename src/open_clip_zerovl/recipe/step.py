@@ -93,8 +93,8 @@ def loss_inputs_of(micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
     source, _, *content = torch.cat([origin for _, _, origin, *_ in micro_batches]).unbind(dim=1)
     inputs: dict[str, Any] = {"ids": {"source": source}}
     if content:
-        caption, inputs["ids"]["image"], *beside = content
-        inputs["ids"]["caption"] = torch.cat([caption, *beside])
+        caption, inputs["ids"]["image"], *further = content
+        inputs["ids"]["caption"] = torch.cat([caption, *further])
     if len(micro_batches[0]) > 3:
         embeddings = [of_both for *_, of_both in micro_batches]
         inputs["teacher_features"] = teacher_features(
@@ -151,8 +151,13 @@ class RecipeStep:
         adopted: Decision | None = None,
     ) -> None:
         without_gpu_syncs(unwrapped(model)[0])
-        self.model, self.loss, self.optimizer, self.scaler = model, loss, optimizer, scaler
-        self.mixup, self.cache, self.grad_clip_norm = mixup, cache, grad_clip_norm
+        self.model = model
+        self.loss = loss
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.mixup = mixup
+        self.cache = cache
+        self.grad_clip_norm = grad_clip_norm
         self.temperature_parameter = temperature_parameter
         mark_temperature(optimizer, model, temperature_parameter)
         self._padding = text_padding(unwrapped(model)[0]) if sort_text else None

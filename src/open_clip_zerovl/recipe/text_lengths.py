@@ -52,9 +52,8 @@ def sort_texts(
     sizes = [len(part) for part in texts]
     together = torch.cat(list(texts))
     places = torch.arange(1, together.shape[1] + 1)
-    lengths = torch.where(together != padding, places, 1).amax(
-        dim=1
-    )  # up to the last token that is not padding
+    # up to the last token that is not padding
+    lengths = torch.where(together != padding, places, 1).amax(dim=1)
     order = lengths.argsort(stable=True)
     if equal_tokens:
         sizes = equal_token_sizes(lengths[order].tolist(), len(sizes))
@@ -145,9 +144,8 @@ def _features_with_and_without(tower: Any, padding: int) -> tuple[Tensor, Tensor
     texts = torch.randint(1, tower.vocab_size, (2, length), generator=generator)
     texts[texts == padding] = padding + 1
     end = length // 2
-    texts[:, end - 1] = (
-        tower.vocab_size - 1
-    )  # open_clip's tokenizers end a text by the largest token
+    # open_clip's tokenizers end a text by the largest token
+    texts[:, end - 1] = tower.vocab_size - 1
     texts[:, end:] = padding
     with torch.no_grad(), torch.autocast(device.type, enabled=False), ieee_products(device.type):
         return tower(texts.to(device)), tower(texts[:, :end].to(device))

@@ -52,8 +52,10 @@ def group_of(name: str) -> str:
             ("visual.head.", "visual.trunk.head.")
         )
         return "image projection" if projection else "image tower"
-    own = name.removeprefix("text.")
-    projection = own == "text_projection" or own.startswith(("text_projection.", "proj."))
+    inner_name = name.removeprefix("text.")
+    projection = inner_name == "text_projection" or inner_name.startswith(
+        ("text_projection.", "proj.")
+    )
     return "text projection" if projection else "text tower"
 
 
@@ -65,7 +67,7 @@ def layers_of(model: nn.Module) -> dict[str, tuple[int, int]]:
     Raises:
         UserError: a tower of which something is trained, and whose blocks are not to be found.
     """
-    found: dict[str, tuple[int, int]] = {}
+    all_layers: dict[str, tuple[int, int]] = {}
     for tower in TOWERS:
         names = {
             name: p.requires_grad
@@ -87,8 +89,8 @@ def layers_of(model: nn.Module) -> dict[str, tuple[int, int]]:
             raise UserError(
                 f"--layer-decay does not find the layers of the {tower} tower; leave it out"
             )
-        found |= {prefix + name: (layer, top) for name, layer in layers.items()}
-    return found
+        all_layers |= {prefix + name: (layer, top) for name, layer in layers.items()}
+    return all_layers
 
 
 def freeze(model: nn.Module, towers: Iterable[str], *, projection: bool = True) -> int:
@@ -186,9 +188,8 @@ def open_clip_locks_layers(model: nn.Module) -> bool:
     """
     text = getattr(model, "text", None)
     config = getattr(text, "config", None)
-    if (
-        text is None or config is None or hasattr(text, "layer_groups")
-    ):  # open_clip's own text transformer; open_clip 4
+    # open_clip's own text transformer; open_clip 4
+    if text is None or config is None or hasattr(text, "layer_groups"):
         return True
     named = all(
         "LayerNorm" in name

@@ -22,11 +22,9 @@ TEMPLATES = Path(__file__).parent / "templates"
 THUMBNAIL_PX = 224
 
 
-def write_page(
-    path: str | os.PathLike[str], template: str, folder: Path = TEMPLATES, /, **values: Any
-) -> Path:
+def write_page(path: str | os.PathLike[str], template: str, /, **values: Any) -> Path:
     """Write a page; arguments as for `render`. UserError if the file cannot be written."""
-    write_atomically(path, render(template, folder, **values))
+    write_atomically(path, render(template, **values))
     return Path(path)
 
 
@@ -62,9 +60,8 @@ def thumbnail(image: Image.Image | np.ndarray | str) -> str:
     """
     if isinstance(image, str):
         return image
-    small = (Image.fromarray(image) if isinstance(image, np.ndarray) else image).convert(
-        "RGB"
-    )  # a copy
+    # a copy
+    small = (Image.fromarray(image) if isinstance(image, np.ndarray) else image).convert("RGB")
     small.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX))
     buffer = io.BytesIO()
     small.save(buffer, "JPEG", quality=88, subsampling=0)

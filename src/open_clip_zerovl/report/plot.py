@@ -185,7 +185,7 @@ def moving_average(values: np.ndarray, reach: int) -> np.ndarray:
     values = np.asarray(values, dtype=float)
     finite = np.isfinite(values)
     window = np.ones(2 * reach + 1)
-    own = slice(reach, reach + len(values))
-    sums = np.convolve(np.where(finite, values, 0.0), window)[own]
-    counts = np.convolve(finite.astype(float), window)[own]
+    centre = slice(reach, reach + len(values))
+    sums = np.convolve(np.where(finite, values, 0.0), window)[centre]
+    counts = np.convolve(finite.astype(float), window)[centre]
     return np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0.5)

@@ -47,12 +47,12 @@ class Record:
         self.path = Path(folder) / RECORD
         self.at = at
         if self.path.exists():
-            kept = [
+            earlier = [
                 line
                 for line in _read(self.path)
                 if line["at"] <= at + _SAME and line["kind"] != "end"
             ]
-            write_atomically(self.path, "".join(_as_line(line) for line in kept))
+            write_atomically(self.path, "".join(_as_line(line) for line in earlier))
 
     def add(self, kind: str, at: float, **entries: Any) -> None:
         """Append a line.
@@ -72,13 +72,13 @@ def read_record(folder: str | os.PathLike[str]) -> dict[str, list[dict[str, Any]
         OSError: there is no record.
     """
     path = Path(folder) / RECORD
-    found: dict[str, dict[Any, dict[str, Any]]] = {kind: {} for kind in _KINDS}
+    lines_by_kind: dict[str, dict[Any, dict[str, Any]]] = {kind: {} for kind in _KINDS}
     for number, line in enumerate(_read(path)):
         once = line["kind"] in ("step", "retrieval", "zero-shot")
-        found[line["kind"]][round(line["at"] / _SAME / 10) if once else number] = line
+        lines_by_kind[line["kind"]][round(line["at"] / _SAME / 10) if once else number] = line
     return {
         kind: sorted(entries.values(), key=lambda line: line["at"])
-        for kind, entries in found.items()
+        for kind, entries in lines_by_kind.items()
     }
 
 
@@ -88,7 +88,7 @@ def write_examples(folder: str | os.PathLike[str], epoch: int, examples: Sequenc
     Args:
         examples: result of `evaluate.retrieval.examples.retrieval_examples`.
     """
-    content = {"epoch": epoch, "examples": [asdict(one) for one in examples]}
+    content = {"epoch": epoch, "examples": [asdict(example) for example in examples]}
     write_atomically(Path(folder) / EXAMPLES, json.dumps(content, default=thumbnail))
 
 
@@ -163,13 +163,15 @@ def _fits(line: Mapping[str, Any]) -> bool:
     try:
         for name in ("settings", "sources", "by_source"):
             dict.keys(line.get(name) or {})
-        for own in (line["metrics"] if line["kind"] in ("retrieval", "zero-shot") else {}).values():
-            dict.keys(own)
+        for metrics in (
+            line["metrics"] if line["kind"] in ("retrieval", "zero-shot") else {}
+        ).values():
+            dict.keys(metrics)
         if not all(isinstance(row, list) for row in line.get("groups") or []):
             return False
         counts = [line.get("delivered") or {}, *(line.get("lost") or {}).values()]
         return isinstance(line.get("how", ""), str) and all(
-            isinstance(n, int) for own in counts for n in own.values()
+            isinstance(n, int) for numbers in counts for n in numbers.values()
         )
     except (TypeError, AttributeError, KeyError):
         return False

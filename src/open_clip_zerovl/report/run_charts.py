@@ -58,14 +58,14 @@ def loss_picture(steps: Lines, sources: Mapping[str, str], chance: float = math.
     if len(sources) < 2:
         lines = [Line("a step", at, losses, FAINT, {"linewidth": 0.6, "alpha": 0.5})]
     else:
-        own = {
+        losses_by_source = {
             name: [number((step.get("by_source") or {}).get(name)) for step in steps]
             for name in sources
         }
         lines = [
-            smooth(name, np.array(own[name]), sources[name], 1.3)
+            smooth(name, np.array(losses_by_source[name]), sources[name], 1.3)
             for name in sources
-            if np.isfinite(own[name]).any()
+            if np.isfinite(losses_by_source[name]).any()
         ]
     if np.isfinite(losses).any():
         lines.append(smooth("all" if len(sources) > 1 else "loss", losses, INK, 2))
@@ -92,10 +92,18 @@ def evaluation_picture(
     """
     lines, levels = [], {}
     for name in dict.fromkeys(name for line in evaluations for name in line["metrics"]):
-        own = [line for line in evaluations if name in line["metrics"]]
-        sums = [scale * number(line["metrics"][name].get(key)) for line in own]
-        lines.append(Line(name, [line["at"] for line in own], sums, colours[name], {"marker": "o"}))
-        chance = scale * number(own[-1]["metrics"][name].get(f"{key}_chance"))
+        evaluations_of_set = [line for line in evaluations if name in line["metrics"]]
+        sums = [scale * number(line["metrics"][name].get(key)) for line in evaluations_of_set]
+        lines.append(
+            Line(
+                name,
+                [line["at"] for line in evaluations_of_set],
+                sums,
+                colours[name],
+                {"marker": "o"},
+            )
+        )
+        chance = scale * number(evaluations_of_set[-1]["metrics"][name].get(f"{key}_chance"))
         levels[f"chance, {name}:"] = (chance, colours[name])
     if len({height for height, _ in levels.values()}) == 1:
         levels = {"chance": next(iter(levels.values()))}

@@ -47,12 +47,10 @@ def write_run_page(folder: str | os.PathLike[str]) -> Path:
         raise UserError(
             f"{folder / 'record.jsonl'} does not say how the run began; its file is cut off"
         )
-    start, steps, evaluations, labelled = (
-        record["start"][-1],
-        record["step"],
-        record["retrieval"],
-        record["zero-shot"],
-    )
+    start = record["start"][-1]
+    steps = record["step"]
+    evaluations = record["retrieval"]
+    labelled = record["zero-shot"]
     sources = start.get("sources") or {}
     # One palette for all charts of the page: a retrieval set of a source's name has its colour.
     colours = colours_of(
@@ -123,8 +121,8 @@ def accuracy_words(evaluations: Sequence[Mapping[str, Any]]) -> str:
     if not evaluations:
         return ""
     shares = ", ".join(
-        f"{name} {100 * number(own.get('top1')):.1f} % (chance {100 * number(own.get('top1_chance')):.1f} %)"
-        for name, own in evaluations[-1]["metrics"].items()
+        f"{name} {100 * number(metrics.get('top1')):.1f} % (chance {100 * number(metrics.get('top1_chance')):.1f} %)"
+        for name, metrics in evaluations[-1]["metrics"].items()
     )
     return f"Zero-shot top-1 after epoch {evaluations[-1]['at']:.0f}: {shares}."
 
@@ -139,7 +137,9 @@ def _loss_at_end(steps: Sequence[Mapping[str, Any]], chance: float) -> str:
 
 
 def _lead(record: Mapping[str, list[dict[str, Any]]]) -> str:
-    start, steps, ends = record["start"][-1], record["step"], record["end"]
+    start = record["start"][-1]
+    steps = record["step"]
+    ends = record["end"]
     at = max([*(line["at"] for line in [*steps, *ends]), 0.0])
     batch = f", {start['batch']}." if start.get("batch") else "."
     words = [f"{start['model']}."] if start.get("model") else []
@@ -195,13 +195,15 @@ def _data(
     reasons: dict[str, Counter[str]] = {}
     for line in lost:
         delivered.update(line.get("delivered") or {})
-        for name, own in (line.get("lost") or {}).items():
-            reasons.setdefault(name, Counter()).update(own)
+        for name, counts in (line.get("lost") or {}).items():
+            reasons.setdefault(name, Counter()).update(counts)
     rows = []
     for name in dict.fromkeys([*sources, *delivered]):
-        own = reasons.get(name, Counter())
-        words = ", ".join(f"{count:,} {reason}" for reason, count in sorted(own.items())) or "none"
-        bad, shown = sum(own.values()), delivered[name]
+        counts = reasons.get(name, Counter())
+        words = (
+            ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items())) or "none"
+        )
+        bad, shown = sum(counts.values()), delivered[name]
         share = f" ({100 * bad / shown:.2g} %)" if bad and shown else ""
         samples = sources.get(name)
         rows.append(

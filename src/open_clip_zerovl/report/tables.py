@@ -12,14 +12,12 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *rows))
 
 
-def text_table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, gap: str = "  "
-) -> str:
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """A table for a terminal: the first `left` columns are aligned to the left, the rest to the right."""
     lines = [header, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     return "\n".join(
-        gap.join(
+        "  ".join(
             cell.ljust(width) if column < left else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()

@@ -79,9 +79,8 @@ class _Deck:
     def _leaf(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Leaf `number`: (S,) samples in the deck before it, and (micro-batches, S) samples in each of its micro-batches."""
         if number not in self._leaves:
-            if (
-                len(self._leaves) > 4
-            ):  # a reader needs both ends of its stretch at first, then one leaf after the other
+            # a reader needs both ends of its stretch at first, then one leaf after the other
+            if len(self._leaves) > 4:
                 self._leaves.clear()
             self._leaves[number] = self._descend(number)
         return self._leaves[number]
@@ -100,7 +99,9 @@ class _Deck:
             if number < middle:
                 high, held = middle, left
             else:
-                low, held, before = middle, held - left, before + left
+                low = middle
+                held = held - left
+                before = before + left
         deck = np.repeat(np.arange(len(held)), held)
         self._stream(low, high).shuffle(deck)
         rows = len(deck) // self.size
@@ -198,8 +199,8 @@ class Assignment:
         share = np.stack(
             [np.bincount((place * k + np.arange(k)) % v, minlength=v) for place in range(period)]
         )
-        found = (times @ share).T
-        return found[:, :-1] * self.batching.micro_batch, found[:, -1]
+        delivered = (times @ share).T
+        return delivered[:, :-1] * self.batching.micro_batch, delivered[:, -1]
 
     def _place(self, rank: int, reader: int) -> int:
         """The place of a reader's first mixed micro-batch in the deck, counted in micro-batches."""

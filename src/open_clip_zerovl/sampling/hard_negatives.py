@@ -51,21 +51,24 @@ def near_samples(share: float, effective_batch: int) -> int:
 
 
 def check_neighbours(
-    found: Sequence[Neighbours | None], names: Sequence[str], schedule: Schedule, share: float
+    all_neighbours: Sequence[Neighbours | None],
+    names: Sequence[str],
+    schedule: Schedule,
+    share: float,
 ) -> None:
     """UserError for a schedule whose steps cannot have this share of near samples, for sources with these neighbours."""
     batch = schedule.effective_batch
-    near = near_samples(share, batch)
-    if near < 2:
+    near_count = near_samples(share, batch)
+    if near_count < 2:
         raise UserError(
-            f"--hard-negatives {share:g} of an effective batch of {batch} is {near} sample; give a share of at least "
+            f"--hard-negatives {share:g} of an effective batch of {batch} is {near_count} sample; give a share of at least "
             f"{2 / batch:.3g}"
         )
-    if len(found) > 1 and (schedule.source_of_step == MIXED).any():
+    if len(all_neighbours) > 1 and (schedule.source_of_step == MIXED).any():
         raise UserError(
             "--hard-negatives needs steps of one source; give --debiased-sampling, or one source"
         )
-    for index, (neighbours, name) in enumerate(zip(found, names, strict=True)):
+    for index, (neighbours, name) in enumerate(zip(all_neighbours, names, strict=True)):
         if neighbours is None:
             raise UserError(
                 f"--hard-negatives needs the clusters of each source, and {name!r} is not a clustering; run `zerovl cluster "
@@ -77,8 +80,9 @@ def check_neighbours(
                 f"an epoch takes {taken} of the {size} samples of source {name!r}, and --hard-negatives shows each at most "
                 "once an epoch; lower its weight or --train-num-samples to at most one pass"
             )
-        copies, steps = int(neighbours.copies.sum()), taken // batch
-        if copies > (room := taken - steps * near):
+        copies = int(neighbours.copies.sum())
+        room = taken - taken // batch * near_count
+        if copies > room:
             raise UserError(
                 f"{copies} of the {size} samples of source {name!r} are copies, and --hard-negatives {share:g} leaves room for "
                 f"{room} of them; give a smaller share, or cluster with a larger --same-above"
@@ -90,18 +94,17 @@ def batches_of_epoch(
 ) -> np.ndarray:
     """(T, N) positions in the source's cycle: the batches of the source's steps in an epoch."""
     batch, taken = schedule.effective_batch, int(schedule.taken[source])
-    steps, near = taken // batch, near_samples(share, batch)
+    steps, near_count = taken // batch, near_samples(share, batch)
     rng = stream(schedule.seed, Purpose.NEIGHBOURS, schedule.epoch, source)
     positions = int(schedule.begin[source]) + rng.permutation(taken)
     samples = positions % len(neighbours.labels)
     clusters = int(neighbours.labels.max()) + 1
-    place = rng.permutation(clusters)[
-        neighbours.labels[samples]
-    ]  # of each sample's cluster in this epoch
+    # of each sample's cluster in this epoch
+    place = rng.permutation(clusters)[neighbours.labels[samples]]
     place[neighbours.copies[samples]] = clusters
     positions = positions[np.argsort(place, kind="stable")]
-    runs = positions[: steps * near].reshape(steps, near)[rng.permutation(steps)]
-    rest = rng.permutation(positions[steps * near :]).reshape(steps, batch - near)
+    runs = positions[: steps * near_count].reshape(steps, near_count)[rng.permutation(steps)]
+    rest = rng.permutation(positions[steps * near_count :]).reshape(steps, batch - near_count)
     return rng.permuted(np.concatenate([runs, rest], axis=1), axis=1)
 
 
@@ -122,9 +125,8 @@ def slices_of_reader(
         reader: number of the reader of this rank.
     """
     steps = np.flatnonzero((schedule.source_of_step == source) | (schedule.source_of_step == MIXED))
-    micro_batches = steps[:, None] * batching.dga_steps + np.arange(
-        batching.dga_steps
-    )  # (T, K) numbers in this rank
+    # (T, K) numbers in this rank
+    micro_batches = steps[:, None] * batching.dga_steps + np.arange(batching.dga_steps)
     of_rank = batches.reshape(
         len(steps), batching.world_size, batching.dga_steps, batching.micro_batch
     )[:, rank]

@@ -42,9 +42,8 @@ class LocalOrder:
         if self.count <= self.window:
             yield self.stream(0).permutation(self.count)[begin:]
             return
-        interval = (
-            begin // self._interval
-        )  # keys are at least their items: no more places than that lie before
+        # keys are at least their items: no more places than that lie before
+        interval = begin // self._interval
         before = self._below(interval * self._interval)
         while before < self.count:
             items = self._of_interval(interval)
@@ -88,9 +87,8 @@ class LocalOrder:
 
     def _below(self, key: int) -> int:
         """The number of items with a key below `key`."""
-        certain = max(
-            0, min(key - self.window, self.count)
-        )  # items below this one have keys below `key`
+        # items below this one have keys below `key`
+        certain = max(0, min(key - self.window, self.count))
         return certain + int((self._keys(certain, key) < key).sum())
 
     def _of_interval(self, number: int) -> np.ndarray:

@@ -16,7 +16,7 @@ Three layers:
                  samples, in whole effective batches, to such steps, and the rest of all sources is mixed as in random
    - sequential: as debiased, one source after the other (A.4)
 2. `assignment`: the samples of each micro-batch, and so of each reader.
-3. `slices.stretch_of`: the stretch of a source's shards that each reader reads.
+3. `slices.slice_range`: the stretch of a source's shards that each reader reads.
 
 A source is an endless cycle over its shards. An epoch takes the next `taken[s]` samples of source s, from `begin[s]` on, which
 is how many all epochs before took (invariant 3):

@@ -78,7 +78,9 @@ def epoch_slices(
         low, high = max(begin - lap * total, 0), min(end - lap * total, total)
         start, stop = np.maximum(starts[:-1], low), np.minimum(starts[1:], high)
         shard = np.flatnonzero(stop > start)
-        start, stop, offset = start[shard], stop[shard], starts[shard]
+        start = start[shard]
+        stop = stop[shard]
+        offset = starts[shard]
         in_lap = np.stack([shard, start - offset, stop - offset, lap * total + start], axis=1)
         laps.append(in_lap[rng.permutation(len(in_lap))])
     return ShardSlices(np.concatenate(laps))
@@ -101,7 +103,7 @@ def _resampled_slices(
     return np.array(rows, dtype=np.int64).reshape(-1, 4)
 
 
-def stretch_of(slices: ShardSlices, low: int, length: int) -> ShardSlices:
+def slice_range(slices: ShardSlices, low: int, length: int) -> ShardSlices:
     """Samples low .. low + length - 1 of the sequence of slices, as slices.
 
     Readers get consecutive stretches (`Assignment.before` and `quota`). All shards of a stretch are whole but the first and

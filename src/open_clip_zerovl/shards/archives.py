@@ -108,16 +108,16 @@ def json_array(stream: IO[bytes], name: str, *, key: str | None = None) -> Itera
     Raises:
         UserError: the document is not JSON, ends early, is of another form, or lacks the key.
     """
-    reader = _Reader(stream, name)
+    reader = _JsonReader(stream, name)
     if key is None:
         reader.expect("[", "a list")
         yield from reader.elements()
         return
     reader.expect("{", "an object")
     while reader.peek() != "}":
-        found = reader.value()
+        member = reader.value()
         reader.expect(":", "an object")
-        if found == key:
+        if member == key:
             reader.expect("[", f"a list under {key!r}")
             yield from reader.elements()
             return
@@ -132,7 +132,7 @@ def json_array(stream: IO[bytes], name: str, *, key: str | None = None) -> Itera
     raise UserError(f"{name} has no list under {key!r}: give the official file.")
 
 
-class _Reader:
+class _JsonReader:
     """Reads a JSON document piece by piece."""
 
     def __init__(self, stream: IO[bytes], name: str) -> None:

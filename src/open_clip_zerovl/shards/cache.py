@@ -181,9 +181,8 @@ class ShardCache:
 
     def _receive(self, stream: RemoteStream, descriptor: int) -> bytes | None:
         """Write the whole stream to a file; returns its MD5 (of no bytes where the server gives none), None without room."""
-        step = min(
-            1 << 26, max(1 << 16, self.limit_bytes >> 6)
-        )  # reserved at a time where the length is unknown
+        # reserved at a time where the length is unknown
+        step = min(1 << 26, max(1 << 16, self.limit_bytes >> 6))
         room = stream.total if stream.total is not None else step
         if not self._reserve(descriptor, room):
             return None
@@ -321,8 +320,8 @@ class _Entry:
         """The stored facts; None if they are unreadable, or of a shard with another size."""
         try:
             with open(self.about_path, encoding="utf-8") as file:
-                found = json.load(file)
-            about = _About(int(found["bytes"]), found["identity"], float(found["checked"]))
+                stored = json.load(file)
+            about = _About(int(stored["bytes"]), stored["identity"], float(stored["checked"]))
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return about if about.bytes == size_bytes else None
@@ -369,7 +368,7 @@ def _remove(entry: _Entry) -> int:
 
 def _files(folder: str) -> list[os.DirEntry[str]]:
     try:
-        with os.scandir(folder) as found:
-            return [entry for entry in found if entry.is_file(follow_symlinks=False)]
+        with os.scandir(folder) as entries:
+            return [entry for entry in entries if entry.is_file(follow_symlinks=False)]
     except FileNotFoundError:
         return []

@@ -17,9 +17,8 @@ from typing import IO, NamedTuple, cast
 BLOCK = 512
 _ZEROS = bytes(BLOCK)
 _REGULAR = b"0\0"  # type flags of a regular file; very old tars have NUL
-_LARGEST_HEADER_BYTES = (
-    1 << 24
-)  # of a long name or of pax fields; a header that claims more is corrupt
+# of a long name or of pax fields; a header that claims more is corrupt
+_LARGEST_HEADER_BYTES = 1 << 24
 # Errors of tarfile on corrupt headers.
 _CORRUPT = (
     tarfile.TarError,
@@ -47,10 +46,8 @@ class Member(NamedTuple):
     size: int
 
 
-def walk_tar(
-    read_at: ReadAt, total: int, position: int = 0, *, whole: bool = True
-) -> Iterator[Member]:
-    """The regular files of a tar of `total` bytes, in order, from the header at `position` on. Mostly one read a member.
+def walk_tar(read_at: ReadAt, total: int, *, whole: bool = True) -> Iterator[Member]:
+    """The regular files of a tar of `total` bytes, in order. Mostly one read a member.
 
     Args:
         whole: the tar must have its end mark. Otherwise it ends at a file without a following header.
@@ -60,16 +57,16 @@ def walk_tar(
             an end mark.
     """
     tar: tarfile.TarFile | None = None  # reads headers that are not plain
+    position = 0
     while True:
         header = read_at(position, BLOCK)
-        if (
-            header == _ZEROS
-        ):  # the end mark; Python 3.10's tarfile seeks in front of a tar that begins with it
+        # the end mark; Python 3.10's tarfile seeks in front of a tar that begins with it
+        if header == _ZEROS:
             return
         member = None if tar is not None and tar.pax_headers else _plain_member(header, position)
         if member is not None:
             tar = None
-            after = end_of(member.offset, member.size)
+            after = member.offset + -(-member.size // BLOCK) * BLOCK
             yield member
         else:
             tar, info = _next_member(tar, read_at, total, position)
@@ -89,11 +86,6 @@ def walk_tar(
         position = after
 
 
-def end_of(begin: int, size: int) -> int:
-    """The offset of the next header after a file of `size` bytes that begins at `begin`."""
-    return begin + -(-size // BLOCK) * BLOCK
-
-
 def _plain_member(header: bytes | bytearray, position: int) -> Member | None:
     """The member of a plain header, None for any other block.
 
@@ -107,7 +99,9 @@ def _plain_member(header: bytes | bytearray, position: int) -> Member | None:
         or header[135] not in b"\0 "
     ):
         return None
-    size, checksum, behind = header[124:135], header[148:154], header[154:156]
+    size = header[124:135]
+    checksum = header[148:154]
+    behind = header[154:156]
     if not size.isdigit() or not checksum.isdigit() or (behind[0] and behind.strip(b"\0 ")):
         return None
     # The checksum is the sum of the header's bytes, with its own field as spaces. The lower half of Adler-32 is one plus the
@@ -145,7 +139,9 @@ class _Headers:
     """A tar's bytes as a file for `tarfile`, which reads headers from it; a read of more than a header may hold is refused."""
 
     def __init__(self, read_at: ReadAt, total: int, position: int) -> None:
-        self._read_at, self._total, self._position = read_at, total, position
+        self._read_at = read_at
+        self._total = total
+        self._position = position
 
     def tell(self) -> int:
         return self._position

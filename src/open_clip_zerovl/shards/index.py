@@ -111,7 +111,9 @@ def build_index(path: str, stamp: np.ndarray) -> TarIndex:
     """
     image: list[Extent] = []
     text: list[Extent] = []
-    captions, keys, torn = [], [], ("", "")
+    captions = []
+    keys = []
+    torn = ("", "")
     try:
         with opened(path) as descriptor:
             for key, members in locate_samples(path):
@@ -187,10 +189,8 @@ def _require_consistent(index: TarIndex) -> None:
 def _store(index: TarIndex, path: str) -> None:
     arrays = {field.name: getattr(index, field.name) for field in fields(TarIndex)}
     for place in _places(path):
-        with (
-            contextlib.suppress(UserError),
-            atomic_file(place) as file,
-        ):  # a folder that cannot be written: try the next
+        # a folder that cannot be written: try the next
+        with contextlib.suppress(UserError), atomic_file(place) as file:
             np.savez(file, **arrays)
             return
     logging.warning(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -39,7 +40,10 @@ def file_mark(file: str, known: Digests | None = None) -> Mark:
         about = [name, status.st_size, status.st_mtime_ns]
         if known is None:
             return [*about, _digest_of_edges(path, status.st_size)]
-        return [*about, known.get(tuple(about)) or _digest_of_all(path, about)]
+        digest = known.get(tuple(about)) or _cached_digest(
+            os.path.abspath(path), about[1:], partial(sha256_of, path)
+        )
+        return [*about, digest]
     except OSError:  # a lost shard has been reported when the sources were opened
         return [name]
 
@@ -50,37 +54,34 @@ def content_digest(files: Sequence[str | os.PathLike[str]]) -> str:
     The user's cache keeps it by the files' sizes and times, so that unchanged files are read once for it.
     """
     names = [os.path.abspath(file) for file in files]
-    stamps = digest_of([stamp_of(name) for name in names])
-    kept = user_cache("open_clip_zerovl") / "digests" / f"{digest_of(names)[:24]}.json"
-    with suppress(OSError, ValueError):
-        same, stored = json.loads(kept.read_text(encoding="utf-8"))
-        if same == stamps:
-            return str(stored)
-    with ThreadPoolExecutor(max_workers=8) as pool:
-        contents = pool.map(lambda name: sha256_of(name) if os.path.isfile(name) else "", names)
-        about = f"checking {len(names):,} files"
-        each = list(tqdm(contents, about, len(names), delay=2, leave=False))
-    digest = digest_of([os.path.basename(name) for name in names], each)
-    with suppress(UserError):  # a cache that cannot be written
-        write_atomically(kept, json.dumps([stamps, digest]))
-    return digest
+
+    def read() -> str:
+        with ThreadPoolExecutor(max_workers=8) as pool:
+            contents = pool.map(lambda name: sha256_of(name) if os.path.isfile(name) else "", names)
+            about = f"checking {len(names):,} files"
+            each = list(tqdm(contents, about, len(names), delay=2, leave=False))
+        return digest_of([os.path.basename(name) for name in names], each)
+
+    return _cached_digest(names, [digest_of([stamp_of(name) for name in names])], read)
 
 
 def file_marks(files: Iterable[str], known: Digests | None, about: str) -> dict[str, Mark]:
     """`file_mark` of several files, each once; a bar with the words `about` if it takes more than two seconds."""
     each = list(dict.fromkeys(files))
     with ThreadPoolExecutor(max_workers=8) as pool:
-        found = pool.map(lambda file: file_mark(file, known), each)
-        return dict(zip(each, tqdm(found, about, len(each), delay=2, leave=False), strict=True))
+        new_marks = pool.map(lambda file: file_mark(file, known), each)
+        return dict(zip(each, tqdm(new_marks, about, len(each), delay=2, leave=False), strict=True))
 
 
-def digests_of(marks: Iterable[Mark]) -> Digests:
+def digests_of(earlier_marks: Iterable[Mark]) -> Digests:
     """The digests of earlier marks, for `file_mark`: those of files that name, size and time tell apart."""
-    found: dict[tuple[Any, ...], set[str]] = {}
-    for mark in marks:
+    digests_by_stamp: dict[tuple[Any, ...], set[str]] = {}
+    for mark in earlier_marks:
         if isinstance(mark, list) and len(mark) > 3:
-            found.setdefault(tuple(map(_plain, mark[:3])), set()).add(str(mark[3]))
-    return {about: min(digests) for about, digests in found.items() if len(digests) == 1}
+            # of a damaged file no part may be hashable
+            about = tuple(part if isinstance(part, int) else str(part) for part in mark[:3])
+            digests_by_stamp.setdefault(about, set()).add(str(mark[3]))
+    return {about: min(digests) for about, digests in digests_by_stamp.items() if len(digests) == 1}
 
 
 def content_of(mark: Mark) -> tuple[str, ...]:
@@ -88,15 +89,9 @@ def content_of(mark: Mark) -> tuple[str, ...]:
     return tuple(map(str, (*mark[:2], *mark[3:])))
 
 
-def is_same(stored: Mark, found: Mark) -> bool:
+def is_same(stored: Mark, current: Mark) -> bool:
     """True if two marks are of one content."""
-    return len(stored) > 1 and content_of(stored) == content_of(found)
-
-
-def _plain(value: Any) -> Any:
-    return (
-        value if isinstance(value, int) else str(value)
-    )  # of a damaged file no part may be hashable
+    return len(stored) > 1 and content_of(stored) == content_of(current)
 
 
 def _digest_of_edges(path: str, size: int) -> str:
@@ -106,15 +101,14 @@ def _digest_of_edges(path: str, size: int) -> str:
         return digest_of(begin, content.read(_EDGE_BYTES))[:16]
 
 
-def _digest_of_all(path: str, about: Mark) -> str:
-    """The digest of a whole file. The user's cache keeps it by path, size and time, so that shards are read once for it."""
-    name = digest_of(os.path.abspath(path))[:24]
-    kept = user_cache("open_clip_zerovl") / "digests" / f"{name}.json"
+def _cached_digest(paths: str | list[str], stamps: list[Any], read: Callable[[], str]) -> str:
+    """The digest that `read` gives. The user's cache keeps it while the stamps of the paths are the same."""
+    cache_file = user_cache("open_clip_zerovl") / "digests" / f"{digest_of(paths)[:24]}.json"
     with suppress(OSError, ValueError, TypeError):
-        *same, stored = json.loads(kept.read_text(encoding="utf-8"))
-        if same == about[1:]:
+        *known_stamps, stored = json.loads(cache_file.read_text(encoding="utf-8"))
+        if known_stamps == stamps:
             return str(stored)
-    digest = sha256_of(path)
+    digest = read()
     with suppress(UserError):  # a cache that cannot be written
-        write_atomically(kept, json.dumps([*about[1:], digest]))
+        write_atomically(cache_file, json.dumps([*stamps, digest]))
     return digest

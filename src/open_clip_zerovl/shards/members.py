@@ -40,9 +40,8 @@ CLIP_BENCHMARK_ORDER = ("webp", "png", "jpg", "jpeg")
 TEXT_EXTENSION = "txt"
 WANTED = frozenset((*IMAGE_EXTENSIONS, TEXT_EXTENSION))
 META = re.compile(r"__[^/]*__($|/)")  # members that webdataset skips
-_KEY_AND_SUFFIX = re.compile(
-    r"(?P<key>(?:.*/)?[^.]+)\.(?P<suffix>[^/]*)"
-)  # webdataset's rule, also for line breaks
+# webdataset's rule, also for line breaks
+_KEY_AND_SUFFIX = re.compile(r"(?P<key>(?:.*/)?[^.]+)\.(?P<suffix>[^/]*)")
 
 # Errors of tarfile and the decompressors below it on corrupt bytes.
 _READ_ERRORS = (
@@ -255,12 +254,10 @@ def _regular(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     for member in tar:
         if member.offset <= last or member.size < 0:  # a corrupt header could make tarfile loop
             raise tarfile.ReadError(f"a header at byte {member.offset} points backwards")
-        claimed = (
-            tar.offset - member.offset
-        )  # to the next header; a sparse member's size is another number
-        if (
-            claimed > _LARGEST_MEMBER_BYTES
-        ):  # past the end of a stream tarfile would read on, a block at a time
+        # to the next header; a sparse member's size is another number
+        claimed = tar.offset - member.offset
+        # past the end of a stream tarfile would read on, a block at a time
+        if claimed > _LARGEST_MEMBER_BYTES:
             raise tarfile.ReadError(f"a header at byte {member.offset} claims {claimed} bytes")
         last = member.offset
         if member.isreg() and not member.issparse():

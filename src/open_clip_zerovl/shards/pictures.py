@@ -34,7 +34,11 @@ def walk(path: Path) -> Iterator[tuple[str, list[str]]]:
     """(folder, its files) of a folder and those below it, in order; hidden ones and links to a folder above are left out."""
     for folder, folders, names in os.walk(path, followlinks=True):
         below = (Path(folder, name) for name in folders if not name.startswith("."))
-        folders[:] = sorted(one.name for one in below if not (one.is_symlink() and _leads_up(one)))
+        folders[:] = sorted(
+            subfolder.name
+            for subfolder in below
+            if not (subfolder.is_symlink() and _leads_up(subfolder))
+        )
         yield folder, sorted(name for name in names if not name.startswith("."))
 
 
@@ -142,6 +146,5 @@ def forget_other_formats() -> None:
 
 def _known() -> Any:
     Image.init()
-    return [
-        name for name in FORMATS if name in Image.OPEN
-    ]  # Pillow may be built without AVIF or JPEG 2000
+    # Pillow may be built without AVIF or JPEG 2000
+    return [name for name in FORMATS if name in Image.OPEN]

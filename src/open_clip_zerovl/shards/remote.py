@@ -163,7 +163,7 @@ class RemoteStream:
         self._reasons: dict[str, int] = {}  # reason -> retries
         self._opened = False
         self._in_a_row = 0  # retries since the last progress
-        self._kept = position  # at the last progress
+        self._progress_position = position  # at the last progress
         self._since = time.monotonic()  # time of the last progress
         self._began, self._began_at = 0.0, 0  # time and position at which the transfer began
         self._left = self._since  # time at which the reader was last served
@@ -191,7 +191,7 @@ class RemoteStream:
             offset += self.total
         if offset != self.position:
             self._hang_up()
-            self.position = self._kept = offset
+            self.position = self._progress_position = offset
         return offset
 
     def close(self) -> None:
@@ -251,7 +251,7 @@ class RemoteStream:
     def rewind(self, reason: str) -> None:
         """Begin again with the first byte, as after a broken transfer, because the bytes already received are wrong."""
         self._hang_up()
-        self.position = self._kept = 0
+        self.position = self._progress_position = 0
         self.identity = self.md5 = self.total = None
         self._broke(Broken(reason), time.monotonic())
 
@@ -268,7 +268,7 @@ class RemoteStream:
                     "it has changed on the server while it was read", "changed while read", False
                 )
             if not self._opened:
-                self.position = self._kept = min(self.position, transfer.begins)
+                self.position = self._progress_position = min(self.position, transfer.begins)
             while transfer.begins < self.position:
                 dropped = transfer.read(min(1 << 20, self.position - transfer.begins))
                 if not dropped:
@@ -290,13 +290,18 @@ class RemoteStream:
         """Count new bytes; a transfer that is too slow counts as broken."""
         self.position += count
         now = time.monotonic()
-        if self.position - self._kept >= _PROGRESS_BYTES or self.position == self.total:
-            self._kept, self._since, self._in_a_row = self.position, now, 0
+        if (
+            self.position - self._progress_position >= _PROGRESS_BYTES
+            or self.position == self.total
+        ):
+            self._progress_position = self.position
+            self._since = now
+            self._in_a_row = 0
             self.policy.failed.clear()
         elif not is_command(self.url):
             seconds = now - max(self._since, self._began)
             slow = (
-                self.position - max(self._kept, self._began_at)
+                self.position - max(self._progress_position, self._began_at)
                 < _SLOWEST_BYTES_PER_SECOND * seconds
             )
             if slow and seconds > self.policy.stall_seconds:

@@ -16,11 +16,8 @@ from open_clip_zerovl.core.threads import call_within
 from open_clip_zerovl.shards.urls import HTTP, is_command
 
 _BLOCK_BYTES = 4 << 20  # of one request to a store
-_PASSING_STATUS = (
-    408,
-    425,
-    429,
-)  # and 500 to 599: a retry may help; all other errors of a server are final
+# and 500 to 599: a retry may help; all other errors of a server are final
+_PASSING_STATUS = (408, 425, 429)
 
 
 class StalledShard(Exception):
@@ -98,12 +95,12 @@ def _on_the_hub(url: str) -> tuple[str, dict[str, str]]:
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers
 
-    found = re.fullmatch(r"hf://(datasets/)?(?!datasets/)([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", url)
-    if found is None:
+    match = re.fullmatch(r"hf://(datasets/)?(?!datasets/)([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", url)
+    if match is None:
         raise UserError(
             f"shard {url} names no file on the hub; write hf://datasets/USER/NAME/FILE.tar"
         )
-    kind, repository, revision, file = found.groups()
+    kind, repository, revision, file = match.groups()
     revision = unquote(revision or "main")  # refs%2Fpr%2F1
     kind = "dataset" if kind else "model"
     address = hf_hub_url(
@@ -129,7 +126,7 @@ def matching_urls(pattern: str) -> list[str]:
         import fsspec
 
         file_system, path = fsspec.core.url_to_fs(pattern, **options)
-        return [file_system.unstrip_protocol(found) for found in sorted(file_system.glob(path))]
+        return [file_system.unstrip_protocol(file) for file in sorted(file_system.glob(path))]
     except Exception as error:  # fsspec's file systems raise errors of any type
         raise UserError(
             f"the files of {pattern} cannot be listed ({reason_of(error)[0]}: {first_line(error)}); check the address, or "
@@ -208,9 +205,9 @@ def _from_store(file_system: Any, path: str, at: int, stall_seconds: float) -> T
     limit = 4 * stall_seconds  # longer, since stores have time-outs and retries of their own
     file, about = call_within(limit, opened, "remote shard")
     total = about.get("size")
-    marks = ("ETag", "etag", "md5Hash", "generation", "LastModified", "mtime", "created")
+    identity_fields = ("ETag", "etag", "md5Hash", "generation", "LastModified", "mtime", "created")
     identity = " ".join(
-        str(about[mark]) for mark in (*marks, "size") if about.get(mark) is not None
+        str(about[field]) for field in (*identity_fields, "size") if about.get(field) is not None
     )
     md5 = about.get("md5Hash")  # S3's ETag of an encrypted or multipart object is not an MD5
 
@@ -230,9 +227,8 @@ def _from_command(url: str, command_seconds: float) -> Transfer:
     def read(size: int) -> bytes:
         if command_seconds and not select.select([output], [], [], command_seconds)[0]:
             raise StalledShard(f"nothing came for {command_seconds:g} s")
-        return output.read(
-            size
-        )  # no buffer, which `select` would not see: the bytes that are there
+        # no buffer, which `select` would not see: the bytes that are there
+        return output.read(size)
 
     def end() -> None:
         try:
@@ -256,13 +252,14 @@ def reason_of(error: BaseException) -> tuple[str, bool]:
         return error.reason, error.passing
     if isinstance(error, Broken):
         return str(error), True
-    causes = [error]
-    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and len(causes) < 8:
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and len(causes) < 8:
         causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
     # fsspec raises FileNotFoundError for any answer of a server to a question about a file; the answer is among the causes.
-    status = next(
-        (found for each in causes if isinstance(found := getattr(each, "status", None), int)), None
-    )
+    answers = [getattr(cause, "status", None) for cause in causes]
+    status = next((answer for answer in answers if isinstance(answer, int)), None)
     if status is not None and status >= 400:
         needed = (
             ", which asks for a token: for the hub `hf auth login` or HF_TOKEN"

@@ -6,9 +6,8 @@ import re
 
 from open_clip_zerovl.core.errors import UserError
 
-REMOTE = re.compile(
-    r"[A-Za-z][A-Za-z0-9+.-]*:"
-)  # pipe:, s3://, https:// ...: no path of this machine
+# pipe:, s3://, https:// ...: no path of this machine
+REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 HTTP = ("http", "https")
 PARQUET = (".parquet", ".pq")
 

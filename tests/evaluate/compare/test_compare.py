@@ -31,7 +31,7 @@ from open_clip_zerovl.evaluate.compare.measures import (
 )
 from open_clip_zerovl.evaluate.compare.pools import SourceFeatures, source_pools
 from open_clip_zerovl.evaluate.compare.resampling import Measure, mean_over, resampled
-from open_clip_zerovl.evaluate.compare.samples import SourceSample, read_samples
+from open_clip_zerovl.evaluate.compare.samples import ComparedPair, read_samples
 from open_clip_zerovl.evaluate.retrieval.metrics import ranks_by_label, recalls, retrieval_ranks
 from open_clip_zerovl.evaluate.zero_shot.score import run_zero_shot
 from open_clip_zerovl.report.verdicts import student
@@ -459,7 +459,7 @@ def test_a_model_that_was_trained_on_held_out_pictures_is_named(tmp_path: Path):
     """One answer to "was it trained on?": that of the model's own list."""
     pictures = [Image.new("RGB", (4, 4), (10 * number, 0, 0)) for number in range(4)]
     samples = [
-        SourceSample("a", png_of(one), "x", held_out=n > 0) for n, one in enumerate(pictures)
+        ComparedPair("a", png_of(one), "x", held_out=n > 0) for n, one in enumerate(pictures)
     ]
     write_trained_on(tmp_path / "seen", np.array([identity_of(one) for one in pictures[:2]]), None)
     write_trained_on(tmp_path / "clean", np.array([identity_of(pictures[0])]), None)

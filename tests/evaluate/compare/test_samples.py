@@ -15,7 +15,7 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.evaluate.compare.measures import source_probe_guesses
-from open_clip_zerovl.evaluate.compare.samples import SourceSample, encode, read_samples
+from open_clip_zerovl.evaluate.compare.samples import ComparedPair, encode, read_samples
 from support import tiny_clip
 from support.tars import png, write_tar
 
@@ -38,7 +38,7 @@ def pictures(count: int, *, seed: int, frame: bool) -> list[bytes]:
     return encoded
 
 
-def two_sources(*, frame: bool, count: int = 60) -> list[SourceSample]:
+def two_sources(*, frame: bool, count: int = 60) -> list[ComparedPair]:
     """Sources "a" and "b" with pictures and captions of one distribution, but for a's red frame."""
     rng = np.random.default_rng(5)
     samples = []
@@ -48,7 +48,7 @@ def two_sources(*, frame: bool, count: int = 60) -> list[SourceSample]:
             tiny_clip.captions(rng, count),
             strict=True,
         )
-        samples += [SourceSample(name, image, caption) for image, caption in own]
+        samples += [ComparedPair(name, image, caption) for image, caption in own]
     return samples
 
 

@@ -15,7 +15,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.columns import texts_of
 from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.finetune.data import Found, find_data
+from open_clip_zerovl.finetune.data import FinetuneData, find_data
 from open_clip_zerovl.prepare.pack.packing import PackSettings, pack
 from open_clip_zerovl.prepare.pack.places import public_name
 from open_clip_zerovl.prepare.pack.report import _tokenizer
@@ -116,7 +116,7 @@ def test_folders_and_inputs_are_sources_too(packed, tmp_path):
     # The tables of an output are not taken for sources.
     for out, train, sets in (("both", f"one={tmp_path}/both/one/train::two={tmp_path}/both/two/train", ""),
                              ("pets", f"pets={tmp_path}/pets/train", "")):  # fmt: skip
-        assert find_data(str(tmp_path / out)) == Found(train, sets)
+        assert find_data(str(tmp_path / out)) == FinetuneData(train, sets)
 
 
 def test_no_picture_is_on_both_sides_whatever_its_file_and_source(packed, tmp_path):

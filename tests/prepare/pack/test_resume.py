@@ -84,7 +84,7 @@ def test_a_full_disk_under_the_tables_gets_a_sentence(undisturbed, tmp_path, mon
     def full(*_, **__):
         raise sqlite3.OperationalError("disk I/O error")
 
-    monkeypatch.setattr(packing, "Store", full)
+    monkeypatch.setattr(packing, "PairDatabase", full)
     with pytest.raises(UserError, match=r"Writing into .*out failed \(disk I/O error\)"):
         pack([str(undisturbed[0])], tmp_path / "out", SETTINGS, work=WORK)
 

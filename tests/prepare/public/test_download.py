@@ -294,7 +294,7 @@ def test_a_spool_survives_a_kill_at_any_byte(tmp_path):
 )
 def test_whatever_a_decoder_raises_costs_one_picture(tmp_path, monkeypatch, error):
     """One undecodable AVIF or DDS ended `zerovl data sbu`, and again at every call."""
-    rows = [pairs.Row(str(i), "a caption", str(i)) for i in range(3)]
+    rows = [pairs.DatasetRow(str(i), "a caption", str(i)) for i in range(3)]
     load = ImageFile.ImageFile.load
 
     def rotten(image):

@@ -77,12 +77,11 @@ def map_picture(
 def comparison_picture(comparison: Comparison) -> bytes:
     """Points with their intervals, a panel for each unit of numbers."""
     panels = {
-        title: {k: label for k, label in own.items() if k in comparison.sides}
-        for title, own in _COMPARED.items()
+        title: {k: label for k, label in labels.items() if k in comparison.sides}
+        for title, labels in _COMPARED.items()
     }
-    if labelled := {
-        kind: kind.removeprefix("top-1 ") for kind in comparison.sides if kind not in KINDS
-    }:
+    labelled = {kind: kind.removeprefix("top-1 ") for kind in comparison.sides if kind not in KINDS}
+    if labelled:
         panels["zero-shot top-1, %"] = labelled
     figure = new_figure(9.6, 3.2)
     grid = figure.subplots(

@@ -30,7 +30,7 @@ from open_clip_zerovl.evaluate.compare.comparison import (
 )
 from open_clip_zerovl.evaluate.compare.pools import SourceFeatures
 from open_clip_zerovl.evaluate.compare.samples import (
-    SourceSample,
+    ComparedPair,
     check_probe,
     encode,
     read_samples,
@@ -88,10 +88,12 @@ def run_compare(
         images, texts, scale = encode(
             encoder, [*seen, *rest], f"{name} {number}/{len(sides[name])}", out / "features"
         )
-        own = _by_source(seen, images[: len(seen)], texts[: len(seen)])
-        others = _by_source(rest, images[len(seen) :], texts[len(seen) :])
+        seen_features = _by_source(seen, images[: len(seen)], texts[: len(seen)])
+        rest_features = _by_source(rest, images[len(seen) :], texts[len(seen) :])
         labelled = _right_guesses(encoder, sets, out / "features")
-        measured[name].append(measure_run(own, scale, others, labelled, seed=settings.seed))
+        measured[name].append(
+            measure_run(seen_features, scale, rest_features, labelled, seed=settings.seed)
+        )
         shown.setdefault(name, (images[: len(seen)], texts[: len(seen)]))  # of the first run
     comparison = compare_runs(measured, draws=settings.draws, seed=settings.seed)
     notes = [
@@ -163,7 +165,7 @@ def check_sides(runs: dict[str, int]) -> None:
 
 def _samples(
     data: str, unseen: str | None, settings: CompareSettings
-) -> tuple[list[SourceSample], list[SourceSample], dict[str, int]]:
+) -> tuple[list[ComparedPair], list[ComparedPair], dict[str, int]]:
     """The samples of the sources and of the unseen ones, and how many of each were passed over."""
     sources = parse_sources(data, evaluation=True, split="test")
     others = parse_sources(unseen, evaluation=True, split="test") if unseen else ()
@@ -171,9 +173,10 @@ def _samples(
         raise UserError(
             f"--data {data!r} names one source; name those that the models were trained on: a=SHARDS::b=SHARDS"
         )
-    if both := {source.name for source in sources} & {source.name for source in others}:
+    both = {source.name for source in sources} & {source.name for source in others}
+    if both:
         raise UserError(
-            f"{sorted(both)[0]!r} is a source of --data and of --unseen; an unseen source was in no training"
+            f"{min(both)!r} is a source of --data and of --unseen; an unseen source was in no training"
         )
     limit, concepts = settings.samples_per_source, settings.concept_field
     seen, skipped = read_samples(
@@ -181,30 +184,29 @@ def _samples(
     )
     rest, more_skipped = read_samples(others, limit, concept_field=concepts)
     held_out = [sample for sample in seen if sample.held_out]
-    if lacking := sorted(
-        {sample.source for sample in seen} - {sample.source for sample in held_out}
-    ):
+    lacking = {sample.source for sample in seen} - {sample.source for sample in held_out}
+    if lacking:
         raise UserError(
-            f"source {lacking[0]} has no held-out pair; give another --held-out, or leave it out"
+            f"source {min(lacking)} has no held-out pair; give another --held-out, or leave it out"
         )
     check_probe(held_out)
     return seen, rest, {**skipped, **more_skipped}
 
 
 def _trained_on(
-    samples: Sequence[SourceSample], runs: Sequence[tuple[str, int, Encoder]]
+    samples: Sequence[ComparedPair], runs: Sequence[tuple[str, int, Encoder]]
 ) -> list[str]:
     """A sentence on each model that names held-out pictures among those that it was trained on."""
     lists = {str(run.model): trained_on([run.model]) for _, _, run in runs}
-    if all(one is None for one in lists.values()):
+    if all(trained is None for trained in lists.values()):
         return []
     held_out = [sample for sample in samples if sample.held_out]
     identities = np.array([identity_of(sample.picture()) for sample in held_out])
-    found = (seen_sentence(identities, one, model) for model, one in lists.items())
-    return [f"{sentence}." for sentence in found if sentence is not None]
+    sentences = (seen_sentence(identities, trained, model) for model, trained in lists.items())
+    return [f"{sentence}." for sentence in sentences if sentence is not None]
 
 
-def _few_captions(samples: Sequence[SourceSample]) -> list[str]:
+def _few_captions(samples: Sequence[ComparedPair]) -> list[str]:
     """A sentence on the sources whose held-out pairs share few captions."""
     held_out = [sample for sample in samples if sample.held_out]
     best = {
@@ -215,30 +217,30 @@ def _few_captions(samples: Sequence[SourceSample]) -> list[str]:
 
 
 def _by_source(
-    samples: Sequence[SourceSample], images: Tensor, texts: Tensor
+    samples: Sequence[ComparedPair], images: Tensor, texts: Tensor
 ) -> dict[str, SourceFeatures]:
     """Source -> its pairs, from features (N, D) of samples."""
     return {
         name: SourceFeatures(
-            images[own],
-            texts[own],
-            [samples[row].concept for row in own],
-            [samples[row].held_out for row in own],
+            images[rows],
+            texts[rows],
+            [samples[row].concept for row in rows],
+            [samples[row].held_out for row in rows],
         )
-        for name, own in rows_by_source(samples).items()
+        for name, rows in rows_by_source(samples).items()
     }
 
 
 def _examples(
-    samples: Sequence[SourceSample], features: Mapping[str, tuple[Tensor, Tensor]]
+    samples: Sequence[ComparedPair], features: Mapping[str, tuple[Tensor, Tensor]]
 ) -> list[RetrievalExample]:
     """Retrieval examples among the held-out pairs, by the first run of each side."""
     rows = [row for row, sample in enumerate(samples) if sample.held_out]
-    own = [samples[row] for row in rows]
-    sources = [sample.source for sample in own]
+    held_out = [samples[row] for row in rows]
+    sources = [sample.source for sample in held_out]
     return retrieval_examples(
-        lambda row: own[row].picture(),
-        [sample.caption for sample in own],
+        lambda row: held_out[row].picture(),
+        [sample.caption for sample in held_out],
         sources,
         {name: (images[rows], texts[rows]) for name, (images, texts) in features.items()},
         middle_of_each(sources),

@@ -142,19 +142,17 @@ def measure_run(
     pools = source_pools(features, unseen)
     units, unit = pools.units, pools.unit_of
     measures = {}
-    for kind, own in pools.kinds.items():
-        terms = [
-            pair
-            for one in own.values()
-            for pair in ((one.image_units, one.images), (one.text_units, one.texts))
-        ]
-        measures[kind] = mean_over(terms, units, 100 / len(own))
-    rows = {name: one.held_out_rows() for name, one in features.items()}
-    images = torch.cat([one.image_features[rows[name]] for name, one in features.items()])
-    texts = torch.cat([one.text_features[rows[name]] for name, one in features.items()])
+    for kind, pools_of_kind in pools.kinds.items():
+        terms = []
+        for pool in pools_of_kind.values():
+            terms += [(pool.image_units, pool.images), (pool.text_units, pool.texts)]
+        measures[kind] = mean_over(terms, units, 100 / len(pools_of_kind))
+    rows = {name: pairs.held_out_rows() for name, pairs in features.items()}
+    images = torch.cat([pairs.image_features[rows[name]] for name, pairs in features.items()])
+    texts = torch.cat([pairs.text_features[rows[name]] for name, pairs in features.items()])
     sources = [name for name in features for _ in rows[name]]
     groups = probe_groups(
-        [one.concepts[row] for name, one in features.items() for row in rows[name]]
+        [pairs.concepts[row] for name, pairs in features.items() for row in rows[name]]
     )
     for kind, embeddings in (("probe_images", images), ("probe_texts", texts)):
         guesses = source_probe_guesses(embeddings, sources, concepts=groups, seed=seed)
@@ -248,12 +246,13 @@ class Comparison:
                 kind: {
                     "note": kind_of(kind).note,
                     "chance": self.chance[kind],
-                    "sides": {name: asdict(side) for name, side in own.items()},
+                    "sides": {name: asdict(side) for name, side in sides.items()},
                     "differences_from_the_first": {
-                        name: asdict(one) for name, one in self.differences[kind].items()
+                        name: asdict(difference)
+                        for name, difference in self.differences[kind].items()
                     },
                 }
-                for kind, own in self.sides.items()
+                for kind, sides in self.sides.items()
             },
             "rsum_of_single_pools": self.single,
             "pool_sizes": self.pool_sizes,
@@ -270,7 +269,7 @@ class Comparison:
         """Column titles of `rows`."""
         first, *rest = self.names
         differences = [f"{name} - {first}" for name in rest]
-        over_seeds = [f"{one}, over seeds" for one in differences if self.seeds > 1]
+        over_seeds = [f"{title}, over seeds" for title in differences if self.seeds > 1]
         return ["", "chance", *self.names, *differences, *over_seeds]
 
     def rows(self) -> list[list[str]]:
@@ -280,10 +279,17 @@ class Comparison:
             form, differences = kind_of(kind), self.differences[kind].values()
             row = [form.title, form.form.format(self.chance[kind])]
             row += [*(form.number(side.value, side.interval) for side in sides.values())]
-            row += [form.number(one.value, one.over_queries, signed=True) for one in differences]
+            row += [
+                form.number(difference.value, difference.over_queries, signed=True)
+                for difference in differences
+            ]
             rows.append(
                 row
-                + [form.range(one.over_seeds) for one in differences if one.over_seeds is not None]
+                + [
+                    form.range(difference.over_seeds)
+                    for difference in differences
+                    if difference.over_seeds is not None
+                ]
             )
         return rows
 
@@ -343,21 +349,22 @@ class Comparison:
         Args:
             concepts: True if a field that names concepts was given.
         """
-        found = []
+        sentences = []
         if "across" not in self.sides:
             why = (
                 "no two sources share one of its values"
                 if concepts
                 else "--concept names the field by which samples match"
             )
-            found.append(f"RSUM across sources was not measured: {why}.")
-        if small := ", ".join(
+            sentences.append(f"RSUM across sources was not measured: {why}.")
+        small = ", ".join(
             f"{name} ({size})" for name, size in self.pool_sizes.items() if size < SMALL_POOL
-        ):
-            found.append(
+        )
+        if small:
+            sentences.append(
                 f"Small pools, in which recall at 10 tells little: {small}; raise --samples, or give more pairs."
             )
-        return found
+        return sentences
 
 
 def _verdict(kind: Kind, name: str, first: str, difference: Difference) -> str:
@@ -400,9 +407,11 @@ def compare_runs(
     differences: dict[str, dict[str, Difference]] = {}
     for kind in (*of_pairs, *labelled):
         numbers[kind], drawn = {}, {}
-        for name, own in sides.items():
-            drawn[name] = np.mean([on_draws[f"{name} {i} {kind}"] for i in range(len(own))], axis=0)
-            runs = tuple(run.measures[kind].value for run in own)
+        for name, side_runs in sides.items():
+            drawn[name] = np.mean(
+                [on_draws[f"{name} {i} {kind}"] for i in range(len(side_runs))], axis=0
+            )
+            runs = tuple(run.measures[kind].value for run in side_runs)
             numbers[kind][name] = Side(float(np.mean(runs)), interval(drawn[name]), runs)
         base = numbers[kind][first]
         differences[kind] = {}
@@ -419,16 +428,18 @@ def compare_runs(
         sides=numbers,
         differences=differences,
         single={
-            pool: {"chance": one.chance}
+            pool: {"chance": ranked.chance}
             | {
                 name: float(np.mean([run.pools.single[pool].rsum for run in runs]))
                 for name, runs in sides.items()
             }
-            for pool, one in some.pools.single.items()
+            for pool, ranked in some.pools.single.items()
         },
         pool_sizes={**sizes, "mixed": mixed},
         chance={
-            **{kind: fmean(pool.chance for pool in own.values()) for kind, own in kinds.items()},
+            **{
+                kind: fmean(pool.chance for pool in pools.values()) for kind, pools in kinds.items()
+            },
             **dict.fromkeys(
                 ("probe_images", "probe_texts"),
                 100 * max(pool.size for pool in kinds["within"].values()) / mixed,
@@ -438,9 +449,9 @@ def compare_runs(
         },
         # The spread of a mean of pools: their deviations from chance, as if independent.
         chance_upper={
-            kind: fmean(pool.chance for pool in own.values())
-            + math.hypot(*(pool.chance_upper - pool.chance for pool in own.values())) / len(own)
-            for kind, own in kinds.items()
+            kind: fmean(pool.chance for pool in pools.values())
+            + math.hypot(*(pool.chance_upper - pool.chance for pool in pools.values())) / len(pools)
+            for kind, pools in kinds.items()
         }
         | {
             kind: _guessing_upper(chance, some.measures[kind])

@@ -74,13 +74,15 @@ def log_p_by_query(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+FOLDS = 5
+
+
 def source_probe_guesses(
     features: Tensor | np.ndarray,
     source: Sequence[Any],
     *,
     concepts: Sequence[Any] | None = None,
     seed: int = 0,
-    folds: int = 5,
 ) -> np.ndarray:
     """(N,) True where a linear probe guesses the source from one embedding; chance is the largest source's share.
 
@@ -94,11 +96,10 @@ def source_probe_guesses(
         concepts: (N,) concept of each sample. All samples of a concept go to one fold, so that remembering a concept does
             not help the probe. None: each sample is a concept of its own.
         seed: seed of the folds.
-        folds: no source may have fewer samples (or concepts).
 
     Raises:
-        UserError: fewer than two sources, a source smaller than the number of
-            folds, or a probe that does not converge.
+        UserError: fewer than two sources, a source with fewer samples or concepts than folds, or a probe that does not
+            converge.
     """
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
@@ -110,9 +111,9 @@ def source_probe_guesses(
         features.detach().cpu() if isinstance(features, Tensor) else features, dtype=np.float64
     )
     y = np.asarray(source)
-    check_source_probe(y.tolist(), concepts, folds=folds)
+    check_source_probe(y.tolist(), concepts)
     splits = (StratifiedKFold if concepts is None else StratifiedGroupKFold)(
-        folds, shuffle=True, random_state=seed
+        FOLDS, shuffle=True, random_state=seed
     )
     probe = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=2000))
     with warnings.catch_warnings():
@@ -125,25 +126,22 @@ def source_probe_guesses(
             ) from error
 
 
-def check_source_probe(
-    source: Sequence[Any], concepts: Sequence[Any] | None = None, *, folds: int = 5
-) -> None:
+def check_source_probe(source: Sequence[Any], concepts: Sequence[Any] | None = None) -> None:
     """Check sources and concepts for `source_probe_guesses` before anything is encoded; UserError if they do not fit."""
     sizes = Counter(source)
     least = min(sizes.values())
-    if least < folds:
+    if least < FOLDS:
         raise UserError(
-            f"{folds} folds cannot be cut from a source of {least} samples; take 2 to {least}"
+            f"{FOLDS} folds cannot be cut from a source of {least} samples; give at least {FOLDS}"
         )
     if concepts is None:
         return
     distinct = Counter(name for name, _ in set(zip(source, concepts, strict=True)))
     name = min(distinct, key=lambda name: (distinct[name], str(name)))
-    if (
-        distinct[name] < folds
-    ):  # a fold of all concepts of a source would leave none to fit the probe on
+    # a fold of all concepts of a source would leave none to fit the probe on
+    if distinct[name] < FOLDS:
         raise UserError(
-            f"{folds} folds cannot be cut from the {distinct[name]} concepts of source {name!r}; give more samples, or name "
+            f"{FOLDS} folds cannot be cut from the {distinct[name]} concepts of source {name!r}; give more samples, or name "
             "no field of concepts (--concept)"
         )
 

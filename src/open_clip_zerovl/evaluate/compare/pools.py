@@ -143,32 +143,38 @@ def source_pools(
     number: dict[Any, int] = {}  # of units
     units: dict[str, Tensor] = {}  # (n,) of each source
     held_out: dict[str, _Rows] = {}
-    for name, one in every:
+    for name, pairs in every:
         keys = [
-            (name, row) if concept is None else concept for row, concept in enumerate(one.concepts)
+            (name, row) if concept is None else concept
+            for row, concept in enumerate(pairs.concepts)
         ]
         units[name] = torch.tensor(
             [number.setdefault(key, len(number)) for key in keys], dtype=torch.long
         )
-        rows = one.held_out_rows()
-        held_out[name] = _Rows(one.image_features[rows], one.text_features[rows], units[name][rows])
+        rows = pairs.held_out_rows()
+        held_out[name] = _Rows(
+            pairs.image_features[rows], pairs.text_features[rows], units[name][rows]
+        )
     across = {}
-    for name, one in features.items():
+    for name, pairs in features.items():
         for partner, other in features.items():
-            asked = {one.concepts[row] for row in one.held_out_rows()} & set(other.concepts) - {
+            asked = {pairs.concepts[row] for row in pairs.held_out_rows()} & set(other.concepts) - {
                 None
             }
             if partner != name and asked:
-                mine = [row for row in one.held_out_rows() if one.concepts[row] in asked]
+                mine = [row for row in pairs.held_out_rows() if pairs.concepts[row] in asked]
                 theirs = [row for row, concept in enumerate(other.concepts) if concept in asked]
                 # The unit of a pair with a concept is that of the concept, in all sources.
                 labels = units[name][mine], units[partner][theirs]
                 across[f"{name}->{partner}"] = _pool(
-                    one.image_features[mine], other.text_features[theirs], *labels
+                    pairs.image_features[mine], other.text_features[theirs], *labels
                 )
-    own = [held_out[name] for name in features]
+    all_held_out = [held_out[name] for name in features]
     mixed = _Rows(
-        *(torch.cat([getattr(rows, part) for rows in own]) for part in ("images", "texts", "units"))
+        *(
+            torch.cat([getattr(rows, part) for rows in all_held_out])
+            for part in ("images", "texts", "units")
+        )
     )
     kinds = {
         "within": {name: _own_pairs(held_out[name]) for name in features},

@@ -35,7 +35,7 @@ _YES = ("1", "1.0", "t", "true", "y", "yes", "on", "test", "val", "valid", "vali
 
 
 @dataclass(frozen=True)
-class SourceSample:
+class ComparedPair:
     """One pair: its source, its encoded picture, its caption, and values of its json.
 
     Attributes:
@@ -60,7 +60,7 @@ def read_samples(
     *,
     concept_field: str | None = None,
     held_out_field: str | None = None,
-) -> tuple[list[SourceSample], dict[str, int]]:
+) -> tuple[list[ComparedPair], dict[str, int]]:
     """Up to `limit` pairs of each source, from 8 evenly spaced shards, in the order of the shards.
 
     The other shards follow where these 8 hold fewer than `limit` pairs. A sample without a caption, or without a picture that
@@ -79,18 +79,18 @@ def read_samples(
         UserError: remote shards, a shard that is not a tar, a source without a usable pair, a sample
             without the field, or one whose held-out field is neither true nor false.
     """
-    samples: list[SourceSample] = []
+    samples: list[ComparedPair] = []
     skipped: dict[str, int] = {}
     for source in tqdm(sources, desc="reading samples", unit="source", leave=False):
         numbers = range(len(source.shards))
         spaced = numbers[:: -(-len(numbers) // SHARDS_READ)]
         share = -(-limit // len(spaced))
-        own: list[SourceSample] = []
+        pairs: list[ComparedPair] = []
         skipped[source.name] = 0
         for shard in [*spaced, *(number for number in numbers if number not in spaced)]:
             taken = 0
             for sample in samples_of(source, shard):
-                if taken == share or len(own) == limit:
+                if taken == share or len(pairs) == limit:
                     break
                 pair = _pair(
                     source.name, sample, concept_field, held_out_field, source.shards[shard]
@@ -98,15 +98,15 @@ def read_samples(
                 if pair is None:
                     skipped[source.name] += 1
                 else:
-                    own.append(pair)
+                    pairs.append(pair)
                     taken += 1
-            if len(own) == limit:
+            if len(pairs) == limit:
                 break
-        if not own:
+        if not pairs:
             raise UserError(
                 f"source {source.name!r} has no pair of a readable picture and a caption in its shards"
             )
-        samples += own
+        samples += pairs
         if count := skipped[source.name]:
             log.warning(
                 "Source %s: %d samples without a readable picture and a caption were passed over.",
@@ -122,7 +122,7 @@ def _pair(
     concept_field: str | None,
     held_out_field: str | None,
     where: str,
-) -> SourceSample | None:
+) -> ComparedPair | None:
     image, captions = sample.image, sample.captions
     if image is None or not captions:
         return None
@@ -132,13 +132,14 @@ def _pair(
         concept = None if value is None or value == "" else str(value)
     if held_out_field is not None:
         value = _field(sample, held_out_field, "--held-out", where)
-        held_out = (word := str(value).strip().lower()) in _YES
+        word = str(value).strip().lower()
+        held_out = word in _YES
         if not held_out and word not in _NO:
             raise UserError(
                 f"sample {sample.key} of {where} has {value!r} in its field {held_out_field!r}, neither true nor false: write "
                 "true for pairs kept out of training and false for the rest, or name another field with --held-out"
             )
-    pair = SourceSample(source, image, captions[0], concept, held_out)
+    pair = ComparedPair(source, image, captions[0], concept, held_out)
     try:
         pair.picture()
     except BadPicture:
@@ -156,7 +157,7 @@ def _field(sample: Sample, field: str, flag: str, where: str) -> Any:
     return sample.about[field]
 
 
-def rows_by_source(samples: Sequence[SourceSample]) -> dict[str, list[int]]:
+def rows_by_source(samples: Sequence[ComparedPair]) -> dict[str, list[int]]:
     """Source -> the indices of its samples."""
     rows: dict[str, list[int]] = {}
     for row, sample in enumerate(samples):
@@ -164,7 +165,7 @@ def rows_by_source(samples: Sequence[SourceSample]) -> dict[str, list[int]]:
     return rows
 
 
-def check_probe(samples: Sequence[SourceSample]) -> None:
+def check_probe(samples: Sequence[ComparedPair]) -> None:
     """`check_source_probe` on the sources and concepts of samples."""
     check_source_probe(
         [sample.source for sample in samples], probe_groups([sample.concept for sample in samples])
@@ -177,7 +178,7 @@ def check_probe(samples: Sequence[SourceSample]) -> None:
 
 
 def encode(
-    encoder: Encoder, samples: Sequence[SourceSample], name: str, folder: Path
+    encoder: Encoder, samples: Sequence[ComparedPair], name: str, folder: Path
 ) -> tuple[Tensor, Tensor, float]:
     """Embed the samples, or read their embeddings where an earlier call has left them.
 
@@ -197,13 +198,13 @@ def encode(
     def pair(row: int) -> Embeddable:
         return Embeddable(row, [samples[row].picture()], [(row, samples[row].caption)])
 
-    marks = [digest_of(sample.image, sample.caption) for sample in samples]
+    pair_digests = [digest_of(sample.image, sample.caption) for sample in samples]
     store, _ = embedded(
         folder / digest_of(digests)[:16],
         "compare",
         model,
         Listed(len(samples), pair, part=1),
-        marks,
+        pair_digests,
         digests,
         name="samples",
         captions=len(samples),

@@ -59,9 +59,11 @@ class Point:
 
     def chance(self, name: str) -> float:
         """The score of random orders, or of guessing, on a set; NaN if it is not known."""
-        own = self.accuracies.get(name)
+        accuracy = self.accuracies.get(name)
         return (
-            self.metrics[name].get("rsum_chance", math.nan) if own is None else 100 * own["chance"]
+            self.metrics[name].get("rsum_chance", math.nan)
+            if accuracy is None
+            else 100 * accuracy["chance"]
         )
 
     def mean_score(self, names: Sequence[str]) -> float:
@@ -216,7 +218,7 @@ class Curve:
 def choose(
     points: Sequence[Point],
     new: Sequence[str],
-    kept: Sequence[str],
+    kept_sets: Sequence[str],
     rule: str | None = None,
     *,
     kept_share: float,
@@ -232,19 +234,21 @@ def choose(
     Raises:
         UserError: a rule that needs kept sets, without them.
     """
-    rule = rule or ("kept" if kept else "new")
-    require_possible(rule, bool(kept))
+    rule = rule or ("kept" if kept_sets else "new")
+    require_possible(rule, bool(kept_sets))
     measures = [
         "zero-shot top-1" if all(name in points[0].accuracies for name in names) else "RSUM"
-        for names in (new, kept)
+        for names in (new, kept_sets)
     ]
     six_times = measures == ["zero-shot top-1", "RSUM"]  # RSUM is the sum of six recalls
     allowed, score = list(points), lambda point: point.mean_score(new)
     reason = f"the best {measures[0].replace('RSUM', 'mean RSUM')} on the new sets"
     if rule == "kept":
-        least = kept_share * points[0].mean_score(kept)
-        allowed = [point for point in points if point.alpha == 0 or point.mean_score(kept) >= least]
-        kept_before = points[0].mean_score(kept)
+        least = kept_share * points[0].mean_score(kept_sets)
+        allowed = [
+            point for point in points if point.alpha == 0 or point.mean_score(kept_sets) >= least
+        ]
+        kept_before = points[0].mean_score(kept_sets)
         reason += (
             f" among the {len(allowed)} of {len(points)} points that keep at least {100 * kept_share:g} % of the "
             f"{measures[1]} before on the kept sets ({least:.1f} of {kept_before:.1f})"
@@ -252,7 +256,7 @@ def choose(
     elif rule == "mean":
 
         def score(point: Point) -> float:
-            return (6 if six_times else 1) * point.mean_score(new) + point.mean_score(kept)
+            return (6 if six_times else 1) * point.mean_score(new) + point.mean_score(kept_sets)
 
         both = f"the {measures[1]} on new and on kept"
         if six_times:
@@ -260,7 +264,7 @@ def choose(
         reason = f"the best mean of {both} sets"
     chosen = max(allowed, key=lambda point: (score(point), -point.alpha))
     return Curve(
-        tuple(points), tuple(new), tuple(kept), chosen, f"alpha {chosen.alpha:g} has {reason}"
+        tuple(points), tuple(new), tuple(kept_sets), chosen, f"alpha {chosen.alpha:g} has {reason}"
     )
 
 
@@ -287,7 +291,10 @@ def recall_table(columns: Mapping[str, Mapping[str, float]]) -> str:
     lines = ["|          |" + "|".join(f"{name:>{width}} " for name, width in widths.items()) + "|"]
     lines.append("|----------|" + "|".join("-" * width + ":" for width in widths.values()) + "|")
     for key, label in ROWS.items():
-        shown = {name: f"{own[key]:.1f}" if key in own else "" for name, own in columns.items()}
+        shown = {
+            name: f"{metrics[key]:.1f}" if key in metrics else ""
+            for name, metrics in columns.items()
+        }
         lines.append(
             f"| {label:9}|{'|'.join(f'{shown[name]:>{width}} ' for name, width in widths.items())}|"
         )

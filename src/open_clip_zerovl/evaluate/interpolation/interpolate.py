@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from open_clip_zerovl.checkpoints.between import Ends, open_ends
 from open_clip_zerovl.checkpoints.card import ModelCard, run_facts
 from open_clip_zerovl.checkpoints.export import check_destination, write_local_dir
 from open_clip_zerovl.checkpoints.loading import Encoder
-from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.errors import Say, UserError
 from open_clip_zerovl.data.held_out import Identities, list_of_trained, trained_on
 from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
@@ -31,8 +31,6 @@ from open_clip_zerovl.evaluate.zero_shot.score import score_loaded
 from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet
 from open_clip_zerovl.models.local_dir import TRAINED_ON
 from open_clip_zerovl.report.html import render
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -56,17 +54,16 @@ class CurveSettings(CurveFlags):
 
     def open(self) -> tuple[dict[str, IndexedSet], tuple[str, ...], tuple[str, ...]]:
         """All sets by name, the names of the new ones, and of the kept ones. UserError for a name given twice."""
-        new, kept = (
-            parse_retrieval_data(self.new),
-            parse_retrieval_data(self.kept) if self.kept else {},
-        )
-        if both := sorted(new.keys() & kept.keys()):
+        new_sets = parse_retrieval_data(self.new)
+        kept_sets = parse_retrieval_data(self.kept) if self.kept else {}
+        both = sorted(new_sets.keys() & kept_sets.keys())
+        if both:
             raise UserError(f"the set {both[0]} is both new and kept; give it once, or two names")
         sets = {
             name: open_retrieval_set(path, self.retrieval.split)
-            for name, path in {**new, **kept}.items()
+            for name, path in {**new_sets, **kept_sets}.items()
         }
-        return sets, tuple(new), tuple(kept)
+        return sets, tuple(new_sets), tuple(kept_sets)
 
 
 def score_curve(
@@ -87,7 +84,7 @@ def score_curve(
     Raises:
         UserError: sets that cannot be read, and the errors of `score_set`.
     """
-    sets, new, kept = settings.open()
+    sets, new_sets, kept_sets = settings.open()
     points = []
     for alpha in sorted({0.0, 1.0, *settings.alphas}):
         loaded = (ends.at(alpha), ends.preprocess, ends.tokenizer, ends.device)
@@ -97,16 +94,17 @@ def score_curve(
             assert scored is not None  # one process scores
             metrics[name] = scored.metrics
         guessed = {
-            name: score_loaded(loaded, own, encoder=encoder, name=name)
-            for name, own in (classes or {}).items()
+            name: score_loaded(loaded, labelled, encoder=encoder, name=name)
+            for name, labelled in (classes or {}).items()
         }
-        points.append(point := Point(alpha, metrics, guessed))
+        point = Point(alpha, metrics, guessed)
+        points.append(point)
         if say is not None:
             say(
                 f"alpha {alpha:g}: "
                 + ", ".join(f"{name} {point.score(name):.1f}" for name in metrics)
             )
-    return choose(points, new, kept, settings.rule, kept_share=settings.kept_share)
+    return choose(points, new_sets, kept_sets, settings.rule, kept_share=settings.kept_share)
 
 
 def write_between(
@@ -143,15 +141,19 @@ def write_between(
         metrics=metrics,
         notes=[] if curve is None else [curve.sentence],
     )
-    found = {"chosen": {"alpha": alpha, "reason": "as asked"}} if curve is None else curve.as_dict()
-    content = {"before": ends.names[0], "after": ends.names[1], **found}
-    beside: dict[str, bytes | str] = {"interpolation.json": json.dumps(content, indent=2) + "\n"}
+    chosen = (
+        {"chosen": {"alpha": alpha, "reason": "as asked"}} if curve is None else curve.as_dict()
+    )
+    content = {"before": ends.names[0], "after": ends.names[1], **chosen}
+    extra_files: dict[str, bytes | str] = {
+        "interpolation.json": json.dumps(content, indent=2) + "\n"
+    }
     seen = trained_on(ends.names)
     if seen is not None or trained is not None:
-        beside[TRAINED_ON] = list_of_trained(seen, trained)
+        extra_files[TRAINED_ON] = list_of_trained(seen, trained)
     if curve is not None:
-        beside["interpolation.png"] = picture = curve.picture()
-        beside["interpolation.html"] = render(
+        extra_files["interpolation.png"] = picture = curve.picture()
+        extra_files["interpolation.html"] = render(
             "curve.html",
             title="Weights between two models",
             names=ends.names,
@@ -166,7 +168,7 @@ def write_between(
         card=card,
         precision=precision,
         force=force,
-        beside=beside,
+        extra_files=extra_files,
     )
 
 

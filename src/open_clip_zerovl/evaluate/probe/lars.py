@@ -46,11 +46,11 @@ log = logging.getLogger(__name__)
 
 
 @torch.no_grad()
-def head_scores(head: nn.Module, features: Tensor, *, chunk_size: int = 8192) -> Tensor:
+def head_scores(head: nn.Module, features: Tensor) -> Tensor:
     """Scores (N, C) on the CPU of a head (left in eval mode) for features (N, F)."""
     head.eval()
     device = next(head.parameters()).device
-    return torch.cat([head(chunk.to(device)).cpu() for chunk in features.split(chunk_size)])
+    return torch.cat([head(chunk.to(device)).cpu() for chunk in features.split(8192)])
 
 
 def linear_head(
@@ -170,7 +170,9 @@ def train_lars(
         features = tower_features(
             tower, images, transform, micro_batches, tower_settings, (settings.seed, epoch)
         )
-        batches = _effective_batches(((own, targets[rows]) for own, rows in features), batch)
+        batches = _effective_batches(
+            ((embeddings, targets[rows]) for embeddings, rows in features), batch
+        )
         rates = [
             learning_rate(epoch * per_epoch + step, steps, settings.lr, settings.warmup_share)
             for step in range(per_epoch)
@@ -256,8 +258,9 @@ def _load_state(
     """The history of a state file, whose weights and optimizer state are put into `head` and `optimizer`."""
     state = torch.load(file, weights_only=True, map_location="cpu")
     stored = json.loads(state.get("request", "{}"))
-    if (found := difference(stored, json.loads(json.dumps(request)))) is not None:
-        raise UserError(f"{file} {found}; {ADVICE}")
+    changed = difference(stored, json.loads(json.dumps(request)))
+    if changed is not None:
+        raise UserError(f"{file} {changed}; {ADVICE}")
     head.load_state_dict(state["head"])
     optimizer.load_state_dict(state["optimizer"])
     return state["history"]

@@ -76,10 +76,8 @@ def run_linear_probe(
     out = Path(out)
     check_writable(out, folder=True)
     # The cheap checks come before the model is loaded.
-    train_set, test_set = (
-        open_probe_set(train, "train", label=label),
-        open_probe_set(test, "test", label=label),
-    )
+    train_set = open_probe_set(train, "train", label=label)
+    test_set = open_probe_set(test, "test", label=label)
     classes = class_list(train_set, test_set)
     loaded, preprocess, _, device = encoder.load()
     if way == "paper":
@@ -158,25 +156,28 @@ def _write(
 ) -> dict[str, Any]:
     """Write the picture and the JSON of the scores (N, C), and print the row; returns the content of the JSON."""
     names = distinct_names(named)
-    found, counts = accuracies(scores, targets), confusion_counts(scores, targets)
-    per_class = {names[index]: own for index, own in found.pop("per_class").items()}
+    metrics = accuracies(scores, targets)
+    counts = confusion_counts(scores, targets)
+    per_class = {
+        names[index]: class_metrics for index, class_metrics in metrics.pop("per_class").items()
+    }
     result = {
         **facts,
-        **found,
+        **metrics,
         "most_confused": most_confused(counts, names),
         "per_class": per_class,
         **details,
     }
     out.mkdir(parents=True, exist_ok=True)
     way, images = result["way"], result["test"]["images"]
-    title = f"{100 * found['top1']:.1f} % of {images} test images right ({way} linear probe of {result['model']})"
+    title = f"{100 * metrics['top1']:.1f} % of {images} test images right ({way} linear probe of {result['model']})"
     write_atomically(out / "linear_probe.json", json.dumps(result, indent=1) + "\n")
     write_atomically(out / "confusion.png", confusion_picture(counts, names, title=title))
     words_of = {"top5": "top-5", "mean_per_class": "mean per class", "chance": "chance"}
     row = ", ".join(
-        f"{words} {100 * found[key]:.1f} %" for key, words in words_of.items() if key in found
+        f"{words} {100 * metrics[key]:.1f} %" for key, words in words_of.items() if key in metrics
     )
-    row = f"top-1 {in_percent(found)} %, {row}"
+    row = f"top-1 {in_percent(metrics)} %, {row}"
     print(
         f"{way} linear probe, {len(names)} classes, {images} test images: {row}\nWritten to {out}"
     )

@@ -65,11 +65,13 @@ def encode_retrieval(
     seen = 0
     with evaluating(model):
         for images, captions in batches:
-            for offset, own in enumerate(captions):
-                text_to_image.extend([seen + offset] * len(own))
+            for offset, image_captions in enumerate(captions):
+                text_to_image.extend([seen + offset] * len(image_captions))
             seen += len(images)
             image_features.append(frozen.images(images).cpu())
             text_features.append(
-                frozen.texts([caption for own in captions for caption in own]).cpu()
+                frozen.texts(
+                    [caption for image_captions in captions for caption in image_captions]
+                ).cpu()
             )
     return torch.cat(image_features), torch.cat(text_features), torch.tensor(text_to_image)

@@ -64,7 +64,7 @@ def retrieval_examples(
     examples = []
     for query in queries:
         images = range(len(captions)) if text_to_image is None else text_to_image
-        own = int(images[query])
+        target = int(images[query])
         right = {
             int(image)
             for image, text in zip(images, captions, strict=True)
@@ -76,8 +76,10 @@ def retrieval_examples(
             top[model] = [
                 RetrievedPicture(picture(i), sources[i], i in right) for i in best_of(scores, k)
             ]
-            rank[model] = 1 + int((scores > scores[own]).sum())
-        examples.append(RetrievalExample(captions[query], sources[own], picture(own), top, rank))
+            rank[model] = 1 + int((scores > scores[target]).sum())
+        examples.append(
+            RetrievalExample(captions[query], sources[target], picture(target), top, rank)
+        )
     return examples
 
 
@@ -98,4 +100,4 @@ def middle_of_each(sources: Sequence[str]) -> list[int]:
     indices: dict[str, list[int]] = {}
     for index, source in enumerate(sources):
         indices.setdefault(source, []).append(index)
-    return [own[len(own) // 2] for own in indices.values()]
+    return [rows[len(rows) // 2] for rows in indices.values()]

@@ -32,6 +32,8 @@ from open_clip_zerovl.report.bounds import bounds_remarks
 from open_clip_zerovl.report.html import thumbnail, write_page
 
 MISSED_BEYOND = max(RECALL_KS)
+QUERIES = 6  # hits to show, and misses, in each direction
+BEST = 5  # items to show of a ranking
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class GallerySet:
     ) -> GallerySet:
         """A set with the ranks and metrics of its features; the captions lie image by image. UserError as `retrieval_ranks`."""
         ranks = retrieval_ranks(*features)
-        captions = [caption for own in captions_of for caption in own]
+        captions = [caption for image_captions in captions_of for caption in image_captions]
         counts = {"images": len(captions_of), "captions": len(captions)}
         metrics = {**counts, **recalls(ranks), **recall_bounds(captions, features[2])}
         return cls(name, captions_of, read_image, *features, ranks, metrics)
@@ -74,7 +76,7 @@ class GallerySet:
     @property
     def captions(self) -> list[str]:
         """(T,) the captions."""
-        return [caption for own in self.captions_of for caption in own]
+        return [caption for image_captions in self.captions_of for caption in image_captions]
 
     def examples(self, queries: Sequence[int] | None = None, k: int = 5) -> list[RetrievalExample]:
         """Some captions with their best pictures; None takes six captions, spread evenly over the set."""
@@ -89,21 +91,12 @@ class GallerySet:
         )
 
 
-def write_gallery(
-    path: str | os.PathLike[str],
-    sets: Sequence[GallerySet],
-    *,
-    model: str,
-    queries: int = 6,
-    best: int = 5,
-) -> Path:
+def write_gallery(path: str | os.PathLike[str], sets: Sequence[GallerySet], *, model: str) -> Path:
     """Write the page.
 
     Args:
         path: the HTML file; its folder is made.
         model: the model's name on the page.
-        queries: number of hits to show, and of misses, in each direction.
-        best: number of items to show of a ranking.
 
     Returns:
         The path.
@@ -111,20 +104,19 @@ def write_gallery(
     Raises:
         UserError: a picture that cannot be read.
     """
-    gallery = gallery_of(sets, queries=queries, best=best)
-    return write_page(path, "gallery.html", title=f"Retrieval: {model}", gallery=gallery)
+    return write_page(path, "gallery.html", title=f"Retrieval: {model}", gallery=gallery_of(sets))
 
 
-def gallery_of(sets: Sequence[GallerySet], *, queries: int = 6, best: int = 5) -> dict[str, Any]:
+def gallery_of(sets: Sequence[GallerySet]) -> dict[str, Any]:
     """The variable `gallery` of the template `gallery_parts.html`; arguments and errors as for `write_gallery`."""
     sections = [
         {
-            "name": one.name,
-            "metrics": one.metrics,
-            "remarks": bounds_remarks({one.name: one.metrics}),
-            "parts": [_part(one, *way, queries, best) for way in _PARTS],
+            "name": gallery_set.name,
+            "metrics": gallery_set.metrics,
+            "remarks": bounds_remarks({gallery_set.name: gallery_set.metrics}),
+            "parts": [_part(gallery_set, *way) for way in _PARTS],
         }
-        for one in sets
+        for gallery_set in sets
     ]
     return {"sections": sections, "beyond": MISSED_BEYOND}
 
@@ -132,7 +124,7 @@ def gallery_of(sets: Sequence[GallerySet], *, queries: int = 6, best: int = 5) -
 _PARTS = [(way, kind) for way in ("text_to_image", "image_to_text") for kind in ("hit", "miss")]
 
 
-def _part(shown: GallerySet, way: str, kind: str, queries: int, best: int) -> dict[str, Any]:
+def _part(shown: GallerySet, way: str, kind: str) -> dict[str, Any]:
     """The hits or the misses of one direction."""
     ranks = shown.ranks[way]
     mask = (
@@ -140,42 +132,42 @@ def _part(shown: GallerySet, way: str, kind: str, queries: int, best: int) -> di
         if kind == "hit"
         else ranks.above >= MISSED_BEYOND
     )
-    found = mask.nonzero().flatten().tolist()
-    card = _caption if way == "text_to_image" else _picture
+    candidates = mask.nonzero().flatten().tolist()
+    make_card = _caption if way == "text_to_image" else _picture
     cards = []
     # A query that the metric counts as missed may have found another picture with the caption, or the same words.
-    for query in spread(found, 2 * queries):
-        one = card(shown, query)
-        if kind == "hit" or not any(right for _, right in one["top"]):
-            cards.append({**one, "top": one["top"][:best], "rank": _rank(ranks, query)})
+    for query in spread(candidates, 2 * QUERIES):
+        card = make_card(shown, query)
+        if kind == "hit" or not any(right for _, right in card["top"]):
+            cards.append({**card, "top": card["top"][:BEST], "rank": _rank(ranks, query)})
     return {
         "way": way,
         "kind": kind,
-        "cards": spread(cards, queries),
-        "found": len(found),
+        "cards": spread(cards, QUERIES),
+        "found": len(candidates),
         "of": len(ranks),
     }
 
 
 def _caption(shown: GallerySet, query: int) -> dict[str, Any]:
     """A caption with its ten best pictures, (picture, whether the caption is its own), and its own picture."""
-    (one,) = shown.examples([query], MISSED_BEYOND)
+    (example,) = shown.examples([query], MISSED_BEYOND)
     return {
-        "words": one.query,
-        "picture": one.target,
-        "top": [(found.pixels, found.right) for found in one.top[""]],
+        "words": example.query,
+        "picture": example.target,
+        "top": [(retrieved.pixels, retrieved.right) for retrieved in example.top[""]],
     }
 
 
 def _picture(shown: GallerySet, query: int) -> dict[str, Any]:
     """A picture with its ten best captions, (caption, whether it is its own), and its own captions."""
     scores = shown.text_features.double() @ shown.image_features[query].double()
-    own = shown.captions_of[query]
+    captions = shown.captions_of[query]
     top = [shown.captions[text] for text in best_of(scores.float(), MISSED_BEYOND)]
     return {
-        "words": "; ".join(own),
+        "words": "; ".join(captions),
         "picture": thumbnail(shown.read_image(query)),
-        "top": [(caption, caption in own) for caption in top],
+        "top": [(caption, caption in captions) for caption in top],
     }
 
 

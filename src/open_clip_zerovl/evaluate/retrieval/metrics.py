@@ -143,7 +143,8 @@ def ranks_by_label(
         )
     exact_keys = keys.double().T
     parts = []
-    for start in range(0, len(queries), size := _rows_at_once(chunk_size, len(keys))):
+    size = _rows_at_once(chunk_size, len(keys))
+    for start in range(0, len(queries), size):
         block = slice(start, start + size)
         scores = (queries[block].double() @ exact_keys).float()  # (C, T)
         match = query_labels[block, None] == key_labels
@@ -158,12 +159,12 @@ def _paired_scores(
 ) -> Tensor:
     """(T,) score of each caption with its own image."""
     scores = texts.new_empty(len(texts))
-    own = texts.new_empty(min(captions_at_once, len(texts)), texts.shape[1])
+    image_rows = texts.new_empty(min(captions_at_once, len(texts)), texts.shape[1])
     for start in range(0, len(texts), captions_at_once):
         part = slice(start, min(start + captions_at_once, len(texts)))
-        products = torch.index_select(images, 0, links[part], out=own[: part.stop - start]).mul_(
-            texts[part]
-        )
+        products = torch.index_select(
+            images, 0, links[part], out=image_rows[: part.stop - start]
+        ).mul_(texts[part])
         torch.sum(products, dim=1, out=scores[part])
     return scores
 
@@ -194,7 +195,7 @@ def _rank(
     bounds = torch.searchsorted(image_of_sorted, edges).tolist()
 
     # Comparisons as 0.0 and 1.0: a sum of booleans makes a copy of 8 bytes each. float32 counts exactly up to 2^24.
-    marks = torch.empty(
+    comparisons = torch.empty(
         chunk_size,
         len(links),
         dtype=torch.float32 if len(links) < 2**24 else torch.float64,
@@ -202,35 +203,35 @@ def _rank(
     )
 
     def count(compare: Callable[..., Tensor], scores: Tensor, others: Tensor, dim: int) -> Tensor:
-        return compare(scores, others, out=marks[: len(scores)]).sum(dim=dim).long()
+        return compare(scores, others, out=comparisons[: len(scores)]).sum(dim=dim).long()
 
     by_image: list[tuple[Tensor, Tensor, Tensor]] = []
     text_above = torch.zeros(len(links), dtype=torch.long, device=links.device)
     text_tied = torch.zeros_like(text_above)
     for start, low, high in zip(starts, bounds[:-1], bounds[1:], strict=True):
         scores = score_rows(start, min(start + chunk_size, num_images))  # (C, T)
-        rows, columns = (
-            image_of_sorted[low:high] - start,
-            texts_by_image[low:high],
-        )  # (P,) places of the positives
-        own = scores[rows, columns]
+        # (P,) places of the positives
+        rows = image_of_sorted[low:high] - start
+        columns = texts_by_image[low:high]
+        positive_scores = scores[rows, columns]
 
+        # (C,)
         best = scores.new_full((len(scores),), -torch.inf).scatter_reduce_(
-            0, rows, own, reduce="amax"
-        )  # (C,)
+            0, rows, positive_scores, reduce="amax"
+        )
         above, tied = (
             count(compare, scores, best[:, None], dim=1) for compare in (torch.gt, torch.eq)
         )
         tied_positives = torch.zeros_like(tied).index_add_(
-            0, rows, (own == best[rows]).to(tied.dtype)
+            0, rows, (positive_scores == best[rows]).to(tied.dtype)
         )
         by_image.append((above, tied, tied_positives))
 
         text_above += count(torch.gt, scores, positive, dim=0)
         text_tied += count(torch.eq, scores, positive, dim=0)
         # A caption's own image ties with itself, even where two ways to compute their score differ in the last bit.
-        text_above[columns] -= (own > positive[columns]).long()
-        text_tied[columns] += (own != positive[columns]).long()
+        text_above[columns] -= (positive_scores > positive[columns]).long()
+        text_tied[columns] += (positive_scores != positive[columns]).long()
     image = [torch.cat(part).cpu() for part in zip(*by_image, strict=True)]
     text = text_above.cpu(), text_tied.cpu(), torch.ones(len(links), dtype=torch.long)
     return {"image_to_text": QueryRanks(*image), "text_to_image": QueryRanks(*text)}
@@ -290,25 +291,33 @@ def recall_bounds(
         one direction are taken as independent and both directions as one; `rsum_best`.
     """
     links = torch.as_tensor(text_to_image)
-    own = torch.bincount(links)  # (I,) captions of each image
+    caption_counts = torch.bincount(links)  # (I,) captions of each image
     chance = {
-        "image_to_text": QueryRanks(torch.zeros_like(own), torch.full_like(own, len(links)), own),
+        "image_to_text": QueryRanks(
+            torch.zeros_like(caption_counts),
+            torch.full_like(caption_counts, len(links)),
+            caption_counts,
+        ),
         "text_to_image": QueryRanks(
-            torch.zeros_like(links), torch.full_like(links, len(own)), torch.ones_like(links)
+            torch.zeros_like(links),
+            torch.full_like(links, len(caption_counts)),
+            torch.ones_like(links),
         ),
     }
     number = {text: i for i, text in enumerate(dict.fromkeys(captions))}
     texts = torch.tensor([number[text] for text in captions])
     copies = torch.bincount(texts)[texts]  # (T,) captions of the same text
     # The caption of each image that fewest images share is the best to rank first.
-    fewest = torch.full_like(own, len(links)).scatter_reduce_(0, links, copies, reduce="amin")
+    fewest = torch.full_like(caption_counts, len(links)).scatter_reduce_(
+        0, links, copies, reduce="amin"
+    )
     same = (
-        torch.zeros_like(own)
+        torch.zeros_like(caption_counts)
         .index_add_(0, links, (copies == fewest[links]).long())
         .clamp(max=fewest)
     )
     best = {
-        "image_to_text": QueryRanks(torch.zeros_like(own), fewest, same),
+        "image_to_text": QueryRanks(torch.zeros_like(caption_counts), fewest, same),
         "text_to_image": QueryRanks(torch.zeros_like(links), copies, torch.ones_like(links)),
     }
     return {**chance_bounds(chance), "rsum_best": recalls(best)["rsum"]}
@@ -317,11 +326,11 @@ def recall_bounds(
 def chance_bounds(ranks: Mapping[str, QueryRanks]) -> dict[str, float]:
     """`rsum_chance` and `rsum_chance_upper` of `recall_bounds`, from ranks where all candidates tie."""
     deviation = 0.0
-    for one in ranks.values():
-        first, five, ten = hit_probabilities(one, RECALL_KS)
+    for query_ranks in ranks.values():
+        first, five, ten = hit_probabilities(query_ranks, RECALL_KS)
         # A query scores 3 with a match at the first place, 2 up to the fifth, 1 up to the tenth.
         of_query = 9 * first + 4 * (five - first) + (ten - five) - (first + five + ten) ** 2
-        deviation += float(of_query.sum().clamp(min=0)) ** 0.5 / len(one)
+        deviation += float(of_query.sum().clamp(min=0)) ** 0.5 / len(query_ranks)
     chance = recalls(ranks)["rsum"]
     return {"rsum_chance": chance, "rsum_chance_upper": min(600.0, chance + 200 * deviation)}
 

@@ -102,7 +102,7 @@ def score_set(
     settings: RetrievalSettings,
     *,
     encoder: Encoder,
-    ranks: Ranks | None = None,
+    ranks: ProcessRank | None = None,
 ) -> GallerySet | None:
     """Features, ranks and metrics of a loaded model on one set.
 
@@ -118,10 +118,10 @@ def score_set(
     """
     model, preprocess, tokenizer, device = loaded
 
-    ranks = ranks or Ranks()
+    ranks = ranks or ProcessRank()
 
     def batches(part: IndexedSet) -> Any:
-        found = retrieval_batches(
+        loader = retrieval_batches(
             part,
             preprocess,
             captions_per_image=settings.captions_per_image,
@@ -130,7 +130,7 @@ def score_set(
         )
         total = -(-len(part) // encoder.batch_size)
         return tqdm(
-            found, total=total, desc=name, unit="batch", leave=False, disable=ranks.rank != 0
+            loader, total=total, desc=name, unit="batch", leave=False, disable=ranks.rank != 0
         )
 
     features = encode_on_ranks(model, dataset, batches, tokenizer, ranks, device=device)
@@ -169,7 +169,7 @@ def _write(
 
 
 @dataclass(frozen=True)
-class Ranks:
+class ProcessRank:
     """The rank of this process among those that evaluate together, on all machines and on this one (`local_rank`)."""
 
     rank: int = 0
@@ -178,15 +178,15 @@ class Ranks:
 
 
 @contextmanager
-def _ranks() -> Iterator[Ranks]:
+def _ranks() -> Iterator[ProcessRank]:
     """The processes that torchrun started, joined by gloo inside the block; without torchrun, this one."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if world_size == 1:
-        yield Ranks()
+        yield ProcessRank()
         return
     dist.init_process_group("gloo")
     try:
-        yield Ranks(dist.get_rank(), world_size, int(os.environ.get("LOCAL_RANK", 0)))
+        yield ProcessRank(dist.get_rank(), world_size, int(os.environ.get("LOCAL_RANK", 0)))
     finally:
         dist.destroy_process_group()
 
@@ -196,7 +196,7 @@ def encode_on_ranks(
     dataset: IndexedSet,
     batches: Callable[[IndexedSet], Any],
     tokenizer: Callable[[list[str]], Tensor],
-    ranks: Ranks,
+    ranks: ProcessRank,
     *,
     device: str | torch.device,
 ) -> Features | None:
@@ -211,19 +211,21 @@ def encode_on_ranks(
     if ranks.world_size == 1:
         return encode_retrieval(model, batches(dataset), tokenizer, device=device)
     part = dataset.part(ranks.rank, ranks.world_size)
-    own: Features | str | None = None  # remains None if there are fewer images than ranks
+    part_features: Features | str | None = None  # remains None if there are fewer images than ranks
     try:
         if len(part):
-            own = encode_retrieval(model, batches(part), tokenizer, device=device)
+            part_features = encode_retrieval(model, batches(part), tokenizer, device=device)
     except UserError as error:
-        own = str(error)
+        part_features = str(error)
     every: list[Features | str | None] = [None] * ranks.world_size
-    dist.all_gather_object(every, own)
-    if wrong := [one for one in every if isinstance(one, str)]:
+    dist.all_gather_object(every, part_features)
+    if wrong := [result for result in every if isinstance(result, str)]:
         raise UserError(wrong[0])
     if ranks.rank != 0:
         return None
-    images, texts, links = zip(*(one for one in every if isinstance(one, tuple)), strict=True)
+    images, texts, links = zip(
+        *(result for result in every if isinstance(result, tuple)), strict=True
+    )
     offsets = torch.tensor([0, *map(len, images)]).cumsum(0).tolist()
     moved = [own_links + offset for own_links, offset in zip(links, offsets[:-1], strict=True)]
     return torch.cat(images), torch.cat(texts), torch.cat(moved)

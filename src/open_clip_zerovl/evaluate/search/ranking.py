@@ -65,7 +65,7 @@ class Hit:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of one model.
 
     Attributes:
@@ -82,7 +82,7 @@ class Found:
 
 def run_search(
     encoders: Mapping[str, Encoder], data: str, settings: SearchSettings
-) -> dict[str, Found]:
+) -> dict[str, SearchResult]:
     """Searches, prints the best pictures of each model, and writes the files asked for.
 
     Args:
@@ -103,24 +103,24 @@ def run_search(
         encoder.check()
     query = None if settings.image is None else query_picture(settings.image)
     collection = open_collection(data)
-    found = {
+    results = {
         name: Searcher(encoder, collection, cache=settings.cache, name=name).find(
             settings.words, query, settings.best
         )
         for name, encoder in encoders.items()
     }
-    print(table(found))
-    for name, result in found.items():
-        kept = result.pictures + result.bad - collection.lost - result.computed
+    print(table(results))
+    for name, result in results.items():
+        known = result.pictures + result.bad - collection.lost - result.computed
         bad = f" and {result.bad} that cannot be decoded or are not there" if result.bad else ""
-        print(f"{name}: {result.pictures} pictures{bad}; {kept} of all known from before.")
+        print(f"{name}: {result.pictures} pictures{bad}; {known} of all known from before.")
     if settings.page is not None:
-        write_search_page(settings.page, found, collection, query, settings)
+        write_search_page(settings.page, results, collection, query, settings)
     if settings.output is not None:
         write_atomically(
-            settings.output, json.dumps(_as_data(found, data, settings), indent=2) + "\n"
+            settings.output, json.dumps(_as_data(results, data, settings), indent=2) + "\n"
         )
-    return found
+    return results
 
 
 def nearest(blocks: Iterable[Tensor], query: Tensor, best: int) -> list[tuple[int, float]]:
@@ -141,11 +141,11 @@ def _cosines(block: Tensor, query: Tensor) -> Tensor:
     return scores
 
 
-def table(found: Mapping[str, Found]) -> str:
+def table(results: Mapping[str, SearchResult]) -> str:
     """The hits of all models side by side, as text; a picture's caption stands below its name."""
     columns = [
         [name, *(line for hit in result.hits for line in _lines(hit))]
-        for name, result in found.items()
+        for name, result in results.items()
     ]
     widths = [max(map(len, column)) for column in columns]
     ranks = [
@@ -170,7 +170,7 @@ def _lines(hit: Hit) -> tuple[str, str]:
 
 def write_search_page(
     path: Path,
-    found: Mapping[str, Found],
+    results: Mapping[str, SearchResult],
     collection: Collection,
     query: Image.Image | None,
     settings: SearchSettings,
@@ -178,7 +178,7 @@ def write_search_page(
     """Write one HTML page with the best pictures of each model."""
     asked = filter(None, (settings.words.strip(), settings.image.name if settings.image else ""))
     hits = {
-        name: [(hit, thumbnail_of(hit)) for hit in result.hits] for name, result in found.items()
+        name: [(hit, thumbnail_of(hit)) for hit in result.hits] for name, result in results.items()
     }
     write_page(
         path,
@@ -187,7 +187,7 @@ def write_search_page(
         best=settings.best,
         collection=collection.name,
         query=query,
-        found=found,
+        results=results,
         hits=hits,
     )
 
@@ -225,7 +225,7 @@ class Searcher:
             name=name,
         )
         rows = self.embedded.rows
-        self.kept = [block.clone() for block in rows.blocks()] if keep else None
+        self.rows_in_memory = [block.clone() for block in rows.blocks()] if keep else None
         self.pictures = sum(int(block.any(dim=1).sum()) for block in self.blocks())
         self.bad = len(rows) - self.pictures + collection.lost
         if not self.pictures:
@@ -233,10 +233,10 @@ class Searcher:
 
     def blocks(self) -> Iterable[Tensor]:
         """The embeddings of all pictures, some thousand at a time."""
-        return self.embedded.rows.blocks() if self.kept is None else self.kept
+        return self.embedded.rows.blocks() if self.rows_in_memory is None else self.rows_in_memory
 
     @torch.no_grad()
-    def find(self, words: str, query: Image.Image | None, best: int) -> Found:
+    def find(self, words: str, query: Image.Image | None, best: int) -> SearchResult:
         """The `best` pictures nearest to words, to a picture, or to both.
 
         Raises:
@@ -257,7 +257,7 @@ class Searcher:
         hits = tuple(
             _hit(self.collection, *self.embedded.place(row), score) for row, score in ranked
         )
-        return Found(hits, self.pictures, self.bad, self.embedded.computed)
+        return SearchResult(hits, self.pictures, self.bad, self.embedded.computed)
 
 
 def query_picture(path: Path) -> Image.Image:
@@ -286,8 +286,10 @@ def thumbnail_of(hit: Hit) -> str | None:
         return None
 
 
-def _as_data(found: Mapping[str, Found], data: str, settings: SearchSettings) -> dict[str, Any]:
-    def plain(result: Found) -> dict[str, Any]:
+def _as_data(
+    results: Mapping[str, SearchResult], data: str, settings: SearchSettings
+) -> dict[str, Any]:
+    def plain(result: SearchResult) -> dict[str, Any]:
         shown = ("picture", "score", "caption")
         hits = [{name: getattr(hit, name) for name in shown} for hit in result.hits]
         return {**asdict(replace(result, hits=())), "hits": hits}
@@ -297,7 +299,7 @@ def _as_data(found: Mapping[str, Found], data: str, settings: SearchSettings) ->
         "data": data,
         "words": settings.words,
         "image": image,
-        "models": {n: plain(r) for n, r in found.items()},
+        "models": {n: plain(r) for n, r in results.items()},
     }
 
 
@@ -387,18 +389,16 @@ def embed_collection(
             embeddings are not finite.
     """
     pictures = _Pictures(collection)
-    marks = [[file.path, file.size, file.changed_ns] for file in collection.files]
-    fingerprint, where = (
-        model.fingerprints["image"],
-        os.path.abspath(os.path.expanduser(collection.name)),
-    )
+    file_versions = [[file.path, file.size, file.changed_ns] for file in collection.files]
+    fingerprint = model.fingerprints["image"]
+    where = os.path.abspath(os.path.expanduser(collection.name))
     check_writable(cache, folder=True)
     store, computed = embedded(
         cache / digest_of(fingerprint, where)[:16],
         "search",
         model,
         pictures,
-        marks,
+        file_versions,
         [fingerprint],
         name=where,
         batch_size=batch_size,

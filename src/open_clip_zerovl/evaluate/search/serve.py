@@ -62,7 +62,7 @@ def build_app(searchers: Mapping[str, Searcher]) -> Any:
             return ["<p>Type words, or drop a picture.</p>"] * len(searchers)
         try:
             query = None if picture is None else query_picture(Path(picture))
-            return [answer(one, words, query, int(best)) for one in searchers.values()]
+            return [answer(searcher, words, query, int(best)) for searcher in searchers.values()]
         except UserError as error:
             raise gradio.Error(html.escape(str(error))) from error
 

@@ -55,7 +55,12 @@ def class_features(
     bar = tqdm(
         captions, desc="captions of the classes", unit="class", leave=False, disable=not progress
     )
-    return torch.stack([F.normalize(encode(list(own)).cpu().mean(dim=0), dim=0) for own in bar])
+    return torch.stack(
+        [
+            F.normalize(encode(list(class_captions)).cpu().mean(dim=0), dim=0)
+            for class_captions in bar
+        ]
+    )
 
 
 def classify(images: Tensor, classes: Tensor) -> Tensor:
@@ -98,20 +103,22 @@ def score_labelled(
     shown = distinct_names(dict(zip(dataset.classes, dataset.names, strict=True)))
 
     def metrics(rows: Tensor) -> dict[str, Any]:
-        found = accuracies(scores[rows], targets[rows])
+        scored = accuracies(scores[rows], targets[rows])
         return {
-            **found,
-            "per_class": {shown[index]: own for index, own in found["per_class"].items()},
+            **scored,
+            "per_class": {
+                shown[index]: class_metrics for index, class_metrics in scored["per_class"].items()
+            },
         }
 
-    found = {**metrics(torch.arange(len(targets))), "classes": len(dataset.classes)}
-    found["most_confused"] = most_confused(confusion_counts(scores, targets), shown)
+    result = {**metrics(torch.arange(len(targets))), "classes": len(dataset.classes)}
+    result["most_confused"] = most_confused(confusion_counts(scores, targets), shown)
     places: dict[str, list[int]] = {}
     for number, sample in enumerate(dataset.images.samples):
         places.setdefault(sample.source, []).append(number)
     if "" not in places:
-        found["sources"] = {name: metrics(torch.tensor(rows)) for name, rows in places.items()}
-    return found
+        result["sources"] = {name: metrics(torch.tensor(rows)) for name, rows in places.items()}
+    return result
 
 
 def score_loaded(
@@ -165,7 +172,7 @@ def run_zero_shot(
             )
     print(format_zero_shot(results))
     if settings.output is not None:
-        templates = {name: list(one.templates) for name, one in sets.items()}
+        templates = {name: list(dataset.templates) for name, dataset in sets.items()}
         content = {
             "model": encoder.model,
             "split": settings.split,
@@ -179,31 +186,33 @@ def run_zero_shot(
 def format_zero_shot(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Tables in percent: a row for each set and source, then one for each class; a sentence on each set at chance."""
     rows, classes, remarks = [], [], []
-    for name, found in results.items():
-        sources = {f"  {source}": own for source, own in found.get("sources", {}).items()}
-        for label, one in {name: found, **sources}.items():
-            top5 = f"{100 * one['top5']:.1f}" if "top5" in one else ""
+    for name, result in results.items():
+        sources = {f"  {source}": metrics for source, metrics in result.get("sources", {}).items()}
+        for label, metrics in {name: result, **sources}.items():
+            top5 = f"{100 * metrics['top5']:.1f}" if "top5" in metrics else ""
             shares = (
-                in_percent(one),
+                in_percent(metrics),
                 top5,
-                *(f"{100 * one[key]:.1f}" for key in ("mean_per_class", "chance")),
+                *(f"{100 * metrics[key]:.1f}" for key in ("mean_per_class", "chance")),
             )
-            rows.append([label, f"{one['images']}", f"{found['classes']}", *shares])
+            rows.append([label, f"{metrics['images']}", f"{result['classes']}", *shares])
         # A model that guesses one class for all pictures has a mean per class of exactly 1/C, whatever the classes' sizes.
-        if min(found["top1_interval"][0], found["mean_per_class"] - 1e-6) <= found["chance"]:
-            scores = (
-                f"top-1 {in_percent(found)} %, mean per class {100 * found['mean_per_class']:.1f} %"
-            )
+        if min(result["top1_interval"][0], result["mean_per_class"] - 1e-6) <= result["chance"]:
+            scores = f"top-1 {in_percent(result)} %, mean per class {100 * result['mean_per_class']:.1f} %"
             remarks.append(
-                f"{name} is not above chance: {scores}, where guessing has {100 * found['chance']:.1f} %."
+                f"{name} is not above chance: {scores}, where guessing has {100 * result['chance']:.1f} %."
             )
-        if found["classes"] <= SHOWN_CLASSES:
-            own = found["per_class"].items()
+        if result["classes"] <= SHOWN_CLASSES:
+            class_metrics = result["per_class"].items()
             header = [f"class of {name}" if len(results) > 1 else "class", "images", "top-1 %"]
             classes += [
                 "",
                 text_table(
-                    header, [[label, f"{one['images']}", in_percent(one)] for label, one in own]
+                    header,
+                    [
+                        [label, f"{metrics['images']}", in_percent(metrics)]
+                        for label, metrics in class_metrics
+                    ],
                 ),
             ]
     header = ["set", "images", "classes", "top-1 %", "top-5 %", "mean per class %", "chance %"]

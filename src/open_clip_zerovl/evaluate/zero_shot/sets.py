@@ -49,7 +49,8 @@ class LabelledSet:
     def captions(self) -> list[list[str]]:
         """The captions of each class, one for each template."""
         return [
-            [name.join(re.split(r"\{c?\}", one)) for one in self.templates] for name in self.names
+            [name.join(re.split(r"\{c?\}", template)) for template in self.templates]
+            for name in self.names
         ]
 
 
@@ -66,11 +67,8 @@ def open_labelled_set(where: str, settings: ZeroShotSettings | None = None) -> L
         place = root / settings.split
     split = "train" if settings.split == "train" else "test"
     parts = _sources_of(place)
-    if (
-        parts
-        and place == root
-        and (others := [part.name for part in parts if part.name.lower() in SPLIT_FOLDERS])
-    ):
+    others = [part.name for part in parts if part.name.lower() in SPLIT_FOLDERS]
+    if place == root and others:
         raise UserError(
             f"{root} has no folder {settings.split!r}, but {', '.join(others)}: name one of these folders as the set, or "
             "choose one with --split (zero-shot has it)"
@@ -81,7 +79,11 @@ def open_labelled_set(where: str, settings: ZeroShotSettings | None = None) -> L
         opened = {part.name: open_probe_set(part, split, label=settings.label) for part in parts}
         images = IndexedSet(
             str(place),
-            [replace(one, source=name) for name, part in opened.items() for one in part.samples],
+            [
+                replace(sample, source=name)
+                for name, part in opened.items()
+                for sample in part.samples
+            ],
             next(iter(opened.values())).names,
         )
     else:
@@ -94,9 +96,8 @@ def open_labelled_set(where: str, settings: ZeroShotSettings | None = None) -> L
 
 def _check_split(where: str, split: str) -> None:
     """UserError for a split that a set without folders of splits does not have; a dataset of torchvision has two."""
-    splits = (
-        ROLES if is_dataset(where) else ("test",)
-    )  # the default chooses the whole of a set without splits
+    # the default chooses the whole of a set without splits
+    splits = ROLES if is_dataset(where) else ("test",)
     if split not in splits:
         has = (
             f"it has {' and '.join(splits)}"
@@ -124,9 +125,8 @@ def _classes(images: IndexedSet, given: Path | None) -> tuple[list[str], list[st
     if len(classes) == len(IMAGENET_CLASSNAMES) and all(
         _WORDNET.fullmatch(label) for label in classes
     ):
-        return classes, list(
-            IMAGENET_CLASSNAMES
-        )  # ImageNet's folders, in the order of their WordNet numbers
+        # ImageNet's folders, in the order of their WordNet numbers
+        return classes, list(IMAGENET_CLASSNAMES)
     names = [images.names.get(label) or _words(label) for label in classes]
     wordless = [
         label
@@ -188,13 +188,15 @@ def _class_names(file: Path, classes: Sequence[str]) -> list[str]:
 
 def _templates(settings: ZeroShotSettings, folder: Path) -> tuple[str, ...]:
     """The templates of `--template`, captions or files of them; else those of the set's folder; else CLIP's short list."""
-    beside = file_of_words(folder, TEMPLATES)
+    template_file = file_of_words(folder, TEMPLATES)
     given: list[str] = []
-    for one in settings.template or (CLIP_TEMPLATES if beside is None else (str(beside),)):
-        is_file = "{" not in one and Path(one).is_file()
-        lines = text_of(Path(one)).splitlines() if is_file else [one]
+    for template in settings.template or (
+        CLIP_TEMPLATES if template_file is None else (str(template_file),)
+    ):
+        is_file = "{" not in template and Path(template).is_file()
+        lines = text_of(Path(template)).splitlines() if is_file else [template]
         given += [line.strip() for line in lines if line.strip()]
-    if wrong := [one for one in given or [""] if not re.search(r"\{c?\}", one)]:
+    if wrong := [template for template in given or [""] if not re.search(r"\{c?\}", template)]:
         raise UserError(
             f"the template {wrong[0]!r} is no file and has no place for the class; write {{}} there: 'a photo of a {{}}'"
         )

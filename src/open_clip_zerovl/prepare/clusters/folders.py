@@ -27,15 +27,16 @@ from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.pictures import BadPicture
 from open_clip_zerovl.shards.writing import SIZES_FILE
 
+PREVIEW_PX = 96  # side of a picture
+
 
 def write_previews(
-    clustering: Clustering, folder: Path, *, pictures: int = 25, px: int = 96, progress: bool = True
+    clustering: Clustering, folder: Path, *, pictures: int = 25, progress: bool = True
 ) -> None:
     """Write a contact sheet for each cluster, `000.png` ...: the samples nearest to its centroid, nearest first.
 
     Args:
         pictures: on a sheet.
-        px: side of a picture.
 
     Raises:
         UserError: a shard that cannot be read. A picture that cannot be decoded stays white, with a warning.
@@ -48,7 +49,10 @@ def write_previews(
         nearest = members[np.argsort(clustering.distances[members], kind="stable")[:pictures]]
         wanted.update({int(position): (cluster, place) for place, position in enumerate(nearest)})
     side = int(np.ceil(np.sqrt(pictures)))
-    sheets = [Image.new("RGB", (side * px, side * px), "white") for _ in clustering.centroids]
+    sheets = [
+        Image.new("RGB", (side * PREVIEW_PX, side * PREVIEW_PX), "white")
+        for _ in clustering.centroids
+    ]
     source = clustered_source(clustering)
     starts = source.starts
     needed = sorted(
@@ -60,13 +64,17 @@ def write_previews(
                 continue
             cluster, place = wanted[position]
             try:
-                thumbnail = ImageOps.pad(decode_image(sample.image or b""), (px, px), color="white")
+                thumbnail = ImageOps.pad(
+                    decode_image(sample.image or b""), (PREVIEW_PX, PREVIEW_PX), color="white"
+                )
             except BadPicture:
                 logging.warning(
                     f"The picture of {sample.key} cannot be read: its place in the preview stays white."
                 )
                 continue
-            sheets[cluster].paste(thumbnail, (place % side * px, place // side * px))
+            sheets[cluster].paste(
+                thumbnail, (place % side * PREVIEW_PX, place // side * PREVIEW_PX)
+            )
     for cluster, sheet in enumerate(sheets):
         content = io.BytesIO()
         sheet.save(content, "PNG")

@@ -93,17 +93,15 @@ def dissolve_small(
                 f"{len(labels)} samples do not make two clusters of {least} samples: lower the least size of a cluster."
             )
         moved = np.flatnonzero(labels == smallest)
-        cosines = (
-            np.asarray(features[moved], np.float32) @ centroids[left].T
-        )  # (moved, clusters left)
+        # (moved, clusters left)
+        cosines = np.asarray(features[moved], np.float32) @ centroids[left].T
         labels[moved], distances[moved] = left[cosines.argmax(axis=1)], 1 - cosines.max(axis=1)
         counts = np.bincount(labels, minlength=len(centroids))
     return np.searchsorted(left, labels).astype(np.int32), distances, centroids[left]
 
 
-_MOST_COSINES = (
-    2**24
-)  # at once, 64 MiB: a cluster of many samples is compared by fewer rows at a time
+# at once, 64 MiB: a cluster of many samples is compared by fewer rows at a time
+_MOST_COSINES = 2**24
 
 
 def find_copies(
@@ -121,13 +119,14 @@ def find_copies(
     counts = np.bincount(labels)
     for members in np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1]):
         for table in tables:
-            own = np.asarray(table[members], np.float32)
-            rows = min(chunk_samples, max(1, _MOST_COSINES // len(own))) if len(own) else 1
-            for begin in range(0, len(own), rows):
+            features = np.asarray(table[members], np.float32)
+            rows = (
+                min(chunk_samples, max(1, _MOST_COSINES // len(features))) if len(features) else 1
+            )
+            for begin in range(0, len(features), rows):
                 end = begin + rows
-                earlier = np.tril(
-                    own[begin:end] @ own[:end].T, begin - 1
-                )  # of row i the columns below i
+                # of row i the columns below i
+                earlier = np.tril(features[begin:end] @ features[:end].T, begin - 1)
                 copies[members[begin:end]] |= (earlier > above).any(axis=1)
     return copies
 

@@ -101,8 +101,10 @@ def cluster_source(
     table, known = _embedded(
         source, encoder, out / f"features-{settings.features}", settings.features, progress=progress
     )
-    found = spherical_kmeans(table, settings.clusters, passes=settings.passes, seed=settings.seed)
-    labels, distances, centroids = dissolve_small(table, *found, settings.min_size)
+    clusters = spherical_kmeans(
+        table, settings.clusters, passes=settings.passes, seed=settings.seed
+    )
+    labels, distances, centroids = dissolve_small(table, *clusters, settings.min_size)
     if progress and len(centroids) < settings.clusters:
         print(
             f"{settings.clusters - len(centroids)} clusters below {settings.min_size:,} samples were dissolved into their "
@@ -112,13 +114,15 @@ def cluster_source(
     shards, sizes = source.shards, source.sizes
     if source.table is not None:
         shards, sizes = (source.table.path,), (source.num_samples,)
-    marks = tuple(file_marks(shards, digests_of(known), f"checking {source.name}").values())
+    shard_marks = tuple(file_marks(shards, digests_of(known), f"checking {source.name}").values())
     copies = (
         None
         if settings.same_above is None
         else find_copies(table.parts, labels, settings.same_above)
     )
-    clustering = Clustering(source.name, shards, sizes, labels, distances, centroids, marks, copies)
+    clustering = Clustering(
+        source.name, shards, sizes, labels, distances, centroids, shard_marks, copies
+    )
     save_clustering(clustering, out)
     write_atomically(
         out / "report.json", json.dumps(size_report(clustering.counts), indent=1) + "\n"
@@ -204,9 +208,9 @@ def _embedded(
     known = [mark for stored in earlier.values() for mark in stored.marks]
     manifest = Manifest(facts, [describe_source(source, known)], arrays)
     for other, stored in earlier.items():
-        found = difference(replace(stored, arrays=arrays), manifest)
-        if found is not None:
-            raise UserError(f"{other} {found}; {ADVICE}")
+        changed = difference(replace(stored, arrays=arrays), manifest)
+        if changed is not None:
+            raise UserError(f"{other} {changed}; {ADVICE}")
     store = Store.create(folder, manifest)
     embed(
         store,
@@ -218,9 +222,8 @@ def _embedded(
     )
     for shard in dict.fromkeys(source.shards) if source.table is None else ():
         try:
-            open_index(
-                shard
-            )  # for training on the clusters, which finds its samples by the indexes
+            # for training on the clusters, which finds its samples by the indexes
+            open_index(shard)
         except (ShardError, tarfile.ReadError) as error:
             raise UserError(
                 f"shard {shard} cannot be read as a plain tar ({error}): write it again."

@@ -32,9 +32,8 @@ BITS = SIDE * SIDE
 NEAR = 56
 PICTURES_AT_ONCE = 256  # that are in memory
 _WORDS = BITS // 64
-_DRAFT_PX = (
-    8 * SIDE
-)  # JPEGs are decoded at the smallest scale that is not below it; pHash shrinks to 4 * SIDE
+# JPEGs are decoded at the smallest scale that is not below it; pHash shrinks to 4 * SIDE
+_DRAFT_PX = 8 * SIDE
 _BORDER_SPREAD = 24  # grey levels within a row of a uniform border, as JPEG leaves it
 _BLOCK_PAIRS = 1 << 21  # pairs compared at once, 8 bytes each
 
@@ -58,10 +57,9 @@ def picture_hashes(content: bytes) -> Hashes:
         grey = as_shown(image).convert("L")
         inner = _without_borders(grey)
         bits = []
-        for one in (grey,) if inner.size == grey.size else (grey, inner):
-            small = one.resize(
-                (4 * SIDE, 4 * SIDE), Image.Resampling.LANCZOS
-            )  # as phash does by itself
+        for picture in (grey,) if inner.size == grey.size else (grey, inner):
+            # as phash does by itself
+            small = picture.resize((4 * SIDE, 4 * SIDE), Image.Resampling.LANCZOS)
             bits += [
                 imagehash.phash(side, hash_size=SIDE).hash.ravel()
                 for side in (small, ImageOps.mirror(small))
@@ -77,11 +75,11 @@ def _without_borders(grey: Image.Image) -> Image.Image:
     box = [0, 0, *grey.size]
     for axis in (1, 0):  # rows, then columns of the rows that are left
         spread = pixels.max(axis=axis).astype(np.int16) - pixels.min(axis=axis)
-        (kept,) = np.nonzero(spread > _BORDER_SPREAD)
-        if not len(kept) or kept[-1] + 1 - kept[0] < SIDE:
+        (varied,) = np.nonzero(spread > _BORDER_SPREAD)
+        if not len(varied) or varied[-1] + 1 - varied[0] < SIDE:
             return grey
-        box[axis], box[axis + 2] = int(kept[0]), int(kept[-1]) + 1
-        pixels = pixels[kept[0] : kept[-1] + 1] if axis else pixels
+        box[axis], box[axis + 2] = int(varied[0]), int(varied[-1]) + 1
+        pixels = pixels[varied[0] : varied[-1] + 1] if axis else pixels
     return grey.crop((box[0], box[1], box[2], box[3]))
 
 
@@ -101,7 +99,9 @@ def hash_all(
     with ThreadPoolExecutor(threads) as pool:
         while block := list(islice(source, PICTURES_AT_ONCE)):
             hashed = pool.map(hashes_or_none, (content for _, content in block))
-            yield [(key, content, own) for (key, content), own in zip(block, hashed, strict=True)]
+            yield [
+                (key, content, hashes) for (key, content), hashes in zip(block, hashed, strict=True)
+            ]
 
 
 class NearIndex:

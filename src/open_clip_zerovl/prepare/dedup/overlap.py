@@ -59,7 +59,7 @@ class ComparedSets:
     def counts(self) -> dict[str, int]:
         """Test set -> its pictures."""
         return {
-            name: sum(one.source == name for one in self.pictures)
+            name: sum(picture.source == name for picture in self.pictures)
             for name in dict.fromkeys(p.source for p in self.pictures)
         }
 
@@ -136,23 +136,23 @@ def open_test_sets(
     ]
     hashes: list[Hashes] = []
     owners: list[int] = []
-    kept: list[IndexedSample] = []
+    readable: list[IndexedSample] = []
     hashed = chain.from_iterable(
         hash_all(((picture, picture.content()) for picture in pictures), threads)
     )
     bar = tqdm(hashed, total=len(pictures), desc="test sets", unit="picture", disable=not progress)
-    for picture, _, own in bar:
-        if own is not None:
-            hashes += list(own[::2])  # not those of its mirror image
-            owners += [len(kept)] * len(own[::2])
-            kept.append(picture)
-    return ComparedSets(kept, NearIndex(hashes), owners, len(pictures) - len(kept))
+    for picture, _, picture_hashes in bar:
+        if picture_hashes is not None:
+            hashes += list(picture_hashes[::2])  # not those of its mirror image
+            owners += [len(readable)] * len(picture_hashes[::2])
+            readable.append(picture)
+    return ComparedSets(readable, NearIndex(hashes), owners, len(pictures) - len(readable))
 
 
 def _test_pictures(name: str, path: Path, split: str) -> list[IndexedSample]:
     if kind_of(str(path)).kind == "folder" and (files := list(picture_files(path))):
         return [IndexedSample(str(file.relative_to(path)), file, source=name) for file in files]
-    return [replace(one, source=name) for one in open_retrieval_set(path, split).samples]
+    return [replace(sample, source=name) for sample in open_retrieval_set(path, split).samples]
 
 
 def find_overlap(
@@ -167,11 +167,11 @@ def find_overlap(
     Raises:
         UserError: data that cannot be read, or remote shards.
     """
-    found = Overlap(tests.counts(), within)
+    overlap = Overlap(tests.counts(), within)
     for source in parse_sources(data, evaluation=True):
-        found.samples[source.name] = found.unreadable[source.name] = 0
-        match(_pictures_of(source, progress), tests, found, threads)
-    return found
+        overlap.samples[source.name] = overlap.unreadable[source.name] = 0
+        match(_pictures_of(source, progress), tests, overlap, threads)
+    return overlap
 
 
 def check_distance(within: int) -> None:
@@ -198,26 +198,28 @@ def _pictures_of(source: Source, progress: bool) -> Iterator[tuple[Place, bytes]
 
 
 def match(
-    pictures: Iterator[tuple[Place, bytes]], tests: ComparedSets, found: Overlap, threads: int = 4
+    pictures: Iterator[tuple[Place, bytes]], tests: ComparedSets, overlap: Overlap, threads: int = 4
 ) -> None:
     """Compare training pictures with test sets, and add to `found`: counts, pairs, thumbnails of the first ones."""
     for block in hash_all(pictures, threads):
         asked = []
-        for place, content, own in block:
-            found.samples[place.source] = found.samples.get(place.source, 0) + 1
-            found.unreadable[place.source] = found.unreadable.get(place.source, 0) + (own is None)
-            if own is not None:
-                asked.append((place, content, own))
-        _add_pairs(asked, tests, found)
+        for place, content, hashes in block:
+            overlap.samples[place.source] = overlap.samples.get(place.source, 0) + 1
+            overlap.unreadable[place.source] = overlap.unreadable.get(place.source, 0) + (
+                hashes is None
+            )
+            if hashes is not None:
+                asked.append((place, content, hashes))
+        _add_pairs(asked, tests, overlap)
 
 
 def _add_pairs(
-    asked: Sequence[tuple[Place, bytes, Hashes]], tests: ComparedSets, found: Overlap
+    asked: Sequence[tuple[Place, bytes, Hashes]], tests: ComparedSets, overlap: Overlap
 ) -> None:
     if not asked:
         return
     numbers, distances = tests.index.nearest(
-        np.concatenate([hashes for _, _, hashes in asked]), found.within
+        np.concatenate([hashes for _, _, hashes in asked]), overlap.within
     )
     first = 0  # of a picture's hashes
     for place, content, hashes in asked:
@@ -226,19 +228,19 @@ def _add_pairs(
         if numbers[best] < 0:
             continue
         test, distance = tests.pictures[tests.owners[numbers[best]]], int(distances[best])
-        if len(found.pairs) < _KEPT:
-            found.thumbnails[len(found.pairs)] = _thumbnail(content), _thumbnail(test.content())
-        found.pairs.append(NearPair(*place, test.source, test.key, distance, mirrored))
+        if len(overlap.pairs) < _KEPT:
+            overlap.thumbnails[len(overlap.pairs)] = _thumbnail(content), _thumbnail(test.content())
+        overlap.pairs.append(NearPair(*place, test.source, test.key, distance, mirrored))
 
 
 def _thumbnail(content: bytes) -> str:
     return decoded(content, lambda image: thumbnail(as_shown(image)))
 
 
-def write_overlap(found: Overlap, out: Path) -> None:
+def write_overlap(overlap: Overlap, out: Path) -> None:
     """Write `near.json` and `near.html` into a folder. UserError if they cannot be written."""
-    write_atomically(out / "near.json", json.dumps(found.to_json(), indent=1) + "\n")
-    ranked = sorted(found.thumbnails, key=lambda number: found.pairs[number].distance)
+    write_atomically(out / "near.json", json.dumps(overlap.to_json(), indent=1) + "\n")
+    ranked = sorted(overlap.thumbnails, key=lambda number: overlap.pairs[number].distance)
     chosen = (
         ranked if len(ranked) <= SHOWN else [ranked[i * len(ranked) // SHOWN] for i in range(SHOWN)]
     )
@@ -246,30 +248,30 @@ def write_overlap(found: Overlap, out: Path) -> None:
         out / "near.html",
         "near.html",
         title="Training pictures that are in test sets",
-        lead=overlap_text(found),
+        lead=overlap_text(overlap),
         bits=BITS,
         near=NEAR,
-        found=len(found.pairs),
-        pairs=[(found.pairs[number], *found.thumbnails[number]) for number in chosen],
+        found=len(overlap.pairs),
+        pairs=[(overlap.pairs[number], *overlap.thumbnails[number]) for number in chosen],
     )
 
 
-def overlap_text(found: Overlap) -> str:
+def overlap_text(overlap: Overlap) -> str:
     """The findings in sentences."""
-    tests = ", ".join(f"{name} ({count:,} pictures)" for name, count in found.tests.items())
+    tests = ", ".join(f"{name} ({count:,} pictures)" for name, count in overlap.tests.items())
     lines = []
-    for source, count in found.samples.items():
-        own = [pair for pair in found.pairs if pair.source == source]
-        held = len({(pair.test, pair.test_key) for pair in own})
+    for source, count in overlap.samples.items():
+        pairs = [pair for pair in overlap.pairs if pair.source == source]
+        held = len({(pair.test, pair.test_key) for pair in pairs})
         lines.append(
-            f"{source}: {len(own):,} of {count:,} pictures are copies of {held:,} test pictures."
+            f"{source}: {len(pairs):,} of {count:,} pictures are copies of {held:,} test pictures."
             + (
-                f" {found.unreadable[source]:,} could not be decoded."
-                if found.unreadable[source]
+                f" {overlap.unreadable[source]:,} could not be decoded."
+                if overlap.unreadable[source]
                 else ""
             )
         )
-    return f"Compared with {tests}, within {found.within} of {BITS} bits. {' '.join(lines)}"
+    return f"Compared with {tests}, within {overlap.within} of {BITS} bits. {' '.join(lines)}"
 
 
 def run_overlap(
@@ -280,19 +282,18 @@ def run_overlap(
     split: str = "test",
     within: int = NEAR,
     threads: int = 4,
-    progress: bool = True,
 ) -> Overlap:
     """`zerovl data near`: find, print, write `near.json` and `near.html` into `out`. UserError as the functions it calls."""
     check_distance(within)
     check_writable(out, folder=True)
-    opened = open_test_sets(tests, split=split, threads=threads, progress=progress)
-    found = find_overlap(data, opened, within=within, threads=threads, progress=progress)
-    write_overlap(found, out)
-    print(overlap_text(found))
+    opened = open_test_sets(tests, split=split, threads=threads)
+    overlap = find_overlap(data, opened, within=within, threads=threads)
+    write_overlap(overlap, out)
+    print(overlap_text(overlap))
     if opened.unreadable:
         print(f"{opened.unreadable} test pictures could not be decoded and were not compared.")
     print(f"Written: {out / 'near.html'}, {out / 'near.json'}")
-    return found
+    return overlap
 
 
 def near_exclusion(
@@ -315,12 +316,12 @@ def near_exclusion(
     digest = digest_of(sets.index.words)[:16]
 
     def keys(candidates: Iterator[Candidate]) -> Iterator[str]:
-        found = Overlap(sets.counts(), within)
+        overlap = Overlap(sets.counts(), within)
         bar = tqdm(candidates, desc=f"comparing with {names}", unit="picture", disable=not progress)
         pictures = ((Place(c.source, "", c.key), c.content()) for c in bar if c.split == "train")
-        match(pictures, sets, found, threads)
-        write_overlap(found, out)
-        yield from dict.fromkeys(pair.key for pair in found.pairs)
+        match(pictures, sets, overlap, threads)
+        write_overlap(overlap, out)
+        yield from dict.fromkeys(pair.key for pair in overlap.pairs)
 
     return Exclusion(
         f"near {names}",

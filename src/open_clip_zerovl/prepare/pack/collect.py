@@ -8,13 +8,14 @@ local file that can be read again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.columns import is_utf8, texts_of
 from open_clip_zerovl.prepare.pack.rows import ADDRESS, PairRow, Reader, SourceNames
-from open_clip_zerovl.prepare.pack.store import Store, Stored
+from open_clip_zerovl.prepare.pack.store import PairDatabase, Stored
 from open_clip_zerovl.prepare.public.download import Downloader, Limits
 from open_clip_zerovl.prepare.public.gather import Gathering, Work
 from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, Picture, encode_picture
@@ -40,15 +41,20 @@ class Collecting:
         self,
         readers: Sequence[Reader],
         names: Sequence[SourceNames],
-        store: Store,
+        store: PairDatabase,
         folder: Path,
         *,
         encoding: Encoding,
         limits: Limits,
         work: Work,
     ) -> None:
-        self.readers, self.names, self.store, self.folder = readers, names, store, folder
-        self.encoding, self.work, self.downloader = encoding, work, Downloader(limits)
+        self.readers = readers
+        self.names = names
+        self.store = store
+        self.folder = folder
+        self.encoding = encoding
+        self.work = work
+        self.downloader = Downloader(limits)
         totals = [reader.total for reader in readers]
         self.gathering = Gathering(
             self._fetch,
@@ -122,11 +128,12 @@ class Collecting:
         batch.close()
 
 
+@dataclass(frozen=True)
 class Contents:
     """The bytes of samples: `contents(sample)` takes them from their spool, or from their input."""
 
-    def __init__(self, readers: Sequence[Reader], folder: Path) -> None:
-        self.readers, self.folder = readers, folder
+    readers: Sequence[Reader]
+    folder: Path
 
     def __call__(self, sample: Stored) -> bytes:
         """The bytes of a picture as it is stored.

@@ -29,7 +29,7 @@ _COCO_LISTS = re.compile(rb'"(images|annotations)"\s*:\s*\[')
 _BEGINNING_BYTES = 1 << 20
 
 #: A row by the names of its columns, or the reason why it cannot be read.
-Record = Mapping[str, Any] | str
+RowFields = Mapping[str, Any] | str
 
 
 class ColumnReader(Reader):
@@ -40,7 +40,7 @@ class ColumnReader(Reader):
     wanted: Columns
 
     @abstractmethod
-    def records(self, file: Path) -> Iterator[tuple[int, Record]]:
+    def records(self, file: Path) -> Iterator[tuple[int, RowFields]]:
         """(line, or number from 1; record) of each row of a file; of its columns at least those that are chosen."""
 
     def rows(self) -> Iterator[PairRow]:
@@ -77,7 +77,9 @@ class TableReader(ColumnReader):
     form = "table"
 
     def __init__(self, path: Path, wanted: Columns) -> None:
-        self.path, self.files, self.wanted = path, [path], wanted
+        self.path = path
+        self.files = [path]
+        self.wanted = wanted
         header = self._first_line()
         try:
             self.separator = wanted.separator or guess_separator(header)
@@ -102,7 +104,7 @@ class TableReader(ColumnReader):
         header_words = "" if self.has_header else "; no header line"
         self.columns = f"{self.chosen.words}, separator {self.separator!r}{header_words}"
 
-    def records(self, file: Path) -> Iterator[tuple[int, Record]]:
+    def records(self, file: Path) -> Iterator[tuple[int, RowFields]]:
         chosen = self.chosen
         names = dict.fromkeys([chosen.picture, *chosen.captions, *filter(None, [chosen.source])])
         places = [(name, self.names.index(name)) for name in names]
@@ -171,7 +173,9 @@ class JsonReader(ColumnReader):
     form = "json"
 
     def __init__(self, path: Path, wanted: Columns) -> None:
-        self.path, self.files, self.wanted = path, [path], wanted
+        self.path = path
+        self.files = [path]
+        self.wanted = wanted
         with opened_table(path) as file:
             first = file.readline(1 << 20).decode("utf-8-sig", "replace").lstrip()
         self.is_list = first.startswith("[")
@@ -184,7 +188,7 @@ class JsonReader(ColumnReader):
         self.chosen = choose(str(path), names, wanted.names)
         self.columns = self.chosen.words
 
-    def records(self, file: Path) -> Iterator[tuple[int, Record]]:
+    def records(self, file: Path) -> Iterator[tuple[int, RowFields]]:
         for line, value in self._values(file):
             yield line, value if isinstance(value, dict) else "no JSON object"
 
@@ -210,12 +214,18 @@ class CocoReader(ColumnReader):
     form = "json"
 
     def __init__(self, path: Path, wanted: Columns) -> None:
-        self.path, self.files, self.wanted = path, [path], wanted
+        self.path = path
+        self.files = [path]
+        self.wanted = wanted
         with opened_table(path) as file:
             images = (
-                one for one in json_array(file, str(path), key="images") if isinstance(one, dict)
+                image
+                for image in json_array(file, str(path), key="images")
+                if isinstance(image, dict)
             )
-            self.images = {one["id"]: one for one in images if isinstance(one.get("id"), int | str)}
+            self.images = {
+                image["id"]: image for image in images if isinstance(image.get("id"), int | str)
+            }
         names = _names(fields for fields in islice(self._annotations(path), _LOOKED_AT))
         self.chosen = choose(
             str(path),
@@ -224,7 +234,7 @@ class CocoReader(ColumnReader):
         )
         self.columns = f"annotations as MS-COCO's, caption {listed(self.chosen.captions)}"
 
-    def records(self, file: Path) -> Iterator[tuple[int, Record]]:
+    def records(self, file: Path) -> Iterator[tuple[int, RowFields]]:
         for number, fields in enumerate(self._annotations(file), start=1):
             wanted = fields.get("image_id")
             image = self.images.get(wanted, {}) if isinstance(wanted, int | str) else {}
@@ -240,7 +250,10 @@ class ArrowReader(ColumnReader):
     """Parquet files, or the Arrow files of `datasets.Dataset.save_to_disk`, with the same columns; read by pyarrow."""
 
     def __init__(self, form: str, path: Path, files: list[Path], wanted: Columns) -> None:
-        self.form, self.path, self.files, self.wanted = form, path, files, wanted
+        self.form = form
+        self.path = path
+        self.files = files
+        self.wanted = wanted
         self.splits = self._splits_of_files()
         self.total = 0
         for file in files:
@@ -258,7 +271,7 @@ class ArrowReader(ColumnReader):
             self.chosen, self.columns = chosen, chosen.words
             self.total += rows
 
-    def records(self, file: Path) -> Iterator[tuple[int, Record]]:
+    def records(self, file: Path) -> Iterator[tuple[int, RowFields]]:
         chosen = self.chosen
         names = list(
             dict.fromkeys([chosen.picture, *chosen.captions, *filter(None, [chosen.source])])

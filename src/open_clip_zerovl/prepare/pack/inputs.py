@@ -127,29 +127,25 @@ def open_input(
     if not path.exists():
         raise UserError(f"{path} does not exist" + did_you_mean(path, ": correct the path"))
     path = path.absolute()
-    found = form or (_form_of_file(path) if path.is_file() else _form_of_folder(path))
-    if found in ("folder", "classes"):
+    form = form or (_form_of_file(path) if path.is_file() else _form_of_folder(path))
+    if form in ("folder", "classes"):
         return (
-            FolderReader(path, wanted)
-            if found == "folder"
-            else ClassReader(path, wanted, templates)
+            FolderReader(path, wanted) if form == "folder" else ClassReader(path, wanted, templates)
         )
-    if found == "arrow":
-        return ArrowReader(found, path, [path] if path.is_file() else saved_files(path), wanted)
-    files = [path] if path.is_file() else _files(path, _IN_FOLDERS[found])
+    if form == "arrow":
+        return ArrowReader(form, path, [path] if path.is_file() else saved_files(path), wanted)
+    files = [path] if path.is_file() else _files(path, _IN_FOLDERS[form])
     if not files:
-        raise UserError(
-            f"{path} holds no file of --format {found} ({', '.join(_IN_FOLDERS[found])})"
-        )
-    if found == "parquet":
-        return ArrowReader(found, path, files, wanted)
-    if found == "webdataset":
+        raise UserError(f"{path} holds no file of --format {form} ({', '.join(_IN_FOLDERS[form])})")
+    if form == "parquet":
+        return ArrowReader(form, path, files, wanted)
+    if form == "webdataset":
         return TarReader(path, files, wanted)
     if len(files) > 1:
         raise UserError(
             f"{path} holds {len(files)} tables ({files[0].name}, {files[1].name} ...): give the table or the tables to pack"
         )
-    if found == "table":
+    if form == "table":
         return TableReader(files[0], wanted)
     return CocoReader(files[0], wanted) if is_coco(files[0]) else JsonReader(files[0], wanted)
 

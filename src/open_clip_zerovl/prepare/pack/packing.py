@@ -30,7 +30,7 @@ from open_clip_zerovl.prepare.pack.inputs import FORMATS, fetched, named_input, 
 from open_clip_zerovl.prepare.pack.page import write_report_page
 from open_clip_zerovl.prepare.pack.rows import Columns, Reader, SourceNames, source_name
 from open_clip_zerovl.prepare.pack.split import Exclusion, exclude, hold_out
-from open_clip_zerovl.prepare.pack.store import Store
+from open_clip_zerovl.prepare.pack.store import PairDatabase
 from open_clip_zerovl.prepare.pack.write import SILENT_SECONDS, write_split
 from open_clip_zerovl.prepare.public import manifest
 from open_clip_zerovl.prepare.public.download import Limits
@@ -116,7 +116,7 @@ class PackSettings:
             "shard_size": self.shard_size,
             "seed": self.seed,
             "encoding": self.encoding.settings(),
-            "left_out": [[one.reason, one.settings] for one in self.exclusions],
+            "left_out": [[exclusion.reason, exclusion.settings] for exclusion in self.exclusions],
         }
 
 
@@ -140,11 +140,13 @@ def pack(
     Raises:
         UserError: an input of another form, a folder of other inputs, or nothing to pack.
     """
-    out, settings, work = Path(out), settings or PackSettings(), work or Work()
+    out = Path(out)
+    settings = settings or PackSettings()
+    work = work or Work()
     check_writable(out, folder=True)
     say = print if work.progress else lambda _: None
-    beside = f"{os.path.abspath(out)}.parquet"  # the path "." has no name to add to
-    named = [named_input(fetched(text, Path(beside), say)) for text in inputs]
+    parquet = f"{os.path.abspath(out)}.parquet"  # the path "." has no name to add to
+    named = [named_input(fetched(text, Path(parquet), say)) for text in inputs]
     readers = [
         open_input(path, settings.columns, settings.form, settings.templates) for _, path in named
     ]
@@ -157,18 +159,18 @@ def pack(
     ]
     state = {
         "version": _FORMAT,
-        "inputs": [one["input"] for one in made_from],
+        "inputs": [entry["input"] for entry in made_from],
         f"{CONTENT}inputs": made_from,
         **settings.described(),
     }
     scratch = out / SCRATCH
     retry = work.retry_failed and scratch.is_dir()
     if _begin(out, state) and not retry:
-        found = json.loads((out / REPORT_FILE).read_text(encoding="utf-8"))
+        report = json.loads((out / REPORT_FILE).read_text(encoding="utf-8"))
         if work.progress:
             print(f"{out} is complete: nothing was done. Its contents:")
-            _show(found, out)
-        return found
+            _show(report, out)
+        return report
     if retry:
         (out / REPORT_FILE).unlink(missing_ok=True)
     known: dict[str, str] = {}
@@ -180,7 +182,7 @@ def pack(
         for scratch_file in out.rglob(".*.part"):  # which a process that was killed has left
             scratch_file.unlink(missing_ok=True)
         try:
-            with closing(Store(scratch / "rows.sqlite", seed=settings.seed)) as store:
+            with closing(PairDatabase(scratch / "rows.sqlite", seed=settings.seed)) as store:
                 collecting = Collecting(
                     readers,
                     sources,
@@ -191,7 +193,7 @@ def pack(
                     work=work,
                 )
                 collecting.run()
-                found = _finish(
+                report = _finish(
                     out, state, settings, store, readers, Contents(readers, scratch), work.progress
                 )
         except (OSError, sqlite3.Error) as error:
@@ -200,19 +202,19 @@ def pack(
             ) from error
         finally:
             (scratch / "rows.sqlite").unlink(missing_ok=True)
-    passing = [entry["rows"] for entry in found["refused"].values() if entry["transient"]]
+    passing = [entry["rows"] for entry in report["refused"].values() if entry["transient"]]
     if not passing:
         shutil.rmtree(scratch)
     if work.progress:
-        _show(found, out)
-    return found
+        _show(report, out)
+    return report
 
 
 def _finish(
     out: Path,
     state: dict[str, Any],
     settings: PackSettings,
-    store: Store,
+    store: PairDatabase,
     readers: Sequence[Reader],
     contents: Contents,
     progress: bool,
@@ -242,29 +244,25 @@ def _finish(
         "progress": progress,
     }
     classes = {label: number for number, label in enumerate(store.classes())}
-    of_source = {name: classes if store.has_classes(name) else {} for name in names}
-    written = [
-        write_split(
-            store,
-            contents,
-            out / name if several else out,
-            name,
-            split,
-            classes=of_source[name],
-            **about,
-        )
-        for name in names
-        for split in SPLITS
-        if store.count(name, split)
-    ]
+    written = []
+    for name in names:
+        folder = out / name if several else out
+        classes_of_source = classes if store.has_classes(name) else {}
+        for split in SPLITS:
+            if store.count(name, split):
+                written.append(
+                    write_split(
+                        store, contents, folder, name, split, classes=classes_of_source, **about
+                    )
+                )
     with announced("counting captions and sizes, and writing the report", progress):
-        found = reports.summarize(store, readers, written, out)
-        found["settings"] = settings.described()
+        report = reports.summarize(store, readers, written, out)
+        report["settings"] = settings.described()
         reports.write_refused(store, out / "refused.csv")
         reports.write_origins(store, out / "origins.csv.gz")
-        write_report_page(out, found, store, contents)
-    write_atomically(out / REPORT_FILE, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    return found
+        write_report_page(out, report, store, contents)
+    write_atomically(out / REPORT_FILE, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    return report
 
 
 @contextmanager
@@ -321,16 +319,14 @@ def _begin(out: Path, state: dict[str, Any]) -> bool:
 
     def restart(stored: dict[str, Any]) -> bool:
         """Pictures that were read can be used with these settings, or no picture was read; and no shard is written yet."""
-        useful = _early(stored) == _early(json.loads(json.dumps(state)))
-        useful = useful or _nothing_read(out / SCRATCH)
+        same_pictures = _early(stored) == _early(json.loads(json.dumps(state)))
+        read = any(
+            path.is_file() and not path.name.startswith(".") for path in (out / SCRATCH).rglob("*")
+        )
+        useful = same_pictures or not read
         return not complete and useful and not any(out.rglob(manifest.MANIFEST_FILE))
 
     return claim(out / PACK_FILE, state, restart=restart) and complete
-
-
-def _nothing_read(scratch: Path) -> bool:
-    """True where an earlier call ended before its first pictures: its folder holds nothing but the mark of the writer."""
-    return not any(path.is_file() and not path.name.startswith(".") for path in scratch.rglob("*"))
 
 
 def _early(state: dict[str, Any]) -> dict[str, Any]:
@@ -338,17 +334,17 @@ def _early(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name not in _LATE}
 
 
-def _nothing(store: Store, readers: Sequence[Reader]) -> str:
+def _nothing(store: PairDatabase, readers: Sequence[Reader]) -> str:
     """The sentence for inputs without a usable row."""
-    found = reports.refused(store)
-    if not found:
+    refused = reports.refused(store)
+    if not refused:
         return f"{', '.join(str(reader.path) for reader in readers)} has no rows: check the input"
     why = "; ".join(
         f"{reason} in {entry['rows']:,} (first {entry['examples'][0]['at']})"
-        for reason, entry in list(found.items())[:4]
+        for reason, entry in list(refused.items())[:4]
     )
-    passing = any(entry["transient"] for entry in found.values())
-    advice = next((reports.ADVICE[reason] for reason in found if reason in reports.ADVICE), None)
+    passing = any(entry["transient"] for entry in refused.values())
+    advice = next((reports.ADVICE[reason] for reason in refused if reason in reports.ADVICE), None)
     if passing:
         advice = "the same command with --retry-failed tries again the failures that may pass"
     elif advice is None:
@@ -356,15 +352,15 @@ def _nothing(store: Store, readers: Sequence[Reader]) -> str:
     return f"none of the {store.row_count:,} rows can be used: {why}; {advice}"
 
 
-def _show(found: dict[str, Any], out: Path) -> None:
-    for line in reports.lines(found, out):
+def _show(report: dict[str, Any], out: Path) -> None:
+    for line in reports.lines(report, out):
         print(line)
-    passing = sum(entry["rows"] for entry in found["refused"].values() if entry["transient"])
+    passing = sum(entry["rows"] for entry in report["refused"].values() if entry["transient"])
     if passing:
         print(
             f"{passing:,} rows failed for a reason that may pass: the same command with --retry-failed tries them again"
         )
     print(f"samples    {out / 'report.html'}")
-    print(reports.next_line(found))
-    for command in reports.commands(found, out):
+    print(reports.next_line(report))
+    for command in reports.commands(report, out):
         print(command)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.prepare.pack.report import commands, next_line
-from open_clip_zerovl.prepare.pack.store import Store, Stored
+from open_clip_zerovl.prepare.pack.store import PairDatabase, Stored
 from open_clip_zerovl.report.bounds import LOW_BEST, SHARED_CAPTIONS
 from open_clip_zerovl.report.html import thumbnail, write_page
 from open_clip_zerovl.shards.pictures import BadPicture, decoded, rgb
@@ -19,7 +19,7 @@ _Figures = list[tuple[str | None, str]]
 
 
 def write_report_page(
-    out: Path, report: dict[str, Any], store: Store, contents: Callable[[Stored], bytes]
+    out: Path, report: dict[str, Any], store: PairDatabase, contents: Callable[[Stored], bytes]
 ) -> None:
     """Write `report.html`.
 
@@ -36,19 +36,19 @@ def write_report_page(
         ]
 
     samples = []
-    for one in report["written"][: 2 * _SOURCES]:
+    for part in report["written"][: 2 * _SOURCES]:
         some = [
             (sample, " / ".join(texts))
-            for sample, texts, _ in islice(store.pairs(one["source"], one["split"]), _SAMPLES)
+            for sample, texts, _ in islice(store.pairs(part["source"], part["split"]), _SAMPLES)
         ]
-        heading = f"{one['source']} {one['split']}: {len(some)} of {one['pictures']:,}"
+        heading = f"{part['source']} {part['split']}: {len(some)} of {part['pictures']:,}"
         samples.append((heading, figures(some)))
     often = [
         (
-            store.sample(one["source"], one["key"]),
-            f"{one['rows']:,} rows, {one['files']:,} file{'s' * (one['files'] > 1)}",
+            store.sample(entry["source"], entry["key"]),
+            f"{entry['rows']:,} rows, {entry['files']:,} file{'s' * (entry['files'] > 1)}",
         )
-        for one in report["repeated_pictures"]["most"]
+        for entry in report["repeated_pictures"]["most"]
     ]
     best = report["repeated_captions"]["best_rsum"]
     write_page(

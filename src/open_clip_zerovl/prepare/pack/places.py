@@ -78,10 +78,10 @@ class Places:
 
     def _wrong(self, missing: list[PairRow]) -> UserError:
         first = missing[0]
-        found = self._found_elsewhere(os.path.relpath(first.place, self.folder))
+        folder = self._found_elsewhere(os.path.relpath(first.place, self.folder))
         advice = (
-            f"a file of that name lies in {found}: give --pictures-in {found}"
-            if found
+            f"a file of that name lies in {folder}: give --pictures-in {folder}"
+            if folder
             else f"relative paths start at {self.folder}: if the pictures are elsewhere, give their folder with --pictures-in"
         )
         where = f"line {first.line}" if first.line else first.file
@@ -95,10 +95,10 @@ class Places:
         name, seen = os.path.basename(picture), 0
         for folder, _, names in os.walk(self.file.parent):
             if name in names:
-                found = os.path.join(folder, name)
+                path = os.path.join(folder, name)
                 return (
-                    found[: -len(picture)].rstrip(os.sep)
-                    if found.endswith(os.sep + picture)
+                    path[: -len(picture)].rstrip(os.sep)
+                    if path.endswith(os.sep + picture)
                     else folder
                 )
             seen += len(names)

@@ -19,7 +19,7 @@ from open_clip_zerovl.core.files import atomic_file
 from open_clip_zerovl.data.columns import UNMARKED
 from open_clip_zerovl.data.names import FEWEST_PICTURES, SPLITS
 from open_clip_zerovl.prepare.pack.rows import Reader
-from open_clip_zerovl.prepare.pack.store import Store
+from open_clip_zerovl.prepare.pack.store import PairDatabase
 from open_clip_zerovl.report.bounds import LOW_BEST, RECALL_KS, SHARED_CAPTIONS
 
 _EXAMPLES = 5
@@ -43,7 +43,7 @@ _WORDS = r"(?i)'s|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}|[^\s\p{L}\p{N}]+"
 
 
 def summarize(
-    store: Store, readers: Sequence[Reader], written: Sequence[dict[str, Any]], out: Path
+    store: PairDatabase, readers: Sequence[Reader], written: Sequence[dict[str, Any]], out: Path
 ) -> dict[str, Any]:
     """All numbers of the report.
 
@@ -70,9 +70,9 @@ def summarize(
         ],
         "rows": store.row_count,
         "pictures": store.count(),
-        "captions": sum(one["captions"] for one in written),
+        "captions": sum(part["captions"] for part in written),
         "written": [
-            {**one, "folder": str(Path(one["folder"]).relative_to(out))} for one in written
+            {**part, "folder": str(Path(part["folder"]).relative_to(out))} for part in written
         ],
         "classes": store.classes(),
         "refused": refused(store),
@@ -89,7 +89,7 @@ def summarize(
     }
 
 
-def _class_notes(store: Store, input: int) -> list[str]:
+def _class_notes(store: PairDatabase, input: int) -> list[str]:
     """A note on pictures that several classes hold, if the first row of one is of this input."""
     count, first = store.db.execute(
         "SELECT COUNT(*), MIN(place) FROM (SELECT MIN(place) AS place FROM good WHERE label IS NOT NULL GROUP BY source, key "
@@ -100,21 +100,21 @@ def _class_notes(store: Store, input: int) -> list[str]:
     return [words] if count else []
 
 
-def refused(store: Store) -> dict[str, Any]:
+def refused(store: PairDatabase) -> dict[str, Any]:
     """Reason -> {rows, pictures, transient, examples} of rows that are refused, the most frequent first."""
-    found: dict[str, Any] = {}
+    refusals: dict[str, Any] = {}
     for reason, count, places, transient in store.db.execute(
         "SELECT COALESCE(rows.reason, pictures.reason) AS why, COUNT(*), COUNT(DISTINCT picture), MAX(COALESCE(transient, 0)) "
         "FROM rows LEFT JOIN pictures ON pictures.number = rows.picture WHERE why IS NOT NULL GROUP BY why "
         "ORDER BY COUNT(*) DESC, why"
     ):
-        found[reason] = {
+        refusals[reason] = {
             "rows": count,
             "pictures": places,
             "transient": bool(transient),
             "examples": [],
         }
-    for reason, entry in found.items():
+    for reason, entry in refusals.items():
         entry["examples"] = [
             {"at": where(file, line), "picture": place or ""}
             for file, line, place in store.db.execute(
@@ -123,7 +123,7 @@ def refused(store: Store) -> dict[str, Any]:
                 (reason, _EXAMPLES),
             )
         ]
-    return found
+    return refusals
 
 
 def where(file: str, line: int) -> str:
@@ -131,7 +131,7 @@ def where(file: str, line: int) -> str:
     return f"{file} line {line}" if line else file
 
 
-def write_refused(store: Store, path: Path) -> None:
+def write_refused(store: PairDatabase, path: Path) -> None:
     """Every row that is not in the shards as CSV: file, line, reason, the picture's place."""
     rows = store.db.execute(
         "SELECT file, line, COALESCE(rows.reason, pictures.reason, dropped) AS why, place FROM rows LEFT JOIN pictures ON "
@@ -142,7 +142,7 @@ def write_refused(store: Store, path: Path) -> None:
         _write_csv(file, ("file", "line", "reason", "picture"), rows)
 
 
-def write_origins(store: Store, path: Path) -> None:
+def write_origins(store: PairDatabase, path: Path) -> None:
     """Every row that is in a sample, as gzipped CSV: the sample's key, source and split, file and line, the picture's place."""
     rows = store.db.execute(
         "SELECT key, source, split, file, line, good.place FROM good JOIN samples USING (key, source) WHERE dropped IS NULL "
@@ -165,38 +165,36 @@ def _write_csv(file: Any, header: Sequence[str], rows: Iterable[Sequence[Any]]) 
 
 def lines(report: dict[str, Any], out: Path) -> list[str]:
     """The report for a terminal, without the commands; lengths, sizes and repetitions are on the page."""
-    found = []
-    for one in report["inputs"][:3]:
-        found += [f"{one['input']}: {one['form']}, {one['columns']}; {one['rows']:,} rows"]
-        found += [f"  {note}" for note in one["notes"]]
+    texts = []
+    for entry in report["inputs"][:3]:
+        texts += [f"{entry['input']}: {entry['form']}, {entry['columns']}; {entry['rows']:,} rows"]
+        texts += [f"  {note}" for note in entry["notes"]]
     if len(report["inputs"]) > 3:
-        found.append(f"and {len(report['inputs']) - 3} more inputs; {report['rows']:,} rows in all")
+        texts.append(f"and {len(report['inputs']) - 3} more inputs; {report['rows']:,} rows in all")
     counts = [f"{report[name]:,} {name}" for name in ("pictures", "captions", "rows")]
-    found.append(f"{counts[0]} with {counts[1]} of {counts[2]} are in {out}")
-    for one in report["written"][:6]:
-        plural = "shard " if one["shards"] == 1 else "shards"
-        found.append(
-            f"  {one['source'] + ' ' + one['split']:18s} {one['pictures']:>9,} pictures {one['captions']:>9,} captions "
-            f"{one['shards']:>5} {plural} {one['bytes'] / 1e6:>9,.1f} MB  {one['folder']}"
+    texts.append(f"{counts[0]} with {counts[1]} of {counts[2]} are in {out}")
+    for part in report["written"][:6]:
+        plural = "shard " if part["shards"] == 1 else "shards"
+        texts.append(
+            f"  {part['source'] + ' ' + part['split']:18s} {part['pictures']:>9,} pictures {part['captions']:>9,} captions "
+            f"{part['shards']:>5} {plural} {part['bytes'] / 1e6:>9,.1f} MB  {part['folder']}"
         )
     if len(report["written"]) > 6:
-        found.append(f"  and {len(report['written']) - 6} more folders")
+        texts.append(f"  and {len(report['written']) - 6} more folders")
     if classes := report["classes"]:
-        smallest, largest = (
-            min(classes, key=classes.__getitem__),
-            max(classes, key=classes.__getitem__),
-        )
-        found.append(
+        smallest = min(classes, key=classes.__getitem__)
+        largest = max(classes, key=classes.__getitem__)
+        texts.append(
             f"classes    {len(classes)}, of {classes[smallest]:,} ({smallest!r}) to {classes[largest]:,} ({largest!r}) pictures"
         )
-    found += _refused_lines(report)
-    found += [
+    texts += _refused_lines(report)
+    texts += [
         f"left out   {count:,} pictures {reason}, in refused.csv too"
         for reason, count in report["dropped"].items()
     ]
     if report["repeated_captions"]["best_rsum"] < LOW_BEST:
-        found.append(f"repeated   {SHARED_CAPTIONS}")
-    return [printable(line) for line in found]
+        texts.append(f"repeated   {SHARED_CAPTIONS}")
+    return [printable(line) for line in texts]
 
 
 def _refused_lines(report: dict[str, Any]) -> list[str]:
@@ -204,7 +202,7 @@ def _refused_lines(report: dict[str, Any]) -> list[str]:
     total = sum(entry["rows"] for _, entry in refused)
     if not total:
         return ["refused    nothing"]
-    found = [
+    texts = [
         f"refused    {'1 row, which is' if total == 1 else f'{total:,} rows, all of them'} in refused.csv:"
     ]
     shown_reasons = 5 if len(refused) == 5 else 4
@@ -212,12 +210,12 @@ def _refused_lines(report: dict[str, Any]) -> list[str]:
         shown = ", ".join(example["at"] for example in entry["examples"][:_SHOWN_EXAMPLES])
         more = " ..." if entry["rows"] > _SHOWN_EXAMPLES else ""
         advice = f"; {ADVICE[reason]}" if reason in ADVICE else ""
-        found.append(f"  {entry['rows']:>7,} {reason}: {shown}{more}{advice}")
+        texts.append(f"  {entry['rows']:>7,} {reason}: {shown}{more}{advice}")
     if rest := refused[shown_reasons:]:
-        found.append(
+        texts.append(
             f"  {sum(entry['rows'] for _, entry in rest):>7,} for {len(rest)} other reasons"
         )
-    return found
+    return texts
 
 
 def commands(report: dict[str, Any], out: Path) -> list[str]:
@@ -227,24 +225,26 @@ def commands(report: dict[str, Any], out: Path) -> list[str]:
     pictures that are held out.
     """
     folders = {
-        split: [one for one in report["written"] if one["split"] == split] for split in SPLITS
+        split: [part for part in report["written"] if part["split"] == split] for split in SPLITS
     }
-    train = "::".join(f"{one['source']}={out / one['folder']}" for one in folders["train"])
-    sets = "::".join(f"{one['source']}={(out / one['folder']).parent}" for one in folders["test"])
+    train = "::".join(f"{part['source']}={out / part['folder']}" for part in folders["train"])
+    sets = "::".join(
+        f"{part['source']}={(out / part['folder']).parent}" for part in folders["test"]
+    )
     tuned, aligned = (
         shlex.quote(f"{out if out.name else out.absolute()}-{end}") for end in ("tuned", "aligned")
     )
     packed = shlex.quote(str(out))
-    found = [
+    proposals = [
         f"zerovl finetune --from {RELEASED} --data {packed} --out {tuned}",
         f"zerovl align {ENCODERS} --data {packed} --out {aligned}",
     ]
     if few_to_hold_out(report):
-        found = []
+        proposals = []
     if too_few(report):
         command = "zero-shot" if report["classes"] else "retrieval"
         return [
-            *found,
+            *proposals,
             *([f"zerovl {command} {RELEASED} --data {shlex.quote(sets)}"] if sets else []),
         ]
     flags = ["--train-data", shlex.quote(train)]
@@ -258,9 +258,9 @@ def commands(report: dict[str, Any], out: Path) -> list[str]:
         flags += ["--captions", "one-per-epoch"]
     if report["classes"] or report["repeated_captions"]["best_rsum"] < LOW_BEST:
         flags += ["--positives", "caption"]
-    smallest = min((one["pictures"] for one in folders["train"]), default=0)
+    smallest = min((part["pictures"] for part in folders["train"]), default=0)
     flags += ["--warmup-share", "0.025", "--batch-size", str(batch_size(smallest))]
-    return [*found, f"zerovl train --model ViT-B-32 {' '.join(flags)}"]
+    return [*proposals, f"zerovl train --model ViT-B-32 {' '.join(flags)}"]
 
 
 def next_line(report: dict[str, Any]) -> str:
@@ -274,13 +274,13 @@ def next_line(report: dict[str, Any]) -> str:
 
 def few_to_hold_out(report: dict[str, Any]) -> bool:
     """True if nothing is held out, and there are too few pictures for `zerovl finetune` to hold some out."""
-    nothing = all(one["split"] == "train" for one in report["written"])
+    nothing = all(part["split"] == "train" for part in report["written"])
     return nothing and report["pictures"] < FEWEST_PICTURES
 
 
 def too_few(report: dict[str, Any]) -> bool:
     """True if there are too few training pictures to train a model from nothing."""
-    return sum(one["pictures"] for one in report["written"] if one["split"] == "train") < FEWEST
+    return sum(part["pictures"] for part in report["written"] if part["split"] == "train") < FEWEST
 
 
 def batch_size(pictures: int) -> int:
@@ -319,8 +319,8 @@ def _tokenizer() -> Any:
     vocabulary = {word: number for number, word in enumerate(words)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, end_of_word_suffix="</w>"))
     quotes = [
-        normalizers.Replace(Regex(marks), plain)
-        for marks, plain in (("[\u2018\u2019]", "'"), ("[\u201c\u201d]", '"'))
+        normalizers.Replace(Regex(quote_marks), plain)
+        for quote_marks, plain in (("[\u2018\u2019]", "'"), ("[\u201c\u201d]", '"'))
     ]
     tokenizer.normalizer = normalizers.Sequence([*quotes, normalizers.Lowercase()])
     split = pre_tokenizers.Split(Regex(_WORDS), "removed", invert=True)
@@ -330,23 +330,23 @@ def _tokenizer() -> Any:
     return tokenizer
 
 
-def _tokens(store: Store) -> dict[str, Any]:
+def _tokens(store: PairDatabase) -> dict[str, Any]:
     """Tokens of CLIP in captions of the first samples in the order, begin and end included."""
     cursor = store.db.execute(
         "SELECT text FROM written ORDER BY position, row, place LIMIT ?", (TOKENIZED,)
     )
     texts = [text for (text,) in cursor]
-    counts = np.array([len(one.ids) + 2 for one in _tokenizer().encode_batch(texts)])
+    counts = np.array([len(encoding.ids) + 2 for encoding in _tokenizer().encode_batch(texts)])
     return {"captions": len(counts), **_spread(counts), "cut": int((counts > CONTEXT).sum())}
 
 
-def _most_captions(store: Store) -> int:
+def _most_captions(store: PairDatabase) -> int:
     return store.value(
         "SELECT COALESCE(MAX(n), 0) FROM (SELECT COUNT(DISTINCT text) AS n FROM written GROUP BY source, key)"
     )
 
 
-def _repeated_captions(store: Store) -> dict[str, Any]:
+def _repeated_captions(store: PairDatabase) -> dict[str, Any]:
     """The number of pictures with a caption that another picture has too, and the captions with most pictures."""
     store.db.execute(
         "CREATE TEMP TABLE IF NOT EXISTS repeated AS SELECT text, COUNT(DISTINCT key) AS pictures FROM texts GROUP BY text "
@@ -363,7 +363,7 @@ def _repeated_captions(store: Store) -> dict[str, Any]:
     }
 
 
-def _best_rsum(store: Store) -> float:
+def _best_rsum(store: PairDatabase) -> float:
     """RSUM of the best possible model on these pairs: it cannot tell pictures of one text apart by the text.
 
     A text with n pictures finds its own among K with the probability K/n, and the picture its text likewise.
@@ -377,7 +377,7 @@ def _best_rsum(store: Store) -> float:
     return 200 * sum(hits) / max(whole, 1)
 
 
-def _repeated_pictures(store: Store) -> dict[str, Any]:
+def _repeated_pictures(store: PairDatabase) -> dict[str, Any]:
     """The number of rows with the picture of an earlier row of their source, and the pictures with most rows."""
     store.db.execute(
         "CREATE TEMP TABLE IF NOT EXISTS often AS SELECT key, source, COUNT(*) AS n, COUNT(DISTINCT number) AS files FROM good "
@@ -396,14 +396,13 @@ def _repeated_pictures(store: Store) -> dict[str, Any]:
     }
 
 
-def _sizes(store: Store) -> dict[str, Any]:
-    found = store.db.execute(
+def _sizes(store: PairDatabase) -> dict[str, Any]:
+    cursor = store.db.execute(
         "SELECT width, height, bytes, turned, shrunk, whitened FROM pictures JOIN (SELECT DISTINCT picture FROM samples "
         "WHERE dropped IS NULL) AS one ON pictures.number = one.picture"
     )
-    rows = np.fromiter(
-        found, dtype=np.dtype((np.int64, 6))
-    )  # not fetchall: ten million tuples take gigabytes
+    # not fetchall: ten million tuples take gigabytes
+    rows = np.fromiter(cursor, dtype=np.dtype((np.int64, 6)))
     longer, shorter = rows[:, :2].max(1, initial=0), rows[:, :2].min(1, initial=1 << 30)
     return {
         "longer_side": _spread(longer),

@@ -218,6 +218,7 @@ _RESERVED |= {"near.json", "near.html", "dataset_type.txt"}
 _LONGEST_BYTES = 200  # of a folder's name; file systems take 255
 
 
+@dataclass(frozen=True)
 class SourceNames:
     """Names of the sources of one input: its own, or the values of the source column.
 
@@ -227,8 +228,9 @@ class SourceNames:
         known: name -> value of the sources that are already known, shared by all inputs.
     """
 
-    def __init__(self, name: str, column: str | None, known: dict[str, str]) -> None:
-        self.name, self.column, self.known = name, column, known
+    name: str
+    column: str | None
+    known: dict[str, str]
 
     def of(self, value: Any) -> tuple[str | None, str]:
         """(name of the source, why there is none) of a row with this value in the source column.

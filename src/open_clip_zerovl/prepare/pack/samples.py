@@ -115,8 +115,8 @@ class FolderReader(SampleReader):
                 stem, suffix = os.path.splitext(name)
                 if suffix.lower() in PICTURE_SUFFIXES:
                     self.pictures.append(Path(folder, name))
-                    beside = {f"{stem}.txt", f"{stem}.json"} & here
-                    self.texts.update(os.path.join(folder, text) for text in beside)
+                    texts = {f"{stem}.txt", f"{stem}.json"} & here
+                    self.texts.update(os.path.join(folder, text) for text in texts)
         self.total = len(self.pictures)
         self.splits = FolderSplits(str(picture.relative_to(path)) for picture in self.pictures)
         self.files = [*self.pictures, *map(Path, sorted(self.texts))]
@@ -141,8 +141,8 @@ class FolderReader(SampleReader):
             row = PairRow(str(file), (), name, name=name, split=split)
             try:
                 text, table = (
-                    _read(one) if one in self.texts else None
-                    for one in (f"{stem}.txt", f"{stem}.json")
+                    _read(path) if path in self.texts else None
+                    for path in (f"{stem}.txt", f"{stem}.json")
                 )
             except Failure as failure:
                 yield row._replace(refused=failure.reason)
@@ -249,7 +249,9 @@ class TarReader(SampleReader):
     form = "webdataset"
 
     def __init__(self, path: Path, files: list[Path], wanted: Columns) -> None:
-        self.path, self.files, self.wanted = path, files, wanted
+        self.path = path
+        self.files = files
+        self.wanted = wanted
         self.splits = self._splits_of_files()
         first: list[_Member] = []
         for file in files:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.names import SPLITS
-from open_clip_zerovl.prepare.pack.store import Store, Stored
+from open_clip_zerovl.prepare.pack.store import PairDatabase, Stored
 
 
 class Candidate(NamedTuple):
@@ -39,7 +39,7 @@ class Exclusion:
     settings: str = ""
 
 
-def hold_out(store: Store, share: float) -> None:
+def hold_out(store: PairDatabase, share: float) -> None:
     """Move a share of each source's pictures, at least one, into the split "test". A picture is on one side in all sources.
 
     Raises:
@@ -63,7 +63,9 @@ def hold_out(store: Store, share: float) -> None:
             )
 
 
-def exclude(store: Store, exclusions: Iterable[Exclusion], read: Callable[[Stored], bytes]) -> None:
+def exclude(
+    store: PairDatabase, exclusions: Iterable[Exclusion], read: Callable[[Stored], bytes]
+) -> None:
     """Mark the pictures that the exclusions name as dropped."""
     for exclusion in exclusions:
         keys = list(exclusion.keys(_candidates(store, read)))
@@ -73,7 +75,7 @@ def exclude(store: Store, exclusions: Iterable[Exclusion], read: Callable[[Store
         )
 
 
-def _candidates(store: Store, read: Callable[[Stored], bytes]) -> Iterator[Candidate]:
+def _candidates(store: PairDatabase, read: Callable[[Stored], bytes]) -> Iterator[Candidate]:
     for source in store.sources():
         for split in SPLITS:
             for sample in store.samples(source, split):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.held_out import position
 from open_clip_zerovl.prepare.pack.rows import PairRow
-from open_clip_zerovl.prepare.public.spool import Outcome
+from open_clip_zerovl.prepare.public.spool import RowOutcome
 
 _TABLES = """
 CREATE TABLE rows (id INTEGER PRIMARY KEY, input INT, file TEXT, line INT, source TEXT, picture INT, reason TEXT, label TEXT,
@@ -68,7 +68,7 @@ class Stored(NamedTuple):
     name: str
 
 
-class Store:
+class PairDatabase:
     """The tables; one thread uses it."""
 
     def __init__(self, path: Path, *, seed: int) -> None:
@@ -88,9 +88,9 @@ class Store:
     def number_of(self, place: str | bytes, input: int, name: str = "") -> tuple[int, bool]:
         """(number of the picture at a place, or with these bytes; whether it is new)."""
         digest = bytes.fromhex(digest_of(place))  # of bytes another one than of a place
-        found = self.db.execute("SELECT number FROM pictures WHERE hash = ?", (digest,)).fetchone()
-        if found:
-            return found[0], False
+        known = self.db.execute("SELECT number FROM pictures WHERE hash = ?", (digest,)).fetchone()
+        if known:
+            return known[0], False
         shown = "" if isinstance(place, bytes) else _shown(place)
         self.db.execute(
             "INSERT INTO pictures (number, hash, input, place, name) VALUES (?, ?, ?, ?, ?)",
@@ -129,7 +129,7 @@ class Store:
             "INSERT INTO captions VALUES (?, ?)", [(self.row_count, text) for text in captions]
         )
 
-    def add_outcomes(self, first: int, outcomes: Mapping[int, Outcome]) -> None:
+    def add_outcomes(self, first: int, outcomes: Mapping[int, RowOutcome]) -> None:
         """Keep the outcomes of pictures; their numbers are counted from `first`."""
         about = ("key", "width", "height", "bytes", "sum", "turned", "shrunk", "whitened")
         self.db.executemany(
@@ -137,17 +137,17 @@ class Store:
             "transient=? WHERE number=?",
             (
                 (
-                    *(one.about.get(name) for name in about),
+                    *(outcome.about.get(name) for name in about),
                     *(
-                        one.extension,
-                        one.offset_bytes,
-                        one.size_bytes,
-                        one.reason or None,
-                        one.transient,
+                        outcome.extension,
+                        outcome.offset_bytes,
+                        outcome.size_bytes,
+                        outcome.reason or None,
+                        outcome.transient,
                     ),
                     first + number,
                 )
-                for number, one in outcomes.items()
+                for number, outcome in outcomes.items()
             ),
         )
 
@@ -214,9 +214,9 @@ class Store:
             (source, split),
         )
         for sample, rows in groupby(cursor, key=lambda row: row[:-2]):
-            found = list(rows)
-            label = next((label for *_, label, _ in found if label is not None), None)
-            yield Stored(*sample), list(dict.fromkeys(text for *_, text in found)), label
+            labelled_texts = list(rows)
+            label = next((label for *_, label, _ in labelled_texts if label is not None), None)
+            yield Stored(*sample), list(dict.fromkeys(text for *_, text in labelled_texts)), label
 
     def classes(self) -> dict[str, int]:
         """Class -> its pictures, in order of the names."""

@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.core.identity import digest_of_all
 from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES
-from open_clip_zerovl.prepare.pack.store import Store, Stored
+from open_clip_zerovl.prepare.pack.store import PairDatabase, Stored
 from open_clip_zerovl.prepare.public import manifest
 from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample
 from open_clip_zerovl.shards.writing import SHARD_COUNT, SIZES_FILE, mark_retrieval_set
@@ -32,7 +32,7 @@ SILENT_SECONDS = 2.0  # longer work shows a bar or a line
 
 
 def write_split(
-    store: Store,
+    store: PairDatabase,
     contents: Callable[[Stored], bytes],
     folder: Path,
     source: str,
@@ -71,17 +71,18 @@ def write_split(
     manifest.begin(here, dataset=source, split=split, made_from=made_from, settings=settings)
     pairs = store.pairs(source, split)
 
-    def sample_of(one: Stored, captions: list[str], label: str | None) -> Sample:
+    def sample_of(stored: Stored, captions: list[str], label: str | None) -> Sample:
         bar.update()
-        text, about = "\n".join(captions), json.dumps({"file": one.name}) if one.name else None
+        text = "\n".join(captions)
+        about = json.dumps({"file": stored.name}) if stored.name else None
         files = {
-            one.extension: contents(one),
+            stored.extension: contents(stored),
             TEXT_EXTENSION: text.encode(),
             **({"json": about.encode()} if about else {}),
         }
         if label is not None:
             files["cls"] = str(classes[label]).encode()
-        return Sample(one.key, files)
+        return Sample(stored.key, files)
 
     bar = tqdm(
         desc=f"writing {source} {split}",
@@ -122,10 +123,12 @@ def write_split(
     return {"source": source, "split": split, "folder": str(here), **counts}
 
 
-def _digest(store: Store, source: str, split: str) -> str:
+def _digest(store: PairDatabase, source: str, split: str) -> str:
     """A hash of all samples in their order: keys, captions, names of files, classes."""
     pairs = store.pairs(source, split)
-    return digest_of_all([one.key, captions, one.name, label] for one, captions, label in pairs)
+    return digest_of_all(
+        [stored.key, captions, stored.name, label] for stored, captions, label in pairs
+    )
 
 
 def _forget(folder: Path, known: Mapping[str, Any]) -> None:

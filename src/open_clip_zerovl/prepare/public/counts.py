@@ -42,7 +42,7 @@ def find_datasets(folders: Iterable[str | Path]) -> list[Dataset]:
     Raises:
         UserError: no folder that counts.
     """
-    found: list[Dataset] = []
+    datasets: list[Dataset] = []
     empty = []
     for path in (Path(folder).expanduser() for folder in folders):
         here = list(_below(path, path.absolute().name, DEPTH)) if path.is_dir() else []
@@ -50,38 +50,46 @@ def find_datasets(folders: Iterable[str | Path]) -> list[Dataset]:
             empty.append(
                 f"{path} has no shards with a {SIZES_FILE} or a {MANIFEST_FILE}: prepare the data, or `zerovl data index` it."
             )
-        found += here
-    if not found:
+        datasets += here
+    if not datasets:
         raise UserError(empty[0] if empty else "there is no folder among the paths; give one")
     for sentence in empty:
         log.warning(sentence)
-    return found
+    return datasets
 
 
 def report(folders: Iterable[str | Path]) -> str:
     """The datasets as a table, and missing pairs by reason."""
-    found = find_datasets(folders)
+    datasets = find_datasets(folders)
     rows = []
-    for one in found:
-        share = f"{one.images / one.rows:.1%}" if one.rows else ""
-        rows.append([one.name, f"{one.images:,}", f"{one.texts:,}", share, f"{one.shards:,}"])
+    for dataset in datasets:
+        share = f"{dataset.images / dataset.rows:.1%}" if dataset.rows else ""
+        rows.append(
+            [
+                dataset.name,
+                f"{dataset.images:,}",
+                f"{dataset.texts:,}",
+                share,
+                f"{dataset.shards:,}",
+            ]
+        )
     lines = text_table(["dataset", "images", "texts", "of list", "shards"], rows).splitlines()
-    for one in found:
-        if not one.complete:
+    for dataset in datasets:
+        if not dataset.complete:
             lines.append(
-                f"{one.name}: not complete, call its command again to go on ({one.folder})"
+                f"{dataset.name}: not complete, call its command again to go on ({dataset.folder})"
             )
-        if one.failures:
+        if dataset.failures:
             lost = ", ".join(
-                f"{reason} {count:,}" for reason, count in Counter(one.failures).most_common(8)
+                f"{reason} {count:,}" for reason, count in Counter(dataset.failures).most_common(8)
             )
-            lines.append(f"{one.name}: missing by reason: {lost}")
+            lines.append(f"{dataset.name}: missing by reason: {lost}")
     return "\n".join(lines)
 
 
 def _below(folder: Path, name: str, depth: int) -> Iterable[Dataset]:
     try:
-        found = _dataset(folder, name)
+        dataset = _dataset(folder, name)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
@@ -89,8 +97,8 @@ def _below(folder: Path, name: str, depth: int) -> Iterable[Dataset]:
             f"{folder} cannot be counted, because a JSON file in it has another content than its program writes "
             f"({type(error).__name__}: {error}): remove {MANIFEST_FILE} or the *_stats.json, or leave the folder out"
         ) from error
-    if found is not None:
-        yield found
+    if dataset is not None:
+        yield dataset
     elif depth:
         for entry in sorted(folder.iterdir()):
             if (
@@ -116,9 +124,10 @@ def _dataset(folder: Path, name: str) -> Dataset | None:
             manifest["complete"],
             manifest["failures"],
         )
-    if tables := [
+    tables = [
         json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*_stats.json"))
-    ]:
+    ]
+    if tables:
         failures: Counter[str] = Counter()
         for table in tables:
             failures.update(

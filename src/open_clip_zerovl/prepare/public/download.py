@@ -97,17 +97,19 @@ class Downloader:
         for _ in range(_MOST_REDIRECTS + 1):
             if not url.lower().startswith(("http://", "https://")) or " " in url.split("/")[2]:
                 raise Failure("bad redirect" if guarded else "not a web address")
-            found = await self._answer(url, guarded)
-            if isinstance(found, bytes):
-                return found
-            url, guarded = urljoin(url, found), True
+            answer = await self._answer(url, guarded)
+            if isinstance(answer, bytes):
+                return answer
+            url, guarded = urljoin(url, answer), True
         raise Failure("bad redirect")
 
     async def _answer(self, url: str, redirected: bool) -> bytes | str:
         """The bytes of an answer, or the address of a redirect."""
         import aiohttp
 
-        limits, pieces, size = self.limits, [], 0
+        limits = self.limits
+        pieces = []
+        size = 0
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=limits.idle_seconds, sock_read=limits.idle_seconds
         )
@@ -144,10 +146,10 @@ class Downloader:
 
         class PublicResolver(ThreadedResolver):
             async def resolve(self, *arguments: Any, **options: Any) -> Any:
-                found = await super().resolve(*arguments, **options)
-                if not all(_is_public(entry["host"]) for entry in found):
+                addresses = await super().resolve(*arguments, **options)
+                if not all(_is_public(entry["host"]) for entry in addresses):
                     raise Failure(_PRIVATE)
-                return found
+                return addresses
 
         host = urlsplit(url).hostname or ""
         if guarded and (host == "localhost" or not _is_public(host)):
@@ -191,12 +193,12 @@ def _explained(error: BaseException) -> Failure | None:
         (aiohttp.ClientResponseError, "not http", True),
         ((aiohttp.ClientError, OSError), "network error", True),
     )
-    found = (
+    failures = (
         Failure(why, transient=again)
         for kind, why, again in kinds
         if isinstance(error, kind) or isinstance(cause, kind)
     )
-    return next(found, None)
+    return next(failures, None)
 
 
 BY_OTHER_MEANS = (
@@ -232,9 +234,8 @@ def fetch_file(
                 identity = _go_on(url, part, policy or RetryPolicy(retries=4), progress)
                 part.replace(path)
             except Unreachable as error:
-                if (
-                    error.reason == "server answered 416" and part.stat().st_size
-                ):  # the part is as long as the file
+                # the part is as long as the file
+                if error.reason == "server answered 416" and part.stat().st_size:
                     part.unlink()
                     continue
                 raise UserError(f"{url} cannot be fetched ({error}); {advice}") from error

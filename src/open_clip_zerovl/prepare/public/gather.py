@@ -64,7 +64,9 @@ class Gathering:
         title: str,
         total_rows: int | None,
     ) -> None:
-        self.fetch, self.finish, self.work = fetch, finish, work
+        self.fetch = fetch
+        self.finish = finish
+        self.work = work
         self.pool = ThreadPoolExecutor(work.threads, thread_name_prefix="picture")
         self.results: queue.SimpleQueue[tuple[Spool, int, Picture | BaseException]] = (
             queue.SimpleQueue()

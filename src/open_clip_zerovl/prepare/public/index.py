@@ -150,18 +150,20 @@ def check_shards(
         raise UserError(f"{folder} holds no *.tar shards: give a source's own folder.")
 
     def check(name: str) -> ShardCheck:
-        found = ShardCheck(name)
+        shard_check = ShardCheck(name)
         if not (path / name).is_file():
-            found.fault("shard missing")
-            return found
-        _check_shard(path / name, found, decode)
+            shard_check.fault("shard missing")
+            return shard_check
+        _check_shard(path / name, shard_check, decode)
         if hashes and sha256_of(path / name) != expected_hashes.get(name):
-            found.fault("hash differs from the manifest's")
+            shard_check.fault("hash differs from the manifest's")
         if sizes is not None and name not in sizes:
-            found.fault("not in sizes.json")
-        elif sizes is not None and sizes[name] != found.samples:
-            found.fault(f"holds {found.samples} samples, and {sizes[name]} in sizes.json")
-        return found
+            shard_check.fault("not in sizes.json")
+        elif sizes is not None and sizes[name] != shard_check.samples:
+            shard_check.fault(
+                f"holds {shard_check.samples} samples, and {sizes[name]} in sizes.json"
+            )
+        return shard_check
 
     begin = time.perf_counter()
     with (
@@ -169,41 +171,40 @@ def check_shards(
         tqdm(total=len(names), unit="shard", disable=not progress) as bar,
     ):
         shards = []
-        for found in pool.map(check, names):
-            shards.append(found)
+        for shard_check in pool.map(check, names):
+            shards.append(shard_check)
             bar.update()
     return FolderCheck(shards, time.perf_counter() - begin)
 
 
-def _check_shard(path: Path, found: ShardCheck, decode: bool) -> None:
+def _check_shard(path: Path, shard_check: ShardCheck, decode: bool) -> None:
     """Check one shard into `found`."""
     seen: set[str] = set()
     with open(path, "rb", buffering=0) as file:
-        found.size_bytes = os.fstat(file.fileno()).st_size
+        shard_check.size_bytes = os.fstat(file.fileno()).st_size
 
         def read_at(offset: int, size: int) -> bytes:
-            return os.pread(
-                file.fileno(), min(size, found.size_bytes), offset
-            )  # a damaged header may claim any size
+            # a damaged header may claim any size
+            return os.pread(file.fileno(), min(size, shard_check.size_bytes), offset)
 
-        members = walk_tar(read_at, found.size_bytes)
+        members = walk_tar(read_at, shard_check.size_bytes)
         try:
             for key, faults in group(
                 (member.name, _fault(read_at, member, decode)) for member in members
             ):
-                found.samples += 1
+                shard_check.samples += 1
                 if key in seen:
-                    found.fault("key comes twice", key)
+                    shard_check.fault("key comes twice", key)
                 seen.add(key)
                 if TEXT_EXTENSION not in faults:
-                    found.fault("no caption", key)
+                    shard_check.fault("no caption", key)
                 if image_of(faults) is None:
-                    found.fault("no picture", key)
+                    shard_check.fault("no picture", key)
                 for fault in faults.values():
                     if fault:
-                        found.fault(fault, key)
+                        shard_check.fault(fault, key)
         except BrokenTar as error:
-            found.fault(f"broken: {error}")
+            shard_check.fault(f"broken: {error}")
 
 
 def _fault(read_at: ReadAt, member: Member, decode: bool) -> str:

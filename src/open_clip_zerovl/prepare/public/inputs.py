@@ -103,15 +103,15 @@ def annotated(
         UserError: no annotations, or an error of `locate`.
     """
     paths = locate(dataset, source, out / "downloads", progress=progress)
-    found = find_member(paths, names[0]) or find_member(
+    annotations = find_member(paths, names[0]) or find_member(
         [path for path in paths if path.suffix == ".json"], *names
     )
-    if found is None:
+    if annotations is None:
         raise UserError(
             f"{names[0]} is not in {', '.join(map(str, paths))}: give it with --source."
         )
-    with closing(PictureStore(path for path in paths if path != found[0])) as store:
-        yield found, store
+    with closing(PictureStore(path for path in paths if path != annotations[0])) as store:
+        yield annotations, store
 
 
 class PictureStore:

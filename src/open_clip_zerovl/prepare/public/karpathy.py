@@ -17,6 +17,7 @@ import csv
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from open_clip_zerovl.data.annotations import CaptionedImage, read_karpathy
 from open_clip_zerovl.prepare.public.inputs import PictureStore, annotated, described
 from open_clip_zerovl.prepare.public.pairs import (
     SHARD_SIZE,
-    Row,
+    DatasetRow,
     Work,
     prepare_pairs,
     shuffled_apart,
@@ -62,17 +63,19 @@ def prepare_karpathy(
         UserError: no annotations or no pictures, annotations of another form, or a val or test set that lacks a picture: scores
             on a part of a test set cannot be compared.
     """
-    out, work, json_name = Path(out), work or Work(), ANNOTATIONS[dataset]
+    out = Path(out)
+    work = work or Work()
+    json_name = ANNOTATIONS[dataset]
     if work.part != (0, 1):
         raise UserError(f"{dataset} is made in one piece: leave out --part.")
     work = replace(work, attempts=1)  # a retry does not bring a missing file
     with annotated(dataset, source, out, (json_name, ".json"), progress=work.progress) as (
-        found,
+        annotations,
         store,
     ):
-        images = read_karpathy(*found)
+        images = read_karpathy(*annotations)
         store.check("their folders or zips")
-        made_from = {"files": described([found[0]]), "seed": seed}
+        made_from = {"files": described([annotations[0]]), "seed": seed}
         manifests = {}
         # The small sets first, so that a missing picture is noticed before hours of work on the training pairs.
         for split in ("test", "val"):
@@ -96,25 +99,22 @@ def prepare_karpathy(
     return manifests
 
 
-def zerovl_csv(
-    images: Sequence[CaptionedImage], *, captions_per_image: int = CAPTIONS_PER_IMAGE
-) -> str:
+def zerovl_csv(images: Sequence[CaptionedImage]) -> str:
     """The table that ZeroVL's released evaluation reads, one line a caption, as CSV."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("image", "image_id", "caption", "caption_id"))
     for image in images:
-        for caption, caption_id in list(zip(image.captions, image.caption_ids, strict=True))[
-            :captions_per_image
-        ]:
+        captions = zip(image.captions, image.caption_ids, strict=True)
+        for caption, caption_id in islice(captions, CAPTIONS_PER_IMAGE):
             writer.writerow((image.filename, image.image_id, caption, caption_id))
     return text.getvalue()
 
 
-def _training_rows(images: Sequence[CaptionedImage], seed: int) -> Iterator[Row]:
+def _training_rows(images: Sequence[CaptionedImage], seed: int) -> Iterator[DatasetRow]:
     for i, text in shuffled_apart([len(image.captions) for image in images], seed=seed):
         image = images[i]
-        yield Row(f"{image.image_id}_{text}", image.captions[text], image.filename)
+        yield DatasetRow(f"{image.image_id}_{text}", image.captions[text], image.filename)
 
 
 def _retrieval_set(
@@ -128,7 +128,8 @@ def _retrieval_set(
     work: Work,
 ) -> dict[str, Any]:
     rows = (
-        Row(f"{image.image_id:012d}", "\n".join(image.captions), image.filename) for image in images
+        DatasetRow(f"{image.image_id:012d}", "\n".join(image.captions), image.filename)
+        for image in images
     )
     manifest = prepare_pairs(
         out / split,

@@ -17,7 +17,7 @@ from typing import IO, Any
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.prepare.public.download import Downloader, Limits
 from open_clip_zerovl.prepare.public.inputs import described, locate
-from open_clip_zerovl.prepare.public.pairs import SHARD_SIZE, Row, Work, prepare_pairs
+from open_clip_zerovl.prepare.public.pairs import SHARD_SIZE, DatasetRow, Work, prepare_pairs
 from open_clip_zerovl.shards.archives import find_member, json_array, open_member
 
 _LOOK_AT_LINES = 100
@@ -50,7 +50,7 @@ def prepare_list(
             f"{dataset} is made from one list of pairs, got {len(paths)} of --source: give the .tsv file."
         )
 
-    def rows() -> Iterator[Row]:
+    def rows() -> Iterator[DatasetRow]:
         return sbu_rows(paths) if dataset == "sbu" else tsv_rows(paths[0])
 
     return prepare_pairs(
@@ -65,7 +65,7 @@ def prepare_list(
     )
 
 
-def tsv_rows(path: Path) -> Iterator[Row]:
+def tsv_rows(path: Path) -> Iterator[DatasetRow]:
     """The rows of a CC list; the key is the number of the line among the pairs, from 0.
 
     A line without an address is a row too, so that keys are numbers of the list; it fails with "no address".
@@ -82,7 +82,7 @@ def tsv_rows(path: Path) -> Iterator[Row]:
                 address, _, caption = text.partition("\t")
             else:
                 caption, _, address = text.rpartition("\t")
-            yield Row(f"{number:09d}", " ".join(caption.split()), address.strip())
+            yield DatasetRow(f"{number:09d}", " ".join(caption.split()), address.strip())
 
 
 def _lines(path: Path) -> AbstractContextManager[IO[bytes]]:
@@ -115,7 +115,7 @@ def _form(path: Path) -> tuple[int, bool]:
     ), in_front >= behind
 
 
-def sbu_rows(paths: list[Path]) -> Iterator[Row]:
+def sbu_rows(paths: list[Path]) -> Iterator[DatasetRow]:
     """The rows of SBU's list in either form; the key is the position in the list, from 0.
 
     Raises:
@@ -127,17 +127,17 @@ def sbu_rows(paths: list[Path]) -> Iterator[Row]:
                 f"SBU's lists of addresses and captions differ at entry {number} (one is longer, or holds something else than "
                 "text): give the official files, whole."
             )
-        yield Row(f"{number:09d}", " ".join(caption.split()), address.strip())
+        yield DatasetRow(f"{number:09d}", " ".join(caption.split()), address.strip())
 
 
 def _sbu_columns(paths: list[Path]) -> Iterator[tuple[Any, Any]]:
     """(address, caption) of each entry; None if one list is shorter."""
-    if found := find_member(paths, "captions-all.json", ".json"):
-        with open_member(*found) as first, open_member(*found) as second:
-            addresses = json_array(first, str(found[0]), key="image_urls")
-            yield from itertools.zip_longest(
-                addresses, json_array(second, str(found[0]), key="captions")
-            )
+    both = find_member(paths, "captions-all.json", ".json")
+    if both is not None:
+        with open_member(*both) as first, open_member(*both) as second:
+            addresses = json_array(first, str(both[0]), key="image_urls")
+            captions = json_array(second, str(both[0]), key="captions")
+            yield from itertools.zip_longest(addresses, captions)
         return
     urls, texts = find_member(paths, "urls.txt"), find_member(paths, "captions.txt")
     if urls is None or texts is None:

@@ -146,9 +146,9 @@ def begin(
             )
             write_atomically(folder / MANIFEST_FILE, json.dumps(head, indent=1) + "\n")
             return
-    found = difference({name: known.get(name) for name in head}, head)
-    if found is not None:
-        raise UserError(f"{folder} {found}; {ADVICE}")
+    changed = difference({name: known.get(name) for name in head}, head)
+    if changed is not None:
+        raise UserError(f"{folder} {changed}; {ADVICE}")
 
 
 def rebuild(folder: Path, *, shard_count: int | None = None) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def rebuild(folder: Path, *, shard_count: int | None = None) -> dict[str, Any]:
             failures.update({reason: len(rows) for reason, rows in record.failures.items()})
         if shard_count is None:
             shard_count = manifest.get("shard_count")
-        kept = [record for record in records if record.pairs]
+        with_pairs = [record for record in records if record.pairs]
         manifest.update(
             complete=shard_count is not None and len(records) == shard_count,
             shard_count=shard_count,
@@ -179,11 +179,12 @@ def rebuild(folder: Path, *, shard_count: int | None = None) -> dict[str, Any]:
             size_bytes=sum(record.size_bytes for record in records),
             failures=dict(failures.most_common()),
             shards={
-                r.shard: {"pairs": r.pairs, "bytes": r.size_bytes, "sha256": r.sha256} for r in kept
+                r.shard: {"pairs": r.pairs, "bytes": r.size_bytes, "sha256": r.sha256}
+                for r in with_pairs
             },
         )
         write_atomically(
-            folder / SIZES_FILE, json.dumps({r.shard: r.pairs for r in kept}, indent=1) + "\n"
+            folder / SIZES_FILE, json.dumps({r.shard: r.pairs for r in with_pairs}, indent=1) + "\n"
         )
         write_atomically(folder / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
     return manifest

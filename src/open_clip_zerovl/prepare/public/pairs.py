@@ -33,7 +33,7 @@ SHARD_SIZE = 10_000
 Obtain = Callable[[str], bytes]
 
 
-class Row(NamedTuple):
+class DatasetRow(NamedTuple):
     """One row of a dataset's list: the sample's key, its text (several captions: one a line), the place of its picture."""
 
     key: str
@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
 def prepare_pairs(
     out: str | Path,
-    rows: Iterable[Row],
+    rows: Iterable[DatasetRow],
     obtain: Obtain,
     *,
     dataset: str,
@@ -71,7 +71,9 @@ def prepare_pairs(
     Raises:
         UserError: an empty list, a folder of another dataset, or one that another process writes to.
     """
-    out, encoding, work = Path(out), encoding or Encoding(), work or Work()
+    out = Path(out)
+    encoding = encoding or Encoding()
+    work = work or Work()
     settings = {"shard_size": shard_size, "encoding": encoding.settings()}
     manifest.begin(out, dataset=dataset, split=split, made_from=made_from, settings=settings)
     with manifest.sole_writer(out, "{}-of-{}".format(*work.part)):
@@ -122,13 +124,16 @@ class _Shards:
         total_rows: int | None,
         title: str,
     ) -> None:
-        self.out, self.obtain, self.encoding, self.work = out, obtain, encoding, work
+        self.out = out
+        self.obtain = obtain
+        self.encoding = encoding
+        self.work = work
         self.shard_name, self.shard_size = shard_name, shard_size
         self.gathering = Gathering(
             self._picture, self._finish, work, title=title, total_rows=total_rows
         )
 
-    def make(self, rows: Iterable[Row]) -> int:
+    def make(self, rows: Iterable[DatasetRow]) -> int:
         """Make all shards of this part; returns the number of shards of all parts."""
         index, count = self.work.part
         iterator, number = iter(rows), -1
@@ -153,7 +158,7 @@ class _Shards:
         self.gathering.drain()
         return number + 1
 
-    def _is_done(self, record: manifest.ShardRecord, rows: list[Row]) -> bool:
+    def _is_done(self, record: manifest.ShardRecord, rows: list[DatasetRow]) -> bool:
         """True where a shard with a record stays as it is. UserError if it was made from another number of rows."""
         if self.work.retry_failed and record.transient_reasons:
             return False
@@ -180,7 +185,7 @@ class _Shards:
                 if row - record.first_row not in shard.outcomes:
                     shard.fail(row - record.first_row, reason, transient=False)
 
-    def _picture(self, row: Row) -> Picture:
+    def _picture(self, row: DatasetRow) -> Picture:
         if not row.caption.strip():
             raise Failure("no caption")
         return encode_picture(self.obtain(row.where), self.encoding)

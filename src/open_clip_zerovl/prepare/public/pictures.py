@@ -94,13 +94,15 @@ def encode_picture(content: bytes, encoding: Encoding, *, hashed: bool = False) 
         _check_size(image, encoding)
         size = image.size
         turned = image.getexif().get(ExifTags.Base.Orientation, 1) not in (0, 1)
-        kept = _EXTENSIONS.get(image.format or "") if encoding.shorter_side_px is None else None
+        extension = (
+            _EXTENSIONS.get(image.format or "") if encoding.shorter_side_px is None else None
+        )
         whitened = _needs_white(image)
         if encoding.upright and (turned or whitened):
-            kept = None
-        if kept and not hashed and encoding.longer_side_px is None:
+            extension = None
+        if extension and not hashed and encoding.longer_side_px is None:
             image.load()
-            return Picture(kept, content)
+            return Picture(extension, content)
         side = encoding.shorter_side_px
         if side is not None and side / min(size) < 0.5 and not hashed:
             # Decoding a JPEG at a half, a quarter or an eighth of its size takes a fraction of the time. At least twice the
@@ -110,7 +112,7 @@ def encode_picture(content: bytes, encoding: Encoding, *, hashed: bool = False) 
         picture = as_shown(image)
         smaller = _shrunk(picture, encoding)
         shrunk = smaller.size != picture.size
-        same = kept is not None and not shrunk
+        same = extension is not None and not shrunk
         about: dict[str, Any] = {}
         if hashed:
             width, height = picture.size
@@ -118,7 +120,9 @@ def encode_picture(content: bytes, encoding: Encoding, *, hashed: bool = False) 
             about |= {"turned": int(turned and not same), "shrunk": int(shrunk)}
             about["whitened"] = int(whitened and not same)
         return Picture(
-            kept if kept and same else "jpg", content if same else _jpeg(smaller, encoding), about
+            extension if extension and same else "jpg",
+            content if same else _jpeg(smaller, encoding),
+            about,
         )
 
     try:

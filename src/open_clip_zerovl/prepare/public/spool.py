@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RowOutcome:
     """The picture of one row, or the reason why there is none.
 
     Attributes:
@@ -44,9 +44,11 @@ class Spool:
 
     def __init__(self, path: Path, number: int = 0, rows: Sequence[Any] = ()) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self.number, self.rows = path, number, rows
+        self.path = path
+        self.number = number
+        self.rows = rows
         self.open_rows, self.submitted = 0, False
-        self.outcomes: dict[int, Outcome] = {}
+        self.outcomes: dict[int, RowOutcome] = {}
         self._file: BinaryIO = open(path, "a+b")  # noqa: SIM115  # closed by `close`
         self._recover()
 
@@ -88,7 +90,7 @@ class Spool:
         self._end += len(line) + len(content)
 
     def _keep(self, head: dict, offset: int) -> None:
-        self.outcomes[int(head["row"])] = Outcome(
+        self.outcomes[int(head["row"])] = RowOutcome(
             head.get("extension", ""),
             offset,
             head.get("size", 0),

@@ -16,7 +16,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.prepare.public.inputs import annotated, described
 from open_clip_zerovl.prepare.public.pairs import (
     SHARD_SIZE,
-    Row,
+    DatasetRow,
     Work,
     prepare_pairs,
     shuffled_apart,
@@ -48,13 +48,13 @@ def prepare_vg(
     """
     out, work = Path(out), work or Work()
     names = ("region_descriptions.json", ".json", ".json.gz")
-    with annotated("vg", source, out, names, progress=work.progress) as (found, store):
+    with annotated("vg", source, out, names, progress=work.progress) as (annotations, store):
         store.check("VG_100K and VG_100K_2 (or images.zip and images2.zip)")
-        phrases = dict(largest_phrases(*found))
+        phrases = dict(largest_phrases(*annotations))
         images = sorted(phrases)
         order = shuffled_apart([len(phrases[image]) for image in images], seed=seed)
         rows = (
-            Row(f"{images[i]}_{text}", phrases[images[i]][text], f"{images[i]}.jpg")
+            DatasetRow(f"{images[i]}_{text}", phrases[images[i]][text], f"{images[i]}.jpg")
             for i, text in order
         )
         return prepare_pairs(
@@ -63,7 +63,7 @@ def prepare_vg(
             store,
             dataset="vg",
             made_from={
-                "files": described([found[0]]),
+                "files": described([annotations[0]]),
                 "phrases_per_image": PHRASES_PER_IMAGE,
                 "seed": seed,
             },
