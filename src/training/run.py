@@ -204,7 +204,10 @@ class TrainingRun:
 
     def _keep_traceback(self, error: BaseException) -> None:
         """Write the traceback of a defect into the run's folder: hours of training may come before it."""
-        told = isinstance(error, UserError | OSError | SystemExit) or stopping.sentence_of(error) is not None
+        told = (
+            isinstance(error, UserError | OSError | SystemExit)
+            or stopping.sentence_of(error) is not None
+        )
         if told or not self.folder.is_dir():
             return
         file = self.folder / f"traceback-rank{self.args.rank}.txt"
