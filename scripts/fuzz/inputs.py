@@ -589,7 +589,10 @@ def frozen() -> FrozenModel:
     transform = image_transform(16, is_train=False)
     towers: Any = model().eval()
     return FrozenModel(
-        "fuzz-tiny", towers.encode_image, eye=transform, fingerprints={"image": "a", "text": "b"}
+        "fuzz-tiny",
+        towers.encode_image,
+        picture_transform=transform,
+        fingerprints={"image": "a", "text": "b"},
     )
 
 

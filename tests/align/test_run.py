@@ -292,7 +292,9 @@ def test_vision_models_of_transformers_become_its_dual_encoder(request_of, home,
             if name.endswith(".png"):
                 pixels.append(
                     normalize(
-                        frozen.eye(Image.open(BytesIO(content)))[None], frozen.mean, frozen.std
+                        frozen.picture_transform(Image.open(BytesIO(content)))[None],
+                        frozen.mean,
+                        frozen.std,
                     )
                 )
             else:

@@ -152,11 +152,11 @@ def test_a_view_is_the_draw_of_its_own_number_and_the_step_shows_the_drawn_one(p
 
 def test_a_teacher_of_another_size_sees_the_view_resized(place):
     _, data, store = place
-    eye = HashEncoder("wide", size_px=20).load()[1]
+    picture_transform = HashEncoder("wide", size_px=20).load()[1]
     images, _, _, embeddings = batches(data, store)[0]
     for image, stored in zip(images, embeddings[2], strict=True):
         seen = (
-            (eye(Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())) * 255)
+            (picture_transform(Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())) * 255)
             .round()
             .to(torch.uint8)
         )

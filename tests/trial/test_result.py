@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from open_clip_zerovl.report.verdicts import student
-from open_clip_zerovl.trial.result import MEAN_RECALL, Result, Row
+from open_clip_zerovl.trial.result import MEAN_RECALL, Row, TrialResult
 
 
 def records(**arms: list[float]) -> list[dict]:
@@ -49,11 +49,11 @@ def test_arms_near_chance_decide_nothing():
 def test_the_winner_gains_most_and_all_arms_hold_together_at_95_percent():
     made = records(plain=[20.0, 21.0, 22.0], dga=[22.0, 23.1, 24.0], recipe=[25.0, 26.1, 27.0])
     (start,) = records(start=[19.0])
-    result = Result(made, ("plain", "dga", "recipe"), (MEAN_RECALL,), 1.0, start)
+    result = TrialResult(made, ("plain", "dga", "recipe"), (MEAN_RECALL,), 1.0, start)
     assert result.winner == "recipe"
     estimate = result.deciding[0].estimate
     assert estimate == pytest.approx(student([2.0, 2.1, 2.0], 0.975))
-    nothing = Result(
+    nothing = TrialResult(
         records(plain=[20.0, 21.0], dga=[10.0, 31.0]), ("plain", "dga"), (MEAN_RECALL,), 1.0, start
     )
     assert nothing.winner == "plain"
@@ -63,6 +63,6 @@ def test_the_winner_gains_most_and_all_arms_hold_together_at_95_percent():
 def test_the_winner_is_compared_with_the_model_before_training(before, word):
     made = records(plain=[20.5, 20.6, 20.7], dga=[20.5, 20.7, 20.6])
     (start,) = records(start=[before])
-    result = Result(made, ("plain", "dga"), (MEAN_RECALL,), 1.0, start)
+    result = TrialResult(made, ("plain", "dga"), (MEAN_RECALL,), 1.0, start)
     assert result.gain.sentence.startswith(f"plain over start model: {word}.")
     assert result.means()[0] == ["start model", "-", "0", f"{before:.1f}"]

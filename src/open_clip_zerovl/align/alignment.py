@@ -90,7 +90,7 @@ Say = Callable[[str], None]
 
 
 @dataclass
-class Result:
+class Pairing:
     """One pairing of encoders, with the best of its seeds.
 
     Attributes:
@@ -173,15 +173,15 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
                 lambda level: len(set(level)) == 1, zip(*of_all, strict=False)
             )
         )
-        for of_all in (parts, [one[::-1] for one in parts])
+        for of_all in (parts, [part[::-1] for part in parts])
     )
-    short = ["/".join(one[begin : len(one) - end]) for one in parts]
+    short = ["/".join(part[begin : len(part) - end]) for part in parts]
     return dict(zip(names, short if all(short) else names, strict=True))
 
 
 def run_align(
     request: AlignRequest, say: Say = lambda line: print(line, flush=True)
-) -> list[Result]:
+) -> list[Pairing]:
     """Align every pairing of the encoders and write the best one as a folder.
 
         OUT/model/                     the best pairing in open_clip's form
@@ -249,7 +249,7 @@ class Alignment:
         self.stores: dict[int, Store] = {}
         self.seen: Identities | None = None  # pictures on which the encoders were trained
 
-    def run(self) -> list[Result]:
+    def run(self) -> list[Pairing]:
         """See `run_align`."""
         request = self.request
         self._announce()
@@ -263,10 +263,12 @@ class Alignment:
             return []
         task_of = self._tasks()
         results = [self._train(image, text, task_of(image, text)) for image, text in self.pairings]
-        draws = resampled({one.name: one.measure() for one in results}, DRAWS, request.seed)
-        for one in results:
-            one.interval = interval(draws[one.name])
-        ranked = sorted(results, key=lambda one: -one.rsum)
+        draws = resampled(
+            {pairing.name: pairing.measure() for pairing in results}, DRAWS, request.seed
+        )
+        for pairing in results:
+            pairing.interval = interval(draws[pairing.name])
+        ranked = sorted(results, key=lambda pairing: -pairing.rsum)
         task = ranked[0].task
         held = task.pairs.held_out
         bounds = recall_bounds(task.caption_ids[held.texts].tolist(), held.text_to_image.tolist())
@@ -372,12 +374,12 @@ class Alignment:
 
         @cache
         def features(rows: Rows, scale: float) -> Features:
-            found = Features(rows, scale, self.device, each)
-            if found.mapped:
+            on_device = Features(rows, scale, self.device, each)
+            if on_device.mapped:
                 self.say(
                     f"       {rows.path} does not fit in memory: each step reads its rows from the disk"
                 )
-            return found
+            return on_device
 
         def task(image: Tower, text: Tower) -> Task:
             seen, words = stores[id(image)], stores[id(text)]
@@ -397,7 +399,7 @@ class Alignment:
 
         return task
 
-    def _train(self, image: Tower, text: Tower, task: Task) -> Result:
+    def _train(self, image: Tower, text: Tower, task: Task) -> Pairing:
         """The heads of one pairing, for each seed; the best seed's result."""
         request = self.request
         weights = Heads((image.width, text.width), request.embed_dim).weights
@@ -434,13 +436,13 @@ class Alignment:
                 / f"{slug}-{task.digest[:8]}{task.digest.split('-')[1][:8]}-{seed}"
             )
             results.append((train_heads(task, recipe, folder, checked=self._say_check), recipe))
-        best, recipe = max(results, key=lambda one: one[0].metrics["rsum"])
-        scores = [one.metrics["rsum"] for one, _ in results]
+        best, recipe = max(results, key=lambda result: result[0].metrics["rsum"])
+        scores = [outcome.metrics["rsum"] for outcome, _ in results]
         names = short_names(request.images)[image.name], short_names(request.texts)[text.name]
-        seconds = sum(one.seconds for one, _ in results)
+        seconds = sum(outcome.seconds for outcome, _ in results)
         of_sources = self._of_sources(best.heads, task)
         top1 = caption_accuracy(best.heads, task) if self.classes else None
-        return Result(image, text, names, task, recipe, best, scores, seconds, of_sources, top1)
+        return Pairing(image, text, names, task, recipe, best, scores, seconds, of_sources, top1)
 
     def _of_sources(self, heads: Heads, task: Task) -> dict[str, dict[str, float]]:
         """Metrics of the held-out pictures of each source, or held-out set, alone; {} for one."""
@@ -457,9 +459,9 @@ class Alignment:
     def _say_check(self, epoch: int, score: float, loss: float) -> None:
         self.say(f"       epoch {epoch:>3}: loss {loss:.3f}, held-out RSUM {score:.1f}")
 
-    def _write(self, ranked: Sequence[Result], facts: Sequence[str], chance: float) -> None:
+    def _write(self, ranked: Sequence[Pairing], facts: Sequence[str], chance: float) -> None:
         """Print and write the results."""
-        out, best, rows = self.request.out, ranked[0], [one.row() for one in ranked]
+        out, best, rows = self.request.out, ranked[0], [pairing.row() for pairing in ranked]
         header = (*HEADER, "top-1") if self.classes else HEADER
         self.say(text_table(header, rows, left=2))
         for fact in facts[1:]:
@@ -484,7 +486,7 @@ class Alignment:
                 self.say(note)
         record = {
             "chance": chance,
-            "pairings": [one.record() for one in ranked],
+            "pairings": [pairing.record() for pairing in ranked],
             "held_out": as_keys(best.task.picture_ids[best.task.pairs.held_out.images]),
         }
         write_atomically(out / "align.json", json.dumps(record, indent=1) + "\n")
@@ -493,14 +495,14 @@ class Alignment:
             facts = [*facts, "The held-out pictures lie on a server and are not shown."]
 
         def lines(column: int) -> list[Line]:  # of the checks, beside their epoch
-            found = []
-            for number, (one, colour) in enumerate(
+            drawn = []
+            for number, (pairing, colour) in enumerate(
                 zip(ranked[:DRAWN], MODEL_COLOURS, strict=False), start=1
             ):
-                name = f"{number}: {' + '.join(name[-18:] for name in one.names)}"
-                checks = list(zip(*one.outcome.scores, strict=True))
-                found.append(Line(name, checks[0], checks[column], colour, {"marker": "o"}))
-            return found
+                name = f"{number}: {' + '.join(name[-18:] for name in pairing.names)}"
+                checks = list(zip(*pairing.outcome.scores, strict=True))
+                drawn.append(Line(name, checks[0], checks[column], colour, {"marker": "o"}))
+            return drawn
 
         write_page(
             out / "align.html",
@@ -522,7 +524,7 @@ class Alignment:
             ],
         )
 
-    def _gallery(self, best: Result) -> dict[str, Any] | None:
+    def _gallery(self, best: Pairing) -> dict[str, Any] | None:
         """Hits and misses among the held-out pairs by the stored features, for the page; None for shards on a server.
 
         Only their captions, and the pictures that are shown, are read again.

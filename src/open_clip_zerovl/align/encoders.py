@@ -32,7 +32,7 @@ from open_clip_zerovl.checkpoints.transformers_towers import PooledVision
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.embeddings.encoder import (
     FrozenModel,
-    eye_of,
+    split_transform,
     text_tower_before_projection,
     tower_before_projection,
 )
@@ -90,8 +90,13 @@ class Tower:
         }
         if self.side == "image":
             transform = image_transform_v2(PreprocessCfg(**self.preprocess_cfg), is_train=False)
-            eye, mean, std = eye_of(transform)
-            given |= {"image_tower": module, "eye": eye, "mean": mean, "std": std}
+            picture_transform, mean, std = split_transform(transform)
+            given |= {
+                "image_tower": module,
+                "picture_transform": picture_transform,
+                "mean": mean,
+                "std": std,
+            }
         else:
             encode = _without_padding(module) if self.kind == "hf" else module
             given |= {"text_tower": encode, "tokenizer": self.tokenizer}
@@ -283,10 +288,10 @@ def _hf_vision(name: str, source: str) -> Tower:
 
     config = AutoConfig.from_pretrained(source)
     config = getattr(config, "vision_config", config)  # of a dual encoder
-    model, found = AutoModel.from_pretrained(source, config=config, output_loading_info=True)
-    if found["missing_keys"]:
+    model, loading = AutoModel.from_pretrained(source, config=config, output_loading_info=True)
+    if loading["missing_keys"]:
         raise UserError(
-            f"{name} holds no weights of {sorted(found['missing_keys'])[0]}; give an encoder with all of them"
+            f"{name} holds no weights of {sorted(loading['missing_keys'])[0]}; give an encoder with all of them"
         )
     preprocess = preprocess_of(AutoImageProcessor.from_pretrained(source))
     visual = PooledVision(model.float().eval(), preprocess)
@@ -389,18 +394,18 @@ def _config(source: str, file: str) -> dict[str, Any]:
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_connection_errors": False,
     }
-    found = cached_file(source, file, **quiet)
-    return json.loads(Path(found).read_text(encoding="utf-8")) if found else {}
+    path = cached_file(source, file, **quiet)
+    return json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
 
 
 def _text_tower(name: str, text: Any, cfg: dict[str, Any], **more: Any) -> Tower:
     kind = "hf" if cfg.get("hf_model_name") else "clip"
     tokenizer = tokenizer_of(ModelSpec("text", {"text_cfg": cfg}, {}))
-    own = _towers_own(text)
+    settings = _towers_own(text)
     module = text_tower_before_projection(text)
     with torch.no_grad():
         features = module.eval()(tokenizer(["a"])).shape[1]
-    return Tower("text", name, kind, cfg, module, own, features, tokenizer=tokenizer, **more)
+    return Tower("text", name, kind, cfg, module, settings, features, tokenizer=tokenizer, **more)
 
 
 def _of_open_clip(name: str, side: str, load: Callable[[str], Any]) -> Tower:

@@ -42,17 +42,17 @@ def epoch_order(
     for source, (size, begin, count) in enumerate(
         zip(sizes, schedule.begin, schedule.taken, strict=True)
     ):
-        own = (begin + np.arange(count)) % size
+        stretch = (begin + np.arange(count)) % size
         taken.append(
-            begins[source] + stream(seed, Purpose.ALIGN_ORDER, epoch, source).permutation(own)
+            begins[source] + stream(seed, Purpose.ALIGN_ORDER, epoch, source).permutation(stretch)
         )
     of_step = schedule.source_of_step
     if (of_step == MIXED).all():
         mixed = stream(seed, Purpose.ALIGN_ORDER, epoch, -1).permutation(np.concatenate(taken))
         return mixed.reshape(schedule.steps, batch_size), of_step
     order = np.empty((schedule.steps, batch_size), dtype=np.int64)
-    for source, own in enumerate(taken):
-        order[of_step == source] = own.reshape(-1, batch_size)
+    for source, samples in enumerate(taken):
+        order[of_step == source] = samples.reshape(-1, batch_size)
     return order, of_step
 
 

@@ -116,7 +116,7 @@ def open_sources(train_data: str, held_out: str) -> Sources:
     if held_out:
         sets = parse_retrieval_data(held_out)
         for place in sets.values():
-            if (found := kind_of(str(place))).kind == "annotations" or found.beside is not None:
+            if (form := kind_of(str(place))).kind == "annotations" or form.beside is not None:
                 raise UserError(
                     f"--retrieval-data {place}: align reads held-out pairs from shards (`zerovl data coco` and `f30k` write "
                     "them) or a table beside its pictures"
@@ -184,7 +184,7 @@ def embed_tower(
         say(
             f"{tower.name}: {left:,} of {count:,} samples to encode, about {duration(seconds)}, {size} in {place}"
         )
-        ids = _Identities("identities", eye=picture_identity if image else None)
+        ids = _Identities("identities", picture_transform=picture_identity if image else None)
         embed(
             store,
             [frozen, ids],
@@ -299,8 +299,8 @@ def make_pairs(
     chosen = usable & trained & ~np.isin(picture_ids, picture_ids[held])
     copies = int((usable & trained & ~held).sum() - chosen.sum())
     counts = [int(chosen[begin:end].sum()) for begin, end in itertools.pairwise(begins)]
-    kept = [(name, size) for name, size in zip(sources.names, counts, strict=False) if size]
-    if not kept:
+    filled = [(name, size) for name, size in zip(sources.names, counts, strict=False) if size]
+    if not filled:
         raise UserError("every picture of the data is held out; give more data")
     _, first_rows, number = np.unique(picture_ids[held], return_index=True, return_inverse=True)
     of_held = np.full(n, -1)
@@ -312,8 +312,8 @@ def make_pairs(
         np.flatnonzero(chosen),
         there[chosen[sample_of[there]]],
         np.concatenate([[0], np.cumsum(captions[chosen])]),
-        [size for _, size in kept],
-        [name for name, _ in kept],
+        [size for _, size in filled],
+        [name for name, _ in filled],
         out,
         int((~usable & trained).sum()),
         copies,

@@ -221,13 +221,15 @@ def train_heads(
         score = _score(heads, task)[1]["rsum"]
         total, count = torch.zeros((), device=device), 0
         state.scores.append((state.epoch, score, mean))
-        if score >= max(one[1] for one in state.scores):
+        if score >= max(rsum for _, rsum, _ in state.scores):
             state.best_epoch = state.epoch
             state.best = {
                 name: value.detach().cpu().clone() for name, value in heads.state_dict().items()
             }
         risen = next(
-            i for i, one in enumerate(reversed(state.scores)) if one[0] == state.best_epoch
+            checks
+            for checks, (epoch, _, _) in enumerate(reversed(state.scores))
+            if epoch == state.best_epoch
         )
         state.finished = state.epoch >= recipe.epochs or 0 < recipe.patience <= risen
         state.seconds = time.monotonic() - begin
@@ -281,9 +283,9 @@ def _epoch(
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(recipe, epoch * steps + step, recipe.epochs * steps)
-        own = {name: numbers[step] for name, numbers in ids.items()}
+        ids_of_step = {name: numbers[step] for name, numbers in ids.items()}
         rows = [task.images[images[step]], task.texts[texts[step]]]
-        total += take_step(heads, optimizer, loss, rows, own)
+        total += take_step(heads, optimizer, loss, rows, ids_of_step)
     return total, steps
 
 
@@ -303,9 +305,9 @@ def caption_accuracy(heads: Heads, task: Task) -> float:
     captions = _embedded(heads.text, task.texts, rows[first], task.device)
     chosen = torch.cat([(part @ captions.T).argmax(dim=1).cpu() for part in images.split(1024)])
     best = different[chosen.numpy()]
-    own = best[held.text_to_image] == task.caption_ids[held.texts]
+    right = best[held.text_to_image] == task.caption_ids[held.texts]
     return float(
-        np.bincount(held.text_to_image, own, minlength=len(held.images)).astype(bool).mean()
+        np.bincount(held.text_to_image, right, minlength=len(held.images)).astype(bool).mean()
     )
 
 

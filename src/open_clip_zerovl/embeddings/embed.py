@@ -71,13 +71,15 @@ def embed(
             or too large for the store's dtype.
     """
     units = missing_units(store, collection.sizes, part)
-    eyes = [model.eye for model in models if model.eye is not None]
+    transforms = [
+        model.picture_transform for model in models if model.picture_transform is not None
+    ]
     begins = np.cumsum([0, *collection.sizes])
     lost: dict[str, dict[str, int]] = {}
     total = sum(collection.sizes[file] for unit in units for file in unit)
     bar = tqdm(total=total, desc=desc, unit="sample", leave=False, disable=not progress)
     try:
-        batches = Batches(collection, units, eyes, batch_size)
+        batches = Batches(collection, units, transforms, batch_size)
         for batch in read_batches(batches, itemgetter(0), batch_size=1, num_workers=workers):
             for missing in batch.lost:
                 if missing.note is not None:
@@ -151,11 +153,11 @@ def estimated_seconds(
     """
     if model.device.type == "cpu":
         batch_size = min(batch_size, CPU_PICTURES)
-    eyes = [] if model.eye is None else [model.eye]
+    transforms = [] if model.picture_transform is None else [model.picture_transform]
     begin = time.perf_counter()
     for _ in range(2):
         begin = time.perf_counter()
-        batch = next(iter(Batches(collection, units[:1], eyes, batch_size)))
+        batch = next(iter(Batches(collection, units[:1], transforms, batch_size)))
         if isinstance(batch, UserError):
             return 0.0  # `embed` raises it
         if batch.pictures:

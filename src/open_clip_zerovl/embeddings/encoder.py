@@ -35,7 +35,7 @@ class FrozenModel:
         image_tower: normalised pictures (b, 3, S, S) -> (b, D); None of a model of texts alone.
         text_tower: tokens (b, L) -> (b, D); None of a model of pictures alone.
         tokenizer: captions -> tokens.
-        eye: PIL image -> picture (3, S, S) as `images` takes it: uint8, or normalised.
+        picture_transform: PIL image -> picture (3, S, S) as `images` takes it: uint8, or normalised.
         mean, std: of uint8 pictures, for pixels in 0..1.
         context: makes the context of a forward pass, such as one of mixed precision.
         input_dtype: normalised pictures are cast to it.
@@ -49,7 +49,7 @@ class FrozenModel:
     text_tower: Callable[[Tensor], Tensor] | None = None
     tokenizer: Callable[[list[str]], Tensor] | None = None
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
-    eye: Callable[[Any], Tensor] | None = None
+    picture_transform: Callable[[Any], Tensor] | None = None
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -92,13 +92,13 @@ class FrozenModel:
             network.encode_text,
             tokenizer,
             device,
-            *eye_of(preprocess),
+            *split_transform(preprocess),
             **more,
         )
 
     @torch.no_grad()
     def images(self, pixels: Tensor) -> Tensor:
-        """Pictures of `eye` (b, 3, S, S) -> (b, D), fp32 on the device."""
+        """Pictures of `picture_transform` (b, 3, S, S) -> (b, D), fp32 on the device."""
         at_once = CPU_PICTURES if self.device.type == "cpu" else len(pixels)
         return torch.cat([self._images(part) for part in pixels.split(max(1, at_once))])
 
@@ -122,8 +122,8 @@ class FrozenModel:
 
     def image_width(self) -> int:
         """Width of `images`, from one made-up picture."""
-        assert self.eye is not None
-        return self.images(self.eye(Image.new("RGB", (32, 32)))[None]).shape[1]
+        assert self.picture_transform is not None
+        return self.images(self.picture_transform(Image.new("RGB", (32, 32)))[None]).shape[1]
 
 
 def autocast(device: torch.device, amp: bool) -> Callable[[], AbstractContextManager[Any]]:
@@ -131,10 +131,10 @@ def autocast(device: torch.device, amp: bool) -> Callable[[], AbstractContextMan
     return partial(torch.autocast, device.type, torch.bfloat16) if amp else nullcontext
 
 
-def eye_of(
+def split_transform(
     preprocess: Callable[[Any], Tensor],
 ) -> tuple[Callable[[Any], Tensor], tuple[float, ...], tuple[float, ...]]:
-    """`split_normalize` of a transform; one that cannot be split is its own eye, and its pictures travel as floats."""
+    """`split_normalize` of a transform; one that cannot be split stays whole, and its pictures travel as floats."""
     try:
         return split_normalize(preprocess)
     except UserError:

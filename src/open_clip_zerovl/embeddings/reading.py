@@ -117,7 +117,7 @@ class Batches(IterableDataset):
 
     Args:
         units: the files of each.
-        eyes: for each model, PIL image -> picture (3, S, S).
+        transforms: for each model, PIL image -> picture (3, S, S).
         batch_size: b.
     """
 
@@ -125,12 +125,12 @@ class Batches(IterableDataset):
         self,
         collection: EmbeddableFiles,
         units: Sequence[Sequence[int]],
-        eyes: Sequence[Callable[[Any], Tensor]],
+        transforms: Sequence[Callable[[Any], Tensor]],
         batch_size: int,
     ) -> None:
         self.collection = collection
         self.units = units
-        self.eyes = eyes
+        self.transforms = transforms
         self.batch_size = batch_size
 
     def __iter__(self) -> Iterator[EmbeddableBatch | UserError]:
@@ -164,7 +164,7 @@ class Batches(IterableDataset):
     ) -> EmbeddableBatch:
         """The batch with its pictures as each model sees them."""
         seen: dict[str, Tensor] = {}
-        for transform in self.eyes if shown else ():
+        for transform in self.transforms if shown else ():
             name = plain_repr(transform)
             if name not in seen:
                 seen[name] = collate_images([transform(picture) for picture in shown])

@@ -21,12 +21,12 @@ Arms = Sequence[str] | Mapping[str, Mapping[str, str]]
 def arms(text: str) -> Arms:
     """`plain,dga` as names; `FILE.json` as arm -> training flags. The others are compared with the first arm."""
     if text.endswith(".json"):
-        found: Arms = json.loads(Path(text).expanduser().read_text(encoding="utf-8"))
-        if not isinstance(found, dict) or len(found) < 2:
+        arms: Arms = json.loads(Path(text).expanduser().read_text(encoding="utf-8"))
+        if not isinstance(arms, dict) or len(arms) < 2:
             raise argparse.ArgumentTypeError(
                 'give {"ARM": {"FLAG": "VALUE"}, ...}, two arms or more'
             )
-        return found
+        return arms
     names = tuple(dict.fromkeys(text.split(",")))
     unknown = [name for name in names if name not in ARMS]
     if unknown or names[0] != PLAIN or len(names) < 2:

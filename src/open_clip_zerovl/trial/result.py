@@ -78,7 +78,7 @@ class Row:
         chance = records[0].get("chance_upper", {}) if records else {}
         upper = chance.get(measure, -math.inf)
         near_chance = bool(seeds) and all(
-            fmean(own[seed] for seed in seeds) <= upper for own in values.values()
+            fmean(scores[seed] for seed in seeds) <= upper for scores in values.values()
         )
         return cls(measure, of, over, margin, differences, confidence, near_chance, least_seeds)
 
@@ -128,7 +128,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Result:
+class TrialResult:
     """A finished trial.
 
     Attributes:

@@ -54,7 +54,7 @@ from open_clip_zerovl.report.html import write_page
 from open_clip_zerovl.report.record import read_record
 from open_clip_zerovl.report.verdicts import HIGHER
 from open_clip_zerovl.trial.flags import ARMS, TrialFlags
-from open_clip_zerovl.trial.result import MEAN_RECALL, Result, Row
+from open_clip_zerovl.trial.result import MEAN_RECALL, Row, TrialResult
 
 DEFAULT_BATCH = 256
 PILOT_SEED = 100
@@ -147,7 +147,7 @@ def best_rate(
         scores[beyond] = score(beyond)
 
 
-def run_trial(request: Request, say: Say) -> Result:
+def run_trial(request: Request, say: Say) -> TrialResult:
     """Train and score all arms, or those runs that an earlier call has left; write the page and print the table.
 
     Args:
@@ -255,7 +255,7 @@ class Trial:
         """The largest batch of an arm."""
         return max(map(self._batch, self.arms))
 
-    def run(self) -> Result:
+    def run(self) -> TrialResult:
         """Pilots, runs, table, page."""
         out = self.request.out
         for arm, samples in self.samples.items():
@@ -268,7 +268,7 @@ class Trial:
         ]
         scores = list(records[0]["scores"])
         measures = [MEAN_RECALL, *(key for key in scores if key.endswith(("_rsum", "_top1")))]
-        result = Result(records, self.arms, measures, self.request.margin, self.start_record())
+        result = TrialResult(records, self.arms, measures, self.request.margin, self.start_record())
         notes = [*self.inputs.notes, *self.notes]
         command = shlex.join(self._winners_command(result.winner, rates[result.winner]))
         content = {

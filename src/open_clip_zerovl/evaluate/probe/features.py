@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from open_clip_zerovl.core.randomness import Purpose, stream_seed
 from open_clip_zerovl.data.indexed import IndexedSet, picture_batches
-from open_clip_zerovl.embeddings.encoder import FrozenModel, autocast, eye_of
+from open_clip_zerovl.embeddings.encoder import FrozenModel, autocast, split_transform
 from open_clip_zerovl.embeddings.fingerprint import module_digest
 from open_clip_zerovl.evaluate.accuracy import class_indices
 from open_clip_zerovl.evaluate.embedded import picture_features
@@ -102,7 +102,7 @@ def cached_features(
     """
     settings = settings or TowerSettings()
     model = _frozen(tower, settings)
-    model.eye, model.mean, model.std = eye_of(transform)
+    model.picture_transform, model.mean, model.std = split_transform(transform)
     model.fingerprints = {"image": tower_digest_of(tower, transform, settings)}
     features = picture_features(
         model, images, folder, batch_size=settings.micro_batch, workers=settings.workers, name=name

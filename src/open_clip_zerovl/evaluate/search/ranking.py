@@ -246,8 +246,8 @@ class Searcher:
         if words.strip():
             asked.append(self.model.texts([words])[0].cpu())
         if query is not None:
-            assert self.model.eye is not None
-            asked.append(self.model.images(self.model.eye(query)[None])[0].cpu())
+            assert self.model.picture_transform is not None
+            asked.append(self.model.images(self.model.picture_transform(query)[None])[0].cpu())
         direction = torch.stack(asked).sum(dim=0)
         if not direction.isfinite().all():
             raise UserError(
