@@ -215,7 +215,7 @@ def train(run: Run, encoded: Encoded, embed_dim: int) -> dict[str, Any]:
     )
     weights = Heads((task.images.width, task.texts.width), embed_dim).weights
     recipe = Recipe(**{"embed_dim": embed_dim, "seed": run.seed, **(run.settings or {})})
-    batch = recipe.batch_size or default_batch(CPU, weights, embed_dim, pairs.sizes, "random")
+    batch = recipe.batch_size or default_batch(CPU, weights, embed_dim, len(pairs.images))
     recipe = replace(recipe, batch_size=batch, epochs=default_epochs(len(pairs.images), batch))
     begin = time.process_time()
     if run.plain:

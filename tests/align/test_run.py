@@ -339,9 +339,7 @@ def test_a_sweep_ranks_the_pairings_and_a_second_run_reads_the_rows(
     images = (f"timm:{home / 'timm'}", checkpoint)
     texts = (f"hf:{home / 'bert-mean'}", checkpoint)
     said = []
-    request = request_of(
-        tmp_path / "out", images=images, texts=texts, seeds=2, debiased_sampling=True
-    )
+    request = request_of(tmp_path / "out", images=images, texts=texts, seeds=2)
     results = run_align(request, said.append)
     assert {(one.image.name, one.text.name) for one in results} == {
         (a, b) for a in images for b in texts
@@ -486,14 +484,6 @@ def test_parts_are_encoded_by_several_calls(request_of, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (
-            {"train_data": "a={home}/a", "debiased_sampling": True},
-            "needs several sources, and the data has one: a",
-        ),
-        (
-            {"cross_source_weight": 0.5, "debiased_sampling": True},
-            "--cross-source-weight needs batches of several sources",
-        ),
         ({"lr": 0.0}, "--lr 0.0 is out of range"),
         ({"batch_size": 1000}, "fewer than one effective batch of 1000"),
     ],

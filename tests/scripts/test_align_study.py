@@ -28,6 +28,20 @@ def test_the_page_shows_the_tables_of_the_records(protocol, records):
         assert table(records, protocol) in page
 
 
+def test_the_page_says_how_other_pairs_changed_the_scores(records):
+    one, two = (
+        [align_study.measures_of(run) for run in records[setting, "default"].values()]
+        for setting in ("one", "two")
+    )
+    clothing, rsum = (
+        [sum(run[key] for run in runs) / len(runs) for runs in (one, two)]
+        for key in ("clothing", "rsum")
+    )
+    page = " ".join((ROOT / "docs" / "align.md").read_text(encoding="utf-8").split())
+    assert "clothing rose from {:.1f} to {:.1f} %".format(*clothing) in page
+    assert "on Flickr8k fell from {:.0f} to {:.0f}".format(*rsum) in page
+
+
 def test_each_record_is_a_run_of_the_protocol(protocol, records):
     planned = {tuple(run.key) for run in align_study.runs_of(protocol)}
     stored = {(*row, seed) for row, runs in records.items() for seed in runs}

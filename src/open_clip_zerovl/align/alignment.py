@@ -219,7 +219,6 @@ class Alignment:
         )
         check_writable(request.out, folder=True)
         self.sources = open_sources(request.train_data, request.held_out)
-        self._require_sources(self.sources.names)
         self.classes = any(source.classes for source in self.sources.opened)
         if (
             request.batch_size
@@ -228,7 +227,7 @@ class Alignment:
             source_schedule(
                 sizes,
                 request.batch_size,
-                strategy=request.sampling,
+                strategy="random",
                 seed=0,
                 epoch=0,
                 names=self.sources.names,
@@ -295,12 +294,6 @@ class Alignment:
         self._write(ranked, facts, bounds["rsum_chance"])
         return ranked
 
-    def _require_sources(self, names: Sequence[str]) -> None:
-        if self.request.debiased_sampling and len(names) < 2:
-            raise UserError(
-                f"--debiased-sampling needs several sources, and the data has one: {names[0]}"
-            )
-
     def _announce(self) -> None:
         request, sources = self.request, self.sources
         for tower in (*self.images, *self.texts):
@@ -325,9 +318,7 @@ class Alignment:
         )
         if self.classes and request.positives is None:
             self.say("       pictures of a class share its captions: --positives caption")
-        self.say(
-            f"heads  linear, to {request.embed_dim} numbers; {request.sampling} batches, on {self.device}"
-        )
+        self.say(f"heads  linear, to {request.embed_dim} numbers, on {self.device}")
         if any(tower.kind == "vision" for tower in self.images):
             self.say(f"       of a vision model of transformers: {TRANSFORMERS_ALONE}")
 
@@ -368,7 +359,6 @@ class Alignment:
         held_out = picture_ids[pairs.held_out.images]
         if sentence := seen_sentence(held_out, self.seen, " or ".join(encoders)):
             self.say(f"       {sentence}")
-        self._require_sources(pairs.names)
         room = available_bytes(self.device)
         each = None if room is None else room // (4 * len(stores))
 
@@ -404,7 +394,7 @@ class Alignment:
         request = self.request
         weights = Heads((image.width, text.width), request.embed_dim).weights
         batch = request.batch_size or default_batch(
-            self.device, weights, request.embed_dim, task.pairs.sizes, request.sampling
+            self.device, weights, request.embed_dim, len(task.pairs.images)
         )
         steps = len(task.pairs.images) // batch
         epochs = request.epochs or default_epochs(len(task.pairs.images), batch)

@@ -10,32 +10,30 @@ from collections.abc import Sequence
 import numpy as np
 
 from open_clip_zerovl.core.randomness import Purpose, stream
-from open_clip_zerovl.sampling.schedule import MIXED, source_schedule
+from open_clip_zerovl.sampling.schedule import source_schedule
 
 
 def epoch_order(
     sizes: Sequence[int],
     batch_size: int,
     *,
-    sampling: str,
     seed: int,
     epoch: int,
     names: Sequence[str] | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """The samples of an epoch's steps, (T, N) numbers among all m, and (T,) the source of each step, MIXED for several.
+) -> np.ndarray:
+    """The samples of an epoch's steps, (T, N) numbers among all m; each step mixes the sources.
 
     A source's samples are an endless cycle, of which an epoch takes the next stretch, in an order of its own: each sample at
     most once an epoch.
 
     Args:
         sizes: (S,) samples of each source, which lie one source after another.
-        sampling: "random" or "debiased".
 
     Raises:
-        UserError: as `source_schedule`: an epoch without a step, a source that fills none.
+        UserError: as `source_schedule`: an epoch without a step.
     """
     schedule = source_schedule(
-        sizes, batch_size, strategy=sampling, seed=seed, epoch=epoch, names=names
+        sizes, batch_size, strategy="random", seed=seed, epoch=epoch, names=names
     )
     begins = np.cumsum([0, *sizes])[:-1]
     taken = []
@@ -46,14 +44,8 @@ def epoch_order(
         taken.append(
             begins[source] + stream(seed, Purpose.ALIGN_ORDER, epoch, source).permutation(stretch)
         )
-    of_step = schedule.source_of_step
-    if (of_step == MIXED).all():
-        mixed = stream(seed, Purpose.ALIGN_ORDER, epoch, -1).permutation(np.concatenate(taken))
-        return mixed.reshape(schedule.steps, batch_size), of_step
-    order = np.empty((schedule.steps, batch_size), dtype=np.int64)
-    for source, samples in enumerate(taken):
-        order[of_step == source] = samples.reshape(-1, batch_size)
-    return order, of_step
+    mixed = stream(seed, Purpose.ALIGN_ORDER, epoch, -1).permutation(np.concatenate(taken))
+    return mixed.reshape(schedule.steps, batch_size)
 
 
 def epoch_captions(first: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:

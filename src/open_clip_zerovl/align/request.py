@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from open_clip_zerovl.core.flags import (
-    NOT_NEGATIVE,
     POSITIVE,
-    Requirement,
     flag,
     natural,
     positive,
@@ -22,23 +20,10 @@ class Recipe:
     """Training settings of heads."""
 
     embed_dim: int = flag(512, "width of the shared space", kind=positive, metavar="D")
-    debiased_sampling: bool = flag(False, "each step's pairs come from one source")
     positives: str | None = flag(
         None,
         "pairs with the same caption or picture count as positives (default: caption where many pictures share one, else pair)",
         choices=POSITIVES,
-    )
-    cross_source_weight: float = flag(
-        1.0,
-        "how often a negative of another source counts",
-        range=NOT_NEGATIVE,
-        metavar="W",
-        needs=(
-            Requirement(
-                "batches of several sources: no --debiased-sampling",
-                lambda g: not g.debiased_sampling,
-            ),
-        ),
     )
     batch_size: int = flag(
         0,
@@ -55,11 +40,6 @@ class Recipe:
     wd: float = 1e-4  # weight decay of the heads' matrices
     warmup_share: float = 0.05  # of the steps, in which the learning rate rises
     patience: int = 5  # of at most 20 checks without a higher held-out recall; 0: no limit
-
-    @property
-    def sampling(self) -> str:
-        """Of `sampling.STRATEGIES`."""
-        return "debiased" if self.debiased_sampling else "random"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,6 @@ from open_clip_zerovl.recipe.optimizer import optimizer_step, parameter_groups
 
 STEPS, EPOCHS = 2_000, (10, 200)  # of a training whose length nobody chose
 CHECKS = 20  # at most
-SMALL_SOURCE = 256  # pairs: random batches that such a source could fill alone would be too small
 _MATRICES = 4  # of the logits' size that the loss holds at once, at most
 _ENCODED_AT_ONCE = 8192
 
@@ -90,17 +89,10 @@ class _State:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def default_batch(
-    device: torch.device, head_weights: int, embed_dim: int, sizes: Sequence[int], sampling: str
-) -> int:
-    """Pairs in a step where nobody chose: the power of two of `heads_batch` that the data fills.
-
-    A source of SMALL_SOURCE pairs or more fills it alone, so that random and debiased batches have the same size.
-    """
+def default_batch(device: torch.device, head_weights: int, embed_dim: int, samples: int) -> int:
+    """Pairs in a step where nobody chose: the power of two of `heads_batch` that the data fills."""
     wanted = heads_batch(device.type == "cuda", head_weights, embed_dim)
-    alone = sampling == "debiased" or min(sizes) >= SMALL_SOURCE
-    most = min(sizes) if alone else sum(sizes)
-    return 1 << (min(wanted, most).bit_length() - 1)
+    return 1 << (min(wanted, samples).bit_length() - 1)
 
 
 def default_epochs(samples: int, batch_size: int) -> int:
@@ -124,7 +116,6 @@ def make_loss(recipe: Recipe, chunk: int | None = None) -> ContrastiveLoss:
     return ContrastiveLoss(
         chunk_size=chunk,
         positives=recipe.positives or "pair",
-        cross_source_weight=recipe.cross_source_weight,
     )
 
 
@@ -258,20 +249,17 @@ def _epoch(
 ) -> tuple[Tensor, int]:
     """The steps of an epoch: the sum of their losses, and their number."""
     pairs, device = task.pairs, task.device
-    order, _ = epoch_order(
+    order = epoch_order(
         pairs.sizes,
         recipe.batch_size,
-        sampling=recipe.sampling,
         seed=recipe.seed,
         epoch=epoch,
         names=pairs.names,
     )
     shown = pairs.texts[epoch_captions(pairs.first, seed=recipe.seed, epoch=epoch)]
-    source_of = np.repeat(np.arange(len(pairs.sizes)), pairs.sizes)
     needed = {
         "image": task.picture_ids[pairs.images] if recipe.positives in ("image", "both") else None,
         "caption": task.caption_ids[shown] if recipe.positives in ("caption", "both") else None,
-        "source": source_of if recipe.cross_source_weight != 1 else None,
     }
 
     def everywhere(of_sample: np.ndarray) -> Tensor:  # (T, N) on the device, once an epoch
