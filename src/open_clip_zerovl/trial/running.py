@@ -229,8 +229,9 @@ class Trial:
         batch = self.request.effective_batch or min(DEFAULT_BATCH, smallest // 4 // micro * micro)
         if batch % micro or batch < 2 * micro or batch > smallest:
             raise UserError(
-                f"an effective batch of {batch} does not fit: it is a multiple of the micro-batch {micro}, at least twice as "
-                f"large, and at most the {smallest:,} samples of the smallest source; give --effective-batch or --micro-batch"
+                f"an effective batch of {batch} does not fit: it must be a multiple of {micro} (--micro-batch on "
+                f"{self.ranks} ranks), at least twice as large, and at most the {smallest:,} samples of the smallest source; "
+                "give another --effective-batch or --micro-batch"
             )
         if "debiased" in names and not several:
             raise UserError(
