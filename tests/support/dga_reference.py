@@ -7,7 +7,9 @@ gradient of zero, hence the floor).
 
 from __future__ import annotations
 
+import atexit
 import math
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -34,6 +36,7 @@ VOCABULARY = 64
 @cache
 def bert_folder() -> str:
     folder = Path(tempfile.mkdtemp(prefix="tiny-bert-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     sizes = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
