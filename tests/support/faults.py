@@ -54,8 +54,14 @@ def _signals(*numbers: int) -> Callable[[], None]:
 
 
 def _defect_in_a_worker() -> None:
-    def collate(*_):
-        raise LookupError("a defect in the transform")
+    """At its seventh micro-batch, after steps that were trained."""
+    stock, calls = mixture.collate_images, []
+
+    def collate(*arguments):
+        calls.append(1)
+        if len(calls) == 7:
+            raise LookupError("a defect in the transform")
+        return stock(*arguments)
 
     mixture.collate_images = collate
 

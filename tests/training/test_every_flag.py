@@ -40,7 +40,7 @@ TABLE: dict[str, list[tuple[str, str]]] = {
     "--csv-img-key": [("image", WORKS)],
     "--csv-caption-key": [("caption", WORKS)],
     "--imagenet-val": [("/nowhere", "/nowhere: No such file")],
-    "--imagenet-v2": [("/nowhere", "No module named 'imagenetv2_pytorch'")],
+    "--imagenet-v2": [("/nowhere", "the package imagenetv2_pytorch is not installed here")],
     "--cache-dir": [("{place}/cache", WORKS)],
     "--logs": [("{place}/elsewhere", WORKS), ("{place}/pairs.csv", "pairs.csv cannot be written"), ("none", WORKS)],
     "--log-local": [("", WORKS)],
@@ -158,7 +158,7 @@ TABLE: dict[str, list[tuple[str, str]]] = {
         ("tiny --distill-pretrained x.pt --loss-chunk 2", "--distill-model does not work with --siglip"),
     ],
     "--distill-pretrained": [("{place}/x.pt", "--distill-pretrained needs --distill-model")],
-    "--use-bnb-linear": [("SwitchBackLinear", "No module named 'bitsandbytes'")],
+    "--use-bnb-linear": [("SwitchBackLinear", "the package bitsandbytes is not installed here")],
     "--siglip": [("", WORKS)],
     "--loss-dist-impl": [
         ("bidir --siglip", WORKS), ("gather --siglip", WORKS), ("foo --siglip", "--loss-dist-impl foo is out of range"),
