@@ -148,11 +148,9 @@ def read_records() -> list[Record]:
     ]
 
 
-def on_curve(
-    points: Sequence[Mapping[str, float]], kept_share: float = KEPT_SHARE
-) -> Mapping[str, float]:
+def on_curve(points: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
     """The point that validation chooses among those that keep the old ability; the model before is always one of them."""
-    least = kept_share * points[0]["val_old"]
+    least = KEPT_SHARE * points[0]["val_old"]
     allowed = [point for point in points if point["alpha"] == 0 or point["val_old"] >= least]
     return max(allowed, key=lambda point: (point["val_new"], -point["alpha"]))
 
