@@ -53,7 +53,7 @@ def data(tmp_path):
 
 @pytest.fixture
 def stored(tmp_path, data):
-    embed_sources(data, [HashEncoder()], tmp_path / "out", SETTINGS, progress=False)
+    embed_sources(data, [HashEncoder()], tmp_path / "out", SETTINGS)
     return tmp_path / "out"
 
 
@@ -80,9 +80,7 @@ def test_a_real_model_is_embedded_as_by_hand(tmp_path, data):
     checkpoint = write_run(tmp_path / "run", model, {"model": "teach"})
     for dtype, tolerance in (("float16", 1e-3), ("bfloat16", 8e-3)):
         settings = replace(SETTINGS, dtype=dtype)
-        store = embed_sources(
-            data, [Encoder(str(checkpoint))], tmp_path / dtype, settings, progress=False
-        )
+        store = embed_sources(data, [Encoder(str(checkpoint))], tmp_path / dtype, settings)
         store = open_teacher_folder(store.folder)
         images, texts = (store.rows[f"0.{kind}"][:].float() for kind in ("images", "texts"))
         assert images.shape == (15, 2, 24) and texts.shape == (15, 24)
@@ -102,7 +100,7 @@ def test_killed_and_called_again_ends_with_the_same_bits(tmp_path, data, monkeyp
     """In units of five samples, ended without warning in the third; done units are not embedded again."""
     monkeypatch.setattr(reading_module, "UNIT_SAMPLES", 5)
     monkeypatch.setattr(store_module, "_FLUSH_SECONDS", 0.0)
-    whole = embed_sources(data, [HashEncoder()], tmp_path / "whole", SETTINGS, progress=False)
+    whole = embed_sources(data, [HashEncoder()], tmp_path / "whole", SETTINGS)
     calls, stock, parent = [], FrozenModel.images, os.getpid()
 
     def images(self, pixels):
@@ -115,27 +113,25 @@ def test_killed_and_called_again_ends_with_the_same_bits(tmp_path, data, monkeyp
 
     monkeypatch.setattr(FrozenModel, "images", images)
     if (child := os.fork()) == 0:
-        embed_sources(data, [HashEncoder()], tmp_path / "broken", SETTINGS, progress=False)
+        embed_sources(data, [HashEncoder()], tmp_path / "broken", SETTINGS)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     with pytest.raises(
         UserError, match=r"not finished: (5|10) of 15 samples of source 'a' are missing"
     ):
         open_teacher_folder(tmp_path / "broken")
-    embed_sources(data, [HashEncoder()], tmp_path / "broken", SETTINGS, progress=False)
+    embed_sources(data, [HashEncoder()], tmp_path / "broken", SETTINGS)
     assert 0 < sum(calls) < 30
     assert files_of(tmp_path / "broken") == files_of(whole.folder)
     after = sum(calls)
-    embed_sources(data, [HashEncoder()], tmp_path / "broken", SETTINGS, progress=False)
+    embed_sources(data, [HashEncoder()], tmp_path / "broken", SETTINGS)
     assert sum(calls) == after  # nothing is left to do
 
 
 def test_calls_that_share_the_work_end_with_the_same_bits(tmp_path, data, stored, monkeypatch):
     monkeypatch.setattr(reading_module, "UNIT_SAMPLES", 5)
     for part in ((1, 2), (0, 2)):
-        embed_sources(
-            data, [HashEncoder()], tmp_path / "parts", replace(SETTINGS, part=part), progress=False
-        )
+        embed_sources(data, [HashEncoder()], tmp_path / "parts", replace(SETTINGS, part=part))
     parts, whole = files_of(tmp_path / "parts"), files_of(stored)
     assert parts == whole
     open_teacher_folder(tmp_path / "parts")
@@ -143,18 +139,14 @@ def test_calls_that_share_the_work_end_with_the_same_bits(tmp_path, data, stored
 
 def test_samples_that_cannot_be_shown_are_counted_and_have_no_embeddings(tmp_path, capsys):
     data = f"a={write_data(tmp_path / 'a', bad=(3, 8))}"  # 3 is empty
-    store = embed_sources(data, [HashEncoder()], tmp_path / "out", SETTINGS, progress=False)
+    store = embed_sources(data, [HashEncoder()], tmp_path / "out", SETTINGS)
     images, texts = store.rows["0.images"].array, store.rows["0.texts"].array
     empty = [row for row in range(15) if not images[row].any()]
     assert empty == [3, 8] == [row for row in range(15) if not texts[row].any()]
     assert "Source a: 2 samples cannot be shown (2 undecodable image)" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"sample '0003'.*source 'a'"):
         embed_sources(
-            data,
-            [HashEncoder()],
-            tmp_path / "strict",
-            replace(SETTINGS, on_bad_sample="fail"),
-            progress=False,
+            data, [HashEncoder()], tmp_path / "strict", replace(SETTINGS, on_bad_sample="fail")
         )
 
 
@@ -188,16 +180,16 @@ def test_a_folder_of_other_embeddings_is_refused_by_name(
 ):
     before = files_of(stored)
     with pytest.raises(UserError, match=sentence):
-        embed_sources(data, encoders, stored, replace(SETTINGS, **settings), progress=False)
+        embed_sources(data, encoders, stored, replace(SETTINGS, **settings))
     assert files_of(stored) == before
 
 
 def test_a_folder_of_other_data_is_refused_by_name(tmp_path, stored, data):
     other = write_data(tmp_path / "b", first=100)
     with pytest.raises(UserError, match="sources a, and this call has sources b"):
-        embed_sources(f"b={other}", [HashEncoder()], stored, SETTINGS, progress=False)
+        embed_sources(f"b={other}", [HashEncoder()], stored, SETTINGS)
     with pytest.raises(UserError, match=r"other data: .*shard 00000\.tar of 'a' differs"):
-        embed_sources(f"a={other}", [HashEncoder()], stored, SETTINGS, progress=False)
+        embed_sources(f"a={other}", [HashEncoder()], stored, SETTINGS)
     with pytest.raises(
         UserError, match=r"do not fit source 'a': they are of other data: shard 00000\.tar"
     ):
@@ -267,7 +259,7 @@ def test_a_sample_that_the_teachers_could_not_be_shown_is_named_when_training_re
 def test_too_little_room_is_refused_before_the_work(tmp_path, data, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 100))
     with pytest.raises(UserError, match=r"the embeddings take 0\.0 MiB, and .* has 0\.0 MiB free"):
-        embed_sources(data, [HashEncoder()], tmp_path / "out", SETTINGS, progress=False)
+        embed_sources(data, [HashEncoder()], tmp_path / "out", SETTINGS)
     assert not (tmp_path / "out").exists()
 
 

@@ -69,7 +69,7 @@ def place(tmp_path_factory):
     save_clustering(clustering, folder / "clusters")
     data = f"a={folder}/a::b={folder}/clusters"
     encoders = [HashEncoder(salt=1), HashEncoder("wide", salt=2, size_px=20, workers=2)]
-    store = embed_sources(data, encoders, folder / "teacher", SETTINGS, progress=False)
+    store = embed_sources(data, encoders, folder / "teacher", SETTINGS)
     return folder, data, store
 
 
@@ -177,7 +177,7 @@ def test_captions_of_two_fields_in_a_step_have_their_embeddings(tmp_path):
     write_tar(tmp_path / "a" / "00000.tar", members)
     data, settings = f"a={tmp_path}/a", replace(SETTINGS, captions="txt=0.5,syn=0.5")
     encoders = [HashEncoder(salt=1), HashEncoder("other", salt=2)]
-    store = embed_sources(data, encoders, tmp_path / "teacher", settings, progress=False)
+    store = embed_sources(data, encoders, tmp_path / "teacher", settings)
     together = replace(SETTINGS, captions="txt+syn")
     for images, tokens, _, embeddings in batches(data, store, settings=together):
         assert len(tokens) == 2 * len(images) and len(embeddings) == 6
@@ -195,7 +195,7 @@ def test_captions_of_two_fields_in_a_step_have_their_embeddings(tmp_path):
 def test_clusters_of_a_source_that_was_embedded_whole_find_its_embeddings(place, tmp_path):
     folder, data, _ = place
     whole = f"b={folder}/b::a={folder}/a"
-    store = embed_sources(whole, [HashEncoder()], tmp_path / "whole", SETTINGS, progress=False)
+    store = embed_sources(whole, [HashEncoder()], tmp_path / "whole", SETTINGS)
     seen = set()
     for images, tokens, origin, embeddings in batches(data, store, workers=2):
         assert torch.equal(embeddings[0], as_kept(hashed(images, 1)))

@@ -28,7 +28,6 @@ KEYS = {
     "--context-length": (["--context-length", "90"], "training"),
     "--keep-data": (["--keep-data", "other=/d"], "training"),
     "--keep-share": (["--keep-share", "0.4"], "training"),
-    "--keep-teacher": (["--keep-teacher"], "training"),
     "--seed": (["--seed", "1"], "training"),
     "--lora": (["--lora", "4"], "training"),
     "--lora-on": (["--lora-on", "image"], "training"),
@@ -130,11 +129,11 @@ def test_a_model_that_was_overwritten_is_another_one(started, tmp_path, changed)
         (folder / file).write_text("first")
     (folder / "open_clip_config.json").write_text(json.dumps(config))
     out = started(folder, name=None)
-    (out / "teacher").mkdir()
+    (out / "data").mkdir()
     for file in ("README.md", "interpolation.json"):  # the model is the same
         (folder / file).write_text("other")
     started(folder, name=None)
-    assert (out / "teacher").exists()
+    assert (out / "data").exists()
     other = json.dumps({**config, "preprocess_cfg": {"mean": [0, 0, 0]}})
     (folder / changed).write_text(other if changed == "open_clip_config.json" else "other")
     (out / "run").mkdir()
@@ -145,7 +144,7 @@ def test_a_model_that_was_overwritten_is_another_one(started, tmp_path, changed)
         started(folder, name=None)
     (out / "run").rmdir()
     started(folder, name=None)  # nothing was trained
-    assert not (out / "teacher").exists()
+    assert not (out / "data").exists()
 
 
 def test_a_checkpoint_may_go_once_its_copy_is_there(started, tmp_path):

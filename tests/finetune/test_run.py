@@ -33,7 +33,7 @@ from open_clip_zerovl.finetune.finetuning import (
     _micro_batch_that_fits,
     _training,
 )
-from open_clip_zerovl.finetune.keeping import keeping_notes, store_teacher, with_old_pairs
+from open_clip_zerovl.finetune.keeping import keeping_notes, with_old_pairs
 from open_clip_zerovl.finetune.proposal import Facts, choose_settings
 from open_clip_zerovl.finetune.request import FinetuneRequest, Prepared
 from open_clip_zerovl.finetune.split import Split
@@ -154,14 +154,13 @@ def test_a_folder_is_not_kept_by_a_call_that_ended_with_a_mistake(made, tmp_path
     assert held_out.read_bytes() == anew
 
 
-def test_old_pairs_and_the_model_before_reach_the_training(made, tmp_path):
+def test_old_pairs_reach_the_training(made, tmp_path):
     write_source(tmp_path / "past", [drawn(number) for number in range(200, 230)], shard_size=20)
     request = FinetuneRequest(
         Encoder("x"),
         f"mine={made / 'mine'}",
         tmp_path / "out",
         keep_data=f"past={tmp_path / 'past'}",
-        keep_teacher=True,
     )
     sources, train_data, factors = with_old_pairs(request, request.data, request.keep_data)
     for strategy in ("random", "debiased"):
@@ -179,8 +178,7 @@ def test_old_pairs_and_the_model_before_reach_the_training(made, tmp_path):
     assert args.train_data == f"mine={made / 'mine'}::past={tmp_path / 'past'}"
     assert args.train_data_upsampling_factors.startswith("past=0.8333")
     assert config.freeze_norm_statistics
-    assert config.teacher == str(tmp_path / "out/teacher") and config.distill_weight == 0.5
-    assert {"--keep-share": 0.2, "--keep-teacher": True}.items() <= request.of_training().items()
+    assert request.of_training()["--keep-share"] == 0.2
 
 
 @pytest.mark.parametrize("captions", ["one-per-epoch", "all", None])
@@ -229,34 +227,10 @@ def test_the_share_of_old_pairs_is_one_of_the_samples_that_training_counts(
             "both decide the weights of the sources",
         ),
         (["--keep-data=mine={mine}"], "two sources are called 'mine'"),
-        (
-            ["--keep-teacher", "--set=teacher=/d"],
-            "--set teacher and --keep-teacher both name a teacher",
-        ),
-        (
-            ["--keep-teacher", "--set=force-image-size=8"],
-            "--set force-image-size does not work with --keep-teacher",
-        ),
     ],
 )
 def test_what_keeping_refuses(made, refusal, flags, words):
     assert words in refusal(*(flag.format(mine=made / "mine") for flag in flags))
-
-
-def test_the_memory_of_the_teacher_is_free_before_the_training(made, tmp_path, monkeypatch):
-    done: list[str] = []
-    folder = export_local_dir(made / "start" / "checkpoints" / "epoch_1.pt", tmp_path / "before")
-    monkeypatch.setattr(
-        "open_clip_zerovl.finetune.keeping.embed_sources", lambda *_, **__: done.append("embedded")
-    )
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("freed"))
-    prepared = prepared_for(f"local-dir:{folder}", "", "", ())
-    store_teacher(
-        FinetuneRequest(Encoder("x"), "", tmp_path / "out", keep_teacher=True),
-        prepared,
-        lambda line: None,
-    )
-    assert done == ["embedded", "freed"]
 
 
 @pytest.mark.parametrize("distinct", [1, 40])
@@ -359,12 +333,11 @@ def test_a_whole_fine_tuning_and_later_calls(made, tmp_path, capsys):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("keeps", [False, True])
 def test_a_killed_call_goes_on_and_ends_as_one_that_was_not(made, tmp_path, keeps):
-    """With `keeps` beside old pairs and with the model before as a teacher."""
+    """With `keeps` beside old pairs."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     write_source(tmp_path / "past", [drawn(number) for number in range(200, 230)], shard_size=20)
     more = [
         f"--keep-data=past={tmp_path / 'past'}",
-        "--keep-teacher",
         f"--kept=old={made / 'old'}",
     ] * keeps
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -391,7 +364,6 @@ def test_a_killed_call_goes_on_and_ends_as_one_that_was_not(made, tmp_path, keep
     assert (
         "90 new pairs and 20% old ones (22 of past): 1.25 times the samples" in results[0]["table"]
     ) == keeps
-    assert ("distillation from the model before" in results[0]["table"]) == keeps
     assert (
         "112 samples an epoch: mine 90, past 22;" in (whole / "training.log").read_text()
     ) == keeps

@@ -40,7 +40,7 @@ def place(tmp_path_factory):
     )
     data = f"a={folder}/a::b={folder}/b"
     encoders = [HashEncoder(salt=1), HashEncoder("other", salt=2, size_px=20)]
-    embed_sources(data, encoders, folder / "teacher", SETTINGS, progress=False)
+    embed_sources(data, encoders, folder / "teacher", SETTINGS)
     return folder, data
 
 
@@ -130,7 +130,7 @@ def test_resumed_in_the_middle_of_an_epoch_ends_with_the_same_weights(place):
     )
     shutil.move(folder / "teacher", folder / "first")
     try:
-        embed_sources(data, [HashEncoder(salt=3)], folder / "teacher", SETTINGS, progress=False)
+        embed_sources(data, [HashEncoder(salt=3)], folder / "teacher", SETTINGS)
         resumed[resumed.index("--name") + 1] = "other"
         done = launch("ours", folder / "tiny.json", resumed, cwd=folder, status=2)
         assert "was taken in the middle of epoch 0 with --teacher" in done.stderr

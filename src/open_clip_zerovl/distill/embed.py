@@ -65,8 +65,6 @@ def embed_sources(
     encoders: Sequence[Encoder],
     out: str | Path,
     settings: TeacherSettings | None = None,
-    *,
-    progress: bool = True,
 ) -> Store:
     """Embed all views and captions of the sources by each teacher, or go on where an earlier call stopped.
 
@@ -108,15 +106,14 @@ def embed_sources(
     if earlier is None:
         require_room(out, manifest)
     store = Store.create(out, manifest, given={"starts": starts})
-    if progress:
-        left = sum(
-            samples.sizes[file]
-            for unit in missing_units(store, samples.sizes, settings.part)
-            for file in unit
-        )
-        print(
-            f"{left:,} samples are left to embed, {settings.views} views each, {size_words(manifest.bytes)} in {out}"
-        )
+    left = sum(
+        samples.sizes[file]
+        for unit in missing_units(store, samples.sizes, settings.part)
+        for file in unit
+    )
+    print(
+        f"{left:,} samples are left to embed, {settings.views} views each, {size_words(manifest.bytes)} in {out}"
+    )
     lost = embed(
         store,
         teachers,
@@ -124,7 +121,6 @@ def embed_sources(
         batch_size=encoders[0].batch_size,
         workers=encoders[0].workers,
         part=settings.part,
-        progress=progress,
     )
     for name, reasons in lost.items():
         listed = ", ".join(
@@ -134,6 +130,6 @@ def embed_sources(
             print(
                 f"Source {name}: {sum(reasons.values())} samples cannot be shown ({listed}); training replaces them."
             )
-    if progress and store.done.all():
+    if store.done.all():
         print(f"All embeddings are in {out}. Train with --teacher {out}")
     return store

@@ -4,7 +4,6 @@ Files of the output folder, in the order in which they are made:
 
     request.json                     the arguments and a digest of the model; a later call with the same ones continues
     data/                            the pictures that are held out, and lists of the samples to train on (`split`)
-    teacher/                         with --keep-teacher: embeddings of all pairs by the model before
     before/                          the model it starts from, unless an exported folder was given
     settings.json                    every flag of the training with its reason
     run/, training.log               the training's own folder and its output
@@ -43,13 +42,7 @@ from open_clip_zerovl.evaluate.interpolation.curve import require_possible
 from open_clip_zerovl.evaluate.retrieval.metrics import recall_bounds
 from open_clip_zerovl.evaluate.settings import RetrievalSettings
 from open_clip_zerovl.finetune import data as pairs
-from open_clip_zerovl.finetune.keeping import (
-    check_keeping,
-    keeping_notes,
-    store_teacher,
-    teacher_flags,
-    with_old_pairs,
-)
+from open_clip_zerovl.finetune.keeping import check_keeping, keeping_notes, with_old_pairs
 from open_clip_zerovl.finetune.outcome import RESULT, labelled_sets, write_outcome
 from open_clip_zerovl.finetune.proposal import (
     Facts,
@@ -96,8 +89,6 @@ def run_finetune(request: FinetuneRequest, *, say: Say) -> Path:
             print(result["table"])
             return out / "model"
         _announce(prepared, settings, say)
-        if request.keep_teacher and not training.is_over():
-            store_teacher(request, prepared, say)
         epoch, checkpoint = train(training, say)
         write_outcome(request, prepared, settings, training, epoch, checkpoint, say)
     return out / "model"
@@ -126,7 +117,7 @@ def _same_request(request: FinetuneRequest) -> None:
         """The call ended with a mistake, and this one is perhaps its correction: its files are made anew."""
         if (request.out / "run").exists():
             return False
-        for made in ("data", "before", "teacher"):
+        for made in ("data", "before"):
             shutil.rmtree(request.out / made, ignore_errors=True)
         (request.out / SETTINGS).unlink(missing_ok=True)
         return True
@@ -300,8 +291,7 @@ def _fixed_flags(request: FinetuneRequest, prepared: Prepared) -> Settings:
 def _training(
     request: FinetuneRequest, prepared: Prepared, settings: Sequence[Setting], ranks: int
 ) -> Training:
-    teacher = teacher_flags(request) if request.keep_teacher else {}
-    flags = {**_fixed_flags(request, prepared), **teacher, **as_flags(settings)}
+    flags = {**_fixed_flags(request, prepared), **as_flags(settings)}
     return Training(
         request.out,
         as_arguments(flags),

@@ -45,10 +45,6 @@ class FinetuneFlags:
         kind=share,
         metavar="SHARE",
     )
-    keep_teacher: bool = flag(
-        False,
-        "half of the loss is distillation from the model before, whose embeddings of all pairs are stored first",
-    )
     patience: int = flag(
         5,
         "end after EPOCHS without a better held-out score; 0: never",
