@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-search notebook ablation test test-all gpu paper-weights recipes check format docs dist dist-check clean
+.PHONY: help install demo demo-search notebook test test-all gpu paper-weights recipes check format docs dist dist-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -34,9 +34,6 @@ demo-search: $(STAMP) ## align two released encoders and answer ten queries as a
 
 notebook: $(STAMP) ## execute docs/first_hour.ipynb as a reader does, and keep its outputs (3 to 5 minutes)
 	TQDM_DISABLE=1 HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN)/python -m scripts.notebook
-
-ablation: $(STAMP) ## the emoji results page from the records of its runs
-	$(BIN)/python -m scripts.ablation.report $(ARGS)
 
 test: $(STAMP) ## run the tests (7 minutes on 2 cores; OPEN_CLIP_SOURCE=DIR: on a checkout of open_clip)
 	$(BIN)/python -m pytest -n 4 --dist worksteal
@@ -91,6 +88,6 @@ dist-check: $(STAMP) ## build the wheel, install it into an environment of its o
 	$(BIN)/python -m scripts.dist_check --out build/dist
 
 clean: ## remove the environment and everything the demo and tests wrote
-	rm -rf $(VENV) build dist data/emoji data/icons demo ablation .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	rm -rf $(VENV) build dist data/emoji demo .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 		src/*.egg-info
 	find src tests scripts -name __pycache__ -prune -exec rm -rf {} +

@@ -1,7 +1,6 @@
-"""The data of the demo and the ablation: four emoji sets or four icon families as webdataset shards.
+"""The demo's data: four emoji sets as webdataset shards.
 
     python -m scripts.drawn emoji --out data/emoji
-    python -m scripts.drawn icons --out data/icons
     python -m scripts.drawn emoji --out data/emoji --pairs pairs    # also as pictures and a table, as your own pairs may be
 
 Fetches npm packages, draws their pictures and writes the shards of each source, held-out retrieval sets and a small BERT folder
@@ -17,7 +16,6 @@ from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
 from scripts.drawn.emoji import EMOJI
-from scripts.drawn.icons import ICONS
 from scripts.drawn.make import prepare_drawn, write_pairs
 
 
@@ -27,10 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    sets = {one.name: one for one in (EMOJI, ICONS)}
-    parser.add_argument(
-        "name", choices=sets, help="; ".join(f"{name}: {one.title}" for name, one in sets.items())
-    )
+    parser.add_argument("name", choices=[EMOJI.name], help=EMOJI.title)
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
     parser.add_argument(
         "--px", type=int, default=64, help="side of the pictures in pixels (default %(default)s)"
@@ -46,11 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     try:
-        data = sets[options.name]
-        prepare_drawn(data, options.out, px=options.px, seed=options.seed)
+        prepare_drawn(EMOJI, options.out, px=options.px, seed=options.seed)
         if options.pairs is not None:
             print(
-                f"{write_pairs(data, options.out, options.pairs):,} pairs are in {options.pairs / 'pairs.csv'}"
+                f"{write_pairs(EMOJI, options.out, options.pairs):,} pairs are in {options.pairs / 'pairs.csv'}"
             )
     except UserError as error:
         print(f"drawn: error: {error}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """The description of a data set of drawings: its sources with their licences, its npm packages, how pairs are held out.
 
-`sources.yaml` holds the facts; `emoji.EMOJI` and `icons.ICONS` add the functions that read and split.
+`sources.yaml` holds the facts; `emoji.EMOJI` adds the functions that read and split.
 """
 
 from __future__ import annotations
@@ -81,7 +81,6 @@ class DrawnData:
         sources: by name, in order.
         read: a tarball's path for each package -> the sources' drawings.
         split: (drawings, held_out_per_source=, seed=) -> the held-out concepts.
-        across: whether sources share concepts, so that there are sets to retrieve across sources.
         held_out_per_source: pairs of each source for the test, and as many for validation.
         format: raised by one when the same packages and settings give other files than before.
     """
@@ -91,7 +90,6 @@ class DrawnData:
     notes: str
     metadata: str
     examples: tuple[str, ...]
-    across: bool
     held_out_per_source: int
     packages: dict[str, NpmPackage]
     sources: Mapping[str, Source]

@@ -1,11 +1,11 @@
 """Drawings of npm packages as sources: fetched, drawn, split, and written as shards.
 
-A `DrawnData` (`emoji.EMOJI`, `icons.ICONS`) describes the data.
+A `DrawnData` (`emoji.EMOJI`) describes the data.
 On disk (see docs/datasets.md):
 
     <source>/train-00000.tar ..., sizes.json, LICENSE      training pairs
     test/<source>/  val/<source>/                          the pairs held out of that source, for CLIP_benchmark
-    test-across/<source>/  val-across/<source>/            every held-out concept as that source has it (if shared)
+    test-across/<source>/  val-across/<source>/            every held-out concept as that source has it
     bert/                                                  vocabulary and configuration of a small text tower
     README.md, manifest.json                               the data card; the inputs of this data
 """
@@ -14,17 +14,14 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import io
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jinja2 import Template
-from PIL import Image
 from tqdm import tqdm
 
 from open_clip_zerovl.core.errors import UserError
@@ -38,23 +35,6 @@ from scripts.drawn.vocabulary import write_bert
 
 _CACHE = ".cache"
 _MANIFEST = "manifest.json"
-
-
-@dataclass(frozen=True)
-class DrawnSample:
-    """One source's pair of a held-out concept.
-
-    Attributes:
-        group: the drawing's category.
-        held_out: whether this pair is held out of its own source's training; False for the pair of another source.
-    """
-
-    image: Image.Image
-    caption: str
-    concept: str
-    source: str
-    group: str
-    held_out: bool
 
 
 def prepare_drawn(
@@ -123,52 +103,6 @@ def prepare_drawn(
     pairs = ", ".join(f"{source} {card['sources'][source]['train']}" for source in data.sources)
     print(f"The {data.name} data is in {out}. Training pairs: {pairs}. See {out / 'README.md'}.")
     return card
-
-
-def load_drawn_split(data: DrawnData, out: str | Path, split: str) -> dict[str, list[DrawnSample]]:
-    """Source -> its pairs of all held-out concepts of a split, sorted by concept.
-
-    Where sources share concepts, a source also has its pairs of the concepts that are held out of other sources. They are in
-    its training set (`DrawnSample.held_out` is False) and are the partners for retrieval across sources. Of the emoji's 800
-    held-out concepts, 200 are held out of each source. In `val` a source may lack a few concepts.
-
-    Args:
-        data, out: of `prepare_drawn`.
-        split: "test" or "val".
-
-    Raises:
-        UserError: another split, or a folder without this data.
-    """
-    if split not in SPLITS:
-        raise UserError(f"The split {split!r} is unknown: take one of {', '.join(SPLITS)}.")
-    folder = Path(out) / (f"{split}-across" if data.across else split)
-    samples: dict[str, list[DrawnSample]] = {}
-    for source in data.sources:
-        samples[source] = []
-        shards = sorted((folder / source / "test").glob("*.tar"), key=lambda shard: int(shard.stem))
-        if not shards:
-            raise UserError(
-                f"{folder / source} holds no retrieval set: `python -m scripts.drawn {data.name}` writes it."
-            )
-        for shard in shards:
-            for sample in read_samples(shard):
-                held_out = json.loads(sample.files["json"])["held_out"] == split
-                samples[source].append(drawn_sample(sample, source, held_out=held_out))
-    return samples
-
-
-def drawn_sample(sample: Sample, source: str, *, held_out: bool) -> DrawnSample:
-    """A pair of a drawn source, as it lies in a tar."""
-    facts = json.loads(sample.files["json"])
-    image = Image.open(io.BytesIO(sample.files["png"])).convert("RGB")
-    return DrawnSample(
-        image,
-        sample.files["txt"].decode().strip(),
-        facts["concept"],
-        source,
-        facts["group"],
-        held_out,
-    )
 
 
 def write_pairs(data: DrawnData, out: str | Path, folder: Path) -> int:
@@ -297,12 +231,9 @@ def _write_all(
         sizes = write_source(folder / source, shuffled, shard_size=settings["shard_size"])
         counts[source] = {"pairs": len(drawings[source]), "train": len(train), "shards": len(sizes)}
         sets = {name: split[name][source] for name in SPLITS}
-        if data.across:
-            for name in SPLITS:
-                every = sorted(concept for held in split[name].values() for concept in held)
-                sets[f"{name}-across"] = [
-                    concept for concept in every if concept in drawings[source]
-                ]
+        for name in SPLITS:
+            every = sorted(concept for held in split[name].values() for concept in held)
+            sets[f"{name}-across"] = [concept for concept in every if concept in drawings[source]]
         for name, concepts in sets.items():
             pairs = [sample(source, concept) for concept in concepts]
             counts[source][name.replace("-", "_")] = write_retrieval_set(

@@ -1,4 +1,4 @@
-"""Training as a command: one way to start and watch it for `zerovl train`, fine-tuning, recipes, demo and ablation.
+"""Training as a command: one way to start and watch it for `zerovl train`, fine-tuning, recipes and the demo.
 
     training_command(arguments, processes)         the command line; its signals and its exit status are the training's
     start_training(arguments, processes, log=...)  the same as a child of this process, with its words in a file

@@ -22,8 +22,6 @@ from open_clip_zerovl.evaluate.retrieval.metrics import (
     ranks_by_label,
 )
 
-POOLS = ("within", "across", "mixed")
-
 MIXED_POOL_NOTE = (
     "The mixed pool rewards a model that recognises sources: it has to search only the pairs of the query's source. So a less "
     "biased model can score lower there even if it matches contents better."

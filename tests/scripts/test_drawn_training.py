@@ -1,7 +1,5 @@
-"""The protocol of the trainings on emoji; and the demo's trainings, which share their flags."""
+"""The flags and runs of the demo's trainings."""
 
-import dataclasses
-import itertools
 import json
 from pathlib import Path
 
@@ -9,11 +7,7 @@ import pytest
 
 from open_clip_zerovl.core.errors import UserError
 from scripts import demo
-from scripts.ablation import protocol
-from scripts.ablation.protocol import CONDITIONS, TABLES, read_choices
 from scripts.drawn.training import TrainingRun, drawn_flags, flag_values
-
-# --- flags and logs --------------------------------------------------------------------------------------------------
 
 
 def test_flags_replace_those_of_the_same_name_and_keep_the_rest(tmp_path):
@@ -82,54 +76,3 @@ def test_a_run_of_other_flags_is_not_taken_for_finished(tmp_path):
     done.asked.write_text(json.dumps({"flags": list(done.flags)}))
     assert done.is_finished and of().is_finished
     assert not of("--text-augment", "0.2").is_finished
-
-
-# --- the protocol ----------------------------------------------------------------------------------------------------
-
-
-def test_the_tables_name_conditions_that_are_there_and_use_all():
-    used = {name for table in TABLES for name in table.conditions}
-    assert (
-        set(CONDITIONS) - used
-        == {needs for one in CONDITIONS.values() for needs in one.needs} - used
-    )
-    assert all(needs in CONDITIONS for one in CONDITIONS.values() for needs in one.needs)
-    for one in (one for table in TABLES for one in table.comparisons):
-        assert {one.run, one.against} <= set(CONDITIONS)
-        if one.paper and one.claim != "same":  # the claim is that of the paper's own numbers
-            assert {
-                (a > b) == (one.claim == "higher") for a, b in zip(*one.paper, strict=True)
-            } == {True}
-        # Two conditions that are compared are scored by the same number, on the same source.
-        pair = [CONDITIONS[name] for name in (one.run, one.against)]
-        assert len({(condition.score, condition.miniature) for condition in pair}) == 1
-
-
-def test_each_arm_of_the_stack_adds_a_method_to_the_one_before_and_has_the_same_grid():
-    arms = [name for name in CONDITIONS if name.startswith("stack-")]
-    rates = [next(iter(CONDITIONS[name].choices - {"long-epochs"})) for name in arms]
-    assert len(set(rates)) == len(arms) == 5
-    assert all(
-        protocol.CHOICES[rate].conditions == [name] for rate, name in zip(rates, arms, strict=True)
-    )
-    choices = [
-        dataclasses.replace(protocol.CHOICES[rate], what="", conditions=()) for rate in rates
-    ]
-    assert choices == choices[:1] * 5
-    flags = [
-        {
-            "--sampling": CONDITIONS[name].sampling,
-            **flag_values(CONDITIONS[name].run_flags(read_choices())),
-        }
-        for name in arms
-    ]
-    added = [
-        {key for key in new if new[key] != old.get(key)} - {"--lr"}
-        for old, new in itertools.pairwise(flags)
-    ]
-    assert added == [
-        {"--dga-steps", "--log-every-n-steps"},
-        {"--sampling"},
-        {"--coin-flip-mixup"},
-        {"--token-drop"},
-    ]
