@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 import pytest
@@ -117,11 +119,42 @@ def test_workers_of_the_training_go_on_too(handled, tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_bad_item_is_raised_after_the_batches_before_it(workers: int):
-    seen = []
-    with pytest.raises(UserError, match="number 7 is bad"):
+    seen, before = [], multiprocessing.active_children()
+    with pytest.raises(UserError, match="number 7 is bad") as raised:
         for batch in read_batches(Numbers(bad=7), list, batch_size=2, num_workers=workers):
             seen += [number for number, _ in batch]
     assert seen == list(range(6))
+    # The workers have ended, although the traceback is still there.
+    assert raised.value.__traceback__ and set(multiprocessing.active_children()) <= set(before)
+
+
+def test_workers_end_with_an_error_and_the_loader_can_be_read_again(tmp_path):
+    folder, before = write_source(tmp_path / "s", 0, 40, 40), multiprocessing.active_children()
+    (shard,) = tmp_path.glob("s/*.tar")
+    loader = loading.loader_of(f"s={folder}", 2, workers=2, on_bad_sample="fail")
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[: len(whole) // 2])
+    for _ in range(2):
+        with pytest.raises(UserError, match=f"{shard.name} of source 's'"):
+            list(loader)
+        assert set(multiprocessing.active_children()) <= set(before)
+    shard.write_bytes(whole)
+    assert len(list(loader)) == 20
+
+
+def test_the_workers_of_a_loader_in_a_cycle_are_killed(tmp_path):
+    """torch's own shutdown would wait 5 seconds for each, and end it by SIGTERM: its queues are collected before it."""
+    before = multiprocessing.active_children()
+    loader = loading.loader_of(f"s={write_source(tmp_path / 's', 0, 40, 40)}", 2, workers=2)
+    next(iter(loader))
+    workers = set(multiprocessing.active_children()) - set(before)
+    for thread in threading.enumerate():
+        if thread.name == "stall watchdog":  # ends with the iteration, and knows the loader
+            thread.join()
+    loader.itself = loader
+    del loader
+    gc.collect()
+    assert [worker.exitcode for worker in workers] == [-signal.SIGKILL] * 2
 
 
 class Untransferable:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.buffers import BufferPool, PooledBatch
@@ -78,8 +79,7 @@ class MixtureLoader:
             prefetch_factor=prefetch if workers > 0 else None,
             timeout=stall_timeout_seconds if workers > 0 else 0,
         )
-        self._processes: list[Any] = []
-        atexit.register(_end_workers_of, weakref.ref(self))
+        self._end_workers = weakref.finalize(self, _end_workers, self._loader)
 
     @property
     def lost(self) -> Mapping[str, Mapping[str, int]]:
@@ -111,6 +111,7 @@ class MixtureLoader:
         seen = 0
         for item in self._items():
             if isinstance(item, UserError):
+                self.abandon()
                 raise item
             *batch, report = item
             self.stats.add(report)
@@ -131,9 +132,11 @@ class MixtureLoader:
         count = 0
         self._loader.worker_init_fn = worker_start()
         try:
-            iterator = iter(self._loader)
-            self._processes = list(getattr(iterator, "_workers", ()))
-            for item in stall_watchdog(iterator, self._wait_sentence):
+            batches = iter(self._loader)
+            # At exit before the clean-ups of torch and multiprocessing, which would wait for workers that ignore their SIGTERM.
+            atexit.unregister(self._end_workers)
+            atexit.register(self._end_workers)
+            for item in stall_watchdog(batches, self._wait_sentence):
                 yield item
                 count += 1
         except RuntimeError as error:
@@ -156,21 +159,8 @@ class MixtureLoader:
         )
 
     def abandon(self) -> None:
-        """Kill the worker processes: after one of them was lost, and when this process exits.
-
-        torch's own shutdown is not used: it waits for a lock that a killed worker may have held.
-        """
-        iterator = getattr(self._loader, "_iterator", None)
-        if iterator is not None and hasattr(iterator, "_workers"):
-            iterator._shutdown = True
-            if iterator._worker_pids_set:
-                # torch's signal handler raises when a registered worker dies, anywhere in this process
-                torch.utils.data._utils.signal_handling._remove_worker_pids(id(iterator))
-                iterator._worker_pids_set = False
-        for process in self._processes:
-            process.kill()
-            process.join()
-        self._processes = []
+        """Kill the worker processes, after an error of one of them. The next iteration starts others."""
+        _end_workers(self._loader)
 
     def explain(self, error: RuntimeError, delivered: int = 0) -> str | None:
         """The sentence for an error that torch's DataLoader raises about its workers, None for any other error.
@@ -216,8 +206,22 @@ class MixtureLoader:
         return f" while reading shard {read.shards[shard]} of source {read.name!r}"
 
 
-def _end_workers_of(loader: weakref.ref[MixtureLoader]) -> None:
-    """Runs at exit before multiprocessing's clean-up, which would wait for workers that ignore its SIGTERM."""
-    alive = loader()
-    if alive is not None:
-        alive.abandon()
+def _end_workers(loader: DataLoader) -> None:
+    """Kill the worker processes of a DataLoader whose workers are persistent.
+
+    It replaces torch's shutdown, which waits for a lock that a killed worker may have held. And of an iterator that the garbage
+    collector finds in a cycle the queues end first, so that torch waits 5 seconds for each worker.
+    """
+    iterator, loader._iterator = loader._iterator, None
+    if not isinstance(iterator, _MultiProcessingDataLoaderIter):
+        return
+    iterator._shutdown = True
+    if iterator._worker_pids_set:
+        # torch's signal handler raises when a registered worker dies, anywhere in this process
+        torch.utils.data._utils.signal_handling._remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
+    if iterator._pin_memory:
+        iterator._pin_memory_thread_done_event.set()
+    for process in iterator._workers:
+        process.kill()
+        process.join()

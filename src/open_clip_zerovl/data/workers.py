@@ -173,5 +173,7 @@ def read_batches(
         if batch is None:
             return
         if isinstance(batch, UserError):
+            # The workers end now. In the cycle of the error and its traceback, torch would wait 5 seconds for each of them.
+            del batches
             raise batch
         yield batch
