@@ -64,6 +64,14 @@ def raises(error: BaseException):
     return run
 
 
+def interrupted_in_a_class() -> None:
+    """An interrupt while Python 3.11 names the descriptors of a class."""
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt as interrupt:
+        raise RuntimeError("Error calling __set_name__ on 'Field' instance") from interrupt
+
+
 def missing(module: str) -> ModuleNotFoundError:
     return ModuleNotFoundError(f"No module named {module!r}", name=module)
 
@@ -102,6 +110,7 @@ ENDS = {
         raises(ValueError("Caught it.\nTraceback (most recent call last):\nKeyError: 'x'")), 1, "KeyError: 'x'; --debug",
     ),
     "Ctrl-C": (raises(KeyboardInterrupt()), 130, "zerovl: interrupted; repeat the command to continue"),
+    "Ctrl-C in a class": (interrupted_in_a_class, 130, "zerovl: interrupted; repeat the command to continue"),
 }  # fmt: skip
 
 

@@ -125,13 +125,13 @@ def explain(
 
     2    an error with a sentence of its own (`sentence`, or `sentence_of`)
     1    any other error, a defect: its kind and its message
-    130  Ctrl-C
+    130  Ctrl-C, also if Python or a package raised another error from it, as Python 3.11 does in a class of descriptors
     141  the reader of standard output is gone (`zerovl ... | head`); nothing is printed, as other programs do
     """
     if isinstance(error, BrokenPipeError) and _reader_is_gone():
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE_STATUS
-    if isinstance(error, KeyboardInterrupt):
+    if _is_interrupt(error):
         say(f"{name}: interrupted; {interrupted}")
         return INTERRUPTED_STATUS
     if DEBUG in words or os.environ.get("ZEROVL_DEBUG"):
@@ -145,6 +145,12 @@ def explain(
         "traceback, please report it"
     )
     return 1
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    return error is not None and (
+        isinstance(error, KeyboardInterrupt) or _is_interrupt(error.__cause__)
+    )
 
 
 def say(words: str) -> None:
