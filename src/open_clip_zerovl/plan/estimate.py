@@ -11,13 +11,16 @@ ViT-B/16 and BERT-base at 224 px, 16 DGA steps and no token drop took 680 GPU ho
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from open_clip_zerovl.core.memory import PeakBytes
 from open_clip_zerovl.dga.retain import AUTO_SHARE, most_graphs
@@ -31,6 +34,9 @@ from open_clip_zerovl.sampling.schedule import Batching
 PAPER_SAMPLES = 14_230_000 * 20
 PAPER_GPU_HOURS = 680
 PAPER_FLOPS = 157.36e9
+LARGE_PARAMETERS = (
+    30_000_000  # of a model whose step takes a CPU longer than torch's work on shapes alone
+)
 UTILISATION = PAPER_FLOPS * PAPER_SAMPLES / (PAPER_GPU_HOURS * 3600) / (GPUS["v100"].tflops * 1e12)
 
 
@@ -109,10 +115,54 @@ def loss_products(rows: int, total: int, chunk: int | None) -> int:
     return 1 + 2 + sweeps - (chunk is None or chunk >= rows)
 
 
-def count_costs(planned: PlannedModel, loss_chunk: int | None = None) -> Costs:
-    """Count FLOPs and bytes of the real step on the smallest micro-batches, on the model's device.
+class Flops(TorchDispatchMode):
+    """Counts the FLOPs of operations by torch's formulas, in `total`.
 
-    Frozen towers, token drop and gradient checkpointing count as they run. Gradients are removed at the end.
+    torch's `FlopCounterMode` also follows the modules, and fails at one that is given a view of a parameter in a pass without
+    gradients, as in timm's attention pooling (SigLIP, PE).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        formula: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.total += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+@contextmanager
+def without_data(model: nn.Module) -> Iterator[None]:
+    """Operations and the model's tensors have shapes and no data, so that a step takes no time and no memory."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    held: list[dict[str, Any]] = [
+        tensors for module in model.modules() for tensors in (module._parameters, module._buffers)
+    ]
+    real = [dict(tensors) for tensors in held]
+    try:
+        for tensors in held:
+            for name, tensor in tensors.items():
+                tensors[name] = tensor if tensor is None else mode.from_tensor(tensor)
+        with mode:
+            yield
+    finally:
+        for tensors, before in zip(held, real, strict=True):
+            tensors.update(before)
+
+
+def count_costs(planned: PlannedModel, loss_chunk: int | None = None) -> Costs:
+    """Count FLOPs and bytes of the step on the smallest micro-batches, on the model's device.
+
+    On a CPU the steps of a large model have shapes alone. Frozen towers, token drop and gradient checkpointing count as they run. Gradients are removed at the end.
     """
     model = planned.model
     size = (
@@ -147,15 +197,17 @@ def count_costs(planned: PlannedModel, loss_chunk: int | None = None) -> Costs:
         model.zero_grad(set_to_none=True)
 
     flops, peaks = [], []
-    for steps in (1, 2):
-        counter = FlopCounterMode(display=False)
-        with sdpa_kernel(SDPBackend.MATH):  # fused attention on a CPU is not counted
-            step(size, steps, counter)
-        flops.append(counter.get_total_flops() / size)
-    for rows in (size, 2 * size):
-        live = PeakBytes()
-        step(rows, 2, live)
-        peaks.append(live.peak)
+    large = planned.device.type == "cpu" and planned.parameters[0] > LARGE_PARAMETERS
+    with without_data(model) if large else nullcontext():
+        for steps in (1, 2):
+            counter = Flops()
+            with sdpa_kernel(SDPBackend.MATH):  # fused attention on a CPU is not counted
+                step(size, steps, counter)
+            flops.append(counter.total / size)
+        for rows in (size, 2 * size):
+            live = PeakBytes()
+            step(rows, 2, live)
+            peaks.append(live.peak)
     a_sample = (peaks[1] - peaks[0]) / size
     return Costs(
         retained_flops=flops[0],
