@@ -162,7 +162,8 @@ def without_data(model: nn.Module) -> Iterator[None]:
 def count_costs(planned: PlannedModel, loss_chunk: int | None = None) -> Costs:
     """Count FLOPs and bytes of the step on the smallest micro-batches, on the model's device.
 
-    On a CPU the steps of a large model have shapes alone. Frozen towers, token drop and gradient checkpointing count as they run. Gradients are removed at the end.
+    On a CPU the steps of a large model have shapes alone. Frozen towers, token drop and gradient checkpointing count as they
+    run. Gradients are removed at the end.
     """
     model = planned.model
     size = (
