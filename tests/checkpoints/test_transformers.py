@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +29,7 @@ from open_clip_zerovl.checkpoints.transformers_folder import (
 from open_clip_zerovl.checkpoints.transformers_towers import straight_pooler
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError
+from support import warm
 from support.tiny_clip import (
     CLIP_TEXT,
     NATIVE_VISION,
@@ -129,7 +129,7 @@ def ask_stranger(home: Path, jobs: list[tuple[Path, torch.Tensor]]) -> list[dict
             str(folder.parent / "found.pt"),
         ]
     done = subprocess.run(
-        [sys.executable, "-c", STRANGER, *arguments],
+        [warm.python(), "-c", STRANGER, *arguments],
         env={
             **os.environ,
             "HF_HUB_OFFLINE": "1",

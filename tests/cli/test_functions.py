@@ -25,8 +25,10 @@ from open_clip_zerovl.checkpoints.weights import read_state_dict
 from open_clip_zerovl.cli.functions import words_of
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.launch import follow_training
+from support import warm
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, write_bert
 
+PYTHON = sys.executable
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220)}
 CLASSES = list(COLOURS)
 TRAIN = {
@@ -39,6 +41,14 @@ TRAIN = {
     "workers": 0,
     "save_every_steps": 1,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm_trainings():
+    """Trainings are children that `sys.executable` starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", warm.python())
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +113,7 @@ def test_a_function_stays_one_after_imports_of_its_package():
     code = "import open_clip_zerovl as z; from open_clip_zerovl import align, evaluate, finetune, pack, search, train\n"
     code += "import open_clip_zerovl.align.request, open_clip_zerovl.finetune.flags\n"
     code += "from open_clip_zerovl import align as again; assert again is align and callable(z.align) and callable(finetune)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([PYTHON, "-c", code], check=True)
     assert "from_" in inspect.signature(open_clip_zerovl.finetune).parameters
 
 
@@ -111,7 +121,7 @@ def test_the_import_loads_no_torch():
     code = (
         "import sys, open_clip_zerovl as z; z.pack, z.align, z.train; print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 

@@ -22,7 +22,7 @@ from open_clip_zerovl.core.launch import (
     training_command,
     visible_gpus,
 )
-from support import ROOT
+from support import ROOT, warm
 from support.programs import COMMON
 from support.tars import write_source
 from support.tiny_clip import WORDS, write_bert
@@ -49,7 +49,7 @@ def test_another_module_called_training_is_never_started(tmp_path):
     collide(tmp_path)
     path = os.pathsep.join([str(tmp_path / "elsewhere"), str(ROOT / "src")])
     done = subprocess.run(
-        [*ZEROVL, "--device", "cpu", "--dataset-type", "synthetic", "--model", "nothing"],
+        [warm.python(), *ZEROVL[1:], "--device", "cpu", "--dataset-type", "synthetic", "--model", "nothing"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 2 and "knows no model 'nothing'" in done.stderr, done.stderr

@@ -302,15 +302,9 @@ def test_counted_flops_are_those_of_forward_and_backward(model):
     assert image_tower.get_total_flops() == pytest.approx(by_hand, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"precision": "amp_bf16", "token_drop": 0.5, "captions": "txt+syn"},
-        {"freeze": ("text",), "grad_checkpointing": True},
-    ],
-)
-def test_shapes_alone_cost_what_a_step_costs(model, monkeypatch, flags):
-    planned = build(settings_of(model, **flags), CPU, flags.get("precision", "fp32"))
+def test_shapes_alone_cost_what_a_step_costs(model, monkeypatch):
+    flags = {"token_drop": 0.5, "captions": "txt+syn"}
+    planned = build(settings_of(model, **flags), CPU, "amp_bf16")
     before = planned.model.state_dict(keep_vars=True)
     costs = count_costs(planned)
     monkeypatch.setattr(plan_estimate, "LARGE_PARAMETERS", 0)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from open_clip_zerovl.data.sources import parse_sources
+from support import warm
 from support.tars import png, write_source
 from training import data as training_data
 from training import params
@@ -215,5 +216,5 @@ def test_a_run_imports_only_the_rooms_that_it_uses():
     ]
     unused = [f"open_clip_zerovl.{room}" for room in rooms]
     program = f"import sys, training.run; print([m for m in {unused} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = subprocess.run([warm.python(), "-c", program], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
