@@ -148,6 +148,12 @@ def test_the_workers_of_a_loader_in_a_cycle_are_killed(tmp_path):
     loader = loading.loader_of(f"s={write_source(tmp_path / 's', 0, 40, 40)}", 2, workers=2)
     next(iter(loader))
     workers = set(multiprocessing.active_children()) - set(before)
+    pid = os.fork()
+    if pid == 0:  # a fork, which has a copy of the loader, leaves them alone
+        loader._end_workers()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert len(workers) == 2 and all(worker.is_alive() for worker in workers)
     for thread in threading.enumerate():
         if thread.name == "stall watchdog":  # ends with the iteration, and knows the loader
             thread.join()

@@ -7,6 +7,7 @@ would show its traceback, and one that got lost would leave the other ranks wait
 from __future__ import annotations
 
 import atexit
+import os
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -79,7 +80,7 @@ class MixtureLoader:
             prefetch_factor=prefetch if workers > 0 else None,
             timeout=stall_timeout_seconds if workers > 0 else 0,
         )
-        self._end_workers = weakref.finalize(self, _end_workers, self._loader)
+        self._end_workers = weakref.finalize(self, _end_workers, self._loader, os.getpid())
 
     @property
     def lost(self) -> Mapping[str, Mapping[str, int]]:
@@ -160,7 +161,7 @@ class MixtureLoader:
 
     def abandon(self) -> None:
         """Kill the worker processes, after an error of one of them. The next iteration starts others."""
-        _end_workers(self._loader)
+        _end_workers(self._loader, os.getpid())
 
     def explain(self, error: RuntimeError, delivered: int = 0) -> str | None:
         """The sentence for an error that torch's DataLoader raises about its workers, None for any other error.
@@ -206,12 +207,14 @@ class MixtureLoader:
         return f" while reading shard {read.shards[shard]} of source {read.name!r}"
 
 
-def _end_workers(loader: DataLoader) -> None:
-    """Kill the worker processes of a DataLoader whose workers are persistent.
+def _end_workers(loader: DataLoader, owner: int) -> None:
+    """Kill the worker processes of a DataLoader whose workers are persistent; nothing in a fork of their `owner`, a process.
 
     It replaces torch's shutdown, which waits for a lock that a killed worker may have held. And of an iterator that the garbage
     collector finds in a cycle the queues end first, so that torch waits 5 seconds for each worker.
     """
+    if os.getpid() != owner:
+        return
     iterator, loader._iterator = loader._iterator, None
     if not isinstance(iterator, _MultiProcessingDataLoaderIter):
         return
