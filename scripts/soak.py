@@ -101,6 +101,9 @@ class Fork:
     def lead(self, output: Path) -> None:
         """Called by the fork: make the session; the output of its processes goes to a file."""
         os.setsid()
+        # Under nohup, or in the background of a shell, it would inherit that these signals are ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         atexit._clear()  # the fork must not run this program's exit handlers
         file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, 1)
