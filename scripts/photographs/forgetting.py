@@ -10,9 +10,9 @@ Noto. `zerovl finetune` teaches it ten classes of clothing. New is zero-shot top
 recall (RSUM / 6) on Flickr8k's, both in percent. Fixed before any fine-tuning:
 
 - The text tower and its head are frozen: ten classes have ten captions. The norms keep their statistics (the default).
-- Rate: of RATES the one with the best new score on validation, full fine-tuning, the pilot seed. Kept data
-  changes the data and not the weights that train, so that it takes it, too. A best rate at an edge of RATES gets the next
-  rate beyond it.
+- Rate: of RATES the one with the best new score on validation, full fine-tuning, the pilot seed. Kept data changes
+  the data and not the weights that train, so that it takes the same. A best rate at an edge of RATES gets the
+  next rate beyond it.
 - EPOCHS epochs; the command keeps the one with the best score on held-out pictures, as ever.
 - `ARM + curve` (WiSE-FT): of ALPHAS, the weights with the best new score on validation among those that keep 95 % of the old
   one on validation. Both rows are scored on the test splits.

@@ -271,7 +271,7 @@ def test_random_batches_are_distributed_as_a_shuffled_deck():
 def test_hypergeometric_draws_beyond_numpy(monkeypatch):
     """Inversion has numpy's distribution where both draw, and the right mean and variance at 12.8 billion things."""
     rng = np.random.default_rng(1)
-    theirs = np.bincount(rng.hypergeometric(30, 50, 20, size=8_000), minlength=21).astype(float)
+    theirs = np.bincount(rng.hypergeometric(30, 50, 20, size=20_000), minlength=21).astype(float)
     good, bad, draws = 4_000_000_000, 8_800_000_000, 6_400_000_000
     values = np.array([hypergeometric(rng, good, bad, draws) for _ in range(200)], dtype=float)
     total = good + bad
@@ -281,7 +281,7 @@ def test_hypergeometric_draws_beyond_numpy(monkeypatch):
     assert draw_without_replacement(rng, np.array([good, 0, bad]), draws).sum() == draws
     monkeypatch.setattr("open_clip_zerovl.sampling.assignment._EXACT_BELOW", 0)
     ours = np.bincount(
-        [hypergeometric(rng, 30, 50, 20) for _ in range(8_000)], minlength=21
+        [hypergeometric(rng, 30, 50, 20) for _ in range(20_000)], minlength=21
     ).astype(float)
     cells = theirs + ours > 10
     assert ((theirs - ours)[cells] ** 2 / (theirs + ours)[cells]).sum() < cells.sum() + 5 * np.sqrt(

@@ -80,7 +80,7 @@ class MixtureLoader:
             prefetch_factor=prefetch if workers > 0 else None,
             timeout=stall_timeout_seconds if workers > 0 else 0,
         )
-        self._end_workers = weakref.finalize(self, _end_workers, self._loader, os.getpid())
+        self._end_workers = weakref.finalize(self, _end_workers, self._loader)
 
     @property
     def lost(self) -> Mapping[str, Mapping[str, int]]:
@@ -161,7 +161,7 @@ class MixtureLoader:
 
     def abandon(self) -> None:
         """Kill the worker processes, after an error of one of them. The next iteration starts others."""
-        _end_workers(self._loader, os.getpid())
+        _end_workers(self._loader)
 
     def explain(self, error: RuntimeError, delivered: int = 0) -> str | None:
         """The sentence for an error that torch's DataLoader raises about its workers, None for any other error.
@@ -207,17 +207,19 @@ class MixtureLoader:
         return f" while reading shard {read.shards[shard]} of source {read.name!r}"
 
 
-def _end_workers(loader: DataLoader, owner: int) -> None:
-    """Kill the worker processes of a DataLoader whose workers are persistent; nothing in a fork of their `owner`, a process.
+def _end_workers(loader: DataLoader) -> None:
+    """Kill the worker processes of a DataLoader whose workers are persistent, unless another process has started them: a fork.
 
     It replaces torch's shutdown, which waits for a lock that a killed worker may have held. And of an iterator that the garbage
     collector finds in a cycle the queues end first, so that torch waits 5 seconds for each worker.
     """
-    if os.getpid() != owner:
-        return
-    iterator, loader._iterator = loader._iterator, None
+    iterator = loader._iterator
     if not isinstance(iterator, _MultiProcessingDataLoaderIter):
         return
+    workers: list[Any] = iterator._workers
+    if any(worker._parent_pid != os.getpid() for worker in workers):
+        return
+    loader._iterator = None
     iterator._shutdown = True
     if iterator._worker_pids_set:
         # torch's signal handler raises when a registered worker dies, anywhere in this process
@@ -225,6 +227,6 @@ def _end_workers(loader: DataLoader, owner: int) -> None:
         iterator._worker_pids_set = False
     if iterator._pin_memory:
         iterator._pin_memory_thread_done_event.set()
-    for process in iterator._workers:
-        process.kill()
-        process.join()
+    for worker in workers:
+        worker.kill()
+        worker.join()

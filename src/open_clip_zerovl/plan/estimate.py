@@ -34,9 +34,7 @@ from open_clip_zerovl.sampling.schedule import Batching
 PAPER_SAMPLES = 14_230_000 * 20
 PAPER_GPU_HOURS = 680
 PAPER_FLOPS = 157.36e9
-LARGE_PARAMETERS = (
-    30_000_000  # of a model whose step takes a CPU longer than torch's work on shapes alone
-)
+LARGE_PARAMETERS = 30_000_000  # a CPU's step takes longer than torch's work on shapes alone
 UTILISATION = PAPER_FLOPS * PAPER_SAMPLES / (PAPER_GPU_HOURS * 3600) / (GPUS["v100"].tflops * 1e12)
 
 
