@@ -61,9 +61,7 @@ PILOT_SEED = 100
 MEASURED_STEPS = 4  # of the effective batch, from which the seconds a sample are taken
 FEWEST_STEPS = 8  # of the effective batch in a run
 SAVES = 10  # step checkpoints of a run, from which a stopped one continues
-FURTHER_RATES = (
-    2  # pilots of an arm beyond --rates, while its best rate is the first or the last one
-)
+FURTHER_RATES = 2  # pilots of an arm beyond --rates, while its best rate is the first or last one
 FULL_EPOCHS = 20  # of the printed command
 REQUEST, PLAN = "trial.json", "plan.json"
 # Of data and first model, which are made before anything is trained.
@@ -128,19 +126,17 @@ class Inputs:
     notes: tuple[str, ...]
 
 
-def best_rate(
-    rates: Sequence[float], score: Callable[[float], float], further: int = 2
-) -> tuple[float, bool]:
+def best_rate(rates: Sequence[float], score: Callable[[float], float]) -> tuple[float, bool]:
     """The learning rate with the highest score, and whether it is the lowest or highest of several that were tried.
 
-    While it is, one more beyond it is tried, `further` times at most.
+    While it is, one more beyond it is tried, `FURTHER_RATES` times at most.
     """
     scores = {rate: score(rate) for rate in sorted(rates)}
     while True:
         tried = sorted(scores)
         best = max(tried, key=scores.__getitem__)
         at_end = len(tried) > 1 and best in (tried[0], tried[-1])
-        if not at_end or len(tried) == len(rates) + further:
+        if not at_end or len(tried) == len(rates) + FURTHER_RATES:
             return best, at_end
         neighbour = tried[1] if best == tried[0] else tried[-2]
         beyond = float(f"{best * best / neighbour:.2g}")
