@@ -137,16 +137,21 @@ def micro_batch_for(memory_gib: float) -> int:
 
 def data_flags(recipe: Recipe, data: Path) -> Settings:
     """--train-data of the recipe's sources, --teacher of its teachers, --retrieval-data of the sets that exist."""
-    sources = {source.split("/")[0]: data / source for source in recipe.sources}
-    flags: Settings = {
-        "train-data": "::".join(f"{name}={folder}" for name, folder in sources.items())
-    }
+    flags: Settings = {"train-data": "::".join(_component(data / s, s) for s in recipe.sources)}
     if recipe.teachers:
         flags["teacher"] = str(data / TEACHERS_FOLDER)
     sets = [recipe.finetuned_on] if recipe.finetuned_on else RETRIEVAL_SETS
     if there := [f"{name}={data / name}" for name in sets if (data / name / "test").is_dir()]:
         flags["retrieval-data"] = "::".join(there)
     return flags
+
+
+def _component(folder: Path, source: str) -> str:
+    """Return the source as --train-data names it, or its clusters where `scripts.paper.cluster` wrote the folder."""
+    clusters = folder / "train-data.txt"
+    if clusters.is_file():
+        return clusters.read_text(encoding="utf-8").strip()
+    return f"{source.split('/')[0]}={folder}"
 
 
 def missing_for(recipe: Recipe, data: Path, settings: Settings) -> str | None:

@@ -23,6 +23,7 @@ from open_clip.model import CLIPVisionCfg, _build_vision_tower
 from open_clip_zerovl.checkpoints.layouts import as_native_vit, native_vision_config
 from open_clip_zerovl.cli import evaluate
 from open_clip_zerovl.core.processes import children_of
+from scripts.paper import cluster
 from scripts.paper import recipes as paper_recipes
 from scripts.paper.recipes import (
     Hardware,
@@ -352,8 +353,8 @@ def test_every_recipe_starts_and_takes_its_steps(workplace):
         for name in TRAININGS:
             recipe = RECIPES[name]
             if name == "clusters":
-                cc12m = ["--data", f"cc12m={data / 'cc12m'}", "--out", data / "cc12m-clusters"]
-                zerovl("cluster", base, "--clusters", "3", *cc12m)
+                folders = [str(data / "cc12m"), str(data / "cc12m-clusters")]
+                assert cluster.main([str(base), *folders, "--clusters", "3"]) == 0
             steps = max(
                 3, len(recipe.sources)
             )  # debiased sampling takes one from each source at least
@@ -383,6 +384,14 @@ def test_every_recipe_starts_and_takes_its_steps(workplace):
             assert "rsum" in words  # of the sets under DATA
     finally:
         trainings.close()
+
+
+def test_the_clusters_of_a_source_are_sources(tmp_path):
+    """The recipe reads what `scripts.paper.cluster` wrote, whose folder is no source itself."""
+    (tmp_path / "cc12m-clusters").mkdir()
+    written = "cc12m-000=/d/cluster-000::cc12m-001=/d/cluster-001"
+    (tmp_path / "cc12m-clusters" / "train-data.txt").write_text(written + "\n")
+    assert paper_recipes.data_flags(RECIPES["clusters"], tmp_path)["train-data"] == written
 
 
 def test_a_probe_of_a_dataset_names_it_for_both_parts(tmp_path):
