@@ -126,7 +126,6 @@ def open_inputs(config: AllFlags, args: argparse.Namespace) -> TrainingInputs:
             table_format=_table_format(args),
             on_bad_sample=config.on_bad_sample,
             timeout_seconds=config.loader_timeout,
-            neighbours=config.hard_negatives > 0,
         )
         if config.sampling == "debiased" and len(sources) == 1:
             logging.warning(
@@ -369,7 +368,6 @@ def _sampling(config: AllFlags, args: argparse.Namespace) -> Sampling:
         source_order=tuple(config.source_order.split("::")) if config.source_order else None,
         epoch_samples=args.train_num_samples,
         resampled=args.dataset_resampled,
-        hard_negatives=config.hard_negatives,
     )
 
 

@@ -282,7 +282,6 @@ class Trainer:
             "--sampling": config.sampling,
             "--ablate iid-draw": config.draw == "iid" or None,
             "--debiased-share": config.debiased_share if config.debiased_share < 1 else None,
-            "--hard-negatives": _hard_negatives(config.hard_negatives, sources),
             "--source-order": config.source_order,
             "--train-data-upsampling-factors": "::".join(
                 f"{source.weight:g}" for source in sources
@@ -297,14 +296,6 @@ class Trainer:
         )
         names = ", ".join(f"{source.name} ({source.num_samples})" for source in sources)
         return Position(epoch, 0, batching, names, order)
-
-
-def _hard_negatives(share: float, sources: Sequence[Source]) -> str | None:
-    """The share of --hard-negatives with a digest of each clustering; None without it."""
-    digests = " ".join(
-        source.neighbours.digest for source in sources if source.neighbours is not None
-    )
-    return f"{share:g} of the clusters {digests}" if share else None
 
 
 def warn_of_equal_captions(micro_batches: Sequence[MicroBatch]) -> None:

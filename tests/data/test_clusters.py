@@ -326,7 +326,6 @@ def test_too_many_open_files_are_not_taken_for_lost_shards(place, monkeypatch):
     ("name", "value"),
     [
         ("centroids", np.array(-1)), ("labels", np.zeros((2, 2))), ("labels", np.full(3, 7)), ("distances", np.zeros(1)),
-        ("copies", np.zeros(3, bool)), ("copies", np.zeros(SAMPLES)),
         ("sizes", np.array([-5, 10**15])), ("shards", np.array("x")), ("marks", np.array("[[]]")), (None, np.zeros(0)),
     ],
 )  # fmt: skip

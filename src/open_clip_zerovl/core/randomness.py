@@ -79,7 +79,6 @@ class Purpose(enum.Enum):
     """Purposes of random numbers; comments name the rest of the key. A value is never reused for another purpose."""
 
     SCHEDULE = "schedule"  # epoch: the order of the sources' steps
-    NEIGHBOURS = "neighbours"  # epoch, source: the runs of near samples
     ASSIGNMENT = "deal"  # epoch, first and last leaf: how sources mix in a part of the epoch
     SLICES = "pieces"  # epoch, source: the order of shard slices
     ORDER = "order"  # epoch, source, reader, block: the shuffle window

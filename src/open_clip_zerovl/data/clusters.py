@@ -18,9 +18,8 @@ import logging
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,32 +81,9 @@ def open_clusters(
     clustering = load_clustering(path)
     if moved_to is None and path.is_dir() and (folders := cluster_folders(path)):
         return clustering.source, _written(clustering, path, folders)
-    clustering = _with_checked_shards(clustering, path, moved_to, strict)
-    return clustering.source, _picked(clustering, clustering.shards)
-
-
-def open_neighbours(path: Path, moved_to: str | None = None, *, strict: bool = False) -> Clustering:
-    """The clustering with the paths that its shards have now, for a source whose clusters are hard negatives.
-
-    Raises:
-        UserError: as `open_clusters`; copies were not looked for.
-    """
-    clustering = load_clustering(path)
-    if clustering.copies is None:
-        raise UserError(
-            f"{path} does not list the copies of {clustering.source}, which would be false negatives of each other; cluster "
-            "again with --same-above 0.95"
-        )
-    return _with_checked_shards(clustering, path, moved_to, strict)
-
-
-def _with_checked_shards(
-    clustering: Clustering, path: Path, moved_to: str | None, strict: bool
-) -> Clustering:
-    """The clustering with the present paths of its shards, which are checked."""
     shards = clustering.shards if moved_to is None else _moved(clustering, moved_to)
     _check_shards(clustering, shards, path, strict)
-    return replace(clustering, shards=shards)
+    return clustering.source, _picked(clustering, shards)
 
 
 def cluster_folders(folder: Path) -> list[Path]:
@@ -206,14 +182,12 @@ def _require_consistent(clustering: Clustering) -> None:
     sizes = clustering.sizes
     labels = clustering.labels
     centroids = clustering.centroids
-    copies = labels != labels if clustering.copies is None else clustering.copies
     alike = (
         len(clustering.shards) == len(sizes) == len(clustering.marks)
         and all(isinstance(mark, list) and len(mark) > 1 for mark in clustering.marks)
         and min(sizes, default=0) >= 0
-        and labels.shape == clustering.distances.shape == copies.shape == (sum(sizes),)
+        and labels.shape == clustering.distances.shape == (sum(sizes),)
         and np.issubdtype(labels.dtype, np.integer)
-        and copies.dtype == np.bool_
         and centroids.ndim == 2
     )
     if not alike or (len(labels) and not 0 <= labels.min() <= labels.max() < len(centroids)):
@@ -234,7 +208,6 @@ class Clustering:
         distances: (n,) 1 - cosine to the centroid.
         centroids: (K, D) of unit length.
         marks: `file_mark` of each shard, by which a changed shard is noticed.
-        copies: (n,) whether a sample is a copy of an earlier one of its cluster; None if copies were not looked for.
     """
 
     source: str
@@ -244,7 +217,6 @@ class Clustering:
     distances: NDArray[np.float32]
     centroids: NDArray[np.float32]
     marks: tuple[Mark, ...]
-    copies: NDArray[np.bool_] | None = None
 
     @property
     def counts(self) -> NDArray[np.int64]:
@@ -255,7 +227,6 @@ class Clustering:
 def save_clustering(clustering: Clustering, out: Path) -> Path:
     """Write `assignment.npz` into the folder `out`, without pickle; returns its path."""
     path = out / ASSIGNMENT_FILE
-    copies: dict[str, Any] = {} if clustering.copies is None else {"copies": clustering.copies}
     with atomic_file(path) as file:
         np.savez_compressed(
             file,
@@ -266,7 +237,6 @@ def save_clustering(clustering: Clustering, out: Path) -> Path:
             labels=clustering.labels,
             distances=clustering.distances,
             centroids=clustering.centroids,
-            **copies,
         )
     return path
 
@@ -288,7 +258,6 @@ def load_clustering(path: str | Path) -> Clustering:
             content["distances"],
             content["centroids"],
             tuple(json.loads(str(content["marks"]))),
-            content.get("copies"),
         )
         _require_consistent(clustering)
         return clustering

@@ -50,11 +50,6 @@ from open_clip_zerovl.data.tokens import fast_tokenizer
 from open_clip_zerovl.data.views import StoredTeachers
 from open_clip_zerovl.data.workers import SharedNumbers
 from open_clip_zerovl.sampling.assignment import Assignment
-from open_clip_zerovl.sampling.hard_negatives import (
-    batches_of_epoch,
-    check_neighbours,
-    slices_of_reader,
-)
 from open_clip_zerovl.sampling.order import LocalOrder
 from open_clip_zerovl.sampling.schedule import Batching, Sampling, Schedule, source_schedule
 from open_clip_zerovl.sampling.slices import epoch_slices, slice_range
@@ -72,8 +67,7 @@ def schedule_of(
     """`source_schedule` of `Source` records, whose order may be given by name.
 
     Raises:
-        UserError: what `source_schedule` and `check_neighbours` refuse; a source order that names an unknown source or leaves
-            one out.
+        UserError: what `source_schedule` refuses; a source order that names an unknown source or leaves one out.
     """
     names = [source.name for source in sources]
     order = None
@@ -84,7 +78,7 @@ def schedule_of(
                 f"{'::'.join(names)}"
             )
         order = [names.index(name) for name in sampling.source_order]
-    schedule = source_schedule(
+    return source_schedule(
         [source.num_samples for source in sources],
         effective_batch,
         strategy=sampling.strategy,
@@ -97,11 +91,6 @@ def schedule_of(
         source_order=order,
         names=names,
     )
-    if sampling.hard_negatives:
-        check_neighbours(
-            [source.neighbours for source in sources], names, schedule, sampling.hard_negatives
-        )
-    return schedule
 
 
 @dataclass(frozen=True)
@@ -294,16 +283,7 @@ class Mixture(IterableDataset):
         slices = epoch_slices(source.sizes, schedule, index, resampled=self.sampling.resampled)
         window = int(self.shuffle_window_samples * schedule.taken[index] / schedule.taken.sum())
         window = max(window, self.batching.micro_batch)
-        if source.neighbours is not None and self.sampling.hard_negatives:
-            batches = batches_of_epoch(
-                source.neighbours, schedule, index, self.sampling.hard_negatives
-            )
-            mine = slices_of_reader(
-                batches, source.starts, schedule, index, self.batching, self.rank, reader.number
-            )
-            window = 0  # the slices have their order
-        else:
-            mine = slice_range(slices, int(reader.before[index]), quota)
+        mine = slice_range(slices, int(reader.before[index]), quota)
         # the reader's number over all ranks
         of_all = self.rank * self.batching.workers + reader.number
         draws = partial(stream, self.seed, Purpose.ORDER, epoch, index, of_all)

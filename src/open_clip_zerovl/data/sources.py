@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.clusters import Clustering, open_clusters, open_neighbours
+from open_clip_zerovl.data.clusters import Clustering, open_clusters
 from open_clip_zerovl.data.columns import Chosen, listed
 from open_clip_zerovl.data.components import Component, expand_shards, kind_of, packed_folders
 from open_clip_zerovl.data.names import (
@@ -43,7 +43,6 @@ from open_clip_zerovl.data.parquet import open_files
 from open_clip_zerovl.data.selection import Selection, load_selection
 from open_clip_zerovl.data.sizes import listed_sizes
 from open_clip_zerovl.data.table import EXTENSIONS, CsvFormat, CsvTable, block_sizes, open_table
-from open_clip_zerovl.sampling.hard_negatives import Neighbours
 from open_clip_zerovl.shards.index import open_index
 from open_clip_zerovl.shards.members import (
     IMAGE_EXTENSIONS,
@@ -70,7 +69,6 @@ class Source:
             sample.
         picked: for a cluster or a selection in shards that also hold other samples, as `clusters.Cluster.picked`; None for a
             source that has all samples of its shards.
-        neighbours: near samples, of a clustering that is opened as one source.
         columns: those of its parquet files; None without such files.
     """
 
@@ -81,7 +79,6 @@ class Source:
     table: CsvTable | None = None
     captions: str | None = None
     picked: np.ndarray | None = None
-    neighbours: Neighbours | None = None
     columns: Chosen | None = None
 
     @property
@@ -124,7 +121,6 @@ def parse_sources(
     timeout_seconds: float = 600,
     evaluation: bool = False,
     split: str = "train",
-    neighbours: bool = False,
 ) -> tuple[Source, ...]:
     """Read `--train-data` (and `--train-data-upsampling-factors`) into sources with counted shards.
 
@@ -142,7 +138,6 @@ def parse_sources(
         timeout_seconds: time that the `sizes.json` of remote shards may take; 0 for any time.
         evaluation: the sources are read to evaluate a model, and may be retrieval sets; training refuses those.
         split: the split that is read of an output of `zerovl data pack`.
-        neighbours: a clustering is one source with `Source.neighbours`, and not a source for each cluster.
 
     Raises:
         UserError: an empty component, a name given twice, missing shards, an unreadable `sizes.json`, remote shards without
@@ -160,7 +155,6 @@ def parse_sources(
         timeout_seconds,
         evaluation,
         split,
-        neighbours,
     )
     sources: dict[str, Source] = {}
     members: dict[str, list[str]] = {}  # component -> its sources
@@ -192,7 +186,6 @@ class _Opening(NamedTuple):
     timeout_seconds: float
     evaluation: bool
     split: str
-    neighbours: bool
 
 
 def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Source]]:
@@ -200,7 +193,7 @@ def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Sour
     component = kind_of(pattern)
     path = component.path
     if component.kind == "clusters":
-        return (_open_neighbours if how.neighbours else _open_clusters)(name, component, how)
+        return _open_clusters(name, component, how)
     if component.kind == "selection":
         source = _open_selection(load_selection(path), how)
         return name or source.name, [replace(source, name=name or source.name)]
@@ -305,18 +298,6 @@ def _open_packed(name: str, path: str, how: _Opening) -> list[Source]:
             "held-out pictures"
         )
     return sources
-
-
-def _open_neighbours(
-    name: str | None, component: Component, how: _Opening
-) -> tuple[str, list[Source]]:
-    clustering = open_neighbours(Path(component.path), component.beside, strict=how.strict)
-    name = name or clustering.source
-    source = replace(
-        clustered_source(clustering, how.table_format), name=name, captions=how.captions
-    )
-    assert clustering.copies is not None
-    return name, [replace(source, neighbours=Neighbours(clustering.labels, clustering.copies))]
 
 
 def _open_clusters(

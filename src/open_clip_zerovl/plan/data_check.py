@@ -106,7 +106,6 @@ def schedule_steps(settings: PlanSettings, data: DataCheck, effective_batch: int
         settings.debiased_share,
         order,
         total,
-        hard_negatives=settings.hard_negatives,
     )
     try:
         schedule = schedule_of(data.counted, effective_batch, sampling, seed=settings.seed, epoch=0)
@@ -135,7 +134,6 @@ def _check_sources(settings: PlanSettings, train_data: str, data: DataCheck) -> 
         captions=settings.captions,
         on_bad_sample=settings.on_bad_sample,
         timeout_seconds=settings.loader_timeout,
-        neighbours=settings.hard_negatives > 0,
     )
     absent: dict[str, str] = {}
     try:

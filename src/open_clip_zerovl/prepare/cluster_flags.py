@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from open_clip_zerovl.core.flags import flag, natural, positive, seed, share
+from open_clip_zerovl.core.flags import flag, natural, positive, seed
 
 FEATURES = ("image", "text", "both")
 
@@ -29,13 +29,6 @@ class ClusterSettings:
         metavar="N",
     )
     features: str = flag("image", "tower of the features", choices=FEATURES)
-    same_above: float | None = flag(
-        None,
-        "list the samples whose cosine to an earlier sample of their cluster is above this as copies, which --hard-negatives "
-        "of training leaves out (for example 0.95)",
-        kind=share,
-        metavar="COSINE",
-    )
     passes: int = flag(10, "passes of k-means over the features", kind=positive)
     seed: int = flag(0, "seed of k-means", kind=seed)
     preview: int = flag(25, "pictures a preview", kind=natural, metavar="N")

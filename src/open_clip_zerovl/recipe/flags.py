@@ -156,38 +156,6 @@ class SourceFlags:
         range=Range("above 0 and up to 1", lambda value, _: 0 < value <= 1),
         needs=(_DEBIASED,),
     )
-    hard_negatives: float = flag(
-        0.0,
-        "fill this share of each effective batch with near samples, of the clusters of `zerovl cluster --same-above 0.95`",
-        metavar="SHARE",
-        range=Range("a share from 0 to 1", lambda value, _: 0 <= value <= 1),
-        needs=(_NAMED_SOURCES,),
-        contradicts=(
-            _conflict(
-                "dataset_resampled", "each sample comes once an epoch; leave one of them out"
-            ),
-            Contradiction(
-                "--debiased-share {debiased_share}",
-                lambda given: given.debiased_share < 1,
-                "near samples come in steps of one source; give one of them",
-            ),
-            Contradiction(
-                "--ablate iid-draw",
-                lambda given: "iid-draw" in given.ablate,
-                "each sample comes once an epoch",
-            ),
-            Contradiction(
-                "--captions {captions}",
-                lambda given: given.captions not in (None, "one-per-epoch"),
-                "single samples are found by an index of whole txt members; leave it out, or give one-per-epoch",
-            ),
-            Contradiction(
-                "--teacher {teacher}",
-                lambda given: (given.teacher or "").startswith("shards:"),
-                "the embeddings in shards are not indexed; store a teacher's with `zerovl teacher`",
-            ),
-        ),
-    )
     source_order: str | None = flag(
         None,
         "order of the sources in --sampling sequential (default: as given)",

@@ -1,10 +1,9 @@
 """Debiased sampling (section 3.1, figure 2, A.4): pure functions of (seed, epoch, sizes, weights), in numpy alone.
 
-    schedule         which source: the source of each step of an epoch, and the samples that the epoch takes of each source
-    assignment       which reader: the samples of each micro-batch of each rank and loader worker
-    slices           which shards: the slices of shards of an epoch, and the stretch of one reader
-    order            which order: a shuffle within a window of the reader's samples
-    hard_negatives   batches of which a share are near samples of one cluster, in place of slices and order
+    schedule     which source: the source of each step of an epoch, and the samples that the epoch takes of each source
+    assignment   which reader: the samples of each micro-batch of each rank and loader worker
+    slices       which shards: the slices of shards of an epoch, and the stretch of one reader
+    order        which order: a shuffle within a window of the reader's samples
 
 `data.mixture` reads the samples that these functions name.
 """

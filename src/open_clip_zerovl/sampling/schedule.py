@@ -74,7 +74,6 @@ class Sampling:
         source_order: names of the sources in the order of sequential sampling; None for the order given.
         epoch_samples: length of an epoch in samples; None for all samples of the sources.
         resampled: draw shards with replacement.
-        hard_negatives: share of each effective batch that is filled with near samples; 0 for none.
     """
 
     strategy: str = "debiased"
@@ -83,7 +82,6 @@ class Sampling:
     source_order: tuple[str, ...] | None = None
     epoch_samples: int | None = None
     resampled: bool = False
-    hard_negatives: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from open_clip_zerovl.shards.members import (
     unreadable,
 )
 
-_OPEN_INDEXES = 64  # kept in memory, 0.5 MB for a shard of 10,000 samples: hard negatives read single samples of all shards
+_OPEN_INDEXES = 64  # kept in memory, 0.5 MB for a shard of 10,000 samples
 FOLDER = ".zerovl-index"
 VERSION = 1
 

@@ -26,7 +26,6 @@ from open_clip_zerovl.prepare.cluster_flags import ClusterSettings
 from open_clip_zerovl.prepare.clusters.folders import train_data, write_clusters
 from open_clip_zerovl.prepare.clusters.kmeans import (
     dissolve_small,
-    find_copies,
     size_report,
     spherical_kmeans,
 )
@@ -379,55 +378,3 @@ def test_a_source_that_changed_is_not_resharded(clustered, tmp_path):
     with pytest.raises(UserError, match="holds 12 samples and held 13"):
         write_clusters(other, tmp_path, progress=False)
     assert not list(tmp_path.glob("cluster-*"))
-
-
-def test_copies_are_near_to_an_earlier_sample_of_their_cluster_in_one_of_the_tables():
-    angles = np.radians([0, 1, 30, 0, 31, 90])  # cosines: 0.9998 at one degree
-    first = np.stack([np.cos(angles), np.sin(angles)], axis=1)
-    second = np.eye(6)
-    labels = np.array([0, 0, 0, 1, 0, 1])
-    for chunk in (1, 2, 4096):
-        assert find_copies([first], labels, 0.999, chunk_samples=chunk).tolist() == [
-            0,
-            1,
-            0,
-            0,
-            1,
-            0,
-        ]
-        assert not find_copies([second], labels, 0.999, chunk_samples=chunk).any()
-        second[5] = second[3]
-        assert find_copies([first, second], labels, 0.999, chunk_samples=chunk).tolist() == [
-            0,
-            1,
-            0,
-            0,
-            1,
-            1,
-        ]
-        second = np.eye(6)
-
-
-def test_the_command_lists_copies_for_hard_negatives(source, model, tmp_path, capsys):
-    data = shutil.copytree(source.partition("=")[2], tmp_path / "cc")
-    shutil.copy(data / "00000.tar", data / "00003.tar")  # nine pictures and captions twice
-    result = cluster(
-        f"cc={data}",
-        model,
-        tmp_path / "out",
-        clusters=3,
-        same_above=0.99999,
-        device="cpu",
-        progress=True,
-    )
-    assert (
-        set(range(27, 36)) <= set(np.flatnonzero(result.copies).tolist())
-        and not result.copies.all()
-    )
-    assert (
-        f"{result.copies.sum()} samples are copies. Hard negatives: --hard-negatives 0.5"
-        in capsys.readouterr().out
-    )
-    (opened,) = parse_sources(train_data(tmp_path / "out"), neighbours=True)
-    assert opened.num_samples == 45 and np.array_equal(opened.neighbours.copies, result.copies)
-    assert cluster(f"cc={data}", model, tmp_path / "out", clusters=3, device="cpu").copies is None

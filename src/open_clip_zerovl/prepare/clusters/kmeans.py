@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -98,37 +97,6 @@ def dissolve_small(
         labels[moved], distances[moved] = left[cosines.argmax(axis=1)], 1 - cosines.max(axis=1)
         counts = np.bincount(labels, minlength=len(centroids))
     return np.searchsorted(left, labels).astype(np.int32), distances, centroids[left]
-
-
-# at once, 64 MiB: a cluster of many samples is compared by fewer rows at a time
-_MOST_COSINES = 2**24
-
-
-def find_copies(
-    tables: Sequence[Features], labels: NDArray, above: float, *, chunk_samples: int = 4096
-) -> NDArray[np.bool_]:
-    """(n,) the copies: samples whose cosine to an earlier sample of their cluster is above `above` in one of the tables.
-
-    The time grows with the squared size of the clusters.
-
-    Args:
-        tables: features (n, D), such as those of pictures and those of captions.
-        labels: (n,) cluster of each sample.
-    """
-    copies = np.zeros(len(labels), bool)
-    counts = np.bincount(labels)
-    for members in np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1]):
-        for table in tables:
-            features = np.asarray(table[members], np.float32)
-            rows = (
-                min(chunk_samples, max(1, _MOST_COSINES // len(features))) if len(features) else 1
-            )
-            for begin in range(0, len(features), rows):
-                end = begin + rows
-                # of row i the columns below i
-                earlier = np.tril(features[begin:end] @ features[:end].T, begin - 1)
-                copies[members[begin:end]] |= (earlier > above).any(axis=1)
-    return copies
 
 
 def size_report(counts: NDArray) -> dict[str, Any]:

@@ -51,7 +51,6 @@ from open_clip_zerovl.prepare.cluster_flags import ClusterSettings
 from open_clip_zerovl.prepare.clusters.folders import train_data, write_clusters, write_previews
 from open_clip_zerovl.prepare.clusters.kmeans import (
     dissolve_small,
-    find_copies,
     size_report,
     size_text,
     spherical_kmeans,
@@ -115,14 +114,7 @@ def cluster_source(
     if source.table is not None:
         shards, sizes = (source.table.path,), (source.num_samples,)
     shard_marks = tuple(file_marks(shards, digests_of(known), f"checking {source.name}").values())
-    copies = (
-        None
-        if settings.same_above is None
-        else find_copies(table.parts, labels, settings.same_above)
-    )
-    clustering = Clustering(
-        source.name, shards, sizes, labels, distances, centroids, shard_marks, copies
-    )
+    clustering = Clustering(source.name, shards, sizes, labels, distances, centroids, shard_marks)
     save_clustering(clustering, out)
     write_atomically(
         out / "report.json", json.dumps(size_report(clustering.counts), indent=1) + "\n"
@@ -133,10 +125,6 @@ def cluster_source(
         write_clusters(clustering, out, shard_size=settings.shard_size, progress=progress)
     if progress:
         print(size_text(clustering))
-        if copies is not None:
-            print(
-                f"{copies.sum():,} samples are copies. Hard negatives: --hard-negatives 0.5 --train-data '{train_data(out)}'"
-            )
         print(
             f"Train on the clusters as sources with --debiased-sampling --train-data '{train_data(out)}'"
         )
@@ -164,11 +152,6 @@ class _Features:
 
     def __init__(self, *rows: Rows) -> None:
         self.rows = rows
-
-    @property
-    def parts(self) -> list[_Features]:
-        """The rows of pictures, or of captions, each for itself."""
-        return [_Features(rows) for rows in self.rows]
 
     def __len__(self) -> int:
         return len(self.rows[0])
