@@ -44,6 +44,31 @@ def test_keys_with_dots_give_a_warning(tmp_path, caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize(
+    ("mode", "weights"),
+    [({"weight_mode": "mixture_fraction"}, "2::0.6667"), ({}, "1::3")],
+)
+@pytest.mark.parametrize("ending", ["yaml", "json"])
+def test_a_manifest_of_open_clip_is_refused_with_the_flags_of_its_sources(
+    tmp_path, ending, mode, weights
+):
+    """Half of all samples from each of 10 and 30 is two passes and two thirds of one."""
+    a, b = (write_source(tmp_path / name, 0, size, 5) for name, size in (("a", 10), ("b", 30)))
+    sources = [
+        {"name": "a", "shards": a, "samples": 10, "mixture_fraction": 0.5},
+        {"shards": [b], "samples": 30, "mixture_fraction": 0.5, "sampling_weight": 3},
+    ]
+    file = tmp_path / f"mix.{ending}"
+    file.write_text(json.dumps({"version": 1, "sources": sources, **mode}))
+    with pytest.raises(UserError, match="a manifest of open_clip 4; name its sources") as refused:
+        parse_sources(f"mine={file}")
+    data, factors = (
+        str(refused.value).partition("--train-data ")[2].split(" --train-data-upsampling-factors ")
+    )
+    assert factors == weights
+    assert [source.name for source in parse_sources(data.strip("'"), factors)] == ["a", "source1"]
+
+
 def test_a_quick_look_at_paths_knows_home_and_patterns(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "photos").mkdir()

@@ -1,6 +1,6 @@
-"""The releases of open_clip on which this package runs.
+"""Lines of open_clip's releases on which this package runs.
 
-A line is the releases whose training program has the same names. One release of each line was read and tested; another of the
+A line is the releases whose training program has the same names. One version of each line was read and tested; another of the
 same line is taken when its names are as expected (`training.hooks` looks), with a warning.
 """
 
@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from packaging.version import Version
 
 from open_clip_zerovl.core.errors import UserError
 
@@ -24,8 +26,8 @@ class ReleaseLine:
     Attributes:
         name: "3.3.x".
         versions: the beginning of its releases' versions.
-        read: the release that was read, and on which the tests run.
-        released: whether the registry has it; if not, `read` is a state of open_clip's main branch.
+        read: the version that was read, and on which the tests run.
+        state: what `read` is, in words, where it is no release.
         precision: the default of `--precision`.
         optimizers: values of `--opt` besides timm/NAME.
         reports: values of `--report-to`.
@@ -34,45 +36,51 @@ class ReleaseLine:
     name: str
     versions: str
     read: str
-    released: bool
+    state: str
     precision: str
     optimizers: tuple[str, ...]
     reports: tuple[str, ...]
 
+    @property
+    def tested(self) -> str:
+        """Name the tested version: "3.3.0", "main of 27 June 2026 (4.2.0.dev0)"."""
+        return f"{self.state} ({self.read})" if self.state else self.read
+
     def untested(self, version: str) -> str | None:
-        """The warning for a release of this line with another minor number than the tested one; None if it is the same."""
-        if version.split(".")[:2] == self.read.split(".")[:2]:
+        """Warn of a version that the tests were not run on.
+
+        Returns:
+            None for the tested version. A development version is not the release of its number.
+        """
+        if Version(version) == Version(self.read):
             return None
         return (
-            f"this package was not tested with open_clip_torch {version}, but with {self.read}; {INSTALL}, or run the tests "
-            "on it (docs/open_clip.md)"
+            f"not tested with open_clip_torch {version}: tested with {' and '.join(line.tested for line in LINES)}; "
+            "docs/open_clip.md lists what changed since, and runs the tests on another version"
         )
 
 
 OPENCLIP_V3 = ReleaseLine(
-    "3.3.x", "3.3.", "3.3.0", released=True, precision="amp", optimizers=("adamw",),
+    "3.3.x", "3.3.", "3.3.0", state="", precision="amp", optimizers=("adamw",),
     reports=("tensorboard", "wandb", "all"),
 )  # fmt: skip
 OPENCLIP_V4 = ReleaseLine(
-    "4.x", "4.", "4.2.0.dev0", released=False, precision="amp_bf16", optimizers=("adamw", "nadamw"),
+    "4.x", "4.", "4.2.0.dev0", state="main of 27 June 2026", precision="amp_bf16", optimizers=("adamw", "nadamw"),
     reports=("tensorboard", "wandb", "trackio", "all"),
 )  # fmt: skip
 LINES = (OPENCLIP_V3, OPENCLIP_V4)
 
 
 def supported() -> str:
-    """The lines in words: "3.3.x; 4.x, tested at 4.2.0.dev0 of its main branch"."""
-    return "; ".join(
-        line.name if line.released else f"{line.name}, tested at {line.read} of its main branch"
-        for line in LINES
-    )
+    """Describe the lines: "3.3.x, tested with 3.3.0; 4.x, tested with main of 27 June 2026 (4.2.0.dev0)"."""
+    return "; ".join(f"{line.name}, tested with {line.tested}" for line in LINES)
 
 
 def line_of(version: str) -> ReleaseLine:
-    """The line that a release belongs to.
+    """Return the line that a version belongs to.
 
     Raises:
-        UserError: a release of no line.
+        UserError: a version of no line.
     """
     for line in LINES:
         if version.startswith(line.versions):
@@ -82,7 +90,11 @@ def line_of(version: str) -> ReleaseLine:
 
 
 def version_here() -> str | None:
-    """The version of the open_clip that would be imported, read from its file, since its import takes seconds; or None."""
+    """Read the version of the open_clip that would be imported from its file, since its import takes seconds.
+
+    Returns:
+        None where there is no open_clip.
+    """
     spec = importlib.util.find_spec("open_clip")
     file = (
         Path(spec.origin).with_name("version.py")
@@ -97,6 +109,10 @@ def version_here() -> str | None:
 
 @cache
 def line_here() -> ReleaseLine:
-    """The line of the open_clip that would be imported; 3.3 if it is of none, which is refused at its import."""
+    """Return the line of the open_clip that would be imported.
+
+    Returns:
+        3.3 for a version of no line, which is refused at its import.
+    """
     version = version_here() or ""
     return next((line for line in LINES if version.startswith(line.versions)), OPENCLIP_V3)

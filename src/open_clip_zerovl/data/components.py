@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import braceexpand
+import yaml
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.clusters import find_clustering
@@ -34,6 +35,7 @@ from open_clip_zerovl.shards.urls import REMOTE, is_command, is_parquet, local_p
 from open_clip_zerovl.shards.writing import RETRIEVAL_MARK, read_sizes
 
 _NAMED_SIZES = re.compile(r"(.+)@([^@]+\.json)", re.DOTALL)
+_MANIFEST = re.compile(r"""["']?sources["']?\s*:""")
 _ANNOTATIONS = re.compile(r"(.+?\.(?:json|csv|tsv))(?:@(.+))?", re.IGNORECASE)
 
 
@@ -69,6 +71,8 @@ def kind_of(text: str) -> Component:
         return Component(_kind_of_folder(path), find_table(path) or path)
     if path.endswith(SELECTION):
         return Component("selection", path)
+    if path.lower().endswith((".yaml", ".yml", ".json")) and os.path.isfile(path):
+        check_no_manifest(path)
     if (annotations := _ANNOTATIONS.fullmatch(path)) is not None:
         pictures_folder = None if annotations[2] is None else os.path.expanduser(annotations[2])
         return Component(
@@ -77,6 +81,40 @@ def kind_of(text: str) -> Component:
             pictures_folder,
         )
     return Component("shards", path)
+
+
+def check_no_manifest(file: str) -> None:
+    """Refuse open_clip 4's manifest of sources, in whose place the sources themselves are written.
+
+    Raises:
+        UserError: the file is a manifest; the sentence has its sources and weights as flags.
+    """
+    with open(file, encoding="utf-8", errors="replace") as content:
+        if not _MANIFEST.search(content.read(4096)):
+            return
+    with open(file, encoding="utf-8") as content:
+        manifest = yaml.safe_load(content)  # JSON, too
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("sources"), list):
+        return
+    sources = [source for source in manifest["sources"] if isinstance(source, dict)]
+    named, weights = [], []
+    for number, source in enumerate(sources):
+        shards = source.get("shards", "SHARDS")
+        if isinstance(shards, list):
+            shards = shards[0] if len(shards) == 1 else f"{{{','.join(shards)}}}"
+        named.append(f"{source.get('name', f'source{number}')}={shards}")
+        weights.append(float(source.get("sampling_weight", 1)))
+    if manifest.get("weight_mode") == "mixture_fraction":
+        # A share of the samples as passes over the source: the epoch stays as long as one pass over all.
+        total = sum(source["samples"] for source in sources)
+        shares = sum(source["mixture_fraction"] for source in sources)
+        weights = [
+            source["mixture_fraction"] / shares * total / source["samples"] for source in sources
+        ]
+    raise UserError(
+        f"{file} is a manifest of open_clip 4; name its sources: --train-data '{'::'.join(named)}' "
+        f"--train-data-upsampling-factors {'::'.join(f'{weight:.4g}' for weight in weights)}"
+    )
 
 
 def packed_folders(folder: str | Path) -> dict[str, Path]:
