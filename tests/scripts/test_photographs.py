@@ -85,13 +85,9 @@ def test_the_readme_has_the_numbers_of_the_rows():
     primary, products = made["mean_recall", "B", "A"], made["products_mean_recall", "B", "A"]
     mean, low, high, _ = primary["estimate"]
     assert primary["verdict"] == products["verdict"] == "higher"
-    losses = [made[f"{name}mean_recall", "C", "B"] for name in ("", "products_", "noto_")]
-    assert all(row["verdict"] == "lower" and row["holm"] for row in losses)
-    lost = [-row["estimate"].mean for row in losses]
     readme = " ".join((HERE.parents[1] / "README.md").read_text(encoding="utf-8").split())
     gain = f"{mean:+.1f} points of mean recall on Flickr8k ({low:+.1f} to {high:+.1f})"
     assert f"{gain} and {products['estimate'].mean:+.1f} on products" in readme
-    assert f"lowered recall by {min(lost):.1f} to {max(lost):.1f} points on all three" in readme
 
 
 def test_the_committed_records_are_runs_of_the_protocol():

@@ -1,0 +1,218 @@
+"""Runs of the study of large and debiased batches on photographs (study.yaml). A stopped call continues.
+
+    python -m scripts.photographs.styles --tars DIR --features DIR
+    python -m scripts.photographs.study --features DIR [--only debiased] [--minutes 60]
+
+A unit is an arm at one rate with all seeds; its records, one line a run, go to docs/results/photographs/PART.jsonl when it has
+ended, and a call repeats no unit that is there. Scores are mean recalls (RSUM / 6) in percent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+import yaml
+
+from scripts.photographs.heads import Heads, Training, train
+from scripts.photographs.mixtures import Mixture, OneSource, Scored, Store
+
+HERE = Path(__file__).resolve().parent
+RECORDS = HERE.parents[1] / "docs" / "results" / "photographs"
+Record = dict[str, Any]
+
+
+def read_protocol() -> dict[str, Any]:
+    return yaml.safe_load((HERE / "study.yaml").read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Unit:
+    """An arm of a part at one rate.
+
+    Attributes:
+        part: the name of its file of records.
+        data: the mixture; "" for the one source.
+        start: the training from which it starts; None: random weights.
+    """
+
+    part: str
+    data: str
+    arm: str
+    training: Training
+    rate: float
+    start: Mapping[str, Any] | None = None
+
+    @property
+    def key(self) -> tuple[str, str, float]:
+        return self.data, self.arm, self.rate
+
+
+def read_records(part: str, folder: Path = RECORDS) -> list[Record]:
+    """The runs of a part."""
+    file = folder / f"{part}.jsonl"
+    if not file.is_file():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def mean_scores(records: Sequence[Record], measure: str, **of: Any) -> dict[float, float]:
+    """Rate -> mean over seeds, of the records whose entries are `of`."""
+    scores: dict[float, list[float]] = {}
+    for run in records:
+        if all(run[key] == value for key, value in of.items()):
+            scores.setdefault(run["rate"], []).append(run["scores"][measure])
+    return {rate: fmean(values) for rate, values in sorted(scores.items())}
+
+
+def next_rate(by_rate: Mapping[float, float], ladder: Sequence[float]) -> float | None:
+    """The rate beyond the edge of the grid at which the best one lies; None if it lies inside, or at the ladder's end."""
+    best = max(by_rate, key=by_rate.__getitem__)
+    place = ladder.index(best)
+    for edge, beyond in ((min(by_rate), place - 1), (max(by_rate), place + 1)):
+        if best == edge and 0 <= beyond < len(ladder):
+            return ladder[beyond]
+    return None
+
+
+def batch_units(protocol: dict[str, Any], start: str) -> Iterator[Unit]:
+    """The units of the batch sizes from one start; each arm's grid grows while its best rate lies at an edge."""
+    settings, part = protocol["batch"], f"batch-{start}"
+    begin = settings["starts"][start]
+    for arm, given in settings["arms"].items():
+        epochs = round(begin["epochs"] * given.get("longer", 1))
+        training = Training(given["batch"], "random", settings["epoch_samples"], epochs)
+        rates = list(given["rates"])
+        while rates:
+            yield from (Unit(part, "", arm, training, rate, begin.get("of")) for rate in rates)
+            beyond = next_rate(
+                mean_scores(read_records(part), "validation", arm=arm), protocol["ladder"]
+            )
+            rates = [] if beyond is None else [beyond]
+
+
+def debiased_units(protocol: dict[str, Any]) -> Iterator[Unit]:
+    """The units of the mixtures: both arms at all rates."""
+    settings = protocol["debiased"]
+    for mixture in settings["mixtures"]:
+        for rate in settings["rates"]:
+            for sampling in ("random", "debiased"):
+                training = Training(
+                    settings["batch"], sampling, settings["epoch_samples"], settings["epochs"]
+                )
+                yield Unit("debiased", mixture, sampling, training, rate)
+
+
+def units(protocol: dict[str, Any]) -> dict[str, Callable[[], Iterator[Unit]]]:
+    """Part -> its units, in the order of their value."""
+    return {
+        "batch-random": lambda: batch_units(protocol, "random"),
+        "debiased": lambda: debiased_units(protocol),
+        "batch-aligned": lambda: batch_units(protocol, "aligned"),
+    }
+
+
+class Laboratory:
+    """Makes units and writes their records.
+
+    Args:
+        folder: gets the records.
+    """
+
+    def __init__(self, protocol: dict[str, Any], features: Path, folder: Path = RECORDS) -> None:
+        self.protocol, self.folder = protocol, folder
+        self.store = Store(features)
+        self.commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True
+        ).stdout.strip()
+        self.data = cache(self._data)
+        self.start = cache(self._start)
+
+    def _data(self, name: str) -> Scored:
+        if not name:
+            return OneSource(self.store)
+        return Mixture(self.store, self.protocol["debiased"]["mixtures"][name])
+
+    def _start(self, batch: int, rate: float, seed: int, epochs: int) -> Heads:
+        samples = self.protocol["batch"]["epoch_samples"]
+        training = Training(batch, "random", samples, epochs)
+        return train(self._data("").pairs, training, rate, [seed])[0]
+
+    def make(self, unit: Unit) -> None:
+        """Train and score all seeds of a unit, unless its records are there."""
+        if unit.key in {
+            (run["data"], run["arm"], run["rate"]) for run in read_records(unit.part, self.folder)
+        }:
+            return
+        seeds = self.protocol["seeds"]
+        scored = self.data(unit.data)
+        start = self.start(**unit.start) if unit.start else None
+        begin = time.process_time()
+        heads, steps = train(scored.pairs, unit.training, unit.rate, seeds, start)
+        seconds = (time.process_time() - begin) / len(seeds)
+        scores = scored.scores(heads)
+        facts = {"data": unit.data, "arm": unit.arm, "rate": unit.rate}
+        facts |= {"steps": steps, "samples": steps * unit.training.batch}
+        facts |= {"cpu_seconds": round(seconds, 2), "commit": self.commit}
+        lines = [
+            json.dumps(
+                facts
+                | {"seed": seed}
+                | {"scores": {name: round(of[number], 3) for name, of in scores.items()}}
+            )
+            for number, seed in enumerate(seeds)
+        ]
+        self._append(unit.part, lines)
+        means = {name: round(fmean(of), 2) for name, of in scores.items()}
+        print(*unit.key, f"{seconds:.1f} s a run", means, flush=True)
+
+    def signs(self) -> None:
+        """Write what is known of each mixture before its trainings, once."""
+        there = {record["data"] for record in read_records("signs", self.folder)}
+        for name in self.protocol["debiased"]["mixtures"]:
+            if name not in there:
+                mixture = self.data(name)
+                assert isinstance(mixture, Mixture)
+                found = {key: round(value, 3) for key, value in mixture.signs().items()}
+                self._append("signs", [json.dumps({"data": name, **found})])
+                print(name, found, flush=True)
+
+    def _append(self, part: str, lines: Sequence[str]) -> None:
+        """Add records in one write, so that a stopped call leaves all of a unit's or none."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / f"{part}.jsonl").open("a", encoding="utf-8") as file:
+            file.write("".join(f"{line}\n" for line in lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--features", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="instead of all parts")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no unit later")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    protocol = read_protocol()
+    laboratory = Laboratory(protocol, given.features)
+    end = time.monotonic() + 60 * given.minutes
+    laboratory.signs()
+    parts = units(protocol)
+    for part in given.only or parts:
+        for unit in parts[part]():
+            if time.monotonic() > end:
+                return
+            laboratory.make(unit)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""The study of large and debiased batches on photographs: its loop is the product's step, arms are fair, calls continue."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from open_clip_zerovl.core.rates import warmup_cosine
+from open_clip_zerovl.dga import DecoupledGradientAccumulation
+from open_clip_zerovl.losses import ContrastiveLoss
+from open_clip_zerovl.recipe.optimizer import optimizer_step, parameter_groups
+from scripts.photographs import study
+from scripts.photographs.heads import Heads, Pairs, Training, epoch_order, train
+from scripts.photographs.mixtures import neighbours_mixing, source_probe
+from scripts.photographs.styles import CAPTIONS, PICTURES
+
+PROTOCOL = study.read_protocol()
+WIDTH, SIZES = 24, (70, 90)
+
+
+def pairs(captions: int = 3) -> Pairs:
+    draw = torch.Generator().manual_seed(0)
+    rows = sum(SIZES)
+    images = torch.randn(rows, WIDTH, generator=draw)
+    return Pairs(images, torch.randn(rows, captions, WIDTH, generator=draw), SIZES)
+
+
+class Model(nn.Module):
+    """A seed's towers as an ordinary model, whose features the caller does not see."""
+
+    def __init__(self, heads: Heads, number: int) -> None:
+        super().__init__()
+        for name, weights in heads.named_parameters():
+            self.register_parameter(name, nn.Parameter(weights[number].detach().clone()))
+
+    def tower(self, side: str, rows: torch.Tensor) -> torch.Tensor:
+        straight, inner, outer = (
+            getattr(self, f"{side}_{n}") for n in ("straight", "inner", "outer")
+        )
+        return F.normalize(rows @ straight + F.gelu(rows @ inner) @ outer, dim=-1)
+
+    def forward(self, images: torch.Tensor, texts: torch.Tensor) -> dict[str, torch.Tensor]:
+        features = {"image_features": self.tower("image", images)}
+        features["text_features"] = self.tower("text", texts)
+        return features | {"logit_scale": self.logit_scale.exp()}
+
+
+@pytest.mark.parametrize("sampling", ["random", "debiased"])
+def test_stacked_seeds_train_as_the_products_step_does(sampling, monkeypatch):
+    """Each seed equals DGA over four micro-batches with the product's loss and step (fp64), its neighbour does not."""
+    monkeypatch.setattr(torch, "randn", partial(torch.randn, dtype=torch.float64))
+    data, seeds = pairs(), [3, 8]
+    training = Training(32, sampling, 128, 2)
+    stacked, steps = train(data, training, 3e-3, seeds)
+    assert steps == 8
+    start = Heads(WIDTH, seeds)
+    for number, seed in enumerate(seeds):
+        model = Model(start, number)
+        groups = parameter_groups(model, training.weight_decay)
+        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), eps=1e-6)
+        dga = DecoupledGradientAccumulation(model, ContrastiveLoss())
+        shown = _captions(data, training, seed)
+        for step, (rows, texts) in enumerate(shown):
+            optimizer.zero_grad()
+            dga.backward(list(zip(data.images[rows].split(8), texts.split(8), strict=True)))
+            for group in optimizer.param_groups:
+                group["lr"] = warmup_cosine(step, steps, 3e-3, 1)
+            optimizer_step(model, optimizer)
+        for name, weights in stacked.named_parameters():
+            expected = getattr(model, name)
+            assert torch.allclose(weights[number], expected, atol=1e-9), name
+            if name != "logit_scale":
+                assert not torch.allclose(weights[1 - number], expected, atol=1e-3)
+
+
+def _captions(data: Pairs, training: Training, seed: int) -> list[tuple[np.ndarray, torch.Tensor]]:
+    """Rows and captions of each step, drawn as `train` draws them."""
+    from open_clip_zerovl.core.randomness import Purpose, stream
+
+    shift = stream(seed, Purpose.ALIGN_CAPTION).integers(0, 1 << 30, size=len(data.images))
+    steps = []
+    for epoch in range(training.epochs):
+        for rows in epoch_order(data.sizes, training, seed, epoch):
+            steps.append((rows, data.texts[rows, (shift[rows] + epoch) % data.texts.shape[1]]))
+    return steps
+
+
+def test_the_arms_of_a_comparison_see_the_same_samples_of_the_same_sources():
+    """Each sample at most once an epoch; a debiased step is of one source and a random one of several."""
+    counts = {}
+    for sampling in ("random", "debiased"):
+        orders = [epoch_order((320, 3000), Training(64, sampling, 3264, 1), 1, e) for e in (0, 1)]
+        for order in orders:
+            assert len(np.unique(order)) == order.size == 3264
+            first = (order < 320).mean(axis=1)
+            pure = np.isin(first, (0, 1))
+            assert pure.all() if sampling == "debiased" else pure.mean() < 0.05
+        counts[sampling] = sum((order < 320).sum() for order in orders)
+    assert abs(counts["random"] - counts["debiased"]) <= 2 * 64
+
+
+def test_the_protocols_arms_are_fair():
+    """Equal samples but where the name says otherwise, common rates, all of the ladder, and no style that is not there."""
+    batch, debiased = PROTOCOL["batch"], PROTOCOL["debiased"]
+    ladder = PROTOCOL["ladder"]
+    for arm, given in batch["arms"].items():
+        assert batch["epoch_samples"] % given["batch"] == 0
+        assert set(given["rates"]) <= set(ladder)
+        assert given.get("longer", 1) == (1.4 if "equal time" in arm else 1)
+    assert (
+        set(debiased["rates"]) <= set(ladder) and debiased["epoch_samples"] % debiased["batch"] == 0
+    )
+    made = list(study.debiased_units(PROTOCOL))
+    for mixture, settings in debiased["mixtures"].items():
+        of_arm = {
+            arm: {(unit.rate, unit.training.batch, unit.training.epochs) for unit in made
+                  if (unit.data, unit.arm) == (mixture, arm)}
+            for arm in ("random", "debiased")
+        }  # fmt: skip
+        assert of_arm["random"] == of_arm["debiased"] and len(of_arm["random"]) == 3
+        styles = [style for style in settings["sources"] if style != "products"]
+        assert all(look in PICTURES and words in CAPTIONS for look, words in styles)
+
+
+@pytest.mark.parametrize(
+    ("scores", "beyond"),
+    [
+        ({1e-3: 1.0, 3e-3: 2.0, 1e-2: 0.0}, None),
+        ({1e-3: 3.0, 3e-3: 2.0}, 3e-4),
+        ({1e-3: 1.0, 3e-3: 2.0}, 1e-2),
+        ({3e-2: 1.0, 1e-1: 2.0}, None),
+    ],
+)
+def test_a_grid_grows_at_the_edge_where_its_best_rate_lies(scores, beyond):
+    assert study.next_rate(scores, PROTOCOL["ladder"]) == beyond
+
+
+def test_a_call_repeats_no_unit_that_has_records(tmp_path, monkeypatch):
+    class Made:
+        pairs = pairs(1)
+
+        def scores(self, heads):
+            return {"clean": heads.logit_scale.tolist()}
+
+    laboratory = study.Laboratory.__new__(study.Laboratory)
+    laboratory.protocol, laboratory.folder, laboratory.commit = PROTOCOL, tmp_path, "0"
+    laboratory.data = lambda name: Made()
+    unit = study.Unit("debiased", "framed", "random", Training(32, "random", 128, 1), 1e-3)
+    laboratory.make(unit)
+    records = study.read_records("debiased", tmp_path)
+    assert [run["seed"] for run in records] == PROTOCOL["seeds"]
+    assert {run["samples"] for run in records} == {128}
+    monkeypatch.setattr(study, "train", lambda *_: pytest.fail("made again"))
+    laboratory.make(unit)
+    assert study.read_records("debiased", tmp_path) == records
+    assert len(study.mean_scores(records, "clean", arm="random")) == 1
+
+
+def test_the_signs_tell_sources_that_differ_from_those_that_do_not():
+    draw = torch.Generator().manual_seed(0)
+    alike = [torch.randn(300, 8, generator=draw) for _ in range(2)]
+    apart = [alike[0], alike[1] + 4]
+    assert source_probe(alike, draw) < 0.6 < 0.99 < source_probe(apart, draw)
+    assert neighbours_mixing(apart) == pytest.approx(
+        1, abs=0.1
+    )  # centred: the shift does not count
+    assert neighbours_mixing([alike[0] * torch.tensor([1.0, *[0.0] * 7]),
+                              alike[1] * torch.tensor([0.0, *[1.0] * 7])]) < 0.5  # fmt: skip
