@@ -364,7 +364,6 @@ def _sampling(config: AllFlags, args: argparse.Namespace) -> Sampling:
     return Sampling(
         strategy=config.sampling,
         draw=config.draw,
-        debiased_share=config.debiased_share,
         source_order=tuple(config.source_order.split("::")) if config.source_order else None,
         epoch_samples=args.train_num_samples,
         resampled=args.dataset_resampled,

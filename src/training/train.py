@@ -281,7 +281,6 @@ class Trainer:
             "--seed": args.seed,
             "--sampling": config.sampling,
             "--ablate iid-draw": config.draw == "iid" or None,
-            "--debiased-share": config.debiased_share if config.debiased_share < 1 else None,
             "--source-order": config.source_order,
             "--train-data-upsampling-factors": "::".join(
                 f"{source.weight:g}" for source in sources

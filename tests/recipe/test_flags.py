@@ -217,7 +217,6 @@ word | unexpected argument 'word'; write it as --flag value
 --positives both --ablate detached-gather | --ablate detached-gather does not work with --positives
 --sort-text --freeze text --cache-frozen /y | --cache-frozen of the text tower does not work with --sort-text: such
 --ablate iid-draw | --ablate iid-draw needs --debiased-sampling
---debiased-sampling --debiased-share 0.8 --ablate iid-draw | --debiased-share 0.8 does not work with --ablate iid-draw
 --ablate mixup-both | --ablate mixup-both needs --coin-flip-mixup
 --ablate mixup-embeddings | --ablate mixup-embeddings needs --coin-flip-mixup
 --coin-flip-mixup --ablate mixup-both --sort-text | --sort-text does not work with --ablate mixup-both
@@ -255,8 +254,6 @@ BY_A_PLAN_TOO = """
 --freeze image --freeze text | --freeze image does not work with --freeze text: nothing but
 --freeze image --lock-image | --lock-image does not work with --freeze image: give one
 --mixup-alpha 0.3 | --mixup-alpha needs --coin-flip-mixup
---debiased-share 0.8 | --debiased-share needs --debiased-sampling
---debiased-sampling --debiased-share 0 | --debiased-share 0.0 is out of range
 --sampling sequential --source-order a,b | --source-order a,b is out of range; give names with ::
 --source-order a | --source-order needs --sampling sequential
 --save-every-steps 5 --save-most-recent | --save-most-recent does not work with --save-every-steps

@@ -178,11 +178,6 @@ TAKEN = Position(
             "--train-data-upsampling-factors 1, and this run has 2",
         ),
         ("--captions", "all", "with --captions left out, and this run has all"),
-        (
-            "--debiased-share",
-            0.8,
-            "with --debiased-share left out, and this run has 0.8",
-        ),  # of an older checkpoint
     ],
 )
 def test_another_order_in_the_middle_of_an_epoch_is_refused(flag, value, words):
@@ -222,7 +217,6 @@ def test_what_decides_the_order_of_samples_is_in_the_position():
         ("--train-data-upsampling-factors", {"weight": 2.0}),
         ("--sampling", {"sampling": "random"}),
         ("--ablate iid-draw", {"ablate": ("iid-draw",)}),
-        ("--debiased-share", {"debiased_share": 0.8}),
         ("--source-order", {"source_order": "a"}),
         ("--captions", {"captions": "all"}),
     ):

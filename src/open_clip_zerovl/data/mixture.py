@@ -87,7 +87,6 @@ def schedule_of(
         weights=[source.weight for source in sources],
         epoch_samples=sampling.epoch_samples,
         draw=sampling.draw,
-        debiased_share=sampling.debiased_share,
         source_order=order,
         names=names,
     )

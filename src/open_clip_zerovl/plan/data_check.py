@@ -103,7 +103,6 @@ def schedule_steps(settings: PlanSettings, data: DataCheck, effective_batch: int
     sampling = Sampling(
         settings.strategy,
         settings.draw,
-        settings.debiased_share,
         order,
         total,
     )
@@ -121,7 +120,7 @@ def schedule_steps(settings: PlanSettings, data: DataCheck, effective_batch: int
         else None
     )
     data.notes += [f"{few}."] if few is not None else []
-    mixed = settings.strategy == "random" or settings.debiased_share < 1
+    mixed = settings.strategy == "random"
     for row, source, taken in zip(data.sources, data.counted, schedule.taken.tolist(), strict=True):
         row.steps = None if mixed else taken // effective_batch
         if total is None:

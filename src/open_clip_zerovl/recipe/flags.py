@@ -117,8 +117,6 @@ _ABLATED_AND_OTHERS = (
     ("no-replay", "--dga-retain {dga_retain} with --dga-steps {dga_steps}",
      lambda given: isinstance(given.dga_retain, int) and given.dga_retain >= (given.dga_steps or 1),
      "no micro-batch is forwarded twice, so that no mask is drawn anew; give --dga-retain 0"),
-    ("iid-draw", "--debiased-share {debiased_share}", lambda given: given.debiased_share < 1,
-     "its counts are exact each epoch; give one of them"),
     ("mixup-both", "--sort-text", lambda given: given.sort_text,
      "a picture and its text would be mixed with different partners; leave it out"),
     ("mixup-embeddings", "--cache-frozen of the text tower", _caches_text, "mixed words have other features each step"),
@@ -148,13 +146,6 @@ class SourceFlags:
                 lambda given: bool(given.train_data) or not given.trains,
             ),
         ),
-    )
-    debiased_share: float = flag(
-        1.0,
-        "share of each source's samples in steps of that source alone; the other steps mix all sources",
-        metavar="SHARE",
-        range=Range("above 0 and up to 1", lambda value, _: 0 < value <= 1),
-        needs=(_DEBIASED,),
     )
     source_order: str | None = flag(
         None,
@@ -309,8 +300,8 @@ class LossFlags:
         contradicts=(
             Contradiction(
                 "--sampling {strategy}",
-                lambda given: given.strategy != "random" and given.debiased_share == 1,
-                "a batch from one source has no negatives from other sources; give --sampling random, or --debiased-share",
+                lambda given: given.strategy != "random",
+                "a batch from one source has no negatives from other sources; give --sampling random",
             ),
             _no_mixup("a sample mixed from two sources belongs to neither"),
             _DETACHED_GATHER,

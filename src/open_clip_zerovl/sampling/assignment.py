@@ -5,10 +5,9 @@ belongs to its reader j % V. `Assignment` counts the samples of one
 reader, those of all readers before it, and those that a reader has delivered before a step. Readers are ordered by rank, then
 by number. No array is as long as the data.
 
-`--sampling random` is one shuffled deck of the source labels of all samples, dealt into micro-batches; the mixed steps of
-`--debiased-share` are one, too. All orders of the deck are equally likely, so the micro-batches of a reader may lie next to
-each other in it. The deck is never stored. It is halved again and again, and a draw gives the number of labels of each source
-in the first half:
+`--sampling random` is one shuffled deck of the source labels of all samples, dealt into micro-batches. All orders of the deck
+are equally likely, so the micro-batches of a reader may lie next to each other in it. The deck is never stored. It is halved
+again and again, and a draw gives the number of labels of each source in the first half:
 
     deck    | reader 0: its micro-batches in time | reader 1 | ...       T*K*W micro-batches of B samples
     halves  |        first half        |        second half       |      multivariate hypergeometric draw
@@ -117,8 +116,8 @@ class _Deck:
 class Assignment:
     """The samples that each reader delivers in an epoch.
 
-    Steps of one source hold equal numbers on all ranks. Micro-batches of mixed steps are dealt from one deck, in the order of
-    the readers: all mixed micro-batches of rank 0's first reader in time, then those of the next reader.
+    Steps of one source hold equal numbers on all ranks. Micro-batches of random sampling are dealt from one deck, in the
+    order of the readers: all micro-batches of rank 0's first reader in time, then those of the next reader.
 
     Args:
         schedule: the schedule of the epoch.
@@ -143,40 +142,42 @@ class Assignment:
 
     def before(self, rank: int, reader: int) -> np.ndarray:
         """(S,) samples that all readers before this one deliver in the epoch."""
-        pure, _ = self._totals
-        return (
-            rank * pure.sum(axis=0)
-            + pure[:reader].sum(axis=0)
-            + self._deck.up_to(self._place(rank, reader))
-        )
+        if self._mixed:
+            return self._deck.up_to(self._place(rank, reader))
+        of_readers = self._delivered(self.schedule.steps)
+        return rank * of_readers.sum(axis=0) + of_readers[:reader].sum(axis=0)
 
     def quota(self, rank: int, reader: int, step: int | None = None) -> np.ndarray:
         """(S,) samples that a reader delivers in the epoch, or before optimizer step `step`."""
-        pure, mixed = self._totals if step is None else self._delivered(step)
+        steps = self.schedule.steps if step is None else step
+        if not self._mixed:
+            return self._delivered(steps)[reader]
         start = self._place(rank, reader)
-        return pure[reader] + self._deck.up_to(start + int(mixed[reader])) - self._deck.up_to(start)
+        end = start + self.of_reader(reader, steps * self.batching.dga_steps)
+        return self._deck.up_to(end) - self._deck.up_to(start)
 
     def counts(self, rank: int, reader: int, step: int = 0) -> Iterator[np.ndarray]:
         """(S,) samples of each source, for each micro-batch of a reader from optimizer step `step` on."""
         k, v = self.batching.dga_steps, self.batching.workers
-        place = self._place(rank, reader) + int(self._delivered(step)[1][reader])
         first = step * k
-        for number in range(first + (reader - first) % v, self.micro_batches, v):
-            source = int(self.schedule.source_of_step[number // k])
-            if source == MIXED:
-                yield self._deck.row(place)
-                place += 1
-            else:
-                row = np.zeros(len(self.schedule.taken), dtype=np.int64)
-                row[source] = self.batching.micro_batch
-                yield row
+        numbers = range(first + (reader - first) % v, self.micro_batches, v)
+        if self._mixed:
+            place = self._place(rank, reader) + self.of_reader(reader, first)
+            for row in range(place, place + len(numbers)):
+                yield self._deck.row(row)
+            return
+        for number in numbers:
+            row = np.zeros(len(self.schedule.taken), dtype=np.int64)
+            row[self.schedule.source_of_step[number // k]] = self.batching.micro_batch
+            yield row
 
     @cached_property
-    def _totals(self) -> tuple[np.ndarray, np.ndarray]:
-        return self._delivered(self.schedule.steps)
+    def _mixed(self) -> bool:
+        """True if the steps mix all sources."""
+        return bool((self.schedule.source_of_step == MIXED).any())
 
-    def _delivered(self, steps: int) -> tuple[np.ndarray, np.ndarray]:
-        """(V, S) samples of pure steps and (V,) micro-batches of mixed steps of a rank's readers in the first `steps` steps.
+    def _delivered(self, steps: int) -> np.ndarray:
+        """(V, S) samples that each of a rank's readers delivers in the first `steps` steps, each of one source.
 
         Step t has the micro-batches t*K .. t*K + K - 1. The readers that deliver them repeat every V / gcd(K, V) steps, so it
         is enough to count the steps of each source by their place in this period:
@@ -185,37 +186,34 @@ class Assignment:
         """
         k, v = self.batching.dga_steps, self.batching.workers
         period = v // math.gcd(k, v)
-        kinds = len(self.schedule.taken) + 1  # the sources, and the mixed steps last
-        times = np.zeros((kinds, period), dtype=np.int64)
+        sources = len(self.schedule.taken)
+        times = np.zeros((sources, period), dtype=np.int64)
         for begin in range(0, steps, _STEPS_AT_ONCE):
             order = self.schedule.source_of_step[begin : min(begin + _STEPS_AT_ONCE, steps)].astype(
                 np.int64
             )
-            order[order == MIXED] = kinds - 1
             places = np.arange(begin, begin + len(order)) % period
-            times += np.bincount(order * period + places, minlength=kinds * period).reshape(
-                kinds, period
+            times += np.bincount(order * period + places, minlength=sources * period).reshape(
+                sources, period
             )
         share = np.stack(
             [np.bincount((place * k + np.arange(k)) % v, minlength=v) for place in range(period)]
         )
-        delivered = (times @ share).T
-        return delivered[:, :-1] * self.batching.micro_batch, delivered[:, -1]
+        return (times @ share).T * self.batching.micro_batch
 
     def _place(self, rank: int, reader: int) -> int:
-        """The place of a reader's first mixed micro-batch in the deck, counted in micro-batches."""
-        _, mixed = self._totals
-        return rank * int(mixed.sum()) + int(mixed[:reader].sum())
+        """The place of a reader's first micro-batch in the deck, counted in micro-batches."""
+        return rank * self.micro_batches + sum(map(self.of_reader, range(reader)))
 
     @cached_property
     def _deck(self) -> _Deck:
-        """The deck of the mixed steps' samples."""
-        pure, mixed = self._totals
-        ranks = self.batching.world_size
-        held = self.schedule.taken - ranks * pure.sum(axis=0)
-        key = self.schedule.seed, self.schedule.epoch
+        """The deck of the epoch's samples."""
         return _Deck(
-            held, int(mixed.sum()) * ranks, self.batching.micro_batch, key, self.leaf_samples
+            self.schedule.taken,
+            self.micro_batches * self.batching.world_size,
+            self.batching.micro_batch,
+            (self.schedule.seed, self.schedule.epoch),
+            self.leaf_samples,
         )
 
 

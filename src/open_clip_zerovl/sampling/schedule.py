@@ -12,8 +12,7 @@ Three layers:
    - random:     every micro-batch mixes the sources, as dealt from one shuffled deck of all samples
    - debiased:   every step, over all ranks and micro-batches, draws from one source. draw="exact": the order of the steps is
                  shuffled, their numbers are in exact proportion to the sources' sizes. draw="iid": each step draws its
-                 source independently, as the paper's released code does. debiased_share=S < 1: each source gives S of its
-                 samples, in whole effective batches, to such steps, and the rest of all sources is mixed as in random
+                 source independently, as the paper's released code does
    - sequential: as debiased, one source after the other (A.4)
 2. `assignment`: the samples of each micro-batch, and so of each reader.
 3. `slices.slice_range`: the stretch of a source's shards that each reader reads.
@@ -70,7 +69,6 @@ class Sampling:
     Attributes:
         strategy: of STRATEGIES.
         draw: of DRAWS, for debiased sampling.
-        debiased_share: share of each source's samples in steps of that source alone.
         source_order: names of the sources in the order of sequential sampling; None for the order given.
         epoch_samples: length of an epoch in samples; None for all samples of the sources.
         resampled: draw shards with replacement.
@@ -78,7 +76,6 @@ class Sampling:
 
     strategy: str = "debiased"
     draw: str = "exact"
-    debiased_share: float = 1.0
     source_order: tuple[str, ...] | None = None
     epoch_samples: int | None = None
     resampled: bool = False
@@ -121,7 +118,6 @@ def source_schedule(
     weights: Sequence[float] | None = None,
     epoch_samples: int | None = None,
     draw: str = "exact",
-    debiased_share: float = 1.0,
     source_order: Sequence[int] | None = None,
     names: Sequence[str] | None = None,
 ) -> Schedule:
@@ -134,8 +130,6 @@ def source_schedule(
         weights: (S,) passes over each source in an epoch, default 1.
         epoch_samples: length of an epoch in samples (`--train-num-samples`); sizes and weights then give proportions only.
         draw: of DRAWS, for debiased sampling.
-        debiased_share: above 0 and up to 1, for exactly debiased sampling: the share of each source's samples that come in
-            steps of that source alone, rounded down to whole steps; the rest comes in steps that mix all sources.
         source_order: (S,) the order of the sources in sequential sampling, default as given.
         names: the names of the sources, for messages.
 
@@ -170,12 +164,6 @@ def source_schedule(
         return Schedule(
             strategy, seed, epoch, effective_batch, begin * effective_batch, taken, order
         )
-    if strategy == "debiased" and debiased_share < 1:
-        steps, mixed_samples = _blended_steps(share, effective_batch, debiased_share)
-        taken = steps * effective_batch + mixed_samples
-        _refuse_unseen(share, taken, effective_batch, names)
-        order = _shuffled_order(steps, seed, epoch, mixed=total_steps - int(steps.sum()))
-        return Schedule(strategy, seed, epoch, effective_batch, epoch * taken, taken, order)
     steps = (
         _apportion(share, total_steps)
         if epoch_samples is not None
@@ -197,16 +185,6 @@ def _whole_steps(share: np.ndarray, effective_batch: int) -> np.ndarray:
     return np.floor(share / effective_batch + 1e-9).astype(np.int64)
 
 
-def _blended_steps(
-    share: np.ndarray, effective_batch: int, debiased_share: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """(S,) steps of each source alone, and (S,) samples that each gives to the mixed steps, which fill whole batches."""
-    steps = _whole_steps(debiased_share * share, effective_batch)
-    left = share - steps * effective_batch
-    mixed = int(left.sum() / effective_batch + 1e-9)
-    return steps, _apportion(left, mixed * effective_batch) if mixed else np.zeros_like(steps)
-
-
 def few_steps(schedule: Schedule, names: Sequence[str]) -> str | None:
     """A sentence if a source fills few steps of its own in an epoch; None without such a source, or where steps are mixed.
 
@@ -226,9 +204,8 @@ def few_steps(schedule: Schedule, names: Sequence[str]) -> str | None:
     )
     return (
         f"{len(few)} of {len(names)} sources fill fewer than {FEW_STEPS} steps of {schedule.effective_batch} an epoch: "
-        f"{shown}. Debiased sampling may then cost more within a source than it gains: compare it with --debiased-share 0.8 (a "
-        "fifth of the samples comes in mixed steps), a smaller effective batch, a larger weight of the source "
-        "(--train-data-upsampling-factors), or --sampling random with --cross-source-weight"
+        f"{shown}. Debiased sampling may then cost more within a source than it gains: compare it with a smaller effective "
+        "batch, a larger weight of the source (--train-data-upsampling-factors), or --sampling random"
     )
 
 
@@ -241,8 +218,7 @@ def _refuse_unseen(
             name = names[index] if names is not None else f"#{index}"
             raise UserError(
                 f"source {name!r} gives {int(wanted)} samples an epoch, less than one effective batch of "
-                f"{effective_batch}; lower --batch-size or --dga-steps, raise the source's weight, let a share of the steps "
-                "mix sources (--debiased-share 0.9), or leave it out"
+                f"{effective_batch}; lower --batch-size or --dga-steps, raise the source's weight, or leave it out"
             )
 
 
@@ -258,11 +234,10 @@ def _sequential_order(source_order: Sequence[int] | None, steps: np.ndarray) -> 
     return np.repeat(sequence, steps[sequence])
 
 
-def _shuffled_order(steps: np.ndarray, seed: int, epoch: int, *, mixed: int = 0) -> np.ndarray:
-    """(T,) the source of each step: the steps (S,) of all sources and the mixed ones, shuffled."""
+def _shuffled_order(steps: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+    """(T,) the source of each step: the steps (S,) of all sources, shuffled."""
     rng = stream(seed, Purpose.SCHEDULE, epoch)
-    pure = np.repeat(np.arange(len(steps), dtype=np.int16), steps)
-    return rng.permutation(np.concatenate([pure, np.full(mixed, MIXED, dtype=np.int16)]))
+    return rng.permutation(np.repeat(np.arange(len(steps), dtype=np.int16), steps))
 
 
 def _iid_order(
