@@ -38,10 +38,9 @@ WARM_UP_PAIRS = 4096
 OPTIONS: dict[str, dict[str, Any]] = {
     "InfoNCE": {},
     "sigmoid": {"sigmoid": True},
-    "other sources a twentieth": {"cross_source_weight": 0.05},
     "same caption or picture": {"positives": "both"},
     "teachers": {"distill_weight": 0.9},
-    "all of these": {"cross_source_weight": 0.05, "positives": "both", "distill_weight": 0.9},
+    "all of these": {"positives": "both", "distill_weight": 0.9},
 }
 
 

@@ -24,7 +24,7 @@ from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import CsvFormat
 from open_clip_zerovl.data.words import WordAugment
 from open_clip_zerovl.recipe.flags import AllFlags, contradicted
-from open_clip_zerovl.sampling.schedule import MIXED, Batching, Sampling, Schedule, few_steps
+from open_clip_zerovl.sampling.schedule import Batching, Sampling, Schedule, few_steps
 from open_clip_zerovl.shards.cache import ShardCache
 from training.console import DETAIL
 from training.stock_data import check_stock_data
@@ -382,11 +382,9 @@ def _table_format(args: argparse.Namespace) -> CsvFormat:
 
 def log_schedule(sources: tuple[Source, ...], schedule: Schedule) -> None:
     """Log how many samples an epoch takes from each source, and warn of sources that fill few steps."""
-    mixed = int((schedule.source_of_step == MIXED).sum())
     logging.info(
         f"Mixture ({schedule.strategy}): {schedule.steps} steps of {schedule.effective_batch} samples an epoch, "
-        + (f"{mixed} of them mixed, " if 0 < mixed < schedule.steps else "")
-        + f"from {len(sources)} sources:",
+        f"from {len(sources)} sources:",
         extra=DETAIL,
     )
     if schedule.strategy == "debiased":

@@ -35,7 +35,7 @@ class Later(NamedTuple):
 THE_RECIPE = "the recipe's flags"
 THE_STEP = "the recipe's step (--sampling, --dga-steps, --loss-chunk ...)"
 OF_OUR_LOSS = (
-    "--siglip, --sort-text, --loss-chunk, --cross-source-weight, --positives, --teacher, --coin-flip-mixup, "
+    "--siglip, --sort-text, --loss-chunk, --positives, --teacher, --coin-flip-mixup, "
     "--captions FIELD+FIELD or --ablate detached-gather"
 )
 OTHER_MODELS = ("genlip", "genlap", "clap")
@@ -63,9 +63,11 @@ def _scripted_and_changed(f: AllFlags) -> bool:
 
 def _needs_our_loss(f: AllFlags) -> bool:
     """True if a flag needs `ContrastiveLoss`, in a run with our step."""
-    ours = f.changes(
-        "loss_chunk", "cross_source_weight", "teacher", "coin_flip_mixup", "sort_text"
-    ) or f.positives in ("caption", "image", "both")
+    ours = f.changes("loss_chunk", "teacher", "coin_flip_mixup", "sort_text") or f.positives in (
+        "caption",
+        "image",
+        "both",
+    )
     other_losses = f.texts_per_image > 1 or "detached-gather" in f.ablate
     return f.own_step and (ours or other_losses or f.siglip)
 

@@ -59,16 +59,13 @@ def create_loss(
     stock_options = {"model": model} if takes_model else {}
     if config.distill_model is not None:
         return create_stock_loss(args, **stock_options)
-    asked = {
-        "cross_source_weight": config.cross_source_weight,
-        "positives": config.positives or "pair",
-    }
+    asked = {"positives": config.positives or "pair"}
     if config.teacher is not None:
         asked |= {name: getattr(config, name) for name in ("distill_weight", "distill_temperature")}
     if captions(model):
         asked["weight"] = args.coca_contrastive_loss_weight
     if args.siglip:
-        plain = not config.changes("loss_chunk", "teacher", "cross_source_weight", "positives")
+        plain = not config.changes("loss_chunk", "teacher", "positives")
         if plain and config.texts_per_image == 1 and not captions(model):
             return create_stock_loss(args, **stock_options)
         return SigmoidLoss(
@@ -191,9 +188,7 @@ class Trainer:
             # With these the loss of chance is another than ln N.
             judged=isinstance(loss, ContrastiveLoss)
             and not captions(model)
-            and not self.config.changes(
-                "cross_source_weight", "positives", "teacher", "coin_flip_mixup"
-            )
+            and not self.config.changes("positives", "teacher", "coin_flip_mixup")
             and self.config.texts_per_image == 1,
             run_log=self.log,
         )

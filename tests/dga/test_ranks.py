@@ -194,7 +194,6 @@ CASES = {
     },
 }
 ALL_OPTIONS = {
-    "cross_source_weight": 0.1,
     "positives": "both",
     "distill_weight": 0.6,
     "distill_temperature": 0.1,
@@ -209,8 +208,8 @@ CASES |= {
     }.items()
 } | {
     "same caption, ragged": Case(sizes=ragged, **ours(positives="caption")),
-    "other sources left out, mixup within sources, ragged": Case(
-        sizes=ragged, mixup_lambda=0.8, retain=0, **ours(cross_source_weight=0.0, chunk_size=2)
+    "mixup, ragged, in chunks": Case(
+        sizes=ragged, mixup_lambda=0.8, retain=0, **ours(chunk_size=2)
     ),
     "two texts an image, frozen text": Case(texts=2, freeze="text", **ours()),
     "two texts an image, mixup, ragged": Case(
@@ -242,7 +241,6 @@ CONTROLS = {
             0.01,
         )
         for name, options in {
-            "other sources a tenth": {"cross_source_weight": 0.1},
             "same caption": {"positives": "caption"},
             "two teachers": {"distill_weight": 0.6, "distill_temperature": 0.1},
         }.items()

@@ -231,7 +231,7 @@ TEACHERS = teacher_features(4, 0)
 REFUSED = [
     ({"rank": 2, "world_size": 2}, {}, "rank is 2"),
     ({"world_size": 2}, {}, "not initialised"),
-    ({"gather_grad": False, "cross_source_weight": 0.5}, {}, "plain loss"),
+    ({"gather_grad": False, "positives": "caption"}, {}, "plain loss"),
     ({}, {"text_features": FOUR[1][:3]}, r"\(4, 8\) and \(3, 8\)"),
     ({}, {"partner": MIXED["partner"]}, "only partner"),
     ({}, {**MIXED, "partner": torch.tensor([1, 2, 3, 0])}, "its own inverse"),
@@ -246,10 +246,6 @@ REFUSED = [
     ({}, MIXED, "mixup is not defined with the sigmoid loss"),
     ({"positives": "caption"}, {"ids": IDS4, **MIXED}, "mixup is not defined with positives='caption'"),
     ({"distill_weight": 0.5}, {"teacher_features": TEACHERS, **MIXED}, "no teacher has seen the mixed samples"),
-    (
-        {"cross_source_weight": 0.5}, {"ids": {"source": torch.tensor([0, 0, 1, 1])}, **MIXED},
-        "partner must be of the row's own source",
-    ),
 ]  # fmt: skip
 
 
@@ -264,24 +260,14 @@ def test_refusals(options, inputs, message):
 
 
 OPTIONS = {
-    "other sources count a twentieth": {"cross_source_weight": 0.05},
-    "other sources left out": {"cross_source_weight": 0.0},
-    "other sources count double": {"cross_source_weight": 2.0},
     "same caption": {"positives": "caption"},
     "same picture": {"positives": "image"},
     "same caption or picture": {"positives": "both"},
-    "same caption, other sources left out": {"positives": "caption", "cross_source_weight": 0.0},
     "two teachers": {"distill_weight": 0.7, "distill_temperature": 0.1},
     "two teachers alone": {"distill_weight": 1.0, "distill_temperature": 0.05},
-    "two teachers, other sources left out": {
-        "distill_weight": 0.7,
-        "distill_temperature": 0.1,
-        "cross_source_weight": 0.0,
-    },
     "all": {
         "distill_weight": 0.4,
         "distill_temperature": 0.2,
-        "cross_source_weight": 0.3,
         "positives": "both",
     },
 }
@@ -305,7 +291,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_are_their_dense_definition(name, kind, chunk_size):
-    """Against autograd on whole matrices. Chunks of one row with other sources left out: columns without any logit."""
+    """Against autograd on whole matrices."""
     make, dense, scalars = KINDS[kind]
     options, sides = OPTIONS[name], features(13)
     inputs = option_inputs(options, 13)
@@ -350,7 +336,7 @@ def test_gradients_twice_are_the_same(kind, name):
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        ("softmax", "other sources left out"),
+        ("softmax", "same caption"),
         ("softmax", "all"),
         ("softmax", "two teachers alone"),
         ("sigmoid", None),
@@ -390,48 +376,6 @@ def test_memory_is_not_quadratic(kind, name):
             value_and_gradients(KINDS[kind][0](chunk_size=32, **options), *sides, **inputs)
         peaks.append(seen.peak)
     assert peaks[1] <= 4.2 * peaks[0]
-
-
-def test_cross_source_weight_by_hand():
-    # Four pairs of two sources, all cosines zero: each row's softmax has 1 + 1 + 2 W terms, so the loss is ln(2 + 2 W).
-    images, texts = torch.zeros(2, 4, 3, dtype=torch.float64).requires_grad_().unbind()
-    ids = {"source": torch.tensor([0, 1, 0, 1])}
-    for weight in (0.0, 0.5, 1.0, 3.0):
-        loss = ContrastiveLoss(cross_source_weight=weight)(
-            images, texts, torch.tensor(1.0), ids=ids
-        )
-        assert loss.item() == pytest.approx(math.log(2 + 2 * weight), rel=1e-14)
-
-
-def test_other_sources_left_out_is_a_loss_for_each_source():
-    """W = 0 gives the loss of one-source batches of those sizes, weighted by their sizes."""
-    images, texts = features(9)
-    sources = torch.tensor([0, 2, 0, 1, 1, 0, 2, 2, 2])
-    found = value_and_gradients(
-        ContrastiveLoss(cross_source_weight=0.0), images, texts, ids={"source": sources}
-    )
-
-    def apart(i, t, s):
-        groups = [sources == source for source in range(3)]
-        return sum(ClipLoss()(i[group], t[group], s) * group.sum() / 9 for group in groups)
-
-    for one, reference in zip(found, value_and_gradients(apart, images, texts), strict=True):
-        assert relative(one, reference) <= 1e-12
-
-
-def test_mixup_within_sources_with_a_cross_source_weight():
-    images, texts = features(6)
-    inputs = {
-        "ids": {"source": torch.tensor([0, 1, 0, 0, 1, 0])},
-        "mixup_lambda": 0.8,
-        "partner": torch.tensor([5, 4, 3, 2, 1, 0]),
-    }
-    wanted = value_and_gradients(DenseLoss(cross_source_weight=0.1), images, texts, **inputs)
-    ours = value_and_gradients(
-        ContrastiveLoss(cross_source_weight=0.1, chunk_size=4), images, texts, **inputs
-    )
-    for found, reference in zip(ours, wanted, strict=True):
-        assert relative(found, reference) <= 1e-12
 
 
 @pytest.mark.parametrize("columns", [7, 16, 40])

@@ -91,9 +91,7 @@ RECIPES = {
     "gradient checkpointing": {"checkpointing": True},
     "texts sorted": {"sort_text": True},
     "texts sorted and mixed": {"sort_text": True, "mix": Mix(False, 0.3)},
-    "a teacher, shared captions, other sources": {
-        "loss": {"distill_weight": 0.5, "positives": "both", "cross_source_weight": 0.5}
-    },
+    "a teacher, shared captions": {"loss": {"distill_weight": 0.5, "positives": "both"}},
 }
 
 

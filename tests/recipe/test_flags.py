@@ -210,9 +210,6 @@ word | unexpected argument 'word'; write it as --flag value
 --skip-scheduler --lr-min 1e-6 | --skip-scheduler does not work with --lr-min
 --skip-scheduler --warmup-share 0.1 | --skip-scheduler does not work with --warmup-share
 --warmup 50 --warmup-share 0.1 | --warmup 50 does not work with --warmup-share
---cross-source-weight -1 | --cross-source-weight -1.0 is out of range; give 0 or more
---cross-source-weight 0.1 --coin-flip-mixup | --coin-flip-mixup does not work with --cross-source-weight: a sample mixed
---cross-source-weight 0.1 --debiased-sampling | --sampling debiased does not work with --cross-source-weight: a batch from
 --positives both --coin-flip-mixup | --coin-flip-mixup does not work with --positives: a mixed sample
 --positives both --ablate detached-gather | --ablate detached-gather does not work with --positives
 --sort-text --freeze text --cache-frozen /y | --cache-frozen of the text tower does not work with --sort-text: such

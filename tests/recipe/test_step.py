@@ -180,7 +180,7 @@ def test_images_are_mixed_before_they_are_cast(model):
         ("--siglip --loss-chunk 8", SigmoidLoss, 8),
         ("--siglip --positives caption", SigmoidLoss, None),
         ("--loss-chunk 8", ContrastiveLoss, 8),
-        ("--cross-source-weight 0.1 --positives both", ContrastiveLoss, None),
+        ("--positives both", ContrastiveLoss, None),
     ],
 )
 def test_the_loss_that_the_flags_ask_for(line, kind, chunk_size):
@@ -192,10 +192,7 @@ def test_the_loss_that_the_flags_ask_for(line, kind, chunk_size):
         getattr(loss, "chunk_size", None) or None
     ) == chunk_size  # of open_clip 4's own loss 0: all rows
     if kind is not SigLipLoss:
-        assert (loss.positives, loss.cross_source_weight) == (
-            config.positives or "pair",
-            config.cross_source_weight,
-        )
+        assert loss.positives == (config.positives or "pair")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

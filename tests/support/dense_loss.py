@@ -1,6 +1,6 @@
 """The contrastive losses written down whole, in one process, for autograd: the reference for the chunked ones.
 
-Everything is a matrix (N, N) here: weights w_ij of the negatives, targets Y, softmaxes. Nothing is shared with the library.
+Everything is a matrix (N, N) here: targets Y, softmaxes. Nothing is shared with the library.
 """
 
 from __future__ import annotations
@@ -19,18 +19,13 @@ class DenseLoss(nn.Module):
     def __init__(
         self,
         *,
-        cross_source_weight=1.0,
         positives="pair",
         distill_weight=0.0,
         distill_temperature=0.01,
         sigmoid=False,
     ) -> None:
         super().__init__()
-        self.cross_source_weight, self.positives, self.sigmoid = (
-            cross_source_weight,
-            positives,
-            sigmoid,
-        )
+        self.positives, self.sigmoid = positives, sigmoid
         self.distill_weight, self.distill_temperature = distill_weight, distill_temperature
 
     def forward(
@@ -78,11 +73,6 @@ class DenseLoss(nn.Module):
             self.positives, [self.positives]
         ):
             positive |= ids[name][:, None] == ids[name]
-        weights = torch.ones(n, n, dtype=image_features.dtype)  # of the softmaxes' terms
-        if self.cross_source_weight != 1:
-            weights[(ids["source"][:, None] != ids["source"]) & ~positive] = (
-                self.cross_source_weight
-            )
         cosines = image_features @ text_features.T
         logits = logit_scale * cosines
         bias = 0.0 if logit_bias is None else logit_bias
@@ -94,33 +84,26 @@ class DenseLoss(nn.Module):
             over_texts = over_images = mixup_lambda * over_texts + (1 - mixup_lambda) * swapped
         if self.sigmoid:
             sign = torch.where(positive, 1.0, -1.0)
-            contrastive = -(weights * logsigmoid(sign * (logits + bias))).sum() / n
+            contrastive = -logsigmoid(sign * (logits + bias)).sum() / n
         else:
-            contrastive = cross_entropies(logits, weights, over_texts, over_images)
+            contrastive = cross_entropies(logits, over_texts, over_images)
         loss = (1 - self.distill_weight) * contrastive
         if teacher_features:
             of_teachers = [
-                images @ texts.T / self.distill_temperature + weights.log()
-                for images, texts in teacher_features
+                images @ texts.T / self.distill_temperature for images, texts in teacher_features
             ]
             over_texts = torch.stack([one.softmax(dim=1) for one in of_teachers]).mean(dim=0)
             over_images = torch.stack([one.softmax(dim=0) for one in of_teachers]).mean(dim=0)
-            loss = loss + self.distill_weight * cross_entropies(
-                logits, weights, over_texts, over_images
-            )
+            loss = loss + self.distill_weight * cross_entropies(logits, over_texts, over_images)
         if logit_bias is not None:
             loss = loss + 0.0 * logit_bias.sum()
         return loss
 
 
-def cross_entropies(
-    logits: Tensor, weights: Tensor, over_texts: Tensor, over_images: Tensor
-) -> Tensor:
-    """The mean of both directions: from targets to softmaxes whose terms are weighed."""
-    weighed = logits + weights.log()
+def cross_entropies(logits: Tensor, over_texts: Tensor, over_images: Tensor) -> Tensor:
+    """The mean of both directions: from targets to softmaxes."""
     return sum(
-        -(target * weighed.log_softmax(dim=dim).masked_fill(weights == 0, 0.0)).sum()
-        / (2 * len(logits))
+        -(target * logits.log_softmax(dim=dim)).sum() / (2 * len(logits))
         for dim, target in ((1, over_texts), (0, over_images))
     )
 

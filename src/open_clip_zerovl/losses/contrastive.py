@@ -13,7 +13,7 @@ P is the part of an image's gradient that comes from its own softmax. Q comes fr
 gather without gradient loses it (A.1). Both follow from gathered features and log-sum-exps, so that the backward pass needs no
 communication but the all-reduce of the parameters' gradients. That takes the mean over W ranks; a factor W undoes it.
 
-`problem` computes this for any targets and for offsets on the logits, which the options below choose.
+`problem` computes this for any targets, which the options below choose.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.losses.gathering import Ranks, require_process_group
-from open_clip_zerovl.losses.logits import CrossSource, Logits
+from open_clip_zerovl.losses.logits import Logits
 from open_clip_zerovl.losses.problem import ChunkedLoss, Problem, Report, row_chunks
 from open_clip_zerovl.losses.sigmoid import Sigmoid
 from open_clip_zerovl.losses.softmax import Normalisers
@@ -57,14 +57,11 @@ class ContrastiveLoss(nn.Module):
             computes it over several ranks. Every gathered feature is a constant, also the rank's own: a feature gets P - Y
             through its own softmax and nothing through the softmaxes of other rows. This gradient is wrong, for that comparison
             only. (A.1 speaks of other ranks' features only; the released gather detaches all.)
-        cross_source_weight: how often a negative of another source counts in the softmax: its log is added to the pair's
-            logit. 1 is plain InfoNCE, 0 leaves negatives of other sources out. `ids["source"]` numbers the sources.
         positives: samples that are positives in addition to the pair itself: "pair" none, "caption" those with the same
             `ids["caption"]`, "image" those with the same `ids["image"]`, "both" those with either. A row's target
-            is even over its positives (UniCL, CVPR 2022). A positive of another source has weight 1.
+            is even over its positives (UniCL, CVPR 2022).
         distill_weight: W in (1 - W) * contrastive + W * distillation: the cross-entropy from the mean of the teachers'
-            softmaxes to the student's, over the effective batch, both directions. With `cross_source_weight` the teachers'
-            softmaxes have the student's offsets.
+            softmaxes to the student's, over the effective batch, both directions.
         distill_temperature: temperature of the teachers' softmaxes (MobileCLIP's teacher scale 100 is 0.01).
         weight: factor on the loss, beside a second one (open_clip's `--coca-contrastive-loss-weight`).
 
@@ -72,7 +69,7 @@ class ContrastiveLoss(nn.Module):
         report: each pair's loss, source and duplicate positives in the last call, for a log (`problem.Report`).
 
     Raises:
-        UserError: a value out of range, or one of the last four together with gather_grad=False.
+        UserError: a value out of range, or one of the next three together with gather_grad=False.
     """
 
     _sigmoid = False
@@ -84,7 +81,6 @@ class ContrastiveLoss(nn.Module):
         rank: int = 0,
         world_size: int = 1,
         gather_grad: bool = True,
-        cross_source_weight: float = 1.0,
         positives: str = "pair",
         distill_weight: float = 0.0,
         distill_temperature: float = 0.01,
@@ -100,18 +96,15 @@ class ContrastiveLoss(nn.Module):
                 f"distill_weight lies in 0..1 and distill_temperature is positive, but they are {distill_weight} and "
                 f"{distill_temperature}."
             )
-        if not gather_grad and (
-            self._sigmoid or cross_source_weight != 1 or positives != "pair" or distill_weight
-        ):
+        if not gather_grad and (self._sigmoid or positives != "pair" or distill_weight):
             raise UserError(
-                "gather_grad=False is the paper's comparison of the plain loss; it takes no sigmoid, cross_source_weight, "
-                "positives or distill_weight."
+                "gather_grad=False is the paper's comparison of the plain loss; it takes no sigmoid, positives or "
+                "distill_weight."
             )
         self.chunk_size = chunk_size
         self.rank = rank
         self.world_size = world_size
         self.gather_grad = gather_grad
-        self.cross_source_weight = float(cross_source_weight)
         self.positives = positives
         self.distill_weight = float(distill_weight)
         self.distill_temperature = float(distill_temperature)
@@ -167,9 +160,8 @@ class ContrastiveLoss(nn.Module):
             require_process_group(self.world_size, type(self).__name__)
         pairs = _pairs(b, mixup_lambda, partner)
         ids = ids or {}
-        sources = ids.get("source") if self.cross_source_weight == 1 else ids["source"]
         if partner is not None:
-            self._check_mixup(partner, sources)
+            self._check_mixup()
         if bool(teacher_features) != bool(self.distill_weight):
             raise UserError(
                 f"distill_weight is {self.distill_weight:g} and {len(teacher_features)} teachers' features are given; give "
@@ -181,7 +173,7 @@ class ContrastiveLoss(nn.Module):
             make = partial(
                 self._problem,
                 pairs=pairs,
-                sources=sources,
+                sources=ids.get("source"),
                 shared=[
                     ids[name][rows if name == "caption" else ...]
                     for name in _SHARED_IDS[self.positives]
@@ -222,7 +214,7 @@ class ContrastiveLoss(nn.Module):
         shared: Sequence[Tensor],
         teachers: Sequence[tuple[Tensor, Tensor]],
     ) -> Problem:
-        """The loss of one text of each image: targets and offsets over all ranks, as the options ask for."""
+        """The loss of one text of each image: targets over all ranks, as the options ask for."""
         precision = torch.promote_types(image_features.dtype, torch.float32)
         b, device = len(image_features), image_features.device
         ranks, chunks = Ranks(self.rank, self.world_size, b, device), row_chunks(b, self.chunk_size)
@@ -233,16 +225,10 @@ class ContrastiveLoss(nn.Module):
         positives = (
             SharedTargets(everywhere, ranks.mine, precision, contrastive) if everywhere else None
         )
-        offset = None
         if sources is not None:
             sources = ranks.gather(sources.to(device, non_blocking=True))
-            if self.cross_source_weight != 1:
-                related = None if positives is None else positives.related
-                offset = CrossSource(self.cross_source_weight, sources, ranks.mine, related)
         scale = logit_scale.to(precision).reshape(())
-        logits = Logits(
-            image_features, text_features, scale, ranks, offset=offset, precision=precision
-        )
+        logits = Logits(image_features, text_features, scale, ranks, precision=precision)
 
         targets: list[PairTargets | SharedTargets | TeacherTargets] = []
         sigmoid = None
@@ -250,7 +236,7 @@ class ContrastiveLoss(nn.Module):
             bias = (
                 scale.new_zeros(()) if logit_bias is None else logit_bias.to(precision).reshape(())
             )
-            sigmoid = Sigmoid(bias, ranks.mine, positives, offset, contrastive)
+            sigmoid = Sigmoid(bias, ranks.mine, positives, contrastive)
         elif positives is not None:
             targets.append(positives)
         elif contrastive:
@@ -263,7 +249,7 @@ class ContrastiveLoss(nn.Module):
             weighed = list(zip(weights, columns, strict=True))
             targets.append(PairTargets(weighed, ranks.mine.start, 2.0 if gather_grad else 1.0))
         if teachers:
-            targets.append(self._teachers(teachers, ranks, chunks, offset, scale))
+            targets.append(self._teachers(teachers, ranks, chunks, scale))
         return Problem(
             logits,
             ranks,
@@ -281,7 +267,6 @@ class ContrastiveLoss(nn.Module):
         teachers: Sequence[tuple[Tensor, Tensor]],
         ranks: Ranks,
         chunks: Sequence[slice],
-        offset: CrossSource | None,
         scale: Tensor,
     ) -> TeacherTargets:
         """The teachers' softmaxes over all ranks; their normalisers are gathered here."""
@@ -297,7 +282,6 @@ class ContrastiveLoss(nn.Module):
                 texts,
                 scale,
                 ranks,
-                offset=offset,
                 precision=scale.dtype,
                 widen_at_once=False,
             )
@@ -306,7 +290,7 @@ class ContrastiveLoss(nn.Module):
             )
         return TeacherTargets(teacher_softmaxes, self.distill_weight)
 
-    def _check_mixup(self, partner: Tensor, sources: Tensor | None) -> None:
+    def _check_mixup(self) -> None:
         undefined = {
             "the sigmoid loss: a pair is a positive or a negative, nothing between": self._sigmoid,
             f"positives={self.positives!r}: a mixed sample has two captions and pictures": self.positives
@@ -316,13 +300,6 @@ class ContrastiveLoss(nn.Module):
         for option, given in undefined.items():
             if given:
                 raise UserError(f"mixup is not defined with {option}; leave one of them out.")
-        if self.cross_source_weight != 1 and sources is not None:
-            sources = sources.to(partner.device)
-            if not torch.equal(sources, sources[partner]):
-                raise UserError(
-                    "with cross_source_weight a mixup partner must be of the row's own source, because a sample mixed from two "
-                    "sources belongs to neither; pair rows within their source."
-                )
 
 
 class SigmoidLoss(ContrastiveLoss):
@@ -334,7 +311,6 @@ class SigmoidLoss(ContrastiveLoss):
 
     Args:
         chunk_size, rank, world_size: see `ContrastiveLoss`; gather_grad=False is refused.
-        cross_source_weight: weight of the terms of negatives from other sources.
         positives: which samples are each other's positives, as in `ContrastiveLoss`; each is a term of weight 1.
         distill_weight, distill_temperature: as in `ContrastiveLoss`, a cross-entropy of softmaxes; the student's logits are
             taken without bias.

@@ -2,13 +2,13 @@
 
 Shapes: `b` local rows, `N` rows of all ranks, `W` ranks, `D` width. Side 0: rows are images; side 1: rows are texts.
 
-With logits z_ij = s <I_i, T_j> + o_ij, their softmaxes P over the texts of each image and Q over the images of each text, and
+With logits z_ij = s <I_i, T_j>, their softmaxes P over the texts of each image and Q over the images of each text, and
 targets Y (rows of Y_rows and columns of Y_columns sum to one):
 
     L = 1/(2N) sum_i (logsumexp_j z_ij - sum_j Y_rows_ij z_ij)  +  1/(2N) sum_j (logsumexp_i z_ij - sum_i Y_columns_ij z_ij)
     dL/dI = s/(2N) (P + Q - Y_rows - Y_columns) T     the text side alike     dL/ds = <I, dL/dI> / s
 
-A loss is a choice of offsets o (`logits`) and of targets Y (`targets`). With sigmoids in place of the two softmaxes (`sigmoid`)
+A loss is a choice of targets Y (`targets`). With sigmoids in place of the two softmaxes (`sigmoid`)
 their derivative replaces P + Q - Y_rows - Y_columns; all else is the same. A loss may have both.
 """
 
@@ -166,7 +166,7 @@ class Problem:
         whole = only and self.ranks.world_size == 1
         for rows in self.chunks:
             if self.sigmoid is not None:
-                missed = self.sigmoid.missed(self.logits.chunk(rows, side=0, offset=False), rows)
+                missed = self.sigmoid.missed(self.logits.chunk(rows, side=0), rows)
                 add(self.sigmoid.losses(missed, rows), rows)
                 self.only_missed = missed if only and not self.targets else None
                 del missed  # before the next chunk is made: one chunk in memory at a time
@@ -229,7 +229,7 @@ class Problem:
         if self.sigmoid is not None:
             missed, self.only_missed = self.only_missed, None
             if missed is None:
-                missed = self.sigmoid.missed(self.logits.chunk(rows, side, offset=False), rows)
+                missed = self.sigmoid.missed(self.logits.chunk(rows, side), rows)
             of_sigmoids = self.sigmoid.derivative(missed, rows).mul_(2.0)
             if side == 0:
                 self.bias_sum += of_sigmoids.sum()

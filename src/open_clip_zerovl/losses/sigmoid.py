@@ -1,9 +1,8 @@
 """The sigmoid's part of a loss (SigLIP, Zhai et al., ICCV 2023): a term for each pair (i, j), without a normaliser.
 
-Shapes: `N` rows of all ranks, rows of local rows. With z_ij = s <I_i, T_j> + b, y_ij = 1 for positives and -1 else, and
-weights w_ij of the pairs of two sources (1 elsewhere):
+Shapes: `N` rows of all ranks, rows of local rows. With z_ij = s <I_i, T_j> + b, and y_ij = 1 for positives and -1 else:
 
-    L = 1/N sum_ij w_ij softplus(-y_ij z_ij)        dL/dz_ij = -1/N w_ij y_ij sigmoid(-y_ij z_ij)
+    L = 1/N sum_ij softplus(-y_ij z_ij)        dL/dz_ij = -1/N y_ij sigmoid(-y_ij z_ij)
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from open_clip_zerovl.losses.logits import CrossSource
 from open_clip_zerovl.losses.targets import SharedTargets
 
 
@@ -26,14 +24,12 @@ class Sigmoid:
         bias: b, shape ().
         mine: the local rows among all.
         shared: samples that are positives in addition to the pair itself; None for none.
-        offset: weight of negatives from other sources; None for 1.
         share: weight of this part in the loss, 0..1.
     """
 
     bias: Tensor
     mine: slice
     shared: SharedTargets | None
-    offset: CrossSource | None
     share: float
 
     def losses(self, missed: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
@@ -44,14 +40,14 @@ class Sigmoid:
         """
         each = logsigmoid(missed.neg_()).neg_()
         missed.neg_()
-        self._weigh(each, rows)
+        each.mul_(self.share)
         return each.sum(dim=1), each.sum(dim=0)
 
     def derivative(self, missed: Tensor, rows: slice) -> Tensor:
         """N times the derivative of the loss by the logits (rows, N), in the memory of `missed`; the same for both sides."""
         each = missed.sigmoid_()
         self._negate_positives(each, rows)
-        return self._weigh(each, rows)
+        return each.mul_(self.share)
 
     def missed(self, logits: Tensor, rows: slice) -> Tensor:
         """-y z of s <I_i, T_j> (rows, N), positive where a pair is classified wrongly; in the logits' memory."""
@@ -66,9 +62,3 @@ class Sigmoid:
         index = torch.arange(len(values), device=values.device)
         positive_columns = self.mine.start + rows.start + index
         values[index, positive_columns] = -values[index, positive_columns]
-
-    def _weigh(self, values: Tensor, rows: slice) -> Tensor:
-        values.mul_(self.share)
-        if self.offset is not None:
-            torch.where(self.offset.crossing(rows), values * self.offset.weight, values, out=values)
-        return values

@@ -289,25 +289,8 @@ class DgaFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class LossFlags:
-    """Negatives and targets of the loss"""
+    """Targets of the loss"""
 
-    cross_source_weight: float = flag(
-        1.0,
-        "weight of negatives from another source in the loss of a mixed batch: 0 leaves them out, 1 is the plain loss",
-        metavar="W",
-        range=NOT_NEGATIVE,
-        needs=(_NAMED_SOURCES,),
-        contradicts=(
-            Contradiction(
-                "--sampling {strategy}",
-                lambda given: given.strategy != "random",
-                "a batch from one source has no negatives from other sources; give --sampling random",
-            ),
-            _no_mixup("a sample mixed from two sources belongs to neither"),
-            _DETACHED_GATHER,
-        ),
-        planned=False,
-    )
     positives: str | None = flag(
         None,
         "samples that share the target evenly: those with the same caption, the same image, or either (both) (default: caption "
