@@ -31,6 +31,30 @@ def test_the_same_request_goes_on_and_another_one_may_replace_nothing(tmp_path):
         assert not claim(file, REQUEST, restart=lambda stored: True)
 
 
+def test_content_decides_and_not_the_path(tmp_path):
+    file = tmp_path / "request.json"
+    first = {"--data": "x=/d", "content of --data": "ab", "content of --from": None, "--from": "m"}
+    claim(file, first)
+    assert claim(file, {**first, "--data": "y=/e"}) == first
+    for changed, words in (
+        ({"content of --data": "cd"}, "was begun before the content of --data changed"),
+        (
+            {"content of --data": "cd", "--data": "y"},
+            "with --data x=/d, and this call has --data y",
+        ),
+        (
+            {"content of --data": None, "--data": "y"},
+            "with --data x=/d, and this call has --data y",
+        ),
+        (
+            {"--from": "n"},
+            "with --from m, and this call has --from n",
+        ),  # nothing is known of either
+    ):
+        with pytest.raises(UserError, match=words):
+            claim(file, {**first, **changed})
+
+
 def test_a_folder_of_other_files_is_not_claimed(tmp_path):
     (tmp_path / "lock").touch()
     (tmp_path / ".request.json.1.ab.part").touch()

@@ -15,6 +15,9 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.finetune.finetuning import _finished, _same_request
 from open_clip_zerovl.finetune.request import FinetuneRequest
 from open_clip_zerovl.finetune.training import Training
+from open_clip_zerovl.shards.members import Sample
+from open_clip_zerovl.shards.writing import write_retrieval_set, write_source
+from support.pairs import picture
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, register
 
 # Words that give the flag another value than the call has, and the key that it changes.
@@ -58,6 +61,7 @@ def test_every_flag_belongs_to_one_key(tmp_path, monkeypatch):
     )
     parser = argparse.ArgumentParser()
     run, seen = finetune(parser), []
+    monkeypatch.setattr("open_clip_zerovl.finetune.request.contents", lambda **data: {})
     monkeypatch.setattr(
         "open_clip_zerovl.finetune.finetuning.run_finetune",
         lambda request, say: seen.append(request),
@@ -80,6 +84,19 @@ def test_every_flag_belongs_to_one_key(tmp_path, monkeypatch):
         ], flag
 
 
+def write_pairs(folder: Path, first: int) -> str:
+    samples = [
+        Sample(f"{number:03d}", {"png": picture(first + number), "txt": b"a"})
+        for number in range(9)
+    ]
+    write_source(folder, samples, shard_size=9)
+    return str(folder)
+
+
+def write_set(folder: Path, first: int) -> None:
+    write_retrieval_set(folder, [Sample("0", {"png": picture(first), "txt": b"a"})])
+
+
 @pytest.fixture
 def started(tmp_path):
     """A call on a new folder, which returns its request; the model's weights are not read."""
@@ -87,9 +104,10 @@ def started(tmp_path):
     for name, more in (("request-tiny", {}), ("request-quick", {"quick_gelu": True})):
         register(tmp_path, name, NATIVE_VISION, CLIP_TEXT, **more)
     (tmp_path / "bare.pt").write_bytes(b"weights")
+    data = write_pairs(tmp_path / "pairs", 0)
 
     def call(model: str | Path = tmp_path / "bare.pt", name: str | None = "request-tiny") -> Path:
-        _same_request(FinetuneRequest(Encoder(str(model), model_name=name), "d", tmp_path / "out"))
+        _same_request(FinetuneRequest(Encoder(str(model), model_name=name), data, tmp_path / "out"))
         return tmp_path / "out"
 
     return call
@@ -158,6 +176,42 @@ def test_a_checkpoint_may_go_once_its_copy_is_there(started, tmp_path):
     (tmp_path / "bare.pt").write_bytes(b"others")
     with pytest.raises(UserError, match="was begun before the content of --from changed"):
         started()
+
+
+@pytest.mark.parametrize("flag", ["data", "keep_data", "retrieval_data", "held out"])
+def test_a_copy_of_the_data_is_the_same_and_keeps_its_names(tmp_path, flag):
+    """Other data at the same path is refused, once something was trained."""
+    place = tmp_path / "mine"
+    write_pairs(place / "train", 0)
+    write_set(place if flag == "held out" else tmp_path / "set", 50)
+    write_pairs(tmp_path / "old", 30)
+    (tmp_path / "bare.pt").write_bytes(b"weights")
+    register(tmp_path, "request-data", NATIVE_VISION, CLIP_TEXT)
+    given = {"data": str(place), "keep_data": f"old={tmp_path / 'old'}"}
+    given |= {} if flag == "held out" else {"retrieval_data": str(tmp_path / "set")}
+
+    def call(**changed: str) -> FinetuneRequest:
+        start = Encoder(str(tmp_path / "bare.pt"), model_name="request-data")
+        return _same_request(FinetuneRequest(start, out=tmp_path / "out", **given | changed))
+
+    flag = "data" if flag == "held out" else flag
+    first = call()
+    (tmp_path / "out" / "run").mkdir()
+    copy = tmp_path / "another"
+    shutil.copytree(Path(given[flag].rpartition("=")[2]), copy)
+    again = call(**{flag: f"other={copy}" if flag == "keep_data" else str(copy)})
+    for name in ("data", "keep_data", "retrieval_data"):
+        before, now = getattr(first, name), getattr(again, name)
+        assert now.partition("=")[0] == before.partition("=")[0], name
+        if name == flag:
+            assert str(copy) in now
+    write_pairs(place / "train", 10) if flag == "data" else None
+    write_pairs(tmp_path / "old", 10) if flag == "keep_data" else None
+    write_set(tmp_path / "set", 60) if flag == "retrieval_data" else None
+    with pytest.raises(
+        UserError, match=f"before the content of --{flag.replace('_', '-')} changed"
+    ):
+        call()
 
 
 def test_a_finished_call_goes_on_with_more_patience(tmp_path):

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.cli import main
+from open_clip_zerovl.core.claim import difference as claim_difference
 from open_clip_zerovl.models.build import with_text_model
 from open_clip_zerovl.recipe.arguments import settings_of
 from open_clip_zerovl.shards.members import Sample
-from open_clip_zerovl.shards.writing import write_source
+from open_clip_zerovl.shards.writing import write_retrieval_set, write_source
 from open_clip_zerovl.trial import running
 from support.pairs import picture
 from support.tiny_clip import random_model, write_bert, write_run
@@ -162,6 +164,55 @@ def test_more_seeds_later_are_added(made, whole, trainings, tmp_path):
     length = "train-data-upsampling-factors"
     before = {one[length] for one in whole[1].flags if one["name"].startswith("run-")}
     assert {one[length] for one in trainings.flags} == before
+
+
+def test_more_seeds_are_of_the_same_data_and_model_wherever_they_lie(
+    made, whole, trainings, tmp_path, capsys
+):
+    """Seeds on other pictures stood in one table with those of the first ones."""
+    out, data, start = tmp_path / "out", tmp_path / "other", tmp_path / "start"
+    shutil.copytree(whole[0], out)
+    shutil.copytree(made / "mine", data)
+    shutil.copytree(made / "start", start)
+    model = start / "checkpoints" / "epoch_1.pt"
+    given = words(made, out, "--seeds", "4", "--data", str(data), "--from", str(model))
+    main(given)
+    assert len(trainings.flags) == 4
+    weights = model.read_bytes()
+    model.write_bytes(b"others")
+    assert main([*given, "--seeds", "5"]) == 2
+    assert "out was begun with --from" in capsys.readouterr().err
+    model.write_bytes(weights)
+    pairs = [Sample(f"{n}", {"png": picture(n), "txt": b"a"}) for n in range(5000, 5060)]
+    write_source(data / "two", pairs, shard_size=60)
+    assert main([*given, "--seeds", "5"]) == 2
+    assert "out was begun with --data" in capsys.readouterr().err
+    assert len(trainings.flags) == 4
+
+
+@pytest.mark.parametrize("flag", ["--retrieval-data", "--zero-shot-data", "--image"])
+def test_each_data_argument_and_encoder_is_part_of_the_request(made, tmp_path, flag):
+    def identity(number: int, place: Path) -> dict:
+        shutil.rmtree(place, ignore_errors=True)
+        files = {"png": picture(number), "txt": b"a cat", "cls": b"0"}
+        write_retrieval_set(place, [Sample("0", files)])
+        (place / "classnames.txt").write_text("cat\n")
+        (place / "model.safetensors").write_bytes(b"%d" % number)
+        given = {} if flag == "--image" else {flag[2:].replace("-", "_"): str(place)}
+        request = running.Request(
+            start=Encoder(""),
+            data=f"x={made / 'mine' / 'one'}",
+            out=tmp_path / "out",
+            encoders=("timm:some-name" if given else f"timm:{place}", "hf:some/name"),
+            **given,
+        )
+        return request.named().identity()
+
+    first = identity(1, tmp_path / "set")
+    assert claim_difference(first, identity(1, tmp_path / "copy")) is None
+    assert claim_difference(first, identity(2, tmp_path / "set")).startswith(
+        f"was begun before the content of {flag}"
+    )
 
 
 def test_another_trial_in_the_folder_is_refused(made, whole, trainings, capsys):

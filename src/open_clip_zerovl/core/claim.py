@@ -1,6 +1,9 @@
 """A folder's claim: the request for which it was begun. A later call with the same request goes on; another one is refused.
 
 OUT/pack.json, OUT/request.json ...      the request, as JSON
+
+An input stands in a request by its path and by a digest of its content, `--data` and "content of --data". The content decides:
+a copy at another path is the same request, and other content at the same path is another one.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ def claim(
     request: Mapping[str, Any],
     *,
     restart: Callable[[dict[str, Any]], bool] = lambda stored: False,
-) -> bool:
+) -> dict[str, Any] | None:
     """Claim a file's folder for a request.
 
     Args:
@@ -31,7 +34,7 @@ def claim(
         restart: True if the stored request may be replaced, since nothing of worth was done for it.
 
     Returns:
-        True if an earlier call with this request has claimed it.
+        The request of the earlier call that has claimed it; None for a folder that is claimed now.
 
     Raises:
         UserError: a folder of other files, or begun for another request.
@@ -48,16 +51,23 @@ def claim(
             raise UserError(
                 f"{file.parent} holds {others[0]} and no {file.name}, so this program did not begin it; give a new folder"
             )
-    elif stored == request:
-        return True
+    elif difference(stored, request) is None:
+        return stored
     elif not restart(stored):
         raise UserError(f"{file.parent} {difference(stored, request)}; {ADVICE}")
     write_atomically(file, json.dumps(request, indent=1) + "\n")
-    return False
+    return None
 
 
 def read_claim(file: Path) -> dict[str, Any] | None:
-    """The request in a file; None without one. UserError if it cannot be read."""
+    """Read the request in a file.
+
+    Returns:
+        None without the file.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
     if not file.exists():
         return None
     content = read_json(file, "remove it, or give a new folder")
@@ -67,13 +77,18 @@ def read_claim(file: Path) -> dict[str, Any] | None:
 
 
 def difference(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
-    """The first entry that differs, as the rest of a sentence about what was begun; None for equal requests.
+    """Word the first entry that differs as the rest of a sentence about what was begun.
 
     "was begun with --seed 1, and this call has --seed 0", "was begun before the content of --from changed"
+
+    Returns:
+        None for the same request.
     """
     for name in {**wanted, **stored}:
         old, new = stored.get(name), wanted.get(name)
-        if old == new:
+        content = wanted.get(f"{CONTENT}{name}")
+        copied = content is not None and content == stored.get(f"{CONTENT}{name}")
+        if old == new or copied:
             continue
         if name.startswith(CONTENT):
             return f"was begun before the {name} changed"

@@ -21,11 +21,10 @@ from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import regular_file
-from open_clip_zerovl.core.identity import digest_of, stamp_of
+from open_clip_zerovl.core.identity import digest_of, file_digests, stamp_of
 from open_clip_zerovl.core.randomness import seeded
 from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.workers import ItemSet, read_batches
-from open_clip_zerovl.shards.marks import content_digest
 from open_clip_zerovl.shards.members import (
     IMAGE_EXTENSIONS,
     ShardError,
@@ -127,12 +126,15 @@ class IndexedSet:
         """Name, size and time of each file, by which a later call knows an unchanged set."""
         return [[file, stamp_of(file)] for file in self.files]
 
-    def fingerprint(self) -> str:
-        """A hash of the path, of the labels in their order and of the files' contents: the key of stored features.
-
-        Times of change are left out: a set that is copied to a machine's own disk again is the same.
-        """
-        return digest_of(self.path, self.labels, content_digest(self.files))
+    def content(self) -> str:
+        """Digest samples and the bytes of their files, so that a copy is the same set."""
+        number = {file: position for position, file in enumerate(self.files)}
+        samples = [
+            [number[os.fspath(at.file)], at.offset_bytes, at.captions, at.label, at.source]
+            for at in self.samples
+        ]
+        digests = file_digests(self.files)
+        return digest_of(samples, dict(self.names), [digests[file] for file in self.files])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def picture_features(
     Raises:
         UserError: an image that cannot be read, embeddings that are not finite.
     """
-    digests = [images.fingerprint(), model.fingerprints["image"]]
+    digests = [images.content(), model.fingerprints["image"]]
     pictures = Listed(
         len(images), lambda row: Embeddable(row, [images.image(row)]), reading.UNIT_SAMPLES
     )

@@ -12,16 +12,21 @@ A held-out set in CLIP_benchmark's layout is found in FOLDER itself, in FOLDER/N
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from open_clip_zerovl.core.claim import CONTENT
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import did_you_mean
+from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.components import kind_of
+from open_clip_zerovl.data.content import content_of_sources
 from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.names import CLASS_NAMES, NAME, is_named
 from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.sources import Source, parse_sources
+from open_clip_zerovl.evaluate.zero_shot.sets import open_labelled_set
 from open_clip_zerovl.shards.urls import local_path
 
 CAPTIONS = "one-per-epoch"
@@ -80,6 +85,57 @@ def find_data(data: str) -> FinetuneData:
         "::".join(f"{name}={place}" for name, place in sources.items()),
         "::".join(f"{HELD_OUT if place == folder else _name_of(place)}={place}" for place in sets),
     )
+
+
+def named_sets(data: str | None) -> str:
+    """Give each set of `--retrieval-data` its name.
+
+    Returns:
+        "" without sets.
+    """
+    sets = parse_retrieval_data(data) if data else {}
+    return "::".join(f"{name}={place}" for name, place in sets.items())
+
+
+def contents(
+    *,
+    sources: Mapping[str, str | None] | None = None,
+    retrieval: Mapping[str, str | None] | None = None,
+    labelled: Mapping[str, str | None] | None = None,
+) -> dict[str, str]:
+    """Digest what data arguments hold, for `core.claim`.
+
+    Args:
+        sources: flag -> training data.
+        retrieval, labelled: flag -> sets.
+
+    Returns:
+        "content of FLAG" -> digest, for the flags with data.
+
+    Raises:
+        UserError: data that cannot be opened.
+    """
+    digests = {flag: content_of_sources(data) for flag, data in (sources or {}).items() if data}
+    for flag, data in (retrieval or {}).items():
+        if data:
+            digests[flag] = digest_of([dataset.content() for dataset in sets_of(data).values()])
+    for flag, data in (labelled or {}).items():
+        if data:
+            places = parse_retrieval_data(data).values()
+            opened = [open_labelled_set(str(place)) for place in places]
+            digests[flag] = digest_of([dataset.content() for dataset in opened])
+    return {f"{CONTENT}{flag}": digest for flag, digest in digests.items()}
+
+
+def named_as(data: str, earlier: str | None) -> str:
+    """Give the components of a data argument the names that they had in an earlier call."""
+    if not earlier:
+        return data
+    names, places = (
+        [component.partition("=")[part] for component in argument.split("::")]
+        for argument, part in ((earlier, 0), (data, 2))
+    )
+    return "::".join(f"{name}={place}" for name, place in zip(names, places, strict=True))
 
 
 def _source_in(folder: Path) -> dict[str, Path]:

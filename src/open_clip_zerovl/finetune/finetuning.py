@@ -28,7 +28,7 @@ from typing import Any
 from open_clip_zerovl.checkpoints.card import ModelCard
 from open_clip_zerovl.checkpoints.export import write_local_dir
 from open_clip_zerovl.checkpoints.loading import Encoder
-from open_clip_zerovl.core.claim import CONTENT, claim, read_claim
+from open_clip_zerovl.core.claim import CONTENT, claim, difference, read_claim
 from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import Say, UserError
 from open_clip_zerovl.core.files import check_writable, locked, write_atomically
@@ -80,7 +80,7 @@ def run_finetune(request: FinetuneRequest, *, say: Say) -> Path:
     with locked(
         out, busy=f"another process is fine-tuning in {out}; wait for it, or choose another --out"
     ):
-        _same_request(request)
+        request = _same_request(request)
         prepared = _prepare(request, say)
         settings, ranks = _settings(request, prepared, say)
         training = _training(request, prepared, settings, ranks)
@@ -100,16 +100,21 @@ def _finished(request: FinetuneRequest, training: Training) -> dict[str, Any] | 
     scores = {str(epoch): score for epoch, score in training.scores().items()}
     if result is None or not training.is_over() or result["epochs"] != scores:
         return None
-    return (
-        result
-        if result["curve"]["asked"] == request.of_curve() and (request.out / "model").is_dir()
-        else None
-    )
+    other_curve = difference(result["curve"]["asked"], request.of_curve())
+    return None if other_curve or not (request.out / "model").is_dir() else result
 
 
-def _same_request(request: FinetuneRequest) -> None:
-    """Claim the folder. UserError if it holds other files, or a training of another request or another model."""
+def _same_request(request: FinetuneRequest) -> FinetuneRequest:
+    """Claim the folder.
+
+    Returns:
+        The request, in which sources and held-out sets have the names of the first call.
+
+    Raises:
+        UserError: the folder holds other files, or a training of another request, other data or another model.
+    """
     file = request.out / REQUEST
+    request = request.named()
     # The files of the model may be gone, of which OUT/before holds the content.
     model = digest_of_model(request.start) or (read_claim(file) or {}).get(MODEL)
 
@@ -122,27 +127,26 @@ def _same_request(request: FinetuneRequest) -> None:
         (request.out / SETTINGS).unlink(missing_ok=True)
         return True
 
-    claim(file, {**request.of_training(), MODEL: model}, restart=untrained)
+    wanted = {**request.of_training(), **request.contents(), MODEL: model}
+    return request.named(claim(file, wanted, restart=untrained))
 
 
 def _prepare(request: FinetuneRequest, say: Say) -> Prepared:
     check_keeping(request)
     require_possible(request.rule, bool(request.kept))
-    data = pairs.find_data(request.data)
-    given = request.retrieval_data or data.held_out
-    old_data = None if request.keep_data is None else pairs.find_data(request.keep_data).train_data
+    given = request.retrieval_data or ""
     scored = "::".join(filter(None, (given, request.kept)))
     tested: dict[str, IndexedSet] = {**pairs.sets_of(scored)} if scored else {}
     if request.zero_shot_data:  # a mistake ends the call here, not after hours of training
         labelled = labelled_sets(given, request.zero_shot_data)
         tested |= {f"--zero-shot-data {name}": dataset.images for name, dataset in labelled.items()}
     split = hold_out(
-        data.train_data,
+        request.data,
         given,
         request.out / "data",
         seed=request.seed,
         model=request.start.model,
-        old_data=old_data,
+        old_data=request.keep_data,
         sets=tested,
         compare=request.compare_pictures,
         say=say,

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import flags_of
-from open_clip_zerovl.core.identity import digest_of, sha256_of
+from open_clip_zerovl.core.identity import digest_of, file_digests
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.evaluate.settings import CurveFlags
-from open_clip_zerovl.finetune.data import CAPTIONS
+from open_clip_zerovl.finetune.data import (
+    CAPTIONS,
+    contents,
+    find_data,
+    named_as,
+    named_sets,
+)
 from open_clip_zerovl.finetune.flags import FinetuneFlags
 from open_clip_zerovl.finetune.split import Split
 from open_clip_zerovl.models.local_dir import LOCAL_DIR
@@ -80,15 +87,40 @@ class FinetuneRequest(FinetuneFlags, CurveFlags):
         }
 
     def of_curve(self) -> dict[str, Any]:
-        """The arguments that decide the curve."""
-        return {**{name: getattr(self, name) for name in OF_CURVE}, "alphas": list(self.alphas)}
+        """Name the arguments that decide the curve, and digest their data."""
+        values = {name: getattr(self, name) for name in OF_CURVE}
+        held = contents(
+            retrieval={"kept": self.kept}, labelled={"zero_shot_data": self.zero_shot_data}
+        )
+        return {**values, "alphas": list(self.alphas), **held}
+
+    def named(self, earlier: Mapping[str, Any] | None = None) -> FinetuneRequest:
+        """Give each source and held-out set its name, as in an earlier call if there was one."""
+        earlier = earlier or {}
+        pairs = find_data(self.data)
+        held_out = named_sets(self.retrieval_data or pairs.held_out)
+        old = find_data(self.keep_data).train_data if self.keep_data else ""
+        return replace(
+            self,
+            data=named_as(pairs.train_data, earlier.get("--data")),
+            retrieval_data=named_as(held_out, earlier.get("--retrieval-data")) or None,
+            keep_data=named_as(old, earlier.get("--keep-data")) or None,
+        )
+
+    def contents(self) -> dict[str, str]:
+        """Digest the data that the training reads, of a request with names; see `data.contents`."""
+        return contents(
+            sources={"--data": self.data, "--keep-data": self.keep_data},
+            retrieval={"--retrieval-data": self.retrieval_data},
+        )
 
 
 def digest_of_model(start: Encoder) -> str | None:
-    """A digest of the model at --from: its config, and the content of the files with its weights and its tokenizer.
+    """Digest a model: its config, and the content of the files with its weights and its tokenizer.
 
     Returns:
-        None if there is no such model, or its files are gone, of which OUT/before may hold the content.
+        None if there is no such model, it has no files of weights (a tag), or they are gone, of which OUT/before may hold the
+        content.
     """
     try:
         config = start.spec().model_cfg
@@ -103,15 +135,38 @@ def digest_of_model(start: Encoder) -> str | None:
     files += _files(place, _TEXTS | _WEIGHTS)
     for key in ("hf_model_name", "hf_tokenizer_name"):
         files += _files(Path(config["text_cfg"].get(key) or place), _TEXTS)
-    contents = sorted((file.name, sha256_of(file)) for file in {*files} if file.is_file())
-    return digest_of(config, contents)
+    if not any(file.suffix in _WEIGHTS and file.is_file() for file in files):
+        return None
+    return digest_of(config, _named_digests(files))
 
 
-def _files(folder: Path, suffixes: set[str]) -> list[Path]:
-    """A folder's files with these suffixes, without the curve that chose its weights."""
+def digest_of_encoder(name: str) -> str | None:
+    """Digest the files of an encoder of `zerovl align`.
+
+    Returns:
+        None for one that is fetched by its name.
+    """
+    library, colon, place = name.partition(":")
+    if not colon or library not in ("timm", "hf"):
+        return digest_of_model(Encoder(name))
+    *_, last = place.split(",")
+    path = Path(last).expanduser()
+    if path.is_file():
+        return digest_of(name.removesuffix(f",{last}"), _named_digests([path]))
+    files = _files(path, _TEXTS | _WEIGHTS, "**/*")
+    return digest_of(library, _named_digests(files)) if files else None
+
+
+def _named_digests(files: Iterable[Path]) -> list[tuple[str, str | None]]:
+    digests = file_digests(file for file in {*files} if file.is_file())
+    return sorted((Path(file).name, digest) for file, digest in digests.items())
+
+
+def _files(folder: Path, suffixes: set[str], pattern: str = "*") -> list[Path]:
+    """List a folder's files with these suffixes, without the curve that chose its weights."""
     return [
         file
-        for file in folder.glob("*")
+        for file in folder.glob(pattern)
         if file.suffix in suffixes and file.name != "interpolation.json"
     ]
 

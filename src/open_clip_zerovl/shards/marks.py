@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import user_cache, write_atomically
-from open_clip_zerovl.core.identity import digest_of, sha256_of, stamp_of
+from open_clip_zerovl.core.identity import digest_of, sha256_of
 from open_clip_zerovl.shards.urls import local_path
 
 _EDGE_BYTES = 1 << 16
@@ -46,23 +46,6 @@ def file_mark(file: str, known: Digests | None = None) -> Mark:
         return [*about, digest]
     except OSError:  # a lost shard has been reported when the sources were opened
         return [name]
-
-
-def content_digest(files: Sequence[str | os.PathLike[str]]) -> str:
-    """A digest of the names and contents of local files: a copy has the same, a change of any byte another.
-
-    The user's cache keeps it by the files' sizes and times, so that unchanged files are read once for it.
-    """
-    names = [os.path.abspath(file) for file in files]
-
-    def read() -> str:
-        with ThreadPoolExecutor(max_workers=8) as pool:
-            contents = pool.map(lambda name: sha256_of(name) if os.path.isfile(name) else "", names)
-            about = f"checking {len(names):,} files"
-            each = list(tqdm(contents, about, len(names), delay=2, leave=False))
-        return digest_of([os.path.basename(name) for name in names], each)
-
-    return _cached_digest(names, [digest_of([stamp_of(name) for name in names])], read)
 
 
 def file_marks(files: Iterable[str], known: Digests | None, about: str) -> dict[str, Mark]:

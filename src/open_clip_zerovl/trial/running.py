@@ -34,7 +34,7 @@ import scipy  # noqa: F401  # of the verdict, which comes after all trainings
 from open_clip_zerovl.align.alignment import run_align
 from open_clip_zerovl.align.request import AlignRequest
 from open_clip_zerovl.checkpoints.loading import Encoder
-from open_clip_zerovl.core.claim import CONTENT, claim
+from open_clip_zerovl.core.claim import CONTENT, claim, difference
 from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, locked, write_atomically
@@ -43,10 +43,17 @@ from open_clip_zerovl.core.launch import ranks_here, start_training, visible_gpu
 from open_clip_zerovl.evaluate.retrieval.score import score_set
 from open_clip_zerovl.evaluate.settings import RetrievalSettings
 from open_clip_zerovl.evaluate.zero_shot.score import score_loaded
-from open_clip_zerovl.finetune.data import find_data, open_sources, sets_of
+from open_clip_zerovl.finetune.data import (
+    contents,
+    find_data,
+    named_as,
+    named_sets,
+    open_sources,
+    sets_of,
+)
 from open_clip_zerovl.finetune.finetuning import starting_folder
 from open_clip_zerovl.finetune.outcome import labelled_sets
-from open_clip_zerovl.finetune.request import digest_of_model
+from open_clip_zerovl.finetune.request import digest_of_encoder, digest_of_model
 from open_clip_zerovl.finetune.split import hold_out
 from open_clip_zerovl.models.local_dir import LOCAL_DIR
 from open_clip_zerovl.recipe.arguments import Settings, as_arguments
@@ -64,8 +71,9 @@ SAVES = 10  # step checkpoints of a run, from which a stopped one continues
 FURTHER_RATES = 2  # pilots of an arm beyond --rates, while its best rate is the first or last one
 FULL_EPOCHS = 20  # of the printed command
 REQUEST, PLAN = "trial.json", "plan.json"
-# Of data and first model, which are made before anything is trained.
-INPUTS = ("--from", f"{CONTENT}--from", "encoders", "--data", "--retrieval-data")
+MODEL = f"{CONTENT}--from"  # in REQUEST
+# Flags of data and first model, which are made before anything is trained.
+INPUTS = ("--from", "--image", "--text", "--data", "--retrieval-data")
 LATER = ("seeds", "rates", "margin")  # a later call may give other ones
 
 Say = Callable[[str], None]
@@ -89,21 +97,36 @@ class Request(TrialFlags):
     encoders: tuple[str, str] | None = None
     given: Settings = field(default_factory=dict)
 
+    def named(self, earlier: Mapping[str, Any] | None = None) -> Request:
+        """Give each source and set its name, as in an earlier call if there was one."""
+        earlier = earlier or {}
+        pairs = find_data(self.data)
+        sets = {
+            "--retrieval-data": named_sets(self.retrieval_data or pairs.held_out),
+            "--zero-shot-data": named_sets(self.zero_shot_data),
+        }
+        test, labelled = (named_as(data, earlier.get(flag)) or None for flag, data in sets.items())
+        data = named_as(pairs.train_data, earlier.get("--data"))
+        return replace(self, data=data, retrieval_data=test, zero_shot_data=labelled)
+
     def identity(self) -> dict[str, Any]:
-        """The arguments that a later call has to repeat."""
+        """Name the arguments that a later call has to repeat, and digest their content."""
         flags = {
             each.option: getattr(self, each.name)
             for each in flags_of(TrialFlags)
             if each.name not in LATER
         }
-        inputs = {
-            "--from": self.start.model,
-            "--data": self.data,
-            "encoders": self.encoders and [*self.encoders],
-        }
+        inputs: dict[str, Any] = {"--data": self.data}
         if self.encoders is None:
-            inputs[f"{CONTENT}--from"] = digest_of_model(self.start)
-        return {**inputs, **flags, "training flags": self.given}
+            inputs |= {"--from": self.start.model, MODEL: digest_of_model(self.start)}
+        for flag, encoder in zip(("--image", "--text"), self.encoders or (), strict=False):
+            inputs |= {flag: encoder, f"{CONTENT}{flag}": digest_of_encoder(encoder)}
+        data = contents(
+            sources={"--data": self.data},
+            retrieval={"--retrieval-data": self.retrieval_data},
+            labelled={"--zero-shot-data": self.zero_shot_data},
+        )
+        return {**inputs, **flags, **data, "training flags": self.given}
 
 
 @dataclass(frozen=True)
@@ -157,33 +180,41 @@ def run_trial(request: Request, say: Say) -> TrialResult:
         request.out,
         busy=f"another process runs the trial in {request.out}; wait for it, or give another --out",
     ):
-        _claim(request)
+        request = _claim(request)
         trial = Trial(request, _inputs(request, say), say)
         return trial.run()
 
 
-def _claim(request: Request) -> None:
-    """Claim the folder. UserError if it holds another trial with a plan, or other files."""
+def _claim(request: Request) -> Request:
+    """Claim the folder.
+
+    Returns:
+        The request, in which sources and sets have the names of the first call.
+
+    Raises:
+        UserError: the folder holds another trial with a plan, or other files.
+    """
+    request = request.named()
     identity = request.identity()
+    inputs = [*INPUTS, *(f"{CONTENT}{flag}" for flag in INPUTS)]
 
     def untrained(stored: dict[str, Any]) -> bool:
         if (request.out / PLAN).is_file():
             return False
-        if any(stored.get(name) != identity.get(name) for name in INPUTS):
+        if difference(*({name: of.get(name) for name in inputs} for of in (stored, identity))):
             for made in ("data", "before", "aligned"):
                 shutil.rmtree(request.out / made, ignore_errors=True)
         return True
 
-    claim(request.out / REQUEST, identity, restart=untrained)
+    return request.named(claim(request.out / REQUEST, identity, restart=untrained))
 
 
 def _inputs(request: Request, say: Say) -> Inputs:
     """Hold out the test and validation pictures, and make the starting model."""
-    pairs = find_data(request.data)
-    given = request.retrieval_data or pairs.held_out
+    given = request.retrieval_data or ""
     tests = sets_of(given) if given else {}
     test = hold_out(
-        pairs.train_data, given, request.out / "data" / "test", seed=0, model=request.start.model, sets=tests, say=say
+        request.data, given, request.out / "data" / "test", seed=0, model=request.start.model, sets=tests, say=say
     )  # fmt: skip
     validation = hold_out(
         test.train_data, "", request.out / "data" / "validation", seed=0, model=request.start.model, say=say

@@ -140,7 +140,7 @@ def train_lars(
     steps = per_epoch * settings.epochs
     request = {
         f"{CONTENT}the model": tower_digest_of(tower, transform, tower_settings),
-        f"{CONTENT}the data set": images.fingerprint(),
+        f"{CONTENT}the data set": images.content(),
         "classes": list(classes),
         **recorded_settings(settings, tower_settings),
         "release": STREAMS_VERSION,

@@ -19,6 +19,7 @@ from open_clip import IMAGENET_CLASSNAMES, SIMPLE_IMAGENET_TEMPLATES
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import UNREADABLE
+from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.labelled import ROLES, class_list, is_dataset, open_probe_set
 from open_clip_zerovl.data.names import CLASS_NAMES, SPLIT_FOLDERS, TEMPLATES, file_of_words
@@ -45,6 +46,11 @@ class LabelledSet:
     classes: Sequence[str]
     names: Sequence[str]
     templates: Sequence[str]
+
+    def content(self) -> str:
+        """Digest pictures, classes, words and templates, so that a copy is the same set."""
+        words = [list(self.classes), list(self.names), list(self.templates)]
+        return digest_of(self.images.content(), words)
 
     def captions(self) -> list[list[str]]:
         """The captions of each class, one for each template."""

@@ -1,0 +1,56 @@
+"""What data arguments hold, by which two calls have the same data (`core.claim`).
+
+The content of training data is the bytes of its shards in their order (of a table also those of the pictures that it names),
+the samples that are chosen of them, and the words of their classes. The content of a set to score is that of `IndexedSet`.
+Paths, names of sources and times do not count: a copy is the same data, and another file at the same path is not.
+A remote shard counts by its address.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from open_clip_zerovl.core.identity import digest_of, file_digests
+from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES, file_of_words
+from open_clip_zerovl.data.sources import Source, parse_sources
+from open_clip_zerovl.data.table import CsvTable
+from open_clip_zerovl.shards.urls import local_path
+
+
+def content_of_sources(train_data: str) -> str:
+    """Digest what the components of `--train-data` hold.
+
+    Raises:
+        UserError: as `parse_sources`.
+    """
+    components = [parse_sources(component) for component in train_data.split("::")]
+    return digest_of([[_content(source) for source in sources] for sources in components])
+
+
+def _content(source: Source) -> str:
+    shards = list(dict.fromkeys(source.shards))
+    words = [
+        file
+        for name in (CLASS_NAMES, TEMPLATES)
+        if source.class_folder and (file := file_of_words(source.class_folder, name))
+    ]
+    digests = file_digests([*(path for shard in shards if (path := local_path(shard))), *words])
+    parts: list[Any] = [
+        [digests.get(local_path(shard) or "", shard) for shard in shards],
+        [digests[str(file)] for file in words],
+        list(source.sizes),
+    ]
+    if source.picked is not None:
+        parts.append(source.picked)
+    if source.columns is not None:
+        parts.append([source.columns.picture, *source.columns.captions])
+    if source.table is not None:
+        parts += [source.table.members, _pictures(source.table)]
+    return digest_of(*parts)
+
+
+def _pictures(table: CsvTable) -> list[str | None]:
+    """Digest the pictures of a table's samples."""
+    paths = [table.image_path(sample.image) for sample in table.samples()]
+    digests = file_digests(paths)
+    return [digests[path] for path in paths]
