@@ -127,7 +127,7 @@ def skewness(outputs, images, texts):
 
 def hugging_face(model, rows, loss, terms=None):
     """The documented trainer: one step in an epoch."""
-    from transformers import TrainingArguments
+    from transformers import TrainingArguments, default_data_collator
 
     scope = documented("dga.md", "class HuggingFaceTowers", "class LargeBatchTrainer")
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
@@ -144,6 +144,7 @@ def hugging_face(model, rows, loss, terms=None):
         arguments = TrainingArguments(
             output_dir=folder,
             per_device_train_batch_size=SAMPLES // ranks(),
+            per_device_eval_batch_size=SAMPLES // ranks(),
             num_train_epochs=STEPS,
             lr_scheduler_type="constant",
             learning_rate=RATE,
@@ -156,7 +157,19 @@ def hugging_face(model, rows, loss, terms=None):
         )
         chosen = {"large_loss": loss, "terms": terms and staticmethod(terms)}
         kind = type("Chosen", (scope["LargeBatchTrainer"],), chosen)
-        kind(model=model, args=arguments, train_dataset=rows, optimizers=(sgd(model), None)).train()
+        trainer = kind(
+            model=model,
+            args=arguments,
+            train_dataset=rows,
+            eval_dataset=rows,
+            data_collator=lambda rows: {**default_data_collator(rows), "return_loss": True},
+            optimizers=(sgd(model), None),
+        )
+        trainer.train()
+        value = trainer.evaluate()["eval_loss"]
+        with torch.no_grad():
+            dense = loss()(**scope["HuggingFaceTowers"](model.eval())(*sides))
+        assert abs(value - dense.item()) <= 1e-6, (value, dense)  # the trainer gathers in fp32
     return model, wanted
 
 
