@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from open_clip_zerovl.report.verdicts import student
 from scripts import align_study
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +41,24 @@ def test_the_page_says_how_other_pairs_changed_the_scores(records):
     page = " ".join((ROOT / "docs" / "align.md").read_text(encoding="utf-8").split())
     assert "clothing rose from {:.1f} to {:.1f} %".format(*clothing) in page
     assert "on Flickr8k fell from {:.0f} to {:.0f}".format(*rsum) in page
+
+
+@pytest.mark.parametrize("option", ["debiased sampling", "cross-source weight 0.1"])
+def test_the_page_has_the_rows_of_one_pool(records, option):
+    runs, base = records["two", option], records["two", "default"]
+    pool = [
+        (
+            runs[seed]["scores"]["flickr8k+products"]["rsum"]
+            - base[seed]["scores"]["flickr8k+products"]["rsum"]
+        )
+        / 6
+        for seed in sorted(runs)
+    ]
+    mean, low, high, _ = student(pool)
+    page = " ".join((ROOT / "docs" / "align.md").read_text(encoding="utf-8").split())
+    assert (
+        f"{option.replace('weight', 'weight of')} {mean:+.1f} ({low:+.1f} to {high:+.1f})" in page
+    )
 
 
 def test_each_record_is_a_run_of_the_protocol(protocol, records):

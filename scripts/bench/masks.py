@@ -1,0 +1,158 @@
+"""Gradient accumulation under dropout, over many draws of the masks: is a step's gradient right on average, and how noisy?
+
+    python -m scripts.bench.masks [--model tiny] [--steps 4,16] [--draws 1000] [--out FILE.json]
+
+Each way takes the same K micro-batches again and again, every time with other masks. Against one graph over the whole batch:
+
+    bias         |mean of its gradients - mean of one graph's| / |mean of one graph's|, of all towers together, without the part
+                 that the finite number of draws explains (0 where it explains all)
+    floor        that part
+    noise        standard deviation of a step's gradient over the masks, as a ratio to one graph's
+    logit_scale  mean gradient of the logit scale, as a ratio to one graph's
+
+The model has random weights and open_clip's first temperature (0.07), in training mode, in fp32 on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
+from open_clip_zerovl.report.tables import markdown_table
+from scripts.bench.harness import (
+    MicroBatch,
+    Setup,
+    Way,
+    build,
+    decoupled,
+    make_batches,
+    one_graph,
+    open_clip_accumulation,
+    register,
+    write,
+)
+
+ONE_GRAPH = "one graph"
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Gradients:
+    """Moments of a way's gradients over the draws.
+
+    Attributes:
+        total: sum of the towers' gradients, as one vector.
+        squares: sum of their squared norms.
+        scale: sum of the logit scale's.
+    """
+
+    draws: int = 0
+    total: Tensor = field(default_factory=lambda: torch.zeros(()))
+    squares: float = 0.0
+    scale: float = 0.0
+
+    def add(self, setup: Setup) -> None:
+        named = dict(setup.inner.named_parameters())
+        scale = named.pop("logit_scale")
+        towers = torch.cat(
+            [p.grad.flatten().double() for p in named.values() if p.grad is not None]
+        )
+        self.draws += 1
+        self.total = self.total + towers
+        self.squares += float(towers.square().sum())
+        assert scale.grad is not None
+        self.scale += float(scale.grad)
+
+    @property
+    def mean(self) -> Tensor:
+        return self.total / self.draws
+
+    @property
+    def variance(self) -> float:
+        """Of a single gradient, summed over its entries."""
+        of_mean = float(self.mean.square().sum())
+        return (self.squares - self.draws * of_mean) / (self.draws - 1)
+
+
+def contestants(setup: Setup) -> dict[str, Way]:
+    """The ways by the name of their row; one graph first."""
+    no_replay = DecoupledGradientAccumulation(
+        setup.model, setup.clip_loss, retain=0, replay_rng=False, check="never"
+    )
+    return {
+        ONE_GRAPH: partial(one_graph, setup),
+        "open_clip --accum-freq": partial(open_clip_accumulation, setup),
+        "two passes without replay": partial(no_replay.backward, prepare=setup.prepare),
+        "DGA": decoupled(setup, 1, None),
+    }
+
+
+def compare(
+    setup: Setup, micro_batches: Sequence[MicroBatch], draws: int
+) -> dict[str, dict[str, float]]:
+    """The columns of each way's row."""
+    moments: dict[str, Gradients] = {}
+    for number, (name, way) in enumerate(contestants(setup).items()):
+        moments[name] = Gradients()
+        torch.manual_seed(number)  # no way repeats the masks of another
+        for _ in range(draws):
+            setup.zero_grad()
+            way(micro_batches)
+            moments[name].add(setup)
+    reference = moments[ONE_GRAPH]
+    norm = float(reference.mean.norm())
+    rows = {}
+    for name, found in moments.items():
+        floor = (found.variance + reference.variance) / draws
+        distance = float((found.mean - reference.mean).square().sum())
+        rows[name] = {
+            "bias": max(0.0, distance - floor) ** 0.5 / norm,
+            "floor": floor**0.5 / norm,
+            "noise": (found.variance / reference.variance) ** 0.5,
+            "logit_scale": found.scale / reference.scale,
+        }
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="tiny", help="small or tiny")
+    parser.add_argument("--micro-batch", type=int, default=4, metavar="B")
+    parser.add_argument("--steps", default="4,16", metavar="K,K", help="micro-batches a step")
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--draws", type=int, default=1000)
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    args = parser.parse_args(argv)
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        name = register(args.model, None, args.dropout, Path(scratch))
+        setup = Setup(build(name, 0.0, CPU, torch.float32), CPU)
+        setup.inner.logit_scale.data.fill_(math.log(1 / 0.07))
+        for steps in map(int, args.steps.split(",")):
+            micro_batches = make_batches(name, setup.inner, [args.micro_batch] * steps, seed=1)
+            for way, columns in compare(setup, micro_batches, args.draws).items():
+                rows.append({"K": steps, "way": way, **columns})
+    columns = ("bias", "floor", "noise", "logit_scale")
+    shown = [
+        [str(row["K"]), row["way"], *(f"{row[column]:.3f}" for column in columns)] for row in rows
+    ]
+    about = (
+        f"{args.model}, micro-batch {args.micro_batch}, dropout {args.dropout}, {args.draws} draws"
+    )
+    markdown = f"{about}.\n\n{markdown_table(['K', 'way', *columns], shown)}"
+    write({"about": about, "rows": rows}, markdown, args.out)
+
+
+if __name__ == "__main__":
+    main()
