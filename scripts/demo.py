@@ -2,8 +2,8 @@
 
 Four emoji sets are four sources (Noto, Twemoji, OpenMoji, Fluent), each with its own drawing style and caption style. The same
 small model is trained twice: with each batch from one source (debiased, paper section 3.1) and with mixed batches (random).
-`zerovl compare` measures both on pairs that were held out of their source; `zerovl export` writes the debiased one for stock
-open_clip. Everything is written below demo/. With the environment and the data in place, both runs train at the
+`scripts.paper.bias` measures both on pairs that were held out of their source; `zerovl export` writes the debiased one for
+stock open_clip. Everything is written below demo/. With the environment and the data in place, both runs train at the
 same time in about 4 minutes on 2 CPU cores. A call after an interruption goes on.
 
 Training flags after -- apply to both runs and replace the demo's own flags of the same name:
@@ -33,6 +33,7 @@ from open_clip_zerovl.report.record import RECORD, read_record
 from scripts.drawn.emoji import EMOJI
 from scripts.drawn.make import prepare_drawn
 from scripts.drawn.training import TrainingRun, drawn_flags, flag_values
+from scripts.paper import bias
 
 SAMPLINGS = ("random", "debiased")
 # RSUM of a random order of a source's held-out pairs.
@@ -141,14 +142,11 @@ def run(settings: Settings) -> int:
         for source in EMOJI.sources
     )
     fields = ("--concept", "concept", "--held-out", "held_out")
-    out = str(settings.out / "compare")
-    call("compare", *models, "--data", data, *fields, "--out", out, "--device", "cpu")
-    print(
-        judgement(
-            json.loads((settings.out / "compare" / "compare.json").read_text(encoding="utf-8")),
-            epochs,
-        )
-    )
+    out = settings.out / "bias"
+    words = [*models, "--data", data, *fields, "--out", str(out), "--device", "cpu"]
+    print(f"\npython -m scripts.paper.bias {shlex.join(words)}", flush=True)
+    check_status("bias", bias.main(words))
+    print(judgement(json.loads((out / "bias.json").read_text(encoding="utf-8")), epochs))
     print(
         "4/4 Export: a folder that stock open_clip loads, tested in a process without this package",
         flush=True,
@@ -163,11 +161,19 @@ def run(settings: Settings) -> int:
 def call(*words: str) -> None:
     """Print and run a command of `zerovl`. UserError if it fails."""
     print(f"\nzerovl {shlex.join(words)}", flush=True)
-    status = zerovl(list(words))
+    check_status(f"zerovl {words[0]}", zerovl(list(words)))
+
+
+def check_status(program: str, status: int) -> None:
+    """
+    Raises:
+        UserError: a program failed.
+        KeyboardInterrupt: it was interrupted.
+    """
     if status == 130:
         raise KeyboardInterrupt
     if status:
-        raise UserError(f"zerovl {words[0]} ended with status {status}")
+        raise UserError(f"{program} ended with status {status}")
 
 
 def train(runs: dict[str, TrainingRun], epochs: int) -> None:
@@ -212,9 +218,10 @@ def advance(bar: tqdm, folder: Path) -> None:
         bar.set_postfix_str(f"loss {steps[-1]['loss']}"[:9])
 
 
-def judgement(compared: dict, epochs: int) -> str:
-    """True if the models learned enough to differ, in a sentence."""
-    scores = {name: side["value"] for name, side in compared["measures"]["within"]["sides"].items()}
+def judgement(rows: list[dict], epochs: int) -> str:
+    """Say whether the models learned enough to differ."""
+    within = next(row["models"] for row in rows if row["kind"] == "within")
+    scores = {name: number["value"] for name, number in within.items()}
     words = " and ".join(f"{score:.0f} ({name})" for name, score in scores.items())
     if max(scores.values()) < 2 * CHANCE:
         return (

@@ -51,16 +51,6 @@ def commands(data: Path, demo: Path, out: Path) -> dict[str, list[str]]:
     checkpoint = max((demo / "runs" / "debiased-seed0" / "checkpoints").glob("epoch_*.pt"))
     other = max((demo / "runs" / "random-seed0" / "checkpoints").glob("epoch_*.pt"))
     held_out = "::".join(f"{name}={data / 'test-across' / name}" for name in sources)
-    labels = [
-        "--concept",
-        "concept",
-        "--held-out",
-        "held_out",
-        "--device",
-        "cpu",
-        "--text-model",
-        str(data / "bert"),
-    ]
     search = [
         "search",
         str(checkpoint),
@@ -81,15 +71,12 @@ def commands(data: Path, demo: Path, out: Path) -> dict[str, list[str]]:
             named,
             *run,
         ],
-        "compare": [
-            "compare",
+        "retrieval, two models": [
+            "retrieval",
             f"a={checkpoint}",
             f"b={other}",
             "--data",
             held_out,
-            *labels,
-            "--out",
-            str(out / "compare"),
         ],
         "search, first call": search,
         "search, second call": search,

@@ -1,37 +1,24 @@
-"""Figures 3 and 4 of the paper for checkpoints of one's own: t-SNE maps of embeddings, and log p of negatives by batch size.
-
-    python -m scripts.paper.figures random=A.pt debiased=B.pt --data "a=SHARDS::b=SHARDS" --out figures
-
-`zerovl compare` gives the numbers behind them (the source probe, log p of one pool) with intervals.
+"""Figures 3 and 4 of the paper, which `scripts.paper.bias` draws: t-SNE maps, and log p of negatives by batch size.
 
 Legend: `N` samples of all sources together, `B` samples of one batch, `D` embedding width.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from open_clip_zerovl.checkpoints.loading import Encoder
-from open_clip_zerovl.cli.shared import name_models
-from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import write_atomically
-from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.evaluate.compare.charts import map_picture
-from open_clip_zerovl.evaluate.compare.measures import log_p_by_query
-from open_clip_zerovl.evaluate.compare.samples import encode, read_samples
 from open_clip_zerovl.report.plot import (
     FAINT,
+    GRID,
     INK,
     MODEL_COLOURS,
+    SOURCE_COLOURS,
     Line,
     colours_of,
     draw_lines,
@@ -41,7 +28,9 @@ from open_clip_zerovl.report.plot import (
     png_bytes,
     top_legend,
 )
+from scripts.paper.bias_measures import log_p_by_query
 
+MAP_POINTS = 1000
 BATCH_SIZES = (16, 64, 256, 1024, 4096)
 DIRECTIONS = ("image_to_text", "text_to_image")
 GROUPS = ("all", "same_source", "other_source")
@@ -49,13 +38,36 @@ Features = Mapping[str, tuple[Tensor, Tensor, float]]  # model -> images, texts 
 
 
 def tsne(features: Tensor) -> np.ndarray:
-    """t-SNE (scikit-learn, started from PCA) of features (N, D) in two dimensions."""
+    """Map features by t-SNE (scikit-learn, started from PCA): (N, D) to (N, 2)."""
     from sklearn.manifold import TSNE
 
     perplexity = min(30.0, (len(features) - 1) / 3)
     return TSNE(init="pca", perplexity=perplexity, random_state=0).fit_transform(
         features.double().numpy()
     )
+
+
+def map_picture(features: Features, sources: Sequence[str]) -> bytes:
+    """Figure 3: draw image and text embeddings in two dimensions, a row a model, coloured by source (N,)."""
+    colours = colours_of(sources, SOURCE_COLOURS)
+    # In shuffled order: drawn source by source, the last source would cover the others.
+    order = np.random.default_rng(0).permutation(len(sources))[:MAP_POINTS]
+    shades = [colours[sources[row]] for row in order]
+    figure = new_figure(8.4, 3.9 * len(features) + 0.4)
+    grid = figure.subplots(len(features), 2, squeeze=False)
+    for (name, (images, texts, _)), line in zip(features.items(), grid, strict=True):
+        for axes, embeddings, modality in zip(
+            line, (images, texts), ("images", "texts"), strict=True
+        ):
+            points = tsne(embeddings[order])
+            axes.scatter(*points.T, s=9, c=shades, alpha=0.75, linewidths=0)
+            axes.set(xticks=[], yticks=[])
+            axes.set_title(plain(f"{name}: {modality}"), fontsize=11, color=INK)
+            for spine in axes.spines.values():
+                spine.set_color(GRID)
+    dot = {"marker": "o", "linestyle": ""}
+    top_legend(figure, {source: {**dot, "color": colour} for source, colour in colours.items()})
+    return png_bytes(figure)
 
 
 def log_p_picture(features: Features, owners: Sequence[str]) -> bytes:
@@ -167,36 +179,3 @@ def _group_means(totals: Tensor) -> dict[str, float | None]:
         group: float(value / n) if n > 0 else None
         for group, (value, n) in zip(GROUPS, every, strict=True)
     }
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("models", nargs="+", metavar="[NAME=]MODEL")
-    parser.add_argument("--data", required=True, metavar="NAME=SHARDS::...")
-    parser.add_argument("--samples", type=int, default=500, help="of each source, at most")
-    parser.add_argument("--out", type=Path, default=Path("figures"))
-    parser.add_argument("--device", default="cpu")
-    arguments = parser.parse_args(argv)
-    try:
-        samples, _ = read_samples(parse_sources(arguments.data, evaluation=True), arguments.samples)
-        features = {
-            name: encode(
-                Encoder(model, device=arguments.device), samples, name, arguments.out / "features"
-            )
-            for name, model in name_models(arguments.models).items()
-        }
-    except UserError as error:
-        print(f"figures: error: {error}", file=sys.stderr)
-        return 2
-    sources = [sample.source for sample in samples]
-    sides = {name: (images, texts) for name, (images, texts, _) in features.items()}
-    write_atomically(arguments.out / "figure3.png", map_picture(sides, sources, tsne))
-    write_atomically(arguments.out / "figure4.png", log_p_picture(features, sources))
-    print(f"Written: {arguments.out / 'figure3.png'}, {arguments.out / 'figure4.png'}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -133,7 +133,6 @@ LONG = "x" * 5000
 SCORE = "retrieval exp --data set"
 PROBE = "linear-probe exp --train probe --test probe --way quick --out"
 ZERO = "zero-shot exp --data"
-COMPARE = "compare exp --data a=a::b=b"
 CLUSTER = "cluster exp --clusters 2 --data"
 EPOCH = "checkpoints/epoch_1.pt"
 ODD = {
@@ -148,7 +147,6 @@ ODD = {
     f"{ZERO} notatar": "not a readable, uncompressed tar|is not a folder of class folders",
     f"{ZERO} probe --template photo": "is no file and has no place for the class",
     f"{ZERO} probe --class-names karpathy.json": "does not name the 2 classes",
-    f"{COMPARE} --out file": r"file cannot be written \(Not a directory\)",
     f"{CLUSTER} a=a --out file/x": r"file/x cannot be written",
     f"export run/{EPOCH} file/x": r"cannot be written",
     f"convert run/{EPOCH} file/x": r"cannot be written",
@@ -179,7 +177,6 @@ ODD = {
     f"retrieval exp --data {LONG}": "File name too long",
     "linear-probe exp --train bombprobe --test probe --way quick --out p1": "the image of sample .0.png. cannot be read",
     "linear-probe exp --train notatar --test probe --out p2": "is not a readable",
-    "compare exp --data a=notatar::b=b --out b1": "shard .* cannot be read",
     f"{CLUSTER} a=notatar --out c1": "notatar",
     f"{CLUSTER} a=clusters --out c2": "cannot be read",
     "data check binarysizes": "sizes.json cannot be read .*to have the shards counted",
@@ -209,7 +206,6 @@ ODD = {
     f"{SCORE} --workers -1": "-1 is too small; give 0 or more",
     f"{SCORE} --device foo": "the device 'foo' cannot be used",
     f"{SCORE} --device meta": "the device 'meta' cannot be used",
-    f"{COMPARE} --seed {1 << 32}": "too large for a seed",
     f"{CLUSTER} a=a --out c3 --seed -1": "-1 is too small",
     f"data index a --threads {'9' * 5000}": "is not a whole number",
 }
@@ -236,7 +232,7 @@ SOURCES = "".join(
 
 @pytest.mark.parametrize(
     "command",
-    ["interpolate", "zero-shot", "linear-probe", "retrieval", "export", "compare"],
+    ["interpolate", "zero-shot", "linear-probe", "retrieval", "export"],
 )
 def test_every_flag_has_a_reader(command):
     """The rows above hold the flags that one way of a command reads and another refuses; `training/test_every_flag` train's."""
@@ -252,7 +248,6 @@ def test_every_flag_has_a_reader(command):
         f"{SCORE} --gallery a",
         f"{PROBE} file",
         f"{ZERO} probe --output file/x",
-        f"{COMPARE} --out file",
         f"{CLUSTER} a=a --out file/x",
     ],
 )
@@ -322,9 +317,9 @@ def test_a_command_that_waits_for_torch_shows_a_line_first(monkeypatch, capsys, 
     monkeypatch.setitem(sys.modules, "torch", sys) if loaded else monkeypatch.delitem(
         sys.modules, "torch", raising=False
     )
-    assert main(["compare"]) == 0 and main(["report"]) == 0
+    assert main(["search"]) == 0 and main(["report"]) == 0
     assert seen == (
-        ["", ""] if loaded else ["loads", "zerovl compare: loading torch and open_clip ...\n", ""]
+        ["", ""] if loaded else ["loads", "zerovl search: loading torch and open_clip ...\n", ""]
     )
     assert set(program.SILENT) <= set(program.ALL)
 

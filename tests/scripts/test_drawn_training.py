@@ -56,8 +56,8 @@ def test_the_demo_takes_training_flags_but_not_those_that_it_compares():
 
 @pytest.mark.parametrize(("scores", "at_chance"), [((19.2, 18.4), True), ((19.0, 33.0), False)])
 def test_the_demo_says_when_both_models_are_at_chance(scores, at_chance):
-    sides = {name: {"value": score} for name, score in zip(demo.SAMPLINGS, scores, strict=True)}
-    words = demo.judgement({"measures": {"within": {"sides": sides}}}, 2)
+    models = {name: {"value": score} for name, score in zip(demo.SAMPLINGS, scores, strict=True)}
+    words = demo.judgement([{"kind": "within", "models": models}], 2)
     sentence = (
         "At chance: RSUM within a source is 19 (random) and 18 (debiased), a random order has 16."
     )

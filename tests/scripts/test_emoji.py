@@ -24,7 +24,6 @@ from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.evaluate.compare.samples import read_samples
 from open_clip_zerovl.shards import members
 from scripts import quickstart
 from scripts.drawn import __main__ as command
@@ -32,6 +31,7 @@ from scripts.drawn import drawings, make, packages, vocabulary
 from scripts.drawn.emoji import EMOJI, concept_of, read_sources, split_concepts
 from scripts.drawn.make import prepare_drawn, write_pairs
 from scripts.drawn.packages import NpmPackage, fetch_npm_package
+from scripts.paper.bias import read_pairs
 from support.npm import Registry, tarball
 
 #: Small enough for the fake sets: 2 pairs held out of each source for the test, 2 for validation.
@@ -246,13 +246,13 @@ def test_the_data_is_complete_and_held_out_pairs_are_held_out(registry, tmp_path
 
 
 def test_every_source_has_the_held_out_concepts_for_retrieval_across_sources(emoji):
-    """As `zerovl compare` reads them in the demo."""
+    """As `scripts.paper.bias` reads them in the demo."""
 
     def read(split: str) -> dict[str, dict[str, bool]]:
         pairs = {}
         for source in SOURCES:
             (given,) = parse_sources(f"a={emoji / f'{split}-across' / source / 'test'}")
-            own, _ = read_samples([given], 100, concept_field="concept", held_out_field="held_out")
+            own = read_pairs([given], 100, concept_field="concept", held_out_field="held_out")
             pairs[source] = {pair.concept: pair.held_out for pair in own}
         return pairs
 

@@ -56,7 +56,7 @@ from open_clip_zerovl.data.held_out import (
 )
 from open_clip_zerovl.embeddings.sources import SourceSamples, cut_captions
 from open_clip_zerovl.embeddings.store import Rows, Store
-from open_clip_zerovl.evaluate.compare.resampling import Measure, interval, mean_over, resampled
+from open_clip_zerovl.evaluate.resampling import Measure, interval, mean_over, resampled
 from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet, gallery_of
 from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, hit_probabilities, recall_bounds
 from open_clip_zerovl.report.bounds import RECALL_KS

@@ -1,4 +1,4 @@
-"""The commands that evaluate models: retrieval, zero-shot, linear-probe, compare, search."""
+"""The commands that evaluate models: retrieval, zero-shot, linear-probe, search."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from open_clip_zerovl.cli.shared import (
     add_encoder,
     encoder_of,
     encoders_of,
-    name_sides,
 )
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import add_settings, flags_of, positive, settings_from
 from open_clip_zerovl.evaluate.settings import (
-    CompareSettings,
     LarsSettings,
     RetrievalFiles,
     RetrievalSettings,
@@ -31,10 +29,11 @@ from open_clip_zerovl.evaluate.settings import (
 def retrieval(parser: argparse.ArgumentParser) -> RunCommand:
     """`zerovl retrieval`."""
     parser.description = (
-        "Zero-shot retrieval both ways, with the checkpoint's own transform, as CLIP_benchmark measures it. On several GPUs: "
-        "torchrun --nproc-per-node=N -m open_clip_zerovl.cli retrieval ..."
+        "Zero-shot retrieval both ways, with the checkpoint's own transform, as CLIP_benchmark measures it. Several models are "
+        "scored on the same pairs, with the difference of RSUM from the first. On several GPUs: torchrun --nproc-per-node=N -m "
+        "open_clip_zerovl.cli retrieval ..."
     )
-    parser.add_argument("model", metavar="MODEL", help=MODEL)
+    parser.add_argument("models", nargs="+", metavar="[NAME=]MODEL", help=MODEL)
     parser.add_argument(
         "--data",
         required=True,
@@ -46,13 +45,14 @@ def retrieval(parser: argparse.ArgumentParser) -> RunCommand:
     add_settings(parser, RetrievalSettings, RetrievalFiles)
 
     def run(arguments: argparse.Namespace) -> Any:
-        from open_clip_zerovl.evaluate.retrieval.score import run_retrieval
+        from open_clip_zerovl.evaluate.retrieval.score import run_retrieval, run_retrievals
 
         settings = settings_from(RetrievalSettings, arguments)
         files = settings_from(RetrievalFiles, arguments)
-        return run_retrieval(
-            encoder_of(arguments, arguments.model), arguments.data, settings, files
-        )
+        if len(arguments.models) > 1:
+            return run_retrievals(encoders_of(arguments), arguments.data, settings, files)
+        (model,) = arguments.models
+        return run_retrieval(encoder_of(arguments, model), arguments.data, settings, files)
 
     return run
 
@@ -146,60 +146,6 @@ def linear_probe(parser: argparse.ArgumentParser) -> RunCommand:
             settings=settings,
             label=arguments.label,
             amp=arguments.amp,
-        )
-
-    return run
-
-
-def compare(parser: argparse.ArgumentParser) -> RunCommand:
-    """`zerovl compare`."""
-    parser.description = (
-        "Retrieval within sources, across them, in one pool of all and in unseen sources, the source probe, log p of negatives "
-        "and a map of the embeddings, of one model or several on the same held-out pairs, with intervals. Differences are from "
-        "the first model; several runs of each give verdicts."
-    )
-    parser.add_argument(
-        "models",
-        nargs="+",
-        metavar="NAME=MODEL[,MODEL...]",
-        help="sides, each a model as for retrieval; several runs a side are runs of other seeds, in the same order on each "
-        "side",
-    )
-    parser.add_argument(
-        "--data",
-        required=True,
-        metavar="NAME=SHARDS::...",
-        help="held-out pairs of the sources trained on: shards, tables, or retrieval sets",
-    )
-    parser.add_argument(
-        "--unseen", metavar="NAME=SHARDS::...", help="sources that were in no training"
-    )
-    parser.add_argument(
-        "--zero-shot-data",
-        metavar="NAME=SET::...",
-        help="labelled sets, whose zero-shot accuracy is compared, too",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("compare"), metavar="DIR", help="default %(default)s"
-    )
-    add_encoder(parser, without=("model_name",))
-    add_settings(parser, CompareSettings)
-
-    def run(arguments: argparse.Namespace) -> None:
-        from open_clip_zerovl.evaluate.compare.commands import run_compare
-
-        sides = {
-            name: [encoder_of(arguments, model, one_of_several=True) for model in runs]
-            for name, runs in name_sides(arguments.models).items()
-        }
-        settings = settings_from(CompareSettings, arguments)
-        run_compare(
-            sides,
-            arguments.data,
-            settings,
-            unseen=arguments.unseen,
-            zero_shot_data=arguments.zero_shot_data,
-            out=arguments.out,
         )
 
     return run

@@ -40,7 +40,10 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
             "models:finetune",
             "fine-tune a model on your own pairs without losing its earlier abilities",
         ),
-        "retrieval": ("evaluate:retrieval", "recall@1/5/10 and RSUM of a model on retrieval sets"),
+        "retrieval": (
+            "evaluate:retrieval",
+            "recall@1/5/10 and RSUM on retrieval sets: of a model, or of several side by side",
+        ),
         "zero-shot": (
             "evaluate:zero_shot",
             "accuracy of a model that classifies pictures by the names of their classes",
@@ -66,10 +69,6 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "trial": (
             "trial:trial",
             "whether a larger batch, debiased batches or the recipe help on your data",
-        ),
-        "compare": (
-            "evaluate:compare",
-            "models on the same held-out pairs: retrieval, source probe, intervals",
         ),
         "linear-probe": (
             "evaluate:linear_probe",
@@ -122,7 +121,6 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
 SILENT = (
     "align",
     "cluster",
-    "compare",
     "data near",
     "data report",
     "finetune",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,21 +87,3 @@ def name_models(models: Sequence[str]) -> dict[str, str]:
             )
         named[name] = path
     return named
-
-
-def name_sides(models: Sequence[str]) -> dict[str, list[str]]:
-    """Sides and their runs, from `A=run1,run2` or a single model that `name_models` names.
-
-    Raises:
-        UserError: a side without a name or with one that is taken.
-    """
-    sides: dict[str, list[str]] = {}
-    for entry in models:
-        ((name, paths),) = name_models([entry]).items()
-        runs = [paths] if os.path.exists(paths) else paths.split(",")
-        if name in sides or not all(runs) or (len(runs) > 1 and not entry.startswith(f"{name}=")):
-            raise UserError(
-                f"{entry!r} needs a name of its own and a model; write NAME=MODEL, or NAME=RUN1,RUN2 for several seeds"
-            )
-        sides[name] = runs
-    return sides

@@ -122,32 +122,6 @@ class LarsSettings:
 
 
 @dataclass(frozen=True)
-class CompareSettings:
-    """Settings of `run_compare`; for the fields of a sample's json see `samples.read_samples`."""
-
-    samples_per_source: int = flag(
-        1000, "pairs of each source, at most", option="--samples", kind=positive, metavar="N"
-    )
-    concept_field: str | None = flag(
-        None,
-        "json field, or column of a table, that names a sample's concept: samples of two sources with the same value match",
-        option="--concept",
-        metavar="FIELD",
-    )
-    held_out_field: str | None = flag(
-        None,
-        "json field or column that is true for pairs kept out of training; the rest of --data serves in RSUM across alone: its "
-        "captions are matches and text queries there (default: all were kept out)",
-        option="--held-out",
-        metavar="FIELD",
-    )
-    draws: int = flag(
-        1000, "draws of units, for the intervals over queries", kind=positive, metavar="N"
-    )
-    seed: int = flag(0, "seed of draws and folds", kind=seed)
-
-
-@dataclass(frozen=True)
 class SearchSettings:
     """A query (a text, a picture, or both), the number of hits, and files to write."""
 

@@ -117,43 +117,6 @@ def retrieval_ranks(
     )
 
 
-def ranks_by_label(
-    queries: Tensor,
-    keys: Tensor,
-    query_labels: Tensor,
-    key_labels: Tensor,
-    *,
-    chunk_size: int | None = None,
-) -> QueryRanks:
-    """Ranks of each query's best match, where a query may have several: all keys of its label.
-
-    Args:
-        queries, keys: (Q, D) and (T, D), L2-normalised, on one device.
-        query_labels, key_labels: (Q,) and (T,) whole numbers.
-        chunk_size: `C`, rows of scores alive at once, as for `retrieval_metrics`.
-
-    Raises:
-        UserError: NaN or infinite features, no query, or a query without a match.
-    """
-    _check_features(queries, keys)
-    query_labels, key_labels = query_labels.to(queries.device), key_labels.to(queries.device)
-    if not len(queries) or not bool(torch.isin(query_labels, key_labels).all()):
-        raise UserError(
-            "each query needs a match among the candidates; leave out queries without one"
-        )
-    exact_keys = keys.double().T
-    parts = []
-    size = _rows_at_once(chunk_size, len(keys))
-    for start in range(0, len(queries), size):
-        block = slice(start, start + size)
-        scores = (queries[block].double() @ exact_keys).float()  # (C, T)
-        match = query_labels[block, None] == key_labels
-        best = scores.masked_fill(~match, -torch.inf).amax(dim=1, keepdim=True)
-        tied = scores == best
-        parts.append(((scores > best).sum(dim=1), tied.sum(dim=1), (tied & match).sum(dim=1)))
-    return QueryRanks(*(torch.cat(part).cpu() for part in zip(*parts, strict=True)))
-
-
 def _paired_scores(
     images: Tensor, texts: Tensor, links: Tensor, captions_at_once: int = 4096
 ) -> Tensor:

@@ -1,4 +1,4 @@
-"""`zerovl retrieval`: a checkpoint scored on retrieval sets, by one process or by all that torchrun started.
+"""`zerovl retrieval`: models scored on retrieval sets, by one process or by all that torchrun started.
 
 Under torchrun (or srun with the same variables) each rank encodes its share of the images with their captions on its own
 device. The first rank gathers the features and scores them. Nothing else is exchanged, so gloo is enough for GPUs too.
@@ -10,9 +10,9 @@ import csv
 import io
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,9 +30,10 @@ from open_clip_zerovl.data.retrieval import (
     retrieval_batches,
 )
 from open_clip_zerovl.data.transforms import paper_transform_of
+from open_clip_zerovl.evaluate.resampling import Measure, interval, mean_over, resampled
 from open_clip_zerovl.evaluate.retrieval.encode import encode_retrieval
 from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet, write_gallery
-from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, RECALL_KS
+from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, RECALL_KS, hit_probabilities
 from open_clip_zerovl.evaluate.settings import RetrievalFiles, RetrievalSettings
 from open_clip_zerovl.report.bounds import bounds_remarks
 from open_clip_zerovl.report.tables import text_table
@@ -47,49 +48,140 @@ def run_retrieval(
     settings: RetrievalSettings | None = None,
     files: RetrievalFiles | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Scores a checkpoint on retrieval sets and prints the paper's row for each.
+    """Score a model on retrieval sets and print the paper's row for each.
 
     Args:
-        encoder: the checkpoint; with device `auto` each rank takes one GPU.
+        encoder: the model; with device `auto` each rank takes one GPU.
         data: `name=set::name=set`, see `parse_retrieval_data` and `open_retrieval_set`.
 
     Returns:
         For each set, its metrics and the counts `images` and `captions`; {} on all ranks but the first.
 
     Raises:
-        UserError: bad data, settings or files, a checkpoint that cannot be loaded; on every rank if one finds it.
+        UserError: bad data, settings or files, a model that cannot be loaded; on every rank if one finds it.
     """
     settings, files = settings or RetrievalSettings(), files or RetrievalFiles()
-    # The cheap checks come before the model is loaded.
+    scored = _score([encoder], data, settings, files)[0]
+    results = {name: dict(of_set.metrics) for name, of_set in scored.items()}
+    if results:
+        print(format_retrieval(results))
+        how = _how(encoder.model, settings)
+        if files.json is not None:
+            write_atomically(files.json, json.dumps({**how, "results": results}, indent=2) + "\n")
+        if files.csv is not None:
+            write_csv(files.csv, [(how, results)])
+        if files.gallery is not None:
+            print(
+                f"Gallery: {write_gallery(files.gallery, [*scored.values()], model=encoder.model)}"
+            )
+    return results
+
+
+def run_retrievals(
+    encoders: Mapping[str, Encoder],
+    data: str,
+    settings: RetrievalSettings | None = None,
+    files: RetrievalFiles | None = None,
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Score several models on the same pairs, and print their rows and the differences of RSUM from the first.
+
+    Args:
+        encoders: name -> model.
+
+    Returns:
+        For each model the result of `run_retrieval`.
+
+    Raises:
+        UserError: as `run_retrieval`.
+    """
+    settings, files = settings or RetrievalSettings(), files or RetrievalFiles()
+    for encoder in encoders.values():
+        encoder.check()
+    scored = dict(zip(encoders, _score([*encoders.values()], data, settings, files), strict=True))
+    results = {
+        model: {name: dict(of_set.metrics) for name, of_set in sets.items()}
+        for model, sets in scored.items()
+    }
+    first, *others = scored
+    if not scored[first]:
+        return results
+    side_by_side = {
+        f"{name}, {model}": sets[name] for name in scored[first] for model, sets in scored.items()
+    }
+    differences = {
+        name: {model: rsum_difference(scored[first][name], scored[model][name]) for model in others}
+        for name in scored[first]
+    }
+    print(format_retrieval({name: of_set.metrics for name, of_set in side_by_side.items()}))
+    print(f"\n{_format_differences(first, differences)}")
+    if files.json is not None:
+        of_models = {
+            model: {**_how(encoders[model].model, settings), "results": own}
+            for model, own in results.items()
+        }
+        report = {"models": of_models, "rsum_differences_from_the_first": differences}
+        write_atomically(files.json, json.dumps(report, indent=2) + "\n")
+    if files.csv is not None:
+        rows = [(_how(encoders[model].model, settings), own) for model, own in results.items()]
+        write_csv(files.csv, rows)
+    if files.gallery is not None:
+        shown = [replace(of_set, name=name) for name, of_set in side_by_side.items()]
+        print(f"Gallery: {write_gallery(files.gallery, shown, model=', '.join(encoders))}")
+    return results
+
+
+def _score(
+    encoders: Sequence[Encoder], data: str, settings: RetrievalSettings, files: RetrievalFiles
+) -> list[dict[str, GallerySet]]:
+    """For each model set -> its scores; {} on all ranks but the first."""
+    # The cheap checks come before a model is loaded.
     files.check()
     sets = {
         name: open_retrieval_set(path, settings.split)
         for name, path in parse_retrieval_data(data).items()
     }
+    every: list[dict[str, GallerySet]] = []
     with _ranks() as ranks:
-        loaded, preprocess, tokenizer, device = encoder.load(local_rank=ranks.local_rank)
-        if settings.paper_transform:
-            preprocess = paper_transform_of(loaded.visual)
-        results: dict[str, dict[str, float]] = {}
-        shown: list[GallerySet] = []
-        for name, dataset in sets.items():
-            scored = score_set(
-                (loaded, preprocess, tokenizer, device),
-                name,
-                dataset,
-                settings,
-                encoder=encoder,
-                ranks=ranks,
-            )
-            if scored is None:
-                continue
-            results[name] = dict(scored.metrics)
-            if files.gallery is not None:
-                shown.append(scored)
-    if results:
-        print(format_retrieval(results))
-        _write(files, encoder.model, settings, results, shown)
-    return results
+        for encoder in encoders:
+            loaded, preprocess, tokenizer, device = encoder.load(local_rank=ranks.local_rank)
+            if settings.paper_transform:
+                preprocess = paper_transform_of(loaded.visual)
+            model = (loaded, preprocess, tokenizer, device)
+            scored: dict[str, GallerySet] = {}
+            for name, dataset in sets.items():
+                of_set = score_set(model, name, dataset, settings, encoder=encoder, ranks=ranks)
+                if of_set is not None:
+                    scored[name] = of_set
+            every.append(scored)
+    return every
+
+
+def rsum_difference(
+    first: GallerySet, second: GallerySet, *, draws: int = 1000, seed: int = 0
+) -> dict[str, float]:
+    """Return `difference` of RSUM, second - first, with `low` and `high` of its 95 % interval over the pictures of a set.
+
+    Both are resampled on the same draws of pictures with their captions, so that the interval leaves out how difficult the set
+    is. It does not cover another seed of training.
+    """
+    measures = {"first": _rsum_over_pictures(first), "second": _rsum_over_pictures(second)}
+    drawn = resampled(measures, draws, seed)
+    low, high = interval(drawn["second"] - drawn["first"])
+    return {
+        "difference": measures["second"].value - measures["first"].value,
+        "low": low,
+        "high": high,
+    }
+
+
+def _rsum_over_pictures(scored: GallerySet) -> Measure:
+    images = len(scored.captions_of)
+    pictures = {"image_to_text": torch.arange(images), "text_to_image": scored.text_to_image}
+    terms = [
+        (pictures[way], hit_probabilities(scored.ranks[way], RECALL_KS).sum(dim=0))
+        for way in DIRECTIONS
+    ]
+    return mean_over(terms, images, 100.0)
 
 
 Loaded = tuple[nn.Module, Callable[[Any], Tensor], Callable[[list[str]], Tensor], torch.device]
@@ -141,26 +233,14 @@ def score_set(
     )
 
 
-def _write(
-    files: RetrievalFiles,
-    model: str,
-    settings: RetrievalSettings,
-    results: dict[str, dict[str, float]],
-    shown: list[GallerySet],
-) -> None:
-    """Write the requested files."""
-    how = {
+def _how(model: str, settings: RetrievalSettings) -> dict[str, Any]:
+    """How a model was scored, for files."""
+    return {
         "model": model,
         "split": settings.split,
         "captions_per_image": settings.captions_per_image,
         "transform": "squash 256, crop 224" if settings.paper_transform else "checkpoint",
     }
-    if files.json is not None:
-        write_atomically(files.json, json.dumps({**how, "results": results}, indent=2) + "\n")
-    if files.csv is not None:
-        write_csv(files.csv, results, how)
-    if files.gallery is not None:
-        print(f"Gallery: {write_gallery(files.gallery, shown, model=model)}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -254,22 +334,46 @@ def format_retrieval(results: Mapping[str, Mapping[str, float]]) -> str:
     return "\n".join([text_table(header, rows), *bounds_remarks(results)])
 
 
+def _format_differences(
+    first: str, differences: Mapping[str, Mapping[str, Mapping[str, float]]]
+) -> str:
+    """Format a table, one row a set, of the differences from the first model with their intervals."""
+    models = next(iter(differences.values()))
+    header = ["RSUM", *(f"{model} - {first}" for model in models)]
+    rows = [
+        [
+            name,
+            *(
+                f"{d['difference']:+.1f} ({d['low']:+.1f} to {d['high']:+.1f})"
+                for d in of_set.values()
+            ),
+        ]
+        for name, of_set in differences.items()
+    ]
+    note = "In brackets: 95 % over the pictures of a set. Another seed of training may turn a difference."
+    return f"{text_table(header, rows)}\n{note}"
+
+
 def write_csv(
     path: str | os.PathLike[str],
-    results: Mapping[str, Mapping[str, float]],
-    settings: Mapping[str, Any],
+    models: Sequence[tuple[Mapping[str, Any], Mapping[str, Mapping[str, float]]]],
 ) -> None:
-    """Write a table of one row a set: the settings, recalls as shares in [0, 1], RSUM in percent points.
+    """Write a table of one row a model and set: the settings, recalls as shares in [0, 1], RSUM in percent points.
 
     Args:
-        settings: columns that are the same in all rows.
+        models: for each its settings, which are columns, and its results.
 
     Raises:
         UserError: the file cannot be written.
     """
-    same = {**settings, "captions_per_image": settings["captions_per_image"] or "all"}
+    rows = [
+        {"set": name, **settings, "captions_per_image": settings["captions_per_image"] or "all"}
+        | row
+        for settings, results in models
+        for name, row in results.items()
+    ]
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, ["set", *same, *next(iter(results.values()))])
+    writer = csv.DictWriter(text, [*rows[0]])
     writer.writeheader()
-    writer.writerows({"set": name, **same, **row} for name, row in results.items())
+    writer.writerows(rows)
     write_atomically(path, text.getvalue())

@@ -1,0 +1,521 @@
+"""Source bias: pools, log p and the probe against numbers by hand, and the program on tiny models."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.embeddings.encoder import FrozenModel
+from open_clip_zerovl.evaluate.retrieval.metrics import recalls, retrieval_ranks
+from scripts.paper.bias import Pair, encode, main, measure, read_pairs, rows_of
+from scripts.paper.bias_measures import (
+    SourceFeatures,
+    check_source_probe,
+    ranks_by_label,
+    source_pools,
+    source_probe_guesses,
+)
+from scripts.paper.figures import mean_log_p_negatives
+from support import tiny_clip
+from support.tars import png, write_tar
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_run
+
+
+def unit(rows: int, width: int, seed: int = 0) -> torch.Tensor:
+    return F.normalize(
+        torch.randn(
+            rows, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        ),
+        dim=1,
+    )
+
+
+def sources(
+    *, bias: float, noise: float, seed: int = 0, rows: int = 60, width: int = 48
+) -> dict[str, SourceFeatures]:
+    """Two sources of the same concepts: a pair's embeddings share its content, `noise` blurs them, `bias` marks the source."""
+    content = unit(rows, width, seed=100)
+    found = {}
+    for index, name in enumerate("ab"):
+        mark = bias * F.one_hot(torch.tensor(index), width).double()
+        images, texts = (
+            F.normalize(
+                content + noise * unit(rows, width, seed=7 * seed + 2 * index + side) + mark, dim=1
+            ).float()
+            for side in (0, 1)
+        )
+        found[name] = SourceFeatures(
+            images, texts, [f"c{row}" for row in range(rows)], [True] * rows
+        )
+    return found
+
+
+# -- hits ------------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_by_label_are_those_of_pairs_where_each_label_comes_once():
+    images, texts = unit(80, 12), F.normalize(unit(80, 12) + 0.6 * unit(80, 12, seed=1), dim=1)
+    texts[7] = texts[3]  # a tie
+    labels = torch.arange(80)
+    pairs = retrieval_ranks(images, texts, labels)
+    own = {
+        "image_to_text": ranks_by_label(images, texts, labels, labels),
+        "text_to_image": ranks_by_label(texts, images, labels, labels),
+    }
+    assert recalls(own) == pytest.approx(recalls(pairs), abs=1e-12)
+    assert recalls(pairs)["rsum"] < 590
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 1024])
+def test_a_copy_of_the_best_match_ties_with_it_in_blocks_of_any_size(chunk, monkeypatch):
+    """In fp32 a product's last bit depends on where the copy stands and on how many rows are multiplied at once."""
+    monkeypatch.setattr("scripts.paper.bias_measures._ROWS_AT_ONCE", chunk)
+    for width in (12, 77, 500):
+        queries = unit(101, width)
+        keys = F.normalize(queries + 0.3 * unit(101, width, seed=1), dim=1)
+        labels = torch.arange(101)
+        ranks = ranks_by_label(queries, torch.cat([keys, keys[:98]]), labels, torch.arange(199))
+        assert ranks.tied.tolist() == [2] * 98 + [1] * 3 and (ranks.tied_positives == 1).all()
+
+
+def test_a_query_with_several_matches_is_ranked_by_its_best_one():
+    keys = F.normalize(torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.9]]), dim=1)
+    ranks = ranks_by_label(keys[:1], keys, torch.tensor([5]), torch.tensor([4, 5, 5, 6]))
+    assert (ranks.above.tolist(), ranks.tied.tolist(), ranks.tied_positives.tolist()) == (
+        [1],
+        [1],
+        [1],
+    )
+
+
+def test_concepts_that_repeat_or_are_missing_match_as_they_should():
+    content = torch.eye(6)
+    a = SourceFeatures(
+        content[[0, 0, 1, 5]], content[[0, 0, 1, 5]], ["dog", "dog", "cat", None], [True] * 4
+    )
+    b = SourceFeatures(content[[1, 0, 5]], content[[1, 0, 5]], ["cat", "dog", None], [True] * 3)
+    pools = source_pools({"a": a, "b": b})
+    across = pools.kinds["across"]["a->b"]
+    assert (
+        across.rsum == 600 and across.size == 3 and len(across.texts) == 2
+    )  # two dogs and a cat; a pair without concept stays out
+    assert pools.units == 4 and pools.unit_of.tolist() == [
+        0,
+        0,
+        1,
+        2,
+        1,
+        0,
+        3,
+    ]  # dog, cat, and two of their own
+    # In one pool only the own pair is right: the two dogs of a are each other's ties, and b's dog too.
+    assert pools.kinds["mixed"]["mixed"].images[0] == pytest.approx(1 / 3 + 1 + 1)
+    assert "across" not in source_pools({"a": a}).kinds
+
+
+def two_sources(mark: float, known: int = 20) -> dict[str, SourceFeatures]:
+    """Two sources with the same `known` concepts; each pair carries its concept, and `mark` times its source."""
+    content = unit(known, 64)
+    result = {}
+    for index, name in enumerate("ab"):
+        tag = mark * F.one_hot(torch.full((known,), index), 2)
+        features = F.normalize(torch.cat([content, tag.double()], dim=1), dim=-1)
+        held_out = [(i % 2 == index) for i in range(known)]
+        result[name] = SourceFeatures(features, features, [f"c{i}" for i in range(known)], held_out)
+    return result
+
+
+def rsum_and_size(features: dict[str, SourceFeatures]) -> dict[str, dict[str, tuple]]:
+    """Kind of pools -> name -> (RSUM, pictures)."""
+    kinds = source_pools(features).kinds
+    return {
+        kind: {name: (pool.rsum, pool.size) for name, pool in own.items()}
+        for kind, own in kinds.items()
+    }
+
+
+def test_perfect_features_score_600_in_every_pool():
+    assert rsum_and_size(two_sources(mark=0.0)) == {
+        "within": {"a": (600, 10), "b": (600, 10)},
+        "across": {"a->b": (600, 10), "b->a": (600, 10)},
+        "mixed": {"mixed": (600, 20)},
+    }
+
+
+def test_a_model_that_knows_only_the_source_gains_in_the_mixed_pool_alone():
+    rows = 20
+    chance = {}
+    for mark in (0.0, 1.0):
+        features = {}
+        for index, name in enumerate("ab"):
+            # The same embedding for every pair of a source: nothing about content, all about the source.
+            one = torch.tensor([1.0 - mark * index, mark * index]).expand(rows, 2)
+            features[name] = SourceFeatures(
+                one, one, [str(i) for i in range(rows)], [i % 2 == index for i in range(rows)]
+            )
+        chance[mark] = rsum_and_size(features)
+    mixed = {mark: kinds.pop("mixed")["mixed"][0] for mark, kinds in chance.items()}
+    # With the mark the chance level of 10, not of 20.
+    assert mixed == pytest.approx({1.0: 2 * (10 + 50 + 100), 0.0: 2 * (5 + 25 + 50)})
+    for kind, pools in chance[1.0].items():
+        for name, one in pools.items():
+            assert one == pytest.approx(chance[0.0][kind][name])
+
+
+def test_pools_match_concepts_by_name_and_leave_out_those_a_source_lacks():
+    sources = two_sources(mark=0.0)
+    b = sources["b"]
+    order = torch.arange(19, 4, -1)  # reversed, and without the first five concepts
+    sources["b"] = SourceFeatures(
+        b.image_features[order],
+        b.text_features[order],
+        [b.concepts[i] for i in order],
+        [b.held_out[i] for i in order],
+    )
+    # a holds out c0, c2, ..., of which b lacks three
+    assert rsum_and_size(sources)["across"] == {"a->b": (600, 7), "b->a": (600, 8)}
+
+
+def test_sources_without_a_common_concept_have_no_pools_across():
+    sources = two_sources(mark=0.0)
+    a = sources["a"]
+    sources["a"] = SourceFeatures(
+        a.image_features, a.text_features, [f"x{i}" for i in range(20)], a.held_out
+    )
+    result = rsum_and_size(sources)
+    assert "across" not in result and result["within"] == {"a": (600, 10), "b": (600, 10)}
+
+
+# -- log p and the probe -------------------------------------------------------------------------------------------
+
+
+def test_log_p_equals_a_hand_computed_3_by_3_case():
+    # With images = identity the score of (image j, text k) is component j of text k: a literal matrix of similarities.
+    similarity = [[0.9, 0.1, 0.3], [0.2, 0.8, 0.4], [0.5, 0.6, 0.7]]
+    images = torch.eye(3, dtype=torch.float64)
+    texts = torch.tensor(similarity, dtype=torch.float64).T
+    scale, source = 2.0, ["a", "a", "b"]
+
+    def log_p(matrix, j, k):
+        return scale * matrix[j][k] - math.log(sum(math.exp(scale * value) for value in matrix[j]))
+
+    transposed = [list(column) for column in zip(*similarity, strict=True)]
+    result = mean_log_p_negatives(images, texts, source, scale)
+    same, other = [(0, 1), (1, 0)], [(0, 2), (1, 2), (2, 0), (2, 1)]
+    for way, matrix in (("image_to_text", similarity), ("text_to_image", transposed)):
+        for group, pairs in (("same_source", same), ("other_source", other), ("all", same + other)):
+            expected = sum(log_p(matrix, j, k) for j, k in pairs) / len(pairs)
+            assert result[way][group] == pytest.approx(expected, abs=1e-12)
+            assert result["mean"][group] == pytest.approx(
+                (result["image_to_text"][group] + result["text_to_image"][group]) / 2, abs=1e-12
+            )
+    b = sum(log_p(matrix, 2, k) for matrix in (similarity, transposed) for k in (0, 1)) / 4
+    assert result["by_source"]["b"]["other_source"] == pytest.approx(b, abs=1e-12)
+    assert result["by_source"]["b"]["same_source"] is None  # b has one pair only
+
+
+def test_log_p_of_a_uniform_softmax_is_minus_ln_of_the_batch():
+    same = F.normalize(torch.ones(40, 4), dim=-1)
+    for batch_size in (5, 20, 40):
+        result = mean_log_p_negatives(
+            same, same, [i % 2 for i in range(40)], 50.0, batch_size=batch_size
+        )
+        assert result["mean"]["all"] == pytest.approx(-math.log(batch_size), abs=1e-6)
+
+
+def test_log_p_does_not_depend_on_the_chunk_but_on_the_seed_of_the_batches(monkeypatch):
+    images, texts, source = unit(30, 8), unit(30, 8, seed=1), ["abc"[i % 3] for i in range(30)]
+    whole = mean_log_p_negatives(images, texts, source, 20.0, batch_size=10, seed=3)
+    monkeypatch.setattr("scripts.paper.bias_measures._ROWS_AT_ONCE", 3)
+    chunked = mean_log_p_negatives(images, texts, source, 20.0, batch_size=10, seed=3)
+    assert whole["mean"]["other_source"] == pytest.approx(
+        chunked["mean"]["other_source"], abs=1e-12
+    )
+    other_seed = mean_log_p_negatives(images, texts, source, 20.0, batch_size=10, seed=4)
+    assert whole["mean"]["all"] != other_seed["mean"]["all"]
+
+
+def test_a_source_mark_pushes_other_source_negatives_down():
+    source = torch.arange(60) % 2
+    plain = unit(60, 16)
+    mark = 3 * F.one_hot(source, 2).double()
+    marked = F.normalize(torch.cat([plain, mark], dim=1), dim=-1)
+    clean = mean_log_p_negatives(plain, plain, source, 20.0)["mean"]
+    biased = mean_log_p_negatives(marked, marked, source, 20.0)["mean"]
+    assert biased["other_source"] < biased["same_source"] - 10
+    assert abs(clean["other_source"] - clean["same_source"]) < 1  # the control
+
+
+def test_the_probe_finds_a_planted_mark_and_nothing_where_there_is_none():
+    source = [("noto", "fluent", "twemoji", "openmoji")[i % 4] for i in range(400)]
+    plain = unit(400, 32)
+    mark = (
+        0.5 * F.one_hot(torch.arange(400) % 4, 32).double()
+    )  # a shift in four directions, as a red frame would be
+    assert source_probe_guesses(F.normalize(plain + mark, dim=-1), source).mean() > 0.85
+    # The control's standard error is sqrt(.25 * .75 / 400) = 2.2 %; three of them.
+    assert source_probe_guesses(plain, source).mean() == pytest.approx(0.25, abs=0.065)
+
+
+def test_the_probe_is_reproducible_and_keeps_a_concept_on_one_side():
+    # Each concept comes in both sources with nearly one embedding: a probe that may see the duplicate learns the wrong source
+    # by heart, one that may not is at chance.
+    concepts = [i // 2 for i in range(200)]
+    features = unit(100, 64).repeat_interleave(2, dim=0) + 0.001 * unit(200, 64, seed=1)
+    source = [i % 2 for i in range(200)]
+    grouped = source_probe_guesses(features, source, concepts=concepts).mean()
+    assert grouped == source_probe_guesses(features, source, concepts=concepts).mean()
+    assert grouped == pytest.approx(0.5, abs=0.11)
+    assert source_probe_guesses(features, source).mean() < grouped
+
+
+def test_the_probe_refuses_too_little():
+    with pytest.raises(UserError, match="5 folds cannot be cut from a source of 2 samples"):
+        source_probe_guesses(unit(10, 4), list("aaaaaaaabb"))
+
+
+def test_samples_that_the_probe_cannot_split_are_refused_before_encoding():
+    names = ["a"] * 20 + ["b"] * 20
+    check_source_probe(names, [f"c{i % 5}" for i in range(40)])
+    for concepts in (
+        ["x"] * 40,
+        ["x"] * 20 + list("vwxyz") * 4,
+    ):  # all in one fold; none of a's left to fit on
+        with pytest.raises(
+            UserError, match=r"5 folds cannot be cut from the 1 concepts of source 'a'; .*--concept"
+        ):
+            source_probe_guesses(unit(40, 4), names, concepts=concepts)
+
+
+# -- the numbers ---------------------------------------------------------------------------------------------------
+
+
+def test_measures_are_the_numbers_that_the_library_gives_without_draws():
+    features = sources(bias=0.5, noise=0.9)
+    run = measure(features, 30.0, {"c": sources(bias=0, noise=0.5)["a"]}, seed=3)
+    pools = source_pools(features).kinds
+    values = {kind: number.value for kind, number in run.measures.items()}
+    for kind in ("within", "across", "mixed"):
+        wanted = fmean(pool.rsum for pool in pools[kind].values())
+        assert values[kind] == pytest.approx(wanted, abs=1e-9)
+    images, texts = (
+        torch.cat([getattr(one, f"{side}_features") for one in features.values()])
+        for side in ("image", "text")
+    )
+    owner = ["a"] * 60 + ["b"] * 60
+    concepts = [c for one in features.values() for c in one.concepts]
+    for side, own in (("images", images), ("texts", texts)):
+        accuracy = source_probe_guesses(own, owner, concepts=concepts, seed=3).mean()
+        assert values[f"probe_{side}"] == pytest.approx(100 * accuracy)
+    log_p = mean_log_p_negatives(images, texts, owner, 30.0)["mean"]
+    assert values["log_p_same"] == pytest.approx(log_p["same_source"])
+    assert values["log_p_other"] == pytest.approx(log_p["other_source"])
+    assert values["unseen"] > values["within"]
+    assert (
+        run.chance["within"] == pytest.approx(2 * 100 * 16 / 60)
+        and run.chance["probe_images"] == 50
+    )
+
+
+def test_a_debiased_model_differs_from_a_biased_one_and_not_from_its_like():
+    def model(bias: float, seed: int):
+        return measure(sources(bias=bias, noise=1.0, seed=seed), 30.0)
+
+    measured = {"biased": model(2.0, 0), "debiased": model(0.0, 0), "like": model(2.0, 50)}
+    rows = {row.kind: row for row in rows_of(measured, draws=400)}
+    for kind, way in (("across", 1), ("probe_images", -1), ("mixed", -1), ("log_p_other", 1)):
+        difference = rows[kind].differences["debiased"]
+        low, high = difference.interval
+        assert low < difference.value < high and (low if way > 0 else -high) > 0, kind
+    low, high = rows["within"].differences["like"].interval
+    assert low < 0 < high
+    assert rows["across"].cells[0] == "RSUM across" and len(rows["across"].cells) == 2 + 3 + 2
+
+
+# -- pairs and the program -----------------------------------------------------------------------------------------
+
+
+def pictures(count: int, *, seed: int, frame: bool) -> list[bytes]:
+    """Blurred random pictures; framed ones have a red border (the mark of appendix A.5)."""
+    rng = np.random.default_rng(seed)
+    encoded = []
+    for _ in range(count):
+        image = Image.fromarray(rng.integers(0, 256, size=(5, 5, 3), dtype=np.uint8)).resize(
+            (32, 32)
+        )
+        pixels = np.array(image)
+        if frame:
+            for border in (pixels[:4], pixels[-4:], pixels[:, :4], pixels[:, -4:]):
+                border[:] = (255, 0, 0)
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, "PNG")
+        encoded.append(buffer.getvalue())
+    return encoded
+
+
+def pairs_of_two_sources(*, frame: bool, count: int = 60) -> list[Pair]:
+    """Sources "a" and "b" with pictures and captions of one distribution, but for a's red frame."""
+    rng = np.random.default_rng(5)
+    samples = []
+    for seed, name in enumerate("ab"):
+        own = zip(
+            pictures(count, seed=seed, frame=frame and name == "a"),
+            tiny_clip.captions(rng, count),
+            strict=True,
+        )
+        samples += [Pair(name, image, caption) for image, caption in own]
+    return samples
+
+
+@pytest.fixture(scope="module")
+def clip_runs(tmp_path_factory) -> list[str]:
+    """Checkpoints of two seeds of a small CLIP."""
+    folder = tmp_path_factory.mktemp("clip")
+    name = register(folder, "bias-clip", NATIVE_VISION, CLIP_TEXT)
+    return [
+        str(write_run(folder / f"run{s}", random_model(name, seed=s), {"model": name}))
+        for s in range(2)
+    ]
+
+
+def test_a_red_frame_is_found_and_its_absence_too(clip_runs):
+    """A random tower keeps enough of its input: the frame shows in image embeddings, not in those of texts."""
+    for framed in (True, False):
+        samples = pairs_of_two_sources(frame=framed)
+        owners = [sample.source for sample in samples]
+        model = FrozenModel.load(Encoder(clip_runs[0], device="cpu"))
+        images, texts = encode(model, samples, "run")
+        # Chance is 0.5; over 120 guesses its standard deviation is 0.05.
+        assert 0.3 < source_probe_guesses(texts, owners).mean() < 0.7
+        accuracy = source_probe_guesses(images, owners).mean()
+        assert accuracy > 0.95 if framed else 0.3 < accuracy < 0.7
+
+
+def test_pairs_are_spread_over_shards_and_bad_ones_passed_over(tmp_path: Path):
+    for shard in range(3):
+        members = []
+        for i in range(6):
+            content = b"no picture" if (shard, i) == (1, 0) else png((shard, i, 0))
+            members += [(f"{i}.png", content), (f"{i}.txt", f"caption {shard} {i}\nmore".encode())]
+            members.append((f"{i}.json", json.dumps({"concept": i}).encode()))
+        write_tar(tmp_path / "a" / f"{shard}.tar", [*members, ("9.png", png((0, 0, 0)))])
+    sources = parse_sources(f"a={tmp_path / 'a'}")
+    pairs = read_pairs(sources, 6, concept_field="concept")
+    places = [(0, 0), (0, 1), (1, 1), (1, 2), (2, 0), (2, 1)]
+    assert [pair.caption for pair in pairs] == [f"caption {shard} {i}" for shard, i in places]
+    assert pairs[0].concept == "0" and pairs[0].picture().size == (8, 8)
+    pairs = read_pairs(sources, 500)  # more than there are: all 17 usable ones
+    assert len(pairs) == 17 and pairs[0].concept is None
+    with pytest.raises(UserError, match="no field 'group' in its json"):
+        read_pairs(sources, 6, concept_field="group")
+    write_tar(tmp_path / "b" / "0.tar", [("1.png", b"broken"), ("1.txt", b"text")])
+    with pytest.raises(UserError, match="source 'b' has no pair"):
+        read_pairs(parse_sources(f"b={tmp_path / 'b'}"), 6)
+
+
+COLOURS = ("red", "green", "blue")
+
+
+def write_pairs(folder: Path, seed: int, *, count: int = 36, table: bool = False) -> Path:
+    """Pairs of one colour each, with json or columns that give the colour and the held-out pairs."""
+    rng = np.random.default_rng(seed)
+    members, rows = [], ["filepath\ttitle\tshows\tkept"]
+    folder.mkdir(parents=True)
+    for i in range(count):
+        colour, image = COLOURS[i % 3], png(tuple(int(v) for v in rng.integers(0, 256, 3)), 16)
+        kept = i < count - 6
+        members += [(f"{i:03d}.png", image), (f"{i:03d}.txt", f"a {colour} cat".encode())]
+        members.append(
+            (f"{i:03d}.json", json.dumps({"shows": f"{colour} {i}", "kept": kept}).encode())
+        )
+        (folder / f"{i}.png").write_bytes(image)
+        rows.append(f"{i}.png\ta {colour} cat\t{colour} {i}\t{'yes' if kept else 'no'}")
+    if table:
+        (folder / "pairs.tsv").write_text("\n".join(rows) + "\n")
+        return folder / "pairs.tsv"
+    write_tar(folder / "0.tar", members)
+    return folder
+
+
+def test_the_program_measures_models_on_shards_and_tables(tmp_path: Path, clip_runs, capsys):
+    a, b, c = (
+        write_pairs(tmp_path / name, seed, table=name == "b") for seed, name in enumerate("abc")
+    )
+    command = [f"one={clip_runs[0]}", f"two={clip_runs[1]}", f"same={clip_runs[0]}"]
+    command += ["--data", f"a={a}::b={b}", "--device", "cpu", "--draws", "200"]
+    more = f"--unseen c={c} --concept shows --held-out kept --out {tmp_path / 'out'}".split()
+    assert main([*command, *more]) == 0
+    assert "two - one" in (printed := capsys.readouterr().out) and "RSUM unseen" in printed
+    rows = json.loads((tmp_path / "out" / "bias.json").read_text())
+    kinds = "within across mixed unseen probe_images probe_texts log_p_same log_p_other"
+    assert [row["kind"] for row in rows] == kinds.split()
+    for row in rows:  # the same weights
+        assert row["differences"]["same"] == {"value": 0, "interval": [0, 0]}
+    assert {path.name for path in (tmp_path / "out").glob("*.png")} == {
+        "figure3.png",
+        "figure4.png",
+    }
+    # Without concepts there is nothing to compare across sources; one model has no differences.
+    assert main([clip_runs[0], *command[3:], "--samples", "12"]) == 0
+    printed = capsys.readouterr().out
+    assert "RSUM across" not in printed and "probe, images %" in printed and " - " not in printed
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ("--data a=A", "names one source; name those that the models were trained on"),
+        ("--data a=A::b=B --concept what", "has no field 'what' in its json"),
+        ("no-model.pt --data a=A::b=B", "'no-model.pt' is not a model"),
+    ],
+)
+def test_what_cannot_be_measured_is_a_sentence(tmp_path: Path, clip_runs, capsys, more, sentence):
+    a, b = (write_pairs(tmp_path / name, 0) for name in "ab")
+    words = more.replace("A", str(a)).replace("B", str(b)).split()
+    assert main([clip_runs[0], *words, "--device", "cpu"]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_columns_of_a_table_are_fields(tmp_path: Path):
+    table = write_pairs(tmp_path / "t", 0, table=True)
+    samples = read_pairs(
+        parse_sources(f"t={table}"), 100, concept_field="shows", held_out_field="kept"
+    )
+    assert [sample.concept for sample in samples[:2]] == ["red 0", "green 1"]
+    assert [sample.held_out for sample in samples] == [True] * 30 + [False] * 6
+
+
+@pytest.mark.parametrize(
+    ("words", "held_out"),
+    [
+        (["t", "True", "y", "YES", "on", "1", "1.0", "test", "val"], True),
+        (["f", "False", "n", "NO", "off", "0", "0.0", "nan", "None", "null", "", "train"], False),
+        (["yes", "-"], None),
+    ],
+)
+def test_the_words_of_a_held_out_column(words, held_out, tmp_path: Path):
+    (tmp_path / "0.png").write_bytes(png((9, 9, 9), 16))
+    (tmp_path / "t.csv").write_text(
+        "filepath,title,kept\n" + "".join(f"0.png,a cat,{word}\n" for word in words)
+    )
+    given = parse_sources(f"t={tmp_path / 't.csv'}")
+    if held_out is None:
+        with pytest.raises(
+            UserError, match=r"has '-' in its field 'kept', neither true nor false; write true"
+        ):
+            read_pairs(given, 100, held_out_field="kept")
+        return
+    samples = read_pairs(given, 100, held_out_field="kept")
+    assert [sample.held_out for sample in samples] == [held_out] * len(words)
