@@ -28,13 +28,11 @@ from hypothesis import strategies as st
 from open_clip.transform import image_transform
 from PIL import Image
 
-from open_clip_zerovl.data.clusters import Clustering, save_clustering
 from open_clip_zerovl.data.collection import open_collection
 from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.evaluate.search.ranking import embed_collection
 from open_clip_zerovl.sampling.schedule import Batching
 from open_clip_zerovl.shards import index as tar_index
-from open_clip_zerovl.shards.marks import file_mark
 from training.resume import Position, entry_of
 
 Draw = Callable[[Any], Any]
@@ -642,37 +640,28 @@ def make_export(draw: Draw, folder: Path) -> None:
 
 
 def make_arrays(draw: Draw, folder: Path) -> None:
-    """A clustering of two shards, and a stored index of one of them; fields or bytes of both may be changed."""
+    """Two shards, and a stored index of one of them, of which fields or bytes may be changed."""
     source = folder / "source"
     source.mkdir()
     for name in ("0.tar", "1.tar"):
         (source / name).write_bytes(good_tar())
-    shards = tuple(str(source / name) for name in ("0.tar", "1.tar"))
-    labels, distances = np.arange(16, dtype=np.int32) % 2, np.zeros(16, dtype=np.float32)
-    marks = tuple(file_mark(shard, {}) for shard in shards)
-    clustering = Clustering(
-        "a", shards, (8, 8), labels, distances, np.eye(2, dtype=np.float32), marks
-    )
-    tar_index.open_index(shards[0])
+    tar_index.open_index(str(source / "0.tar"))
     tar_index._open.cache_clear()  # readers must read the stored index
-    for file in (
-        save_clustering(clustering, folder / "clusters"),
-        source / ".zerovl-index" / "0.tar.npz",
-    ):
-        with np.load(file) as stored:
-            arrays = dict(stored)
-        odd = st.sampled_from(
-            (
-                np.zeros(0),
-                np.array(-1),
-                np.array([-5, 10**15]),
-                np.array(["x"]),
-                np.ones((2, 2, 2)),
-                np.array(1e300),
-            )
+    file = source / ".zerovl-index" / "0.tar.npz"
+    with np.load(file) as stored:
+        arrays = dict(stored)
+    odd = st.sampled_from(
+        (
+            np.zeros(0),
+            np.array(-1),
+            np.array([-5, 10**15]),
+            np.array(["x"]),
+            np.ones((2, 2, 2)),
+            np.array(1e300),
         )
-        for name in draw(st.lists(st.sampled_from(sorted(arrays)), max_size=1)):
-            arrays[name] = draw(odd)
-        buffer = io.BytesIO()
-        np.savez(buffer, **arrays)
-        file.write_bytes(edited(buffer.getvalue(), draw(EDITS) if draw(st.booleans()) else []))
+    )
+    for name in draw(st.lists(st.sampled_from(sorted(arrays)), max_size=1)):
+        arrays[name] = draw(odd)
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    file.write_bytes(edited(buffer.getvalue(), draw(EDITS) if draw(st.booleans()) else []))

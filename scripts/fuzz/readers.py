@@ -46,7 +46,6 @@ from open_clip_zerovl.recipe.start import init_from
 from open_clip_zerovl.sampling.schedule import Batching
 from open_clip_zerovl.shards.archives import find_member
 from open_clip_zerovl.shards.faults import check_report
-from open_clip_zerovl.shards.members import read_samples
 from open_clip_zerovl.shards.pictures import BadPicture
 from scripts.fuzz import inputs
 from training import checkpointing, resume
@@ -99,16 +98,6 @@ def probe(label: str) -> Reader:
             found.image(index)
 
     return read
-
-
-def clustering(folder: Path) -> str | None:
-    bad = False
-    for sample in read_samples(folder / "source" / "1.tar"):
-        try:
-            decode_image(sample.image or b"")
-        except BadPicture:
-            bad = True
-    return BAD_SAMPLE if bad else None
 
 
 def data_check(folder: Path) -> str | None:
@@ -270,7 +259,6 @@ KINDS: dict[str, tuple[Callable[[inputs.Draw, Path], None], dict[str, Reader]]] 
             "retrieval": retrieval("{}/set"),
             "probe, cls": probe("cls"),
             "probe, json": probe("json:label"),
-            "cluster": clustering,
             "data check": data_check,
             "data index": data_index,
             "zerovl data check": command("data", "check", "{}/source", "--decode"),
@@ -343,7 +331,6 @@ KINDS: dict[str, tuple[Callable[[inputs.Draw, Path], None], dict[str, Reader]]] 
     "arrays": (
         inputs.make_arrays,
         {
-            "training on clusters": training("clusters"),
             "training, stored index": training("source", from_the_middle=True),
             "each caption, stored index": training("source", captions="all"),
         },

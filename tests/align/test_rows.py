@@ -123,7 +123,7 @@ def test_rows_of_captions_stay_with_their_samples_when_the_data_change(home, tow
 
 
 def test_a_sample_is_read_by_its_number(sources, tmp_path):
-    """Whole sources, and a cluster with some samples of each shard."""
+    """Whole sources, and a selection with some samples of each shard."""
     cluster = replace(sources.opened[1], picked=np.array([3, 10, 2, 7]), sizes=(2, 2))
     samples = SourceSamples([*sources.opened, cluster])
     every = [one for file in range(len(samples.sizes)) for one in samples.read(file)]

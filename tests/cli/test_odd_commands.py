@@ -86,7 +86,6 @@ def home(tmp_path_factory) -> Path:
         write_file(home / folder / "manifest.json", content)
     write_file(home / "karpathy.json", b'{"images": [1, 2]}')
     write_file(home / "deep.json", b"[" * 100_000)
-    write_file(home / "clusters" / "assignment.npz", b"PK\x05\x06" + bytes(18))
     for folder, params, results in RUNS:
         shutil.copytree(home / "run", home / folder)
         write_file(home / folder / "params.txt", params)
@@ -133,7 +132,6 @@ LONG = "x" * 5000
 SCORE = "retrieval exp --data set"
 PROBE = "linear-probe exp --train probe --test probe --way quick --out"
 ZERO = "zero-shot exp --data"
-CLUSTER = "cluster exp --clusters 2 --data"
 EPOCH = "checkpoints/epoch_1.pt"
 ODD = {
     # where results go
@@ -147,7 +145,6 @@ ODD = {
     f"{ZERO} notatar": "not a readable, uncompressed tar|is not a folder of class folders",
     f"{ZERO} probe --template photo": "is no file and has no place for the class",
     f"{ZERO} probe --class-names karpathy.json": "does not name the 2 classes",
-    f"{CLUSTER} a=a --out file/x": r"file/x cannot be written",
     f"export run/{EPOCH} file/x": r"cannot be written",
     f"convert run/{EPOCH} file/x": r"cannot be written",
     f"export run/{EPOCH} file": "is not an earlier export",
@@ -177,8 +174,6 @@ ODD = {
     f"retrieval exp --data {LONG}": "File name too long",
     "linear-probe exp --train bombprobe --test probe --way quick --out p1": "the image of sample .0.png. cannot be read",
     "linear-probe exp --train notatar --test probe --out p2": "is not a readable",
-    f"{CLUSTER} a=notatar --out c1": "notatar",
-    f"{CLUSTER} a=clusters --out c2": "cannot be read",
     "data check binarysizes": "sizes.json cannot be read .*to have the shards counted",
     "data report binarysizes": "sizes.json cannot be read .*to have the shards counted",
     **{
@@ -206,7 +201,6 @@ ODD = {
     f"{SCORE} --workers -1": "-1 is too small; give 0 or more",
     f"{SCORE} --device foo": "the device 'foo' cannot be used",
     f"{SCORE} --device meta": "the device 'meta' cannot be used",
-    f"{CLUSTER} a=a --out c3 --seed -1": "-1 is too small",
     f"data index a --threads {'9' * 5000}": "is not a whole number",
 }
 
@@ -248,7 +242,6 @@ def test_every_flag_has_a_reader(command):
         f"{SCORE} --gallery a",
         f"{PROBE} file",
         f"{ZERO} probe --output file/x",
-        f"{CLUSTER} a=a --out file/x",
     ],
 )
 def test_an_unwritable_place_is_refused_before_the_work(home, command, monkeypatch, capsys):

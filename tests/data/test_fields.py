@@ -125,7 +125,7 @@ def test_captions_are_counted_for_teachers(folder):
     assert caption_starts(source).tolist() == [0, 4, 8, 12, 13, 17, 18, 22, 23, 24, 28, 32, 36]
 
 
-def test_captions_of_a_cluster_are_counted_for_teachers(folder):
+def test_captions_of_a_selection_are_counted_for_teachers(folder):
     """Those of the samples that it takes from its shards."""
     (source,) = parse_sources(f"a={folder}", captions=CAPTIONS)
     every, starts = np.diff(caption_starts(source)), source.starts

@@ -18,8 +18,6 @@ from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.table import CsvFormat
-from open_clip_zerovl.prepare.cluster_flags import ClusterSettings
-from open_clip_zerovl.prepare.clusters.splitting import cluster_source
 from open_clip_zerovl.shards.cache import ShardCache
 from open_clip_zerovl.shards.members import ShardError
 from support.loading import loader_of
@@ -262,16 +260,7 @@ def test_a_mistake_gets_one_sentence_before_training(mistake, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_clusters_and_retrieval_sets_of_parquet_have_a_sentence(folder, tmp_path):
-    with pytest.raises(
-        UserError, match="cc is parquet, .* make shards of them with `zerovl data pack`"
-    ):
-        cluster_source(
-            f"cc={folder}/*.parquet",
-            None,
-            tmp_path / "out",
-            ClusterSettings(clusters=2, min_size=2),
-        )
+def test_retrieval_sets_of_parquet_have_a_sentence(folder, tmp_path):
     for place in (f"{folder}/{{00000..00001}}.parquet", f"{folder}/*.parquet"):
         with pytest.raises(
             UserError,

@@ -1,11 +1,9 @@
-"""Sources as evaluation reads them: the samples of shards, tables and clusters alike, and which forms are refused by name."""
+"""Sources as evaluation reads them: the samples of shards and tables alike, and which forms are refused by name."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from open_clip_zerovl.core.errors import UserError
@@ -44,7 +42,7 @@ def test_a_sample_is_named_by_what_its_json_says_of_its_picture(content, origin)
     assert origin_of(Sample("000", {} if content is None else {"json": content})) == origin
 
 
-def test_blocks_and_clusters_are_read_by_number(tmp_path):
+def test_blocks_are_read_in_order(tmp_path):
     for number in range(150):
         (tmp_path / f"{number}.png").write_bytes(b"x")
     rows = "".join(f"{number}.png\tcaption {number}\n" for number in range(150))
@@ -57,8 +55,6 @@ def test_blocks_and_clusters_are_read_by_number(tmp_path):
     assert [text for block in texts for text in block] == [
         f"caption {number}" for number in range(150)
     ]
-    part = replace(source, table=source.table.part(np.array([3, 149])), sizes=(2,))
-    assert [sample.files["txt"] for sample in samples_of(part, 0)] == [b"caption 3", b"caption 149"]
 
 
 def test_a_retrieval_set_is_a_source_of_evaluation_alone(tmp_path):

@@ -19,7 +19,6 @@ from PIL import Image
 import open_clip_zerovl.embeddings.store as store_module
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import Purpose, preserved, reseed, stream_seed
-from open_clip_zerovl.data.clusters import Clustering, save_clustering
 from open_clip_zerovl.data.images import crop_of
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing
@@ -30,7 +29,6 @@ from open_clip_zerovl.distill.embed import TeacherSettings, embed_sources
 from open_clip_zerovl.distill.rows import TeacherRows, open_teacher_folder
 from open_clip_zerovl.embeddings.sources import augmentation_of
 from open_clip_zerovl.sampling.schedule import Batching, Sampling
-from open_clip_zerovl.shards.marks import file_mark
 from support.hash_teacher import WIDTH, HashEncoder, hashed, tokens_of
 from support.tars import noise_jpeg, write_tar
 
@@ -46,11 +44,11 @@ SETTINGS = TeacherSettings(
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Two sources, one of which is three clusters of mixed shards, each picture with up to three captions; and how a
+    """Three sources, each picture with up to three captions; and how a
     teacher of the student's size and one of another size made of them."""
     folder = tmp_path_factory.mktemp("pixels")
-    for name, first in (("a", 0), ("b", 100)):
-        for shard in range(3):
+    for name, first, shards in (("a", 0, 3), ("b", 100, 2), ("c", 200, 1)):
+        for shard in range(shards):
             members = []
             for number in range(first + 8 * shard, first + 8 * shard + 8):
                 lines = [f"{name} picture {number} caption {c}" for c in range(1 + number % 3)]
@@ -59,15 +57,7 @@ def place(tmp_path_factory):
                     (f"{number:04d}.txt", "\n".join(lines).encode()),
                 ]
             write_tar(folder / name / f"{shard:05d}.tar", members)
-    shards = tuple(str(folder / "b" / f"{shard:05d}.tar") for shard in range(3))
-    labels = np.arange(24, dtype=np.int32) % 2
-    marks = tuple(file_mark(shard, {}) for shard in shards)
-    clustering = Clustering(
-        "b", shards, (8, 8, 8), labels, np.zeros(24, np.float32), np.eye(2, dtype=np.float32), marks
-    )
-    (folder / "clusters").mkdir()
-    save_clustering(clustering, folder / "clusters")
-    data = f"a={folder}/a::b={folder}/clusters"
+    data = f"a={folder}/a::b={folder}/b::c={folder}/c"
     encoders = [HashEncoder(salt=1), HashEncoder("wide", salt=2, size_px=20, workers=2)]
     store = embed_sources(data, encoders, folder / "teacher", SETTINGS)
     return folder, data, store
@@ -190,18 +180,6 @@ def test_captions_of_two_fields_in_a_step_have_their_embeddings(tmp_path):
         UserError, match="read captions with --captions txt=0.5,syn=0.5, and this run has syn\\+txt"
     ):
         batches(data, store, settings=replace(SETTINGS, captions="syn+txt"))
-
-
-def test_clusters_of_a_source_that_was_embedded_whole_find_its_embeddings(place, tmp_path):
-    folder, data, _ = place
-    whole = f"b={folder}/b::a={folder}/a"
-    store = embed_sources(whole, [HashEncoder()], tmp_path / "whole", SETTINGS)
-    seen = set()
-    for images, tokens, origin, embeddings in batches(data, store, workers=2):
-        assert torch.equal(embeddings[0], as_kept(hashed(images, 1)))
-        assert torch.equal(embeddings[1], as_kept(hashed(tokens.to(torch.uint8), 1)))
-        seen |= set(origin[:, 0].tolist())
-    assert seen == {0, 1, 2}
 
 
 def test_views_change_over_epochs_and_each_is_seen(place):

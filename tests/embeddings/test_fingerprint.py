@@ -128,7 +128,7 @@ SOURCE = {
     [
         ({"marks": [["0.tar", 10, 999, "aa"], ["1.tar", 20, 888, "bb"]]}, None),  # a copy
         ({"sizes": [3, 5]}, "of 7 samples of 'a', and it holds 8"),
-        ({"picked": "cc"}, "another clustering's 'a'"),
+        ({"picked": "cc"}, "another selection's 'a'"),
         (
             {"marks": [["0.tar", 10, 111, "aa"], ["1.tar", 20, 222, "cc"]]},
             "shard 1.tar of 'a' differs",

@@ -152,7 +152,7 @@ def test_the_split_is_by_picture_and_the_same_whatever_the_order(tmp_path):
     assert ("picture 80",) in {*captions, *trained}
 
 
-def test_samples_are_held_out_of_tables_and_of_parquet_and_of_clusters_too(tmp_path):
+def test_samples_are_held_out_of_tables_and_of_parquet_too(tmp_path):
     """Every kind of source is read without them, from its beginning and from the middle."""
     pa = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

@@ -8,7 +8,6 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from timm.layers import AttentionPoolLatent
@@ -20,7 +19,6 @@ from open_clip_zerovl.cli.plan import parse_plan
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.clusters import Clustering, save_clustering
 from open_clip_zerovl.plan import estimate as plan_estimate
 from open_clip_zerovl.plan import measure as plan_measure
 from open_clip_zerovl.plan import model as plan_model
@@ -32,7 +30,6 @@ from open_clip_zerovl.plan.make import Plan, _timed_batching, make_plan
 from open_clip_zerovl.plan.model import build
 from open_clip_zerovl.plan.report import WIDTH, report
 from open_clip_zerovl.sampling.schedule import Batching
-from open_clip_zerovl.shards.marks import file_mark
 from scripts.paper.recipes import GRAPHS, MIB, micro_batch_for
 from support import ROOT
 from support.tars import png, write_source, write_tar
@@ -681,28 +678,6 @@ def test_weights_of_pretrained_are_a_file_in_the_cache_or_to_be_fetched(monkeypa
         UserError, match=r"--pretrained laion2b_s34b_b79k does not work with --text-model"
     ):
         absent(tag, text_model="bert")
-
-
-def test_a_clustering_is_planned_as_a_source_each_cluster(tmp_path):
-    write_source(tmp_path / "cc", 0, 12, 6)
-    shards = tuple(str(tmp_path / "cc" / name) for name in ("00000.tar", "00001.tar"))
-    labels = np.array([0, 1] * 6, np.int32)
-    zeros = np.zeros(12, np.float32), np.zeros((2, 1), np.float32)
-    marks = tuple(file_mark(shard, {}) for shard in shards)
-    (tmp_path / "clusters").mkdir()
-    save_clustering(Clustering("cc", shards, (6, 6), labels, *zeros, marks), tmp_path / "clusters")
-    write_source(tmp_path / "b", 12, 5, 5)
-    both = f"cc={tmp_path / 'clusters'}::b={tmp_path / 'b'}"
-    data = check_data(settings_of(train_data=both))
-    found = {source.name: (source.pairs, source.state) for source in data.sources}
-    assert (
-        found == {"cc-000": (6, "ok"), "cc-001": (6, "ok"), "b": (5, "ok")}
-        and not data.missing
-        and not data.notes
-    )
-    assert [source.name for source in data.opened] == list(found)
-    data = check_data(settings_of(train_data=f"{both}::gone={tmp_path / 'gone'}"))
-    assert [source.name for source in data.sources] == [*found, "gone"] and len(data.missing) == 1
 
 
 @pytest.mark.parametrize(("gigaflops", "micro_batch"), [(120, 2), (0.01, 64), (9000, 1)])

@@ -7,20 +7,18 @@ import dataclasses
 import json
 import logging
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.align.request import AlignFlags
 from open_clip_zerovl.checkpoints.encoder_flags import EncoderFlags
 from open_clip_zerovl.cli.program import RunCommand
-from open_clip_zerovl.cli.shared import MODEL, add_encoder, encoder_of, own_model
+from open_clip_zerovl.cli.shared import add_encoder, encoder_of, own_model
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import (
     add_settings,
     flags_of,
     positive,
-    redeclared,
     settings_from,
     share,
 )
@@ -28,7 +26,6 @@ from open_clip_zerovl.core.lazy import load_open_clip
 from open_clip_zerovl.distill.teacher_flags import TeacherViewFlags
 from open_clip_zerovl.evaluate.settings import PLAIN_ALPHA, CurveFlags, RetrievalSettings
 from open_clip_zerovl.finetune.flags import SETS, FinetuneFlags
-from open_clip_zerovl.prepare.cluster_flags import ClusterSettings
 from open_clip_zerovl.recipe.flags import TuningFlags
 
 
@@ -371,39 +368,6 @@ def teacher(parser: argparse.ArgumentParser) -> RunCommand:
         embed_sources(
             arguments.train_data, encoders, arguments.out, settings_from(TeacherSettings, arguments)
         )
-
-    return run
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ClusterEncoder(EncoderFlags):
-    batch_size: int = redeclared(EncoderFlags, "batch_size", 256)
-
-
-def cluster(parser: argparse.ArgumentParser) -> RunCommand:
-    """`zerovl cluster`."""
-    parser.description = (
-        "Encode one source with any open_clip model, cluster the features by k-means, and write an assignment with a report "
-        "and previews. Training reads the clusters from the original shards; --reshard writes each cluster as shards of its "
-        "own."
-    )
-    parser.add_argument("model", metavar="MODEL", help=MODEL)
-    parser.add_argument(
-        "--data",
-        required=True,
-        metavar="NAME=SHARDS",
-        help="one source, as in --train-data: shards or a table",
-    )
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
-    add_settings(parser, ClusterSettings)
-    add_encoder(parser, _ClusterEncoder)
-
-    def run(arguments: argparse.Namespace) -> None:
-        from open_clip_zerovl.prepare.clusters.splitting import cluster_source
-
-        encoder = encoder_of(arguments, arguments.model)
-        settings = settings_from(ClusterSettings, arguments)
-        cluster_source(arguments.data, encoder, arguments.out, settings)
 
     return run
 

@@ -80,10 +80,6 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         ),
     },
     "research": {
-        "cluster": (
-            "models:cluster",
-            "split one source into k-means clusters, each a source of its own (A.6)",
-        ),
         "teacher": (
             "models:teacher",
             "embed the training data once by frozen teachers, for training with --teacher",
@@ -120,7 +116,6 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
 #: Commands that show nothing of their own before they have imported torch and open_clip, which takes some seconds.
 SILENT = (
     "align",
-    "cluster",
     "data near",
     "data report",
     "finetune",

@@ -94,10 +94,6 @@ def open_collection(data: str) -> Collection:
         }
     else:
         for source in parse_sources(_every_split(data), evaluation=True):
-            if source.picked is not None:
-                raise UserError(
-                    f"{data} is a clustering: give the shards or the table that it divides"
-                )
             if (table := source.table) is None:
                 shards += [(source, number) for number in range(len(source.shards))]
                 continue

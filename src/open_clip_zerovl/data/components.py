@@ -1,7 +1,6 @@
 """The components of `--train-data`, `--retrieval-data`, `--data` ..., separated by `::`, and the kind of each.
 
     kind           written as
-    clusters       a folder that `zerovl cluster` wrote, or its assignment.npz; CLUSTERS@FOLDER where the shards have moved
     shards         a folder of *.tar or *.parquet, a list of them (/d/{00000..00099}.tar, /d/*.parquet), URLs; remote
                    SHARDS@FILE.json names their sizes
     table          a .csv or .tsv of pairs, or a folder with one; TABLE@PICTURES
@@ -26,7 +25,6 @@ import braceexpand
 import yaml
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.clusters import find_clustering
 from open_clip_zerovl.data.names import SPLITS
 from open_clip_zerovl.data.selection import SELECTION
 from open_clip_zerovl.data.table import EXTENSIONS, PACKED, find_table
@@ -60,8 +58,6 @@ def kind_of(text: str) -> Component:
     Raises:
         UserError: a folder with several tables.
     """
-    if (clusters := find_clustering(text)) is not None:
-        return Component("clusters", str(clusters[0]), clusters[1])
     if REMOTE.match(text):
         # An at sign in a local path is part of the path, unless it follows annotations.
         sizes = None if text.startswith("file:") else _NAMED_SIZES.fullmatch(text)

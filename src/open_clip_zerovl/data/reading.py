@@ -326,8 +326,8 @@ def wrong_size(source: Source, shard: int, count: int | str) -> str:
     """The sentence for a shard whose number of samples differs from the count."""
     if source.picked is not None:
         return (
-            f"shard {source.shards[shard]} held {source.sizes[shard]} samples of source {source.name!r} when it was clustered "
-            f"and holds {count}; fetch it again, or cluster again"
+            f"shard {source.shards[shard]} held {source.sizes[shard]} samples of source {source.name!r} when samples were "
+            f"held out of it and holds {count}; fetch it again"
         )
     return (
         f"shard {source.shards[shard]} of source {source.name!r} was counted with {source.sizes[shard]} samples and holds "

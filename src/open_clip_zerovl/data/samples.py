@@ -1,4 +1,4 @@
-"""The samples of a source with all their files, in order, for evaluation, clustering and checks; one form for every source.
+"""The samples of a source with all their files, in order, for evaluation and checks; one form for every source.
 
     tar        000.jpg 000.txt 000.json                      ->  Sample("000", {jpg, txt, json})
     table      image,caption,place / a.jpg,a dog,Oslo        ->  Sample("00000001-a", {jpg: a.jpg's bytes, txt: b"a dog",
@@ -35,7 +35,7 @@ _ORIGINS = ("file", "filename", "file_name", "filepath", "image", "url")
 
 
 def samples_of(source: Source, shard: int) -> Iterator[Sample]:
-    """The samples of one shard of a source; of a table, those of one block of rows; of a cluster, its own samples only.
+    """The samples of one shard of a source; of a table, those of one block of rows; of a selection, its own samples only.
 
     Args:
         shard: its number in `source.shards`.

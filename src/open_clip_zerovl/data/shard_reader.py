@@ -2,7 +2,7 @@
 
     a plain local tar, from its beginning              its headers, one after the other
     the same, from sample number `start` on            its index
-    a cluster's samples, or one for each caption       its index
+    a selection's samples, or one for each caption      its index
     members that no index has (other fields, teachers) its headers
     a compressed or remote tar                         streamed from its first byte
     a parquet file                                     its rows

@@ -4,8 +4,8 @@
 
     sbu=/d/sbu/{00000..00099}.tar::vg=/d/vg::/d/cc3m/{00000..00331}.tar
 
-Components are separated by `::`; `components` lists their kinds. Each cluster of a clustering is a source. Where models are
-evaluated, a retrieval set in CLIP_benchmark's layout stands for the shards of its test split.
+Components are separated by `::`; `components` lists their kinds. Where models are evaluated, a retrieval
+set in CLIP_benchmark's layout stands for the shards of its test split.
 
 A component without a name takes that of its folder. Sizes come from the `sizes.json` in each shard's own folder (open_clip
 looks into the first shard's folder only). Shards that no `sizes.json` lists are counted from their tar headers.
@@ -28,9 +28,8 @@ from typing import NamedTuple
 import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.clusters import Clustering, open_clusters
 from open_clip_zerovl.data.columns import Chosen, listed
-from open_clip_zerovl.data.components import Component, expand_shards, kind_of, packed_folders
+from open_clip_zerovl.data.components import expand_shards, kind_of, packed_folders
 from open_clip_zerovl.data.names import (
     CAPTIONS,
     CLASS_NAMES,
@@ -42,7 +41,7 @@ from open_clip_zerovl.data.names import (
 from open_clip_zerovl.data.parquet import open_files
 from open_clip_zerovl.data.selection import Selection, load_selection
 from open_clip_zerovl.data.sizes import listed_sizes
-from open_clip_zerovl.data.table import EXTENSIONS, CsvFormat, CsvTable, block_sizes, open_table
+from open_clip_zerovl.data.table import CsvFormat, CsvTable, block_sizes, open_table
 from open_clip_zerovl.shards.index import open_index
 from open_clip_zerovl.shards.members import (
     IMAGE_EXTENSIONS,
@@ -67,7 +66,7 @@ class Source:
         table: the scanned table, of a source that is one.
         captions: of CAPTIONS, for images with several; FIELD=SHARE,... (`names.caption_fields`); None shows the whole text of a
             sample.
-        picked: for a cluster or a selection in shards that also hold other samples, as `clusters.Cluster.picked`; None for a
+        picked: (n,) of a selection the numbers of its samples in their shards, shard after shard and ascending; None for a
             source that has all samples of its shards.
         columns: those of its parquet files; None without such files.
     """
@@ -127,7 +126,7 @@ def parse_sources(
     Args:
         train_data: `name=shards::name=shards`, see the module's text.
         weights: `1::2::0.5`, one weight a component in their order, or `vg=2::sbu=0.5` by name (other components keep 1). The
-            weight of a clustering is that of each of its clusters; a cluster may also be named (`cc12m-007=2`).
+            weight of a packed folder is that of each of its sources; one of them may also be named (`mine-sbu=2`).
         captions: FIELD=SHARE,... draws each time from which field of a sample its caption comes (`names.caption_fields`).
             "one-per-epoch" shows one caption of an image an epoch, all of them in turn; "all" makes each caption a sample
             of its own. Several captions are the lines of a `txt`, or the rows of a table with one image. None shows a `txt`
@@ -141,7 +140,7 @@ def parse_sources(
 
     Raises:
         UserError: an empty component, a name given twice, missing shards, an unreadable `sizes.json`, remote shards without
-            a size or with captions="all", an unusable table or clustering, wrong number of weights, a weight that is not a
+            a size or with captions="all", an unusable table, wrong number of weights, a weight that is not a
             positive number, or a weight for an unknown source.
     """
     if captions is not None and not is_captions(captions):
@@ -189,11 +188,9 @@ class _Opening(NamedTuple):
 
 
 def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Source]]:
-    """The name of a component, given or found, and its sources: several for a clustering, else one."""
+    """The name of a component, given or found, and its sources: several for a packed folder, else one."""
     component = kind_of(pattern)
     path = component.path
-    if component.kind == "clusters":
-        return _open_clusters(name, component, how)
     if component.kind == "selection":
         source = _open_selection(load_selection(path), how)
         return name or source.name, [replace(source, name=name or source.name)]
@@ -279,7 +276,7 @@ def _require_countable(name: str, captions: str | None) -> None:
     if captions == "all":
         raise UserError(
             f"'--captions all' cannot count the captions of source {name!r}, whose shards hold samples of other sources, or "
-            "held-out ones, too; write them as shards of their own (`zerovl cluster --reshard`, `zerovl data pack "
+            "held-out ones, too; write them as shards of their own (`zerovl data pack "
             "--test-share`), or give '--captions one-per-epoch'"
         )
 
@@ -300,41 +297,6 @@ def _open_packed(name: str, path: str, how: _Opening) -> list[Source]:
     return sources
 
 
-def _open_clusters(
-    name: str | None, component: Component, how: _Opening
-) -> tuple[str, list[Source]]:
-    source, clusters = open_clusters(Path(component.path), component.beside, strict=how.strict)
-    name = name or source
-    first = next((cluster.shards[0] for cluster in clusters if cluster.shards), "")
-    table = None
-    if first.lower().endswith(EXTENSIONS):
-        if how.captions == "one-per-epoch":
-            raise UserError(
-                f"'--captions one-per-epoch' makes one sample of all rows of an image, but the clusters of {first} consist of "
-                "single rows; leave it out"
-            )
-        table = open_table(first, how.table_format, strict=how.strict)
-    sources = []
-    for number, cluster in enumerate(clusters):
-        of_cluster = f"{name}-{number:03d}"
-        if cluster.picked is None:
-            sources.append(_of_shards(of_cluster, cluster.shards, None, how))
-        elif table is not None:
-            sources.append(_of_table(of_cluster, table.part(cluster.picked), how.captions))
-        else:
-            _require_countable(of_cluster, how.captions)
-            sources.append(
-                Source(
-                    of_cluster,
-                    cluster.shards,
-                    cluster.sizes,
-                    captions=how.captions,
-                    picked=cluster.picked,
-                )
-            )
-    return name, sources
-
-
 def _of_table(name: str, table: CsvTable, captions: str | None = None) -> Source:
     if field_names(captions):
         raise UserError(
@@ -347,13 +309,6 @@ def _of_table(name: str, table: CsvTable, captions: str | None = None) -> Source
 def table_source(name: str, path: str, style: CsvFormat | None = None) -> Source:
     """A table as a source, each row a sample. UserError if it cannot be read."""
     return _of_table(name, open_table(path, style))
-
-
-def clustered_source(clustering: Clustering, style: CsvFormat | None = None) -> Source:
-    """The source that was clustered, with all its samples in the order of the labels. UserError for an unreadable table."""
-    if clustering.shards[0].lower().endswith(EXTENSIONS):
-        return table_source(clustering.source, clustering.shards[0], style)
-    return Source(clustering.source, clustering.shards, clustering.sizes)
 
 
 def count_tar_samples(path: str | Path, *, torn: bool = False) -> int:

@@ -109,11 +109,6 @@ class CsvTable:
         """Row numbers of a sample."""
         return self.members[self.ends[sample - 1] if sample else 0 : self.ends[sample]]
 
-    def part(self, samples: np.ndarray) -> CsvTable:
-        """The table of these samples alone, (n,) numbers. Each sample of the table must be a single row."""
-        assert len(self.members) == len(self.ends)
-        return replace(self, members=self.members[samples], ends=np.arange(1, len(samples) + 1))
-
     def without(self, rows: np.ndarray) -> CsvTable:
         """The table without the samples that have one of these rows."""
         lengths = np.diff(self.ends, prepend=0)

@@ -1,4 +1,4 @@
-"""Embeddings of a collection by frozen encoders, stored once: search, probes, clusters, teachers and frozen towers read them.
+"""Embeddings of a collection by frozen encoders, stored once: search, probes, teachers and frozen towers read them.
 
     collection (reading, sources) --pictures, captions--> encoders (encoder) --rows--> a folder of mapped arrays (store)
 

@@ -139,7 +139,7 @@ def _without_lengths(backend: Any) -> str:
 
 
 def describe_source(source: Source, known: Iterable[Mark] | None = None) -> dict[str, Any]:
-    """The samples of a source: its name, the mark and the samples of each shard, and a digest of a cluster's own samples.
+    """The samples of a source: its name, the mark and the samples of each shard, and a digest of a selection's own samples.
 
     The marks of tables and parquet files also have the names of the columns that are read.
 
@@ -148,7 +148,7 @@ def describe_source(source: Source, known: Iterable[Mark] | None = None) -> dict
             that are kept for copies of the data, too (`file_mark`).
     """
     picked = source.picked
-    # a cluster of a table
+    # a selection of a table
     if source.table is not None and len(source.table.members) < len(source.table.rows):
         picked = source.table.members
     marks_by_shard = file_marks(
@@ -197,7 +197,7 @@ def difference_of_sources(stored: dict[str, Any], current: dict[str, Any]) -> st
     if held != there:
         return f"they are of {held} samples of {name!r}, and it holds {there}"
     if stored["picked"] != current["picked"]:
-        return f"they are of another clustering's {name!r}"
+        return f"they are of another selection's {name!r}"
     # A shard that is gone now has no size to compare.
     known = defaultdict(list)
     for mark in stored["marks"]:

@@ -1,1 +1,1 @@
-"""Data preparation: public datasets, your own pairs, copies of test pictures, clusters."""
+"""Data preparation: public datasets, your own pairs, copies of test pictures."""

@@ -1,6 +1,6 @@
 """The place of each sample in a local shard: an index built once from the tar's headers, for direct access.
 
-A reader that begins in the middle of a shard (few shards, clusters as sources, resume) reads only the samples that it
+A reader that begins in the middle of a shard (few shards, held-out samples, resume) reads only the samples that it
 needs. The index of `/d/sbu/00000.tar` is `/d/sbu/.zerovl-index/00000.tar.npz`; where that cannot be written, it lies in
 the user's cache folder. It is valid for one size and modification time of its tar. Several processes may build the same
 index: each writes a file of its own and renames it.

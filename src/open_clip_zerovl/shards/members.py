@@ -1,6 +1,6 @@
 """Tar files as sequences of samples: the one rule by which members form samples, and how shards are opened.
 
-Everything that reads shards uses `group`: training, its counting and its index, retrieval and probe sets, clustering, the bias
+Everything that reads shards uses `group`: training, its counting and its index, retrieval and probe sets, the bias
 report, and `zerovl data`. Sample number i of a shard is therefore the same sample for all of them, which exactly-once and exact
 resume depend on.
 

@@ -199,7 +199,7 @@ ROTTEN_HEADERS = {
 
 @pytest.mark.parametrize("kind", ROTTEN_HEADERS)
 def test_rotten_headers_end_in_a_sentence_and_training_reads_what_lies_before(tmp_path, kind):
-    """Counting for `zerovl data index`, `zerovl data check` and `zerovl cluster`; before, they went round for ever."""
+    """Counting for `zerovl data index` and `zerovl data check`; before, they went round for ever."""
     whole, _ = plain_tar(4)
     content = whole[: whole.index(bytes(1024), len(whole) - 10240)]
     (tmp_path / "s").mkdir()

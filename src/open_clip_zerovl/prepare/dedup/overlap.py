@@ -161,7 +161,7 @@ def find_overlap(
     """Compare every picture of named sources with test sets.
 
     Args:
-        data: `name=shards::name=shards`, as `--train-data`: local shards, tables, clusters.
+        data: `name=shards::name=shards`, as `--train-data`: local shards, tables.
         within: largest distance of a copy; see `check_distance`.
 
     Raises:
