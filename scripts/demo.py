@@ -9,18 +9,23 @@ same time in about 4 minutes on 2 CPU cores. A call after an interruption goes o
 Training flags after -- apply to both runs and replace the demo's own flags of the same name:
 
     python -m scripts.demo -- --epochs 40 --coin-flip-mixup --text-augment 0.2 --model zerovl-emoji-vit --token-drop 0.25
+
+Runs with other flags have other places (demo/runs/debiased-seed0-epochs-40-coin-flip-mixup ...), so that earlier ones stay.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +41,7 @@ from scripts.drawn.training import TrainingRun, drawn_flags, flag_values
 from scripts.paper import bias
 
 SAMPLINGS = ("random", "debiased")
+EPOCHS = 20
 # RSUM of a random order of a source's held-out pairs.
 CHANCE = 2 * 100 * (1 + 5 + 10) / EMOJI.held_out_per_source
 _COMPARED = "the two runs are debiased and random sampling"
@@ -69,9 +75,12 @@ class Settings:
             self.data, sampling=sampling, epochs=self.epochs, seed=self.seed,
             more=["--save-every-steps", "200", *self.flags],
         )  # fmt: skip
-        return TrainingRun(
-            self.out / "runs" / f"{sampling}-seed{flag_values(flags)['--seed'][-1]}", tuple(flags)
-        )
+        # Other flags have another place, so that a call deletes no earlier call's run.
+        epochs = [] if self.epochs == EPOCHS else [f"epochs {self.epochs}"]
+        seed = flag_values(flags)["--seed"][-1]
+        words = [f"{sampling} seed{seed}", *epochs, *self.flags]
+        name = re.sub("[^A-Za-z0-9.]+", "-", " ".join(words))
+        return TrainingRun(self.out / "runs" / name[:100], tuple(flags))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("demo"), help="folder of all results (default %(default)s)"
     )
-    parser.add_argument("--epochs", type=int, default=20, help="default %(default)s")
+    parser.add_argument("--epochs", type=int, default=EPOCHS, help="default %(default)s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--split", choices=("val", "test"), default="test", help="settings are chosen on val"
@@ -145,8 +154,12 @@ def run(settings: Settings) -> int:
     out = settings.out / "bias"
     words = [*models, "--data", data, *fields, "--out", str(out), "--device", "cpu"]
     print(f"\npython -m scripts.paper.bias {shlex.join(words)}", flush=True)
-    check_status("bias", bias.main(words))
+    table = io.StringIO()
+    with redirect_stdout(table):
+        status = bias.main(words)
+    check_status("bias", status)
     print(judgement(json.loads((out / "bias.json").read_text(encoding="utf-8")), epochs))
+    print(table.getvalue(), end="")
     print(
         "4/4 Export: a folder that stock open_clip loads, tested in a process without this package",
         flush=True,
@@ -219,16 +232,24 @@ def advance(bar: tqdm, folder: Path) -> None:
 
 
 def judgement(rows: list[dict], epochs: int) -> str:
-    """Say whether the models learned enough to differ."""
-    within = next(row["models"] for row in rows if row["kind"] == "within")
-    scores = {name: number["value"] for name, number in within.items()}
-    words = " and ".join(f"{score:.0f} ({name})" for name, score in scores.items())
-    if max(scores.values()) < 2 * CHANCE:
+    """Say what debiased batches did from one style to another and in one pool, or that the models learned nothing."""
+    scores = {
+        row["kind"]: {name: number["value"] for name, number in row["models"].items()}
+        for row in rows
+    }
+    within = " and ".join(f"{score:.0f} ({name})" for name, score in scores["within"].items())
+    if max(scores["within"].values()) < 2 * CHANCE:
         return (
-            f"\nAt chance: RSUM within a source is {words}, a random order has {CHANCE:g}. After {epochs} epochs the models "
+            f"\nAt chance: RSUM within a source is {within}, a random order has {CHANCE:g}. After {epochs} epochs the models "
             "know next to nothing, and their differences mean nothing; train longer."
         )
-    return f"\nRSUM within a source is {words}; a random order has {CHANCE:g}."
+    across, pool = (
+        scores[kind]["debiased"] - scores[kind]["random"] for kind in ("across", "mixed")
+    )
+    return (
+        f"\nDebiased - random batches: {across:+.0f} RSUM from one style to another, {pool:+.0f} in one pool of all styles "
+        f"(within a style {within}; chance {CHANCE:g}; one run each)."
+    )
 
 
 STOCK_LOADING = """

@@ -54,14 +54,41 @@ def test_the_demo_takes_training_flags_but_not_those_that_it_compares():
     ]
 
 
+def measured(random: float, debiased: float) -> dict:
+    """A row's numbers of both models."""
+    return {
+        name: {"value": score}
+        for name, score in zip(demo.SAMPLINGS, (random, debiased), strict=True)
+    }
+
+
 @pytest.mark.parametrize(("scores", "at_chance"), [((19.2, 18.4), True), ((19.0, 33.0), False)])
-def test_the_demo_says_when_both_models_are_at_chance(scores, at_chance):
-    models = {name: {"value": score} for name, score in zip(demo.SAMPLINGS, scores, strict=True)}
-    words = demo.judgement([{"kind": "within", "models": models}], 2)
-    sentence = (
+def test_the_demos_first_line_says_what_the_method_did_unless_both_models_are_at_chance(
+    scores, at_chance
+):
+    rows = [
+        {"kind": "within", "models": measured(*scores)},
+        {"kind": "across", "models": measured(145.1, 237.1)},
+        {"kind": "mixed", "models": measured(184.9, 147.5)},
+    ]
+    line = demo.judgement(rows, 2).strip().splitlines()[0]
+    expected = (
         "At chance: RSUM within a source is 19 (random) and 18 (debiased), a random order has 16."
+        if at_chance
+        else "Debiased - random batches: +92 RSUM from one style to another, -37 in one pool of all styles"
     )
-    assert (sentence in words) == ("At chance" in words) == at_chance
+    assert line.startswith(expected)
+
+
+def test_other_flags_of_the_demo_do_not_touch_an_earlier_call_s_runs():
+    def place(*flags: str, epochs: int = demo.EPOCHS) -> Path:
+        settings = demo.Settings(Path("data"), Path("out"), epochs, 0, "test", flags)
+        return settings.run_of("random").folder
+
+    assert place() == Path("out/runs/random-seed0")  # the pages name it
+    folders = {place(), place("--epochs", "40", "--coin-flip-mixup"), place(epochs=3)}
+    assert folders >= {Path("out/runs/random-seed0-epochs-40-coin-flip-mixup")}
+    assert len(folders) == 3
 
 
 def test_a_run_of_other_flags_is_not_taken_for_finished(tmp_path):
