@@ -174,10 +174,10 @@ def compare(
     Raises:
         UserError: a set, a checkpoint or a text model that cannot be read; embeddings that do not verify.
     """
-    from open_clip_zerovl.checkpoints.convert import convert_checkpoint
     from open_clip_zerovl.checkpoints.loading import Encoder
     from open_clip_zerovl.data.retrieval import open_retrieval_set
     from open_clip_zerovl.evaluate.retrieval.score import RetrievalSettings, run_retrieval
+    from scripts.paper.convert import convert_checkpoint
 
     for location in sets.values():
         open_retrieval_set(location)  # before a conversion that would be in vain

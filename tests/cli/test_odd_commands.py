@@ -146,7 +146,6 @@ ODD = {
     f"{ZERO} probe --template photo": "is no file and has no place for the class",
     f"{ZERO} probe --class-names karpathy.json": "does not name the 2 classes",
     f"export run/{EPOCH} file/x": r"cannot be written",
-    f"convert run/{EPOCH} file/x": r"cannot be written",
     f"export run/{EPOCH} file": "is not an earlier export",
     # models
     "retrieval wordylayers --data set": "wordylayers cannot be read .*as an integer.*give a folder",
@@ -194,8 +193,6 @@ ODD = {
     f"{ZERO} probe --split train": "has no split 'train'",
     f"{PROBE} q1 --label json:x": "--label json:x is for shards",
     f"{PROBE} q2 --epochs 3": "--epochs is for --way paper, and --way is quick",
-    f"convert run/{EPOCH} out --normalization half": "--normalization needs --image-model",
-    f"convert run/{EPOCH} out --image-size 64": "--image-size needs --image-model",
     # numbers
     f"{SCORE} --batch-size 0": "0 is too small; give 1 or more",
     f"{SCORE} --workers -1": "-1 is too small; give 0 or more",

@@ -20,11 +20,12 @@ import timm
 import torch
 from open_clip.model import CLIPVisionCfg, _build_vision_tower
 
-from open_clip_zerovl.checkpoints.layouts import as_native_vit, native_vision_config
+from open_clip_zerovl.checkpoints.layouts import as_native_vit
 from open_clip_zerovl.cli import evaluate
 from open_clip_zerovl.core.processes import children_of
 from scripts.paper import cluster
 from scripts.paper import recipes as paper_recipes
+from scripts.paper.convert import native_vision_config
 from scripts.paper.recipes import (
     Hardware,
     batching_of,

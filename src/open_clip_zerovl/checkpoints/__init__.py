@@ -1,1 +1,1 @@
-"""Checkpoints: loading them, exporting them for stock open_clip, converting those of other programs."""
+"""Checkpoints: loading them, and exporting them for stock open_clip and transformers."""

@@ -8,7 +8,6 @@ patch embedding: open_clip's ViT has none, so it is added to the position embedd
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
@@ -115,19 +114,3 @@ def as_native_vit(image: Mapping[str, Tensor]) -> dict[str, Tensor]:
     position = placed["positional_embedding"].clone()  # (1 + patches, width)
     position[1:] += image.get(bias, 0)
     return placed | {"positional_embedding": position}
-
-
-def native_vision_config(trunk: Any, image_size_px: int) -> dict[str, Any]:
-    """open_clip's `vision_cfg` for its own ViT with the shape of timm's VisionTransformer `trunk`."""
-    block = trunk.blocks[0]
-    scale = {"ls_init_value": 1.0} if hasattr(block.ls1, "gamma") else {}
-    return scale | {
-        "image_size": image_size_px,
-        "patch_size": trunk.patch_embed.patch_size[0],
-        "layers": len(trunk.blocks),
-        "width": trunk.embed_dim,
-        "head_width": trunk.embed_dim // block.attn.num_heads,
-        "mlp_ratio": block.mlp.fc1.out_features / trunk.embed_dim,
-        "no_ln_pre": True,
-        "norm_kwargs": {"eps": trunk.norm.eps},
-    }

@@ -91,7 +91,7 @@ def export_transformers(
     """Writes a checkpoint as a folder for transformers: `AutoModel.from_pretrained(FOLDER)` and `AutoProcessor`.
 
     Args:
-        source: as for `load_model`: `epoch_N.pt`, a folder that `zerovl export` or `zerovl convert` wrote for open_clip, or
+        source: as for `load_model`: `epoch_N.pt`, a folder that `zerovl export` wrote for open_clip, or
             open_clip's `NAME/TAG`.
         out_dir: the folder to make.
         model, text_model: see `read_model_spec`; by default from the run's `params.txt`.

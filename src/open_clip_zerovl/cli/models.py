@@ -1,4 +1,4 @@
-"""The commands that make models or look after runs: align, finetune, interpolate, export, convert, teacher, report, ..."""
+"""The commands that make models or look after runs: align, finetune, interpolate, export, teacher, report, ..."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import (
     add_settings,
     flags_of,
-    positive,
     settings_from,
     share,
 )
@@ -288,56 +287,6 @@ def _run_export(arguments: argparse.Namespace) -> None:
         logging.getLogger(push_folder.__module__).info("pushing %s to %s", folder, hub)
         address = push_folder(folder, hub, private=arguments.private)
         print(f"Pushed: {address}")
-
-
-def convert(parser: argparse.ArgumentParser) -> RunCommand:
-    """`zerovl convert`."""
-    parser.description = (
-        "Write a checkpoint of the paper's released code, or of open_clip's training, as a local-dir: folder for "
-        "open_clip.create_model_and_transforms."
-    )
-    parser.add_argument(
-        "checkpoint", type=Path, metavar="CKPT", help="the released .pth, or an epoch_N.pt"
-    )
-    parser.add_argument("out_dir", type=Path, metavar="DIR", help="folder to write")
-    parser.add_argument(
-        "--image-model",
-        metavar="NAME",
-        help="timm's name of the ViT: vit_base_patch16_224.augreg_in21k",
-    )
-    parser.add_argument(
-        "--text-model", metavar="NAME_OR_DIR", help="the HF text tower: its config and tokenizer"
-    )
-    parser.add_argument(
-        "--image-size",
-        type=positive,
-        metavar="PX",
-        help="side of the images (default: as trained; for another size the position embedding is interpolated)",
-    )
-    parser.add_argument(
-        "--normalization",
-        choices=("imagenet", "half"),
-        help="mean and deviation: imagenet for the released 14M weights (the default), half (0.5) for 100M",
-    )
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="compare embeddings with the checkpoint's own towers (1e-5)",
-    )
-    parser.add_argument(
-        "--force", action="store_true", help="replace an earlier export that is there"
-    )
-
-    def run(arguments: argparse.Namespace) -> None:
-        _show_progress()
-        from open_clip_zerovl.checkpoints.convert import convert_checkpoint
-        from open_clip_zerovl.checkpoints.export import loading_notes
-
-        # the names of its flags are those of its arguments
-        folder = convert_checkpoint(**vars(arguments))
-        _print_loading(f"Converted{', verified' * arguments.verify}", folder, loading_notes(folder))
-
-    return run
 
 
 def teacher(parser: argparse.ArgumentParser) -> RunCommand:

@@ -88,10 +88,6 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
             "models:interpolate",
             "weights between a model before and after fine-tuning",
         ),
-        "convert": (
-            "models:convert",
-            "the paper's released checkpoint as a folder that stock open_clip loads",
-        ),
         "data sbu": ("data:sbu", "SBU Captioned Photos, from its list of addresses"),
         "data cc3m": (
             "data:cc3m",

@@ -1,4 +1,7 @@
-"""`zerovl convert`: a checkpoint of the paper's released code, or of open_clip's training, as a folder for stock open_clip.
+"""A checkpoint of the paper's released code, or of a run of the recipes, as a folder for stock open_clip.
+
+    python -m scripts.paper.convert zerovl_14m.pth converted/14m --image-model vit_base_patch16_224.augreg_in21k \\
+        --text-model bert-base-uncased --verify
 
 The released layout, under `state_dict`:
 
@@ -16,10 +19,12 @@ open_clip builds a timm ViT at the size of its name only. Weights for another si
 
 from __future__ import annotations
 
+import argparse
 import logging
 import math
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,14 +42,13 @@ from open_clip_zerovl.checkpoints.card import ModelCard
 from open_clip_zerovl.checkpoints.export import (
     PROBE_TEXTS,
     check_destination,
-    export_local_dir,
+    loading_notes,
     write_local_dir,
 )
-from open_clip_zerovl.checkpoints.layouts import as_native_vit, native_vision_config
-from open_clip_zerovl.checkpoints.spec import ModelSpec, read_params
+from open_clip_zerovl.checkpoints.layouts import as_native_vit
+from open_clip_zerovl.checkpoints.spec import ModelSpec
 from open_clip_zerovl.checkpoints.weights import read_state_dict
-from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.losses.names import TEMPERATURE_RANGE
+from open_clip_zerovl.core.errors import UserError, ended
 from open_clip_zerovl.models.configs import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -57,6 +61,7 @@ from open_clip_zerovl.models.text_towers import TowerModel
 log = logging.getLogger(__name__)
 
 NORMALIZATIONS = {"imagenet": (IMAGENET_MEAN, IMAGENET_STD), "half": ((0.5,) * 3, (0.5,) * 3)}
+TEMPERATURE_RANGE = (0.001, 0.5)  # to which the released code clamps the temperature
 CONTEXT_LENGTH = 25  # of the released configurations
 TOLERANCE = (
     1e-5  # largest difference that --verify allows in an entry of an L2-normalised embedding
@@ -105,27 +110,24 @@ def convert_checkpoint(
     checkpoint: str | os.PathLike[str],
     out_dir: str | os.PathLike[str],
     *,
-    image_model: str | None = None,
-    text_model: str | None = None,
+    image_model: str,
+    text_model: str,
     image_size: int | None = None,
-    normalization: str | None = None,
+    normalization: str = "imagenet",
     verify: bool = False,
     force: bool = False,
 ) -> Path:
-    """Writes a checkpoint as a folder that stock open_clip loads, see `export_local_dir`.
+    """Write a checkpoint as a folder that stock open_clip loads, see `export_local_dir`.
 
     Args:
-        checkpoint: a file of the paper's released code or of open_clip's training. With a `params.txt` beside the latter
-            `image_model` and `text_model` are not needed.
+        checkpoint: a file of the paper's released code or of open_clip's training.
         out_dir: the folder to make.
         image_model: the timm ViT (`vit_base_patch16_224.augreg_in21k`), or a model of open_clip that has one.
         text_model: folder or hub name of the Hugging Face text tower: its config and its tokenizer.
         image_size: side in pixels of the images that the folder's model takes. None takes the size that the position
             embedding was trained for; for another size the embedding is interpolated.
-        normalization: of images: `imagenet` (the released 14M weights; also None) or `half`, 0.5 for both (100M). A run's
-            `params.txt` gives its own.
-        verify: compare embeddings of the written folder with those of the checkpoint's own towers; the weights of a run with
-            `params.txt`, which keep their names, are compared tensor by tensor in any case.
+        normalization: of images: `imagenet` (the released 14M weights) or `half`, 0.5 for both (100M).
+        verify: compare embeddings of the written folder with those of the checkpoint's own towers.
         force: replace an earlier export in `out_dir`.
 
     Returns:
@@ -139,19 +141,6 @@ def convert_checkpoint(
     check_destination(Path(os.path.abspath(Path(out_dir).expanduser())), force)
     log.info("reading %s", checkpoint)
     weights = read_state_dict(checkpoint)
-    if not _is_released(weights) and image_model is None and read_params(checkpoint):
-        for flag, value in (("--image-size", image_size), ("--normalization", normalization)):
-            if value is not None:
-                raise UserError(
-                    f"{flag} needs --image-model; without both, the run's params.txt gives it"
-                )
-        # The export compares every tensor and the tokens itself.
-        return export_local_dir(checkpoint, out_dir, text_model=text_model, force=force)
-    if image_model is None or text_model is None:
-        raise UserError(
-            f"{checkpoint} does not say which models it holds: name them with --image-model and --text-model"
-        )
-    normalization = normalization or "imagenet"
     encoder = split_weights(weights, checkpoint)
     trunk, timm_name = _timm_skeleton(image_model)
     if other := trunk.state_dict().keys() ^ encoder.image.keys():
@@ -243,7 +232,7 @@ def _is_released(weights: dict[str, Tensor]) -> bool:
 
 
 def split_weights(weights: dict[str, Tensor], checkpoint: Path) -> DualEncoder:
-    """Sorts all tensors of a checkpoint, of either layout, into its pieces.
+    """Sort all tensors of a checkpoint, of either layout, into its pieces.
 
     Raises:
         UserError: a tensor that belongs to no piece, a piece that is missing, projections of different widths.
@@ -362,6 +351,22 @@ def _placed(
     return placed, native_vision_config(trunk, side)
 
 
+def native_vision_config(trunk: Any, image_size_px: int) -> dict[str, Any]:
+    """Return open_clip's `vision_cfg` for its own ViT with the shape of timm's VisionTransformer `trunk`."""
+    block = trunk.blocks[0]
+    scale = {"ls_init_value": 1.0} if hasattr(block.ls1, "gamma") else {}
+    return scale | {
+        "image_size": image_size_px,
+        "patch_size": trunk.patch_embed.patch_size[0],
+        "layers": len(trunk.blocks),
+        "width": trunk.embed_dim,
+        "head_width": trunk.embed_dim // block.attn.num_heads,
+        "mlp_ratio": block.mlp.fc1.out_features / trunk.embed_dim,
+        "no_ln_pre": True,
+        "norm_kwargs": {"eps": trunk.norm.eps},
+    }
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # --verify
 # ---------------------------------------------------------------------------------------------------------------------
@@ -397,7 +402,7 @@ def _own_towers(
 def _compare(
     folder: Path, image_tower: Encode, text_tower: Encode, tokenizer: Callable[[list[str]], Tensor]
 ) -> None:
-    """Compares the embeddings of the folder in stock open_clip with the given towers', on noise and some texts.
+    """Compare the embeddings of the folder in stock open_clip with the given towers', on noise and some texts.
 
     Raises:
         UserError: they differ by more than TOLERANCE.
@@ -422,3 +427,46 @@ def _compare(
                     f"{difference:.1e} (bound {TOLERANCE:.0e}): do not use it"
                 )
             log.info("verified: %s embeddings differ by %.1e at most.", name, difference)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", type=Path, help="the released .pth, or an epoch_N.pt")
+    parser.add_argument("out_dir", type=Path, help="folder to write")
+    parser.add_argument(
+        "--image-model", required=True, metavar="NAME", help="timm's name of the ViT"
+    )
+    parser.add_argument(
+        "--text-model", required=True, metavar="NAME_OR_DIR", help="its config and tokenizer"
+    )
+    parser.add_argument(
+        "--image-size", type=int, metavar="PX", help="side of the images (default: as trained)"
+    )
+    parser.add_argument(
+        "--normalization",
+        choices=tuple(NORMALIZATIONS),
+        default="imagenet",
+        help="mean and deviation: imagenet for the released 14M weights, half (0.5) for 100M",
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="compare embeddings with the checkpoint's towers"
+    )
+    parser.add_argument("--force", action="store_true", help="replace an earlier export")
+    options = parser.parse_args(argv)
+
+    def run() -> None:
+        folder = convert_checkpoint(**vars(options))
+        print(
+            f"Converted{', verified' * options.verify}. Load it with "
+            f"open_clip.create_model_and_transforms('local-dir:{folder}').",
+            *loading_notes(folder),
+            sep="\n",
+        )
+
+    return ended(run, "convert.py")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
