@@ -114,8 +114,8 @@ class Bench:
         self.setup = Setup(model, device(), autocast())
         rows = [sizes.micro_batch] * DISTINCT_BATCHES
         self.batches = make_batches(self.name, model, rows, seed=1)
-        pair = tuple(part[:2] for part in self.batches[0])
-        self.gflops = tower_flops(self.setup, pair)[1] / 2 / 1e9
+        images, texts = self.batches[0]
+        self.gflops = tower_flops(self.setup, (images[:2], texts[:2]))[1] / 2 / 1e9
 
     def repeated(self, count: int) -> list[MicroBatch]:
         return [self.batches[index % len(self.batches)] for index in range(count)]
@@ -355,9 +355,11 @@ def steps(session: Session) -> None:
     session.measure("GFLOP a sample", lambda: {"gflop": bench.gflops})
     for size in sizes.plain_batches:
         pairs = bench.repeated(-(-size // sizes.micro_batch))
-        pair = tuple(torch.cat(parts)[:size] for parts in zip(*pairs, strict=True))
+        images, texts = (torch.cat(parts)[:size] for parts in zip(*pairs, strict=True))
         way = partial(plain, bench.setup)
-        session.measure(f"plain, B={size}", partial(timed_step, bench, way, [pair], 3, 2))
+        session.measure(
+            f"plain, B={size}", partial(timed_step, bench, way, [(images, texts)], 3, 2)
+        )
     setup, steps = bench.setup, sizes.most_steps
     more: dict[str, tuple[Way, int, int, int]] = {
         "K=8, ours, R=auto": (decoupled(setup, "auto", LOSS_CHUNK), 8, 2, 2),
@@ -408,7 +410,8 @@ def waits_of_a_step(bench: Bench) -> dict[str, Any]:
         finally:
             if on_gpu():
                 torch.cuda.set_sync_debug_mode("default")
-    step.mixup.detach()
+    if step.mixup is not None:
+        step.mixup.detach()
     waited = [each for each in seen if "synchroniz" in str(each.message)]
     lines = {f"{Path(each.filename).name}:{each.lineno}" for each in waited}
     return {"waits": len(waited), "lines": sorted(lines)}
@@ -416,7 +419,7 @@ def waits_of_a_step(bench: Bench) -> dict[str, Any]:
 
 def attention(session: Session) -> None:
     bench = bench_of(session)
-    kernels = {
+    kernels: dict[str, Any] = {
         "as torch chooses": nullcontext(),
         "without cuDNN": sdpa_kernel(
             [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
@@ -539,7 +542,8 @@ def train(session: Session, folder: Path, *words: str) -> dict[Any, Any]:
         RuntimeError: it ended before.
     """
     clear()
-    stop, started, lines = sizes_of(session).stop, time.time(), {}
+    stop, started = sizes_of(session).stop, time.time()
+    lines: dict[Any, Any] = {}
     command = [sys.executable, "-m", "training.main", *training_words(session, folder), *words]
     with (folder / "training.log").open("a") as log:
         program = subprocess.Popen(
