@@ -493,9 +493,9 @@ class DecoupledGradientAccumulation:
     def _add_terms(self, step: _Step) -> None:
         """Add the terms to the losses, and their gradients by each micro-batch's sums to the gradients."""
         terms = step.extras.losses
-        if taken := terms.keys() & step.losses.keys():
+        if taken := terms.keys() & (step.losses.keys() | SCALARS):
             raise UserError(
-                f"{', '.join(sorted(taken))} is a term and an entry of the loss; give the term another name."
+                f"{', '.join(sorted(taken))} is a term and another entry of the result; give the term another name."
             )
         total = sum(terms.values(), start=step.losses.pop("loss"))
         step.losses |= {**terms, "loss": total}
