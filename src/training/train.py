@@ -350,7 +350,7 @@ def settle_buckets(
         micro_batch: some samples: images, texts and further parts for `prepare`, in host memory.
         prepare: makes the model's inputs of them, on its device.
     """
-    inner, ddp, _ = unwrapped(model)
+    inner, ddp = unwrapped(model)
     if ddp is None:
         return
     device = next(model.parameters()).device

@@ -296,7 +296,9 @@ def test_terms_that_cannot_be_exact_are_refused():
         ),
         (
             lambda o, images, *_: {
-                "a": (o["image_features"].sum(), 3) if len(images) == 3 else o["image_features"].sum()
+                "a": (o["image_features"].sum(), 3)
+                if len(images) == 3
+                else o["image_features"].sum()
             },
             "term a has a count in some micro-batches only",
         ),

@@ -437,6 +437,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
             terms=lambda outputs, *_: {"head": (outputs["image_features"] @ outside.own).sum()},
         ).backward(batches([2, 2])),
     }
+
     def other_terms(outputs, *_):
         total = outputs["image_features"].sum()
         return {"mine": total, "more": total} if rank == 0 else {f"of {rank}": total}

@@ -279,6 +279,31 @@ def test_a_compiled_step_is_the_eager_one(frozen, fullgraph):
     assert error(redrawn, wanted) > 0.1
 
 
+def other_masks(module, inputs):
+    """A backend whose code draws a number more than eager code, as generated code draws others."""
+
+    def run(*args):
+        torch.rand(1)
+        return module.forward(*args)
+
+    return run
+
+
+def test_a_new_graph_at_dynamos_limit_is_found_in_any_step():
+    """The first pass has a graph, the replay runs eagerly; the step is none of those that `ReplayCheck` looks at by itself."""
+    torch._dynamo.reset()
+    step = DecoupledGradientAccumulation(
+        torch.compile(bert_clip(torch.float32), backend=other_masks, dynamic=False),
+        ContrastiveLoss(),
+        retain=0,
+    )
+    with torch._dynamo.config.patch(recompile_limit=3):
+        for _ in range(2):
+            step.backward(batches([4, 4], torch.float32))
+        with pytest.raises(ReplayError, match="recompile_limit that is too low"):
+            step.backward(batches([5, 5], torch.float32))
+
+
 @pytest.mark.slow  # the code generator needs a C++ compiler and a minute
 @pytest.mark.parametrize("frozen", [None, "text"])
 def test_compiled_by_inductor(frozen):

@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import RngState
-from open_clip_zerovl.core.wrappers import unwrapped, wrapped_inside
+from open_clip_zerovl.core.wrappers import is_compiled, unwrapped, wrapped_inside
 from open_clip_zerovl.dga.extras import Collected, Extras, TermsOfMicroBatch, parts_of_coca_loss
 from open_clip_zerovl.dga.hooks import GradientHooks
 from open_clip_zerovl.dga.inputs import (
@@ -166,7 +166,8 @@ class DecoupledGradientAccumulation:
             computed outside of it, on fp32 features (fp64 stays fp64).
         scaler: a GradScaler; gradients are multiplied by its scale, as by `scaler.scale(loss).backward()`.
         retain: graphs kept from the first pass: 0 to K (K-1 over several ranks), or "auto" for the largest number that fits.
-        check: compare replayed with cached features "first" (as `ReplayCheck` has it), "always" or "never".
+        check: compare replayed with cached features "first" (as `ReplayCheck` has it: in each step of a compiled model),
+            "always" or "never".
         replay_rng: False draws new random masks in the replay, which gives a wrong gradient (the paper's Table 6).
 
     Raises:
@@ -189,7 +190,7 @@ class DecoupledGradientAccumulation:
     ) -> None:
         if check not in ("first", "always", "never"):
             raise UserError(f"check must be 'first', 'always' or 'never', but is {check!r}.")
-        inner, self._ddp, _ = unwrapped(model)
+        inner, self._ddp = unwrapped(model)
         if self._ddp is None:
             self._ddp = wrapped_inside(inner)
         every_term = [] if terms is None else [terms]
@@ -210,7 +211,7 @@ class DecoupledGradientAccumulation:
                 "Replay of random masks is off: gradients are WRONG wherever there is dropout (an ablation)."
             )
             check = "never"
-        self._inner = inner
+        self._model, self._inner = model, inner
         self._device = parameter.device
         self._autocast = autocast
         group = self._ddp.process_group if self._ddp is not None else None
@@ -441,7 +442,7 @@ class DecoupledGradientAccumulation:
         parameters as unused, and the ranks would drift apart.
         """
         ended = RngState.capture(self._device)
-        self._check.start()
+        self._check.start(compiled=is_compiled(self._model))
         before = self._check.bits_of(self._inner) if step.replayed else {}
         for name, values in step.scalars.items():
             for k, value in enumerate(values[:-1]):
