@@ -24,6 +24,7 @@ from open_clip_zerovl.checkpoints.spec import (
     first_difference,
     tower_config,
 )
+from open_clip_zerovl.checkpoints.weights import require_finite_weights
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.core.randomness import STREAMS_VERSION
@@ -270,6 +271,23 @@ def require_same_function(checkpoint: dict, model_cfg: Mapping[str, Any] | None,
             f"--resume {path} was trained with {key} {there}, and this run's model has {here}, which changes no "
             "shape, but what the weights compute; give the model as it was, or start a new run with --init-from"
         )
+
+
+def require_finite(checkpoint: dict, model: torch.nn.Module, path: str) -> None:
+    """UserError if weights of a checkpoint, or moments of its optimizer, are not finite numbers.
+
+    Args:
+        checkpoint: with bare names; of a training, or weights alone.
+    """
+    weights = checkpoint.get("state_dict", checkpoint)
+    require_finite_weights(weights, dict(model.named_parameters()), path)
+    moments = {
+        f"{name} of the optimizer's parameter {number}": value
+        for number, state in checkpoint.get("optimizer", {}).get("state", {}).items()
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+    require_finite_weights(moments, moments, path)
 
 
 def require_same_rates(

@@ -382,7 +382,9 @@ class TrainingRun:
             logging.info(f"Reading {file_path}")
         file_path = self._undamaged(file_path)
         checkpoint = resume.load_checkpoint(self.args, file_path, map_location)
+        assert self.model is not None  # main loads weights into it
         with reading(file_path, "resume from another checkpoint"):
+            resume.require_finite(checkpoint, self.model, file_path)
             resume.require_same_function(checkpoint, self.entries.get(MODEL_ENTRY), file_path)
             resume.require_same_rates(checkpoint, self.optimizer, self.args, file_path)
             position = resume.read_position(checkpoint)

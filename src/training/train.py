@@ -190,6 +190,7 @@ class Trainer:
             and not captions(model)
             and not self.config.changes("positives", "teacher", "coin_flip_mixup")
             and self.config.texts_per_image == 1,
+            recovers=scaler is not None,
             run_log=self.log,
         )
         if first_of_process and self.log is not None:

@@ -26,6 +26,7 @@ from training.resume import (
     load_checkpoint,
     of_this_line,
     read_position,
+    require_finite,
     require_same_function,
 )
 from training.stopping import Preemption
@@ -187,6 +188,32 @@ def test_a_checkpoint_of_several_ranks_has_the_names_of_one(tmp_path):
         torch.save({"epoch": 1, "state_dict": state}, tmp_path / "a.pt")
         loaded = load_checkpoint(argparse.Namespace(train_data=None), str(tmp_path / "a.pt"))
         assert loaded["state_dict"].keys() == model.state_dict().keys()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", ["weight", "running_var", "exp_avg_sq"])
+def test_a_checkpoint_with_numbers_that_are_not_finite_is_refused(place, value):
+    """Of a training and bare; infinite numbers have a place in a buffer, such as a mask."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 2)).sum().backward()
+    optimizer.step()
+    checkpoint = {"state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}
+    require_finite(checkpoint, model, "a.pt")
+    require_finite(checkpoint["state_dict"], model, "a.pt")
+    if place == "exp_avg_sq":
+        checkpoint["optimizer"]["state"][0][place].view(-1)[0] = value
+    else:
+        of = next(tensor for name, tensor in checkpoint["state_dict"].items() if place in name)
+        of.detach().view(-1)[0] = value
+    if place == "running_var" and value == float("inf"):
+        require_finite(checkpoint, model, "a.pt")
+        return
+    with pytest.raises(UserError, match=f"{place} .*of a.pt holds 1 numbers that are not finite"):
+        require_finite(checkpoint, model, "a.pt")
+    if place != "exp_avg_sq":
+        with pytest.raises(UserError, match="of a.pt holds 1 numbers"):
+            require_finite(checkpoint["state_dict"], model, "a.pt")
 
 
 def test_preemption_is_only_heard_within_its_block():
