@@ -114,14 +114,18 @@ class TrainingRun:
         self.fresh = False
         # set by the hooks, in main's order
         self.model: torch.nn.Module | None = None
-        self.optimizer: torch.optim.Optimizer | None = None  # where `own_adamw`
+        self.optimizer: torch.optim.Optimizer | None = None
         self.mixup: CoinFlipMixup | None = None
         self.resumed: resume.Position | None = None
         self.cache: FrozenCache | None = None
         self.teacher: torch.nn.Module | None = None  # of --distill-model
         self.trainer: Trainer | None = None
         self.trained = False
-        self.entries: dict[str, Any] = {}  # of each checkpoint
+        self.settings = resume.settings_of(args)  # before main adds to them
+        # of each checkpoint
+        self.entries: dict[str, Any] = (
+            {resume.SETTINGS_ENTRY: self.settings} if config.active else {}
+        )
 
     @property
     def folder(self) -> Path:
@@ -285,7 +289,7 @@ class TrainingRun:
             return self.teacher, *transforms
         if self.config.active and (model_cfg := registered_config(self.args.model)):
             forced = {"quick_gelu": True} if self.args.force_quick_gelu else {}
-            self.entries = {MODEL_ENTRY: {**model_cfg, **forced}}
+            self.entries = {**self.entries, MODEL_ENTRY: {**model_cfg, **forced}}
         # Only with our data: open_clip's cannot go on in the middle of an epoch, so a step checkpoint would be of no use.
         if self.own_step and self.config.sampling is not None:
             # Not before all ranks have met: a rank that waits for one that has failed must still end by SIGTERM.
@@ -333,10 +337,16 @@ class TrainingRun:
         logging.info(f"Compiling {blocks} blocks of the model, each by itself.")
         return model
 
-    def create_adamw(self, **options: Any) -> torch.optim.Optimizer:
-        """(lr, betas, eps) -> optimizer, where `own_adamw`."""
+    def create_optimizer(
+        self, stock: Callable[[], torch.optim.Optimizer], **options: Any
+    ) -> torch.optim.Optimizer:
+        """(lr, betas, eps) -> AdamW on our groups, where `own_adamw`, else `stock()`; on a resume it keeps its settings."""
         assert self.model is not None  # main makes the optimizer after it
-        self.optimizer = model.create_adamw(self.model, self.config, self.args.wd, **options)
+        if self.own_adamw:
+            optimizer = model.create_adamw(self.model, self.config, self.args.wd, **options)
+        else:
+            optimizer = stock()
+        self.optimizer = resume.keep_settings(optimizer, taken=self.config.active)
         return self.optimizer
 
     def cosine_lr(
@@ -398,6 +408,15 @@ class TrainingRun:
                 "sampling flags it was trained with"
             )
         self.resumed = position
+        if self.args.train_data and self.args.rank == 0:
+            words = resume.changed_settings(checkpoint, self.settings)
+            if words is not None and self.config.active:
+                logging.warning(words)
+            if self.optimizer is None:
+                logging.warning(
+                    f"--opt {self.args.opt} takes the settings of the checkpoint's optimizer: --wd, --beta1, --beta2, --eps "
+                    "and --momentum have no effect."
+                )
         done = checkpoint.get("epoch", 0)
         if self.args.train_data and self.args.rank == 0 and done >= self.args.epochs:
             logging.warning(
