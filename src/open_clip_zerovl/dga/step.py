@@ -166,6 +166,8 @@ class DecoupledGradientAccumulation:
             computed outside of it, on fp32 features (fp64 stays fp64).
         scaler: a GradScaler; gradients are multiplied by its scale, as by `scaler.scale(loss).backward()`.
         retain: graphs kept from the first pass: 0 to K (K-1 over several ranks), or "auto" for the largest number that fits.
+            If a step of one process fills the memory nevertheless, `backward` takes it once more with one graph fewer, unless
+            `.grad` held something before.
         check: compare replayed with cached features "first" (as `ReplayCheck` has it: in each step of a compiled model),
             "always" or "never".
         replay_rng: False draws new random masks in the replay, which gives a wrong gradient (the paper's Table 6).
@@ -264,14 +266,31 @@ class DecoupledGradientAccumulation:
 
         After any error the random state and the model's buffers are as before, and `.grad` must not be used.
         """
-        with self._undone_on_failure():
-            step = self._begun(micro_batches, prepare, text_order, texts_per_image)
-            self._first_pass(step)
-            self._differentiate(step, loss_inputs)
-            self._second_pass(step)
-        return step.losses | {
-            name: values[-1] for name, values in step.scalars.items() if name == "logit_scale"
-        }
+
+        def take() -> dict[str, Tensor]:
+            with self._undone_on_failure():
+                step = self._begun(micro_batches, prepare, text_order, texts_per_image)
+                self._first_pass(step)
+                self._differentiate(step, loss_inputs)
+                self._second_pass(step)
+            return step.losses | {
+                name: values[-1] for name, values in step.scalars.items() if name == "logit_scale"
+            }
+
+        parameters = [*self._inner.parameters(), *self._objective.parameters()]
+        # Gradients of earlier calls could not be told from those of a failed one. Other ranks would wait for this one.
+        again = self._world_size == 1 and all(parameter.grad is None for parameter in parameters)
+        try:
+            return take()
+        except torch.OutOfMemoryError:
+            if not (again and self._retention.keep_fewer()):
+                raise
+        # out of the handler, whose traceback holds the graphs
+        for parameter in parameters:
+            parameter.grad = None  # of the failed step
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        return take()
 
     def loss(
         self,
