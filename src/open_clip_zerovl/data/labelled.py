@@ -23,7 +23,7 @@ from open_clip_zerovl.data.components import expand_shards, kind_of
 from open_clip_zerovl.data.indexed import IndexedSample, IndexedSet, index_shards
 from open_clip_zerovl.data.names import CLASS_NAMES, file_of_words
 from open_clip_zerovl.shards.foreign import text_of
-from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS
+from open_clip_zerovl.shards.pictures import PICTURE_WORDS
 
 
 def class_list(train: IndexedSet, test: IndexedSet) -> list[str]:
@@ -109,7 +109,7 @@ def _read_shards(spec: str, shards: Sequence[str], label: str) -> IndexedSet:
         for sample, content in index_shards(shards, kind, advice=advice)
     ]
     if not samples:
-        raise UserError(f"the shards of {spec} hold no image ({', '.join(IMAGE_EXTENSIONS)})")
+        raise UserError(f"the shards of {spec} hold no image ({PICTURE_WORDS})")
     names = _class_names(Path(shards[0]).parent) if kind == "cls" else {}
     return IndexedSet(spec, samples, names)
 

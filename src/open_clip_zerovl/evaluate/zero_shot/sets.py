@@ -25,7 +25,7 @@ from open_clip_zerovl.data.labelled import class_list, open_probe_set
 from open_clip_zerovl.data.names import CLASS_NAMES, SPLIT_FOLDERS, TEMPLATES, file_of_words
 from open_clip_zerovl.evaluate.settings import ZeroShotSettings
 from open_clip_zerovl.shards.foreign import text_of
-from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS
+from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
 
 #: CLIP's short list of seven, which its authors found to be nearly as good as all eighty.
 CLIP_TEMPLATES = tuple(template("{}") for template in SIMPLE_IMAGENET_TEMPLATES)
