@@ -370,7 +370,7 @@ def options_table(records: Records, protocol: dict[str, Any]) -> str:
                 measures_of(runs[seed])[name] - measures_of(base[seed])[name] for seed in seeds
             ]
             found = student(differences, confidence)
-            word = verdict(found, len(seeds), margin)
+            word = str(verdict(found, margin)) if seeds else "not run"
             shown = f"{found.mean:+.1f}" if seeds else ""
             if found.interval:
                 shown += f" ({found.low:+.1f} to {found.high:+.1f})"

@@ -55,9 +55,11 @@ def rows(records: Sequence[dict[str, Any]], protocol: dict[str, Any]) -> list[di
         for row in protocol[kind]:
             measure = SET_OF.get(row["measure"], row["measure"])
             pair = row["of"], row["over"], row["margin"]
-            paired = Row.from_records(records, measure, *pair, confidence, planned)
-            facts = {"seeds": len(paired.differences), "estimate": paired.estimate}
-            made.append({**row, **facts, "kind": kind, "verdict": paired.verdict})
+            paired = Row.from_records(records, measure, *pair, confidence)
+            seeds = len(paired.differences)
+            word = f"{seeds} of {planned} seeds" if seeds < planned else str(paired.verdict)
+            facts = {"seeds": seeds, "estimate": paired.estimate}
+            made.append({**row, **facts, "kind": kind, "verdict": word})
     secondary = {
         (row["measure"], row["of"], row["over"]): row["estimate"].p
         for row in made

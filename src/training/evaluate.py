@@ -156,7 +156,7 @@ def _zero_shot(
             accuracies = by_set[name]
             logging.info(
                 f"Eval Epoch: {epoch} {name} zero-shot top-1: {in_percent(accuracies)} % of {accuracies['images']:,} pictures, "
-                f"chance {100 * accuracies['chance']:.1f} %"
+                f"chance {100 * accuracies['chance']:.1f} %, the commonest class {100 * accuracies['commonest']:.1f} %"
             )
     log.zero_shot(
         epoch,

@@ -22,6 +22,7 @@ from open_clip_zerovl.core.launch import (
     training_command,
     visible_gpus,
 )
+from open_clip_zerovl.core.processes import children_of
 from support import ROOT, warm
 from support.programs import COMMON
 from support.tars import write_source
@@ -326,3 +327,19 @@ def test_the_last_error_of_a_log(tmp_path):
     assert last_error(log) == "ValueError: b"
     log.write_text("a\nc\n")
     assert last_error(log) == "c"
+
+
+def test_ctrl_c_in_the_moment_of_a_fork_is_not_lost(tmp_path):
+    """Python loses an exception that a signal's handler raises within its hooks of a fork."""
+    armed = [True]
+
+    def press() -> None:
+        if armed:
+            armed.clear()
+            signal.raise_signal(signal.SIGINT)
+
+    before = children_of(os.getpid())
+    os.register_at_fork(before=press)
+    with pytest.raises(KeyboardInterrupt):
+        launch.start_training(["--help"], log=tmp_path / "log")
+    assert children_of(os.getpid()) == before and not armed

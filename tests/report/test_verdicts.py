@@ -6,13 +6,11 @@ import pytest
 from scipy import stats
 
 from open_clip_zerovl.report.verdicts import (
+    ABOVE,
+    BELOW,
     HIGHER,
     LOWER,
-    NEAR_CHANCE,
-    NO_DIFFERENCE,
-    NOT_RUN,
-    TOO_FEW,
-    UNDECIDED,
+    OPEN,
     Estimate,
     holm,
     seeds_to_decide,
@@ -22,23 +20,30 @@ from open_clip_zerovl.report.verdicts import (
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "word"),
+    ("low", "high", "sign", "size", "words"),
     [
-        (-0.9, 0.9, NO_DIFFERENCE),
-        (0.2, 0.9, NO_DIFFERENCE),  # certain, but smaller than the margin
-        (0.2, 1.1, HIGHER),
-        (-1.1, -0.2, LOWER),
-        (-0.2, 1.1, UNDECIDED),
-        (-math.inf, math.inf, UNDECIDED),
+        (0.2, 0.9, HIGHER, BELOW, "higher, below the margin"),  # neither fact hides the other
+        (0.3, 1.1, HIGHER, OPEN, "higher, size open"),
+        (1.1, 2.0, HIGHER, ABOVE, "higher, above the margin"),
+        (-0.9, -0.2, LOWER, BELOW, "lower, below the margin"),
+        (-1.1, -0.2, LOWER, OPEN, "lower, size open"),
+        (-3.0, -1.1, LOWER, ABOVE, "lower, above the margin"),
+        (-0.9, 0.9, OPEN, BELOW, "sign open, below the margin"),
+        (-0.2, 1.1, OPEN, OPEN, "open"),
+        (-math.inf, math.inf, OPEN, OPEN, "open"),
+        (math.nan, math.nan, OPEN, OPEN, "open"),
     ],
 )
-def test_the_rule_with_a_margin_of_one(low, high, word):
-    estimate = Estimate((low + high) / 2, low, high)
-    assert verdict(estimate, 3, 1.0) == word
-    assert verdict(estimate, 3, 1.0, least_seeds=4) == TOO_FEW
-    assert verdict(estimate, 0, 1.0) == NOT_RUN
-    near = verdict(estimate, 3, 1.0, near_chance=True)
-    assert near == (NEAR_CHANCE if word == NO_DIFFERENCE else word)
+def test_sign_and_size_with_a_margin_of_one(low, high, sign, size, words):
+    decided = verdict(Estimate((low + high) / 2, low, high), 1.0)
+    assert decided == (sign, size) and str(decided) == words
+
+
+def test_more_seeds_of_the_same_mean_and_scatter_keep_the_sign():
+    """+0.6 with five seeds: higher. With fifteen the interval lies within the margin as well."""
+    five = [0.1, 0.9, 0.6, 0.9, 0.5]
+    assert verdict(student(five), 1.0) == (HIGHER, OPEN)
+    assert verdict(student(five * 3), 1.0) == (HIGHER, BELOW)
 
 
 def test_students_interval_is_that_of_scipy():

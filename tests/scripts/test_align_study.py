@@ -84,5 +84,8 @@ def test_an_option_is_judged_by_its_differences_of_the_same_seed(protocol):
     }
     table = align_study.options_table(made_up, protocol)
     row = next(line for line in table.splitlines() if line.startswith("| mlp"))
-    assert "| 5 | +2.0 (+2.0 to +2.1) | higher | +0.0 (+0.0 to +0.0) | no difference |" in row
+    assert (
+        "| 5 | +2.0 (+2.0 to +2.1) | higher, above the margin | +0.0 (+0.0 to +0.0) | sign open, below the margin |"
+        in row
+    )
     assert "| siglip, one source | 0 |  | not run |" in table

@@ -273,9 +273,12 @@ class Alignment:
         bounds = recall_bounds(task.caption_ids[held.texts].tolist(), held.text_to_image.tolist())
         facts = [task.pairs.words(), f"held-out RSUM of chance: {bounds['rsum_chance']:.1f}"]
         if self.classes:
+            pictures_of = np.unique(task.caption_ids[held.texts], return_counts=True)[1]
+            commonest = 100 * pictures_of.max() / len(held.images)
             facts.append(
-                "top-1: the best of all captions is one of the picture's own. Pictures of a class share theirs: RSUM can reach "
-                f"{bounds['rsum_best']:.0f} of 600"
+                f"top-1: the best of all captions is one of the picture's own; the commonest caption belongs to "
+                f"{commonest:.1f} % of the pictures. Pictures of a class share theirs: "
+                f"RSUM can reach {bounds['rsum_best']:.0f} of 600"
             )
         facts += [
             f"{name} alone: RSUM {scores['rsum']:.1f}, {scores['images']:.0f} pictures held out"

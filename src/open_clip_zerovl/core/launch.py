@@ -21,9 +21,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.processes import PREEMPTED_STATUS, begin_child, end_with_parent
+from open_clip_zerovl.core.processes import (
+    PREEMPTED_STATUS,
+    begin_child,
+    end_with_parent,
+    interrupts_held,
+)
 
 PROCESSES = (
     "--processes"  # the first words of training/main.py: --processes N --, or --processes gpus --
@@ -76,6 +82,10 @@ def training_command(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+class TrainingStopped(UserError):
+    """A training that ended by a signal: the same call goes on with it."""
+
+
 @dataclass(frozen=True)
 class TrainingProcess:
     """A training that runs as a child of this process.
@@ -110,15 +120,33 @@ class TrainingProcess:
         """Wait for the training's end.
 
         Raises:
-            UserError: it was stopped, or it failed (its last error is in the sentence).
+            TrainingStopped: it was stopped or killed.
+            UserError: it failed (its last error is in the sentence).
         """
         status = self.process.wait()
-        if status in (PREEMPTED_STATUS, 128 + signal.SIGTERM, -signal.SIGTERM):
-            raise UserError("the training was stopped; call the same command again to go on")
+        if status in (PREEMPTED_STATUS, 130, 128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGINT):
+            raise TrainingStopped("the training was stopped; call the same command again to go on")
         if status != 0:
-            raise UserError(
+            kind = TrainingStopped if status < 0 or status > 128 else UserError
+            raise kind(
                 f"the training ended with status {status}: {last_error(self.log)} (the whole output: {self.log})"
             )
+
+
+def _start(command: Sequence[str], **how: Any) -> subprocess.Popen:
+    """Start a child; Ctrl-C in that moment ends it again.
+
+    Raises:
+        KeyboardInterrupt: after the child has ended.
+    """
+    try:
+        with interrupts_held():
+            child = subprocess.Popen(command, **how)
+    except KeyboardInterrupt:
+        child.terminate()
+        child.wait()
+        raise
+    return child
 
 
 def start_training(
@@ -133,11 +161,12 @@ def start_training(
 
     Raises:
         UserError: see `training_command`.
+        KeyboardInterrupt: Ctrl-C in the moment of the start; the training has ended.
     """
     environment = None if threads is None else {**os.environ, "OMP_NUM_THREADS": str(threads)}
     with open(log, "ab") as file:
         command = training_command(arguments, processes)
-        child = subprocess.Popen(
+        child = _start(
             command,
             stdout=file,
             stderr=file,
@@ -160,7 +189,7 @@ def follow_training(
         UserError: see `training_command`; the training failed (its last error is in the sentence), or was stopped.
         KeyboardInterrupt: Ctrl-C, after the training has saved a checkpoint and ended.
     """
-    child = subprocess.Popen(
+    child = _start(
         training_command(arguments, processes),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -131,12 +131,14 @@ def _lists_of(models: Iterable[str | Path]) -> Iterator[Identities]:
             ) from error
 
 
-def seen_sentence(held_out: Identities, seen: Identities | None, models: str) -> str | None:
+def seen_sentence(
+    held_out: Identities, seen: Identities | None, models: str, role: str = "held-out"
+) -> str | None:
     """A sentence if models were trained on pictures that are held out; None if they were not, as far as is known."""
     count = 0 if seen is None else int(np.isin(np.unique(held_out), seen).sum())
     if not count:
         return None
     return (
-        f"{models} was trained on {count:,} of the {len(np.unique(held_out)):,} held-out pictures, so that scores on them "
+        f"{models} was trained on {count:,} of the {len(np.unique(held_out)):,} {role} pictures, so that scores on them "
         "measure memorisation"
     )

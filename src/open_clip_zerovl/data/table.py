@@ -33,8 +33,7 @@ from open_clip_zerovl.data.columns import (
     guess_separator,
 )
 from open_clip_zerovl.shards.foreign import encoding_of
-from open_clip_zerovl.shards.members import opened
-from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
+from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, opened
 
 EXTENSIONS = (".csv", ".tsv")
 PACKED = "pack.json"  # marks an output of `zerovl data pack`, whose table lists refused rows

@@ -77,7 +77,9 @@ def embed(
     begins = np.cumsum([0, *collection.sizes])
     lost: dict[str, dict[str, int]] = {}
     total = sum(collection.sizes[file] for unit in units for file in unit)
-    bar = tqdm(total=total, desc=desc, unit="sample", leave=False, disable=not progress)
+    bar = tqdm(
+        total=total, desc=desc, unit="sample", leave=False, disable=None if progress else True
+    )
     try:
         batches = Batches(collection, units, transforms, batch_size)
         for batch in read_batches(batches, itemgetter(0), batch_size=1, num_workers=workers):

@@ -36,7 +36,8 @@ def accuracies(scores: Tensor, targets: Tensor) -> dict[str, Any]:
 
     Returns:
         `images`; `top1`; `top1_interval` (95 %, over pictures); `top5` with more than five classes; `mean_per_class`, over the
-        classes that occur; `chance`, 1/C; `per_class`: class index -> `images`, `top1`, `top1_interval`.
+        classes that occur; `chance`, 1/C; `commonest`, the share of the commonest class, the top-1 of always naming it;
+        `per_class`: class index -> `images`, `top1`, `top1_interval`.
 
     Raises:
         UserError: scores that are not finite.
@@ -51,6 +52,7 @@ def accuracies(scores: Tensor, targets: Tensor) -> dict[str, Any]:
             torch.stack([class_rows.mean() for class_rows in rows.values()]).mean()
         ),
         "chance": 1 / scores.shape[1],
+        "commonest": max(map(len, rows.values())) / len(targets),
         "per_class": {
             index: {"images": len(class_rows), **_share(class_rows)}
             for index, class_rows in rows.items()
@@ -79,6 +81,14 @@ def in_top(k: int, scores: Tensor, targets: Tensor) -> Tensor:
 def _share(right: Tensor) -> dict[str, Any]:
     share = float(right.mean())
     return {"top1": share, "top1_interval": wilson(share, len(right))}
+
+
+def is_above_chance(metrics: Mapping[str, Any]) -> bool:
+    """True if the metrics of `accuracies` are above chance, by their interval and by the mean per class.
+
+    A model that guesses one class for all pictures has a mean per class of exactly 1/C, whatever the classes' sizes.
+    """
+    return min(metrics["top1_interval"][0], metrics["mean_per_class"] - 1e-6) > metrics["chance"]
 
 
 def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:

@@ -146,7 +146,7 @@ def zero_shot_sentences(accuracies: Mapping[str, Mapping[str, Mapping[str, Any]]
         shares = ", ".join(f"{label} {shares_of(scored)} %" for label, scored in by_label.items())
         sentences.append(
             f"Zero-shot top-1 on {name} ({before['images']:,} pictures, {before['classes']} classes, chance "
-            f"{100 * before['chance']:.1f} %): {shares}."
+            f"{100 * before['chance']:.1f} %, the commonest class {100 * before['commonest']:.1f} %): {shares}."
         )
     return sentences
 

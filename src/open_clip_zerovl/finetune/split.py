@@ -92,6 +92,7 @@ def hold_out(
     old_data: str | None = None,
     sets: Mapping[str, IndexedSet] | None = None,
     share: float = HELD_OUT_SHARE,
+    role: str = "held-out",
     compare: bool = True,
     say: Say = lambda line: None,
 ) -> Split:
@@ -104,6 +105,7 @@ def hold_out(
         model: the starting model; pictures on which it was trained are not drawn.
         old_data: further components that are trained on.
         sets: all sets that are scored; their pictures are not trained on.
+        role: of the held-out pictures, in notes.
         compare: False trains on pictures of given sets, too.
 
     Raises:
@@ -127,7 +129,7 @@ def hold_out(
         )
         new, held_out = _write_held_out(new_sources, identities, drawn, out), [drawn]
         notes.append(
-            f"Held out: {len(drawn):,} pictures of the data, by their pixels and seed {seed}."
+            f"{role.capitalize()} pictures: {len(drawn):,} of the data, by their pixels and seed {seed}."
         )
     scored = np.concatenate([*held_out, *held.values()])
     left_out = {
@@ -137,7 +139,7 @@ def hold_out(
     count = sum(map(len, left_out.values()))
     if count and names:
         notes.append(f"Left out: {count:,} samples, whose pictures are in the sets to score.")
-    sentence = seen_sentence(scored, seen, model)
+    sentence = seen_sentence(scored, seen, model, role)
     if sentence:
         notes.append(f"{sentence}.")
     trained = [np.delete(rows, left_out[name]) for name, rows in identities.items()]

@@ -1,8 +1,8 @@
-"""Student's interval of paired differences over seeds, and the one rule by which it becomes a verdict.
+"""Student's interval of paired differences over seeds, and the one rule by which it becomes a verdict: two facts.
 
-Two arms are trained with the same seeds; the difference of each seed is one value. The rule, with a margin that was written
-down before the runs: the interval within the margin is "no difference"; an interval on one side of zero is "higher" or
-"lower"; all others are "undecided".
+Two arms are trained with the same seeds; the difference of each seed is one value. The sign: an interval on one side of zero is
+"higher" or "lower". The size, with a margin that was written down before the runs: an interval within the margin is "below the
+margin", one outside of it "above the margin". What the interval leaves open is "open"; neither fact hides the other.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import NamedTuple, TypeVar
 Key = TypeVar("Key", bound=Hashable)
 
 CONFIDENCE = 0.95
-HIGHER, LOWER, NO_DIFFERENCE, UNDECIDED = "higher", "lower", "no difference", "undecided"
-NEAR_CHANCE = "undecided, near chance"
-TOO_FEW, NOT_RUN = "too few seeds", "not run"
+HIGHER, LOWER, OPEN = "higher", "lower", "open"
+BELOW, ABOVE = "below the margin", "above the margin"
 MOST_SEEDS = 100  # beyond it `seeds_to_decide` gives no number
 
 
@@ -42,7 +41,7 @@ class Estimate(NamedTuple):
 def estimate_by_t(
     mean: float, error: float, freedom: int, confidence: float = CONFIDENCE
 ) -> Estimate:
-    """The estimate from a mean and its standard error, by Student's t with these degrees of freedom."""
+    """Estimate from a mean and its standard error, by Student's t with these degrees of freedom."""
     from scipy import stats  # half a second, which `zerovl --help` should not wait for
 
     reach = error * float(stats.t.ppf((1 + confidence) / 2, freedom))
@@ -72,43 +71,52 @@ def holm(p_values: Mapping[Key, float], level: float = 1 - CONFIDENCE) -> set[Ke
     return significant
 
 
-def verdict(
-    estimate: Estimate,
-    seeds: int,
-    margin: float,
-    *,
-    least_seeds: int = 2,
-    near_chance: bool = False,
-) -> str:
-    """The word for a difference, from its interval over the seeds.
+class Verdict(NamedTuple):
+    """The two facts of a difference.
+
+    Attributes:
+        sign: HIGHER, LOWER or OPEN.
+        size: BELOW, ABOVE or OPEN.
+    """
+
+    sign: str
+    size: str
+
+    def __str__(self) -> str:
+        """Return the facts in words; "open" if both are."""
+        if self.sign == self.size:
+            return OPEN
+        size = "size open" if self.size == OPEN else self.size
+        return f"{'sign open' if self.sign == OPEN else self.sign}, {size}"
+
+
+def verdict(estimate: Estimate, margin: float) -> Verdict:
+    """Decide sign and size of a difference from its interval.
 
     Args:
-        seeds: pairs of runs; fewer than `least_seeds` decide nothing.
-        margin: fixed beforehand; an interval within it counts as no difference.
-        near_chance: neither score is clearly above a random order, so that an interval within the margin decides nothing.
+        margin: the smallest difference that matters, fixed beforehand.
     """
-    if not seeds:
-        return NOT_RUN
-    if seeds < least_seeds:
-        return TOO_FEW
-    if -margin <= estimate.low and estimate.high <= margin:
-        return NEAR_CHANCE if near_chance else NO_DIFFERENCE
-    if estimate.low > 0:
-        return HIGHER
-    return LOWER if estimate.high < 0 else UNDECIDED
+    _, low, high, _ = estimate
+    sign = HIGHER if low > 0 else LOWER if high < 0 else OPEN
+    if -margin <= low and high <= margin:
+        return Verdict(sign, BELOW)
+    return Verdict(sign, ABOVE if low > margin or high < -margin else OPEN)
 
 
 def seeds_to_decide(
     values: Sequence[float], margin: float, confidence: float = CONFIDENCE
 ) -> int | None:
-    """The number of seeds that would decide, if mean and scatter stayed as they are; None beyond `MOST_SEEDS`.
+    """Count the seeds that would decide sign or size, if mean and scatter stayed as they are.
 
     Args:
         values: paired differences of two seeds or more.
+
+    Returns:
+        None beyond `MOST_SEEDS`.
     """
     mean, scatter = statistics.mean(values), statistics.stdev(values)
     for seeds in range(len(values), MOST_SEEDS + 1):
         expected = estimate_by_t(mean, scatter / math.sqrt(seeds), seeds - 1, confidence)
-        if verdict(expected, seeds, margin) != UNDECIDED:
+        if verdict(expected, margin) != (OPEN, OPEN):
             return seeds
     return None

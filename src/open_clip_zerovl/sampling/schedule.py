@@ -155,7 +155,7 @@ def source_schedule(
             "lower --batch-size or --dga-steps"
         )
     if strategy == "random":
-        taken = _apportion(share, total_steps * effective_batch)
+        taken = apportion(share, total_steps * effective_batch)
         mixed = np.full(total_steps, MIXED, dtype=np.int16)
         return Schedule(strategy, seed, epoch, effective_batch, epoch * taken, taken, mixed)
     if strategy == "debiased" and draw == "iid":
@@ -165,7 +165,7 @@ def source_schedule(
             strategy, seed, epoch, effective_batch, begin * effective_batch, taken, order
         )
     steps = (
-        _apportion(share, total_steps)
+        apportion(share, total_steps)
         if epoch_samples is not None
         else _whole_steps(share, effective_batch)
     )
@@ -255,7 +255,7 @@ def _iid_order(
     return draw(epoch), begin
 
 
-def _apportion(share: np.ndarray, total: int) -> np.ndarray:
+def apportion(share: np.ndarray, total: int) -> np.ndarray:
     """(S,) whole numbers in proportion to `share` (S,) that sum to `total`, by largest remainders."""
     exact = share * (total / share.sum())
     whole = np.floor(exact + 1e-9).astype(np.int64)

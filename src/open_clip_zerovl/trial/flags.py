@@ -11,9 +11,13 @@ from pathlib import Path
 from open_clip_zerovl.core.flags import NOT_NEGATIVE, POSITIVE, at_least, flag, positive
 from open_clip_zerovl.finetune.flags import SETS
 
-ARMS = ("plain", "dga", "debiased", "recipe")
-PLAIN = ARMS[0]
-
+PLAIN = "plain"
+ARMS = {
+    PLAIN: "open_clip's step at the micro-batch",
+    "dga": "the exact gradient of a batch that is K times larger",
+    "debiased": "dga with each batch from one source",
+    "recipe": "debiased with coin-flip mixup",
+}
 
 Arms = Sequence[str] | Mapping[str, Mapping[str, str]]
 
@@ -31,7 +35,7 @@ def arms(text: str) -> Arms:
     unknown = [name for name in names if name not in ARMS]
     if unknown or names[0] != PLAIN or len(names) < 2:
         raise argparse.ArgumentTypeError(
-            f"give {PLAIN} and then {', '.join(ARMS[1:])}, or a FILE.json"
+            f"give {PLAIN} and then {', '.join([*ARMS][1:])}, or a FILE.json"
         )
     return names
 
@@ -53,20 +57,22 @@ class TrialFlags:
     )
     arms: Arms = flag(
         (),
-        "plain: open_clip's step at the micro-batch; dga: the exact gradient of a batch that is K times larger; debiased: dga "
-        "with each batch from one source; recipe: debiased with coin-flip mixup (default: all; debiased needs two sources). "
-        "FILE.json holds arms of your own: {ARM: {FLAG: VALUE}}",
+        "; ".join(f"{name}: {words}" for name, words in ARMS.items())
+        + " (default: all; debiased needs two sources). FILE.json holds arms of your own: {ARM: {FLAG: VALUE}}",
         kind=arms,
         metavar="ARM,...|FILE",
     )
-    seeds: int = flag(3, "runs of each arm; a later call may ask for more", range=at_least(2))
+    seeds: int = flag(5, "runs of each arm; a later call may ask for more", range=at_least(2))
     minutes: float = flag(60.0, "time of all trainings together", range=POSITIVE)
     equal: str = flag(
         "time", "what the runs of all arms have the same amount of", choices=("time", "samples")
     )
     micro_batch: int = flag(16, "samples in one forward pass", kind=positive, metavar="B")
     effective_batch: int = flag(
-        0, "batch of dga (default: 256, less where the data is small)", kind=positive, metavar="N"
+        0,
+        "batch of dga (default: 256, at most a quarter of the smallest source)",
+        kind=positive,
+        metavar="N",
     )
     rates: Sequence[float] = flag(
         (1e-4, 3e-4, 1e-3),
@@ -77,7 +83,7 @@ class TrialFlags:
     )
     margin: float = flag(
         1.0,
-        "points of mean recall (RSUM / 6); a difference that surely lies within them is no use",
+        "the smallest difference that matters, in points of mean recall (RSUM / 6), or of top-1 where the data has classes",
         range=NOT_NEGATIVE,
     )
     gpus: int | None = flag(None, "processes (default: one a GPU)", range=at_least(1))

@@ -1,33 +1,31 @@
-"""The rows of a trial from the records of its runs: paired differences over seeds, and the verdict of `report.verdicts`."""
+"""The tables of a trial from the records of its runs: paired differences over seeds, and the verdict of `report.verdicts`."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
 from typing import Any
 
-from open_clip_zerovl.report.plot import MODEL_COLOURS, Line, line_chart
+from open_clip_zerovl.report.plot import FAINT, INK, MODEL_COLOURS, Line, draw_levels, line_chart
 from open_clip_zerovl.report.tables import text_table
 from open_clip_zerovl.report.verdicts import (
     CONFIDENCE,
     HIGHER,
-    LOWER,
     MOST_SEEDS,
-    NO_DIFFERENCE,
-    UNDECIDED,
+    OPEN,
     Estimate,
+    Verdict,
     seeds_to_decide,
     student,
     verdict,
 )
 
-Record = Mapping[str, Any]  # of a run: "arm", "rate", "seed", "scores": measure -> value, ...
-MEAN_RECALL = "mean_recall"
+# Of a run: "arm", "rate", "seed", "samples", "seconds"; measure -> value in "scores", "chance", "above_chance", "commonest".
+Record = Mapping[str, Any]
 START = "start model"  # the arm of the record before training
-WORDS = {HIGHER: "gain", LOWER: "loss", NO_DIFFERENCE: "no use"}
+EQUAL = 1.1  # times of arms that count as equal differ by no more than this factor
 
 
 @dataclass(frozen=True)
@@ -36,11 +34,10 @@ class Row:
 
     Attributes:
         of, over: arms.
-        margin: an interval within it counts as no difference.
+        margin: the smallest difference that matters.
         differences: seed -> value of `of` minus value of `over`.
         confidence: of the interval.
-        near_chance: neither arm is above the value that a random order reaches.
-        least_seeds: fewer decide nothing.
+        near_chance: neither arm is above chance, so that the difference decides nothing.
     """
 
     measure: str
@@ -50,9 +47,8 @@ class Row:
     differences: Mapping[int, float]
     confidence: float = CONFIDENCE
     near_chance: bool = False
-    least_seeds: int = 2
 
-    HEADER = ("measure", "arms", "difference", "interval", "seeds", "verdict")
+    HEADER = ("measure", "arms", "difference", "interval", "seeds", "sign", "size")
 
     @classmethod
     def from_records(
@@ -63,39 +59,27 @@ class Row:
         over: str,
         margin: float,
         confidence: float = CONFIDENCE,
-        least_seeds: int = 2,
     ) -> Row:
-        """The row over the seeds of which both arms have a record.
-
-        A record's `chance_upper` holds the value of a measure that random orders reach, where it is known.
-        """
-        values = {
-            arm: {run["seed"]: run["scores"][measure] for run in records if run["arm"] == arm}
-            for arm in (of, over)
+        """Compare two arms over the seeds of which both have a record."""
+        runs = {
+            arm: {run["seed"]: run for run in records if run["arm"] == arm} for arm in (of, over)
         }
-        seeds = sorted(values[of].keys() & values[over].keys())
-        differences = {seed: values[of][seed] - values[over][seed] for seed in seeds}
-        chance = records[0].get("chance_upper", {}) if records else {}
-        upper = chance.get(measure, -math.inf)
-        near_chance = bool(seeds) and all(
-            fmean(scores[seed] for seed in seeds) <= upper for scores in values.values()
-        )
-        return cls(measure, of, over, margin, differences, confidence, near_chance, least_seeds)
+        seeds = sorted(runs[of].keys() & runs[over].keys())
+        differences = {
+            seed: runs[of][seed]["scores"][measure] - runs[over][seed]["scores"][measure]
+            for seed in seeds
+        }
+        near = not any(is_above_chance([*of_arm.values()], measure) for of_arm in runs.values())
+        return cls(measure, of, over, margin, differences, confidence, near)
 
     @cached_property
     def estimate(self) -> Estimate:
         return student([*self.differences.values()], self.confidence)
 
     @property
-    def verdict(self) -> str:
-        """A word of `report.verdicts`."""
-        return verdict(
-            self.estimate,
-            len(self.differences),
-            self.margin,
-            least_seeds=self.least_seeds,
-            near_chance=self.near_chance,
-        )
+    def verdict(self) -> Verdict:
+        """Sign and size of the difference."""
+        return Verdict(OPEN, OPEN) if self.near_chance else verdict(self.estimate, self.margin)
 
     @property
     def cells(self) -> list[str]:
@@ -103,28 +87,28 @@ class Row:
         mean, low, high, _ = self.estimate
         between = "" if self.estimate.interval is None else f"{low:+.2f} to {high:+.2f}"
         difference = f"{mean:+.2f}" if self.differences else "-"
-        arms, seeds = f"{self.of} - {self.over}", str(len(self.differences))
-        return [
-            self.measure,
-            arms,
-            difference,
-            between,
-            seeds,
-            WORDS.get(self.verdict, self.verdict),
-        ]
+        words = ["near chance", ""] if self.near_chance else [*self.verdict]
+        seeds = str(len(self.differences))
+        return [self.measure, f"{self.of} - {self.over}", difference, between, seeds, *words]
 
-    @property
-    def sentence(self) -> str:
-        """The verdict in one sentence."""
-        _, _, difference, between, seeds, word = self.cells
-        start = f"{self.of} over {self.over}: {word}. {self.measure} {difference} ({between}, {seeds} seeds)"
-        if self.verdict == NO_DIFFERENCE:
-            return f"{start}: within the margin of {self.margin:g}."
-        if self.verdict != UNDECIDED:
-            return f"{start}."
-        needed = seeds_to_decide([*self.differences.values()], self.margin, self.confidence)
+    def sentence(self, next_confidence: float) -> str:
+        """Say the verdict, and the seeds that would decide at the confidence of the next look."""
+        _, _, difference, between, seeds, *_ = self.cells
+        words = str(self.verdict).replace("the margin", f"the margin of {self.margin:g}")
+        numbers = f"{self.measure} {difference} ({between}, {seeds} seeds)"
+        if self.near_chance:
+            return f"{self.of} over {self.over}: both near chance. {numbers}."
+        if self.verdict != (OPEN, OPEN):
+            return f"{self.of} over {self.over}: {words}. {numbers}."
+        needed = seeds_to_decide([*self.differences.values()], self.margin, next_confidence)
         count = f"more than {MOST_SEEDS}" if needed is None else str(needed)
-        return f"{start}; at this scatter {count} seeds would decide."
+        return f"{self.of} over {self.over}: open. {numbers}; at this scatter {count} seeds would decide."
+
+
+def is_above_chance(runs: Sequence[Record], measure: str) -> bool:
+    """True if most runs are above chance, or it is not known."""
+    above = [run.get("above_chance", {}).get(measure, True) for run in runs]
+    return 2 * sum(above) > len(above)
 
 
 @dataclass(frozen=True)
@@ -134,23 +118,36 @@ class TrialResult:
     Attributes:
         records: of all runs on the test sets.
         arms: compared; the first is the one that all others are compared with.
-        measures: all keys of the scores that are compared. The first, with `margin`, decides.
+        margin: the smallest difference of the first measure, which decides, that matters.
         start: the record of the model before training.
+        equal: what the arms' runs have the same amount of: "time" or "samples".
+        looks: tables that were seen, with this one; each halves the error that its intervals are allowed.
     """
 
     records: Sequence[Record]
     arms: Sequence[str]
-    measures: Sequence[str]
     margin: float
     start: Record
+    equal: str = "time"
+    looks: int = 1
+
+    @property
+    def measures(self) -> list[str]:
+        """All measures; the first decides."""
+        return list(self.start["scores"])
+
+    def confidence(self, comparisons: int, look: int | None = None) -> float:
+        """Return the confidence of one of several intervals, which all hold together (Bonferroni), at a look."""
+        return 1 - (1 - CONFIDENCE) / 2 ** ((look or self.looks) - 1) / comparisons
 
     @cached_property
     def rows(self) -> list[Row]:
-        """For each measure a row an arm. All comparisons of a measure hold together with 95 % (Bonferroni)."""
+        """For each measure a row an arm."""
         first, *others = self.arms
-        confidence = 1 - (1 - CONFIDENCE) / len(others)
         return [
-            Row.from_records(self.records, measure, arm, first, self.margin, confidence)
+            Row.from_records(
+                self.records, measure, arm, first, self.margin, self.confidence(len(others))
+            )
             for measure in self.measures
             for arm in others
         ]
@@ -158,66 +155,127 @@ class TrialResult:
     @property
     def deciding(self) -> list[Row]:
         """The rows of the measure that decides."""
-        return [row for row in self.rows if row.measure == self.measures[0]]
+        return self.rows[: len(self.arms) - 1]
+
+    @property
+    def learned(self) -> bool:
+        """True if an arm is above chance."""
+        return any(is_above_chance(self.runs(arm), self.measures[0]) for arm in self.arms)
 
     @property
     def winner(self) -> str:
         """The arm with the largest sure gain; the first arm where none gains."""
-        gains = {row.estimate.mean: row.of for row in self.deciding if row.verdict == HIGHER}
+        gains = {row.estimate.mean: row.of for row in self.deciding if row.verdict.sign == HIGHER}
         return gains[max(gains)] if gains else self.arms[0]
 
     @property
     def gain(self) -> Row:
-        """The winner compared with the model before training; holds with 95 % for whichever arm wins."""
+        """The winner compared with the model before training; holds for whichever arm wins."""
         start = [{**self.start, "arm": START, "seed": run["seed"]} for run in self.records]
-        confidence = 1 - (1 - CONFIDENCE) / len(self.arms)
+        records, confidence = [*self.records, *start], self.confidence(len(self.arms))
         return Row.from_records(
-            [*self.records, *start], self.measures[0], self.winner, START, self.margin, confidence
+            records, self.measures[0], self.winner, START, self.margin, confidence
         )
 
-    def means(self) -> list[list[str]]:
-        """A row an arm: learning rate, samples of a run, and the mean of each score over its seeds; the start model above."""
-        rows = [[START, "-", "0", *(f"{self.start['scores'][key]:.1f}" for key in self.keys)]]
-        for arm in self.arms:
-            runs = [run for run in self.records if run["arm"] == arm]
-            values = [fmean(run["scores"][key] for run in runs) for key in self.keys]
-            numbers = [f"{value:.1f}" for value in values]
-            rows.append([arm, f"{runs[0]['rate']:g}", f"{runs[0]['samples']:,}", *numbers])
-        return rows
+    @property
+    def sentences(self) -> list[str]:
+        """The verdicts; one sentence without them if no arm learned anything."""
+        if not self.learned:
+            samples = max(run["samples"] for run in self.records)
+            return [f"No arm learned anything in {samples:,} samples: give more --minutes."]
+        others = len(self.arms) - 1
+        following = self.confidence(others, self.looks + 1)
+        verdicts = [row.sentence(following) for row in self.deciding]
+        return [
+            *verdicts,
+            self.gain.sentence(self.confidence(others + 1, self.looks + 1)),
+            self.equality,
+        ]
 
     @property
-    def keys(self) -> list[str]:
-        """The scores of a record, chance levels among them."""
-        return list(self.records[0]["scores"])
+    def equality(self) -> str:
+        """Say whether the runs of all arms took the same time, or saw the same samples."""
+        if self.equal == "samples":
+            return "All arms saw the same number of samples."
+        seconds = {arm: self.mean_of(arm, "seconds") for arm in self.arms}
+        ascending = sorted(seconds, key=seconds.__getitem__)
+        fast, slow = ascending[0], ascending[-1]
+        more = seconds[slow] / seconds[fast]
+        if more <= EQUAL:
+            return f"All arms took equal time, within {100 * (more - 1):.0f} %."
+        return f"The arms did not take the same time: {slow} took {100 * (more - 1):.0f} % more than {fast}."
+
+    def runs(self, arm: str) -> list[Record]:
+        """The records of an arm."""
+        return [run for run in self.records if run["arm"] == arm]
+
+    def mean_of(self, arm: str, key: str) -> float:
+        """Mean over the seeds of an entry or a measure."""
+        return fmean(run["scores"].get(key, run.get(key)) for run in self.runs(arm))
 
     @property
     def header(self) -> list[str]:
-        return ["arm", "rate", "samples", *self.keys]
+        """Columns of `means`."""
+        return ["mean over seeds", *self._levels, *self.arms]
 
     @property
+    def _levels(self) -> dict[str, str]:
+        """Column -> entry of the start model's record."""
+        classes = {"commonest class": "commonest"} if self.start["commonest"] else {}
+        return {"chance": "chance", **classes, START: "scores"}
+
+    def means(self) -> list[list[str]]:
+        """A column an arm: learning rate, samples and seconds of a run, and each measure; chance and the start model before."""
+        rates = [f"{self.runs(arm)[0]['rate']:g}" for arm in self.arms]
+        counts = {
+            key: [f"{self.mean_of(arm, key):,.0f}" for arm in self.arms]
+            for key in ("samples", "seconds")
+        }
+        empty = [""] * len(self._levels)
+        rows = [
+            ["learning rate", *empty, *rates],
+            ["samples of a run", *empty, *counts["samples"]],
+            ["seconds of a run", *empty, *counts["seconds"]],
+        ]
+        for measure in self.measures:
+            levels = [self.start[key].get(measure) for key in self._levels.values()]
+            values = [*levels, *(self.mean_of(arm, measure) for arm in self.arms)]
+            rows.append([measure, *("" if value is None else f"{value:.1f}" for value in values)])
+        return rows
+
     def differences(self) -> list[list[str]]:
         """Cells below `Row.HEADER` for each measure and arm; only those of the first measure have a verdict."""
-        return [row.cells if row in self.deciding else [*row.cells[:-1], ""] for row in self.rows]
+        if not self.learned:
+            return []
+        first = [row.cells for row in self.deciding]
+        return [*first, *([*row.cells[:-2], "", ""] for row in self.rows[len(first) :])]
 
     def table(self) -> str:
         """Means, differences and verdicts for a terminal."""
-        tables = (
-            text_table(self.header, self.means()),
-            text_table(Row.HEADER, self.differences, left=2),
-            "\n".join(row.sentence for row in (*self.deciding, self.gain)),
-        )
-        return "\n\n".join(tables)
+        tables = [text_table(self.header, self.means())]
+        if self.learned:
+            tables.append(text_table(Row.HEADER, self.differences(), left=2))
+        return "\n\n".join([*tables, "\n".join(self.sentences)])
 
     def picture(self) -> bytes:
-        """The deciding measure of each run, a line an arm."""
-        lines = []
-        for arm, colour in zip(self.arms, MODEL_COLOURS, strict=False):
-            by_seed = {
-                run["seed"]: run["scores"][self.measures[0]]
-                for run in self.records
-                if run["arm"] == arm
-            }
-            seeds = sorted(by_seed)
-            points = [by_seed[seed] for seed in seeds]
-            lines.append(Line(arm, seeds, points, colour, {"marker": "o"}))
-        return line_chart(lines, x="seed", y=self.measures[0].replace("_", " "))
+        """Draw the deciding measure of each run, a column an arm, with chance and the start model."""
+        measure, places = self.measures[0], range(len(self.arms))
+        points = [
+            (place, run["scores"][measure])
+            for place, arm in zip(places, self.arms, strict=True)
+            for run in self.runs(arm)
+        ]
+        x, y = zip(*points, strict=True)
+        means = [self.mean_of(arm, measure) for arm in self.arms]
+        lines = [
+            Line("a run", x, y, MODEL_COLOURS[1], {"linestyle": "", "marker": "o", "alpha": 0.6}),
+            Line("mean", places, means, INK, {"linestyle": "", "marker": "_", "markersize": 28}),
+        ]
+
+        def finish(axes: Any) -> None:
+            axes.set_xticks(places, self.arms)
+            axes.set_xlim(-0.6, len(self.arms) - 0.4)
+            levels = {"chance": self.start["chance"], START: self.start["scores"]}
+            draw_levels(axes, {name: (of[measure], FAINT) for name, of in levels.items()})
+
+        return line_chart(lines, x="", y=f"{measure}, %", finish=finish)

@@ -5,18 +5,22 @@ Files of the output folder, in the order in which they are made:
     trial.json                  the arguments; a later call with the same ones continues, with more --seeds adds runs
     data/                       test and validation pictures, and lists of the samples to train on
     before/ or aligned/         the model from which every run starts, unless an exported folder was given
-    plan.json                   seconds a sample of each arm, measured once, and the samples of its runs
+    plan.json                   seconds a sample of each arm, measured in turns, and the samples of its runs
     runs/NAME/, runs/NAME.log   a training's own folder, while it runs, and its output
     records/NAME.json           settings and scores of a finished run; start.json those of the model before training
-    result.json, trial.html     the table and the verdict
+    result.json, trial.html     the table and the verdict, and the --seeds, --rates and --margin of all tables so far
 
 Every arm gets one pilot run a learning rate, scored on the validation pictures, up to two more where the best rate is the first
-or the last one, and one run a seed at its best rate, scored
-on the test sets. All start from the same weights. With `--equal time` an arm whose samples cost more sees fewer of them.
+or the last one, and one run a seed at its best rate, scored on the test sets. All start from the same weights. With
+`--equal time` an arm whose samples cost more sees fewer of them. Each source gives whole effective batches, as many as its size
+asks for, so that debiased batches waste no sample and all arms see the same mixture.
+
+Sets of classes are scored by zero-shot top-1, all others by mean recall (RSUM / 6), both in percent.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shlex
@@ -27,8 +31,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import scipy  # noqa: F401  # of the verdict, which comes after all trainings
 
 from open_clip_zerovl.align.alignment import run_align
@@ -39,11 +44,22 @@ from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, locked, write_atomically
 from open_clip_zerovl.core.flags import flags_of
-from open_clip_zerovl.core.launch import ranks_here, start_training, visible_gpus
+from open_clip_zerovl.core.launch import (
+    TrainingStopped,
+    ranks_here,
+    start_training,
+    visible_gpus,
+)
+from open_clip_zerovl.data.held_out import FEWEST_HELD_OUT, trained_on
+from open_clip_zerovl.data.indexed import IndexedSet
+from open_clip_zerovl.evaluate.accuracy import is_above_chance
 from open_clip_zerovl.evaluate.retrieval.score import score_set
 from open_clip_zerovl.evaluate.settings import RetrievalSettings
 from open_clip_zerovl.evaluate.zero_shot.score import score_loaded
+from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet
 from open_clip_zerovl.finetune.data import (
+    CAPTIONS,
+    all_classes,
     contents,
     find_data,
     named_as,
@@ -54,29 +70,46 @@ from open_clip_zerovl.finetune.data import (
 from open_clip_zerovl.finetune.finetuning import starting_folder
 from open_clip_zerovl.finetune.outcome import labelled_sets
 from open_clip_zerovl.finetune.request import digest_of_encoder, digest_of_model
-from open_clip_zerovl.finetune.split import hold_out
+from open_clip_zerovl.finetune.split import hold_out, set_identities
 from open_clip_zerovl.models.local_dir import LOCAL_DIR
 from open_clip_zerovl.recipe.arguments import Settings, as_arguments
+from open_clip_zerovl.report.bounds import not_above_chance
 from open_clip_zerovl.report.html import write_page
 from open_clip_zerovl.report.record import read_record
 from open_clip_zerovl.report.verdicts import HIGHER
+from open_clip_zerovl.sampling.schedule import apportion
 from open_clip_zerovl.trial.flags import ARMS, TrialFlags
-from open_clip_zerovl.trial.result import MEAN_RECALL, Row, TrialResult
+from open_clip_zerovl.trial.result import Row, TrialResult
 
 DEFAULT_BATCH = 256
 PILOT_SEED = 100
-MEASURED_STEPS = 4  # of the effective batch, from which the seconds a sample are taken
+ROUNDS = 2  # in which each arm is measured once
+MEASURED_STEPS = 3  # of the effective batch, each time
 FEWEST_STEPS = 8  # of the effective batch in a run
-SAVES = 10  # step checkpoints of a run, from which a stopped one continues
+LOGGED, SAVES = 20, 10  # lines and step checkpoints of a run, from which a stopped one continues
 FURTHER_RATES = 2  # pilots of an arm beyond --rates, while its best rate is the first or last one
 FULL_EPOCHS = 20  # of the printed command
-REQUEST, PLAN = "trial.json", "plan.json"
+REQUEST, PLAN, RESULT = "trial.json", "plan.json", "result.json"
+MEAN_RECALL, TOP1 = "mean recall", "top-1"
 MODEL = f"{CONTENT}--from"  # in REQUEST
 # Flags of data and first model, which are made before anything is trained.
-INPUTS = ("--from", "--image", "--text", "--data", "--retrieval-data")
+INPUTS = ("--from", "--image", "--text", "--data", "--retrieval-data", "--zero-shot-data")
 LATER = ("seeds", "rates", "margin")  # a later call may give other ones
+# Training flags that the trial sets itself -> the flag of `zerovl trial` in their place.
+SETS_ITSELF = {
+    "model": "--from",
+    "train-data": "--data",
+    "train-data-upsampling-factors": "--minutes",
+    "epochs": "--minutes",
+    "batch-size": "--micro-batch",
+    "lr": "--rates",
+    "seed": "--seeds",
+    "device": "--device",
+    **dict.fromkeys(("logs", "name", "resume", "save-frequency", "save-every-steps"), "--out"),
+}
 
 Say = Callable[[str], None]
+ScoredSet = IndexedSet | LabelledSet
 
 
 @dataclass(frozen=True)
@@ -136,17 +169,30 @@ class Inputs:
     Attributes:
         model: `local-dir:FOLDER`.
         train_data: for `--train-data`, without the test and validation pictures.
-        test, validation: retrieval sets, as `parse_retrieval_data` reads them.
+        test_data: the test sets, for `--retrieval-data`.
+        test, validation: the sets whose mean score decides.
+        more: sets of `--zero-shot-data`.
         sizes: source -> samples.
         notes: sentences for the page.
     """
 
     model: str
     train_data: str
-    test: str
-    validation: str
+    test_data: str
+    test: Mapping[str, ScoredSet]
+    validation: Mapping[str, ScoredSet]
+    more: Mapping[str, LabelledSet]
     sizes: Mapping[str, int]
     notes: tuple[str, ...]
+
+
+class Score(NamedTuple):
+    """The score of a model on a set in percent, with that of chance and, of classes, that of the commonest one."""
+
+    scores: float
+    chance: float
+    above_chance: bool
+    commonest: float | None = None
 
 
 def best_rate(rates: Sequence[float], score: Callable[[float], float]) -> tuple[float, bool]:
@@ -211,31 +257,79 @@ def _claim(request: Request) -> Request:
 
 def _inputs(request: Request, say: Say) -> Inputs:
     """Hold out the test and validation pictures, and make the starting model."""
-    given = request.retrieval_data or ""
-    tests = sets_of(given) if given else {}
+    folder, given = request.out / "data", request.retrieval_data or ""
+    more = labelled_sets("", request.zero_shot_data) if request.zero_shot_data else {}
+    tested = {f"--zero-shot-data {name}": labelled.images for name, labelled in more.items()}
+    tested |= sets_of(given) if given else {}
+    model = request.start.model
     test = hold_out(
-        request.data, given, request.out / "data" / "test", seed=0, model=request.start.model, sets=tests, say=say
+        request.data, given, folder / "test", seed=0, model=model, sets=tested, role="test", say=say
     )  # fmt: skip
-    validation = hold_out(
-        test.train_data, "", request.out / "data" / "validation", seed=0, model=request.start.model, say=say
-    )  # fmt: skip
+    tests, train_data, notes = _open_sets(test.new), test.train_data, list(test.notes)
+    seen = None if request.encoders else trained_on([model])
+    if _unseen(test.trained, seen) < FEWEST_HELD_OUT <= _unseen(test.held_out, seen) // 2:
+        halves = {name: _halves(scored, folder, name) for name, scored in tests.items()}
+        tests, validations = (
+            {name: half[side] for name, half in halves.items()} for side in (0, 1)
+        )
+        held_out = test.new
+        notes.append(
+            f"Half of the test pictures validate: {model} was trained on nearly all others."
+        )
+    else:
+        validation = hold_out(
+            train_data, "", folder / "validation", seed=0, model=model, role="validation", say=say
+        )
+        train_data, held_out = validation.train_data, validation.new
+        validations = _open_sets(held_out)
+        notes += validation.notes
     if request.encoders is None:
         model = starting_folder(request.start, request.out / "before", say)
     else:
-        folder, (image, text) = request.out / "aligned", request.encoders
-        aligned = AlignRequest(
-            images=(image,), texts=(text,), train_data=validation.train_data, held_out=validation.new, out=folder,
-            device=request.start.device,
+        (image, text), aligned = request.encoders, request.out / "aligned"
+        run_align(
+            AlignRequest(
+                images=(image,), texts=(text,), train_data=train_data, held_out=held_out, out=aligned,
+                device=request.start.device,
+            ),
+            say,
         )  # fmt: skip
-        run_align(aligned, say)
-        model = LOCAL_DIR + str(folder / "model")
-    sizes = {source.name: source.num_samples for source in open_sources(validation.train_data)}
-    notes = (*test.notes, *validation.notes)
-    return Inputs(model, validation.train_data, test.new, validation.new, sizes, notes)
+        model = LOCAL_DIR + str(aligned / "model")
+    sizes = {source.name: source.num_samples for source in open_sources(train_data)}
+    return Inputs(model, train_data, test.new, tests, validations, more, sizes, tuple(notes))
+
+
+def _open_sets(data: str) -> Mapping[str, ScoredSet]:
+    """Open held-out sets as labelled ones if all have classes, else as retrieval sets."""
+    return labelled_sets(data) if all_classes(data) else sets_of(data)
+
+
+def _unseen(pictures: np.ndarray | None, seen: np.ndarray | None) -> int:
+    """Count the pictures that a model was not trained on."""
+    known = np.empty(0, np.int64) if seen is None else seen
+    return 0 if pictures is None else len(np.setdiff1d(pictures, known))
+
+
+def _halves(scored: ScoredSet, folder: Path, name: str) -> tuple[ScoredSet, ScoredSet]:
+    """Split a set at the median of its pictures' identities, which are hashes; both halves hold whole pictures."""
+    images = scored.images if isinstance(scored, LabelledSet) else scored
+    identities = set_identities(images, folder, f"{name}-halves")
+    upper = identities > np.median(identities)
+
+    def half(rows: np.ndarray) -> ScoredSet:
+        part = replace(images, samples=[images.samples[row] for row in np.flatnonzero(rows)])
+        return replace(scored, images=part) if isinstance(scored, LabelledSet) else part
+
+    return half(upper), half(~upper)
 
 
 class Trial:
-    """A trial whose inputs are ready; see `run_trial`."""
+    """A trial whose inputs are ready; see `run_trial`.
+
+    Attributes:
+        flags_of: arm -> its training flags.
+        batch: samples of the largest optimizer step.
+    """
 
     def __init__(self, request: Request, inputs: Inputs, say: Say) -> None:
         self.request, self.inputs, self.say = request, inputs, say
@@ -247,7 +341,16 @@ class Trial:
             else self._methods(asked)
         )
         self.arms = [*self.flags_of]
+        of_arms = {flag: "--arms" for flags in self.flags_of.values() for flag in flags}
+        for flag in request.given:
+            if instead := {**of_arms, **SETS_ITSELF}.get(flag):
+                raise UserError(
+                    f"--{flag} does not work with a trial, which sets it; give {instead}"
+                )
+        self.batch = max(map(self._batch, self.arms))
         self.notes: list[str] = []  # on the pilots
+        self.further = 0  # pilots beyond --rates
+        self.done, self.begin = 0, time.monotonic()  # runs of this call
 
     def _methods(self, names: Sequence[str]) -> dict[str, Settings]:
         """Training flags of the arms of ARMS."""
@@ -275,49 +378,95 @@ class Trial:
         return {arm: methods[arm] for arm in names or ARMS if several or arm != "debiased"}
 
     def _batch(self, arm: str) -> int:
-        """Samples of an optimizer step."""
+        """Count the samples of an optimizer step."""
         return self.request.micro_batch * self.ranks * int(self.flags_of[arm].get("dga-steps") or 1)
 
-    @property
-    def effective(self) -> int:
-        """The largest batch of an arm."""
-        return max(map(self._batch, self.arms))
-
     def run(self) -> TrialResult:
-        """Pilots, runs, table, page."""
-        out = self.request.out
+        """Run pilots and runs; write table and page."""
+        out, seeds = self.request.out, range(self.request.seeds)
         for arm, samples in self.samples.items():
             self.say(f"{arm}: {samples:,} samples a run")
         rates = {arm: self._best_rate(arm) for arm in self.arms}
-        records = [
-            self.record(arm, rates[arm], seed)
-            for seed in range(self.request.seeds)
-            for arm in self.arms
-        ]
-        scores = list(records[0]["scores"])
-        measures = [MEAN_RECALL, *(key for key in scores if key.endswith(("_rsum", "_top1")))]
-        result = TrialResult(records, self.arms, measures, self.request.margin, self.start_record())
-        notes = [*self.inputs.notes, *self.notes]
-        command = shlex.join(self._winners_command(result.winner, rates[result.winner]))
-        content = {
-            "rates": rates, "winner": result.winner, "command": command, "notes": notes,
-            "means": [dict(zip(result.header, row, strict=True)) for row in result.means()],
-            "differences": [dict(zip(Row.HEADER, row, strict=True)) for row in result.differences],
-            "verdicts": [row.sentence for row in (*result.deciding, result.gain)],
-        }  # fmt: skip
-        write_atomically(out / "result.json", json.dumps(content, indent=1) + "\n")
-        advice = f"Train {result.winner} in full:"
-        if result.gain.verdict != HIGHER:
+        records = [self.record(arm, rates[arm], seed) for seed in seeds for arm in self.arms]
+        looks, notes = self._looks()
+        result = TrialResult(
+            records, self.arms, self.request.margin, self.start_record(), self.request.equal, looks
+        )
+        notes = [*self.inputs.notes, *self.notes, *notes]
+        command, advice = self._winners_command(result.winner, rates[result.winner]), ""
+        if not result.learned:
+            command = ""
+        elif result.gain.verdict.sign == HIGHER:
+            advice = f"Train {result.winner} in full:"
+        else:
             advice = (
                 f"{self.samples[result.winner]:,} samples did not surely improve the model before training: try more "
                 f"--minutes before you train {result.winner} in full:"
             )
+        content = {
+            "rates": rates, "winner": result.winner if result.learned else None, "command": command, "notes": notes,
+            "means": [dict(zip(result.header, row, strict=True)) for row in result.means()],
+            "differences": [dict(zip(Row.HEADER, row, strict=True)) for row in result.differences()],
+            "verdicts": result.sentences, "looks": self.looks,
+        }  # fmt: skip
+        write_atomically(out / RESULT, json.dumps(content, indent=1) + "\n")
         page = write_page(
             out / "trial.html", "trial.html", title="Does it help on these data?", result=result, notes=notes, advice=advice,
-            command=command,
+            command=command, facts=self._facts(), arms=self._arms_table(),
         )  # fmt: skip
-        print(result.table(), *notes, f"{advice}\n{command}", f"Written: {page}", sep="\n\n")
+        print(
+            *filter(
+                None, [result.table(), *notes, f"{advice}\n{command}".strip(), f"Written: {page}"]
+            ),
+            sep="\n\n",
+        )
         return result
+
+    def _facts(self) -> list[list[str]]:
+        """Rows of what all arms share."""
+        asked = self.request
+        start = asked.start.model if asked.encoders is None else " and ".join(asked.encoders)
+        sources = ", ".join(f"{name} ({size:,})" for name, size in self.inputs.sizes.items())
+        shared = {
+            "start": start, "samples to train on": sources, "micro-batch": f"{asked.micro_batch} x {self.ranks} ranks",
+            "effective batch": f"{self.batch}", "minutes of all runs": f"{asked.minutes:g}", "equal": asked.equal,
+            "margin": f"{asked.margin:g} points", "flags of all arms": shlex.join(as_arguments(asked.given)),
+        }  # fmt: skip
+        return [[name, value] for name, value in shared.items() if value]
+
+    def _arms_table(self) -> list[list[str]]:
+        """Rows of the arms: what each is, and its training flags."""
+        words = {} if isinstance(self.request.arms, Mapping) else ARMS
+        return [
+            [arm, words.get(arm, ""), shlex.join(as_arguments(flags))]
+            for arm, flags in self.flags_of.items()
+        ]
+
+    @cached_property
+    def looks(self) -> list[dict[str, Any]]:
+        """What this call and the earlier ones whose table was seen were asked for."""
+        file, asked = self.request.out / RESULT, self.request
+        earlier = json.loads(file.read_text(encoding="utf-8"))["looks"] if file.is_file() else []
+        now = {"--seeds": asked.seeds, "--rates": [*asked.rates], "--margin": asked.margin}
+        return earlier if now in earlier[-1:] else [*earlier, now]
+
+    def _looks(self) -> tuple[int, list[str]]:
+        """Count the tables with other runs, and name what was changed after one was seen."""
+        runs = {json.dumps([look["--seeds"], look["--rates"]]) for look in self.looks}
+        notes = []
+        if len(runs) > 1:
+            error = 5 * (2 - 0.5 ** (len(runs) - 1))
+            notes.append(
+                f"Runs were added after a table was seen: this is look {len(runs)}. Each look halves the error that its "
+                f"intervals are allowed, so that at most {error:.3g} % of such trials have a false word, in place of 5 %."
+            )
+        for flag in ("--rates", "--margin"):
+            values = dict.fromkeys(json.dumps(look[flag]) for look in self.looks)
+            if len(values) > 1:
+                notes.append(
+                    f"{flag} was changed after scores were known: {', then '.join(values)}."
+                )
+        return len(runs), notes
 
     # ---------------------------------------------------------------------------------------------
     # Length
@@ -330,51 +479,85 @@ class Trial:
         Raises:
             UserError: --minutes are too few.
         """
-        file, asked = self.request.out / PLAN, self.request
+        file, asked, sizes = self.request.out / PLAN, self.request, self.inputs.sizes.values()
         if file.is_file():
             return json.loads(file.read_text(encoding="utf-8"))["samples"]
-        costs = {arm: self._seconds_a_sample(arm) for arm in self.arms}
-        runs = len(self.arms) * (len(asked.rates) + asked.seeds)
-        seconds = 60 * asked.minutes / runs
-        self.say(f"{runs} runs of {duration(seconds)} each")
-        dearest = max(costs.values())
-        samples = {
-            arm: int(seconds / (dearest if asked.equal == "samples" else cost))
-            for arm, cost in costs.items()
-        }
-        fewest, needed = min(samples.values()), FEWEST_STEPS * self.effective
-        if fewest < needed:
+        # Enough for a batch of the smallest source alone.
+        fewest = max(FEWEST_STEPS, math.ceil(sum(sizes) / min(sizes)) if self.by_source else 0)
+        costs: dict[str, list[float]] = {arm: [] for arm in self.arms}
+        for number in range(ROUNDS):
+            self.say(f"measuring the time of each arm, {number + 1} of {ROUNDS}")
+            for arm in self.arms:
+                costs[arm].append(self._seconds_a_sample(arm))
+        cost = {arm: statistics.median(times) for arm, times in costs.items()}
+        if asked.equal == "samples":
+            cost = dict.fromkeys(cost, max(cost.values()))
+        seconds = 60 * asked.minutes / self._runs
+        batches = {arm: int(seconds / each / self.batch) for arm, each in cost.items()}
+        if min(batches.values()) < fewest:
+            needed = asked.minutes * fewest * self.batch * max(cost.values()) / seconds
             raise UserError(
-                f"--minutes {asked.minutes:g} leaves {fewest:,} samples a run, fewer than {FEWEST_STEPS} batches of "
-                f"{self.effective}; give --minutes {math.ceil(asked.minutes * needed / fewest)} or more, a smaller "
-                "--effective-batch, or fewer arms"
+                f"--minutes {asked.minutes:g} leaves {min(batches.values())} batches of {self.batch} a run, and {fewest} are "
+                f"needed{' for one of each source' if fewest > FEWEST_STEPS else ''}; give --minutes {math.ceil(needed)} or "
+                "more, a smaller --effective-batch, fewer --rates or fewer --arms"
             )
+        samples = {arm: count * self.batch for arm, count in batches.items()}
         plan = {"seconds_a_sample": costs, "samples": samples}
         write_atomically(file, json.dumps(plan, indent=1) + "\n")
         return samples
 
+    @cached_property
+    def by_source(self) -> bool:
+        """True if a batch of some arm comes from one source."""
+        return any(
+            "debiased-sampling" in flags or flags.get("sampling") in ("debiased", "sequential")
+            for flags in (self._flags(arm, 0.0) for arm in self.arms)
+        )
+
+    @property
+    def _runs(self) -> int:
+        """Runs of the whole trial, as far as they are known before the pilots."""
+        rates = self.request.rates
+        return len(self.arms) * (len(rates) * (len(rates) > 1) + self.request.seeds)
+
     def _seconds_a_sample(self, arm: str) -> float:
-        name, samples = f"measuring-{arm}", MEASURED_STEPS * self.effective
-        self.say(f"measuring {arm} on {samples:,} samples")
+        name, sources = f"measuring-{arm}", len(self.inputs.sizes)
+        batches = [math.ceil(MEASURED_STEPS / sources)] * sources
         shutil.rmtree(self._folder(name), ignore_errors=True)
-        every_step: Settings = {"log-every-n-steps": "1"}
-        self._train(name, arm, min(self.request.rates), PILOT_SEED, samples, every_step)
-        steps = read_record(self._folder(name))["step"]
+        self._train(name, arm, min(self.request.rates), PILOT_SEED, batches)
+        seconds = seconds_of(self._folder(name))
         shutil.rmtree(self._folder(name))
-        # The first step is slower: it checks its gradient and fills caches.
-        return 1 / statistics.median(step["samples_per_second"] for step in steps[1:])
+        return seconds / (sum(batches) * self.batch)
 
     # ---------------------------------------------------------------------------------------------
     # Runs
     # ---------------------------------------------------------------------------------------------
 
     def _best_rate(self, arm: str) -> float:
-        """The learning rate with the best pilot."""
+        """Find the learning rate with the best pilot; one rate alone needs none.
+
+        Raises:
+            UserError: no pilot could be trained.
+        """
+        rates = self.request.rates
+        if len(rates) == 1:
+            return rates[0]
+        failed: dict[float, str] = {}
 
         def score(rate: float) -> float:
-            return self.record(arm, rate, PILOT_SEED, pilot=True)["scores"][MEAN_RECALL]
+            self.further += rate not in rates
+            record = self.record(arm, rate, PILOT_SEED, pilot=True)
+            if "failed" in record:
+                failed[rate] = record["failed"]
+                return -math.inf
+            return next(iter(record["scores"].values()))
 
-        best, at_end = best_rate(self.request.rates, score)
+        best, at_end = best_rate(rates, score)
+        if best in failed:
+            raise UserError(f"no pilot of {arm} could be trained: {failed[best]}")
+        self.notes += [
+            f"{arm}: the pilot at {rate:g} failed: {why}." for rate, why in failed.items()
+        ]
         if at_end:
             self.notes.append(
                 f"{arm}: the best learning rate, {best:g}, is at an end of those tried; call again with --rates beyond it."
@@ -382,7 +565,7 @@ class Trial:
         return best
 
     def start_record(self) -> dict[str, Any]:
-        """The scores of the model before training on the test sets."""
+        """Score the model before training on the test sets."""
         file = self.request.out / "records" / "start.json"
         if not file.is_file():
             record = self._scores(self.inputs.model, pilot=False)
@@ -390,22 +573,46 @@ class Trial:
         return json.loads(file.read_text(encoding="utf-8"))
 
     def record(self, arm: str, rate: float, seed: int, *, pilot: bool = False) -> dict[str, Any]:
-        """The record of a run, which is trained and scored first if there is none."""
+        """Return the record of a run, which is trained and scored first if there is none.
+
+        A pilot that cannot be trained or scored, as one that diverges, gets the sentence of its error in place of scores.
+        """
         name = f"{'pilot' if pilot else 'run'}-{arm}-{rate:g}-{seed}"
-        file = self.request.out / "records" / f"{name}.json"
+        file, samples = self.request.out / "records" / f"{name}.json", self.samples[arm]
         if file.is_file():
             return json.loads(file.read_text(encoding="utf-8"))
-        begin = time.monotonic()
-        checkpoint = self._train(name, arm, rate, seed, self.samples[arm])
+        self._say_run(name)
         record: dict[str, Any] = {
-            "arm": arm, "rate": rate, "seed": seed, "pilot": pilot, "samples": self.samples[arm],
-            "seconds": round(time.monotonic() - begin, 1), "flags": as_arguments(self.flags_of[arm]),
-            **self._scores(checkpoint, pilot),
+            "arm": arm, "rate": rate, "seed": seed, "pilot": pilot, "samples": samples,
+            "flags": as_arguments(self.flags_of[arm]),
         }  # fmt: skip
+        sizes, batches = np.array([*self.inputs.sizes.values()]), samples // self.batch
+        shares = apportion(sizes, batches) if self.by_source else sizes * (batches / sizes.sum())
+        try:
+            checkpoint = self._train(name, arm, rate, seed, shares.tolist())
+            record["seconds"] = round(seconds_of(self._folder(name)), 1)
+            record |= self._scores(checkpoint, pilot)
+        except TrainingStopped:
+            raise
+        except UserError as error:
+            if not pilot:
+                raise UserError(f"{name}: {error}") from error
+            record["failed"] = str(error)
         write_atomically(file, json.dumps(record, indent=1) + "\n")
         shutil.rmtree(self._folder(name), ignore_errors=True)
-        self.say(f"{name}: mean recall {record['scores'][MEAN_RECALL]:.2f}")
+        self.done += 1
         return record
+
+    def _say_run(self, name: str) -> None:
+        """Say the number of a run among all, and the time that is left by the runs of this call."""
+        made = len([*(self.request.out / "records").glob("*-*.json")])
+        runs = self._runs + self.further
+        each = (
+            (time.monotonic() - self.begin) / self.done
+            if self.done
+            else 60 * self.request.minutes / runs
+        )
+        self.say(f"run {made + 1} of {runs}, about {duration(each * (runs - made))} left: {name}")
 
     def _folder(self, name: str) -> Path:
         return self.request.out / "runs" / name
@@ -416,6 +623,7 @@ class Trial:
         return {
             "model": self.inputs.model,
             "train-data": self.inputs.train_data,
+            "captions": CAPTIONS,
             "batch-size": str(self.request.micro_batch),
             "lr": f"{rate:g}",
             "lr-min": f"{rate / 100:g}",
@@ -428,20 +636,15 @@ class Trial:
             "precision": "amp_bf16" if on_gpu else "fp32",
             "device": None if on_gpu else "cpu",
             "workers": str(self.request.start.workers),
-            **self.flags_of[arm],
             **self.request.given,
+            **self.flags_of[arm],
         }
 
-    def _train(
-        self,
-        name: str,
-        arm: str,
-        rate: float,
-        seed: int,
-        samples: int,
-        more: Settings | None = None,
-    ) -> Path:
-        """The last checkpoint of a run; a run that was stopped goes on.
+    def _train(self, name: str, arm: str, rate: float, seed: int, batches: Sequence[float]) -> Path:
+        """Train a run, or the rest of one that was stopped, and return its last checkpoint.
+
+        Args:
+            batches: effective batches of each source.
 
         Raises:
             UserError: the training failed, or was stopped.
@@ -450,21 +653,23 @@ class Trial:
         checkpoint = folder / "checkpoints" / "epoch_1.pt"
         if checkpoint.is_file():
             return checkpoint
-        passes = samples / sum(self.inputs.sizes.values())
+        sizes = self.inputs.sizes.values()
+        # All digits, so that a batch lacks no sample.
+        passes = [count * self.batch / size for count, size in zip(batches, sizes, strict=True)]
+        steps = round(sum(batches)) * self.batch // self._batch(arm)
         place: Settings = {
-            "train-data-upsampling-factors": "::".join(
-                f"{source}={passes:.6g}" for source in self.inputs.sizes
-            ),
+            "train-data-upsampling-factors": "::".join(str(each) for each in passes),
             "epochs": "1",
             "save-frequency": "1",
-            "save-every-steps": str(max(1, samples // self._batch(arm) // SAVES)),
+            "save-every-steps": str(max(1, steps // SAVES)),
+            "log-every-n-steps": str(max(1, steps // LOGGED)),
             "seed": str(seed),
             "logs": str(folder.parent),
             "name": name,
             "resume": "latest",
         }
         folder.parent.mkdir(parents=True, exist_ok=True)
-        arguments = as_arguments({**self._flags(arm, rate), **place, **(more or {})})
+        arguments = as_arguments({**self._flags(arm, rate), **place})
         child = start_training(arguments, self.ranks, log=folder.with_name(f"{name}.log"))
         try:
             child.check()
@@ -473,41 +678,67 @@ class Trial:
             raise
         return checkpoint
 
-    def _scores(self, model: str | Path, pilot: bool) -> dict[str, dict[str, float]]:
-        """Recalls in percent and RSUM of each set, their mean, zero-shot top-1 of labelled sets; chance beside them.
+    def _scores(self, model: str | Path, pilot: bool) -> dict[str, dict[str, Any]]:
+        """Score a model on the validation sets, or on the test sets and those of --zero-shot-data.
 
-        "chance_upper" holds the mean recall that random orders reach.
+        Returns:
+            The entries of `Score`, each by measure; the first measure is the mean over the sets that decide.
         """
         encoder = replace(self.request.start, model=str(model), model_name=None, text_model=None)
         loaded: Any = encoder.load()
-        scores: dict[str, float] = {}
-        sums, chance = [], []
-        for name, dataset in sets_of(self.inputs.validation if pilot else self.inputs.test).items():
-            scored = score_set(loaded, name, dataset, RetrievalSettings(), encoder=encoder)
-            assert scored is not None
-            metrics = scored.metrics
-            sums.append(metrics["rsum"] / 6)
-            chance.append(metrics["rsum_chance_upper"] / 6)
-            scores |= {
-                f"{name}_I2T_R@1": 100 * metrics["image_to_text_R@1"],
-                f"{name}_T2I_R@1": 100 * metrics["text_to_image_R@1"],
-                f"{name}_rsum": metrics["rsum"],
-                f"{name}_chance": metrics["rsum_chance"],
-            }
-        labelled = (
-            {}
-            if pilot or not self.request.zero_shot_data
-            else labelled_sets("", self.request.zero_shot_data)
-        )
-        for name, labelled_set in labelled.items():
-            accuracy = score_loaded(loaded, labelled_set, encoder=encoder, name=name)
-            scores[f"{name}_top1"] = 100 * accuracy["top1"]
-            scores[f"{name}_top1_chance"] = 100 * accuracy["chance"]
+        sets = self.inputs.validation if pilot else self.inputs.test
+        of_sets = {name: _score(loaded, scored, encoder, name) for name, scored in sets.items()}
+        scores, chance, above, commonest = zip(*of_sets.values(), strict=True)
+        by_class = commonest[0] is not None
+        word = TOP1 if by_class else MEAN_RECALL
+        mean = Score(
+            statistics.fmean(scores), statistics.fmean(chance), any(above), statistics.fmean(commonest) if by_class else None
+        )  # fmt: skip
+        measures = {word: mean}
+        if len(of_sets) > 1:
+            measures |= {f"{name}: {word}": score for name, score in of_sets.items()}
+        for name, labelled in {} if pilot else self.inputs.more.items():
+            measures[f"{name}: {TOP1}"] = _score(loaded, labelled, encoder, name)
         return {
-            "scores": {MEAN_RECALL: statistics.fmean(sums), **scores},
-            "chance_upper": {MEAN_RECALL: statistics.fmean(chance)},
+            entry: {
+                measure: getattr(score, entry)
+                for measure, score in measures.items()
+                if getattr(score, entry) is not None
+            }
+            for entry in Score._fields
         }
 
-    def _winners_command(self, arm: str, rate: float) -> list[str]:
-        flags = {**self._flags(arm, rate), "epochs": str(FULL_EPOCHS), "name": f"trial-{arm}"}
-        return ["zerovl", "train", *as_arguments(flags)]
+    def _winners_command(self, arm: str, rate: float) -> str:
+        """Return the command that trains an arm in full; paths below the current folder are relative."""
+        test = self.inputs.test_data
+        classes = isinstance(next(iter(self.inputs.test.values())), LabelledSet)
+        flags = {
+            **self._flags(arm, rate), "epochs": str(FULL_EPOCHS), "name": f"trial-{arm}", "retrieval-data": test,
+            "zero-shot-data": self.request.zero_shot_data or (test if classes else None),
+        }  # fmt: skip
+        return shlex.join(["zerovl", "train", *as_arguments(flags)]).replace(f"{Path.cwd()}/", "")
+
+
+def _score(loaded: Any, scored_set: ScoredSet, encoder: Encoder, name: str) -> Score:
+    """Score a model on a set: top-1 of classes, else mean recall."""
+    if isinstance(scored_set, LabelledSet):
+        accuracy = score_loaded(loaded, scored_set, encoder=encoder, name=name)
+        top1, chance, commonest = (100 * accuracy[key] for key in ("top1", "chance", "commonest"))
+        return Score(top1, chance, is_above_chance(accuracy), commonest)
+    scored = score_set(loaded, name, scored_set, RetrievalSettings(), encoder=encoder)
+    assert scored is not None
+    metrics = scored.metrics
+    above = not not_above_chance(metrics)
+    return Score(metrics["rsum"] / 6, metrics["rsum_chance"] / 6, above)
+
+
+def seconds_of(folder: Path) -> float:
+    """Return the seconds of a run from the times of its logged steps, without the starts of its processes."""
+    record = read_record(folder)
+    lines = sorted([*record["start"], *record["step"]], key=lambda line: (line["at"], line["time"]))
+    seconds = share = 0.0
+    for line, following in itertools.pairwise(lines):
+        if line["kind"] == following["kind"] == "step":
+            seconds += following["time"] - line["time"]
+            share += following["at"] - line["at"]
+    return seconds / share if share else lines[-1]["time"] - lines[0]["time"]

@@ -221,9 +221,9 @@ def score_set(
             num_workers=encoder.workers,
         )
         total = -(-len(part) // encoder.batch_size)
-        return tqdm(
-            loader, total=total, desc=name, unit="batch", leave=False, disable=ranks.rank != 0
-        )
+        # None: no bar in a file of lines
+        hidden = None if ranks.rank == 0 else True
+        return tqdm(loader, total=total, desc=name, unit="batch", leave=False, disable=hidden)
 
     features = encode_on_ranks(model, dataset, batches, tokenizer, ranks, device=device)
     if features is None:

@@ -29,6 +29,7 @@ from open_clip_zerovl.evaluate.accuracy import (
     confusion_counts,
     distinct_names,
     in_percent,
+    is_above_chance,
     most_confused,
 )
 from open_clip_zerovl.evaluate.embedded import picture_features
@@ -53,8 +54,9 @@ def class_features(
         encode: captions -> embeddings (b, D), L2-normalised.
     """
     bar = tqdm(
-        captions, desc="captions of the classes", unit="class", leave=False, disable=not progress
-    )
+        captions, desc="captions of the classes", unit="class", leave=False,
+        disable=None if progress else True,
+    )  # fmt: skip
     return torch.stack(
         [
             F.normalize(encode(list(class_captions)).cpu().mean(dim=0), dim=0)
@@ -193,11 +195,10 @@ def format_zero_shot(results: Mapping[str, Mapping[str, Any]]) -> str:
             shares = (
                 in_percent(metrics),
                 top5,
-                *(f"{100 * metrics[key]:.1f}" for key in ("mean_per_class", "chance")),
+                *(f"{100 * metrics[key]:.1f}" for key in ("mean_per_class", "chance", "commonest")),
             )
             rows.append([label, f"{metrics['images']}", f"{result['classes']}", *shares])
-        # A model that guesses one class for all pictures has a mean per class of exactly 1/C, whatever the classes' sizes.
-        if min(result["top1_interval"][0], result["mean_per_class"] - 1e-6) <= result["chance"]:
+        if not is_above_chance(result):
             scores = f"top-1 {in_percent(result)} %, mean per class {100 * result['mean_per_class']:.1f} %"
             remarks.append(
                 f"{name} is not above chance: {scores}, where guessing has {100 * result['chance']:.1f} %."
@@ -215,5 +216,14 @@ def format_zero_shot(results: Mapping[str, Mapping[str, Any]]) -> str:
                     ],
                 ),
             ]
-    header = ["set", "images", "classes", "top-1 %", "top-5 %", "mean per class %", "chance %"]
+    header = [
+        "set",
+        "images",
+        "classes",
+        "top-1 %",
+        "top-5 %",
+        "mean per class %",
+        "chance %",
+        "commonest %",
+    ]
     return "\n".join([text_table(header, rows), *remarks, *classes])

@@ -1,0 +1,1 @@
+"""The linear probe (section 5.3, A.7)."""
