@@ -324,7 +324,10 @@ def test_a_whole_fine_tuning_and_later_calls(made, tmp_path, capsys):
     kept = capsys.readouterr().out
     shares = json.loads((out / "finetune.json").read_text())["zero_shot"]["things"]
     assert len(shares) == 3 and all(own["images"] == 12 for own in shares.values())
-    assert "Zero-shot top-1 on things (12 pictures, 2 classes, chance 50.0 %): before " in kept
+    assert (
+        "Zero-shot top-1 on things (12 pictures, 2 classes, chance 50.0 %, the commonest class "
+        in kept
+    )
     assert "old (kept)" in kept and "No --kept set" not in kept
     assert (out / "training.log").read_bytes() == log
 
