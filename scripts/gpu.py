@@ -1,152 +1,83 @@
-"""`make gpu`: measurements that need a GPU, in 25 minutes on one GPU. A second call goes on where the first ended.
+"""`make gpu`: what only a GPU can show, in the order of its value, in one process on one GPU.
 
-    python -m scripts.gpu [--wheels DIR] [--minutes 25] [--out docs/results] [--name NAME] [--only PART ...]
-    python -m scripts.gpu --rehearse --out DIR        # all parts on the CPU, with tiny sizes
+    python -m scripts.gpu [--wheels DIR] [--seconds 480] [--out docs/results] [--name NAME] [--only PART ...]
+    python -m scripts.gpu --rehearse --out DIR        # every part on the CPU, with tiny sizes
 
-Each part runs in processes of its own and ends within 8 minutes. Each result is written at once:
+    part         seconds on an H100, estimated
+{parts}
+The first call of 480 seconds ends with `training`, a second one of 270 seconds does the rest. Each result is written at once,
+to WORK/gpu-NAME.json, and copied to OUT with a page, OUT/gpu-NAME.md; NAME is the GPU's. The next call continues after the
+last result, also from OUT alone. A failure is a result; --only PART measures it again. Exit status:
 
-    machine            the hardware and the rates that it reaches
-    tests              the tests marked gpu: exactness in fp32, bf16 and fp16, SDPA's kernels, loss, memory, compile, resume
-    steps              the steps at paper size: ours, open_clip's accumulation, the two-pass step
-    steps-compiled     the same with the model compiled
-    loss               the loss alone at up to 1,048,576 pairs
-    plan               `zerovl plan` compared with a training
-    demo               the emoji demo, if its data exists (--emoji; `python -m scripts.drawn emoji` makes it)
+    0   everything is measured
+    1   everything is measured, and something failed
+    2   it cannot begin: a package or the GPU is missing
+    3   the time is over; call again to continue
+    75  CUDA's context is broken, or a measurement hung: call again at once, it goes on behind it (`make gpu` does)
 
-Results go to OUT/gpu-NAME.json and, as a page, to OUT/gpu-NAME.md; NAME is the GPU's. Nothing is installed or fetched: the
-machine's own torch (2.11 or newer), torchvision, timm, transformers and numpy are used as they are, and Python packages that
-it lacks are unpacked from the wheels in --wheels into WORK/site. To fetch the wheels on a machine with a network:
+Nothing is installed or fetched: the machine's own torch (2.11 or newer), torchvision, timm, transformers and numpy are used as
+they are, and packages that it lacks are unpacked from the wheels in --wheels into WORK/site. To fetch the wheels on a machine
+with a network, for Python 3.12 on the GPU's:
 
-    python -m pip download --no-deps -d DIR open_clip_torch==3.3.0 "webdataset<=0.2.86" braceexpand ftfy wcwidth
+    python -m pip download --no-deps --only-binary :all: --python-version 3.12 --platform manylinux2014_x86_64 -d DIR \\
+        open_clip_torch==3.3.0 webdataset==0.2.86 simplejpeg==1.9.0 ftfy==6.3.1 braceexpand==0.1.7 wcwidth==0.2.14
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib.util
 import json
 import os
-import queue
 import re
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # works without an installation
+sys.path[:0] = [str(ROOT / "src"), str(ROOT), str(ROOT / "tests")]  # works without an installation
 
+from open_clip_zerovl.core.errors import UserError  # noqa: E402
+from open_clip_zerovl.core.files import write_atomically  # noqa: E402
 from open_clip_zerovl.report.tables import markdown_table  # noqa: E402
 
-PART_SECONDS = 8 * 60
-LEAST_SECONDS = 45.0  # no part is started with less time left
-EPOCHS = 20
+# Functions of scripts/bench/gpu_parts.py: (seconds on an H100, what they answer).
+PARTS = {
+    "machine": (40, "rates of products and copies, the kernels that attention takes"),
+    "exactness": (40, "tests/gpu/test_exactness.py: fp32, bf16, fp16, attention's kernels, GradScaler"),
+    "gradients": (30, "errors of a step's gradient at paper size against one graph"),
+    "steps": (75, "speed and memory of eager steps: plain training, ours, open_clip's"),
+    "waits": (10, "where a step waits for the GPU, and the longest kernels of a micro-batch"),
+    "attention": (12, "a pass with and without cuDNN's attention, and at six new text lengths"),
+    "loss": (15, "the loss alone, to 262,144 pairs"),
+    "blocks": (75, "the same steps with the towers' blocks compiled"),
+    "training": (110, "`zerovl train` from tars, stopped, and resumed from an earlier step"),
+    "tests": (90, "the other tests of tests/gpu: compile, resume, loss and memory"),
+    "ranks": (40, "gradient errors of two ranks that share the GPU"),
+    "plan": (50, "`zerovl plan` compared with that training"),
+    "whole": (90, "the same steps with the whole model compiled"),
+}  # fmt: skip
+LEAST_SHARE = 0.5  # of a part's estimate: with less time left it is not begun
+MOST_ATTEMPTS = 3  # a measurement that ends the process is given up after as many
+BROKEN, TIME_OVER = 75, 3
+HANGS_AFTER = 120.0  # seconds without a result
 
-# Module -> package. CARRIED are pure Python and can be brought as wheels; EXPECTED must be on the machine.
+# Module -> package. CARRIED can be brought as wheels; EXPECTED must be on the machine.
 CARRIED = {
     "open_clip": "open_clip_torch",
-    **{name: name for name in ("webdataset", "braceexpand", "ftfy", "wcwidth")},
+    **{name: name for name in ("webdataset", "simplejpeg", "braceexpand", "ftfy", "wcwidth")},
 }
 EXPECTED = {
     "torch": "torch", "torchvision": "torchvision", "timm": "timm", "transformers": "transformers", "numpy": "numpy",
     "pandas": "pandas", "PIL": "pillow", "safetensors": "safetensors", "tqdm": "tqdm", "tensorboard": "tensorboard",
-    "sklearn": "scikit-learn", "matplotlib": "matplotlib", "pytest": "pytest", "pytest_timeout": "pytest-timeout",
+    "fsspec": "fsspec", "matplotlib": "matplotlib", "pytest": "pytest", "pytest_timeout": "pytest-timeout",
 }  # fmt: skip
-
-
-class Stop(Exception):
-    """An error that is shown as a sentence."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part and the command that measures it.
-
-    Attributes:
-        command: after the Python interpreter; `{have}` is replaced by the keys measured before.
-        reads: "results" (lines RESULT {...}), "pytest" (lines of -vv), or "ending" (the exit status only).
-        needs: a file without which the part is left out, and a sentence on how to make it.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    reads: str = "results"
-    needs: tuple[Path, str] | None = None
-
-
-def parts(options: argparse.Namespace) -> list[Part]:
-    """All parts, the most important first."""
-    rehearse = ["--rehearse"] if options.rehearse else []
-
-    def measured(part: str, *more: str) -> tuple[str, ...]:
-        return ("-m", "scripts.bench.gpu_parts", part, *rehearse, *more, "--have", "{have}")
-
-    emoji = (
-        options.emoji / "bert" / "vocab.txt",
-        f"python -m scripts.drawn emoji --out {options.emoji}",
-    )
-    device = "cpu" if options.rehearse else "cuda"
-    workers = "0" if options.rehearse else "4"
-    demo = [
-        "-m", "scripts.demo", "--data", str(options.emoji), "--out", str(options.work / "demo"),
-        "--epochs", "1" if options.rehearse else str(EPOCHS), "--", "--device", device, "--workers", workers,
-    ]  # fmt: skip
-    tests = ["-m", "pytest", "-vv", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider"]
-    if (
-        options.rehearse
-    ):  # the compiler takes minutes on a CPU; the slow tier has the same test without a GPU
-        tests += ["--deselect", "tests/gpu/test_compile.py"]
-    return [
-        Part("machine", measured("machine")),
-        Part("tests", (*tests, "{have}"), "pytest"),
-        Part("steps", measured("steps")),
-        Part("steps-compiled", measured("steps", "--compile")),
-        Part("loss", measured("loss")),
-        Part("plan", measured("plan")),
-        Part("demo", tuple(demo), "ending", emoji),
-    ]
-
-
-@dataclass
-class Results:
-    """The results so far: part -> {"status", "seconds", "results": {key: values}}; written to the disk after every change."""
-
-    file: Path
-    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, file: Path) -> Results:
-        """
-        Raises:
-            Stop: a file that holds something else.
-        """
-        if not file.is_file():
-            return cls(file)
-        try:
-            return cls(file, json.loads(file.read_text(encoding="utf-8"))["parts"])
-        except (ValueError, KeyError, TypeError) as failure:
-            raise Stop(
-                f"{file} was not written by this program ({failure}); move it away, or give another --name"
-            ) from None
-
-    def part(self, name: str) -> dict[str, Any]:
-        return self.parts.setdefault(name, {"status": "begun", "seconds": 0.0, "results": {}})
-
-    def write(self) -> None:
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        for file, content in (
-            (self.file, json.dumps({"parts": self.parts}, indent=1) + "\n"),
-            (self.file.with_suffix(".md"), page(self.parts)),
-        ):
-            scratch = file.with_name(f".{file.name}.part")
-            scratch.write_text(content, encoding="utf-8")
-            scratch.replace(file)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -154,315 +85,301 @@ class Results:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def missing_packages(site: Path) -> dict[str, str]:
-    """Modules that can be imported neither here nor from `site`: module -> package."""
-    unpacked = {path.name for path in site.iterdir()} if site.is_dir() else set()
-    return {
-        module: package
-        for module, package in {**EXPECTED, **CARRIED}.items()
-        if module not in unpacked
-        and f"{module}.py" not in unpacked
-        and importlib.util.find_spec(module) is None
-    }
+def missing_packages() -> dict[str, str]:
+    """Return the modules that cannot be imported: module -> package."""
+    importlib.invalidate_caches()
+    needed = {**EXPECTED, **CARRIED}
+    return {name: package for name, package in needed.items() if not importlib.util.find_spec(name)}
 
 
 def unpack_wheels(wheels: Path | None, site: Path) -> None:
-    """Unpack missing packages from a folder of wheels.
+    """Unpack missing packages from a folder of wheels into `site`, which becomes importable.
 
     Raises:
-        Stop: packages that are neither installed nor in the folder.
+        UserError: packages that are neither installed nor in the folder.
     """
-    missing = missing_packages(site)
+    sys.path.append(str(site))
+    missing = list(missing_packages().values())
     if wheels is not None and missing:
-        if not wheels.is_dir():
-            raise Stop(f"--wheels {wheels} is not a folder; give the one that holds the .whl files")
-        there = {path.name.split("-")[0].lower().replace("_", "-") for path in wheels.glob("*.whl")}
-        carried = [
-            package for package in missing.values() if package.lower().replace("_", "-") in there
-        ]
-        if carried:
-            pip = [
-                sys.executable,
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--no-index",
-                "--no-deps",
-                "--find-links",
-                str(wheels),
-            ]
-            done = subprocess.run(
-                [*pip, "--target", str(site), *carried], capture_output=True, text=True
-            )
-            if done.returncode != 0:
-                raise Stop(
-                    f"pip could not unpack {', '.join(carried)}: {done.stderr.strip().splitlines()[-1]}"
-                )
-        missing = missing_packages(site)
-    if missing:
-        raise Stop(
-            f"this machine's Python ({sys.executable}) has no {', '.join(missing.values())}; fetch them where there is a "
-            "network (python -m pip download --no-deps -d DIR NAME ...) and give --wheels DIR"
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+        pip += ["--find-links", str(wheels), "--target", str(site), *missing]
+        done = subprocess.run(pip, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise UserError(f"pip could not unpack {', '.join(missing)}: {done.stderr.strip()}")
+    if missing := list(missing_packages().values()):
+        raise UserError(
+            f"this machine's Python ({sys.executable}) has no {', '.join(missing)}; fetch the wheels where there is a "
+            "network (`python -m scripts.gpu --help` shows how) and give --wheels DIR"
         )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Parts
+# Results
 # ---------------------------------------------------------------------------------------------------------------------
 
-PYTEST_LINE = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR)\b")
 
+class Session:
+    """Measures and writes results, each at once; those of an earlier call are not measured again.
 
-def command_of(part: Part, have: Sequence[str]) -> list[str]:
-    """The command, without the keys that were measured before."""
-    words = list(part.command)
-    if "{have}" in words:
-        place = words.index("{have}")
-        passed = [f"--deselect={key}" for key in have] if part.reads == "pytest" else list(have)
-        words[place : place + 1] = passed
-    return [sys.executable, *words]
+    Attributes:
+        parts: part -> {"results": {key: values}, "seconds", "done"}.
+        part: the part that is being measured.
+        rehearse: on the CPU, with tiny sizes.
+        work: a folder for scratch files.
+    """
 
+    def __init__(
+        self, name: str, work: Path, out: Path, seconds: float, *, rehearse: bool = False
+    ) -> None:
+        self.files = [folder / f"gpu-{name}.json" for folder in dict.fromkeys((work, out))]
+        self.work, self.rehearse = work, rehearse
+        self.deadline = time.monotonic() + seconds
+        self.parts: dict[str, dict[str, Any]] = {}
+        self.attempts: dict[str, int] = {}
+        self.part = ""
+        self._limit: tuple[float, str] | None = None  # a result by then, or its key hangs
+        self._lock = threading.RLock()
+        if file := next((file for file in self.files if file.is_file()), None):
+            state = json.loads(file.read_text(encoding="utf-8"))
+            self.parts, self.attempts = state["parts"], state["attempts"]
 
-def result_in(line: str, reads: str) -> tuple[str, dict[str, Any]] | None:
-    """The key and the values of a line with a result, None for any other line."""
-    if reads == "results" and line.startswith("RESULT "):
-        values = json.loads(line.removeprefix("RESULT "))
-        return values.pop("key"), values
-    if reads == "pytest" and (found := PYTEST_LINE.match(line)):
-        return found[1], {"outcome": found[2].lower()}
-    return None
+    @property
+    def results(self) -> dict[str, dict[str, Any]]:
+        """The results of the current part."""
+        return self.parts[self.part]["results"]
 
+    @property
+    def left(self) -> float:
+        """Seconds until this call ends."""
+        return self.deadline - time.monotonic()
 
-def measured_before(part: Part, record: dict[str, Any]) -> list[str]:
-    """Keys that need not be measured again: all but tests that failed."""
-    return [
-        key
-        for key, values in record["results"].items()
-        if values.get("outcome", "passed") in ("passed", "skipped")
-    ]
+    def save(self) -> None:
+        """Write the state and the page."""
+        state = json.dumps({"parts": self.parts, "attempts": self.attempts}, indent=1) + "\n"
+        for file in self.files:
+            write_atomically(file, state)
+        write_atomically(self.files[-1].with_suffix(".md"), page(self.parts))
 
+    def write(self, key: str, **values: Any) -> None:
+        """Write a result of the current part."""
+        with self._lock:
+            self._limit = None
+            self.attempts.pop(f"{self.part}, {key}", None)
+            self.results[key] = values
+            self.save()
+        words = ", ".join(f"{name} {cell(value)}" for name, value in values.items())
+        print(f"  {key}: {words[:200]}", flush=True)
 
-def run_part(
-    part: Part, results: Results, seconds: float, environment: dict[str, str], log: Path
-) -> None:
-    """Run a part for at most `seconds` and write each result; earlier results are not measured again."""
-    record = results.part(part.name)
-    have = measured_before(part, record)
-    before, start = record["seconds"], time.monotonic()
-    record["status"] = "begun"
-    lines: queue.Queue[str | None] = queue.Queue()
-    child = subprocess.Popen(
-        command_of(part, have), cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
+    def begin(self, key: str, limit: float = HANGS_AFTER) -> bool:
+        """Expect a result within `limit` seconds.
 
-    def read() -> None:
-        assert child.stdout is not None
-        for line in child.stdout:
-            lines.put(line)
-        lines.put(None)
+        Returns:
+            False if there is one already, or if the process has ended too often in it.
+        """
+        if key in self.results:
+            return False
+        place = f"{self.part}, {key}"
+        with self._lock:
+            if self.attempts.get(place, 0) >= MOST_ATTEMPTS:
+                self.write(key, error=f"ended the process {MOST_ATTEMPTS} times")
+                return False
+            self.attempts[place] = self.attempts.get(place, 0) + 1
+            self.save()
+            seconds = limit * (10 if self.rehearse else 1)
+            self._limit = (time.monotonic() + seconds, key)
+        return True
 
-    threading.Thread(target=read, daemon=True).start()
-    log.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with log.open("a", encoding="utf-8") as file:
-            while (left := seconds - (time.monotonic() - start)) > 0:
-                try:
-                    line = lines.get(timeout=left)
-                except queue.Empty:
-                    break
-                if line is None:
-                    break
-                file.write(line)
-                file.flush()
-                if (found := result_in(line, part.reads)) is not None:
-                    record["results"][found[0]] = found[1]
-                    record["seconds"] = round(before + time.monotonic() - start, 1)
-                    results.write()
-                    values = ", ".join(f"{name} {cell(value)}" for name, value in found[1].items())
-                    print(f"  {found[0]}: {values[:160]}", flush=True)
-            if left <= 0 or child.poll() is None:
-                try:
-                    child.wait(timeout=max(0.1, min(20.0, left)))
-                except subprocess.TimeoutExpired:
-                    record["status"] = "stopped at its limit; a second call goes on"
-    finally:
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGTERM)
-            try:
-                child.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
+    def measure(
+        self, key: str, call: Callable[[], Mapping[str, Any]], limit: float = HANGS_AFTER
+    ) -> None:
+        """Write what `call` returns, or its failure; nothing if the result is there already."""
+        if not self.begin(key, limit):
+            return
+        import torch
+
+        try:
+            values = call()
+        except torch.OutOfMemoryError:
+            values = {"error": "out of memory"}
+        except Exception as failure:
+            values = {"error": sentence(failure)}
+        self.write(key, **values)
+        self.end_if_broken()
+
+    def end_if_broken(self) -> None:
+        """End the process if CUDA's context is broken: every further call would fail."""
+        import torch
+
+        try:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+        except RuntimeError as failure:
+            print(f"  {failure}", file=sys.stderr, flush=True)
+            os._exit(BROKEN)
+
+    def watch(self) -> None:
+        """End the process when its time is over, or a measurement hangs."""
+        while True:
+            time.sleep(0.5)
+            with self._lock:
+                if self.left < 0:
+                    if self._limit:
+                        self.attempts.pop(f"{self.part}, {self._limit[1]}", None)
+                        self.save()
+                    print("the time is over; call again to continue", flush=True)
+                    os._exit(TIME_OVER)
+                if self._limit and time.monotonic() > self._limit[0]:
+                    faulthandler.dump_traceback()
+                    self.write(self._limit[1], error="hung")
+                    os._exit(BROKEN)
+
+    def run(self, name: str, part: Callable[[Session], None]) -> None:
+        """Measure what a part lacks."""
+        self.part = name
+        record = self.parts.setdefault(name, {"results": {}, "seconds": 0.0, "done": False})
+        before, start = record["seconds"], time.monotonic()
+        print(f"{name}: {PARTS[name][1]}", flush=True)
+        try:
+            part(self)
+        except Exception as failure:  # outside of a measurement
+            self.write(name, error=sentence(failure))
+            self.end_if_broken()
         record["seconds"] = round(before + time.monotonic() - start, 1)
-        if record["status"] == "begun":
-            record["status"] = (
-                "done" if child.returncode == 0 else f"ended with status {child.returncode}"
-            )
-            if child.returncode != 0:
-                record["last_words"] = log.read_text(encoding="utf-8").strip().splitlines()[-25:]
-        results.write()
+        record["done"] = True
+        self.save()
 
 
-def collect_demo(record: dict[str, Any], work: Path) -> None:
-    """The demo's table, from its folder."""
-    file = work / "demo" / "compare" / "compare.json"
-    measures = json.loads(file.read_text(encoding="utf-8"))["measures"] if file.is_file() else {}
-    pools = {
-        pool: measures[pool]["sides"] for pool in ("within", "across", "mixed") if pool in measures
-    }
-    for name in pools.get("within", ()):
-        record["results"][name] = {pool: sides[name]["value"] for pool, sides in pools.items()}
+def sentence(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {failure}"[:400]
+
+
+def failed(values: Mapping[str, Any]) -> bool:
+    return "error" in values or values.get("outcome") == "failed"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The page
 # ---------------------------------------------------------------------------------------------------------------------
 
-ABOUT = """Made by `make gpu` (`scripts/gpu.py`). Steps take the gradient only, without optimizer and data loading; `ratio to \
-plain` is to plain training's time on the same samples. The paper's 14M recipe in 24 hours on one GPU needs 3,300 samples/s. \
-RSUMs are of held-out pairs, 0 to 600."""
+ABOUT = """Made by `make gpu` (`scripts/gpu.py`). Steps take the gradient only, without optimizer and data loading. The \
+paper's 14M recipe in 24 hours on one GPU needs 3,300 samples/s."""
+MOST_COLUMNS = 8  # a result of more values gets a table of its own
 
 
 def page(parts: Mapping[str, Mapping[str, Any]]) -> str:
-    """Markdown: a table of each part's results, and the parts that are not done with the reason."""
+    """Render the results as Markdown: a table of each part, and the parts that are not done."""
     machine = parts.get("machine", {}).get("results", {}).get("machine", {})
     sections = [f"# On {machine.get('device', 'a GPU')}", ABOUT]
     for name, record in parts.items():
         if record["results"]:
-            sections.append(f"## {name.capitalize()}\n\n{table(record['results'])}")
-    waiting = []
-    for name, record in parts.items():
-        if record["status"] != "done":
-            waiting += [
-                f"- {name}: {record['status']}",
-                *(f"      {word}" for word in record.get("last_words", ())[-5:]),
-            ]
-    if waiting:
-        sections.append("## Not done\n\n" + "\n".join(waiting))
+            what = f"{PARTS[name][1][:1].upper()}{PARTS[name][1][1:]} ({record['seconds']:.0f} s)."
+            sections += [f"## {name.capitalize()}", what, table(record["results"])]
+    if waiting := [name for name in PARTS if not parts.get(name, {}).get("done")]:
+        sections.append(f"Not done: {', '.join(waiting)}.")
     return "\n\n".join(sections) + "\n"
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """A row for each result, a column for each of their values; tests are counted, and only those that failed have a row."""
+    """Render a row for each result; one of many values gets a row for each of them. Passed tests are counted."""
     outcomes = Counter(values["outcome"] for values in results.values() if "outcome" in values)
+    parts = [", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())]
     rows = {key: values for key, values in results.items() if values.get("outcome") != "passed"}
-    columns = list(dict.fromkeys(name for values in rows.values() for name in values))
-    cells = [[key, *(cell(values.get(name)) for name in columns)] for key, values in rows.items()]
-    words = (
-        [", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())] if outcomes else []
-    )
-    words += (
-        [markdown_table(["", *(name.replace("_", " ") for name in columns)], cells)] if rows else []
-    )
-    return "\n\n".join(words)
+    long = {key: values for key, values in rows.items() if len(values) > MOST_COLUMNS}
+    short = {key: values for key, values in rows.items() if key not in long}
+    columns = list(dict.fromkeys(name for values in short.values() for name in values))
+    cells = [[key, *(cell(values.get(name)) for name in columns)] for key, values in short.items()]
+    parts += [markdown_table(["", *map(spoken, columns)], cells)] if short else []
+    for key, values in long.items():
+        pairs = [[spoken(name), cell(value)] for name, value in values.items()]
+        parts.append(markdown_table([key, ""], pairs))
+    return "\n\n".join(filter(None, parts))
+
+
+def spoken(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def cell(value: Any) -> str:
-    """A value of a result in few characters."""
+    """Write a value of a result in few characters."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     if isinstance(value, dict):
-        return ", ".join(f"{name} {cell(one)}" for name, one in value.items())
-    return (
-        " to ".join(map(cell, value))
-        if isinstance(value, list)
-        else ""
-        if value is None
-        else str(value)
-    )
+        return ", ".join(f"{name} {cell(each)}" for name, each in value.items())
+    if isinstance(value, list):
+        return "; ".join(map(cell, value))
+    return "" if value is None else str(value).replace("\n", " ").replace("|", "/")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The program
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def name_here(rehearse: bool) -> str:
-    """The GPU's name in the form of a file name; "rehearsal" on the CPU.
+    """Return the GPU's name in the form of a file name; "rehearsal" on the CPU.
 
     Raises:
-        Stop: there is no GPU.
+        UserError: there is no GPU.
     """
     if rehearse:
         return "rehearsal"
     import torch
 
     if not torch.cuda.is_available():
-        raise Stop(
-            "there is no CUDA device here; --rehearse (make gpu REHEARSE=1) runs all parts on the CPU with tiny sizes"
+        raise UserError(
+            "there is no CUDA device here; make gpu REHEARSE=1 runs every part on the CPU with tiny sizes"
         )
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()).strip("-")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the parts that are not done yet, until the time is over; returns the exit status."""
-    deadline = time.monotonic() + 60 * options.minutes
-    options.work = options.work.absolute()
-    options.out, options.emoji = options.out.absolute(), options.emoji.absolute()
-    site = options.work / "site"
-    unpack_wheels(options.wheels, site)
-    options.name = options.name or name_here(options.rehearse)
-    results = Results.read(options.out / f"gpu-{options.name}.json")
-    paths = [ROOT / "src", ROOT, site]
-    before = os.environ.get("PYTHONPATH")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([*map(str, paths), *([before] if before else [])]),
-        "PYTHONUNBUFFERED": "1",
+    """Measure what is not measured yet, until the time is over; returns the exit status."""
+    work, out = options.work.absolute(), options.out.absolute()
+    if options.rehearse:
+        os.environ |= {"ZEROVL_REHEARSE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    paths = [*sys.path[:3], str(work / "site"), os.environ.get("PYTHONPATH", "")]
+    os.environ |= {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        **({"ZEROVL_REHEARSE": "1", "CUDA_VISIBLE_DEVICES": ""} if options.rehearse else {}),
     }
-    chosen = [part for part in parts(options) if not options.only or part.name in options.only]
-    for part in chosen:
-        record = results.part(part.name)
-        if record["status"] == "done":
-            continue
-        if part.needs is not None and not part.needs[0].exists():
-            record["status"] = f"left out: there is no {part.needs[0].parent}; {part.needs[1]}"
-            results.write()
-            print(f"{part.name}: {record['status']}", flush=True)
-            continue
-        left = deadline - time.monotonic()
-        if left < min(LEAST_SECONDS, 30 * options.minutes):
-            print(
-                f"{part.name}: the {options.minutes:g} minutes are over; call again to go on",
-                flush=True,
-            )
-            break
-        print(f"{part.name} (at most {min(PART_SECONDS, left):.0f} s)", flush=True)
-        run_part(
-            part, results, min(PART_SECONDS, left), environment, options.work / f"{part.name}.log"
-        )
-        if part.name == "demo":
-            collect_demo(record, options.work)
-            results.write()
-        print(f"{part.name}: {record['status']} ({record['seconds']:.0f} s)", flush=True)
-    print(f"\n{page(results.parts)}\n{results.file}\n{results.file.with_suffix('.md')}", flush=True)
-    return exit_status([results.part(part.name) for part in chosen])
+    unpack_wheels(options.wheels, work / "site")
+    name = options.name or name_here(options.rehearse)
+    session = Session(name, work, out, options.seconds, rehearse=options.rehearse)
+    threading.Thread(target=session.watch, daemon=True).start()
+    from scripts.bench import gpu_parts
 
-
-def exit_status(records: Sequence[dict[str, Any]]) -> int:
-    """0: all parts are done; 1: a part failed; 3: a part is not finished."""
-    failed = any(record["status"].startswith("ended") for record in records)
-    waiting = any(record["status"].startswith(("begun", "stopped")) for record in records)
-    return 1 if failed else 3 if waiting else 0
+    for part in options.only or PARTS:
+        record = session.parts.get(part)
+        if record and options.only:
+            kept = {key: values for key, values in record["results"].items() if not failed(values)}
+            record.update(results=kept, done=False)
+        if record and record["done"]:
+            continue
+        if session.left < LEAST_SHARE * PARTS[part][0]:
+            print(f"{part}: {session.left:.0f} s are left; call again to continue", flush=True)
+            return TIME_OVER
+        session.run(part, getattr(gpu_parts, part))
+    print(f"\n{page(session.parts)}\n{session.files[-1].with_suffix('.md')}", flush=True)
+    return int(
+        any(failed(v) for record in session.parts.values() for v in record["results"].values())
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    listed = "".join(
+        f"    {name:<12} {seconds:>3}  {what}\n" for name, (seconds, what) in PARTS.items()
+    )
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__.replace("{parts}", listed),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny sizes")
     parser.add_argument(
         "--wheels", type=Path, metavar="DIR", help="wheels of packages that this machine lacks"
     )
     parser.add_argument(
-        "--emoji",
-        type=Path,
-        default=Path("data/emoji"),
-        metavar="DIR",
-        help="output of `python -m scripts.drawn emoji`",
-    )
-    parser.add_argument(
-        "--minutes", type=float, default=25.0, help="time for this call (default %(default)s)"
+        "--seconds", type=float, default=480.0, help="time for this call (default %(default)g)"
     )
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", metavar="DIR")
     parser.add_argument(
@@ -470,17 +387,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=Path,
         default=ROOT / "build" / "gpu",
         metavar="DIR",
-        help="scratch files and logs",
+        help="state and scratch files",
     )
     parser.add_argument("--name", help="name in the result's files (default: the GPU's)")
-    parser.add_argument("--only", nargs="+", metavar="PART", help="only these parts")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=PARTS,
+        metavar="PART",
+        help="only these parts, with what failed",
+    )
     options = parser.parse_args(argv)
-    known = ("machine", "tests", "steps", "steps-compiled", "loss", "plan", "demo")
-    if unknown := [name for name in options.only or () if name not in known]:
-        parser.error(f"there is no part {unknown[0]!r}; give one of {', '.join(known)}")
     try:
         return run(options)
-    except Stop as sentence:
+    except UserError as sentence:
         print(f"gpu: {sentence}", file=sys.stderr)
         return 2
 

@@ -1,52 +1,56 @@
-"""The measurements of scripts/gpu.py, each in a process of its own; each result is printed at once.
+"""The parts of scripts/gpu.py, which calls each by its name in `gpu.PARTS` and writes every result at once.
 
-    python -m scripts.bench.gpu_parts machine|steps|loss|plan [--rehearse] [--compile] [--have KEY ...]
-
-A result is a line `RESULT {"key": ..., ...}`; keys named with --have are not measured again. Sizes are the paper's: ViT-B/16
-at 224 px with token drop 0.25, BERT-base at 25 tokens with dropout 0.1, micro-batches of 512, bf16 autocast, TF32 as
-open_clip's training sets it. --rehearse takes tiny ones on a GPU or the CPU.
-
-    machine  hardware and versions, bf16 matrix rate, copy bandwidth
-    steps    the gradient of K micro-batches: seconds, samples/s, peak memory; the baseline is plain training
-    loss     the loss and its gradient at N pairs of width 512
-    plan     `zerovl plan` compared with a training with the same arguments
+Steps are those of the paper's model (ViT-B/16 with token drop 0.25, BERT-base at 25 tokens), in bf16 autocast, with torch's
+flags and without waits as training has them. With `session.rehearse` the model and all sizes are tiny.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib.metadata
 import json
+import os
 import platform
-import re
+import shutil
+import signal
 import statistics
 import subprocess
 import sys
-import tempfile
+import time
+import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
 
-from open_clip_zerovl.core.memory import keep_freed_memory
-from open_clip_zerovl.plan.gpus import GPUS
+from open_clip_zerovl.core.processes import end_with_parent
+from open_clip_zerovl.report.record import read_record
 from open_clip_zerovl.shards.writing import Sample, write_source
 from scripts.bench.harness import (
-    SORTED,
     MicroBatch,
     Setup,
     Way,
     build,
     decoupled,
     decoupled_and_sorted,
+    forwards_only,
+    gradient_errors,
     make_batches,
+    one_graph,
     open_clip_accumulation,
-    peak_bytes,
     plain,
+    recipe_step,
+    reference_gradient,
     register,
     seconds,
     tower_flops,
@@ -55,252 +59,533 @@ from scripts.bench.harness import (
 )
 from scripts.bench.loader import CAPTION, photograph
 from scripts.bench.loss import measure as measure_loss
+from scripts.gpu import ROOT, Session
 
-PACKAGES = (
-    "torch",
-    "torchvision",
-    "timm",
-    "transformers",
-    "numpy",
-    "open_clip_torch",
-    "webdataset",
-    "triton",
-)
+ENVIRONMENT = dict(os.environ)  # tests change it
+GIB = 2**30
 LOSS_CHUNK = 1024
-DISTINCT_BATCHES = 4  # different micro-batches; a step of more repeats them
-WARM_UP_MICRO_BATCHES = 2
-LOSS_WIDTH = 512
-LOGGED_SECONDS = re.compile(r"Batch \(t\): ([\d.]+)")
+DISTINCT_BATCHES = 4  # a step of more repeats them
+PACKAGES = ("torch", "torchvision", "timm", "transformers", "numpy", "triton")
+SEED = 3  # of the masks of compared gradients
 
 
+@dataclass(frozen=True)
 class Sizes:
-    """Sizes of the measurements: the paper's, or tiny for a rehearsal."""
+    """Sizes of the measurements."""
 
-    def __init__(self, rehearse: bool) -> None:
-        self.model = "tiny" if rehearse else "ViT-B-16+BERT-base"
-        self.micro_batch = 4 if rehearse else 512
-        self.steps = (1, 4) if rehearse else (1, 4, 16, 32)
-        self.pairs = (256, 512) if rehearse else (16_384, 65_536, 262_144, 1_048_576)
-        self.matrix = 256 if rehearse else 8192
-        self.copy_bytes = 2**20 if rehearse else 2**32
-        # Model, micro-batch and K; pairs of each of two sources, pixels, passes; loader processes; least steps, steps skipped.
-        self.plan_model = "zerovl-emoji" if rehearse else "zerovl-ViT-B-16-BERT-base"
-        self.plan_batch, self.plan_steps = (8, 2) if rehearse else (512, 8)
-        self.plan_pairs, self.plan_px, self.plan_passes = (
-            (64, 64, 2) if rehearse else (8192, 256, 10)
-        )
-        self.plan_workers = 1 if rehearse else 12
-        self.plan_least, self.plan_skipped = (10, 2) if rehearse else (35, 5)
-
-
-def emit(key: str, **values: Any) -> None:
-    """Hand a result to scripts/gpu.py."""
-    print("RESULT " + json.dumps({"key": key, **values}), flush=True)
+    model: str = "ViT-B-16+BERT-base"
+    micro_batch: int = 512
+    plain_batches: tuple[int, ...] = (128, 256, 512, 1024)
+    most_steps: int = 32
+    compared: int = 32  # samples in a micro-batch of compared gradients
+    matrix: int = 8192
+    copy_bytes: int = 2**32
+    pairs: tuple[int, ...] = (16_384, 65_536, 262_144)
+    least_blocks: int = 6  # of a tower whose blocks are compiled
+    compiler: str = "inductor"
+    trained: tuple[str, ...] = ("zerovl-ViT-B-16-BERT-base", "base", "--token-drop", "0.25")
+    trained_pairs: int = 4096  # in each of two sources
+    passes: int = 20
+    px: int = 256
+    workers: int = 14
+    stop: int = 25  # step of the training at which it is stopped
+    save: int = 20
 
 
-def device_here() -> torch.device:
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def device_name(device: torch.device) -> str:
-    return (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"CPU ({platform.machine()})"
-    )
-
-
-def datasheet_tflops(name: str) -> float | None:
-    """The maker's dense bf16 rate of the GPU of this name, None if the table does not have it."""
-    bare = name.lower().replace(" ", "")
-    found = [
-        gpu
-        for gpu in GPUS.values()
-        if gpu.label.lower().replace(" ", "").removesuffix("gb") in bare
-    ]
-    return max((gpu.tflops for gpu in found), default=None)
+TINY = Sizes(
+    model="tiny", micro_batch=4, plain_batches=(2, 4), most_steps=16, compared=4, matrix=256, copy_bytes=2**20,
+    pairs=(256,), least_blocks=1, compiler="eager", trained=("zerovl-emoji", "tiny"), trained_pairs=64, px=64,
+    workers=1, stop=10, save=5,
+)  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The machine
+# What the parts share
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def machine(sizes: Sizes, have: Sequence[str]) -> None:
-    device = device_here()
-    name = device_name(device)
-    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    installed = {
-        distribution.metadata["Name"] for distribution in importlib.metadata.distributions()
-    }
-    versions = {
-        package: importlib.metadata.version(package) for package in PACKAGES if package in installed
-    }
-    emit(
-        "machine",
-        device=name,
-        memory_gib=None if total is None else total / 2**30,
-        python=platform.python_version(),
-        cuda=torch.version.cuda,
-        versions=versions,
-        datasheet_tflops=datasheet_tflops(name),
-        matrix_tflops=matrix_tflops(device, sizes.matrix),
-        copy_tb_per_second=copy_rate(device, sizes.copy_bytes),
-    )
+class Bench:
+    """The model on its device, and micro-batches of it."""
+
+    def __init__(self, sizes: Sizes, scratch: Path) -> None:
+        scratch.mkdir(parents=True, exist_ok=True)
+        self.name = register(sizes.model, None, 0.1, scratch)
+        model = build(self.name, 0.25, device(), torch.float32)
+        self.setup = Setup(model, device(), autocast())
+        rows = [sizes.micro_batch] * DISTINCT_BATCHES
+        self.batches = make_batches(self.name, model, rows, seed=1)
+        images, texts = self.batches[0]
+        self.gflops = tower_flops(self.setup, (images[:2], texts[:2]))[1] / 2 / 1e9
+
+    def repeated(self, count: int) -> list[MicroBatch]:
+        return [self.batches[index % len(self.batches)] for index in range(count)]
+
+    def small(self, size: int) -> list[MicroBatch]:
+        """The first samples of three micro-batches."""
+        return [(images[:size], texts[:size]) for images, texts in self.batches[:3]]
 
 
-def _median_seconds(device: torch.device, once: Callable[[], Any], rounds: int = 10) -> float:
-    """Median wall-clock seconds of a call, until the device is done; after three calls to warm up."""
-    setup = Setup(torch.nn.Linear(1, 1), device)
-    took = [seconds(setup, lambda _: once(), [], "wall") for _ in range(rounds + 3)]
-    return statistics.median(took[3:])
+@cache
+def device() -> torch.device:
+    """Return the device, with the flags that open_clip's main sets."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.benchmark = True
+    return torch.device("cuda", 0)
 
 
-def matrix_tflops(device: torch.device, size: int) -> float:
-    """10^12 operations a second in a bf16 product of random square matrices."""
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * size**3 / _median_seconds(device, lambda: a @ b) / 1e12
+def on_gpu() -> bool:
+    return device().type == "cuda"
 
 
-def copy_rate(device: torch.device, size: int) -> float:
-    """TB a second, read and written, of a copy on the device."""
-    source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * size / _median_seconds(device, lambda: target.copy_(source)) / 1e12
+def autocast() -> Callable[[], Any]:
+    return partial(torch.autocast, device().type, dtype=torch.bfloat16)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Steps
-# ---------------------------------------------------------------------------------------------------------------------
+def sizes_of(session: Session) -> Sizes:
+    return TINY if session.rehearse else Sizes()
 
 
-def contestants(setup: Setup, steps: int) -> dict[str, Way]:
-    """The ways to take a step of K micro-batches, by the name of its row."""
-    if steps == 1:
-        return {"plain": partial(plain, setup), "ours, retain 1": decoupled(setup, 1, LOSS_CHUNK)}
-    return {
-        "open_clip --accum-freq": partial(open_clip_accumulation, setup),
-        "two-pass (GradCache)": two_pass(setup),
-        "ours, retain 1": decoupled(setup, 1, LOSS_CHUNK),
-        "ours, retain auto": decoupled(setup, "auto", LOSS_CHUNK),
-        f"ours, retain 1, {SORTED}": decoupled_and_sorted(setup, 1, LOSS_CHUNK),
-    }
+@cache
+def bench_of(session: Session) -> Bench:
+    return Bench(sizes_of(session), session.work / "model")
 
 
-def graphs_kept(way: Way, sizes: list[int]) -> int | None:
-    """R of one of our ways, None for another way."""
-    dga = getattr(getattr(way, "func", None), "__self__", None)
-    return None if dga is None else dga._retention.graphs(sizes)
+def clear() -> None:
+    """Free what earlier measurements left on the GPU."""
+    gc.collect()
+    if on_gpu():
+        torch.cuda.empty_cache()
 
 
-def steps(sizes: Sizes, have: Sequence[str], compiled: bool) -> None:
-    device = device_here()
-    if device.type == "cuda":  # as open_clip's main sets them
-        torch.backends.cuda.matmul.allow_tf32 = True
-        torch.backends.cudnn.benchmark = True
-    else:
-        keep_freed_memory()
-    mode = "compiled" if compiled else "eager"
-    with tempfile.TemporaryDirectory() as scratch:
-        name = register(sizes.model, None, 0.1, Path(scratch))
-        model = build(name, 0.25, device, torch.float32)
-    setup = Setup(model, device, partial(torch.autocast, device.type, dtype=torch.bfloat16))
-    batches = make_batches(
-        name, model, [sizes.micro_batch] * min(DISTINCT_BATCHES, max(sizes.steps)), seed=1
-    )
-    _, flops = tower_flops(setup, (batches[0][0][:2], batches[0][1][:2]))
-    gflops = flops / 2 / 1e9
-    if compiled:
-        setup.model = torch.compile(model)
-    yardstick = partial(plain, setup)
-    first = seconds(
-        setup, yardstick, batches[:1], "wall"
-    )  # loads kernels, compiles the pass with a graph
-    first += seconds(
-        setup, decoupled(setup, 0, LOSS_CHUNK), batches[:1], "wall"
-    )  # compiles the pass without
-    if f"{mode}, first" not in have:
-        emit(
-            f"{mode}, first", seconds=first, gflops_per_sample=gflops, micro_batch=sizes.micro_batch
-        )
-    for k in sizes.steps:
-        for row, way in contestants(setup, k).items():
-            key = f"{mode}, K={k}, {row}"
-            if key in have:
-                continue
-            try:
-                measured = measure_way(setup, way, yardstick, repeated(batches, k), gflops)
-            except torch.OutOfMemoryError:
-                measured = {"error": "out of memory"}
-            setup.zero_grad()
-            emit(key, **measured)
-            del way
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+def median_seconds(once: Callable[[], Any], rounds: int = 10, warm_up: int = 3) -> float:
+    """Median wall-clock seconds of a call, until the device is done."""
+    setup = Setup(nn.Linear(1, 1), device())
+    took = [seconds(setup, lambda _: once(), [], "wall") for _ in range(warm_up + rounds)]
+    return statistics.median(took[warm_up:])
 
 
-def repeated(batches: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
-    return [batches[index % len(batches)] for index in range(count)]
-
-
-def measure_way(
-    setup: Setup, way: Way, yardstick: Way, batches: list[MicroBatch], gflops_per_sample: float
+def timed_step(
+    bench: Bench, way: Way, micro_batches: Sequence[MicroBatch], rounds: int, warm_up: int
 ) -> dict[str, Any]:
-    """Seconds of a step and their ratio to plain training's just before, samples a second, FLOPs' utilisation, peak memory."""
-    for _ in range(2):  # "auto" measures in the first step and decides in the second
-        seconds(setup, way, batches[:WARM_UP_MICRO_BATCHES], "wall")
-    short = batches[:DISTINCT_BATCHES]
-    took, ratios = [], []
-    for _ in range(3 if len(batches) <= DISTINCT_BATCHES else 2):
-        a_batch = seconds(setup, yardstick, short, "wall") / len(short)
-        took.append(seconds(setup, way, batches, "wall"))
-        ratios.append(took[-1] / len(batches) / a_batch)
-    per_second = sum(len(images) for images, _ in batches) / statistics.median(took)
-    sheet = datasheet_tflops(device_name(setup.device))
+    """Time a step, and read the peak of its memory in the timed rounds: cuDNN's trials come before."""
+    clear()
+    for _ in range(warm_up):
+        seconds(bench.setup, way, micro_batches, "wall")
+    if on_gpu():
+        torch.cuda.reset_peak_memory_stats()
+    took = [seconds(bench.setup, way, micro_batches, "wall") for _ in range(rounds)]
+    rate = sum(len(images) for images, _ in micro_batches) / statistics.median(took)
+    dga = getattr(getattr(way, "func", None), "__self__", None)
+    bench.setup.zero_grad()
     return {
         "seconds": statistics.median(took),
-        "seconds_range": [min(took), max(took)],
-        "ratio_to_plain": statistics.median(ratios),
-        "samples_per_second": per_second,
-        "flops_utilisation": None
-        if sheet is None
-        else per_second * gflops_per_sample / (1000 * sheet),
-        "peak_gib": peak_bytes(setup, way, batches) / 2**30,
-        "retained": graphs_kept(way, [len(images) for images, _ in batches]),
+        "samples_per_second": rate,
+        "tflops": rate * bench.gflops / 1000,
+        "peak_gib": torch.cuda.max_memory_allocated() / GIB if on_gpu() else None,
+        "retained": dga and dga._retention.graphs([len(images) for images, _ in micro_batches]),
     }
 
 
+def ways(bench: Bench) -> dict[str, tuple[Way, int, int, int]]:
+    """The steps of the eager and the compiled parts: (way, micro-batches, rounds, warm-up)."""
+    setup = bench.setup
+    return {
+        "forward without graph": (partial(forwards_only, setup), 4, 2, 1),
+        "plain": (partial(plain, setup), 4, 2, 1),
+        "K=8, ours, R=1": (decoupled(setup, 1, LOSS_CHUNK), 8, 2, 1),
+        "K=8, ours, R=1, texts sorted": (decoupled_and_sorted(setup, 1, LOSS_CHUNK), 8, 2, 1),
+    }
+
+
+def measure_ways(
+    session: Session, bench: Bench, chosen: dict[str, tuple[Way, int, int, int]]
+) -> None:
+    for key, (way, count, rounds, warm_up) in chosen.items():
+        session.measure(
+            key, partial(timed_step, bench, way, bench.repeated(count), rounds, warm_up)
+        )
+
+
+def run_tests(session: Session, *words: str) -> None:
+    """Run tests marked gpu in this process; each one is a result."""
+
+    class Results:
+        def pytest_runtest_logstart(self, nodeid: str) -> None:
+            session.begin(nodeid, limit=300)
+
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            if report.when == "call" or report.outcome != "passed":
+                said = {"error": str(report.longrepr)[-600:]} if report.failed else {}
+                session.write(report.nodeid, outcome=report.outcome, **said)
+                session.end_if_broken()
+
+    clear()
+    os.chdir(ROOT)
+    deselected = [f"--deselect={key}" for key in session.results]
+    flags = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
+    status = pytest.main([*flags, *words, *deselected], plugins=[Results()])
+    if status not in (
+        pytest.ExitCode.OK,
+        pytest.ExitCode.TESTS_FAILED,
+        pytest.ExitCode.NO_TESTS_COLLECTED,
+    ):
+        raise RuntimeError(f"pytest ended with {status!r}")
+
+
+def output_of(session: Session, *words: str) -> str:
+    """Run a Python program that ends with this process, and return its output.
+
+    Raises:
+        RuntimeError: it failed. Status 1 of `zerovl plan` says that something is missing.
+    """
+    clear()
+    done = subprocess.run(
+        [sys.executable, *words], env=ENVIRONMENT, cwd=session.work, capture_output=True, text=True,
+        preexec_fn=partial(end_with_parent, signal.SIGKILL),
+    )  # fmt: skip
+    if done.returncode not in (0, 1):
+        raise RuntimeError(
+            f"{' '.join(words[:2])} ended with {done.returncode}: {done.stderr[-300:]}"
+        )
+    return done.stdout
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# The loss
+# Parts
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def loss(sizes: Sizes, have: Sequence[str]) -> None:
-    device = device_here()
-    for n in sizes.pairs:
-        if any(key.startswith(f"N={n}, ") for key in have):
-            continue
-        for row in measure_loss([n], LOSS_WIDTH, LOSS_CHUNK, device):
-            emit(f"N={n}, {row['loss']}", seconds=row["seconds"], peak_gib=row["peak_mib"] / 1024)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+def machine(session: Session) -> None:
+    session.measure("machine", partial(machine_values, sizes_of(session)))
+
+
+def machine_values(sizes: Sizes) -> dict[str, Any]:
+    name = torch.cuda.get_device_name() if on_gpu() else f"CPU ({platform.machine()})"
+    installed = {found.metadata["Name"] for found in importlib.metadata.distributions()}
+    a, b = (random_bf16(sizes.matrix, sizes.matrix) for _ in range(2))
+    tokens, weights = random_bf16(sizes.micro_batch * 148, 768), random_bf16(4 * 768, 768)
+    source = torch.zeros(sizes.copy_bytes, dtype=torch.uint8, device=device())
+    target = torch.empty_like(source)
+    host = torch.zeros(sizes.copy_bytes // 16, dtype=torch.uint8, pin_memory=on_gpu())
+    to_device = target[: len(host)]
+    shared = os.statvfs("/dev/shm")
+    return {
+        "device": name,
+        "memory_gib": torch.cuda.get_device_properties(0).total_memory / GIB if on_gpu() else None,
+        "cores": os.cpu_count(),
+        "shm_gib": shared.f_blocks * shared.f_frsize / GIB,
+        "python": platform.python_version(),
+        "versions": {
+            name: importlib.metadata.version(name) for name in PACKAGES if name in installed
+        },
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "matrix_tflops": 2 * sizes.matrix**3 / median_seconds(lambda: a @ b) / 1e12,
+        "mlp_tflops": 2
+        * tokens.numel()
+        * len(weights)
+        / median_seconds(lambda: tokens @ weights.T)
+        / 1e12,
+        "copy_tb_per_second": 2 * len(source) / median_seconds(lambda: target.copy_(source)) / 1e12,
+        "host_to_device_gb_per_second": len(host)
+        / median_seconds(lambda: to_device.copy_(host, non_blocking=True))
+        / 1e9,
+        "attention_of_148_tokens": attention_kernel(148, 0.0, masked=False),
+        "attention_of_25_masked_tokens": attention_kernel(25, 0.1, masked=True),
+    }
+
+
+def random_bf16(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=device(), dtype=torch.bfloat16)
+
+
+def attention_kernel(length: int, dropout: float, *, masked: bool) -> str:
+    """Name the kernel that torch takes for attention with 12 heads of 64."""
+    query = random_bf16(64, 12, length, 64)
+    mask = torch.ones(64, 1, length, length, dtype=torch.bool, device=device()) if masked else None
+    return SDPBackend(torch._fused_sdp_choice(query, query, query, mask, dropout, False)).name
+
+
+def exactness(session: Session) -> None:
+    run_tests(session, "tests/gpu/test_exactness.py")
+
+
+def gradients(session: Session) -> None:
+    for precision, context in {"bf16": autocast(), "fp32": nullcontext}.items():
+        torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+        torch.backends.cudnn.allow_tf32 = precision != "fp32"
+        setup = Setup(bench_of(session).setup.inner, device(), context)
+        compare_gradients(session, setup, precision)
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
+
+
+def compare_gradients(session: Session, setup: Setup, precision: str) -> None:
+    """Compare the one-graph gradient with itself, with that of other masks, and with that of each way."""
+    size = sizes_of(session).compared
+    small = bench_of(session).small(size)
+    reference = cache(partial(reference_gradient, setup, small, SEED))
+    compared: dict[str, Way] = {
+        "one graph again": partial(one_graph_of, setup, SEED),
+        "one graph under other masks": partial(one_graph_of, setup, SEED + 1),
+        "ours, R=1": decoupled(setup, 1, size),
+        "ours, R=0": decoupled(setup, 0, size),
+        "ours, R=1, texts sorted": decoupled_and_sorted(setup, 1, size),
+        "open_clip --accum-freq": partial(open_clip_accumulation, setup),
+    }
+
+    def error(row: str) -> dict[str, float]:
+        wanted = reference(sort="sorted" in row)
+        return gradient_errors(setup, compared[row], small, SEED, wanted)
+
+    for row in compared:
+        session.measure(f"{precision}, {row}", partial(error, row))
+
+
+def one_graph_of(setup: Setup, seed: int, micro_batches: Sequence[MicroBatch]) -> None:
+    """Leave the one-graph gradient in `.grad`, under the masks of `seed`."""
+    for name, gradient in reference_gradient(setup, micro_batches, seed).items():
+        setup.inner.get_parameter(name).grad = gradient
+
+
+def steps(session: Session) -> None:
+    bench, sizes = bench_of(session), sizes_of(session)
+    session.measure("GFLOP a sample", lambda: {"gflop": bench.gflops})
+    for size in sizes.plain_batches:
+        pairs = bench.repeated(-(-size // sizes.micro_batch))
+        images, texts = (torch.cat(parts)[:size] for parts in zip(*pairs, strict=True))
+        way = partial(plain, bench.setup)
+        session.measure(
+            f"plain, B={size}", partial(timed_step, bench, way, [(images, texts)], 3, 2)
+        )
+    setup, steps = bench.setup, sizes.most_steps
+    more: dict[str, tuple[Way, int, int, int]] = {
+        "K=8, ours, R=auto": (decoupled(setup, "auto", LOSS_CHUNK), 8, 2, 2),
+        "K=8, open_clip --accum-freq": (partial(open_clip_accumulation, setup), 8, 1, 1),
+        "K=8, two-pass (GradCache)": (two_pass(setup), 8, 1, 1),
+        f"K={steps}, ours, R=1": (decoupled(setup, 1, LOSS_CHUNK), steps, 1, 0),
+    }
+    measure_ways(session, bench, ways(bench) | more)
+
+
+def waits(session: Session) -> None:
+    bench = bench_of(session)
+    session.measure("waits of a step, K=4", partial(waits_of_a_step, bench))
+    session.measure("kernels of a micro-batch", partial(longest_kernels, bench))
+    clear()
+
+
+def longest_kernels(bench: Bench) -> dict[str, Any]:
+    """Profile a micro-batch: all kernels together, and milliseconds and calls of the 25 that take the most time."""
+    kind = ProfilerActivity.CUDA if on_gpu() else ProfilerActivity.CPU
+    with profile(activities=[kind]) as seen:
+        took = seconds(bench.setup, partial(one_graph, bench.setup), bench.batches[:1], "wall")
+    which = "self_device_time_total" if on_gpu() else "self_cpu_time_total"
+    rows = [(getattr(event, which) / 1e3, event.count, event.key) for event in seen.key_averages()]
+    longest = sorted(rows, reverse=True)[:25]
+    return {
+        "wall_ms": 1e3 * took,
+        "busy_ms": sum(busy for busy, _, _ in rows),
+        "kernels": sum(calls for _, calls, _ in rows),
+        **{
+            f"{n}. {key[:80]}": f"{busy:.2f} ms, {calls} calls"
+            for n, (busy, calls, key) in enumerate(longest, 1)
+        },
+    }
+
+
+def waits_of_a_step(bench: Bench) -> dict[str, Any]:
+    """Count the lines at which CUDA says that the host waited in the third step of the recipe, with its optimizer and mixup."""
+    step = recipe_step(bench.setup.inner, LOSS_CHUNK)
+    for number in range(2):  # the first one checks its replay, and makes the optimizer's state
+        step.take(bench.repeated(4), number)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        if on_gpu():
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step.take(bench.repeated(4), 2)
+        finally:
+            if on_gpu():
+                torch.cuda.set_sync_debug_mode("default")
+    if step.mixup is not None:
+        step.mixup.detach()
+    waited = [each for each in seen if "synchroniz" in str(each.message)]
+    lines = {f"{Path(each.filename).name}:{each.lineno}" for each in waited}
+    return {"waits": len(waited), "lines": sorted(lines)}
+
+
+def attention(session: Session) -> None:
+    bench = bench_of(session)
+    kernels: dict[str, Any] = {
+        "as torch chooses": nullcontext(),
+        "without cuDNN": sdpa_kernel(
+            [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+            set_priority=True,
+        ),
+    }
+    for name, context in kernels.items():
+        with context:
+            session.measure(name, partial(attention_times, bench))
+
+
+def attention_times(bench: Bench) -> dict[str, Any]:
+    """Time a pass of a micro-batch, and its first passes at six other lengths."""
+    images, texts = bench.batches[0]
+    way = partial(one_graph, bench.setup)
+    times = timed_step(bench, way, bench.batches[:1], 3, 1)
+    lengths = [seconds(bench.setup, way, [(images, texts[:, :n])], "wall") for n in range(6, 22, 3)]
+    return {"seconds": times["seconds"], "six_new_lengths": sum(lengths)}
+
+
+def loss(session: Session) -> None:
+    for pairs in sizes_of(session).pairs:
+
+        def both(pairs: int = pairs) -> dict[str, float]:
+            clear()
+            ours, *theirs = measure_loss([pairs], 512, LOSS_CHUNK, device())
+            values = {"seconds": ours["seconds"], "peak_gib": ours["peak_mib"] / 1024}
+            for row in theirs:
+                values |= {
+                    "clip_loss_seconds": row["seconds"],
+                    "clip_loss_peak_gib": row["peak_mib"] / 1024,
+                }
+            return values
+
+        session.measure(f"{pairs:,} pairs", both)
+
+
+def blocks(session: Session) -> None:
+    model = bench_of(session).setup.inner
+    measure_compiled(session, blocks_of(model, sizes_of(session).least_blocks))
+
+
+def whole(session: Session) -> None:
+    measure_compiled(session, [bench_of(session).setup.inner])
+
+
+def blocks_of(model: nn.Module, least: int) -> list[nn.Module]:
+    """The blocks of towers: `least` or more modules of one class in a list."""
+    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
+    alike = [
+        part for part in lists if len(part) >= least and len({type(block) for block in part}) == 1
+    ]
+    return [block for part in alike for block in part if list(block.parameters())]
+
+
+def measure_compiled(session: Session, modules: Sequence[nn.Module]) -> None:
+    """Compile modules in place; time the first step, then the ways, and compare a gradient under the compiled masks."""
+    bench, sizes = bench_of(session), sizes_of(session)
+    setup, small = bench.setup, bench.small(sizes.compared)
+    for module in modules:
+        module.compile(backend=sizes.compiler)
+    first = partial(seconds, setup, decoupled(setup, 1, LOSS_CHUNK), bench.batches[:2], "wall")
+    session.measure("first step", lambda: {"seconds": first()}, limit=240)
+    measure_ways(session, bench, ways(bench))
+
+    def error() -> dict[str, float]:
+        reference = reference_gradient(setup, small, SEED)
+        way = decoupled(setup, 1, sizes.compared)
+        return gradient_errors(setup, way, small, SEED, reference)
+
+    session.measure("gradient error of ours", error)
+    for module in modules:
+        module._compiled_call_impl = None
+    torch._dynamo.reset()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The plan
+# Programs
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def training(session: Session) -> None:
+    session.measure("training", partial(train_stop_and_resume, session), limit=300)
+
+
+def train_stop_and_resume(session: Session) -> dict[str, Any]:
+    """Train, stop by SIGTERM, resume from the earlier checkpoint, and compare the losses of the steps taken twice."""
+    sizes, folder = sizes_of(session), session.work / "training"
+    shutil.rmtree(folder, ignore_errors=True)
+    for name in "ab":
+        made_up_source(folder / name, sizes.trained_pairs, sizes.px)
+    write_bert(folder / "bert", sizes.trained[1], 0.1)
+    first = train(session, folder)
+    for file in (folder / "run" / "checkpoints").glob("step_*.pt"):
+        if int(file.stem.split("_")[-1]) > sizes.save:
+            file.unlink()
+    again = train(session, folder, "--resume", "latest")
+    twice = [(first[step], again[step]) for step in range(sizes.save, sizes.stop)]
+    steady = [first[step] for step in range(4, sizes.stop)]
+    times = [later["time"] - earlier["time"] for earlier, later in pairwise(steady)]
+    return {
+        "samples_per_second": 8 * sizes.micro_batch / statistics.median(times),
+        "step_seconds": statistics.median(times),
+        "waited": statistics.median([line["waited"] for line in steady]),
+        "peak_gib": max(line["memory_bytes"] for line in steady) / GIB if on_gpu() else None,
+        "first_step_after_seconds": first[0]["time"] - first["started"],
+        "resumed_step_after_seconds": again[sizes.save]["time"] - again["started"],
+        "steps_twice": len(twice),
+        "largest_loss_difference": max(abs(one["loss"] - other["loss"]) for one, other in twice),
+    }
+
+
+def train(session: Session, folder: Path, *words: str) -> dict[Any, Any]:
+    """Train until a step is logged, then send SIGTERM.
+
+    Returns:
+        The logged steps by number, and "started", the time at which the process began.
+
+    Raises:
+        RuntimeError: it ended before.
+    """
+    clear()
+    stop, started = sizes_of(session).stop, time.time()
+    lines: dict[Any, Any] = {}
+    command = [sys.executable, "-m", "training.main", *training_words(session, folder), *words]
+    with (folder / "training.log").open("a") as log:
+        program = subprocess.Popen(
+            command, cwd=folder, env=ENVIRONMENT, stdout=log, stderr=log,
+            preexec_fn=partial(end_with_parent, signal.SIGKILL),
+        )  # fmt: skip
+        while max(lines, default=0) < stop - 1:
+            time.sleep(0.1)
+            if program.poll() is not None:
+                raise RuntimeError(
+                    f"the training ended: {(folder / 'training.log').read_text()[-300:]}"
+                )
+            if (folder / "run" / "record.jsonl").is_file():
+                logged = read_record(folder / "run")["step"]
+                lines = {line["step"]: line for line in logged if line["time"] > started}
+        program.send_signal(signal.SIGTERM)
+        program.wait()
+    return {**lines, "started": started}
+
+
+def training_words(session: Session, folder: Path) -> list[str]:
+    sizes = sizes_of(session)
+    model, _, *more = sizes.trained
+    return [
+        "--model", model, "--text-model", str(folder / "bert"), *more,
+        "--train-data", f"a={folder / 'a'}::b={folder / 'b'}",
+        "--train-data-upsampling-factors", f"a={sizes.passes}::b={sizes.passes}", "--sampling", "debiased",
+        "--batch-size", str(sizes.micro_batch), "--dga-steps", "8", "--loss-chunk", str(LOSS_CHUNK), "--coin-flip-mixup",
+        "--precision", "amp_bf16", "--device", device().type, "--workers", str(sizes.workers), "--epochs", "1", "--warmup", "5",
+        "--log-every-n-steps", "1", "--save-every-steps", str(sizes.save), "--keep-checkpoints", "3", "--save-frequency", "0",
+        "--logs", str(folder), "--name", "run",
+    ]  # fmt: skip
 
 
 def made_up_source(folder: Path, count: int, px: int) -> None:
-    """A source of JPEGs with a photograph's spectrum, `px` on a side, and captions of 5 to 15 words."""
+    """Write a source of JPEGs with a photograph's spectrum, `px` on a side, and captions of 5 to 15 words."""
     pictures = [
         photograph(seed, px, px) for seed in range(min(count, 256))
     ]  # repeated; decoding costs the same
     rng = np.random.default_rng(0)
-    captions = (
-        " ".join(rng.choice(CAPTION.split(), size=int(rng.integers(5, 16)))) for _ in range(count)
-    )
+    lengths = rng.integers(5, 16, size=count)
+    captions = (" ".join(rng.choice(CAPTION.split(), size=length)) for length in lengths)
     samples = [
         Sample(f"{number:08d}", {"jpg": pictures[number % len(pictures)], "txt": caption.encode()})
         for number, caption in enumerate(captions)
@@ -308,82 +593,40 @@ def made_up_source(folder: Path, count: int, px: int) -> None:
     write_source(folder, samples, shard_size=max(1, count // 16))
 
 
-def _output(command: list[str]) -> str:
-    """Run a command and return its output. Status 1 is allowed: `zerovl plan` found something missing."""
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode not in (0, 1):
-        raise SystemExit(
-            f"{' '.join(command[2:4])} ended with status {done.returncode}: {done.stderr[-2000:]}"
-        )
-    return done.stdout
+def tests(session: Session) -> None:
+    # The compiler takes minutes on a CPU, where the slow tests have the same test.
+    compiled = ["--deselect", "tests/gpu/test_compile.py"] if session.rehearse else []
+    run_tests(session, "tests/gpu", "--ignore", "tests/gpu/test_exactness.py", *compiled)
 
 
-def plan(sizes: Sizes, have: Sequence[str]) -> None:
-    if "plan" in have:
-        return
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        for name in "ab":
-            made_up_source(folder / name, sizes.plan_pairs, sizes.plan_px)
-        bert = write_bert(
-            folder / "bert", "tiny" if sizes.plan_model == "zerovl-emoji" else "base", 0.1
-        )
-        cuda = torch.cuda.is_available()
-        arguments = [
-            "--model", sizes.plan_model, "--text-model", str(bert), "--train-data", f"a={folder / 'a'}::b={folder / 'b'}",
-            "--train-data-upsampling-factors", f"a={sizes.plan_passes}::b={sizes.plan_passes}", "--sampling", "debiased",
-            "--batch-size", str(sizes.plan_batch), "--dga-steps", str(sizes.plan_steps), "--dga-retain", "auto",
-            "--loss-chunk", str(LOSS_CHUNK), "--coin-flip-mixup", "--precision", "amp_bf16" if cuda else "fp32",
-            "--device", "cuda" if cuda else "cpu", "--workers", str(sizes.plan_workers), "--epochs", "1",
-            "--warmup", "5", "--log-every-n-steps", "1", "--save-frequency", "0",
-        ]  # fmt: skip
-        if sizes.plan_model != "zerovl-emoji":  # a ConvNeXt has no tokens to drop
-            arguments += ["--token-drop", "0.25"]
+def ranks(session: Session) -> None:
+    def errors() -> dict[str, Any]:
+        out = session.work / "ranks.json"
+        output_of(
+            session, "-m", "scripts.bench.step", "--model", "tiny" if session.rehearse else "small", "--ranks", "2",
+            "--steps", "4", "--rounds", "0", "--error-precision", "fp32", "--out", str(out),
+        )  # fmt: skip
+        rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
+        return {row["way"]: row["errors"]["towers"] for row in rows if row["errors"]}
+
+    session.measure("error of the towers", errors, limit=200)
+
+
+def plan(session: Session) -> None:
+    """Compare the plan of the training of `training` with what it took; it has its data."""
+
+    def compared() -> dict[str, Any]:
+        words = training_words(session, session.work / "training")
         planned = json.loads(
-            _output([sys.executable, "-m", "open_clip_zerovl.cli", "plan", "--json", *arguments])
+            output_of(session, "-m", "open_clip_zerovl.cli", "plan", "--json", *words)
         )
-        _output(
-            [sys.executable, "-m", "training.main", *arguments, "--logs", scratch, "--name", "run"]
-        )
-        logged = LOGGED_SECONDS.findall((folder / "run" / "out.log").read_text("utf-8"))
-    real = [float(seconds) for seconds in logged[sizes.plan_skipped :]]
-    if len(logged) < sizes.plan_least:
-        raise SystemExit(
-            f"plan: the training logged {len(logged)} steps, and {sizes.plan_least} are needed"
-        )
-    emit(
-        "plan",
-        model=sizes.plan_model,
-        micro_batch=sizes.plan_batch,
-        steps=sizes.plan_steps,
-        retained=planned["retained"],
-        planned_seconds=planned["step_seconds"],
-        planned_compute_seconds=planned["compute_seconds"],
-        planned_peak_gib=planned["peak_bytes"] / 2**30,
-        real_seconds=statistics.median(real),
-        planned_over_real=planned["step_seconds"] / statistics.median(real),
-        real_range=[min(real), max(real)],
-        logged_steps=len(real),
-    )
+        real = session.parts["training"]["results"]["training"]
+        return {
+            "planned_seconds": planned["step_seconds"],
+            "planned_peak_gib": planned["peak_bytes"] / GIB,
+            "real_seconds": real["step_seconds"],
+            "real_peak_gib": real["peak_gib"],
+            "planned_over_real": planned["step_seconds"] / real["step_seconds"],
+        }
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("part", choices=("machine", "steps", "loss", "plan"))
-    parser.add_argument("--rehearse", action="store_true")
-    parser.add_argument(
-        "--compile", action="store_true", help="torch.compile the model in every way of `steps`"
-    )
-    parser.add_argument("--have", nargs="*", default=[], metavar="KEY")
-    args = parser.parse_args()
-    sizes = Sizes(args.rehearse)
-    if args.part == "steps":
-        steps(sizes, args.have, args.compile)
-    else:
-        {"machine": machine, "loss": loss, "plan": plan}[args.part](sizes, args.have)
-
-
-if __name__ == "__main__":
-    main()
+    session.measure("plan", compared, limit=200)

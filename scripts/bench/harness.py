@@ -35,6 +35,10 @@ from open_clip_zerovl.data.images import normalize
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.models.build import with_text_model
+from open_clip_zerovl.recipe.gpu_syncs import without_gpu_syncs
+from open_clip_zerovl.recipe.mixup import CoinFlipMixup
+from open_clip_zerovl.recipe.optimizer import parameter_groups
+from open_clip_zerovl.recipe.step import RecipeStep
 from open_clip_zerovl.recipe.text_lengths import sort_texts, text_padding
 
 ALIASES = {"ViT-B-16+BERT-base": "zerovl-ViT-B-16-BERT-base"}
@@ -126,7 +130,7 @@ def register(model: str, text_model: str | None, dropout: float, scratch: Path) 
 
 
 def build(name: str, token_drop: float, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The registered model in training mode, with random weights that depend on its name only."""
+    """Build the registered model for training, without waits as training has it; random weights depend on its name only."""
     torch.manual_seed(0)
     model = open_clip.create_model(
         name,
@@ -135,6 +139,7 @@ def build(name: str, token_drop: float, device: torch.device, dtype: torch.dtype
         force_patch_dropout=token_drop if token_drop > 0 else None,
         output_dict=True,
     )
+    without_gpu_syncs(model)
     return model.to(device=device, dtype=dtype).train()
 
 
@@ -308,6 +313,21 @@ def two_pass(setup: Setup) -> Way:
         setup.model, setup.clip_loss, autocast=setup.autocast, retain=0
     )
     return partial(dga.backward, prepare=setup.prepare)
+
+
+def recipe_step(model: nn.Module, loss_chunk: int | None, *, sort_text: bool = False) -> RecipeStep:
+    """A whole step of the 14M recipe in bf16: images normalised on the device, mixup, one graph kept, AdamW."""
+    mixup = CoinFlipMixup(0.1, seed=0)
+    mixup.attach(model)
+    return RecipeStep(
+        model,
+        ContrastiveLoss(chunk_size=loss_chunk),
+        torch.optim.AdamW(parameter_groups(model, 1e-3), lr=1e-4),
+        precision="amp_bf16",
+        normalize=partial(normalize, mean=OPENAI_DATASET_MEAN, std=OPENAI_DATASET_STD),
+        mixup=mixup,
+        sort_text=sort_text,
+    )
 
 
 def ways(setup: Setup, steps: int, loss_chunk: int | None, with_one_graph: bool) -> dict[str, Way]:

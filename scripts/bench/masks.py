@@ -10,7 +10,8 @@ Each way takes the same K micro-batches again and again, every time with other m
     noise        standard deviation of a step's gradient over the masks, as a ratio to one graph's
     logit_scale  mean gradient of the logit scale, as a ratio to one graph's
 
-The model has random weights and open_clip's first temperature (0.07), in training mode, in fp32 on the CPU.
+The model has open_clip's first temperature (0.07) and was trained for some steps on other batches from random weights: before,
+its features differ by little but their masks. It is in training mode, in fp32 on the CPU.
 """
 
 from __future__ import annotations
@@ -123,6 +124,17 @@ def compare(
     return rows
 
 
+def train(name: str, setup: Setup, batch: int, steps: int) -> None:
+    """Take steps of AdamW over one graph, on a stream of made-up pairs whose image tells the text."""
+    optimizer = torch.optim.AdamW(setup.inner.parameters(), lr=1e-3)
+    torch.manual_seed(0)
+    pairs = make_batches(name, setup.inner, [batch] * 4, seed=0)
+    for step in range(steps):
+        setup.zero_grad()
+        one_graph(setup, [pairs[step % len(pairs)]])
+        optimizer.step()
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -131,6 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--micro-batch", type=int, default=4, metavar="B")
     parser.add_argument("--steps", default="4,16", metavar="K,K", help="micro-batches a step")
     parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--trained", type=int, default=100, metavar="STEPS")
     parser.add_argument("--draws", type=int, default=1000)
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse_args(argv)
@@ -139,6 +152,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         name = register(args.model, None, args.dropout, Path(scratch))
         setup = Setup(build(name, 0.0, CPU, torch.float32), CPU)
         setup.inner.logit_scale.data.fill_(math.log(1 / 0.07))
+        train(name, setup, 4 * args.micro_batch, args.trained)
         for steps in map(int, args.steps.split(",")):
             micro_batches = make_batches(name, setup.inner, [args.micro_batch] * steps, seed=1)
             for way, columns in compare(setup, micro_batches, args.draws).items():

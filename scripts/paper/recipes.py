@@ -285,7 +285,7 @@ def plan_line(recipe: Recipe, flags: Settings, settings: Settings, assume: str |
 def probe_line(
     recipe: Recipe, name: str, data: Path, hardware: Hardware, settings: Settings
 ) -> list[str]:
-    """`zerovl linear-probe` for a recipe; `--set model=` names the checkpoint."""
+    """`scripts.paper.probe` for a recipe; `--set model=` names the checkpoint."""
     specs = [str(data / source) for source in recipe.sources]
     if len(specs) == 1:  # a dataset that brings its split
         specs = [f"{recipe.sources[0]}:{specs[0]}"] * 2
@@ -299,8 +299,7 @@ def probe_line(
     return [
         sys.executable,
         "-m",
-        "open_clip_zerovl.cli",
-        "linear-probe",
+        "scripts.paper.probe",
         model,
         *as_arguments(flags),
     ]

@@ -35,7 +35,7 @@ class Recipe:
         teachers: names of frozen models whose embeddings DATA/teacher holds (`zerovl teacher`, with `teacher_views` views).
         finetuned_on: the retrieval set under DATA on which the run is scored.
         recalls: the paper's on that set in percent, in the order of `MEASURED`.
-        program: "training", or "linear-probe" for `zerovl linear-probe`, whose two sources are its training and test set; one
+        program: "training", or "linear-probe" for `scripts.paper.probe`, whose two sources are its training and test set; one
             source is a dataset that brings its split.
     """
 

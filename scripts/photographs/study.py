@@ -65,6 +65,20 @@ def read_records(part: str, folder: Path = RECORDS) -> list[Record]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
+def append_records(part: str, records: Sequence[Record], folder: Path = RECORDS) -> None:
+    """Add runs to a part in one write, so that a stopped call leaves all of them or none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{part}.jsonl").open("a", encoding="utf-8") as file:
+        file.write("".join(f"{json.dumps(record)}\n" for record in records))
+
+
+@cache
+def commit() -> str:
+    """The commit of the programs."""
+    words = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(words, cwd=HERE, capture_output=True, text=True).stdout.strip()
+
+
 def mean_scores(records: Sequence[Record], measure: str, **of: Any) -> dict[float, float]:
     """Rate -> mean over seeds, of the records whose entries are `of`."""
     scores: dict[float, list[float]] = {}
@@ -131,9 +145,6 @@ class Laboratory:
     def __init__(self, protocol: dict[str, Any], features: Path, folder: Path = RECORDS) -> None:
         self.protocol, self.folder = protocol, folder
         self.store = Store(features)
-        self.commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True
-        ).stdout.strip()
         self.data = cache(self._data)
         self.start = cache(self._start)
 
@@ -162,16 +173,13 @@ class Laboratory:
         scores = scored.scores(heads)
         facts = {"data": unit.data, "arm": unit.arm, "rate": unit.rate}
         facts |= {"steps": steps, "samples": steps * unit.training.batch}
-        facts |= {"cpu_seconds": round(seconds, 2), "commit": self.commit}
-        lines = [
-            json.dumps(
-                facts
-                | {"seed": seed}
-                | {"scores": {name: round(of[number], 3) for name, of in scores.items()}}
-            )
+        facts |= {"cpu_seconds": round(seconds, 2), "commit": commit()}
+        records = [
+            facts
+            | {"seed": seed, "scores": {name: round(of[number], 3) for name, of in scores.items()}}
             for number, seed in enumerate(seeds)
         ]
-        self._append(unit.part, lines)
+        append_records(unit.part, records, self.folder)
         means = {name: round(fmean(of), 2) for name, of in scores.items()}
         print(*unit.key, f"{seconds:.1f} s a run", means, flush=True)
 
@@ -183,14 +191,8 @@ class Laboratory:
                 mixture = self.data(name)
                 assert isinstance(mixture, Mixture)
                 found = {key: round(value, 3) for key, value in mixture.signs().items()}
-                self._append("signs", [json.dumps({"data": name, **found})])
+                append_records("signs", [{"data": name, **found}], self.folder)
                 print(name, found, flush=True)
-
-    def _append(self, part: str, lines: Sequence[str]) -> None:
-        """Add records in one write, so that a stopped call leaves all of a unit's or none."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / f"{part}.jsonl").open("a", encoding="utf-8") as file:
-            file.write("".join(f"{line}\n" for line in lines))
 
 
 def main() -> None:

@@ -143,6 +143,14 @@ def _rows(tar: Path, member: str) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(text)))
 
 
+def read_captions(tar: Path) -> dict[str, list[str]]:
+    """Photograph of Flickr8k -> its captions."""
+    captions: dict[str, list[str]] = {}
+    for row in _rows(tar, "flickr8k/captions.csv"):
+        captions.setdefault(row["image"], []).append(row["caption"].strip())
+    return captions
+
+
 #: Part of Flickr8k -> the styles of pictures and of captions that the protocol needs of it.
 NEEDED: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "test": (list(PICTURES), list(CAPTIONS)),
@@ -153,9 +161,7 @@ NEEDED: dict[str, tuple[Sequence[str], Sequence[str]]] = {
 
 def encode_flickr8k(tar: Path, encode: Pictures, texts: Texts, out: Path) -> None:
     """Write PART.pt: `pictures` and `styled`, {style: (n, F)} each, and `captions` (n, 5, F)."""
-    captions: dict[str, list[str]] = {}
-    for row in _rows(tar, "flickr8k/captions.csv"):
-        captions.setdefault(row["image"], []).append(row["caption"].strip())
+    captions = read_captions(tar)
     for part, names in flickr8k_split(list(captions)).items():
         if (out / f"{part}.pt").is_file():
             continue

@@ -20,6 +20,7 @@ from typing import Any
 import open_clip
 import open_clip_train.main as host
 import torch
+from torch import nn
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import save_atomically
@@ -69,13 +70,16 @@ class CpuDistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
 @contextmanager
 def replaced(
-    replacements: Mapping[str, Any], entry: Callable[[], dict[str, Any]] = dict
+    replacements: Mapping[str, Any],
+    entry: Callable[[], dict[str, Any]] = dict,
+    compiled: Callable[[nn.Module], nn.Module | None] | None = None,
 ) -> Iterator[None]:
     """Within the block, `open_clip_train.main` finds `replacements` under their names, a DDP that also runs on CPU, and a
     `torch.save` that is atomic.
 
     Args:
         entry: makes the entries to add to each checkpoint that main saves.
+        compiled: is asked by `torch.compile` for the compiled form of a module; None from it: torch compiles the module.
 
     Raises:
         UserError: see `check_host`; or open_clip's function has a parameter that its replacement does not take.
@@ -85,15 +89,18 @@ def replaced(
     for name, replacement in replacements.items():
         _check_parameters(name, replacement, table)
     originals = {name: getattr(host, name) for name in replacements}
-    stock_ddp = torch.nn.parallel.DistributedDataParallel
+    stock_ddp, stock_compile = torch.nn.parallel.DistributedDataParallel, torch.compile
     try:
         for name, replacement in replacements.items():
             setattr(host, name, replacement)
         vars(torch.nn.parallel)["DistributedDataParallel"] = CpuDistributedDataParallel
         torch.save = partial(_save, entry)
+        if compiled is not None:
+            vars(torch)["compile"] = partial(_compile, compiled, stock_compile)
         yield
     finally:
         torch.save = torch.serialization.save
+        vars(torch)["compile"] = stock_compile
         vars(torch.nn.parallel)["DistributedDataParallel"] = stock_ddp
         for name, original in originals.items():
             setattr(host, name, original)
@@ -115,6 +122,17 @@ def _check_parameters(name: str, replacement: Any, table: Any) -> None:
             f"open_clip_torch {open_clip.__version__} has a parameter {new[0]!r} of {name} in open_clip_train.main, which this "
             f"release of open_clip_zerovl does not know; install open_clip_torch {table.LINE.read}"
         )
+
+
+def _compile(
+    compiled: Callable[[nn.Module], nn.Module | None],
+    stock: Callable[..., Any],
+    model: Any = None,
+    **options: Any,
+) -> Any:
+    """`torch.compile`, which first asks `compiled` about a module; a module's own `compile` calls it with a method."""
+    instead = compiled(model) if isinstance(model, nn.Module) else None
+    return stock(model, **options) if instead is None else instead
 
 
 def _save(entry: Callable[[], dict[str, Any]], content: Any, file: Any, **options: Any) -> None:

@@ -35,6 +35,7 @@ def filled(run: Any, host: Any) -> dict[str, Any]:
     stock_tokenizer = host.get_tokenizer
     stock_epoch = host.train_one_epoch
     stock_evaluate = host.evaluate
+    stock_adamw = host.optim.AdamW
 
     def get_data(args, preprocess_fns, epoch: int = 0, tokenizer=None, **more) -> dict:
         def stock(args) -> dict:
@@ -49,6 +50,9 @@ def filled(run: Any, host: Any) -> dict[str, Any]:
         if "state_dict" in checkpoint:
             return {**checkpoint, "state_dict": _prefixed(checkpoint["state_dict"])}
         return _prefixed(checkpoint)
+
+    def create_adamw(groups, **options) -> Any:
+        return run.create_optimizer(partial(stock_adamw, groups, **options), **options)
 
     def train_one_epoch(*inputs: Any, tb_writer=None, **more) -> None:
         # model, data, loss, epoch, optimizer, scaler, scheduler; then dist_model, args
@@ -79,11 +83,7 @@ def filled(run: Any, host: Any) -> dict[str, Any]:
         "evaluate": evaluate,
         **({"create_loss": run.create_loss} if run.own_step else {}),
         **({"cosine_lr": run.cosine_lr} if run.own_schedule else {}),
-        **(
-            {"optim": SimpleNamespace(AdamW=lambda groups, **o: run.create_adamw(**o))}
-            if run.own_adamw
-            else {}
-        ),
+        "optim": SimpleNamespace(AdamW=create_adamw),
     }
 
 

@@ -91,9 +91,12 @@ class _Adapters:
         return CLIPTask(model, loss=self.run.create_loss(args))
 
     def create_optimizer(self, model, cfg, **more) -> Any:
-        if self.run.own_adamw:
-            return self.run.create_adamw(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps)
-        return self.stock_optimizer(model, cfg, **more)
+        def stock() -> Any:
+            return self.stock_optimizer(model, cfg, **more)
+
+        return self.run.create_optimizer(
+            stock, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps
+        )
 
     def train_one_epoch(self, state, data, args, tb_writer=None, **more) -> None:
         def stock() -> None:

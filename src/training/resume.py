@@ -24,6 +24,7 @@ from open_clip_zerovl.checkpoints.spec import (
     first_difference,
     tower_config,
 )
+from open_clip_zerovl.checkpoints.weights import require_finite_weights
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.core.randomness import STREAMS_VERSION
@@ -178,6 +179,100 @@ def read_position(checkpoint: dict) -> Position | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The settings of the command line
+# ---------------------------------------------------------------------------------------------------------------------
+
+SETTINGS_ENTRY = "zerovl_settings"
+# Names, places and machines, which change nothing that is learned; and what the position or the optimizer tells or refuses.
+_NOT_COMPARED = frozenset((
+    "name", "logs", "log_local", "log_every_n_steps", "resume", "report_to", "wandb_notes", "wandb_project_name",
+    "debug", "verbose", "copy_codebase", "save_frequency", "save_every_steps", "save_most_recent",
+    "keep_checkpoints", "delete_previous_checkpoint", "remote_sync", "remote_sync_frequency",
+    "remote_sync_protocol", "val_data", "val_frequency", "val_num_samples", "imagenet_val", "imagenet_v2",
+    "zeroshot_frequency", "zero_shot_data", "retrieval_data", "retrieval_captions", "retrieval_frequency",
+    "retrieval_transform", "device", "dist_url", "dist_backend", "no_set_device_rank", "horovod", "cache_dir",
+    "shard_cache", "shard_cache_gib", "loader_timeout", "batch_size", "dga_steps", "workers", "seed", "sampling",
+    "source_order", "train_data", "train_data_upsampling_factors", "captions", "train_num_samples",
+    "dataset_resampled", "wd", "beta1", "beta2", "eps",
+))  # fmt: skip
+_OF_SCHEDULE = frozenset((
+    "lr", "epochs", "warmup", "warmup_share", "lr_min", "lr_scheduler", "epochs_cooldown", "lr_cooldown_end",
+    "lr_cooldown_power", "skip_scheduler",
+))  # fmt: skip
+_OF_START = frozenset((
+    "pretrained", "pretrained_image", "init_from", "init_image", "init_text",
+))  # fmt: skip
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, str]:
+    """The settings of a command line that a resumed run compares: name -> value in words."""
+    return {
+        name: str(value) for name, value in sorted(vars(args).items()) if name not in _NOT_COMPARED
+    }
+
+
+def changed_settings(checkpoint: Mapping[str, Any], now: Mapping[str, str]) -> str | None:
+    """Say which settings are others than those of a checkpoint's command line, and what happens; None if none is.
+
+    Args:
+        now: `settings_of` this run.
+    """
+    before = dict(checkpoint.get(SETTINGS_ENTRY) or {})
+    changed = [name for name in sorted(before.keys() & now.keys()) if before[name] != now[name]]
+    if not changed:
+        return None
+    words = [
+        f"--{name.replace('_', '-')} {now[name]} after {before[name]}"
+        for name in changed
+        if name not in _OF_START
+    ]
+    sentences = [f"{', '.join(words)}, from here on"] if words else []
+    if _OF_SCHEDULE & set(changed):
+        sentences.append("the learning rate follows the schedule of this command line")
+    sentences += [
+        f"--{name.replace('_', '-')} has no effect, since the weights are the checkpoint's"
+        for name in changed
+        if name in _OF_START
+    ]
+    return f"Resuming with other settings than before: {'; '.join(sentences)}."
+
+
+def keep_settings(optimizer: torch.optim.Optimizer, *, taken: bool) -> torch.optim.Optimizer:
+    """Let an optimizer keep its own settings when it loads a checkpoint's state, whose settings torch takes without a word.
+
+    Args:
+        taken: False: the checkpoint's settings hold, as in open_clip's own program. Either way changes are logged.
+
+    Returns:
+        The optimizer.
+    """
+    here = [
+        {name: group[name] for name in ("lr", "weight_decay", "betas", "eps") if name in group}
+        for group in optimizer.param_groups
+    ]
+
+    def restore(optimizer: torch.optim.Optimizer) -> None:
+        changed: dict[str, str] = {}
+        for group, settings in zip(optimizer.param_groups, here, strict=True):
+            for name in settings.keys() & {"weight_decay", "betas", "eps"}:
+                if group[name] != settings[name]:
+                    now, before = settings[name], group[name]
+                    changed[name] = (
+                        f"{name} {now} after {before}"
+                        if taken
+                        else f"{name} {before}, and not {now}"
+                    )
+            if taken:
+                group.update(settings)
+        if changed:
+            how = "takes" if taken else "keeps the checkpoint's"
+            logging.warning(f"The resumed optimizer {how} {', '.join(sorted(changed.values()))}.")
+
+    optimizer.register_load_state_dict_post_hook(restore)
+    return optimizer
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The checkpoint
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -270,6 +365,23 @@ def require_same_function(checkpoint: dict, model_cfg: Mapping[str, Any] | None,
             f"--resume {path} was trained with {key} {there}, and this run's model has {here}, which changes no "
             "shape, but what the weights compute; give the model as it was, or start a new run with --init-from"
         )
+
+
+def require_finite(checkpoint: dict, model: torch.nn.Module, path: str) -> None:
+    """UserError if weights of a checkpoint, or moments of its optimizer, are not finite numbers.
+
+    Args:
+        checkpoint: with bare names; of a training, or weights alone.
+    """
+    weights = checkpoint.get("state_dict", checkpoint)
+    require_finite_weights(weights, dict(model.named_parameters()), path)
+    moments = {
+        f"{name} of the optimizer's parameter {number}": value
+        for number, state in checkpoint.get("optimizer", {}).get("state", {}).items()
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+    require_finite_weights(moments, moments, path)
 
 
 def require_same_rates(

@@ -26,6 +26,7 @@ from open_clip_zerovl.checkpoints.spec import MODEL_ENTRY
 from open_clip_zerovl.core.errors import UserError, first_line, say
 from open_clip_zerovl.core.files import lock_file, reading
 from open_clip_zerovl.core.processes import PREEMPTED_STATUS, REQUEUE_MARKER
+from open_clip_zerovl.core.wrappers import unwrapped
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.transforms import paper_transform_of
 from open_clip_zerovl.models.build import (
@@ -35,6 +36,7 @@ from open_clip_zerovl.models.build import (
     with_text_model,
 )
 from open_clip_zerovl.models.local_dir import no_code_from_data
+from open_clip_zerovl.recipe.compiling import compile_blocks
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from training import checkpointing, data, model, resume, stopping
@@ -112,14 +114,18 @@ class TrainingRun:
         self.fresh = False
         # set by the hooks, in main's order
         self.model: torch.nn.Module | None = None
-        self.optimizer: torch.optim.Optimizer | None = None  # where `own_adamw`
+        self.optimizer: torch.optim.Optimizer | None = None
         self.mixup: CoinFlipMixup | None = None
         self.resumed: resume.Position | None = None
         self.cache: FrozenCache | None = None
         self.teacher: torch.nn.Module | None = None  # of --distill-model
         self.trainer: Trainer | None = None
         self.trained = False
-        self.entries: dict[str, Any] = {}  # of each checkpoint
+        self.settings = resume.settings_of(args)  # before main adds to them
+        # of each checkpoint
+        self.entries: dict[str, Any] = (
+            {resume.SETTINGS_ENTRY: self.settings} if config.active else {}
+        )
 
     @property
     def folder(self) -> Path:
@@ -166,7 +172,7 @@ class TrainingRun:
         hooks = self.line.filled(self, host)
         try:
             with (
-                replaced(hooks, self.checkpoint_entry),
+                replaced(hooks, self.checkpoint_entry, self.compiled if self.own_step else None),
                 no_code_from_data(),
                 ExitStack() as self._handlers,
             ):
@@ -283,7 +289,7 @@ class TrainingRun:
             return self.teacher, *transforms
         if self.config.active and (model_cfg := registered_config(self.args.model)):
             forced = {"quick_gelu": True} if self.args.force_quick_gelu else {}
-            self.entries = {MODEL_ENTRY: {**model_cfg, **forced}}
+            self.entries = {**self.entries, MODEL_ENTRY: {**model_cfg, **forced}}
         # Only with our data: open_clip's cannot go on in the middle of an epoch, so a step checkpoint would be of no use.
         if self.own_step and self.config.sampling is not None:
             # Not before all ranks have met: a rank that waits for one that has failed must still end by SIGTERM.
@@ -319,10 +325,28 @@ class TrainingRun:
             shutil.copy(file, copy)
         return os.path.abspath(copy) if self.args.logs.lower() != "none" else file
 
-    def create_adamw(self, **options: Any) -> torch.optim.Optimizer:
-        """(lr, betas, eps) -> optimizer, where `own_adamw`."""
+    def compiled(self, model: torch.nn.Module) -> torch.nn.Module | None:
+        """Compile each block of main's model for `--torchcompile`; None for a model without blocks, and for any other.
+
+        The first step comes much sooner than with one graph of all blocks. open_clip 4 has a flag for it.
+        """
+        inner, _ = unwrapped(model)
+        blocks = compile_blocks(inner) if inner is self.model else 0
+        if not blocks:
+            return None
+        logging.info(f"Compiling {blocks} blocks of the model, each by itself.")
+        return model
+
+    def create_optimizer(
+        self, stock: Callable[[], torch.optim.Optimizer], **options: Any
+    ) -> torch.optim.Optimizer:
+        """(lr, betas, eps) -> AdamW on our groups, where `own_adamw`, else `stock()`; on a resume it keeps its settings."""
         assert self.model is not None  # main makes the optimizer after it
-        self.optimizer = model.create_adamw(self.model, self.config, self.args.wd, **options)
+        if self.own_adamw:
+            optimizer = model.create_adamw(self.model, self.config, self.args.wd, **options)
+        else:
+            optimizer = stock()
+        self.optimizer = resume.keep_settings(optimizer, taken=self.config.active)
         return self.optimizer
 
     def cosine_lr(
@@ -368,7 +392,9 @@ class TrainingRun:
             logging.info(f"Reading {file_path}")
         file_path = self._undamaged(file_path)
         checkpoint = resume.load_checkpoint(self.args, file_path, map_location)
+        assert self.model is not None  # main loads weights into it
         with reading(file_path, "resume from another checkpoint"):
+            resume.require_finite(checkpoint, self.model, file_path)
             resume.require_same_function(checkpoint, self.entries.get(MODEL_ENTRY), file_path)
             resume.require_same_rates(checkpoint, self.optimizer, self.args, file_path)
             position = resume.read_position(checkpoint)
@@ -382,6 +408,15 @@ class TrainingRun:
                 "sampling flags it was trained with"
             )
         self.resumed = position
+        if self.args.train_data and self.args.rank == 0:
+            words = resume.changed_settings(checkpoint, self.settings)
+            if words is not None and self.config.active:
+                logging.warning(words)
+            if self.optimizer is None:
+                logging.warning(
+                    f"--opt {self.args.opt} takes the settings of the checkpoint's optimizer: --wd, --beta1, --beta2, --eps "
+                    "and --momentum have no effect."
+                )
         done = checkpoint.get("epoch", 0)
         if self.args.train_data and self.args.rank == 0 and done >= self.args.epochs:
             logging.warning(

@@ -14,6 +14,7 @@ import torch
 from open_clip_train.distributed import is_master
 from open_clip_train.train import AverageMeter
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.losses.problem import Report
 from training.console import PROGRESS
 from training.run_log import RunLog, memory_bytes
@@ -135,6 +136,7 @@ class StepLog:
 
     Args:
         judged: whether the loss is the plain contrastive one, whose chance value is known.
+        recovers: whether a GradScaler leaves out the step of a loss that is not finite.
         run_log: records each step.
     """
 
@@ -148,6 +150,7 @@ class StepLog:
         tb_writer=None,
         sources: Sequence[str] = (),
         judged: bool = False,
+        recovers: bool = False,
         run_log: RunLog | None = None,
     ) -> None:
         self.run_log = run_log
@@ -156,7 +159,7 @@ class StepLog:
         self.steps = steps
         self.tb_writer = tb_writer
         self.epoch_samples = epoch_samples
-        self.judged = judged
+        self.judged, self.recovers = judged, recovers
         self.samples_per_gpu = args.batch_size * dga_steps
         self.batch_time, self.data_time = AverageMeter(), AverageMeter()
         self.losses: dict[str, AverageMeter] = {}
@@ -178,7 +181,11 @@ class StepLog:
             self.waited += wait
 
     def step_done(self, index: int, step: int, outputs: dict[str, Any], lr: float) -> None:
-        """Call after the optimizer's step, which is logged if it is due."""
+        """Log an optimizer step, if it is due; call it after the step, on all ranks.
+
+        Raises:
+            UserError: a loss since the last logged step was not a finite number, and so the weights are none.
+        """
         self.batch_time.update(time.time() - self.end)
         self.end = time.time()
         self.counted_steps += 1
@@ -192,18 +199,26 @@ class StepLog:
         finite = loss.detach().isfinite() if isinstance(loss, torch.Tensor) else math.isfinite(loss)
         self._not_finite = self._not_finite + (1.0 - finite * 1.0)
         due = index % self.every == 0 or index + 1 == self.steps
-        if not due or not is_master(self.args):
+        if not due:
             return
-        # the one synchronisation with the device
-        values = {key: float(value) for key, value in outputs.items()}
-        if lost := int(self._not_finite):
-            self._not_finite = 0.0
-            logging.warning(
-                f"Step {index + 1} of epoch {self.epoch}: the loss is not a finite number in {lost} of the last steps; lower "
-                "--lr, give --grad-clip-norm 1, or take --precision amp_bf16 or fp32."
+        lost, self._not_finite = int(self._not_finite), 0.0
+        advice = "a lower --lr, --grad-clip-norm 1, or --precision amp_bf16 or fp32"
+        if lost and self.run_log is not None:
+            self.run_log.not_finite += lost
+        if lost and not self.recovers:
+            raise UserError(
+                f"in {lost} of the steps up to step {index + 1} of epoch {self.epoch} the loss is not a finite number, "
+                "and the weights are not finite numbers from there on; continue from an earlier checkpoint with --resume "
+                f"latest, or start again, with {advice}"
             )
-            if self.run_log is not None:
-                self.run_log.not_finite += lost
+        if not is_master(self.args):
+            return
+        values = {key: float(value) for key, value in outputs.items()}
+        if lost:
+            logging.warning(
+                f"Step {index + 1} of epoch {self.epoch}: the loss is not a finite number in {lost} of the last steps, which "
+                f"the scaler of --precision amp left out; try {advice}."
+            )
         scale = values.pop("logit_scale")
         values.pop("logit_bias", None)
         for key, value in values.items():

@@ -190,6 +190,7 @@ class Trainer:
             and not captions(model)
             and not self.config.changes("positives", "teacher", "coin_flip_mixup")
             and self.config.texts_per_image == 1,
+            recovers=scaler is not None,
             run_log=self.log,
         )
         if first_of_process and self.log is not None:
@@ -350,7 +351,7 @@ def settle_buckets(
         micro_batch: some samples: images, texts and further parts for `prepare`, in host memory.
         prepare: makes the model's inputs of them, on its device.
     """
-    inner, ddp, _ = unwrapped(model)
+    inner, ddp = unwrapped(model)
     if ddp is None:
         return
     device = next(model.parameters()).device

@@ -130,7 +130,7 @@ EXPORTS = {
 }
 LONG = "x" * 5000
 SCORE = "retrieval exp --data set"
-PROBE = "linear-probe exp --train probe --test probe --way quick --out"
+PROBE = "linear-probe exp --train probe --test probe --out"
 ZERO = "zero-shot exp --data"
 EPOCH = "checkpoints/epoch_1.pt"
 ODD = {
@@ -171,7 +171,7 @@ ODD = {
     "retrieval exp --data karpathy.json": "does not have the form of Karpathy's images",
     "retrieval exp --data deep.json": "cannot be read",
     f"retrieval exp --data {LONG}": "File name too long",
-    "linear-probe exp --train bombprobe --test probe --way quick --out p1": "the image of sample .0.png. cannot be read",
+    "linear-probe exp --train bombprobe --test probe --out p1": "the image of sample .0.png. cannot be read",
     "linear-probe exp --train notatar --test probe --out p2": "is not a readable",
     "data check binarysizes": "sizes.json cannot be read .*to have the shards counted",
     "data report binarysizes": "sizes.json cannot be read .*to have the shards counted",
@@ -192,7 +192,6 @@ ODD = {
     f"{ZERO} probe --label json:x": "--label json:x is for shards",
     f"{ZERO} probe --split train": "has no split 'train'",
     f"{PROBE} q1 --label json:x": "--label json:x is for shards",
-    f"{PROBE} q2 --epochs 3": "--epochs is for --way paper, and --way is quick",
     # numbers
     f"{SCORE} --batch-size 0": "0 is too small; give 1 or more",
     f"{SCORE} --workers -1": "-1 is too small; give 0 or more",

@@ -51,6 +51,8 @@ def grey(mode: str, form: str = "PNG", size: tuple[int, int] = (9, 7), **options
     """A picture of the grey level 200 (CMYK: of 200 in each ink)."""
     channels = len(Image.new(mode, (1, 1)).getbands())
     level = 255 if mode == "1" else (200,) * channels if channels > 1 else 200
+    if mode in ("RGBA", "LA"):  # opaque: what is transparent is white
+        level = (*level[:-1], 255)
     image = Image.new("L", size, 200).convert(mode) if mode == "P" else Image.new(mode, size, level)
     return encoded(image, form, **options)
 
@@ -184,7 +186,7 @@ def extra_members(shard: Path) -> None:
             folder = tarfile.TarInfo(f"dir{index}")
             folder.type = tarfile.DIRTYPE
             tar.addfile(folder)
-            link = tarfile.TarInfo(name.split(".")[0] + ".jpg")
+            link = tarfile.TarInfo(f"latest{index}")
             link.type, link.linkname = tarfile.SYMTYPE, "elsewhere"
             tar.addfile(link)
             info = tarfile.TarInfo(name)
@@ -221,7 +223,7 @@ SHARDS: dict[str, tuple[Callable[[Path], object], dict[str, int]]] = {
     ),
     "a vanished shard": (lambda shard: shard.unlink(), {"unreadable shard": SIZE}),
     "a folder for a tar": (become_folder, {"unreadable shard": SIZE}),
-    "a truncated gzip": (lambda shard: compress(shard, 0.5), {"short shard": -1}),
+    "a truncated gzip": (lambda shard: compress(shard, 0.5), {"truncated shard": -1}),
     "a gzipped tar": (compress, {}),
     "fewer samples than counted": (sizes_as(SIZE + 4), {"short shard": 4}),
     "more samples than counted": (sizes_as(SIZE - 4), {}),

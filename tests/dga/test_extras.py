@@ -14,6 +14,7 @@ from open_clip_zerovl.dga import CaptionTerm, DecoupledGradientAccumulation, Rep
 from open_clip_zerovl.losses import ContrastiveLoss
 from support import ROOT
 from support.dga_reference import (
+    SEED,
     TOLERANCE,
     accumulated,
     batches,
@@ -254,6 +255,32 @@ def test_a_term_that_the_replay_does_not_repeat_is_found():
         accumulated(bert_clip(), ClipLoss(), batches([3, 2]), terms=drifting)
 
 
+def brightness_and_norm(outputs, images, texts):
+    """A term with a count and one without, of both towers."""
+    of_images = (outputs["image_features"][:, 0] * images.mean((1, 2, 3))).sum()
+    return {"bright": (of_images, len(images)), "norm": outputs["text_features"][:, 1].sum()}
+
+
+@pytest.mark.parametrize("frozen", [None, "visual", "text"])
+@pytest.mark.parametrize("way", ["factor on loss()", "GradScaler"])
+def test_terms_are_scaled_as_the_loss_is_and_use_a_frozen_tower(way, frozen):
+    model, micro_batches, scale = bert_clip(), batches([3, 2, 2]), 8.0
+    if frozen:
+        getattr(model, frozen).requires_grad_(False)
+    _, wanted = reference(model, ClipLoss(), micro_batches, terms=brightness_and_norm)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale) if way == "GradScaler" else None
+    step = DecoupledGradientAccumulation(
+        model, ClipLoss(), terms=brightness_and_norm, scaler=scaler, retain=1
+    )
+    torch.manual_seed(SEED)
+    if scaler is None:
+        (scale * step.loss(micro_batches)).backward()
+    else:
+        step.backward(micro_batches)
+    found = {name: gradient / scale for name, gradient in gradients(model).items()}
+    assert sharp_error(found, wanted) <= EXACT
+
+
 def test_terms_that_cannot_be_exact_are_refused():
     model, micro_batches = bert_clip(), batches([3, 2])
     for terms, message in [
@@ -268,9 +295,18 @@ def test_terms_that_cannot_be_exact_are_refused():
             "term a is missing in some micro-batches",
         ),
         (
+            lambda o, images, *_: {
+                "a": (o["image_features"].sum(), 3)
+                if len(images) == 3
+                else o["image_features"].sum()
+            },
+            "term a has a count in some micro-batches only",
+        ),
+        (
             lambda o, *_: {"contrastive_loss": o["image_features"].sum()},
             "give the term another name",
         ),
+        (lambda o, *_: {"logit_scale": o["image_features"].sum()}, "logit_scale is a term and"),
     ]:
         with pytest.raises(UserError, match=message):
             accumulated(model, ClipLoss(), micro_batches, terms=terms)

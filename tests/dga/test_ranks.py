@@ -57,9 +57,12 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)  # of our loss and of its dense reference
     texts: int = 1  # of each image
     terms: Callable[..., Any] | None = None
+    second_view: bool = False  # a further feature of each image
 
     def build(self) -> torch.nn.Module:
         model = bert_clip(**self.model)
+        if self.second_view:
+            model = WithSecondView(model)
         if self.freeze:
             getattr(model, self.freeze).requires_grad_(False)
         return model.eval() if self.shuffle_texts else model
@@ -112,6 +115,30 @@ class Case:
                 [size for rank in range(world_size) for size in self.sizes(rank)]
             )
         return joined
+
+
+class WithSecondView(torch.nn.Module):
+    """A CLIP that also returns a feature of each image from a head of its own."""
+
+    def __init__(self, clip: torch.nn.Module) -> None:
+        super().__init__()
+        self.clip, self.head = clip, torch.nn.Linear(16, 16).double()
+
+    def forward(self, images, texts):
+        outputs = self.clip(images, texts)
+        second = torch.nn.functional.normalize(self.head(outputs["image_features"]), dim=-1)
+        return {**outputs, "second": second}
+
+
+class ClipLossOfViews(ClipLoss):
+    """open_clip's loss of the texts with each of an image's two features."""
+
+    def forward(self, image_features, text_features, logit_scale, second, output_dict=True):
+        values = [
+            ClipLoss.forward(self, features, text_features, logit_scale)
+            for features in (image_features, second)
+        ]
+        return {"first": values[0], "second": values[1]}
 
 
 class FirstTextAlone(DenseLoss):
@@ -219,6 +246,12 @@ CASES |= {
         texts=2, sizes=ragged, shuffle_texts=True, **ours()
     ),
     "three texts an image, sigmoid": Case(texts=3, **ours_sigmoid()),
+    "ClipLoss of a further feature, 1/W corrected": Case(
+        lambda **ranks: ClipLossOfViews(**ranks),
+        lambda: ClipLossOfViews(),
+        second_view=True,
+        dga={"features": {"second": "images"}},
+    ),
     "terms, an adapter around DDP, frozen text": Case(
         ContrastiveLoss, adapter=True, freeze="text", terms=tokens_and_experts
     ),
@@ -344,6 +377,7 @@ def reference(case: Case, world_size: int) -> list[dict[str, torch.Tensor]]:
             rng_states=states,
             texts_per_image=case.texts,
             terms=case.terms,
+            more=["second"] if case.second_view else [],
             **inputs,
         )
         found.append(grads)
@@ -403,6 +437,20 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
             terms=lambda outputs, *_: {"head": (outputs["image_features"] @ outside.own).sum()},
         ).backward(batches([2, 2])),
     }
+
+    def other_terms(outputs, *_):
+        total = outputs["image_features"].sum()
+        return {"mine": total, "more": total} if rank == 0 else {f"of {rank}": total}
+
+    def terms_of_one_rank(outputs, *_):
+        return {"mine": outputs["image_features"].sum()} if rank == 0 else {}
+
+    for terms in (other_terms, terms_of_one_rank):
+        attempts[terms.__name__] = lambda terms=terms: DecoupledGradientAccumulation(
+            DistributedDataParallel(bert_clip()),
+            ContrastiveLoss(rank=rank, world_size=world_size),
+            terms=terms,
+        ).backward(batches([2, 2]))
     seen = {}
     for name, attempt in attempts.items():
         try:
@@ -562,6 +610,8 @@ def test_what_cannot_be_right_over_ranks_is_refused(ranks):
         assert "at most 1 (over several ranks one must be replayed" in seen["retain"]
         assert "as many samples on each" in seen["ragged ClipLoss"]
         assert "DistributedDataParallel does not average" in seen["a term that learns"]
+        for name in ("other_terms", "terms_of_one_rank"):
+            assert "terms= must return the same names on every rank" in seen[name]
 
 
 def test_hooks_act_once_on_each_ranks_gradient_before_the_average(ranks):

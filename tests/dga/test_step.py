@@ -279,6 +279,31 @@ def test_a_compiled_step_is_the_eager_one(frozen, fullgraph):
     assert error(redrawn, wanted) > 0.1
 
 
+def other_masks(module, inputs):
+    """A backend whose code draws a number more than eager code, as generated code draws others."""
+
+    def run(*args):
+        torch.rand(1)
+        return module.forward(*args)
+
+    return run
+
+
+def test_a_new_graph_at_dynamos_limit_is_found_in_any_step():
+    """The first pass has a graph, the replay runs eagerly; the step is none of those that `ReplayCheck` looks at by itself."""
+    torch._dynamo.reset()
+    step = DecoupledGradientAccumulation(
+        torch.compile(bert_clip(torch.float32), backend=other_masks, dynamic=False),
+        ContrastiveLoss(),
+        retain=0,
+    )
+    with torch._dynamo.config.patch(recompile_limit=3):
+        for _ in range(2):
+            step.backward(batches([4, 4], torch.float32))
+        with pytest.raises(ReplayError, match="recompile_limit that is too low"):
+            step.backward(batches([5, 5], torch.float32))
+
+
 @pytest.mark.slow  # the code generator needs a C++ compiler and a minute
 @pytest.mark.parametrize("frozen", [None, "text"])
 def test_compiled_by_inductor(frozen):
@@ -477,6 +502,80 @@ def test_retain_auto_fits_the_memory(monkeypatch, caplog):
     )
     assert error(gradients(model), wanted) <= EXACT
     assert step._retention.graphs([4, 4]) == 2  # never more than there are
+
+
+@pytest.mark.parametrize("place", ["first pass", "loss", "second pass"])
+def test_a_full_memory_costs_auto_a_graph_and_not_the_run(place, monkeypatch, caplog):
+    """The step has the bits of one with a graph fewer; a number that the caller gave, and gradients in `.grad`, stay."""
+    model, micro_batches, calls = bert_clip(), batches([4, 4, 4, 2]), []
+    monkeypatch.setattr(retain_module, "available_bytes", lambda device: 1e15)
+    torch.manual_seed(SEED)
+    DecoupledGradientAccumulation(model, ClipLoss(), retain=3).backward(micro_batches)
+    wanted = gradients(model)
+
+    def full(*_):
+        calls.append(1)
+        if len(calls) == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def loss(**inputs):
+        calls.extend([1] * 3)
+        full()
+        return ClipLoss()(**inputs)
+
+    def step_of(retain):
+        step = DecoupledGradientAccumulation(
+            model, loss if place == "loss" else ClipLoss(), retain=retain
+        )
+        calls.clear()
+        if retain == "auto":
+            calls.extend([1] * 99)  # nothing is full in the first step
+            step.backward(micro_batches)
+            torch.optim.SGD(model.parameters(), lr=0.0).step()
+            model.zero_grad()
+            calls.clear()
+        torch.manual_seed(SEED)
+        return step
+
+    if place == "first pass":
+        model.register_forward_pre_hook(full)
+    elif place == "second pass":
+        model.visual.register_full_backward_hook(full)
+    step = step_of("auto")
+    step.backward(micro_batches)
+    found = gradients(model)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert step.decision().graphs == 3 and "is taken again with 3" in caplog.text
+    with pytest.raises(torch.OutOfMemoryError):
+        step_of(4).backward(micro_batches)
+    step = step_of("auto")
+    model.logit_scale.grad = torch.ones_like(model.logit_scale)
+    with pytest.raises(torch.OutOfMemoryError):
+        step.backward(micro_batches)
+
+
+def test_on_cuda_auto_measures_the_second_step(monkeypatch):
+    """cuDNN tries its kernels in the first step, and memory from before the first step is not the step's."""
+    allocated, peak = [0], [10**9]  # of loading the model
+    for name, value in {
+        "memory_allocated": lambda device: allocated[0],
+        "max_memory_allocated": lambda device: peak[0],
+        "reset_peak_memory_stats": lambda device: peak.__setitem__(0, allocated[0]),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(
+        retain_module, "available_bytes", lambda device: 1000 / retain_module.AUTO_SHARE
+    )
+    retention = retain_module.Retention("auto", torch.device("cuda"), 1)
+    kept = []
+    for transient in (900, 300, 0):
+        kept.append(retention.graphs([1] * 8))
+        with retention.measured(1):
+            allocated[0] += 100
+        peak[0] = allocated[0] = allocated[0] - 100
+        peak[0] += transient
+        retention.step_done([1] * 8)
+    assert kept == [1, 1, 1 + (1000 - 300) // 100]
 
 
 def test_available_bytes_of_this_machine():

@@ -31,8 +31,10 @@ def to_device(device: torch.device) -> Callable[[Tensor, Tensor], tuple[Tensor, 
 
 @pytest.fixture(autouse=True)
 def ieee_products():
-    """Products of fp32 in fp32 unless a test asks for TF32, whatever ran before."""
-    before = torch.get_float32_matmul_precision()
+    """Multiply and convolve fp32 in fp32 unless a test asks for TF32; cuDNN takes TF32 by default."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
     yield
-    torch.set_float32_matmul_precision(before)
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.allow_tf32 = before[1]

@@ -174,6 +174,20 @@ def test_groups_are_never_loaded_in_part(tmp_path, teacher, loaded, words):
     assert left and all(torch.equal(student.state_dict()[name], before[name]) for name in left)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_no_start(tmp_path, value):
+    """They would train for as long as the log is not looked at. A tower that is not loaded may hold what it likes."""
+    teacher, student = randomised(native()), native(seed=3)
+    with torch.no_grad():
+        teacher.visual.proj[0, 0] = value
+    before = copy.deepcopy(student.state_dict())
+    path = saved(teacher, tmp_path / "epoch_1.pt")
+    with pytest.raises(UserError, match=r"visual\.proj of .*epoch_1\.pt holds 1 numbers that are"):
+        init_from(student, path)
+    assert all(torch.equal(before[name], value) for name, value in student.state_dict().items())
+    assert "text tower" in init_from(native(vision={"patch_size": 16}), path).loaded
+
+
 def test_a_checkpoint_that_fits_nowhere_is_an_error(tmp_path, bert):
     student = native()
     before = copy.deepcopy(student.state_dict())

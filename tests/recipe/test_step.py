@@ -10,16 +10,13 @@ import torch
 from open_clip.loss import SigLipLoss
 
 from open_clip_zerovl.core.randomness import Purpose, seed_step, stream_seed
-from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
 from open_clip_zerovl.plan.batching import PlanSettings
 from open_clip_zerovl.plan.measure import recipe_step
 from open_clip_zerovl.plan.model import PlannedModel, build
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
-from open_clip_zerovl.recipe.optimizer import parameter_groups
 from open_clip_zerovl.recipe.step import RecipeStep, loss_inputs_of
-from support.dga_reference import batches, bert_clip, error, gradients, one_graph
 from support.tiny_clip import NATIVE_VISION, bert_text, register, write_bert
 from training.params import parse
 from training.train import Trainer, create_loss
@@ -201,49 +198,3 @@ def test_one_process_says_that_it_gathers_nothing(ranks, caplog):
     args.rank, args.world_size = 0, ranks
     assert not create_loss(config, args).gather_grad
     assert ("changes nothing in one process" in caplog.text) == (ranks == 1)
-
-
-def test_compiled_blocks_give_the_gradient_of_one_graph():
-    """open_clip 4's --torchcompile-strategy blocks compiles each block of the towers in its place."""
-    model = bert_clip()
-    torch.manual_seed(3)
-    _, wanted = one_graph(model, ContrastiveLoss(), batches([3, 3]))
-    for block in model.visual.transformer.resblocks:
-        block.compile(backend="eager")
-    torch.manual_seed(3)
-    DecoupledGradientAccumulation(model, ContrastiveLoss(), retain=0, check="always").backward(
-        batches([3, 3])
-    )
-    assert error(gradients(model), wanted) <= 1e-10
-
-
-@pytest.mark.parametrize(
-    "frozen", [(), pytest.param(("text",), marks=pytest.mark.slow)]
-)  # slow: compiles once more
-def test_a_compiled_recipe_traces_nothing_after_a_step_with_each_coin(model, frozen):
-    torch._dynamo.reset()
-    traced, mixes, counts = [], [], []
-
-    def backend(module, inputs):
-        traced.append(module)
-        return module.forward
-
-    planned, _ = planned_of(model, "fp32", token_drop=0.25, freeze=frozen)
-    step = RecipeStep(
-        torch.compile(planned.model, backend=backend),
-        ContrastiveLoss(),
-        torch.optim.AdamW(parameter_groups(planned.model, 1e-3)),
-        precision="fp32",
-        normalize=planned.normalize,
-        mixup=planned.mixup,
-        check="always",
-    )
-    for number, group in enumerate(groups_of(planned)):
-        step.take(group, number)
-        planned.mixup.seek(number)
-        mixes.append(planned.mixup.draw().mixes_images)
-        counts.append(len(traced))
-    both = max(mixes.index(True), mixes.index(False))
-    assert both < STEPS - 2 and counts[both:] == [counts[both]] * (STEPS - both)
-    # With and without gradient, texts mixed or not: no more, for a value that is read breaks a graph in two.
-    assert frozen or counts[both] == 4

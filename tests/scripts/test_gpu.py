@@ -1,117 +1,121 @@
-"""scripts/gpu.py: results are kept as they come, a second call goes on, and the page names measured and missing parts."""
+"""scripts/gpu.py: results are written at once, a second call goes on behind them, and failures are results."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
 from scripts import gpu
-from support import ROOT
+from support import ROOT, warm
 
-FIRST, SECOND = {"key": "one", "value": 1.5}, {"key": "two", "value": 2.5}
+# A program whose parts are the functions of PARTS; each call of a measurement leaves a line in the file `calls`.
+PROGRAM = """
+import os, sys, time, types
+from scripts import gpu
 
+def measured(name):
+    open("calls", "a").write(name + "\\n")
+    return {"value": 1.5}
 
-def program(*lines: str) -> gpu.Part:
-    """A part whose process runs these lines of Python; the keys measured before are in `have`."""
-    return gpu.Part(
-        "part", ("-c", "\n".join(["import json, sys", "have = sys.argv[1:]", *lines]), "{have}")
-    )
+def first(session):
+    session.measure("a", lambda: measured("a"))
+    session.measure("b", lambda: 1 / 0)
 
+def second(session):
+    session.measure("c", lambda: measured("c") and ENDING, limit=LIMIT)
+    session.measure("d", lambda: measured("d"))
 
-def result_line(values: dict) -> str:
-    return f"print('RESULT ' + {json.dumps(values)!r}, flush=True)"
-
-
-def run(part: gpu.Part, file, seconds: float = 60.0) -> gpu.Results:
-    results = gpu.Results.read(file)
-    gpu.run_part(part, results, seconds, dict(os.environ), file.parent / "log")
-    return gpu.Results.read(file)
-
-
-@pytest.mark.slow  # two processes of a benchmark
-def test_what_a_stopped_part_measured_is_kept_and_not_measured_again(tmp_path):
-    file = tmp_path / "gpu-x.json"
-    stopped = run(
-        program(result_line(FIRST), "import time; time.sleep(60)"), file, seconds=3.0
-    ).parts["part"]
-    assert stopped["status"].startswith("stopped at its limit")
-    assert stopped["results"] == {"one": {"value": 1.5}}
-    done = run(program("assert have == ['one'], have", result_line(SECOND)), file).parts["part"]
-    assert done["status"] == "done" and list(done["results"]) == ["one", "two"]
-    assert done["seconds"] >= stopped["seconds"]  # both calls' time, rounded
+sys.modules["scripts.bench.gpu_parts"] = types.SimpleNamespace(first=first, second=second)
+gpu.PARTS = {"first": (1, "two values"), "second": (1, "what ends the process")}
+sys.exit(gpu.main(["--rehearse", "--work", "work", *sys.argv[1:]]))
+"""
 
 
-def test_failed_tests_alone_are_run_again():
-    lines = [
-        "tests/gpu/test_a.py::test_b[x y] PASSED  [ 10%]",
-        "tests/gpu/test_a.py::test_c FAILED [ 20%]",
-        "tests: 2",
-    ]
-    found = dict(result for line in lines if (result := gpu.result_in(line, "pytest")))
-    assert list(found) == ["tests/gpu/test_a.py::test_b[x y]", "tests/gpu/test_a.py::test_c"]
-    part = gpu.Part("tests", ("-m", "pytest", "{have}"), "pytest")
-    have = gpu.measured_before(part, {"results": found})
-    assert gpu.command_of(part, have)[1:] == [
-        "-m",
-        "pytest",
-        "--deselect=tests/gpu/test_a.py::test_b[x y]",
-    ]
+def call(folder, ending: str, *words: str) -> int:
+    program = PROGRAM.replace("ENDING", ending).replace("LIMIT", "60" if words else "0.05")
+    command = [warm.python(), "-c", program, "--out", "out", *words]
+    return subprocess.run(command, cwd=folder, timeout=120).returncode
+
+
+def results(folder) -> dict:
+    parts = json.loads((folder / "out" / "gpu-rehearsal.json").read_text())["parts"]
+    return {key: values for part in parts.values() for key, values in part["results"].items()}
+
+
+@pytest.mark.parametrize(
+    ("ending", "words", "statuses", "value"),
+    [
+        ("time.sleep(60)", (), [75, 1], {"error": "hung"}),
+        ("os._exit(134)", (), [134] * 3 + [1], {"error": "ended the process 3 times"}),
+        ("time.sleep(60)", ("--seconds", "2"), [3] * 4, None),  # its time was over, so it may be tried again
+        ("1 / 0", (), [1], {"error": "ZeroDivisionError: division by zero"}),
+    ],
+    ids=["hangs", "crashes", "time over", "fails"],
+)  # fmt: skip
+def test_the_next_call_goes_on_behind_what_is_written(tmp_path, ending, words, statuses, value):
+    assert [call(tmp_path, ending, *words) for _ in statuses] == statuses
+    after = results(tmp_path)
+    assert after["a"] == {"value": 1.5} and after["b"]["error"].startswith("ZeroDivisionError")
+    assert after.get("c") == value and ("d" in after) == (value is not None)
+    calls = (tmp_path / "calls").read_text().split()
+    assert calls.count("a") == 1 and calls.count("d") == (value is not None)
+    for file in (tmp_path / "work").glob("gpu-*"):  # another machine has OUT alone
+        file.unlink()
+    assert call(tmp_path, "{}", "--only", "second") == 1
+    assert results(tmp_path)["c"] == {} and results(tmp_path)["a"] == after["a"]
 
 
 def test_the_page():
-    row = {
-        "seconds": 1.0,
-        "seconds_range": [1.0, 1.25],
-        "samples_per_second": 2048.3,
-        "retained": None,
+    row = {"seconds": 1.0, "samples_per_second": 2048.3, "retained": None}
+    machine = {"device": "NVIDIA H200", "versions": {"torch": "2.11.0"}} | dict.fromkeys(
+        "cdefghi", 1
+    )
+    found = {
+        "machine": {"machine": machine},
+        "exactness": {"a": {"outcome": "passed"}, "b": {"outcome": "failed"}},
+        "steps": {"K=4, ours": row, "K=8, ours": {"error": "out of memory"}},
     }
     parts = {
-        "machine": {
-            "status": "done",
-            "results": {"machine": {"device": "NVIDIA H200", "versions": {"torch": "2.11.0"}}},
-        },
-        "tests": {
-            "status": "done",
-            "results": {"a": {"outcome": "passed"}, "b": {"outcome": "failed"}},
-        },
-        "steps": {
-            "status": "done",
-            "results": {"K=4, ours": row, "K=8, ours": {"error": "out of memory"}},
-        },
-        "plan": {"status": "stopped at its limit; a second call goes on", "results": {}},
+        name: {"results": each, "seconds": 3.0, "done": name != "steps"}
+        for name, each in found.items()
     }
     text = gpu.page(parts)
-    assert "# On NVIDIA H200" in text and "| torch 2.11.0 |" in text
+    assert "# On NVIDIA H200" in text and "| versions | torch 2.11.0 |" in text
     assert "1 passed, 1 failed" in text and "| b | failed |" in text and "| a |" not in text
-    assert "| seconds | seconds range | samples per second | retained | error |" in text
+    assert "|  | seconds | samples per second | retained | error |" in text
     assert (
-        "| K=4, ours | 1 | 1 to 1.25 | 2,048 |  |  |" in text
-        and "| K=8, ours |  |  |  |  | out of memory |" in text
+        "| K=4, ours | 1 | 2,048 |  |  |" in text
+        and "| K=8, ours |  |  |  | out of memory |" in text
     )
-    assert "- plan: stopped at its limit" in text
+    assert "Not done: gradients, steps," in text
 
 
-@pytest.mark.slow  # every part on the CPU: the compiler alone takes minutes
+def test_missing_packages_are_named_or_unpacked(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(gpu, "CARRIED", {"not_there": "not-there"})
+    with pytest.raises(gpu.UserError, match="has no not-there; fetch the wheels"):
+        gpu.unpack_wheels(None, tmp_path / "site")
+    with pytest.raises(gpu.UserError, match="pip could not unpack not-there"):
+        gpu.unpack_wheels(tmp_path, tmp_path / "site")
+    (tmp_path / "site" / "not_there").mkdir(parents=True)
+    gpu.unpack_wheels(None, tmp_path / "site")
+
+
+@pytest.mark.slow(reason="every part on the CPU, four minutes")
 @pytest.mark.timeout(1800)
 def test_rehearsal(tmp_path):
-    command = [
-        "make",
-        "gpu",
-        "REHEARSE=1",
-        f"ARGS=--out {tmp_path} --work {tmp_path / 'work'} --minutes 28",
-    ]
+    command = ["make", "gpu", "REHEARSE=1", f"ARGS=--out {tmp_path} --work {tmp_path / 'work'}"]
     done = subprocess.run(
         [*command, f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     parts = json.loads((tmp_path / "gpu-rehearsal.json").read_text())["parts"]
-    left_out = {name for name, record in parts.items() if record["status"].startswith("left out")}
-    assert left_out <= {"demo"}  # where the emoji data is not there
-    assert all(record["status"] == "done" for name, record in parts.items() if name not in left_out)
-    assert len(parts["tests"]["results"]) > 20
-    assert len(parts["steps"]["results"]) == len(parts["steps-compiled"]["results"]) == 8
-    assert "## Not done" not in (tmp_path / "gpu-rehearsal.md").read_text() or left_out
+    assert list(parts) == list(gpu.PARTS) and all(record["results"] for record in parts.values())
+    training = parts["training"]["results"]["training"]
+    assert training["steps_twice"] == 5 and training["largest_loss_difference"] == 0
+    errors = {key: values["towers"] for key, values in parts["gradients"]["results"].items()}
+    assert errors["fp32, ours, R=1"] < 1e-5 and errors["fp32, one graph under other masks"] > 0.1
+    assert "Not done" not in (tmp_path / "gpu-rehearsal.md").read_text()

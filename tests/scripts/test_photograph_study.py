@@ -14,8 +14,9 @@ from open_clip_zerovl.core.rates import warmup_cosine
 from open_clip_zerovl.dga import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.optimizer import optimizer_step, parameter_groups
-from scripts.photographs import study
+from scripts.photographs import accumulation, study
 from scripts.photographs.heads import Heads, Pairs, Training, epoch_order, train
+from scripts.photographs.mixtures import WIDTH as WIDTH_OF_STUDY
 from scripts.photographs.mixtures import neighbours_mixing, source_probe
 from scripts.photographs.styles import CAPTIONS, PICTURES
 
@@ -148,7 +149,7 @@ def test_a_call_repeats_no_unit_that_has_records(tmp_path, monkeypatch):
             return {"clean": heads.logit_scale.tolist()}
 
     laboratory = study.Laboratory.__new__(study.Laboratory)
-    laboratory.protocol, laboratory.folder, laboratory.commit = PROTOCOL, tmp_path, "0"
+    laboratory.protocol, laboratory.folder = PROTOCOL, tmp_path
     laboratory.data = lambda name: Made()
     unit = study.Unit("debiased", "framed", "random", Training(32, "random", 128, 1), 1e-3)
     laboratory.make(unit)
@@ -171,3 +172,27 @@ def test_the_signs_tell_sources_that_differ_from_those_that_do_not():
     )  # centred: the shift does not count
     assert neighbours_mixing([alike[0] * torch.tensor([1.0, *[0.0] * 7]),
                               alike[1] * torch.tensor([0.0, *[1.0] * 7])]) < 0.5  # fmt: skip
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_open_clips_arm_differs_from_ours_by_its_masks_alone(dropout):
+    """Without dropout both arms are one training, to fp32's rounding; with it they are not."""
+    draw = torch.Generator().manual_seed(0)
+    images = {"train": torch.randn(64, WIDTH_OF_STUDY, generator=draw)}
+    data = accumulation.Data(images, {"train": torch.randint(1, 50, (64, 5, 6), generator=draw)})
+    bert = {"layers": 1, "width": 16, "heads": 2, "dropout": dropout}
+    settings = {"micro_batch": 4, "epoch_samples": 64, "epochs": 2, "bert": bert}
+    runs = [accumulation.Run(arm, 4, None, 1e-3, 0) for arm in ("dga", "accum-freq")]
+    ours, theirs = (accumulation.Trainer(data, settings)(run).state_dict() for run in runs)
+    start = accumulation.Towers(data.vocabulary, bert, 0).state_dict()["straight.weight"]
+    moved = (ours["straight.weight"] - start).norm()
+    apart = (ours["straight.weight"] - theirs["straight.weight"]).norm()
+    assert (apart < 0.01 * moved) == (dropout == 0)
+
+
+def test_the_runs_of_accumulation_are_paired():
+    runs = list(accumulation.planned(PROTOCOL["accumulation"]))
+    facts = [
+        [run.facts | {"arm": ""} for run in runs if run.arm == arm] for arm in ("dga", "accum-freq")
+    ]
+    assert facts[0] == facts[1] and len(facts[0]) == 2 * 3 * 5 * 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import os
@@ -21,9 +20,8 @@ import torch
 from open_clip.model import CLIPVisionCfg, _build_vision_tower
 
 from open_clip_zerovl.checkpoints.layouts import as_native_vit
-from open_clip_zerovl.cli import evaluate
 from open_clip_zerovl.core.processes import children_of
-from scripts.paper import cluster
+from scripts.paper import cluster, probe
 from scripts.paper import recipes as paper_recipes
 from scripts.paper.convert import native_vision_config
 from scripts.paper.recipes import (
@@ -405,12 +403,11 @@ def test_a_probe_of_a_dataset_names_it_for_both_parts(tmp_path):
         "6.4",
         True,
     )
-    parser = argparse.ArgumentParser()
-    evaluate.linear_probe(parser)
+    parser = probe.arguments()
     for name, recipe in RECIPES.items():
         if recipe.program == "linear-probe":
             parser.parse_args(
-                probe_line(recipe, name, tmp_path, Hardware(0, 32), {"model": "M"})[4:]
+                probe_line(recipe, name, tmp_path, Hardware(0, 32), {"model": "M"})[3:]
             )
 
 

@@ -88,7 +88,10 @@ def test_a_sample_ends_where_the_key_changes_or_a_suffix_repeats():
 @given(name=st.text(alphabet="ab._/\n", max_size=12))
 def test_names_are_split_as_webdataset_splits_them(name):
     key, suffix = base_plus_ext(name)
-    expected = [] if META.match(name) or key is None else [(key, [suffix])]
+    hidden = name.rpartition("/")[2].startswith(
+        "."
+    )  # of which webdataset makes samples without a picture
+    expected = [] if META.match(name) or key is None or hidden else [(key, [suffix])]
     assert [(key, list(sample)) for key, sample in group([(name, None)])] == expected
 
 

@@ -197,6 +197,7 @@ def fake_cuda(*, free_gib: int = 100, total_bytes: int = 141 * GIB) -> Iterator[
         "torch.cuda.set_rng_state": lambda state, device="cuda": None,
         "torch.cuda.memory_allocated": memory_allocated,
         "torch.cuda.max_memory_allocated": lambda device=None: allocated[0] + GIB,
+        "torch.cuda.reset_peak_memory_stats": lambda device=None: None,
         "torch.cuda.memory_reserved": lambda device=None: allocated[0] + GIB,
         "torch.cuda.mem_get_info": lambda device=None: (free_gib * GIB, total_bytes),
         "torch.cuda.is_bf16_supported": lambda *_, **__: True,

@@ -38,7 +38,7 @@ from training.checkpointing import (
 )
 from training.console import Console
 from training.params import parse
-from training.resume import Position
+from training.resume import SETTINGS_ENTRY, Position
 from training.run import LOCK, TrainingRun, lock_folder
 from training.stopping import Preemption
 from training.train import Trainer, require_finite
@@ -305,7 +305,7 @@ def test_the_config_of_a_checkpoint_has_a_forced_quickgelu(words, expected, monk
     )
     run.entries["lora"] = "of the student"
     run.create_model("the teacher of --distill-model")
-    assert run.entries.keys() == {MODEL_ENTRY, "lora"}
+    assert run.entries.keys() == {MODEL_ENTRY, "lora", SETTINGS_ENTRY}
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_reported_before_the_first_step(

@@ -20,13 +20,19 @@ from open_clip_zerovl.sampling.schedule import Batching
 from support.programs import COMMON, flat_tensors, kill_when, launch, state_of
 from support.tars import write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, NUMBERED, bert_text, write_bert
+from training.params import build_parser, open_clip_parser, parse
 from training.resume import (
+    SETTINGS_ENTRY,
     Position,
+    changed_settings,
     entry_of,
+    keep_settings,
     load_checkpoint,
     of_this_line,
     read_position,
+    require_finite,
     require_same_function,
+    settings_of,
 )
 from training.stopping import Preemption
 
@@ -187,6 +193,106 @@ def test_a_checkpoint_of_several_ranks_has_the_names_of_one(tmp_path):
         torch.save({"epoch": 1, "state_dict": state}, tmp_path / "a.pt")
         loaded = load_checkpoint(argparse.Namespace(train_data=None), str(tmp_path / "a.pt"))
         assert loaded["state_dict"].keys() == model.state_dict().keys()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", ["weight", "running_var", "exp_avg_sq"])
+def test_a_checkpoint_with_numbers_that_are_not_finite_is_refused(place, value):
+    """Of a training and bare; infinite numbers have a place in a buffer, such as a mask."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 2)).sum().backward()
+    optimizer.step()
+    checkpoint = {"state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}
+    require_finite(checkpoint, model, "a.pt")
+    require_finite(checkpoint["state_dict"], model, "a.pt")
+    if place == "exp_avg_sq":
+        checkpoint["optimizer"]["state"][0][place].view(-1)[0] = value
+    else:
+        of = next(tensor for name, tensor in checkpoint["state_dict"].items() if place in name)
+        of.detach().view(-1)[0] = value
+    if place == "running_var" and value == float("inf"):
+        require_finite(checkpoint, model, "a.pt")
+        return
+    with pytest.raises(UserError, match=f"{place} .*of a.pt holds 1 numbers that are not finite"):
+        require_finite(checkpoint, model, "a.pt")
+    if place != "exp_avg_sq":
+        with pytest.raises(UserError, match="of a.pt holds 1 numbers"):
+            require_finite(checkpoint["state_dict"], model, "a.pt")
+
+
+def changed(option: str) -> str | None:
+    """What is said of a run whose setting `option` is another than before."""
+    name = option.removeprefix("--").replace("-", "_")
+    args, _ = parse(["--train-data", "a=/x"])
+    before, now = settings_of(args), settings_of(argparse.Namespace(**{**vars(args), name: 77}))
+    return changed_settings({SETTINGS_ENTRY: before}, now)
+
+
+# Of each setting: taken from here on unless it is in one of these rows.
+OTHERS = {
+    "has no effect, since the weights": "pretrained pretrained_image init_from init_image init_text",
+    "the learning rate follows the schedule": "lr epochs warmup warmup_share lr_min lr_scheduler epochs_cooldown "
+    "lr_cooldown_end lr_cooldown_power skip_scheduler",
+    # of the order of samples, which the position tells or refuses
+    "position": "batch_size dga_steps workers seed sampling source_order train_data train_data_upsampling_factors captions "
+    "train_num_samples dataset_resampled",
+    "optimizer": "wd beta1 beta2 eps",  # the next test
+    # what is written, evaluated and where
+    "nothing": "name logs log_local log_every_n_steps resume report_to wandb_notes wandb_project_name debug verbose "
+    "copy_codebase save_frequency save_every_steps save_most_recent keep_checkpoints delete_previous_checkpoint remote_sync "
+    "remote_sync_frequency remote_sync_protocol val_data val_frequency val_num_samples imagenet_val imagenet_v2 "
+    "zeroshot_frequency zero_shot_data retrieval_data retrieval_captions retrieval_frequency retrieval_transform device "
+    "dist_url dist_backend no_set_device_rank horovod cache_dir shard_cache shard_cache_gib loader_timeout",
+}
+
+
+def test_each_setting_of_a_resumed_command_line_is_taken_refused_or_named():
+    outcome = {name: words for words, names in OTHERS.items() for name in names.split()}
+    parsers = (build_parser(), open_clip_parser())
+    names = {action.dest for parser in parsers for action in parser._actions} - {"help"}
+    assert len(names) > 130
+    for name in sorted(names & vars(parse(["--train-data", "a=/x"])[0]).keys()):
+        words, said = outcome.get(name, "from here on"), changed(name)
+        if words in ("position", "optimizer", "nothing"):
+            assert said is None, name
+        else:
+            assert said is not None and words in said and f"--{name.replace('_', '-')} " in said, (
+                name
+            )
+    assert changed_settings({}, {"lr": "1"}) is None  # a checkpoint of open_clip's own
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_resumed_optimizer_takes_the_settings_of_the_command_line_or_says_that_it_keeps_its_own(
+    taken, caplog
+):
+    """torch's load_state_dict takes those of the checkpoint, and the log showed those of the command line."""
+
+    def optimizer(decay, betas, eps):
+        model = torch.nn.Linear(2, 2)
+        groups = [{"params": [model.bias], "weight_decay": 0.0}]
+        groups += [{"params": [model.weight], "weight_decay": decay}]
+        return torch.optim.AdamW(groups, lr=0.1, betas=betas, eps=eps)
+
+    saved = optimizer(0.2, (0.9, 0.98), 1e-6).state_dict()
+    same = keep_settings(optimizer(0.2, (0.9, 0.98), 1e-6), taken=taken)
+    same.load_state_dict(saved)
+    assert not caplog.messages and same.state_dict()["param_groups"] == saved["param_groups"]
+    other = keep_settings(optimizer(0.0, (0.9, 0.9), 1e-4), taken=taken)
+    other.load_state_dict(saved)
+    settings = [
+        (group["weight_decay"], group["betas"], group["eps"]) for group in other.param_groups
+    ]
+    decay, betas, eps = (0.0, (0.9, 0.9), 1e-4) if taken else (0.2, (0.9, 0.98), 1e-6)
+    assert settings == [(0.0, betas, eps), (decay, betas, eps)]
+    (said,) = caplog.messages
+    assert said == (
+        "The resumed optimizer takes betas (0.9, 0.9) after (0.9, 0.98), eps 0.0001 after 1e-06, weight_decay 0.0 after 0.2."
+        if taken
+        else "The resumed optimizer keeps the checkpoint's betas (0.9, 0.98), and not (0.9, 0.9), eps 1e-06, and not 0.0001, "
+        "weight_decay 0.2, and not 0.0."
+    )
 
 
 def test_preemption_is_only_heard_within_its_block():

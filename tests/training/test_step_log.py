@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import logging
+from functools import partial
 
 import pytest
 import torch
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.losses.problem import Report
 from training import step_log
 from training.run_log import RunLog
@@ -38,11 +40,20 @@ def test_the_sentence():
 
 
 def log_of(
-    epoch: int = 0, steps: int = 3, *, samples: int = 20, run_log=None, judged=False, **args
+    epoch: int = 0,
+    steps: int = 3,
+    *,
+    samples: int = 20,
+    run_log=None,
+    judged=False,
+    recovers=False,
+    **args,
 ) -> StepLog:
     """The log of an epoch with effective batches of 20."""
     given = argparse.Namespace(**{**vars(ARGS), **args})
-    return StepLog(given, epoch, steps, steps * samples, 2, judged=judged, run_log=run_log)
+    return StepLog(
+        given, epoch, steps, steps * samples, 2, judged=judged, recovers=recovers, run_log=run_log
+    )
 
 
 def take(
@@ -177,19 +188,31 @@ def test_an_epoch_is_logged_at_least_twenty_times(every, steps, logged, caplog):
     assert sum(message.startswith("Train Epoch") for message in caplog.messages) == logged
 
 
-def test_a_loss_that_is_not_finite_is_counted_between_logged_steps(caplog):
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("recovers", [True, False])
+def test_a_loss_that_is_not_finite_ends_the_run_unless_a_scaler_leaves_it_out(
+    caplog, recovers, rank
+):
+    """On every rank, at the first logged step: weights of NaN cannot recover, and an epoch of them is worth nothing."""
     run_log = RunLog(ARGS, argparse.Namespace(), argparse.Namespace(short=True))
     losses = {2: "nan", 3: "nan", 7: "inf"}
-    log = log_of(0, 80, log_every_n_steps=4, run_log=run_log)
-    take(log, loss=lambda index: torch.tensor(float(losses.get(index, 1.0))))
+    log = log_of(0, 80, log_every_n_steps=4, run_log=run_log, recovers=recovers, rank=rank)
+    steps = partial(take, log, loss=lambda index: torch.tensor(float(losses.get(index, 1.0))))
+    if not recovers:
+        with pytest.raises(
+            UserError, match="in 2 of the steps up to step 5 of epoch 0 .* with a lower --lr"
+        ):
+            steps()
+        return
+    steps()
     said = [message for message in caplog.messages if "is not a finite number" in message]
-    assert [message.partition(":")[0] for message in said] == [
-        "Step 5 of epoch 0",
-        "Step 9 of epoch 0",
-    ]
-    assert (
-        "in 2 of the last" in said[0] and "in 1 of the last" in said[1] and run_log.not_finite == 3
-    )
+    if rank == 0:
+        assert [message.partition(":")[0] for message in said] == [
+            "Step 5 of epoch 0",
+            "Step 9 of epoch 0",
+        ]
+        assert "in 2 of the last" in said[0] and "in 1 of the last" in said[1]
+    assert len(said) == (2 if rank == 0 else 0) and run_log.not_finite == 3
 
 
 def test_equal_captions_in_most_of_the_first_batch_name_the_flag(caplog):

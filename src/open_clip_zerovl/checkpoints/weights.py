@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,26 @@ def read_unmerged(checkpoint: Path) -> tuple[dict[str, Tensor], Any]:
         name = key.replace("_orig_mod.", "").removeprefix("module.")
         plain[name] = tensor
     return plain, content.get(ENTRY)
+
+
+def require_finite_weights(
+    weights: Mapping[str, Tensor], parameters: Collection[str], checkpoint: str | os.PathLike[str]
+) -> None:
+    """Refuse weights from which no training can go on.
+
+    Args:
+        parameters: names of the tensors that are trained. Others may hold infinite numbers, as masks do.
+
+    Raises:
+        UserError: a parameter is NaN or infinite, or another tensor NaN.
+    """
+    for name, tensor in weights.items():
+        bad = ~tensor.isfinite() if name in parameters else tensor.isnan()
+        if bool(bad.any()):
+            raise UserError(
+                f"{name} of {checkpoint} holds {int(bad.sum())} numbers that are not finite: its training has diverged; give "
+                "an earlier checkpoint"
+            )
 
 
 def read_epoch(checkpoint: str | os.PathLike[str]) -> int | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from open_clip_zerovl.checkpoints.encoder_flags import EncoderFlags
 from open_clip_zerovl.cli.program import RunCommand
 from open_clip_zerovl.cli.shared import (
     MODEL,
@@ -15,9 +17,8 @@ from open_clip_zerovl.cli.shared import (
     encoders_of,
 )
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.flags import add_settings, flags_of, positive, settings_from
+from open_clip_zerovl.core.flags import add_settings, redeclared, seed, settings_from
 from open_clip_zerovl.evaluate.settings import (
-    LarsSettings,
     RetrievalFiles,
     RetrievalSettings,
     SearchSettings,
@@ -69,7 +70,7 @@ def zero_shot(parser: argparse.ArgumentParser) -> RunCommand:
         required=True,
         metavar="NAME=SET::...",
         help="a set is a folder of class folders (or of sources with such folders), shards with a class, a folder in "
-        "CLIP_benchmark's layout, or a dataset as for linear-probe: food101:DIR, pets:DIR, ...",
+        "CLIP_benchmark's layout",
     )
     add_encoder(parser)
     add_settings(parser, ZeroShotSettings)
@@ -83,38 +84,28 @@ def zero_shot(parser: argparse.ArgumentParser) -> RunCommand:
     return run
 
 
+@dataclass(frozen=True, kw_only=True)
+class _ProbeEncoder(EncoderFlags):
+    batch_size: int = redeclared(EncoderFlags, "batch_size", 256)
+
+
 def linear_probe(parser: argparse.ArgumentParser) -> RunCommand:
     """`zerovl linear-probe`."""
     parser.description = (
-        "Linear probe (paper 5.3) on the image tower's features before the projection. Repeat an interrupted call with the "
-        "same --out: it continues."
+        "Logistic regression on the image tower's features before the projection. Repeat an interrupted call with the same "
+        "--out: it continues."
     )
     parser.add_argument("model", metavar="MODEL", help=MODEL)
-    add_encoder(parser, without=("batch_size",))
-    parser.add_argument(
-        "--micro-batch",
-        type=positive,
-        default=256,
-        help="images in the tower at once (default %(default)s)",
-    )
+    add_encoder(parser, _ProbeEncoder)
     parser.add_argument(
         "--train",
         required=True,
         metavar="DATA",
-        help="a folder of class folders, webdataset shards (DIR or DIR/{000..099}.tar), or NAME:DIR of cub, food101, pets, "
-        "aircraft, places365, inat2021, inat17",
+        help="a folder of class folders, or webdataset shards (DIR or DIR/{000..099}.tar)",
     )
+    parser.add_argument("--test", required=True, metavar="DATA", help="the test set")
     parser.add_argument(
-        "--test", required=True, metavar="DATA", help="the test set; NAME:DIR takes the test split"
-    )
-    parser.add_argument(
-        "--out", required=True, type=Path, metavar="DIR", help="results, cached features, state"
-    )
-    parser.add_argument(
-        "--way",
-        choices=("paper", "quick"),
-        default="paper",
-        help="paper: LARS on augmented images; quick: logistic regression on cached features (default %(default)s)",
+        "--out", required=True, type=Path, metavar="DIR", help="results and stored features"
     )
     parser.add_argument(
         "--label",
@@ -123,29 +114,19 @@ def linear_probe(parser: argparse.ArgumentParser) -> RunCommand:
         help="member that holds the class (default %(default)s)",
     )
     parser.add_argument("--amp", action="store_true", help="run the tower in bf16")
-    add_settings(parser, LarsSettings)
+    parser.add_argument("--seed", type=seed, default=0, help="of the images by which C is chosen")
 
     def run(arguments: argparse.Namespace) -> None:
-        from open_clip_zerovl.evaluate.probe.linear_probe import run_linear_probe
+        from open_clip_zerovl.evaluate.probe import run_linear_probe
 
-        settings = settings_from(LarsSettings, arguments)
-        changed = [
-            each.option
-            for each in flags_of(LarsSettings)
-            if each.name != "seed" and getattr(settings, each.name) != each.default
-        ]
-        if arguments.way == "quick" and changed:
-            raise UserError(f"{changed[0]} is for --way paper, and --way is quick; leave it out")
-        arguments.batch_size = arguments.micro_batch
         run_linear_probe(
             encoder_of(arguments, arguments.model),
             arguments.train,
             arguments.test,
             out=arguments.out,
-            way=arguments.way,
-            settings=settings,
             label=arguments.label,
             amp=arguments.amp,
+            seed=arguments.seed,
         )
 
     return run

@@ -8,17 +8,24 @@ from torch.nn.parallel import DistributedDataParallel
 from open_clip_zerovl.core.errors import UserError
 
 
-def unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None, bool]:
-    """The model inside of DDP and torch.compile in any order, the DDP wrapper if there is one, and whether compiled."""
-    ddp, compiled = None, False
+def unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]:
+    """Return the model inside of DDP and torch.compile in any order, and the DDP wrapper if there is one."""
+    ddp = None
     while True:
-        compiled = compiled or getattr(model, "_compiled_call_impl", None) is not None
         if isinstance(model, DistributedDataParallel):
             ddp, model = model, model.module
         elif isinstance(inside := getattr(model, "_orig_mod", None), nn.Module):
-            compiled, model = True, inside
+            model = inside
         else:
-            return model, ddp, compiled
+            return model, ddp
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Look for a module that torch.compile runs: the model, a wrapper or a block."""
+    return any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
 
 
 def wrapped_inside(adapter: nn.Module) -> DistributedDataParallel | None:

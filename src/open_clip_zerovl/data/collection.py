@@ -23,7 +23,7 @@ from open_clip_zerovl.data.samples import origin_of, samples_of
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import EXTENSIONS
 from open_clip_zerovl.shards.members import Sample
-from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES, picture_files
+from open_clip_zerovl.shards.pictures import PICTURE_WORDS, picture_files
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def open_collection(data: str) -> Collection:
         with contextlib.suppress(OSError, ValueError):  # a dangling link
             files.append(_file(path, shown))
     if not files:
-        raise UserError(f"{data} holds no pictures ({', '.join(sorted(PICTURE_SUFFIXES))})")
+        raise UserError(f"{data} holds no pictures ({PICTURE_WORDS})")
     return Collection(
         data, tuple(files), tuple(shards) or None, len(names) + len(shards) - len(files)
     )

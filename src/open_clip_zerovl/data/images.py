@@ -24,7 +24,7 @@ from timm.data.transforms import RandomResizedCropAndInterpolation
 from torchvision.transforms import Compose, Normalize, RandomResizedCrop, ToTensor
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.shards.pictures import BadPicture, decoded, rgb
+from open_clip_zerovl.shards.pictures import BadPicture, as_shown, decoded, orientation_of
 
 MIN_SIDE_PX = 2  # tracking pixels and placeholders of web pages have a side of one pixel
 _SCALES = (8, 4, 2)  # libjpeg decodes at 1/8, 1/4 and 1/2
@@ -79,9 +79,7 @@ def crop_of(transform: Any) -> Crop | None:
 
 
 def decode_image(data: bytes, crop: Crop | None = None) -> Image.Image:
-    """The RGB image of encoded bytes.
-
-    Formats and conversions are those of `tar.pictures`. An animation gives its first frame.
+    """The upright RGB image of encoded bytes, `pictures.as_shown`. An animation gives its first frame.
 
     Args:
         crop: the crop that follows; with it JPEGs may be decoded at a reduced size.
@@ -95,11 +93,11 @@ def decode_image(data: bytes, crop: Crop | None = None) -> Image.Image:
         if min(width, height) < MIN_SIDE_PX:
             raise BadPicture("one-pixel image", f"has an image of {width} x {height} pixels")
         if crop is not None and image.format == "JPEG":
-            scale = crop.reduction(width, height)
+            lies = orientation_of(image) > 4  # on its side
+            scale = crop.reduction(height, width) if lies else crop.reduction(width, height)
             if scale > 1:
                 image.draft(None, (width // scale, height // scale))
-        image.load()
-        return rgb(image)
+        return as_shown(image)
 
     return decoded(data, use)
 

@@ -26,13 +26,14 @@ from open_clip_zerovl.core.randomness import seeded
 from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.workers import ItemSet, read_batches
 from open_clip_zerovl.shards.members import (
-    IMAGE_EXTENSIONS,
+    TEXT_EXTENSION,
     ShardError,
     image_of,
     locate_samples,
     opened,
+    why_no_pairs,
 )
-from open_clip_zerovl.shards.pictures import BadPicture
+from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS, PICTURE_WORDS, BadPicture
 from open_clip_zerovl.shards.urls import local_path
 
 
@@ -223,8 +224,9 @@ def index_shards(
                 for key, members in locate_samples(path, whole=True):
                     image = image_of(members, order)
                     if image is None or member not in members:
-                        lacks = f"image ({', '.join(order)})" if image is None else f".{member}"
-                        raise UserError(f"{path}: sample {key!r} has no {lacks}; {advice}")
+                        lacks = f"image ({PICTURE_WORDS})" if image is None else f".{member}"
+                        why = why_no_pairs(path) if member == TEXT_EXTENSION else ""
+                        raise UserError(f"{path}: sample {key!r} has no {lacks}; {why or advice}")
                     offset, size = members[member]
                     yield IndexedSample(key, Path(path), *image), os.pread(descriptor, size, offset)
         except (ShardError, tarfile.ReadError) as error:

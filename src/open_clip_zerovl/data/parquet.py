@@ -29,7 +29,8 @@ from open_clip_zerovl.data.columns import (
     listed,
     texts_of,
 )
-from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, TEXT_EXTENSION, ShardError, unreadable
+from open_clip_zerovl.shards.members import TEXT_EXTENSION, ShardError, unreadable
+from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
 from open_clip_zerovl.shards.remote import RemoteStream, RetryPolicy
 from open_clip_zerovl.shards.transfers import Unreachable, words_of
 from open_clip_zerovl.shards.urls import local_path

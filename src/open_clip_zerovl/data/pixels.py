@@ -4,8 +4,8 @@
 
 For the same random draws the picture is that of PIL and torchvision to rounding: at most 2 grey levels in 99.9 % of the pixels
 (`tests/data/test_pixels.py`). Resizing is torch's antialiased kernel on uint8 rows, three to six times as fast as PIL's.
-`simplejpeg` decodes JPEGs in grey or colour. Everything else (CMYK, PNG, WebP, torn files) goes through `images.decode_image`,
-and so the same pictures are refused on both paths.
+`simplejpeg` decodes upright JPEGs in grey or colour. Everything else (turned by EXIF, CMYK, PNG, WebP, torn files) goes through
+`images.decode_image`, and so the same pictures are refused on both paths.
 
 AutoAugment draws as torchvision's, with tables that are made once for each picture size instead of for each picture. Its
 operations on single bytes (invert, posterize, solarize) run on the tensor. PIL computes the other
@@ -40,6 +40,7 @@ from torchvision.transforms.autoaugment import _apply_op
 from torchvision.transforms.functional import _compute_resized_output_size
 
 from open_clip_zerovl.data.images import MIN_SIDE_PX, Crop, ToBytes, decode_image
+from open_clip_zerovl.shards.pictures import may_be_turned
 
 try:
     import simplejpeg
@@ -73,7 +74,7 @@ def decode_pixels(data: bytes, crop: Crop | None = None) -> np.ndarray:
 
 
 def _decode_jpeg(data: bytes, crop: Crop | None) -> np.ndarray | None:
-    """A JPEG's pixels; None for files that PIL decodes: unusual colour spaces, sizes that may be refused, torn files."""
+    """A JPEG's pixels; None for files that PIL decodes: turned, unusual colour spaces, sizes that may be refused, torn."""
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data, strict=False)
         limit = Image.MAX_IMAGE_PIXELS
@@ -81,6 +82,7 @@ def _decode_jpeg(data: bytes, crop: Crop | None) -> np.ndarray | None:
             colours not in ("YCbCr", "Gray")
             or min(width, height) < MIN_SIDE_PX
             or (limit and width * height > limit)
+            or may_be_turned(data)
         ):
             return None
         scale = crop.reduction(width, height) if crop is not None else 1

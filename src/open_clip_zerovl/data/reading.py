@@ -28,6 +28,7 @@ from open_clip_zerovl.data.stats import DroppedSample, Fault
 from open_clip_zerovl.shards.cache import FetchAhead, ShardCache
 from open_clip_zerovl.shards.foreign import BadFile, read_foreign
 from open_clip_zerovl.shards.members import ShardError, unreadable
+from open_clip_zerovl.shards.pictures import PICTURE_WORDS
 from open_clip_zerovl.shards.remote import RetryPolicy
 from open_clip_zerovl.shards.transfers import StalledShard, words_of
 from open_clip_zerovl.shards.urls import local_path
@@ -227,9 +228,7 @@ class Reading:
         fault: Fault | None = None
         shown: Any = _NOTHING
         if image is None:
-            named = (
-                "jpg, png, jpeg or webp after the first dot of a file's name, where its key ends"
-            )
+            named = f"{PICTURE_WORDS} after the first dot of a file's name, where its key ends"
             fault = Fault("no image", f"has no image ({named})")
             if self.source.table is not None:
                 fault = Fault("no image", "has no image file that can be read")

@@ -20,13 +20,8 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data import parquet
 from open_clip_zerovl.data.reading import picture_file
 from open_clip_zerovl.data.sources import Source
-from open_clip_zerovl.shards.members import (
-    IMAGE_EXTENSIONS,
-    TEXT_EXTENSION,
-    Sample,
-    ShardError,
-    read_samples,
-)
+from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample, ShardError, read_samples
+from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
 from open_clip_zerovl.shards.remote import RetryPolicy
 from open_clip_zerovl.shards.urls import is_parquet, local_path
 

@@ -29,7 +29,6 @@ from open_clip_zerovl.data.stats import Fault
 from open_clip_zerovl.shards.cache import ShardCache
 from open_clip_zerovl.shards.index import open_index
 from open_clip_zerovl.shards.members import (
-    IMAGE_EXTENSIONS,
     TEXT_EXTENSION,
     WANTED,
     Extent,
@@ -41,6 +40,7 @@ from open_clip_zerovl.shards.members import (
     stream_samples,
     unreadable,
 )
+from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
 from open_clip_zerovl.shards.remote import RetryPolicy
 from open_clip_zerovl.shards.transfers import Unreachable
 from open_clip_zerovl.shards.urls import is_parquet, local_path

@@ -43,12 +43,8 @@ from open_clip_zerovl.data.selection import Selection, load_selection
 from open_clip_zerovl.data.sizes import listed_sizes
 from open_clip_zerovl.data.table import CsvFormat, CsvTable, block_sizes, open_table
 from open_clip_zerovl.shards.index import open_index
-from open_clip_zerovl.shards.members import (
-    IMAGE_EXTENSIONS,
-    ShardError,
-    locate_samples,
-    stream_samples,
-)
+from open_clip_zerovl.shards.members import BYTES_BEHIND, ShardError, locate_samples, stream_samples
+from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
 from open_clip_zerovl.shards.remote import RetryPolicy, check_openable
 from open_clip_zerovl.shards.urls import REMOTE, is_parquet, local_path
 from open_clip_zerovl.shards.writing import SHARD_COUNT
@@ -332,7 +328,8 @@ def count_tar_samples(path: str | Path, *, torn: bool = False) -> int:
                 for _ in samples:
                     count += 1
     except ShardError as error:
-        if not torn or count == 0:
+        # joined tars hide more samples than a tear takes, and are mended by one command
+        if not torn or count == 0 or error.reason == BYTES_BEHIND:
             other = (
                 "" if str(path).endswith(".tar") else f", or pack it with `zerovl data pack {path}`"
             )

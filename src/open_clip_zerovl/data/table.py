@@ -33,7 +33,8 @@ from open_clip_zerovl.data.columns import (
     guess_separator,
 )
 from open_clip_zerovl.shards.foreign import encoding_of
-from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, opened
+from open_clip_zerovl.shards.members import opened
+from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
 
 EXTENSIONS = (".csv", ".tsv")
 PACKED = "pack.json"  # marks an output of `zerovl data pack`, whose table lists refused rows

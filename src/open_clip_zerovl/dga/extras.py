@@ -12,6 +12,7 @@ So the first pass adds up s_k and c_k, and each backward pass takes s_k with the
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
@@ -107,7 +108,9 @@ class Extras:
     ) -> None:
         self.terms, self._teacher = terms, teacher
         self._world_size, self._group = world_size, group
-        self._averaged = {id(parameter) for parameter in model.parameters()}
+        parameters = list(model.parameters())
+        self._device = parameters[0].device
+        self._averaged = {id(parameter) for parameter in parameters}
         self._leaves_checked = world_size == 1
 
     def of_teacher(self, inputs: tuple[Any, ...]) -> Outputs:
@@ -160,7 +163,7 @@ class Extras:
             order: (C*b,) the place of each text, None if texts stand in their images' order.
 
         Raises:
-            UserError: terms that some micro-batches lack.
+            UserError: terms or counts that some micro-batches lack, or other terms on another rank.
         """
         extras = Collected(
             sums={name: each for name, each in outputs.items() if name.startswith(SUM)}
@@ -172,17 +175,24 @@ class Extras:
                 if order is not None and feature == FEATURES[1]:
                     whole = torch.empty_like(whole).index_copy_(0, order, whole)
                 extras.loss_inputs[name] = whole
-        if not extras.sums:
+        names = sorted(name.removeprefix(SUM) for name in extras.sums)
+        counted = [name for name in names if COUNT + name in outputs]
+        if self.terms and self._world_size > 1:
+            self._require_same_names(names, counted)
+        if not names:
             return extras
         number = max(len(each) for each in outputs.values())
-        lacking = next((name for name, each in extras.sums.items() if len(each) != number), None)
-        if lacking is not None:
-            raise UserError(
-                f"The term {lacking.removeprefix(SUM)} is missing in some micro-batches; return a sum and a count of 0 there."
-            )
-        names = sorted(name.removeprefix(SUM) for name in extras.sums)
-        unit = torch.ones_like(next(iter(extras.sums.values()))[0])
-        counted = [name for name in names if COUNT + name in outputs]
+        for name in names:
+            if len(extras.sums[SUM + name]) != number:
+                raise UserError(
+                    f"The term {name} is missing in some micro-batches; return a sum and a count of 0 there."
+                )
+            if name in counted and len(outputs[COUNT + name]) != number:
+                raise UserError(
+                    f"The term {name} has a count in some micro-batches only, by which the sums of all would be divided; "
+                    "return a sum and its count in each, or a sum alone in each."
+                )
+        unit = torch.ones_like(extras.sums[SUM + names[0]][0])
         totals = torch.stack(
             [sum(extras.sums[SUM + name], start=0 * unit) for name in names]
             + [sum(outputs[COUNT + name], start=0 * unit) for name in counted]
@@ -197,6 +207,22 @@ class Extras:
             extras.losses[name] = torch.where(count == 0, 0 * unit, total * share)
             extras.shares[SUM + name] = share * self._world_size
         return extras
+
+    def _require_same_names(self, names: list[str], counted: list[str]) -> None:
+        """Compare the terms of all ranks before their sums are added up; a sum more on one rank would wait for ever.
+
+        Raises:
+            UserError: another rank has other terms; raised by all ranks together.
+        """
+        digest = zlib.crc32(repr((names, counted)).encode())
+        # the smallest and, negative, the largest
+        ends = torch.tensor([digest, -digest], device=self._device)
+        dist.all_reduce(ends, dist.ReduceOp.MIN, group=self._group)
+        if ends.sum().item() != 0:
+            raise UserError(
+                f"terms= must return the same names on every rank, but here they are {names} (with a count: {counted}) and "
+                "others on another rank; return a sum and a count of 0 where there is nothing to add."
+            )
 
     def _check_leaves(self, sums: Outputs) -> None:
         """UserError, once, for a term that trains something which DDP does not average over ranks."""

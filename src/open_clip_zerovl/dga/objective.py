@@ -84,7 +84,7 @@ class Objective:
                     "drop the remainder or use ContrastiveLoss, which takes any sizes."
                 )
         leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
-        parameters = [parameter for parameter in self._parameters() if parameter.requires_grad]
+        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         with (
             torch.enable_grad(),
             torch.autocast(self._device.type, enabled=False),
@@ -135,7 +135,8 @@ class Objective:
                 with torch.no_grad():
                     parameter.grad.add_(gradient)
 
-    def _parameters(self) -> list[nn.Parameter]:
+    def parameters(self) -> list[nn.Parameter]:
+        """List the loss' own parameters."""
         return list(self._module.parameters()) if isinstance(self._module, nn.Module) else []
 
     def _losses(self, leaves: dict[str, Tensor], loss_inputs: dict[str, Any]) -> dict[str, Tensor]:

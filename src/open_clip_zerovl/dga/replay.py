@@ -81,8 +81,8 @@ class ReplayCheck:
     Differences stay on the device until `verdict`, so that no micro-batch waits for the GPU.
 
     Args:
-        mode: "first": the first step in which there is something to compare, those in EARLY and each CHECK_EVERY-th; "always"
-            or "never".
+        mode: "first": the first step in which there is something to compare, those in EARLY and each CHECK_EVERY-th, and
+            replayed outputs of a compiled model in each step; "always" or "never".
         group: process group of the ranks that step together; None for the default one.
     """
 
@@ -101,11 +101,17 @@ class ReplayCheck:
         """True if anything may be compared in the present step."""
         return bool(self._due)
 
-    def start(self) -> None:
-        """A step begins."""
+    def start(self, *, compiled: bool = False) -> None:
+        """Begin a step.
+
+        Args:
+            compiled: any step may need a new graph, of another shape for one. At dynamo's limit only the pass without gradients
+                has one, and the other pass draws other masks as eager code.
+        """
         again = self.mode == "always" or self._steps % CHECK_EVERY == 0 or self._steps in EARLY
         names = {REPLAYED, *SCALARS, WEIGHTS}
-        self._due = names - (set() if again else self._passed) if self.mode != "never" else set()
+        passed = self._passed - {REPLAYED} if compiled else self._passed
+        self._due = names - (set() if again else passed) if self.mode != "never" else set()
         self._steps += 1
         self._seen = []
 
@@ -223,7 +229,8 @@ def _difference(bad: list[tuple[float, float, str, int]], tolerance: float) -> s
     return (
         f"Replayed {name} of micro-batch {k} differ from the cached ones: relative difference {relative:.3g} "
         f"(largest element {absolute:.3g}), tolerance {tolerance:.3g}. The gradient would be wrong. Likely causes: "
-        "a kernel or compiled graph that draws other random masks with grad on than off; a random generator that "
+        "a kernel or compiled graph that draws other random masks with grad on than off (a torch._dynamo.config."
+        "recompile_limit that is too low for the model's graphs leaves one of the two passes eager); a random generator that "
         "is not a default one of torch, NumPy or Python; a module that changes with each forward (a cache, a counter, "
         "spectral norm); a `prepare` that is not deterministic. Find it with the model in eval(), then module by module; "
         "retain=K avoids the second forward in one process, check='never' accepts the difference."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,8 @@ class Retention:
 
     "auto" keeps one graph in the first step and measures it: on CUDA by the allocator, elsewhere by counting the bytes
     of tensors that a forward pass leaves alive. It decides R in the first step after an optimizer step, because the optimizer's
-    state is then allocated, from the memory that is free then. Over ranks all take the smallest number.
+    state is then allocated, from the memory that is free then; on CUDA after two steps, since cuDNN tries its kernels in the
+    first one. Over ranks all take the smallest number.
 
     Args:
         retain: R, or "auto".
@@ -83,6 +84,7 @@ class Retention:
         self._bytes_per_sample = 0.0
         self._transient_bytes = 0.0
         self._allocated_before = 0
+        self._steps = 0  # measured on CUDA
         self._auto: int | None = None
         self._adopted: Decision | None = None
         self._sizes: list[int] = []  # of the last step
@@ -107,6 +109,7 @@ class Retention:
             self._try_adopted(self._adopted)
         self._settle()
         if self._device.type == "cuda" and self._auto is None:
+            torch.cuda.reset_peak_memory_stats(self._device)
             self._allocated_before = torch.cuda.memory_allocated(self._device)
         return min(most, 1 if self._auto is None else self._auto)
 
@@ -130,8 +133,24 @@ class Retention:
             graphs, self._bytes_per_sample * max(self._sizes), float(self._transient_bytes)
         )
 
+    def keep_fewer(self) -> bool:
+        """Keep one graph fewer from now on, after a step has filled the device's memory; False if "auto" keeps one only."""
+        kept = min(self._auto or 1, most_graphs(len(self._sizes), self._world_size))
+        if kept < 2:
+            return False
+        self._auto = kept - 1
+        if self._adopted is not None:
+            self._adopted = replace(self._adopted, graphs=self._auto)
+        log.warning(
+            "The device's memory is full with the graphs of %d micro-batches: the step is taken again with %d, which hold from "
+            "here on.",
+            kept,
+            self._auto,
+        )
+        return True
+
     def _settle(self) -> None:
-        if self._auto is None and self._bytes_per_sample:
+        if self._auto is None and self._bytes_per_sample and self._transient_bytes:
             self._auto = self._decide(max(self._sizes))
 
     def _try_adopted(self, decision: Decision) -> None:
@@ -190,10 +209,11 @@ class Retention:
                 if p.grad is not None and p.numel() > 1
             }
         if self._device.type == "cuda":
-            # The peak may include earlier work and be too large; then fewer graphs are kept.
-            self._transient_bytes = (
-                torch.cuda.max_memory_allocated(self._device) - self._allocated_before
-            )
+            self._steps += 1
+            if self._steps > 1:
+                self._transient_bytes = (
+                    torch.cuda.max_memory_allocated(self._device) - self._allocated_before
+                )
         else:
             # the graph, and gradients within it
             self._transient_bytes = 2 * self._bytes_per_sample * max(sizes)

@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import RngState
-from open_clip_zerovl.core.wrappers import unwrapped, wrapped_inside
+from open_clip_zerovl.core.wrappers import is_compiled, unwrapped, wrapped_inside
 from open_clip_zerovl.dga.extras import Collected, Extras, TermsOfMicroBatch, parts_of_coca_loss
 from open_clip_zerovl.dga.hooks import GradientHooks
 from open_clip_zerovl.dga.inputs import (
@@ -166,7 +166,10 @@ class DecoupledGradientAccumulation:
             computed outside of it, on fp32 features (fp64 stays fp64).
         scaler: a GradScaler; gradients are multiplied by its scale, as by `scaler.scale(loss).backward()`.
         retain: graphs kept from the first pass: 0 to K (K-1 over several ranks), or "auto" for the largest number that fits.
-        check: compare replayed with cached features "first" (as `ReplayCheck` has it), "always" or "never".
+            If a step of one process fills the memory nevertheless, `backward` takes it once more with one graph fewer, unless
+            `.grad` held something before.
+        check: compare replayed with cached features "first" (as `ReplayCheck` has it: in each step of a compiled model),
+            "always" or "never".
         replay_rng: False draws new random masks in the replay, which gives a wrong gradient (the paper's Table 6).
 
     Raises:
@@ -189,7 +192,7 @@ class DecoupledGradientAccumulation:
     ) -> None:
         if check not in ("first", "always", "never"):
             raise UserError(f"check must be 'first', 'always' or 'never', but is {check!r}.")
-        inner, self._ddp, _ = unwrapped(model)
+        inner, self._ddp = unwrapped(model)
         if self._ddp is None:
             self._ddp = wrapped_inside(inner)
         every_term = [] if terms is None else [terms]
@@ -210,7 +213,7 @@ class DecoupledGradientAccumulation:
                 "Replay of random masks is off: gradients are WRONG wherever there is dropout (an ablation)."
             )
             check = "never"
-        self._inner = inner
+        self._model, self._inner = model, inner
         self._device = parameter.device
         self._autocast = autocast
         group = self._ddp.process_group if self._ddp is not None else None
@@ -263,14 +266,31 @@ class DecoupledGradientAccumulation:
 
         After any error the random state and the model's buffers are as before, and `.grad` must not be used.
         """
-        with self._undone_on_failure():
-            step = self._begun(micro_batches, prepare, text_order, texts_per_image)
-            self._first_pass(step)
-            self._differentiate(step, loss_inputs)
-            self._second_pass(step)
-        return step.losses | {
-            name: values[-1] for name, values in step.scalars.items() if name == "logit_scale"
-        }
+
+        def take() -> dict[str, Tensor]:
+            with self._undone_on_failure():
+                step = self._begun(micro_batches, prepare, text_order, texts_per_image)
+                self._first_pass(step)
+                self._differentiate(step, loss_inputs)
+                self._second_pass(step)
+            return step.losses | {
+                name: values[-1] for name, values in step.scalars.items() if name == "logit_scale"
+            }
+
+        parameters = [*self._inner.parameters(), *self._objective.parameters()]
+        # Gradients of earlier calls could not be told from those of a failed one. Other ranks would wait for this one.
+        again = self._world_size == 1 and all(parameter.grad is None for parameter in parameters)
+        try:
+            return take()
+        except torch.OutOfMemoryError:
+            if not (again and self._retention.keep_fewer()):
+                raise
+        # out of the handler, whose traceback holds the graphs
+        for parameter in parameters:
+            parameter.grad = None  # of the failed step
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        return take()
 
     def loss(
         self,
@@ -441,7 +461,7 @@ class DecoupledGradientAccumulation:
         parameters as unused, and the ranks would drift apart.
         """
         ended = RngState.capture(self._device)
-        self._check.start()
+        self._check.start(compiled=is_compiled(self._model))
         before = self._check.bits_of(self._inner) if step.replayed else {}
         for name, values in step.scalars.items():
             for k, value in enumerate(values[:-1]):
@@ -493,9 +513,9 @@ class DecoupledGradientAccumulation:
     def _add_terms(self, step: _Step) -> None:
         """Add the terms to the losses, and their gradients by each micro-batch's sums to the gradients."""
         terms = step.extras.losses
-        if taken := terms.keys() & step.losses.keys():
+        if taken := terms.keys() & (step.losses.keys() | SCALARS):
             raise UserError(
-                f"{', '.join(sorted(taken))} is a term and an entry of the loss; give the term another name."
+                f"{', '.join(sorted(taken))} is a term and another entry of the result; give the term another name."
             )
         total = sum(terms.values(), start=step.losses.pop("loss"))
         step.losses |= {**terms, "loss": total}

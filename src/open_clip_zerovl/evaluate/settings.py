@@ -8,7 +8,7 @@ from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable
-from open_clip_zerovl.core.flags import flag, number_or, positive, seed, share
+from open_clip_zerovl.core.flags import flag, number_or, positive, share
 
 
 @dataclass(frozen=True)
@@ -92,33 +92,6 @@ class ZeroShotSettings:
         None, "keep the pictures' embeddings here: other templates then take seconds", metavar="DIR"
     )
     output: Path | None = flag(None, "also write all results as JSON", metavar="FILE.json")
-
-
-@dataclass(frozen=True)
-class LarsSettings:
-    """Settings of the linear probe by LARS; the defaults are those of the paper and its code, see `probe.lars`.
-
-    A batch larger than the training set is cut to the training set. The learning rate is not scaled with the batch: LARS scales
-    a step to the norm of the weights, whatever the norm of the gradient.
-
-    Attributes:
-        lr: at the end of the warm-up.
-        warmup_share: share of all steps, 0..1.
-        seed: seed of the order, the augmentation and the initial weights.
-    """
-
-    epochs: int = flag(90, "epochs with --way paper", kind=positive)
-    batch_size: int = flag(16_384, "effective batch with --way paper", kind=positive)
-    lr: float = flag(6.4, "learning rate with --way paper")
-    weight_decay: float = flag(0.0, "weight decay with --way paper", option="--wd")
-    momentum: float = 0.9
-    trust_coefficient: float = 0.001
-    warmup_share: float = 1 / 9
-    batch_norm: bool = flag(
-        False,
-        "with --way paper: standardise the features and leave the bias out of LARS, as other papers' probes do",
-    )
-    seed: int = flag(0, "seed of order, augmentation and initial weights", kind=seed)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,11 @@ from open_clip_zerovl.checkpoints.spec import (
     read_params,
     tower_config,
 )
-from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, read_state_dict
+from open_clip_zerovl.checkpoints.weights import (
+    WEIGHTS_FILE,
+    read_state_dict,
+    require_finite_weights,
+)
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR
@@ -96,8 +100,8 @@ def init_from(
         The groups that were loaded, and the reason for each group that was not.
 
     Raises:
-        UserError: no such file, no tower of it fits (with the reason), a tower that fits computes another function, or a text
-            tower with positions for more tokens than `context_length`.
+        UserError: no such file, no tower of it fits (with the reason), a tower that fits computes another function or holds
+            numbers that are not finite, or a text tower with positions for more tokens than `context_length`.
     """
     weights = _read_weights(Path(checkpoint))
     if isinstance(getattr(model, "text", None), nn.Module):
@@ -128,6 +132,7 @@ def init_from(
     if model_cfg is not None:
         _require_same_function(model, model_cfg, Path(checkpoint), report.loaded)
     selected = {name: weights[name] for group in report.loaded for name in model_groups[group]}
+    require_finite_weights(selected, dict(model.named_parameters()), checkpoint)
     model.load_state_dict(selected, strict=False)
     return report
 

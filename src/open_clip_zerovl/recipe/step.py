@@ -24,6 +24,7 @@ from open_clip_zerovl.dga.extras import TermsOfMicroBatch
 from open_clip_zerovl.dga.retain import Decision
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
+from open_clip_zerovl.recipe.compiling import same_masks
 from open_clip_zerovl.recipe.gpu_syncs import without_gpu_syncs
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
 from open_clip_zerovl.recipe.optimizer import mark_temperature, optimizer_step
@@ -196,6 +197,21 @@ class RecipeStep:
         Returns:
             Detached scalars of `DecoupledGradientAccumulation.backward`.
         """
+        with same_masks(self.model, cut_texts=self._padding is not None):
+            losses = self._gradients(micro_batches, step)
+        if self.cache is not None:
+            self.cache.forget()
+        optimizer_step(
+            self.model,
+            self.optimizer,
+            scaler=self.scaler,
+            grad_clip_norm=self.grad_clip_norm,
+            temperature_parameter=self.temperature_parameter,
+        )
+        return losses
+
+    def _gradients(self, micro_batches: Sequence[MicroBatch], step: int) -> dict[str, Tensor]:
+        """Put the gradients of the effective batch in place of the last step's."""
         self.optimizer.zero_grad()
         inputs = loss_inputs_of(micro_batches) if isinstance(self.loss, ContrastiveLoss) else {}
         texts_per_image = texts_per_image_of(micro_batches[0])
@@ -224,13 +240,4 @@ class RecipeStep:
                     **inputs,
                     **mix.loss_inputs(sizes, order),
                 )
-        if self.cache is not None:
-            self.cache.forget()
-        optimizer_step(
-            self.model,
-            self.optimizer,
-            scaler=self.scaler,
-            grad_clip_norm=self.grad_clip_norm,
-            temperature_parameter=self.temperature_parameter,
-        )
         return losses

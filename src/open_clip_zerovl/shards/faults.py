@@ -13,7 +13,7 @@ from PIL import Image
 from open_clip_zerovl.core.errors import printable
 from open_clip_zerovl.shards.pictures import BadPicture, decoded
 
-#: First and last bytes of a whole picture, by extension (those of `members.IMAGE_EXTENSIONS`).
+#: First and last bytes of a whole picture, by extension of `pictures.IMAGE_EXTENSIONS`.
 PICTURE_MARKS = {
     "jpg": (b"\xff\xd8\xff", b"\xff\xd9"),
     "jpeg": (b"\xff\xd8\xff", b"\xff\xd9"),
@@ -103,7 +103,7 @@ def picture_fault(content: bytes, extension: str | None = None, *, decode: bool 
     """
     starts = (kind for kind, (first, _) in PICTURE_MARKS.items() if content.startswith(first))
     kind = extension or next(starts, None)
-    if kind is not None:
+    if kind in PICTURE_MARKS:
         first, last = PICTURE_MARKS[kind]
         if not content.startswith(first):
             return f"picture is not a {kind}"

@@ -36,7 +36,7 @@ from open_clip_zerovl.shards.members import (
 
 _OPEN_INDEXES = 64  # kept in memory, 0.5 MB for a shard of 10,000 samples
 FOLDER = ".zerovl-index"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,15 @@ ends where a suffix repeats, so that two samples with one key stay two; webdatas
     a.jpg a.txt b.jpg a.txt           a {jpg, txt}, b {jpg}, a {txt}
     a.jpg a.txt a.jpg a.txt           a {jpg, txt}, a {jpg, txt}
 
-A sample that the end of a torn tar cuts off does not count.
+Members whose file name begins with a dot are no samples: macOS writes `._a.jpg` beside `a.jpg`. A sample that the end of a torn
+tar cuts off does not count.
 """
 
 from __future__ import annotations
 
+import bz2
 import errno
+import gzip
 import itertools
 import json
 import lzma
@@ -23,20 +26,26 @@ import os
 import re
 import tarfile
 import zlib
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from types import SimpleNamespace
+from typing import IO, Any, BinaryIO, TypeVar, cast
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.shards.headers import walk_tar
+from open_clip_zerovl.shards.headers import (
+    BytesBehind,
+    is_file,
+    require_ended,
+    tell_of_lack,
+    walk_tar,
+)
+from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
 from open_clip_zerovl.shards.remote import RetryPolicy, open_url
 from open_clip_zerovl.shards.transfers import words_of
 
-#: Suffixes of pictures. A sample with several pictures gives the first in this order, as in open_clip's pipeline.
-IMAGE_EXTENSIONS = ("jpg", "png", "jpeg", "webp")
 #: The order in which CLIP_benchmark looks for the picture. Retrieval sets keep it on purpose: both programs score the same.
-CLIP_BENCHMARK_ORDER = ("webp", "png", "jpg", "jpeg")
+CLIP_BENCHMARK_ORDER = tuple(dict.fromkeys(("webp", "png", "jpg", "jpeg", *IMAGE_EXTENSIONS)))
 TEXT_EXTENSION = "txt"
 WANTED = frozenset((*IMAGE_EXTENSIONS, TEXT_EXTENSION))
 META = re.compile(r"__[^/]*__($|/)")  # members that webdataset skips
@@ -57,7 +66,15 @@ _READ_ERRORS = (
     lzma.LZMAError,
 )
 
+BYTES_BEHIND = "bytes behind the end mark"  # a reason of a ShardError
 _LARGEST_MEMBER_BYTES = 1 << 36  # what claims more is rot
+# First bytes of a compressed file -> its reader. tarfile's own readers of streams stop at the end of the first of several
+# compressed parts, of which bgzip and cat make one file.
+_COMPRESSED: Mapping[bytes, Callable[[IO[bytes]], Any]] = {
+    b"\x1f\x8b": lambda file: gzip.GzipFile(fileobj=file),
+    b"BZh": bz2.BZ2File,
+    b"\xfd7zXZ\0": lzma.LZMAFile,
+}
 
 Content = TypeVar("Content")
 Extent = tuple[int, int]  # offset and size in bytes of a member's content in a plain tar
@@ -126,24 +143,32 @@ def group(members: Iterable[tuple[str, Content]]) -> Iterator[tuple[str, dict[st
     """Samples from (name, content) members in the order of the tar: (key, {suffix: content}), suffixes in lower case."""
     key: str = ""
     sample: dict[str, Content] = {}
-    for name, content in members:
-        base, suffix = (None, None) if META.match(name) else _key_and_suffix(name)
-        if base is None or suffix is None:
-            continue
-        suffix = suffix.lower()
-        if base != key or suffix in sample:
-            if sample:
-                yield key, sample
-            key, sample = base, {}
-        sample[suffix] = content
+    behind: BytesBehind | None = None
+    try:
+        for name, content in members:
+            base, suffix = (None, None) if META.match(name) else _key_and_suffix(name)
+            if base is None or suffix is None:
+                continue
+            suffix = suffix.lower()
+            if base != key or suffix in sample:
+                if sample:
+                    yield key, sample
+                key, sample = base, {}
+            sample[suffix] = content
+    except BytesBehind as error:  # the sample before an end mark is whole
+        behind = error
     if sample:
         yield key, sample
+    if behind is not None:
+        raise behind
 
 
 def _key_and_suffix(name: str) -> tuple[str | None, str | None]:
     """The path up to the file name's first dot, and the rest; (None, None) for a name without one of them."""
     begin = name.rfind("/") + 1
     dot = name.find(".", begin)
+    if dot == begin:
+        return None, None
     if dot > begin and "\n" not in name:
         return name[:dot], name[dot + 1 :]
     odd = _KEY_AND_SUFFIX.fullmatch(name)  # several times as slow
@@ -174,6 +199,51 @@ def locate_samples(
             raise unreadable(error) from error
         every = itertools.chain([first] if first is not None else [], members)
         yield from _counted(group((member.name, (member.offset, member.size)) for member in every))
+
+
+def why_no_pairs(path: str | os.PathLike[str]) -> str:
+    """Say why the members of a local tar make no pairs of a picture and a caption; "" if they make some."""
+    try:
+        try:
+            samples = [(key, set(files)) for key, files in locate_samples(path)]
+        except tarfile.ReadError:  # compressed, or no tar
+            url = f"file:{os.fspath(path)}"
+            samples = [(key, set(files)) for key, files in stream_samples(url, wanted=())]
+    except ShardError as error:
+        return f"it cannot be read as a tar to its end ({error})"
+    members: dict[str, set[str]] = {}
+    for key, suffixes in samples:
+        if _is_pair(suffixes):
+            return ""
+        members[key] = members.get(key, set()) | suffixes
+    apart = next((key for key, suffixes in members.items() if _is_pair(suffixes)), None)
+    if apart is not None:
+        return (
+            f"picture and caption of {apart!r} are not next to each other: write the tar in the order of its names, as with "
+            "tar --sort=name"
+        )
+    for key, suffixes in members.items():
+        for suffix in sorted(suffixes):
+            _, dot, ending = suffix.rpartition(".")
+            if dot and ending in WANTED:
+                return (
+                    f"a key ends at the first dot of a file's name, and {key}.{suffix} is {suffix!r} of the sample {key!r}: "
+                    "rename the members, or unpack the tar and pack its folder"
+                )
+    if not members:
+        return "it has no members with a name and an ending"
+    endings = sorted(set().union(*members.values()))
+    pictured = not set(IMAGE_EXTENSIONS).isdisjoint(endings)
+    lacking = "caption (.txt)" if pictured else "picture"
+    return (
+        f"no member is a {lacking}, its members are {', '.join(f'.{each}' for each in endings[:8])}"
+    )
+
+
+def _is_pair(suffixes: Collection[str]) -> bool:
+    return not {TEXT_EXTENSION, "json"}.isdisjoint(suffixes) and not set(
+        IMAGE_EXTENSIONS
+    ).isdisjoint(suffixes)
 
 
 def lacks_end(path: str | os.PathLike[str]) -> bool:
@@ -240,27 +310,61 @@ def _contents(
     # By default tarfile reads 10 KiB at a time and joins the parts; pictures are larger.
     with (
         open_url(url, policy) as stream,
-        tarfile.open(fileobj=stream, mode="r|*", bufsize=1 << 17) as tar,
+        tarfile.open(fileobj=_decompressed(stream), mode="r|*", bufsize=1 << 17) as tar,
     ):
-        for member in _regular(tar):
+        for member in _files(tar):
             suffix = member.name.rpartition("/")[2].partition(".")[2].lower()
-            read = wanted is None or suffix in wanted
-            yield member.name, cast(Any, tar.extractfile(member)).read() if read else None
+            content: bytes | None = None
+            if (
+                not member.isreg() or member.issparse()
+            ):  # a stream does not go back to a link's bytes
+                tell_of_lack(member)
+                content = b""
+            elif wanted is None or suffix in wanted:
+                content = cast(Any, tar.extractfile(member)).read()
+            yield member.name, content
+        # A transfer that fails behind the end mark has brought all members.
+        with suppress(OSError, EOFError, zlib.error, lzma.LZMAError):
+            require_ended(cast(Any, tar.fileobj).read, tar.offset)
 
 
-def _regular(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """The regular files of a streamed tar."""
+class _Begun:
+    """A stream of which the first bytes were read, from its beginning."""
+
+    def __init__(self, beginning: bytes, stream: BinaryIO) -> None:
+        self._beginning, self._stream = beginning, stream
+
+    def read(self, size: int) -> bytes:
+        part, self._beginning = self._beginning[:size], self._beginning[size:]
+        return part or self._stream.read(size)
+
+
+def _decompressed(stream: BinaryIO) -> IO[bytes]:
+    """Return the plain bytes of a file that may be compressed."""
+    beginning = stream.read(max(map(len, _COMPRESSED)))
+    reader = next(
+        (_COMPRESSED[magic] for magic in _COMPRESSED if beginning.startswith(magic)), None
+    )
+    whole = cast(IO[bytes], _Begun(beginning, stream))
+    if reader is None:
+        return whole
+    # read1 gives what comes before the place where the file is cut off
+    return cast(IO[bytes], SimpleNamespace(read=reader(whole).read1))
+
+
+def _files(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """Yield the files of a streamed tar."""
     last = -1
     for member in tar:
         if member.offset <= last or member.size < 0:  # a corrupt header could make tarfile loop
             raise tarfile.ReadError(f"a header at byte {member.offset} points backwards")
-        # to the next header; a sparse member's size is another number
+        # to the next header
         claimed = tar.offset - member.offset
         # past the end of a stream tarfile would read on, a block at a time
         if claimed > _LARGEST_MEMBER_BYTES:
             raise tarfile.ReadError(f"a header at byte {member.offset} claims {claimed} bytes")
         last = member.offset
-        if member.isreg() and not member.issparse():
+        if is_file(member):
             yield member
         tar.members = []  # type: ignore[attr-defined]  # else tarfile would keep every header
 
@@ -309,6 +413,7 @@ def _counted(samples: Iterator[tuple[str, Content]]) -> Generator[tuple[str, Con
             raise
         if isinstance(error, OSError) and not count:
             raise unreadable(error) from error
-        raise ShardError(
-            "truncated shard" if count else "unreadable shard", words_of(error), count
-        ) from error
+        reason = "truncated shard" if count else "unreadable shard"
+        if isinstance(error, BytesBehind):
+            reason = BYTES_BEHIND
+        raise ShardError(reason, words_of(error), count) from error

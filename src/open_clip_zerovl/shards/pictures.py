@@ -1,31 +1,57 @@
-"""Encoded pictures, opened in the same way everywhere: one list of formats, one error, one conversion to RGB.
+"""Encoded pictures, opened in the same way everywhere: one list of formats, one error, one conversion to upright 8-bit RGB.
 
 Pillow goes by a picture's bytes, not its name: a `.jpg` may be EPS, for which Pillow starts Ghostscript. Only FORMATS are
-opened; all of them are decoded in this process.
+opened; all of them are decoded in this process. HEIC, which phones write, is opened where the package pillow-heif is installed.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import io
 import os
 import re
-from collections.abc import Callable, Iterator
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
+HAS_HEIF = importlib.util.find_spec("pillow_heif") is not None
+HEIF_EXTENSIONS = ("heic", "heif")
+HEIF_ADVICE = "(pip install pillow-heif, or convert)"
 #: Pillow's names of the formats that are opened. JPEG includes MPO, which phones write.
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO")
-
-#: Endings of the names of pictures; the format of a file is found from its bytes.
-PICTURE_SUFFIXES = frozenset(
-    (
-        *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp"),
-        *(".tif", ".tiff", ".avif", ".jp2", ".ppm", ".pgm", ".ico"),
-    )
+FORMATS = (
+    *("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO"),
+    *(("HEIF",) if HAS_HEIF else ()),
 )
+
+#: Endings of the names of pictures, in folders and in tars; the format of a file is found from its bytes. A sample of a tar
+#: with several pictures gives the first in this order, which begins as that of open_clip's pipeline.
+IMAGE_EXTENSIONS = (
+    *("jpg", "png", "jpeg", "webp", "jpe", "jfif", "mpo", "gif", "bmp", "tif", "tiff", "avif"),
+    *("apng", "jp2", "j2k", "jpx", "ppm", "pgm", "pbm", "pnm", "ico"),
+    *(HEIF_EXTENSIONS if HAS_HEIF else ()),
+)
+PICTURE_WORDS = "jpg, png, webp, gif, tif, avif ..."  # for messages
+PICTURE_SUFFIXES = frozenset(f".{extension}" for extension in IMAGE_EXTENSIONS)
+
+_TURNS = {  # EXIF's orientation -> how to turn the picture upright
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+# of a JPEG's segments
+_EXIF, _XMP_TURNED = b"Exif\0\0", re.compile(rb'tiff:Orientation(="|>)[2-8]')
+_FILL, _APP1, _SCAN, _END = 0xFF, 0xE1, 0xDA, 0xD9
+_ORIENTATION, _SHORT = 0x112, 3  # EXIF's number of the tag, and its type
 
 Result = TypeVar("Result")
 
@@ -55,6 +81,16 @@ def picture_files(path: Path) -> Iterator[Path]:
             for name in names
             if os.path.splitext(name)[1].lower() in PICTURE_SUFFIXES
         )
+
+
+def left_out(names: Iterable[str]) -> str:
+    """Count files that are not read by their endings: "8 .heic (pip install pillow-heif, or convert), 1 .mp4"."""
+    counts = Counter(os.path.splitext(name)[1].lower() or "without ending" for name in names)
+    words = []
+    for suffix, count in counts.most_common():
+        heif = suffix.removeprefix(".") in HEIF_EXTENSIONS
+        words.append(f"{count:,} {suffix}" + (f" {HEIF_ADVICE}" if heif else ""))
+    return ", ".join(words)
 
 
 class BadPicture(Exception):
@@ -98,19 +134,76 @@ def decoded(data: bytes, use: Callable[[Image.Image], Result]) -> Result:
         ) from error
 
 
+def orientation_of(image: Image.Image) -> int:
+    """Return EXIF's orientation of an opened picture, 1 for upright and for EXIF that cannot be read."""
+    try:
+        orientation = image.getexif().get(_ORIENTATION, 1)
+    except Exception:  # Pillow raises SyntaxError, struct.error, KeyError ... for corrupt EXIF
+        return 1
+    return orientation if orientation in _TURNS else 1
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """Decode an opened picture, and turn it as its EXIF tag says."""
+    image.load()  # TIFFs are turned by it
+    turn = _TURNS.get(orientation_of(image))
+    return image if turn is None else image.transpose(turn)
+
+
+def may_be_turned(jpeg: bytes) -> bool:
+    """Return whether the header of a JPEG asks to turn it; Pillow decides in doubtful cases."""
+    at = 2
+    while at + 4 <= len(jpeg) and jpeg[at] == _FILL:
+        marker = jpeg[at + 1]
+        if marker in (_SCAN, _END):
+            return False
+        if marker == _FILL:
+            at += 1
+            continue
+        end = at + 2 + (jpeg[at + 2] << 8 | jpeg[at + 3])
+        if marker == _APP1:
+            segment = jpeg[at + 4 : end]
+            if segment.startswith(_EXIF) and _exif_turns(segment[len(_EXIF) :]):
+                return True
+            if _XMP_TURNED.search(segment):
+                return True
+        at = end
+    return False
+
+
+def _exif_turns(exif: bytes) -> bool:
+    """Return whether the first directory of an EXIF segment holds an orientation other than upright, or may hold one."""
+    order = ">" if exif.startswith(b"MM") else "<"
+    try:
+        (begin,) = struct.unpack_from(f"{order}I", exif, 4)
+        (count,) = struct.unpack_from(f"{order}H", exif, begin)
+        for entry in range(begin + 2, begin + 2 + 12 * count, 12):
+            tag, kind, _, value = struct.unpack_from(f"{order}HHIH", exif, entry)
+            if tag == _ORIENTATION:
+                return kind != _SHORT or value in _TURNS
+    except struct.error:
+        return True
+    return False
+
+
 def rgb(image: Image.Image) -> Image.Image:
-    """The picture in RGB: transparency dropped, 16-bit samples scaled to 8 bits (Pillow would clip them to white).
+    """Return the picture in RGB without its transparency, samples of 16 bits scaled to 8 (Pillow would clip them to white).
 
     Raises:
-        ValueError: floating-point pixels, which have no defined white.
+        ValueError: floating-point pixels, or integers of more than 16 bits, which have no defined white.
     """
     if image.mode == "RGB":
         return image
-    if image.mode.startswith(("I", "F")):
-        if image.mode.startswith("F"):
-            raise ValueError("floating-point pixels have no defined white")
-        values = np.asarray(image)
-        return Image.fromarray((values.clip(0, 0xFFFF) >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode.startswith("F"):
+        raise ValueError("floating-point pixels have no defined white")
+    if image.mode.startswith("I"):
+        values = np.asarray(image).clip(0)
+        largest = int(values.max())
+        if largest > 0xFFFF:
+            raise ValueError(f"integer pixels of up to {largest} have no defined white")
+        # A TIFF of 32-bit integers may hold a picture of 8 bits.
+        wide = image.mode != "I" or largest > 0xFF
+        return Image.fromarray((values >> 8 if wide else values).astype(np.uint8)).convert("RGB")
     if image.mode == "P" and "transparency" in image.info:
         return image.convert("RGBA").convert("RGB")
     return image.convert("RGB")
@@ -132,13 +225,27 @@ def on_white(image: Image.Image) -> Image.Image:
 
 
 def as_shown(image: Image.Image) -> Image.Image:
-    """The picture in RGB as a web page shows it: turned by its EXIF tag, `on_white`."""
-    return on_white(ImageOps.exif_transpose(image))
+    """Return the picture in RGB as a web page shows it: turned by its EXIF tag, on white. ValueError as `rgb`."""
+    return on_white(upright(image))
+
+
+def stock_reads_alike(image: Image.Image, shown: Image.Image) -> bool:
+    """Return whether open_clip's own readers see a decoded picture as it is shown: they drop its tag and its transparency.
+
+    Args:
+        image: the picture as Pillow opens it.
+        shown: `as_shown` of it.
+    """
+    if orientation_of(image) != 1:
+        return False
+    if image.mode in ("RGB", "L") and not has_transparency(image):
+        return True
+    return image.convert("RGB").tobytes() == shown.tobytes()
 
 
 def forget_other_formats() -> None:
     """Let Pillow open FORMATS only, in all of this process and its forks: for open_clip's own readers, which name none."""
-    Image.init()
+    _known()
     for name in set(Image.OPEN) - set(FORMATS):
         del Image.OPEN[name]
         Image.ID.remove(name)
@@ -146,5 +253,7 @@ def forget_other_formats() -> None:
 
 def _known() -> Any:
     Image.init()
+    if HAS_HEIF and "HEIF" not in Image.OPEN:
+        importlib.import_module("pillow_heif").register_heif_opener()
     # Pillow may be built without AVIF or JPEG 2000
     return [name for name in FORMATS if name in Image.OPEN]

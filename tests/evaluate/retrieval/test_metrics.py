@@ -314,10 +314,10 @@ PNG = picture(np.random.default_rng(0))
     ("files", "sentence"),
     [
         ({}, "holds no sample"),
-        ({"a.png": PNG}, r"0\.tar: sample 'a' has no \.txt; mend"),
+        ({"a.png": PNG}, r"0\.tar: sample 'a' has no \.txt; no member is a caption"),
         ({"a.png": PNG, "a.txt": b" \n"}, r"sample 'a' has an empty caption"),
         ({"a.png": PNG, "a.txt": b"\xff\xfe"}, r"'a' has a caption that is not UTF-8"),
-        ({"a.gif": PNG, "a.txt": b"a cat"}, r"0\.tar: sample 'a' has no image .webp, png"),
+        ({"a.svg": PNG, "a.txt": b"a cat"}, r"0\.tar: sample 'a' has no image .jpg, png"),
     ],
 )
 def test_bad_samples_are_named_by_file_and_key(tmp_path, files, sentence):

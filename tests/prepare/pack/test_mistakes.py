@@ -217,15 +217,15 @@ MISTAKES: dict[
     ),
     "tars without pictures": (
         tars_of({"a.cls": b"3", "a.txt": b"x"}),
-        r"its first samples hold no picture \(jpg, png, jpeg, webp\)",
+        r"holds no pairs: no member is a picture, its members are .cls, .txt",
     ),
     "tars without captions": (
         tars_of({"a.png": picture(0), "a.cls": b"3"}),
-        r"none of the 1 rows can be used: no text of its name",
+        r"no member is a caption \(.txt\), its members are .cls, .png",
     ),
     "no tar": (
         files(**{"0_tar": b"<html>no such file</html>"}),
-        r"cannot be read as a tar, or its first samples hold no picture",
+        r"holds no pairs: it cannot be read as a tar to its end",
     ),
     "no such dataset": (
         files(state_json=b"{}", x_arrow=b""),

@@ -21,11 +21,11 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import UNREADABLE
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.indexed import IndexedSet
-from open_clip_zerovl.data.labelled import ROLES, class_list, is_dataset, open_probe_set
+from open_clip_zerovl.data.labelled import class_list, open_probe_set
 from open_clip_zerovl.data.names import CLASS_NAMES, SPLIT_FOLDERS, TEMPLATES, file_of_words
 from open_clip_zerovl.evaluate.settings import ZeroShotSettings
 from open_clip_zerovl.shards.foreign import text_of
-from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS
+from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
 
 #: CLIP's short list of seven, which its authors found to be nearly as good as all eighty.
 CLIP_TEMPLATES = tuple(template("{}") for template in SIMPLE_IMAGENET_TEMPLATES)
@@ -79,8 +79,12 @@ def open_labelled_set(where: str, settings: ZeroShotSettings | None = None) -> L
             f"{root} has no folder {settings.split!r}, but {', '.join(others)}: name one of these folders as the set, or "
             "choose one with --split (zero-shot has it)"
         )
-    if place == root:
-        _check_split(where, settings.split)
+    if (
+        place == root and settings.split != "test"
+    ):  # the default is the whole of a set without splits
+        raise UserError(
+            f"{where} has no split {settings.split!r}; leave --split out to score all of it"
+        )
     if parts:
         opened = {part.name: open_probe_set(part, split, label=settings.label) for part in parts}
         images = IndexedSet(
@@ -98,19 +102,6 @@ def open_labelled_set(where: str, settings: ZeroShotSettings | None = None) -> L
     return LabelledSet(
         images, *_classes(images, settings.class_names), _templates(settings, folder)
     )
-
-
-def _check_split(where: str, split: str) -> None:
-    """UserError for a split that a set without folders of splits does not have; a dataset of torchvision has two."""
-    # the default chooses the whole of a set without splits
-    splits = ROLES if is_dataset(where) else ("test",)
-    if split not in splits:
-        has = (
-            f"it has {' and '.join(splits)}"
-            if len(splits) > 1
-            else "leave --split out to score all of it"
-        )
-        raise UserError(f"{where} has no split {split!r}; {has}")
 
 
 def _classes(images: IndexedSet, given: Path | None) -> tuple[list[str], list[str]]:

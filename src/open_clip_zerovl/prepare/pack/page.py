@@ -11,7 +11,7 @@ from open_clip_zerovl.prepare.pack.report import commands, next_line
 from open_clip_zerovl.prepare.pack.store import PairDatabase, Stored
 from open_clip_zerovl.report.bounds import LOW_BEST, SHARED_CAPTIONS
 from open_clip_zerovl.report.html import thumbnail, write_page
-from open_clip_zerovl.shards.pictures import BadPicture, decoded, rgb
+from open_clip_zerovl.shards.pictures import BadPicture, as_shown, decoded
 
 _SAMPLES = 12  # shown of a source and split
 _SOURCES = 8
@@ -66,6 +66,6 @@ def write_report_page(
 
 def _thumbnail(content: bytes) -> str | None:
     try:
-        return thumbnail(decoded(content, lambda opened: rgb(opened).copy()))
+        return thumbnail(decoded(content, lambda opened: as_shown(opened).copy()))
     except BadPicture:
         return None

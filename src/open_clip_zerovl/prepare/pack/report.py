@@ -21,6 +21,7 @@ from open_clip_zerovl.data.names import FEWEST_PICTURES, SPLITS
 from open_clip_zerovl.prepare.pack.rows import Reader
 from open_clip_zerovl.prepare.pack.store import PairDatabase
 from open_clip_zerovl.report.bounds import LOW_BEST, RECALL_KS, SHARED_CAPTIONS
+from open_clip_zerovl.shards.members import BYTES_BEHIND
 
 _EXAMPLES = 5
 _SHOWN_EXAMPLES = 3
@@ -35,6 +36,7 @@ ADVICE = {  # reason of refused rows -> remedy
     "caption not UTF-8": _AS_UTF8,
     "path not UTF-8": _AS_UTF8,
     "source not UTF-8": _AS_UTF8,
+    BYTES_BEHIND: "unpack all of it with tar --ignore-zeros, and pack the folder",
     UNMARKED: "convert the file to UTF-8 (iconv -f UTF-16LE, or UTF-16BE, -t UTF-8 OLD > NEW)",
 }
 CONTEXT = 77  # tokens that open_clip's models read, begin and end included

@@ -22,7 +22,6 @@ from open_clip_zerovl.prepare.pack.rows import Columns, FolderSplits, PairRow, R
 from open_clip_zerovl.prepare.public.pictures import Failure
 from open_clip_zerovl.shards.foreign import encoding_of
 from open_clip_zerovl.shards.members import (
-    IMAGE_EXTENSIONS,
     TEXT_EXTENSION,
     ShardError,
     image_of,
@@ -30,8 +29,15 @@ from open_clip_zerovl.shards.members import (
     object_of,
     opened,
     stream_samples,
+    why_no_pairs,
 )
-from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES, picture_files, walk
+from open_clip_zerovl.shards.pictures import (
+    HEIF_ADVICE,
+    HEIF_EXTENSIONS,
+    PICTURE_SUFFIXES,
+    picture_files,
+    walk,
+)
 
 #: The source column that a folder of pictures has by itself: the first folder on a picture's path.
 FOLDER_COLUMN = "folder"
@@ -259,11 +265,11 @@ class TarReader(SampleReader):
                 first.extend(islice(self._samples(file), _LOOKED_AT))
             if first:
                 break
-        if not any(place for _, place, _, _ in first):
-            raise UserError(
-                f"{files[0]} cannot be read as a tar, or its first samples hold no picture ({', '.join(IMAGE_EXTENSIONS)}): "
-                "fetch or write it again, or give shards of pictures with captions"
-            )
+        captioned = {TEXT_EXTENSION, _JSON_EXTENSION}
+        if not any(place and captioned & texts.keys() for _, place, _, texts in first):
+            why = why_no_pairs(files[0])
+            if why:
+                raise UserError(f"{files[0]} holds no pairs: {why}")
         tables = [texts[_JSON_EXTENSION] or b"" for *_, texts in first if _JSON_EXTENSION in texts]
         has_text = any(TEXT_EXTENSION in texts for *_, texts in first)
         self._choose(f"the json members of {files[0]}", tables, has_text=has_text)
@@ -280,7 +286,9 @@ class TarReader(SampleReader):
                     if place:
                         yield self._row(row, texts.get(TEXT_EXTENSION), texts.get(_JSON_EXTENSION))
                     else:
-                        yield row._replace(refused="no picture")
+                        heif = next((end for end in HEIF_EXTENSIONS if end in texts), None)
+                        named = f": .{heif} {HEIF_ADVICE}" if heif else ""
+                        yield row._replace(refused=f"no picture{named}")
             except ShardError as error:
                 yield PairRow("", (), file.name, refused=error.reason)
 
@@ -289,10 +297,10 @@ class TarReader(SampleReader):
             with opened(file) as descriptor:
                 for key, members in locate_samples(file, whole=True):
                     extent = image_of(members)
+                    read = (TEXT_EXTENSION, _JSON_EXTENSION)
                     texts = {
-                        name: os.pread(descriptor, size, offset)
+                        name: os.pread(descriptor, size, offset) if name in read else None
                         for name, (offset, size) in members.items()
-                        if name in (TEXT_EXTENSION, _JSON_EXTENSION)
                     }
                     yield key, "{}#{}+{}".format(file, *extent) if extent else "", None, texts
         except tarfile.ReadError:  # compressed, or no tar

@@ -18,8 +18,7 @@ from open_clip_zerovl.core.identity import sha256_of
 from open_clip_zerovl.prepare.public.download import fetch_file
 from open_clip_zerovl.prepare.public.pictures import Failure
 from open_clip_zerovl.shards.archives import BROKEN_ARCHIVE, find_member
-from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS
-from open_clip_zerovl.shards.pictures import picture_files
+from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS, picture_files
 
 _KARPATHY = "https://cs.stanford.edu/people/karpathy/deepimagesent/caption_datasets.zip"
 _VG = (

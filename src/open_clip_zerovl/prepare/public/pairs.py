@@ -25,7 +25,8 @@ from open_clip_zerovl.prepare.public import manifest
 from open_clip_zerovl.prepare.public.gather import Gathering, Work
 from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, Picture, encode_picture
 from open_clip_zerovl.prepare.public.spool import Spool
-from open_clip_zerovl.shards.members import IMAGE_EXTENSIONS, TEXT_EXTENSION, Sample, read_samples
+from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample, read_samples
+from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
 
 SHARD_SIZE = 10_000
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from PIL import ExifTags, Image
+from PIL import Image
 
 from open_clip_zerovl.data.held_out import picture_key
 from open_clip_zerovl.shards.pictures import (
@@ -21,8 +21,8 @@ from open_clip_zerovl.shards.pictures import (
     as_shown,
     decoded,
     has_transparency,
-    on_white,
-    rgb,
+    orientation_of,
+    stock_reads_alike,
 )
 
 #: Formats whose bytes may be stored unchanged -> the extension that webdataset and CLIP_benchmark look for.
@@ -53,8 +53,8 @@ class Encoding:
         min_side_px: a picture with a smaller side is refused (tracking pixels, blank placeholders).
         max_pixels: a picture with a larger width times height is refused before it is decoded.
         longer_side_px: a picture with a longer longer side is shrunk to it.
-        upright: a picture that its EXIF tag turns is stored turned, and a transparent one on white, even where its bytes could
-            be kept: training reads neither the tag nor the transparency.
+        upright: a picture that stock open_clip reads as another one than is shown (turned by its EXIF tag, transparent, of 16
+            bits) is stored as it is shown, even where its bytes could be kept.
     """
 
     shorter_side_px: int | None = 256
@@ -93,14 +93,11 @@ def encode_picture(content: bytes, encoding: Encoding, *, hashed: bool = False) 
     def use(image: Image.Image) -> Picture:
         _check_size(image, encoding)
         size = image.size
-        turned = image.getexif().get(ExifTags.Base.Orientation, 1) not in (0, 1)
+        turned = orientation_of(image) != 1
         extension = (
             _EXTENSIONS.get(image.format or "") if encoding.shorter_side_px is None else None
         )
-        whitened = _needs_white(image)
-        if encoding.upright and (turned or whitened):
-            extension = None
-        if extension and not hashed and encoding.longer_side_px is None:
+        if extension and not (hashed or encoding.upright) and encoding.longer_side_px is None:
             image.load()
             return Picture(extension, content)
         side = encoding.shorter_side_px
@@ -110,6 +107,10 @@ def encode_picture(content: bytes, encoding: Encoding, *, hashed: bool = False) 
             scale = 2 * side / min(size)
             image.draft("RGB", (round(scale * size[0]), round(scale * size[1])))
         picture = as_shown(image)
+        alike = stock_reads_alike(image, picture)
+        whitened = has_transparency(image) and not alike
+        if encoding.upright and not alike:
+            extension = None
         smaller = _shrunk(picture, encoding)
         shrunk = smaller.size != picture.size
         same = extension is not None and not shrunk
@@ -144,11 +145,6 @@ def _check_size(image: Image.Image, encoding: Encoding) -> None:
         raise BadPicture("picture too small", "")
     if width * height > encoding.max_pixels:
         raise BadPicture("picture too large", "")
-
-
-def _needs_white(image: Image.Image) -> bool:
-    """True for a transparent picture whose pixels are others where training drops the transparency."""
-    return has_transparency(image) and rgb(image).tobytes() != on_white(image).tobytes()
 
 
 def _shrunk(picture: Image.Image, encoding: Encoding) -> Image.Image:

@@ -1,0 +1,285 @@
+"""open_clip's `--accum-freq` against `--dga-steps` end to end, with a BERT that has dropout (study.yaml, 4).
+
+    python -m scripts.photographs.styles --tars DIR --features DIR
+    python -m scripts.photographs.accumulation --tars DIR --features DIR [--minutes 30]
+
+The towers: BERT of two layers of width 128 from random weights, with dropout, and a residual tower on the stored features of
+the photographs. open_clip's arm is its own `train_one_epoch`; both arms see the same micro-batches in the same order at the
+same rates. A stopped call continues: each finished run is a line of docs/results/photographs/accumulation.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from open_clip.loss import ClipLoss
+from open_clip_train.train import train_one_epoch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import BertConfig, BertModel, BertTokenizer
+
+from open_clip_zerovl.core.files import save_atomically
+from open_clip_zerovl.core.randomness import Purpose, seed_step, seeded, stream, stream_seed
+from open_clip_zerovl.core.rates import warmup_cosine
+from open_clip_zerovl.dga import DecoupledGradientAccumulation
+from open_clip_zerovl.evaluate.retrieval.metrics import retrieval_metrics
+from open_clip_zerovl.losses import ContrastiveLoss
+from open_clip_zerovl.recipe.optimizer import optimizer_step, parameter_groups
+from scripts.photographs.heads import EMBED_DIM, HIDDEN, START_SCALE, Training, epoch_order
+from scripts.photographs.mixtures import WIDTH, Store, principal_components
+from scripts.photographs.prepare import flickr8k_split
+from scripts.photographs.study import append_records, commit, read_protocol, read_records
+from scripts.photographs.styles import read_captions
+
+PART = "accumulation"
+TOKENS = 24
+
+
+class Towers(nn.Module):
+    """A picture's residual tower and a caption's BERT, with open_clip's outputs."""
+
+    def __init__(self, vocabulary: int, settings: dict[str, Any], seed: int) -> None:
+        super().__init__()
+        width = settings["width"]
+        config = BertConfig(
+            vocab_size=vocabulary,
+            hidden_size=width,
+            num_hidden_layers=settings["layers"],
+            num_attention_heads=settings["heads"],
+            intermediate_size=4 * width,
+            hidden_dropout_prob=settings["dropout"],
+            attention_probs_dropout_prob=settings["dropout"],
+        )
+        with seeded(stream_seed(seed, Purpose.ALIGN_HEADS)):
+            self.straight = nn.Linear(WIDTH, EMBED_DIM, bias=False)
+            self.inner = nn.Linear(WIDTH, HIDDEN, bias=False)
+            self.outer = nn.Linear(HIDDEN, EMBED_DIM, bias=False)
+            self.text = BertModel(config, add_pooling_layer=False)
+            self.proj = nn.Linear(width, EMBED_DIM, bias=False)
+        self.logit_scale = nn.Parameter(torch.tensor(START_SCALE))
+
+    def encode_image(self, rows: Tensor) -> Tensor:
+        return F.normalize(self.straight(rows) + self.outer(F.gelu(self.inner(rows))), dim=-1)
+
+    def encode_text(self, tokens: Tensor) -> Tensor:
+        mask = tokens != 0
+        states = self.text(tokens, attention_mask=mask).last_hidden_state
+        return F.normalize(self.proj(states[:, 0]), dim=-1)
+
+    def forward(self, images: Tensor, texts: Tensor) -> dict[str, Tensor]:
+        features = {"image_features": self.encode_image(images)}
+        features["text_features"] = self.encode_text(texts)
+        return features | {"logit_scale": self.logit_scale.exp()}
+
+
+@dataclass
+class Data:
+    """Principal components of the photographs (n, W), and token numbers of their captions (n, 5, T), part by part."""
+
+    images: dict[str, Tensor]
+    tokens: dict[str, Tensor]
+
+    @property
+    def vocabulary(self) -> int:
+        return 1 + int(max(part.max() for part in self.tokens.values()))
+
+
+def read_data(tars: Path, features: Path) -> Data:
+    """The stored features, and the captions' tokens, which are made once."""
+    file = features / "tokens.pt"
+    if not file.is_file():
+        captions = read_captions(tars / "flickr8k.tar")
+        tokenizer = BertTokenizer.from_pretrained(features / "encoders" / "minilm")
+        tokens = {}
+        for part, names in flickr8k_split(list(captions)).items():
+            flat = [caption for name in names for caption in captions[name]]
+            given = {"padding": "max_length", "truncation": True, "max_length": TOKENS}
+            encoded = tokenizer(flat, return_tensors="pt", **given)["input_ids"]
+            tokens[part] = encoded.view(len(names), 5, TOKENS)
+        used = torch.unique(torch.cat([part.flatten() for part in tokens.values()]))
+        save_atomically(
+            {part: torch.searchsorted(used, each) for part, each in tokens.items()}, file
+        )
+    store = Store(features)
+    reduce = principal_components(store.train["pictures"]["plain"])
+    parts = {"train": store.train, "validation": store.validation, "test": store.test}
+    images = {name: reduce(part["pictures"]["plain"]) for name, part in parts.items()}
+    return Data(images, torch.load(file, weights_only=True))
+
+
+@dataclass
+class Run:
+    """A run of the protocol.
+
+    Attributes:
+        arm: "accum-freq" or "dga".
+        clip: the norm to which gradients are clipped; None: they are not.
+    """
+
+    arm: str
+    steps: int
+    clip: float | None
+    rate: float
+    seed: int
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {
+            "arm": self.arm,
+            "K": self.steps,
+            "clip": self.clip,
+            "rate": self.rate,
+            "seed": self.seed,
+        }
+
+
+def planned(settings: dict[str, Any]) -> Iterator[Run]:
+    """Runs in the order of their value: one rate after the other, seed by seed, so that what is done is paired."""
+    for steps in settings["steps"]:
+        for rate in settings["rates"]:
+            for seed in settings["seeds"]:
+                for clip in settings["clips"]:
+                    for arm in ("dga", "accum-freq"):
+                        yield Run(arm, steps, clip, rate, seed)
+
+
+class Trainer:
+    """Trains a run on micro-batches of (images, tokens).
+
+    Args:
+        settings: the protocol's.
+    """
+
+    def __init__(self, data: Data, settings: dict[str, Any]) -> None:
+        self.data, self.settings = data, settings
+
+    def __call__(self, run: Run) -> Towers:
+        """The trained towers."""
+        micro = self.settings["micro_batch"]
+        training = Training(
+            micro * run.steps, "random", self.settings["epoch_samples"], self.settings["epochs"]
+        )
+        per_epoch = training.epoch_samples // training.batch
+        model = Towers(self.data.vocabulary, self.settings["bert"], run.seed)
+        groups = parameter_groups(model, training.weight_decay)
+        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), eps=1e-6)
+        total = training.epochs * per_epoch
+        warmup = round(training.warmup_share * total)
+
+        def schedule(step: int) -> None:
+            for group in optimizer.param_groups:
+                group["lr"] = warmup_cosine(step, total, run.rate, warmup)
+
+        dga = DecoupledGradientAccumulation(model, ContrastiveLoss())
+        for epoch in range(training.epochs):
+            batches = self.micro_batches(training, micro, run.seed, epoch)
+            if run.arm == "dga":
+                model.train()
+                for number in range(per_epoch):
+                    step = epoch * per_epoch + number
+                    seed_step(run.seed, step, 0)
+                    schedule(step)
+                    optimizer.zero_grad()
+                    dga.backward(batches[number * run.steps : (number + 1) * run.steps])
+                    optimizer_step(model, optimizer, grad_clip_norm=run.clip)
+            else:
+                seed_step(run.seed, epoch, 0)
+                open_clip_epoch(model, batches, epoch, optimizer, schedule, run)
+        return model
+
+    def micro_batches(
+        self, training: Training, micro: int, seed: int, epoch: int
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The micro-batches of an epoch in their order."""
+        images, tokens = self.data.images["train"], self.data.tokens["train"]
+        shift = stream(seed, Purpose.ALIGN_CAPTION).integers(0, 1 << 30, size=len(images))
+        order = epoch_order([len(images)], training, seed, epoch).reshape(-1, micro)
+        return [(images[rows], cut(tokens[rows, (shift[rows] + epoch) % 5])) for rows in order]
+
+    @torch.no_grad()
+    def score(self, model: Towers, part: str) -> float:
+        """Mean recall (RSUM / 6) on a part's photographs."""
+        model.eval()
+        tokens = self.data.tokens[part].flatten(0, 1)
+        texts = torch.cat([model.encode_text(cut(block)) for block in tokens.split(100)])
+        images = model.encode_image(self.data.images[part])
+        owner = torch.arange(len(images)).repeat_interleave(5)
+        return retrieval_metrics(images.nan_to_num(), texts.nan_to_num(), owner)["rsum"] / 6
+
+
+def cut(tokens: Tensor) -> Tensor:
+    """Leave out the padding that all texts of a micro-batch have."""
+    return tokens[:, : int((tokens != 0).sum(1).max())]
+
+
+def open_clip_epoch(
+    model: Towers,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    epoch: int,
+    optimizer: torch.optim.Optimizer,
+    schedule: Any,
+    run: Run,
+) -> None:
+    """An epoch of open_clip's own loop."""
+    loader = Loader(batches)
+    data = {"train": SimpleNamespace(dataloader=loader, set_epoch=lambda _: None)}
+    args = SimpleNamespace(
+        device="cpu", precision="fp32", distill=False, accum_freq=run.steps, skip_scheduler=False,
+        horovod=False, grad_clip_norm=run.clip, world_size=1, rank=0, local_rank=0, distributed=False,
+        log_every_n_steps=10**9, log_local=False, batch_size=len(batches[0][0]), wandb=False,
+    )  # fmt: skip
+    loss = ClipLoss(cache_labels=True)
+    train_one_epoch(model, data, loss, epoch, optimizer, None, schedule, None, args)
+
+
+class Loader(list):
+    """Micro-batches as open_clip's loop reads them."""
+
+    @property
+    def num_batches(self) -> int:
+        return len(self)
+
+    @property
+    def num_samples(self) -> int:
+        return sum(len(images) for images, _ in self)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tars", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--features", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run later")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    settings = read_protocol()[PART]
+    trainer = Trainer(read_data(given.tars, given.features), settings)
+    end = time.monotonic() + 60 * given.minutes
+    known = tuple(Run("", 0, None, 0.0, 0).facts)
+    there = [{key: record[key] for key in known} for record in read_records(PART)]
+    for run in planned(settings):
+        if time.monotonic() > end:
+            return
+        if run.facts in there:
+            continue
+        begin = time.process_time()
+        model = trainer(run)
+        seconds = round(time.process_time() - begin, 1)
+        score = partial(trainer.score, model)
+        scores = {"validation": round(score("validation"), 3), "clean": round(score("test"), 3)}
+        record = run.facts | {"cpu_seconds": seconds, "commit": commit(), "scores": scores}
+        append_records(PART, [record])
+        print(record, flush=True)
+
+
+if __name__ == "__main__":
+    main()

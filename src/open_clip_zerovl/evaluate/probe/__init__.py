@@ -1,1 +1,0 @@
-"""The linear probe (section 5.3, A.7)."""

@@ -1,0 +1,391 @@
+"""Each rule at each door: the same picture, caption and count in pack, training, retrieval, search, near and check."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.collection import open_collection
+from open_clip_zerovl.data.images import Crop, decode_image
+from open_clip_zerovl.data.pixels import decode_pixels
+from open_clip_zerovl.data.retrieval import open_retrieval_set
+from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.prepare.dedup.overlap import find_overlap, open_test_sets
+from open_clip_zerovl.prepare.pack.packing import pack
+from open_clip_zerovl.prepare.public.gather import Work
+from open_clip_zerovl.prepare.public.index import check_shards
+from open_clip_zerovl.shards.members import Sample, read_samples
+from support.loading import loader_of
+from support.tars import encoded, write_tar
+
+PAIRS = 24
+
+
+def picture(number: int) -> Image.Image:
+    """A picture of 48 x 32 whose four quarters differ, so that a turned one is another."""
+    grey = 60 + 5 * number
+    image = Image.new("RGB", (48, 32), (grey, grey, grey))
+    for box, colour in (((0, 0), "red"), ((24, 0), "green"), ((0, 16), "blue")):
+        image.paste(Image.new("RGB", (12, 8), colour), box)
+    return image
+
+
+def caption(number: int) -> str:
+    return f"picture number {number}"
+
+
+def members(
+    numbers=range(PAIRS), ending: str = "png", form: str = "PNG"
+) -> list[tuple[str, bytes]]:
+    return [
+        member
+        for n in numbers
+        for member in (
+            (f"{n:04d}.{ending}", encoded(picture(n), form)),
+            (f"{n:04d}.txt", caption(n).encode()),
+        )
+    ]
+
+
+Seen = dict[str, tuple[int, ...]]  # caption -> what its picture looks like
+
+
+def look(image: Image.Image) -> tuple[int, ...]:
+    """Width, height and the colours of the quarters, in steps of 16 for lossy formats."""
+    width, height = image.size
+    places = ((x * width // 8, y * height // 8) for y in (1, 5) for x in (1, 5))
+    levels = [round(level / 16) for place in places for level in image.getpixel(place)]
+    return width, height, *levels
+
+
+def trained(data: str) -> Seen:
+    shown: list[str] = []
+
+    def tokenize(captions: list[str]) -> torch.Tensor:
+        shown.extend(captions)
+        return torch.zeros(len(captions))
+
+    loader = loader_of(
+        parse_sources(f"x={data}"),
+        1,
+        transform=lambda image: torch.tensor(look(image)),
+        tokenizer=tokenize,
+    )
+    pictures = [tuple(row.tolist()) for images, *_ in loader for row in images]
+    assert not loader.lost, loader.lost
+    return dict(zip(shown, pictures, strict=True))
+
+
+def retrieved(data: str) -> Seen:
+    dataset = open_retrieval_set(data)
+    rows = enumerate(dataset.samples)
+    return {text: look(dataset.image(row)) for row, sample in rows for text in sample.captions}
+
+
+def of_samples(samples: list[Sample]) -> Seen:
+    return {
+        text: look(decode_image(sample.image)) for sample in samples for text in sample.captions
+    }
+
+
+def packed(data: str) -> Seen:
+    out = Path(f"{data}-packed")
+    pack([data], out, work=Work(progress=False))
+    return of_samples(list(read_samples(out / "train/00000.tar")))
+
+
+def searched(data: str) -> Seen:
+    collection = open_collection(data)
+    contents = [
+        content
+        for number in range(len(collection.files))
+        for _, content in collection.pictures(number)
+    ]
+    return {caption(n): look(decode_image(content)) for n, content in enumerate(contents)}
+
+
+DOORS = {"pack": packed, "train": trained, "retrieval": retrieved, "search": searched}
+
+
+# ------------------------------------------------------------------------------------------------ has the file ended?
+
+
+def joined(tar: bytes) -> bytes:
+    return tar + tar
+
+
+def with_lone_block(tar: bytes) -> bytes:
+    with tarfile.open(fileobj=io.BytesIO(tar)) as opened:
+        cut = opened.getmembers()[10].offset
+    return tar[:cut] + bytes(512) + tar[cut:]
+
+
+def in_parts(compress):
+    return lambda tar: compress(tar[:9_000]) + compress(tar[9_000:20_000]) + compress(tar[20_000:])
+
+
+WHOLE = {
+    "the control": lambda tar: tar,
+    "long padding": lambda tar: tar + bytes(3 << 20),
+    "one gzip": gzip.compress,
+    "three gzips": in_parts(gzip.compress),
+    "three bzips": in_parts(bz2.compress),
+    "three xz": in_parts(lzma.compress),
+}
+ENDED_EARLY = {
+    "joined tars": joined,
+    "a lone zero block": with_lone_block,
+    "a zero block in front": lambda tar: bytes(512) + tar,
+    "joined gzips": lambda tar: joined(gzip.compress(tar)),
+    "a gzip of joined tars": lambda tar: gzip.compress(joined(tar)),
+}
+
+
+@pytest.fixture
+def tar(tmp_path) -> bytes:
+    return write_tar(tmp_path / "plain.tar", members()).read_bytes()
+
+
+def placed(tmp_path: Path, content: bytes) -> str:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/0.tar").write_bytes(content)
+    return str(tmp_path / "in")
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_a_whole_tar_gives_all_pairs(tmp_path, tar, case):
+    data = placed(tmp_path, WHOLE[case](tar))
+    expected = {caption(n): look(picture(n)) for n in range(PAIRS)}
+    compressed = case.endswith(("gzip", "gzips", "bzips", "xz"))
+    for name, door in DOORS.items():
+        if not (compressed and name == "retrieval"):  # which reads by position
+            assert door(data) == expected, name
+
+
+@pytest.mark.parametrize("case", ENDED_EARLY)
+def test_bytes_behind_the_end_mark_are_named(tmp_path, tar, case):
+    data = placed(tmp_path, ENDED_EARLY[case](tar))
+    for name, door in DOORS.items():
+        if name == "pack":
+            continue
+        reason = "uncompressed tar" if "gzip" in case and name == "retrieval" else "end mark"
+        with pytest.raises(UserError, match=reason):
+            door(data)
+    try:
+        report = pack([data], tmp_path / "out", work=Work(progress=False))
+    except UserError as error:
+        assert "end mark" in str(error)
+    else:
+        assert "bytes behind the end mark" in report["refused"]
+    if "gzip" not in case:
+        assert any("end mark" in fault for fault in check_shards(data, progress=False).faults)
+
+
+def test_a_counted_shard_that_is_joined_loses_counted_samples(tmp_path, tar):
+    data = placed(tmp_path, with_lone_block(tar))
+    Path(data, "sizes.json").write_text('{"0.tar": 24}')
+    loader = loader_of(
+        parse_sources(f"x={data}"), 2, tokenizer=lambda texts: torch.zeros(len(texts))
+    )
+    list(loader)
+    assert loader.lost["x"] == {"bytes behind the end mark": PAIRS - 5}
+
+
+UNPAIRED = {
+    "dots in keys": (
+        [("IMG.01.png", encoded(picture(0))), ("IMG.01.txt", b"a dog")],
+        "a key ends at the first dot of a file's name, and IMG.01.png is '01.png' of the sample 'IMG'",
+    ),
+    "a second suffix": (
+        [("1.image.png", encoded(picture(0))), ("1.caption.txt", b"a dog")],
+        "a key ends at the first dot of a file's name, and 1.caption.txt",
+    ),
+    "members apart": (
+        [*members(range(3))[::2], *members(range(3))[1::2]],
+        "picture and caption of '0000' are not next to each other",
+    ),
+    "another ending": (
+        [("1.png", encoded(picture(0))), ("1.caption", b"a dog")],
+        "no member is a caption .* its members are .caption, .png",
+    ),
+    "no picture": ([("1.heic", b"ftypheic"), ("1.txt", b"a dog")], "no member is a picture"),
+}
+
+
+@pytest.mark.parametrize("case", UNPAIRED)
+@pytest.mark.parametrize("door", ["pack", "retrieval"])
+def test_members_that_make_no_pairs_are_explained(tmp_path, case, door):
+    listed, sentence = UNPAIRED[case]
+    write_tar(tmp_path / "in/0.tar", listed)
+    with pytest.raises(UserError, match=sentence):
+        DOORS[door](str(tmp_path / "in"))
+
+
+def test_links_and_files_of_macos(tmp_path, caplog):
+    """Hard links are read, links out of the tar are empty with a warning, ._ members are none."""
+    content = encoded(picture(0))
+    with tarfile.open(tmp_path / "0.tar", "w") as tar:
+        for n in range(4):
+            for name, data in ((f"p/._{n}.png", b"Mac OS X"), (f"p/{n}.png", content)):
+                info = tarfile.TarInfo(name)
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+            text = tarfile.TarInfo(f"p/{n}.txt")
+            if n == 0:
+                text.size = 5
+                tar.addfile(text, io.BytesIO(b"a dog"))
+                continue
+            text.type = tarfile.LNKTYPE if n == 1 else tarfile.SYMTYPE
+            text.linkname = ("", "p/0.txt", "0.txt", "../../etc/passwd")[n]
+            tar.addfile(text)
+    samples = list(read_samples(tmp_path / "0.tar"))
+    assert [(one.key, sorted(one.files)) for one in samples] == [
+        (f"p/{n}", ["png", "txt"]) for n in range(4)
+    ]
+    assert [one.captions for one in samples] == [["a dog"]] * 3 + [[]]
+    assert "a symbolic link whose bytes cannot be read" in caplog.text
+
+
+# ------------------------------------------------------------------------------------------- upright 8-bit RGB pictures
+
+
+#: Orientation -> how a camera that writes it stores an upright picture, as one of Pillow's turns.
+STORED = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}
+
+
+def lying(image: Image.Image, orientation: int, form: str) -> bytes:
+    exif = Image.Exif()
+    exif[0x112] = orientation
+    if orientation > 1:
+        image = image.transpose(Image.Transpose(STORED[orientation]))
+    return encoded(image, form, exif=exif, **({} if form == "TIFF" else {"quality": 95}))
+
+
+def with_xmp(image: Image.Image) -> bytes:
+    """A JPEG whose orientation stands in XMP alone."""
+    stored = encoded(image.transpose(Image.Transpose.ROTATE_90), "JPEG", quality=95)
+    xmp = b'http://ns.adobe.com/xap/1.0/\0<x tiff:Orientation="6"/>'
+    return stored[:2] + b"\xff\xe1" + (len(xmp) + 2).to_bytes(2, "big") + xmp + stored[2:]
+
+
+def wide(image: Image.Image, kind: type, form: str, scale: int) -> bytes:
+    grey = np.asarray(image.convert("L")).astype(kind) * scale
+    return encoded(Image.fromarray(grey), form)
+
+
+def animated(image: Image.Image, form: str) -> bytes:
+    other = Image.new("RGB", image.size, "white")
+    return encoded(image, form, save_all=True, append_images=[other], **LOSSLESS.get(form, {}))
+
+
+LOSSLESS = {"WEBP": {"lossless": True}}
+
+
+def transparent(image: Image.Image, mode: str) -> bytes:
+    """A picture on white, stored on a transparent ground of another colour."""
+    layer = image.convert("RGBA")
+    layer.paste((0, 0, 0, 0), (40, 24, 48, 32))
+    if mode == "P":
+        layer = layer.quantize(64)
+    return encoded(layer.convert(mode), "PNG")
+
+
+GREY = {"a 16-bit PNG", "a TIFF of 32-bit integers", "one of 16-bit integers", "grey"}
+PICTURES = {
+    "the control": ("jpg", lambda image: encoded(image, "JPEG", quality=95)),
+    "EXIF that is broken": ("jpg", lambda image: encoded(image, "JPEG", exif=b"Exif\0\0MM\0*")),
+    **{
+        f"JPEG {turn}": ("jpg", lambda image, n=turn: lying(image, n, "JPEG"))
+        for turn in range(1, 9)
+    },
+    **{
+        f"{form} {turn}": (form.lower(), lambda image, n=turn, form=form: lying(image, n, form))
+        for form in ("PNG", "WEBP", "TIFF", "AVIF")
+        for turn in (1, 5, 6)
+    },
+    "XMP's orientation": ("jpg", with_xmp),
+    "a 16-bit PNG": ("png", lambda image: wide(image, np.uint16, "PNG", 257)),
+    "a TIFF of 32-bit integers": ("tif", lambda image: wide(image, np.int32, "TIFF", 1)),
+    "one of 16-bit integers": ("tiff", lambda image: wide(image, np.uint16, "TIFF", 257)),
+    "grey": ("jpg", lambda image: encoded(image.convert("L"), "JPEG", quality=95)),
+    "CMYK": ("jpeg", lambda image: encoded(image.convert("CMYK"), "JPEG", quality=95)),
+    "a transparent PNG": ("png", lambda image: transparent(image, "RGBA")),
+    "a palette": ("png", lambda image: encoded(image.quantize(64))),
+    "a GIF": ("gif", lambda image: encoded(image, "GIF")),
+    "an animated GIF": ("gif", lambda image: animated(image, "GIF")),
+    "an animated WebP": ("webp", lambda image: animated(image, "WEBP")),
+    "an animated PNG": ("png", lambda image: animated(image, "PNG")),
+    "a bitmap": ("BMP", lambda image: encoded(image, "BMP")),
+    "an AVIF": ("avif", lambda image: encoded(image, "AVIF", quality=95)),
+}
+
+
+def close(one: Image.Image, other: Image.Image) -> bool:
+    pixels = [np.asarray(image, dtype=np.float64) for image in (one, other)]
+    return one.size == other.size and abs(pixels[0] - pixels[1]).mean() < 12
+
+
+@pytest.mark.parametrize("case", PICTURES)
+def test_a_picture_is_upright_and_in_colour_at_every_door(tmp_path, case):
+    ending, encode = PICTURES[case]
+    images = {n: picture(n).resize((96, 64)) for n in (0, 1, 2)}
+    shown = {
+        n: image.convert("L").convert("RGB") if case in GREY else image
+        for n, image in images.items()
+    }
+    contents = {n: encode(image) for n, image in images.items()}
+    pairs = [
+        member
+        for n, content in contents.items()
+        for member in ((f"{n:04d}.{ending}", content), (f"{n:04d}.txt", caption(n).encode()))
+    ]
+    write_tar(tmp_path / "tar/0.tar", pairs)
+    (tmp_path / "folder").mkdir()
+    for name, content in pairs:
+        (tmp_path / "folder" / name).write_bytes(content)
+    for content, expected in zip(contents.values(), shown.values(), strict=True):
+        if case == "a transparent PNG":
+            expected.paste("white", (40, 24, 48, 32))
+        assert close(decode_image(content), expected)
+        for crop in (None, Crop(8, 8, 0.9, (0.75, 1.33))):  # the fast path of training
+            pixels = Image.fromarray(decode_pixels(content, crop))
+            assert close(pixels, expected.resize(pixels.size)) and pixels.width > pixels.height
+    for name, door in DOORS.items():
+        pictures = door(str(tmp_path / "tar"))
+        assert len(pictures) == len(images), name
+        for n, pixels in zip(images, sorted(pictures.items()), strict=True):
+            assert np.abs(np.subtract(pixels[1], look(shown[n]))).max() <= 2, name
+    # a packed picture is what stock open_clip reads, and is the same picture wherever it is held out
+    report = pack([str(tmp_path / "folder")], tmp_path / "out", work=Work(progress=False))
+    assert report["pictures"] == len(images) and not report["refused"]
+    stored = {
+        sample.captions[0]: sample for sample in read_samples(tmp_path / "out/train/00000.tar")
+    }
+    for n, expected in shown.items():
+        assert close(Image.open(io.BytesIO(stored[caption(n)].image)).convert("RGB"), expected)
+    near = find_overlap(
+        f"x={tmp_path}/out/train",
+        open_test_sets(f"t={tmp_path}/folder", progress=False),
+        progress=False,
+    )
+    assert len(near.pairs) >= len(images) and not any(near.unreadable.values())
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int32])
+def test_pixels_without_a_white_are_refused_at_every_door(tmp_path, kind):
+    content = wide(picture(0), kind, "TIFF", 70_000)
+    write_tar(tmp_path / "tar/0.tar", [("0.tif", content), ("0.txt", b"a dog")])
+    with pytest.raises(UserError, match="no defined white"):
+        retrieved(str(tmp_path / "tar"))
+    with pytest.raises(UserError, match="broken picture in 1"):
+        packed(str(tmp_path / "tar"))

@@ -1,0 +1,166 @@
+"""torch.compile in the recipe's step: blocks, a bound on the graphs of a run, and settings that hold within the step alone."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torchvision.models import resnet18
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.wrappers import is_compiled
+from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
+from open_clip_zerovl.losses import ContrastiveLoss
+from open_clip_zerovl.recipe import compiling
+from open_clip_zerovl.recipe.compiling import compile_blocks
+from open_clip_zerovl.recipe.mixup import CoinFlipMixup
+from open_clip_zerovl.recipe.optimizer import parameter_groups
+from open_clip_zerovl.recipe.step import RecipeStep
+from support.dga_reference import batches, bert_clip, error, gradients, one_graph
+from support.tiny_coca import tiny_coca
+from training.hooks import replaced
+
+STEPS = 8
+
+
+def recipe_step(model, backend, *, blocks, sort_text=False, mixup=None, **options):
+    """A step of the recipe on a model that is compiled as a whole, or block by block."""
+    if blocks:
+        compile_blocks(model)
+        for module in model.modules():  # compiled for this backend instead of inductor
+            if module._compiled_call_impl is not None:
+                module.compile(backend=backend)
+    return RecipeStep(
+        model if blocks else torch.compile(model, backend=backend),
+        ContrastiveLoss(),
+        torch.optim.AdamW(parameter_groups(model, 1e-3), lr=1e-4),
+        precision="amp_bf16",
+        mixup=mixup,
+        sort_text=sort_text,
+        check="always",
+        **options,
+    )
+
+
+def padded(seed, sizes=(4, 4, 4)):
+    """Micro-batches whose texts have 2 to 12 tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    micro_batches = batches(sizes, torch.float32, seed=seed)
+    for _, texts in micro_batches:
+        lengths = torch.randint(2, texts.shape[1] + 1, (len(texts), 1), generator=generator)
+        texts[torch.arange(texts.shape[1]) >= lengths] = 0
+    return micro_batches
+
+
+# The forms of a graph: with and without gradients; texts mixed or not; one length or any number of tokens; evaluation.
+@pytest.mark.parametrize(
+    ("blocks", "sort_text", "most"),
+    [(False, False, 6), (False, True, 6), (True, False, 6), (True, True, 8)],
+)
+def test_graphs_of_a_compiled_recipe_are_bounded(blocks, sort_text, most):
+    torch._dynamo.reset()
+    model, mixup, graphs = bert_clip(torch.float32), CoinFlipMixup(0.5, seed=0), CompileCounter()
+    mixup.attach(model)
+    step = recipe_step(model, graphs, blocks=blocks, sort_text=sort_text, mixup=mixup)
+    made = []
+    for number in range(STEPS):
+        step.take(padded(number), number)
+        if number in (2, 4):  # an evaluation, with a smaller last batch
+            model.eval()
+            with torch.no_grad():
+                for size in (16, 5):
+                    step.model(*batches([size], torch.float32)[0])
+            model.train()
+        made.append(graphs.frame_count)
+    assert made[-1] == made[STEPS - 3] and made[-1] <= most < compiling.RECOMPILE_LIMIT
+
+
+def test_a_step_has_room_for_its_graphs_and_ends_beyond(monkeypatch):
+    """torch's own limit, which a user may have lowered, does not hold in a step."""
+    micro_batches = batches([4, 4], torch.float32)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for limit in (compiling.RECOMPILE_LIMIT, 1):
+            monkeypatch.setattr(compiling, "RECOMPILE_LIMIT", limit)
+            torch._dynamo.reset()
+            step = recipe_step(bert_clip(torch.float32), CompileCounter(), blocks=False)
+            if limit > 1:
+                step.take(micro_batches, 0)
+                continue
+            with pytest.raises(UserError, match="torch.compile needs more than 1 graphs"):
+                step.take(micro_batches, 0)
+        assert torch._dynamo.config.recompile_limit == 1
+        assert not torch._dynamo.config.fail_on_recompile_limit_hit
+
+
+@pytest.mark.parametrize("sort_text", [False, True])
+def test_cudnns_attention_is_off_in_a_step_of_sorted_texts(sort_text):
+    model, seen = bert_clip(torch.float32), []
+    model.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    step = RecipeStep(
+        model,
+        ContrastiveLoss(),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        precision="fp32",
+        sort_text=sort_text,
+    )
+    seen.clear()
+    step.take(padded(0), 0)
+    assert seen == [not sort_text] * 5 and torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._inductor.config, "align_random_eager"), reason="torch before 2.13"
+)
+def test_masks_do_not_depend_on_a_kernels_form_in_a_compiled_step():
+    seen = []
+
+    def backend(module, inputs):
+        seen.append(torch._inductor.config.align_random_eager)
+        return module.forward
+
+    torch._dynamo.reset()
+    recipe_step(bert_clip(torch.float32), backend, blocks=False).take(
+        batches([4, 4], torch.float32), 0
+    )
+    assert seen == [True, True] and not torch._inductor.config.align_random_eager
+
+
+@pytest.mark.parametrize(
+    ("make", "blocks"),
+    [
+        (bert_clip, 4),
+        (tiny_coca, 4),
+        (lambda: timm.create_model("vit_tiny_patch16_224", depth=3), 3),
+        (lambda: timm.create_model("tf_efficientnet_lite0"), 16),
+        (resnet18, 8),
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 0),
+    ],
+    ids=["ViT and BERT", "CoCa", "timm's ViT", "EfficientNet", "ResNet", "a perceptron"],
+)
+def test_blocks_of_architectures(make, blocks):
+    model = make()
+    assert compile_blocks(model) == blocks and is_compiled(model) == (blocks > 0)
+
+
+def test_compiled_blocks_give_the_gradient_of_one_graph():
+    torch._dynamo.reset()
+    model = bert_clip()
+    torch.manual_seed(3)
+    _, wanted = one_graph(model, ContrastiveLoss(), batches([3, 3]))
+    for block in (*model.visual.transformer.resblocks, *model.text.transformer.encoder.layer):
+        block.compile(backend="eager")
+    torch.manual_seed(3)
+    DecoupledGradientAccumulation(model, ContrastiveLoss(), retain=0).backward(batches([3, 3]))
+    assert error(gradients(model), wanted) <= 1e-10
+
+
+def test_open_clips_main_compiles_the_runs_model_by_its_blocks():
+    """main calls torch.compile on its model; a block's own `compile` calls it with a method, others with their modules."""
+    model, other, stock = bert_clip(), nn.Linear(2, 2), torch.compile
+    with replaced({}, compiled=lambda asked: model if asked is model else None):
+        assert torch.compile(model) is model
+        assert torch.compile(other)._orig_mod is other
+        compile_blocks(model)
+    assert torch.compile is stock and is_compiled(model) and not is_compiled(other)

@@ -1,0 +1,57 @@
+"""Labelled pictures of three colours, and a tower whose features are their mean colours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+
+from open_clip_zerovl.data.indexed import IndexedSample, IndexedSet
+
+COLOURS = {"red": (200, 40, 40), "green": (40, 200, 40), "blue": (40, 40, 200)}
+
+
+@dataclass(frozen=True)
+class Drawn(IndexedSet):
+    """Pictures that a function makes."""
+
+    read: Callable[[int], Image.Image] | None = None
+
+    def image(self, index: int) -> Image.Image:
+        return self.read(index)
+
+
+def drawn(path: str, labels: list[str], read: Callable[[int], Image.Image]) -> Drawn:
+    return Drawn(path, [IndexedSample("", "", label=label) for label in labels], read=read)
+
+
+def colour_set(count: int, *, seed: int = 0, mixed_up: bool = False, px: int = 40) -> IndexedSet:
+    """Noisy pictures of three colours; the mean colour separates the classes. Shuffled labels carry no information."""
+    rng = np.random.default_rng(seed)
+    names = list(COLOURS)
+    labels = [names[i % 3] for i in range(count)]
+    pictures = []
+    for label in labels:
+        pixels = np.array(COLOURS[label]) + rng.integers(-30, 31, size=(px, px, 3))
+        pictures.append(Image.fromarray(pixels.clip(0, 255).astype(np.uint8)))
+    shown = rng.permutation(labels).tolist() if mixed_up else labels
+    return drawn(f"colours-{seed}", shown, lambda index: pictures[index])
+
+
+class MeanColour(nn.Module):
+    """A frozen tower whose features are the three mean colours."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.mean(dim=(2, 3))
+
+
+def write_folder(root: Path, images: IndexedSet) -> Path:
+    for i, label in enumerate(images.labels):
+        (root / label).mkdir(parents=True, exist_ok=True)
+        images.image(i).save(root / label / f"{i:03d}.png")
+    return root
