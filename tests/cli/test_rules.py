@@ -5,11 +5,14 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
+import json
 import lzma
 import tarfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
@@ -389,3 +392,200 @@ def test_pixels_without_a_white_are_refused_at_every_door(tmp_path, kind):
         retrieved(str(tmp_path / "tar"))
     with pytest.raises(UserError, match="broken picture in 1"):
         packed(str(tmp_path / "tar"))
+
+
+# ------------------------------------------------------------------------------------------------- which split is it?
+
+SPLITS = {"train": range(18), "val": range(18, 20), "test": range(20, PAIRS)}
+
+
+def split_of(number: int) -> str:
+    return next(split for split, numbers in SPLITS.items() if number in numbers)
+
+
+def pictures_in(folder: Path, numbers=range(PAIRS)) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for n in numbers:
+        (folder / f"{n:04d}.png").write_bytes(encoded(picture(n)))
+
+
+def a_csv(folder: Path, name: str, column: str | None = None, numbers=range(PAIRS)) -> Path:
+    words = {"train": "train", "val": "Validation", "test": "test"}
+    header = ["image", "caption", *filter(None, [column])]
+    rows = [
+        [f"{n:04d}.png", caption(n), *([words[split_of(n)]] if column else [])] for n in numbers
+    ]
+    (folder / name).write_text("".join(",".join(row) + "\n" for row in (header, *rows)))
+    return folder / name
+
+
+def a_column(folder: Path) -> list[Path]:
+    pictures_in(folder)
+    return [a_csv(folder, "pairs.csv", "Split")]
+
+
+def json_lines(folder: Path) -> list[Path]:
+    pictures_in(folder)
+    rows = [
+        {"image": f"{n:04d}.png", "caption": caption(n), "split": split_of(n)} for n in range(PAIRS)
+    ]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [folder / "pairs.jsonl"]
+
+
+def parquet_column(folder: Path) -> list[Path]:
+    folder.mkdir()
+    rows = [
+        {"image": encoded(picture(n)), "text": caption(n), "split": split_of(n)}
+        for n in range(PAIRS)
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "pairs.parquet")
+    return [folder / "pairs.parquet"]
+
+
+def a_dataset_dict(folder: Path) -> list[Path]:
+    folder.mkdir()
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(SPLITS)}))
+    for split, numbers in SPLITS.items():
+        rows = [{"image": encoded(picture(n)), "text": caption(n)} for n in numbers]
+        table = pyarrow.Table.from_pylist(rows)
+        (folder / split).mkdir()
+        name = "data-00000-of-00001.arrow"
+        with pyarrow.ipc.new_stream(str(folder / split / name), table.schema) as stream:
+            stream.write_table(table)
+        state = {"_data_files": [{"filename": name}]}
+        (folder / split / "state.json").write_text(json.dumps(state))
+    return [folder]
+
+
+def file_names(folder: Path) -> list[Path]:
+    pictures_in(folder)
+    return [a_csv(folder, f"pairs_{split}2017.csv", numbers=n) for split, n in SPLITS.items()]
+
+
+def a_folder_of_tables(folder: Path) -> list[Path]:
+    pictures_in(folder)
+    for split, numbers in SPLITS.items():
+        a_csv(folder, f"{split}.csv", numbers=numbers)
+    return [folder]
+
+
+def metadata(folder: Path) -> list[Path]:
+    """The hub's imagefolder."""
+    for split, numbers in SPLITS.items():
+        pictures_in(folder / split, numbers)
+        a_csv(folder / split, "metadata.csv", numbers=numbers)
+    return [folder]
+
+
+def coco(folder: Path) -> list[Path]:
+    pictures_in(folder)
+    files = []
+    for split, numbers in SPLITS.items():
+        images = [{"id": n, "file_name": f"{n:04d}.png"} for n in numbers]
+        annotations = [{"image_id": n, "id": n, "caption": caption(n)} for n in numbers]
+        files.append(folder / f"captions_{split}2017.json")
+        files[-1].write_text(json.dumps({"images": images, "annotations": annotations}))
+    return files
+
+
+def karpathy(folder: Path) -> list[Path]:
+    pictures_in(folder / "val2014")
+    images = [
+        {
+            "filename": f"{n:04d}.png",
+            "filepath": "val2014",
+            "imgid": n,
+            "split": "restval" if n < 5 else split_of(n),
+            "sentences": [{"raw": caption(n), "sentid": n, "tokens": caption(n).split()}],
+        }
+        for n in range(PAIRS)
+    ]
+    (folder / "dataset_coco.json").write_text(json.dumps({"images": images, "dataset": "coco"}))
+    return [folder / "dataset_coco.json"]
+
+
+def named_tars(folder: Path) -> list[Path]:
+    for split, numbers in SPLITS.items():
+        write_tar(folder / f"{split}-00000.tar", members(numbers))
+    return [folder]
+
+
+def json_in_tars(folder: Path) -> list[Path]:
+    listed = [
+        member
+        for n in range(PAIRS)
+        for member in (
+            *members([n]),
+            (f"{n:04d}.json", json.dumps({"split": split_of(n)}).encode()),
+        )
+    ]
+    return [write_tar(folder / "0.tar", listed)]
+
+
+def folders_with_texts(folder: Path) -> list[Path]:
+    for split, numbers in SPLITS.items():
+        (folder / split).mkdir(parents=True)
+        for name, content in members(numbers):
+            (folder / split / name).write_bytes(content)
+    return [folder]
+
+
+SPLIT_INPUTS = {
+    "a column": a_column,
+    "JSON lines": json_lines,
+    "a column of parquet": parquet_column,
+    "a DatasetDict": a_dataset_dict,
+    "names of files": file_names,
+    "tables in a folder": a_folder_of_tables,
+    "metadata.csv": metadata,
+    "each metadata.csv": lambda folder: [
+        place / split / "metadata.csv" for place in metadata(folder) for split in SPLITS
+    ],
+    "MS-COCO": coco,
+    "Karpathy": karpathy,
+    "names of tars": named_tars,
+    "json in tars": json_in_tars,
+    "folders with texts": folders_with_texts,
+    "each folder": lambda folder: [
+        place / split for place in folders_with_texts(folder) for split in SPLITS
+    ],
+}
+
+
+@pytest.mark.parametrize("case", SPLIT_INPUTS)
+def test_pack_keeps_the_splits_of_every_input(tmp_path, case, capsys):
+    inputs = SPLIT_INPUTS[case](tmp_path / "in")
+    pack([str(path) for path in inputs], tmp_path / "out")
+    for split, numbers in SPLITS.items():
+        shards = (tmp_path / "out" / split).glob("*.tar")
+        captions = {
+            text for shard in shards for one in read_samples(shard) for text in one.captions
+        }
+        assert captions == set(map(caption, numbers)), split
+    assert "splits, by " in capsys.readouterr().out
+
+
+def test_a_folder_that_is_called_test_holds_no_test_set(tmp_path):
+    pictures_in(tmp_path / "test")
+    pack([str(a_csv(tmp_path / "test", "pairs.csv"))], tmp_path / "out", work=Work(progress=False))
+    assert not (tmp_path / "out/test").exists()
+
+
+def test_no_held_out_picture_is_trained_on(tmp_path):
+    """A table's rows of training alone; shards and parquet are refused unless they are named as held out."""
+    (table,) = a_column(tmp_path / "table")
+    assert trained(str(table)).keys() == set(map(caption, SPLITS["train"]))
+    assert retrieved(str(table)).keys() == set(map(caption, SPLITS["test"]))
+    assert len(searched(str(table))) == PAIRS
+    (folder,) = named_tars(tmp_path / "tars")
+    for data in (folder, f"{folder}/*.tar"):
+        with pytest.raises(UserError, match=r"2 of the 3 shards .* held out .* /?.*/train-\*.tar"):
+            parse_sources(f"x={data}")
+    assert parse_sources(f"x={folder}/train-*.tar")[0].num_samples == 18
+    assert parse_sources(f"x={folder}/{{train,val,test}}-00000.tar")[0].num_samples == PAIRS
+    assert retrieved(str(folder)).keys() == set(map(caption, SPLITS["test"]))
+    assert len(searched(str(folder))) == PAIRS
+    (file,) = parquet_column(tmp_path / "parquet")
+    with pytest.raises(UserError, match="rows of 'val', 'test' in its column 'split'"):
+        parse_sources(f"x={file}")

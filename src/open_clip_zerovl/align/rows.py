@@ -126,7 +126,7 @@ def open_sources(train_data: str, held_out: str) -> Sources:
             for name, place in sets.items()
         }
         named = "::".join(f"{name}={place}" for name, place in places.items())
-        held = parse_sources(named, captions=CAPTIONS, evaluation=True)
+        held = parse_sources(named, captions=CAPTIONS, evaluation=True, split="test")
     return Sources((*training, *held), len(training))
 
 

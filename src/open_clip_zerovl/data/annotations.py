@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.splits import split_of_word
 from open_clip_zerovl.shards.archives import json_array, open_member
-
-SPLITS = {"train": "train", "restval": "train", "val": "val", "test": "test"}
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,12 @@ def read_karpathy(path: Path, name: str) -> list[CaptionedImage]:
                     (" ".join(s["raw"].split()), int(s["sentid"])) for s in entry["sentences"]
                 ]
                 sentences = [(caption, i) for caption, i in sentences if caption]
+                split = split_of_word(entry["split"])
+                if split is None:
+                    raise ValueError(f"unknown split {entry['split']!r}")
                 image = CaptionedImage(
                     str(entry["filename"]),
-                    SPLITS[entry["split"]],
+                    split,
                     image_id,
                     tuple(caption for caption, _ in sentences),
                     tuple(i for _, i in sentences),

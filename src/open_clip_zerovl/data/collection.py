@@ -17,10 +17,10 @@ from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.components import kind_of, packed_folders
-from open_clip_zerovl.data.names import SPLITS
 from open_clip_zerovl.data.reading import picture_file
 from open_clip_zerovl.data.samples import origin_of, samples_of
 from open_clip_zerovl.data.sources import Source, parse_sources
+from open_clip_zerovl.data.splits import SPLITS
 from open_clip_zerovl.data.table import EXTENSIONS
 from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.pictures import PICTURE_WORDS, picture_files

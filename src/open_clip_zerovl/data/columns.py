@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from open_clip_zerovl.core.errors import UserError, nearest
+from open_clip_zerovl.data.splits import split_column
 
 CAPTION_NAMES = (
     *(
@@ -123,6 +124,13 @@ class Chosen:
     captions: tuple[str, ...]
     source: str | None
     words: str
+    split: str | None = None
+
+    @property
+    def read(self) -> list[str]:
+        """The names of all columns that are read, each once."""
+        chosen = (self.picture, *self.captions, self.source, self.split)
+        return list(dict.fromkeys(name for name in chosen if name is not None))
 
 
 def choose(
@@ -172,7 +180,10 @@ def choose(
     words = f"picture {picture!r}, caption {listed(captions)}" + (
         f" (guessed; choose other columns with {' and '.join(guessed)})" if guessed else ""
     )
-    return Chosen(picture, captions, source, words)
+    split = split_column([name for name in names if name not in (picture, *captions, source)])
+    if split is not None:
+        words += f", split {split!r}"
+    return Chosen(picture, captions, source, words, split)
 
 
 def _not_found(

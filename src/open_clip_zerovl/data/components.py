@@ -25,8 +25,8 @@ import braceexpand
 import yaml
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.names import SPLITS
 from open_clip_zerovl.data.selection import SELECTION
+from open_clip_zerovl.data.splits import SPLITS
 from open_clip_zerovl.data.table import EXTENSIONS, PACKED, find_table
 from open_clip_zerovl.shards.transfers import matching_urls
 from open_clip_zerovl.shards.urls import REMOTE, is_command, is_parquet, local_path

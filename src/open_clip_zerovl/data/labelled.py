@@ -22,6 +22,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.components import expand_shards, kind_of
 from open_clip_zerovl.data.indexed import IndexedSample, IndexedSet, index_shards
 from open_clip_zerovl.data.names import CLASS_NAMES, file_of_words
+from open_clip_zerovl.data.splits import shards_of_split
 from open_clip_zerovl.shards.foreign import text_of
 from open_clip_zerovl.shards.pictures import PICTURE_WORDS
 
@@ -69,7 +70,7 @@ def open_probe_set(spec: str | os.PathLike[str], role: str, *, label: str = "cls
         )
     if in_folders:
         return _read_folder(path)
-    return _read_shards(spec, expand_shards(str(path)), label)
+    return _read_shards(spec, shards_of_split(expand_shards(str(path)), role), label)
 
 
 def _of_files(

@@ -19,13 +19,6 @@ CLASS_NAMES = (
     "classnames.txt"  # of a labelled set and of pairs packed from folders of classes: a name a line
 )
 FEWEST_PICTURES = 40  # of which some can be held out
-SPLITS = ("train", "val", "test")  # of a packed source, a folder each
-#: Names of folders that hold a split of a data set, and the split.
-SPLIT_FOLDERS = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
-    **dict.fromkeys(("test", "testing"), "test"),
-}
 # of an image with several: one of them each epoch, or each a sample of its own
 CAPTIONS = ("one-per-epoch", "all")
 POLICIES = ("replace", "fail")  # what happens at a bad sample

@@ -29,6 +29,7 @@ from open_clip_zerovl.data.columns import (
     listed,
     texts_of,
 )
+from open_clip_zerovl.data.splits import split_column, split_of_word
 from open_clip_zerovl.shards.members import TEXT_EXTENSION, ShardError, unreadable
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
 from open_clip_zerovl.shards.remote import RemoteStream, RetryPolicy
@@ -113,33 +114,54 @@ def batches_of(table: Any, names: Iterable[str] | None, start: int = 0) -> Itera
 
 
 def open_files(
-    files: Sequence[str], picture: str | None, caption: str | None, policy: RetryPolicy
+    files: Sequence[str],
+    picture: str | None,
+    caption: str | None,
+    policy: RetryPolicy,
+    *,
+    training: bool = False,
 ) -> tuple[dict[str, int], Chosen]:
     """The rows of each file, and the columns of the first, which all have; only the files' ends are read.
 
     Args:
         picture, caption: names of the columns; None for the one with pictures' bytes and the one with a caption's name.
+        training: refuse held-out rows.
 
     Raises:
-        UserError: a file cannot be read, or has no such columns.
+        UserError: a file cannot be read, or has no such columns; with `training` a column of splits with held-out rows.
     """
-    first, columns = _open_file(files[0], picture, None if caption is None else (caption,), policy)
+    captions = None if caption is None else (caption,)
+    first, columns = _open_file(files[0], picture, captions, policy, training)
     logging.info(f"{files[0]}: {columns.words}")
     with ThreadPoolExecutor(max_workers=8) as pool:
         others = pool.map(
-            lambda file: _open_file(file, columns.picture, columns.captions, policy)[0], files[1:]
+            lambda file: _open_file(file, columns.picture, columns.captions, policy, training)[0],
+            files[1:],
         )
         return dict(zip(files, [first, *others], strict=True)), columns
 
 
 def _open_file(
-    file: str, picture: str | None, captions: tuple[str, ...] | None, policy: RetryPolicy
+    file: str,
+    picture: str | None,
+    captions: tuple[str, ...] | None,
+    policy: RetryPolicy,
+    training: bool,
 ) -> tuple[int, Chosen]:
     with (
         faults_named(file, "is not a parquet file, or a broken one"),
         opened(file, policy) as table,
     ):
         schema, rows = table.schema_arrow, table.metadata.num_rows
+        split = split_column(schema.names)
+        if training and split is not None and pyarrow().types.is_string(schema.field(split).type):
+            words = table.read([split]).column(0).unique().to_pylist()
+            held_out = [word for word in words if split_of_word(word) in ("val", "test")]
+            if held_out:
+                raise UserError(
+                    f"{file} has rows of {listed(held_out)} in its column {split!r}, which are not trained on: make shards of "
+                    f"each split with `zerovl data pack {shlex.quote(file)} --out DIR`"
+                )
     held, names = picture_columns(schema), schema.names
     wanted = Wanted(picture, captions)
     chosen = choose(file, names, wanted, pictures=held, flags=(PICTURE_FLAG, CAPTION_FLAG))

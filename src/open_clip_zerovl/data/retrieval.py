@@ -16,7 +16,7 @@
     FOLDER                      with one table and no tar
 
 Rows with one image_id are captions of one image; in a table without that column, rows with one path. Shards and tables are one
-split; `--split` does not matter for them.
+split, unless the shards' names or a column of the table say several (`splits`).
 
 Each picture is looked up, so that a missing one is named before a model is loaded; `indexed` reads them.
 """
@@ -42,6 +42,7 @@ from open_clip_zerovl.data.indexed import (
     index_shards,
     picture_batches,
 )
+from open_clip_zerovl.data.splits import shards_of_split
 from open_clip_zerovl.data.table import open_table
 from open_clip_zerovl.shards.members import CLIP_BENCHMARK_ORDER, TEXT_EXTENSION, caption_lines
 from open_clip_zerovl.shards.writing import RETRIEVAL_MARK, SHARD_COUNT
@@ -161,7 +162,7 @@ def _read_annotations(component: Component, split: str) -> Iterator[IndexedSampl
 
 
 def _read_table(component: Component, split: str) -> Iterator[IndexedSample]:
-    table = open_table(component.path, by_image=True, strict=True)
+    table = open_table(component.path, by_image=True, strict=True, split=split)
     numbers = {name: number for number, name in enumerate(table.columns)}
     images: list[str] = []
     samples: list[IndexedSample] = []
@@ -256,7 +257,7 @@ def _read_benchmark(component: Component, split: str) -> Iterator[IndexedSample]
 
 
 def _read_shards(component: Component, split: str) -> Iterator[IndexedSample]:
-    yield from _samples(expand_shards(component.path))
+    yield from _samples(shards_of_split(expand_shards(component.path), split))
 
 
 def _samples(shards: Iterable[str]) -> Iterator[IndexedSample]:

@@ -41,6 +41,7 @@ from open_clip_zerovl.data.names import (
 from open_clip_zerovl.data.parquet import open_files
 from open_clip_zerovl.data.selection import Selection, load_selection
 from open_clip_zerovl.data.sizes import listed_sizes
+from open_clip_zerovl.data.splits import require_training, shards_of_split
 from open_clip_zerovl.data.table import CsvFormat, CsvTable, block_sizes, open_table
 from open_clip_zerovl.shards.index import open_index
 from open_clip_zerovl.shards.members import BYTES_BEHIND, ShardError, locate_samples, stream_samples
@@ -132,7 +133,8 @@ def parse_sources(
             a `sizes.json` lists as lost, both with a warning.
         timeout_seconds: time that the `sizes.json` of remote shards may take; 0 for any time.
         evaluation: the sources are read to evaluate a model, and may be retrieval sets; training refuses those.
-        split: the split that is read of an output of `zerovl data pack`.
+        split: the split that is read of an output of `zerovl data pack`, and of tables and shards that have several; with
+            `evaluation` all of these unless it is test or val.
 
     Raises:
         UserError: an empty component, a name given twice, missing shards, an unreadable `sizes.json`, remote shards without
@@ -182,6 +184,11 @@ class _Opening(NamedTuple):
     evaluation: bool
     split: str
 
+    @property
+    def rows(self) -> str | None:
+        """The split that is read of data with several; None for all of it, which is searched or compared."""
+        return None if self.evaluation and self.split == "train" else self.split
+
 
 def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Source]]:
     """The name of a component, given or found, and its sources: several for a packed folder, else one."""
@@ -201,7 +208,11 @@ def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Sour
     if component.kind == "table":
         name = name or _folder_name(path)
         table = open_table(
-            path, how.table_format, by_image=how.captions == "one-per-epoch", strict=how.strict
+            path,
+            how.table_format,
+            by_image=how.captions == "one-per-epoch",
+            strict=how.strict,
+            split=how.rows,
         )
         return name, [_of_table(name, table, how.captions)]
     if component.kind == "packed":
@@ -220,6 +231,10 @@ def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Sour
             )
         name, path = name or Path(path).absolute().name, test
     shards = expand_shards(path)
+    if not how.evaluation:
+        require_training(path, shards)
+    elif how.rows is not None:
+        shards = shards_of_split(shards, how.rows)
     for shard in shards:
         check_openable(shard)
     name = name or _folder_name(shards[0])
@@ -412,7 +427,9 @@ def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: 
     columns, style = None, how.table_format or CsvFormat()
     if parquet:
         policy = RetryPolicy.within(how.timeout_seconds)
-        rows, columns = open_files(parquet, style.image_key, style.caption_key, policy)
+        rows, columns = open_files(
+            parquet, style.image_key, style.caption_key, policy, training=not how.evaluation
+        )
         logging.info(
             f"Source {name}: pictures in {columns.picture!r}, captions in {listed(columns.captions)}."
         )

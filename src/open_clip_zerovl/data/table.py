@@ -15,6 +15,7 @@ import logging
 import os
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -32,6 +33,7 @@ from open_clip_zerovl.data.columns import (
     choose,
     guess_separator,
 )
+from open_clip_zerovl.data.splits import split_of_word
 from open_clip_zerovl.shards.foreign import encoding_of
 from open_clip_zerovl.shards.members import opened
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
@@ -184,7 +186,12 @@ def find_table(component: str) -> str | None:
 
 
 def open_table(
-    path: str, style: CsvFormat | None = None, *, by_image: bool = False, strict: bool = False
+    path: str,
+    style: CsvFormat | None = None,
+    *,
+    by_image: bool = False,
+    strict: bool = False,
+    split: str | None = None,
 ) -> CsvTable:
     """Scan a table.
 
@@ -192,6 +199,7 @@ def open_table(
         style: columns and separator; None for those that the header shows.
         by_image: make all rows of one image a sample (of one `image_id`, or of one path in a table without that column).
         strict: refuse a table with odd rows. Without it a warning names them, and unreadable rows are replaced.
+        split: leave out the rows of other splits, of a table with a column of splits; None for all rows.
 
     Raises:
         UserError: no such file, no header that names an image and a caption, a separator of several characters, no rows, or
@@ -217,12 +225,13 @@ def open_table(
             scanner = CsvRows(file, separator, _PICTURES)
             records = iter(scanner)
             header = next(records, CsvRow(0, 0, 1, [])).fields
-            image, captions, identity = _columns(path, header, style)
+            image, captions, identity, split_place = _columns(path, header, style)
             scanner.width, scanner.image = len(header), image
             rows: list[tuple[int, int]] = []
             images: list[int] = []
             number: dict[str, int] = {}
             pictures: dict[str, str] = {}  # identity -> picture
+            splits: list[str] = []  # of each row
             for record in records:
                 if (
                     not rows
@@ -234,6 +243,9 @@ def open_table(
                         f"`zerovl data pack {shlex.quote(path)} --out DIR`"
                     )
                 rows.append((record.offset, record.length))
+                if split_place is not None:
+                    cell = record.fields[split_place : split_place + 1]
+                    splits.append(split_of_word(*cell or [""]) or "train")
                 if record.odd:
                     odd.setdefault(record.odd, []).append(record.line)
                 unreadable += not record.length
@@ -268,7 +280,7 @@ def open_table(
     members, ends = np.arange(len(rows)), np.arange(1, len(rows) + 1)
     if by_image:
         members, ends = np.argsort(images, kind="stable"), np.cumsum(np.bincount(images))
-    return CsvTable(
+    table = CsvTable(
         path,
         separator,
         tuple(header),
@@ -279,6 +291,20 @@ def open_table(
         ends,
         stamp,
     )
+    return table if split is None else _of_split(table, splits, split)
+
+
+def _of_split(table: CsvTable, splits: Sequence[str], split: str) -> CsvTable:
+    """Return a table without the rows of other splits. UserError if no row is left."""
+    counts = Counter(splits)
+    if len(counts) < 2 and (not counts or split in counts):
+        return table
+    wanted = "val" if split == "test" and "test" not in counts else split
+    words = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+    if wanted not in counts:
+        raise UserError(f"table {table.path} has no rows of the split {split!r}; it has {words}")
+    logging.info(f"Table {table.path}: rows by their column of splits: {words}; {wanted} is read")
+    return table.without(np.flatnonzero(np.array(splits) != wanted))
 
 
 def block_sizes(samples: int) -> tuple[int, ...]:
@@ -305,8 +331,8 @@ def _stamp(descriptor: int) -> tuple[int, int]:
 
 def _columns(
     path: str, header: Sequence[str], style: CsvFormat
-) -> tuple[int, tuple[int, ...], int]:
-    """Numbers of the columns: image, captions, and the one that is equal in rows of the same image.
+) -> tuple[int, tuple[int, ...], int, int | None]:
+    """Numbers of the columns: image, captions, the one that is equal in rows of the same image, splits (None without them).
 
     Raises:
         UserError: the header lacks such columns, or has one of them several times.
@@ -324,4 +350,5 @@ def _columns(
     logging.info(f"Table {path}: {chosen.words}")
     image = names.index(chosen.picture)
     identity = names.index("image_id") if "image_id" in names else image
-    return image, tuple(names.index(name) for name in chosen.captions), identity
+    split = None if chosen.split is None else names.index(chosen.split)
+    return image, tuple(names.index(name) for name in chosen.captions), identity, split

@@ -118,7 +118,7 @@ def test_folders_of_splits_are_not_trained_on(packed, tmp_path, below):
         "sun hat",
     ]
     (note, *_) = found["inputs"][0]["notes"]
-    assert note == "splits, by their names: Validation is val, test is test, train is train"
+    assert note == "splits, by names of folders and files: train 7, val 6, test 6 rows"
     for split, number in (("train", "0"), ("val", "1"), ("test", "2")):
         files = [json.loads(s.files["json"])["file"] for s in samples_of(tmp_path / "out" / split)]
         assert {Path(file).stem[0] for file in files} <= {number, "c"}

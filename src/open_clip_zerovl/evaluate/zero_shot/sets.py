@@ -22,7 +22,8 @@ from open_clip_zerovl.core.files import UNREADABLE
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.labelled import class_list, open_probe_set
-from open_clip_zerovl.data.names import CLASS_NAMES, SPLIT_FOLDERS, TEMPLATES, file_of_words
+from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES, file_of_words
+from open_clip_zerovl.data.splits import split_of_word
 from open_clip_zerovl.evaluate.settings import ZeroShotSettings
 from open_clip_zerovl.shards.foreign import text_of
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
@@ -73,7 +74,7 @@ def open_labelled_set(where: str, settings: ZeroShotSettings | None = None) -> L
         place = root / settings.split
     split = "train" if settings.split == "train" else "test"
     parts = _sources_of(place)
-    others = [part.name for part in parts if part.name.lower() in SPLIT_FOLDERS]
+    others = [part.name for part in parts if split_of_word(part.name) is not None]
     if place == root and others:
         raise UserError(
             f"{root} has no folder {settings.split!r}, but {', '.join(others)}: name one of these folders as the set, or "

@@ -5,9 +5,10 @@ from __future__ import annotations
 import codecs
 import csv
 import json
+import os
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -17,6 +18,7 @@ from open_clip_zerovl.core.csv_rows import CsvRows
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.data import parquet
 from open_clip_zerovl.data.columns import Chosen, Wanted, choose, guess_separator, listed
+from open_clip_zerovl.data.splits import split_of_word
 from open_clip_zerovl.prepare.pack.places import Places, public_name
 from open_clip_zerovl.prepare.pack.rows import ADDRESS, Columns, PairRow, Reader
 from open_clip_zerovl.shards.archives import json_array, members, open_member
@@ -26,6 +28,7 @@ from open_clip_zerovl.shards.remote import RetryPolicy
 
 _LOOKED_AT = 100  # objects of a JSON file, for the names of columns
 _COCO_LISTS = re.compile(rb'"(images|annotations)"\s*:\s*\[')
+_SENTENCES = re.compile(rb'"sentences"\s*:\s*\[')  # of an image of Karpathy's
 _BEGINNING_BYTES = 1 << 20
 
 #: A row by the names of its columns, or the reason why it cannot be read.
@@ -39,6 +42,16 @@ class ColumnReader(Reader):
     chosen: Chosen
     wanted: Columns
 
+    def _of_file(self, path: Path, wanted: Columns) -> None:
+        self.path, self.wanted = path, wanted
+        self.files = [path]
+        self.splits = self._splits_of_files()
+
+    @property
+    def split_column(self) -> str | None:  # type: ignore[override]
+        """The column that says the split of a row."""
+        return self.chosen.split
+
     @abstractmethod
     def records(self, file: Path) -> Iterator[tuple[int, RowFields]]:
         """(line, or number from 1; record) of each row of a file; of its columns at least those that are chosen."""
@@ -47,13 +60,13 @@ class ColumnReader(Reader):
         for file in self.files:
             places, split = Places(file, self.wanted.pictures_in), self._split_of(file)
             for row in places.checked(self._rows(file, places)):
-                yield row._replace(split=split)
+                yield row if row.split else row._replace(split=split)
 
     def _rows(self, file: Path, places: Places) -> Iterator[PairRow]:
         chosen = self.chosen
         for line, fields in self.records(file):
             if isinstance(fields, str):
-                yield PairRow("", (), file.name, line, refused=fields)
+                yield PairRow("", (), file.name, line, refused=fields, split="")
                 continue
             picture, name = fields.get(chosen.picture), ""
             if isinstance(picture, dict):
@@ -61,7 +74,12 @@ class ColumnReader(Reader):
                 picture = content if isinstance(content, bytes) and content else picture.get("path")
             captions = [fields.get(name) for name in chosen.captions]
             row = PairRow(
-                "", captions, file.name, line, fields.get(chosen.source) if chosen.source else None
+                "",
+                captions,
+                file.name,
+                line,
+                fields.get(chosen.source) if chosen.source else None,
+                split=(split_of_word(fields.get(chosen.split)) if chosen.split else None) or "",
             )
             if isinstance(picture, bytes) and picture:
                 yield row._replace(place=f"{file}#{line}", content=picture, name=public_name(name))
@@ -77,9 +95,7 @@ class TableReader(ColumnReader):
     form = "table"
 
     def __init__(self, path: Path, wanted: Columns) -> None:
-        self.path = path
-        self.files = [path]
-        self.wanted = wanted
+        self._of_file(path, wanted)
         header = self._first_line()
         try:
             self.separator = wanted.separator or guess_separator(header)
@@ -106,8 +122,7 @@ class TableReader(ColumnReader):
 
     def records(self, file: Path) -> Iterator[tuple[int, RowFields]]:
         chosen = self.chosen
-        names = dict.fromkeys([chosen.picture, *chosen.captions, *filter(None, [chosen.source])])
-        places = [(name, self.names.index(name)) for name in names]
+        places = [(name, self.names.index(name)) for name in chosen.read]
         least = max(place for _, place in places)
         stray: list[int] = []
         with opened_table(file) as table:
@@ -173,9 +188,7 @@ class JsonReader(ColumnReader):
     form = "json"
 
     def __init__(self, path: Path, wanted: Columns) -> None:
-        self.path = path
-        self.files = [path]
-        self.wanted = wanted
+        self._of_file(path, wanted)
         with opened_table(path) as file:
             first = file.readline(1 << 20).decode("utf-8-sig", "replace").lstrip()
         self.is_list = first.startswith("[")
@@ -214,9 +227,7 @@ class CocoReader(ColumnReader):
     form = "json"
 
     def __init__(self, path: Path, wanted: Columns) -> None:
-        self.path = path
-        self.files = [path]
-        self.wanted = wanted
+        self._of_file(path, wanted)
         with opened_table(path) as file:
             images = (
                 image
@@ -246,6 +257,45 @@ class CocoReader(ColumnReader):
                 yield entry if isinstance(entry, dict) else {}
 
 
+class KarpathyReader(ColumnReader):
+    """Karpathy's splits of MS-COCO and Flickr30K, one JSON object with `images`; a row is an image with its sentences."""
+
+    form = "json"
+
+    def __init__(self, path: Path, wanted: Columns) -> None:
+        self._of_file(path, wanted)
+        words = "annotations as Karpathy's, captions of 'sentences', split 'split'"
+        self.chosen = Chosen("file_name", ("sentences",), wanted.source, words, "split")
+        self.columns = words
+
+    def records(self, file: Path) -> Iterator[tuple[int, RowFields]]:
+        with opened_table(file) as table:
+            for number, image in enumerate(json_array(table, str(file), key="images"), start=1):
+                if not isinstance(image, dict) or not isinstance(image.get("filename"), str):
+                    yield number, "no picture named"
+                    continue
+                folder = str(image.get("filepath") or "")
+                yield number, {**image, "file_name": os.path.join(folder, image["filename"])}
+
+
+class SplitTables(Reader):
+    """The tables of a folder, each of one split: `train.csv` and `test.csv`, `train/metadata.csv` and `test/metadata.csv`."""
+
+    names_pictures = True
+
+    def __init__(self, path: Path, readers: Sequence[ColumnReader]) -> None:
+        self.path, self.readers = path, readers
+        self.files = [reader.path for reader in readers]
+        self.form = readers[0].form
+        self.columns = "; ".join(dict.fromkeys(reader.columns for reader in readers))
+        self.splits = self._splits_of_files()
+
+    def rows(self) -> Iterator[PairRow]:
+        for reader in self.readers:
+            yield from reader.rows()
+        self.notes = [note for reader in self.readers for note in reader.notes]
+
+
 class ArrowReader(ColumnReader):
     """Parquet files, or the Arrow files of `datasets.Dataset.save_to_disk`, with the same columns; read by pyarrow."""
 
@@ -272,10 +322,7 @@ class ArrowReader(ColumnReader):
             self.total += rows
 
     def records(self, file: Path) -> Iterator[tuple[int, RowFields]]:
-        chosen = self.chosen
-        names = list(
-            dict.fromkeys([chosen.picture, *chosen.captions, *filter(None, [chosen.source])])
-        )
+        names = self.chosen.read
         with self._reading(file, "cannot be read to its end") as table:
             batches = (
                 parquet.batches_of(table, names)
@@ -317,19 +364,17 @@ class ArrowReader(ColumnReader):
 
 
 def saved_files(folder: Path) -> list[Path]:
-    """The Arrow files of a folder that `save_to_disk` wrote, in their order.
+    """Return the Arrow files of a folder that `save_to_disk` wrote, split by split, in their order.
 
     Raises:
-        UserError: a folder of several splits, or one whose list of files cannot be read.
+        UserError: the list of files cannot be read, or names one that is not there.
     """
     if (folder / "dataset_dict.json").is_file():
         names = sorted(
             {path.parent.name for path in folder.glob("*/state.json")},
             key=lambda name: (name != "train", name),
         )
-        raise UserError(
-            f"{folder} holds the splits {', '.join(names)} of a dataset: give one, as {folder / (names or ['train'])[0]}"
-        )
+        return [file for name in names for file in saved_files(folder / name)]
     try:
         entries = json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]
         files = [folder / str(entry["filename"]) for entry in entries]
@@ -345,14 +390,14 @@ def saved_files(folder: Path) -> list[Path]:
     return files
 
 
-def is_coco(path: Path) -> bool:
-    """True for a JSON file that begins as MS-COCO's annotations do."""
+def open_json(path: Path, wanted: Columns) -> ColumnReader:
+    """Return the reader of a JSON file, by its beginning: MS-COCO's annotations, Karpathy's, or objects."""
     with opened_table(path) as file:
         beginning = file.read(_BEGINNING_BYTES)
-    return (
-        beginning.lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"{")
-        and _COCO_LISTS.search(beginning) is not None
-    )
+    is_object = beginning.lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"{")
+    if not is_object or _COCO_LISTS.search(beginning) is None:
+        return JsonReader(path, wanted)
+    return (KarpathyReader if _SENTENCES.search(beginning) else CocoReader)(path, wanted)
 
 
 @contextmanager

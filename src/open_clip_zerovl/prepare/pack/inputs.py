@@ -14,15 +14,15 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import did_you_mean, write_atomically
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.components import expand_braces
+from open_clip_zerovl.data.splits import FolderSplits, split_above, split_of_name
 from open_clip_zerovl.prepare.pack.columned import (
     ArrowReader,
-    CocoReader,
-    JsonReader,
+    SplitTables,
     TableReader,
-    is_coco,
+    open_json,
     saved_files,
 )
-from open_clip_zerovl.prepare.pack.rows import Columns, FolderSplits, Reader
+from open_clip_zerovl.prepare.pack.rows import Columns, Reader
 from open_clip_zerovl.prepare.pack.samples import ClassReader, FolderReader, TarReader, class_levels
 from open_clip_zerovl.prepare.public.download import fetch_file
 from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES, walk
@@ -141,13 +141,14 @@ def open_input(
         return ArrowReader(form, path, files, wanted)
     if form == "webdataset":
         return TarReader(path, files, wanted)
-    if len(files) > 1:
+    opened = TableReader if form == "table" else open_json
+    if len(files) == 1:
+        return opened(files[0], wanted)
+    if not all(split_of_name(file.name) or split_above(file) for file in files):
         raise UserError(
             f"{path} holds {len(files)} tables ({files[0].name}, {files[1].name} ...): give the table or the tables to pack"
         )
-    if form == "table":
-        return TableReader(files[0], wanted)
-    return CocoReader(files[0], wanted) if is_coco(files[0]) else JsonReader(files[0], wanted)
+    return SplitTables(path, [opened(file, wanted) for file in files])
 
 
 def _form_of_file(path: Path) -> str:

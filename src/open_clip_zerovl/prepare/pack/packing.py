@@ -23,7 +23,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.core.flags import flag, positive, seed, share
 from open_clip_zerovl.core.identity import digest_of_all, sha256_of, stamp_of
-from open_clip_zerovl.data.names import SPLITS
+from open_clip_zerovl.data.splits import SPLITS
 from open_clip_zerovl.prepare.pack import report as reports
 from open_clip_zerovl.prepare.pack.collect import Collecting, Contents, is_address
 from open_clip_zerovl.prepare.pack.inputs import FORMATS, fetched, named_input, open_input

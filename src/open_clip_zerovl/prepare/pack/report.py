@@ -17,7 +17,8 @@ import numpy as np
 from open_clip_zerovl.core.errors import printable
 from open_clip_zerovl.core.files import atomic_file
 from open_clip_zerovl.data.columns import UNMARKED
-from open_clip_zerovl.data.names import FEWEST_PICTURES, SPLITS
+from open_clip_zerovl.data.names import FEWEST_PICTURES
+from open_clip_zerovl.data.splits import SPLITS
 from open_clip_zerovl.prepare.pack.rows import Reader
 from open_clip_zerovl.prepare.pack.store import PairDatabase
 from open_clip_zerovl.report.bounds import LOW_BEST, RECALL_KS, SHARED_CAPTIONS
@@ -63,7 +64,7 @@ def summarize(
                 "columns": reader.columns,
                 "rows": store.value("SELECT COUNT(*) FROM rows WHERE input = ?", number),
                 "notes": [
-                    *reader.splits.notes(),
+                    *_split_notes(store, number, reader),
                     *reader.notes,
                     *(_class_notes(store, number) if reader.classes else ()),
                 ],
@@ -89,6 +90,22 @@ def summarize(
         "repeated_pictures": _repeated_pictures(store),
         "sizes": _sizes(store),
     }
+
+
+def _split_notes(store: PairDatabase, input: int, reader: Reader) -> list[str]:
+    """Say how many rows of an input are of each split, if its names or a column say splits."""
+    counts = dict(
+        store.db.execute(
+            "SELECT split, COUNT(*) FROM rows WHERE input = ? GROUP BY split", (input,)
+        ).fetchall()
+    )
+    if not reader.splits.says and counts.keys() <= {"train"}:
+        return []
+    by = f"column {reader.split_column!r}" if reader.split_column else "names of folders and files"
+    parts = [f"{split} {counts[split]:,}" for split in SPLITS if split in counts]
+    as_test = "val" in counts and not store.count(split="val")
+    only = "; validation is the test split, as there is no other" if as_test else ""
+    return [f"splits, by {by}: {', '.join(parts)} rows{only}"]
 
 
 def _class_notes(store: PairDatabase, input: int) -> list[str]:

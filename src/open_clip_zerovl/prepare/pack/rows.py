@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import unicodedata
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import flag
 from open_clip_zerovl.data.columns import Wanted, is_utf8
-from open_clip_zerovl.data.names import SPLIT_FOLDERS
+from open_clip_zerovl.data.splits import FolderSplits, by_file_name, split_above
 from open_clip_zerovl.prepare.public.pictures import Failure
 from open_clip_zerovl.shards.foreign import LARGEST_PICTURE_BYTES, BadFile, read_foreign
 
@@ -89,63 +88,6 @@ class Columns:
         return Wanted(self.picture, self.captions, self.source)
 
 
-class FolderSplits:
-    """The splits of an input's files, by the folders on their paths, at any level.
-
-        train/hat/1.jpg   validation/hat/2.jpg   ->   ("hat/1.jpg", "train")   ("hat/2.jpg", "test")
-
-    A folder that is named like a split is one if all folders of its level are, or if the level has a training and a held-out
-    split (`train`, `test` and `unlabelled`): a class may be called `train`. Validation pictures are the test split of an
-    input that has no other.
-
-    Args:
-        paths: of the files, relative to the input.
-    """
-
-    def __init__(self, paths: Iterable[str] = ()) -> None:
-        levels: dict[int, set[str]] = {}
-        for folder in {PurePath(path).parent for path in paths}:
-            for level, name in enumerate(folder.parts):
-                levels.setdefault(level, set()).add(name)
-        self.levels = [level for level in sorted(levels) if _are_splits(levels[level])]
-        names = sorted(set().union(*(levels[level] for level in self.levels)))
-        splits = {name: SPLIT_FOLDERS.get(name.lower()) for name in names}
-        only_validation = "test" not in splits.values()
-        self.names = {
-            name: "test" if split == "val" and only_validation else split
-            for name, split in splits.items()
-            if split is not None
-        }
-
-    def __call__(self, path: str) -> tuple[str, str]:
-        """The path without its folders of splits, and the split ("train" for a path without one)."""
-        *folders, file = PurePath(path).parts
-        splits, others = [], []
-        for level, folder in enumerate(folders):
-            if level in self.levels and folder in self.names:
-                splits.append(self.names[folder])
-            else:
-                others.append(folder)
-        held_out = [split for split in splits if split != "train"]
-        return os.path.join(*others, file), (held_out or ["train"])[0]
-
-    def notes(self) -> list[str]:
-        """A line for the report that names the splits; none without them."""
-        named = ", ".join(f"{name} is {split}" for name, split in self.names.items())
-        return [f"splits, by their names: {named}"] if named else []
-
-
-def _are_splits(folders: set[str]) -> bool:
-    kinds = {SPLIT_FOLDERS.get(name.lower()) for name in folders}
-    return None not in kinds or ("train" in kinds and len(kinds - {None}) > 1)
-
-
-def named_after_split(file: str) -> str:
-    """A path with its file name's first word as a folder: `data/test-00000.tar` -> `data/test/test-00000.tar`."""
-    path = PurePath(file)
-    return str(path.parent / re.split(r"[-_.]", path.name)[0] / path.name)
-
-
 class Reader(ABC):
     """One input in one form.
 
@@ -159,6 +101,7 @@ class Reader(ABC):
         notes: oddities of rows that are read nevertheless, in words; known once they are read.
         classes: templates for zero-shot classification; () if pictures have no classes.
         splits: those that the names of folders or files say.
+        split_column: the column or key that says the split of a row; None without one.
     """
 
     path: Path
@@ -170,6 +113,7 @@ class Reader(ABC):
     notes: Sequence[str] = ()
     classes: Sequence[str] = ()
     splits: FolderSplits = FolderSplits()
+    split_column: str | None = None
 
     @abstractmethod
     def rows(self) -> Iterator[PairRow]:
@@ -177,10 +121,11 @@ class Reader(ABC):
 
     def _splits_of_files(self) -> FolderSplits:
         """The splits of an input whose files hold many pairs each."""
-        return FolderSplits(named_after_split(self._inside(file)) for file in self.files)
+        names = (by_file_name(self._inside(file)) for file in self.files)
+        return FolderSplits(names, split_above(self.path))
 
     def _split_of(self, file: Path) -> str:
-        return self.splits(named_after_split(self._inside(file)))[1]
+        return self.splits(by_file_name(self._inside(file)))[1]
 
     def _inside(self, file: Path) -> str:
         return file.name if file == self.path else str(file.relative_to(self.path))

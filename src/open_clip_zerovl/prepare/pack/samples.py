@@ -18,7 +18,8 @@ from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.columns import find, guess_captions, listed
-from open_clip_zerovl.prepare.pack.rows import Columns, FolderSplits, PairRow, Reader, read_file
+from open_clip_zerovl.data.splits import FolderSplits, split_above, split_column, split_of_word
+from open_clip_zerovl.prepare.pack.rows import Columns, PairRow, Reader, read_file
 from open_clip_zerovl.prepare.public.pictures import Failure
 from open_clip_zerovl.shards.foreign import encoding_of
 from open_clip_zerovl.shards.members import (
@@ -71,10 +72,11 @@ class SampleReader(Reader):
         """
         objects = [object_of(table) for table in tables]
         # Without a JSON the named columns belong to other inputs, such as a table.
+        names = list(dict.fromkeys(name for fields in objects for name in fields or {}))
+        self.split_column = split_column(names)
         if not objects or (has_text and self.wanted.captions is None):
             self.columns = "captions in .txt, one a line"
             return
-        names = list(dict.fromkeys(name for fields in objects for name in fields or {}))
         if self.wanted.captions is not None:
             self.keys = tuple(
                 find(where, names, key, "--caption-column") for key in self.wanted.captions
@@ -94,10 +96,13 @@ class SampleReader(Reader):
     def _row(self, row: PairRow, text: bytes | None, table: bytes | None) -> PairRow:
         """A row with the captions and the source of its sample."""
         fields: dict[str, Any] | None = {}
-        if table is not None and (self.keys or self.wanted.source is not None):
+        if table is not None and (self.keys or self.wanted.source or self.split_column):
             fields = object_of(table)
         if fields is None:
-            return row._replace(refused="no JSON object")
+            if self.keys or self.wanted.source:
+                return row._replace(refused="no JSON object")
+            fields = {}
+        row = row._replace(split=split_of_word(fields.get(self.split_column)) or row.split)
         source = fields.get(self.wanted.source) if self.wanted.source is not None else None
         if self.keys:
             return row._replace(captions=[fields.get(key) for key in self.keys], source=source)
@@ -124,7 +129,8 @@ class FolderReader(SampleReader):
                     texts = {f"{stem}.txt", f"{stem}.json"} & here
                     self.texts.update(os.path.join(folder, text) for text in texts)
         self.total = len(self.pictures)
-        self.splits = FolderSplits(str(picture.relative_to(path)) for picture in self.pictures)
+        names = (str(picture.relative_to(path)) for picture in self.pictures)
+        self.splits = FolderSplits(names, split_above(path))
         self.files = [*self.pictures, *map(Path, sorted(self.texts))]
         if not self.texts:
             first = str(self.pictures[0].relative_to(path)) if self.pictures else "none"
@@ -189,7 +195,7 @@ class ClassReader(Reader):
             )
         self.files = list(picture_files(path))
         names = [str(file.relative_to(path)) for file in self.files]
-        self.splits = FolderSplits(names)
+        self.splits = FolderSplits(names, split_above(path))
         levels = class_levels(self.splits(name)[0] for name in names)
         if levels is None:
             raise UserError(

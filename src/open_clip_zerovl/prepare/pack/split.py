@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.names import SPLITS
+from open_clip_zerovl.data.splits import SPLITS
 from open_clip_zerovl.prepare.pack.store import PairDatabase, Stored
 
 

@@ -169,6 +169,11 @@ class PairDatabase:
                 "UPDATE samples SET split = ? WHERE key IN (SELECT key FROM good WHERE given_split = ?)",
                 (split, split),
             )
+        # validation pictures are the test split of a source that has no other
+        self.db.execute(
+            "UPDATE samples SET split = 'test' WHERE split = 'val' AND source NOT IN "
+            "(SELECT source FROM samples WHERE split = 'test')"
+        )
 
     def sources(self) -> list[str]:
         """Names of the sources that have samples, in order."""

@@ -1,0 +1,154 @@
+"""Which split is it? One rule for packing, training and evaluation: by folders, by words of a file's name, by a column.
+
+train/hat/1.jpg   validation/hat/2.jpg          folders, at any level of an input
+train-00000.tar   captions_val2017.json         a word of a file's name
+split: train, test                              a column of a table, a key of a json
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePath
+from typing import Any
+
+from open_clip_zerovl.core.errors import UserError
+
+SPLITS = ("train", "val", "test")  # of a packed source, a folder each
+_WORDS = {
+    **dict.fromkeys(("train", "training", "restval", "trainval"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+_COLUMNS = ("split", "splits", "data_split", "dataset_split", "partition", "subset", "set")
+
+
+def split_of_word(word: Any) -> str | None:
+    """Return the split that a folder or a cell names, also with a year behind it; None if it names none."""
+    return _WORDS.get(re.sub(r"[\d_\-]+$", "", str(word).strip().lower()))
+
+
+def split_of_name(file: str) -> str | None:
+    """Return the split that the words of a file's name say; None if they say none, or say training and another one."""
+    stem = PurePath(file).name.partition(".")[0]
+    kinds = {_WORDS.get(word) for word in re.findall(r"[a-z]+", stem.lower())} - {None}
+    if len(kinds) > 1:
+        return None if "train" in kinds else "test"
+    return next(iter(kinds), None)
+
+
+def split_column(names: Sequence[str]) -> str | None:
+    """Return the column of splits among the columns of a table, or the keys of a json; None if there is none."""
+    known = {name.strip().lower(): name for name in reversed(names)}
+    return next((known[name] for name in _COLUMNS if name in known), None)
+
+
+def split_above(path: Path) -> str | None:
+    """Return the split of an input that lies in one of several folders of splits: of `DATA/test` beside `DATA/train`."""
+    place = path if path.is_dir() else path.parent
+    for folder in (place, place.parent):
+        if split_of_word(folder.name) is not None:
+            beside = {entry.name for entry in folder.parent.iterdir() if entry.is_dir()}
+            if _has_both(beside):
+                return split_of_word(folder.name)
+    return None
+
+
+def shards_of_split(shards: Sequence[str], split: str) -> tuple[str, ...]:
+    """Return the shards of a split, if the shards' names say several splits; else all shards.
+
+    Raises:
+        UserError: no shard is of the split.
+    """
+    kinds = [split_of_name(_file_name(shard)) or "train" for shard in shards]
+    if len(set(kinds)) < 2:
+        return tuple(shards)
+    wanted = "val" if split == "test" and "test" not in kinds else split
+    chosen = tuple(shard for shard, kind in zip(shards, kinds, strict=True) if kind == wanted)
+    if not chosen:
+        raise UserError(
+            f"the shards beside {shards[0]} are of the splits {', '.join(sorted(set(kinds)))} by their names, and none is of "
+            f"{split!r}: name the shards to read"
+        )
+    return chosen
+
+
+def require_training(pattern: str, shards: Sequence[str]) -> None:
+    """Refuse shards that are held out by their names, unless the pattern names them as such.
+
+    Raises:
+        UserError: a shard of another split than train.
+    """
+    named = {_WORDS.get(word) for word in re.findall(r"[a-z]+", _file_name(pattern).lower())}
+    held_out = [shard for shard in shards if split_of_name(_file_name(shard)) in ("val", "test")]
+    held_out = [shard for shard in held_out if split_of_name(_file_name(shard)) not in named]
+    if held_out:
+        folder = os.path.dirname(held_out[0])
+        raise UserError(
+            f"{len(held_out)} of the {len(shards)} shards of {pattern} are held out by their names, first {held_out[0]}: name "
+            f"the shards to train on, as {folder}/train-*.tar (or {folder}/{split_of_name(_file_name(held_out[0]))}-*.tar)"
+        )
+
+
+def _file_name(shard: str) -> str:
+    return shard.partition("?")[0].rstrip("/").rpartition("/")[2]
+
+
+class FolderSplits:
+    """The splits of an input's files, by the folders on their paths, at any level.
+
+        train/hat/1.jpg   validation/hat/2.jpg   ->   ("hat/1.jpg", "train")   ("hat/2.jpg", "val")
+
+    A folder that is named like a split is one if all folders of its level are, or if the level has a training and a held-out
+    split (`train`, `test` and `unlabelled`): a class may be called `train`.
+
+    Args:
+        paths: of the files, relative to the input.
+        above: the split of the whole input, of files without a folder of a split.
+    """
+
+    def __init__(self, paths: Iterable[str] = (), above: str | None = None) -> None:
+        self.above = above
+        levels: dict[int, set[str]] = {}
+        for folder in {PurePath(path).parent for path in paths}:
+            for level, name in enumerate(folder.parts):
+                levels.setdefault(level, set()).add(name)
+        self.levels = [level for level in sorted(levels) if _are_splits(levels[level])]
+        names = sorted(set().union(*(levels[level] for level in self.levels)))
+        splits = {name: split_of_word(name) for name in names}
+        self.names = {name: split for name, split in splits.items() if split is not None}
+
+    @property
+    def says(self) -> bool:
+        """True if a name says a split."""
+        return bool(self.names or self.above)
+
+    def __call__(self, path: str) -> tuple[str, str]:
+        """Return the path without its folders of splits, and the split ("train" for a path without one)."""
+        *folders, file = PurePath(path).parts
+        splits, others = [], []
+        for level, folder in enumerate(folders):
+            if level in self.levels and folder in self.names:
+                splits.append(self.names[folder])
+            else:
+                others.append(folder)
+        held_out = [split for split in splits if split != "train"]
+        of_file = (held_out or splits or [self.above or "train"])[0]
+        return os.path.join(*others, file), of_file
+
+
+def by_file_name(file: str) -> str:
+    """Return a path with the split, or the first word, of its file's name as a folder: `test-0.tar` -> `test/test-0.tar`."""
+    path = PurePath(file)
+    return str(path.parent / (split_of_name(file) or re.split(r"[-_.]", path.name)[0]) / path.name)
+
+
+def _are_splits(folders: set[str]) -> bool:
+    return None not in {split_of_word(name) for name in folders} or _has_both(folders)
+
+
+def _has_both(folders: set[str]) -> bool:
+    """Return whether folders are of training and of something held out."""
+    kinds = {split_of_word(name) for name in folders} - {None}
+    return "train" in kinds and len(kinds) > 1
