@@ -275,6 +275,24 @@ def test_each_data_argument_and_encoder_is_part_of_the_request(made, tmp_path, f
     )
 
 
+def test_encoders_are_aligned_on_what_the_runs_train_on(made, tmp_path, monkeypatch):
+    """Else the first model would know the validation pictures, on which rates are chosen."""
+    asked = []
+    monkeypatch.setattr(running, "run_align", lambda request, say: asked.append(request))
+    request = running.Request(
+        start=Encoder(""),
+        data=str(made / "mine"),
+        out=tmp_path / "out",
+        encoders=("timm:some-name", "hf:some/name"),
+    ).named()
+    inputs = running._inputs(request, lambda *_: None)
+    (aligned,) = asked
+    assert aligned.train_data == inputs.train_data and "validation" in aligned.held_out
+    samples = sum(source.num_samples for source in open_sources(aligned.train_data))
+    held_out = [len(scored) for of in (inputs.test, inputs.validation) for scored in of.values()]
+    assert samples + sum(held_out) == 2 * 60 and len(held_out) >= 2
+
+
 def test_a_margin_that_changes_after_scores_are_known_is_shown(made, whole, trainings, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(whole[0], out)
