@@ -18,13 +18,17 @@ import torch
 from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.class_words import class_order
 from open_clip_zerovl.data.collection import open_collection
 from open_clip_zerovl.data.images import Crop, decode_image
 from open_clip_zerovl.data.pixels import decode_pixels
 from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.evaluate.settings import ZeroShotSettings
+from open_clip_zerovl.evaluate.zero_shot.sets import open_labelled_set
 from open_clip_zerovl.prepare.dedup.overlap import find_overlap, open_test_sets
-from open_clip_zerovl.prepare.pack.packing import pack
+from open_clip_zerovl.prepare.pack.classes import class_caption
+from open_clip_zerovl.prepare.pack.packing import PackSettings, pack
 from open_clip_zerovl.prepare.public.gather import Work
 from open_clip_zerovl.prepare.public.index import check_shards
 from open_clip_zerovl.shards.members import Sample, read_samples
@@ -589,3 +593,129 @@ def test_no_held_out_picture_is_trained_on(tmp_path):
     (file,) = parquet_column(tmp_path / "parquet")
     with pytest.raises(UserError, match="rows of 'val', 'test' in its column 'split'"):
         parse_sources(f"x={file}")
+
+
+# ------------------------------------------------------------------------------------------------- words for a class
+
+IMAGENET = ("n01440764", "n01443537", "n02085620-Chihuahua")
+CLASSES = {  # folders -> words
+    "the control": {"hat": "hat", "rain_coat": "rain coat"},
+    "numbers and dots": {
+        "001.Black_footed_Albatross": "Black footed Albatross",
+        "002.Crow": "Crow",
+    },
+    "ImageNet": dict(zip(IMAGENET, ("tench", "goldfish", "Chihuahua"), strict=True)),
+    "enumerated": {"1-rose": "rose", "02_tulip": "tulip"},
+    "not enumerated": {"3_wheeler": "3 wheeler", "4_wheeler": "4 wheeler"},
+    "numbers": {"0": None, "1": None},
+    "an unknown id": {"n99999999": None, "n01443537": "goldfish"},
+    "in natural order": {f"class_{n}": f"class {n}" for n in (2, 10, 1)},
+}
+
+
+def class_folders(folder: Path, names) -> Path:
+    for number, name in enumerate(names):
+        pictures_in(folder / name, (2 * number, 2 * number + 1))
+    return folder
+
+
+@pytest.mark.parametrize("case", CLASSES)
+def test_a_class_has_the_same_words_in_pack_and_zero_shot(tmp_path, case):
+    folders = CLASSES[case]
+    place = class_folders(tmp_path / "in", folders)
+    if None in folders.values():
+        for door in (packed, open_labelled_set):
+            with pytest.raises(UserError, match="classes of .* have no words for captions"):
+                door(str(place))
+        if case == "numbers":
+            settings = PackSettings(templates=("the digit {}.",))
+            pack([str(place)], tmp_path / "out", settings, work=Work(progress=False))
+            assert (tmp_path / "out/classnames.txt").read_text() == "0\n1\n"
+            (place / "classnames.txt").write_text("zero\none\n")
+            assert open_labelled_set(str(place)).names == ["zero", "one"]
+            pack([str(place)], tmp_path / "named", work=Work(progress=False))
+            assert (tmp_path / "named/classnames.txt").read_text() == "one\nzero\n"
+        return
+    pack([str(place)], tmp_path / "out", PackSettings(test_share=0.3), work=Work(progress=False))
+    words = sorted(folders.values(), key=class_order)
+    assert (tmp_path / "out/classnames.txt").read_text().splitlines() == words
+    ordered = [folders[label] for label in sorted(folders, key=class_order)]
+    assert open_labelled_set(str(place)).names == ordered
+    assert open_labelled_set(str(tmp_path / "out")).names == words
+    samples = read_samples(tmp_path / "out/train/00000.tar")
+    assert {text for one in samples for text in one.captions} <= {
+        class_caption("a photo of a {}.", word) for word in words
+    }
+
+
+def test_lines_of_class_names_follow_the_numbers(tmp_path):
+    place = class_folders(tmp_path / "in", ("class_2", "class_10", "class_1"))
+    (tmp_path / "names.txt").write_text("one\ntwo\nten\n")
+    settings = ZeroShotSettings(class_names=tmp_path / "names.txt")
+    opened = open_labelled_set(str(place), settings)
+    assert dict(zip(opened.classes, opened.names, strict=True)) == {
+        "class_1": "one",
+        "class_2": "two",
+        "class_10": "ten",
+    }
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_labels_of_the_hub_are_classes(tmp_path, form):
+    """As cifar100 has them: a fine and a coarse label, -1 for a row without one."""
+    names = {"coarse_label": ["animal"], "fine_label": ["polar_bear", "lion"]}
+    features = {name: {"names": words, "_type": "ClassLabel"} for name, words in names.items()}
+    rows = [
+        {
+            "img": {"bytes": encoded(picture(n)), "path": None},
+            "fine_label": label,
+            "coarse_label": 0,
+        }
+        for n, label in enumerate((0, 1, 1, -1))
+    ]
+    about = {b"huggingface": json.dumps({"info": {"features": features}}).encode()}
+    table = pyarrow.Table.from_pylist(rows).replace_schema_metadata(about)
+    (tmp_path / "in").mkdir()
+    if form == "parquet":
+        pyarrow.parquet.write_table(table, tmp_path / "in/train-00000-of-00001.parquet")
+    else:
+        with pyarrow.ipc.new_stream(str(tmp_path / "in/data.arrow"), table.schema) as stream:
+            stream.write_table(table)
+        (tmp_path / "in/state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
+    report = pack([str(tmp_path / "in")], tmp_path / "out", work=Work(progress=False))
+    assert report["classes"] == {"lion": 2, "polar bear": 1}
+    assert {reason: entry["rows"] for reason, entry in report["refused"].items()} == {"no class": 1}
+    samples = read_samples(tmp_path / "out/train/00000.tar")
+    assert {text for one in samples for text in one.captions} == {
+        "a photo of a polar bear.",
+        "a photo of a lion.",
+    }
+
+
+def test_what_is_not_read_is_counted(tmp_path, caplog, capsys):
+    """A HEIC, an empty class, a link out of the folder."""
+    place = class_folders(tmp_path / "in", ("hat", "shoe"))
+    (place / "empty").mkdir()
+    (place / "hat/1.HEIC").write_bytes(b"heic")
+    (tmp_path / "elsewhere.png").write_bytes(encoded(picture(9)))
+    (place / "shoe/link.png").symlink_to(tmp_path / "elsewhere.png")
+    (place / "shoe/near.png").symlink_to(place / "hat/0000.png")
+    report = pack([str(place)], tmp_path / "out")
+    said = capsys.readouterr().out
+    open_labelled_set(str(place))
+    for words in (said, caplog.text):
+        assert "left out: 1 .heic (pip install pillow-heif, or convert)" in words
+        assert "no picture: class 'empty'" in words
+        assert "links that lead out of the folder, first" in words
+    assert report["rows"] == 5
+    folder = tmp_path / "pairs"
+    pictures_in(folder, range(3))
+    for n in range(2):
+        (folder / f"{n:04d}.txt").write_text(caption(n))
+    (folder / "0002.txt").symlink_to("/etc/hostname")
+    (folder / "0007.heic").write_bytes(b"heic")
+    (folder / "0007.txt").write_text("a dog")
+    report = pack([str(folder)], tmp_path / "out2")
+    said = capsys.readouterr().out
+    assert report["pictures"] == 2 and "1 .heic" in said and "1 .txt" in said
+    assert "1 links that lead out of the folder" in said

@@ -11,32 +11,27 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torchvision.datasets as tvd
-
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.class_words import class_order, names_beside
 from open_clip_zerovl.data.components import expand_shards, kind_of
 from open_clip_zerovl.data.indexed import IndexedSample, IndexedSet, index_shards
-from open_clip_zerovl.data.names import CLASS_NAMES, file_of_words
 from open_clip_zerovl.data.splits import shards_of_split
-from open_clip_zerovl.shards.foreign import text_of
-from open_clip_zerovl.shards.pictures import PICTURE_WORDS
+from open_clip_zerovl.shards.pictures import PICTURE_WORDS, list_pictures, notes_of
 
 
 def class_list(train: IndexedSet, test: IndexedSet) -> list[str]:
-    """The classes of the training set: numbers first, in numerical order, then names.
+    """Return the classes of the training set in the order of `class_order`.
 
     Raises:
         UserError: one class only, or a class of the test set that the training set lacks.
     """
-    classes = sorted(
-        set(train.labels),
-        key=lambda label: (0, int(label), "") if label.isdigit() else (1, 0, label),
-    )
+    classes = sorted(set(train.labels), key=class_order)
     if len(classes) < 2:
         raise UserError(
             f"{train.path} has the one class {classes[0]!r}; a probe needs at least two to tell apart"
@@ -84,15 +79,21 @@ def _of_files(
 
 
 def _read_folder(path: Path) -> IndexedSet:
-    try:
-        folder = tvd.ImageFolder(str(path))
-    except FileNotFoundError as error:  # no class folder, or one without a picture
-        raise UserError(
-            f"{path} is not a folder of class folders ({str(error).splitlines()[0]}); expected {path}/CLASS/PICTURE.jpg"
-        ) from error
-    return _of_files(
-        str(path), [file for file, _ in folder.samples], [folder.classes[i] for i in folder.targets]
+    classes = sorted(
+        entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith(".")
     )
+    listed = {name: list_pictures(path / name, path) for name in classes}
+    pictures = [(file, name) for name, each in listed.items() for file in each.pictures]
+    if not pictures:
+        raise UserError(
+            f"{path} is not a folder of class folders (no picture in {', '.join(classes[:5]) or 'a folder'}); expected "
+            f"{path}/CLASS/PICTURE.jpg"
+        )
+    for note in notes_of(listed):
+        logging.warning(f"{path}: {note}")
+    labels = sorted({name for _, name in pictures}, key=class_order)
+    files = _of_files(str(path), [file for file, _ in pictures], [name for _, name in pictures])
+    return replace(files, names=names_beside(path, labels))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -111,7 +112,7 @@ def _read_shards(spec: str, shards: Sequence[str], label: str) -> IndexedSet:
     ]
     if not samples:
         raise UserError(f"the shards of {spec} hold no image ({PICTURE_WORDS})")
-    names = _class_names(Path(shards[0]).parent) if kind == "cls" else {}
+    names = names_beside(Path(shards[0]).parent) if kind == "cls" else {}
     return IndexedSet(spec, samples, names)
 
 
@@ -128,10 +129,3 @@ def _class(content: bytes, name: str, where: str) -> str:
             f"the field {name!r} of {where} is {value!r}; a class is a word or a number"
         )
     return str(value)
-
-
-def _class_names(folder: Path) -> dict[str, str]:
-    """Class number -> name, from `classnames.txt` (one name a line)."""
-    file = file_of_words(folder, CLASS_NAMES)
-    lines = [] if file is None else text_of(file).splitlines()
-    return {str(i): name for i, name in enumerate(lines)}

@@ -84,6 +84,22 @@ def picture_columns(schema: Any) -> list[str]:
     return sorted(held, key=lambda name: name != "image")
 
 
+def class_columns(schema: Any) -> dict[str, list[str]]:
+    """Return column -> names of the classes, of the columns of ClassLabel that `datasets` has noted; the finest first."""
+    try:
+        about = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+        features = about["info"]["features"]
+        noted = {
+            name: [str(word) for word in feature["names"]]
+            for name, feature in features.items()
+            if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
+        }
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return {}
+    columns = [name for name in noted if name in schema.names]
+    return {name: noted[name] for name in sorted(columns, key=lambda name: -len(noted[name]))}
+
+
 def rows_of(batches: Iterable[Any]) -> Iterator[dict[str, Any]]:
     """The rows of Arrow's record batches; bytes that are not UTF-8 in place of a text that is not."""
 

@@ -13,9 +13,9 @@ import os
 import re
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -81,6 +81,59 @@ def picture_files(path: Path) -> Iterator[Path]:
             for name in names
             if os.path.splitext(name)[1].lower() in PICTURE_SUFFIXES
         )
+
+
+class Listing(NamedTuple):
+    """The files of a folder and of those below it: pictures, other files, and links that leave the folder."""
+
+    pictures: list[Path]
+    others: list[Path]
+    leaving: list[Path]
+
+
+def list_pictures(path: Path, root: Path | None = None) -> Listing:
+    """List the files of a folder and of those below it, in order.
+
+    Args:
+        root: the folder that links may not leave; None for the folder itself.
+    """
+    listing, top = Listing([], [], []), os.path.realpath(root or path)
+
+    def leaves(place: str) -> bool:
+        return os.path.commonpath((top, os.path.realpath(place))) != top
+
+    for folder, names in walk(path):
+        outside = leaves(folder)
+        for name in names:
+            file = Path(folder, name)
+            if outside or (file.is_symlink() and leaves(str(file))):
+                listing.leaving.append(file)
+            elif file.suffix.lower() in PICTURE_SUFFIXES:
+                listing.pictures.append(file)
+            else:
+                listing.others.append(file)
+    return listing
+
+
+def notes_of(listed: Mapping[str, Listing], used: Collection[Path] = ()) -> list[str]:
+    """Say what was given and is not read.
+
+    Args:
+        listed: class -> its files.
+        used: files that are no pictures and are read, such as texts.
+    """
+    others = [str(file) for each in listed.values() for file in each.others if file not in used]
+    leaving = [file for each in listed.values() for file in each.leaving]
+    empty = [repr(name) for name, each in listed.items() if name and not each.pictures]
+    notes = [f"left out: {left_out(others)}"] if others else []
+    if leaving:
+        notes.append(
+            f"left out: {len(leaving):,} links that lead out of the folder, first {leaving[0]} (copy the files there)"
+        )
+    if empty:
+        more = f" and {len(empty) - 5} more" if len(empty) > 5 else ""
+        notes.append(f"no picture: class {', '.join(empty[:5])}{more}")
+    return notes
 
 
 def left_out(names: Iterable[str]) -> str:

@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from open_clip import IMAGENET_CLASSNAMES, SIMPLE_IMAGENET_TEMPLATES
+from open_clip import SIMPLE_IMAGENET_TEMPLATES
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import UNREADABLE
 from open_clip_zerovl.core.identity import digest_of
+from open_clip_zerovl.data.class_words import class_words
 from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.labelled import class_list, open_probe_set
 from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES, file_of_words
@@ -30,7 +31,6 @@ from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
 
 #: CLIP's short list of seven, which its authors found to be nearly as good as all eighty.
 CLIP_TEMPLATES = tuple(template("{}") for template in SIMPLE_IMAGENET_TEMPLATES)
-_WORDNET = re.compile(r"n\d{8}")
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,15 @@ def open_labelled_set(where: str, settings: ZeroShotSettings | None = None) -> L
         images = open_probe_set(where if place == root else place, split, label=settings.label)
     folder = place if place.is_dir() else Path(images.files[0]).parent
     return LabelledSet(
-        images, *_classes(images, settings.class_names), _templates(settings, folder)
+        images,
+        *_classes(images, settings.class_names, numbers=bool(settings.template)),
+        _templates(settings, folder),
     )
 
 
-def _classes(images: IndexedSet, given: Path | None) -> tuple[list[str], list[str]]:
+def _classes(
+    images: IndexedSet, given: Path | None, *, numbers: bool
+) -> tuple[list[str], list[str]]:
     """The labels in the order of their indices, and the words for each.
 
     Raises:
@@ -120,24 +124,8 @@ def _classes(images: IndexedSet, given: Path | None) -> tuple[list[str], list[st
             f"{CLASS_NAMES} names the classes 0 to {len(images.names) - 1}, and {images.path} has the label {outside[0]!r}: "
             "add the missing names, count the labels from 0, or give --class-names (zero-shot has it)"
         )
-    if len(classes) == len(IMAGENET_CLASSNAMES) and all(
-        _WORDNET.fullmatch(label) for label in classes
-    ):
-        # ImageNet's folders, in the order of their WordNet numbers
-        return classes, list(IMAGENET_CLASSNAMES)
-    names = [images.names.get(label) or _words(label) for label in classes]
-    wordless = [
-        label
-        for label, name in zip(classes, names, strict=True)
-        if not images.names.get(label)
-        and (re.fullmatch(r"-?\d+", name) or _WORDNET.fullmatch(name))
-    ]
-    if wordless:
-        raise UserError(
-            f"{len(wordless)} of {len(classes)} classes of {images.path} have no words for captions (first: {wordless[0]!r}): "
-            f"name them with --class-names (zero-shot has it), in {CLASS_NAMES} beside the shards, or by their folders' names"
-        )
-    return classes, names
+    advice = f"name them by their folders, in {CLASS_NAMES} beside the pictures, or with --class-names (zero-shot has it)"
+    return classes, class_words(classes, images.names, images.path, advice, numbers=numbers)
 
 
 def _sources_of(folder: Path) -> list[Path]:
@@ -157,11 +145,6 @@ def _sources_of(folder: Path) -> list[Path]:
         for entries in inside
     )
     return parts if two_levels and not any(folder.glob("*.tar")) else []
-
-
-def _words(label: str) -> str:
-    """The words of a folder's or a dataset's label: `001.Black_footed_Albatross` -> `Black footed Albatross`."""
-    return re.sub(r"^\d+\.(?=\D)", "", label).replace("_", " ")
 
 
 def _class_names(file: Path, classes: Sequence[str]) -> list[str]:

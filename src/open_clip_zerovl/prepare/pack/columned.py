@@ -10,6 +10,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
@@ -17,8 +18,17 @@ from typing import IO, Any, BinaryIO, cast
 from open_clip_zerovl.core.csv_rows import CsvRows
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.data import parquet
-from open_clip_zerovl.data.columns import Chosen, Wanted, choose, guess_separator, listed
+from open_clip_zerovl.data.class_words import class_words
+from open_clip_zerovl.data.columns import (
+    Chosen,
+    Wanted,
+    choose,
+    guess_captions,
+    guess_separator,
+    listed,
+)
 from open_clip_zerovl.data.splits import split_of_word
+from open_clip_zerovl.prepare.pack.classes import ClassTemplates
 from open_clip_zerovl.prepare.pack.places import Places, public_name
 from open_clip_zerovl.prepare.pack.rows import ADDRESS, Columns, PairRow, Reader
 from open_clip_zerovl.shards.archives import json_array, members, open_member
@@ -72,21 +82,28 @@ class ColumnReader(Reader):
             if isinstance(picture, dict):
                 content, name = picture.get("bytes"), str(picture.get("path") or "")
                 picture = content if isinstance(content, bytes) and content else picture.get("path")
-            captions = [fields.get(name) for name in chosen.captions]
+            captions, label = self._captions(fields)
             row = PairRow(
                 "",
                 captions,
                 file.name,
                 line,
                 fields.get(chosen.source) if chosen.source else None,
+                label=label,
                 split=(split_of_word(fields.get(chosen.split)) if chosen.split else None) or "",
             )
-            if isinstance(picture, bytes) and picture:
+            if label == "":
+                yield row._replace(label=None, refused="no class")
+            elif isinstance(picture, bytes) and picture:
                 yield row._replace(place=f"{file}#{line}", content=picture, name=public_name(name))
             elif isinstance(picture, str):
                 yield row._replace(place=places.place(picture), name=public_name(picture))
             else:
                 yield row._replace(refused="no picture named")
+
+    def _captions(self, fields: Mapping[str, Any]) -> tuple[list[Any], str | None]:
+        """Return the captions of a row, and its class: None without classes, "" for a row that has none."""
+        return [fields.get(name) for name in self.chosen.captions], None
 
 
 class TableReader(ColumnReader):
@@ -297,10 +314,22 @@ class SplitTables(Reader):
 
 
 class ArrowReader(ColumnReader):
-    """Parquet files, or the Arrow files of `datasets.Dataset.save_to_disk`, with the same columns; read by pyarrow."""
+    """Parquet files, or the Arrow files of `datasets.Dataset.save_to_disk`, with the same columns; read by pyarrow.
 
-    def __init__(self, form: str, path: Path, files: list[Path], wanted: Columns) -> None:
-        self.form = form
+    A table without captions whose `datasets` metadata names classes (cifar10, food101) is packed as folders of classes are.
+    """
+
+    words: Sequence[str] = ()  # of the classes, by number
+
+    def __init__(
+        self,
+        form: str,
+        path: Path,
+        files: list[Path],
+        wanted: Columns,
+        templates: Sequence[str] | None = None,
+    ) -> None:
+        self.form, self.templates = form, ClassTemplates(templates)
         self.path = path
         self.files = files
         self.wanted = wanted
@@ -331,6 +360,14 @@ class ArrowReader(ColumnReader):
             )
             yield from enumerate(parquet.rows_of(batches), start=1)
 
+    def _captions(self, fields: Mapping[str, Any]) -> tuple[list[Any], str | None]:
+        if not self.words:
+            return super()._captions(fields)
+        number = fields.get(self.chosen.captions[0])
+        if not isinstance(number, int) or not 0 <= number < len(self.words):
+            return [], ""
+        return list(self.templates.of(self.words[number])), self.words[number]
+
     @contextmanager
     def _reading(self, file: Path, fault: str) -> Iterator[Any]:
         """An open ParquetFile, or a table that is mapped into memory. UserError with the fault for errors of pyarrow."""
@@ -353,7 +390,25 @@ class ArrowReader(ColumnReader):
     def _choose(self, file: Path, schema: Any) -> Chosen:
         """The columns; unless they are named, a column of pictures' bytes takes precedence over guesses from names."""
         types, held = parquet.pyarrow().types, parquet.picture_columns(schema)
-        chosen = choose(str(file), schema.names, self.wanted.names, pictures=held)
+        wanted, classes = self.wanted.names, parquet.class_columns(schema)
+        if wanted.captions is None and classes and not guess_captions(schema.names):
+            wanted = wanted._replace(captions=(next(iter(classes)),))
+        chosen = choose(str(file), schema.names, wanted, pictures=held)
+        labels = [classes[name] for name in chosen.captions if name in classes]
+        if labels and len(chosen.captions) == 1:
+            self.words = class_words(
+                labels[0],
+                {},
+                file,
+                "name them in the file's metadata",
+                numbers=self.templates.given,
+            )
+            self.classes = self.templates.zero_shot
+            words = (
+                f"picture {chosen.picture!r}, {len(self.words)} classes ({listed(self.words)}) of {chosen.captions[0]!r}, "
+                f"captions {listed(self.templates.captions)}"
+            )
+            chosen = replace(chosen, words=words)
         kind = schema.field(chosen.picture).type
         if not (chosen.picture in held or types.is_string(kind) or types.is_large_string(kind)):
             raise UserError(

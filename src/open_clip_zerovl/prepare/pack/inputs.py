@@ -133,12 +133,13 @@ def open_input(
             FolderReader(path, wanted) if form == "folder" else ClassReader(path, wanted, templates)
         )
     if form == "arrow":
-        return ArrowReader(form, path, [path] if path.is_file() else saved_files(path), wanted)
+        saved = [path] if path.is_file() else saved_files(path)
+        return ArrowReader(form, path, saved, wanted, templates)
     files = [path] if path.is_file() else _files(path, _IN_FOLDERS[form])
     if not files:
         raise UserError(f"{path} holds no file of --format {form} ({', '.join(_IN_FOLDERS[form])})")
     if form == "parquet":
-        return ArrowReader(form, path, files, wanted)
+        return ArrowReader(form, path, files, wanted, templates)
     if form == "webdataset":
         return TarReader(path, files, wanted)
     opened = TableReader if form == "table" else open_json

@@ -55,7 +55,7 @@ class PackSettings:
     Attributes:
         form: the form of all inputs (`inputs.FORMATS`); None detects each.
         columns: names of columns, and the folder of relative paths.
-        templates: the templates of the captions of classes; None for `samples.TEMPLATE`.
+        templates: the templates of the captions of classes; None for `classes.TEMPLATE`.
         max_side_px: larger pictures are shrunk to this longer side; None keeps them.
         min_side_px: smaller pictures are refused.
         test_share: share of each source's pictures that is held out.

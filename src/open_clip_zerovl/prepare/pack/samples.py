@@ -8,7 +8,6 @@ hat/1.jpg, web/hat/1.jpg       a class, or a source and a class: captions are ma
 from __future__ import annotations
 
 import os
-import re
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.columns import find, guess_captions, listed
+from open_clip_zerovl.data.class_words import class_order, class_words, names_beside
+from open_clip_zerovl.data.columns import find, guess_captions
+from open_clip_zerovl.data.columns import listed as shown_names
 from open_clip_zerovl.data.splits import FolderSplits, split_above, split_column, split_of_word
+from open_clip_zerovl.prepare.pack.classes import NAME_THEM, ClassTemplates
 from open_clip_zerovl.prepare.pack.rows import Columns, PairRow, Reader, read_file
 from open_clip_zerovl.prepare.public.pictures import Failure
 from open_clip_zerovl.shards.foreign import encoding_of
@@ -35,21 +37,14 @@ from open_clip_zerovl.shards.members import (
 from open_clip_zerovl.shards.pictures import (
     HEIF_ADVICE,
     HEIF_EXTENSIONS,
-    PICTURE_SUFFIXES,
-    picture_files,
+    list_pictures,
+    notes_of,
     walk,
 )
 
 #: The source column that a folder of pictures has by itself: the first folder on a picture's path.
 FOLDER_COLUMN = "folder"
 _JSON_EXTENSION = "json"
-#: Caption of a class. One alone: pictures of a class then share it, which `--positives caption` needs.
-TEMPLATE = "a photo of a {}."
-#: CLIP's short list for zero-shot classification, an ensemble over the texts of a class.
-ZERO_SHOT_TEMPLATES = (
-    *("itap of a {}.", "a bad photo of the {}.", "a origami {}.", "a photo of the large {}."),
-    *("a {} in a video game.", "art of the {}.", "a photo of the small {}."),
-)
 _LARGEST_TEXT_BYTES = 1 << 20  # beside a picture
 _LOOKED_AT = 20  # samples, for the keys of their JSON
 
@@ -86,12 +81,12 @@ class SampleReader(Reader):
         if not self.keys:
             raise UserError(
                 f"no key of {where} has a name for captions (caption, title, text ...); their keys are "
-                f"{listed(names)}: name the one with --caption-column"
+                f"{shown_names(names)}: name the one with --caption-column"
             )
         guessed = (
             " (guessed; name another with --caption-column)" if self.wanted.captions is None else ""
         )
-        self.columns = f"caption {listed(self.keys)} of the .json files{guessed}"
+        self.columns = f"caption {shown_names(self.keys)} of the .json files{guessed}"
 
     def _row(self, row: PairRow, text: bytes | None, table: bytes | None) -> PairRow:
         """A row with the captions and the source of its sample."""
@@ -118,16 +113,13 @@ class FolderReader(SampleReader):
 
     def __init__(self, path: Path, wanted: Columns) -> None:
         self.path, self.wanted = path, wanted
-        self.pictures: list[Path] = []
-        self.texts: set[str] = set()  # paths of texts and JSON files beside pictures
-        for folder, names in walk(path):
-            here = {name for name in names if name.endswith((".txt", ".json"))}
-            for name in names:
-                stem, suffix = os.path.splitext(name)
-                if suffix.lower() in PICTURE_SUFFIXES:
-                    self.pictures.append(Path(folder, name))
-                    texts = {f"{stem}.txt", f"{stem}.json"} & here
-                    self.texts.update(os.path.join(folder, text) for text in texts)
+        listed = list_pictures(path)
+        self.pictures = listed.pictures
+        here = {str(file) for file in listed.others if file.suffix in (".txt", ".json")}
+        stems = [os.path.splitext(picture)[0] for picture in self.pictures]
+        # paths of texts and JSON files beside pictures
+        self.texts = {f"{stem}{end}" for stem in stems for end in (".txt", ".json")} & here
+        self.notes = notes_of({"": listed}, used={Path(text) for text in self.texts})
         self.total = len(self.pictures)
         names = (str(picture.relative_to(path)) for picture in self.pictures)
         self.splits = FolderSplits(names, split_above(path))
@@ -167,19 +159,8 @@ class FolderReader(SampleReader):
             yield row
 
 
-# A word that is spoken with a vowel first: an hourglass, an umbrella; but a unicycle, a European.
-_VOWEL_FIRST = re.compile(r"hour|heir|honest|honou?r|(?!uni|use|uk|eu|one\b)[aeiou]", re.IGNORECASE)
-
-
-def class_caption(template: str, label: str) -> str:
-    """A template with a class in place of `{}`; "a" before it becomes "an" where the class begins with a spoken vowel."""
-    if _VOWEL_FIRST.match(label):
-        template = re.sub(r"\b([Aa]) \{\}", r"\1n {}", template)
-    return template.replace("{}", label)
-
-
 class ClassReader(Reader):
-    """Pictures in folders of classes, `CLASS/1.jpg` or `SOURCE/CLASS/1.jpg`. A class is called as its folder, without `_`.
+    """Pictures in folders of classes, `CLASS/1.jpg` or `SOURCE/CLASS/1.jpg`. `data.class_words` has the words of a class.
 
     Each picture has the captions of all templates. The upper folders are the values of the source column.
     """
@@ -187,13 +168,10 @@ class ClassReader(Reader):
     form = "folders of classes"
 
     def __init__(self, path: Path, wanted: Columns, templates: Sequence[str] | None) -> None:
-        self.path, self.classes = path, tuple(templates or ZERO_SHOT_TEMPLATES)
-        self.captions = tuple(templates or (TEMPLATE,))
-        if wrong := [template for template in self.captions if template.count("{}") != 1]:
-            raise UserError(
-                f"--template {wrong[0]!r} has no place for the class, or several: write {{}} once, as in {TEMPLATE!r}"
-            )
-        self.files = list(picture_files(path))
+        self.path, self.templates = path, ClassTemplates(templates)
+        self.classes = self.templates.zero_shot
+        listed = list_pictures(path)
+        self.files = listed.pictures
         names = [str(file.relative_to(path)) for file in self.files]
         self.splits = FolderSplits(names, split_above(path))
         levels = class_levels(self.splits(name)[0] for name in names)
@@ -209,24 +187,42 @@ class ClassReader(Reader):
                 f"(folders of splits are no sources) and give --source-column {FOLDER_COLUMN}, which makes each SOURCE a source"
             )
         self.total = len(self.files)
-        classes = sorted({self._class(name) for name in names})
+        labels = sorted({self._class(name) for name in names}, key=class_order)
+        names_given = names_beside(path, labels)
+        classes = class_words(labels, names_given, path, NAME_THEM, numbers=templates is not None)
+        self.words = dict(zip(labels, classes, strict=True))
         words = "two levels, of which the lower one is the class" if self.upper else "one level"
+        captions = shown_names(self.templates.captions)
         self.columns = (
-            f"{len(classes)} classes ({listed(classes)}; {words}), captions {listed(self.captions)}"
+            f"{len(classes)} classes ({shown_names(classes)}; {words}), captions {captions}"
         )
+        self.notes = notes_of({"": listed}) + self._empty(path)
         if self.upper and wanted.source is None:
-            self.notes = [
+            self.notes.append(
                 f"--source-column {FOLDER_COLUMN} makes each folder of the upper level a source"
-            ]
+            )
 
     def rows(self) -> Iterator[PairRow]:
         for file in self.files:
             name = str(file.relative_to(self.path))
             inside, split = self.splits(name)
-            label = self._class(name).replace("_", " ")
-            captions = [class_caption(template, label) for template in self.captions]
+            label = self.words[self._class(name)]
+            captions = self.templates.of(label)
             source = Path(inside).parts[-3:][0]
             yield PairRow(str(file), captions, name, 0, source, name=name, label=label, split=split)
+
+    def _empty(self, path: Path) -> list[str]:
+        """Name the folders at the level of classes that hold no picture."""
+        level = len(self.files[0].relative_to(path).parts) - 1
+        full = {str(file.parent) for file in self.files}
+        folders = [Path(folder) for folder, _ in walk(path)]
+        empty = [
+            repr(folder.name)
+            for folder in folders
+            if len(folder.relative_to(path).parts) == level and str(folder) not in full
+        ]
+        more = f" and {len(empty) - 5} more" if len(empty) > 5 else ""
+        return [f"no picture: class {', '.join(empty[:5])}{more}"] if empty else []
 
     def _class(self, name: str) -> str:
         return Path(self.splits(name)[0]).parent.name

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from open_clip_zerovl.core.identity import digest_of
+from open_clip_zerovl.data.class_words import class_order
 from open_clip_zerovl.data.held_out import position
 from open_clip_zerovl.prepare.pack.rows import PairRow
 from open_clip_zerovl.prepare.public.spool import RowOutcome
@@ -224,9 +225,10 @@ class PairDatabase:
             yield Stored(*sample), list(dict.fromkeys(text for *_, text in labelled_texts)), label
 
     def classes(self) -> dict[str, int]:
-        """Class -> its pictures, in order of the names."""
-        query = "SELECT label, COUNT(DISTINCT key) FROM good WHERE label IS NOT NULL GROUP BY label ORDER BY label"
-        return dict(self.db.execute(query).fetchall())
+        """Class -> its pictures, in the order of `class_order`."""
+        query = "SELECT label, COUNT(DISTINCT key) FROM good WHERE label IS NOT NULL GROUP BY label"
+        counts = dict(self.db.execute(query).fetchall())
+        return {label: counts[label] for label in sorted(counts, key=class_order)}
 
     def has_classes(self, source: str) -> bool:
         """True if a picture of the source has a class."""
