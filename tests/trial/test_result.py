@@ -42,7 +42,7 @@ def result(made: list[dict], arms: tuple[str, ...] = ("plain", "dga"), **more) -
         ([18.0, 19.0, 20.5], "lower, above the margin of 1", ""),
         ([21.0, 22.0, 23.0], "sign open, below the margin of 1", ""),
         # Mean 0.67, deviation 2.11: (2.02 * 2.11 / 0.67) squared is 40.8.
-        ([21.0, 25.0, 22.0], "open", "at this scatter 41 seeds would decide"),
+        ([21.0, 25.0, 22.0], "open", "At this scatter 41 seeds would decide"),
     ],
 )
 def test_the_verdict_of_paired_differences(values, words, more):
@@ -72,7 +72,7 @@ def test_without_an_arm_above_chance_there_is_one_sentence_and_no_verdict():
     some = result(
         [*records(False, **values), *records(recipe=[30.0, 31.0])], ("plain", "dga", "recipe")
     )
-    assert some.sentences[0].startswith("dga over plain: both near chance.")
+    assert some.sentences[0].startswith("dga over plain: both near chance")
     assert "seeds would" not in some.sentences[0] and some.deciding[1].verdict != ("open", "open")
 
 

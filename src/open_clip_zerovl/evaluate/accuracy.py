@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.report.verdicts import Estimate, estimate_by_t
 
 
 def class_indices(labels: Sequence[str], classes: Sequence[str]) -> Tensor:
@@ -100,6 +101,15 @@ def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
         * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     )
     return max(0.0, middle - reach), min(1.0, middle + reach)
+
+
+def difference_of_shares(first: float, second: float, count: int) -> Estimate:
+    """Estimate second - first, two shares of `count` pictures, in percentage points, as if the pictures were not the same.
+
+    The interval is wider than that of pairs, of which the shares alone say nothing.
+    """
+    error = math.sqrt((first * (1 - first) + second * (1 - second)) / count)
+    return estimate_by_t(100 * (second - first), 100 * error, count - 1)
 
 
 def in_percent(metrics: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.data.held_out import as_keys
 from open_clip_zerovl.data.names import CLASS_NAMES
 from open_clip_zerovl.data.retrieval import parse_retrieval_data
+from open_clip_zerovl.evaluate.accuracy import difference_of_shares
 from open_clip_zerovl.evaluate.accuracy import in_percent as shares_of
 from open_clip_zerovl.evaluate.interpolation.curve import Curve, in_percent, recall_table
 from open_clip_zerovl.evaluate.interpolation.interpolate import (
@@ -25,7 +26,7 @@ from open_clip_zerovl.evaluate.interpolation.interpolate import (
     write_between,
 )
 from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet, write_gallery
-from open_clip_zerovl.evaluate.retrieval.score import score_set
+from open_clip_zerovl.evaluate.retrieval.score import rsum_difference, score_set
 from open_clip_zerovl.evaluate.zero_shot.score import score_loaded
 from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet, open_labelled_set
 from open_clip_zerovl.finetune import data as pairs
@@ -42,6 +43,7 @@ from open_clip_zerovl.report.plot import (
     draw_levels,
     line_chart,
 )
+from open_clip_zerovl.report.verdicts import MARGIN, Estimate, sentence
 
 RESULT = "finetune.json"
 
@@ -90,6 +92,8 @@ def write_outcome(
     accuracies = zero_shot_accuracies(request, prepared, curve, ends, scorer)
     write_gallery(out / "gallery.html", shown, model="before and after fine-tuning")
     notes = [*prepared.notes, *_reading_notes(curve), *zero_shot_sentences(accuracies)]
+    if curve.chosen.alpha and not pairs.all_classes(prepared.new):
+        notes += recall_verdicts(shown)
     facts = [f"From {request.start.model} on {request.data}.", *notes]
     scores = {0: curve.points[0].mean_score(training.sets), **training.scores()}
     write_report(out / "report.html", facts, settings, scores, epoch, curve, training.sets)
@@ -148,7 +152,31 @@ def zero_shot_sentences(accuracies: Mapping[str, Mapping[str, Mapping[str, Any]]
             f"Zero-shot top-1 on {name} ({before['images']:,} pictures, {before['classes']} classes, chance "
             f"{100 * before['chance']:.1f} %, the commonest class {100 * before['commonest']:.1f} %): {shares}."
         )
+        chosen = [*by_label.values()][-1]
+        if chosen != before:
+            estimate = difference_of_shares(before["top1"], chosen["top1"], before["images"])
+            sentences.append(_verdict(name, "top-1", estimate))
     return sentences
+
+
+def recall_verdicts(shown: Sequence[GallerySet]) -> list[str]:
+    """Say sign and size of the change of mean recall on each set.
+
+    Args:
+        shown: each set before and after, one after the other.
+    """
+    sentences = []
+    for before, chosen in zip(shown[::2], shown[1::2], strict=True):
+        change = rsum_difference(before, chosen)
+        estimate = Estimate(*(change[key] / 6 for key in ("difference", "low", "high")))
+        sentences.append(_verdict(before.name.removesuffix(", before"), "mean recall", estimate))
+    return sentences
+
+
+def _verdict(name: str, measure: str, estimate: Estimate) -> str:
+    return sentence(
+        estimate, MARGIN, of=f"{name}, chosen over before", measure=measure, over="pictures"
+    )
 
 
 def _reading_notes(curve: Curve) -> list[str]:

@@ -1,8 +1,9 @@
 """Student's interval of paired differences over seeds, and the one rule by which it becomes a verdict: two facts.
 
-Two arms are trained with the same seeds; the difference of each seed is one value. The sign: an interval on one side of zero is
-"higher" or "lower". The size, with a margin that was written down before the runs: an interval within the margin is "below the
-margin", one outside of it "above the margin". What the interval leaves open is "open"; neither fact hides the other.
+Two arms are trained with the same seeds; the difference of each seed is one value (for one training, that of each picture). The
+sign: an interval on one side of zero is "higher" or "lower". The size, with a margin that was written down before the runs: an
+interval within the margin is "below the margin", one outside of it "above the margin". What the interval leaves open is "open";
+neither fact hides the other.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ Key = TypeVar("Key", bound=Hashable)
 CONFIDENCE = 0.95
 HIGHER, LOWER, OPEN = "higher", "lower", "open"
 BELOW, ABOVE = "below the margin", "above the margin"
+MARGIN = 1.0  # percentage points: the smallest difference that matters, where nobody gives another
 MOST_SEEDS = 100  # beyond it `seeds_to_decide` gives no number
 
 
@@ -101,6 +103,18 @@ def verdict(estimate: Estimate, margin: float) -> Verdict:
     if -margin <= low and high <= margin:
         return Verdict(sign, BELOW)
     return Verdict(sign, ABOVE if low > margin or high < -margin else OPEN)
+
+
+def sentence(estimate: Estimate, margin: float, *, of: str, measure: str, over: str) -> str:
+    """Say sign and size of a difference with its numbers.
+
+    Args:
+        of: the two that are compared, "dga over plain".
+        over: what the interval is over, "5 seeds".
+    """
+    words = str(verdict(estimate, margin)).replace("the margin", f"the margin of {margin:g}")
+    between = f"{estimate.low:+.2f} to {estimate.high:+.2f} over "
+    return f"{of}: {words}. {measure} {estimate.mean:+.2f} ({between if estimate.interval else ''}{over})."
 
 
 def seeds_to_decide(

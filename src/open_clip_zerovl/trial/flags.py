@@ -10,6 +10,7 @@ from pathlib import Path
 
 from open_clip_zerovl.core.flags import NOT_NEGATIVE, POSITIVE, at_least, flag, positive
 from open_clip_zerovl.finetune.flags import SETS
+from open_clip_zerovl.report.verdicts import MARGIN
 
 PLAIN = "plain"
 ARMS = {
@@ -82,7 +83,7 @@ class TrialFlags:
         metavar="RATE,...",
     )
     margin: float = flag(
-        1.0,
+        MARGIN,
         "the smallest difference that matters, in points of mean recall (RSUM / 6), or of top-1 where the data has classes",
         range=NOT_NEGATIVE,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,7 @@ from open_clip_zerovl.report.verdicts import (
     Estimate,
     Verdict,
     seeds_to_decide,
+    sentence,
     student,
     verdict,
 )
@@ -93,16 +95,16 @@ class Row:
 
     def sentence(self, next_confidence: float) -> str:
         """Say the verdict, and the seeds that would decide at the confidence of the next look."""
-        _, _, difference, between, seeds, *_ = self.cells
-        words = str(self.verdict).replace("the margin", f"the margin of {self.margin:g}")
-        numbers = f"{self.measure} {difference} ({between}, {seeds} seeds)"
+        names = f"{self.of} over {self.over}"
         if self.near_chance:
-            return f"{self.of} over {self.over}: both near chance. {numbers}."
+            return f"{names}: both near chance in {self.measure}, which decides nothing."
+        said = sentence(
+            self.estimate, self.margin, of=names, measure=self.measure, over=f"{len(self.differences)} seeds"
+        )  # fmt: skip
         if self.verdict != (OPEN, OPEN):
-            return f"{self.of} over {self.over}: {words}. {numbers}."
+            return said
         needed = seeds_to_decide([*self.differences.values()], self.margin, next_confidence)
-        count = f"more than {MOST_SEEDS}" if needed is None else str(needed)
-        return f"{self.of} over {self.over}: open. {numbers}; at this scatter {count} seeds would decide."
+        return f"{said} At this scatter {needed or f'more than {MOST_SEEDS}'} seeds would decide."
 
 
 def is_above_chance(runs: Sequence[Record], measure: str) -> bool:
@@ -275,7 +277,10 @@ class TrialResult:
         def finish(axes: Any) -> None:
             axes.set_xticks(places, self.arms)
             axes.set_xlim(-0.6, len(self.arms) - 0.4)
-            levels = {"chance": self.start["chance"], START: self.start["scores"]}
-            draw_levels(axes, {name: (of[measure], FAINT) for name, of in levels.items()})
+            levels = {
+                name: (self.start[key].get(measure, math.nan), FAINT)
+                for name, key in self._levels.items()
+            }
+            draw_levels(axes, levels)
 
         return line_chart(lines, x="", y=f"{measure}, %", finish=finish)

@@ -524,7 +524,7 @@ class Trial:
         name, sources = f"measuring-{arm}", len(self.inputs.sizes)
         batches = [math.ceil(MEASURED_STEPS / sources)] * sources
         shutil.rmtree(self._folder(name), ignore_errors=True)
-        self._train(name, arm, min(self.request.rates), PILOT_SEED, batches)
+        self._train(name, arm, min(self.request.rates), PILOT_SEED, batches, saves=0)
         seconds = seconds_of(self._folder(name))
         shutil.rmtree(self._folder(name))
         return seconds / (sum(batches) * self.batch)
@@ -640,11 +640,20 @@ class Trial:
             **self.flags_of[arm],
         }
 
-    def _train(self, name: str, arm: str, rate: float, seed: int, batches: Sequence[float]) -> Path:
+    def _train(
+        self,
+        name: str,
+        arm: str,
+        rate: float,
+        seed: int,
+        batches: Sequence[float],
+        saves: int = SAVES,
+    ) -> Path:
         """Train a run, or the rest of one that was stopped, and return its last checkpoint.
 
         Args:
             batches: effective batches of each source.
+            saves: step checkpoints.
 
         Raises:
             UserError: the training failed, or was stopped.
@@ -661,7 +670,7 @@ class Trial:
             "train-data-upsampling-factors": "::".join(str(each) for each in passes),
             "epochs": "1",
             "save-frequency": "1",
-            "save-every-steps": str(max(1, steps // SAVES)),
+            "save-every-steps": str(max(1, steps // saves)) if saves else None,
             "log-every-n-steps": str(max(1, steps // LOGGED)),
             "seed": str(seed),
             "logs": str(folder.parent),
