@@ -25,7 +25,7 @@ from open_clip_zerovl.core.files import locked
 from open_clip_zerovl.core.launch import CPU_MICRO_BATCH
 from open_clip_zerovl.data.mixture import schedule_of
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.finetune.data import open_sources
+from open_clip_zerovl.finetune.data import DataArguments, open_sources
 from open_clip_zerovl.finetune.finetuning import (
     _announce,
     _before,
@@ -97,8 +97,8 @@ def made(tmp_path_factory):
 
 def prepared_for(before, train_data, new, sources, factors=None) -> Prepared:
     """Inputs of a training whose pictures were not looked at."""
-    split = Split(train_data, None, new, np.array([]), None, ())
-    return Prepared(before, train_data, split, sources, (), factors)
+    split = Split({"--data": train_data}, new, np.array([]), None, ())
+    return Prepared(DataArguments({}), before, train_data, split, sources, (), factors)
 
 
 def arguments(made: Path, out: Path, *more: str) -> list[str]:
@@ -126,7 +126,7 @@ def test_refusals_come_before_the_training(made, tmp_path, refusal):
     with locked(tmp_path / "busy"):
         assert f"another process is fine-tuning in {tmp_path / 'busy'}" in refusal(out="busy")
     large = refusal("--set", "effective-batch=512", out="large")
-    assert "batch of 512 is larger than the 90 samples to train on" in large
+    assert "batch of 512 is larger than the 85 samples to train on" in large
     dirty = refusal(f"--retrieval-data=x={made / 'mine'}", out="dirty")
     assert "all pictures of source 'mine' are held out" in dirty
     absent = tmp_path / "flowers"
@@ -140,9 +140,9 @@ def test_a_folder_is_not_kept_by_a_call_that_ended_with_a_mistake(made, tmp_path
     held_out = tmp_path / "ft" / "data" / "held-out" / "test" / "0.tar"
     missing = refusal("--data", str(made / "mien"))
     assert f"--data {made / 'mien'} does not exist; did you mean {made / 'mine'}?" in missing
-    assert "larger than the 90 samples" in refusal("--set", "effective-batch=512")
+    assert "larger than the 85 samples" in refusal("--set", "effective-batch=512")
     before = held_out.read_bytes()
-    assert "batch of 300 is larger than the 90" in refusal(
+    assert "batch of 300 is larger than the" in refusal(
         "--seed", "1", "--set", "effective-batch=300"
     )
     anew = held_out.read_bytes()
@@ -365,10 +365,10 @@ def test_a_killed_call_goes_on_and_ends_as_one_that_was_not(made, tmp_path, keep
             assert "going on after epoch" in said
     results = [json.loads((out / "finetune.json").read_text()) for out in (killed, whole)]
     assert (
-        "90 new pairs and 20% old ones (22 of past): 1.25 times the samples" in results[0]["table"]
+        "85 new pairs and 20% old ones (21 of past): 1.25 times the samples" in results[0]["table"]
     ) == keeps
     assert (
-        "112 samples an epoch: mine 90, past 22;" in (whole / "training.log").read_text()
+        "106 samples an epoch: mine 85, past 21;" in (whole / "training.log").read_text()
     ) == keeps
     assert (
         results[0]["epochs"] == results[1]["epochs"]

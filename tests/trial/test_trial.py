@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import zlib
 from pathlib import Path
@@ -15,9 +16,13 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.claim import difference as claim_difference
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.flags import flags_of
 from open_clip_zerovl.core.launch import TrainingStopped
 from open_clip_zerovl.data.held_out import write_trained_on
+from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.finetune.data import find_data, open_sources, sets_of
+from open_clip_zerovl.finetune.flags import SETS, FinetuneFlags
+from open_clip_zerovl.finetune.request import FinetuneRequest
 from open_clip_zerovl.finetune.split import set_identities, source_identities
 from open_clip_zerovl.models.build import with_text_model
 from open_clip_zerovl.recipe.arguments import settings_of
@@ -25,6 +30,7 @@ from open_clip_zerovl.sampling.schedule import source_schedule
 from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.writing import write_retrieval_set, write_source
 from open_clip_zerovl.trial import running
+from open_clip_zerovl.trial.flags import TrialFlags
 from support.pairs import picture
 from support.tiny_clip import random_model, write_bert, write_run
 
@@ -266,7 +272,7 @@ def test_each_data_argument_and_encoder_is_part_of_the_request(made, tmp_path, f
             encoders=("timm:some-name" if given else f"timm:{place}", "hf:some/name"),
             **given,
         )
-        return request.named().identity()
+        return request.identity()
 
     first = identity(1, tmp_path / "set")
     assert claim_difference(first, identity(1, tmp_path / "copy")) is None
@@ -387,7 +393,7 @@ def test_class_folders_are_judged_by_top1(made, trainings, tmp_path):
 def test_validation_comes_from_pictures_that_the_start_model_has_not_seen(
     made, trainings, tmp_path
 ):
-    """The start model was trained on all pictures but the 24 of the test set; no further ones are unseen."""
+    """The start model was trained on all pictures but those of the test set; no further ones are unseen."""
     packed = tmp_path / "packed"
     raw = tmp_path / "raw"
     raw.mkdir()
@@ -410,11 +416,40 @@ def test_validation_comes_from_pictures_that_the_start_model_has_not_seen(
     # With too few unseen pictures, each note names its set.
     np.save(
         start / "trained_on.npy",
-        np.union1d(seen, set_identities(test, tmp_path / "pictures", "test")),
+        np.union1d(seen, set_identities(test, tmp_path / "pictures")),
     )
     main(words(made, tmp_path / "both", *more))
     said = " ".join(table_of(tmp_path / "both")["notes"])
-    assert "of the 24 test pictures" in said and "of the 10 validation pictures" in said
+    assert f"of the {len(test)} test pictures" in said
+    assert re.search(r"of the \d+ validation pictures", said)
+
+
+def test_pictures_of_labelled_sets_are_not_trained_on(made, trainings, tmp_path):
+    """They were trained on, and stood in the table without a note."""
+    for number in range(20, 40):
+        file = tmp_path / "labelled" / ("cat", "dog")[number % 2] / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(picture(number))
+    trainings.left = 0
+    out = tmp_path / "out"
+    main(words(made, out, "--zero-shot-data", f"x={tmp_path / 'labelled'}"))
+    first = open_sources(trainings.flags[0]["train-data"])[0]
+    captions = {
+        text
+        for shard in range(len(first.shards))
+        for one in samples_of(first, shard)
+        for text in one.captions
+    }
+    assert captions and captions.isdisjoint(f"picture {number}" for number in range(20, 40))
+
+
+def test_every_set_of_a_flag_is_a_data_argument(made):
+    """So that it stands in the claim, and its pictures are held out."""
+    for flags, request in ((TrialFlags, running.Request), (FinetuneFlags, FinetuneRequest)):
+        sets = [each for each in flags_of(flags) if each.metavar == SETS]
+        given = {each.name: f"{each.name}=/d" for each in sets}
+        arguments = request(start=Encoder("x"), data="a=/a", out=made, **given).arguments()
+        assert sets and {each.option for each in sets} <= arguments.flags().keys()
 
 
 def test_another_trial_in_the_folder_is_refused(made, whole, trainings, capsys):

@@ -24,10 +24,11 @@ def content_of_sources(train_data: str) -> str:
         UserError: as `parse_sources`.
     """
     components = [parse_sources(component) for component in train_data.split("::")]
-    return digest_of([[_content(source) for source in sources] for sources in components])
+    return digest_of([[content_of_source(source) for source in sources] for sources in components])
 
 
-def _content(source: Source) -> str:
+def content_of_source(source: Source) -> str:
+    """Digest what a source holds."""
     shards = list(dict.fromkeys(source.shards))
     words = [
         file

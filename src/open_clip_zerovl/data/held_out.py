@@ -1,10 +1,11 @@
 """Held-out pictures: one rule for `data pack`, `align` and `finetune`, and one answer to "was it trained on?".
 
     identity    the first 64 bits of a hash of a picture's decoded pixels; the first 16 digits of a key of `zerovl data pack`
-    position    a hash of seed and identity; the pictures with the smallest positions are held out
+    position    a hash of seed and identity; a picture whose position lies in the first SHARE of all numbers is held out
 
-So the same data and seed give the same held-out pictures, in whatever order files lie and commands run. A model's folder names
-the pictures on which the model was trained in `trained_on.npy`; later commands do not hold these out.
+So a picture is held out by itself, whatever other pictures, sources, files and commands there are. The exceptions take more or
+fewer in the same order: `align` and `finetune` hold out 10 to 1,000 pictures, `data pack` at least one a source. A model's
+folder names the pictures on which the model was trained in `trained_on.npy`; later commands do not hold these out.
 """
 
 from __future__ import annotations
@@ -49,18 +50,13 @@ def as_keys(identities: Iterable[int]) -> list[str]:
 
 
 def position(seed: int, key: str) -> int:
-    """A picture's place in the shuffled order, of which the first are held out: a hash, so that it depends on nothing else."""
+    """Place a picture in the shuffled order by a signed number of 64 bits, which depends on nothing else."""
     return number_of(digest_of(seed, key[:_DIGITS]))
 
 
-def held_out_count(pictures: int, share: float) -> int:
-    """The number of pictures to hold out of some: a share, but at least 10. UserError for fewer than 40 pictures."""
-    if pictures < FEWEST_PICTURES:
-        raise UserError(
-            f"the data has {pictures} pictures, too few to hold some out; give at least {FEWEST_PICTURES}, or a held-out set "
-            "with --retrieval-data"
-        )
-    return min(MOST_HELD_OUT, max(FEWEST_HELD_OUT, round(share * pictures)))
+def first_of_training(share: float) -> int:
+    """Divide the positions: smaller ones, a share of all, are held out."""
+    return round(share * 2**64) - 2**63
 
 
 def draw_held_out(
@@ -70,24 +66,29 @@ def draw_held_out(
     share: float,
     trained_on: Identities | None = None,
 ) -> Identities:
-    """The identities of the pictures to hold out: those with the first positions on which no model was trained.
+    """Choose the pictures to hold out, of those on which no model was trained.
 
     Args:
         identities: of all samples; 0 for a sample without a picture.
-        share: see `held_out_count`.
+        share: of all positions; at least 10 pictures are held out, and at most 1,000.
         trained_on: of the pictures that the starting models have seen. Where fewer than 10 others are left, none is spared,
             and the caller has to say so.
 
     Raises:
-        UserError: too few pictures.
+        UserError: fewer than 40 pictures.
     """
     pictures = np.unique(identities[identities != 0])
-    count = held_out_count(len(pictures), share)
+    if len(pictures) < FEWEST_PICTURES:
+        raise UserError(
+            f"the data has {len(pictures)} pictures, too few to hold some out; give at least {FEWEST_PICTURES}, or a held-out "
+            "set with --retrieval-data"
+        )
     if trained_on is not None:
         unseen = pictures[~np.isin(pictures, trained_on)]
         pictures = unseen if len(unseen) >= FEWEST_HELD_OUT else pictures
-    order = sorted((position(seed, key), row) for row, key in enumerate(as_keys(pictures)))
-    return pictures[[row for _, row in order[:count]]]
+    positions = np.array([position(seed, key) for key in as_keys(pictures)])
+    count = int((positions < first_of_training(share)).sum())
+    return pictures[np.argsort(positions)[: min(MOST_HELD_OUT, max(FEWEST_HELD_OUT, count))]]
 
 
 def write_trained_on(folder: Path, identities: Identities, before: Identities | None) -> None:

@@ -12,9 +12,11 @@ A held-out set in CLIP_benchmark's layout is found in FOLDER itself, in FOLDER/N
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from open_clip_zerovl.core.claim import CONTENT
 from open_clip_zerovl.core.errors import UserError
@@ -26,12 +28,13 @@ from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.names import CLASS_NAMES, NAME, is_named
 from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.sources import Source, parse_sources
-from open_clip_zerovl.evaluate.zero_shot.sets import open_labelled_set
+from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet, open_labelled_set
 from open_clip_zerovl.shards.urls import local_path
 
 CAPTIONS = "one-per-epoch"
 SPLITS = ("test", "val", "train")  # folders with these names are not sources
 HELD_OUT = "held-out"
+DATA_FLAG, HELD_OUT_FLAG = "--data", "--retrieval-data"
 
 
 @dataclass(frozen=True)
@@ -87,54 +90,116 @@ def find_data(data: str) -> FinetuneData:
     )
 
 
-def named_sets(data: str | None) -> str:
-    """Give each set of `--retrieval-data` its name.
+@dataclass(frozen=True)
+class DataArguments:
+    """All data arguments of a command by their flags: its claim and its held-out rule take each of them from here.
 
-    Returns:
-        "" without sets.
+    Attributes:
+        sources: training data, each source with a name; pictures are drawn from the first argument.
+        retrieval, labelled: sets that are scored. Those of HELD_OUT_FLAG are the held-out pairs of the sources.
     """
-    sets = parse_retrieval_data(data) if data else {}
-    return "::".join(f"{name}={place}" for name, place in sets.items())
+
+    sources: Mapping[str, str]
+    retrieval: Mapping[str, str] = field(default_factory=dict)
+    labelled: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        data: str,
+        retrieval_data: str | None,
+        *,
+        sources: Mapping[str, str | None] | None = None,
+        retrieval: Mapping[str, str | None] | None = None,
+        labelled: Mapping[str, str | None] | None = None,
+        earlier: Mapping[str, Any] | None = None,
+    ) -> DataArguments:
+        """Give each source and set its name, and find the held-out sets that come with the data.
+
+        Args:
+            data, retrieval_data: of the flags --data and --retrieval-data.
+            sources, retrieval, labelled: further ones; None is left out.
+            earlier: the request of an earlier call, whose names they keep.
+
+        Raises:
+            UserError: `find_data`, `parse_retrieval_data`.
+        """
+        pairs = find_data(data)
+        old = {flag: find_data(text).train_data for flag, text in (sources or {}).items() if text}
+        sets = {HELD_OUT_FLAG: retrieval_data or pairs.held_out, **(retrieval or {})}
+        groups = (
+            {DATA_FLAG: pairs.train_data, **old},
+            {flag: _named_sets(text) for flag, text in sets.items() if text},
+            {flag: _named_sets(text) for flag, text in (labelled or {}).items() if text},
+        )
+        known = earlier or {}
+        return cls(
+            *(
+                {flag: _named_as(text, known.get(flag)) for flag, text in group.items()}
+                for group in groups
+            )
+        )
+
+    @property
+    def held_out(self) -> str:
+        """The held-out sets; "" where pictures are drawn."""
+        return self.retrieval.get(HELD_OUT_FLAG, "")
+
+    def flags(self) -> dict[str, str]:
+        """Flag -> its data."""
+        return {**self.sources, **self.retrieval, **self.labelled}
+
+    def entries(self, flags: Iterable[str] | None = None) -> dict[str, str]:
+        """Name the data of some flags, or of all, and digest its content, for `core.claim`.
+
+        Raises:
+            UserError: data that cannot be opened.
+        """
+        texts = self.flags()
+        given = [flag for flag in (texts if flags is None else flags) if flag in texts]
+        named = {flag: texts[flag] for flag in given}
+        return named | {f"{CONTENT}{flag}": self._contents[flag] for flag in given}
+
+    @cached_property
+    def _contents(self) -> dict[str, str]:
+        digests = {flag: content_of_sources(text) for flag, text in self.sources.items()}
+        for flag, text in self.retrieval.items():
+            digests[flag] = digest_of([dataset.content() for dataset in sets_of(text).values()])
+        for flag, text in self.labelled.items():
+            opened = labelled_sets("", text).values()
+            digests[flag] = digest_of([each.content() for each in opened])
+        return digests
+
+    def scored(self) -> dict[str, IndexedSet]:
+        """Open the sets of all flags: "FLAG NAME" -> pictures.
+
+        Raises:
+            UserError: a set that cannot be opened.
+        """
+        sets = {
+            f"{flag} {name}": dataset
+            for flag, text in self.retrieval.items()
+            for name, dataset in sets_of(text).items()
+        }
+        for flag, text in self.labelled.items():
+            for name, dataset in labelled_sets("", text).items():
+                sets[f"{flag} {name}"] = dataset.images
+        return sets
 
 
-def contents(
-    *,
-    sources: Mapping[str, str | None] | None = None,
-    retrieval: Mapping[str, str | None] | None = None,
-    labelled: Mapping[str, str | None] | None = None,
-) -> dict[str, str]:
-    """Digest what data arguments hold, for `core.claim`.
-
-    Args:
-        sources: flag -> training data.
-        retrieval, labelled: flag -> sets.
-
-    Returns:
-        "content of FLAG" -> digest, for the flags with data.
-
-    Raises:
-        UserError: data that cannot be opened.
-    """
-    digests = {flag: content_of_sources(data) for flag, data in (sources or {}).items() if data}
-    for flag, data in (retrieval or {}).items():
-        if data:
-            digests[flag] = digest_of([dataset.content() for dataset in sets_of(data).values()])
-    for flag, data in (labelled or {}).items():
-        if data:
-            places = parse_retrieval_data(data).values()
-            opened = [open_labelled_set(str(place)) for place in places]
-            digests[flag] = digest_of([dataset.content() for dataset in opened])
-    return {f"{CONTENT}{flag}": digest for flag, digest in digests.items()}
+def _named_sets(data: str) -> str:
+    """Give each set its name."""
+    return "::".join(f"{name}={place}" for name, place in parse_retrieval_data(data).items())
 
 
-def named_as(data: str, earlier: str | None) -> str:
-    """Give the components of a data argument the names that they had in an earlier call."""
+def _named_as(data: str, earlier: str | None) -> str:
+    """Give the components of an argument the names that they had in an earlier call."""
     if not earlier:
         return data
-    names, places = (
-        [component.partition("=")[part] for component in argument.split("::")]
-        for argument, part in ((earlier, 0), (data, 2))
-    )
+    names = [component.partition("=")[0] for component in earlier.split("::")]
+    places = [component.partition("=")[2] for component in data.split("::")]
+    if len(names) != len(places):
+        return data
     return "::".join(f"{name}={place}" for name, place in zip(names, places, strict=True))
 
 
@@ -169,3 +234,13 @@ def all_classes(data: str) -> bool:
 def sets_of(data: str) -> dict[str, IndexedSet]:
     """The retrieval sets by name. UserError as `parse_retrieval_data` and `open_retrieval_set`."""
     return {name: open_retrieval_set(path) for name, path in parse_retrieval_data(data).items()}
+
+
+def labelled_sets(new: str, asked: str | None = None) -> dict[str, LabelledSet]:
+    """Open the sets of --zero-shot-data, else the held-out ones of class folders. UserError for a set that cannot be opened."""
+    places = parse_retrieval_data(asked or new).items()
+    return {
+        name: open_labelled_set(str(at))
+        for name, at in places
+        if asked or (at / CLASS_NAMES).is_file()
+    }

@@ -35,7 +35,6 @@ from open_clip_zerovl.core.files import check_writable, locked, write_atomically
 from open_clip_zerovl.core.launch import visible_gpus
 from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.data.held_out import list_of_trained, trained_on
-from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.words import WordAugment
 from open_clip_zerovl.embeddings.sources import cut_captions
 from open_clip_zerovl.evaluate.interpolation.curve import require_possible
@@ -43,7 +42,7 @@ from open_clip_zerovl.evaluate.retrieval.metrics import recall_bounds
 from open_clip_zerovl.evaluate.settings import RetrievalSettings
 from open_clip_zerovl.finetune import data as pairs
 from open_clip_zerovl.finetune.keeping import check_keeping, keeping_notes, with_old_pairs
-from open_clip_zerovl.finetune.outcome import RESULT, labelled_sets, write_outcome
+from open_clip_zerovl.finetune.outcome import RESULT, write_outcome
 from open_clip_zerovl.finetune.proposal import (
     Facts,
     Setting,
@@ -80,11 +79,11 @@ def run_finetune(request: FinetuneRequest, *, say: Say) -> Path:
     with locked(
         out, busy=f"another process is fine-tuning in {out}; wait for it, or choose another --out"
     ):
-        request = _same_request(request)
-        prepared = _prepare(request, say)
+        arguments = _same_request(request)
+        prepared = _prepare(request, arguments, say)
         settings, ranks = _settings(request, prepared, say)
         training = _training(request, prepared, settings, ranks)
-        if (result := _finished(request, training)) is not None:
+        if (result := _finished(request, arguments, training)) is not None:
             say(f"finished before; {out / 'report.html'} has the report")
             print(result["table"])
             return out / "model"
@@ -94,27 +93,28 @@ def run_finetune(request: FinetuneRequest, *, say: Say) -> Path:
     return out / "model"
 
 
-def _finished(request: FinetuneRequest, training: Training) -> dict[str, Any] | None:
+def _finished(
+    request: FinetuneRequest, arguments: pairs.DataArguments, training: Training
+) -> dict[str, Any] | None:
     """The result of an earlier call; None if its training goes on (more --patience), or it has another curve."""
     result = read_claim(request.out / RESULT)
     scores = {str(epoch): score for epoch, score in training.scores().items()}
     if result is None or not training.is_over() or result["epochs"] != scores:
         return None
-    other_curve = difference(result["curve"]["asked"], request.of_curve())
+    other_curve = difference(result["curve"]["asked"], request.of_curve(arguments))
     return None if other_curve or not (request.out / "model").is_dir() else result
 
 
-def _same_request(request: FinetuneRequest) -> FinetuneRequest:
+def _same_request(request: FinetuneRequest) -> pairs.DataArguments:
     """Claim the folder.
 
     Returns:
-        The request, in which sources and held-out sets have the names of the first call.
+        All data arguments, in which sources and held-out sets have the names of the first call.
 
     Raises:
         UserError: the folder holds other files, or a training of another request, other data or another model.
     """
     file = request.out / REQUEST
-    request = request.named()
     # The files of the model may be gone, of which OUT/before holds the content.
     model = digest_of_model(request.start) or (read_claim(file) or {}).get(MODEL)
 
@@ -127,35 +127,30 @@ def _same_request(request: FinetuneRequest) -> FinetuneRequest:
         (request.out / SETTINGS).unlink(missing_ok=True)
         return True
 
-    wanted = {**request.of_training(), **request.contents(), MODEL: model}
-    return request.named(claim(file, wanted, restart=untrained))
+    wanted = {**request.claimed(request.arguments()), MODEL: model}
+    return request.arguments(claim(file, wanted, restart=untrained))
 
 
-def _prepare(request: FinetuneRequest, say: Say) -> Prepared:
+def _prepare(request: FinetuneRequest, arguments: pairs.DataArguments, say: Say) -> Prepared:
     check_keeping(request)
     require_possible(request.rule, bool(request.kept))
-    given = request.retrieval_data or ""
-    scored = "::".join(filter(None, (given, request.kept)))
-    tested: dict[str, IndexedSet] = {**pairs.sets_of(scored)} if scored else {}
-    if request.zero_shot_data:  # a mistake ends the call here, not after hours of training
-        labelled = labelled_sets(given, request.zero_shot_data)
-        tested |= {f"--zero-shot-data {name}": dataset.images for name, dataset in labelled.items()}
     split = hold_out(
-        request.data,
-        given,
+        arguments,
         request.out / "data",
         seed=request.seed,
         model=request.start.model,
-        old_data=request.keep_data,
-        sets=tested,
+        begun=(request.out / "run").exists(),
         compare=request.compare_pictures,
         say=say,
     )
-    labelled_sets(split.new, request.zero_shot_data)
-    sources, train_data, factors = with_old_pairs(request, split.train_data, split.old_data)
+    # A mistake ends the call here, not after hours of training.
+    pairs.labelled_sets(split.new, request.zero_shot_data)
+    sources, train_data, factors = with_old_pairs(
+        request, split.train_data, split.sources.get("--keep-data")
+    )
     notes = [*split.notes, *keeping_notes(request, sources, factors)]
     before = _before(request, say)
-    return Prepared(before, train_data, split, sources, tuple(notes), factors)
+    return Prepared(arguments, before, train_data, split, sources, tuple(notes), factors)
 
 
 def _before(request: FinetuneRequest, say: Say) -> str:

@@ -15,8 +15,6 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import Say
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.data.held_out import as_keys
-from open_clip_zerovl.data.names import CLASS_NAMES
-from open_clip_zerovl.data.retrieval import parse_retrieval_data
 from open_clip_zerovl.evaluate.accuracy import difference_of_shares
 from open_clip_zerovl.evaluate.accuracy import in_percent as shares_of
 from open_clip_zerovl.evaluate.interpolation.curve import Curve, in_percent, recall_table
@@ -28,8 +26,8 @@ from open_clip_zerovl.evaluate.interpolation.interpolate import (
 from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet, write_gallery
 from open_clip_zerovl.evaluate.retrieval.score import rsum_difference, score_set
 from open_clip_zerovl.evaluate.zero_shot.score import score_loaded
-from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet, open_labelled_set
 from open_clip_zerovl.finetune import data as pairs
+from open_clip_zerovl.finetune.data import labelled_sets
 from open_clip_zerovl.finetune.proposal import Setting
 from open_clip_zerovl.finetune.request import FinetuneRequest, Prepared
 from open_clip_zerovl.finetune.training import Training
@@ -105,22 +103,12 @@ def write_outcome(
         "checkpoint": str(checkpoint),
         "epochs": {str(number): score for number, score in training.scores().items()},
         "zero_shot": accuracies,
-        "curve": {"asked": request.of_curve(), **curve.as_dict()},
+        "curve": {"asked": request.of_curve(prepared.arguments), **curve.as_dict()},
         "model": str(model),
         "table": f"{table}\n{next_command(model, prepared.new, request.kept)}",
     }
     write_atomically(out / RESULT, json.dumps(content, indent=2) + "\n")
     print(content["table"])
-
-
-def labelled_sets(new: str, asked: str | None = None) -> dict[str, LabelledSet]:
-    """The sets of --zero-shot-data, else the held-out ones of class folders. UserError for a set that cannot be opened."""
-    places = parse_retrieval_data(asked or new).items()
-    return {
-        name: open_labelled_set(str(at))
-        for name, at in places
-        if asked or (at / CLASS_NAMES).is_file()
-    }
 
 
 def zero_shot_accuracies(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,7 @@ from open_clip_zerovl.core.flags import flags_of
 from open_clip_zerovl.core.identity import digest_of, file_digests
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.evaluate.settings import CurveFlags
-from open_clip_zerovl.finetune.data import (
-    CAPTIONS,
-    contents,
-    find_data,
-    named_as,
-    named_sets,
-)
+from open_clip_zerovl.finetune.data import CAPTIONS, DataArguments
 from open_clip_zerovl.finetune.flags import FinetuneFlags
 from open_clip_zerovl.finetune.split import Split
 from open_clip_zerovl.models.local_dir import LOCAL_DIR
@@ -29,6 +23,7 @@ KEEP_SHARE = 0.2
 # A later call on the same folder may have other values of these flags; the first decide the curve, which is then scored again.
 # Every other flag decides the training, so that one that is added does too. --out is the folder itself.
 OF_CURVE = ("kept", "zero_shot_data", "alphas", "rule", "kept_share")
+DATA_OF_CURVE = ("--kept", "--zero-shot-data")
 FREE = (
     "patience",  # the training goes on if it is not over (`Training.is_over`)
     "compare_pictures",  # a check, made as soon as it is asked for
@@ -86,33 +81,30 @@ class FinetuneRequest(FinetuneFlags, CurveFlags):
             **{f"--set {flag}": value for flag, value in self.given.items()},
         }
 
-    def of_curve(self) -> dict[str, Any]:
-        """Name the arguments that decide the curve, and digest their data."""
-        values = {name: getattr(self, name) for name in OF_CURVE}
-        held = contents(
-            retrieval={"kept": self.kept}, labelled={"zero_shot_data": self.zero_shot_data}
-        )
-        return {**values, "alphas": list(self.alphas), **held}
-
-    def named(self, earlier: Mapping[str, Any] | None = None) -> FinetuneRequest:
-        """Give each source and held-out set its name, as in an earlier call if there was one."""
-        earlier = earlier or {}
-        pairs = find_data(self.data)
-        held_out = named_sets(self.retrieval_data or pairs.held_out)
-        old = find_data(self.keep_data).train_data if self.keep_data else ""
-        return replace(
-            self,
-            data=named_as(pairs.train_data, earlier.get("--data")),
-            retrieval_data=named_as(held_out, earlier.get("--retrieval-data")) or None,
-            keep_data=named_as(old, earlier.get("--keep-data")) or None,
+    def arguments(self, earlier: Mapping[str, Any] | None = None) -> DataArguments:
+        """Gather all data arguments; their sources and sets have the names of an earlier call's request."""
+        return DataArguments.of(
+            self.data,
+            self.retrieval_data,
+            sources={"--keep-data": self.keep_data},
+            retrieval={"--kept": self.kept},
+            labelled={"--zero-shot-data": self.zero_shot_data},
+            earlier=earlier,
         )
 
-    def contents(self) -> dict[str, str]:
-        """Digest the data that the training reads, of a request with names; see `data.contents`."""
-        return contents(
-            sources={"--data": self.data, "--keep-data": self.keep_data},
-            retrieval={"--retrieval-data": self.retrieval_data},
-        )
+    def claimed(self, arguments: DataArguments) -> dict[str, Any]:
+        """Name the arguments that decide the training, for the claim of the folder."""
+        flags = [flag for flag in arguments.flags() if flag not in DATA_OF_CURVE]
+        return {**self.of_training(), **arguments.entries(flags)}
+
+    def of_curve(self, arguments: DataArguments) -> dict[str, Any]:
+        """Name the arguments that decide the curve."""
+        values = {
+            each.option: getattr(self, each.name)
+            for each in flags_of(FinetuneRequest)
+            if each.name in OF_CURVE
+        }
+        return {**values, "--alphas": list(self.alphas), **arguments.entries(DATA_OF_CURVE)}
 
 
 def digest_of_model(start: Encoder) -> str | None:
@@ -176,6 +168,7 @@ class Prepared:
     """Inputs of the training.
 
     Attributes:
+        arguments: all data arguments.
         before: the model as a folder.
         train_data: for `--train-data`.
         split: the held-out sets, and the pictures of both sides.
@@ -184,6 +177,7 @@ class Prepared:
         factors: for `--train-data-upsampling-factors`: a weight for each source of old pairs.
     """
 
+    arguments: DataArguments
     before: str
     train_data: str
     split: Split

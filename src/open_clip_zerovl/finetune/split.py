@@ -1,6 +1,7 @@
 """Holds pictures out of a fine-tuning by a list: all samples of a picture are on one side, and no shard is copied.
 
-OUT/data/pictures/NAME-HASH.npz       the identity of each sample's picture (`data.held_out`), for a later call
+OUT/data/pictures/CONTENT.npz         the identity of each sample's picture (`data.held_out`), for a later call
+OUT/data/excluded.npy                 the identities of the pictures that are not trained on
 OUT/data/NAME.selection.json          a source without the samples whose pictures are held out
 OUT/data/held-out/test/0.tar ...      where no held-out set was given: a part of the pictures with all their captions, in
                                       CLIP_benchmark's layout
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from open_clip_zerovl.core.errors import Say
 from open_clip_zerovl.core.files import atomic_file, read_arrays, write_atomically
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.core.processes import usable_cores
+from open_clip_zerovl.data.content import content_of_source
 from open_clip_zerovl.data.held_out import (
     Identities,
     as_keys,
@@ -36,17 +38,21 @@ from open_clip_zerovl.data.held_out import (
 from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES
-from open_clip_zerovl.data.retrieval import parse_retrieval_data
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.selection import Selection, marks_of, save_selection
 from open_clip_zerovl.data.sources import Source
-from open_clip_zerovl.embeddings.fingerprint import describe_source
-from open_clip_zerovl.finetune.data import HELD_OUT, open_sources
+from open_clip_zerovl.finetune.data import (
+    DATA_FLAG,
+    HELD_OUT,
+    HELD_OUT_FLAG,
+    DataArguments,
+    open_sources,
+)
 from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.pictures import BadPicture
 from open_clip_zerovl.shards.writing import write_retrieval_set
 
-SPLIT_FILE = "split.json"
+SPLIT_FILE, EXCLUDED_FILE = "split.json", "excluded.npy"
 HELD_OUT_SHARE = 0.1  # of the pictures
 _AT_ONCE = 256  # pictures in memory
 _ANNOUNCED = 2_000  # pictures from which on their decoding is announced
@@ -57,20 +63,23 @@ class Split:
     """Training data and held-out sets of a fine-tuning.
 
     Attributes:
-        train_data: for `--train-data`, without the samples whose pictures are held out.
-        old_data: the same of the old pairs; None without them.
+        sources: flag -> its training data, without the samples whose pictures are held out or scored.
         new: the held-out sets, as `parse_retrieval_data` reads them.
         held_out: the identities of their pictures.
         trained: of the pictures that are trained on; None if they were not looked at.
         notes: sentences for the report.
     """
 
-    train_data: str
-    old_data: str | None
+    sources: Mapping[str, str]
     new: str
     held_out: Identities
     trained: Identities | None
     notes: tuple[str, ...]
+
+    @property
+    def train_data(self) -> str:
+        """The data of --data."""
+        return self.sources[DATA_FLAG]
 
 
 @dataclass
@@ -83,81 +92,81 @@ class HeldOutPicture:
 
 
 def hold_out(
-    train_data: str,
-    new: str,
+    arguments: DataArguments,
     out: Path,
     *,
     seed: int,
     model: str,
-    old_data: str | None = None,
-    sets: Mapping[str, IndexedSet] | None = None,
     share: float = HELD_OUT_SHARE,
     role: str = "held-out",
+    begun: bool = False,
     compare: bool = True,
     say: Say = lambda line: None,
 ) -> Split:
-    """Hold pictures out of the training data.
+    """Hold the pictures of every set that is scored out of the training data, and a share of --data if no set is given for it.
 
     Args:
-        train_data: components with names.
-        new: the held-out sets; "" draws a share of the pictures of `train_data`.
         out: folder of the lists.
         model: the starting model; pictures on which it was trained are not drawn.
-        old_data: further components that are trained on.
-        sets: all sets that are scored; their pictures are not trained on.
         role: of the held-out pictures, in notes.
+        begun: the training has begun, so that the pictures stay out that an earlier call has left out, and no others.
         compare: False trains on pictures of given sets, too.
 
     Raises:
         UserError: too few pictures, or data that cannot be read.
     """
-    seen, notes = trained_on([model]), []
-    held = {name: set_identities(dataset, out, name) for name, dataset in (sets or {}).items()}
-    names = parse_retrieval_data(new) if new else {}
-    held_out = [held[name] for name in names if name in held]
+    scored = {name: set_identities(dataset, out) for name, dataset in arguments.scored().items()}
+    new = arguments.held_out
+    held_out = [rows for name, rows in scored.items() if name.startswith(HELD_OUT_FLAG)]
     if new and not compare:
-        return Split(train_data, old_data, new, np.concatenate(held_out), None, ())
-    new_sources = open_sources(train_data)
-    sources = new_sources if old_data is None else open_sources(f"{train_data}::{old_data}")
-    identities = source_identities(sources, out, say)
+        return Split(arguments.sources, new, np.concatenate(held_out), None, ())
+    opened = {flag: open_sources(text) for flag, text in arguments.sources.items()}
+    identities = source_identities([*chain.from_iterable(opened.values())], out, say)
+    seen, notes = trained_on([model]), []
     if not new:
-        drawn = draw_held_out(
-            np.concatenate([identities[source.name] for source in new_sources]),
-            seed=seed,
-            share=share,
-            trained_on=seen,
-        )
-        new, held_out = _write_held_out(new_sources, identities, drawn, out), [drawn]
+        sources = opened[DATA_FLAG]
+        pictures = np.concatenate([identities[source.name] for source in sources])
+        drawn = draw_held_out(pictures, seed=seed, share=share, trained_on=seen)
+        new, held_out = _write_held_out(sources, identities, drawn, out), [drawn]
+        scored[HELD_OUT_FLAG] = drawn
         notes.append(
             f"{role.capitalize()} pictures: {len(drawn):,} of the data, by their pixels and seed {seed}."
         )
-    scored = np.concatenate([*held_out, *held.values()])
+    pictures_to_score = np.concatenate([*scored.values()])
+    excluded = _excluded(pictures_to_score, out, begun)
     left_out = {
-        name: np.flatnonzero((rows != 0) & np.isin(rows, scored))
+        name: np.flatnonzero((rows != 0) & np.isin(rows, excluded))
         for name, rows in identities.items()
     }
     count = sum(map(len, left_out.values()))
-    if count and names:
+    if count and arguments.held_out:
         notes.append(f"Left out: {count:,} samples, whose pictures are in the sets to score.")
-    sentence = seen_sentence(scored, seen, model, role)
-    if sentence:
+    if sentence := seen_sentence(pictures_to_score, seen, model, role):
         notes.append(f"{sentence}.")
-    trained = [np.delete(rows, left_out[name]) for name, rows in identities.items()]
-    lists = [_rest_of(data, left_out, out) for data in (train_data, old_data)]
-    return Split(
-        lists[0] or train_data,
-        lists[1],
-        new,
-        np.concatenate(held_out),
-        np.unique(np.concatenate(trained)),
-        tuple(notes),
+    trained = np.unique(
+        np.concatenate([np.delete(rows, left_out[name]) for name, rows in identities.items()])
     )
+    for name, rows in scored.items():
+        if sentence := seen_sentence(rows, trained, "The model of this folder"):
+            notes.append(f"{name}: {sentence}.")
+    rest = {flag: _rest_of(text, left_out, out) for flag, text in arguments.sources.items()}
+    return Split(rest, new, np.concatenate(held_out), trained, tuple(notes))
 
 
-def _rest_of(data: str | None, left_out: Mapping[str, np.ndarray], out: Path) -> str | None:
-    """The components without some samples of their sources; those that lose none stay as they are."""
+def _excluded(scored: Identities, out: Path, begun: bool) -> Identities:
+    """Keep the pictures on disk that a training has left out."""
+    file = out / EXCLUDED_FILE
+    if begun:
+        return np.load(file) if file.is_file() else np.empty(0, np.int64)
+    with atomic_file(file) as content:
+        np.save(content, np.unique(scored))
+    return scored
+
+
+def _rest_of(data: str, left_out: Mapping[str, np.ndarray], out: Path) -> str:
+    """Leave some samples of their sources out of components; those that lose none stay as they are."""
     components = []
-    for component in data.split("::") if data else ():
+    for component in data.split("::"):
         sources = open_sources(component)
         if any(len(left_out[source.name]) for source in sources):
             components += [
@@ -165,7 +174,7 @@ def _rest_of(data: str | None, left_out: Mapping[str, np.ndarray], out: Path) ->
             ]
         else:
             components.append(component)
-    return "::".join(components) or None
+    return "::".join(components)
 
 
 def _selection(component: str, source: Source, samples: np.ndarray, out: Path) -> str:
@@ -196,33 +205,34 @@ def source_identities(
         def decoded(source: Source = source) -> Identities:
             return _decoded(_contents(source), source.num_samples, source.name, say)
 
-        identities[source.name] = _stored(source.name, describe_source(source), out, decoded)
+        identities[source.name] = _stored(content_of_source(source), out, decoded)
     return identities
 
 
-def set_identities(dataset: IndexedSet, out: Path, name: str) -> Identities:
-    """The identities of a set's pictures. UserError if one cannot be read."""
+def set_identities(dataset: IndexedSet, out: Path) -> Identities:
+    """Identify a set's pictures.
+
+    Raises:
+        UserError: a picture that cannot be read.
+    """
 
     def decoded() -> Identities:
         with ThreadPoolExecutor(usable_cores()) as pool:
             rows = pool.map(lambda index: identity_of(dataset.image(index)), range(len(dataset)))
             return np.fromiter(rows, np.int64, len(dataset))
 
-    return _stored(name, dataset.stamps(), out, decoded)
+    return _stored(dataset.content(), out, decoded)
 
 
-def _stored(
-    name: str, description: object, out: Path, decoded: Callable[[], Identities]
-) -> Identities:
-    """Identities that an earlier call has stored for the same files, else new ones."""
-    slug = "".join(letter if letter.isalnum() else "-" for letter in name)
-    file = out / "pictures" / f"{slug}-{digest_of(description)[:16]}.npz"
+def _stored(content: str, out: Path, decoded: Callable[[], Identities]) -> Identities:
+    """Read the identities that an earlier call has stored for the same content, else make them."""
+    file = out / "pictures" / f"{content}.npz"
     try:
         return read_arrays(file)["identities"]
     except (FileNotFoundError, ValueError, KeyError):  # absent, or damaged: its zip has checksums
         identities = decoded()
-    with atomic_file(file) as content:
-        np.savez(content, identities=identities)
+    with atomic_file(file) as handle:
+        np.savez(handle, identities=identities)
     return identities
 
 
@@ -267,7 +277,7 @@ def _write_held_out(
     """Write the pictures that were drawn, with the captions of all their samples, or find those of an earlier call."""
     sets, file = f"{HELD_OUT}={out / HELD_OUT}", out / SPLIT_FILE
     keys = as_keys(drawn)
-    made_of = digest_of(keys, [describe_source(source) for source in sources])
+    made_of = digest_of(keys, [content_of_source(source) for source in sources])
     if file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("of") == made_of:
         return sets
     shutil.rmtree(out / HELD_OUT, ignore_errors=True)  # of a call that was killed

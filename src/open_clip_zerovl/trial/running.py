@@ -59,16 +59,14 @@ from open_clip_zerovl.evaluate.zero_shot.score import score_loaded
 from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet
 from open_clip_zerovl.finetune.data import (
     CAPTIONS,
+    DATA_FLAG,
+    DataArguments,
     all_classes,
-    contents,
-    find_data,
-    named_as,
-    named_sets,
+    labelled_sets,
     open_sources,
     sets_of,
 )
 from open_clip_zerovl.finetune.finetuning import starting_folder
-from open_clip_zerovl.finetune.outcome import labelled_sets
 from open_clip_zerovl.finetune.request import digest_of_encoder, digest_of_model
 from open_clip_zerovl.finetune.split import hold_out, set_identities
 from open_clip_zerovl.models.local_dir import LOCAL_DIR
@@ -83,6 +81,7 @@ from open_clip_zerovl.trial.result import Row, TrialResult
 
 DEFAULT_BATCH = 256
 PILOT_SEED = 100
+TEST_SEED, VALIDATION_SEED = 0, 1  # of the choice of pictures
 ROUNDS = 2  # in which each arm is measured once
 MEASURED_STEPS = 3  # of the effective batch, each time
 FEWEST_STEPS = 8  # of the effective batch in a run
@@ -130,17 +129,14 @@ class Request(TrialFlags):
     encoders: tuple[str, str] | None = None
     given: Settings = field(default_factory=dict)
 
-    def named(self, earlier: Mapping[str, Any] | None = None) -> Request:
-        """Give each source and set its name, as in an earlier call if there was one."""
-        earlier = earlier or {}
-        pairs = find_data(self.data)
-        sets = {
-            "--retrieval-data": named_sets(self.retrieval_data or pairs.held_out),
-            "--zero-shot-data": named_sets(self.zero_shot_data),
-        }
-        test, labelled = (named_as(data, earlier.get(flag)) or None for flag, data in sets.items())
-        data = named_as(pairs.train_data, earlier.get("--data"))
-        return replace(self, data=data, retrieval_data=test, zero_shot_data=labelled)
+    def arguments(self, earlier: Mapping[str, Any] | None = None) -> DataArguments:
+        """Gather all data arguments; their sources and sets have the names of an earlier call's request."""
+        return DataArguments.of(
+            self.data,
+            self.retrieval_data,
+            labelled={"--zero-shot-data": self.zero_shot_data},
+            earlier=earlier,
+        )
 
     def identity(self) -> dict[str, Any]:
         """Name the arguments that a later call has to repeat, and digest their content."""
@@ -149,17 +145,12 @@ class Request(TrialFlags):
             for each in flags_of(TrialFlags)
             if each.name not in LATER
         }
-        inputs: dict[str, Any] = {"--data": self.data}
+        inputs: dict[str, Any] = {}
         if self.encoders is None:
             inputs |= {"--from": self.start.model, MODEL: digest_of_model(self.start)}
         for flag, encoder in zip(("--image", "--text"), self.encoders or (), strict=False):
             inputs |= {flag: encoder, f"{CONTENT}{flag}": digest_of_encoder(encoder)}
-        data = contents(
-            sources={"--data": self.data},
-            retrieval={"--retrieval-data": self.retrieval_data},
-            labelled={"--zero-shot-data": self.zero_shot_data},
-        )
-        return {**inputs, **flags, **data, "training flags": self.given}
+        return {**inputs, **flags, **self.arguments().entries(), "training flags": self.given}
 
 
 @dataclass(frozen=True)
@@ -226,21 +217,20 @@ def run_trial(request: Request, say: Say) -> TrialResult:
         request.out,
         busy=f"another process runs the trial in {request.out}; wait for it, or give another --out",
     ):
-        request = _claim(request)
-        trial = Trial(request, _inputs(request, say), say)
+        arguments = _claim(request)
+        trial = Trial(request, _inputs(request, arguments, say), say)
         return trial.run()
 
 
-def _claim(request: Request) -> Request:
+def _claim(request: Request) -> DataArguments:
     """Claim the folder.
 
     Returns:
-        The request, in which sources and sets have the names of the first call.
+        All data arguments, in which sources and sets have the names of the first call.
 
     Raises:
         UserError: the folder holds another trial with a plan, or other files.
     """
-    request = request.named()
     identity = request.identity()
     inputs = [*INPUTS, *(f"{CONTENT}{flag}" for flag in INPUTS)]
 
@@ -252,23 +242,19 @@ def _claim(request: Request) -> Request:
                 shutil.rmtree(request.out / made, ignore_errors=True)
         return True
 
-    return request.named(claim(request.out / REQUEST, identity, restart=untrained))
+    return request.arguments(claim(request.out / REQUEST, identity, restart=untrained))
 
 
-def _inputs(request: Request, say: Say) -> Inputs:
+def _inputs(request: Request, arguments: DataArguments, say: Say) -> Inputs:
     """Hold out the test and validation pictures, and make the starting model."""
-    folder, given = request.out / "data", request.retrieval_data or ""
-    more = labelled_sets("", request.zero_shot_data) if request.zero_shot_data else {}
-    tested = {f"--zero-shot-data {name}": labelled.images for name, labelled in more.items()}
-    tested |= sets_of(given) if given else {}
-    model = request.start.model
-    test = hold_out(
-        request.data, given, folder / "test", seed=0, model=model, sets=tested, role="test", say=say
-    )  # fmt: skip
+    folder, model = request.out / "data", request.start.model
+    labelled = arguments.labelled.get("--zero-shot-data")
+    more = labelled_sets("", labelled) if labelled else {}
+    test = hold_out(arguments, folder / "test", seed=TEST_SEED, model=model, role="test", say=say)
     tests, train_data, notes = _open_sets(test.new), test.train_data, list(test.notes)
     seen = None if request.encoders else trained_on([model])
     if _unseen(test.trained, seen) < FEWEST_HELD_OUT <= _unseen(test.held_out, seen) // 2:
-        halves = {name: _halves(scored, folder, name) for name, scored in tests.items()}
+        halves = {name: _halves(scored, folder) for name, scored in tests.items()}
         tests, validations = (
             {name: half[side] for name, half in halves.items()} for side in (0, 1)
         )
@@ -278,7 +264,12 @@ def _inputs(request: Request, say: Say) -> Inputs:
         )
     else:
         validation = hold_out(
-            train_data, "", folder / "validation", seed=0, model=model, role="validation", say=say
+            DataArguments({DATA_FLAG: train_data}),
+            folder / "validation",
+            seed=VALIDATION_SEED,
+            model=model,
+            role="validation",
+            say=say,
         )
         train_data, held_out = validation.train_data, validation.new
         validations = _open_sets(held_out)
@@ -299,9 +290,9 @@ def _inputs(request: Request, say: Say) -> Inputs:
     return Inputs(model, train_data, test.new, tests, validations, more, sizes, tuple(notes))
 
 
-def _open_sets(data: str) -> Mapping[str, ScoredSet]:
+def _open_sets(data: str) -> dict[str, ScoredSet]:
     """Open held-out sets as labelled ones if all have classes, else as retrieval sets."""
-    return labelled_sets(data) if all_classes(data) else sets_of(data)
+    return {**(labelled_sets(data) if all_classes(data) else sets_of(data))}
 
 
 def _unseen(pictures: np.ndarray | None, seen: np.ndarray | None) -> int:
@@ -310,10 +301,10 @@ def _unseen(pictures: np.ndarray | None, seen: np.ndarray | None) -> int:
     return 0 if pictures is None else len(np.setdiff1d(pictures, known))
 
 
-def _halves(scored: ScoredSet, folder: Path, name: str) -> tuple[ScoredSet, ScoredSet]:
+def _halves(scored: ScoredSet, folder: Path) -> tuple[ScoredSet, ScoredSet]:
     """Split a set at the median of its pictures' identities, which are hashes; both halves hold whole pictures."""
     images = scored.images if isinstance(scored, LabelledSet) else scored
-    identities = set_identities(images, folder, f"{name}-halves")
+    identities = set_identities(images, folder)
     upper = identities > np.median(identities)
 
     def half(rows: np.ndarray) -> ScoredSet:

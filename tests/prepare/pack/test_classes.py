@@ -90,9 +90,9 @@ def test_the_upper_level_is_the_source_where_asked(packed, tmp_path):
     ).read_text() == "a {c}\nthe {c}, for sale\n"
     two = packed(given, out="two", columns=Columns(source="folder"), test_share=0.2)
     written = [(entry["folder"], entry["pictures"]) for entry in two["written"]]
-    assert written == [("shop/train", 14), ("shop/test", 4), ("web/train", 14), ("web/test", 4)]
+    assert written == [("shop/train", 14), ("shop/test", 4), ("web/train", 16), ("web/test", 2)]
     labelled = open_probe_set(str(tmp_path / "two/web/test"), "test")
-    assert len(labelled) == 4 and set(labelled.names.values()) == {"hat", "shoe", "sun hat"}
+    assert len(labelled) == 2 and set(labelled.names.values()) == {"hat", "shoe", "sun hat"}
 
 
 def in_splits(folder: Path, *splits: str, below: str = "{}") -> Path:

@@ -73,13 +73,13 @@ def test_the_shards_hold_the_pairs(reference):
         s.files["jpg" if "jpg" in s.files else "png"]: s.files["txt"].decode().split("\n")
         for s in (*train, *test)
     }
-    assert got == wanted and len(train) == 9 and len(test) == 3
+    assert got == wanted and len(train) == 11 and len(test) == 1
     assert {image_of(s.files): json.loads(s.files["json"]) for s in (*train, *test)} == {
         content: {"file": name} for content, name in names.items()
     }
     sizes = json.loads((reference / "x/train/sizes.json").read_text())
-    assert sizes == {"00000.tar": 3, "00001.tar": 3, "00002.tar": 3}
-    assert [source.num_samples for source in parse_sources(f"x={reference / 'x/train'}")] == [9]
+    assert sizes == {"00000.tar": 3, "00001.tar": 4, "00002.tar": 4}
+    assert [source.num_samples for source in parse_sources(f"x={reference / 'x/train'}")] == [11]
     assert not check_shards(reference / "x/train", hashes=True, decode=True, progress=False).faults
     retrieval = open_retrieval_set(reference / "x")
     assert {one.captions for one in retrieval.samples} == {
@@ -135,15 +135,12 @@ def test_no_picture_is_on_both_sides_whatever_its_file_and_source(packed, tmp_pa
     for letter in "ab":
         for split in sides:
             samples = samples_of(tmp_path / "out" / letter / split)
-            assert (
-                len({sample.key for sample in samples})
-                == len(samples)
-                == {"train": 32, "test": 8}[split]
-            )
+            assert len({sample.key for sample in samples}) == len(samples) > 0
             sides[split] |= {opened(sample)[1].convert("RGB").tobytes() for sample in samples}
             for sample in samples:  # both files of source a are one sample
                 assert len(sample.files["txt"].decode().split("\n")) == (2 if letter == "a" else 1)
     assert not sides["train"] & sides["test"] and len(sides["train"] | sides["test"]) == 40
+    assert 2 <= len(sides["test"]) <= 16
     assert found["repeated_pictures"]["rows"] == 40
     assert found["rows"] == 120 and found["pictures"] == 80
 
@@ -154,9 +151,7 @@ def opened(sample) -> tuple[str, Image.Image]:
     return ending, Image.open(io.BytesIO(sample.files[ending]))
 
 
-def test_another_seed_gives_another_order_and_held_out_set_and_more_data_keeps_most_of_it(
-    packed, tmp_path
-):
+def test_another_seed_gives_another_order_and_held_out_set_and_more_data_keeps_it(packed, tmp_path):
     keys = {}
     for name, count, seed in (("one", 60, 0), ("two", 60, 1), ("more", 80, 0)):
         packed(
@@ -173,12 +168,9 @@ def test_another_seed_gives_another_order_and_held_out_set_and_more_data_keeps_m
         keys["two"]["train"] + keys["two"]["test"]
     )
     assert set(keys["one"]["test"]) != set(keys["two"]["test"])
-    assert (
-        len(set(keys["one"]["test"]) - set(keys["more"]["test"]))
-        <= 5
-        < 15
-        == len(keys["one"]["test"])
-    )
+    assert 5 < len(keys["one"]["test"]) < 25
+    assert set(keys["one"]["test"]) < set(keys["more"]["test"])
+    assert set(keys["one"]["train"]) < set(keys["more"]["train"])
     names = [sample.files["txt"].decode() for sample in samples_of(tmp_path / "one-out/x/train")]
     assert names != sorted(names)  # the order of the input is not that of the shards
 

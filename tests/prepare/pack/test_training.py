@@ -40,7 +40,7 @@ def packed_classes(folder: Path, capsys) -> Path:
 def scored(checkpoint: Path, out: Path, capsys) -> float:
     """Top-1 of `zerovl zero-shot` on the held-out pictures, as it is printed."""
     assert main(["zero-shot", str(checkpoint), "--data", f"held={out}", "--device", "cpu"]) == 0
-    row = re.search(r"^held +9 +3 +(\S+) \[", capsys.readouterr().out, re.MULTILINE)
+    row = re.search(r"^held +10 +3 +(\S+) \[", capsys.readouterr().out, re.MULTILINE)
     assert row is not None
     return float(row[1])
 
@@ -51,7 +51,7 @@ def test_packed_folders_of_classes_take_captions_as_positives_and_are_scored(
     out = packed_classes(tmp_path, capsys)
     assert (out / "refused.csv").is_file() and len(
         open_retrieval_set(out)
-    ) == 9  # the set, not the table of refusals
+    ) == 10  # the set, not the table of refusals
     caplog.set_level("INFO")
     args, config = parse(["--train-data", f"mine={out}/train", "--batch-size", "4"])
     assert with_positives(config, parse_sources(args.train_data)).positives == "caption"
@@ -75,7 +75,7 @@ def test_folders_of_classes_are_packed_trained_on_and_scored(tmp_path, capsys):
     assert "Pictures of a class share its captions (source mine)" in done.stderr + done.stdout
     log = (tmp_path / "logs/run/out.log").read_text()
     assert "positives: caption" in log
-    assert "of 9 pictures, chance 33.3 %" in log and "Train Epoch: 0" in log
+    assert "of 10 pictures, chance 33.3 %" in log and "Train Epoch: 0" in log
     open_clip.add_model_config(str(config))
     row = json.loads((tmp_path / "logs/run/checkpoints/results.jsonl").read_text())
     printed = scored(tmp_path / "logs/run/checkpoints/epoch_1.pt", out, capsys)

@@ -43,7 +43,7 @@ REPORT_FILE = "report.json"
 SCRATCH = ".pack"
 
 #: Raised by one when the same inputs and settings give other shards than before.
-_FORMAT = 5
+_FORMAT = 6
 #: Settings on which the shards depend, but not the pictures that are read.
 _LATE = ("test_share", "shard_size", "seed", "left_out")
 

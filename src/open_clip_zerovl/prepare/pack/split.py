@@ -1,7 +1,6 @@
 """The held-out set, and pictures that are left out. Both go by pictures: rows and files with the same pixels are one.
 
-A picture's place in the order is a hash of seed and pixels. So the first of a source are held out, and with more data in a
-later call most of those that are held out stay so.
+`data.held_out` says which pictures are held out, each by itself. With more data in a later call they stay so.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.held_out import first_of_training
 from open_clip_zerovl.data.splits import SPLITS
 from open_clip_zerovl.prepare.pack.store import PairDatabase, Stored
 
@@ -40,27 +40,28 @@ class Exclusion:
 
 
 def hold_out(store: PairDatabase, share: float) -> None:
-    """Move a share of each source's pictures, at least one, into the split "test". A picture is on one side in all sources.
+    """Move a share of the pictures into the split "test", at least one of each source, unless its rows name that split.
 
     Raises:
         UserError: a source that has too few pictures to hold one out.
     """
     if not share:
         return
-    for source in store.sources():
+    divided = "SELECT DISTINCT source FROM good WHERE given_split = 'test'"
+    named = {source for (source,) in store.db.execute(divided)}
+    sources = [source for source in store.sources() if source not in named]
+    move = "UPDATE samples SET split = 'test' WHERE key IN (SELECT key FROM samples WHERE source = ? AND split = 'train' "
+    for source in sources:
         pictures = store.count(source)
         if pictures < 2:
             raise UserError(
                 f"source {source!r} has {pictures} picture, and --test-share {share:g} holds at least one of each source out: "
                 "give more pictures, or leave out --test-share"
             )
-        missing = max(1, round(share * pictures)) - store.count(source, "test")
-        if missing > 0:
-            store.db.execute(
-                "UPDATE samples SET split = 'test' WHERE key IN (SELECT key FROM samples WHERE source = ? AND split = 'train' "
-                "ORDER BY position, key LIMIT ?)",
-                (source, missing),
-            )
+        store.db.execute(f"{move} AND position < ?)", (source, first_of_training(share)))
+    for source in sources:
+        if not store.count(source, "test"):
+            store.db.execute(f"{move} ORDER BY position, key LIMIT 1)", (source,))
 
 
 def exclude(
