@@ -58,7 +58,7 @@ class PackSettings:
         templates: the templates of the captions of classes; None for `classes.TEMPLATE`.
         max_side_px: larger pictures are shrunk to this longer side; None keeps them.
         min_side_px: smaller pictures are refused.
-        test_share: share of each source's pictures that is held out.
+        test_share: share of the pictures that is held out.
         shard_size: samples a shard at most.
         seed: the seed of the order and of the choice of held-out pictures.
         exclusions: pictures to leave out.
@@ -87,7 +87,7 @@ class PackSettings:
     )
     test_share: float = flag(
         0.0,
-        "hold out this share of each source's pictures (default: 0, none)",
+        "hold out this share of the pictures (default: 0, none)",
         kind=share,
         metavar="SHARE",
     )
