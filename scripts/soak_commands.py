@@ -1,6 +1,6 @@
 """Kills `zerovl` commands at random moments, calls them again, and compares their files with those of a call never interrupted.
 
-    python -m scripts.soak_commands --kills 60 --minutes 30 [--seed 0] [--commands teacher align] [--out docs/reliability.md]
+    python -m scripts.soak_commands --kills 60 --minutes 30 [--seed 0] [--commands search align] [--out docs/reliability.md]
 
 Each command is called in a fork, and the same command again after each kill until it ends by itself. Then its files must be
 those of the whole call, byte for byte, the tensors of checkpoints bit for bit (`Command.left_out` names the files with times),
@@ -74,10 +74,6 @@ class Command:
 
 ALIGN = "--data a={home}/a::b={home}/b --epochs 40 --batch-size 16 --embed-dim 16"
 COMMANDS = {
-    "teacher": Command(
-        "teacher {home}/model --train-data a={home}/a::b={home}/b --out {out} --views 3 --image-size 32 --batch-size 16 "
-        "--workers 1 --device cpu"
-    ),
     "search": Command(
         "search {home}/model {home}/photos red --cache {out} --output {out}/hits.json --batch-size 8 --workers 1 --device cpu"
     ),

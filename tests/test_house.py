@@ -15,7 +15,7 @@ FLOORS = (
     ("losses", "sampling", "shards", "models", "report"),
     ("dga", "data", "checkpoints"),
     ("embeddings",),
-    ("recipe", "distill", "evaluate", "prepare"),
+    ("recipe", "evaluate", "prepare"),
     ("plan", "training", "align", "finetune"),
     ("trial",),
     ("cli",),

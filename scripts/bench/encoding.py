@@ -5,7 +5,7 @@
 
     tower, memory returned    the tower's forward pass in a process in which glibc returns freed blocks to the kernel
     tower, memory kept        the same in a process that keeps them
-    FrozenModel               `FrozenModel.images`, by which align, retrieval, search, zero-shot and teacher encode
+    FrozenModel               `FrozenModel.images`, by which align, retrieval, search and zero-shot encode
 
 A cell is the median over rounds of this process's CPU time a picture, user and system. The arithmetic is the user time of the
 tower's forward pass at the best batch, in memory that is kept.

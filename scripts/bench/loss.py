@@ -1,14 +1,14 @@
 """Time and memory of the losses alone, beside open_clip's.
 
     python -m scripts.bench.loss [--pairs 4096,16384,65536] [--width 512] [--chunk 256] [--out FILE.json]
-    python -m scripts.bench.loss --options [--pairs 65536] [--teachers 2] [--teacher-width 768]
+    python -m scripts.bench.loss --options [--pairs 65536]
     python -m scripts.bench.loss --kept [--pairs 2048] [--chunk 256]
 
 The first form takes one forward and backward pass of `ContrastiveLoss` and, where the memory suffices, of open_clip's
 `ClipLoss` on N pairs of unit features in fp32 in one process. Memory counts the features and their gradients.
 
 The second form needs neither GPU nor time: tensors have shapes only. A line holds the GiB of live tensors at the peak of the
-loss and its gradient with each option, without and with the inputs (features in fp32, teachers' features in fp16).
+loss and its gradient with each option, without and with the inputs (features in fp32).
 An allocator's overhead and the products' scratch memory are not included.
 
 The third form counts the MiB that autograd keeps of the sigmoid losses between the forward and the backward pass, without the
@@ -39,8 +39,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "InfoNCE": {},
     "sigmoid": {"sigmoid": True},
     "same caption or picture": {"positives": "both"},
-    "teachers": {"distill_weight": 0.9},
-    "all of these": {"positives": "both", "distill_weight": 0.9},
 }
 
 
@@ -115,8 +113,6 @@ def peak_gib(
     *,
     width: int = 512,
     chunk: int = 256,
-    teachers: int = 2,
-    teacher_width: int = 768,
 ) -> tuple[float, float]:
     """Peak GiB of a loss with these options of OPTIONS, without and with its inputs."""
     with FakeTensorMode():
@@ -124,22 +120,15 @@ def peak_gib(
         ids = {
             name: torch.empty(pairs, dtype=torch.long) for name in ("source", "caption", "image")
         }
-        of_teachers = [
-            tuple(torch.empty(pairs, teacher_width, dtype=torch.float16) for _ in range(2))
-            for _ in range(teachers if options.get("distill_weight") else 0)
-        ]
         kind = SigmoidLoss if options.get("sigmoid") else ContrastiveLoss
         loss = kind(
             chunk_size=chunk,
             **{name: value for name, value in options.items() if name != "sigmoid"},
         )
         with PeakBytes() as seen:
-            value = loss(*features, torch.tensor(100.0), ids=ids, teacher_features=of_teachers)
+            value = loss(*features, torch.tensor(100.0), ids=ids)
             torch.autograd.grad(value, features)
-        given = sum(
-            rows.nbytes
-            for rows in (*features, *ids.values(), *(rows for pair in of_teachers for rows in pair))
-        )
+        given = sum(rows.nbytes for rows in (*features, *ids.values()))
     return seen.peak / 2**30, (seen.peak + given) / 2**30
 
 
@@ -194,8 +183,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         action="store_true",
         help="count the bytes that the graphs of the sigmoid losses keep",
     )
-    parser.add_argument("--teachers", type=int, default=2)
-    parser.add_argument("--teacher-width", type=int, default=768)
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse_args(argv)
     pairs = [int(n) for n in args.pairs.split(",")]
@@ -211,11 +198,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = measure(pairs, args.width, args.chunk, torch.device(args.device))
         write({"loss": rows}, markdown(rows), args.out)
         return
-    sizes = dict(
-        width=args.width, chunk=args.chunk, teachers=args.teachers, teacher_width=args.teacher_width
-    )
     counted = [
-        (n, name, *peak_gib(options, n, **sizes))
+        (n, name, *peak_gib(options, n, width=args.width, chunk=args.chunk))
         for n in pairs
         for name, options in OPTIONS.items()
     ]

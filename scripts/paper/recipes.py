@@ -28,7 +28,6 @@ from pathlib import Path
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.launch import CPU_MICRO_BATCH, gpu_memories, training_command
 from open_clip_zerovl.core.processes import usable_cores
-from open_clip_zerovl.data.names import captions_in_a_step
 from open_clip_zerovl.plan.gpus import GIB, GPUS, fastest_batch, graphs_room
 from open_clip_zerovl.recipe.arguments import Settings, as_arguments, parse_settings
 from scripts.paper.table import BASE, RECIPES, Recipe, described, find_recipe
@@ -36,19 +35,17 @@ from scripts.paper.table import BASE, RECIPES, Recipe, described, find_recipe
 MIB = 2**20
 # Bytes of a step in bf16 autocast, counted by `plan.estimate.count_costs`: (model, token drop, frozen tower, captions of a
 # picture in a step) -> MiB of a graph for each sample, and GiB of weights, optimizer, gradients and half-precision copies.
-GRAPHS: dict[tuple[str, str | None, str | None, int], tuple[float, float]] = {
-    ("zerovl-ViT-B-16-BERT-base", None, None, 1): (74.9, 3.24),
-    ("zerovl-ViT-B-16-BERT-base", "0.25", None, 1): (59.8, 3.24),
-    ("zerovl-ViT-B-32-BERT-base", None, None, 1): (28.3, 3.27),
-    ("zerovl-ViT-B-32-BERT-base", None, "text", 1): (16.2, 1.89),
-    ("zerovl-ViT-B-16-288-BERT-base", None, None, 1): (105.2, 3.24),
-    ("ViT-B-16", None, None, 2): (89.6, 2.46),
+GRAPHS: dict[tuple[str, str | None, str | None], tuple[float, float]] = {
+    ("zerovl-ViT-B-16-BERT-base", None, None): (74.9, 3.24),
+    ("zerovl-ViT-B-16-BERT-base", "0.25", None): (59.8, 3.24),
+    ("zerovl-ViT-B-32-BERT-base", None, None): (28.3, 3.27),
+    ("zerovl-ViT-B-32-BERT-base", None, "text"): (16.2, 1.89),
+    ("zerovl-ViT-B-16-288-BERT-base", None, None): (105.2, 3.24),
 }
 
 ROOT = Path(__file__).resolve().parents[2]
 SBATCH = ROOT / "scripts" / "paper" / "train.sbatch"
 RETRIEVAL_SETS = ("coco", "f30k")
-TEACHERS_FOLDER = "teacher"  # under DATA
 
 
 @dataclass(frozen=True)
@@ -112,8 +109,7 @@ def micro_batch_that_fits(
     For models whose graphs were not counted it is the paper's, in proportion to the memory.
     """
     flags = {**BASE, **recipe.flags, **settings}
-    texts = captions_in_a_step(flags.get("captions"))
-    known = GRAPHS.get((flags["model"] or "", flags.get("token-drop"), flags.get("freeze"), texts))
+    known = GRAPHS.get((flags["model"] or "", flags.get("token-drop"), flags.get("freeze")))
     if known is None:
         return micro_batch_for(hardware.memory_gib)
     sample_mib, fixed_gib = known
@@ -136,10 +132,8 @@ def micro_batch_for(memory_gib: float) -> int:
 
 
 def data_flags(recipe: Recipe, data: Path) -> Settings:
-    """--train-data of the recipe's sources, --teacher of its teachers, --retrieval-data of the sets that exist."""
+    """--train-data of the recipe's sources, --retrieval-data of the sets that exist."""
     flags: Settings = {"train-data": "::".join(_component(data / s, s) for s in recipe.sources)}
-    if recipe.teachers:
-        flags["teacher"] = str(data / TEACHERS_FOLDER)
     sets = [recipe.finetuned_on] if recipe.finetuned_on else RETRIEVAL_SETS
     if there := [f"{name}={data / name}" for name in sets if (data / name / "test").is_dir()]:
         flags["retrieval-data"] = "::".join(there)
@@ -160,16 +154,6 @@ def missing_for(recipe: Recipe, data: Path, settings: Settings) -> str | None:
         return need
     own_data = recipe.program == "training" and "train-data" in settings
     said = [] if own_data else missing_data(recipe, data, settings)
-    teacher = settings.get("teacher", str(data / TEACHERS_FOLDER)) if recipe.teachers else None
-    if (
-        teacher
-        and not teacher.startswith("shards:")
-        and not (ROOT / teacher / "embeddings.json").is_file()
-    ):
-        said.append(
-            f"{teacher} holds no teachers' embeddings; `zerovl teacher {' '.join(recipe.teachers)} --out {teacher}` with this "
-            f"run's --train-data, augmentation and --views {recipe.teacher_views} makes them (docs/recipes.md)"
-        )
     return "; ".join(said) or None
 
 

@@ -32,7 +32,6 @@ class Recipe:
         samples: samples of the whole run, if the paper counts steps and not epochs.
         dga: whether K may exceed 1; False needs GPUs that hold the batch.
         needs: flags that have no default and must be given with --set.
-        teachers: names of frozen models whose embeddings DATA/teacher holds (`zerovl teacher`, with `teacher_views` views).
         finetuned_on: the retrieval set under DATA on which the run is scored.
         recalls: the paper's on that set in percent, in the order of `MEASURED`.
         program: "training", or "linear-probe" for `scripts.paper.probe`, whose two sources are its training and test set; one
@@ -50,8 +49,6 @@ class Recipe:
     samples: int | None = None
     dga: bool = True
     needs: Sequence[str] = ()
-    teachers: Sequence[str] = ()
-    teacher_views: int = 4
     finetuned_on: str | None = None
     recalls: Sequence[float] = ()
     program: str = "training"
@@ -95,11 +92,6 @@ def described(name: str) -> str:
         "hardware": recipe.hardware,
         "time": recipe.time,
         "data": " ".join(f"DATA/{source}" for source in recipe.sources),
-        **(
-            {"teachers": f"{', '.join(recipe.teachers)}: their embeddings in DATA/teacher"}
-            if recipe.teachers
-            else {}
-        ),
         "batch": f"{length}{recipe.effective_batch:,}" + ("" if recipe.dga else ", without DGA"),
         "flags": ", ".join([*given, *removed]),
         "command": f"make {target} DATA=DIR{needed}",

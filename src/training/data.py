@@ -30,9 +30,6 @@ from training.console import DETAIL
 from training.stock_data import check_stock_data
 
 if TYPE_CHECKING:
-    from open_clip_zerovl.distill.rows import TeacherRows
-    from open_clip_zerovl.distill.shards import InShards
-    from open_clip_zerovl.embeddings.store import Store
     from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet
     from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 
@@ -87,7 +84,6 @@ class TrainingInputs:
     """The data that the command line names, opened and checked before open_clip's main makes a run folder."""
 
     sources: tuple[Source, ...] = ()
-    teachers: Store | InShards | None = None
     retrieval: dict[str, IndexedSet] = field(default_factory=dict)
     labelled: dict[str, LabelledSet] = field(default_factory=dict)
 
@@ -135,11 +131,6 @@ def open_inputs(config: AllFlags, args: argparse.Namespace) -> TrainingInputs:
         schedule_of(sources, effective_batch, _sampling(config, args), seed=args.seed, epoch=0)
         if config.shard_cache is not None:
             check_writable(config.shard_cache, folder=True)
-    teachers = None
-    if config.teacher is not None:
-        from open_clip_zerovl.distill.shards import open_teachers
-
-        teachers = open_teachers(config.teacher, config.captions)
     paths = parse_retrieval_data(config.retrieval_data) if config.retrieval_data else {}
     retrieval = {name: open_retrieval_set(path) for name, path in paths.items()}
     _tell_trained_pictures(sources, retrieval)
@@ -149,7 +140,7 @@ def open_inputs(config: AllFlags, args: argparse.Namespace) -> TrainingInputs:
         from open_clip_zerovl.evaluate.zero_shot.sets import open_labelled_set
 
         sets = {name: open_labelled_set(str(place)) for name, place in labelled.items()}
-    return TrainingInputs(sources, teachers, retrieval, sets)
+    return TrainingInputs(sources, retrieval, sets)
 
 
 def _tell_trained_pictures(sources: Sequence[Source], retrieval: Mapping[str, IndexedSet]) -> None:
@@ -263,30 +254,7 @@ def _mixture_data(
         except (
             UserError
         ) as reason:  # timm's transforms (--aug-cfg use_timm=True) have another order
-            if inputs.teachers is not None:
-                raise UserError(
-                    f"--teacher needs open_clip's own training transform: {reason}"
-                ) from reason
             logging.info(f"Images travel to the device as floats: {reason}.")
-    teachers: TeacherRows | InShards | None = None
-    in_shards, pixel_path = None, config.pixel_path
-    if inputs.teachers is not None:
-        from open_clip_zerovl.distill.rows import TeacherRows
-        from open_clip_zerovl.distill.shards import PREFIX, InShards
-        from open_clip_zerovl.embeddings.sources import augmentation_of
-
-        if isinstance(inputs.teachers, InShards):
-            inputs.teachers.check(transform)
-            teachers = in_shards = inputs.teachers
-            pixel_path = "pil"
-            logging.info(
-                f"Pictures are read by PIL, whose operations --teacher {PREFIX}... repeats."
-            )
-        else:
-            seen = augmentation_of(transform, pixel_path)
-            teachers = TeacherRows(
-                inputs.teachers, sources, augmentation=seen, captions=config.captions
-            )
     mixture = Mixture(
         sources,
         Batching(args.batch_size, config.dga_steps, args.world_size, max(1, args.workers)),
@@ -296,11 +264,9 @@ def _mixture_data(
             augment_caption=WordAugment(tokenizer, config.text_augment)
             if config.text_augment is not None
             else None,
-            pixel_path=pixel_path,
+            pixel_path=config.pixel_path,
             with_origin=own_step,
             with_content=config.positives not in (None, "pair"),
-            teachers=teachers,
-            shard_teachers=in_shards,
         ),
         rank=args.rank,
         sampling=_sampling(config, args),

@@ -34,10 +34,7 @@ class Later(NamedTuple):
 
 THE_RECIPE = "the recipe's flags"
 THE_STEP = "the recipe's step (--sampling, --dga-steps, --loss-chunk ...)"
-OF_OUR_LOSS = (
-    "--siglip, --sort-text, --loss-chunk, --positives, --teacher, --coin-flip-mixup, "
-    "--captions FIELD+FIELD or --ablate detached-gather"
-)
+OF_OUR_LOSS = "--siglip, --sort-text, --loss-chunk, --positives, --coin-flip-mixup or --ablate detached-gather"
 OTHER_MODELS = ("genlip", "genlap", "clap")
 OF_SOFTMAX = (
     "detached-gather",
@@ -63,13 +60,12 @@ def _scripted_and_changed(f: AllFlags) -> bool:
 
 def _needs_our_loss(f: AllFlags) -> bool:
     """True if a flag needs `ContrastiveLoss`, in a run with our step."""
-    ours = f.changes("loss_chunk", "teacher", "coin_flip_mixup", "sort_text") or f.positives in (
+    ours = f.changes("loss_chunk", "coin_flip_mixup", "sort_text") or f.positives in (
         "caption",
         "image",
         "both",
     )
-    other_losses = f.texts_per_image > 1 or "detached-gather" in f.ablate
-    return f.own_step and (ours or other_losses or f.siglip)
+    return f.own_step and (ours or "detached-gather" in f.ablate or f.siglip)
 
 
 def _refusal(
@@ -103,8 +99,8 @@ REFUSALS = (
         "it is for models with an image tower and a text tower",
     ),
     _refusal(
-        "--model {model}", "--sort-text, --captions FIELD+FIELD or --cache-frozen",
-        lambda f: f.captions_images and (f.sort_text or f.texts_per_image > 1 or f.cache_frozen is not None),
+        "--model {model}", "--sort-text or --cache-frozen",
+        lambda f: f.captions_images and (f.sort_text or f.cache_frozen is not None),
         "it writes the caption of each picture, from that picture's tokens",
     ),
     _refusal(
@@ -113,17 +109,12 @@ REFUSALS = (
     ),
     _refusal(
         "--distill-model", OF_OUR_LOSS, lambda f: f.distill_model is not None and _needs_our_loss(f),
-        "the loss then is open_clip's DistillClipLoss; zerovl teacher and --teacher distil with them",
+        "the loss then is open_clip's DistillClipLoss; leave one of them out",
     ),
     _refusal(
         "--siglip", f"--ablate {', '.join(OF_SOFTMAX)} or --coin-flip-mixup",
         lambda f: f.siglip and (f.coin_flip_mixup or any(name in OF_SOFTMAX for name in f.ablate)),
         "they belong to the softmax loss",
-    ),
-    _refusal(
-        "--siglip", "--teacher with --distill-weight 1",
-        lambda f: f.siglip and f.teacher is not None and f.distill_weight == 1,
-        "the loss then is the distillation alone, of softmaxes; give a smaller --distill-weight, or leave --siglip out",
     ),
     # the model
     _refusal(

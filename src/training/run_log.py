@@ -290,12 +290,7 @@ class RunFacts:
     def loss_at_chance(self) -> float | None:
         """The loss of a model at chance, ln of the effective batch; None for losses of another form."""
         args, config = self.args, self.config
-        if (
-            getattr(args, "siglip", False)
-            or args.distill_model
-            or config.teacher
-            or config.captions_images
-        ):
+        if getattr(args, "siglip", False) or args.distill_model or config.captions_images:
             return None
         return math.log(args.batch_size * config.dga_steps * args.world_size)
 
@@ -380,9 +375,6 @@ def _loss(facts: RunFacts) -> str:
     words = [type(facts.loss).__name__]
     words += [f"in chunks of {config.loss_chunk} rows"] if config.loss_chunk else []
     words += [f"mixup {config.mixup_alpha:g}"] if config.coin_flip_mixup else []
-    words += (
-        [f"teachers {config.teacher}, weight {config.distill_weight:g}"] if config.teacher else []
-    )
     words += [f"token drop {config.token_drop:g}"] if config.token_drop else []
     words += [f"word augmentation {config.text_augment:g}"] if config.text_augment else []
     words += [f"frozen: {', '.join(config.freeze)}"] if config.freeze else []

@@ -26,7 +26,6 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import seed_step
 from open_clip_zerovl.core.wrappers import unwrapped
 from open_clip_zerovl.data.sources import Source
-from open_clip_zerovl.data.views import StoredTeachers
 from open_clip_zerovl.dga.extras import CaptionTerm
 from open_clip_zerovl.dga.inputs import on_device
 from open_clip_zerovl.dga.replay import buffers_kept
@@ -60,13 +59,11 @@ def create_loss(
     if config.distill_model is not None:
         return create_stock_loss(args, **stock_options)
     asked = {"positives": config.positives or "pair"}
-    if config.teacher is not None:
-        asked |= {name: getattr(config, name) for name in ("distill_weight", "distill_temperature")}
     if captions(model):
         asked["weight"] = args.coca_contrastive_loss_weight
     if args.siglip:
-        plain = not config.changes("loss_chunk", "teacher", "positives")
-        if plain and config.texts_per_image == 1 and not captions(model):
+        plain = not config.changes("loss_chunk", "positives")
+        if plain and not captions(model):
             return create_stock_loss(args, **stock_options)
         return SigmoidLoss(
             chunk_size=config.loss_chunk, rank=args.rank, world_size=args.world_size, **asked
@@ -139,9 +136,7 @@ class Trainer:
         loader = data["train"].dataloader
         mixture = getattr(loader, "mixture", None)
         sources = getattr(mixture, "sources", ())
-        here = self._position(
-            args, epoch, sources, mixture.preprocessing.teachers if mixture is not None else None
-        )
+        here = self._position(args, epoch, sources)
         first_of_process = self.step is None
         if self.step is None:
             self.step = RecipeStep(
@@ -188,8 +183,7 @@ class Trainer:
             # With these the loss of chance is another than ln N.
             judged=isinstance(loss, ContrastiveLoss)
             and not captions(model)
-            and not self.config.changes("positives", "teacher", "coin_flip_mixup")
-            and self.config.texts_per_image == 1,
+            and not self.config.changes("positives", "coin_flip_mixup"),
             recovers=scaler is not None,
             run_log=self.log,
         )
@@ -270,7 +264,6 @@ class Trainer:
         args: argparse.Namespace,
         epoch: int,
         sources: Sequence[Source],
-        teachers: StoredTeachers | None,
     ) -> Position:
         config = self.config
         order = {
@@ -284,7 +277,6 @@ class Trainer:
             "--captions": config.captions,
             "--train-num-samples": args.train_num_samples,
             "--dataset-resampled": args.dataset_resampled,
-            "--teacher": None if teachers is None else teachers.digest,
         }
         batching = Batching(
             args.batch_size, config.dga_steps, args.world_size, max(1, args.workers)

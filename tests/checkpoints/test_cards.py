@@ -72,7 +72,7 @@ def checkpoint(tmp_path) -> Path:
     checkpoint = write_run(tmp_path / "run", random_model(name, init_logit_bias=-10), params)
     settings = {
         "siglip": "True",
-        "teacher": "/secret/teachers",
+        "init_from": "/secret/start.pt",
         "ablate": "('no-replay',)",
         "lr": "0.001",
     }
@@ -106,7 +106,7 @@ def checkpoint(tmp_path) -> Path:
 def test_the_runs_record_gives_flags_sizes_and_chance(checkpoint, tmp_path):
     card = (export_local_dir(checkpoint, tmp_path / "export") / "README.md").read_text()
     assert "- `--siglip`: True" in card and "- `--ablate`: ('no-replay',)" in card
-    assert "- `--teacher`: teachers" in card and "/secret" not in card
+    assert "- `--init-from`: start.pt" in card and "/secret" not in card
     assert "- a, 12,345 samples\n- b, 7 samples" in card
     assert "| shop | 15.0 | 15.0 | 15.0 | 15.0 | 15.0 | 15.0 | 90.0 | 16.5 |" in card
     assert "- pets_top1: 0.5000 (chance 0.1000)" in card

@@ -103,7 +103,7 @@ def test_a_batch_that_outlives_its_loader_writes_into_no_other_file(tmp_path):
 
 
 def test_embeddings_in_bfloat16_travel_too(pooled):
-    """`zerovl teacher --dtype bfloat16`: numpy has no such type."""
+    """numpy has no such type."""
     sent = torch.tensor([0.1, -2.0, 3e30], dtype=torch.bfloat16)
     _, _, (found, other) = pooled.receive(torch.tensor([1]), (sent, torch.tensor([0.5])))
     assert (

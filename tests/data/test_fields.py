@@ -13,7 +13,7 @@ import torch
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import out_of_range
 from open_clip_zerovl.data.captions import caption_starts
-from open_clip_zerovl.data.names import caption_fields, caption_sets
+from open_clip_zerovl.data.names import caption_fields
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.recipe.flags import AllFlags
 from support import loading
@@ -101,11 +101,6 @@ def test_each_field_is_shown_as_often_as_asked_and_a_missing_one_gives_its_share
 
 
 def test_draws_are_of_the_seed_epoch_and_sample_alone(folder):
-    together, _ = shown_together(folder, epoch=1)
-    assert together[4:] == shown_together(folder, epoch=1, start=2)[0]
-    assert {sample[:2] for sample in together} != {
-        sample[:2] for sample in shown_together(folder, epoch=2)[0]
-    }
     whole = shown(folder, epoch=1)
     assert whole == shown(folder, epoch=1) and whole[4:] == shown(folder, epoch=1, start=2)
     by_sample = dict(whole)
@@ -116,16 +111,12 @@ def test_draws_are_of_the_seed_epoch_and_sample_alone(folder):
     assert dict(shown(folder, epoch=2)) != by_sample
 
 
-def test_captions_are_counted_for_teachers(folder):
+def test_captions_are_counted(folder):
     (source,) = parse_sources(f"a={folder}", captions=CAPTIONS)
     assert caption_starts(source).tolist() == [0, 4, 8, 12, 15, 19, 20, 24, 25, 26, 30, 34, 38]
-    (source,) = parse_sources(
-        f"a={folder}", captions=TOGETHER
-    )  # one that lacks a field is never shown
-    assert caption_starts(source).tolist() == [0, 4, 8, 12, 13, 17, 18, 22, 23, 24, 28, 32, 36]
 
 
-def test_captions_of_a_selection_are_counted_for_teachers(folder):
+def test_captions_of_a_selection_are_counted(folder):
     """Those of the samples that it takes from its shards."""
     (source,) = parse_sources(f"a={folder}", captions=CAPTIONS)
     every, starts = np.diff(caption_starts(source)), source.starts
@@ -135,51 +126,6 @@ def test_captions_of_a_selection_are_counted_for_teachers(folder):
         int(every[begin + i]) for begin, places in zip(starts, taken, strict=False) for i in places
     ]
     assert np.diff(caption_starts(cluster)).tolist() == wanted
-
-
-TOGETHER = "txt + syn+other.json:long"
-
-
-def shown_together(folder, *, epoch=0, start=0, workers=0):
-    """(sample, its captions of one step), and the lost samples, in the order of the epoch."""
-    wanted = {
-        "augment_caption": lambda caption, seed: f"{caption}|{seed % 10**6}",
-        "with_content": True,
-    }
-    loader = loader_of(folder, TOGETHER, workers=workers, preprocessing=wanted)
-    loader.set_epoch(epoch, start)
-    found = []
-    for images, texts, origin in loader:
-        assert len(texts) == 3 * len(images) and origin.shape == (len(images), 6)
-        sets = [[text_of(row).split("|") for row in part] for part in texts.chunk(3)]
-        found += [
-            (int(position) % 12, *zip(*captions, strict=True), numbers)
-            for (_, position, *numbers), *captions in zip(origin.tolist(), *sets, strict=True)
-        ]
-    return found, loader.lost
-
-
-def test_one_caption_of_each_field_is_shown_in_a_step_and_a_sample_that_lacks_one_is_replaced(
-    folder,
-):
-    seen = Counter()
-    for epoch in range(40):
-        samples, lost = shown_together(folder, epoch=epoch)
-        assert lost == {"a": {"no caption": 3, "bad json": 1}} and len(samples) == 12
-        for number, captions, seeds, hashes in samples:
-            assert captions[0] == f"txt {number}" and captions[2] == f"long {number}"
-            assert captions[1] in (f"syn {number} a", f"syn {number} b")
-            seen[captions[1]] += 1
-            assert len(set(seeds)) == 3  # each caption's words are augmented by draws of its own
-            assert len(set(hashes)) == 4  # of the picture and of three captions
-    assert {number for number, *_ in samples} == {0, 1, 2, 4, 6, 9, 10, 11}
-    assert min(seen.values()) >= 10 and len(seen) == 16  # both synthetic captions of each
-
-
-@pytest.mark.parametrize("text", ["txt+", "+", "txt+txt", "txt++syn"])
-def test_bad_names_of_fields_together_are_refused(text):
-    with pytest.raises(UserError, match="each field beside another is given once"):
-        caption_sets(text)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +138,7 @@ def test_bad_shares_are_refused(text):
 
 def test_other_words_and_tables_are_refused(tmp_path):
     assert next(out_of_range(AllFlags(captions="some"))).startswith(
-        "--captions some is out of range; give one-per-epoch, all, FIELD=SHARE,... or FIELD+FIELD"
+        "--captions some is out of range; give one-per-epoch, all or FIELD=SHARE,..."
     )
     with pytest.raises(UserError, match="unknown --captions 'some'; use one of one-per-epoch, all"):
         parse_sources(f"a={tmp_path}", captions="some")

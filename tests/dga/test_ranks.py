@@ -28,7 +28,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.dga.retain import AUTO_SHARE, Retention
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, ReplayError
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss, reversed_partner
-from support.dense_loss import DenseLoss, sample_ids, set_by_set, teacher_features
+from support.dense_loss import DenseLoss, sample_ids
 from support.dga_reference import TOLERANCE, batches, bert_clip, error, one_graph
 from support.programs import run_ranks
 from support.two_towers import tokens_and_experts
@@ -55,7 +55,6 @@ class Case:
         False  # texts in another order than images; without dropout, whose masks would differ
     )
     options: dict[str, Any] = field(default_factory=dict)  # of our loss and of its dense reference
-    texts: int = 1  # of each image
     terms: Callable[..., Any] | None = None
     second_view: bool = False  # a further feature of each image
 
@@ -73,15 +72,6 @@ class Case:
         inputs: dict[str, Any] = {}
         if self.options:
             inputs["ids"] = sample_ids(sum(sizes), seed)
-            inputs["ids"]["caption"] = sample_ids(self.texts * sum(sizes), seed)["caption"]
-        if self.options.get("distill_weight"):
-            several = [
-                teacher_features(sum(sizes), seed + 100 * number) for number in range(self.texts)
-            ]
-            inputs["teacher_features"] = [
-                (of_one[0][0], torch.cat([texts for _, texts in of_one]))
-                for of_one in zip(*several, strict=True)
-            ]
         if self.mixup_lambda is not None:
             inputs |= {"mixup_lambda": self.mixup_lambda, "partner": reversed_partner(sizes)}
             if "ids" in inputs:  # partners of one source
@@ -96,20 +86,8 @@ class Case:
         joined = dict(each[0])
         if "ids" in joined:
             joined["ids"] = {
-                name: torch.cat([one["ids"][name] for one in each]) for name in ("source", "image")
+                name: torch.cat([one["ids"][name] for one in each]) for name in joined["ids"]
             }
-            joined["ids"]["caption"] = set_by_set(
-                [one["ids"]["caption"] for one in each], self.texts
-            )
-        if "teacher_features" in joined:
-            teachers = zip(*(one["teacher_features"] for one in each), strict=True)
-            joined["teacher_features"] = [
-                (
-                    torch.cat([images for images, _ in of_ranks]),
-                    set_by_set([texts for _, texts in of_ranks], self.texts),
-                )
-                for of_ranks in teachers
-            ]
         if "partner" in joined:
             joined["partner"] = reversed_partner(
                 [size for rank in range(world_size) for size in self.sizes(rank)]
@@ -139,31 +117,6 @@ class ClipLossOfViews(ClipLoss):
             for features in (image_features, second)
         ]
         return {"first": values[0], "second": values[1]}
-
-
-class FirstTextAlone(DenseLoss):
-    """The loss of each image's first text."""
-
-    def forward(self, image_features, text_features, *scalars, texts_per_image, **inputs):
-        return super().forward(
-            image_features, text_features[: len(image_features)], *scalars, **inputs
-        )
-
-
-class OtherTextsTeachers(DenseLoss):
-    """Each of an image's two texts with the teachers' embeddings of the other one."""
-
-    def forward(self, *features_and_scale, teacher_features=(), texts_per_image=1, **inputs):
-        if texts_per_image > 1:
-            teacher_features = [
-                (images, texts.roll(len(texts) // 2, 0)) for images, texts in teacher_features
-            ]
-        return super().forward(
-            *features_and_scale,
-            teacher_features=teacher_features,
-            texts_per_image=texts_per_image,
-            **inputs,
-        )
 
 
 def ours(chunk_size: int = 3, **options: Any) -> dict[str, Any]:
@@ -220,32 +173,19 @@ CASES = {
         for impl in ("bidir", "shift", "reduce", "gather")
     },
 }
-ALL_OPTIONS = {
-    "positives": "both",
-    "distill_weight": 0.6,
-    "distill_temperature": 0.1,
-}
 CASES |= {
     f"{name}, {sizes.__name__}": Case(sizes=sizes, **kind)
     for sizes in (ragged, one_micro_batch)
     for name, kind in {
-        "all options": ours(**ALL_OPTIONS),
-        "sigmoid, all options": ours_sigmoid(**ALL_OPTIONS),
-        "two texts an image, all options": {"texts": 2, **ours(**ALL_OPTIONS)},
+        "same caption or picture": ours(positives="both"),
+        "sigmoid, same caption or picture": ours_sigmoid(positives="both"),
     }.items()
 } | {
     "same caption, ragged": Case(sizes=ragged, **ours(positives="caption")),
     "mixup, ragged, in chunks": Case(
         sizes=ragged, mixup_lambda=0.8, retain=0, **ours(chunk_size=2)
     ),
-    "two texts an image, frozen text": Case(texts=2, freeze="text", **ours()),
-    "two texts an image, mixup, ragged": Case(
-        texts=2, sizes=ragged, mixup_lambda=0.8, retain=0, **ours()
-    ),
-    "two texts an image, in another order, ragged": Case(
-        texts=2, sizes=ragged, shuffle_texts=True, **ours()
-    ),
-    "three texts an image, sigmoid": Case(texts=3, **ours_sigmoid()),
+    "in another order, ragged": Case(sizes=ragged, shuffle_texts=True, **ours()),
     "ClipLoss of a further feature, 1/W corrected": Case(
         lambda **ranks: ClipLossOfViews(**ranks),
         lambda: ClipLossOfViews(),
@@ -275,24 +215,8 @@ CONTROLS = {
         )
         for name, options in {
             "same caption": {"positives": "caption"},
-            "two teachers": {"distill_weight": 0.6, "distill_temperature": 0.1},
         }.items()
     },
-    "two texts an image against the first one alone": (
-        Case(texts=2, **ours() | {"reference_loss": FirstTextAlone}),
-        0.01,
-    ),
-    "two texts an image, all options, new masks in the replay": (
-        Case(texts=2, dga={"replay_rng": False}, **ours(**ALL_OPTIONS)),
-        0.1,
-    ),
-    "two texts an image, each with the other's teachers": (
-        Case(
-            texts=2,
-            **ours(**ALL_OPTIONS) | {"reference_loss": partial(OtherTextsTeachers, **ALL_OPTIONS)},
-        ),
-        0.01,
-    ),
     "ClipLoss in an ordinary DDP loop: 1/W": (
         Case(ClipLoss, sizes=lambda rank: [4], use_dga=False),
         0.4,
@@ -310,7 +234,7 @@ class Adapter(torch.nn.Module):
 
 
 def rank_batches(case: Case, rank: int, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return batches(case.sizes(rank), seed=1000 * step + rank, texts_per_image=case.texts)
+    return batches(case.sizes(rank), seed=1000 * step + rank)
 
 
 def rank_seed(rank: int, step: int) -> int:
@@ -344,11 +268,10 @@ def run_case(case: Case, rank: int, world_size: int) -> list[dict[str, torch.Ten
             order = {}
             if case.shuffle_texts:
                 images, texts = zip(*micro_batches, strict=True)
-                order["text_order"] = torch.randperm(case.texts * sum(case.sizes(rank)))
+                order["text_order"] = torch.randperm(sum(case.sizes(rank)))
                 texts = torch.cat(texts)[order["text_order"]].split([len(part) for part in texts])
                 micro_batches = list(zip(images, texts, strict=True))
-            inputs = order | {"texts_per_image": case.texts} | case.loss_inputs(rank, step)
-            dga.backward(micro_batches, **inputs)
+            dga.backward(micro_batches, **order, **case.loss_inputs(rank, step))
         else:
             loss(**wrapped(*micro_batches[0])).backward()
         kept = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -375,7 +298,6 @@ def reference(case: Case, world_size: int) -> list[dict[str, torch.Tensor]]:
             case.reference_loss(),
             micro_batches,
             rng_states=states,
-            texts_per_image=case.texts,
             terms=case.terms,
             more=["second"] if case.second_view else [],
             **inputs,
@@ -536,9 +458,7 @@ def test_every_rank_has_the_gradient_of_one_graph(ranks, name):
                 )
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, case in CASES.items() if case.options or case.texts > 1]
-)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.options])
 def test_one_rank_has_the_gradient_of_one_graph(name):
     found, wanted = run_case(CASES[name], 0, 1), reference(CASES[name], 1)
     for step in range(STEPS):

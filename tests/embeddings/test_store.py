@@ -118,7 +118,7 @@ def test_a_changed_manifest_gets_a_sentence(tmp_path):
     with pytest.raises(
         UserError, match=r"embeddings\.json cannot be read .*make the embeddings anew"
     ):
-        Store.open(tmp_path, remedy="zerovl teacher")
+        Store.open(tmp_path, remedy="zerovl align")
     assert not Store.create(tmp_path, manifest(), cache=True).done.any()  # a cache is made anew
 
 

@@ -17,7 +17,7 @@ from open_clip_zerovl.losses.problem import Problem
 from scripts.bench.loss import OPTIONS as BENCH_OPTIONS
 from scripts.bench.loss import peak_gib
 from support import ROOT
-from support.dense_loss import DenseLoss, sample_ids, teacher_features
+from support.dense_loss import DenseLoss, sample_ids
 
 
 def features(n, d=8, dtype=torch.float64, seed=0, alike=0.0):
@@ -226,7 +226,6 @@ def test_reversed_partner():
 
 FOUR, IDS4, SCALE = features(4), sample_ids(4, 0), torch.tensor(20.0)
 MIXED = {"mixup_lambda": 0.5, "partner": reversed_partner([4])}
-TEACHERS = teacher_features(4, 0)
 # (options of the loss, arguments of its call in place of the four pairs, the sentence)
 REFUSED = [
     ({"rank": 2, "world_size": 2}, {}, "rank is 2"),
@@ -239,13 +238,8 @@ REFUSED = [
     ({}, {**MIXED, "mixup_lambda": 1.5}, "mixup_lambda lies in 0..1"),
     ({"positives": "caption"}, {"ids": {"caption": torch.arange(1)}}, r"caption has \(1,\) rows"),
     ({"positives": "image"}, {"ids": {"image": torch.arange(5)}}, r"image has \(5,\) rows"),
-    ({"distill_weight": 1.5}, {"teacher_features": TEACHERS}, "distill_weight lies in 0..1"),
-    ({"distill_weight": 0.5}, {"teacher_features": teacher_features(5, 0)}, r"teacher 0 has \(5, 5\) rows"),
-    ({"distill_weight": 0.5}, {}, "0 teachers' features are given"),
-    ({}, {"teacher_features": TEACHERS}, "distill_weight is 0 and 2 teachers"),
     ({}, MIXED, "mixup is not defined with the sigmoid loss"),
     ({"positives": "caption"}, {"ids": IDS4, **MIXED}, "mixup is not defined with positives='caption'"),
-    ({"distill_weight": 0.5}, {"teacher_features": TEACHERS, **MIXED}, "no teacher has seen the mixed samples"),
 ]  # fmt: skip
 
 
@@ -263,21 +257,11 @@ OPTIONS = {
     "same caption": {"positives": "caption"},
     "same picture": {"positives": "image"},
     "same caption or picture": {"positives": "both"},
-    "two teachers": {"distill_weight": 0.7, "distill_temperature": 0.1},
-    "two teachers alone": {"distill_weight": 1.0, "distill_temperature": 0.05},
-    "all": {
-        "distill_weight": 0.4,
-        "distill_temperature": 0.2,
-        "positives": "both",
-    },
 }
 
 
 def option_inputs(options, b, seed=0):
-    inputs = {"ids": sample_ids(b, seed)}
-    if options.get("distill_weight"):
-        inputs["teacher_features"] = teacher_features(b, seed)
-    return inputs
+    return {"ids": sample_ids(b, seed)}
 
 
 # The softmax and the sigmoid: (loss, its dense definition, scale and bias).
@@ -297,13 +281,10 @@ def test_options_are_their_dense_definition(name, kind, chunk_size):
     inputs = option_inputs(options, 13)
     wanted = value_and_gradients(dense(**options), *sides, *scalars, **inputs)
     loss = make(chunk_size=chunk_size, **options)
-    for number, (found, expected) in enumerate(
-        zip(value_and_gradients(loss, *sides, *scalars, **inputs), wanted, strict=True)
+    for found, expected in zip(
+        value_and_gradients(loss, *sides, *scalars, **inputs), wanted, strict=True
     ):
-        if number == 4 and options.get("distill_weight") == 1.0:
-            assert found == expected == 0  # softmaxes alone: the bias changes nothing
-        else:
-            assert relative(found, expected) <= 1e-12
+        assert relative(found, expected) <= 1e-12
     assert loss.report.pair_losses.mean().item() == pytest.approx(wanted[0].item(), rel=1e-12)
     plain = value_and_gradients(make(), *sides, *scalars)
     # The control: the option changes the gradient.
@@ -311,7 +292,12 @@ def test_options_are_their_dense_definition(name, kind, chunk_size):
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("softmax", "all"), ("sigmoid", "all"), ("sigmoid", None)]
+    ("kind", "name"),
+    [
+        ("softmax", "same caption or picture"),
+        ("sigmoid", "same caption or picture"),
+        ("sigmoid", None),
+    ],
 )
 def test_gradients_twice_are_the_same(kind, name):
     """The first call overwrites the matrices that `value` has kept; the second one computes them."""
@@ -337,26 +323,17 @@ def test_gradients_twice_are_the_same(kind, name):
     ("kind", "name"),
     [
         ("softmax", "same caption"),
-        ("softmax", "all"),
-        ("softmax", "two teachers alone"),
+        ("softmax", None),
         ("sigmoid", None),
     ],
 )
 def test_single_precision_at_scale_100(kind, name):
-    """Teachers' features in fp16 as a store holds them, against the same numbers in fp64. Most logits of the sigmoid are far on
-    the right side, where 1 - sigmoid would be rounded to zero."""
+    """Most logits of the sigmoid are far on the right side, where 1 - sigmoid would be rounded to zero."""
     (make, dense, _), options, n = KINDS[kind], OPTIONS.get(name, {}), 300
     single = [x.detach().float().requires_grad_() for x in features(n, d=32, alike=0.35)]
-    inputs = wide = {"ids": sample_ids(n, 0)}
-    if options.get("distill_weight"):
-        inputs = inputs | {"teacher_features": teacher_features(n, 0, dtype=torch.float16)}
-        wide = inputs | {
-            "teacher_features": [
-                tuple(x.double() for x in pair) for pair in inputs["teacher_features"]
-            ]
-        }
+    inputs = {"ids": sample_ids(n, 0)}
     wanted = value_and_gradients(
-        dense(**options), *(x.detach().double().requires_grad_() for x in single), 100.0, **wide
+        dense(**options), *(x.detach().double().requires_grad_() for x in single), 100.0, **inputs
     )
     found = value_and_gradients(make(chunk_size=64, **options), *single, 100.0, **inputs)
     for one, expected in zip(found, wanted, strict=True):
@@ -378,24 +355,6 @@ def test_memory_is_not_quadratic(kind, name):
     assert peaks[1] <= 4.2 * peaks[0]
 
 
-@pytest.mark.parametrize("columns", [7, 16, 40])
-def test_half_precision_teachers_are_widened_some_columns_at_a_time(monkeypatch, columns):
-    """40 pairs of 7, 16 and all columns at once: the same loss and gradients as of the teachers in fp32 at once."""
-    monkeypatch.setattr("open_clip_zerovl.losses.logits._WIDENED_ROWS", columns)
-    sides = features(40)
-    inputs = {"teacher_features": teacher_features(40, 0, dtype=torch.float16)}
-    wide = {
-        "teacher_features": [
-            tuple(x.to(sides[0].dtype) for x in pair) for pair in inputs["teacher_features"]
-        ]
-    }
-    loss = ContrastiveLoss(chunk_size=9, distill_weight=0.6, distill_temperature=0.1)
-    found = value_and_gradients(loss, *sides, **inputs)
-    wanted = value_and_gradients(loss, *sides, **wide)
-    for one, reference in zip(found, wanted, strict=True):
-        assert relative(one, reference) <= 1e-12
-
-
 def test_two_ids_are_joined_without_two_pairs_getting_one():
     """Captions 0, 1 and pictures 1, 0: joined with a factor of N - 1 both would be 1, and nobody a positive."""
     sides = features(2)
@@ -412,15 +371,6 @@ def test_report_of_sources_and_duplicates():
     loss(images, texts, torch.tensor(5.0), ids=ids)
     assert loss.report.sources.tolist() == [0, 1, 0, 1, 1]
     assert loss.report.duplicates.tolist() == [True, True, False, True, True]
-    two_texts = {"source": ids["source"], "caption": torch.tensor([7, 8, 9, 8, 6, 1, 2, 3, 4, 2])}
-    loss(images, torch.cat([texts, texts]), torch.tensor(5.0), ids=two_texts, texts_per_image=2)
-    assert loss.report.duplicates.tolist() == [
-        False,
-        True,
-        False,
-        True,
-        True,
-    ]  # by either of their captions
     plain = ContrastiveLoss()
     plain(images, texts, torch.tensor(5.0))
     assert plain.report.sources is None and plain.report.duplicates is None

@@ -234,14 +234,11 @@ def bert_base(folder: Path) -> str:
 @pytest.mark.slow  # builds the paper's towers: 2 minutes
 def test_the_launchers_bytes_are_those_counted(tmp_path):
     tower = bert_base(tmp_path / "bert-base")
-    for (name, token_drop, frozen, texts), (sample_mib, fixed_gib) in GRAPHS.items():
+    for (name, token_drop, frozen), (sample_mib, fixed_gib) in GRAPHS.items():
         drop = None if token_drop is None else float(token_drop)
-        captions = "txt+syn" if texts == 2 else None
         frozen_towers = () if frozen is None else (frozen,)
         text_model = tower if "BERT" in name else None
-        settings = settings_of(
-            name, token_drop=drop, freeze=frozen_towers, captions=captions, text_model=text_model
-        )
+        settings = settings_of(name, token_drop=drop, freeze=frozen_towers, text_model=text_model)
         costs = count_costs(build(settings, CPU, "amp_bf16"))
         assert costs.sample_bytes / MIB == pytest.approx(sample_mib, rel=0.02)
         assert (costs.state_bytes + costs.fixed_bytes) / GIB == pytest.approx(fixed_gib, rel=0.02)
@@ -300,8 +297,7 @@ def test_counted_flops_are_those_of_forward_and_backward(model):
 
 
 def test_shapes_alone_cost_what_a_step_costs(model, monkeypatch):
-    flags = {"token_drop": 0.5, "captions": "txt+syn"}
-    planned = build(settings_of(model, **flags), CPU, "amp_bf16")
+    planned = build(settings_of(model, token_drop=0.5), CPU, "amp_bf16")
     before = planned.model.state_dict(keep_vars=True)
     costs = count_costs(planned)
     monkeypatch.setattr(plan_estimate, "LARGE_PARAMETERS", 0)
@@ -622,7 +618,7 @@ def test_a_text_tower_that_is_not_here_is_named(tmp_path, model):
     build(settings_of(name, text_model=str(tmp_path / "bert")), CPU, "fp32")
 
 
-def test_files_and_teachers_that_are_not_there_are_missing(model, tmp_path):
+def test_files_that_are_not_there_are_missing(model, tmp_path):
     """And a file that is there is not missing."""
     (tmp_path / "image.pt").touch()
     settings = settings_of(
@@ -630,17 +626,12 @@ def test_files_and_teachers_that_are_not_there_are_missing(model, tmp_path):
         train_data=f"a={tmp_path}/a",
         init_image=str(tmp_path / "image.pt"),
         pretrained=str(tmp_path / "weights.pt"),
-        teacher=str(tmp_path / "teacher"),
         device="cpu",
     )
     write_source(tmp_path / "a", 0, 100, 50)
     plan = make_plan(settings)
-    weights, teachers = plan.data.missing
+    (weights,) = plan.data.missing
     assert weights.startswith(f"--pretrained: there is no {tmp_path}/weights.pt; ")
-    assert teachers.startswith("teachers: ")
-    assert (
-        f"; zerovl teacher MODEL --train-data 'a={tmp_path}/a' --out {tmp_path}/teacher" in teachers
-    )
 
 
 def test_weights_of_pretrained_are_a_file_in_the_cache_or_to_be_fetched(monkeypatch, tmp_path):

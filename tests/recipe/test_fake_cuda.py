@@ -91,7 +91,7 @@ RECIPES = {
     "gradient checkpointing": {"checkpointing": True},
     "texts sorted": {"sort_text": True},
     "texts sorted and mixed": {"sort_text": True, "mix": Mix(False, 0.3)},
-    "a teacher, shared captions": {"loss": {"distill_weight": 0.5, "positives": "both"}},
+    "shared captions": {"loss": {"positives": "both"}},
 }
 
 
@@ -175,14 +175,9 @@ def watched_steps(
             micro_batches = [
                 (*pair, origin) for pair, origin in zip(micro_batches, origins, strict=True)
             ]
-        if loss:  # origins with a caption and a picture, and a teacher's embeddings of both
+        if loss:  # origins with a caption and a picture
             micro_batches = [
-                (
-                    *pair,
-                    torch.zeros(len(pair[0]), 4, dtype=torch.long),
-                    (torch.ones(len(pair[0]), 10).half(),) * 2,
-                )
-                for pair in micro_batches
+                (*pair, torch.zeros(len(pair[0]), 4, dtype=torch.long)) for pair in micro_batches
             ]
         waits = []
         for number in range(steps):

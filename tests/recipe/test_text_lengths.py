@@ -19,7 +19,6 @@ from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
 from open_clip_zerovl.recipe.step import RecipeStep
 from open_clip_zerovl.recipe.text_lengths import equal_token_sizes, sort_texts, text_padding
 from open_clip_zerovl.recipe.towers import freeze
-from support.dense_loss import DenseLoss
 from support.dga_reference import (
     CONTEXT,
     VOCABULARY,
@@ -174,31 +173,6 @@ def test_mixup_knows_the_partners_of_sorted_texts(mixes_images, equal_tokens):
         found[sort_text] = gradients(model)
     assert error(found[True], wanted) <= EXACT
     assert mixes_images or error(found[False], wanted) > 1e-3  # unsorted, the partners differ
-
-
-@pytest.mark.parametrize("equal_tokens", [False, True])
-def test_two_texts_an_image_are_sorted_together(equal_tokens):
-    model = bert_clip().eval()
-    micro_batches = [
-        (images, torch.cat([texts, others]))
-        for (images, texts), (_, others) in zip(padded(), padded(seed=2), strict=True)
-    ]
-    _, wanted = one_graph(model, DenseLoss(), micro_batches, texts_per_image=2)
-    step = RecipeStep(
-        model,
-        ContrastiveLoss(),
-        Keeping(model),
-        precision="fp32",
-        sort_text=True,
-        equal_tokens=equal_tokens,
-    )
-    step.take(micro_batches, 0)
-    assert error(gradients(model), wanted) <= EXACT
-    mixup = CoinFlipMixup()
-    mixup.attach(model)
-    step = RecipeStep(model, ContrastiveLoss(), Keeping(model), precision="fp32", mixup=mixup)
-    with pytest.raises(UserError, match="mixup is not defined with 2 texts of each image"):
-        step.take(micro_batches, 0)
 
 
 class Keeping(torch.optim.SGD):

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from transformers import BertConfig
 
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
-from support.dense_loss import set_by_set
 from support.tiny_clip import bert_text
 
 # From ARCHITECTURE, invariant 1.
@@ -74,13 +73,12 @@ def batches(
     sizes: Sequence[int],
     dtype: torch.dtype = torch.float64,
     seed: int = 1,
-    texts_per_image: int = 1,
 ) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     return [
         (
             torch.randn(size, 3, 32, 32, generator=generator, dtype=dtype),
-            torch.randint(1, VOCABULARY, (size * texts_per_image, CONTEXT), generator=generator),
+            torch.randint(1, VOCABULARY, (size, CONTEXT), generator=generator),
         )
         for size in sizes
     ]
@@ -109,7 +107,6 @@ def one_graph(
     prepare: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     autocast: Callable[[], Any] = nullcontext,
     rng_states: Sequence[Tensor | None] | None = None,
-    texts_per_image: int = 1,
     terms: Callable[..., Any] | None = None,
     teacher: Callable[..., Any] | None = None,
     more: Sequence[str] = (),
@@ -137,11 +134,7 @@ def one_graph(
             if teacher is not None:
                 taught.append(teacher(images, texts))
     sides = [[output[name] for output in outputs] for name in FEATURES]
-    features = dict(
-        zip(FEATURES, (torch.cat(sides[0]), set_by_set(sides[1], texts_per_image)), strict=True)
-    )
-    if texts_per_image > 1:
-        loss_inputs["texts_per_image"] = texts_per_image
+    features = dict(zip(FEATURES, map(torch.cat, sides), strict=True))
     features = {
         name: value.to(torch.promote_types(value.dtype, torch.float32))
         for name, value in features.items()

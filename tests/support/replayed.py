@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from support.dense_loss import set_by_set
 from support.dga_reference import errors
 
 
@@ -27,10 +26,7 @@ def features_of(
         outputs += [model(*micro_batch) for micro_batch in entry["prepared"]]
     return {
         "image_features": torch.cat([output["image_features"] for output in outputs]),
-        "text_features": set_by_set(
-            [output["text_features"] for output in outputs],
-            entries[0]["loss_inputs"].get("texts_per_image", 1),
-        ),
+        "text_features": torch.cat([output["text_features"] for output in outputs]),
         "logit_scale": outputs[-1]["logit_scale"],
     }
 

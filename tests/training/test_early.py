@@ -205,7 +205,6 @@ def test_a_run_imports_only_the_rooms_that_it_uses():
     """Evaluation, teachers and pages come with the flags, or at the moment, that need them."""
     rooms = [
         "evaluate",
-        "distill",
         "embeddings.sources",
         "report.run_page",
         "recipe.frozen_cache",

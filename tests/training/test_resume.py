@@ -72,7 +72,7 @@ def assert_same_weights(folder: Path, names: tuple[str, str]) -> None:
 
 
 @pytest.mark.slow(
-    reason="four runs, half a minute; the fast tests resume one in the middle of an epoch (test_teacher)"
+    reason="four runs, half a minute; the fast tests resume one in the middle of an epoch (test_whole_program)"
 )
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("workers", ["0", "2"])

@@ -1,4 +1,4 @@
-"""The commands that make models or look after runs: align, finetune, interpolate, export, teacher, report, ..."""
+"""The commands that make models or look after runs: align, finetune, interpolate, export, report, ..."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.align.request import AlignFlags
-from open_clip_zerovl.checkpoints.encoder_flags import EncoderFlags
 from open_clip_zerovl.cli.program import RunCommand
 from open_clip_zerovl.cli.shared import add_encoder, encoder_of, own_model
 from open_clip_zerovl.core.errors import UserError
@@ -22,7 +21,6 @@ from open_clip_zerovl.core.flags import (
     share,
 )
 from open_clip_zerovl.core.lazy import load_open_clip
-from open_clip_zerovl.distill.teacher_flags import TeacherViewFlags
 from open_clip_zerovl.evaluate.settings import PLAIN_ALPHA, CurveFlags, RetrievalSettings
 from open_clip_zerovl.finetune.flags import SETS, FinetuneFlags
 from open_clip_zerovl.recipe.flags import TuningFlags
@@ -287,38 +285,6 @@ def _run_export(arguments: argparse.Namespace) -> None:
         logging.getLogger(push_folder.__module__).info("pushing %s to %s", folder, hub)
         address = push_folder(folder, hub, private=arguments.private)
         print(f"Pushed: {address}")
-
-
-def teacher(parser: argparse.ArgumentParser) -> RunCommand:
-    """`zerovl teacher`."""
-    parser.description = (
-        "Each picture under several augmentations (views) and each caption through one or several frozen models, kept on disk. "
-        "Training with --teacher DIR shows the same views and distils from the embeddings. Give the augmentation and the image "
-        "size of the training to come. A call that was stopped continues when it is made again."
-    )
-    parser.add_argument(
-        "models", nargs="+", metavar="MODEL", help="teachers, each as for retrieval"
-    )
-    parser.add_argument(
-        "--train-data",
-        required=True,
-        metavar="NAME=SHARDS::...",
-        help="named sources, as in training",
-    )
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
-    add_settings(parser, TeacherViewFlags)
-    add_settings(parser, EncoderFlags, without=("model_name", "text_model"))
-
-    def run(arguments: argparse.Namespace) -> None:
-        from open_clip_zerovl.checkpoints.loading import Encoder
-        from open_clip_zerovl.distill.embed import TeacherSettings, embed_sources
-
-        encoders = [settings_from(Encoder, arguments, model=model) for model in arguments.models]
-        embed_sources(
-            arguments.train_data, encoders, arguments.out, settings_from(TeacherSettings, arguments)
-        )
-
-    return run
 
 
 def report(parser: argparse.ArgumentParser) -> RunCommand:

@@ -80,10 +80,6 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         ),
     },
     "research": {
-        "teacher": (
-            "models:teacher",
-            "embed the training data once by frozen teachers, for training with --teacher",
-        ),
         "interpolate": (
             "models:interpolate",
             "weights between a model before and after fine-tuning",
@@ -119,7 +115,6 @@ SILENT = (
     "linear-probe",
     "retrieval",
     "search",
-    "teacher",
     "zero-shot",
 )
 # their flags are those of training, for which they have parsers of their own

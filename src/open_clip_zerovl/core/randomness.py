@@ -86,8 +86,6 @@ class Purpose(enum.Enum):
     CAPTION = "caption"  # source, sample: which of several captions is shown first
     CAPTION_FIELD = "caption field"  # source, position: which of several fields' captions is shown
     IMAGE = "image"  # source, position: augmentation of the picture
-    VIEW = "view"  # source, position: which of the views that teachers have seen is shown
-    VIEW_IMAGE = "view image"  # source, sample, view: its augmentation
     WORDS = "words"  # source, position: augmentation of the caption
     MIXUP = "mixup"  # optimizer step: coin and lambda
     MODEL = "model"  # optimizer step, rank: dropout, token drop

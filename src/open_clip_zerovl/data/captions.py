@@ -4,11 +4,6 @@
     -> captions ["a dog", "a brown dog runs", "a dog on grass"], shown with shares 0.5, 0.25, 0.25
 
 The share of a field that a sample lacks goes to its other fields, in proportion to theirs.
-
-    --captions txt+syn                one caption of each field is shown in every step
-    -> captions ["a dog", "a brown dog runs", "a dog on grass"], shown: number 0, and number 1 or 2
-
-A sample that lacks one of these fields is a bad one.
 """
 
 from __future__ import annotations
@@ -16,13 +11,13 @@ from __future__ import annotations
 import json
 import os
 import tarfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.names import caption_fields, caption_sets, field_names
+from open_clip_zerovl.data.names import caption_fields, field_names
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.stats import Fault
 from open_clip_zerovl.shards.index import open_index
@@ -52,33 +47,6 @@ class DrawnCaptions(list[bytes]):
         return len(self) - 1
 
 
-class CaptionSets(list[bytes]):
-    """Captions of a sample in sets; each step shows one caption of every set.
-
-    Attributes:
-        begins: the number of each set's first caption.
-    """
-
-    def __init__(self, sets: Iterable[list[bytes]]) -> None:
-        super().__init__()
-        self.begins: list[int] = []
-        for texts in sets:
-            self.begins.append(len(self))
-            self += texts
-
-    def shown(self, draw: Callable[[int], int]) -> tuple[int, ...]:
-        """The numbers of the captions that a step shows, one of each set.
-
-        Args:
-            draw: number of a set -> a random number, whose remainder chooses.
-        """
-        ends = [*self.begins[1:], len(self)]
-        return tuple(
-            begin + draw(number) % (end - begin)
-            for number, (begin, end) in enumerate(zip(self.begins, ends, strict=True))
-        )
-
-
 def member_of(field: str) -> str:
     """The member of a sample that holds a field: `syn.json:syn_text` -> `syn.json`."""
     if field == TEXT_EXTENSION:
@@ -88,30 +56,22 @@ def member_of(field: str) -> str:
 
 def captions_of(
     members: Mapping[str, bytes | None], captions: str | None
-) -> DrawnCaptions | CaptionSets | Fault | None:
+) -> DrawnCaptions | Fault | None:
     """All captions of a sample, field by field; None if it has none of the fields.
 
-    A Fault if a member is not JSON, or if one of several fields that are shown together is missing.
+    A Fault if a member is not JSON.
 
     Args:
         members: suffix -> content, of at least the members that `member_of` names.
         captions: `--captions`, which names fields.
     """
-    sets = caption_sets(captions)
-    fields = caption_fields(captions)
     texts_and_shares: list[tuple[list[bytes], float]] = []
-    for field, share in fields or [(name, 1.0) for name in sets]:
+    for field, share in caption_fields(captions):
         texts = _texts_of(members, field)
         if isinstance(texts, Fault):
             return texts
         if texts:
             texts_and_shares.append((texts, share))
-        elif sets:
-            return Fault(
-                "no caption", f"has no caption {field}, and --captions {captions} shows one of each"
-            )
-    if sets:
-        return CaptionSets(texts for texts, _ in texts_and_shares)
     if not texts_and_shares:
         return None
     total = sum(share for _, share in texts_and_shares)
@@ -149,7 +109,7 @@ def caption_starts(source: Source) -> np.ndarray | None:
 
         samples of 1, 3 and 2 captions  ->  [0, 1, 4, 6]
 
-    Samples have several captions with `--captions one-per-epoch`, FIELD=SHARE,... and FIELD+FIELD; with `all` each caption is a
+    Samples have several captions with `--captions one-per-epoch` and FIELD=SHARE,...; with `all` each caption is a
     sample of its own. In a shard that cannot be read each sample counts one caption.
 
     Raises:

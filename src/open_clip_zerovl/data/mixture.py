@@ -42,12 +42,11 @@ from open_clip_zerovl.core.randomness import (
 from open_clip_zerovl.data.buffers import BufferPool, PooledBatch
 from open_clip_zerovl.data.images import batch_layout, collate_images, crop_of
 from open_clip_zerovl.data.pixels import PixelTransform, pictures
-from open_clip_zerovl.data.reading import RawSample, Reading, ShardTeachers
+from open_clip_zerovl.data.reading import RawSample, Reading
 from open_clip_zerovl.data.sample_stream import SampleStream, SliceReader
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.stats import BatchReport
 from open_clip_zerovl.data.tokens import fast_tokenizer
-from open_clip_zerovl.data.views import StoredTeachers
 from open_clip_zerovl.data.workers import SharedNumbers
 from open_clip_zerovl.sampling.assignment import Assignment
 from open_clip_zerovl.sampling.order import LocalOrder
@@ -99,20 +98,14 @@ class Preprocessing:
     Attributes:
         transform: PIL image -> tensor (C, H, W); its torch, numpy and `random` draws are seeded per sample. JPEGs are decoded
             at a reduced size if no crop of the transform loses by it (`images.Crop`).
-        tokenizer: list of captions -> LongTensor (B, L). Where a step shows several captions of each sample, C of them, texts
-            are (C*B, L): the first caption of all samples, then the second.
+        tokenizer: list of captions -> LongTensor (B, L).
         augment_caption: (caption, seed of its stream) -> caption, before the tokenizer.
         pixel_path: of PIXEL_PATHS. "arrays" gives the same pictures to rounding (`pixels`). It falls back to PIL, with a line
             in the log, where the decoder is not installed or the transform has a step that takes PIL images only.
         with_origin: yield the (source, position) of each sample as a third item (B, 2).
         with_content: yield a third item of four columns (B, 4): source, position, a number of the caption before augmentation
-            and a number of the image file; then one of each further caption. Equal texts (but for case and white space) have
+            and a number of the image file. Equal texts (but for case and white space) have
             the same number, equal files too.
-        teachers: show the views that these teachers have embedded, in place of new augmentations. Their embeddings are the
-            fourth item, a tuple of tensors (B, D): of pictures and of captions, for each teacher. The third item is yielded
-            too.
-        shard_teachers: the same for teachers whose embeddings are in the shards. Pictures are then decoded at full size, since
-            stored crops are measured in it.
     """
 
     transform: Callable[[Image.Image], torch.Tensor]
@@ -121,8 +114,6 @@ class Preprocessing:
     pixel_path: str = "pil"
     with_origin: bool = False
     with_content: bool = False
-    teachers: StoredTeachers | None = None
-    shard_teachers: ShardTeachers | None = None
 
 
 @dataclass
@@ -164,9 +155,9 @@ class Mixture(IterableDataset):
         shuffle_window_samples: encoded samples that a worker keeps in memory to shuffle, over all sources.
 
     Yields:
-        (images (B, C, H, W), texts (B, L), `BatchReport`), with the third and fourth items of `Preprocessing` before the
-        report; in a loader's worker (`PooledBatch`, `BatchReport`); or a `UserError` in place of a batch. `MixtureLoader`
-        yields batches without the report, and raises the error.
+        (images (B, C, H, W), texts (B, L), `BatchReport`), with the third item of `Preprocessing` before the report; in a
+        loader's worker (`PooledBatch`, `BatchReport`); or a `UserError` in place of a batch. `MixtureLoader` yields batches
+        without the report, and raises the error.
 
     Raises:
         UserError: an unknown `on_bad_sample` or pixel path.
@@ -196,9 +187,7 @@ class Mixture(IterableDataset):
         self.cache = cache
         self.shuffle_window_samples = shuffle_window_samples
         self.transform, self.decode = pictures(preprocessing.transform, preprocessing.pixel_path)
-        # stored crops are measured in full-size pictures
-        whole = preprocessing.shard_teachers is not None
-        self.crop = None if whole else crop_of(preprocessing.transform)
+        self.crop = crop_of(preprocessing.transform)
         self.padding = padding_of(preprocessing.tokenizer)
         self.tokenize = fast_tokenizer(preprocessing.tokenizer)
         # Pictures on the array path draw from torch's generator alone; seeding Python's and numpy's takes most of the time.
@@ -292,7 +281,6 @@ class Mixture(IterableDataset):
             index,
             seed=self.seed,
             fail=self.on_bad_sample == "fail",
-            teachers=self.preprocessing.shard_teachers,
             policy=RetryPolicy.within(
                 self.timeout_seconds,
                 watched=get_worker_info() is not None,
@@ -306,38 +294,26 @@ class Mixture(IterableDataset):
         return SampleStream(SliceReader(reading, mine, slices), order, int(reader.done[index]))
 
     def _batch(self, streams: Sequence[SampleStream], worker: int) -> tuple[Any, ...]:
-        """The next sample of each stream: (images, texts, origin and embeddings, report), or (`PooledBatch`, report)."""
-        wanted, teachers = self.preprocessing, self.preprocessing.teachers
+        """Take the next sample of each stream: (images, texts, origin, report), or (`PooledBatch`, report)."""
+        wanted = self.preprocessing
         images = []
         captions = []
         origins = []
-        embeddings = []
         report = BatchReport()
         with preserved():
             for stream in streams:
                 sample, image, dropped = stream.take(self._decode)
-                if teachers is None:
-                    self.reseed(stream_seed(self.seed, Purpose.IMAGE, sample.source, sample.place))
-                    images.append(self.transform(image))  # at once: decoded images are large
-                else:
-                    draw = stream_seed(self.seed, Purpose.VIEW, sample.source, sample.place)
-                    picture, of_teachers = teachers.show(sample, image, self.transform, draw)
-                    images.append(picture)
-                    embeddings.append(of_teachers)
-                captions.append(self._captions(sample))
+                self.reseed(stream_seed(self.seed, Purpose.IMAGE, sample.source, sample.place))
+                images.append(self.transform(image))  # at once: decoded images are large
+                captions.append(self._caption(sample))
                 content = content_numbers(sample) if wanted.with_content else ()
                 origins.append((sample.source, sample.position, *content))
                 if dropped is not None:
                     report.dropped.append(dropped)
-        texts = [
-            caption for nth_captions in zip(*captions, strict=True) for caption in nth_captions
-        ]
-        others: list[Any] = [self.tokenize(texts)]
+        others: list[Any] = [self.tokenize(captions)]
         report.full = _full(others[0], [source for source, *_ in origins], self.padding)
-        if wanted.with_origin or wanted.with_content or teachers is not None:
+        if wanted.with_origin or wanted.with_content:
             others.append(torch.tensor(origins))
-        if teachers is not None:
-            others.append(tuple(torch.stack(rows) for rows in zip(*embeddings, strict=True)))
         shared_block = (
             self.pool.block(worker, batch_layout(images)) if self.pool is not None else None
         )
@@ -346,30 +322,25 @@ class Mixture(IterableDataset):
         block, memory = shared_block
         return (PooledBatch.of(worker, block, collate_images(images, memory), others), report)
 
-    def _captions(self, sample: RawSample) -> list[str]:
+    def _caption(self, sample: RawSample) -> str:
         augment = self.preprocessing.augment_caption
         if augment is None:
-            return [caption for _, caption in sample.shown]
-        key = sample.source, sample.place
-        return [
-            augment(
-                caption, stream_seed(self.seed, Purpose.WORDS, *key, *([number] if number else []))
-            )
-            for number, (_, caption) in enumerate(sample.shown)
-        ]
+            return sample.caption
+        return augment(
+            sample.caption,
+            stream_seed(self.seed, Purpose.WORDS, sample.source, sample.place),
+        )
 
     def _decode(self, sample: RawSample) -> Any:
         return self.decode(sample.image, self.crop)
 
 
 def _full(texts: Any, sources: Sequence[int], padding: int | None) -> dict[int, int]:
-    """source -> samples with a text that fills the context: its last token is not padding. Texts are (B, L), or (C*B, L)."""
+    """source -> samples with a text that fills the context: its last token is not padding."""
     if padding is None or not isinstance(texts, torch.Tensor) or texts.ndim != 2:
         return {}
     full: dict[int, int] = {}
-    for row in (
-        (texts[:, -1] != padding).view(-1, len(sources)).any(dim=0).nonzero().flatten().tolist()
-    ):
+    for row in (texts[:, -1] != padding).nonzero().flatten().tolist():
         full[sources[row]] = full.get(sources[row], 0) + 1
     return full
 
@@ -386,12 +357,12 @@ def padding_of(tokenizer: Any) -> int | None:
 
 
 def content_numbers(sample: RawSample) -> tuple[int, ...]:
-    """Numbers of the caption, of the image file, and of further captions shown beside the first, all int64.
+    """Return numbers of the caption and of the image file, int64.
 
     They are hashes, equal in every process for equal content.
     """
-    first, *further = (" ".join(caption.casefold().split()).encode() for _, caption in sample.shown)
+    caption = " ".join(sample.caption.casefold().split()).encode()
     return tuple(
         int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
-        for content in (first, sample.image, *further)
+        for content in (caption, sample.image)
     )

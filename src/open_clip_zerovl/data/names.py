@@ -23,7 +23,7 @@ FEWEST_PICTURES = 40  # of which some can be held out
 CAPTIONS = ("one-per-epoch", "all")
 POLICIES = ("replace", "fail")  # what happens at a bad sample
 PIXEL_PATHS = ("pil", "arrays")  # what decodes and resizes pictures
-PIXEL_PATH = "arrays"  # default of training, and of stored teachers, which see its pictures
+PIXEL_PATH = "arrays"  # default of training
 AUTO_AUGMENTS = ("imagenet",)  # policies of AutoAugment
 
 
@@ -66,38 +66,13 @@ def caption_fields(captions: str | None) -> tuple[tuple[str, float], ...]:
     return tuple(fields)
 
 
-@functools.cache
-def caption_sets(captions: str | None) -> tuple[str, ...]:
-    """The fields that all show a caption in every step; () for values of another form.
-
-        caption_sets("txt+syn")  ->  ("txt", "syn")
-
-    Raises:
-        UserError: an empty field, or one given twice.
-    """
-    if captions is None or "+" not in captions or "=" in captions:
-        return ()
-    names = tuple(part.strip() for part in captions.split("+"))
-    if not all(names) or len(set(names)) < len(names):
-        raise UserError(
-            f"--captions {captions}: each field beside another is given once; write txt+KEY"
-        )
-    return names
-
-
 def field_names(captions: str | None) -> tuple[str, ...]:
-    """The fields that `--captions` names, in either form; () for none."""
-    return caption_sets(captions) or tuple(name for name, _ in caption_fields(captions))
-
-
-def captions_in_a_step(captions: str | None) -> int:
-    """Captions of a sample in one step: the number of `caption_sets`, or 1."""
-    return max(1, len(caption_sets(captions)))
+    """Return the fields that `--captions` names; () for none."""
+    return tuple(name for name, _ in caption_fields(captions))
 
 
 def is_captions(captions: str) -> bool:
-    """True for a `--captions` value in CAPTIONS, or of the form of `caption_fields` or `caption_sets`; UserError as
-    there."""
+    """True for a `--captions` value in CAPTIONS, or of the form of `caption_fields`; UserError as there."""
     return captions in CAPTIONS or bool(field_names(captions))
 
 

@@ -13,14 +13,14 @@ determines the sample that replaces a lost one. An epoch can therefore be entere
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import Purpose, stream_seed
-from open_clip_zerovl.data.captions import CaptionSets, DrawnCaptions
+from open_clip_zerovl.data.captions import DrawnCaptions
 from open_clip_zerovl.data.names import field_names
 from open_clip_zerovl.data.shard_reader import ShardReader
 from open_clip_zerovl.data.sources import Source
@@ -45,18 +45,17 @@ class RawSample:
 
     Attributes:
         image: encoded bytes; empty for a sample without one.
-        shown: (number among the sample's captions, caption) of all captions that the step shows.
+        caption: the one that the step shows; empty for a sample that cannot be shown.
         source: index of its source.
         position: number in the source's endless cycle; unique over epochs and passes.
         key, shard: name of the sample, and path or URL of its shard.
         captions: all captions, "" for one that cannot be shown; empty without `Reading.every_caption`.
-        stored: the result of `ShardTeachers.stored_view`.
         fault: the reason why it cannot be shown; None for a good sample.
         stands_for: the loss that it replaces; None for a sample at its own place.
     """
 
     image: bytes
-    shown: tuple[tuple[int, str], ...]
+    caption: str
     source: int
     position: int
     key: str
@@ -64,35 +63,11 @@ class RawSample:
     fault: Fault | None = None
     stands_for: DroppedSample | None = None
     captions: tuple[str, ...] = ()
-    stored: Any = None
-
-    @property
-    def caption(self) -> str:
-        """The first caption that the step shows."""
-        return self.shown[0][1]
 
     @property
     def place(self) -> int:
         """The position that the schedule asks for: the sample's own, or that of the sample that it replaces."""
         return self.position if self.stands_for is None else self.stands_for.position
-
-
-class ShardTeachers(Protocol):
-    """Teachers whose embeddings are members of each sample in its shard.
-
-    Attributes:
-        members: suffixes of these members.
-    """
-
-    @property
-    def members(self) -> tuple[str, ...]: ...
-
-    def stored_view(self, members: Mapping[str, bytes | None], draw: int) -> Any:
-        """The stored view number `draw` (modulo the number of views) from a sample's members, or a Fault."""
-        ...
-
-
-_NOTHING = ((0, ""),)  # shown by a sample that cannot be shown
 
 
 class Surplus(Exception):
@@ -115,7 +90,6 @@ class Reading:
         cache: keeps remote shards on a local disk; None reads them from their server.
         ahead: fetches shards into the cache before they are read; None to fetch each when it is read.
         every_caption: give samples all their captions, besides the one to show.
-        teachers: those whose embeddings are in the shards.
         opens: called with the number of every shard that is opened.
         notes: called with a sentence about something odd through which no sample is lost.
     """
@@ -128,14 +102,12 @@ class Reading:
     cache: ShardCache | None = None
     ahead: FetchAhead | None = None
     every_caption: bool = False
-    teachers: ShardTeachers | None = None
     opens: Callable[[int], None] = _ignore
     notes: Callable[[str], None] = _ignore
 
     @functools.cached_property
     def _shards(self) -> ShardReader:
-        others = () if self.teachers is None else self.teachers.members
-        return ShardReader(self.source, others, self.policy, self.cache, self.notes)
+        return ShardReader(self.source, self.policy, self.cache, self.notes)
 
     def announce(self, shard: int) -> None:
         """Fetch a remote shard in advance, because it will be read soon."""
@@ -185,19 +157,11 @@ class Reading:
             yield from self._rows(shard, start, position)
             return
         with closing(self._shards.members(shard, start)) as members:
-            for offset, (key, texts, image, others) in enumerate(members, start):
+            for offset, (key, texts, image) in enumerate(members, start):
                 if offset == size:
                     raise Surplus
                 place = position + offset - start
-                sample = self._raw(image, texts, key, source.shards[shard], place)
-                if self.teachers is not None and sample.fault is None:
-                    draw = stream_seed(self.seed, Purpose.VIEW, self.index, place)
-                    stored = self.teachers.stored_view(others, draw)
-                    sample = replace(
-                        sample,
-                        **({"fault": stored} if isinstance(stored, Fault) else {"stored": stored}),
-                    )
-                yield sample
+                yield self._raw(image, texts, key, source.shards[shard], place)
 
     def _rows(self, block: int, start: int, position: int) -> Iterator[RawSample]:
         table, first = self.source.table, int(self.source.starts[block])
@@ -214,7 +178,7 @@ class Reading:
                     "unreadable row",
                     "is a row that cannot be read (a warning named its line when the table was opened)",
                 )
-                yield RawSample(b"", _NOTHING, self.index, place, path, table.path, fault)
+                yield RawSample(b"", "", self.index, place, path, table.path, fault)
 
     def _raw(
         self,
@@ -226,7 +190,7 @@ class Reading:
     ) -> RawSample:
         """The sample, with its fault if it has no image or no usable caption."""
         fault: Fault | None = None
-        shown: Any = _NOTHING
+        shown = ""
         if image is None:
             named = f"{PICTURE_WORDS} after the first dot of a file's name, where its key ends"
             fault = Fault("no image", f"has no image ({named})")
@@ -244,11 +208,11 @@ class Reading:
         elif isinstance(texts, Fault):
             fault = texts
         else:
-            chosen = tuple(
-                (n, _caption(texts[n] if texts else b"")) for n in self._choose(texts, position)
-            )
-            fault = next((caption for _, caption in chosen if isinstance(caption, Fault)), None)
-            shown = _NOTHING if fault is not None else chosen
+            caption = _caption(texts[self._choose(texts, position)] if texts else b"")
+            if isinstance(caption, Fault):
+                fault = caption
+            else:
+                shown = caption
         every: tuple[str, ...] = ()
         if self.every_caption and not isinstance(texts, Fault):
             every = tuple(
@@ -259,28 +223,20 @@ class Reading:
             image or b"", shown, self.index, position, key, shard, fault, captions=every
         )
 
-    def _choose(self, texts: list[bytes], position: int) -> tuple[int, ...]:
-        """The numbers of this pass's captions: one, or one of each of several sets.
+    def _choose(self, texts: list[bytes], position: int) -> int:
+        """Return the number of this pass's caption.
 
         Passes take an image's captions in turn, and the seed draws which is the first. Where captions come from several fields,
-        each pass draws: a field by its probability, or a caption of each field.
+        each pass draws a field by its probability.
         """
-        if isinstance(texts, CaptionSets):
-            return texts.shown(
-                lambda number: stream_seed(
-                    self.seed, Purpose.CAPTION_FIELD, self.index, position, number
-                )
-            )
         if isinstance(texts, DrawnCaptions):
-            return (
-                texts.at(
-                    stream_seed(self.seed, Purpose.CAPTION_FIELD, self.index, position) / 2**64
-                ),
+            return texts.at(
+                stream_seed(self.seed, Purpose.CAPTION_FIELD, self.index, position) / 2**64
             )
         if len(texts) <= 1:
-            return (0,)
+            return 0
         lap, sample = divmod(position, self.source.num_samples)
-        return ((stream_seed(self.seed, Purpose.CAPTION, self.index, sample) + lap) % len(texts),)
+        return (stream_seed(self.seed, Purpose.CAPTION, self.index, sample) + lap) % len(texts)
 
 
 def _caption(text: bytes) -> str | Fault:

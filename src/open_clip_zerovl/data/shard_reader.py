@@ -1,9 +1,9 @@
-"""The members of a shard's samples (captions, picture, requested suffixes), read in the fastest way that the shard allows.
+"""The members of a shard's samples (captions, picture), read in the fastest way that the shard allows.
 
     a plain local tar, from its beginning              its headers, one after the other
     the same, from sample number `start` on            its index
     a selection's samples, or one for each caption      its index
-    members that no index has (other fields, teachers) its headers
+    members that no index has (other fields)           its headers
     a compressed or remote tar                         streamed from its first byte
     a parquet file                                     its rows
 
@@ -47,8 +47,8 @@ from open_clip_zerovl.shards.urls import is_parquet, local_path
 
 _READAHEAD_SAMPLES = 16  # scattered samples that the system is asked to fetch before they are read
 
-# key, captions, picture, and all members that were read by suffix
-EncodedPair = tuple[str, list[bytes] | Fault | None, bytes | None, Mapping[str, bytes | None]]
+# key, captions, picture
+EncodedPair = tuple[str, list[bytes] | Fault | None, bytes | None]
 
 
 @dataclass(frozen=True)
@@ -57,20 +57,18 @@ class ShardReader:
 
     Attributes:
         source: whose shards.
-        others: suffixes of members beside picture and captions.
         policy: retries of remote shards.
         cache: keeps remote shards on a local disk; None reads them from their server.
         notes: called with a sentence about something odd through which no sample is lost.
     """
 
     source: Source
-    others: tuple[str, ...]
     policy: RetryPolicy
     cache: ShardCache | None
     notes: Callable[[str], None]
 
     def members(self, shard: int, start: int) -> Generator[EncodedPair, None, None]:
-        """(key, captions, image, members) of each sample from number `start` on; ShardError if there are too few."""
+        """(key, captions, image) of each sample from number `start` on; ShardError if there are too few."""
         url = self.source.shards[shard]
         path = local_path(url)
         with ExitStack() as stack:
@@ -193,7 +191,7 @@ class ShardReader:
                     continue
                 lines = [None] if text is None else caption_lines(text) or [b""]
                 for line in lines[skipped:]:
-                    yield key, None if line is None else [line], image, members
+                    yield key, None if line is None else [line], image
                 skipped = 0
         if index.torn[0] and (picked is None or readable < len(picked)):
             raise ShardError(str(index.torn[0]), str(index.torn[1]), count)
@@ -209,13 +207,13 @@ class ShardReader:
             texts = None if text is None else [text]
         else:
             texts = caption_lines(text)
-        return key, texts, image_of(members), members
+        return key, texts, image_of(members)
 
     @property
     def _wanted(self) -> frozenset[str]:
         """Suffixes of the members that are read of a sample."""
         fields = field_names(self.source.captions)
-        return WANTED | {member_of(field) for field in fields} | frozenset(self.others)
+        return WANTED | {member_of(field) for field in fields}
 
 
 def _require(count: int, size: int) -> None:

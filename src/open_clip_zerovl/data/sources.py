@@ -143,7 +143,7 @@ def parse_sources(
     """
     if captions is not None and not is_captions(captions):
         raise UserError(
-            f"unknown --captions {captions!r}; use one of {', '.join(CAPTIONS)}, FIELD=SHARE,FIELD=SHARE or FIELD+FIELD"
+            f"unknown --captions {captions!r}; use one of {', '.join(CAPTIONS)}, or FIELD=SHARE,FIELD=SHARE"
         )
     how = _Opening(
         captions,

@@ -30,14 +30,12 @@ def checked_sizes(
     micro_batches: Sequence[Sequence[Any]],
     *,
     prepared: bool,
-    texts_per_image: int = 1,
     ordered: bool = False,
 ) -> tuple[list[int], list[int]]:
     """The numbers of images and of texts of each micro-batch.
 
     Args:
         prepared: whether there is a `prepare` or terms, which take the parts after the first two.
-        texts_per_image: C, how many rows the second input has for each of the first.
         ordered: whether there is a `text_order`, so that only the step's numbers have to agree.
 
     Raises:
@@ -54,11 +52,6 @@ def checked_sizes(
             )
         )
     sizes = [_checked_size(k, micro_batch, prepared) for k, micro_batch in enumerate(micro_batches)]
-    wanted = (
-        "as many texts as images"
-        if texts_per_image == 1
-        else f"{texts_per_image} texts of each image"
-    )
     totals = sum(images for images, _ in sizes), sum(texts for _, texts in sizes)
     places = (
         {"The micro-batches together": totals}
@@ -66,8 +59,10 @@ def checked_sizes(
         else {f"Micro-batch {k}": size for k, size in enumerate(sizes)}
     )
     for place, (images, texts) in places.items():
-        if images * texts_per_image != texts:
-            raise UserError(f"{place} must hold {wanted}; the numbers are {texts} and {images}.")
+        if images != texts:
+            raise UserError(
+                f"{place} must hold as many texts as images; the numbers are {texts} and {images}."
+            )
     return [images for images, _ in sizes], [texts for _, texts in sizes]
 
 
@@ -112,21 +107,6 @@ def _checked_size(k: int, micro_batch: Any, prepared: bool) -> tuple[int, int]:
             f"Micro-batch {k} is empty ({sizes[0]} images, {sizes[1]} texts); leave it out, or give it one sample or more."
         )
     return sizes[0], sizes[1]
-
-
-def text_places(sizes: Sequence[int], texts_per_image: int) -> Tensor:
-    """(C*b,) where each text of a step stands when the first texts of all b samples come first, then the second.
-
-    sizes [2, 1], C 2: texts 0a 1a 0b 1b | 2a 2b  ->  places 0 1 3 4 2 5, as 0a 1a 2a 0b 1b 2b
-    """
-    total = sum(sizes)
-    begin = 0
-    places = []
-    for size in sizes:
-        rows = torch.arange(begin, begin + size)
-        places += [rows + number * total for number in range(texts_per_image)]
-        begin += size
-    return torch.cat(places)
 
 
 def checked_order(order: Tensor, rows: int) -> Tensor:

@@ -42,7 +42,6 @@ from open_clip_zerovl.dga.inputs import (
     checked_order,
     checked_sizes,
     input_room,
-    text_places,
 )
 from open_clip_zerovl.dga.model import (
     FEATURES,
@@ -87,11 +86,11 @@ class _Step:
         text_sizes: texts of each micro-batch.
         graphs: R.
         inputs: the micro-batches' inputs, copied to the device when they are taken.
-        order: (C*b,) the place of each text, None if texts stand in their images' order.
+        order: (b,) the place of each text, None if texts stand in their images' order.
         inputs_of: each feature -> the input that it has a row for, IMAGES or TEXTS.
         retained_outputs: retained micro-batch -> its outputs with graph; phase (3) removes them one by one.
         repeats: the states from which each micro-batch is replayed.
-        features: (b, D) of images and (C*b, D) of texts, without graph, in fp32 at least.
+        features: (b, D) of images and of texts, without graph, in fp32 at least.
         extras: terms, and a teacher's features.
         scalars: logit_scale, and logit_bias if the model has one, without graph, for each micro-batch.
         versions: each parameter and its version counter at the beginning of the step; a change in place raises the counter.
@@ -102,7 +101,6 @@ class _Step:
 
     sizes: list[int]
     text_sizes: list[int]
-    texts_per_image: int
     graphs: int
     inputs: DeviceInputs
     order: Tensor | None
@@ -234,7 +232,6 @@ class DecoupledGradientAccumulation:
         *,
         prepare: Prepare | None = None,
         text_order: Tensor | None = None,
-        texts_per_image: int = 1,
         **loss_inputs: Any,
     ) -> dict[str, Tensor]:
         """Add the effective batch's gradient to every parameter's `.grad`; the caller steps the optimizer.
@@ -249,10 +246,7 @@ class DecoupledGradientAccumulation:
                 replay repeats.
             text_order: (b,) int64, a permutation of 0..b-1: text j of this rank's step (micro-batches in order) belongs to
                 image text_order[j]. None: text j belongs to image j. Not for a model in which a row's text features depend on
-                that row's image. With several texts of each image (C*b,): text j stands in place of text text_order[j]. With an
-                order a micro-batch may hold more texts than images, or fewer, but some of both.
-            texts_per_image: C. Without an order each micro-batch has C*B texts: the first text of all its samples, then the
-                second. The loss is called with `texts_per_image` and with texts in this order over the whole step: (C*b, D).
+                that row's image. With an order a micro-batch may hold more texts than images, or fewer, but some of both.
             loss_inputs: further arguments of the loss, for this rank's b rows, images in order (for `ContrastiveLoss`:
                 `mixup_lambda`, and `partner=reversed_partner(sizes)`).
 
@@ -269,7 +263,7 @@ class DecoupledGradientAccumulation:
 
         def take() -> dict[str, Tensor]:
             with self._undone_on_failure():
-                step = self._begun(micro_batches, prepare, text_order, texts_per_image)
+                step = self._begun(micro_batches, prepare, text_order)
                 self._first_pass(step)
                 self._differentiate(step, loss_inputs)
                 self._second_pass(step)
@@ -298,7 +292,6 @@ class DecoupledGradientAccumulation:
         *,
         prepare: Prepare | None = None,
         text_order: Tensor | None = None,
-        texts_per_image: int = 1,
         **loss_inputs: Any,
     ) -> Tensor:
         """The loss of the effective batch, for a loop or trainer that calls `loss.backward()` itself.
@@ -322,9 +315,7 @@ class DecoupledGradientAccumulation:
             )
         learns = torch.is_grad_enabled()
         with self._undone_on_failure():
-            step = self._begun(
-                micro_batches, prepare, text_order, texts_per_image, graphs=None if learns else 0
-            )
+            step = self._begun(micro_batches, prepare, text_order, graphs=None if learns else 0)
             self._first_pass(step)
             self._differentiate(step, loss_inputs)
         if not learns:
@@ -364,7 +355,6 @@ class DecoupledGradientAccumulation:
         micro_batches: Sequence[Sequence[Any]],
         prepare: Prepare | None,
         text_order: Tensor | None,
-        texts_per_image: int,
         graphs: int | None = None,
     ) -> _Step:
         """(0) Check the arguments. `graphs` are retained; None: the number that `retain` asks for."""
@@ -381,7 +371,6 @@ class DecoupledGradientAccumulation:
         sizes, text_sizes = checked_sizes(
             micro_batches,
             prepared=prepare is not None or bool(self._extras.terms),
-            texts_per_image=texts_per_image,
             ordered=text_order is not None,
         )
         if text_order is not None and self._extras.terms:
@@ -389,20 +378,15 @@ class DecoupledGradientAccumulation:
                 "text_order does not work with terms: a term gets outputs of which a row's text is not that of its image (a "
                 "captioner's logits, for one); leave text_order (--sort-text) out."
             )
-        order = (
-            None if text_order is None else checked_order(text_order, sum(sizes) * texts_per_image)
-        )
-        if texts_per_image > 1:
-            places = text_places(sizes, texts_per_image)
-            order = places if order is None else places[order]
-        order = None if order is None else order.to(self._device, non_blocking=True)
+        order = None
+        if text_order is not None:
+            order = checked_order(text_order, sum(sizes)).to(self._device, non_blocking=True)
         graphs = self._retention.graphs(sizes) if graphs is None else graphs
         replayed = range(len(sizes) - graphs)
         inputs = DeviceInputs(micro_batches, prepare, replayed, self._device, self._input_room)
         return _Step(
             sizes,
             text_sizes,
-            texts_per_image,
             graphs,
             inputs,
             order,
@@ -445,8 +429,6 @@ class DecoupledGradientAccumulation:
             ordered = dict.fromkeys(of_texts, step.order)
         for name, order in ordered.items():
             values[name] = torch.empty_like(values[name]).index_copy_(0, order, values[name])
-        if step.texts_per_image > 1:
-            loss_inputs["texts_per_image"] = step.texts_per_image
         step.losses, step.gradients, step.own_gradients = self._objective.gradients(
             values, loss_inputs | step.extras.loss_inputs
         )

@@ -1,27 +1,23 @@
-"""The samples of sources as a collection: pictures as they are or in augmented views, and all their captions.
+"""The samples of sources as a collection: their pictures and all their captions.
 
-`n` samples of all sources, in the order of their shards; `V` views.
+`n` samples of all sources, in the order of their shards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.randomness import preserved
 from open_clip_zerovl.data.captions import caption_starts
-from open_clip_zerovl.data.images import ToBytes, crop_of, decode_image
-from open_clip_zerovl.data.pixels import decode_pixels, pictures
+from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.reading import (
     RawSample,
     Reading,
@@ -32,7 +28,6 @@ from open_clip_zerovl.data.reading import (
 )
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.stats import Fault
-from open_clip_zerovl.data.views import view_picture
 from open_clip_zerovl.embeddings.reading import Embeddable, Lost
 from open_clip_zerovl.shards.members import ShardError
 from open_clip_zerovl.shards.pictures import BadPicture
@@ -40,41 +35,11 @@ from open_clip_zerovl.shards.pictures import BadPicture
 SAMPLED_CAPTIONS = 2_000
 
 
-@dataclass(frozen=True)
-class Views:
-    """Augmented views of each picture, as training shows them.
-
-    Attributes:
-        transform: picture -> view (3, S, S) uint8.
-        count: V.
-        seed: the seed of the augmentations.
-        pixel_path: of training.
-    """
-
-    transform: Callable[[Any], Tensor]
-    count: int
-    seed: int
-    pixel_path: str
-
-
-def augmentation_of(transform: Any, pixel_path: str) -> list[str]:
-    """The pixel path and the steps of a transform before the pixels become numbers, in words."""
-    steps = [
-        step
-        for step in getattr(transform, "transforms", [transform])
-        if not isinstance(step, ToBytes)
-    ]
-    # "pil" also where the fast path was asked for and cannot be had.
-    used = "arrays" if pictures(transform, pixel_path)[1] is decode_pixels else "pil"
-    return [f"pixel path {used}", *map(repr, steps)]
-
-
 class SourceSamples:
     """The samples of sources (`reading.EmbeddableFiles`).
 
     Args:
         images, captions: which of the two are read; a sample that lacks one of them is lost.
-        views: number of views of each picture; None for the picture as it is.
         strict: a sample or shard that cannot be shown is an error.
     """
 
@@ -84,23 +49,16 @@ class SourceSamples:
         *,
         images: bool = True,
         captions: bool = True,
-        views: Views | None = None,
         strict: bool = True,
     ) -> None:
         self.sources, self.strict = sources, strict
         self.images = images
         self.captions = captions
-        self.views = views
         self._files = [
             (index, shard)
             for index, source in enumerate(sources)
             for shard in range(len(source.shards))
         ]
-        self._transform: Any = None
-        self._decode: Callable[..., Any] = decode_image
-        if views is not None:
-            self._transform, self._decode = pictures(views.transform, views.pixel_path)
-        self._crop = None if views is None else crop_of(views.transform)
         self._begins = np.cumsum([0, *(source.num_samples for source in sources)]).tolist()
 
     @property
@@ -172,7 +130,7 @@ class SourceSamples:
             try:
                 # No picture is a fault of the sample; an empty file is one that the decoder finds.
                 missing = sample.fault is not None and not sample.image
-                image = None if missing else self._decode(sample.image, self._crop)
+                image = None if missing else decode_image(sample.image)
             except BadPicture as error:
                 fault = Fault(error.reason, error.detail)
             if image is None and fault is None:
@@ -184,28 +142,7 @@ class SourceSamples:
         if self.captions:
             begin = int(self.caption_starts[row])
             captions = [(begin + number, caption) for number, caption in captions]
-        return Embeddable(
-            row, self._pictures(index, sample.position, image), captions if self.captions else ()
-        )
-
-    def _pictures(self, index: int, position: int, image: Any) -> list[Image.Image]:
-        if not self.images:
-            return []
-        if self.views is None:
-            return [image]
-        shown = []
-        with preserved():
-            for view in range(self.views.count):
-                pixels = view_picture(
-                    self._transform,
-                    image,
-                    seed=self.views.seed,
-                    source=index,
-                    sample=position,
-                    view=view,
-                )
-                shown.append(Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()))
-        return shown
+        return Embeddable(row, [image] if self.images else (), captions if self.captions else ())
 
 
 def cut_captions(

@@ -29,8 +29,7 @@ from open_clip_zerovl.losses.gathering import Ranks, require_process_group
 from open_clip_zerovl.losses.logits import Logits
 from open_clip_zerovl.losses.problem import ChunkedLoss, Problem, Report, row_chunks
 from open_clip_zerovl.losses.sigmoid import Sigmoid
-from open_clip_zerovl.losses.softmax import Normalisers
-from open_clip_zerovl.losses.targets import PairTargets, SharedTargets, TeacherTargets
+from open_clip_zerovl.losses.targets import PairTargets, SharedTargets
 
 _SHARED_IDS = {
     "pair": (),
@@ -50,7 +49,7 @@ class ContrastiveLoss(nn.Module):
 
     Args:
         chunk_size: rows of the logit matrix alive at once; memory is O(chunk_size * N + N * D), about
-            `2 * 4 * chunk_size * N` bytes for the chunks, and as much again with teachers. None: all local rows at once.
+            `2 * 4 * chunk_size * N` bytes for the chunks. None: all local rows at once.
             The gradient is computed together with the value, so nothing of size (b, N) waits for the backward pass.
         rank, world_size: as in open_clip; `world_size` > 1 needs an initialised process group of that size.
         gather_grad: False gives the paper's Table 4 baseline without gradient-reserved gather, as its released code
@@ -60,16 +59,13 @@ class ContrastiveLoss(nn.Module):
         positives: samples that are positives in addition to the pair itself: "pair" none, "caption" those with the same
             `ids["caption"]`, "image" those with the same `ids["image"]`, "both" those with either. A row's target
             is even over its positives (UniCL, CVPR 2022).
-        distill_weight: W in (1 - W) * contrastive + W * distillation: the cross-entropy from the mean of the teachers'
-            softmaxes to the student's, over the effective batch, both directions.
-        distill_temperature: temperature of the teachers' softmaxes (MobileCLIP's teacher scale 100 is 0.01).
         weight: factor on the loss, beside a second one (open_clip's `--coca-contrastive-loss-weight`).
 
     Attributes:
         report: each pair's loss, source and duplicate positives in the last call, for a log (`problem.Report`).
 
     Raises:
-        UserError: a value out of range, or one of the next three together with gather_grad=False.
+        UserError: a value out of range, or `positives` together with gather_grad=False.
     """
 
     _sigmoid = False
@@ -82,8 +78,6 @@ class ContrastiveLoss(nn.Module):
         world_size: int = 1,
         gather_grad: bool = True,
         positives: str = "pair",
-        distill_weight: float = 0.0,
-        distill_temperature: float = 0.01,
         weight: float = 1.0,
     ) -> None:
         super().__init__()
@@ -91,23 +85,15 @@ class ContrastiveLoss(nn.Module):
             raise UserError(
                 f"rank must be in 0..world_size-1, but rank is {rank} and world_size is {world_size}."
             )
-        if not 0 <= distill_weight <= 1 or distill_temperature <= 0:
+        if not gather_grad and (self._sigmoid or positives != "pair"):
             raise UserError(
-                f"distill_weight lies in 0..1 and distill_temperature is positive, but they are {distill_weight} and "
-                f"{distill_temperature}."
-            )
-        if not gather_grad and (self._sigmoid or positives != "pair" or distill_weight):
-            raise UserError(
-                "gather_grad=False is the paper's comparison of the plain loss; it takes no sigmoid, positives or "
-                "distill_weight."
+                "gather_grad=False is the paper's comparison of the plain loss; it takes no sigmoid or positives."
             )
         self.chunk_size = chunk_size
         self.rank = rank
         self.world_size = world_size
         self.gather_grad = gather_grad
         self.positives = positives
-        self.distill_weight = float(distill_weight)
-        self.distill_temperature = float(distill_temperature)
         self.weight = weight
         self.report = Report()
 
@@ -122,35 +108,28 @@ class ContrastiveLoss(nn.Module):
         mixup_lambda: float | None = None,
         partner: Tensor | None = None,
         ids: Mapping[str, Tensor] | None = None,
-        teacher_features: Sequence[tuple[Tensor, Tensor]] = (),
-        texts_per_image: int = 1,
     ) -> Tensor | dict[str, Tensor]:
         """The loss of this rank's pairs against all ranks' pairs.
 
         Args:
-            image_features, text_features: (b, D), L2-normalised; row j of both is a pair. With C texts of each image the
-                texts are (C*b, D), the first of all images, then the second.
+            image_features, text_features: (b, D), L2-normalised; row j of both is a pair.
             logit_scale: the factor on the cosines (1 / temperature), not its logarithm; shape () or (1,).
             logit_bias: accepted, with a gradient of zero: a constant on all logits changes no softmax.
             output_dict: return {"contrastive_loss": loss}, as open_clip's training loop asks for.
             mixup_lambda: weight of the pair itself if one modality was mixed (A.3); the partner has the weight 1 - lambda.
             partner: (b,) local index of the row that each row was mixed with; its own inverse (see `reversed_partner`).
             ids: "source", "caption", "image" -> (b,) int64 each, on any device: equal numbers are the same source,
-                caption or picture; "caption" is (C*b,). Those that the options need must be given; "source" is also kept for
-                the report.
-            teacher_features: (image features, text features) of each teacher, (b, D_t) and (C*b, D_t), L2-normalised, on
-                any device, in any precision (fp16 and bf16 are gathered and kept so); as many teachers on each rank.
-            texts_per_image: C. The loss is the sum of C losses, each of the images and one text of each of them: texts of
-                another number are not negatives (as MobileCLIP trains with a caption and a synthetic one). All options apply
-                to each of these losses.
+                caption or picture. Those that `positives` needs must be given; "source" is kept for the report.
 
         Raises:
-            UserError: shapes that do not match, one mixup argument without the other, missing ids or teachers that an
-                option needs, mixup with an option for which it is not defined, or no process group of `world_size` ranks.
+            UserError: shapes that do not match, one mixup argument without the other, missing ids that
+                `positives` needs, mixup with an option for which it is not defined, or no process group of `world_size` ranks.
         """
-        _check_shapes(image_features, text_features, texts_per_image)
-        b = len(image_features)
-        _check_rows(b, len(text_features), ids or {}, teacher_features)
+        _check_shapes(image_features, text_features)
+        b, ids = len(image_features), ids or {}
+        for name, numbers in ids.items():  # torch would broadcast or cut some of them
+            if numbers.shape != (b,):
+                raise UserError(f"{name} has {tuple(numbers.shape)} rows, but the pairs need {b}.")
         if (mixup_lambda is None) != (partner is None):
             raise UserError(
                 "mixup_lambda and partner belong together, but only "
@@ -159,43 +138,24 @@ class ContrastiveLoss(nn.Module):
         if self.world_size > 1:
             require_process_group(self.world_size, type(self).__name__)
         pairs = _pairs(b, mixup_lambda, partner)
-        ids = ids or {}
         if partner is not None:
             self._check_mixup()
-        if bool(teacher_features) != bool(self.distill_weight):
-            raise UserError(
-                f"distill_weight is {self.distill_weight:g} and {len(teacher_features)} teachers' features are given; give "
-                "both or neither."
-            )
-        losses, reports = [], []
-        for number in range(texts_per_image):
-            rows = slice(number * b, (number + 1) * b)  # of the texts
-            make = partial(
-                self._problem,
-                pairs=pairs,
-                sources=ids.get("source"),
-                shared=[
-                    ids[name][rows if name == "caption" else ...]
-                    for name in _SHARED_IDS[self.positives]
-                ],
-                teachers=[(images, texts[rows]) for images, texts in teacher_features],
-            )
-            texts, bias = text_features if texts_per_image == 1 else text_features[rows], logit_bias
-            if not self._sigmoid:
-                bias = None
-            reports.append(Report())
-            losses.append(
-                ChunkedLoss.apply(
-                    image_features,
-                    texts,
-                    logit_scale,
-                    bias,
-                    make,
-                    reports[-1],
-                    torch.is_grad_enabled(),
-                )
-            )
-        loss, self.report = sum(losses[1:], start=losses[0]), Report.sum_of(reports)
+        make = partial(
+            self._problem,
+            pairs=pairs,
+            sources=ids.get("source"),
+            shared=[ids[name] for name in _SHARED_IDS[self.positives]],
+        )
+        self.report = Report()
+        loss = ChunkedLoss.apply(
+            image_features,
+            text_features,
+            logit_scale,
+            logit_bias if self._sigmoid else None,
+            make,
+            self.report,
+            torch.is_grad_enabled(),
+        )
         loss = loss if self.weight == 1 else self.weight * loss
         if logit_bias is not None and not self._sigmoid:
             # zero, but present: DDP needs a gradient from every parameter
@@ -212,90 +172,50 @@ class ContrastiveLoss(nn.Module):
         pairs: Sequence[tuple[float, Tensor | None]],
         sources: Tensor | None,
         shared: Sequence[Tensor],
-        teachers: Sequence[tuple[Tensor, Tensor]],
     ) -> Problem:
-        """The loss of one text of each image: targets over all ranks, as the options ask for."""
+        """Make the problem: targets over all ranks, as the options ask for."""
         precision = torch.promote_types(image_features.dtype, torch.float32)
         b, device = len(image_features), image_features.device
         ranks, chunks = Ranks(self.rank, self.world_size, b, device), row_chunks(b, self.chunk_size)
-        contrastive = 1.0 - self.distill_weight
         gather_grad = self.gather_grad or self.world_size == 1
 
         everywhere = [ranks.gather(ids.to(device, non_blocking=True)) for ids in shared]
-        positives = (
-            SharedTargets(everywhere, ranks.mine, precision, contrastive) if everywhere else None
-        )
+        positives = SharedTargets(everywhere, ranks.mine, precision) if everywhere else None
         if sources is not None:
             sources = ranks.gather(sources.to(device, non_blocking=True))
         scale = logit_scale.to(precision).reshape(())
         logits = Logits(image_features, text_features, scale, ranks, precision=precision)
 
-        targets: list[PairTargets | SharedTargets | TeacherTargets] = []
+        targets: PairTargets | SharedTargets | None = positives
         sigmoid = None
         if self._sigmoid:
             bias = (
                 scale.new_zeros(()) if logit_bias is None else logit_bias.to(precision).reshape(())
             )
-            sigmoid = Sigmoid(bias, ranks.mine, positives, contrastive)
-        elif positives is not None:
-            targets.append(positives)
-        elif contrastive:
+            sigmoid, targets = Sigmoid(bias, ranks.mine, positives), None
+        elif positives is None:
             diagonal = torch.arange(b, device=device)
-            columns = [
-                diagonal if column is None else column.to(device, non_blocking=True)
-                for _, column in pairs
+            weighed = [
+                (weight, diagonal if column is None else column.to(device, non_blocking=True))
+                for weight, column in pairs
             ]
-            weights = [weight * contrastive for weight, _ in pairs]
-            weighed = list(zip(weights, columns, strict=True))
-            targets.append(PairTargets(weighed, ranks.mine.start, 2.0 if gather_grad else 1.0))
-        if teachers:
-            targets.append(self._teachers(teachers, ranks, chunks, scale))
+            targets = PairTargets(weighed, ranks.mine.start, 2.0 if gather_grad else 1.0)
         return Problem(
             logits,
             ranks,
             chunks,
             targets=targets,
-            share=self.distill_weight if self._sigmoid else 1.0,
             sigmoid=sigmoid,
             gather_grad=gather_grad,
             sources=sources,
             duplicates=None if positives is None else positives.counts > 1,
         )
 
-    def _teachers(
-        self,
-        teachers: Sequence[tuple[Tensor, Tensor]],
-        ranks: Ranks,
-        chunks: Sequence[slice],
-        scale: Tensor,
-    ) -> TeacherTargets:
-        """The teachers' softmaxes over all ranks; their normalisers are gathered here."""
-        # a kernel; a copy makes the host wait
-        scale = scale.new_full((), 1.0 / self.distill_temperature)
-        teacher_softmaxes = []
-        for pair in teachers:
-            images, texts = (
-                features.detach().to(scale.device, non_blocking=True) for features in pair
-            )
-            logits = Logits(
-                images,
-                texts,
-                scale,
-                ranks,
-                precision=scale.dtype,
-                widen_at_once=False,
-            )
-            teacher_softmaxes.append(
-                (logits, Normalisers.of((logits.chunk(rows, side=0) for rows in chunks), ranks))
-            )
-        return TeacherTargets(teacher_softmaxes, self.distill_weight)
-
     def _check_mixup(self) -> None:
         undefined = {
             "the sigmoid loss: a pair is a positive or a negative, nothing between": self._sigmoid,
             f"positives={self.positives!r}: a mixed sample has two captions and pictures": self.positives
             != "pair",
-            "distill_weight: no teacher has seen the mixed samples": self.distill_weight > 0,
         }
         for option, given in undefined.items():
             if given:
@@ -312,8 +232,6 @@ class SigmoidLoss(ContrastiveLoss):
     Args:
         chunk_size, rank, world_size: see `ContrastiveLoss`; gather_grad=False is refused.
         positives: which samples are each other's positives, as in `ContrastiveLoss`; each is a term of weight 1.
-        distill_weight, distill_temperature: as in `ContrastiveLoss`, a cross-entropy of softmaxes; the student's logits are
-            taken without bias.
 
     Raises:
         UserError: a value out of range.
@@ -338,34 +256,17 @@ def reversed_partner(sizes: Sequence[int]) -> Tensor:
     return torch.cat(partners)
 
 
-def _check_shapes(image_features: Tensor, text_features: Tensor, texts_per_image: int) -> None:
-    """UserError unless the features are matrices with `texts_per_image` texts of each image."""
-    b = len(image_features)
-    wanted = (texts_per_image * b, *image_features.shape[1:])
-    if image_features.ndim != 2 or text_features.shape != wanted or b == 0:
+def _check_shapes(image_features: Tensor, text_features: Tensor) -> None:
+    """Refuse features that are not matrices of as many texts as images."""
+    if (
+        image_features.ndim != 2
+        or text_features.shape != image_features.shape
+        or not len(image_features)
+    ):
         raise UserError(
-            f"image_features (pairs, width) and text_features, {texts_per_image} rows a pair, must fit, but are "
+            "image_features and text_features (pairs, width) must fit, but are "
             f"{tuple(image_features.shape)} and {tuple(text_features.shape)}."
         )
-
-
-def _check_rows(
-    b: int,
-    texts: int,
-    ids: Mapping[str, Tensor],
-    teacher_features: Sequence[tuple[Tensor, Tensor]],
-) -> None:
-    """UserError for ids or teachers of another number of samples: torch would broadcast or cut some of them."""
-    wanted: dict[str, tuple[int, ...]] = {
-        name: (texts if name == "caption" else b,) for name in ids
-    }
-    rows: dict[str, tuple[int, ...]] = {name: tuple(numbers.shape) for name, numbers in ids.items()}
-    for number, features in enumerate(teacher_features):
-        wanted[f"teacher {number}"] = (b, texts)
-        rows[f"teacher {number}"] = tuple(map(len, features))
-    for name, count in rows.items():
-        if count != wanted[name]:
-            raise UserError(f"{name} has {count} rows, but the pairs need {wanted[name]}.")
 
 
 def _pairs(

@@ -11,10 +11,6 @@ from torch import Tensor
 
 from open_clip_zerovl.losses.gathering import Ranks
 
-_WIDENED_ROWS = (
-    16384  # rows of half-precision features that are cast to the products' precision at once
-)
-
 
 class Logits:
     """s <I_i, T_j> of local rows against all ranks' rows.
@@ -24,10 +20,9 @@ class Logits:
         scale: s, shape ().
         precision: dtype of the products. Features of lower precision are gathered as they are (half the traffic in
             bf16) and then cast, which is exact.
-        widen_at_once: cast all features at once, (N, D); False: those of a chunk of columns at a time.
 
     Attributes:
-        own: images and texts of this rank, (b, D) each.
+        local: images and texts of this rank, (b, D) each.
         all: images and texts of all ranks, (N, D) each.
     """
 
@@ -39,22 +34,12 @@ class Logits:
         ranks: Ranks,
         *,
         precision: torch.dtype,
-        widen_at_once: bool = True,
     ) -> None:
-        self.precision = precision
         self.scale = scale
-        held = precision if widen_at_once else image_features.dtype
-        self.local = [features.to(held) for features in (image_features, text_features)]
-        self.all = [ranks.gather(features).to(held) for features in (image_features, text_features)]
+        sides = (image_features, text_features)
+        self.local = [features.to(precision) for features in sides]
+        self.all = [ranks.gather(features).to(precision) for features in sides]
 
-    def chunk(self, chunk: slice, side: int) -> Tensor:
+    def chunk(self, rows: slice, side: int) -> Tensor:
         """Return the logits of these local rows, (rows, N), in new memory."""
-        rows = self.local[side][chunk].to(self.precision) * self.scale
-        others = self.all[1 - side]
-        if others.dtype == rows.dtype:
-            return rows @ others.T
-        products = rows.new_empty(len(rows), len(others))
-        for start in range(0, len(others), _WIDENED_ROWS):
-            columns = slice(start, start + _WIDENED_ROWS)
-            products[:, columns] = rows @ others[columns].to(rows.dtype).T
-        return products
+        return (self.local[side][rows] * self.scale) @ self.all[1 - side].T

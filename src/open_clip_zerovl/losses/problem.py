@@ -9,7 +9,7 @@ targets Y (rows of Y_rows and columns of Y_columns sum to one):
     dL/dI = s/(2N) (P + Q - Y_rows - Y_columns) T     the text side alike     dL/ds = <I, dL/dI> / s
 
 A loss is a choice of targets Y (`targets`). With sigmoids in place of the two softmaxes (`sigmoid`)
-their derivative replaces P + Q - Y_rows - Y_columns; all else is the same. A loss may have both.
+their derivative replaces P + Q - Y_rows - Y_columns; all else is the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from open_clip_zerovl.losses.gathering import Ranks
 from open_clip_zerovl.losses.logits import Logits
 from open_clip_zerovl.losses.sigmoid import Sigmoid
 from open_clip_zerovl.losses.softmax import Normalisers
-from open_clip_zerovl.losses.targets import PairTargets, SharedTargets, TeacherTargets
+from open_clip_zerovl.losses.targets import PairTargets, SharedTargets
 
 
 @dataclass
@@ -35,8 +35,7 @@ class Report:
     """Losses of all ranks' samples in the last call, for a log; tensors on the device, without graph.
 
     Attributes:
-        pair_losses: (N,) of each pair: the mean of its image's and its text's loss. Their mean is the loss. With several texts
-            of each image it is the sum over them.
+        pair_losses: (N,) of each pair: the mean of its image's and its text's loss. Their mean is the loss.
         sources: (N,) source of each sample; None if not given.
         duplicates: (N,) bool, whether another sample is a positive of this one, if samples share positives.
     """
@@ -44,18 +43,6 @@ class Report:
     pair_losses: Tensor | None = None
     sources: Tensor | None = None
     duplicates: Tensor | None = None
-
-    @classmethod
-    def sum_of(cls, reports: Sequence[Report]) -> Report:
-        """The report of a sum of losses over the same samples."""
-        first, *others = reports
-        summed = cls(first.pair_losses, first.sources, first.duplicates)
-        for other in others:
-            assert summed.pair_losses is not None and other.pair_losses is not None
-            summed.pair_losses = summed.pair_losses + other.pair_losses
-            if summed.duplicates is not None and other.duplicates is not None:
-                summed.duplicates = summed.duplicates | other.duplicates
-        return summed
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -117,11 +104,9 @@ class Problem:
     """Call `value()` (first sweep, with all communication), then `gradients()` (second sweep, without).
 
     Args:
-        logits: the student's.
         chunks: of local rows; one of them has its logits in memory at a time.
-        targets: targets of the softmaxes over the logits; [] for a loss without softmax.
-        share: the weight of the softmaxes in the loss, to which the targets sum.
-        sigmoid: SigLIP's part of the loss, None without it.
+        targets: targets of the softmaxes over the logits; None for SigLIP's loss.
+        sigmoid: SigLIP's loss, None for softmaxes.
         gather_grad: False: every gathered feature is a constant (Table 4's baseline).
         sources, duplicates: for the report.
     """
@@ -132,8 +117,7 @@ class Problem:
         ranks: Ranks,
         chunks: Sequence[slice],
         *,
-        targets: Sequence[PairTargets | SharedTargets | TeacherTargets],
-        share: float = 1.0,
+        targets: PairTargets | SharedTargets | None,
         sigmoid: Sigmoid | None = None,
         gather_grad: bool = True,
         sources: Tensor | None = None,
@@ -143,14 +127,13 @@ class Problem:
         self.ranks = ranks
         self.chunks = chunks
         self.targets = targets
-        self.share = share
         self.sigmoid = sigmoid
         self.gather_grad = gather_grad
         self.sources, self.duplicates = sources, duplicates
         self.normalisers = Normalisers()
-        # Where one chunk holds all local rows, the second sweep takes these matrices of the first, once, and overwrites them.
-        self.only_logits: Tensor | None = None
-        self.only_missed: Tensor | None = None  # the sigmoids' arguments
+        # Where one chunk holds all local rows, the second sweep takes this matrix of the first, once, and overwrites it: the
+        # logits, or the sigmoids' arguments.
+        self.only: Tensor | None = None
 
     def value(self) -> Tensor:
         """Mean loss over the N pairs of all ranks. Keeps both softmaxes' normalisers for the gradients."""
@@ -158,30 +141,26 @@ class Problem:
         of_rows = scale.new_zeros(len(self.logits.local[0]))
         of_columns = scale.new_zeros(self.ranks.total)
 
-        def add(parts: tuple[Tensor, Tensor], rows: slice, sign: float = 1.0) -> None:
-            of_rows[rows].add_(parts[0], alpha=sign)
-            of_columns.add_(parts[1], alpha=sign)
-
         only = len(self.chunks) == 1
         whole = only and self.ranks.world_size == 1
         for rows in self.chunks:
+            logits = self.logits.chunk(rows, side=0)  # (chunk, N)
             if self.sigmoid is not None:
-                missed = self.sigmoid.missed(self.logits.chunk(rows, side=0), rows)
-                add(self.sigmoid.losses(missed, rows), rows)
-                self.only_missed = missed if only and not self.targets else None
-                del missed  # before the next chunk is made: one chunk in memory at a time
-            if self.targets:
-                logits = self.logits.chunk(rows, side=0)  # (chunk, N)
-                for targets in self.targets:
-                    add(targets.inner(logits, rows), rows, -1.0)
+                logits = self.sigmoid.missed(logits, rows)
+                parts, sign = self.sigmoid.losses(logits, rows), 1.0
+            else:
+                assert self.targets is not None
+                parts, sign = self.targets.inner(logits, rows), -1.0
                 self.normalisers.see(logits, keep=whole)
-                self.only_logits = logits if only and not whole else None
-                del logits
+            of_rows[rows].add_(parts[0], alpha=sign)
+            of_columns.add_(parts[1], alpha=sign)
+            self.only = logits if only and not (whole and self.targets is not None) else None
+            del logits  # before the next chunk is made: one chunk in memory at a time
         images, texts = self.normalisers.gather(self.ranks, rows=[of_rows], columns=[of_columns])
         self.pair_losses = (images + texts) / 2
-        if self.targets:
+        if self.targets is not None:
             over_texts, over_images = self.normalisers.over_texts, self.normalisers.over_images
-            self.pair_losses += self.share * (over_texts.logsumexp() + over_images.logsumexp()) / 2
+            self.pair_losses += (over_texts.logsumexp() + over_images.logsumexp()) / 2
         return self.pair_losses.mean()
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -224,28 +203,25 @@ class Problem:
         return sums, scale_sum
 
     def _weights(self, rows: slice, side: int) -> Tensor:
-        """P + Q - Y_rows - Y_columns of local rows, (rows, N), and 2N times the derivative of the sigmoids' losses."""
-        of_sigmoids = None
-        if self.sigmoid is not None:
-            missed, self.only_missed = self.only_missed, None
-            if missed is None:
-                missed = self.sigmoid.missed(self.logits.chunk(rows, side), rows)
-            of_sigmoids = self.sigmoid.derivative(missed, rows).mul_(2.0)
-            if side == 0:
-                self.bias_sum += of_sigmoids.sum()
-            if not self.targets:
-                return of_sigmoids
+        """Return P + Q - Y_rows - Y_columns of local rows, (rows, N), or 2N times the derivative of the sigmoids' losses."""
         if (both := self.normalisers.both()) is not None:
+            assert self.targets is not None
             weights = both[0].add_(both[1])
-        else:
-            logits, self.only_logits = self.only_logits, None
+            self.targets.subtract_from(weights, rows, side)
+            return weights
+        logits, self.only = self.only, None
+        if self.sigmoid is not None:
             if logits is None:
-                logits = self.logits.chunk(rows, side)
-            weights = self.normalisers.over_others(logits.clone(), rows, side)
-            if self.gather_grad:
-                weights.add_(self.normalisers.over_local(logits, side))
-        if self.share != 1:
-            weights.mul_(self.share)
-        for targets in self.targets:
-            targets.subtract_from(weights, rows, side)
-        return weights if of_sigmoids is None else weights.add_(of_sigmoids)
+                logits = self.sigmoid.missed(self.logits.chunk(rows, side), rows)
+            weights = self.sigmoid.derivative(logits, rows).mul_(2.0)
+            if side == 0:
+                self.bias_sum += weights.sum()
+            return weights
+        assert self.targets is not None
+        if logits is None:
+            logits = self.logits.chunk(rows, side)
+        weights = self.normalisers.over_others(logits.clone(), rows, side)
+        if self.gather_grad:
+            weights.add_(self.normalisers.over_local(logits, side))
+        self.targets.subtract_from(weights, rows, side)
+        return weights

@@ -1,4 +1,4 @@
-"""The sigmoid's part of a loss (SigLIP, Zhai et al., ICCV 2023): a term for each pair (i, j), without a normaliser.
+"""The sigmoid loss (SigLIP, Zhai et al., ICCV 2023): a term for each pair (i, j), without a normaliser.
 
 Shapes: `N` rows of all ranks, rows of local rows. With z_ij = s <I_i, T_j> + b, and y_ij = 1 for positives and -1 else:
 
@@ -24,30 +24,27 @@ class Sigmoid:
         bias: b, shape ().
         mine: the local rows among all.
         shared: samples that are positives in addition to the pair itself; None for none.
-        share: weight of this part in the loss, 0..1.
     """
 
     bias: Tensor
     mine: slice
     shared: SharedTargets | None
-    share: float
 
     def losses(self, missed: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """N times this part of the loss: sums over the texts for each image row (rows,), over the rows for each text (N,).
+        """N times the loss: sums over the texts for each image row (rows,), over the rows for each text (N,).
 
         Args:
             missed: values for these local image rows; it is not changed.
         """
         each = logsigmoid(missed.neg_()).neg_()
         missed.neg_()
-        each.mul_(self.share)
         return each.sum(dim=1), each.sum(dim=0)
 
     def derivative(self, missed: Tensor, rows: slice) -> Tensor:
         """N times the derivative of the loss by the logits (rows, N), in the memory of `missed`; the same for both sides."""
         each = missed.sigmoid_()
         self._negate_positives(each, rows)
-        return each.mul_(self.share)
+        return each
 
     def missed(self, logits: Tensor, rows: slice) -> Tensor:
         """-y z of s <I_i, T_j> (rows, N), positive where a pair is classified wrongly; in the logits' memory."""

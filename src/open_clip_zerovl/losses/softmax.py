@@ -5,7 +5,7 @@ Shapes: `b` local rows, `N` rows of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,15 +70,6 @@ class Normalisers:
         self._whole_batch: tuple[Tensor, Tensor] | None = None
         self._over_texts: list[Normaliser] = []
         self._over_images: Normaliser | None = None
-
-    @classmethod
-    def of(cls, chunks: Iterable[Tensor], ranks: Ranks) -> Normalisers:
-        """The normalisers of all chunks (rows, N) of this rank, in order."""
-        both = cls()
-        for logits in chunks:
-            both.see(logits)
-        both.gather(ranks)
-        return both
 
     def see(self, logits: Tensor, *, keep: bool = False) -> None:
         """Add the next chunk (rows, N) of this rank.

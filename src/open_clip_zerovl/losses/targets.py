@@ -6,7 +6,6 @@ rows; `side` is 0 for images, 1 for texts.
 
     PairTargets     a row's own pair; with mixup lambda of it and 1 - lambda of its partner's; Y_rows = Y_columns
     SharedTargets   all samples with the same caption or picture, evenly (UniCL, CVPR 2022)
-    TeacherTargets  the mean of the teachers' softmaxes over the same batch
 
 Each has `inner`, its part of the loss, and `subtract_from`, its part of the gradient.
 """
@@ -18,9 +17,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from open_clip_zerovl.losses.logits import Logits
-from open_clip_zerovl.losses.softmax import Normalisers
-
 
 class PairTargets:
     """The non-zeros of Y as (weight, local column of each local row).
@@ -29,7 +25,7 @@ class PairTargets:
     symmetric and one Y serves both directions of A.3 (image j with text partner(j), and text j with image partner(j)).
 
     Args:
-        weighed: (weight, (b,) local column); the weights sum to one, or to this target's share of the loss.
+        weighed: (weight, (b,) local column); the weights sum to one.
         start: the first local row among all.
         times: 2 for Y_rows + Y_columns; 1 where only the rows' own softmaxes have a gradient.
     """
@@ -66,17 +62,14 @@ class SharedTargets:
     Args:
         ids: one or two tensors (N,) of all ranks: captions, pictures.
         mine: the local rows among all.
-        share: weight of this part in the loss, 0..1.
     """
 
-    def __init__(
-        self, ids: Sequence[Tensor], mine: slice, dtype: torch.dtype, share: float = 1.0
-    ) -> None:
+    def __init__(self, ids: Sequence[Tensor], mine: slice, dtype: torch.dtype) -> None:
         self._ids, self._mine = ids, mine
         self.counts = _occurrences(ids[0])  # (N,) positives of each sample, itself among them
         if len(ids) == 2:  # a sample that shares both is counted once
             self.counts = self.counts + _occurrences(ids[1]) - _occurrences(_joined(ids[0], ids[1]))
-        self._even = share / self.counts.to(dtype)
+        self._even = 1.0 / self.counts.to(dtype)
 
     def related(self, rows: slice) -> Tensor:
         """Mask of the positives of these local rows, (rows, N) bool."""
@@ -95,40 +88,6 @@ class SharedTargets:
         # (rows, N), the same for images and texts
         even = self._even[self._mine][rows][:, None] + self._even
         weights.sub_(even.masked_fill_(~self.related(rows), 0.0))
-
-
-class TeacherTargets:
-    """The mean over teachers of their softmaxes: Y_rows over the texts of each image, Y_columns over the images of each text.
-
-    Args:
-        teachers: each teacher's logits, at the teachers' temperature, and their normalisers.
-        share: weight of this part in the loss, 0..1.
-    """
-
-    def __init__(self, teachers: Sequence[tuple[Logits, Normalisers]], share: float) -> None:
-        self._teachers, self._each = teachers, share / len(teachers)
-
-    def inner(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """For image rows: the sum over j of Y_rows z (rows,), and this rank's part of the sum over i of Y_columns z, (N,)."""
-        of_rows, of_columns = logits.new_zeros(len(logits)), logits.new_zeros(logits.shape[1])
-        for teacher, normalisers in self._teachers:
-            teacher_logits = teacher.chunk(rows, side=0)
-            of_rows += (
-                normalisers.over_others(teacher_logits.clone(), rows, side=0)
-                .mul_(logits)
-                .sum(dim=1)
-            )
-            of_columns += normalisers.over_local(teacher_logits, side=0).mul_(logits).sum(dim=0)
-        return of_rows.mul_(self._each), of_columns.mul_(self._each)
-
-    def subtract_from(self, weights: Tensor, rows: slice, side: int) -> None:
-        """weights -= Y_rows + Y_columns for these local rows."""
-        for teacher, normalisers in self._teachers:
-            teacher_logits = teacher.chunk(rows, side)
-            weights.sub_(
-                normalisers.over_others(teacher_logits.clone(), rows, side), alpha=self._each
-            )
-            weights.sub_(normalisers.over_local(teacher_logits, side), alpha=self._each)
 
 
 def _occurrences(ids: Tensor) -> Tensor:

@@ -50,7 +50,6 @@ class Costs:
         state_bytes: weights and optimizer.
         embed_dim: D.
         loss_chunk: rows of the logit matrix alive at once; None for all.
-        texts_per_image: texts of each image in a step, each with a loss of its own.
     """
 
     retained_flops: float
@@ -60,7 +59,6 @@ class Costs:
     state_bytes: int
     embed_dim: int
     loss_chunk: int | None = None
-    texts_per_image: int = 1
 
     def step_flops(self, batching: Batching, retained: int) -> float:
         """FLOPs of one rank's step, with the loss."""
@@ -68,7 +66,7 @@ class Costs:
         towers = b * (retained * self.retained_flops + (k - retained) * self.replayed_flops)
         rows, total = b * k, batching.effective_batch
         products = self.embed_dim * loss_products(rows, total, self.loss_chunk)
-        return towers + 2.0 * rows * total * products * self.texts_per_image
+        return towers + 2.0 * rows * total * products
 
     def peak_bytes(self, batching: Batching, retained: int) -> float:
         """Peak memory of one rank's step, without fragmentation."""
@@ -76,7 +74,7 @@ class Costs:
         graphs = max(1, retained) * batching.micro_batch * self.sample_bytes
         # In fp32: chunks of the logits; gathered features with their gradients, of each further text its own.
         chunks = 2 * min(self.loss_chunk or rows, rows) * total
-        features = (4 * (rows + total) + 3 * (self.texts_per_image - 1) * rows) * self.embed_dim
+        features = 4 * (rows + total) * self.embed_dim
         return self.state_bytes + self.fixed_bytes + graphs + 4.0 * (chunks + features)
 
     def graphs_kept(self, batching: Batching, retain: int | str, memory_bytes: float) -> int:
@@ -190,9 +188,7 @@ def count_costs(planned: PlannedModel, loss_chunk: int | None = None) -> Costs:
         model.zero_grad(set_to_none=True)
         with counter:
             micro_batches = [planned.micro_batch(size)] * steps
-            dga.backward(
-                micro_batches, prepare=planned.prepare, texts_per_image=planned.texts_per_image
-            )
+            dga.backward(micro_batches, prepare=planned.prepare)
         model.zero_grad(set_to_none=True)
 
     flops, peaks = [], []
@@ -216,5 +212,4 @@ def count_costs(planned: PlannedModel, loss_chunk: int | None = None) -> Costs:
         state_bytes=planned.state_bytes,
         embed_dim=width,
         loss_chunk=loss_chunk,
-        texts_per_image=planned.texts_per_image,
     )

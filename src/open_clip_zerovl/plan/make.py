@@ -22,7 +22,6 @@ from open_clip_zerovl.core.launch import CPU_MICRO_BATCH
 from open_clip_zerovl.core.memory import available_bytes
 from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.dga.retain import AUTO_SHARE
-from open_clip_zerovl.distill.shards import open_teachers
 from open_clip_zerovl.losses.names import heads_batch
 from open_clip_zerovl.models.local_dir import no_code_from_data
 from open_clip_zerovl.plan.batching import PlanSettings, choose_batching
@@ -336,7 +335,7 @@ def _too_large(plan: Plan) -> str:
 
 
 def _check_files(settings: PlanSettings, data: DataCheck) -> None:
-    """Weights and teachers that are not there, and pretrained weights that the run would fetch."""
+    """Weights that are not there, and pretrained weights that the run would fetch."""
     for name in ("init_from", "init_image", "init_text", "pretrained"):
         path, flag = getattr(settings, name), f"--{name.replace('_', '-')}"
         if path and (name != "pretrained" or is_file_name(path)) and not Path(path).exists():
@@ -351,14 +350,6 @@ def _check_files(settings: PlanSettings, data: DataCheck) -> None:
         else:
             data.notes.append(
                 f"Not in the Hugging Face cache, to be fetched: {what} (without a hub: {advice})."
-            )
-    if settings.teacher is not None:
-        try:
-            open_teachers(settings.teacher, settings.captions)
-        except UserError as error:
-            advice = f"zerovl teacher MODEL --train-data '{settings.train_data}' --out {settings.teacher}"
-            data.missing.append(
-                f"teachers: {str(error).partition('; ')[0]}; {advice}, with this run's augmentation"
             )
 
 

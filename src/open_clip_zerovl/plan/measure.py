@@ -115,10 +115,10 @@ def measure_step(
 
 
 def _loss(planned: PlannedModel, settings: PlanSettings) -> torch.nn.Module:
-    """The loss that training takes, without teachers."""
+    """The loss that training takes."""
     if not settings.siglip:
         return ContrastiveLoss(chunk_size=settings.loss_chunk)
-    if settings.loss_chunk is None and planned.texts_per_image == 1:
+    if settings.loss_chunk is None:
         return SigLipLoss()
     return SigmoidLoss(chunk_size=settings.loss_chunk)
 

@@ -50,7 +50,6 @@ class PlannedModel:
         transform: PIL image -> (C, H, W), uint8 if normalisation is done on the device.
         normalize: the normalisation on the device, or None.
         tokenizer: captions -> (B, L).
-        texts_per_image: captions of a picture that a step shows.
     """
 
     model: ClipModel
@@ -61,7 +60,6 @@ class PlannedModel:
     mixup: CoinFlipMixup | None
     device: torch.device
     precision: str
-    texts_per_image: int = 1
 
     @property
     def parameters(self) -> tuple[int, int]:
@@ -94,9 +92,7 @@ class PlannedModel:
             images = images.contiguous(memory_format=torch.channels_last)
         else:
             images = torch.randn(size, 3, height, width, generator=generator)
-        return images, self.tokenizer(
-            ["a photo of a cat beside two dogs on the road"] * (size * self.texts_per_image)
-        )
+        return images, self.tokenizer(["a photo of a cat beside two dogs on the road"] * size)
 
     def optimizer(self, settings: PlanSettings) -> torch.optim.Optimizer:
         """Training's AdamW with a learning rate of zero, which takes the same time and does not change the weights."""
@@ -160,7 +156,6 @@ def build(settings: PlanSettings, device: torch.device, precision: str) -> Plann
         mixup,
         device,
         precision,
-        texts_per_image=settings.texts_per_image,
     )
 
 

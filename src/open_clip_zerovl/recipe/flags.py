@@ -38,7 +38,6 @@ from open_clip_zerovl.data.names import (
     PIXEL_PATH,
     PIXEL_PATHS,
     POLICIES,
-    captions_in_a_step,
     is_captions,
     is_named,
 )
@@ -73,7 +72,6 @@ PRECISIONS = ("amp", "amp_bf16", "amp_bfloat16", "bf16", "fp16", "pure_bf16", "p
 _NAMED_SOURCES = Requirement("named sources: --train-data NAME=SHARDS", lambda given: given.mixture)
 _DEBIASED = Requirement("--debiased-sampling", lambda given: given.sampling == "debiased")
 _MIXUP = Requirement("--coin-flip-mixup", lambda given: given.coin_flip_mixup)
-_TEACHER = Requirement("--teacher", lambda given: given.teacher is not None)
 _DETACHED_GATHER = Contradiction(
     "--ablate detached-gather",
     lambda given: "detached-gather" in given.ablate,
@@ -157,21 +155,12 @@ class SourceFlags:
     captions: str | None = flag(
         None,
         "several captions of an image: show one an epoch, or make each a sample; txt=0.5,KEY=0.5 draws between the txt and a "
-        "key of the json (MEMBER:KEY of another member); txt+KEY shows one of each in every step and sums their losses",
-        metavar="{one-per-epoch,all}|FIELD=SHARE,...|FIELD+FIELD",
+        "key of the json (MEMBER:KEY of another member)",
+        metavar="{one-per-epoch,all}|FIELD=SHARE,...",
         range=Range(
-            f"{', '.join(CAPTIONS)}, FIELD=SHARE,... or FIELD+FIELD",
-            lambda value, _: is_captions(value),
+            f"{', '.join(CAPTIONS)} or FIELD=SHARE,...", lambda value, _: is_captions(value)
         ),
         needs=(_NAMED_SOURCES,),
-        contradicts=(
-            Contradiction(
-                "--coin-flip-mixup",
-                lambda given: given.coin_flip_mixup and given.texts_per_image > 1,
-                "mixup is not defined with several captions of a picture in a step; leave one of them out",
-                flag="--captions FIELD+FIELD",
-            ),
-        ),
     )
     on_bad_sample: str = flag(
         "replace",
@@ -306,43 +295,9 @@ class LossFlags:
             )
             for each in (
                 _no_mixup("a mixed sample has two captions and pictures"),
-                Contradiction(
-                    "--teacher with --distill-weight 1",
-                    lambda given: given.teacher is not None and given.distill_weight == 1,
-                    "the loss then has no contrastive part, whose targets these are; give a smaller --distill-weight",
-                ),
                 _DETACHED_GATHER,
             )
         ),
-        planned=False,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TeacherFlags:
-    """Distillation from stored teachers"""
-
-    teacher: str | None = flag(
-        None,
-        "learn from the embeddings that `zerovl teacher` has stored in DIR, on the views that it has stored",
-        metavar="DIR",
-        needs=(_NAMED_SOURCES,),
-        contradicts=(_no_mixup("no teacher has seen the mixed samples"), _DETACHED_GATHER),
-    )
-    distill_weight: float = flag(
-        1.0,
-        "share of the distillation in the loss; the rest is the contrastive loss",
-        metavar="W",
-        range=Range("above 0 and up to 1", lambda value, _: 0 < value <= 1),
-        needs=(_TEACHER,),
-        planned=False,
-    )
-    distill_temperature: float = flag(
-        0.01,
-        "temperature of the teachers' softmaxes (default %(default)s, a scale of 100)",
-        metavar="T",
-        range=POSITIVE,
-        needs=(_TEACHER,),
         planned=False,
     )
 
@@ -712,7 +667,7 @@ class ConsoleFlags:
 
 
 SECTIONS = (
-    SourceFlags, DgaFlags, LossFlags, TeacherFlags, AugmentationFlags, TowerFlags, TuningFlags, OptimizerFlags, CheckpointFlags,
+    SourceFlags, DgaFlags, LossFlags, AugmentationFlags, TowerFlags, TuningFlags, OptimizerFlags, CheckpointFlags,
     RetrievalFlags, ConsoleFlags,
 )  # fmt: skip
 
@@ -726,7 +681,6 @@ class RecipeConfig(
     TuningFlags,
     TowerFlags,
     AugmentationFlags,
-    TeacherFlags,
     LossFlags,
     DgaFlags,
     SourceFlags,
@@ -746,14 +700,8 @@ class RecipeConfig(
     @property
     def step_flags(self) -> bool:
         """True if a flag needs our optimizer step (DGA and ContrastiveLoss)."""
-        of_step = (*flags_of(DgaFlags), *flags_of(LossFlags), *flags_of(TeacherFlags))
-        names = ("coin_flip_mixup", *(each.name for each in of_step))
-        return self.texts_per_image > 1 or self.changes(*names)
-
-    @property
-    def texts_per_image(self) -> int:
-        """The number of captions of each picture in a step."""
-        return captions_in_a_step(self.captions)
+        of_step = (*flags_of(DgaFlags), *flags_of(LossFlags))
+        return self.changes("coin_flip_mixup", *(each.name for each in of_step))
 
     @property
     def draw(self) -> str:

@@ -17,9 +17,7 @@ import torch
 from open_clip import get_input_dtype
 from torch import Tensor, nn
 
-from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.wrappers import unwrapped
-from open_clip_zerovl.data.views import teacher_features
 from open_clip_zerovl.dga.extras import TermsOfMicroBatch
 from open_clip_zerovl.dga.retain import Decision
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
@@ -33,8 +31,7 @@ from open_clip_zerovl.recipe.text_lengths import sort_texts, text_padding
 if TYPE_CHECKING:
     from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 
-# images (B, C, H, W), texts (B, L) (or with several texts of each image all first ones, then all second ones), origin (B, 2 or
-# more) where the loss or a cache asks who the samples are, and with stored teachers the tuple of their embeddings, (B, D) each
+# images (B, C, H, W), texts (B, L), and origin (B, 2 or more) where the loss or a cache asks who the samples are
 MicroBatch = tuple[Any, ...]
 
 AUTOCAST_DTYPES = {"amp": torch.float16, "amp_bf16": torch.bfloat16, "amp_bfloat16": torch.bfloat16}
@@ -56,7 +53,6 @@ def prepare(
     images: Tensor,
     texts: Tensor,
     origin: Tensor | None = None,
-    _teachers: tuple[Tensor, ...] = (),
     *,
     precision: str,
     normalize: Callable[[Tensor], Tensor] | None = None,
@@ -85,29 +81,14 @@ def prepare(
 
 
 def loss_inputs_of(micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
-    """Further inputs of `ContrastiveLoss` for this rank's samples: `ids` and `teacher_features`, where the batch has them.
-
-    They come from the micro-batches' third and fourth part.
-    """
+    """Return `ids` of this rank's samples for `ContrastiveLoss`, from the micro-batches' third part where they have one."""
     if len(micro_batches[0]) < 3:
         return {}
     source, _, *content = torch.cat([origin for _, _, origin, *_ in micro_batches]).unbind(dim=1)
     inputs: dict[str, Any] = {"ids": {"source": source}}
     if content:
-        caption, inputs["ids"]["image"], *further = content
-        inputs["ids"]["caption"] = torch.cat([caption, *further])
-    if len(micro_batches[0]) > 3:
-        embeddings = [of_both for *_, of_both in micro_batches]
-        inputs["teacher_features"] = teacher_features(
-            embeddings, texts_per_image_of(micro_batches[0])
-        )
+        inputs["ids"]["caption"], inputs["ids"]["image"] = content
     return inputs
-
-
-def texts_per_image_of(micro_batch: MicroBatch) -> int:
-    """The number of texts per image in a micro-batch."""
-    images, texts, *_ = micro_batch
-    return max(1, len(texts) // len(images))
 
 
 class RecipeStep:
@@ -214,12 +195,6 @@ class RecipeStep:
         """Put the gradients of the effective batch in place of the last step's."""
         self.optimizer.zero_grad()
         inputs = loss_inputs_of(micro_batches) if isinstance(self.loss, ContrastiveLoss) else {}
-        texts_per_image = texts_per_image_of(micro_batches[0])
-        if texts_per_image > 1 and self.mixup is not None:
-            raise UserError(
-                f"mixup is not defined with {texts_per_image} texts of each image; leave one of them out"
-            )
-        inputs["texts_per_image"] = texts_per_image
         order = None
         if self._padding is not None:
             images, texts, *others = zip(*micro_batches, strict=True)

@@ -163,8 +163,7 @@ class Assignment:
         numbers = range(first + (reader - first) % v, self.micro_batches, v)
         if self._mixed:
             place = self._place(rank, reader) + self.of_reader(reader, first)
-            for row in range(place, place + len(numbers)):
-                yield self._deck.row(row)
+            yield from map(self._deck.row, range(place, place + len(numbers)))
             return
         for number in numbers:
             row = np.zeros(len(self.schedule.taken), dtype=np.int64)
