@@ -53,8 +53,7 @@ class Run:
         words += f" --batch-size {protocol['runs']['batch_size']}"
         places = ["--model", f"local-dir:{study}/model", "--train-data", data]
         places += ["--train-data-upsampling-factors", factors, "--logs", str(out)]
-        places += ["--cache-frozen", str(study / "text-features"), "--name", self.name]
-        return [*words.split(), *places]
+        return [*words.split(), *places, "--name", self.name]
 
 
 def planned(protocol: dict[str, Any], pilot: bool, seeds: list[int] | None = None) -> list[Run]:

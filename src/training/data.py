@@ -31,7 +31,6 @@ from training.stock_data import check_stock_data
 
 if TYPE_CHECKING:
     from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet
-    from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 
 # open_clip's main calls evaluate() only if the data has one of its own keys; it does not read this one itself.
 PLACEHOLDER_KEY = "val"
@@ -293,36 +292,6 @@ def _shard_cache(config: AllFlags) -> ShardCache | None:
     return ShardCache(
         os.path.abspath(os.path.expanduser(config.shard_cache)), int(config.shard_cache_gib * 2**30)
     )
-
-
-def frozen_cache(
-    config: AllFlags,
-    sources: tuple[Source, ...],
-    args: argparse.Namespace,
-    model: torch.nn.Module,
-    width: int,
-    transform,
-    tokenizer,
-) -> FrozenCache:
-    """The cache of the frozen tower's features, attached to the model.
-
-    Raises:
-        UserError: a cached image tower whose images are augmented at random.
-    """
-    from open_clip_zerovl.embeddings.fingerprint import tower_digest
-    from open_clip_zerovl.recipe.frozen_cache import FrozenCache, require_deterministic
-
-    (tower,) = config.freeze
-    assert config.cache_frozen is not None
-    if tower == "image":
-        require_deterministic(transform)
-    inputs = transform if tower == "image" else tokenizer
-    mark = tower_digest(
-        model, tower, inputs=inputs, precision=args.precision, pixel_path=config.pixel_path
-    )
-    cache = FrozenCache(config.cache_frozen, sources, tower=tower, width=width, fingerprint=mark)
-    cache.attach(model)
-    return cache
 
 
 def _sampling(config: AllFlags, args: argparse.Namespace) -> Sampling:

@@ -50,7 +50,6 @@ def _scripted_and_changed(f: AllFlags) -> bool:
         f.lock_image,
         f.lock_text,
         f.freeze,
-        f.cache_frozen,
         f.coin_flip_mixup,
         f.temperature_constant,
         f.lora,
@@ -99,8 +98,7 @@ REFUSALS = (
         "it is for models with an image tower and a text tower",
     ),
     _refusal(
-        "--model {model}", "--sort-text or --cache-frozen",
-        lambda f: f.captions_images and (f.sort_text or f.cache_frozen is not None),
+        "--model {model}", "--sort-text", lambda f: f.captions_images and f.sort_text,
         "it writes the caption of each picture, from that picture's tokens",
     ),
     _refusal(
@@ -123,7 +121,7 @@ REFUSALS = (
     ),
     _refusal(
         "--torchscript",
-        "--lock-*, --freeze, --cache-frozen, --coin-flip-mixup, --temperature-constant, --lora, --token-drop or --init-*",
+        "--lock-*, --freeze, --coin-flip-mixup, --temperature-constant, --lora, --token-drop or --init-*",
         _scripted_and_changed,
         "they change the model after it is made, and a scripted one can no longer be changed; --torchcompile can",
     ),

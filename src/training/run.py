@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import open_clip
 import open_clip_train.main as host
@@ -45,9 +45,6 @@ from training.hooks import check_host, replaced
 from training.params import require_new_name
 from training.run_log import RunLog
 from training.train import Trainer, create_loss, require_finite
-
-if TYPE_CHECKING:
-    from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 
 LOCK = ".lock"
 WAIT_SECONDS = 15.0  # for the earlier process to end when a launcher starts a run again
@@ -117,7 +114,6 @@ class TrainingRun:
         self.optimizer: torch.optim.Optimizer | None = None
         self.mixup: CoinFlipMixup | None = None
         self.resumed: resume.Position | None = None
-        self.cache: FrozenCache | None = None
         self.teacher: torch.nn.Module | None = None  # of --distill-model
         self.trainer: Trainer | None = None
         self.trained = False
@@ -371,16 +367,9 @@ class TrainingRun:
             assert self.model is not None  # main makes the data after it
             return paper_transform_of(self.model.visual)
 
-        all_data = data.get_data(
+        return data.get_data(
             self.config, self.inputs, stock, args, transforms, tokenizer, paper_transform
         )
-        if self.config.cache_frozen is not None and self.own_step:
-            assert self.model is not None
-            width = open_clip.get_model_config(self.model_name)["embed_dim"]
-            self.cache = data.frozen_cache(
-                self.config, self.inputs.sources, args, self.model, width, transforms[0], tokenizer
-            )
-        return all_data
 
     def newest_checkpoint(self, path: str, remote: bool = False) -> str | None:
         """The file that `--resume latest` continues from; None if there is none."""
@@ -468,7 +457,7 @@ class TrainingRun:
                 if self.trainer is None:
                     self.trainer = Trainer(
                         self.config, self.preemption, self.resumed, mixup=self.mixup, teacher=self.teacher,
-                        cache=self.cache, log=self.log, entries=self.entries,
+                        log=self.log, entries=self.entries,
                     )  # fmt: skip
                 self.trainer(
                     model, data, loss, epoch, optimizer, scaler, scheduler, self.args, tb_writer

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from open_clip import create_loss as create_stock_loss
@@ -41,9 +41,6 @@ from training.resume import Position
 from training.run_log import RunFacts, RunLog
 from training.step_log import StepLog
 from training.stopping import Preemption, Stopped
-
-if TYPE_CHECKING:
-    from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 
 
 def create_loss(
@@ -94,7 +91,6 @@ class Trainer:
         resumed: the position of the checkpoint from which this run was resumed, if it has one.
         mixup: draws a mix per step, if mixup is on.
         teacher: the model of `--distill-model`, or None.
-        cache: stored features of a frozen tower, or None.
         log: the run's console lines and record.
         entries: added to each step checkpoint.
 
@@ -110,7 +106,6 @@ class Trainer:
         *,
         mixup: CoinFlipMixup | None = None,
         teacher: torch.nn.Module | None = None,
-        cache: FrozenCache | None = None,
         log: RunLog | None = None,
         entries: Mapping[str, Any] | None = None,
     ) -> None:
@@ -119,7 +114,6 @@ class Trainer:
         self.resumed = resumed
         self.entries = entries or {}
         self.mixup = mixup
-        self.cache = cache
         self.log = log
         self.teacher = None if teacher is None else unwrapped(teacher)[0].eval()
         self.step: RecipeStep | None = None
@@ -149,7 +143,6 @@ class Trainer:
                 scaler=scaler,
                 normalize=getattr(data["train"], "normalize", None),
                 mixup=self.mixup,
-                cache=self.cache,
                 grad_clip_norm=args.grad_clip_norm,
                 temperature_parameter="temperature-parameter" in self.config.ablate,
                 sort_text=self.config.sort_text,
@@ -218,8 +211,6 @@ class Trainer:
             if isinstance(loss, ContrastiveLoss):
                 log.by_source.see(loss.report)
             log.step_done(index, step, losses, optimizer.param_groups[0]["lr"])
-            if self.cache is not None and (index + 1 == steps or checkpoints.due(step + 1)):
-                self.cache.flush()
             stop = self.preemption.agreed(args.distributed)
             if stop or checkpoints.due(step + 1):
                 require_finite(model, f"after step {index + 1} of epoch {epoch}")

@@ -10,10 +10,8 @@ from open_clip.loss import SigLipLoss
 
 from open_clip_zerovl.data import images as images_module
 from open_clip_zerovl.data.images import normalize
-from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe import step as step_module
-from open_clip_zerovl.recipe.frozen_cache import FrozenCache
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
 from open_clip_zerovl.recipe.optimizer import parameter_groups
 from open_clip_zerovl.recipe.step import RecipeStep
@@ -84,8 +82,6 @@ RECIPES = {
     "mixup of texts, GradScaler": {"mix": Mix(False, 0.3), "precision": "amp"},
     "frozen text": {"frozen": "text"},
     "frozen image, all replayed": {"frozen": "image", "retain": 0},
-    "frozen text, cached": {"frozen": "text", "cached": True},
-    "frozen text, cached, mixed": {"frozen": "text", "cached": True, "mix": Mix(False, 0.3)},
     "SigLIP": {"model": "with a bias", "siglip": True},
     "loss in chunks": {"chunk": 3, "retain": 2},
     "gradient checkpointing": {"checkpointing": True},
@@ -107,7 +103,7 @@ class Fixed(CoinFlipMixup):
 
 
 def watched_steps(
-    name, folder, *, precision="amp_bf16", retain=1, mix=None, frozen=None, cached=False, siglip=False, chunk=None,
+    name, *, precision="amp_bf16", retain=1, mix=None, frozen=None, siglip=False, chunk=None,
     checkpointing=False, steps=2, plant=None, total_bytes=141 * GIB, sort_text=False,
     last=B - 1, loss=None,
 ):  # fmt: skip
@@ -128,20 +124,11 @@ def watched_steps(
     if checkpointing:
         model.set_grad_checkpointing()
     sizes = [B] * (K - 1) + [last]
-    cache = None
-    if cached:
-        source = Source("s", ("0.tar",), (sum(sizes),))
-        cache = FrozenCache(folder, [source], tower="text", width=24, fingerprint="f")
-        cache.attach(model)
-        cache._filled[:] = True
     mixup = Fixed(mix) if mix else None
     if mixup:
         mixup.attach(model)
     if precision == "pure_bf16":
         model.to(torch.bfloat16)
-    origins = torch.stack(
-        [torch.zeros(sum(sizes), dtype=torch.long), torch.arange(sum(sizes))], dim=1
-    ).split(sizes)
     padding = text_padding(model) if sort_text else None
     with (
         fake_cuda(total_bytes=total_bytes),
@@ -159,7 +146,6 @@ def watched_steps(
             scaler=torch.amp.GradScaler("cuda") if precision == "amp" else None,
             normalize=partial(normalize, mean=(0.5,) * 3, std=(0.5,) * 3),
             mixup=mixup,
-            cache=cache,
             grad_clip_norm=1.0,
             sort_text=sort_text,
             retain=retain,
@@ -171,10 +157,6 @@ def watched_steps(
             )
             for n in sizes
         ]
-        if cached:
-            micro_batches = [
-                (*pair, origin) for pair, origin in zip(micro_batches, origins, strict=True)
-            ]
         if loss:  # origins with a caption and a picture
             micro_batches = [
                 (*pair, torch.zeros(len(pair[0]), 4, dtype=torch.long)) for pair in micro_batches
@@ -210,7 +192,6 @@ TOGETHER = (
     "pure bf16",
     "texts sorted",
     "frozen text",
-    "frozen text, cached",
 )
 
 
@@ -218,21 +199,19 @@ TOGETHER = (
     "recipe",
     [pytest.param(name, marks=[pytest.mark.slow] * (name in TOGETHER)) for name in RECIPES],
 )
-def test_a_step_waits_nowhere(recipe, names, tmp_path):
+def test_a_step_waits_nowhere(recipe, names):
     options = dict(RECIPES[recipe])
-    first, *later = watched_steps(
-        names[options.pop("model", "native and BERT")], tmp_path, **options
-    )
+    first, *later = watched_steps(names[options.pop("model", "native and BERT")], **options)
     assert unexpected(first, ALLOWED | FIRST_STEP) == {}
     for waits in later:
         assert unexpected(waits, ALLOWED) == {}
 
 
 @pytest.mark.parametrize(("memory", "copies"), [(141 * GIB, 3), (2**18, 3 + 2)])
-def test_inputs_cross_to_the_gpu_once_where_they_may_stay(memory, copies, names, tmp_path):
+def test_inputs_cross_to_the_gpu_once_where_they_may_stay(memory, copies, names):
     """Each of three micro-batches once; without room the two that are forwarded twice cross twice."""
     side, length = 32, 32
-    waits = watched_steps(names["native and BERT"], tmp_path, total_bytes=memory, last=B)[-1]
+    waits = watched_steps(names["native and BERT"], total_bytes=memory, last=B)[-1]
     assert waits.bytes_to_device == copies * B * (3 * side * side + 8 * length)
 
 
@@ -249,10 +228,10 @@ def with_a_cpu_tensor(loss):
     return lambda logit_scale, **values: loss(logit_scale=logit_scale * torch.ones(1), **values)
 
 
-def test_a_planted_read_and_a_planted_cpu_tensor_are_found(names, tmp_path):
-    waits = watched_steps(names["native and BERT"], tmp_path, plant=reading)[-1]
+def test_a_planted_read_and_a_planted_cpu_tensor_are_found(names):
+    waits = watched_steps(names["native and BERT"], plant=reading)[-1]
     (line,) = unexpected(waits, ALLOWED)
     assert 'planted: print(result["contrastive_loss"].item())' in line
     # torch 2.11: "found two different devices cuda:0, cpu"
     with pytest.raises(RuntimeError, match="found .*two .*devices,? cuda:0"):
-        watched_steps(names["native and BERT"], tmp_path, plant=with_a_cpu_tensor)
+        watched_steps(names["native and BERT"], plant=with_a_cpu_tensor)

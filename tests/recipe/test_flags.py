@@ -212,7 +212,6 @@ word | unexpected argument 'word'; write it as --flag value
 --warmup 50 --warmup-share 0.1 | --warmup 50 does not work with --warmup-share
 --positives both --coin-flip-mixup | --coin-flip-mixup does not work with --positives: a mixed sample
 --positives both --ablate detached-gather | --ablate detached-gather does not work with --positives
---sort-text --freeze text --cache-frozen /y | --cache-frozen of the text tower does not work with --sort-text: such
 --ablate iid-draw | --ablate iid-draw needs --debiased-sampling
 --ablate mixup-both | --ablate mixup-both needs --coin-flip-mixup
 --ablate mixup-embeddings | --ablate mixup-embeddings needs --coin-flip-mixup
@@ -229,7 +228,6 @@ word | unexpected argument 'word'; write it as --flag value
 --train-data= --sampling sequential | --sampling needs --train-data NAME=SHARDS::...
 --equal-tokens | --equal-tokens needs --sort-text
 --freeze-norm-statistics --use-bn-sync | --use-bn-sync does not work with --freeze-norm-statistics: it replaces
---cache-frozen /c | --cache-frozen needs one frozen tower: --freeze image or --freeze text
 --shard-cache-gib 5 | --shard-cache-gib needs --shard-cache
 --keep-checkpoints 5 | --keep-checkpoints needs --save-every-steps
 --dga-check always | --dga-check needs --dga-steps of 2 or more

@@ -207,7 +207,6 @@ def test_a_run_imports_only_the_rooms_that_it_uses():
         "evaluate",
         "embeddings.sources",
         "report.run_page",
-        "recipe.frozen_cache",
         "recipe.lora",
         "prepare",
         "align",

@@ -19,7 +19,7 @@ def trial(parser: argparse.ArgumentParser) -> RunCommand:
         "Trains one model in several ways, with the same compute, data, seeds and first weights, and says whether a larger "
         "batch, debiased sampling or the whole recipe helps. The same call continues after a stop; more --seeds add runs."
     )
-    parser.epilog = "Training flags after -- hold for all arms: -- --freeze text --cache-frozen DIR"
+    parser.epilog = "Training flags after -- hold for all arms: -- --freeze text"
     parser.add_argument(
         "--from", dest="start", metavar="MODEL", help="the model to start from, as for finetune"
     )

@@ -89,10 +89,6 @@ def _no_mixup(advice: str) -> Contradiction:
     return _conflict("coin_flip_mixup", f"{advice}; leave one of them out")
 
 
-def _caches_text(given: Any) -> bool:
-    return given.cache_frozen is not None and given.freeze == ("text",)
-
-
 def _ablation_needs(ablation: str, need: Requirement) -> Requirement:
     return Requirement(
         need.other,
@@ -117,7 +113,6 @@ _ABLATED_AND_OTHERS = (
      "no micro-batch is forwarded twice, so that no mask is drawn anew; give --dga-retain 0"),
     ("mixup-both", "--sort-text", lambda given: given.sort_text,
      "a picture and its text would be mixed with different partners; leave it out"),
-    ("mixup-embeddings", "--cache-frozen of the text tower", _caches_text, "mixed words have other features each step"),
     ("temperature-parameter", "--temperature-constant", lambda given: given.temperature_constant,
      "a constant has no parameter; give one of them"),
     ("temperature-parameter", "--precision {precision}", lambda given: given.precision in ("pure_bf16", "pure_fp16"),
@@ -241,14 +236,7 @@ class DgaFlags:
         False,
         "sort a step's texts by length over its micro-batches and cut each to its longest: the same gradient, less padding",
         planned="texts are planned at the tokenizer's length",
-        contradicts=(
-            Contradiction(
-                "--cache-frozen of the text tower",
-                _caches_text,
-                "such texts are not forwarded; leave it out",
-            ),
-            _conflict("torchscript", "a scripted model cannot be changed"),
-        ),
+        contradicts=(_conflict("torchscript", "a scripted model cannot be changed"),),
     )
     equal_tokens: bool = flag(
         False,
@@ -425,37 +413,6 @@ class TowerFlags:
         False,
         "keep the image tower's convolutions with the channels last in memory: faster for convolutional towers",
         contradicts=(_conflict("torchscript", "a scripted model cannot be changed"),),
-    )
-    cache_frozen: str | None = flag(
-        None,
-        "keep the frozen tower's features of each sample in DIR and reuse them",
-        metavar="DIR",
-        planned="planned as an epoch that fills the cache",
-        needs=(
-            Requirement(
-                "one frozen tower: --freeze image or --freeze text",
-                lambda given: len(given.freeze) == 1,
-            ),
-            _NAMED_SOURCES,
-        ),
-        contradicts=(
-            Contradiction(
-                "--text-augment",
-                lambda given: given.freeze == ("text",) and given.text_augment is not None,
-                "augmented captions have other features each epoch",
-            ),
-            Contradiction(
-                "--captions {captions}",
-                lambda given: given.freeze == ("text",) and given.captions not in (None, "all"),
-                "another caption each epoch has other features; use --captions all",
-            ),
-            Contradiction(
-                "--coin-flip-mixup",
-                lambda given: given.freeze == ("image",) and given.coin_flip_mixup,
-                "mixed images have other features each step",
-                flag="--cache-frozen of the image tower",
-            ),
-        ),
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from open_clip import get_input_dtype
@@ -28,10 +28,7 @@ from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
 from open_clip_zerovl.recipe.optimizer import mark_temperature, optimizer_step
 from open_clip_zerovl.recipe.text_lengths import sort_texts, text_padding
 
-if TYPE_CHECKING:
-    from open_clip_zerovl.recipe.frozen_cache import FrozenCache
-
-# images (B, C, H, W), texts (B, L), and origin (B, 2 or more) where the loss or a cache asks who the samples are
+# images (B, C, H, W), texts (B, L), and origin (B, 2 or more) where the loss asks who the samples are
 MicroBatch = tuple[Any, ...]
 
 AUTOCAST_DTYPES = {"amp": torch.float16, "amp_bf16": torch.bfloat16, "amp_bfloat16": torch.bfloat16}
@@ -52,27 +49,22 @@ def autocast_of(precision: str, device: torch.device) -> Callable[[], AbstractCo
 def prepare(
     images: Tensor,
     texts: Tensor,
-    origin: Tensor | None = None,
+    _origin: Tensor | None = None,
     *,
     precision: str,
     normalize: Callable[[Tensor], Tensor] | None = None,
     mix: Mix | None = None,
-    cache: FrozenCache | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The model's inputs from a micro-batch that is on the device.
 
-    In this order: announce the samples to the cache, normalise images to fp32, mix them, cast them to the dtype of the
+    In this order: normalise images to fp32, mix them, cast them to the dtype of the
     model's input. So the mixture is computed in fp32 also where the input is fp16 or bf16.
 
     Args:
         images: (B, C, H, W), uint8 if `normalize` is given, else normalised floats.
         texts: (B, L) tokens.
-        origin: (B, 2 or more) on the CPU, as `Mixture` yields it; `cache` uses its first two columns, source and position.
         precision: open_clip's `--precision`; bf16, pure_bf16, fp16 and pure_fp16 cast the images.
     """
-    if cache is not None:
-        assert origin is not None, "a run with a cache reads its samples with their origin"
-        images, texts = cache.prepare(images, texts, origin)
     if normalize is not None:
         images = normalize(images)
     if mix is not None:
@@ -102,10 +94,9 @@ class RecipeStep:
         scaler: a GradScaler if `precision` is amp.
         normalize: for uint8 images, if they are normalised on the device.
         mixup: attached to the model.
-        cache: stored features of a frozen tower, attached to the model.
         grad_clip_norm: largest norm of all gradients together.
         temperature_parameter: step on the temperature itself (`recipe.optimizer`).
-        sort_text: sort a step's texts by length and cut them (`recipe.text_lengths`); not with a cache of text features.
+        sort_text: sort a step's texts by length and cut them (`recipe.text_lengths`).
         equal_tokens: sorted texts are divided by tokens (`sort_texts`).
         adopted: how many graphs retain="auto" kept before the run was resumed.
     """
@@ -122,7 +113,6 @@ class RecipeStep:
         scaler: torch.amp.GradScaler | None = None,
         normalize: Callable[[Tensor], Tensor] | None = None,
         mixup: CoinFlipMixup | None = None,
-        cache: FrozenCache | None = None,
         grad_clip_norm: float | None = None,
         temperature_parameter: bool = False,
         sort_text: bool = False,
@@ -138,14 +128,13 @@ class RecipeStep:
         self.optimizer = optimizer
         self.scaler = scaler
         self.mixup = mixup
-        self.cache = cache
         self.grad_clip_norm = grad_clip_norm
         self.temperature_parameter = temperature_parameter
         mark_temperature(optimizer, model, temperature_parameter)
         self._padding = text_padding(unwrapped(model)[0]) if sort_text else None
         self._equal_tokens = equal_tokens
         self.autocast = autocast_of(precision, next(model.parameters()).device)
-        self.prepare = partial(prepare, precision=precision, normalize=normalize, cache=cache)
+        self.prepare = partial(prepare, precision=precision, normalize=normalize)
         self._dga = DecoupledGradientAccumulation(
             model,
             loss,
@@ -180,8 +169,6 @@ class RecipeStep:
         """
         with same_masks(self.model, cut_texts=self._padding is not None):
             losses = self._gradients(micro_batches, step)
-        if self.cache is not None:
-            self.cache.forget()
         optimizer_step(
             self.model,
             self.optimizer,
