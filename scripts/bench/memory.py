@@ -8,9 +8,6 @@ the peak of a step with their ratio to K = 1. Parameters and gradients are inclu
 micro-batches and an allocator's overhead are not. With --lora, adapters of this rank are trained instead of the towers. About a
 minute.
 
-With --texts CONTEXT,CONTEXT instead: the GiB of the text tower's largest graph among K micro-batches as the captions come,
-sorted (--sort-text), and sorted and divided by tokens (--equal-tokens); and the share that is saved, alone and with the image
-tower's graph.
 """
 
 from __future__ import annotations
@@ -18,25 +15,20 @@ from __future__ import annotations
 import argparse
 import itertools
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from open_clip_zerovl.core.memory import LiveBytes
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.lora import add_lora
-from open_clip_zerovl.recipe.text_lengths import sort_texts
 from open_clip_zerovl.report.tables import markdown_table
 from scripts.bench.harness import (
     build,
-    caption_lengths,
     register,
     simulated_peak_bytes,
-    without_values,
     write,
 )
 
@@ -62,36 +54,6 @@ def counted(
 
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return trained, simulated_peak_bytes(model, step) / 2**30
-
-
-def graph_bytes(encode: Callable[[], torch.Tensor]) -> int:
-    """Bytes that the graph of one micro-batch holds, without parameters and inputs."""
-    with torch.autocast("cpu", dtype=torch.bfloat16), LiveBytes() as live:
-        kept = encode()
-        held = live.bytes()
-    del kept
-    return held
-
-
-def text_graphs(
-    name: str, contexts: Sequence[int], micro_batch: int, steps: int
-) -> list[list[str]]:
-    """A line for each context: the largest text graph each way, GiB, and the savings of equal tokens."""
-    model: Any = build(name, 0.25, torch.device("cpu"), torch.float32)
-    mode, rows = without_values(model), []
-    for context in contexts:
-        lengths = torch.from_numpy(caption_lengths(micro_batch * steps, context, 0))
-        texts = (torch.arange(context) < lengths[:, None]).long().split(micro_batch)
-        ways = (texts, sort_texts(texts, 0)[0], sort_texts(texts, 0, equal_tokens=True)[0])
-        shapes = [max((part.shape for part in parts), key=torch.Size.numel) for parts in ways]
-        with mode:
-            images = graph_bytes(partial(model.encode_image, torch.randn(micro_batch, 3, 224, 224)))
-            tokens = [torch.ones(shape, dtype=torch.long) for shape in shapes]
-            found = [graph_bytes(partial(model.encode_text, one)) for one in tokens]
-        saved = [1 - (found[2] + beside) / (found[1] + beside) for beside in (0, images)]
-        gib = [f"{one / 2**30:.2f}" for one in (images, *found)]
-        rows.append([str(context), *gib, *(f"{share:.3f}" for share in saved)])
-    return rows
 
 
 def peaks(
@@ -124,34 +86,19 @@ def main() -> None:
     parser.add_argument("--steps", type=numbers, default=[1, 16], help="K,K")
     parser.add_argument("--retain", type=numbers, default=[1, 2], help="R,R")
     parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters on both towers")
-    parser.add_argument(
-        "--texts", type=numbers, metavar="CONTEXT,CONTEXT", help="graphs of the text tower instead"
-    )
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         name = register("ViT-B-16+BERT-base", None, 0.1, Path(scratch))
-        if args.texts:
-            header = [
-                "context",
-                "images, GiB",
-                "texts",
-                "sorted",
-                "equal tokens",
-                "saved",
-                "saved with images",
-            ]
-            rows = text_graphs(name, args.texts, args.micro_batch, max(args.steps))
-        else:
-            header = [
-                "K",
-                "graphs retained",
-                "trained",
-                "AdamW's averages, GiB",
-                "peak, GiB",
-                "of K = 1",
-            ]
-            rows = peaks(name, args.lora, args.micro_batch, args.steps, args.retain)
+        header = [
+            "K",
+            "graphs retained",
+            "trained",
+            "AdamW's averages, GiB",
+            "peak, GiB",
+            "of K = 1",
+        ]
+        rows = peaks(name, args.lora, args.micro_batch, args.steps, args.retain)
     write(rows, markdown_table(header, rows), args.out)
 
 

@@ -146,7 +146,6 @@ class Trainer:
                 grad_clip_norm=args.grad_clip_norm,
                 temperature_parameter="temperature-parameter" in self.config.ablate,
                 sort_text=self.config.sort_text,
-                equal_tokens=self.config.equal_tokens,
                 retain=self.config.dga_retain,
                 check=self.config.dga_check,
                 replay_rng="no-replay" not in self.config.ablate,

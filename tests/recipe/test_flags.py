@@ -226,7 +226,6 @@ word | unexpected argument 'word'; write it as --flag value
 --train-data /x.csv --positives caption | --positives needs named sources: --train-data NAME=SHARDS
 --train-data= --debiased-sampling | --debiased-sampling needs --train-data NAME=SHARDS::...
 --train-data= --sampling sequential | --sampling needs --train-data NAME=SHARDS::...
---equal-tokens | --equal-tokens needs --sort-text
 --freeze-norm-statistics --use-bn-sync | --use-bn-sync does not work with --freeze-norm-statistics: it replaces
 --shard-cache-gib 5 | --shard-cache-gib needs --shard-cache
 --keep-checkpoints 5 | --keep-checkpoints needs --save-every-steps

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from contextlib import contextmanager
 
 import open_clip
@@ -17,7 +15,7 @@ from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss, reversed_partner
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
 from open_clip_zerovl.recipe.step import RecipeStep
-from open_clip_zerovl.recipe.text_lengths import equal_token_sizes, sort_texts, text_padding
+from open_clip_zerovl.recipe.text_lengths import sort_texts, text_padding
 from open_clip_zerovl.recipe.towers import freeze
 from support.dga_reference import (
     CONTEXT,
@@ -63,8 +61,8 @@ def padded(sizes=SIZES, seed=1):
     return micro_batches
 
 
-def sorted_and_cut(micro_batches, equal_tokens=False):
-    texts, order = sort_texts([texts for _, texts in micro_batches], 0, equal_tokens=equal_tokens)
+def sorted_and_cut(micro_batches):
+    texts, order = sort_texts([texts for _, texts in micro_batches], 0)
     return [(images, part) for (images, _), part in zip(micro_batches, texts, strict=True)], order
 
 
@@ -81,59 +79,29 @@ def test_texts_are_sorted_and_cut():
     assert cut.tolist() == [[1, 0, 2, 9]]  # up to the last token, not to the number of tokens
 
 
-def test_texts_are_divided_so_that_the_largest_micro_batch_has_the_fewest_tokens():
-    """Against all ways to divide sorted texts into K; the docstring's example by hand."""
-    assert equal_token_sizes([3, 3, 4, 5, 8, 9], 2) == [4, 2]
-    assert equal_token_sizes([1, 1, 1, 9], 4) == [1, 1, 1, 1]
-    rng = random.Random(0)
-    for _ in range(200):
-        lengths = sorted(rng.randint(1, 12) for _ in range(rng.randint(4, 9)))
-        parts = rng.randint(1, 4)
-
-        def largest(sizes, lengths=lengths):
-            ends = itertools.accumulate(sizes)
-            return max(size * lengths[end - 1] for size, end in zip(sizes, ends, strict=True))
-
-        found = equal_token_sizes(lengths, parts)
-        cuts = itertools.combinations(range(1, len(lengths)), parts - 1)
-        every = [[b - a for a, b in itertools.pairwise((0, *cut, len(lengths)))] for cut in cuts]
-        assert min(found) > 0 and sum(found) == len(lengths) and len(found) == parts
-        assert largest(found) == min(map(largest, every))
-
-
-@pytest.mark.parametrize("equal_tokens", [False, True])
 @pytest.mark.parametrize("retain", [0, 1, 3])
 @pytest.mark.parametrize("kind", MODELS)
-def test_without_dropout_the_gradient_is_that_of_texts_as_they_came(kind, retain, equal_tokens):
+def test_without_dropout_the_gradient_is_that_of_texts_as_they_came(kind, retain):
     model, micro_batches = MODELS[kind]().eval(), padded()
     assert text_padding(model) == 0
     _, wanted = one_graph(model, ClipLoss(), micro_batches)
-    short, order = sorted_and_cut(micro_batches, equal_tokens)
-    assert short[0][1].shape[1] < CONTEXT and (len(short[0][1]) == SIZES[0]) is not equal_tokens
+    short, order = sorted_and_cut(micro_batches)
+    assert short[0][1].shape[1] < CONTEXT
     dga = DecoupledGradientAccumulation(
         model, ContrastiveLoss(chunk_size=5), retain=retain, check="always"
     )
     dga.backward(short, text_order=order)
     assert error(gradients(model), wanted) <= EXACT
-    if equal_tokens:
-        with pytest.raises(UserError, match="Micro-batch 0 must hold as many texts as images"):
-            dga.backward(short)
-        with pytest.raises(
-            UserError, match="The micro-batches together must hold .* numbers are 11 and 12"
-        ):
-            dga.backward([*short[:-1], (short[-1][0], short[-1][1][:-1])], text_order=order)
-        return
     dga.backward(short)
     assert error(gradients(model), wanted) > 0.1  # negative control: texts left with other images
 
 
-@pytest.mark.parametrize("equal_tokens", [False, True])
 @pytest.mark.parametrize("frozen", [None, "image", "text"])
-def test_with_dropout_both_passes_draw_the_masks_of_one_graph(frozen, equal_tokens):
+def test_with_dropout_both_passes_draw_the_masks_of_one_graph(frozen):
     model, micro_batches = bert_clip(), padded()
     if frozen:
         freeze(model, [frozen])
-    short, order = sorted_and_cut(micro_batches, equal_tokens)
+    short, order = sorted_and_cut(micro_batches)
 
     def unsorted(image_features, text_features, **rest):
         return ClipLoss()(image_features, text_features[order.argsort()], **rest)
@@ -146,19 +114,17 @@ def test_with_dropout_both_passes_draw_the_masks_of_one_graph(frozen, equal_toke
     assert error(gradients(model), wanted) <= 1e-10
 
 
-@pytest.mark.parametrize("equal_tokens", [False, True])
 @pytest.mark.parametrize("mixes_images", [False, True])
-def test_mixup_knows_the_partners_of_sorted_texts(mixes_images, equal_tokens):
+def test_mixup_knows_the_partners_of_sorted_texts(mixes_images):
     """The reference has the pairs sorted, images with their texts, for the loss does not mind the order of pairs."""
     model, micro_batches, mix = bert_clip().eval(), padded(), Mix(mixes_images, 0.3)
     mixup = CoinFlipMixup()
     mixup.attach(model)
-    cut, order = sorted_and_cut(micro_batches, equal_tokens)
+    _, order = sorted_and_cut(micro_batches)
     images, texts = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
     rows = torch.arange(sum(SIZES)) if mixes_images else order
-    sizes = SIZES if mixes_images else [len(part) for _, part in cut]
-    pairs = list(zip(images[rows].split(sizes), texts[rows].split(sizes), strict=True))
-    targets = {"mixup_lambda": 0.3, "partner": reversed_partner(sizes)}
+    pairs = list(zip(images[rows].split(SIZES), texts[rows].split(SIZES), strict=True))
+    targets = {"mixup_lambda": 0.3, "partner": reversed_partner(SIZES)}
     with mixup.applied(mix):
         _, wanted = one_graph(model, ContrastiveLoss(), pairs, prepare=mix.prepare, **targets)
 
@@ -166,7 +132,6 @@ def test_mixup_knows_the_partners_of_sorted_texts(mixes_images, equal_tokens):
     for sort_text in (True, False):
         step = RecipeStep(
             model, ContrastiveLoss(), Keeping(model), precision="fp32", mixup=mixup, sort_text=sort_text,
-            equal_tokens=equal_tokens,
         )  # fmt: skip
         with drawing(mixup, mix):
             step.take(micro_batches, 0)

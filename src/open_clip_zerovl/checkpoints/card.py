@@ -51,7 +51,7 @@ _ELSEWHERE = frozenset({
     "dist_url", "dist_backend", "distributed", "rank", "local_rank", "horovod", "ddp_static_graph",
     "no_set_device_rank", "local_loss", "gather_with_grad", "loss_dist_impl", "torchscript",
     "torchcompile", "trace", "grad_checkpointing", "dga_retain", "dga_check", "loss_chunk",
-    "sort_text", "equal_tokens",
+    "sort_text",
 })  # fmt: skip
 _MODEL = "## Model"  # the heading from which on a card speaks of the model alone
 _RECALL = re.compile(r"(?:(.+)_)?(image_to_text|text_to_image)_R@(\d+)")

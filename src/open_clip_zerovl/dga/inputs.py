@@ -26,21 +26,15 @@ from open_clip_zerovl.core.memory import total_bytes
 INPUT_SHARE = 0.05  # half of the memory that retain="auto" and plans leave free
 
 
-def checked_sizes(
-    micro_batches: Sequence[Sequence[Any]],
-    *,
-    prepared: bool,
-    ordered: bool = False,
-) -> tuple[list[int], list[int]]:
-    """The numbers of images and of texts of each micro-batch.
+def checked_sizes(micro_batches: Sequence[Sequence[Any]], *, prepared: bool) -> list[int]:
+    """Return the number of samples of each micro-batch.
 
     Args:
         prepared: whether there is a `prepare` or terms, which take the parts after the first two.
-        ordered: whether there is a `text_order`, so that only the step's numbers have to agree.
 
     Raises:
         UserError: no sequence or an empty one, a micro-batch without two inputs or with parts that no `prepare` takes, an
-            input that is not a tensor, dict or tuple of tensors, an input without rows, or numbers that do not agree.
+            input that is not a tensor, dict or tuple of tensors, an input without rows, or other numbers of texts than images.
     """
     if not isinstance(micro_batches, Sequence) or len(micro_batches) == 0:
         raise UserError(
@@ -52,18 +46,12 @@ def checked_sizes(
             )
         )
     sizes = [_checked_size(k, micro_batch, prepared) for k, micro_batch in enumerate(micro_batches)]
-    totals = sum(images for images, _ in sizes), sum(texts for _, texts in sizes)
-    places = (
-        {"The micro-batches together": totals}
-        if ordered
-        else {f"Micro-batch {k}": size for k, size in enumerate(sizes)}
-    )
-    for place, (images, texts) in places.items():
+    for k, (images, texts) in enumerate(sizes):
         if images != texts:
             raise UserError(
-                f"{place} must hold as many texts as images; the numbers are {texts} and {images}."
+                f"Micro-batch {k} must hold as many texts as images; the numbers are {texts} and {images}."
             )
-    return [images for images, _ in sizes], [texts for _, texts in sizes]
+    return [images for images, _ in sizes]
 
 
 def _checked_size(k: int, micro_batch: Any, prepared: bool) -> tuple[int, int]:

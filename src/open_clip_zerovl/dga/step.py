@@ -82,8 +82,7 @@ class _Step:
     K = 2, R = 2:  forwarded 0 1, with graph 0 1; backpropagated 0 1, synchronised in 1
 
     Attributes:
-        sizes: images of each micro-batch.
-        text_sizes: texts of each micro-batch.
+        sizes: samples of each micro-batch.
         graphs: R.
         inputs: the micro-batches' inputs, copied to the device when they are taken.
         order: (b,) the place of each text, None if texts stand in their images' order.
@@ -100,7 +99,6 @@ class _Step:
     """
 
     sizes: list[int]
-    text_sizes: list[int]
     graphs: int
     inputs: DeviceInputs
     order: Tensor | None
@@ -125,13 +123,9 @@ class _Step:
         """Retained micro-batches first, which frees their memory for the replays. DDP averages gradients in the last one."""
         return [*range(len(self.sizes) - self.graphs, len(self.sizes)), *self.replayed]
 
-    def rows(self, name: str) -> list[int]:
-        """Rows of a feature in each micro-batch."""
-        return self.text_sizes if self.inputs_of[name] == TEXTS else self.sizes
-
     def rows_of(self, k: int) -> dict[str, int]:
         """Rows of the features of micro-batch k."""
-        return {name: self.rows(name)[k] for name in self.inputs_of}
+        return dict.fromkeys(self.inputs_of, self.sizes[k])
 
 
 class DecoupledGradientAccumulation:
@@ -246,7 +240,7 @@ class DecoupledGradientAccumulation:
                 replay repeats.
             text_order: (b,) int64, a permutation of 0..b-1: text j of this rank's step (micro-batches in order) belongs to
                 image text_order[j]. None: text j belongs to image j. Not for a model in which a row's text features depend on
-                that row's image. With an order a micro-batch may hold more texts than images, or fewer, but some of both.
+                that row's image.
             loss_inputs: further arguments of the loss, for this rank's b rows, images in order (for `ContrastiveLoss`:
                 `mixup_lambda`, and `partner=reversed_partner(sizes)`).
 
@@ -368,10 +362,9 @@ class DecoupledGradientAccumulation:
             raise UserError(
                 "No parameter of the model is trainable, so there is no gradient to accumulate."
             )
-        sizes, text_sizes = checked_sizes(
+        sizes = checked_sizes(
             micro_batches,
             prepared=prepare is not None or bool(self._extras.terms),
-            ordered=text_order is not None,
         )
         if text_order is not None and self._extras.terms:
             raise UserError(
@@ -386,7 +379,6 @@ class DecoupledGradientAccumulation:
         inputs = DeviceInputs(micro_batches, prepare, replayed, self._device, self._input_room)
         return _Step(
             sizes,
-            text_sizes,
             graphs,
             inputs,
             order,
@@ -425,7 +417,7 @@ class DecoupledGradientAccumulation:
         values = step.features | {name: parts[-1] for name, parts in step.scalars.items()}
         ordered: dict[str, Tensor] = {}
         if step.order is not None:
-            of_texts = [name for name in step.features if step.rows(name) is step.text_sizes]
+            of_texts = [name for name in step.features if step.inputs_of[name] == TEXTS]
             ordered = dict.fromkeys(of_texts, step.order)
         for name, order in ordered.items():
             values[name] = torch.empty_like(values[name]).index_copy_(0, order, values[name])
@@ -452,8 +444,8 @@ class DecoupledGradientAccumulation:
             name: gradient if factor is None else gradient * factor
             for name, gradient in step.gradients.items()
         }
-        rows = {name: gradients[name].split(step.rows(name)) for name in step.features}
-        cached = {name: value.split(step.rows(name)) for name, value in step.features.items()}
+        rows = {name: gradients[name].split(step.sizes) for name in step.features}
+        cached = {name: value.split(step.sizes) for name, value in step.features.items()}
         shares = {name: gradients[name] for name in step.extras.shares}
         learns = False
         hooks = GradientHooks(self._inner, averaged=self._world_size > 1)

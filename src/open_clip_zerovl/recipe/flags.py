@@ -238,12 +238,6 @@ class DgaFlags:
         planned="texts are planned at the tokenizer's length",
         contradicts=(_conflict("torchscript", "a scripted model cannot be changed"),),
     )
-    equal_tokens: bool = flag(
-        False,
-        "divide sorted texts into micro-batches of equal numbers of tokens: the text tower's largest graph shrinks",
-        planned="texts are planned at the tokenizer's length",
-        needs=(Requirement("--sort-text", lambda given: given.sort_text),),
-    )
     loss_chunk: int | None = flag(
         None,
         "rows of the logit matrix alive at once (default: all)",

@@ -97,7 +97,6 @@ class RecipeStep:
         grad_clip_norm: largest norm of all gradients together.
         temperature_parameter: step on the temperature itself (`recipe.optimizer`).
         sort_text: sort a step's texts by length and cut them (`recipe.text_lengths`).
-        equal_tokens: sorted texts are divided by tokens (`sort_texts`).
         adopted: how many graphs retain="auto" kept before the run was resumed.
     """
 
@@ -116,7 +115,6 @@ class RecipeStep:
         grad_clip_norm: float | None = None,
         temperature_parameter: bool = False,
         sort_text: bool = False,
-        equal_tokens: bool = False,
         retain: int | str = 1,
         check: str = "first",
         replay_rng: bool = True,
@@ -132,7 +130,6 @@ class RecipeStep:
         self.temperature_parameter = temperature_parameter
         mark_temperature(optimizer, model, temperature_parameter)
         self._padding = text_padding(unwrapped(model)[0]) if sort_text else None
-        self._equal_tokens = equal_tokens
         self.autocast = autocast_of(precision, next(model.parameters()).device)
         self.prepare = partial(prepare, precision=precision, normalize=normalize)
         self._dga = DecoupledGradientAccumulation(
@@ -185,7 +182,7 @@ class RecipeStep:
         order = None
         if self._padding is not None:
             images, texts, *others = zip(*micro_batches, strict=True)
-            cut, order = sort_texts(texts, self._padding, equal_tokens=self._equal_tokens)
+            cut, order = sort_texts(texts, self._padding)
             micro_batches = list(zip(images, cut, *others, strict=True))
         if self.mixup is None:
             losses = self._dga.backward(

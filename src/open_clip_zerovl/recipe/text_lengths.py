@@ -5,11 +5,6 @@ sorted over the K micro-batches of a rank, each micro-batch holds texts of nearl
 
     lengths 3 9 4 | 8 5 3  ->  3 3 4 | 5 8 9, cut to 4 and 9; order 0 5 2 | 4 3 1
 
-With `--equal-tokens` the micro-batches hold about equal numbers of tokens, padding included, in place of equal numbers of
-texts: the largest graph of the text tower shrinks. The images keep their micro-batches.
-
-    lengths 3 3 4 5 8 9, two micro-batches  ->  3 3 4 5 | 8 9, 20 and 18 tokens
-
 Cutting changes no feature where padding comes last and no token attends to it; `text_padding` checks this. The longest texts
 come last, where `DecoupledGradientAccumulation` keeps graphs: only the short ones are forwarded twice.
 
@@ -19,7 +14,6 @@ Shapes: `B` micro-batch per rank, `K` micro-batches, `L` context length, b = B*K
 from __future__ import annotations
 
 import copy
-from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,61 +29,27 @@ from open_clip_zerovl.core.precision import ieee_products
 CUT_TOLERANCE = 1e-3
 
 
-def sort_texts(
-    texts: Sequence[Tensor], padding: int, *, equal_tokens: bool = False
-) -> tuple[list[Tensor], Tensor]:
+def sort_texts(texts: Sequence[Tensor], padding: int) -> tuple[list[Tensor], Tensor]:
     """Sort texts (B, L) of K micro-batches by length, and cut each micro-batch to its longest.
 
     Args:
         texts: in host memory; sizes may differ. Pinned texts give pinned ones.
         padding: the token that fills a text up, at its end.
-        equal_tokens: divide the sorted texts so that the largest micro-batch has the fewest tokens, padding included; False:
-            the micro-batches keep their numbers of texts.
 
     Returns:
         K tensors (B, at most L), and the order (b,): text j of the result was text order[j].
     """
-    sizes = [len(part) for part in texts]
     together = torch.cat(list(texts))
     places = torch.arange(1, together.shape[1] + 1)
     # up to the last token that is not padding
     lengths = torch.where(together != padding, places, 1).amax(dim=1)
     order = lengths.argsort(stable=True)
-    if equal_tokens:
-        sizes = equal_token_sizes(lengths[order].tolist(), len(sizes))
     pinned = texts[0].is_pinned()
     cut = []
-    for rows in order.split(sizes):
+    for rows in order.split([len(part) for part in texts]):
         part = together[rows, : int(lengths[rows[-1]])]
         cut.append(part.pin_memory() if pinned else part)
     return cut, order.pin_memory() if pinned else order
-
-
-def equal_token_sizes(lengths: Sequence[int], parts: int) -> list[int]:
-    """The number of texts in each of `parts` micro-batches of sorted texts, such that the most tokens of one are the fewest.
-
-    A micro-batch of n texts has n times its longest text's tokens.
-
-    Args:
-        lengths: of all texts, ascending; at least as many as parts.
-    """
-
-    def divided(most: int) -> list[int]:
-        """As few micro-batches as possible of at most `most` tokens."""
-        sizes, left = [], len(lengths)
-        while left:
-            sizes.append(min(left, most // lengths[left - 1]))
-            left -= sizes[-1]
-        return sizes[::-1]
-
-    candidates = range(lengths[-1], lengths[-1] * len(lengths) + 1)
-    sizes = divided(
-        candidates[bisect_left(candidates, True, key=lambda most: len(divided(most)) <= parts)]
-    )
-    while len(sizes) < parts:  # halves of the largest have fewer tokens
-        largest = max(range(len(sizes)), key=sizes.__getitem__)
-        sizes[largest : largest + 1] = [sizes[largest] // 2, sizes[largest] - sizes[largest] // 2]
-    return sizes
 
 
 class CutTextTransformer(TextTransformer):
