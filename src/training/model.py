@@ -49,9 +49,7 @@ def create_model(
             projection = decoder.text_projection
             torch.nn.init.normal_(projection, std=len(projection) ** -0.5)
         if config.init_from is not None:
-            report = init_from(
-                model, config.init_from, _model_cfg(model_name, args), config.context_length
-            )
+            report = init_from(model, config.init_from, _model_cfg(model_name, args))
             logging.info(f"Starting from {config.init_from}:\n{report}")
         for tower, path in (("image", config.init_image), ("text", config.init_text)):
             if path is not None:

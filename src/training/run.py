@@ -296,9 +296,6 @@ class TrainingRun:
             logging.info(f"Building {self.args.model}")
         created = model.create_model(self.config, self.args, self.model_name, pretrained, **options)
         self.model, transform_train, transform_eval, self.mixup = created
-        if self.config.context_length is not None:
-            # main's tokenizer, and exports by params.txt
-            self.args.force_context_length = self.config.context_length
         if self.config.lora is not None:
             from open_clip_zerovl.recipe.lora import lora_entry
 

@@ -30,7 +30,6 @@ KEYS = {
     "--set": (["--set", "lr=1"], "training"),
     "training": (["--", "--lr", "1"], "training"),
     "--retrieval-data": (["--retrieval-data", "x=/d"], "training"),
-    "--context-length": (["--context-length", "90"], "training"),
     "--keep-data": (["--keep-data", "other=/d"], "training"),
     "--keep-share": (["--keep-share", "0.4"], "training"),
     "--seed": (["--seed", "1"], "training"),

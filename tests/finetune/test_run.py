@@ -406,11 +406,3 @@ def test_a_tag_of_open_clip_becomes_a_folder_to_start_from(tmp_path, monkeypatch
     picture, text = torch.randn(1, 3, 32, 32), torch.arange(32)[None]
     for own, theirs in zip(found(picture, text), model(picture, text), strict=True):
         assert torch.equal(own, theirs)
-
-    longer = FinetuneRequest(
-        Encoder(folder, device="cpu"), "x=/data", tmp_path / "longer", context_length=40
-    )
-    folder = _before(longer, said.append)
-    assert open_clip.get_tokenizer(folder)(["a"]).shape == (1, 40)
-    positions = open_clip.create_model(folder).positional_embedding
-    assert len(positions) == 40 and torch.equal(positions[:20], model.positional_embedding[:20])

@@ -44,7 +44,6 @@ from open_clip_zerovl.models.local_dir import (
     loadable,
     no_code_from_data,
 )
-from open_clip_zerovl.models.long_context import stretch_positions
 
 Preprocess = Callable[[Any], Tensor]
 Tokenizer = Callable[[list[str]], Tensor]
@@ -73,12 +72,9 @@ def _skeleton(spec: ModelSpec) -> ClipModel:
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), spec.model_cfg, spec.preprocess_cfg)
         with no_alarm():
-            model = open_clip.create_model(
+            return open_clip.create_model(
                 LOCAL_DIR + folder, load_weights=False, pretrained_text=False
             )
-    if spec.text_source is not None:  # its own config knows nothing of --context-length
-        stretch_positions(model, spec.model_cfg["text_cfg"].get("context_length", 0))
-    return model
 
 
 def tokenizer_of(spec: ModelSpec) -> HFTokenizer | SimpleTokenizer:

@@ -54,7 +54,6 @@ from open_clip_zerovl.finetune.request import FinetuneRequest, Prepared, digest_
 from open_clip_zerovl.finetune.split import hold_out
 from open_clip_zerovl.finetune.training import Training, train
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR, TRAINED_ON
-from open_clip_zerovl.models.long_context import CONSTANT, lengthen
 from open_clip_zerovl.recipe.arguments import Settings, as_arguments
 from open_clip_zerovl.report.bounds import LOW_BEST, SHARED_CAPTIONS, ceiling_remarks
 
@@ -155,38 +154,19 @@ def _prepare(request: FinetuneRequest, arguments: pairs.DataArguments, say: Say)
 
 def _before(request: FinetuneRequest, say: Say) -> str:
     """The model to start from as `local-dir:FOLDER`."""
-    return starting_folder(
-        request.start,
-        request.out / "before",
-        say,
-        context_length=request.context_length,
-        warn_of_constant=request.given.get("lora") is not None,
-    )
+    return starting_folder(request.start, request.out / "before", say)
 
 
-def starting_folder(
-    start: Encoder,
-    out: Path,
-    say: Say,
-    *,
-    context_length: int | None = None,
-    warn_of_constant: bool = False,
-) -> str:
-    """A model as `local-dir:FOLDER`; checkpoints, tags and a model with longer captions are exported to `out` first."""
+def starting_folder(start: Encoder, out: Path, say: Say) -> str:
+    """Return a model as `local-dir:FOLDER`; checkpoints and tags are exported to `out` first."""
     folder = Path(start.model.removeprefix(LOCAL_DIR)).expanduser()
-    if (folder / CONFIG_FILE).is_file() and context_length is None:
+    if (folder / CONFIG_FILE).is_file():
         return LOCAL_DIR + str(folder.absolute())
     if not (out / CONFIG_FILE).is_file():
         say(f"exporting {start.model} to {out}")
         spec = start.spec()
         loaded: Any = replace(start, device="cpu").load()
-        network, tokenizer = loaded[0], loaded[2]
-        if context_length is not None:
-            constant = lengthen(network, context_length, tokenizer.context_length)
-            if constant and warn_of_constant:
-                say(CONSTANT)
-            spec.model_cfg["text_cfg"]["context_length"] = context_length
-        weights = network.state_dict()
+        weights = loaded[0].state_dict()
         card = ModelCard(spec, weights, origin="The model that a training started from.")
         seen = trained_on([start.model])
         extra_files = None if seen is None else {TRAINED_ON: list_of_trained(seen)}
@@ -311,7 +291,7 @@ def _announce(prepared: Prepared, settings: Sequence[Setting], say: Say) -> None
     if cut:
         say(
             f"note: {cut:,} of {looked:,} sampled captions are longer than the model's {length} tokens (the longest has "
-            f"{longest}) and are cut; give --context-length {longest}, or say first what matters most in a caption"
+            f"{longest}) and are cut; say first what matters most in a caption"
         )
     for name, dataset in pairs.sets_of(prepared.new).items():
         texts = [

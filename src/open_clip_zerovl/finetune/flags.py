@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from open_clip_zerovl.core.flags import at_least, flag, natural, seed, share
+from open_clip_zerovl.core.flags import flag, natural, seed, share
 
 SETS = "NAME=SET::..."
 
@@ -26,13 +26,6 @@ class FinetuneFlags:
         "labelled sets, new classes or ones to keep, whose zero-shot accuracy before and after is in the table (default: the "
         "held-out set of class folders)",
         metavar=SETS,
-    )
-    context_length: int | None = flag(
-        None,
-        'read captions of N tokens, more than the model\'s (`zerovl train --context-length`); "before" is the model with '
-        "stretched positions",
-        metavar="N",
-        range=at_least(1),
     )
     keep_data: str | None = flag(
         None,

@@ -28,7 +28,6 @@ OWN = {
     **dict.fromkeys(("model", "pretrained", "init-from", "text-model"), "--from MODEL"),
     "train-data": "--data",
     "retrieval-data": "--retrieval-data, outside of --set",
-    "context-length": "--context-length, outside of --set",
     "zero-shot-data": "--zero-shot-data, outside of --set",
     "seed": "--seed, outside of --set",
     **dict.fromkeys(("logs", "name", "resume"), "--out"),

@@ -129,7 +129,7 @@ def build(settings: PlanSettings, device: torch.device, precision: str) -> Plann
             pretrained_text=False,
             output_dict=True,
         )
-        length = settings.context_length or settings.force_context_length
+        length = settings.force_context_length
         options = {} if length is None else {"context_length": length}
         tokenizer = open_clip.get_tokenizer(name, **options)
     if settings.lock_image:

@@ -12,8 +12,6 @@ from torch import nn
 
 from open_clip_zerovl.data.transforms import with_auto_augment
 from open_clip_zerovl.models.build import create_model_and_transforms
-from open_clip_zerovl.models.configs import context_length_of
-from open_clip_zerovl.models.long_context import CONSTANT, lengthen
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import constant_temperature
@@ -42,7 +40,7 @@ def build_model(
     Args:
         name, pretrained, options: as for `models.build.create_model_and_transforms`.
         seed: the seed of mixup's draws.
-        start: loads starting weights, before positions are stretched and towers are frozen.
+        start: loads starting weights, before towers are frozen.
 
     Returns:
         model, training transform, evaluation transform, mixup if asked for.
@@ -53,10 +51,6 @@ def build_model(
     model, transform, evaluation = create_model_and_transforms(name, pretrained, **options)
     if start is not None:
         start(model)
-    if methods.context_length is not None:
-        stretched = lengthen(model, methods.context_length, context_length_of(name, model))
-        if stretched and methods.lora is not None:
-            logging.info(CONSTANT)
     transform, mixup = apply_methods(model, transform, methods, seed=seed)
     checkpoint_without_reentry(model)
     if not open_clip_locks_layers(model):

@@ -349,23 +349,6 @@ class TowerFlags:
     init_text: str | None = flag(
         None, "start the text tower from raw HF weights", metavar="FILE|DIR"
     )
-    context_length: int | None = flag(
-        None,
-        "read captions of N tokens, more than the model's: trained positions are stretched, the first 20 kept (Long-CLIP)",
-        metavar="N",
-        range=at_least(1),
-        contradicts=(
-            _conflict(
-                "force_context_length",
-                "that is open_clip's, which builds a tower of N positions, shorter ones too, and interpolates all; give one",
-            ),
-            _conflict(
-                "distill_model",
-                "open_clip's teacher would get texts that are too long; leave one of them out",
-            ),
-            _conflict("torchscript", "a scripted model keeps its shapes; leave one of them out"),
-        ),
-    )
     freeze: tuple[str, ...] = flag(
         (),
         "keep this tower and its projection constant (auxiliary encoder)",

@@ -32,7 +32,6 @@ from open_clip_zerovl.checkpoints.weights import (
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR
-from open_clip_zerovl.models.long_context import positions_name, stretch_positions, text_positions
 from open_clip_zerovl.recipe.flags import TOWERS
 from open_clip_zerovl.recipe.towers import GROUPS, group_of
 
@@ -82,7 +81,6 @@ def init_from(
     model: nn.Module,
     checkpoint: str | os.PathLike[str],
     model_cfg: Mapping[str, Any] | None = None,
-    context_length: int | None = None,
 ) -> InitReport:
     """Load into `model` each group of a checkpoint whose tensor names and shapes all match.
 
@@ -93,21 +91,18 @@ def init_from(
         checkpoint: a training checkpoint, a folder that `zerovl export` wrote, or a `.safetensors` file.
         model_cfg: the model's config; a tower is then compared with that of the checkpoint's config (`params.txt` of its run,
             `open_clip_config.json` of a folder) by the settings that no shape shows. A `.safetensors` file has none.
-        context_length: tokens to which the model's positions will be stretched (`--context-length`). If the checkpoint's were
-            stretched already, the model gets as many first, so that they fit.
 
     Returns:
         The groups that were loaded, and the reason for each group that was not.
 
     Raises:
-        UserError: no such file, no tower of it fits (with the reason), a tower that fits computes another function or holds
-            numbers that are not finite, or a text tower with positions for more tokens than `context_length`.
+        UserError: no such file, no tower of it fits (with the reason), or a tower that fits computes another function or
+            holds numbers that are not finite.
     """
     weights = _read_weights(Path(checkpoint))
     if isinstance(getattr(model, "text", None), nn.Module):
         weights = convert_to_custom_text_state_dict(weights)  # from open_clip's plain CLIP class
     theirs = _by_group(weights)
-    _meet_stretched_positions(model, theirs.get("text tower", {}), checkpoint, context_length)
     model_groups = _by_group(model.state_dict())
     left: dict[str, str] = {}
     for group in [group for group in GROUPS if group in model_groups]:
@@ -135,41 +130,6 @@ def init_from(
     require_finite_weights(selected, dict(model.named_parameters()), checkpoint)
     model.load_state_dict(selected, strict=False)
     return report
-
-
-def _meet_stretched_positions(
-    model: nn.Module,
-    theirs: Mapping[str, Tensor],
-    checkpoint: str | os.PathLike[str],
-    length: int | None,
-) -> None:
-    """Stretch the model's text positions to as many as `theirs` has, if the text tower then fits; without `length`, warn.
-
-    Raises:
-        UserError: `theirs` has more than `length`.
-    """
-    name = positions_name(model)
-    text_tower = _by_group(model.state_dict())["text tower"]
-    if name is None or name not in theirs:
-        return
-    more = len(theirs[name]) - len(text_tower[name])
-    if more <= 0:
-        return
-    if _misfit({**text_tower, name: theirs[name]}, theirs) is not None:
-        return
-    positions = (text_positions(model) or 0) + more
-    if length is None:
-        logging.warning(
-            f"The text tower of {checkpoint} has positions for {positions} tokens, more than the model's, and is not loaded; "
-            f"give --context-length {positions} to start from it."
-        )
-    elif length < positions:
-        raise UserError(
-            f"the text tower of {checkpoint} has positions for {positions} tokens, more than --context-length {length}; give "
-            f"--context-length {positions}"
-        )
-    else:
-        stretch_positions(model, positions)
 
 
 def _require_same_function(
