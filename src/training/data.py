@@ -298,7 +298,6 @@ def _sampling(config: AllFlags, args: argparse.Namespace) -> Sampling:
     assert config.sampling is not None
     return Sampling(
         strategy=config.sampling,
-        draw=config.draw,
         source_order=tuple(config.source_order.split("::")) if config.source_order else None,
         epoch_samples=args.train_num_samples,
         resampled=args.dataset_resampled,

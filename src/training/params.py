@@ -24,7 +24,7 @@ from open_clip_zerovl.core.flags import add_flags, flags_of
 from open_clip_zerovl.core.launch import rank_here
 from open_clip_zerovl.core.lazy import load_open_clip
 from open_clip_zerovl.data.names import check_paths, is_named
-from open_clip_zerovl.recipe.flags import RENAMED, SECTIONS, AllFlags, RecipeConfig, values_of
+from open_clip_zerovl.recipe.flags import SECTIONS, AllFlags, RecipeConfig, values_of
 from training.config_file import FLAG as CONFIG_FLAG
 from training.config_file import with_config
 from training.refusals import check
@@ -61,9 +61,6 @@ class TrainingParser(argparse.ArgumentParser):
         return arguments
 
     def error(self, message: str) -> NoReturn:
-        for word in message.split():
-            if (new := RENAMED.get(word.partition("=")[0])) is not None:
-                raise UserError(f"{word.partition('=')[0]} is now {new}")
         known = [*self._option_string_actions, *build_parser()._option_string_actions]
         raise UserError(argparse_sentence(message, known, "python -m training.main --help"))
 

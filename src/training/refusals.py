@@ -36,13 +36,6 @@ THE_RECIPE = "the recipe's flags"
 THE_STEP = "the recipe's step (--sampling, --dga-steps, --loss-chunk ...)"
 OF_OUR_LOSS = "--siglip, --sort-text, --loss-chunk, --positives, --coin-flip-mixup or --ablate detached-gather"
 OTHER_MODELS = ("genlip", "genlap", "clap")
-OF_SOFTMAX = (
-    "detached-gather",
-    "mixup-both",
-    "mixup-embeddings",
-    "no-replay",
-    "temperature-parameter",
-)
 
 
 def _scripted_and_changed(f: AllFlags) -> bool:
@@ -110,8 +103,7 @@ REFUSALS = (
         "the loss then is open_clip's DistillClipLoss; leave one of them out",
     ),
     _refusal(
-        "--siglip", f"--ablate {', '.join(OF_SOFTMAX)} or --coin-flip-mixup",
-        lambda f: f.siglip and (f.coin_flip_mixup or any(name in OF_SOFTMAX for name in f.ablate)),
+        "--siglip", "--ablate or --coin-flip-mixup", lambda f: f.siglip and bool(f.coin_flip_mixup or f.ablate),
         "they belong to the softmax loss",
     ),
     # the model

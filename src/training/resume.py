@@ -29,7 +29,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.core.randomness import STREAMS_VERSION
 from open_clip_zerovl.dga.retain import Decision
-from open_clip_zerovl.recipe.optimizer import marked_temperature, parameter_groups
+from open_clip_zerovl.recipe.optimizer import parameter_groups
 from open_clip_zerovl.sampling.schedule import Batching
 
 FORMAT = STREAMS_VERSION  # of the entry `zerovl` in a checkpoint
@@ -284,7 +284,7 @@ def load_checkpoint(args: argparse.Namespace, file_path: str, map_location: Any 
     (open_clip 3.3 fails on the prefix). Only tensors and plain containers are loaded; a file that would run code is refused.
 
     Raises:
-        UserError: an unreadable file, or an optimizer's state for another parameter of the temperature.
+        UserError: an unreadable file.
     """
     with reading(file_path, "give a checkpoint that training wrote"):
         with fsspec.open(file_path, "rb") as file:
@@ -293,9 +293,6 @@ def load_checkpoint(args: argparse.Namespace, file_path: str, map_location: Any 
         state = {name.removeprefix(PREFIX): value for name, value in state.items()}
         if "state_dict" not in checkpoint:
             return state
-        if _trains(args) and "optimizer" in checkpoint:
-            wanted = "temperature-parameter" in getattr(args, "ablate", ())
-            _require_same_temperature(checkpoint["optimizer"], wanted, file_path)
         return {**checkpoint, "state_dict": state}
 
 
@@ -417,13 +414,3 @@ def require_same_rates(
                 f"--resume {path} has {words[0]} where this run has {words[1]}: --lr-image, --lr-text, --lr-head or "
                 "--layer-decay have changed; give them as before, or start a new run with --init-from"
             )
-
-
-def _require_same_temperature(optimizer: dict, wanted: bool, path: str) -> None:
-    """UserError if the temperature's moments belong to another parameter than this run's."""
-    if marked_temperature(optimizer) != wanted:
-        saved, here = ("without", "with") if wanted else ("with", "without")
-        raise UserError(
-            f"--resume {path} was trained {saved} --ablate temperature-parameter, and this run is {here} it, for which the "
-            "optimizer's moments do not fit; give the flag as before, or start a new run with --init-from"
-        )

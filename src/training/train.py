@@ -144,7 +144,6 @@ class Trainer:
                 normalize=getattr(data["train"], "normalize", None),
                 mixup=self.mixup,
                 grad_clip_norm=args.grad_clip_norm,
-                temperature_parameter="temperature-parameter" in self.config.ablate,
                 sort_text=self.config.sort_text,
                 retain=self.config.dga_retain,
                 check=self.config.dga_check,
@@ -259,7 +258,6 @@ class Trainer:
         order = {
             "--seed": args.seed,
             "--sampling": config.sampling,
-            "--ablate iid-draw": config.draw == "iid" or None,
             "--source-order": config.source_order,
             "--train-data-upsampling-factors": "::".join(
                 f"{source.weight:g}" for source in sources

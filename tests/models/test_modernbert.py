@@ -146,7 +146,7 @@ def test_rotary_frequencies_stay_in_float32_where_the_model_is_cast(small):
 
 
 @pytest.mark.parametrize("prepared_first", [False, True])
-def test_mixed_word_embeddings_are_exact(small, prepared_first):
+def test_mixed_texts_are_exact(small, prepared_first):
     """DGA's gradient is that of the same mixture, written down without hooks."""
     model, mix, weight = (
         random_model(small).double().eval(),
@@ -157,12 +157,12 @@ def test_mixed_word_embeddings_are_exact(small, prepared_first):
     parts = micro_batches_of(small, TEXTS)
     loss_inputs = mix.loss_inputs([3, 3, 3])
     _, reference = one_graph(
-        MixedByHand(model, weight, texts="embeddings", pad=PAD),
+        MixedByHand(model, weight, pad=PAD),
         ContrastiveLoss(),
         parts,
         **loss_inputs,
     )
-    mixup = CoinFlipMixup(texts="embeddings")
+    mixup = CoinFlipMixup()
     if prepared_first:
         without_gpu_syncs(model)
     mixup.attach(model)

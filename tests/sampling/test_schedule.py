@@ -361,19 +361,6 @@ def test_sequential_takes_one_source_after_the_other():
     assert schedule.source_of_step.tolist() == [2] * 3 + [0] * 4 + [1] * 2
 
 
-def test_iid_draw_is_proportional_in_the_mean_and_covers_without_gaps():
-    """The released code's draw: counts vary by epoch, and each epoch goes on where the last one stopped."""
-    sizes, n = [640, 1280], 16
-    taken, next_begin = [], np.zeros(2, dtype=int)
-    for epoch in range(50):
-        schedule = source_schedule(sizes, n, strategy="debiased", draw="iid", seed=3, epoch=epoch)
-        assert schedule.steps == 120 and (schedule.begin == next_begin).all()
-        next_begin = schedule.begin + schedule.taken
-        taken.append(schedule.taken[0])
-    assert abs(np.mean(taken) - 640) < 4 * np.sqrt(120 * 2 / 9 / 50) * n
-    assert np.std(taken) > 0  # negative control: the exact draw never varies
-
-
 def test_resampling_draws_with_replacement_in_proportion_to_shard_sizes():
     schedule = source_schedule([300], 30, strategy="debiased", seed=0, epoch=0, weights=[100])
     slices = epoch_slices([100, 200], schedule, 0, resampled=True)

@@ -31,50 +31,18 @@ def micro_batches_of(name: str, texts: list[str]) -> list[tuple[torch.Tensor, to
 
 
 class MixedByHand(torch.nn.Module):
-    """A model with an HF text tower, on a micro-batch that is mixed with its reverse without hooks.
+    """A model with an HF text tower, on a micro-batch whose texts are mixed with their reverse without hooks."""
 
-    Args:
-        texts: of "features" or of word "embeddings".
-        images: whether images are mixed, too.
-    """
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        weight: float,
-        *,
-        texts: str,
-        images: bool = False,
-        pad: int = 0,
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, weight: float, *, pad: int = 0) -> None:
         super().__init__()
-        self.model, self.weight, self.texts, self.images, self.pad = (
-            model,
-            weight,
-            texts,
-            images,
-            pad,
-        )
-
-    def mixed(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.weight * rows + (1 - self.weight) * rows.flip(0)
+        self.model, self.weight, self.pad = model, weight, pad
 
     def forward(self, images: torch.Tensor, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         tower, mask = self.model.text.transformer, (tokens != self.pad).long()
-        image = self.model.encode_image(self.mixed(images) if self.images else images)
-        if self.texts == "embeddings":
-            words = self.mixed(tower.get_input_embeddings()(tokens))
-            text = self.model.text.proj(
-                tower(inputs_embeds=words, attention_mask=mask | mask.flip(0)).last_hidden_state[
-                    :, 0
-                ]
-            )
-        else:
-            text = self.mixed(
-                self.model.text.proj(
-                    tower(input_ids=tokens, attention_mask=mask).last_hidden_state[:, 0]
-                )
-            )
+        image = self.model.encode_image(images)
+        states = tower(input_ids=tokens, attention_mask=mask).last_hidden_state
+        text = self.model.text.proj(states[:, 0])
+        text = self.weight * text + (1 - self.weight) * text.flip(0)
         features = {"image_features": image, "text_features": text}
         unit = {
             name: torch.nn.functional.normalize(value, dim=-1) for name, value in features.items()

@@ -216,7 +216,6 @@ def test_what_decides_the_order_of_samples_is_in_the_position():
         ("--dataset-resampled", {"arguments": {"dataset_resampled": True}}),
         ("--train-data-upsampling-factors", {"weight": 2.0}),
         ("--sampling", {"sampling": "random"}),
-        ("--ablate iid-draw", {"ablate": ("iid-draw",)}),
         ("--source-order", {"source_order": "a"}),
         ("--captions", {"captions": "all"}),
     ):

@@ -11,14 +11,14 @@ RUN = """
 lr: 1e-4
 debiased-sampling: true
 train_data: a=/x::b=/y
-ablate: [iid-draw]
+ablate: [detached-gather]
 freeze: [text]
 image-mean: [0.5, 0.5, 0.5]
 aug-cfg: {scale: "(0.6,1.0)"}
 --lock-text: false
 """
 LINE = (
-    "--lr 1e-4 --debiased-sampling --train-data a=/x::b=/y --ablate iid-draw --freeze text "
+    "--lr 1e-4 --debiased-sampling --train-data a=/x::b=/y --ablate detached-gather --freeze text "
     "--image-mean 0.5 0.5 0.5 --aug-cfg scale=(0.6,1.0)"
 )
 

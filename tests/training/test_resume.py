@@ -58,8 +58,7 @@ def workplace(tmp_path_factory):
 
 def arguments_of(data: str, name: str, *extra: str) -> list[str]:
     words = f"""--train-data {data} --debiased-sampling --batch-size 4 --dga-steps 2 --epochs {EPOCHS} --name {name}
-    --save-every-steps 2 --aug-cfg scale=(0.6,1.0) --coin-flip-mixup --mixup-alpha 1.0 --text-augment 0.2
-    --ablate temperature-parameter"""
+    --save-every-steps 2 --aug-cfg scale=(0.6,1.0) --coin-flip-mixup --mixup-alpha 1.0 --text-augment 0.2"""
     return [*COMMON, *words.split(), *extra]
 
 

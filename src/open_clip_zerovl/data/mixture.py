@@ -85,7 +85,6 @@ def schedule_of(
         epoch=epoch,
         weights=[source.weight for source in sources],
         epoch_samples=sampling.epoch_samples,
-        draw=sampling.draw,
         source_order=order,
         names=names,
     )

@@ -102,7 +102,6 @@ def schedule_steps(settings: PlanSettings, data: DataCheck, effective_batch: int
     order = None if settings.source_order is None else tuple(settings.source_order.split("::"))
     sampling = Sampling(
         settings.strategy,
-        settings.draw,
         order,
         total,
     )

@@ -93,12 +93,7 @@ def apply_methods(
         constant_temperature(model)
     mixup = None
     if methods.coin_flip_mixup:
-        mixup = CoinFlipMixup(
-            methods.mixup_alpha,
-            seed=seed,
-            of="both" if "mixup-both" in methods.ablate else "coin",
-            texts="embeddings" if "mixup-embeddings" in methods.ablate else "features",
-        )
+        mixup = CoinFlipMixup(methods.mixup_alpha, seed=seed)
         mixup.attach(model)
     if methods.sort_text:
         text_padding(model)

@@ -11,7 +11,7 @@ a range; `open_clip_train.params` declares them, and a test compares the two.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,21 +45,7 @@ from open_clip_zerovl.losses.names import POSITIVES
 from open_clip_zerovl.sampling import STRATEGIES
 
 TOWERS = ("image", "text")
-ABLATIONS = (
-    "detached-gather",
-    "iid-draw",
-    "mixup-both",
-    "mixup-embeddings",
-    "no-replay",
-    "temperature-parameter",
-)
-#: Former flag -> its replacement.
-RENAMED = {
-    "--debiased-draw": "--ablate iid-draw",
-    "--mixup-of": "--ablate mixup-both",
-    "--mixup-text": "--ablate mixup-embeddings",
-    "--temperature-parameter": "--ablate temperature-parameter",
-}
+ABLATIONS = ("detached-gather", "no-replay")
 CAPTIONERS = ("coca", "mammut")  # in the names of models that also learn to write captions
 RETRIEVAL_TRANSFORMS = ("checkpoint", "paper")
 # open_clip's
@@ -70,7 +56,6 @@ PRECISIONS = ("amp", "amp_bf16", "amp_bfloat16", "bf16", "fp16", "pure_bf16", "p
 # ---------------------------------------------------------------------------------------------------------------------
 
 _NAMED_SOURCES = Requirement("named sources: --train-data NAME=SHARDS", lambda given: given.mixture)
-_DEBIASED = Requirement("--debiased-sampling", lambda given: given.sampling == "debiased")
 _MIXUP = Requirement("--coin-flip-mixup", lambda given: given.coin_flip_mixup)
 _DETACHED_GATHER = Contradiction(
     "--ablate detached-gather",
@@ -87,37 +72,6 @@ def _conflict(name: str, advice: str, **more: Any) -> Contradiction:
 
 def _no_mixup(advice: str) -> Contradiction:
     return _conflict("coin_flip_mixup", f"{advice}; leave one of them out")
-
-
-def _ablation_needs(ablation: str, need: Requirement) -> Requirement:
-    return Requirement(
-        need.other,
-        lambda given: ablation not in given.ablate or need.met(given),
-        f"--ablate {ablation}",
-    )
-
-
-def _ablation(ablation: str, other: str, when: Callable[[Any], bool], advice: str) -> Contradiction:
-    return Contradiction(
-        other,
-        lambda given: ablation in given.ablate and when(given),
-        advice,
-        f"--ablate {ablation}",
-    )
-
-
-# An ablation, the flags that it contradicts, when, and the advice.
-_ABLATED_AND_OTHERS = (
-    ("no-replay", "--dga-retain {dga_retain} with --dga-steps {dga_steps}",
-     lambda given: isinstance(given.dga_retain, int) and given.dga_retain >= (given.dga_steps or 1),
-     "no micro-batch is forwarded twice, so that no mask is drawn anew; give --dga-retain 0"),
-    ("mixup-both", "--sort-text", lambda given: given.sort_text,
-     "a picture and its text would be mixed with different partners; leave it out"),
-    ("temperature-parameter", "--temperature-constant", lambda given: given.temperature_constant,
-     "a constant has no parameter; give one of them"),
-    ("temperature-parameter", "--precision {precision}", lambda given: given.precision in ("pure_bf16", "pure_fp16"),
-     "the model then holds its logit scale in half precision, coarser than a step; take amp or amp_bf16"),
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,15 +200,21 @@ class DgaFlags:
     )
     ablate: tuple[str, ...] = flag(
         (),
-        "a comparison of the paper (docs/flags.md); may be given several times; detached-gather, no-replay: wrong gradients",
+        "a comparison of the paper with wrong gradients (docs/flags.md); may be given several times",
         choices=ABLATIONS,
         metavar="NAME",
-        needs=(
-            _ablation_needs("iid-draw", _DEBIASED),
-            _ablation_needs("mixup-both", _MIXUP),
-            _ablation_needs("mixup-embeddings", _MIXUP),
+        contradicts=(
+            Contradiction(
+                "--dga-retain {dga_retain} with --dga-steps {dga_steps}",
+                lambda given: (
+                    "no-replay" in given.ablate
+                    and isinstance(given.dga_retain, int)
+                    and given.dga_retain >= (given.dga_steps or 1)
+                ),
+                "no micro-batch is forwarded twice, so that no mask is drawn anew; give --dga-retain 0",
+                "--ablate no-replay",
+            ),
         ),
-        contradicts=tuple(_ablation(*row) for row in _ABLATED_AND_OTHERS),
     )
 
 
@@ -636,11 +596,6 @@ class RecipeConfig(
         """True if a flag needs our optimizer step (DGA and ContrastiveLoss)."""
         of_step = (*flags_of(DgaFlags), *flags_of(LossFlags))
         return self.changes("coin_flip_mixup", *(each.name for each in of_step))
-
-    @property
-    def draw(self) -> str:
-        """The way in which debiased sampling chooses the source of a step; one of `sampling.DRAWS`."""
-        return "iid" if "iid-draw" in self.ablate else "exact"
 
     def changes(self, *names: str) -> bool:
         """True if one of these flags has another value than its default."""

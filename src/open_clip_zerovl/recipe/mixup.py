@@ -12,11 +12,6 @@ fixed pairing has the same effect, and this one needs no communication.) Each ro
 weight lambda and its partner's with 1 - lambda; `losses.ContrastiveLoss` takes both (A.3; it halves the paper's sum of the two
 directions, as CLIP does).
 
-Two variants are for comparison with the paper's choice (3.2). `of="both"` mixes images and texts of each batch with one lambda.
-The label of a mixed image and its partner's mixed text is not known then, the paper's dilemma; here the target is the pair
-itself. `texts="embeddings"` mixes word embeddings, before the text tower, in place of text features; a word that one of the two
-texts has is attended to.
-
 The texts are mixed in a forward hook on the model's text tower, so that for DDP, torch.compile and decoupled gradient
 accumulation there is one model with one forward pass. Both mixings are deterministic, hence the same in both passes.
 """
@@ -46,17 +41,10 @@ class Mix:
     Attributes:
         mixes_images: the coin: images are mixed if True, else texts.
         weight: lambda, in 0..1: the weight of the row itself in its mixture.
-        both: images and texts are mixed, whatever the coin.
     """
 
     mixes_images: bool
     weight: float
-    both: bool = False
-
-    @property
-    def mixes_texts(self) -> bool:
-        """True if texts are mixed."""
-        return self.both or not self.mixes_images
 
     def prepare(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
         """Mix the images (B, C, H, W) of a micro-batch if this mix is for images; texts (B, L) are returned unchanged.
@@ -66,12 +54,12 @@ class Mix:
         Raises:
             UserError: images that are not floating-point numbers.
         """
-        if self.mixes_images or self.both:
+        if self.mixes_images:
             images = mix_rows(images, self.weight)
         return images, texts
 
     def loss_inputs(self, sizes: Sequence[int], text_order: Tensor | None = None) -> dict[str, Any]:
-        """Arguments for `ContrastiveLoss`: `mixup_lambda`, and `partner` (sum(sizes),) of this rank's rows; {} for both.
+        """Arguments for `ContrastiveLoss`: `mixup_lambda`, and `partner` (sum(sizes),) of this rank's rows.
 
         Args:
             sizes: of this rank's micro-batches, in order: their images if images are mixed, else their texts.
@@ -79,8 +67,6 @@ class Mix:
                 Mixed texts are then partners where they are forwarded: with order 0 2 1 3 and micro-batches of two, samples
                 0 and 2, and 1 and 3.
         """
-        if self.both:
-            return {}
         partner = reversed_partner(sizes)
         if text_order is not None and not self.mixes_images:
             partner = text_order[partner[text_order.argsort()]]
@@ -121,19 +107,14 @@ class CoinFlipMixup:
     Args:
         alpha: of Beta(alpha, alpha); the paper's is 0.1, where most lambdas are near 0 or 1.
         seed: the same on all ranks.
-        of: "coin", or "both" for images and texts of each batch.
-        texts: mix text "features" or word "embeddings".
 
     Raises:
         UserError: an alpha that is not positive, a negative seed.
     """
 
-    def __init__(
-        self, alpha: float = 0.1, *, seed: int = 0, of: str = "coin", texts: str = "features"
-    ) -> None:
+    def __init__(self, alpha: float = 0.1, *, seed: int = 0) -> None:
         self.alpha = float(alpha)
         self.seed = int(seed)
-        self.of, self.texts = of, texts
         self._draws = 0
         self._text: _TextMixing | None = None
         self._handles: list[Any] = []
@@ -161,10 +142,7 @@ class CoinFlipMixup:
             )
         self.detach()
         self._text = _TextMixing(tower)
-        if self.texts == "embeddings":
-            self._handles = self._text.on_embeddings()
-        else:
-            self._handles = self._text.on_pooled() if plain else self._text.on_features()
+        self._handles = self._text.on_pooled() if plain else self._text.on_features()
 
     def detach(self) -> None:
         """Remove the hook."""
@@ -177,7 +155,7 @@ class CoinFlipMixup:
         generator = stream(self.seed, Purpose.MIXUP, self._draws)
         self._draws += 1
         gamma, weight = generator.random(), generator.beta(self.alpha, self.alpha)
-        return Mix(mixes_images=bool(gamma > 0.5), weight=float(weight), both=self.of == "both")
+        return Mix(mixes_images=bool(gamma > 0.5), weight=float(weight))
 
     @contextmanager
     def step(self) -> Iterator[Mix]:
@@ -197,7 +175,7 @@ class CoinFlipMixup:
             UserError: no model is attached.
         """
         assert self._text is not None  # attached
-        self._text.weight = self._text.on_device(mix.weight) if mix.mixes_texts else None
+        self._text.weight = None if mix.mixes_images else self._text.on_device(mix.weight)
         try:
             yield mix
         finally:
@@ -247,39 +225,6 @@ class _TextMixing:
             eos_token_id=getattr(tower, "text_eos_id", None),
         )
         return mix_rows(pooled, self.weight)[:, None].expand_as(states)
-
-    def on_embeddings(self) -> list[Any]:
-        """Put hooks on the word embeddings of a Hugging Face tower and on its attention mask; returns their handles.
-
-        Raises:
-            UserError: another tower.
-        """
-        transformer: Any = getattr(self.tower, "transformer", None)
-        if not hasattr(transformer, "get_input_embeddings"):
-            raise UserError(
-                f"mixing word embeddings needs a Hugging Face text tower, and this one is a {type(self.tower).__name__}; leave "
-                "--ablate mixup-embeddings out, then its features are mixed"
-            )
-        return [
-            transformer.get_input_embeddings().register_forward_hook(self.mix_embeddings),
-            # First, since another hook may give the mask another form (`gpu_syncs`).
-            transformer.register_forward_pre_hook(self.unite_masks, with_kwargs=True, prepend=True),
-        ]
-
-    def mix_embeddings(
-        self, _: nn.Module, inputs: tuple[Any, ...], embeddings: Tensor
-    ) -> Tensor | None:
-        """Word embeddings (B, L, width) mixed with the partner's; None if texts are not mixed."""
-        return None if self.weight is None else mix_rows(embeddings, self.weight)
-
-    def unite_masks(
-        self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
-    ) -> tuple[Any, Any] | None:
-        """The attention mask (B, L) with the partner's places; None if texts are not mixed."""
-        if self.weight is None:
-            return None
-        mask = named["attention_mask"]
-        return inputs, {**named, "attention_mask": torch.maximum(mask, mask.flip(0))}
 
     def on_device(self, weight: float) -> Tensor:
         parameter = next(self.tower.parameters(), None)

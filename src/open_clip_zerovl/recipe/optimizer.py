@@ -1,24 +1,14 @@
-"""The optimizer (sections 2.2 and A.9): parameter groups, clipping, the temperature's parameter and bounds.
+"""The optimizer (sections 2.2 and A.9): parameter groups, clipping, the temperature's bounds.
 
 open_clip exempts parameters from weight decay that have fewer than two axes, or the name of a norm, a bias or the logit scale.
 So it decays class tokens and position and word embeddings, which are lookup tables and not matrices of a product.
 
-The temperature tau is learned in one of two parameters:
-
-    s = ln(1 / tau)   open_clip's logit scale; clamped to 0..ln 100, tau from 0.01 to 1
-    tau itself        as in the paper's released code (--ablate temperature-parameter); clamped to 0.001..0.5
-
-The model holds s in both cases, so that its checkpoints stay open_clip's. In the second case s is replaced by tau and its
-gradient by d loss / d tau = -(d loss / d s) / tau while gradients are clipped and the optimizer steps; then s = -ln tau is put
-back. The optimizer thus treats tau as if it were the parameter: its moments are those of tau. They are in the
-checkpoint, and an entry in the optimizer's group records this.
+The temperature tau is learned as open_clip's logit scale s = ln(1 / tau), clamped to 0..ln 100: tau from 0.01 to 1.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +16,8 @@ import torch
 from torch import nn
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.losses.names import TEMPERATURE_RANGE
 from open_clip_zerovl.recipe.towers import group_of, layers_of
 
-MARK = "temperature_parameter"  # entry of an optimizer's group: the logit scale in it has the moments of tau
-
-# open_clip's lower bound of the temperature is 1/100; the released code's is 0.001
 MAX_LOGIT_SCALE = math.log(100)
 
 # Last parts of the names of embeddings that timm and open_clip hold as bare parameters.
@@ -187,71 +173,27 @@ def optimizer_step(
     *,
     scaler: torch.amp.GradScaler | None = None,
     grad_clip_norm: float | None = None,
-    temperature_parameter: bool = False,
 ) -> None:
     """Clip the gradients, step, and clamp the temperature to its bounds.
 
     Args:
         model: plain, compiled or in DistributedDataParallel.
         scaler: the GradScaler that multiplied the gradients, if any; it skips a step with infinite ones and lowers its scale.
-        grad_clip_norm: largest norm of all gradients together, the temperature's in its parameter's units.
-        temperature_parameter: step on the temperature itself; `mark_temperature` has marked the optimizer.
+        grad_clip_norm: largest norm of all gradients together.
     """
     scales = [p for name, p in model.named_parameters() if name.rpartition(".")[2] == "logit_scale"]
-    with as_temperatures(scales) if temperature_parameter else nullcontext():
-        if grad_clip_norm is not None:
-            if scaler is not None:
-                scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip_norm)
+    if grad_clip_norm is not None:
         if scaler is not None:
-            scaler.step(optimizer)
-            scaler.update()
-        else:
-            optimizer.step()
-    if not temperature_parameter:
-        with torch.no_grad():
-            for scale in scales:
-                scale.clamp_(0, MAX_LOGIT_SCALE)
-
-
-@contextmanager
-def as_temperatures(scales: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Within the block each logit scale s holds tau = exp(-s) and the gradient of the loss for tau; see the module's text.
-
-    Afterwards s = -ln tau, with tau clamped to TEMPERATURE_RANGE. Where the optimizer has not changed tau (a step that a
-    GradScaler skips), s is as it was, to the bit. Nothing waits for the device.
-    """
-    low, high = TEMPERATURE_RANGE
+            scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip_norm)
+    if scaler is not None:
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        optimizer.step()
     with torch.no_grad():
-        scales_before = [scale.clone() for scale in scales]
         for scale in scales:
-            scale.copy_((-scale).exp())
-            if scale.grad is not None:
-                scale.grad.div_(-scale)
-        begun = [scale.clone() for scale in scales]
-    yield
-    with torch.no_grad():
-        for scale, before, tau in zip(scales, scales_before, begun, strict=True):
-            unchanged = before.clamp(-math.log(high), -math.log(low))
-            scale.copy_(torch.where(scale == tau, unchanged, -scale.clamp(low, high).log()))
-
-
-def mark_temperature(
-    optimizer: torch.optim.Optimizer, model: nn.Module, temperature_parameter: bool
-) -> None:
-    """Mark the optimizer's groups, and so its checkpoints, with the parameter whose moments logit scales have."""
-    scales = {
-        id(p) for name, p in model.named_parameters() if name.rpartition(".")[2] == "logit_scale"
-    }
-    for group in optimizer.param_groups:
-        group.pop(MARK, None)
-        if temperature_parameter and any(id(p) in scales for p in group["params"]):
-            group[MARK] = "temperature"
-
-
-def marked_temperature(state: Mapping[str, Any]) -> bool:
-    """True if the moments of logit scales in an optimizer's state belong to the temperature itself."""
-    return any(MARK in group for group in state["param_groups"])
+            scale.clamp_(0, MAX_LOGIT_SCALE)
 
 
 def _spared_by_open_clip(name: str, parameter: nn.Parameter) -> bool:

@@ -25,7 +25,7 @@ from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.compiling import same_masks
 from open_clip_zerovl.recipe.gpu_syncs import without_gpu_syncs
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
-from open_clip_zerovl.recipe.optimizer import mark_temperature, optimizer_step
+from open_clip_zerovl.recipe.optimizer import optimizer_step
 from open_clip_zerovl.recipe.text_lengths import sort_texts, text_padding
 
 # images (B, C, H, W), texts (B, L), and origin (B, 2 or more) where the loss asks who the samples are
@@ -95,7 +95,6 @@ class RecipeStep:
         normalize: for uint8 images, if they are normalised on the device.
         mixup: attached to the model.
         grad_clip_norm: largest norm of all gradients together.
-        temperature_parameter: step on the temperature itself (`recipe.optimizer`).
         sort_text: sort a step's texts by length and cut them (`recipe.text_lengths`).
         adopted: how many graphs retain="auto" kept before the run was resumed.
     """
@@ -113,7 +112,6 @@ class RecipeStep:
         normalize: Callable[[Tensor], Tensor] | None = None,
         mixup: CoinFlipMixup | None = None,
         grad_clip_norm: float | None = None,
-        temperature_parameter: bool = False,
         sort_text: bool = False,
         retain: int | str = 1,
         check: str = "first",
@@ -127,8 +125,6 @@ class RecipeStep:
         self.scaler = scaler
         self.mixup = mixup
         self.grad_clip_norm = grad_clip_norm
-        self.temperature_parameter = temperature_parameter
-        mark_temperature(optimizer, model, temperature_parameter)
         self._padding = text_padding(unwrapped(model)[0]) if sort_text else None
         self.autocast = autocast_of(precision, next(model.parameters()).device)
         self.prepare = partial(prepare, precision=precision, normalize=normalize)
@@ -171,7 +167,6 @@ class RecipeStep:
             self.optimizer,
             scaler=self.scaler,
             grad_clip_norm=self.grad_clip_norm,
-            temperature_parameter=self.temperature_parameter,
         )
         return losses
 

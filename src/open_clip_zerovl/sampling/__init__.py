@@ -9,4 +9,3 @@
 """
 
 STRATEGIES = ("random", "sequential", "debiased")  # how sources make batches
-DRAWS = ("exact", "iid")  # how debiased sampling chooses the source of a step

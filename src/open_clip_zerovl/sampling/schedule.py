@@ -10,9 +10,8 @@ Three layers:
 
 1. `source_schedule`: the number of samples of each source in an epoch, and the source(s) of each step.
    - random:     every micro-batch mixes the sources, as dealt from one shuffled deck of all samples
-   - debiased:   every step, over all ranks and micro-batches, draws from one source. draw="exact": the order of the steps is
-                 shuffled, their numbers are in exact proportion to the sources' sizes. draw="iid": each step draws its
-                 source independently, as the paper's released code does
+   - debiased:   every step, over all ranks and micro-batches, draws from one source. The order of the steps is shuffled, their
+                 numbers are in exact proportion to the sources' sizes
    - sequential: as debiased, one source after the other (A.4)
 2. `assignment`: the samples of each micro-batch, and so of each reader.
 3. `slices.slice_range`: the stretch of a source's shards that each reader reads.
@@ -68,14 +67,12 @@ class Sampling:
 
     Attributes:
         strategy: of STRATEGIES.
-        draw: of DRAWS, for debiased sampling.
         source_order: names of the sources in the order of sequential sampling; None for the order given.
         epoch_samples: length of an epoch in samples; None for all samples of the sources.
         resampled: draw shards with replacement.
     """
 
     strategy: str = "debiased"
-    draw: str = "exact"
     source_order: tuple[str, ...] | None = None
     epoch_samples: int | None = None
     resampled: bool = False
@@ -117,7 +114,6 @@ def source_schedule(
     epoch: int,
     weights: Sequence[float] | None = None,
     epoch_samples: int | None = None,
-    draw: str = "exact",
     source_order: Sequence[int] | None = None,
     names: Sequence[str] | None = None,
 ) -> Schedule:
@@ -129,13 +125,12 @@ def source_schedule(
         strategy: of STRATEGIES.
         weights: (S,) passes over each source in an epoch, default 1.
         epoch_samples: length of an epoch in samples (`--train-num-samples`); sizes and weights then give proportions only.
-        draw: of DRAWS, for debiased sampling.
         source_order: (S,) the order of the sources in sequential sampling, default as given.
         names: the names of the sources, for messages.
 
     Raises:
-        UserError: unknown strategy or draw; an epoch without a single step; a source order that does not name each source
-            once; with sequential or exactly debiased sampling, a source that does not fill one effective batch in an epoch
+        UserError: unknown strategy; an epoch without a single step; a source order that does not name each source
+            once; with sequential or debiased sampling, a source that does not fill one effective batch in an epoch
             (it would never be seen).
     """
     if strategy not in STRATEGIES:
@@ -158,12 +153,6 @@ def source_schedule(
         taken = apportion(share, total_steps * effective_batch)
         mixed = np.full(total_steps, MIXED, dtype=np.int16)
         return Schedule(strategy, seed, epoch, effective_batch, epoch * taken, taken, mixed)
-    if strategy == "debiased" and draw == "iid":
-        order, begin = _iid_order(share, total_steps, seed, epoch)
-        taken = np.bincount(order, minlength=len(share)) * effective_batch
-        return Schedule(
-            strategy, seed, epoch, effective_batch, begin * effective_batch, taken, order
-        )
     steps = (
         apportion(share, total_steps)
         if epoch_samples is not None
@@ -238,21 +227,6 @@ def _shuffled_order(steps: np.ndarray, seed: int, epoch: int) -> np.ndarray:
     """(T,) the source of each step: the steps (S,) of all sources, shuffled."""
     rng = stream(seed, Purpose.SCHEDULE, epoch)
     return rng.permutation(np.repeat(np.arange(len(steps), dtype=np.int16), steps))
-
-
-def _iid_order(
-    share: np.ndarray, steps: int, seed: int, epoch: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Each step's source drawn in proportion to the shares: (T,) sources, (S,) steps of each source in earlier epochs."""
-
-    def draw(of_epoch: int) -> np.ndarray:
-        rng = stream(seed, Purpose.SCHEDULE, of_epoch)
-        return rng.choice(len(share), size=steps, p=share / share.sum()).astype(np.int16)
-
-    begin = np.zeros(len(share), dtype=np.int64)
-    for earlier in range(epoch):
-        begin += np.bincount(draw(earlier), minlength=len(share))
-    return draw(epoch), begin
 
 
 def apportion(share: np.ndarray, total: int) -> np.ndarray:
