@@ -120,7 +120,6 @@ def open_inputs(config: AllFlags, args: argparse.Namespace) -> TrainingInputs:
             captions=config.captions,
             table_format=_table_format(args),
             on_bad_sample=config.on_bad_sample,
-            timeout_seconds=config.loader_timeout,
         )
         if config.sampling == "debiased" and len(sources) == 1:
             logging.warning(
@@ -263,7 +262,6 @@ def _mixture_data(
             augment_caption=WordAugment(tokenizer, config.text_augment)
             if config.text_augment is not None
             else None,
-            pixel_path=config.pixel_path,
             with_origin=own_step,
             with_content=config.positives not in (None, "pair"),
         ),
@@ -277,7 +275,6 @@ def _mixture_data(
         mixture,
         workers=args.workers,
         pin_memory=args.device.startswith("cuda"),
-        stall_timeout_seconds=config.loader_timeout,
         max_bad_share=config.max_bad_share,
         gather=partial(all_gather_object, args) if args.distributed else None,
     )

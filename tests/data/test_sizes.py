@@ -92,7 +92,7 @@ def test_a_host_that_never_answers_ends_in_a_sentence():
         begin = time.monotonic()
         with pytest.raises(
             UserError,
-            match=r"sizes\.json could not be fetched within 1 s.*; .* raise --loader-timeout",
+            match=r"sizes\.json could not be fetched within 1 s.*; .* name a local copy",
         ):
             parse_sources(
                 f"a=http://127.0.0.1:{server.getsockname()[1]}/d/00000.tar", timeout_seconds=1

@@ -35,7 +35,7 @@ def place(tmp_path_factory):
         name: str, where: str, ranks: int, *extra: str, status: int = 0, kind: str = "tar"
     ) -> str:
         words = f"""--train-data a={where}/a/{{00000..00004}}.{kind}::b={where}/b/{{00000..00004}}.{kind} --debiased-sampling
-        --batch-size 4 --dga-steps 2 --workers 1 --epochs 2 --aug-cfg scale=(0.6,1.0) --loader-timeout 60 --name {name}"""
+        --batch-size 4 --dga-steps 2 --workers 1 --epochs 2 --aug-cfg scale=(0.6,1.0) --name {name}"""
         request = {
             "model_config": str(folder / "tiny.json"),
             "cwd": str(folder),

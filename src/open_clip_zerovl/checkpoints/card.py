@@ -47,7 +47,7 @@ _ELSEWHERE = frozenset({
     "tensorboard_path", "verbose", "debug", "save_logs", "save_frequency", "save_most_recent",
     "save_every_steps", "keep_checkpoints", "delete_previous_checkpoint", "checkpoint_path",
     "resume", "remote_sync", "remote_sync_frequency", "remote_sync_protocol", "copy_codebase",
-    "cache_dir", "shard_cache", "shard_cache_gib", "workers", "loader_timeout", "device",
+    "cache_dir", "shard_cache", "shard_cache_gib", "workers", "device",
     "dist_url", "dist_backend", "distributed", "rank", "local_rank", "horovod", "ddp_static_graph",
     "no_set_device_rank", "local_loss", "gather_with_grad", "loss_dist_impl", "torchscript",
     "torchcompile", "trace", "grad_checkpointing", "dga_retain", "dga_check", "loss_chunk",

@@ -53,9 +53,6 @@ def pack(parser: argparse.ArgumentParser) -> RunCommand:
         metavar="NAME=SET::...",
         help="leave out training pictures that are copies of these sets' (as for `data near`)",
     )
-    parser.add_argument(
-        "--near-distance", type=natural, metavar="BITS", help=f"with --drop-near: {NEAR_HELP}"
-    )
     add_settings(parser, PackSettings)
     add_settings(parser.add_argument_group("columns (default: guessed from their names)"), Columns)
     add_settings(parser.add_argument_group("work"), _PackWork, Limits, without=("part",))
@@ -85,19 +82,14 @@ def _limits(arguments: argparse.Namespace) -> Limits:
 
 def _exclusions(arguments: argparse.Namespace) -> list[Any]:
     if arguments.drop_near is None:
-        if arguments.near_distance is not None:
-            raise UserError(
-                "--near-distance needs --drop-near, which names the sets to compare with"
-            )
         return []
     from open_clip_zerovl.prepare.dedup.near import NEAR
     from open_clip_zerovl.prepare.dedup.overlap import near_exclusion
 
-    within = NEAR if arguments.near_distance is None else arguments.near_distance
     threads, progress = arguments.threads, arguments.progress
     return [
         near_exclusion(
-            arguments.drop_near, arguments.out, within=within, threads=threads, progress=progress
+            arguments.drop_near, arguments.out, within=NEAR, threads=threads, progress=progress
         )
     ]
 

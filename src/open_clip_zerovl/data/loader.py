@@ -153,7 +153,7 @@ class MixtureLoader:
         reader = f"loader worker {worker}" if self.workers else "the process"
         limit = ""
         if self.workers and self.stall_timeout_seconds:
-            limit = f"; it is given {self.stall_timeout_seconds:g} s (--loader-timeout)"
+            limit = f"; it is given {self.stall_timeout_seconds:g} s"
         return (
             f"Waiting for data: no batch has come for {seconds:.0f} s from {reader} of rank {self.mixture.rank}"
             f"{self._activity(worker)}{limit}"
@@ -176,7 +176,7 @@ class MixtureLoader:
             worker = delivered % max(1, self.workers)
             return (
                 f"loader worker {worker} of rank {rank} has delivered nothing for {self.stall_timeout_seconds:g} s"
-                f"{self._activity(worker)}; check where the shard comes from, or raise --loader-timeout"
+                f"{self._activity(worker)}; check where the shard comes from, and go on with --resume latest"
             )
         if not re.match(r"(DataLoader worker \(pid|Pin memory thread)", first):
             # While a checkpoint is written, torch's writer ends with an error of its own on top of this one.

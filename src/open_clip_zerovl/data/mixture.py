@@ -110,7 +110,7 @@ class Preprocessing:
     transform: Callable[[Image.Image], torch.Tensor]
     tokenizer: Callable[[list[str]], torch.Tensor]
     augment_caption: Callable[[str, int], str] | None = None
-    pixel_path: str = "pil"
+    pixel_path: str = "arrays"
     with_origin: bool = False
     with_content: bool = False
 

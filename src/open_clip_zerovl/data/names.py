@@ -23,7 +23,6 @@ FEWEST_PICTURES = 40  # of which some can be held out
 CAPTIONS = ("one-per-epoch", "all")
 POLICIES = ("replace", "fail")  # what happens at a bad sample
 PIXEL_PATHS = ("pil", "arrays")  # what decodes and resizes pictures
-PIXEL_PATH = "arrays"  # default of training
 AUTO_AUGMENTS = ("imagenet",)  # policies of AutoAugment
 
 

@@ -115,6 +115,6 @@ def _fetch(url: str, seconds: float) -> bytes:
             raise
         late = f" ({error})" if isinstance(error, Unreachable) else ""
         raise UserError(
-            f"{url} could not be fetched{f' within {seconds:g} s' if seconds else ''}{late}; check the host, name a local copy "
-            f"(SHARDS@/path/{SIZES_FILE}), or raise --loader-timeout"
+            f"{url} could not be fetched{f' within {seconds:g} s' if seconds else ''}{late}; check the host, "
+            f"or name a local copy (SHARDS@/path/{SIZES_FILE})"
         ) from error

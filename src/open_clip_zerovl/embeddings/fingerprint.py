@@ -30,9 +30,7 @@ _NOT_OF_OUTPUTS = {
 }
 
 
-def tower_digest(
-    model: nn.Module, tower: str, *, inputs: Any, precision: str = "fp32", pixel_path: str = "pil"
-) -> str:
+def tower_digest(model: nn.Module, tower: str, *, inputs: Any, precision: str = "fp32") -> str:
     """A digest of everything on which a tower's features of an input depend.
 
     Args:
@@ -40,7 +38,6 @@ def tower_digest(
         tower: "image" or "text".
         inputs: the tokenizer of a text tower, the transform of an image tower.
         precision: the precision of the forward passes (open_clip's `--precision`).
-        pixel_path: for an image tower; two paths agree to two grey levels, not bit for bit.
     """
     tensors = {
         name: tensor
@@ -52,8 +49,7 @@ def tower_digest(
         for name, module in model.named_modules()
         if (name.split(".")[0] == "visual") == (tower == "image")
     ]
-    path = pixel_path if tower == "image" else ""
-    return _digest(tensors, [tower, precision, layers, _described(inputs), path])
+    return _digest(tensors, [tower, precision, layers, _described(inputs)])
 
 
 def module_digest(module: nn.Module, *, inputs: Any, precision: str = "fp32") -> str:

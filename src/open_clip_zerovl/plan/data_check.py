@@ -131,7 +131,6 @@ def _check_sources(settings: PlanSettings, train_data: str, data: DataCheck) -> 
         parse_sources,
         captions=settings.captions,
         on_bad_sample=settings.on_bad_sample,
-        timeout_seconds=settings.loader_timeout,
     )
     absent: dict[str, str] = {}
     try:

@@ -138,7 +138,6 @@ def _micro_batches(
             planned.transform,
             planned.tokenizer,
             planned.augment_caption,
-            pixel_path=settings.pixel_path,
         ),
         sampling=Sampling("random", epoch_samples=max(batching.micro_batch * workers, held)),
         seed=settings.seed,

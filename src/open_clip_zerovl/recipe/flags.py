@@ -35,8 +35,6 @@ from open_clip_zerovl.core.releases import line_here
 from open_clip_zerovl.data.names import (
     AUTO_AUGMENTS,
     CAPTIONS,
-    PIXEL_PATH,
-    PIXEL_PATHS,
     POLICIES,
     is_captions,
     is_named,
@@ -117,12 +115,6 @@ class SourceFlags:
         choices=POLICIES,
         needs=(_NAMED_SOURCES,),
     )
-    pixel_path: str = flag(
-        PIXEL_PATH,
-        "decode and resize pictures with PIL, or faster with libjpeg-turbo and torch, equal up to rounding",
-        choices=PIXEL_PATHS,
-        needs=(_NAMED_SOURCES,),
-    )
     max_bad_share: float = flag(
         0.10,
         "stop when a source has lost a larger share of its samples",
@@ -145,13 +137,6 @@ class SourceFlags:
         range=POSITIVE,
         needs=(Requirement("--shard-cache", lambda given: given.shard_cache is not None),),
         planned="it is a bound of --shard-cache",
-    )
-    loader_timeout: float = flag(
-        600.0,
-        "stop when no batch comes for this time, and name the shard that is being read; 0 waits forever",
-        metavar="SECONDS",
-        range=Range("seconds, or 0", lambda value, _: value >= 0),
-        needs=(_NAMED_SOURCES,),
     )
 
 

@@ -262,12 +262,8 @@ def test_what_is_packed_leaves_out_copies_of_test_pictures(tmp_path: Path, origi
         }
     assert (tmp_path / "out" / "near.html").read_text().count('class="example"') == 2
     assert cli.main([*command, *drop]) == 0 and "is complete" in capsys.readouterr().out
-    assert (
-        cli.main([*command, *drop, "--near-distance", "4"]) == 2
-    )  # another setting in the same folder
+    assert cli.main(command) == 2  # another setting in the same folder
     assert "left_out" in capsys.readouterr().err
-    assert cli.main([*command, "--near-distance", "4"]) == 2
-    assert "--near-distance needs --drop-near" in capsys.readouterr().err
     assert cli.main([*command, "--drop-near", f"coco={tmp_path}/none"]) == 2
     assert "does not exist" in capsys.readouterr().err
 

@@ -46,7 +46,6 @@ class Limits:
         idle_seconds: longest wait for a connection, or for the next bytes.
         total_seconds: longest time of one attempt, redirects included.
         max_bytes: longest answer.
-        verify_tls: refuse hosts whose certificate is wrong.
         private_redirects: follow redirects to addresses of this machine and its network. Without, a list of addresses from
             elsewhere reaches only the private addresses that it names itself.
         user_agent: the name that hosts see; some refuse Python's.
@@ -55,12 +54,7 @@ class Limits:
     idle_seconds: float = 10.0
     total_seconds: float = flag(30.0, "seconds a picture may take", option="--timeout")
     max_bytes: int = 50_000_000
-    verify_tls: bool = flag(
-        True, "accept hosts whose certificate is wrong", option="--no-tls-verify"
-    )
-    private_redirects: bool = flag(
-        False, "follow redirects to loopback, link-local and private addresses"
-    )
+    private_redirects: bool = False
     user_agent: str = "Mozilla/5.0 (compatible; open_clip_zerovl; research dataset download)"
 
 
@@ -156,7 +150,7 @@ class Downloader:
             raise Failure(_PRIVATE)
         proxied = urlsplit(url).scheme in getproxies() and not proxy_bypass(host)
         resolver = PublicResolver() if guarded and not proxied else ThreadedResolver()
-        return TCPConnector(ssl=self.limits.verify_tls, resolver=resolver)
+        return TCPConnector(resolver=resolver)
 
 
 def _is_public(host: str) -> bool:
