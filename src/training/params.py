@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,8 +26,6 @@ from open_clip_zerovl.core.launch import rank_here
 from open_clip_zerovl.core.lazy import load_open_clip
 from open_clip_zerovl.data.names import check_paths, is_named
 from open_clip_zerovl.recipe.flags import SECTIONS, AllFlags, RecipeConfig, values_of
-from training.config_file import FLAG as CONFIG_FLAG
-from training.config_file import with_config
 from training.refusals import check
 
 # open_clip's namespace, and the same flags with ours; both are made by `parse` alone.
@@ -60,6 +59,10 @@ class TrainingParser(argparse.ArgumentParser):
         }
         return arguments
 
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        """Split a line of `@FILE` into words as a shell does, without its comment."""
+        return shlex.split(arg_line, comments=True)
+
     def error(self, message: str) -> NoReturn:
         known = [*self._option_string_actions, *build_parser()._option_string_actions]
         raise UserError(argparse_sentence(message, known, "python -m training.main --help"))
@@ -70,9 +73,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser = TrainingParser(
         prog="python -m training.main",
         description="open_clip's training program with the ZeroVL recipe. All flags of this page are off by default; "
-        "without them the program is open_clip's own, bit for bit. open_clip's flags follow below.",
+        "without them the program is open_clip's own, bit for bit. open_clip's flags follow below. "
+        "@FILE stands for the words of a file.",
         allow_abbrev=False,
         add_help=False,
+        fromfile_prefix_chars="@",
     )
     add_flags(parser, SECTIONS)
     return parser
@@ -116,20 +121,12 @@ def parse(argv: Sequence[str]) -> Command:
     """
     parser = build_parser()
     if any(argument in ("-h", "--help") for argument in argv):
-        parser.add_argument_group("A file of flags").add_argument(
-            CONFIG_FLAG,
-            metavar="FILE",
-            default=argparse.SUPPRESS,
-            help="flags from a YAML file, or from an earlier run's params.txt; the command line wins",
-        )
         parser.print_help()
         print(
             "\nopen_clip's own flags (--train-data also takes named sources and folders, see above):\n"
         )
         _parse_open_clip(["--help"])  # prints and exits
     words = list(argv)[list(argv)[:1] == ["--"] :]  # as under torchrun
-    if any(word.partition("=")[0] == CONFIG_FLAG for word in words):
-        words = with_config(words, [parser, open_clip_parser()])
     ours, rest = parser.parse_known_args(words)
     args, stock_parser = _parse_open_clip(rest)
     values = values_of(ours)

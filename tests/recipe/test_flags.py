@@ -128,6 +128,27 @@ def test_ablations_are_what_the_library_takes():
     assert parse([*DATA, *words.split()])[1].ablate == ("detached-gather", "no-replay")
 
 
+def test_a_file_stands_for_its_words(tmp_path):
+    """At its place of the command line, where the last of two values counts; the control has no file."""
+    lines = "--lr 1e-4 --debiased-sampling\n# ours\n--aug-cfg 'scale=(0.6, 1.0)'  # a crop\n--epochs 3\n"
+    (tmp_path / "run.txt").write_text(lines)
+    file = f"@{tmp_path}/run.txt"
+    args, config = parse(["--epochs", "9", file, "--lr", "2e-4", *DATA])
+    assert (args, config) == parse(
+        [
+            *["--lr", "2e-4", "--debiased-sampling", "--aug-cfg"],
+            "scale=(0.6, 1.0)",
+            "--epochs",
+            "3",
+            *DATA,
+        ]
+    )
+    assert args.epochs == 3 != parse(DATA)[0].epochs
+    for words, wrong in ((f"@{tmp_path}/none", "No such file"), (file + " --epochs x", "--epochs")):
+        with pytest.raises(UserError, match=wrong):
+            parse([*words.split(), *DATA])
+
+
 def test_no_flag_given_means_open_clips_own_run():
     args, config = parse([])
     assert (
