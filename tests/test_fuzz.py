@@ -83,7 +83,7 @@ def examples_of_other_entries(folder):
         "examples": [{"query": "a cat", "target": picture, "top": {"now": [{"pixels": picture}]}}],
     }
     (folder / "run" / "examples.json").write_text(json.dumps(content))
-    return KINDS["run"][1]["zerovl report"]
+    return KINDS["run"][1]["page"]
 
 
 @pytest.mark.parametrize(

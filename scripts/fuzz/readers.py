@@ -43,6 +43,7 @@ from open_clip_zerovl.prepare.public.index import check_shards, index_shards
 from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, encode_picture
 from open_clip_zerovl.prepare.public.vg import largest_phrases
 from open_clip_zerovl.recipe.start import init_from
+from open_clip_zerovl.report.run_page import write_run_page
 from open_clip_zerovl.sampling.schedule import Batching
 from open_clip_zerovl.shards.archives import find_member
 from open_clip_zerovl.shards.faults import check_report
@@ -206,6 +207,12 @@ def searching(folder: Path) -> None:
     assert sum(len(block) for block in found.rows.blocks()) == 3
 
 
+def run_page(folder: Path) -> None:
+    """The page of a run's record."""
+    with reading(folder / "run", "train again"):
+        write_run_page(folder / "run")
+
+
 def stored(folder: Path) -> None:
     (place,) = (folder / "cache").iterdir()
     for rows in Store.open(place, remedy="zerovl search").rows.values():
@@ -325,7 +332,7 @@ KINDS: dict[str, tuple[Callable[[inputs.Draw, Path], None], dict[str, Reader]]] 
         },
     ),
     "exported folder": (inputs.make_export, {"evaluation": loading("exported")}),
-    "run": (inputs.make_record, {"zerovl report": command("report", "{}/run")}),
+    "run": (inputs.make_record, {"page": run_page}),
     "model file": (inputs.make_model_file, {"training": own_model}),
     "embeddings": (inputs.make_index, {"stored": stored, "search": searching}),
     "arrays": (

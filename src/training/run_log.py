@@ -199,9 +199,7 @@ class RunLog:
                     if isinstance(error, UserError)
                     else f"{type(error).__name__}: {first_line(error)}"
                 )
-                logging.warning(
-                    f"{folder / PAGE} is not written: {reason}; `zerovl report {folder}` writes it later."
-                )
+                logging.warning(f"{folder / PAGE} is not written: {reason}.")
             self.console.progress.end()
         if how == "done":
             for line in self._closing(facts, page):

@@ -17,13 +17,15 @@ from timm.models._hub import save_for_hf
 from transformers import AutoConfig, AutoModel, AutoTokenizer, BitImageProcessor, Dinov2Config
 
 import open_clip_zerovl
+from open_clip_zerovl.checkpoints.between import open_ends
 from open_clip_zerovl.checkpoints.card import MOVED
 from open_clip_zerovl.checkpoints.export import export_local_dir, loading_notes
 from open_clip_zerovl.checkpoints.hub import _for_repository
-from open_clip_zerovl.checkpoints.loading import load_model
+from open_clip_zerovl.checkpoints.loading import Encoder, load_model
 from open_clip_zerovl.checkpoints.transformers_folder import export_transformers
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.evaluate.interpolation.interpolate import write_between
 from open_clip_zerovl.models.build import create_model_and_transforms
 from support import warm
 from support.tars import write_tar
@@ -65,7 +67,7 @@ TRANSFORMERS = ("dual", "aligned-dual")
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    """Six folders below `made`: of open_clip's own towers, BERT, `interpolate`, two of `align`, and one for transformers."""
+    """Six folders below `made`: of open_clip's own towers, BERT, one between two, two of `align`, and one for transformers."""
     home = tmp_path_factory.mktemp("moves")
     bert = write_bert(home / "bert")
     torch.manual_seed(0)
@@ -80,8 +82,8 @@ def home(tmp_path_factory) -> Path:
     for name, run in runs.items():
         export_local_dir(run, made / name)
     export_transformers(runs["bert"], made / "dual")
-    folder = str(made / "bert")
-    assert main(["interpolate", folder, folder, "--out", str(made / "between")]) == 0
+    end = Encoder(str(made / "bert"), device="cpu")
+    write_between(open_ends(end, end), 0.5, made / "between")
     save_for_hf(timm.create_model("test_vit.r160_in1k", pretrained=False), home / "timm")
     small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     vision = Dinov2Config(mlp_ratio=2, image_size=40, patch_size=8, **small)

@@ -185,10 +185,6 @@ ODD = {
     "data coco --out d2 --source karpathy.json": "does not have the form of Karpathy's images",
     "plan --model local-dir:nope --train-data a=a": "nope/open_clip_config.json: No such file",
     # flags that the way taken does not read
-    "interpolate exp exp --out i --split val": "--split needs --data",
-    "interpolate exp exp --out i --captions all": "--captions needs --data",
-    "interpolate exp exp --out i --alphas 0.1,0.2": "--alphas needs --data",
-    "interpolate exp exp --out i --kept a=set": "--kept needs --data",
     f"{ZERO} probe --label json:x": "--label json:x is for shards",
     f"{ZERO} probe --split train": "has no split 'train'",
     f"{PROBE} q1 --label json:x": "--label json:x is for shards",
@@ -222,7 +218,7 @@ SOURCES = "".join(
 
 @pytest.mark.parametrize(
     "command",
-    ["interpolate", "zero-shot", "linear-probe", "retrieval", "export"],
+    ["zero-shot", "linear-probe", "retrieval", "export"],
 )
 def test_every_flag_has_a_reader(command):
     """The rows above hold the flags that one way of a command reads and another refuses; `training/test_every_flag` train's."""

@@ -207,7 +207,7 @@ def test_what_decides_the_order_of_samples_is_in_the_position():
     def order(arguments=(), weight=1.0, **config):
         trainer = Trainer(RecipeConfig(**{"sampling": "debiased", **config}), Preemption())
         args = argparse.Namespace(**{**usual, **dict(arguments)})
-        return trainer._position(args, 0, (Source("a", ("0.tar",), (100,), weight),), None).order
+        return trainer._position(args, 0, (Source("a", ("0.tar",), (100,), weight),)).order
 
     before = order()
     for flag, changed in (

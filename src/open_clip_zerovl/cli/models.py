@@ -1,4 +1,4 @@
-"""The commands that make models or look after runs: align, finetune, interpolate, export, report, ..."""
+"""The commands that make models or look after runs: align, finetune, export, doctor, ..."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from open_clip_zerovl.core.flags import (
     add_settings,
     flags_of,
     settings_from,
-    share,
 )
 from open_clip_zerovl.core.lazy import load_open_clip
-from open_clip_zerovl.evaluate.settings import PLAIN_ALPHA, CurveFlags, RetrievalSettings
+from open_clip_zerovl.evaluate.settings import CurveFlags
 from open_clip_zerovl.finetune.flags import SETS, FinetuneFlags
 from open_clip_zerovl.recipe.flags import TuningFlags
 
@@ -53,7 +52,7 @@ def finetune(parser: argparse.ArgumentParser) -> RunCommand:
     )  # fmt: skip
     add_settings(parser, FinetuneFlags)
     add_settings(parser.add_argument_group("as for train"), TuningFlags)
-    add_settings(parser.add_argument_group("weights in between, as for interpolate"), CurveFlags)
+    add_settings(parser.add_argument_group("weights in between"), CurveFlags)
     add_encoder(parser)
     parser.add_argument("training", nargs="*", metavar="-- FLAGS", help="training flags")
 
@@ -83,74 +82,6 @@ def finetune(parser: argparse.ArgumentParser) -> RunCommand:
         return run_finetune(
             request, say=lambda line: print(f"finetune: {line}", file=sys.stderr, flush=True)
         )
-
-    return run
-
-
-def interpolate(parser: argparse.ArgumentParser) -> RunCommand:
-    """`zerovl interpolate`."""
-    parser.description = (
-        "A model between two models (WiSE-FT): it keeps more of the earlier abilities than the fine-tuned one. "
-        "With --data the models along the way are scored and one is chosen. The folder loads in stock open_clip."
-    )
-    parser.add_argument(
-        "before", metavar="BEFORE", help="the model before fine-tuning, named as for retrieval"
-    )
-    parser.add_argument("after", metavar="AFTER", help="the model after fine-tuning")
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
-    parser.add_argument(
-        "--alpha",
-        type=share,
-        metavar="A",
-        help=f"0 is BEFORE, 1 is AFTER (default {PLAIN_ALPHA}; with --data it is chosen)",
-    )
-    curve = parser.add_argument_group("a curve")
-    curve.add_argument(
-        "--data", metavar=SETS, help="retrieval sets of the new ability, as for retrieval"
-    )
-    curve.add_argument("--kept", metavar=SETS, help="retrieval sets of the ability to keep")
-    add_settings(curve, CurveFlags)
-    add_settings(curve, RetrievalSettings, without=("paper_transform",))
-    add_encoder(parser)
-    _add_writing(parser)
-
-    def run(arguments: argparse.Namespace) -> None:
-        from open_clip_zerovl.checkpoints.export import loading_notes
-        from open_clip_zerovl.evaluate.interpolation.interpolate import (
-            CurveSettings,
-            run_interpolation,
-        )
-
-        if arguments.data is None:
-            for action in curve._group_actions:
-                if getattr(arguments, action.dest) != action.default:
-                    raise UserError(
-                        f"{action.option_strings[0]} needs --data NAME=SET, retrieval sets of the new ability"
-                    )
-        if arguments.data is not None and arguments.alpha is not None:
-            raise UserError(
-                f"--alpha {arguments.alpha:g} does not work with --data, which chooses alpha; give --alphas, or leave one out"
-            )
-        settings = None
-        if arguments.data is not None:
-            retrieval = settings_from(RetrievalSettings, arguments)
-            settings = settings_from(
-                CurveSettings,
-                arguments,
-                new=arguments.data,
-                kept=arguments.kept,
-                retrieval=retrieval,
-            )
-        folder = run_interpolation(
-            encoder_of(arguments, arguments.before, one_of_several=True),
-            encoder_of(arguments, arguments.after, one_of_several=True),
-            arguments.out,
-            alpha=arguments.alpha,
-            settings=settings,
-            precision="fp16" if arguments.fp16 else None,
-            force=arguments.force,
-        )
-        _print_loading("Written", folder, loading_notes(folder))
 
     return run
 
@@ -285,22 +216,6 @@ def _run_export(arguments: argparse.Namespace) -> None:
         logging.getLogger(push_folder.__module__).info("pushing %s to %s", folder, hub)
         address = push_folder(folder, hub, private=arguments.private)
         print(f"Pushed: {address}")
-
-
-def report(parser: argparse.ArgumentParser) -> RunCommand:
-    """`zerovl report`."""
-    parser.description = (
-        "Write RUN/run.html from RUN/record.jsonl. Training does so at its end; this does it for a run that is still going on "
-        "or was killed."
-    )
-    parser.add_argument("run_folder", type=Path, metavar="RUN", help="folder of the run, logs/NAME")
-
-    def run(arguments: argparse.Namespace) -> None:
-        from open_clip_zerovl.report.run_page import write_run_page
-
-        print(f"Page: {write_run_page(arguments.run_folder)}")
-
-    return run
 
 
 def doctor(parser: argparse.ArgumentParser) -> RunCommand:

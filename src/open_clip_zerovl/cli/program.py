@@ -74,16 +74,8 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
             "evaluate:linear_probe",
             "accuracy of a linear classifier on the frozen image tower",
         ),
-        "report": (
-            "models:report",
-            "a training run as one page: losses, retrieval, lost samples, settings",
-        ),
     },
     "research": {
-        "interpolate": (
-            "models:interpolate",
-            "weights between a model before and after fine-tuning",
-        ),
         "data sbu": ("data:sbu", "SBU Captioned Photos, from its list of addresses"),
         "data cc3m": (
             "data:cc3m",
@@ -111,7 +103,6 @@ SILENT = (
     "data near",
     "data report",
     "finetune",
-    "interpolate",
     "linear-probe",
     "retrieval",
     "search",

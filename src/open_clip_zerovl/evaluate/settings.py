@@ -128,7 +128,6 @@ class ServeSettings:
 
 
 RULES = ("kept", "mean", "new")  # by which a point between two models is chosen
-PLAIN_ALPHA = 0.5  # without sets to choose by: near the best in most of WiSE-FT's experiments
 
 
 def _alphas(text: str) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""`run.html`: a training run on one page that needs no other file. Training writes it at its end; so does `zerovl report`."""
+"""`run.html`: a training run on one page that needs no other file. Training writes it at its end."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""`zerovl interpolate`: the curve against retrieval by hand, the rules, the folder, and refusals."""
+"""Weights between two models: the curve against retrieval by hand, the rules, the folder, and refusals."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -11,12 +10,17 @@ import open_clip
 import pytest
 import torch
 
+from open_clip_zerovl.checkpoints.between import open_ends
 from open_clip_zerovl.checkpoints.export import export_local_dir
-from open_clip_zerovl.checkpoints.loading import load_model
-from open_clip_zerovl.cli import main
+from open_clip_zerovl.checkpoints.loading import Encoder, load_model
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.held_out import trained_on, write_trained_on
 from open_clip_zerovl.evaluate.interpolation.curve import Point, choose
+from open_clip_zerovl.evaluate.interpolation.interpolate import (
+    CurveSettings,
+    score_curve,
+    write_between,
+)
 from support.scoring import score_checkpoint
 from support.tiny_clip import (
     CLIP_TEXT,
@@ -48,15 +52,21 @@ def ends(folder) -> list[str]:
     return [str(folder / end / "checkpoints" / "epoch_1.pt") for end in "ab"]
 
 
-def run(*arguments: str) -> int:
-    return main(["interpolate", *map(str, arguments), "--device", "cpu"])
+def between(models, out, alpha):
+    encoders = [Encoder(str(model), device="cpu") for model in models]
+    return write_between(open_ends(*encoders), alpha, out)
 
 
-def test_the_curve_is_retrieval_by_hand_and_constant_where_it_must_be(made, tmp_path, capsys):
+def test_the_curve_is_retrieval_by_hand_and_constant_where_it_must_be(made, tmp_path):
     out = tmp_path / "out"
-    data = [f"--data=new={made / 'new'}", f"--kept=kept={made / 'kept'}", "--alphas=0.2,0.4,0.7"]
-    assert run(*ends(made), "--out", out, *data, "--keep=0", "--batch-size=5") == 0
-    said = capsys.readouterr().out
+    asked = CurveSettings(
+        f"new={made / 'new'}", f"kept={made / 'kept'}", alphas=(0.2, 0.4, 0.7), kept_share=0.0
+    )
+    encoders = [Encoder(path, device="cpu", batch_size=5) for path in ends(made)]
+    loaded, lines = open_ends(*encoders), []
+    curve = score_curve(loaded, encoders[0], asked, say=lines.append)
+    write_between(loaded, curve.chosen.alpha, out, curve=curve)
+    said = "\n".join([*lines, curve.table()])
     result = json.loads((out / "interpolation.json").read_text())
     points = {point["alpha"]: point["results"] for point in result["points"]}
     assert sorted(points) == [0, 0.2, 0.4, 0.7, 1]
@@ -89,10 +99,9 @@ def test_the_curve_is_retrieval_by_hand_and_constant_where_it_must_be(made, tmp_
     assert "alpha" in (out / "README.md").read_text()
 
 
-@pytest.mark.parametrize(("alpha", "end"), [("0", 0), ("1", 1), (None, None)])
-def test_a_point_without_sets(made, tmp_path, alpha, end, capsys):
-    out = tmp_path / "out"
-    assert run(*ends(made), "--out", out, *(["--alpha", alpha] if alpha else [])) == 0
+@pytest.mark.parametrize(("alpha", "end"), [(0.0, 0), (1.0, 1), (0.5, None)])
+def test_a_point_without_sets(made, tmp_path, alpha, end):
+    out = between(ends(made), tmp_path / "out", alpha)
     found = open_clip.create_model_and_transforms(f"local-dir:{out}")[0].state_dict()
     start, after = (load_model(path)[0].state_dict() for path in ends(made))
     for key, tensor in found.items():
@@ -103,7 +112,6 @@ def test_a_point_without_sets(made, tmp_path, alpha, end, capsys):
         assert found["logit_scale"].item() == pytest.approx(
             (start["logit_scale"] + after["logit_scale"]).item() / 2
         )
-    assert f"local-dir:{out}" in capsys.readouterr().out
 
 
 def test_a_model_in_between_has_seen_the_pictures_of_their_models(made, tmp_path):
@@ -112,22 +120,10 @@ def test_a_model_in_between_has_seen_the_pictures_of_their_models(made, tmp_path
     for number, (folder, checkpoint) in enumerate(zip(folders, ends(made), strict=True)):
         export_local_dir(checkpoint, folder)
         write_trained_on(folder, np.array([number, number + 1]), None)
-    out = tmp_path / "out"
-    assert run(*folders, "--out", out) == 0
+    out = between(folders, tmp_path / "out", 0.5)
     assert trained_on([out]).tolist() == [1, 2]
-    assert run(*ends(made), "--out", tmp_path / "none") == 0
-    assert trained_on([tmp_path / "none"]) is None  # negative control
-
-
-def test_ones_own_model_is_named_by_its_file(made, tmp_path):
-    for end in "ab":  # runs that do not name the model they trained
-        shutil.copytree(made / end, tmp_path / end)
-        (tmp_path / end / "params.txt").unlink()
-    config = ["--model-config", made / "interpolated-tiny.json"]
-    assert run(*ends(tmp_path), "--out", tmp_path / "out", "--alpha", "1", *config) == 0
-    assert torch.equal(
-        load_model(tmp_path / "out")[0].logit_scale, load_model(ends(made)[1])[0].logit_scale
-    )
+    other = between(ends(made), tmp_path / "none", 0.5)
+    assert trained_on([other]) is None  # negative control
 
 
 def points(*rows: tuple[float, float, float]) -> list[Point]:
@@ -202,36 +198,11 @@ def test_rules_without_kept_sets():
         choose(points(*ROWS), ["n"], [], "mean", kept_share=0.9)
 
 
-@pytest.mark.parametrize(
-    ("more", "sentence"),
-    [
-        (["--kept=k=SET"], "--kept needs --data NAME=SET"),
-        (["--rule=new"], "--rule needs --data NAME=SET"),
-        (["--data=n=SET", "--alpha=0.3"], "which chooses alpha; give --alphas, or leave one out"),
-        (["--data=n=SET", "--kept=n=SET"], "both new and kept"),
-        (
-            ["--data=n=SET", "--rule=kept"],
-            "needs retrieval sets of the ability to keep; give --kept",
-        ),
-        (["--data=n=/nowhere"], "nowhere does not exist"),
-    ],
-)
-def test_refusals_leave_nothing(made, tmp_path, capsys, more, sentence):
-    out = tmp_path / "out"
-    assert (
-        run(*ends(made), "--out", out, *(part.replace("SET", str(made / "new")) for part in more))
-        == 2
-    )
-    assert sentence in capsys.readouterr().err
-    assert not out.exists()
-
-
-def test_an_earlier_export_is_kept_without_force(made, tmp_path, capsys):
-    out = tmp_path / "out"
-    assert run(*ends(made), "--out", out, "--alpha=0.2") == 0
-    kept = (out / "interpolation.json").read_text()
-    assert run(*ends(made), "--out", out, "--alpha=0.9") == 2
-    assert "already holds an export" in capsys.readouterr().err
-    assert (out / "interpolation.json").read_text() == kept
-    assert run(*ends(made), "--out", out, "--alpha=0.9", "--force") == 0
-    assert json.loads((out / "interpolation.json").read_text())["chosen"]["alpha"] == 0.9
+def test_sets_that_cannot_choose_are_refused(made):
+    new = f"n={made / 'new'}"
+    with pytest.raises(UserError, match="both new and kept"):
+        CurveSettings(new, new).open()
+    with pytest.raises(UserError, match="needs retrieval sets of the ability to keep; give --kept"):
+        CurveSettings(new, rule="kept")
+    with pytest.raises(UserError, match="nowhere does not exist"):
+        CurveSettings("n=/nowhere").open()

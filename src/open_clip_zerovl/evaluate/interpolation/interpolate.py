@@ -1,4 +1,4 @@
-"""`zerovl interpolate`: weights between two models as a folder that stock open_clip loads, and the curve they were chosen by.
+"""Weights between two models as a folder that stock open_clip loads, and the curve they were chosen by.
 
 Files of the folder beside those of an export:
 
@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from open_clip_zerovl.checkpoints.between import Ends, open_ends
+from open_clip_zerovl.checkpoints.between import Ends
 from open_clip_zerovl.checkpoints.card import ModelCard, run_facts
-from open_clip_zerovl.checkpoints.export import check_destination, write_local_dir
+from open_clip_zerovl.checkpoints.export import write_local_dir
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import Say, UserError
 from open_clip_zerovl.data.held_out import Identities, list_of_trained, trained_on
@@ -26,7 +25,7 @@ from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.evaluate.interpolation.curve import Curve, Point, choose, require_possible
 from open_clip_zerovl.evaluate.retrieval.score import RetrievalSettings, score_set
-from open_clip_zerovl.evaluate.settings import PLAIN_ALPHA, CurveFlags
+from open_clip_zerovl.evaluate.settings import CurveFlags
 from open_clip_zerovl.evaluate.zero_shot.score import score_loaded
 from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet
 from open_clip_zerovl.models.local_dir import TRAINED_ON
@@ -178,46 +177,3 @@ def _public(name: str) -> str:
     if path.parent.name == "checkpoints":
         return f"{path.parent.parent.name}/{path.name}"
     return path.name if path.exists() else name
-
-
-def run_interpolation(
-    before: Encoder,
-    after: Encoder,
-    out: str | os.PathLike[str],
-    *,
-    alpha: float | None = None,
-    settings: CurveSettings | None = None,
-    precision: str | None = None,
-    force: bool = False,
-) -> Path:
-    """Write the model between two models: at `alpha`, or at the point that the curve of `settings` chooses.
-
-    Returns:
-        The folder.
-
-    Raises:
-        UserError: models that are not alike, bad sets, a destination that cannot be written.
-    """
-    check_destination(Path(os.path.abspath(Path(out).expanduser())), force)
-    curve = None
-    if settings is not None:
-        settings.open()  # before the models are loaded
-    ends = open_ends(before, after)
-    if settings is not None:
-        curve = score_curve(
-            ends, before, settings, say=lambda line: print(line, file=sys.stderr, flush=True)
-        )
-        alpha = curve.chosen.alpha
-        print("\n".join(filter(None, (curve.table(), curve.sentence, curve.advice))))
-        if not curve.kept:
-            print(
-                "No kept set was scored, so that losses of earlier abilities are not measured; give --kept NAME=SET."
-            )
-    return write_between(
-        ends,
-        PLAIN_ALPHA if alpha is None else alpha,
-        out,
-        curve=curve,
-        precision=precision,
-        force=force,
-    )
