@@ -138,7 +138,7 @@ def test_bad_shares_are_refused(text):
 
 def test_other_words_and_tables_are_refused(tmp_path):
     assert next(out_of_range(AllFlags(captions="some"))).startswith(
-        "--captions some is out of range; give one-per-epoch, all or FIELD=SHARE,..."
+        "--captions some is out of range; give one-per-epoch, all, first, joined or FIELD=SHARE,..."
     )
     with pytest.raises(UserError, match="unknown --captions 'some'; use one of one-per-epoch, all"):
         parse_sources(f"a={tmp_path}", captions="some")

@@ -122,6 +122,11 @@ def packed_folders(folder: str | Path) -> dict[str, Path]:
     return {"": places[0]}
 
 
+def is_packed_split(folder: Path) -> bool:
+    """True for a split's folder in an output of `zerovl data pack`: of one source, or of one of several."""
+    return folder.name in SPLITS and any((above / PACKED).is_file() for above in folder.parents[:2])
+
+
 def _has_splits(folder: Path) -> bool:
     return any((folder / split).is_dir() for split in SPLITS)
 

@@ -19,8 +19,8 @@ CLASS_NAMES = (
     "classnames.txt"  # of a labelled set and of pairs packed from folders of classes: a name a line
 )
 FEWEST_PICTURES = 40  # of which some can be held out
-# of an image with several: one of them each epoch, or each a sample of its own
-CAPTIONS = ("one-per-epoch", "all")
+# of an image with several: one of them each epoch, each a sample of its own, the first alone, or all in one text
+CAPTIONS = ("one-per-epoch", "all", "first", "joined")
 POLICIES = ("replace", "fail")  # what happens at a bad sample
 PIXEL_PATHS = ("pil", "arrays")  # what decodes and resizes pictures
 AUTO_AUGMENTS = ("imagenet",)  # policies of AutoAugment

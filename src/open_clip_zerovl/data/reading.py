@@ -170,9 +170,8 @@ class Reading:
         for place, sample in enumerate(samples, position):
             path = table.image_path(sample.image)
             if sample.readable:
-                yield self._raw(
-                    picture_file(path), sample.captions or None, path, table.path, place
-                )
+                captions = sample.captions[: 1 if self.source.captions == "first" else None]
+                yield self._raw(picture_file(path), captions or None, path, table.path, place)
             else:
                 fault = Fault(
                     "unreadable row",

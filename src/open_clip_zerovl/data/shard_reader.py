@@ -203,10 +203,10 @@ class ShardReader:
         texts: list[bytes] | Fault | None
         if field_names(captions):
             texts = captions_of(members, captions)
-        elif text is None or captions is None:
+        elif text is None or captions in (None, "joined"):
             texts = None if text is None else [text]
         else:
-            texts = caption_lines(text)
+            texts = caption_lines(text)[: 1 if captions == "first" else None]
         return key, texts, image_of(members)
 
     @property

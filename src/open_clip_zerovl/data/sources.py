@@ -29,7 +29,7 @@ import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.columns import Chosen, listed
-from open_clip_zerovl.data.components import expand_shards, kind_of, packed_folders
+from open_clip_zerovl.data.components import expand_shards, is_packed_split, kind_of, packed_folders
 from open_clip_zerovl.data.names import (
     CAPTIONS,
     CLASS_NAMES,
@@ -126,8 +126,9 @@ def parse_sources(
             weight of a packed folder is that of each of its sources; one of them may also be named (`mine-sbu=2`).
         captions: FIELD=SHARE,... draws each time from which field of a sample its caption comes (`names.caption_fields`).
             "one-per-epoch" shows one caption of an image an epoch, all of them in turn; "all" makes each caption a sample
-            of its own. Several captions are the lines of a `txt`, or the rows of a table with one image. None shows a `txt`
-            or a row as it is.
+            of its own; "first" shows the first alone; "joined" all in one text. Several captions are the lines of a `txt`, or
+            the rows of a table with one image. None is "one-per-epoch" for shards that `zerovl data pack` wrote; of other
+            sources it shows a `txt` or a row as it is.
         table_format: format of tables and columns of parquet files, if their header does not show them.
         on_bad_sample: "fail" refuses torn shards. "replace" counts the samples before the tear, and treats missing shards that
             a `sizes.json` lists as lost, both with a warning.
@@ -210,7 +211,7 @@ def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Sour
         table = open_table(
             path,
             how.table_format,
-            by_image=how.captions == "one-per-epoch",
+            by_image=how.captions in ("one-per-epoch", "first"),
             strict=how.strict,
             split=how.rows,
         )
@@ -462,7 +463,11 @@ def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: 
         raise UserError(
             f"source {name!r} holds no samples in its {len(shards)} shards; check the shards"
         )
-    return Source(name, shards, sizes, captions=how.captions, columns=columns)
+    captions = how.captions
+    first = local_path(shards[0])
+    if captions is None and first is not None and is_packed_split(Path(first).absolute().parent):
+        captions = "one-per-epoch"
+    return Source(name, shards, sizes, captions=captions, columns=columns)
 
 
 def _parse_weights(weights: str | None, members: Mapping[str, Sequence[str]]) -> dict[str, float]:

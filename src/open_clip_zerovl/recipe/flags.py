@@ -101,9 +101,9 @@ class SourceFlags:
     )
     captions: str | None = flag(
         None,
-        "several captions of an image: show one an epoch, or make each a sample; txt=0.5,KEY=0.5 draws between the txt and a "
-        "key of the json (MEMBER:KEY of another member)",
-        metavar="{one-per-epoch,all}|FIELD=SHARE,...",
+        "several captions of an image: show one an epoch (default of packed data), make each a sample, show the first alone, "
+        "or all as one text; txt=0.5,KEY=0.5 draws between the txt and a key of the json (MEMBER:KEY of another member)",
+        metavar="{one-per-epoch,all,first,joined}|FIELD=SHARE,...",
         range=Range(
             f"{', '.join(CAPTIONS)} or FIELD=SHARE,...", lambda value, _: is_captions(value)
         ),

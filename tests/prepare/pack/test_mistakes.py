@@ -532,7 +532,7 @@ def test_the_command_line_ends_in_the_command_to_type(tmp_path, capsys, monkeypa
         finetune,
         align,
         "zerovl train --model ViT-B-32 --train-data 'my-out=my out/train' --retrieval-data 'my-out=my out' "
-        "--captions one-per-epoch --warmup-share 0.025 --batch-size 1",
+        "--warmup-share 0.025 --batch-size 1",
     ]
     assert (
         main(["data", "pack", "my pets", "--out", "my out", "--caption-column", "captoin", "texts"])

@@ -273,8 +273,6 @@ def commands(report: dict[str, Any], out: Path) -> list[str]:
         flags += ["--retrieval-data", shlex.quote(sets)]
     if sets and report["classes"] and len(folders["test"]) == 1:
         flags += ["--zero-shot-data", shlex.quote(sets)]
-    if report["captions_per_picture"] > 1:
-        flags += ["--captions", "one-per-epoch"]
     if report["classes"] or report["repeated_captions"]["best_rsum"] < LOW_BEST:
         flags += ["--positives", "caption"]
     smallest = min((part["pictures"] for part in folders["train"]), default=0)
