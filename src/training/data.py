@@ -26,7 +26,6 @@ from open_clip_zerovl.data.words import WordAugment
 from open_clip_zerovl.recipe.flags import AllFlags, contradicted
 from open_clip_zerovl.sampling.schedule import Batching, Sampling, Schedule, few_steps
 from open_clip_zerovl.shards.cache import ShardCache
-from training.console import DETAIL
 from training.stock_data import check_stock_data
 
 if TYPE_CHECKING:
@@ -316,7 +315,6 @@ def log_schedule(sources: tuple[Source, ...], schedule: Schedule) -> None:
     logging.info(
         f"Mixture ({schedule.strategy}): {schedule.steps} steps of {schedule.effective_batch} samples an epoch, "
         f"from {len(sources)} sources:",
-        extra=DETAIL,
     )
     if schedule.strategy == "debiased":
         sentence = few_steps(schedule, [source.name for source in sources])
@@ -326,5 +324,4 @@ def log_schedule(sources: tuple[Source, ...], schedule: Schedule) -> None:
         logging.info(
             f"  {source.name}: {taken} of {source.num_samples} samples in {len(source.shards)} shards"
             + (f", weight {source.weight:g}" if source.weight != 1 else ""),
-            extra=DETAIL,
         )

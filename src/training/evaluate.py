@@ -95,7 +95,7 @@ def _retrieval(
     examples: list[RetrievalExample] = []
     captions_per_image = data.captions_per_image
     for name, dataset in data.sets.items():
-        log.doing(f"Evaluating on the {len(dataset):,} pictures of {name}")
+        logging.info(f"Evaluating on the {len(dataset):,} pictures of {name}")
         batches = retrieval_batches(
             dataset,
             data.transform,
@@ -118,7 +118,8 @@ def _retrieval(
             examples += GallerySet(
                 name, captions, dataset.image, *features, ranks, by_set[name]
             ).examples()
-    log.retrieval(epoch, {name: {**metrics, **bounds[name]} for name, metrics in by_set.items()})
+    recorded = {name: {**metrics, **bounds[name]} for name, metrics in by_set.items()}
+    log.add("retrieval", epoch, metrics=recorded)
     if args.save_logs:
         write_examples(os.path.join(args.logs, args.name), epoch, examples)
     return {
@@ -143,7 +144,7 @@ def _zero_shot(
     by_set: dict[str, dict[str, Any]] = {}
     with evaluating(model), tempfile.TemporaryDirectory(prefix="zerovl-zero-shot-") as folder:
         for name, dataset in data.sets.items():
-            log.doing(f"Zero-shot classification of the {len(dataset.images):,} pictures of {name}")
+            logging.info(f"Zero-shot classification of {len(dataset.images):,} pictures of {name}")
             by_set[name] = score_labelled(
                 frozen,
                 dataset,
@@ -158,13 +159,11 @@ def _zero_shot(
                 f"Eval Epoch: {epoch} {name} zero-shot top-1: {in_percent(accuracies)} % of {accuracies['images']:,} pictures, "
                 f"chance {100 * accuracies['chance']:.1f} %, the commonest class {100 * accuracies['commonest']:.1f} %"
             )
-    log.zero_shot(
-        epoch,
-        {
-            name: {"top1": accuracies["top1"], "top1_chance": accuracies["chance"]}
-            for name, accuracies in by_set.items()
-        },
-    )
+    recorded = {
+        name: {"top1": accuracies["top1"], "top1_chance": accuracies["chance"]}
+        for name, accuracies in by_set.items()
+    }
+    log.add("zero-shot", epoch, metrics=recorded)
     keys = ("top1", "top5", "mean_per_class")
     return {
         f"{name}_{key}": accuracies[key]

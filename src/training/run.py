@@ -40,7 +40,7 @@ from open_clip_zerovl.recipe.compiling import compile_blocks
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from training import checkpointing, data, model, resume, stopping
-from training.console import Console
+from training.console import EarlyHandler, shorten
 from training.hooks import check_host, replaced
 from training.params import require_new_name
 from training.run_log import RunLog
@@ -57,7 +57,7 @@ def train(args: argparse.Namespace, config: AllFlags) -> int:
     # Loader workers are forked after the tokenizer was used. Its threads are not forked, and a worker would wait for them.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _, rank, _ = world_info_from_env()
-    console, run = Console(), None
+    early, run = EarlyHandler(), None
     try:
         line = check_host()
         if rank == 0 and (warning := line.LINE.untested(open_clip.__version__)) is not None:
@@ -65,16 +65,14 @@ def train(args: argparse.Namespace, config: AllFlags) -> int:
         if config.active and rank == 0:
             # open_clip's main does so only after the data is opened
             logging.root.setLevel(logging.INFO)
-        if config.active and not (config.verbose or args.debug):
-            console.shorten(rank, weights_follow=bool(args.resume or config.init_from))
-        run = TrainingRun(args, config, line, console)
+        run = TrainingRun(args, config, line)
         run.open(rank)
         run.start()
     except stopping.Stopped as stopped:
         assert run is not None
         return run.stopped(stopped, rank)
     finally:
-        console.close()
+        early.close()
         if run is not None and run.lock is not None:
             os.close(run.lock)
     return 0
@@ -91,10 +89,8 @@ class TrainingRun:
         trained: whether an optimizer step was taken.
     """
 
-    def __init__(
-        self, args: argparse.Namespace, config: AllFlags, line: Any, console: Console
-    ) -> None:
-        self.log = RunLog(args, config, console)
+    def __init__(self, args: argparse.Namespace, config: AllFlags, line: Any) -> None:
+        self.log = RunLog(args, config)
         self.args = args
         self.config = config
         self.line = line
@@ -292,6 +288,8 @@ class TrainingRun:
             self._handlers.enter_context(self.preemption)
         else:
             stopping.end_by_signals()
+        if self.config.active and not (self.config.verbose or self.args.debug):
+            shorten(self.args.rank)
         if self.args.rank == 0:
             logging.info(f"Building {self.args.model}")
         created = model.create_model(self.config, self.args, self.model_name, pretrained, **options)

@@ -16,7 +16,6 @@ from open_clip_train.train import AverageMeter
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.losses.problem import Report
-from training.console import PROGRESS
 from training.run_log import RunLog, memory_bytes
 
 LOGGED_AN_EPOCH = 20  # steps, at least, whatever --log-every-n-steps
@@ -191,10 +190,6 @@ class StepLog:
         self.counted_steps += 1
         if self.counted_steps == 0:
             self.counted_from = self.end
-        if self.run_log is not None:
-            self.run_log.step(
-                self.epoch, index, self.samples_per_gpu * self.args.world_size / self.batch_time.val
-            )
         loss = outputs["loss"]
         finite = loss.detach().isfinite() if isinstance(loss, torch.Tensor) else math.isfinite(loss)
         self._not_finite = self._not_finite + (1.0 - finite * 1.0)
@@ -242,8 +237,7 @@ class StepLog:
             )
             + sources_line
             + f" Data wait: {waited:.0%} Memory: {memory / 2**30:.1f} GiB"
-            + (f" ETA: {eta}" if eta else ""),
-            extra=PROGRESS,
+            + (f" ETA: {eta}" if eta else "")
         )
         if self.run_log is not None:
             by_source = {
@@ -251,7 +245,7 @@ class StepLog:
                 for name, v in of_sources.items()
                 if name.startswith("loss/")
             }
-            self.run_log.logged(
+            self.run_log.step(
                 self.epoch,
                 index,
                 {**values, "by_source": by_source, "lr": lr, "logit_scale": scale, "samples_per_second": rate,

@@ -109,8 +109,7 @@ class Preemption(StopSignals):
                 "training.main: stopping after this step, to save it; Ctrl-C again ends at once\n"
             )
             number = sys.__stderr__.fileno() if sys.__stderr__ is not None else 2
-            # a terminal shows the progress line there
-            os.write(number, ("\n" * os.isatty(number) + words).encode())
+            os.write(number, words.encode())
 
     def agreed(self, distributed: bool) -> int:
         """0, or who asked any rank to stop. All ranks call it after the same step and get the same answer."""

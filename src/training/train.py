@@ -11,6 +11,7 @@ import argparse
 import inspect
 import itertools
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -179,22 +180,21 @@ class Trainer:
             run_log=self.log,
         )
         if first_of_process and self.log is not None:
-            taken = mixture.schedule(epoch).taken.tolist() if mixture is not None else ()
-            counted = list(zip(sources, taken, strict=True))
-            bare = getattr(model, "module", model)
+            softmax = not (args.siglip or args.distill_model or self.config.captions_images)
+            batch = here.batching.effective_batch
             resumed = args.resume if self.resumed is not None or epoch else None
-            counts = (loader.num_samples, steps, epoch, start)
-            facts = RunFacts(
-                args,
-                self.config,
-                bare,
-                loss,
-                counted,
-                *counts,
-                resumed,
-                described_groups(optimizer),
+            self.log.begin(
+                RunFacts(
+                    here.batching,
+                    sources,
+                    steps,
+                    epoch,
+                    start,
+                    math.log(batch) if softmax else None,
+                    resumed,
+                    described_groups(optimizer),
+                )
             )
-            self.log.begin(facts)
         for index, micro_batches in enumerate(self._groups(loader, start, steps), start=start):
             step = steps * epoch + index
             if first_of_process and index == start:
@@ -225,7 +225,8 @@ class Trainer:
         """Record the samples delivered and replaced, of all ranks at an epoch's end, else of this rank."""
         stats = getattr(loader, "stats", None)
         if stats is not None and self.log is not None:
-            self.log.lost(at, stats.whole or stats.epoch)
+            counted = stats.whole or stats.epoch
+            self.log.add("lost", at, delivered=counted.delivered, lost=counted.lost)
 
     def _retained(self) -> dict[str, float]:
         """The decision of `--dga-retain auto`; all ranks call this together."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from xml.etree import ElementTree
-
 import pytest
 
 from scripts import quickstart
@@ -28,10 +26,3 @@ def test_printed_lines_replace_shown_ones_with_other_numbers_only():
     for wrong in (["noto 12 captions 1 MB"], ["Done in 3 s", "noto 12 pictures 1 MB"]):
         with pytest.raises(SystemExit, match="was not printed"):
             quickstart.printed_again(wrong, printed)
-
-
-def test_the_picture_shows_the_pages_training():
-    texts = ElementTree.parse(quickstart.PICTURE).getroot().iter("{http://www.w3.org/2000/svg}text")
-    rows = [text.text.replace(quickstart.WIDE, "  ") for text in texts]
-    assert rows[0] == f"$ {COMMANDS[3].splitlines()[0]}"
-    assert all(any(row.startswith(begin) for row in rows) for begin in quickstart.DRAWN)

@@ -36,7 +36,6 @@ from training.checkpointing import (
     remove_leftovers,
     require_room,
 )
-from training.console import Console
 from training.params import parse
 from training.resume import SETTINGS_ENTRY, Position
 from training.run import LOCK, TrainingRun, lock_folder
@@ -269,7 +268,7 @@ def test_two_runs_with_one_made_up_name(held, monkeypatch):
     args, config = parse(
         ["--model", "ViT-B-32", "--logs", str(folder.parent), "--dataset-type", "synthetic"]
     )
-    run = TrainingRun(args, config, None, Console())
+    run = TrainingRun(args, config, None)
     args.name, args.rank = folder.name, 0
     with pytest.raises(UserError, match="is training the run in"):
         run.create_model("ViT-B-32")
@@ -295,7 +294,7 @@ def test_the_config_of_a_checkpoint_has_a_forced_quickgelu(words, expected, monk
         "training.model.create_model", lambda *given: (torch.nn.Linear(1, 1), None, None, None)
     )
     monkeypatch.setattr("training.stopping.end_by_signals", lambda: None)
-    run = TrainingRun(args, config, None, Console())
+    run = TrainingRun(args, config, None)
     args.rank = 0
     run.create_model("ViT-B-32")
     assert run.entries[MODEL_ENTRY].get("quick_gelu") is expected

