@@ -86,6 +86,12 @@ class TrainingInputs:
     labelled: dict[str, LabelledSet] = field(default_factory=dict)
 
 
+def batching_of(config: AllFlags, args: argparse.Namespace) -> Batching:
+    """Return how a run divides its effective batch; before open_clip's main has the ranks they are the environment's."""
+    ranks = getattr(args, "world_size", None) or world_info_from_env()[2]
+    return Batching(args.batch_size, config.dga_steps, ranks, max(1, args.workers))
+
+
 def with_positives(config: AllFlags, sources: Sequence[Source]) -> AllFlags:
     """The flags, with `--positives caption` if none was given and a source has captions of classes.
 
@@ -124,8 +130,8 @@ def open_inputs(config: AllFlags, args: argparse.Namespace) -> TrainingInputs:
             logging.warning(
                 f"Debiased sampling has one source only, {sources[0].name}; name several sources."
             )
-        effective_batch = args.batch_size * config.dga_steps * world_info_from_env()[2]
-        schedule_of(sources, effective_batch, _sampling(config, args), seed=args.seed, epoch=0)
+        batch = batching_of(config, args).effective_batch
+        schedule_of(sources, batch, _sampling(config, args), seed=args.seed, epoch=0)
         if config.shard_cache is not None:
             check_writable(config.shard_cache, folder=True)
     paths = parse_retrieval_data(config.retrieval_data) if config.retrieval_data else {}
@@ -254,7 +260,7 @@ def _mixture_data(
             logging.info(f"Images travel to the device as floats: {reason}.")
     mixture = Mixture(
         sources,
-        Batching(args.batch_size, config.dga_steps, args.world_size, max(1, args.workers)),
+        batching_of(config, args),
         Preprocessing(
             transform,
             tokenizer,

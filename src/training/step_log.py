@@ -16,6 +16,7 @@ from open_clip_train.train import AverageMeter
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.losses.problem import Report
+from open_clip_zerovl.sampling.schedule import Batching
 from training.run_log import RunLog, memory_bytes
 
 LOGGED_AN_EPOCH = 20  # steps, at least, whatever --log-every-n-steps
@@ -145,7 +146,7 @@ class StepLog:
         epoch: int,
         steps: int,
         epoch_samples: int,
-        dga_steps: int,
+        batching: Batching,
         tb_writer=None,
         sources: Sequence[str] = (),
         judged: bool = False,
@@ -159,7 +160,7 @@ class StepLog:
         self.tb_writer = tb_writer
         self.epoch_samples = epoch_samples
         self.judged, self.recovers = judged, recovers
-        self.samples_per_gpu = args.batch_size * dga_steps
+        self.batching = batching
         self.batch_time, self.data_time = AverageMeter(), AverageMeter()
         self.losses: dict[str, AverageMeter] = {}
         self.by_source = BySource(sources)
@@ -217,10 +218,10 @@ class StepLog:
         scale = values.pop("logit_scale")
         values.pop("logit_bias", None)
         for key, value in values.items():
-            self.losses.setdefault(key, AverageMeter()).update(value, self.samples_per_gpu)
-        per_gpu = self.samples_per_gpu / self.batch_time.val
-        rate = per_gpu * self.args.world_size
-        seen = (index + 1) * self.samples_per_gpu * self.args.world_size
+            self.losses.setdefault(key, AverageMeter()).update(value, self.batching.rank_batch)
+        per_gpu = self.batching.rank_batch / self.batch_time.val
+        rate = per_gpu * self.batching.world_size
+        seen = (index + 1) * self.batching.effective_batch
         of_sources, sources_line = self.by_source.take()
         digits = math.ceil(math.log(self.epoch_samples + 1, 10))
         memory = memory_bytes(torch.device(getattr(self.args, "device", "cpu")))
@@ -268,7 +269,10 @@ class StepLog:
         self.data_time.reset()
         if index + 1 == self.steps:
             self._stuck(step)
-            total, samples = self.end - self.counted_from, self.counted_steps * self.samples_per_gpu
+            total, samples = (
+                self.end - self.counted_from,
+                self.counted_steps * self.batching.rank_batch,
+            )
             sentence = loader_sentence(
                 self.waited, total, samples, getattr(self.args, "workers", 0)
             )
@@ -277,9 +281,7 @@ class StepLog:
 
     def _stuck(self, step: int) -> None:
         if self.judged and step >= JUDGED_FROM_STEP:
-            sentence = stuck_sentence(
-                self.losses["loss"].avg, self.samples_per_gpu * self.args.world_size
-            )
+            sentence = stuck_sentence(self.losses["loss"].avg, self.batching.effective_batch)
             if sentence is not None and self._first("stuck"):
                 logging.warning(f"Epoch {self.epoch}: {sentence}.")
             elif sentence is not None:

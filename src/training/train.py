@@ -36,8 +36,8 @@ from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import described_groups
 from open_clip_zerovl.recipe.step import MicroBatch, RecipeStep
-from open_clip_zerovl.sampling.schedule import Batching
 from training.checkpointing import StepCheckpoints
+from training.data import batching_of
 from training.resume import Position
 from training.run_log import RunFacts, RunLog
 from training.step_log import StepLog
@@ -169,7 +169,7 @@ class Trainer:
             epoch,
             steps,
             loader.num_samples,
-            self.config.dga_steps,
+            here.batching,
             tb_writer,
             [source.name for source in sources],
             # With these the loss of chance is another than ln N.
@@ -195,7 +195,9 @@ class Trainer:
                     described_groups(optimizer),
                 )
             )
-        for index, micro_batches in enumerate(self._groups(loader, start, steps), start=start):
+        for index, micro_batches in enumerate(
+            self._groups(loader, here.batching.dga_steps, start, steps), start=start
+        ):
             step = steps * epoch + index
             if first_of_process and index == start:
                 settle_buckets(model, micro_batches[0], self.step.prepare, self.step.autocast)
@@ -234,14 +236,16 @@ class Trainer:
         decision = self.step.decision() if self.config.dga_retain == "auto" else None
         return {} if decision is None else asdict(decision)
 
-    def _groups(self, loader: Iterable, start: int, steps: int) -> Iterator[list[MicroBatch]]:
-        """The loader's micro-batches, K at a time, for the optimizer steps from `start` on."""
+    def _groups(
+        self, loader: Iterable, size: int, start: int, steps: int
+    ) -> Iterator[list[MicroBatch]]:
+        """Yield the loader's micro-batches, `size` at a time, for the optimizer steps from `start` on."""
         micro_batches = iter(loader)
         for index in range(start, steps):
-            group = list(itertools.islice(micro_batches, self.config.dga_steps))
-            if len(group) < self.config.dga_steps:
+            group = list(itertools.islice(micro_batches, size))
+            if len(group) < size:
                 raise UserError(
-                    f"the training data ended in step {index} of {steps}: {len(group)} of {self.config.dga_steps} "
+                    f"the training data ended in step {index} of {steps}: {len(group)} of {size} "
                     "micro-batches came; check --train-num-samples against the number of samples in the shards"
                 )
             yield group
@@ -250,10 +254,7 @@ class Trainer:
             pass
 
     def _position(
-        self,
-        args: argparse.Namespace,
-        epoch: int,
-        sources: Sequence[Source],
+        self, args: argparse.Namespace, epoch: int, sources: Sequence[Source]
     ) -> Position:
         config = self.config
         order = {
@@ -267,11 +268,8 @@ class Trainer:
             "--train-num-samples": args.train_num_samples,
             "--dataset-resampled": args.dataset_resampled,
         }
-        batching = Batching(
-            args.batch_size, config.dga_steps, args.world_size, max(1, args.workers)
-        )
         names = ", ".join(f"{source.name} ({source.num_samples})" for source in sources)
-        return Position(epoch, 0, batching, names, order)
+        return Position(epoch, 0, batching_of(config, args), names, order)
 
 
 def warn_of_equal_captions(micro_batches: Sequence[MicroBatch]) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.losses.problem import Report
+from open_clip_zerovl.sampling.schedule import Batching
 from training import step_log
 from training.run_log import RunLog
 from training.step_log import BySource, StepLog, loader_sentence, stuck_sentence
@@ -52,7 +53,14 @@ def log_of(
     """The log of an epoch with effective batches of 20."""
     given = argparse.Namespace(**{**vars(ARGS), **args})
     return StepLog(
-        given, epoch, steps, steps * samples, 2, judged=judged, recovers=recovers, run_log=run_log
+        given,
+        epoch,
+        steps,
+        steps * samples,
+        Batching(10, 2),
+        judged=judged,
+        recovers=recovers,
+        run_log=run_log,
     )
 
 
@@ -169,7 +177,7 @@ def test_tensorboard_has_a_curve_for_each_source():
             written.setdefault(name, []).append((step, value))
 
     args = argparse.Namespace(**{**vars(ARGS), "batch_size": 2})
-    log = StepLog(args, 0, 2, 4, 1, Writer(), ["sbu", "vg"])
+    log = StepLog(args, 0, 2, 4, Batching(2), Writer(), ["sbu", "vg"])
     for index, value in enumerate((1.0, 9.0)):
         log.by_source.see(Report(torch.full((2,), value), torch.full((2,), index)))
         log.step_done(

@@ -56,9 +56,14 @@ class Batching:
     workers: int = 1
 
     @property
+    def rank_batch(self) -> int:
+        """B*K, the samples of a step on one rank."""
+        return self.micro_batch * self.dga_steps
+
+    @property
     def effective_batch(self) -> int:
         """N = B*K*W."""
-        return self.micro_batch * self.dga_steps * self.world_size
+        return self.rank_batch * self.world_size
 
 
 @dataclass(frozen=True)
