@@ -118,7 +118,7 @@ def test_items_are_reordered_without_reading_further_ahead_than_the_window():
 
 def test_content_numbers_tell_same_captions_and_same_files():
     def sample(image, caption):
-        return RawSample(image, ((0, caption),), 0, 0, "key", "shard")
+        return RawSample(image, caption, 0, 0, "key", "shard")
 
     one, other = (
         content_numbers(sample(b"jpeg", "A  dog\n")),

@@ -200,7 +200,7 @@ def test_micro_batch_for_a_gpus_memory(memory_gib, size):
     ],
 )
 def test_micro_batch_steps_and_graphs_are_chosen_together(ranks, memory_gib, expected):
-    sample_mib, fixed_gib = GRAPHS["zerovl-ViT-B-16-BERT-base", "0.25", None, 1]
+    sample_mib, fixed_gib = GRAPHS["zerovl-ViT-B-16-BERT-base", "0.25", None]
     room = graphs_room(memory_gib)
     batch = fastest_batch(16384, ranks, room, sample_mib * MIB, fixed_gib * GIB)
     assert (batch.micro_batch, batch.dga_steps, batch.retained) == expected
