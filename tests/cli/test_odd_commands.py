@@ -302,7 +302,7 @@ def test_a_command_that_waits_for_torch_shows_a_line_first(monkeypatch, capsys, 
     monkeypatch.setitem(sys.modules, "torch", sys) if loaded else monkeypatch.delitem(
         sys.modules, "torch", raising=False
     )
-    assert main(["search"]) == 0 and main(["report"]) == 0
+    assert main(["search"]) == 0 and main(["doctor"]) == 0
     assert seen == (
         ["", ""] if loaded else ["loads", "zerovl search: loading torch and open_clip ...\n", ""]
     )

@@ -13,13 +13,6 @@ from training.console import EarlyHandler, shorten
 OURS, HOST = console.__file__, "/site-packages/open_clip/factory.py"
 
 
-@pytest.fixture
-def root(monkeypatch):
-    monkeypatch.setattr(logging.root, "handlers", [])
-    monkeypatch.setattr(logging.root, "level", logging.INFO)
-    return logging.root
-
-
 @pytest.mark.parametrize(
     ("path", "level", "rank", "is_shown"),
     [
@@ -31,9 +24,10 @@ def root(monkeypatch):
         (OURS, logging.WARNING, 1, True),
     ],
 )
-def test_which_messages_the_short_form_has(root, path, level, rank, is_shown):
+def test_which_messages_the_short_form_has(monkeypatch, path, level, rank, is_shown):
     """On the console; a log file has them all."""
-    shown, file = io.StringIO(), io.StringIO()
+    root, shown, file = logging.root, io.StringIO(), io.StringIO()
+    monkeypatch.setattr(root, "handlers", [])
     root.addHandler(logging.StreamHandler(shown))
     root.addHandler(handler := type("File", (logging.StreamHandler,), {})(file))
     shorten(rank)
@@ -42,8 +36,9 @@ def test_which_messages_the_short_form_has(root, path, level, rank, is_shown):
     assert file.getvalue() == "words\n" and not handler.filters
 
 
-def test_a_message_comes_once_before_and_after_the_log_is_set_up(root, monkeypatch):
-    early, theirs = io.StringIO(), io.StringIO()
+def test_a_message_comes_once_before_and_after_the_log_is_set_up(monkeypatch):
+    root, early, theirs = logging.root, io.StringIO(), io.StringIO()
+    monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(console.sys, "stderr", early)
     handler = EarlyHandler()
     try:
