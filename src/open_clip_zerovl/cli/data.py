@@ -140,7 +140,7 @@ def _annotated(name: str, parser: argparse.ArgumentParser) -> RunCommand:
         default=0,
         help="seed of the order of the samples (default %(default)s)",
     )
-    add_settings(parser, Work, without=("attempts", "part"))
+    add_settings(parser, Work, without=("part",))
 
     def run(arguments: argparse.Namespace) -> None:
         from open_clip_zerovl.prepare.public.karpathy import prepare_karpathy

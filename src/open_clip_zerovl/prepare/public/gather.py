@@ -36,7 +36,7 @@ class Work:
     """
 
     threads: int = flag(32, "pictures at the same time", kind=positive)
-    attempts: int = flag(3, "attempts per address", kind=positive)
+    attempts: int = 3
     backoff_seconds: float = 0.5
     part: tuple[int, int] = flag(
         (0, 1), "do every N-th shard: N processes share a folder", kind=part, metavar="I/N"
