@@ -322,12 +322,12 @@ def log_schedule(sources: tuple[Source, ...], schedule: Schedule) -> None:
         f"Mixture ({schedule.strategy}): {schedule.steps} steps of {schedule.effective_batch} samples an epoch, "
         f"from {len(sources)} sources:",
     )
-    if schedule.strategy == "debiased":
-        sentence = few_steps(schedule, [source.name for source in sources])
-        if sentence is not None:
-            logging.warning(f"{sentence}.")
     for source, taken in zip(sources, schedule.taken.tolist(), strict=True):
         logging.info(
             f"  {source.name}: {taken} of {source.num_samples} samples in {len(source.shards)} shards"
             + (f", weight {source.weight:g}" if source.weight != 1 else ""),
         )
+    if schedule.strategy == "debiased":
+        sentence = few_steps(schedule, [source.name for source in sources])
+        if sentence is not None:
+            logging.warning(f"{sentence}.")
