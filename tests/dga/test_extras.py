@@ -168,7 +168,7 @@ def test_further_features_of_images_and_of_texts(shuffled):
         texts = torch.cat([texts for _, texts in micro_batches])[inputs["text_order"]]
         micro_batches = [
             (images, part)
-            for (images, _), part in zip(micro_batches, texts.split([1, 4, 2]), strict=True)
+            for (images, _), part in zip(micro_batches, texts.split([3, 2, 2]), strict=True)
         ]
     _, found = accumulated(
         model, views_loss, micro_batches, features=more, check="always", loss_inputs=inputs

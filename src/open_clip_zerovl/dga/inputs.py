@@ -7,8 +7,7 @@ or a tuple of tensors, in which row j of every tensor belongs to sample j:
     (images, {"input_ids": ids, "attention_mask": mask})           a tokenizer's BatchEncoding likewise
     (images, texts, origin)                                        with prepare(images, texts, origin) -> images, texts
 
-With C texts of each image the second input has C*B rows: the first text of all samples, then the second. With a `text_order` a
-step's texts may be divided among the micro-batches in another way than its images: only their sums have to agree.
+With a `text_order` the texts of a step stand in another order than its images.
 """
 
 from __future__ import annotations
