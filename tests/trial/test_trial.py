@@ -290,8 +290,8 @@ def test_encoders_are_aligned_on_what_the_runs_train_on(made, tmp_path, monkeypa
         data=str(made / "mine"),
         out=tmp_path / "out",
         encoders=("timm:some-name", "hf:some/name"),
-    ).named()
-    inputs = running._inputs(request, lambda *_: None)
+    )
+    inputs = running._inputs(request, request.arguments(), lambda *_: None)
     (aligned,) = asked
     assert aligned.train_data == inputs.train_data and "validation" in aligned.held_out
     samples = sum(source.num_samples for source in open_sources(aligned.train_data))
