@@ -36,7 +36,7 @@ def test_classes_become_captions_and_both_splits_labelled_sets(packed, tmp_path)
     assert found["pictures"] == 18 and found["classes"] == {"hat": 6, "shoe": 6, "sun hat": 6}
     printed = "\n".join(lines(found, tmp_path / "out"))
     assert (
-        "in: folders of classes, 3 classes ('hat', 'shoe', 'sun_hat'; one level), captions 'a photo of a {}.'"
+        "in: folders of classes, 3 classes ('hat', 'shoe', 'sun hat'; one level), captions 'a photo of a {}.'"
         in printed
     )
     assert "classes    3, of 6 ('hat') to 6 ('hat') pictures" in printed
@@ -67,9 +67,9 @@ def test_classes_become_captions_and_both_splits_labelled_sets(packed, tmp_path)
 
 def test_a_picture_of_two_classes_is_named_in_the_report(packed, tmp_path):
     given = class_folders(tmp_path / "in")
-    assert packed(given, out="before")["inputs"][0]["notes"] == []
+    assert packed(given, out="before")["inputs"][0]["notes"] == ["left out: 1 .md"]
     (given / "shoe/copy.png").write_bytes((given / "hat/0.png").read_bytes())
-    (note,) = packed(given)["inputs"][0]["notes"]
+    _, note = packed(given)["inputs"][0]["notes"]
     assert note.startswith(
         f"pictures in several classes: 1 (one is {given}/hat/0.png); the first class counts"
     )
@@ -81,7 +81,7 @@ def test_the_upper_level_is_the_source_where_asked(packed, tmp_path):
     assert [(entry["source"], entry["pictures"]) for entry in one["written"]] == [("one", 36)]
     assert (
         "--source-column folder makes each folder of the upper level a source"
-        in one["inputs"][0]["notes"][0]
+        in one["inputs"][0]["notes"][-1]
     )
     texts = {sample.files["txt"].decode() for sample in samples_of(tmp_path / "one/train")}
     assert texts == {f"a {name}\nthe {name}, for sale" for name in ("hat", "shoe", "sun hat")}
