@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -243,6 +243,20 @@ def leaves_of(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
             yield leaf
         elif not isinstance(node, Tensor):
             todo += [following for following, _ in node.next_functions]
+
+
+@contextmanager
+def casts_kept() -> Iterator[None]:
+    """Keep autocast's copies of weights from one forward pass to the next; only for passes without graph.
+
+    In a pass with graph a cast is part of the graph, and gradient checkpointing casts again in the backward pass.
+    """
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
 
 
 def detached_copy(output: Tensor) -> Tensor:

@@ -52,6 +52,7 @@ from open_clip_zerovl.dga.model import (
     Repeat,
     Towers,
     backpropagate,
+    casts_kept,
     detached_copy,
     leaves_of,
     open_clips,
@@ -394,23 +395,31 @@ class DecoupledGradientAccumulation:
             self._ddp.reducer._rebuild_buckets()
         collected: dict[str, list[Tensor]] = {}
         frozen = self._towers.frozen() if step.replayed else set()
-        for k, size in enumerate(step.sizes):
-            graph = k not in step.replayed
-            measured = self._retention.measured(size) if graph else nullcontext()
-            with self._synchronised(graph and self._synchronises(step, k)), measured:
-                take = partial(step.inputs.take, k)
-                outputs, repeat = self._towers.first_pass(
-                    take, step.rows_of(k), frozen, graph=graph
-                )
-            step.repeats.append(repeat)
-            if graph:
-                step.retained_outputs[k] = outputs
-            for name, output in outputs.items():
-                collected.setdefault(name, []).append(detached_copy(output))
+        # Weights are cast once for all passes without graph; `retain="auto"` measures a graph with casts of its own.
+        with casts_kept():
+            for k in step.replayed:
+                self._forward(step, k, frozen, collected)
+        for k in range(len(step.replayed), len(step.sizes)):
+            self._forward(step, k, frozen, collected)
         step.features = {name: torch.cat(collected[name]) for name in step.inputs_of}
         step.scalars = {name: collected[name] for name in SCALARS if name in collected}
         step.extras = self._extras.collected(collected, step.order)
         self._check_weights(step)
+
+    def _forward(
+        self, step: _Step, k: int, frozen: set[str], collected: dict[str, list[Tensor]]
+    ) -> None:
+        """Forward micro-batch k in the first pass, and collect its outputs."""
+        graph = k not in step.replayed
+        measured = self._retention.measured(step.sizes[k]) if graph else nullcontext()
+        with self._synchronised(graph and self._synchronises(step, k)), measured:
+            take = partial(step.inputs.take, k)
+            outputs, repeat = self._towers.first_pass(take, step.rows_of(k), frozen, graph=graph)
+        step.repeats.append(repeat)
+        if graph:
+            step.retained_outputs[k] = outputs
+        for name, output in outputs.items():
+            collected.setdefault(name, []).append(detached_copy(output))
 
     def _differentiate(self, step: _Step, loss_inputs: dict[str, Any]) -> None:
         """(2) The loss on all features, and its gradients by features and scalars."""
