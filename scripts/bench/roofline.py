@@ -136,7 +136,7 @@ def number(tensor: Tensor) -> int:
 def backpropagate(outputs: Sequence[Tensor]) -> None:
     """Call each node of a graph when its gradients are complete, as autograd's engine does, which wants a GPU for CUDA's."""
     edges: Counter[Any] = Counter()
-    todo = [output.grad_fn for output in outputs]
+    todo: list[Any] = [output.grad_fn for output in outputs]
     seen = set(todo)
     while todo:
         for following, _ in todo.pop().next_functions:
@@ -261,7 +261,8 @@ def eager_seconds(kernels: Sequence[Kernel], gpu: tuple[float, float]) -> float:
 def compiled_seconds(kernels: Sequence[Kernel], gpu: tuple[float, float]) -> float:
     """The time with chains fused: a group's first kernel stands for it, and moves what crosses the group's border."""
     group = fused_groups(kernels)
-    made, users = {}, defaultdict(set)
+    made: dict[int, int] = {}
+    users: dict[int, set[int]] = defaultdict(set)
     for index, kernel in enumerate(kernels):
         for storage in kernel.reads:
             users[storage].add(group[index])
@@ -356,7 +357,7 @@ def graphs_of_the_recipe(name: str) -> int:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     model = build(name, 0.25, torch.device("cpu"), torch.float32)
-    compiled = torch.compile(model, backend=counter)
+    compiled: Any = torch.compile(model, backend=counter)
     step = recipe_step(compiled, None, sort_text=True)
     for number in range(14):
         step.take(make_batches(name, model, [8, 8, 8], seed=number), number)
