@@ -50,7 +50,7 @@ gpu: ## what only a GPU can show, into docs/results/gpu-NAME.md (8 minutes, a se
 			$(if $(WHEELS),--wheels $(call quoted,$(WHEELS))) $(if $(REHEARSE),--rehearse --out build/gpu) $(ARGS); status=$$?; \
 	done; exit $$status
 
-# The paper's runs: make train-14m DATA=DIR [DRY_RUN=1] [ARGS="--set lr=5e-5"]; make plan-14m DATA=DIR [ASSUME=v100:8]
+# The paper's runs: make train-14m DATA=DIR [DRY_RUN=1] [ARGS="--set lr=5e-5"]; make plan-14m DATA=DIR
 RECIPE = $(BIN)/python -m scripts.paper.recipes
 quoted = '$(subst ','\'',$(1))'
 GIVEN  = $(if $(DATA),--data $(call quoted,$(DATA))) $(if $(DRY_RUN),--dry-run) $(ARGS)
@@ -62,7 +62,7 @@ finetune-%: $(STAMP)
 	$(strip $(RECIPE) finetune-$* $(GIVEN))
 
 plan-%: $(STAMP)
-	$(strip $(RECIPE) train-$* --plan $(if $(ASSUME),--assume $(call quoted,$(ASSUME))) $(GIVEN))
+	$(strip $(RECIPE) train-$* --plan $(GIVEN))
 
 paper-weights: $(STAMP) ## the released weights beside the paper's numbers: CHECKPOINT="14m=FILE::100m=FILE" COCO=SET F30K=SET
 	$(strip $(BIN)/python -m scripts.paper.weights $(call quoted,$(CHECKPOINT)) $(if $(COCO),--coco $(call quoted,$(COCO))) \

@@ -16,7 +16,7 @@ FLOORS = (
     ("dga", "data", "checkpoints"),
     ("embeddings",),
     ("recipe", "evaluate", "prepare"),
-    ("plan", "training", "align", "finetune"),
+    ("training", "align", "finetune"),
     ("trial",),
     ("cli",),
 )

@@ -1,7 +1,7 @@
 """Start one of the paper's runs (recipes.yaml) on this machine or its SLURM cluster; `make train-14m` and the like call it.
 
     python -m scripts.paper.recipes train-14m --data /data [--dry-run] [--set lr=5e-5 ...]
-    python -m scripts.paper.recipes train-14m --data /data --plan [--assume v100:8]
+    python -m scripts.paper.recipes train-14m --data /data --plan
     python -m scripts.paper.recipes --list | NAME --describe
 
 Finds the GPUs, chooses micro-batch and DGA steps so that the effective batch is the recipe's, and becomes the training program
@@ -28,13 +28,14 @@ from pathlib import Path
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.launch import CPU_MICRO_BATCH, gpu_memories, training_command
 from open_clip_zerovl.core.processes import usable_cores
-from open_clip_zerovl.plan.gpus import GIB, GPUS, fastest_batch, graphs_room
 from open_clip_zerovl.recipe.arguments import Settings, as_arguments, parse_settings
+from scripts.paper.batch import GIB, fastest_batch, graphs_room
 from scripts.paper.table import BASE, RECIPES, Recipe, described, find_recipe
 
 MIB = 2**20
-# Bytes of a step in bf16 autocast, counted by `plan.estimate.count_costs`: (model, token drop, frozen tower, captions of a
-# picture in a step) -> MiB of a graph for each sample, and GiB of weights, optimizer, gradients and half-precision copies.
+PAPER_GPU_GIB = 32.0  # V100
+# Bytes of a step in bf16 autocast, counted by `plan.estimate.count_costs` of commit 3c8fd466: (model, token drop, frozen tower)
+# -> MiB of a graph for each sample, and GiB of weights, optimizer, gradients and half-precision copies.
 GRAPHS: dict[tuple[str, str | None, str | None], tuple[float, float]] = {
     ("zerovl-ViT-B-16-BERT-base", None, None): (74.9, 3.24),
     ("zerovl-ViT-B-16-BERT-base", "0.25", None): (59.8, 3.24),
@@ -257,15 +258,6 @@ def check_flags(arguments: Sequence[str]) -> None:
         raise SystemExit(f"recipes.py: {error}") from error
 
 
-def plan_line(recipe: Recipe, flags: Settings, settings: Settings, assume: str | None) -> list[str]:
-    """`zerovl plan` for a recipe; it chooses micro-batch and DGA steps itself, unless --set gives them."""
-    batch: Settings = {
-        "effective-batch": settings.get("effective-batch") or str(recipe.effective_batch)
-    }
-    batch |= {"batch-size": settings.get("batch-size"), "assume": assume}
-    return [sys.executable, "-m", "open_clip_zerovl.cli", "plan", *as_arguments({**batch, **flags})]
-
-
 def probe_line(
     recipe: Recipe, name: str, data: Path, hardware: Hardware, settings: Settings
 ) -> list[str]:
@@ -325,10 +317,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", default=bool(os.environ.get("DRY_RUN")), help="only print"
     )
     parser.add_argument(
-        "--plan", action="store_true", help="zerovl plan: missing inputs, time and memory"
-    )
-    parser.add_argument(
-        "--assume", metavar="GPU[:COUNT]", help="plan for this hardware, such as v100:8"
+        "--plan",
+        action="store_true",
+        help="zerovl plan: two steps, and the time and memory of the run",
     )
     parser.add_argument(
         "--gpus", type=int, help="GPUs a node (default: those of this machine); 0 trains on the CPU"
@@ -362,9 +353,7 @@ def hardware_of(options: argparse.Namespace) -> Hardware:
     """The hardware that the options name, else this machine's."""
     found = gpu_memories()
     gpus = len(found) if options.gpus is None else options.gpus
-    if options.assume:
-        gpus = max(1, gpus)  # the plan is for GPUs, also on a machine without
-    memory_gib = options.gpu_memory or min(found, default=0.0) or GPUS["v100"].memory_gib
+    memory_gib = options.gpu_memory or min(found, default=0.0) or PAPER_GPU_GIB
     return Hardware(gpus, memory_gib, options.nodes, options.processes)
 
 
@@ -419,7 +408,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     recipe, data, settings = RECIPES[name], options.data.absolute(), parse_settings(options.set)
     hardware, dry_run = hardware_of(options), options.dry_run
-    if (missing := missing_for(recipe, data, settings)) and not options.plan:
+    if missing := missing_for(recipe, data, settings):
         if not dry_run:
             raise SystemExit(f"recipes.py: {name}: {missing}")
         print(f"recipes.py: missing: {missing}", file=sys.stderr)
@@ -430,24 +419,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         return run_line(name, probe_line(recipe, name, data, hardware, settings), dry_run=dry_run)
     flags = training_flags(recipe, name, data, hardware, settings)
-    if options.plan:
-        if missing and not (options.assume or hardware.gpus or dry_run):
-            # A plan would take steps of a ViT-B on the CPU for minutes, for a run that cannot start here.
-            raise SystemExit(
-                f"recipes.py: {name}: {missing}. This machine has no GPU to measure either: plan for one with "
-                "ASSUME=v100:8 (--assume), or on the machine with the data and the GPUs"
-            )
-        if need := needed(recipe, settings):
-            print(
-                f"recipes.py: the plan goes without it, but the run needs it: {need}",
-                file=sys.stderr,
-            )
-        return run_line(name, plan_line(recipe, flags, settings, options.assume), dry_run=dry_run)
     micro_batch, dga_steps = batching_of(recipe, hardware, settings)
     batch: Settings = {"batch-size": str(micro_batch), "dga-steps": str(dga_steps)}
     arguments = as_arguments({**batch, **flags})
     if settings:  # tests check the table's own flags; the check imports torch
         check_flags(arguments)
+    if options.plan:
+        line = [sys.executable, "-m", "open_clip_zerovl.cli", "plan", *arguments]
+        return run_line(name, line, dry_run=dry_run)
     slurm = submits(options, hardware)
     if sentence := crowded(hardware, flags, cores_of_a_node(options, slurm)):
         print(f"recipes.py: {sentence}", file=sys.stderr)

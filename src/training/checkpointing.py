@@ -117,16 +117,19 @@ def require_room(folder: str | os.PathLike[str], model: torch.nn.Module) -> None
     Raises:
         UserError: its disk has no room for a checkpoint: weights, and two moments of each that is trained.
     """
-    weights = sum(p.numel() * p.element_size() for p in (*model.parameters(), *model.buffers()))
-    needed = weights + 2 * sum(
-        p.numel() * p.element_size() for p in model.parameters() if p.requires_grad
-    )
+    needed = checkpoint_bytes(model)
     _, free = free_space(folder)
     if free < needed:
         raise UserError(
             f"the disk of {folder} has {free / 2**20:,.0f} MiB free, and a checkpoint of this run takes about "
             f"{needed / 2**20:,.0f} MiB; make room there, or choose another folder with --logs"
         )
+
+
+def checkpoint_bytes(model: torch.nn.Module) -> int:
+    """Return the size of a checkpoint: weights, and two moments of each that is trained."""
+    weights = sum(p.nbytes for p in (*model.parameters(), *model.buffers()))
+    return weights + 2 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
 
 
 class StepCheckpoints:

@@ -201,6 +201,8 @@ def read_command(argv: Sequence[str]) -> Command:
         UserError: the first error.
     """
     args, config = parse(argv)
+    if config.plan:
+        args.whole_run = without_a_trace(args)
     rank = int(rank_here() or 0)
     if rank == 0:  # rank 0 makes the run's folder, which another rank could take for an older run's
         require_new_name(args)
@@ -218,6 +220,14 @@ def read_command(argv: Sequence[str]) -> Command:
     _check_checkpoint("--resume", None if args.resume == "latest" else args.resume)
     _check_checkpoint("--init-from", config.init_from)
     return args, config
+
+
+def without_a_trace(args: argparse.Namespace) -> argparse.Namespace:
+    """Change the namespace so that its run begins anew and keeps nothing, and return the former one."""
+    before = argparse.Namespace(**vars(args))
+    args.logs, args.name, args.resume, args.report_to = "none", None, None, ""
+    args.save_frequency, args.save_most_recent, args.delete_previous_checkpoint = 0, False, False
+    return before
 
 
 def _check_checkpoint(flag: str, path: str | None) -> None:

@@ -10,7 +10,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,6 +43,7 @@ from training import checkpointing, data, model, resume, stopping
 from training.console import EarlyHandler, shorten
 from training.hooks import check_host, replaced
 from training.params import require_new_name
+from training.plan import Planned
 from training.run_log import RunLog
 from training.train import Trainer, create_loss, require_finite
 
@@ -68,6 +69,9 @@ def train(args: argparse.Namespace, config: AllFlags) -> int:
         run = TrainingRun(args, config, line)
         run.open(rank)
         run.start()
+    except Planned as planned:
+        if rank == 0:
+            print(*planned.lines, sep="\n", flush=True)
     except stopping.Stopped as stopped:
         assert run is not None
         return run.stopped(stopped, rank)
@@ -173,9 +177,12 @@ class TrainingRun:
             if self.trained and not isinstance(error, stopping.Stopped | KeyboardInterrupt):
                 self.log.end("failed", first_line(error))
                 self._keep_traceback(error)
-            if self.fresh and not self.trained:
+            if self.config.plan or (self.fresh and not self.trained):
                 close_logs_in(self.folder)
                 shutil.rmtree(self.folder, ignore_errors=True)
+            if self.config.plan:
+                with suppress(OSError):  # another run without a trace is in it
+                    self.folder.parent.rmdir()
             raise
         finally:
             # open_clip sets every logger to INFO, and dynamo then prints its compile statistics when the process ends.

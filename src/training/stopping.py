@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import torch
 
 from open_clip_zerovl.core.errors import explain, place_sentence, say
-from open_clip_zerovl.core.launch import name_of_rank
+from open_clip_zerovl.core.launch import MEMORY_FULL, name_of_rank
 from open_clip_zerovl.core.processes import StopSignals, end_with_parent
 
 CONNECT_SECONDS = 60.0  # time for all ranks to arrive after their first step, in which they have met several times
@@ -183,9 +183,8 @@ def sentence_of(error: BaseException) -> str | None:
     first_line = (str(error).splitlines() or [""])[0]
     if isinstance(error, torch.OutOfMemoryError):
         return (
-            f"the device's memory is full ({first_line}); lower --batch-size and raise --dga-steps by the same factor: the "
-            "effective batch stays (--dga-retain 1 keeps one graph, --loss-chunk 1024 fewer logits at once; `zerovl plan` "
-            "estimates the memory)"
+            f"{MEMORY_FULL} ({first_line}); lower --batch-size and raise --dga-steps by the same factor: the "
+            "effective batch stays (--dga-retain 1 keeps one graph, --loss-chunk 1024 fewer logits at once)"
         )
     if (sentence := place_sentence(error)) is not None:
         return f"{sentence}, then go on with --resume latest"

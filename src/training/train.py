@@ -38,6 +38,7 @@ from open_clip_zerovl.recipe.optimizer import described_groups
 from open_clip_zerovl.recipe.step import MicroBatch, RecipeStep
 from training.checkpointing import StepCheckpoints
 from training.data import batching_of
+from training.plan import Planned, StepTimer, plan_lines
 from training.resume import Position
 from training.run_log import RunFacts, RunLog
 from training.step_log import StepLog
@@ -195,10 +196,13 @@ class Trainer:
                     described_groups(optimizer),
                 )
             )
+        timer = StepTimer(torch.device(args.device), steps - start) if self.config.plan else None
         for index, micro_batches in enumerate(
             self._groups(loader, here.batching.dga_steps, start, steps), start=start
         ):
             step = steps * epoch + index
+            if timer is not None:
+                micro_batches = timer.shortened(micro_batches)
             if first_of_process and index == start:
                 settle_buckets(model, micro_batches[0], self.step.prepare, self.step.autocast)
                 if mixture is not None and is_master(args) and self.config.positives is None:
@@ -211,6 +215,11 @@ class Trainer:
             if isinstance(loss, ContrastiveLoss):
                 log.by_source.see(loss.report)
             log.step_done(index, step, losses, optimizer.param_groups[0]["lr"])
+            if timer is not None and timer.is_last():
+                lines = plan_lines(
+                    timer, args, here.batching, self.config, unwrapped(model)[0], steps
+                )
+                raise Planned(epoch, index + 1, lines)
             stop = self.preemption.agreed(args.distributed)
             if stop or checkpoints.due(step + 1):
                 require_finite(model, f"after step {index + 1} of epoch {epoch}")

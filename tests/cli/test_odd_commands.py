@@ -183,7 +183,6 @@ ODD = {
     "data index notatar": "is broken",
     "data cc3m --out d1 --source file": "is not a list of captions",
     "data coco --out d2 --source karpathy.json": "does not have the form of Karpathy's images",
-    "plan --model local-dir:nope --train-data a=a": "nope/open_clip_config.json: No such file",
     # flags that the way taken does not read
     f"{ZERO} probe --label json:x": "--label json:x is for shards",
     f"{ZERO} probe --split train": "has no split 'train'",

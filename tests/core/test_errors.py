@@ -147,10 +147,10 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.parametrize(
-    "line", ["training.main --dga-steps 2", "open_clip_zerovl.cli plan --model x"]
+    "line", ["training.main --dga-steps 2", "open_clip_zerovl.cli retrieval m --data x"]
 )
 def test_a_program_without_its_packages_names_one(line):
-    """As after `pip install --no-deps`; `zerovl train` becomes the first of these programs."""
+    """As after `pip install --no-deps`; `zerovl train` and `plan` become the first of these programs."""
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT, *line.split()], capture_output=True, text=True
     )

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,20 +21,22 @@ from PIL import Image
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.cli import main
-from open_clip_zerovl.core.files import locked
-from open_clip_zerovl.core.launch import CPU_MICRO_BATCH
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import locked, write_atomically
+from open_clip_zerovl.core.launch import MemoryFull, TrainingProcess
 from open_clip_zerovl.data.mixture import schedule_of
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.finetune.data import DataArguments, open_sources
 from open_clip_zerovl.finetune.finetuning import (
+    SETTINGS,
     _announce,
     _before,
     _facts,
-    _micro_batch_that_fits,
+    _halved,
     _training,
 )
 from open_clip_zerovl.finetune.keeping import keeping_notes, with_old_pairs
-from open_clip_zerovl.finetune.proposal import Facts, choose_settings
+from open_clip_zerovl.finetune.proposal import Facts, Setting, choose_settings
 from open_clip_zerovl.finetune.request import FinetuneRequest, Prepared
 from open_clip_zerovl.finetune.split import Split
 from open_clip_zerovl.models.build import with_text_model
@@ -53,6 +55,7 @@ from support.tiny_clip import (
     write_run,
 )
 from training.params import parse
+from training.stopping import sentence_of
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 220)}
 THINGS = ("cat", "dog", "house", "tree", "sun", "moon", "face")
@@ -253,22 +256,34 @@ def test_held_out_pictures_that_share_captions_get_a_sentence(made, tmp_path, di
     assert (len(notes) == 1 and expected in notes[0]) if distinct == 1 else notes == []
 
 
-@pytest.mark.slow  # `zerovl plan` takes steps and reads samples: 40 s
-@pytest.mark.timeout(600)
-def test_the_micro_batch_is_what_a_plan_of_the_same_flags_finds(made, tmp_path):
-    """With GPUs the plan asks them; here it answers for the CPU."""
-    start = Encoder(str(made / "start" / "checkpoints" / "epoch_1.pt"))
-    request = FinetuneRequest(start, f"mine={made / 'mine'}", tmp_path)
-    write_retrieval_set(tmp_path / "new", [1] * 5)
-    folder = export_local_dir(start.model, tmp_path / "before")
-    sources = open_sources(request.data)
-    prepared = prepared_for(f"local-dir:{folder}", request.data, f"new={tmp_path / 'new'}", sources)
-    facts = Facts(100, {"mine": 100}, masks=True, gpus=1, bf16=True, cores=2)
-    said: list[str] = []
-    found = _micro_batch_that_fits(
-        64, choose_settings(facts, {}), request, prepared, facts, said.append
+def test_for_want_of_memory_the_micro_batch_is_halved(tmp_path):
+    """The effective batch stays, also in the settings that a later call reads; a batch that was given stays."""
+    stored = [Setting("batch-size", "4", ""), Setting("dga-steps", "8", "")]
+    write_atomically(
+        tmp_path / SETTINGS, json.dumps({"ranks": 1, "settings": [asdict(each) for each in stored]})
     )
-    assert found == CPU_MICRO_BATCH and "fits 1 GPU" in said[0] and "one step takes" in said[1]
+    request = FinetuneRequest(Encoder("m"), "mine=x", tmp_path)
+    said: list[str] = []
+    halved = _halved(request, stored, said.append)
+    assert [each.value for each in halved] == ["2", "16"] and "micro-batches of 2" in said[0]
+    again = json.loads((tmp_path / SETTINGS).read_text())
+    assert again["ranks"] == 1 and [each["value"] for each in again["settings"]] == ["2", "16"]
+    halved = _halved(request, halved, said.append)
+    with pytest.raises(MemoryFull, match="with micro-batches of 1"):
+        _halved(request, halved, said.append)
+    with pytest.raises(MemoryFull, match="a smaller --set batch-size"):
+        _halved(replace(request, given={"batch-size": "4"}), stored, said.append)
+
+
+def test_a_full_memory_is_known_by_the_trainings_own_sentence(tmp_path):
+    """`sentence_of` of the training, and the class that finetune catches."""
+    sentence = sentence_of(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    for words, kind in ((sentence, MemoryFull), ("the data is gone", UserError)):
+        (tmp_path / "log").write_text(f"training.main: error: {words}\n")
+        child = subprocess.Popen([sys.executable, "-c", "raise SystemExit(2)"])
+        with pytest.raises(UserError) as caught:
+            TrainingProcess(child, tmp_path / "log").check()
+        assert type(caught.value) is kind
 
 
 @pytest.mark.slow  # two trainings in processes of their own: 40 s

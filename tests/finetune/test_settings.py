@@ -21,13 +21,11 @@ def facts(samples: int, **more) -> Facts:
     return Facts(samples, **{**usual, **more})
 
 
-def chosen(facts: Facts, fitting: int | None = None, **given) -> dict[str, str | None]:
+def chosen(facts: Facts, **given) -> dict[str, str | None]:
     asked = {flag.replace("_", "-"): value for flag, value in given.items()}
     settings = choose_settings(facts, asked)
     batch = int(settings[0].value)
-    return {
-        each.flag: each.value for each in [*settings, *split_batch(batch, facts, asked, fitting)]
-    }
+    return {each.flag: each.value for each in [*settings, *split_batch(batch, facts, asked)]}
 
 
 @pytest.mark.parametrize(
@@ -49,13 +47,13 @@ def test_batch_and_length_follow_from_the_data(samples, batch, epochs):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "fitting", "split"),
-    [(0, None, ("16", "64")), (1, 128, ("128", "8")), (8, 256, ("128", "1")), (3, 64, ("64", "5"))],
+    ("gpus", "split"),
+    [(0, ("16", "64")), (1, ("256", "4")), (8, ("128", "1")), (3, ("256", "1"))],
 )
-def test_the_batch_is_split_over_memory_and_ranks(gpus, fitting, split):
-    values = chosen(facts(10_000, gpus=gpus, cores=32), fitting)
+def test_the_batch_is_split_over_micro_batches_and_ranks(gpus, split):
+    values = chosen(facts(10_000, gpus=gpus, cores=32))
     assert (values["batch-size"], values["dga-steps"]) == split
-    assert chosen(facts(10_000, gpus=gpus), fitting, batch_size="32")["batch-size"] == "32"
+    assert chosen(facts(10_000, gpus=gpus), batch_size="32")["batch-size"] == "32"
 
 
 def test_sources_tokenizer_and_machine_decide():
@@ -100,7 +98,7 @@ def test_what_is_asked_replaces_the_choice_and_says_so():
 @pytest.mark.parametrize(("samples", "gpus"), [(1_000, 0), (300_000, 2)])
 def test_training_takes_the_flags(samples, gpus):
     some = facts(samples, gpus=gpus, masks=True, cores=16)
-    settings = [*choose_settings(some, {}), *split_batch(64, some, {}, 32)]
+    settings = [*choose_settings(some, {}), *split_batch(64, some, {})]
     words = as_arguments({"model": "ViT-B-32", "train-data": "mine=/data", **as_flags(settings)})
     args, config = parse(words)
     assert args.lr == 1e-5 and config.captions == "one-per-epoch" and config.dga_retain == "auto"

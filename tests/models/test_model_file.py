@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from open_clip_zerovl.checkpoints.loading import load_model
-from open_clip_zerovl.cli.plan import parse_plan
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.models.model_file import register_model_file
@@ -37,29 +36,16 @@ def test_a_file_is_registered_under_its_name(tmp_path):
     assert open_clip.get_model_config("my-own") == CONFIG
 
 
-def test_training_and_plan_take_the_file_in_place_of_a_name(tmp_path, monkeypatch):
+def test_training_takes_the_file_in_place_of_a_name(tmp_path, monkeypatch):
     write(tmp_path / "own-training.json")
     monkeypatch.chdir(tmp_path)
     args, config = parse(["--model-config", "own-training.json", "--train-data", "a=/nowhere"])
     assert args.model == "own-training" and config.model_config == args.model_config == str(
         tmp_path / "own-training.json"
     )
-    planned = parse_plan(["--model-config", "own-training.json", "--train-data", "a=/nowhere"])
-    assert planned["model"] == "own-training"
-    for read in (parse, parse_plan):
-        with pytest.raises(
-            UserError, match="--model ViT-B-32 and --model-config .* are two models"
-        ):
-            read(
-                [
-                    "--model",
-                    "ViT-B-32",
-                    "--model-config",
-                    "own-training.json",
-                    "--train-data",
-                    "a=/nowhere",
-                ]
-            )
+    words = ["--model", "ViT-B-32", "--model-config", "own-training.json", "--train-data", "a=/x"]
+    with pytest.raises(UserError, match="--model ViT-B-32 and --model-config .* are two models"):
+        parse(words)
 
 
 def test_evaluation_and_export_find_the_runs_file_or_take_it(tmp_path, capsys):

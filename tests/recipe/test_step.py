@@ -1,4 +1,4 @@
-"""`RecipeStep`: training's loop and `zerovl plan` prepare the same micro-batches alike and take the same step."""
+"""`RecipeStep`: training's loop and a loop around the step prepare the same micro-batches alike and take the same step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from open_clip.loss import SigLipLoss
 
 from open_clip_zerovl.core.randomness import Purpose, seed_step, stream_seed
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
-from open_clip_zerovl.plan.batching import PlanSettings
-from open_clip_zerovl.plan.measure import recipe_step
-from open_clip_zerovl.plan.model import PlannedModel, build
-from open_clip_zerovl.recipe.flags import RecipeConfig
+from open_clip_zerovl.recipe.flags import AllFlags, RecipeConfig
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
-from open_clip_zerovl.recipe.step import RecipeStep, loss_inputs_of
+from open_clip_zerovl.recipe.step import loss_inputs_of
+from support.recipe_model import RecipeModel, recipe_model
 from support.tiny_clip import NATIVE_VISION, bert_text, register, write_bert
 from training.params import parse
 from training.train import Trainer, create_loss
@@ -33,15 +31,13 @@ def model(tmp_path_factory) -> str:
     )
 
 
-def planned_of(model: str, precision: str, **values) -> tuple[PlannedModel, PlanSettings]:
-    settings = PlanSettings(
-        model=model, train_data="a=/nowhere", precision=precision, coin_flip_mixup=True, mixup_alpha=1.0, seed=SEED, **values
-    )  # fmt: skip
+def planned_of(model: str, precision: str) -> RecipeModel:
     torch.manual_seed(0)
-    return build(settings, CPU, precision), settings
+    config = AllFlags(model=model, coin_flip_mixup=True, mixup_alpha=1.0, seed=SEED)
+    return recipe_model(config, seed=SEED, precision=precision)
 
 
-def what_it_sees(planned: PlannedModel) -> list[torch.Tensor]:
+def what_it_sees(planned: RecipeModel) -> list[torch.Tensor]:
     """All images and tokens that the model is called with from now on, in order."""
     seen: list[torch.Tensor] = []
     planned.model.register_forward_pre_hook(
@@ -50,15 +46,15 @@ def what_it_sees(planned: PlannedModel) -> list[torch.Tensor]:
     return seen
 
 
-def groups_of(planned: PlannedModel) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+def groups_of(planned: RecipeModel) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
     generator = torch.Generator().manual_seed(1)
-    _, texts = planned.micro_batch(4)
+    texts = planned.texts(4)
     images = torch.randint(0, 256, (STEPS, K, 4, 3, 32, 32), dtype=torch.uint8, generator=generator)
     return [[(images[step, k], texts) for k in range(K)] for step in range(STEPS)]
 
 
 def train(
-    planned: PlannedModel, settings: PlanSettings, optimizer: torch.optim.Optimizer, rank: int = 0
+    planned: RecipeModel, optimizer: torch.optim.Optimizer, rank: int = 0, clip: float | None = None
 ) -> None:
     """One epoch of training's loop over `groups_of`."""
     batches = [pair for group in groups_of(planned) for pair in group]
@@ -70,8 +66,8 @@ def train(
         dataloader=Loader(batches), normalize=planned.normalize, set_epoch=lambda epoch: None
     )
     args = argparse.Namespace(
-        device="cpu", precision=settings.precision, seed=SEED, rank=rank, world_size=1, distributed=False, batch_size=4,
-        workers=0, skip_scheduler=True, grad_clip_norm=settings.grad_clip_norm, log_every_n_steps=1, wandb=False,
+        device="cpu", precision=planned.precision, seed=SEED, rank=rank, world_size=1, distributed=False, batch_size=4,
+        workers=0, skip_scheduler=True, grad_clip_norm=clip, log_every_n_steps=1, wandb=False,
         checkpoint_path="/nowhere", name="x", save_logs=False, log_local=False, train_num_samples=None,
         dataset_resampled=False,
     )  # fmt: skip
@@ -82,17 +78,16 @@ def train(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "pure_bf16", "amp_bf16"])
-def test_training_and_plan_prepare_and_step_alike(model, precision):
+def test_training_and_a_loop_of_ones_own_prepare_and_step_alike(model, precision):
     """Same inputs, same seeds: bit-equal model inputs in both of DGA's passes, bit-equal weights after eight steps."""
     seen, weights = [], []
-    for program in ("training", "plan"):
-        planned, settings = planned_of(model, precision, grad_clip_norm=1.0)
+    for program in ("training", "a loop"):
+        planned = planned_of(model, precision)
         seen.append(what_it_sees(planned))
-        taken = recipe_step(planned, settings, retain=1)
-        for group in taken.optimizer.param_groups:
-            group["lr"] = 1e-3  # a plan's own is zero
+        optimizer = planned.optimizer(1e-3)
+        taken = planned.step(optimizer, 1, grad_clip_norm=1.0)
         if program == "training":
-            train(planned, settings, taken.optimizer)
+            train(planned, optimizer, clip=1.0)
         else:
             for step, group in enumerate(groups_of(planned)):
                 seed_step(SEED, step, 0)
@@ -101,15 +96,15 @@ def test_training_and_plan_prepare_and_step_alike(model, precision):
     assert len(seen[0]) == len(seen[1]) == STEPS * (2 * K - 1) * 2
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(*seen, strict=True))
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    start = planned_of(model, precision)[0].model.state_dict()
+    start = planned_of(model, precision).model.state_dict()
     assert not all(torch.equal(weights[0][name], start[name]) for name in start)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_rank_draws_masks_of_its_own(model, rank):
     """Else samples in the same row on two ranks would lose the same tokens."""
-    planned, settings = planned_of(model, "fp32")
-    train(planned, settings, planned.optimizer(settings), rank)
+    planned = planned_of(model, "fp32")
+    train(planned, planned.optimizer(), rank)
     assert torch.initial_seed() == stream_seed(SEED, Purpose.MODEL, STEPS - 1, rank)
 
 
@@ -128,12 +123,10 @@ def test_ids_of_a_step_are_those_of_its_samples():
 
 def test_a_step_draws_the_mix_of_its_number(model, monkeypatch):
     """A resumed run begins with another step than the first."""
-    planned, settings = planned_of(model, "fp32")
+    planned = planned_of(model, "fp32")
     drawn, draw = [], planned.mixup.draw
     monkeypatch.setattr(planned.mixup, "draw", lambda: drawn.append(draw()) or drawn[-1])
-    optimizer = planned.optimizer(settings)
-    recipe = RecipeStep(planned.model, ContrastiveLoss(), optimizer, precision="fp32", mixup=planned.mixup,
-                        normalize=planned.normalize)  # fmt: skip
+    recipe = planned.step(planned.optimizer(), 1)
     recipe.take(groups_of(planned)[0], 5)
     wanted = CoinFlipMixup(1.0, seed=SEED)
     first = wanted.draw()
@@ -143,8 +136,8 @@ def test_a_step_draws_the_mix_of_its_number(model, monkeypatch):
 
 def test_images_are_mixed_before_they_are_cast(model):
     """lambda's sum is taken in fp32: mixing bf16 numbers rounds twice, and differs."""
-    planned, settings = planned_of(model, "pure_bf16")
-    taken = recipe_step(planned, settings, retain=K)
+    planned = planned_of(model, "pure_bf16")
+    taken = planned.step(planned.optimizer(), K)
     seen = what_it_sees(planned)
     groups = groups_of(planned)
     for step, group in enumerate(groups):

@@ -250,22 +250,11 @@ def test_with_sbatch_the_batch_file_is_submitted(tmp_path):
     assert given(own, "--retrieval-data") == f"coco={tmp_path}/coco"
 
 
-def test_the_plan_gets_the_recipes_flags_and_chooses_the_batch_itself(tmp_path):
-    line, _ = shown("14m", "--plan", "--assume", "v100:8", "--data", tmp_path)
-    assert line[line.index("plan") :][:5] == [
-        "plan",
-        "--effective-batch",
-        "16384",
-        "--assume",
-        "v100:8",
-    ]
-    assert "--batch-size" not in line and "--dga-steps" not in line and "--device" not in line
-    line, _ = shown("14m", "--plan", "--gpus", "0", "--data", tmp_path, *settings("batch-size=4"))
-    assert (
-        given(line, "--device") == "cpu"
-        and given(line, "--batch-size") == "4"
-        and "--assume" not in line
-    )
+def test_the_plan_is_the_command_of_the_training(tmp_path):
+    line, _ = shown("14m", "--gpus", "8", "--gpu-memory", "32", "--data", tmp_path)
+    planned, _ = shown("14m", "--plan", "--gpus", "8", "--gpu-memory", "32", "--data", tmp_path)
+    assert planned[: planned.index("--batch-size")][-1] == "plan"
+    assert planned[planned.index("--batch-size") :] == line[line.index("--batch-size") :]
 
 
 def test_the_288_px_model_takes_what_convert_writes():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import logging
 import sys
 from pathlib import Path
@@ -216,36 +214,6 @@ def _run_export(arguments: argparse.Namespace) -> None:
         logging.getLogger(push_folder.__module__).info("pushing %s to %s", folder, hub)
         address = push_folder(folder, hub, private=arguments.private)
         print(f"Pushed: {address}")
-
-
-def doctor(parser: argparse.ArgumentParser) -> RunCommand:
-    """`zerovl doctor`."""
-    parser.description = (
-        "One page to paste into an issue: versions and supported ranges, a forward pass and a DGA step on every device, "
-        "process groups, memory and limits. Exit status 1 where something is wrong."
-    )
-    parser.add_argument(
-        "--logs",
-        default="logs",
-        metavar="DIR",
-        help="where runs would be kept (default %(default)s)",
-    )
-    parser.add_argument("--json", action="store_true", help="the findings as JSON")
-
-    def run(arguments: argparse.Namespace) -> int:
-        from open_clip_zerovl.plan.doctor import examine, page
-
-        print(
-            "zerovl doctor: checking packages, devices and limits ...", file=sys.stderr, flush=True
-        )
-        findings = examine(arguments.logs)
-        if arguments.json:
-            print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))
-        else:
-            print(page(findings))
-        return int(any(finding.problem is not None for finding in findings))
-
-    return run
 
 
 def align(parser: argparse.ArgumentParser) -> RunCommand:

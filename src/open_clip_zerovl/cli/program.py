@@ -59,11 +59,11 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "understand": {
         "plan": (
-            "plan:run_plan",
-            "data, memory, time and disk of a training run, before it starts",
+            "train:become_plan",
+            "time, memory and disk of a training run, by its first two steps",
         ),
         "doctor": (
-            "models:doctor",
+            "doctor:doctor",
             "whether versions, devices and limits here are fit for training",
         ),
         "trial": (
@@ -114,7 +114,7 @@ ALL = {name: command for group in COMMANDS.values() for name, command in group.i
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit status, see `errors.explain` (`plan` and `doctor` also have 1)."""
+    """Run a command; returns its exit status, see `errors.explain` (`doctor` also has 1)."""
     if "_ARGCOMPLETE" in os.environ:  # set by the shell function of argcomplete
         complete(os.environ["COMP_LINE"])
     words = list(sys.argv[1:] if argv is None else argv)
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_command(words: Sequence[str]) -> Any:
     """Run the command that a line begins with; returns its exit status, or its result."""
     name, rest = find_command([word for word in words if word != DEBUG])
-    if name == "train" and DEBUG in words:
+    if name in TAKE_WORDS and DEBUG in words:
         rest.append(DEBUG)  # of open_clip's training program, too
     return function_of(name)(rest) if name in TAKE_WORDS else run_parsed(name, rest)
 

@@ -1,4 +1,4 @@
-"""`zerovl train`: the training program, as a process in this one's place (see launch.py)."""
+"""`zerovl train` and `zerovl plan`: the training program, as a process in this one's place (see launch.py)."""
 
 from __future__ import annotations
 
@@ -31,6 +31,15 @@ def become_training(words: Sequence[str]) -> NoReturn:
             flush=True,
         )
     os.execv(command[0], command)
+
+
+def become_plan(words: Sequence[str]) -> NoReturn:
+    """Put a training in this process's place that takes two steps and prints what the whole run takes.
+
+    Args:
+        words: those of `zerovl train`.
+    """
+    become_training(["--plan", *(word for word in words if word != "--")])
 
 
 def take_gpus(words: Sequence[str]) -> tuple[int | None, list[str]]:

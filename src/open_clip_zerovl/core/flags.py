@@ -97,7 +97,6 @@ class Flag:
         kind: converts a word to the value; bool is a switch, which takes the value back where the default is True.
         several: the flag may be given several times; its value is a sorted tuple without repetition.
         nargs: argparse's.
-        planned: whether a plan depends on it; False, or a reason in words, if `zerovl plan` passes it over.
     """
 
     name: str
@@ -112,7 +111,6 @@ class Flag:
     range: Range | None
     needs: tuple[Requirement, ...]
     contradicts: tuple[Contradiction, ...]
-    planned: bool | str
     switch: Switch | None
 
     def given_as(self, value: Any) -> str:
@@ -134,14 +132,13 @@ def flag(
     range: Range | None = None,
     needs: tuple[Requirement, ...] = (),
     contradicts: tuple[Contradiction, ...] = (),
-    planned: bool | str = True,
     switch: Switch | None = None,
 ) -> Any:
     """A dataclass field that declares a flag; see `Flag`. `kind` is the field's type unless given; default `dict` is {}."""
     declared = {
         "option": option,
         "help": help, "kind": kind, "choices": choices, "metavar": metavar, "nargs": nargs, "range": range,
-        "needs": needs, "contradicts": contradicts, "planned": planned, "switch": switch,
+        "needs": needs, "contradicts": contradicts, "switch": switch,
     }  # fmt: skip
     if default is dict:
         return field(default_factory=dict, metadata={"flag": declared})
@@ -268,22 +265,14 @@ def key_value(text: str) -> tuple[str, Any]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def add_flags(
-    parser: argparse.ArgumentParser, sections: Sequence[type], *, plan: bool = False
-) -> None:
-    """Add the flags of some sections, one group each.
-
-    Args:
-        plan: leave out those that `zerovl plan` passes over, and give None for a flag that is not given.
-    """
+def add_flags(parser: argparse.ArgumentParser, sections: Sequence[type]) -> None:
+    """Add the flags of some sections, one group each."""
     for section in sections:
         group = parser.add_argument_group((section.__doc__ or "").strip())
         for each in flags_of(section):
-            if plan and each.planned is not True:
-                continue
             if each.switch is not None:
                 group.add_argument(each.switch.option, action="store_true", help=each.switch.help)
-            _add(group, each, None if plan and each.kind is not bool else each.default)
+            _add(group, each, each.default)
 
 
 def add_settings(

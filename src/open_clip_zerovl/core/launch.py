@@ -39,6 +39,9 @@ _FOLDER = Path(__file__).resolve().parents[2]
 # open_clip's older releases have a package `training` with a main.py, too: installed later, it overwrites files of ours.
 _MARK = "open_clip_zerovl"
 CPU_MICRO_BATCH = 16  # samples at once on a CPU, where nobody gives a number
+MEMORY_FULL = (
+    "the device's memory is full"  # begins the sentence of a training that ends for want of memory
+)
 _STOP_SECONDS = 600.0  # for a step and its checkpoint
 _LAST_LINES = 40  # of a log, which are searched for an error
 
@@ -86,6 +89,10 @@ class TrainingStopped(UserError):
     """A training that ended by a signal: the same call goes on with it."""
 
 
+class MemoryFull(UserError):
+    """A training ended since its device has too little memory for its micro-batch."""
+
+
 @dataclass(frozen=True)
 class TrainingProcess:
     """A training that runs as a child of this process.
@@ -121,15 +128,19 @@ class TrainingProcess:
 
         Raises:
             TrainingStopped: it was stopped or killed.
+            MemoryFull: its device has too little memory.
             UserError: it failed (its last error is in the sentence).
         """
         status = self.process.wait()
         if status in (PREEMPTED_STATUS, 130, 128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGINT):
             raise TrainingStopped("the training was stopped; call the same command again to go on")
         if status != 0:
+            error = last_error(self.log)
             kind = TrainingStopped if status < 0 or status > 128 else UserError
+            if MEMORY_FULL in error:
+                kind = MemoryFull
             raise kind(
-                f"the training ended with status {status}: {last_error(self.log)} (the whole output: {self.log})"
+                f"the training ended with status {status}: {error} (the whole output: {self.log})"
             )
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.memory import total_bytes
 
-INPUT_SHARE = 0.05  # half of the memory that retain="auto" and plans leave free
+INPUT_SHARE = 0.05  # half of the memory that retain="auto" leaves free
 
 
 def checked_sizes(micro_batches: Sequence[Sequence[Any]], *, prepared: bool) -> list[int]:

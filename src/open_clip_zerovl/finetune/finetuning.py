@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,10 +27,9 @@ from open_clip_zerovl.checkpoints.card import ModelCard
 from open_clip_zerovl.checkpoints.export import write_local_dir
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.claim import CONTENT, claim, difference, read_claim
-from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import Say, UserError
 from open_clip_zerovl.core.files import check_writable, locked, write_atomically
-from open_clip_zerovl.core.launch import visible_gpus
+from open_clip_zerovl.core.launch import MEMORY_FULL, MemoryFull, visible_gpus
 from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.data.held_out import list_of_trained, trained_on
 from open_clip_zerovl.data.words import WordAugment
@@ -80,14 +77,20 @@ def run_finetune(request: FinetuneRequest, *, say: Say) -> Path:
     ):
         arguments = _same_request(request)
         prepared = _prepare(request, arguments, say)
-        settings, ranks = _settings(request, prepared, say)
+        settings, ranks = _settings(request, prepared)
         training = _training(request, prepared, settings, ranks)
         if (result := _finished(request, arguments, training)) is not None:
             say(f"finished before; {out / 'report.html'} has the report")
             print(result["table"])
             return out / "model"
         _announce(prepared, settings, say)
-        epoch, checkpoint = train(training, say)
+        while True:
+            try:
+                epoch, checkpoint = train(training, say)
+                break
+            except MemoryFull:
+                settings = _halved(request, settings, say)
+                training = _training(request, prepared, settings, ranks)
         write_outcome(request, prepared, settings, training, epoch, checkpoint, say)
     return out / "model"
 
@@ -174,7 +177,7 @@ def starting_folder(start: Encoder, out: Path, say: Say) -> str:
     return LOCAL_DIR + str(out.absolute())
 
 
-def _settings(request: FinetuneRequest, prepared: Prepared, say: Say) -> tuple[list[Setting], int]:
+def _settings(request: FinetuneRequest, prepared: Prepared) -> tuple[list[Setting], int]:
     """The settings of the run and its ranks, from an earlier call or chosen now."""
     file = request.out / SETTINGS
     stored = read_claim(file)
@@ -183,10 +186,7 @@ def _settings(request: FinetuneRequest, prepared: Prepared, say: Say) -> tuple[l
     facts = _facts(request, prepared)
     chosen = choose_settings(facts, request.given)
     batch = int(next(each.value for each in chosen if each.flag == "effective-batch") or 0)
-    fitting = (
-        _micro_batch_that_fits(batch, chosen, request, prepared, facts, say) if facts.gpus else None
-    )
-    chosen[1:1] = split_batch(batch, facts, request.given, fitting)
+    chosen[1:1] = split_batch(batch, facts, request.given)
     content = {"ranks": facts.ranks, "settings": [asdict(each) for each in chosen]}
     write_atomically(file, json.dumps(content, indent=2) + "\n")
     return chosen, facts.ranks
@@ -219,37 +219,26 @@ def _tokenizer(before: str) -> tuple[Any, int]:
     return tokenizer, tokenizer.context_length
 
 
-def _micro_batch_that_fits(
-    batch: int,
-    chosen: Sequence[Setting],
-    request: FinetuneRequest,
-    prepared: Prepared,
-    facts: Facts,
-    say: Say,
-) -> int:
-    """The micro-batch that `zerovl plan` finds for the GPUs here, in a process that frees their memory again."""
-    say(f"looking for the micro-batch that fits {facts.gpus} GPU{'s' * (facts.gpus > 1)}")
-    flags = {**_fixed_flags(request, prepared), **as_flags(chosen), "effective-batch": str(batch)}
-    line = [
-        sys.executable,
-        "-m",
-        "open_clip_zerovl.cli",
-        "plan",
-        "--json",
-        "--",
-        *as_arguments(flags),
-    ]
-    done = subprocess.run(line, capture_output=True, text=True)
-    if done.returncode not in (0, 1) or not done.stdout:
-        raise UserError(
-            f"the plan of the training failed: {(done.stderr.strip().splitlines() or ['it printed nothing'])[-1]}"
+def _halved(request: FinetuneRequest, settings: Sequence[Setting], say: Say) -> list[Setting]:
+    """Store the settings with half of the micro-batch and twice the DGA steps, the same effective batch, and return them.
+
+    Raises:
+        MemoryFull: the micro-batch is one sample, or was given.
+    """
+    values = as_flags(settings)
+    size, steps = int(values["batch-size"] or 1), int(values["dga-steps"] or 1)
+    if size == 1 or {"batch-size", "dga-steps"} & request.given.keys():
+        raise MemoryFull(
+            f"{MEMORY_FULL} with micro-batches of {size}; give a smaller --set batch-size, or a smaller model"
         )
-    plan = json.loads(done.stdout)
-    if plan["missing"]:
-        raise UserError(f"the training lacks something: {plan['missing'][0]}")
-    whole = duration(3600 * plan["hours"])
-    say(f"one step takes {duration(plan['step_seconds'])}, all {plan['steps']:,} about {whole}")
-    return plan["batching"]["micro_batch"]
+    new = {"batch-size": str(size // 2), "dga-steps": str(2 * steps)}
+    say(f"{MEMORY_FULL}: trained again with micro-batches of {size // 2} and {2 * steps} DGA steps")
+    halved = [replace(each, value=new.get(each.flag, each.value)) for each in settings]
+    file = request.out / SETTINGS
+    content = {**json.loads(file.read_text(encoding="utf-8"))}
+    content["settings"] = [asdict(each) for each in halved]
+    write_atomically(file, json.dumps(content, indent=2) + "\n")
+    return halved
 
 
 def _fixed_flags(request: FinetuneRequest, prepared: Prepared) -> Settings:

@@ -13,6 +13,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.launch import CPU_MICRO_BATCH
 from open_clip_zerovl.recipe.arguments import Settings
 
+GPU_MICRO_BATCH = 256  # at first; halved for want of memory
 LARGEST_BATCH = 2048
 FEWEST_STEPS = 8  # of an epoch
 FEWEST_SAMPLES = 2 * FEWEST_STEPS
@@ -172,20 +173,13 @@ def choose_settings(facts: Facts, given: Settings) -> list[Setting]:
     return asked + more
 
 
-def split_batch(batch: int, facts: Facts, given: Settings, fitting: int | None) -> list[Setting]:
-    """Micro-batch, DGA steps and graphs kept for an effective batch.
-
-    Args:
-        fitting: the micro-batch that the GPU's memory holds; None on a CPU.
-    """
+def split_batch(batch: int, facts: Facts, given: Settings) -> list[Setting]:
+    """Split an effective batch into micro-batch, DGA steps and graphs kept."""
     share = max(1, batch // facts.ranks)
-    size = _positive(given, "batch-size") or min(fitting or CPU_MICRO_BATCH, share)
+    size = min(GPU_MICRO_BATCH if facts.gpus else CPU_MICRO_BATCH, share)
+    size = _positive(given, "batch-size") or size
     steps = _positive(given, "dga-steps") or max(1, round(share / size))
-    where = (
-        f"the part of {share} that fits into a GPU's memory"
-        if fitting is not None
-        else "enough for a CPU"
-    )
+    where = "halved where a GPU's memory does not hold it" if facts.gpus else "enough for a CPU"
     split = f"{size} x {steps}{f' x {facts.gpus} GPUs' if facts.gpus > 1 else ''} = {size * steps * facts.ranks}"
     return [
         Setting("batch-size", str(size), AS_ASKED if "batch-size" in given else where),

@@ -1,4 +1,4 @@
-"""A model built with the paper's methods, in one order for training and `zerovl plan`."""
+"""A model built with the paper's methods, in the order of training."""
 
 from __future__ import annotations
 

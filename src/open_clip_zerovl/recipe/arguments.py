@@ -5,14 +5,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import re
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cache
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
-from open_clip_zerovl.core.errors import UserError, argparse_sentence
+from open_clip_zerovl.core.errors import UserError
 
 # Name without dashes -> value; "" is a switch, None takes the flag away.
 Settings = dict[str, "str | None"]
@@ -66,31 +62,3 @@ def as_arguments(flags: Mapping[str, str | None]) -> list[str]:
                 *(shlex.split(value) if flag in SEVERAL_VALUES else [value] * bool(value)),
             ]
     return arguments
-
-
-@cache
-def open_clip_options() -> frozenset[str]:
-    """open_clip's options (`--lr` ...), read from the source of its parser."""
-    package = importlib.util.find_spec("open_clip_train")
-    folders = [] if package is None else package.submodule_search_locations or []
-    files = [Path(folder, "params.py") for folder in folders]
-    code = "\n".join(file.read_text("utf-8") for file in files if file.is_file())
-    return frozenset(re.findall(r"""["'](--[a-z][\w-]*)["']""", code))
-
-
-def check_known(flags: Iterable[str], ours: Collection[str], help_command: str) -> None:
-    """Refuse flags that training does not have.
-
-    Args:
-        flags: given, without values.
-        ours: all flags that open_clip lacks.
-
-    Raises:
-        UserError: a flag that training does not have; open_clip's may be abbreviated.
-    """
-    theirs = open_clip_options()
-    for flag in flags:
-        if theirs and flag not in ours and not any(name.startswith(flag) for name in theirs):
-            raise UserError(
-                argparse_sentence(f"unrecognized arguments: {flag}", [*ours, *theirs], help_command)
-            )

@@ -1,11 +1,11 @@
 """The flags of training, each declared once: default, type, choices, range, help, and the flags that it contradicts.
 
-From the declarations follow the parsers of `python -m training.main` and `zerovl plan`, the fields of `RecipeConfig` and
-`PlanSettings`, and the checks of both (see `core.flags`). Nothing here imports torch, so that a help text or a refusal is
+From the declarations follow the parser of `python -m training.main`, the fields of `RecipeConfig`, and the checks (see
+`core.flags`). Nothing here imports torch, so that a help text or a refusal is
 printed at once.
 
-`RecipeConfig` has our flags, by section. `OpenClipFlags` are those of open_clip's own flags that a plan depends on or that have
-a range; `open_clip_train.params` declares them, and a test compares the two.
+`RecipeConfig` has our flags, by section. `OpenClipFlags` are those of open_clip's own flags that a check depends on or that
+have a range; `open_clip_train.params` declares them, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class SourceFlags:
         needs=(
             Requirement(
                 "--train-data NAME=SHARDS::...",
-                lambda given: bool(given.train_data) or not given.trains,
+                lambda given: bool(given.train_data),
             ),
         ),
     )
@@ -121,14 +121,12 @@ class SourceFlags:
         metavar="SHARE",
         range=Range("a share from 0 to 1", lambda value, _: 0 <= value <= 1),
         needs=(_NAMED_SOURCES,),
-        planned=False,
     )
     shard_cache: str | None = flag(
         None,
         "keep remote shards in DIR, on a local disk: each is fetched once and read from there",
         metavar="DIR",
         needs=(_NAMED_SOURCES,),
-        planned="the plan reads remote shards as they come",
     )
     shard_cache_gib: float = flag(
         100.0,
@@ -136,7 +134,6 @@ class SourceFlags:
         metavar="N",
         range=POSITIVE,
         needs=(Requirement("--shard-cache", lambda given: given.shard_cache is not None),),
-        planned="it is a bound of --shard-cache",
     )
 
 
@@ -169,12 +166,10 @@ class DgaFlags:
         "when to compare the replayed forward pass with the first one",
         choices=("first", "always", "never"),
         needs=(Requirement("--dga-steps of 2 or more", lambda given: (given.dga_steps or 1) > 1),),
-        planned=False,
     )
     sort_text: bool = flag(
         False,
         "sort a step's texts by length over its micro-batches and cut each to its longest: the same gradient, less padding",
-        planned="texts are planned at the tokenizer's length",
         contradicts=(_conflict("torchscript", "a scripted model cannot be changed"),),
     )
     loss_chunk: int | None = flag(
@@ -225,7 +220,6 @@ class LossFlags:
                 _DETACHED_GATHER,
             )
         ),
-        planned=False,
     )
 
 
@@ -351,7 +345,6 @@ def _rate(of: str) -> Any:
         f"learning rate of {of} (default: --lr); it follows the schedule of --lr in proportion",
         metavar="LR",
         range=POSITIVE,
-        planned=False,
         needs=(Requirement("--lr above 0", lambda given: given.lr is None or given.lr > 0),),
         contradicts=(_ADAMW,),
     )
@@ -398,7 +391,6 @@ class TuningFlags:
         "multiply the rate of each layer of both towers by FACTOR for each layer above it, as BEiT does",
         metavar="FACTOR",
         range=SHARE,
-        planned=False,
         contradicts=(_ADAMW,),
     )
 
@@ -426,7 +418,6 @@ class OptimizerFlags:
         "warm up over this share of all steps (released code: 0.025)",
         metavar="SHARE",
         range=SHARE,
-        planned=False,
         contradicts=(
             Contradiction(
                 "--lr-scheduler {lr_scheduler}",
@@ -446,7 +437,6 @@ class OptimizerFlags:
         "floor of the cosine learning rate (the paper's: 1e-5)",
         metavar="LR",
         range=Range("0 to --lr {lr}", lambda value, given: 0 <= value <= (given.lr or 0)),
-        planned=False,
         contradicts=(
             Contradiction(
                 "--lr-scheduler {lr_scheduler}",
@@ -502,7 +492,6 @@ class RetrievalFlags:
         None,
         "labelled sets (folders of classes, CLIP_benchmark's layout) whose zero-shot accuracy is logged while training",
         metavar="NAME=DIR::...",
-        planned=False,
     )
     retrieval_frequency: int = flag(
         1,
@@ -515,14 +504,12 @@ class RetrievalFlags:
                 lambda given: given.retrieval_data is not None or given.zero_shot_data is not None,
             ),
         ),
-        planned=False,
     )
     retrieval_transform: str = flag(
         "checkpoint",
         "transform of the retrieval sets' pictures: the checkpoint's own, or the paper's squash and centre crop (A.9)",
         choices=RETRIEVAL_TRANSFORMS,
         needs=(_SETS,),
-        planned=False,
     )
     retrieval_captions: int | str = flag(
         5,
@@ -530,7 +517,6 @@ class RetrievalFlags:
         kind=number_or("all", 1),
         metavar="N|all",
         needs=(_SETS,),
-        planned=False,
     )
 
 
@@ -538,10 +524,13 @@ class RetrievalFlags:
 class ConsoleFlags:
     """Output while training"""
 
+    plan: bool = flag(
+        False,
+        "take two steps, print the time, memory and disk of the whole run, and end; nothing is saved (zerovl plan)",
+    )
     verbose: bool = flag(
         False,
         "show all that the log file has, settings and model too",
-        planned=False,
     )
 
 
@@ -569,11 +558,10 @@ class RecipeConfig(
     @property
     def active(self) -> bool:
         """True if any of our flags was given that changes a training."""
-        shown_only = {each.name for each in flags_of(ConsoleFlags)}
         return any(
             getattr(self, each.name) != each.default
             for each in flags_of(RecipeConfig)
-            if each.name not in shown_only
+            if each.name != "verbose"
         )
 
     @property
@@ -592,26 +580,22 @@ class RecipeConfig(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# open_clip's own that a plan or a check depends on, with its defaults
+# open_clip's own that a check depends on, with its defaults
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenClipFlags:
-    """Flags of python -m training.main on which a plan depends"""
+    """Flags of open_clip on which a check depends"""
 
     model: str = flag("RN50", metavar="NAME")
     train_data: str | None = flag(None, metavar="TEXT")
     train_data_upsampling_factors: str | None = flag(None, metavar="TEXT")
     train_num_samples: int | None = flag(None, metavar="N", range=at_least(1))
-    dataset_type: str = flag(
-        "auto", choices=("webdataset", "csv", "synthetic", "auto"), planned=False
-    )
+    dataset_type: str = flag("auto", choices=("webdataset", "csv", "synthetic", "auto"))
     dataset_resampled: bool = flag(False)
     batch_size: int = flag(64, metavar="N", range=at_least(1))
-    accum_freq: int = flag(
-        1, metavar="N", range=at_least(1), planned="give --dga-steps in its place"
-    )
+    accum_freq: int = flag(1, metavar="N", range=at_least(1))
     epochs: int = flag(32, metavar="N", range=at_least(1))
     workers: int = flag(4, metavar="N", range=NOT_NEGATIVE)
     precision: str = flag(line_here().precision, choices=PRECISIONS)
@@ -620,14 +604,14 @@ class OpenClipFlags:
         0, metavar="N", range=Range("0 to 4294967295", lambda value, _: 0 <= value < 2**32)
     )
 
-    lr: float | None = flag(None, metavar="X", range=NOT_NEGATIVE, planned=False)
-    beta1: float | None = flag(None, metavar="X", planned=False)
-    beta2: float | None = flag(None, metavar="X", planned=False)
-    eps: float | None = flag(None, metavar="X", planned=False)
-    momentum: float | None = flag(None, metavar="X", planned=False)
+    lr: float | None = flag(None, metavar="X", range=NOT_NEGATIVE)
+    beta1: float | None = flag(None, metavar="X")
+    beta2: float | None = flag(None, metavar="X")
+    eps: float | None = flag(None, metavar="X")
+    momentum: float | None = flag(None, metavar="X")
     wd: float = flag(0.2, metavar="X", range=NOT_NEGATIVE)
-    warmup: int = flag(10000, metavar="N", range=NOT_NEGATIVE, planned=False)
-    skip_scheduler: bool = flag(False, planned=False)
+    warmup: int = flag(10000, metavar="N", range=NOT_NEGATIVE)
+    skip_scheduler: bool = flag(False)
     opt: str = flag(
         "adamw",
         metavar="TEXT",
@@ -637,7 +621,6 @@ class OpenClipFlags:
                 value.lower() in line_here().optimizers or value.lower().startswith("timm/")
             ),
         ),
-        planned="AdamW is planned",
     )
     lr_scheduler: str = flag(
         "cosine",
@@ -646,40 +629,34 @@ class OpenClipFlags:
             "cosine, const or const-cooldown",
             lambda value, _: value in ("cosine", "const", "const-cooldown"),
         ),
-        planned=False,
     )
     epochs_cooldown: int | None = flag(
         None,
         range=Range("0 to --epochs {epochs}", lambda value, given: 0 <= value <= given.epochs),
-        planned=False,
     )
-    lr_cooldown_end: float = flag(0.0, range=NOT_NEGATIVE, planned=False)
-    lr_cooldown_power: float = flag(1.0, range=NOT_NEGATIVE, planned=False)
+    lr_cooldown_end: float = flag(0.0, range=NOT_NEGATIVE)
+    lr_cooldown_power: float = flag(1.0, range=NOT_NEGATIVE)
     grad_clip_norm: float | None = flag(None, metavar="X", range=POSITIVE)
 
     siglip: bool = flag(False)
-    distill_model: str | None = flag(None, planned="its teacher's passes are not in the plan")
-    distill_pretrained: str | None = flag(None, planned=False)
-    local_loss: bool = flag(False, planned=False)
-    gather_with_grad: bool = flag(False, planned=False)
+    distill_model: str | None = flag(None)
+    distill_pretrained: str | None = flag(None)
+    local_loss: bool = flag(False)
+    gather_with_grad: bool = flag(False)
 
     pretrained: str = flag("", metavar="TAG")
     cache_dir: str | None = flag(None, metavar="DIR")
     pretrained_image: bool = flag(False)
     lock_image: bool = flag(False)
-    lock_image_unlocked_groups: int = flag(
-        0, range=NOT_NEGATIVE, planned="the whole tower counts as locked"
-    )
+    lock_image_unlocked_groups: int = flag(0, range=NOT_NEGATIVE)
     lock_text: bool = flag(False)
-    lock_text_unlocked_layers: int = flag(
-        0, range=NOT_NEGATIVE, planned="the whole tower counts as locked"
-    )
+    lock_text_unlocked_layers: int = flag(0, range=NOT_NEGATIVE)
     grad_checkpointing: bool = flag(False)
-    torchscript: bool = flag(False, planned=False)
-    torchcompile: bool = flag(False, planned="steps are timed without it")
-    trace: bool = flag(False, planned=False)
-    horovod: bool = flag(False, planned=False)
-    ddp_static_graph: bool = flag(False, planned=False)
+    torchscript: bool = flag(False)
+    torchcompile: bool = flag(False)
+    trace: bool = flag(False)
+    horovod: bool = flag(False)
+    ddp_static_graph: bool = flag(False)
     force_patch_dropout: float | None = flag(
         None,
         metavar="X",
@@ -708,17 +685,16 @@ class OpenClipFlags:
     aug_cfg: dict[str, Any] = flag(dict, kind=key_value, metavar="KEY=VALUE", nargs="*")
 
     logs: str = flag("./logs/", metavar="TEXT")
-    log_every_n_steps: int = flag(100, metavar="N", range=at_least(1), planned=False)
-    report_to: str = flag("", metavar="TEXT", planned=False)
+    log_every_n_steps: int = flag(100, metavar="N", range=at_least(1))
+    report_to: str = flag("", metavar="TEXT")
     loss_dist_impl: str | None = flag(
         None,
         range=Range(
             "bidir, shift, reduce or gather",
             lambda value, _: value in ("bidir", "shift", "reduce", "gather"),
         ),
-        planned=False,
     )
-    val_num_samples: int | None = flag(None, metavar="N", range=at_least(1), planned=False)
+    val_num_samples: int | None = flag(None, metavar="N", range=at_least(1))
     save_frequency: int = flag(1, metavar="N")
     save_most_recent: bool = flag(False)
     delete_previous_checkpoint: bool = flag(False)
@@ -764,17 +740,12 @@ class AllFlags(OpenClipFlags, RecipeConfig):
         return self.sampling is not None or is_named(self.train_data)
 
     @property
-    def trains(self) -> bool:
-        """True if training data must be given; not for `zerovl plan`."""
-        return True
-
-    @property
     def own_step(self) -> bool:
         """True if the run takes our optimizer step: with a step flag, or with a mixture.
 
         A mixture takes it because over several ranks open_clip's default gather gives 1/W of the gradient.
         """
-        return self.step_flags or self.mixture
+        return self.step_flags or self.mixture or self.plan
 
     @property
     def captions_images(self) -> bool:

@@ -1,4 +1,4 @@
-"""One optimizer step of the recipe: `training.train` takes it in a loop, `zerovl plan` takes a few and times them.
+"""One optimizer step of the recipe: `training.train` takes it in a loop.
 
     B  micro-batch per rank    K  micro-batches of a step    W  ranks    N = B*K*W  effective batch
 

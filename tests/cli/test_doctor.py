@@ -1,21 +1,19 @@
 """`zerovl doctor`: versions against the supported ranges, a step on each device, limits; no check ends another."""
 
-import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections import namedtuple
 from importlib import metadata
-from pathlib import Path
 
-import open_clip
 import pytest
 import torch
 
+from open_clip_zerovl.cli import doctor
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.dga import DecoupledGradientAccumulation
-from open_clip_zerovl.plan import doctor
 
 
 def plant(folder, name: str, version: str) -> None:
@@ -30,28 +28,14 @@ def of_topic(findings, topic):
 
 
 def test_on_this_machine_doctor_finds_no_unexpected_problem(capsys, tmp_path):
-    status = main(["doctor", "--json", "--logs", str(tmp_path / "not" / "yet")])
-    findings = json.loads(capsys.readouterr().out)
-    problems = [finding for finding in findings if finding["problem"] is not None]
+    status = main(["doctor", "--logs", str(tmp_path / "not" / "yet")])
+    out = capsys.readouterr().out
+    problems = re.findall(r"^\d+> (.*?)  ", out, re.M)
     assert status == int(bool(problems))
-    assert {finding["topic"] for finding in problems} <= {
-        "disk for --logs",
-        "shared memory",
-        "open files",
-    }
-    topics = [finding["topic"] for finding in findings]
-    assert {
-        "python",
-        "open_clip_torch",
-        "torch",
-        "transformers",
-        "timm",
-        "webdataset",
-        "numpy",
-    } <= set(topics)
-    assert {"CUDA", "cpu", "gloo", "CPU cores", "open files", "disk for --logs"} <= set(topics)
-    assert "pytest" not in topics
-    assert not torch.distributed.is_initialized()
+    assert {*problems} <= {"disk for --logs", "shared memory", "open files"}
+    for topic in ("python", "open_clip_torch", "torch", "webdataset", "cpu", "CPU cores"):
+        assert re.search(rf"^(   |\d+> ){topic} ", out, re.M), topic
+    assert "pytest" not in out and not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize(
@@ -64,11 +48,11 @@ def test_on_this_machine_doctor_finds_no_unexpected_problem(capsys, tmp_path):
 def test_a_package_of_another_version_is_named_with_what_to_install(
     monkeypatch, tmp_path, name, version, advice
 ):
-    assert of_topic(doctor.package_versions(), name).problem is None  # a negative control
+    assert of_topic(doctor.versions(), name).problem is None  # a negative control
     plant(tmp_path, name, version)
     monkeypatch.syspath_prepend(tmp_path)
     assert metadata.version(name) == version
-    finding = of_topic(doctor.package_versions(), name)
+    finding = of_topic(doctor.versions(), name)
     assert finding.problem == f"{version} is not supported; pip install {advice}"
 
 
@@ -86,14 +70,12 @@ def test_a_package_of_another_version_is_named_with_what_to_install(
     ],
 )
 def test_the_open_clip_that_is_imported_counts(monkeypatch, version, problem):
-    monkeypatch.setattr(open_clip, "__version__", version)
-    finding = of_topic(doctor.package_versions(), "open_clip_torch")
+    monkeypatch.setattr(doctor, "version_here", lambda: version)
+    finding = doctor.open_clip_version()
     assert (
         finding.seen.startswith(f"{version} ")
         and "4.x, tested with main of 27 June 2026 (4.2.0.dev0)" in finding.seen
     )
-    if version != metadata.version("open_clip_torch"):  # another one than is installed
-        assert f"imported from {Path(open_clip.__file__).parent}" in finding.seen
     assert (finding.problem is None) if problem is None else finding.problem.startswith(problem)
 
 
@@ -109,34 +91,19 @@ def test_an_open_clip_of_a_wrong_version_is_found_by_the_command(tmp_path):
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]),
     }
-    program = "from open_clip_zerovl.plan.doctor import package_versions, page; print(page(package_versions()))"
+    program = "from open_clip_zerovl.cli.doctor import versions, page; print(page(versions()))"
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     seen = "1> open_clip_torch   2.30.0           supported: 3.3.x, tested with 3.3.0; 4.x, tested"
     assert seen in done.stdout, done.stdout + done.stderr
-    assert f"imported from {package} in place of the installed" in done.stdout
     assert (
         "1. open_clip_torch: open_clip_torch 2.30.0 is not supported, 3.3.x and 4.x are; pip install"
         in done.stdout
     )
 
 
-def test_not_installed_at_all(monkeypatch, capsys):
-    def absent(name):
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(doctor.metadata, "version", absent)
-    (finding,) = doctor.package_versions()
-    assert (
-        finding.seen == "not installed"
-        and finding.problem is not None
-        and "pip install it" in finding.problem
-    )
-
-
 def test_a_wrong_gradient_is_found(monkeypatch):
-    error, _ = doctor.dga_error(torch.device("cpu"))
-    assert error <= doctor.TOLERANCE
+    assert doctor.dga_error(torch.device("cpu")) <= doctor.TOLERANCE
     backward = DecoupledGradientAccumulation.backward
 
     def slightly_wrong(self, *arguments, **options):
@@ -149,12 +116,12 @@ def test_a_wrong_gradient_is_found(monkeypatch):
     assert finding.problem is not None and "differs from one graph's" in finding.problem
 
 
-def test_a_check_that_fails_does_not_end_the_other_checks(monkeypatch):
+def test_a_check_that_fails_does_not_end_the_other_checks(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "dga_error", lambda device: 1 / 0)
-    monkeypatch.setattr(doctor, "process_groups", lambda: 1 / 0)
-    findings = doctor.examine()
-    assert "ZeroDivisionError" in (of_topic(findings, "cpu").problem or "")
-    assert "ZeroDivisionError" in (of_topic(findings, "<lambda>").problem or "")
+    monkeypatch.setattr(doctor, "versions", lambda: 1 / 0)
+    findings = doctor.examine(tmp_path)
+    for topic in ("cpu", "packages"):
+        assert "ZeroDivisionError" in (of_topic(findings, topic).problem or "")
     assert of_topic(findings, "CPU cores").problem is None
 
 
@@ -165,30 +132,20 @@ def test_without_a_package_that_it_needs(monkeypatch, capsys, gone):
     monkeypatch.setitem(sys.modules, f"{gone}.requirements", None)
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
-    assert (
-        f"{gone} is not installed; pip install open_clip_zerovl again" in out and "CPU cores" in out
-    )
+    assert f"import of {gone}" in out and "install open_clip_zerovl again" in out
+    assert "CPU cores" in out
 
 
-def test_a_driver_without_a_gpu_that_torch_sees(monkeypatch, tmp_path):
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU that torch sees")
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 570.12\necho 570.12\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    (finding,) = doctor.graphics_driver()
-    assert (
-        "driver 570.12" in finding.seen
-        and finding.problem is not None
-        and "CUDA_VISIBLE_DEVICES" in finding.problem
-    )
+def test_a_driver_without_a_gpu_that_torch_sees(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    assert "CUDA_VISIBLE_DEVICES" in (of_topic(doctor.devices(), "CUDA").problem or "")
 
 
 def test_small_limits_are_reported(monkeypatch, tmp_path):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**30, 2**30, 2**20))
-    findings = doctor.limits(tmp_path)
+    findings = list(doctor.limits(tmp_path))
     assert "--shm-size" in (of_topic(findings, "shared memory").problem or "")
     assert "choose another --logs" in (of_topic(findings, "disk for --logs").problem or "")
 

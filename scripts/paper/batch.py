@@ -1,46 +1,8 @@
-"""A table of GPUs by their makers' data sheets, and the micro-batch for a GPU."""
+"""Micro-batch, DGA steps and graphs kept of a recipe on a GPU."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from open_clip_zerovl.core.errors import UserError
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU by its maker's data sheet.
-
-    Attributes:
-        memory_gib: as sold.
-        tflops: peak of dense fp16 products summed in fp32, 10^12 a second.
-        bf16: whether it multiplies bf16 natively.
-    """
-
-    label: str
-    memory_gib: float
-    tflops: float
-    bf16: bool = True
-
-
-# Makers' data sheets; figures "with sparsity" are halved.
-GPUS = {
-    "v100": Gpu("V100 32 GB", 32, 125, bf16=False),
-    "v100-16": Gpu("V100 16 GB", 16, 125, bf16=False),
-    "t4": Gpu("T4", 16, 65, bf16=False),
-    "a10": Gpu("A10", 24, 125),
-    "a30": Gpu("A30", 24, 165),
-    "a40": Gpu("A40", 48, 150),
-    "a6000": Gpu("RTX A6000", 48, 155),
-    "a100": Gpu("A100 40 GB", 40, 312),
-    "a100-80": Gpu("A100 80 GB", 80, 312),
-    "h100": Gpu("H100 80 GB", 80, 989),
-    "h200": Gpu("H200", 141, 989),
-    "l4": Gpu("L4", 24, 121),
-    "l40s": Gpu("L40S", 48, 362),
-    "rtx3090": Gpu("RTX 3090", 24, 71),
-    "rtx4090": Gpu("RTX 4090", 24, 165),
-}
 
 USABLE_SHARE = 0.92  # of a GPU's memory; the rest is CUDA's context and fragmentation
 
@@ -125,20 +87,3 @@ def fastest_batch(
 def graphs_room(memory_gib: float) -> float:
     """Bytes of a GPU's memory that a step with `--dga-retain auto` fills."""
     return GRAPHS_SHARE * USABLE_SHARE * memory_gib * GIB
-
-
-def parse_hardware(text: str) -> tuple[Gpu, int]:
-    """`v100:8` -> (the V100 of the table, 8); `v100` -> (the V100, 1).
-
-    Raises:
-        UserError: a GPU that the table does not have, or a count that is not a number.
-    """
-    name, _, count = text.partition(":")
-    gpu = GPUS.get(name.lower().replace("_", "-"))
-    if gpu is None:
-        raise UserError(
-            f"--assume {text} is not a known GPU; give one of {', '.join(GPUS)}, with a number as in v100:8"
-        )
-    if count and (not count.isdigit() or int(count) < 1):
-        raise UserError(f"--assume {text} has no number of GPUs after the colon; write {name}:8")
-    return gpu, int(count or 1)

@@ -1,0 +1,219 @@
+"""`zerovl doctor`: a check of this machine for training, on one page to paste into an issue.
+
+It checks the versions of packages against the ranges that this package was installed with, the gradient of a step of decoupled
+gradient accumulation against that of one graph on each device (section 4.1), and limits that end runs. A check that fails gives
+its finding and a remedy; the remaining checks still run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import resource
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from open_clip_zerovl.cli.program import RunCommand
+from open_clip_zerovl.core.errors import UserError, kind_and_message
+from open_clip_zerovl.core.files import free_space
+from open_clip_zerovl.core.processes import usable_cores
+from open_clip_zerovl.core.releases import INSTALL, line_of, supported, version_here
+
+PACKAGE = "open_clip_zerovl"
+HOST = "open_clip_torch"
+GIB = 2**30
+LEAST_SHARED_MEMORY_GIB = 1.0  # loader processes pass their batches through it
+LEAST_OPEN_FILES = 1024  # a loader process has a few open for each shard, and PyTorch one for each tensor passed on
+LEAST_DISK_GIB = 10.0  # four checkpoints of the paper's model
+TOLERANCE = 5e-5  # relative error of a gradient in fp32 (invariant 1)
+
+
+class Finding(NamedTuple):
+    """One line of the page: a subject, its finding, and the fault with its remedy, or None."""
+
+    topic: str
+    seen: str
+    problem: str | None = None
+
+
+def doctor(parser: argparse.ArgumentParser) -> RunCommand:
+    """`zerovl doctor`."""
+    parser.description = (
+        "One page to paste into an issue: versions and supported ranges, a DGA step on every device, and limits that end runs. "
+        "Exit status 1 where something is wrong."
+    )
+    parser.add_argument(
+        "--logs",
+        default="logs",
+        metavar="DIR",
+        help="where runs would be kept (default %(default)s)",
+    )
+
+    def run(arguments: argparse.Namespace) -> int:
+        print("zerovl doctor: checking packages, devices and limits ...", file=sys.stderr)
+        findings = examine(Path(arguments.logs))
+        print(page(findings))
+        return int(any(finding.problem is not None for finding in findings))
+
+    return run
+
+
+def examine(logs: Path) -> list[Finding]:
+    """Run all checks; a failing one does not stop the next.
+
+    Args:
+        logs: the runs' folder, whose free disk is checked.
+    """
+    findings = []
+    checks = {"packages": versions, "devices": devices, "limits": lambda: limits(logs)}
+    for topic, check in checks.items():
+        try:
+            findings += check()
+        except Exception as error:  # a doctor reports whatever a broken installation raises
+            advice = f"{kind_and_message(error)}; install {PACKAGE} again"
+            findings.append(Finding(topic, "could not be checked", advice))
+    return findings
+
+
+def page(findings: Iterable[Finding]) -> str:
+    """Format the findings: one line each, then what to do about each problem, by number."""
+    findings = list(findings)
+    problems = [finding for finding in findings if finding.problem is not None]
+    width = max(len(finding.topic) for finding in findings)
+    lines = [
+        f"{f'{problems.index(finding) + 1}>' if finding in problems else '  '} {finding.topic:{width}}  {finding.seen}"
+        for finding in findings
+    ]
+    remedies = [f"{n}. {finding.topic}: {finding.problem}" for n, finding in enumerate(problems, 1)]
+    return "\n".join([*lines, "", *(remedies or ["Nothing is wrong."])])
+
+
+def versions() -> Iterator[Finding]:
+    """Compare the packages that this one needs with the ranges in its metadata."""
+    from packaging.requirements import Requirement  # not at the top: it may be missing
+
+    seen = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    yield Finding("python", seen)
+    yield Finding(PACKAGE, metadata.version(PACKAGE))
+    for needed in map(Requirement, metadata.requires(PACKAGE) or ()):
+        if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+            continue
+        if needed.name.replace("-", "_") == HOST:
+            yield open_clip_version()
+            continue
+        wanted = f"'{needed.name}{needed.specifier}'"
+        try:
+            version = metadata.version(needed.name)
+        except metadata.PackageNotFoundError:
+            yield Finding(needed.name, "not installed", f"pip install {wanted}")
+            continue
+        inside = needed.specifier.contains(version, prereleases=True)
+        problem = None if inside else f"{version} is not supported; pip install {wanted}"
+        yield Finding(
+            needed.name, f"{version:16} supported: {needed.specifier or 'any version'}", problem
+        )
+
+
+def open_clip_version() -> Finding:
+    """Check the open_clip that is imported here, which may be a checkout on PYTHONPATH in place of the installed one."""
+    version = version_here()
+    if version is None:
+        return Finding(HOST, "not installed", INSTALL)
+    try:
+        problem = line_of(version).untested(version)
+    except UserError as error:
+        problem = str(error)
+    return Finding(HOST, f"{version:16} supported: {supported()}", problem)
+
+
+def devices() -> Iterator[Finding]:
+    """Take a DGA step on the CPU and on every GPU."""
+    import torch
+
+    threads = torch.get_num_threads()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if shutil.which("nvidia-smi") is not None and not gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+        advice = (
+            "install a torch whose CUDA the driver supports, and look at CUDA_VISIBLE_DEVICES "
+            f"({visible})"
+        )
+        yield Finding(
+            "CUDA", f"there is a driver, but torch {torch.__version__} finds no GPU", advice
+        )
+    for name in ("cpu", *(f"cuda:{index}" for index in range(gpus))):
+        what = f"{threads} threads" if name == "cpu" else torch.cuda.get_device_name(name)
+        torch.set_num_threads(
+            1
+        )  # on a busy machine a second one waits longer than so small a model computes
+        try:
+            error = dga_error(torch.device(name))
+        except Exception as reason:  # as above: whatever the device raises is the finding
+            yield Finding(name, what, f"a training step fails: {kind_and_message(reason)}")
+            continue
+        finally:
+            torch.set_num_threads(threads)
+        problem = f"DGA's gradient differs from one graph's by {error:.1e}, more than {TOLERANCE:.0e}; report it"
+        yield Finding(
+            name, f"{what}; DGA step exact to {error:.0e}", None if error <= TOLERANCE else problem
+        )
+
+
+def dga_error(device: Any) -> float:
+    """Return the error of a DGA step's gradient against one graph's on a device.
+
+    A small open_clip model in fp32, 4 micro-batches of 4, one graph kept. The error is invariant 1's: the largest over
+    parameters of |g - g_ref| / max(|g_ref|, 1e-6 * norm of all gradients).
+    """
+    import torch
+    from open_clip.model import CLIP, CLIPTextCfg, CLIPVisionCfg
+
+    from open_clip_zerovl.core.randomness import preserved
+    from open_clip_zerovl.dga import DecoupledGradientAccumulation
+    from open_clip_zerovl.losses import ContrastiveLoss
+
+    with preserved():
+        torch.manual_seed(0)
+        vision = CLIPVisionCfg(layers=2, width=64, head_width=32, patch_size=8, image_size=32)
+        text = CLIPTextCfg(context_length=8, vocab_size=64, width=32, heads=2, layers=2)
+        model = CLIP(32, vision, text, output_dict=True).to(device)
+        images = torch.randn(16, 3, 32, 32).to(device)
+        texts = torch.randint(1, 64, (16, 8)).to(device)
+    loss = ContrastiveLoss()
+    loss(**model(images, texts)).backward()
+    trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    expected = [parameter.grad.clone() for parameter in trained]
+    model.zero_grad()
+    dga = DecoupledGradientAccumulation(model, loss, retain=1)
+    dga.backward(list(zip(images.split(4), texts.split(4), strict=True)))
+    floor = 1e-6 * float(torch.stack([gradient.norm() for gradient in expected]).norm())
+    return max(
+        float((parameter.grad - wanted).norm()) / max(float(wanted.norm()), floor)
+        for parameter, wanted in zip(trained, expected, strict=True)
+    )
+
+
+def limits(logs: Path) -> Iterator[Finding]:
+    """Look at cores, shared memory, open files and the disk of the runs."""
+    yield Finding("CPU cores", str(usable_cores()))
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        free = shutil.disk_usage(shared).free / GIB
+        advice = "loader processes need more; in a container start it with --shm-size=8g, or give --workers 0"
+        few = free < LEAST_SHARED_MEMORY_GIB
+        yield Finding("shared memory", f"{free:.1f} GiB free", advice if few else None)
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    advice = f"`ulimit -n {min(most, 65_536) if most > 0 else 65_536}` before the run allows more"
+    yield Finding("open files", f"{files:,}", advice if 0 < files < LEAST_OPEN_FILES else None)
+    folder, free_bytes = free_space(logs)
+    problem = None
+    if free_bytes < LEAST_DISK_GIB * GIB:
+        problem = "a checkpoint of the paper's model takes 2.2 GiB; choose another --logs"
+    if not os.access(folder, os.W_OK):
+        problem = f"{folder} cannot be written; choose another --logs"
+    yield Finding("disk for --logs", f"{free_bytes / GIB:.1f} GiB free", problem)

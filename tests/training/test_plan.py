@@ -1,0 +1,115 @@
+"""`--plan`: two real steps, the numbers that follow from them, and nothing left behind."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+import pytest
+
+from open_clip_zerovl.cli import train as cli_train
+from open_clip_zerovl.cli.program import main as zerovl
+from open_clip_zerovl.recipe.flags import AllFlags
+from open_clip_zerovl.recipe.step import RecipeStep
+from support.tars import write_source
+from support.tiny_clip import NATIVE_VISION, NUMBERED, bert_text, register, write_bert
+from training.main import main
+from training.plan import StepTimer, checkpoints_kept, relative_cost
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch) -> list[str]:
+    """The words of a training of six steps an epoch."""
+    model = register(
+        tmp_path / "configs",
+        "plan-tiny",
+        NATIVE_VISION,
+        bert_text(write_bert(tmp_path / "bert", words=NUMBERED)),
+    )
+    write_source(tmp_path / "a", 0, 48, 24)
+    monkeypatch.chdir(tmp_path)
+    words = f"--model {model} --train-data a={tmp_path / 'a'} --device cpu --precision fp32 --workers 0 --epochs 3"
+    more = "--batch-size 2 --dga-steps 4 --warmup 1 --name mine --resume latest --logs logs --save-every-steps 2"
+    return [*words.split(), *more.split()]
+
+
+def test_a_plan_takes_two_steps_and_leaves_nothing(run, tmp_path, monkeypatch, capfd):
+    before = sorted(tmp_path.rglob("*"))
+    taken, take = [], RecipeStep.take
+
+    def counted(self, micro_batches, step):
+        taken.append(len(micro_batches))
+        return take(self, micro_batches, step)
+
+    monkeypatch.setattr(RecipeStep, "take", counted)
+    assert main([*run, "--plan"]) == 0
+    assert taken == [2, 2]  # of K = 4 on a CPU
+    out = capfd.readouterr().out
+    assert re.search(
+        r"^step      \S+ s for 8 pairs \(.*; timed with 2 of its 4 micro-batches$", out, re.M
+    )
+    assert "run       18 steps, " in out and re.search(
+        r"^memory    \S+ of \S+ GiB at the peak", out, re.M
+    )
+    # Each of three epochs, two step checkpoints, and one being written.
+    assert re.search(r"^disk      6 checkpoints of \S+ MiB", out, re.M)
+    left = [path for path in sorted(tmp_path.rglob("*")) if path not in before]
+    assert all(".zerovl-index" in str(path) for path in left), left
+
+
+def test_a_plan_of_an_epoch_of_one_step_is_that_step(run, capfd):
+    assert main([*run, "--plan", "--batch-size", "12"]) == 0
+    assert "run       3 steps, " in capfd.readouterr().out
+
+
+def test_what_is_missing_is_a_sentence(run, tmp_path, capfd):
+    for path in (tmp_path / "a").glob("*.tar"):
+        path.unlink()
+    assert main([*run, "--plan"]) == 2
+    assert "do not exist" in capfd.readouterr().err and not (tmp_path / "none").exists()
+
+
+def test_the_command_is_a_training_with_the_flag(monkeypatch):
+    became = []
+    monkeypatch.setattr(cli_train.os, "execv", lambda program, words: became.append(words))
+    zerovl(["plan", "--gpus", "2", "--", "--model", "x", "--train-data", "a=/x"])
+    (words,) = became
+    assert words[-5:] == ["--plan", "--model", "x", "--train-data", "a=/x"] and "2" in words
+
+
+@pytest.mark.parametrize(
+    ("dga_steps", "retain", "cost"),
+    [(1, 1, 1), (4, 4, 4), (4, 1, 5), (4, "auto", 4), (16, 1, 21), (2, 0, 2 + 2 / 3)],
+)
+def test_a_replayed_micro_batch_costs_a_third_more(dga_steps, retain, cost):
+    assert relative_cost(dga_steps, retain) == pytest.approx(cost)
+
+
+def test_the_time_of_the_whole_step_follows_from_its_part():
+    import torch
+
+    timer = StepTimer(torch.device("cpu"), 5)
+    assert timer.shortened([1, 2, 3, 4]) == [1, 2] and not timer.is_last()
+    assert timer.shortened([1, 2, 3, 4]) == [1, 2] and timer.is_last()
+    timer.wait_seconds, timer.step_seconds = 1.0, 7.0
+    assert timer.seconds(16, 1) == pytest.approx(1 + 7 * 21 / (2 + 1 / 3))
+
+
+@pytest.mark.parametrize(
+    ("values", "count"),
+    [
+        ({}, 11),  # ten epochs, and one being written
+        ({"save_frequency": 3}, 5),
+        ({"save_frequency": 0}, 2),
+        ({"save_every_steps": 5}, 13),
+        ({"delete_previous_checkpoint": True, "save_most_recent": True}, 3),
+    ],
+)
+def test_checkpoints_on_the_disk(values, count):
+    args = argparse.Namespace(
+        epochs=10,
+        **{"save_frequency": 1, "delete_previous_checkpoint": False, "save_most_recent": False}
+        | {name: value for name, value in values.items() if name != "save_every_steps"},
+    )
+    config = AllFlags(save_every_steps=values.get("save_every_steps"))
+    assert checkpoints_kept(args, config) == count
