@@ -22,10 +22,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, partial, partialmethod
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from open_clip_zerovl.core.processes import end_with_parent
+from open_clip_zerovl.recipe.compiling import compile_blocks, same_masks
 from open_clip_zerovl.report.record import read_record
 from open_clip_zerovl.shards.writing import Sample, write_source
 from scripts.bench.harness import (
@@ -82,7 +84,6 @@ class Sizes:
     matrix: int = 8192
     copy_bytes: int = 2**32
     pairs: tuple[int, ...] = (16_384, 65_536, 262_144)
-    least_blocks: int = 6  # of a tower whose blocks are compiled
     compiler: str = "inductor"
     trained: tuple[str, ...] = ("zerovl-ViT-B-16-BERT-base", "base", "--token-drop", "0.25")
     trained_pairs: int = 4096  # in each of two sources
@@ -95,7 +96,7 @@ class Sizes:
 
 TINY = Sizes(
     model="tiny", micro_batch=4, plain_batches=(2, 4), most_steps=16, compared=4, matrix=256, copy_bytes=2**20,
-    pairs=(256,), least_blocks=1, compiler="eager", trained=("zerovl-emoji", "tiny"), trained_pairs=64, px=64,
+    pairs=(256,), compiler="eager", trained=("zerovl-emoji", "tiny"), trained_pairs=64, px=64,
     workers=1, stop=10, save=5,
 )  # fmt: skip
 
@@ -459,42 +460,40 @@ def loss(session: Session) -> None:
 
 
 def blocks(session: Session) -> None:
-    model = bench_of(session).setup.inner
-    measure_compiled(session, blocks_of(model, sizes_of(session).least_blocks))
+    measure_compiled(session, compile_blocks)
 
 
 def whole(session: Session) -> None:
-    measure_compiled(session, [bench_of(session).setup.inner])
+    measure_compiled(session, lambda model: model.compile())
 
 
-def blocks_of(model: nn.Module, least: int) -> list[nn.Module]:
-    """The blocks of towers: `least` or more modules of one class in a list."""
-    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
-    alike = [
-        part for part in lists if len(part) >= least and len({type(block) for block in part}) == 1
-    ]
-    return [block for part in alike for block in part if list(block.parameters())]
-
-
-def measure_compiled(session: Session, modules: Sequence[nn.Module]) -> None:
-    """Compile modules in place; time the first step, then the ways, and compare a gradient under the compiled masks."""
+def measure_compiled(session: Session, compiled: Callable[[nn.Module], Any]) -> None:
+    """Compile the model in its place; time the first step, then the ways, and compare a gradient under its masks."""
     bench, sizes = bench_of(session), sizes_of(session)
     setup, small = bench.setup, bench.small(sizes.compared)
-    for module in modules:
-        module.compile(backend=sizes.compiler)
+    with mock.patch.object(
+        nn.Module, "compile", partialmethod(nn.Module.compile, backend=sizes.compiler)
+    ):
+        compiled(setup.inner)
+    with same_masks(setup.inner, cut_texts=False):
+        measure_compiled_ways(session, bench, small)
+    for module in setup.inner.modules():
+        module._compiled_call_impl = None
+    torch._dynamo.reset()
+
+
+def measure_compiled_ways(session: Session, bench: Bench, small: list[MicroBatch]) -> None:
+    setup, size = bench.setup, sizes_of(session).compared
     first = partial(seconds, setup, decoupled(setup, 1, LOSS_CHUNK), bench.batches[:2], "wall")
     session.measure("first step", lambda: {"seconds": first()}, limit=240)
     measure_ways(session, bench, ways(bench))
 
     def error() -> dict[str, float]:
         reference = reference_gradient(setup, small, SEED)
-        way = decoupled(setup, 1, sizes.compared)
+        way = decoupled(setup, 1, size)
         return gradient_errors(setup, way, small, SEED, reference)
 
     session.measure("gradient error of ours", error)
-    for module in modules:
-        module._compiled_call_impl = None
-    torch._dynamo.reset()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
