@@ -246,7 +246,7 @@ def keep_settings(optimizer: torch.optim.Optimizer, *, taken: bool) -> torch.opt
     Returns:
         The optimizer.
     """
-    here = [
+    here: list[dict[str, Any]] = [
         {name: group[name] for name in ("lr", "weight_decay", "betas", "eps") if name in group}
         for group in optimizer.param_groups
     ]
