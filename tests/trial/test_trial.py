@@ -83,7 +83,7 @@ class Trainings:
         schedule = source_schedule(
             sizes, batch, strategy=flags.get("sampling", "random"), seed=0, epoch=0, weights=passes
         )
-        assert flags["captions"] == "one-per-epoch"
+        assert flags["captions"] in ("one-per-epoch", "all")
         return schedule.steps * batch
 
     def check(self) -> None:
@@ -158,6 +158,12 @@ def test_arms_take_the_same_time(whole):
     assert [len(times) for times in plan["seconds_a_sample"].values()] == [2] * 4
     table = {row["mean over seeds"]: row for row in table_of(out)["means"]}
     assert table["samples of a run"]["dga"] == "72" and table["seconds of a run"]["dga"] == "1"
+
+
+def test_an_arm_has_no_flag_of_the_trials_own(made, trainings, tmp_path, capsys):
+    (tmp_path / "arms.json").write_text(json.dumps({"a": {}, "b": {"batch-size": "8"}}))
+    assert main(words(made, tmp_path / "out", "--arms", str(tmp_path / "arms.json"))) == 2
+    assert "--batch-size does not work with a trial" in capsys.readouterr().err
 
 
 def test_each_arm_takes_the_rate_that_is_best_on_validation(whole):

@@ -52,6 +52,7 @@ from open_clip_zerovl.core.launch import (
 )
 from open_clip_zerovl.data.held_out import FEWEST_HELD_OUT, trained_on
 from open_clip_zerovl.data.indexed import IndexedSet
+from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.evaluate.accuracy import is_above_chance
 from open_clip_zerovl.evaluate.retrieval.score import score_set
 from open_clip_zerovl.evaluate.settings import RetrievalSettings
@@ -63,7 +64,6 @@ from open_clip_zerovl.finetune.data import (
     DataArguments,
     all_classes,
     labelled_sets,
-    open_sources,
     sets_of,
 )
 from open_clip_zerovl.finetune.finetuning import starting_folder
@@ -286,7 +286,8 @@ def _inputs(request: Request, arguments: DataArguments, say: Say) -> Inputs:
             say,
         )  # fmt: skip
         model = LOCAL_DIR + str(aligned / "model")
-    sizes = {source.name: source.num_samples for source in open_sources(train_data)}
+    sources = parse_sources(train_data, captions=request.given.get("captions", CAPTIONS))
+    sizes = {source.name: source.num_samples for source in sources}
     return Inputs(model, train_data, test.new, tests, validations, more, sizes, tuple(notes))
 
 
@@ -333,10 +334,14 @@ class Trial:
         )
         self.arms = [*self.flags_of]
         of_arms = {flag: "--arms" for flags in self.flags_of.values() for flag in flags}
-        for flag in request.given:
-            if instead := {**of_arms, **SETS_ITSELF}.get(flag):
+        taken = {
+            **{flag: of_arms[flag] for flag in request.given if flag in of_arms},
+            **SETS_ITSELF,
+        }
+        for flag in (*request.given, *of_arms):
+            if flag in taken:
                 raise UserError(
-                    f"--{flag} does not work with a trial, which sets it; give {instead}"
+                    f"--{flag} does not work with a trial, which sets it; give {taken[flag]}"
                 )
         self.batch = max(map(self._batch, self.arms))
         self.notes: list[str] = []  # on the pilots
