@@ -36,12 +36,18 @@ def names_beside(folder: Path, labels: Sequence[str] | None = None) -> dict[str,
             the lines, counted from 0.
     """
     file = file_of_words(folder, CLASS_NAMES)
-    lines = [] if file is None else text_of(file).splitlines()
+    lines = [] if file is None else lines_of(file)
     if labels is None:
         return {str(number): line for number, line in enumerate(lines)}
     if all(label.isdigit() for label in labels):
         return {label: lines[int(label)] for label in labels if int(label) < len(lines)}
     return dict(zip(labels, lines, strict=True)) if len(lines) == len(labels) else {}
+
+
+def lines_of(file: Path) -> list[str]:
+    """Read a file of a name or a template a line; other breaks than that of a line are blanks within one."""
+    text = text_of(file).rstrip()
+    return [" ".join(line.split()) for line in text.split("\n")] if text else []
 
 
 def class_words(
@@ -63,7 +69,7 @@ def class_words(
     Raises:
         UserError: a class without words: a number, or a WordNet id that is not ImageNet's.
     """
-    words = {label: names.get(label) or _words(label) for label in labels}
+    words = {label: " ".join(names.get(label, "").split()) or _words(label) for label in labels}
     unnumbered = {label: _ENUMERATED.sub("", word, count=1) for label, word in words.items()}
     unnamed = [label for label in labels if not names.get(label)]
     enumerated = all(_ENUMERATED.match(words[label]) for label in unnamed)

@@ -283,6 +283,19 @@ def test_files_of_words_are_read_by_their_mark_or_refused(tmp_path, encoding):
             )
 
 
+def test_templates_are_read_as_open_clip_writes_them(tmp_path):
+    """A line of its Python lists was a caption, word for word."""
+    root = str(write_classes(tmp_path / "set", "x y"))
+    lines = [
+        'lambda c: f"a photo of a {c}.",', "lambda c: f'itap of the {c}.'", '"a bad {}.",', "'{}',", "a {c}, 'quoted'",
+    ]  # fmt: skip
+    (tmp_path / "t.txt").write_text("\n".join(lines) + "\n")
+    opened = open_labelled_set(root, ZeroShotSettings(template=(str(tmp_path / "t.txt"),)))
+    assert opened.templates == (
+        "a photo of a {c}.", "itap of the {c}.", "a bad {}.", "{}", "a {c}, 'quoted'",
+    )  # fmt: skip
+
+
 def test_templates_and_names_may_be_files(tmp_path):
     root = str(write_classes(tmp_path / "set", "x y"))
     (tmp_path / "set" / "zeroshot_classification_templates.txt").write_text("\n")

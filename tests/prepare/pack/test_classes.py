@@ -65,6 +65,24 @@ def test_classes_become_captions_and_both_splits_labelled_sets(packed, tmp_path)
         assert len(labelled) == count
 
 
+def test_a_break_within_a_class_name_shifts_no_later_class(packed, tmp_path):
+    """U+2028, U+0085, VT, FF and a line break ended a line of classnames.txt for its reader."""
+    labels = ["t\u2028cat", "b\x85cow", "c\x0bdog", "d\x0ceel", "f\nfox", "goat"]
+    for number, label in enumerate(labels):
+        (tmp_path / "in" / label).mkdir(parents=True)
+        (tmp_path / "in" / label / f"{number}.png").write_bytes(picture(number))
+    packed(tmp_path / "in")
+    names = ["b cow", "c dog", "d eel", "f fox", "goat", "t cat"]
+    for where in ("out/train", "in"):
+        assert list(open_labelled_set(str(tmp_path / where)).names) == names
+    written = "b\x85cow\nc\x0bdog\r\nd\x0ceel\nf fox\ngoat\nt\u2028cat\n"
+    (tmp_path / "out/classnames.txt").write_bytes(written.encode())
+    assert list(open_labelled_set(str(tmp_path / "out/train")).names) == names
+    for sample in samples_of(tmp_path / "out/train"):
+        label = names[int(sample.files["cls"])]
+        assert sample.files["txt"].decode() == f"a photo of a {label}."
+
+
 def test_a_picture_of_two_classes_is_named_in_the_report(packed, tmp_path):
     given = class_folders(tmp_path / "in")
     assert packed(given, out="before")["inputs"][0]["notes"] == ["left out: 1 .md"]

@@ -20,7 +20,7 @@ from open_clip import SIMPLE_IMAGENET_TEMPLATES
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import UNREADABLE
 from open_clip_zerovl.core.identity import digest_of
-from open_clip_zerovl.data.class_words import class_words
+from open_clip_zerovl.data.class_words import class_words, lines_of
 from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.labelled import class_list, open_probe_set
 from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES, file_of_words
@@ -149,12 +149,11 @@ def _sources_of(folder: Path) -> list[Path]:
 
 def _class_names(file: Path, classes: Sequence[str]) -> list[str]:
     try:
-        text = text_of(file)
         if file.suffix == ".json":
-            table = json.loads(text)
+            table = json.loads(text_of(file))
             names = [str(table[label]).strip() for label in classes]
         else:
-            names = [line.strip() for line in text.strip().splitlines()]
+            names = lines_of(file)
         if len(names) != len(classes):
             raise ValueError(f"it has {len(names)} lines")
         if "" in names:
@@ -167,6 +166,10 @@ def _class_names(file: Path, classes: Sequence[str]) -> list[str]:
         ) from error
 
 
+# A caption in quotes, as open_clip's and CLIP's own lists write it: lambda c: f"a photo of a {c}.",
+_PYTHON = re.compile(r"""^(?:lambda c: *)?f?(["'])(.+)\1,?$""")
+
+
 def _templates(settings: ZeroShotSettings, folder: Path) -> tuple[str, ...]:
     """The templates of `--template`, captions or files of them; else those of the set's folder; else CLIP's short list."""
     template_file = file_of_words(folder, TEMPLATES)
@@ -175,8 +178,8 @@ def _templates(settings: ZeroShotSettings, folder: Path) -> tuple[str, ...]:
         CLIP_TEMPLATES if template_file is None else (str(template_file),)
     ):
         is_file = "{" not in template and Path(template).is_file()
-        lines = text_of(Path(template)).splitlines() if is_file else [template]
-        given += [line.strip() for line in lines if line.strip()]
+        lines = lines_of(Path(template)) if is_file else [template]
+        given += [_PYTHON.sub(r"\2", line.strip()) for line in lines if line.strip()]
     if wrong := [template for template in given or [""] if not re.search(r"\{c?\}", template)]:
         raise UserError(
             f"the template {wrong[0]!r} is no file and has no place for the class; write {{}} there: 'a photo of a {{}}'"
