@@ -209,8 +209,7 @@ def searching(folder: Path) -> None:
 
 def run_page(folder: Path) -> None:
     """The page of a run's record."""
-    with reading(folder / "run", "train again"):
-        write_run_page(folder / "run")
+    write_run_page(folder / "run")
 
 
 def stored(folder: Path) -> None:

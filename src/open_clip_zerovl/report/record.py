@@ -143,8 +143,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
         if (
             isinstance(line, dict)
             and line.get("kind") in _KINDS
-            and _is_position(line.get("at"))
-            and _fits(line)
+            and isinstance(line.get("at"), int | float)
         ):
             lines.append(line)
         else:
@@ -156,31 +155,3 @@ def _read(path: Path) -> list[dict[str, Any]]:
             left_out,
         )
     return lines
-
-
-def _fits(line: Mapping[str, Any]) -> bool:
-    """True if the tables of a line have the types that training writes."""
-    try:
-        for name in ("settings", "sources", "by_source"):
-            dict.keys(line.get(name) or {})
-        for metrics in (
-            line["metrics"] if line["kind"] in ("retrieval", "zero-shot") else {}
-        ).values():
-            dict.keys(metrics)
-        if not all(isinstance(row, list) for row in line.get("groups") or []):
-            return False
-        counts = [line.get("delivered") or {}, *(line.get("lost") or {}).values()]
-        return isinstance(line.get("how", ""), str) and all(
-            isinstance(n, int) for numbers in counts for n in numbers.values()
-        )
-    except (TypeError, AttributeError, KeyError):
-        return False
-
-
-def _is_position(value: Any) -> bool:
-    """True for a number of epochs; matplotlib fails on an axis of numbers that are nearly 0."""
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and (value == 0 or _SAME < value < 1e9)
-    )

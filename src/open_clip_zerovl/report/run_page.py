@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.report.bounds import LOW_BEST, SHARED_CAPTIONS, bounds_remarks
 from open_clip_zerovl.report.html import write_page
 from open_clip_zerovl.report.plot import SOURCE_COLOURS, colours_of
-from open_clip_zerovl.report.record import read_examples, read_record
+from open_clip_zerovl.report.record import RECORD, read_examples, read_record
 from open_clip_zerovl.report.run_charts import (
     course_picture,
     evaluation_picture,
@@ -44,9 +45,12 @@ def write_run_page(folder: str | os.PathLike[str]) -> Path:
     folder = Path(folder)
     record = read_record(folder)
     if not record["start"]:
-        raise UserError(
-            f"{folder / 'record.jsonl'} does not say how the run began; its file is cut off"
-        )
+        raise UserError(f"{folder / RECORD} does not say how the run began; its file is cut off")
+    with reading(folder / RECORD, "the page of the run is not written"):
+        return _written(folder, record)
+
+
+def _written(folder: Path, record: Mapping[str, list[dict[str, Any]]]) -> Path:
     start = record["start"][-1]
     steps = record["step"]
     evaluations = record["retrieval"]
