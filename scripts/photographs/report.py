@@ -71,10 +71,15 @@ def rows(records: Sequence[dict[str, Any]], protocol: dict[str, Any]) -> list[di
     return made
 
 
+def tuned_arms(protocol: dict[str, Any]) -> list[str]:
+    """The arms whose learning rate has pilots of its own; another arm's scores are no row."""
+    return [arm for arm, settings in protocol["arms"].items() if settings["rates"]]
+
+
 def arms_table(records: Sequence[dict[str, Any]], protocol: dict[str, Any]) -> str:
-    """Means over seeds of each arm's scores, and of the CPU seconds of a training; first the model from which all start."""
+    """Means over seeds of the scores of each arm with pilots, and of its CPU seconds; first the model from which all start."""
     arms = {"start": "aligned, not trained"}
-    arms |= {arm: f"{arm}: {settings['name']}" for arm, settings in protocol["arms"].items()}
+    arms |= {arm: f"{arm}: {protocol['arms'][arm]['name']}" for arm in tuned_arms(protocol)}
     lines = []
     for arm, name in arms.items():
         runs = [run for run in records if run["arm"] == arm]
@@ -88,9 +93,11 @@ def arms_table(records: Sequence[dict[str, Any]], protocol: dict[str, Any]) -> s
 
 
 def differences_table(records: Sequence[dict[str, Any]], protocol: dict[str, Any]) -> str:
-    """The compared pairs; a verdict is bold if it is a primary's or stands after Holm's correction."""
+    """Show pairs of arms with pilots of their own; a verdict is bold if it is a primary's or stands after Holm's correction."""
     lines = []
     for row in rows(records, protocol):
+        if not {row["of"], row["over"]} <= set(tuned_arms(protocol)):
+            continue
         mean, low, high, _ = row["estimate"]
         difference = f"{mean:+.1f} ({low:+.1f} to {high:+.1f})" if row["seeds"] > 1 else "-"
         stands = row["holm"] or row["kind"] == "primaries"

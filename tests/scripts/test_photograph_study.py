@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,12 +15,13 @@ from open_clip_zerovl.core.rates import warmup_cosine
 from open_clip_zerovl.dga import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.optimizer import optimizer_step, parameter_groups
-from scripts.photographs import accumulation, study
+from scripts.photographs import accumulation, study, study_report
 from scripts.photographs.heads import Heads, Pairs, Training, epoch_order, train
 from scripts.photographs.mixtures import WIDTH as WIDTH_OF_STUDY
 from scripts.photographs.mixtures import neighbours_mixing, source_probe
 from scripts.photographs.styles import CAPTIONS, PICTURES
 
+ROOT = Path(__file__).resolve().parents[2]
 PROTOCOL = study.read_protocol()
 WIDTH, SIZES = 24, (70, 90)
 
@@ -196,3 +198,111 @@ def test_the_runs_of_accumulation_are_paired():
         [run.facts | {"arm": ""} for run in runs if run.arm == arm] for arm in ("dga", "accum-freq")
     ]
     assert facts[0] == facts[1] and len(facts[0]) == 2 * 3 * 5 * 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Records and pages
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def made_up(arm: str, rate: float, gain: float, data: str = "framed") -> list[study.Record]:
+    """A unit's records: seeds differ by 5 points, arms by `gain`."""
+    facts = {"data": data, "arm": arm, "rate": rate, "samples": 1000, "cpu_seconds": 1.0}
+    return [
+        facts
+        | {
+            "seed": seed,
+            "scores": dict.fromkeys(
+                ("validation", "clean", "pool", "cross", "unseen"), 5 * seed + gain + 0.01 * seed
+            ),
+        }
+        for seed in range(10)
+    ]
+
+
+def test_a_mixtures_row_is_paired_at_the_rate_that_random_batches_prefer():
+    """Debiased gains 2 points at that rate, and 9 at one where it is best itself; a mixture without all rates is no row."""
+    records = []
+    for rate, random, debiased in ((1e-3, 0, 1), (3e-3, 5, 7), (1e-2, 1, 10)):
+        records += made_up("random", rate, random) + made_up("debiased", rate, debiased)
+    rows = study_report.mixture_rows(records, PROTOCOL)
+    assert [row.name for row in rows] == ["framed"] and rows[0].rate == 3e-3
+    assert rows[0].estimate("clean").mean == pytest.approx(2)
+    assert "**+2.00 (+2.00 to +2.00)**<br>higher, above the margin" in study_report.mixtures_table(
+        rows, PROTOCOL
+    )
+    assert study_report.mixture_rows(records[:-10], PROTOCOL) == []
+
+
+def test_a_batch_is_compared_with_16_at_each_ones_best_rate():
+    records = []
+    for arm, rate, gain in (("16", 1e-4, 0), ("16", 3e-4, 3), ("16", 1e-3, 1)):
+        records += made_up(arm, rate, gain, "")
+    records += made_up("256", 3e-4, 9, "")  # at the edge of its grid: no row yet
+    for rate, gain in ((3e-4, 1), (1e-3, 3.2), (3e-3, 2)):
+        records += made_up("64", rate, gain, "")
+    table = study_report.batch_table(records, PROTOCOL)
+    assert "| 256" not in table
+    row = next(line for line in table.splitlines() if line.startswith("| 64"))
+    assert (
+        "0.001 | 23.5 | 25.7 | 24.5 | **+0.20 (+0.20 to +0.20)**, higher, below the margin" in row
+    )
+
+
+@pytest.mark.parametrize("part", list(study.units(PROTOCOL)))
+def test_the_committed_records_are_fair_runs_of_the_protocol(part):
+    """Each unit has all seeds once, a rate of the ladder, and its arm's samples; arms that are compared have the same."""
+    records = study.read_records(part)
+    by_unit: dict[tuple, list] = {}
+    for run in records:
+        by_unit.setdefault((run["data"], run["arm"], run["rate"]), []).append(run)
+    samples: dict[str, set] = {}
+    for (data, arm, rate), runs in by_unit.items():
+        assert sorted(run["seed"] for run in runs) == PROTOCOL["seeds"]
+        assert rate in PROTOCOL["ladder"] and all(run["cpu_seconds"] > 0 for run in runs)
+        samples.setdefault(data + arm * ("equal time" in arm), set()).update(
+            run["samples"] for run in runs
+        )
+    assert all(len(each) == 1 for each in samples.values())
+    if part == "debiased":
+        assert {data for data, *_ in by_unit} <= PROTOCOL["debiased"]["mixtures"].keys()
+
+
+def test_the_page_shows_the_tables_and_the_figure_of_the_records():
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    for table in study_report.tables(PROTOCOL).values():
+        assert table in page
+
+
+def test_the_readme_and_the_first_screen_say_what_the_rows_decide():
+    """Whoever changes a sentence changes its row here; the rows must decide it, and stand after Holm's correction."""
+    rows = {
+        row.name: row for row in study_report.mixture_rows(study.read_records("debiased"), PROTOCOL)
+    }
+    batches = study.read_records("batch-random")
+    arms = [
+        study_report.of_arm(batches, arm=arm, rate=study_report.best_rate(batches, arm))
+        for arm in ("256", "16")
+    ]
+    larger = study_report.difference(*arms, "clean")
+    clean, pool = (rows["framed"].estimate(measure) for measure in ("clean", "pool"))
+    readme, page = (
+        " ".join((ROOT / name).read_text(encoding="utf-8").split())
+        for name in ("README.md", "docs/results.md")
+    )
+    for estimate, sentence, sign in (
+        (larger, "batch 256 scored {:+.1f} points of mean recall ({:+.1f} to {:+.1f}) over 16", 1),
+        (clean, "{:+.1f} points ({:+.1f} to {:+.1f}) on clean photographs", 1),
+        (pool, "search all sources in one pool: {:+.1f} ({:+.1f} to {:+.1f})", -1),
+    ):
+        assert sentence.format(*estimate[:3]) in readme
+        assert sign * estimate.low > PROTOCOL["margin"] < sign * estimate.high
+    assert (
+        arms[0][0]["rate"] == 3 * arms[1][0]["rate"]
+        and arms[0][0]["samples"] == arms[1][0]["samples"]
+    )
+    assert f"batch 256 scores {larger.mean:.1f} points of mean recall above 16" in page
+    gain = f"they gain {clean.mean:.1f} points on clean photographs"
+    assert gain in page and f"they lose {-pool.mean:.1f}." in page
+    null = [rows["split"].estimate(measure) for measure in ("clean", "pool")]
+    assert all(abs(edge) < PROTOCOL["margin"] for each in null for edge in each[1:3])

@@ -1,0 +1,280 @@
+"""The tables and the figure of the study of large and debiased batches on photographs, from its records.
+
+    python -m scripts.photographs.study_report [--out docs/results.md]
+
+Rows follow study.yaml: differences are paired by seed, at the rate that the validation photographs choose. What has no
+records is no row.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from scipy.stats import spearmanr
+
+from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.report.plot import FAINT, MODEL_COLOURS, new_figure, plain_axes, png_bytes
+from open_clip_zerovl.report.tables import markdown_table
+from open_clip_zerovl.report.verdicts import Estimate, holm, student, verdict
+from scripts.photographs.study import (
+    RECORDS,
+    Record,
+    mean_scores,
+    next_rate,
+    read_protocol,
+    read_records,
+)
+from scripts.sections import replace_section
+
+FIGURE = RECORDS / "mixtures.png"
+PRIMARIES = ("clean", "pool")
+SHOWN = ("clean", "pool", "cross", "unseen")
+SMALLEST = "16"  # the arm that all batches are compared with
+
+
+def shown(estimate: Estimate) -> str:
+    """The mean with its interval."""
+    mean, low, high, _ = estimate
+    return f"{mean:+.2f} ({low:+.2f} to {high:+.2f})"
+
+
+def difference(of: Sequence[Record], over: Sequence[Record], measure: str) -> Estimate:
+    """Student's estimate of the paired difference of two arms' runs, seed by seed."""
+    values = [{run["seed"]: run["scores"][measure] for run in runs} for runs in (of, over)]
+    assert values[0].keys() == values[1].keys()
+    return student([values[0][seed] - values[1][seed] for seed in sorted(values[0])])
+
+
+def of_arm(records: Sequence[Record], **facts: Any) -> list[Record]:
+    """The runs whose entries are `facts`."""
+    return [run for run in records if all(run[key] == value for key, value in facts.items())]
+
+
+@dataclass(frozen=True)
+class MixtureRow:
+    """Debiased against random batches on a mixture with all of its records.
+
+    Attributes:
+        rates: the common grid.
+        records: of the mixture.
+    """
+
+    name: str
+    says: str
+    rates: Sequence[float]
+    records: Sequence[Record]
+
+    @property
+    def is_whole(self) -> bool:
+        """True if both arms have runs at every rate."""
+        runs = {(run["arm"], run["rate"]) for run in self.records}
+        return len(runs) == 2 * len(self.rates)
+
+    @cached_property
+    def rate(self) -> float:
+        """The rate that random batches prefer on the validation photographs."""
+        scores = mean_scores(self.records, "validation", arm="random")
+        return max(scores, key=scores.__getitem__)
+
+    @property
+    def measures(self) -> list[str]:
+        return [name for name in SHOWN if name in self.records[0]["scores"]]
+
+    def estimate(self, measure: str, rate: float | None = None) -> Estimate:
+        """Debiased minus random at a rate; None: the verdict's."""
+        at = self.rate if rate is None else rate
+        arms = [of_arm(self.records, arm=arm, rate=at) for arm in ("debiased", "random")]
+        return difference(*arms, measure)
+
+
+def mixture_rows(records: Sequence[Record], protocol: dict[str, Any]) -> list[MixtureRow]:
+    """The mixtures that are measured at all rates, in the protocol's order."""
+    settings = protocol["debiased"]
+    rows = [
+        MixtureRow(name, given["says"], settings["rates"], of_arm(records, data=name))
+        for name, given in settings["mixtures"].items()
+    ]
+    return [row for row in rows if row.is_whole]
+
+
+def mixtures_table(rows: Sequence[MixtureRow], protocol: dict[str, Any]) -> str:
+    """Differences at each mixture's rate, with the two facts of the primaries; what stands after Holm's correction is bold."""
+    p_values = {(row.name, name): row.estimate(name).p for row in rows for name in PRIMARIES}
+    standing = holm(p_values)
+    lines = []
+    for row in rows:
+        cells = [row.says, f"{row.rate:g}"]
+        for name in SHOWN[:3]:
+            if name not in row.measures:
+                cells.append("")
+                continue
+            estimate = row.estimate(name)
+            cell = shown(estimate)
+            if name in PRIMARIES:
+                bold = "**" if (row.name, name) in standing else ""
+                cell = f"{bold}{cell}{bold}<br>{verdict(estimate, protocol['margin'])}"
+            cells.append(cell)
+        lines.append(cells)
+    header = ["two sources", "rate", "clean photographs", "one pool", "across"]
+    return markdown_table(header, lines)
+
+
+def rates_table(rows: Sequence[MixtureRow], signs: Sequence[Record]) -> str:
+    """Mean differences at each rate of the grid, and what was known of a mixture before its trainings."""
+    known = {sign["data"]: sign for sign in signs}
+    lines = []
+    for row in rows:
+        cells = [row.name]
+        for name in PRIMARIES:
+            cells += [f"{row.estimate(name, rate).mean:+.1f}" for rate in row.rates]
+        cells.append(f"{row.estimate('unseen').mean:+.1f}")
+        sign = known[row.name]
+        cells += [f"{sign['picture']:.0f}", f"{sign['caption']:.0f}", f"{sign['sign']:.2f}"]
+        lines.append(cells)
+    rates = [f"{rate:g}" for rate in rows[0].rates] if rows else []
+    header = [
+        "mixture",
+        *(f"clean, {rate}" for rate in rates),
+        *(f"pool, {rate}" for rate in rates),
+    ]
+    header += ["unseen", "picture probe %", "caption probe %", "sign"]
+    return markdown_table(header, lines)
+
+
+def rank_correlations(rows: Sequence[MixtureRow], signs: Sequence[Record]) -> dict[str, float]:
+    """Measure -> Spearman's rank correlation of its difference with the sign, over the mixtures that have it."""
+    known = {sign["data"]: sign["sign"] for sign in signs}
+    found = {}
+    for measure in ("clean", "pool", "cross"):
+        having = [row for row in rows if measure in row.measures]
+        values = [row.estimate(measure).mean for row in having]
+        found[measure] = float(spearmanr([known[row.name] for row in having], values).statistic)
+    return found
+
+
+def batch_table(records: Sequence[Record], protocol: dict[str, Any]) -> str:
+    """Each arm at its best rate and at the neighbours: mean recall on the test photographs, and the difference to 16.
+
+    An arm is a row once its best rate lies inside its grid.
+    """
+    arms = [
+        arm
+        for arm in protocol["batch"]["arms"]
+        if (scores := mean_scores(records, "validation", arm=arm))
+        and next_rate(scores, protocol["ladder"]) is None
+    ]
+    best = {arm: best_rate(records, arm) for arm in arms}
+    smallest = of_arm(records, arm=SMALLEST, rate=best[SMALLEST])
+    p_values = {
+        arm: difference(of_arm(records, arm=arm, rate=best[arm]), smallest, "clean").p
+        for arm in arms
+        if arm != SMALLEST
+    }
+    standing = holm(p_values)
+    lines = []
+    for arm in arms:
+        runs = of_arm(records, arm=arm, rate=best[arm])
+        scores = mean_scores(records, "clean", arm=arm)
+        grid = sorted(scores)
+        place = grid.index(best[arm])
+        around = [
+            f"{scores[grid[near]]:.1f}" if 0 <= near < len(grid) else ""
+            for near in (place - 1, place, place + 1)
+        ]
+        cells = [arm, f"{runs[0]['samples']:,}", f"{fmean(run['cpu_seconds'] for run in runs):.1f}"]
+        cells += [f"{best[arm]:g}", *around]
+        if arm == SMALLEST:
+            cells.append("")
+        else:
+            estimate = difference(runs, smallest, "clean")
+            bold = "**" if arm in standing else ""
+            facts = verdict(estimate, protocol["margin"])
+            cells.append(f"{bold}{shown(estimate)}{bold}, {facts}")
+        lines.append(cells)
+    header = [
+        "batch",
+        "samples",
+        "CPU s",
+        "best rate",
+        "a step lower",
+        "mean recall",
+        "a step higher",
+    ]
+    return markdown_table([*header, "minus 16"], lines)
+
+
+def best_rate(records: Sequence[Record], arm: str) -> float:
+    """The rate with the best mean recall on the validation photographs."""
+    scores = mean_scores(records, "validation", arm=arm)
+    return max(scores, key=scores.__getitem__)
+
+
+def draw(rows: Sequence[MixtureRow]) -> bytes:
+    """Debiased minus random by mixture: clean, across, one pool, with their intervals."""
+    figure = new_figure(8, 0.42 * len(rows) + 1.1)
+    axes = figure.add_subplot()
+    plain_axes(axes)
+    axes.grid(axis="y", visible=False)
+    axes.axvline(0, color=FAINT, linewidth=1)
+    labels = {"clean": "clean photographs", "cross": "across the styles", "pool": "one pool"}
+    for number, (measure, label) in enumerate(labels.items()):
+        having = [(place, row) for place, row in enumerate(rows) if measure in row.measures]
+        estimates = [row.estimate(measure) for _, row in having]
+        axes.errorbar(
+            [estimate.mean for estimate in estimates],
+            [-place + 0.2 * (1 - number) for place, _ in having],
+            xerr=[
+                [estimate.mean - estimate.low for estimate in estimates],
+                [estimate.high - estimate.mean for estimate in estimates],
+            ],
+            fmt="os^"[number],
+            color=MODEL_COLOURS[(1, 2, 0)[number]],
+            markersize=5,
+            label=label,
+        )
+    axes.set_yticks([-place for place in range(len(rows))], [row.says for row in rows], fontsize=9)
+    axes.set_xlabel("debiased - random, points of mean recall (95 %, ten seeds)", fontsize=9)
+    axes.legend(frameon=False, fontsize=9, loc="lower left")
+    return png_bytes(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="PAGE", help="write its sections and the figure"
+    )
+    page = parser.parse_args().out
+    protocol = read_protocol()
+    sections = tables(protocol)
+    for name, table in sections.items():
+        print(f"\n{name}\n\n{table}")
+        if page is not None:
+            replace_section(page, name, ["", table, ""])
+    rows = mixture_rows(read_records("debiased"), protocol)
+    print("\nrank correlations with the sign:", rank_correlations(rows, read_records("signs")))
+    if page is not None and rows:
+        write_atomically(FIGURE, draw(rows))
+
+
+def tables(protocol: dict[str, Any]) -> dict[str, str]:
+    """Section of the page -> its table, of those that have records."""
+    made = {}
+    for start in protocol["batch"]["starts"]:
+        if records := read_records(f"batch-{start}"):
+            made[f"batch-{start}"] = batch_table(records, protocol)
+    if rows := mixture_rows(read_records("debiased"), protocol):
+        made["mixtures"] = mixtures_table(rows, protocol)
+        made["mixtures by rate"] = rates_table(rows, read_records("signs"))
+    return made
+
+
+if __name__ == "__main__":
+    main()
