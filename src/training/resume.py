@@ -191,7 +191,7 @@ _NOT_COMPARED = frozenset((
     "remote_sync_protocol", "val_data", "val_frequency", "val_num_samples", "imagenet_val", "imagenet_v2",
     "zeroshot_frequency", "zero_shot_data", "retrieval_data", "retrieval_captions", "retrieval_frequency",
     "retrieval_transform", "device", "dist_url", "dist_backend", "no_set_device_rank", "horovod", "cache_dir",
-    "shard_cache", "shard_cache_gib", "loader_timeout", "batch_size", "dga_steps", "workers", "seed", "sampling",
+    "shard_cache", "shard_cache_gib", "batch_size", "dga_steps", "workers", "seed", "sampling",
     "source_order", "train_data", "train_data_upsampling_factors", "captions", "train_num_samples",
     "dataset_resampled", "wd", "beta1", "beta2", "eps",
 ))  # fmt: skip

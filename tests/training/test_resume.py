@@ -242,7 +242,7 @@ OTHERS = {
     "copy_codebase save_frequency save_every_steps save_most_recent keep_checkpoints delete_previous_checkpoint remote_sync "
     "remote_sync_frequency remote_sync_protocol val_data val_frequency val_num_samples imagenet_val imagenet_v2 "
     "zeroshot_frequency zero_shot_data retrieval_data retrieval_captions retrieval_frequency retrieval_transform device "
-    "dist_url dist_backend no_set_device_rank horovod cache_dir shard_cache shard_cache_gib loader_timeout",
+    "dist_url dist_backend no_set_device_rank horovod cache_dir shard_cache shard_cache_gib",
 }
 
 
