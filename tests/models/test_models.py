@@ -8,6 +8,7 @@ import open_clip
 import pytest
 import timm
 import torch
+import transformers
 from huggingface_hub import constants
 from open_clip.factory import get_model_config
 from open_clip.tokenizer import HFTokenizer
@@ -359,3 +360,34 @@ def test_tower_weights_that_do_not_fit_get_a_sentence(small, tmp_path):
             load_pretrained_tower(model, "image", tmp_path / file)
     with pytest.raises(UserError, match="is not a HF model"):
         load_pretrained_tower(open_clip.create_model("ViT-S-32-alt"), "text", tmp_path / "short.pt")
+
+
+@pytest.mark.parametrize("fault", [None, "number", "side", "unigram"])
+def test_a_tokenizer_that_does_not_fit_its_tower_is_refused(tmp_path, fault):
+    """One text at two lengths had two embeddings: padding was read as text. Pieces without embeddings raised IndexError."""
+    folder = tmp_path / "bert"
+    write_bert(folder, ["a cat", "a dog on grass"])
+    sentence = ""
+    if fault == "number":
+        sentence = "pads with the number 0, and the tower takes 3 for padding"
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "pad_token_id": 3}))
+    elif fault == "side":
+        sentence = "pads before the text"
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "left"
+        tokenizer.save_pretrained(folder)
+    elif fault == "unigram":
+        sentence = "has 5000 tokens, the tower only"
+        content = json.loads((folder / "tokenizer.json").read_text())
+        content["model"] = {
+            "type": "Unigram",
+            "unk_id": 0,
+            "vocab": [[f"p{n}", -1.0] for n in range(5000)],
+        }
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+    if not fault:
+        check_model("zerovl-emoji", text_model=folder)
+        return
+    with pytest.raises(UserError, match=sentence):
+        check_model("zerovl-emoji", text_model=folder)

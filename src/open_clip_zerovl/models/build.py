@@ -197,6 +197,7 @@ def _check_text_config(folder: Path, config: dict[str, Any], context_length: int
         raise UserError(
             f"the tokenizer in {folder} has {tokens} tokens, the tower only {embeddings}: they do not match"
         )
+    _check_padding(folder)
     positions = config.get("max_position_embeddings")
     if positions and kind in ("roberta", "xlm-roberta"):
         # They count positions from the padding token's number on.
@@ -208,12 +209,36 @@ def _check_text_config(folder: Path, config: dict[str, Any], context_length: int
         )
 
 
+def _check_padding(folder: Path) -> None:
+    """Refuse a tokenizer whose padding the tower would read as text: it masks the number that its config names.
+
+    Raises:
+        UserError: another number, or padding before the text, where a pooled first token is one.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    number = AutoConfig.from_pretrained(folder).pad_token_id
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    advice = (
+        "align heads on it with `zerovl align --text hf:...`, which mends it, and train that model"
+    )
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != number:
+        raise UserError(
+            f"the tokenizer in {folder} pads with the number {tokenizer.pad_token_id}, and the tower takes {number} for "
+            f"padding; {advice}"
+        )
+    if tokenizer.padding_side != "right":
+        raise UserError(f"the tokenizer in {folder} pads before the text; {advice}")
+
+
 def _vocabulary_size(folder: Path) -> int:
     """The number of tokens of the folder's tokenizer; 0 if its format does not list them."""
     tokenizer, words = folder / "tokenizer.json", folder / "vocab.txt"
     if tokenizer.is_file():
         content = json.loads(tokenizer.read_text(encoding="utf-8"))
         vocabulary = content.get("model", {}).get("vocab")
+        if isinstance(vocabulary, list):  # of Unigram: (piece, score), by number
+            vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
         if not isinstance(vocabulary, dict):
             return 0
         return 1 + max(
