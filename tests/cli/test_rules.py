@@ -83,7 +83,7 @@ def trained(data: str) -> Seen:
         return torch.zeros(len(captions))
 
     loader = loader_of(
-        parse_sources(f"x={data}"),
+        parse_sources(f"x={data}", captions="one-per-epoch"),
         1,
         transform=lambda image: torch.tensor(look(image)),
         tokenizer=tokenize,
@@ -719,3 +719,70 @@ def test_what_is_not_read_is_counted(tmp_path, caplog, capsys):
     said = capsys.readouterr().out
     assert report["pictures"] == 2 and "1 .heic" in said and "1 .txt" in said
     assert "1 links that lead out of the folder" in said
+
+
+# ----------------------------------------------------------------------------------------------- the text of a caption
+
+LONG = "word " * 1_200
+TEXTS = {  # a txt -> its captions; None where the caption is refused
+    "the control": (b"a dog", ["a dog"]),
+    "a mark": (b"\xef\xbb\xbfa dog", ["a dog"]),
+    "UTF-16": ("a dög".encode("utf-16"), ["a dög"]),
+    "UTF-32": ("a dög".encode("utf-32"), ["a dög"]),
+    "Windows": (b"a dog\r\n", ["a dog"]),
+    "an old Mac": (b"a dog\ra cat\r", ["a dog", "a cat"]),
+    "two lines": (b"a dog\n\n  a cat\n", ["a dog", "a cat"]),
+    "white space": ("a\u2028dog,\t\u00a0 and\x85more".encode(), ["a dog, and more"]),
+    "6,000 characters": (LONG.encode(), [LONG[:4096]]),
+    "Latin-1": ("a dög".encode("latin-1"), None),
+    "UTF-16 without its mark": ("a dog".encode("utf-16-le"), None),
+    "blank": (" \u00a0\n\t\n".encode(), None),
+}
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_a_text_has_the_same_captions_at_every_door(tmp_path, case):
+    content, captions = TEXTS[case]
+    pairs = [*members(range(2)), ("2.png", encoded(picture(2))), ("2.txt", content)]
+    write_tar(tmp_path / "in/0.tar", pairs)
+    (tmp_path / "folder").mkdir()
+    for name, each in pairs:
+        (tmp_path / "folder" / name).write_bytes(each)
+    (sample,) = list(read_samples(tmp_path / "in/0.tar"))[2:]
+    assert sample.captions == (captions or [])  # search, finetune
+    for place in (tmp_path / "in", tmp_path / "folder"):
+        out = Path(f"{place}-packed")
+        report = pack([str(place)], out, work=Work(progress=False))
+        written = [one.captions for one in read_samples(out / "train/00000.tar")]
+        assert sorted(written) == sorted([[caption(0)], [caption(1)], *filter(None, [captions])])
+        assert len(report["refused"]) == (captions is None)
+    faults = check_shards(tmp_path / "in", progress=False).faults
+    assert bool(faults) == (captions is None)
+    if captions is None:
+        with pytest.raises(UserError, match="sample '2' has .*caption"):
+            retrieved(str(tmp_path / "in"))
+        with pytest.raises(AssertionError, match="caption"):  # which counts the loss
+            trained(str(tmp_path / "in"))
+        return
+    assert list(retrieved(str(tmp_path / "in")))[2:] == captions
+    assert set(trained(str(tmp_path / "in"))) - {caption(0), caption(1)} <= set(captions)
+
+
+def test_a_quoted_line_break_is_a_blank_at_every_door(tmp_path):
+    pictures_in(tmp_path / "in", range(3))
+    rows = [f'{n:04d}.png,"picture\r\nnumber {n}"\n' for n in range(3)]
+    (tmp_path / "in/pairs.csv").write_text("image,caption\n" + "".join(rows), newline="")
+    table = str(tmp_path / "in/pairs.csv")
+    assert {name: set(DOORS[name](table)) for name in ("pack", "train", "retrieval")} == {
+        name: set(map(caption, range(3))) for name in ("pack", "train", "retrieval")
+    }
+
+
+def test_words_for_nothing_are_counted_in_the_printed_report(tmp_path, capsys):
+    pictures_in(tmp_path / "in")
+    words = ("nan", "None", "NULL", "N/A", "<NA>", "-", ".", "None")
+    rows = [f"{n:04d}.png,{words[n] if n < 8 else caption(n)}\n" for n in range(PAIRS)]
+    (tmp_path / "in/pairs.csv").write_text("image,caption\n" + "".join(rows))
+    pack([str(tmp_path / "in/pairs.csv")], tmp_path / "out")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("nothing")]
+    assert all(f"1 {word!r}" in line for word in words if word != "None") and "2 'None'" in line

@@ -26,7 +26,7 @@ from torchvision import transforms
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data import shard_reader
-from open_clip_zerovl.data.reading import MAX_CAPTION_CHARACTERS, Reading
+from open_clip_zerovl.data.reading import Reading
 from open_clip_zerovl.data.sample_stream import SliceReader
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.stats import (
@@ -39,6 +39,7 @@ from open_clip_zerovl.data.stats import (
 from open_clip_zerovl.sampling.schedule import Batching
 from open_clip_zerovl.sampling.slices import ShardSlice
 from open_clip_zerovl.shards.index import open_index
+from open_clip_zerovl.shards.texts import MAX_CAPTION_CHARACTERS
 from support import ROOT, loading, warm
 from support.tars import encoded, noise_jpeg, png, write_source, write_tar
 

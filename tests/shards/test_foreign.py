@@ -8,8 +8,9 @@ import pytest
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.table import open_table
-from open_clip_zerovl.shards.foreign import BadFile, encoding_of, read_foreign
+from open_clip_zerovl.shards.foreign import BadFile, read_foreign
 from open_clip_zerovl.shards.pictures import picture_files
+from open_clip_zerovl.shards.texts import encoding_of
 
 
 @pytest.mark.timeout(20)

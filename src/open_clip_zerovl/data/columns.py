@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from open_clip_zerovl.core.errors import UserError, nearest
 from open_clip_zerovl.data.splits import split_column
+from open_clip_zerovl.shards.texts import EMPTY, BadCaption, caption_of
 
 CAPTION_NAMES = (
     *(
@@ -57,9 +58,6 @@ PICTURE_NAMES = (
 PICTURE_FLAG, CAPTION_FLAG = ("--csv-img-key", "--csv-caption-key")  # of training
 _SEPARATORS = ("\t", ",", ";", "|")
 _NUMBERED = re.compile(r"(caption|title|text|sentence|description)s?_?\d+")
-# reasons of refused rows
-UNMARKED = "NULs in the caption (UTF-16 without its mark?)"
-NOT_UTF8 = "caption not UTF-8"
 # of captions that are objects: {"raw": "a dog", "tokens": [...]}
 _TEXT_KEYS = ("raw", "caption", "text", "sentence")
 
@@ -224,11 +222,11 @@ def plain(name: str) -> str:
 
 
 def texts_of(values: Sequence[Any]) -> tuple[list[str], str]:
-    """The captions in the cells of a row, each once, white space made single; and the reason if there are none.
+    """The captions in the cells of a row (`shards.texts`), each once; and the reason if there are none.
 
     A cell holds a caption, a list of captions, an object with the caption, or the text of a JSON or Python list.
     """
-    problem = "empty caption"
+    problem = EMPTY
     texts: dict[str, None] = {}
     for value in _flat(values):
         if isinstance(value, bytes):
@@ -237,14 +235,11 @@ def texts_of(values: Sequence[Any]) -> tuple[list[str], str]:
             if value is not None and not (isinstance(value, float) and math.isnan(value)):
                 problem = "caption not text"
             continue
-        text = " ".join(value.split())
-        if not text:
-            continue
-        if "\0" in text:
-            return [], UNMARKED
-        if not is_utf8(text):
-            return [], NOT_UTF8
-        texts[text] = None
+        try:
+            texts[caption_of(value)] = None
+        except BadCaption as error:
+            if error.reason != EMPTY:
+                return [], error.reason
     return list(texts), "" if texts else problem
 
 

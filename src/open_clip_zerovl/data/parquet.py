@@ -21,7 +21,6 @@ from typing import Any
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.data.columns import (
     CAPTION_FLAG,
-    NOT_UTF8,
     PICTURE_FLAG,
     Chosen,
     Wanted,
@@ -33,6 +32,7 @@ from open_clip_zerovl.data.splits import split_column, split_of_word
 from open_clip_zerovl.shards.members import TEXT_EXTENSION, ShardError, unreadable
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
 from open_clip_zerovl.shards.remote import RemoteStream, RetryPolicy
+from open_clip_zerovl.shards.texts import NOT_UTF8
 from open_clip_zerovl.shards.transfers import Unreachable, words_of
 from open_clip_zerovl.shards.urls import local_path
 

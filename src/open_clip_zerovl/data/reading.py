@@ -30,12 +30,10 @@ from open_clip_zerovl.shards.foreign import BadFile, read_foreign
 from open_clip_zerovl.shards.members import ShardError, unreadable
 from open_clip_zerovl.shards.pictures import PICTURE_WORDS
 from open_clip_zerovl.shards.remote import RetryPolicy
+from open_clip_zerovl.shards.texts import BadCaption, caption_of
 from open_clip_zerovl.shards.transfers import StalledShard, words_of
 from open_clip_zerovl.shards.urls import local_path
 
-MAX_CAPTION_CHARACTERS = (
-    4096  # longer captions are cut to it: contexts hold 25 to 77 tokens, and tokenizing takes time
-)
 _GONE_SHARDS = 8  # after this many failures of remote shards in a row, their host counts as down
 
 
@@ -239,16 +237,11 @@ class Reading:
 
 
 def _caption(text: bytes) -> str | Fault:
-    """A caption as it is shown, or why it cannot be shown."""
+    """Return a caption as it is shown, or why it cannot be shown."""
     try:
-        caption = text.decode("utf-8").strip("\ufeff \t\r\n\f\v")
-    except UnicodeDecodeError as error:
-        return Fault("caption not UTF-8", f"has a caption that is not UTF-8 ({error})")
-    return (
-        caption[:MAX_CAPTION_CHARACTERS]
-        if caption.strip()
-        else Fault("empty caption", "has an empty caption")
-    )
+        return caption_of(text)
+    except BadCaption as error:
+        return Fault(error.reason, error.detail)
 
 
 def picture_file(path: str) -> bytes | None:

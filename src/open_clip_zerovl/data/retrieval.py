@@ -44,7 +44,8 @@ from open_clip_zerovl.data.indexed import (
 )
 from open_clip_zerovl.data.splits import shards_of_split
 from open_clip_zerovl.data.table import open_table
-from open_clip_zerovl.shards.members import CLIP_BENCHMARK_ORDER, TEXT_EXTENSION, caption_lines
+from open_clip_zerovl.shards.members import CLIP_BENCHMARK_ORDER, TEXT_EXTENSION
+from open_clip_zerovl.shards.texts import BadCaption, caption_lines, caption_of
 from open_clip_zerovl.shards.writing import RETRIEVAL_MARK, SHARD_COUNT
 
 CaptionedBatch = tuple[Tensor, list[tuple[str, ...]]]
@@ -270,9 +271,6 @@ def _samples(shards: Iterable[str]) -> Iterator[IndexedSample]:
 def _captions(texts: Sequence[bytes], where: str) -> tuple[str, ...]:
     """The captions of a picture. UserError if there are none, an empty one, or one that is not UTF-8."""
     try:
-        captions = tuple(text.decode("utf-8") for text in texts)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{where} has a caption that is not UTF-8 ({error})") from error
-    if not captions or not all(caption.strip() for caption in captions):
-        raise UserError(f"{where} has an empty caption")
-    return captions
+        return tuple(map(caption_of, texts or [b""]))
+    except BadCaption as error:
+        raise UserError(f"{where} {error}") from error

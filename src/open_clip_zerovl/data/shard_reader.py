@@ -33,7 +33,6 @@ from open_clip_zerovl.shards.members import (
     WANTED,
     Extent,
     ShardError,
-    caption_lines,
     image_of,
     locate_samples,
     opened,
@@ -42,6 +41,7 @@ from open_clip_zerovl.shards.members import (
 )
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
 from open_clip_zerovl.shards.remote import RetryPolicy
+from open_clip_zerovl.shards.texts import caption_lines
 from open_clip_zerovl.shards.transfers import Unreachable
 from open_clip_zerovl.shards.urls import is_parquet, local_path
 
@@ -204,7 +204,7 @@ class ShardReader:
         if field_names(captions):
             texts = captions_of(members, captions)
         elif text is None or captions in (None, "joined"):
-            texts = None if text is None else [text]
+            texts = None if text is None else [b" ".join(caption_lines(text))]
         else:
             texts = caption_lines(text)[: 1 if captions == "first" else None]
         return key, texts, image_of(members)

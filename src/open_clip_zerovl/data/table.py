@@ -34,9 +34,9 @@ from open_clip_zerovl.data.columns import (
     guess_separator,
 )
 from open_clip_zerovl.data.splits import split_of_word
-from open_clip_zerovl.shards.foreign import encoding_of
 from open_clip_zerovl.shards.members import opened
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
+from open_clip_zerovl.shards.texts import encoding_of
 
 EXTENSIONS = (".csv", ".tsv")
 PACKED = "pack.json"  # marks an output of `zerovl data pack`, whose table lists refused rows
@@ -146,7 +146,8 @@ class CsvTable:
                     rows,
                     fields,
                     fields[0][self.image_column] if len(fields[0]) > self.image_column else "",
-                    [text.encode("utf-8", "surrogateescape") for text in texts],
+                    # a quoted line break would make two captions
+                    [" ".join(text.split()).encode("utf-8", "surrogateescape") for text in texts],
                     bool(self.rows[rows[0], 1]),
                 )
 

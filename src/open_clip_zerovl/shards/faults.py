@@ -12,6 +12,7 @@ from PIL import Image
 
 from open_clip_zerovl.core.errors import printable
 from open_clip_zerovl.shards.pictures import BadPicture, decoded
+from open_clip_zerovl.shards.texts import EMPTY, BadCaption, caption_lines, caption_of
 
 #: First and last bytes of a whole picture, by extension of `pictures.IMAGE_EXTENSIONS`.
 PICTURE_MARKS = {
@@ -87,11 +88,13 @@ def check_report(result: FolderCheck) -> str:
 
 
 def caption_fault(content: bytes) -> str:
-    """The fault of a caption, or ""."""
+    """Return the fault of a text of captions, "" for none."""
     try:
-        return "" if content.decode("utf-8").strip() else "caption is empty"
-    except UnicodeDecodeError:
-        return "caption is not UTF-8"
+        for line in caption_lines(content) or [b""]:
+            caption_of(line)
+    except BadCaption as error:
+        return "caption is empty" if error.reason == EMPTY else "caption is not UTF-8"
+    return ""
 
 
 def picture_fault(content: bytes, extension: str | None = None, *, decode: bool = False) -> str:

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import codecs
 import os
 from pathlib import Path
 
 from open_clip_zerovl.core.files import reading, regular_file
 from open_clip_zerovl.shards.members import unreadable
+from open_clip_zerovl.shards.texts import encoding_of
 
 LARGEST_PICTURE_BYTES = 1 << 30
-
-#: Byte-order marks; UTF-32 before UTF-16, whose mark begins with the same bytes.
-_MARKS = (
-    (codecs.BOM_UTF8, "utf-8-sig"),
-    (codecs.BOM_UTF32_LE, "utf-32"),
-    (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF16_LE, "utf-16"),
-    (codecs.BOM_UTF16_BE, "utf-16"),
-)
 
 
 class BadFile(Exception):
@@ -56,11 +47,6 @@ def read_foreign(path: str | os.PathLike[str], most_bytes: int = LARGEST_PICTURE
     if size > most_bytes or len(content) > most_bytes:
         raise BadFile("file too large", f"{path} has more than {most_bytes >> 20} MiB")
     return content
-
-
-def encoding_of(beginning: bytes) -> str:
-    """The encoding of a text by its byte-order mark; without one UTF-8."""
-    return next((encoding for mark, encoding in _MARKS if beginning.startswith(mark)), "utf-8")
 
 
 def text_of(file: Path) -> str:

@@ -27,12 +27,12 @@ from open_clip_zerovl.shards.members import (
     TEXT_EXTENSION,
     Extent,
     ShardError,
-    caption_lines,
     image_of,
     locate_samples,
     opened,
     unreadable,
 )
+from open_clip_zerovl.shards.texts import caption_lines
 
 _OPEN_INDEXES = 64  # kept in memory, 0.5 MB for a shard of 10,000 samples
 FOLDER = ".zerovl-index"

@@ -42,6 +42,7 @@ from open_clip_zerovl.shards.headers import (
 )
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
 from open_clip_zerovl.shards.remote import RetryPolicy, open_url
+from open_clip_zerovl.shards.texts import BadCaption, caption_lines, caption_of
 from open_clip_zerovl.shards.transfers import words_of
 
 #: The order in which CLIP_benchmark looks for the picture. Retrieval sets keep it on purpose: both programs score the same.
@@ -108,19 +109,17 @@ class Sample:
 
     @property
     def captions(self) -> list[str]:
-        """The lines of its text, bytes that are not UTF-8 replaced."""
-        lines = caption_lines(self.files.get(TEXT_EXTENSION, b""))
-        return [line.decode("utf-8", errors="replace") for line in lines]
+        """The captions of its text that can be shown."""
+        captions = []
+        for line in caption_lines(self.files.get(TEXT_EXTENSION, b"")):
+            with suppress(BadCaption):
+                captions.append(caption_of(line))
+        return captions
 
     @property
     def about(self) -> dict[str, Any]:
         """The object in its json; {} without one."""
         return object_of(self.files.get("json", b"")) or {}
-
-
-def caption_lines(text: bytes) -> list[bytes]:
-    """The captions in a `txt` member, one a line, empty lines left out."""
-    return [line for line in (line.strip() for line in text.split(b"\n")) if line]
 
 
 def object_of(content: bytes) -> dict[str, Any] | None:

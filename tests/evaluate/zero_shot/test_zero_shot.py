@@ -224,7 +224,7 @@ def test_labels_without_words_are_refused_and_can_be_named(tmp_path, labels, nam
 
 def test_a_part_of_imagenets_folders_has_words_and_digits_may_be_words(tmp_path):
     part = open_labelled_set(str(write_classes(tmp_path / "some", "n01440764 n02102040", each=1)))
-    assert part.names == ["tench", "English springer"]
+    assert part.names == ["tench", "English Springer Spaniel"]
     digits = open_labelled_set(write_labels(tmp_path / "digits", [0, 1], names="0\n1\n"))
     assert digits.names == ["0", "1"]  # as CLIP_benchmark names MNIST's
 

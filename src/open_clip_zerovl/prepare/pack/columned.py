@@ -32,9 +32,9 @@ from open_clip_zerovl.prepare.pack.classes import ClassTemplates
 from open_clip_zerovl.prepare.pack.places import Places, public_name
 from open_clip_zerovl.prepare.pack.rows import ADDRESS, Columns, PairRow, Reader
 from open_clip_zerovl.shards.archives import json_array, members, open_member
-from open_clip_zerovl.shards.foreign import encoding_of
 from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES
 from open_clip_zerovl.shards.remote import RetryPolicy
+from open_clip_zerovl.shards.texts import encoding_of
 
 _LOOKED_AT = 100  # objects of a JSON file, for the names of columns
 _COCO_LISTS = re.compile(rb'"(images|annotations)"\s*:\s*\[')

@@ -16,13 +16,13 @@ import numpy as np
 
 from open_clip_zerovl.core.errors import printable
 from open_clip_zerovl.core.files import atomic_file
-from open_clip_zerovl.data.columns import UNMARKED
 from open_clip_zerovl.data.names import FEWEST_PICTURES
 from open_clip_zerovl.data.splits import SPLITS
 from open_clip_zerovl.prepare.pack.rows import Reader
 from open_clip_zerovl.prepare.pack.store import PairDatabase
 from open_clip_zerovl.report.bounds import LOW_BEST, RECALL_KS, SHARED_CAPTIONS
 from open_clip_zerovl.shards.members import BYTES_BEHIND
+from open_clip_zerovl.shards.texts import UNMARKED, WORDS_FOR_NOTHING
 
 _EXAMPLES = 5
 _SHOWN_EXAMPLES = 3
@@ -86,10 +86,22 @@ def summarize(
         ),
         "tokens": _tokens(store),
         "captions_per_picture": _most_captions(store),
+        "words_for_nothing": _words_for_nothing(store),
         "repeated_captions": _repeated_captions(store),
         "repeated_pictures": _repeated_pictures(store),
         "sizes": _sizes(store),
     }
+
+
+def _words_for_nothing(store: PairDatabase) -> dict[str, int]:
+    """Count the captions that programs write for an empty cell ("nan", "None")."""
+    marks = ", ".join("?" * len(WORDS_FOR_NOTHING))
+    return dict(
+        store.db.execute(
+            f"SELECT text, COUNT(*) FROM written WHERE lower(text) IN ({marks}) GROUP BY text",
+            WORDS_FOR_NOTHING,
+        ).fetchall()
+    )
 
 
 def _split_notes(store: PairDatabase, input: int, reader: Reader) -> list[str]:
@@ -211,6 +223,11 @@ def lines(report: dict[str, Any], out: Path) -> list[str]:
         f"left out   {count:,} pictures {reason}, in refused.csv too"
         for reason, count in report["dropped"].items()
     ]
+    if nothing := report["words_for_nothing"]:
+        words = ", ".join(f"{count:,} {word!r}" for word, count in nothing.items())
+        texts.append(
+            f"nothing    captions that stand for an empty cell: {words}; leave their rows out"
+        )
     if report["repeated_captions"]["best_rsum"] < LOW_BEST:
         texts.append(f"repeated   {SHARED_CAPTIONS}")
     return [printable(line) for line in texts]

@@ -23,7 +23,6 @@ from open_clip_zerovl.data.splits import FolderSplits, split_above, split_column
 from open_clip_zerovl.prepare.pack.classes import NAME_THEM, ClassTemplates
 from open_clip_zerovl.prepare.pack.rows import Columns, PairRow, Reader, read_file
 from open_clip_zerovl.prepare.public.pictures import Failure
-from open_clip_zerovl.shards.foreign import encoding_of
 from open_clip_zerovl.shards.members import (
     TEXT_EXTENSION,
     ShardError,
@@ -41,6 +40,7 @@ from open_clip_zerovl.shards.pictures import (
     notes_of,
     walk,
 )
+from open_clip_zerovl.shards.texts import caption_lines
 
 #: The source column that a folder of pictures has by itself: the first folder on a picture's path.
 FOLDER_COLUMN = "folder"
@@ -103,7 +103,7 @@ class SampleReader(Reader):
             return row._replace(captions=[fields.get(key) for key in self.keys], source=source)
         if text is None:
             return row._replace(refused="no text of its name", source=source)
-        return row._replace(captions=text.splitlines(), source=source)
+        return row._replace(captions=caption_lines(text), source=source)
 
 
 class FolderReader(SampleReader):
@@ -326,10 +326,5 @@ class TarReader(SampleReader):
 
 
 def _read(path: str) -> bytes:
-    """The content of a text beside a picture, converted to UTF-8 if it has a byte-order mark. Failure as `read_file`."""
-    content = read_file(path, most_bytes=_LARGEST_TEXT_BYTES, kind="text")
-    encoding = encoding_of(content)
-    try:
-        return content if encoding == "utf-8" else content.decode(encoding).encode()
-    except UnicodeError as error:
-        raise Failure("caption not UTF-8") from error
+    """Return the content of a text beside a picture. Failure as `read_file`."""
+    return read_file(path, most_bytes=_LARGEST_TEXT_BYTES, kind="text")
