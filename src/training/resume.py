@@ -29,6 +29,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.core.randomness import STREAMS_VERSION
 from open_clip_zerovl.dga.retain import Decision
+from open_clip_zerovl.models.pickled import load_pickled
 from open_clip_zerovl.recipe.optimizer import parameter_groups
 from open_clip_zerovl.sampling.schedule import Batching
 
@@ -288,7 +289,7 @@ def load_checkpoint(args: argparse.Namespace, file_path: str, map_location: Any 
     """
     with reading(file_path, "give a checkpoint that training wrote"):
         with fsspec.open(file_path, "rb") as file:
-            checkpoint = torch.load(file, map_location=map_location, weights_only=True)
+            checkpoint = load_pickled(file, map_location=map_location)
         state = checkpoint.get("state_dict", checkpoint)
         state = {name.removeprefix(PREFIX): value for name, value in state.items()}
         if "state_dict" not in checkpoint:

@@ -120,7 +120,7 @@ SAMPLES: dict[str, tuple[tuple[str, bytes] | None, bytes | None, str | None]] = 
     "a caption in UTF-16": (
         ("png", png((200, 200, 200))),
         "x 5".encode("utf-16"),
-        "caption not UTF-8",
+        None,
     ),
     "a byte-order mark": (("png", png((200, 200, 200))), "\ufeffx 5".encode(), None),
     "a caption of a megabyte": (("png", png((200, 200, 200))), b"x 5 " + b"word " * 200_000, None),

@@ -7,15 +7,16 @@ import os
 import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from open_clip_zerovl.checkpoints.adapters import ENTRY, merged
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import reading
+from open_clip_zerovl.models.pickled import load_pickled
 
 WEIGHTS_FILE = "open_clip_model.safetensors"
 
@@ -23,7 +24,7 @@ WEIGHTS_FILE = "open_clip_model.safetensors"
 def read_state_dict(checkpoint: str | os.PathLike[str]) -> dict[str, Tensor]:
     """The weights of a checkpoint under open_clip's own names, adapters of --lora merged.
 
-    Only tensors and plain containers are loaded (`weights_only=True`); a pickle that wants to run code is refused.
+    Only tensors, plain containers and numbers are loaded (`load_pickled`); a pickle that wants to run code is refused.
 
     Raises:
         UserError: no such file, a file that does not load so, or one without weights.
@@ -72,7 +73,7 @@ def require_finite_weights(
 def read_epoch(checkpoint: str | os.PathLike[str]) -> int | None:
     """The epoch after which open_clip saved a checkpoint, None if it is not recorded. Errors as `read_state_dict`."""
     epoch = read_entry(checkpoint, "epoch")
-    return epoch if isinstance(epoch, int) else None
+    return int(epoch) if isinstance(epoch, Integral) else None
 
 
 def read_entry(checkpoint: str | os.PathLike[str], name: str) -> Any:
@@ -85,7 +86,7 @@ def _read_content(checkpoint: Path) -> Any:
     with reading(checkpoint, "give a checkpoint that training wrote"):
         # Memory-mapped, so that the optimizer's state (two thirds of the file) is not read; only the zip format can be.
         mapped = zipfile.is_zipfile(checkpoint)
-        return torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=mapped)
+        return load_pickled(checkpoint, map_location="cpu", mmap=mapped)
 
 
 @contextmanager

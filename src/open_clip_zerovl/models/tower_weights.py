@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.models.configs import TEXT_WEIGHTS
+from open_clip_zerovl.models.pickled import load_pickled
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def _read_tower_file(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             content: Any = load_file(path)
         else:
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            content = load_pickled(path, map_location="cpu")
         content = content.get("state_dict", content)
     weights = {key: value for key, value in content.items() if isinstance(value, Tensor)}
     # BERT's first releases name the two parameters of a LayerNorm gamma and beta.
