@@ -11,7 +11,7 @@ STAMP  := $(VENV)/.installed
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
 
-install: ## make .venv with the package, its demo, tests and tools (about 5.5 GB); FRESH=1 deletes an old one first
+install: ## make .venv with the package, its demo, tests and tools (about 7.1 GB); FRESH=1 deletes an old one first
 	$(if $(FRESH),rm -rf $(VENV))
 	@$(MAKE) --no-print-directory $(STAMP)
 
@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml
 	@if [ -e $(VENV) ] && [ ! -e $(VENV)/.zerovl ]; then \
 		echo "$(VENV) was not made by make install and is left alone: VENV=DIR installs elsewhere, make install FRESH=1 replaces it"; \
 		exit 1; fi
-	@echo "Setting up $(VENV) (torch and its libraries, about 5.5 GB; once) ..."
+	@echo "Setting up $(VENV) (torch and its libraries, about 7.1 GB; once) ..."
 	test -x $(BIN)/python || { $(PYTHON) -m venv $(VENV) && touch $(VENV)/.zerovl; }
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet torch torchvision open_clip_torch --editable '.[demo,test,trainers,dev,docs,notebook]'
