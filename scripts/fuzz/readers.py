@@ -37,9 +37,9 @@ from open_clip_zerovl.evaluate.search.ranking import embed_collection
 from open_clip_zerovl.models.build import check_model
 from open_clip_zerovl.models.model_file import register_model_file
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
+from open_clip_zerovl.prepare.check import check_shards, write_sizes
 from open_clip_zerovl.prepare.pack.packing import pack
 from open_clip_zerovl.prepare.public.gather import Work
-from open_clip_zerovl.prepare.public.index import check_shards, index_shards
 from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, encode_picture
 from open_clip_zerovl.prepare.public.vg import largest_phrases
 from open_clip_zerovl.recipe.start import init_from
@@ -119,7 +119,7 @@ def packing(where: str) -> Reader:
 
 
 def data_index(folder: Path) -> None:
-    index_shards(str(folder / "source"), threads=1, progress=False)
+    write_sizes(folder / "source", threads=1, progress=False)
 
 
 def command(*arguments: str) -> Reader:
@@ -266,7 +266,7 @@ KINDS: dict[str, tuple[Callable[[inputs.Draw, Path], None], dict[str, Reader]]] 
             "probe, cls": probe("cls"),
             "probe, json": probe("json:label"),
             "data check": data_check,
-            "data index": data_index,
+            "data check --sizes": data_index,
             "zerovl data check": command("data", "check", "{}/source", "--decode"),
             "data pack": packing("source"),
         },
@@ -277,7 +277,7 @@ KINDS: dict[str, tuple[Callable[[inputs.Draw, Path], None], dict[str, Reader]]] 
             "training": training("source"),
             "without a name": stock,
             "data check": data_check,
-            "zerovl data index": command("data", "index", "{}/source"),
+            "zerovl data check --sizes": command("data", "check", "--sizes", "{}/source"),
         },
     ),
     "table": (

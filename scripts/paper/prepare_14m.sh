@@ -52,7 +52,6 @@ failures=()
     share sbu ${SBU_SOURCE:+--source $SBU_SOURCE} || failures+=(sbu)
     share cc12m ${CC12M_SOURCE:+--source $CC12M_SOURCE} || failures+=(cc12m)
 }
-zerovl data report "$data"
 if ((${#failures[@]})); then
     echo "$(date '+%F %T') NOT DONE: ${failures[*]}; the reason is printed above; call this again to go on."
     exit 1

@@ -122,8 +122,8 @@ def _check_shards(flag: str, path: str, args: argparse.Namespace) -> None:
     ]
     if unknown:
         raise UserError(
-            f"{folder}/sizes.json does not give the number of samples of {unknown[0]}; count them with `zerovl data index "
-            f"{folder or '.'}`, give --train-num-samples, or name the source: NAME=SHARDS"
+            f"{folder}/sizes.json does not give the number of samples of {unknown[0]}; count them with `zerovl data check "
+            f"{folder or '.'} --sizes`, give --train-num-samples, or name the source: NAME=SHARDS"
         )
 
 

@@ -174,13 +174,11 @@ ODD = {
     "linear-probe exp --train bombprobe --test probe --out p1": "the image of sample .0.png. cannot be read",
     "linear-probe exp --train notatar --test probe --out p2": "is not a readable",
     "data check binarysizes": "sizes.json cannot be read .*to have the shards counted",
-    "data report binarysizes": "sizes.json cannot be read .*to have the shards counted",
     **{
         f"data check {folder}": "was not written by this program|is not valid JSON|cannot be read"
         for folder in MANIFESTS
     },
-    "data report flatmanifest": "was not written by this program",
-    "data index notatar": "is broken",
+    "data check notatar --sizes": "is broken",
     "data cc3m --out d1 --source file": "is not a list of captions",
     "data coco --out d2 --source karpathy.json": "does not have the form of Karpathy's images",
     # flags that the way taken does not read
@@ -192,7 +190,7 @@ ODD = {
     f"{SCORE} --workers -1": "-1 is too small; give 0 or more",
     f"{SCORE} --device foo": "the device 'foo' cannot be used",
     f"{SCORE} --device meta": "the device 'meta' cannot be used",
-    f"data index a --threads {'9' * 5000}": "is not a whole number",
+    f"data check a --threads {'9' * 5000}": "is not a whole number",
 }
 
 

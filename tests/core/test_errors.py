@@ -19,7 +19,7 @@ from open_clip_zerovl import cli
 from open_clip_zerovl.cli import program
 from open_clip_zerovl.core.errors import UserError, ended, printable
 from open_clip_zerovl.data.retrieval import open_retrieval_set
-from open_clip_zerovl.prepare.public.index import check_shards
+from open_clip_zerovl.prepare.check import check_shards
 from open_clip_zerovl.shards.faults import check_report
 from support.tars import png, write_tar
 
@@ -130,7 +130,7 @@ def test_debug_shows_the_traceback_before_the_sentence(capsys, monkeypatch):
     seen = []
     monkeypatch.setattr(program, "function_of", lambda name: lambda parser: seen.append)
     assert (
-        cli.main(["report", "--debug"]) == cli.main(["--debug", "report"]) == 0 and len(seen) == 2
+        cli.main(["export", "--debug"]) == cli.main(["--debug", "export"]) == 0 and len(seen) == 2
     )
 
 
@@ -163,7 +163,7 @@ def test_a_program_without_its_packages_names_one(line):
 
 @pytest.mark.parametrize(
     "line",
-    ["open_clip_zerovl.cli --help", "open_clip_zerovl.cli report --help", "training.main --help"],
+    ["open_clip_zerovl.cli --help", "open_clip_zerovl.cli export --help", "training.main --help"],
 )
 def test_a_reader_that_goes_away_is_not_an_error(line):
     """`zerovl --help | head -1`: the reader is gone before anything is written."""

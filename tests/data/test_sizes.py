@@ -11,8 +11,7 @@ import pytest
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sizes import listed_sizes
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.prepare.public.counts import find_datasets
-from open_clip_zerovl.prepare.public.index import check_shards
+from open_clip_zerovl.prepare.check import check_shards
 from open_clip_zerovl.shards.urls import check_quotes, is_command
 from open_clip_zerovl.shards.writing import parse_sizes, read_sizes
 from support.tars import write_source
@@ -45,7 +44,6 @@ def test_wrong_numbers_are_one_sentence_wherever_sizes_are_read(tmp_path, kind):
         lambda: parse_sources(f"a={tmp_path}"),
         lambda: parse_sources(f"a={tmp_path}/0.tar"),
         lambda: check_shards(tmp_path, progress=False),
-        lambda: find_datasets([tmp_path]),
     ):
         with pytest.raises(UserError, match=r"sizes\.json cannot be read") as raised:
             read()

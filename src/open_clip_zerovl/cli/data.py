@@ -162,51 +162,14 @@ sbu, cc3m, cc12m = (partial(_url_list, name) for name in ("sbu", "cc3m", "cc12m"
 vg, coco, f30k = (partial(_annotated, name) for name in ("vg", "coco", "f30k"))
 
 
-def report(parser: argparse.ArgumentParser) -> RunCommand:
-    """`zerovl data report`."""
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR")
-
-    def run(arguments: argparse.Namespace) -> None:
-        from open_clip_zerovl.prepare.public.counts import report as table
-
-        print(table(arguments.folders))
-
-    return run
-
-
-def index(parser: argparse.ArgumentParser) -> RunCommand:
-    """`zerovl data index`."""
-    parser.add_argument(
-        "folder",
-        metavar="DIR|s3://...",
-        help="a source's folder of shards, or a URL that fsspec opens; tables need no count",
-    )
-    parser.add_argument(
-        "--threads", type=positive, default=8, help="shards at the same time (default %(default)s)"
-    )
-
-    def run(arguments: argparse.Namespace) -> None:
-        from open_clip_zerovl.core.files import check_writable
-        from open_clip_zerovl.data.table import find_table
-        from open_clip_zerovl.prepare.public.index import index_shards
-
-        if (table := find_table(arguments.folder)) is not None:
-            raise UserError(
-                f"{table} is a table, whose rows are counted whenever it is opened: it needs no sizes.json; "
-                "`zerovl data check` reads its rows"
-            )
-        if Path(arguments.folder).is_dir():
-            check_writable(Path(arguments.folder, "sizes.json"))
-        index_shards(arguments.folder, threads=arguments.threads)
-
-    return run
-
-
 def check(parser: argparse.ArgumentParser) -> RunCommand:
     """`zerovl data check`."""
     parser.description = f"{parser.description} Exit status 2 if one has a fault."
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a source's folder of shards")
     parser.add_argument(
-        "folder", metavar="DIR|TABLE", help="a source's folder, or a .csv or .tsv of pairs"
+        "--sizes",
+        action="store_true",
+        help="only count the samples, from the headers, into sizes.json",
     )
     parser.add_argument(
         "--hash", action="store_true", help="also compare with the manifest's hashes"
@@ -219,23 +182,23 @@ def check(parser: argparse.ArgumentParser) -> RunCommand:
 
 
 def _run_check(arguments: argparse.Namespace) -> None:
-    from open_clip_zerovl.data.check import check_table
     from open_clip_zerovl.data.table import find_table
-    from open_clip_zerovl.prepare.public.index import check_shards
+    from open_clip_zerovl.prepare.check import check_shards, write_sizes
     from open_clip_zerovl.shards.faults import check_report
 
-    options = {"threads": arguments.threads, "decode": arguments.decode}
-    if (table := find_table(arguments.folder)) is not None:
-        if arguments.hash:
-            raise UserError(
-                f"{table} is a table, for which no hashes are kept: check it without --hash"
-            )
-        result = check_table(table, **options)
-    else:
-        result = check_shards(arguments.folder, hashes=arguments.hash, **options)
+    folder, threads = arguments.folder, arguments.threads
+    if (table := find_table(str(folder))) is not None:
+        raise UserError(
+            f"{table} is a table, whose rows `zerovl data pack` checks; give a folder of shards"
+        )
+    if arguments.sizes:
+        sizes = write_sizes(folder, threads=threads)
+        print(f"{folder}: {sum(sizes.values()):,} samples in {len(sizes):,} shards, in sizes.json")
+        return
+    result = check_shards(folder, threads=threads, hashes=arguments.hash, decode=arguments.decode)
     print(check_report(result))
     if result.faults:
-        raise UserError(f"{arguments.folder} has {sum(result.faults.values())} faults: see above.")
+        raise UserError(f"{folder} has {sum(result.faults.values())} faults: see above.")
 
 
 def near(parser: argparse.ArgumentParser) -> RunCommand:

@@ -85,12 +85,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "data vg": ("data:vg", "Visual Genome: five largest regions' phrases an image"),
         "data coco": ("data:coco", "MS-COCO with Karpathy's splits"),
         "data f30k": ("data:f30k", "Flickr30K with Karpathy's splits (--source)"),
-        "data report": (
-            "data:report",
-            "the sources and retrieval sets in folders, with their counts",
-        ),
-        "data index": ("data:index", "count the samples of existing shards into sizes.json"),
-        "data check": ("data:check", "read every sample of every shard, or every row of a table"),
+        "data check": ("data:check", "read every sample of shards, or count them into sizes.json"),
         "data near": (
             "data:near",
             "training pictures that are in a test set, found by perceptual hashes",
@@ -101,7 +96,6 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
 SILENT = (
     "align",
     "data near",
-    "data report",
     "finetune",
     "linear-probe",
     "retrieval",

@@ -1,6 +1,6 @@
 """Faults of captions and pictures, and the result of checking a source.
 
-`datasets.index` checks shards, `data.check` tables.
+`prepare.check` checks shards.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _EXAMPLES = 5
 
 @dataclass
 class ShardCheck:
-    """The result of checking one shard, or a table.
+    """The result of checking one shard.
 
     Attributes:
-        shard: file name of the shard or the table.
+        shard: file name of the shard.
         faults: kind of fault -> how many.
         examples: kind of fault -> the first keys that have it.
     """
@@ -49,7 +49,7 @@ class ShardCheck:
 
 @dataclass(frozen=True)
 class FolderCheck:
-    """The result of checking the shards of a folder, or a table, and the time that it took."""
+    """The result of checking the shards of a folder, and the time that it took."""
 
     shards: list[ShardCheck]
     seconds: float

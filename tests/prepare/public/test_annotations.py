@@ -17,7 +17,7 @@ from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.retrieval import open_retrieval_set
-from open_clip_zerovl.prepare.public.index import check_shards
+from open_clip_zerovl.prepare.check import check_shards
 from open_clip_zerovl.prepare.public.karpathy import prepare_karpathy
 from open_clip_zerovl.prepare.public.lists import prepare_list, sbu_rows, tsv_rows
 from open_clip_zerovl.prepare.public.pairs import Work, shuffled_apart

@@ -21,9 +21,9 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.identity import sha256_of
 from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.prepare.check import check_shards
 from open_clip_zerovl.prepare.public import download, manifest, pairs
 from open_clip_zerovl.prepare.public.download import Downloader, Limits, fetch_file
-from open_clip_zerovl.prepare.public.index import check_shards
 from open_clip_zerovl.prepare.public.inputs import PictureStore
 from open_clip_zerovl.prepare.public.lists import prepare_list
 from open_clip_zerovl.prepare.public.pairs import Work

@@ -1,15 +1,12 @@
-"""Existing shards: count their samples into `sizes.json`, and check them.
+"""`zerovl data check`: shards that are there, every sample read, or counted into `sizes.json`.
 
-`index_shards` reads tar headers only, on a local disk or in a store that fsspec opens (`s3://...`). `check_shards` reads
-every sample; pictures are decoded only on request.
+`check_shards` reads every sample; pictures are decoded only on request. `write_sizes` reads tar headers only.
 """
 
 from __future__ import annotations
 
-import glob
 import json
 import os
-import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +14,7 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.core.identity import sha256_of
 from open_clip_zerovl.prepare.public.manifest import read_manifest
 from open_clip_zerovl.shards.faults import (
@@ -29,88 +26,47 @@ from open_clip_zerovl.shards.faults import (
 )
 from open_clip_zerovl.shards.headers import BrokenTar, Member, ReadAt, walk_tar
 from open_clip_zerovl.shards.members import TEXT_EXTENSION, group, image_of
-from open_clip_zerovl.shards.transfers import file_system_of
 from open_clip_zerovl.shards.writing import SIZES_FILE, read_sizes
 
-_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_STALL_SECONDS = 30.0
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Index
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def index_shards(folder: str, *, threads: int = 8, progress: bool = True) -> dict[str, int]:
-    """Count the samples of every `*.tar` of a folder, from the headers; writes `sizes.json` beside them.
+def write_sizes(folder: str | Path, *, threads: int = 4, progress: bool = True) -> dict[str, int]:
+    """Count the samples of every `*.tar` of a folder, as training does, and write `sizes.json` beside them.
 
     Args:
-        folder: a local one, or a URL that fsspec opens, such as `s3://bucket/cc12m`.
         threads: shards counted at the same time.
 
-    Returns:
-        File name -> samples, as in `sizes.json`.
-
     Raises:
-        UserError: no such folder, no shards in it, a broken shard, or no package that opens such URLs.
+        UserError: no shards in the folder, a shard that cannot be read, a file that cannot be written.
     """
-    if folder.startswith("hf://"):
-        raise UserError(
-            f"{folder} is on the hub, where sizes.json comes by an upload: run `zerovl data index` on a local copy of the "
-            "shards, and upload its sizes.json beside them"
-        )
-    remote = _REMOTE.match(folder) is not None
-    store, root, _ = file_system_of(
-        folder if remote else str(Path(folder).expanduser().absolute()), _STALL_SECONDS
-    )
-    names = sorted(
-        path.rpartition("/")[2] for path in store.glob(f"{glob.escape(root.rstrip('/'))}/*.tar")
-    )
-    if not names:
-        raise UserError(f"{folder} holds no *.tar shards: give a source's own folder.")
-
-    def count(name: str) -> int:
-        try:
-            # Headers lie far apart; with small blocks the pictures between them are not transferred.
-            with store.open(
-                f"{root}/{name}",
-                "rb",
-                **({"block_size": 1 << 14, "cache_type": "bytes"} if remote else {}),
-            ) as file:
-                total = file.seek(0, os.SEEK_END)
-
-                def read_at(offset: int, size: int) -> bytes:
-                    file.seek(offset)
-                    return file.read(size)
-
-                return sum(
-                    1 for _ in group((member.name, None) for member in walk_tar(read_at, total))
-                )
-        except BrokenTar as error:
-            raise UserError(
-                f"{folder.rstrip('/')}/{name} is broken: {error}. Fetch or write it again."
-            ) from error
-
+    path = Path(folder).expanduser()
+    shards = sorted(path.glob("*.tar"))
+    if not shards:
+        raise UserError(f"{folder} holds no *.tar shards; give a source's own folder")
+    check_writable(path / SIZES_FILE)
     with ThreadPoolExecutor(threads) as pool:
-        counts = list(
-            tqdm(pool.map(count, names), total=len(names), unit="shard", disable=not progress)
+        counted = tqdm(
+            pool.map(_count, shards),
+            total=len(shards),
+            unit="shard",
+            disable=not progress,
         )
-    sizes = dict(zip(names, counts, strict=True))
-    text = json.dumps(sizes, indent=1) + "\n"
-    if remote:
-        store.pipe_file(f"{root}/{SIZES_FILE}", text.encode())
-    else:
-        write_atomically(Path(folder, SIZES_FILE), text)
-    if progress:
-        print(
-            f"{folder}: {sum(counts):,} samples in {len(names):,} shards, written to {SIZES_FILE}."
-        )
+        sizes = {shard.name: count for shard, count in zip(shards, counted, strict=True)}
+    write_atomically(path / SIZES_FILE, json.dumps(sizes, indent=1) + "\n")
     return sizes
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Check
-# ---------------------------------------------------------------------------------------------------------------------
+def _count(path: Path) -> int:
+    """Count the samples of a shard from its headers. UserError if it is broken."""
+    with open(path, "rb", buffering=0) as file:
+        total = os.fstat(file.fileno()).st_size
+
+        def read_at(offset: int, size: int) -> bytes:
+            return os.pread(file.fileno(), min(size, total), offset)
+
+        try:
+            return sum(1 for _ in group((member.name, None) for member in walk_tar(read_at, total)))
+        except BrokenTar as error:
+            raise UserError(f"{path} is broken: {error}; fetch or write it again") from error
 
 
 def check_shards(
@@ -166,14 +122,10 @@ def check_shards(
         return shard_check
 
     begin = time.perf_counter()
-    with (
-        ThreadPoolExecutor(threads) as pool,
-        tqdm(total=len(names), unit="shard", disable=not progress) as bar,
-    ):
-        shards = []
-        for shard_check in pool.map(check, names):
-            shards.append(shard_check)
-            bar.update()
+    with ThreadPoolExecutor(threads) as pool:
+        shards = list(
+            tqdm(pool.map(check, names), total=len(names), unit="shard", disable=not progress)
+        )
     return FolderCheck(shards, time.perf_counter() - begin)
 
 

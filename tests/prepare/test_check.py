@@ -1,4 +1,4 @@
-"""Counting, checking and reporting shards that are there already."""
+"""Counting and checking shards that are there already."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ import pytest
 from open_clip_zerovl.cli import program as cli
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.identity import sha256_of
-from open_clip_zerovl.data.check import check_table
 from open_clip_zerovl.data.sources import count_tar_samples
-from open_clip_zerovl.prepare.public.counts import find_datasets, report
-from open_clip_zerovl.prepare.public.index import check_shards, index_shards
+from open_clip_zerovl.prepare.check import check_shards, write_sizes
 from open_clip_zerovl.shards.faults import check_report
 from open_clip_zerovl.shards.headers import BrokenTar, Member, walk_tar
 from open_clip_zerovl.shards.members import Sample, read_samples
-from open_clip_zerovl.shards.writing import write_retrieval_set, write_shard
+from open_clip_zerovl.shards.writing import write_shard
 from support.tars import png, write_source, write_tar
 
 
@@ -147,11 +145,11 @@ def test_a_header_that_claims_more_than_its_shard_asks_for_no_memory(tmp_path, m
     assert max(asked) <= 1536 and any("cut off" in fault for fault in found.faults)
 
 
-def test_index_counts_as_training_does(tmp_path):
+def test_sizes_are_counted_as_training_counts(tmp_path):
     write_source(tmp_path / "s", 0, 57, 10, sizes=False)
     names = ["__meta__/x.json", "k.jpg", "k.txt", "k.jpg", "d/e.f.txt", "README"]
     write_tar(tmp_path / "s" / "odd.tar", [(name, b"1") for name in names])
-    sizes = index_shards(str(tmp_path / "s"), progress=False)
+    sizes = write_sizes(tmp_path / "s", progress=False)
     assert sizes == {p.name: count_tar_samples(p) for p in sorted((tmp_path / "s").glob("*.tar"))}
     assert sizes["odd.tar"] == 3 and sum(sizes.values()) == 60
     assert json.loads((tmp_path / "s/sizes.json").read_text()) == sizes
@@ -162,10 +160,10 @@ def test_index_counts_as_training_does(tmp_path):
     ] == names
     (tmp_path / "s/00003.tar").write_bytes((tmp_path / "s/00003.tar").read_bytes()[:700])
     with pytest.raises(UserError, match=r"00003.tar is broken: it is cut off after 700 bytes"):
-        index_shards(str(tmp_path / "s"), progress=False)
+        write_sizes(tmp_path / "s", progress=False)
     for folder, message in ((tmp_path, "holds no"), (tmp_path / "nothing", "holds no")):
         with pytest.raises(UserError, match=message):
-            index_shards(str(folder), progress=False)
+            write_sizes(folder, progress=False)
 
 
 def pax_member(record: bytes, size: int | None = None) -> bytes:
@@ -199,14 +197,14 @@ ROTTEN_HEADERS = {
 
 @pytest.mark.parametrize("kind", ROTTEN_HEADERS)
 def test_rotten_headers_end_in_a_sentence_and_training_reads_what_lies_before(tmp_path, kind):
-    """Counting for `zerovl data index` and `zerovl data check`; before, they went round for ever."""
+    """Counting and checking; before, they went round for ever."""
     whole, _ = plain_tar(4)
     content = whole[: whole.index(bytes(1024), len(whole) - 10240)]
     (tmp_path / "s").mkdir()
     shard = tmp_path / "s/0.tar"
     shard.write_bytes(content[: -(-len(content) // 512) * 512] + ROTTEN_HEADERS[kind] + bytes(1024))
     with pytest.raises(UserError, match=r"0\.tar is broken: "):
-        index_shards(str(tmp_path / "s"), progress=False)
+        write_sizes(tmp_path / "s", progress=False)
     (found,) = check_shards(tmp_path / "s", progress=False).shards
     assert any(fault.startswith("broken: ") for fault in found.faults)
     with pytest.raises(UserError, match=r"shard .*0\.tar cannot be read"):
@@ -215,34 +213,6 @@ def test_rotten_headers_end_in_a_sentence_and_training_reads_what_lies_before(tm
         3,
         4,
     )  # the last one's end is not seen where reading breaks off
-
-
-def test_index_of_a_store_behind_a_url(tmp_path):
-    import fsspec
-
-    write_source(tmp_path / "s", 0, 25, 10, sizes=False)
-    store = fsspec.filesystem("memory")
-    for shard in (tmp_path / "s").glob("*.tar"):
-        store.pipe(f"/bucket/s/{shard.name}", shard.read_bytes())
-    assert index_shards("memory://bucket/s", progress=False) == {
-        "00000.tar": 10,
-        "00001.tar": 10,
-        "00002.tar": 5,
-    }
-    assert json.loads(store.cat("/bucket/s/sizes.json")) == {
-        "00000.tar": 10,
-        "00001.tar": 10,
-        "00002.tar": 5,
-    }
-    with pytest.raises(UserError, match="nosuch://bucket/s cannot be opened"):
-        index_shards("nosuch://bucket/s", progress=False)
-
-
-def test_shards_on_the_hub_are_counted_where_they_were_made():
-    with pytest.raises(
-        UserError, match=r"hf://datasets/a/b is on the hub, .* upload its sizes.json"
-    ):
-        index_shards("hf://datasets/a/b", progress=False)
 
 
 def test_check_finds_every_kind_of_fault(tmp_path):
@@ -294,81 +264,14 @@ def test_check_finds_every_kind_of_fault(tmp_path):
         check_shards(tmp_path, hashes=True, progress=False)
 
 
-def test_the_rows_of_a_table_are_checked_and_its_count_is_refused(tmp_path, capsys):
-    jpg = b"\xff\xd8\xff" + b"x" * 50 + b"\xff\xd9"
-    pictures = {"a.jpg": png((1, 2, 3)), "cut.jpg": jpg[:-2], "b.gif": b"<html>", "whole.jpg": jpg}
-    for name, content in pictures.items():
-        (tmp_path / name).write_bytes(content)
-    rows = ["a.jpg,a dog", "cut.jpg,a cat", "b.gif,a page", "gone.jpg,a bird"]
-    rows += ["a.jpg,", "a.jpg,a dog, running", "whole.jpg"]
-    (tmp_path / "pairs.csv").write_bytes(
-        "\n".join(["filepath,title", *rows, ""]).encode() + b"a.jpg,\xff\xfe\n"
-    )
-    faults = dict(check_table(str(tmp_path / "pairs.csv"), progress=False).faults)
-    assert faults == {
-        "picture is cut off": 1,
-        "picture cannot be decoded (UnidentifiedImageError)": 1,
-        "no picture file that can be read": 1,
-        "caption is empty": 1,
-        "row has more fields than the header, or is too long": 1,
-        "no caption": 1,
-        "caption is not UTF-8": 1,
-    }
-    assert cli.main(["data", "check", str(tmp_path), "--decode"]) == 2  # the folder's one table
-    printed = capsys.readouterr()
-    assert "pairs.csv: no picture file that can be read: 1 (00000004-gone)" in printed.out
-    undecodable = (
-        "picture cannot be decoded (UnidentifiedImageError): 2 (00000003-b, 00000007-whole)"
-    )
-    assert undecodable in printed.out
-    assert "faults: see above" in printed.err
-    assert (
-        cli.main(["data", "check", str(tmp_path), "--hash"]) == 2
-        and cli.main(["data", "index", str(tmp_path)]) == 2
-    )
-    assert "needs no sizes.json; `zerovl data check` reads its rows" in capsys.readouterr().err
-
-
-def test_report_lists_sources_and_retrieval_sets(tmp_path, caplog):
-    write_source(tmp_path / "data/noto", 0, 30, 10)
-    write_source(tmp_path / "data/sbu", 0, 86, 50)
-    samples = [Sample(f"{i}", {"png": png((i, 0, 0)), "txt": b"one\ntwo"}) for i in range(6)]
-    write_retrieval_set(tmp_path / "data/test/noto", samples)
-    cc12m = tmp_path / "cc12m"
-    cc12m.mkdir()
-    for k in range(2):  # as img2dataset leaves them
-        statistics = {
-            "count": 100,
-            "successes": 60,
-            "status_dict": {"success": 60, "HTTP Error 404: Not Found": 40},
-        }
-        (cc12m / f"{k:05d}_stats.json").write_text(json.dumps(statistics))
-    text = report([tmp_path / "data", cc12m])
-    lines = {line.split("  ")[0]: line.split() for line in text.splitlines()}
-    assert lines["sbu"] == ["sbu", "86", "86", "2"]
-    assert lines["cc12m"] == ["cc12m", "120", "120", "60.0%", "2"]
-    assert lines["noto"] == ["noto", "30", "30", "3"] and lines["test/noto"] == [
-        "test/noto",
-        "6",
-        "12",
-        "1",
-    ]
-    assert "cc12m: missing by reason: HTTP Error 404: Not Found 80" in text
-    assert {h.name for h in find_datasets([tmp_path / "data"])} == {"noto", "sbu", "test/noto"}
-    for folder, sentence in (
-        ("data/test/noto/test", "has no shards"),
-        ("gone", "gone has no shards with a"),
-    ):
-        with pytest.raises(UserError, match=sentence):
-            report([tmp_path / folder])
-    # All that a shell's pattern names: a folder without shards is a warning there.
-    (tmp_path / "data/bert").mkdir()
-    (tmp_path / "data/README.md").write_text("what is here")
-    assert [one.name for one in find_datasets(sorted((tmp_path / "data").glob("*")))] == [
-        "noto",
-        "sbu",
-        "noto",
-    ]
-    assert [record.message for record in caplog.records if "bert has no shards" in record.message]
-    with pytest.raises(UserError, match="bert has no shards"):
-        find_datasets([tmp_path / "data/bert", tmp_path / "data/README.md"])
+def test_the_command_counts_or_checks_and_refuses_tables(tmp_path, capsys):
+    write_source(tmp_path / "s", 0, 12, 10, sizes=False)
+    assert cli.main(["data", "check", str(tmp_path / "s"), "--sizes"]) == 0
+    assert "12 samples in 2 shards" in capsys.readouterr().out
+    assert cli.main(["data", "check", str(tmp_path / "s"), "--decode"]) == 0
+    (tmp_path / "s/sizes.json").write_text('{"00000.tar": 10, "00001.tar": 3}')
+    assert cli.main(["data", "check", str(tmp_path / "s")]) == 2
+    assert "has 1 faults: see above" in capsys.readouterr().err
+    (tmp_path / "pairs.csv").write_text("filepath,title\na.jpg,a dog\n")
+    assert cli.main(["data", "check", str(tmp_path)]) == 2
+    assert "is a table, whose rows `zerovl data pack` checks" in capsys.readouterr().err
