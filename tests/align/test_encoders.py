@@ -163,6 +163,33 @@ def test_a_sentence_transformer_is_pooled_as_it_says_itself(home, tmp_path, pool
         assert torch.allclose(tower.module(tower.tokenizer(TEXTS)), expected, rtol=0, atol=1e-5)
 
 
+SENTENCE = "sentence_transformers.models."
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "sentence"),
+    [
+        ("modules.json", [{"type": f"{SENTENCE}Transformer", "path": ""}], None),
+        ("modules.json", [{"type": f"{SENTENCE}Transformer", "path": "0_Transformer"}], "its model in 0_Transformer"),
+        ("modules.json", [{"type": f"{SENTENCE}Dense", "path": "2_Dense"}], "has a layer Dense"),
+        ("sentence_bert_config.json", {"do_lower_case": True}, "in lower case"),
+        ("config_sentence_transformers.json", {"prompts": {"q": "query: "}, "default_prompt_name": "q"}, "the prompt"),
+        ("config_sentence_transformers.json", {"prompts": {"q": "query: "}}, None),
+    ],
+)  # fmt: skip
+def test_settings_that_change_embeddings_are_taken_or_refused_by_name(
+    home, tmp_path, file, content, sentence
+):
+    folder = tmp_path / "encoder"
+    shutil.copytree(home / "bert-mean", folder)
+    (folder / file).write_text(json.dumps(content))
+    if sentence is None:
+        open_tower(f"hf:{folder}", "text")
+        return
+    with pytest.raises(UserError, match=sentence):
+        open_tower(f"hf:{folder}", "text")
+
+
 def test_an_older_config_of_pooling_is_read(home, tmp_path):
     folder = shutil.copytree(home / "bert", tmp_path / "old")
     (folder / "1_Pooling").mkdir()

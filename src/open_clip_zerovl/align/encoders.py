@@ -306,6 +306,7 @@ def _hf_vision(name: str, source: str) -> Tower:
 
 
 def _hf_text(name: str, source: str, context_length: int | None) -> Tower:
+    _refuse_unread(name, source)
     pool, own_length = _sentence_transformer(source)
     decoder = _config(source, "config.json").get("model_type") in DECODERS
     pool = pool or ("lasttoken" if decoder else "cls")
@@ -340,6 +341,13 @@ def _with_padding(text: Any, name: str, source: str) -> TemporaryDirectory[str] 
     from transformers import AutoTokenizer
 
     config, tokenizer = text.config, AutoTokenizer.from_pretrained(source)
+    pieces = 1 + max(tokenizer.get_vocab().values())
+    embedded = text.transformer.get_input_embeddings().num_embeddings
+    if pieces > embedded:
+        raise UserError(
+            f"the tokenizer of {name} has {pieces:,} pieces, and the model embeds {embedded:,}; give the tokenizer that it was "
+            "trained with"
+        )
     of_text, padding = tokenizer("a").input_ids, getattr(config, "pad_token_id", None)
     lacking = tokenizer.pad_token_id is None or tokenizer.pad_token_id in of_text
     if not lacking and tokenizer.pad_token_id == padding and tokenizer.padding_side == "right":
@@ -364,6 +372,32 @@ def _with_padding(text: Any, name: str, source: str) -> TemporaryDirectory[str] 
     config.save_pretrained(files.name)
     tokenizer.save_pretrained(files.name)
     return files
+
+
+def _refuse_unread(name: str, source: str) -> None:
+    """Refuse settings of sentence-transformers that change its embeddings and that open_clip's text towers do not have.
+
+    Raises:
+        UserError: a layer besides Transformer, Pooling and Normalize, a model in a folder of its own, lower case, a prompt.
+    """
+    modules = _config(source, "modules.json") or []
+    settings = _config(source, "config_sentence_transformers.json")
+    layers = {module["type"].rpartition(".")[2]: module["path"] for module in modules}
+    others = sorted(layers.keys() - {"Transformer", "Pooling", "Normalize"})
+    prompt = (settings.get("prompts") or {}).get(settings.get("default_prompt_name"))
+    reason = None
+    if others:
+        reason = f"has a layer {others[0]} after its pooling"
+    elif layers.get("Transformer"):
+        reason = f"has its model in {layers['Transformer']}; save it again with a new sentence-transformers"
+    elif _config(source, "sentence_bert_config.json").get("do_lower_case"):
+        reason = "writes texts in lower case before its tokenizer (do_lower_case)"
+    elif prompt:
+        reason = f"puts the prompt {prompt!r} before each text"
+    if reason:
+        raise UserError(
+            f"{name} {reason}, which open_clip's text towers do not; give another encoder"
+        )
 
 
 def _sentence_transformer(source: str) -> tuple[str | None, int]:
