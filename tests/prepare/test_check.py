@@ -224,7 +224,7 @@ def test_check_finds_every_kind_of_fault(tmp_path):
         "a": {"jpg": jpg},
         "b": {"txt": b"text only"},
         "c": {"jpg": jpg, "txt": b" \n"},
-        "d": {"jpg": jpg, "txt": b"\xff\xfe"},
+        "d": {"jpg": jpg, "txt": b"caf\xe9"},
         "e": {"jpg": jpg[:-2], "txt": b"cut"},
         "f": {"png": b"<html>", "txt": b"page"},
         "g": {"png": png((1, 2, 3)), "txt": b"fine"},
