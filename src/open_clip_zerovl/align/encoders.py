@@ -380,7 +380,7 @@ def _refuse_unread(name: str, source: str) -> None:
     Raises:
         UserError: a layer besides Transformer, Pooling and Normalize, a model in a folder of its own, lower case, a prompt.
     """
-    modules = _config(source, "modules.json") or []
+    modules: Any = _config(source, "modules.json") or []
     settings = _config(source, "config_sentence_transformers.json")
     layers = {module["type"].rpartition(".")[2]: module["path"] for module in modules}
     others = sorted(layers.keys() - {"Transformer", "Pooling", "Normalize"})
