@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import open_clip
 import pytest
 import torch
+from open_clip.transform import image_transform
 from torch import nn
+from torch.nn import functional as F
 
 from open_clip_zerovl.core import memory
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.embeddings import encoder
-from open_clip_zerovl.embeddings.encoder import tower_before_projection
+from open_clip_zerovl.embeddings.encoder import FrozenModel, tower_before_projection
+from open_clip_zerovl.evaluate.retrieval.encode import encode_retrieval
 from support import tiny_clip
 
 
@@ -70,3 +74,32 @@ def test_memory_that_is_freed_stays_unless_the_user_has_chosen(monkeypatch):
     assert not memory.keep_freed_memory.__wrapped__() and not set_to
     monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_")
     assert memory.keep_freed_memory.__wrapped__() and set_to == {-3: 2**30, -1: 2**31 - 1}
+
+
+@pytest.mark.parametrize("kind", ["bert", "xlm-roberta", "modernbert", "clip"])
+def test_a_tower_that_masks_padding_gets_the_longest_of_its_texts_alone(tmp_path: Path, kind: str):
+    """Its features are those of the whole context up to rounding; open_clip's own transformer gets its whole context."""
+    write = {
+        "bert": tiny_clip.write_bert,
+        "xlm-roberta": tiny_clip.write_xlm_roberta,
+        "modernbert": tiny_clip.write_modernbert,
+    }
+    text = {**tiny_clip.CLIP_TEXT, "context_length": 30}
+    if kind in write:
+        text = {**tiny_clip.bert_text(write[kind](tmp_path / kind)), "context_length": 30}
+    name = tiny_clip.register(tmp_path, f"cut-{kind}", tiny_clip.NATIVE_VISION, text)
+    model = tiny_clip.random_model(name, force_custom_text=True)
+    tokenizer = open_clip.get_tokenizer(name, context_length=30)
+    lengths: list[int] = []
+    model.text.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
+    captions = ["a red cat", "the small dog with a big round face", "sun"]
+    transform = image_transform(32, is_train=False)
+    frozen = FrozenModel.of(name, (model, transform, tokenizer, torch.device("cpu")))
+    batches = [(torch.zeros(1, 3, 32, 32), [captions])]
+    given = [frozen.texts(captions), encode_retrieval(model, batches, tokenizer)[1]]
+    with torch.no_grad():
+        whole = F.normalize(model.encode_text(tokenizer(captions)), dim=-1)
+    for features in given:
+        torch.testing.assert_close(features, whole, rtol=0, atol=2e-6)
+    *cut, last = lengths
+    assert last == 30 and all(n == 30 if kind == "clip" else 8 < n < 20 for n in cut)

@@ -98,8 +98,12 @@ class Tower:
                 "std": std,
             }
         else:
-            encode = _without_padding(module) if self.kind == "hf" else module
-            given |= {"text_tower": encode, "tokenizer": self.tokenizer}
+            padding = module.config.pad_token_id if self.kind == "hf" else None
+            given |= {
+                "text_tower": module,
+                "tokenizer": self.tokenizer,
+                "text_padding": padding,
+            }
         digest = module_digest(
             module,
             inputs=transform if self.side == "image" else self.tokenizer,
@@ -127,16 +131,6 @@ def size_of(preprocess_cfg: Mapping[str, Any]) -> tuple[int, int]:
     """Height and width in open_clip's preprocess_cfg."""
     size = preprocess_cfg["size"]
     return (size, size) if isinstance(size, int) else tuple(size)
-
-
-def _without_padding(tower: Any) -> Callable[[Tensor], Tensor]:
-    """The tower on tokens that are cut to the longest text of a batch: its attention masks padding, so the features stay."""
-
-    def cut(tokens: Tensor) -> Tensor:
-        used = (tokens != tower.config.pad_token_id).any(dim=0).nonzero()
-        return tower(tokens[:, : int(used[-1]) + 1] if len(used) else tokens)
-
-    return cut
 
 
 @no_code_from_data()

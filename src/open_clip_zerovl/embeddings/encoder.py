@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from open_clip.hf_model import HFTextEncoder
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -35,6 +36,7 @@ class FrozenModel:
         image_tower: normalised pictures (b, 3, S, S) -> (b, D); None of a model of texts alone.
         text_tower: tokens (b, L) -> (b, D); None of a model of pictures alone.
         tokenizer: captions -> tokens.
+        text_padding: `padding_of` the text tower; tokens are cut to the longest of the captions.
         picture_transform: PIL image -> picture (3, S, S) as `images` takes it: uint8, or normalised.
         mean, std: of uint8 pictures, for pixels in 0..1.
         context: makes the context of a forward pass, such as one of mixed precision.
@@ -48,6 +50,7 @@ class FrozenModel:
     image_tower: Callable[[Tensor], Tensor] | None = None
     text_tower: Callable[[Tensor], Tensor] | None = None
     tokenizer: Callable[[list[str]], Tensor] | None = None
+    text_padding: int | None = None
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
     picture_transform: Callable[[Any], Tensor] | None = None
     mean: tuple[float, ...] = ()
@@ -91,6 +94,7 @@ class FrozenModel:
             network.encode_image,
             network.encode_text,
             tokenizer,
+            padding_of(network),
             device,
             *split_transform(preprocess),
             **more,
@@ -113,7 +117,11 @@ class FrozenModel:
     def texts(self, captions: list[str]) -> Tensor:
         """Captions -> (b, D), fp32 on the device."""
         assert self.tokenizer is not None and self.text_tower is not None
-        return self._encoded(self.text_tower, self.tokenizer(captions).to(self.device))
+        tokens = self.tokenizer(captions)
+        if self.text_padding is not None:
+            places = (tokens != self.text_padding).any(dim=0).nonzero()
+            tokens = tokens[:, : int(places[-1]) + 1] if len(places) else tokens
+        return self._encoded(self.text_tower, tokens.to(self.device))
 
     def _encoded(self, tower: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
         with self.context():
@@ -124,6 +132,16 @@ class FrozenModel:
         """Width of `images`, from one made-up picture."""
         assert self.picture_transform is not None
         return self.images(self.picture_transform(Image.new("RGB", (32, 32)))[None]).shape[1]
+
+
+def padding_of(network: Any) -> int | None:
+    """Return the padding token after the texts of an open_clip model, which may be cut off without changing a feature.
+
+    Returns:
+        The number of Hugging Face's towers, which mask padding; None for open_clip's own, which take their whole context.
+    """
+    text = getattr(network, "text", None)
+    return text.config.pad_token_id if isinstance(text, HFTextEncoder) else None
 
 
 def autocast(device: torch.device, amp: bool) -> Callable[[], AbstractContextManager[Any]]:

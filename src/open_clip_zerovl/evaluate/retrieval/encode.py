@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from open_clip_zerovl.embeddings.encoder import FrozenModel
+from open_clip_zerovl.embeddings.encoder import FrozenModel, padding_of
 from open_clip_zerovl.models.configs import ClipModel
 
 
@@ -55,6 +55,7 @@ def encode_retrieval(
         lambda pixels: model.encode_image(pixels),
         lambda tokens: model.encode_text(tokens),
         tokenizer,
+        padding_of(model),
         torch.device(device),
         context=autocast or nullcontext,
         input_dtype=input_dtype,
