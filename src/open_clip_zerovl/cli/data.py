@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from open_clip_zerovl.cli.program import RunCommand
+from open_clip_zerovl.cli.program import Parser, RunCommand
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import (
     add_settings,
@@ -30,7 +30,7 @@ class _PackWork(Work):
     threads: int = redeclared(Work, "threads", max(8, 2 * (os.cpu_count() or 1)))
 
 
-def pack(parser: argparse.ArgumentParser) -> RunCommand:
+def pack(parser: Parser) -> RunCommand:
     """`zerovl data pack`."""
     from open_clip_zerovl.prepare.pack.packing import PackSettings
     from open_clip_zerovl.prepare.pack.rows import Columns
@@ -59,6 +59,7 @@ def pack(parser: argparse.ArgumentParser) -> RunCommand:
 
     def run(arguments: argparse.Namespace) -> Any:
         from open_clip_zerovl.prepare.pack.packing import pack as pack_inputs
+        from open_clip_zerovl.prepare.pack.report import next_lines
 
         settings = settings_from(
             PackSettings,
@@ -67,9 +68,12 @@ def pack(parser: argparse.ArgumentParser) -> RunCommand:
             exclusions=_exclusions(arguments),
         )
         work = settings_from(Work, arguments)
-        return pack_inputs(
+        report = pack_inputs(
             arguments.inputs, arguments.out, settings, limits=_limits(arguments), work=work
         )
+        if parser.typed and work.progress:
+            print("\n".join(next_lines(report, arguments.out)))
+        return report
 
     return run
 

@@ -141,6 +141,8 @@ TASKS = ("retrieval", "zero-shot")
 
 
 class _CallParser(Parser):
+    typed = False
+
     def error(self, message: str) -> NoReturn:
         raise UserError(self.sentence(message))
 

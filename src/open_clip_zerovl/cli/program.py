@@ -236,6 +236,8 @@ class Parser(argparse.ArgumentParser):
     It takes no abbreviations of flags: a shortened flag may come to mean another one.
     """
 
+    typed = True  # its words come from a shell, where commands to type next are of use
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 

@@ -78,7 +78,7 @@ def embed(
     lost: dict[str, dict[str, int]] = {}
     total = sum(collection.sizes[file] for unit in units for file in unit)
     bar = tqdm(
-        total=total, desc=desc, unit="sample", leave=False, disable=None if progress else True
+        total=total, desc=desc, unit=" samples", leave=False, disable=None if progress else True
     )
     try:
         batches = Batches(collection, units, transforms, batch_size)

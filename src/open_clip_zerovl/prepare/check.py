@@ -47,7 +47,7 @@ def write_sizes(folder: str | Path, *, threads: int = 4, progress: bool = True) 
         counted = tqdm(
             pool.map(_count, shards),
             total=len(shards),
-            unit="shard",
+            unit=" shards",
             disable=not progress,
         )
         sizes = {shard.name: count for shard, count in zip(shards, counted, strict=True)}
@@ -124,7 +124,7 @@ def check_shards(
     begin = time.perf_counter()
     with ThreadPoolExecutor(threads) as pool:
         shards = list(
-            tqdm(pool.map(check, names), total=len(names), unit="shard", disable=not progress)
+            tqdm(pool.map(check, names), total=len(names), unit=" shards", disable=not progress)
         )
     return FolderCheck(shards, time.perf_counter() - begin)
 

@@ -212,6 +212,7 @@ def test_larger_pictures_are_made_smaller_and_turned_ones_upright(packed, tmp_pa
         sizes[sample.files["txt"].decode()] = (ending, image.size)
     wanted = {"turned": ("jpg", (32, 64)), "large": ("jpg", (64, 32)), "small": ("png", (64, 30))}
     assert sizes == {**wanted, "odd": ("jpg", (24, 20))}
+    assert found["sizes"]["longer_side"]["max"] == 64  # as stored, not as given
     assert found["sizes"]["turned"] == 1 and found["sizes"]["shrunk"] == 2
     assert {reason: entry["rows"] for reason, entry in found["refused"].items()} == {
         "picture too small": 1

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import open_clip_zerovl
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import parse_sources
@@ -508,6 +509,13 @@ def test_after_a_mistake_the_same_folder_is_taken(packed, tmp_path):
 
 def test_the_command_line_ends_in_the_command_to_type(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    cached = tmp_path / "hub/models--sentence-transformers--all-mpnet-base-v2/snapshots/1"
+    cached.mkdir(parents=True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    fetched = (
+        "(fetched from the hub: ViT-B-32/laion2b_s34b_b79k, timm:vit_base_patch14_dinov2.lvd142m; a model on this disk takes "
+        "its place)"
+    )
     as_jsonl(tmp_path / "my pets", make_pairs(8))
     assert (
         main(
@@ -520,12 +528,16 @@ def test_the_command_line_ends_in_the_command_to_type(tmp_path, capsys, monkeypa
         "zerovl finetune --from ViT-B-32/laion2b_s34b_b79k --data 'my out' --out 'my out-tuned'"
     )
     align = f"zerovl align {ENCODERS} --data 'my out' --out 'my out-aligned'"
-    assert printed[-4:] == [
+    assert printed[-5:] == [
         "next (with fewer than 10,000 pictures fine-tune or evaluate; a training from nothing needs more):",
+        fetched,
         finetune,
         align,
         "zerovl retrieval ViT-B-32/laion2b_s34b_b79k --data 'my-out=my out'",
     ]
+    open_clip_zerovl.pack("my pets", out="my out", test_share=0.3)
+    in_python = capsys.readouterr().out.splitlines()  # without commands to type
+    assert in_python[1:] == printed[:-5]
     assert main(["data", "pack", "my pets", "--out", "my out", "--test-share", "0.3"]) == 0
     again = capsys.readouterr().out.splitlines()
     assert (
@@ -612,3 +624,20 @@ def test_a_kill_in_a_write_leaves_a_folder_that_is_taken(written, packed, tmp_pa
     file.with_name(f".{file.name}.17.ab.part").write_text("{")
     assert packed(given, columns=Columns(source="folder"))["pictures"] == 2
     assert not list((tmp_path / "out").rglob("*.part"))
+
+
+def test_each_row_has_an_end(packed, tmp_path):
+    """A row with picture and captions of an earlier one is counted, so that the report's numbers add up."""
+    pairs = make_pairs(4)
+    given = as_csv(tmp_path / "in", pairs)
+    table = given if given.is_file() else next(given.glob("*.csv"))
+    header, first, *rest = table.read_text(encoding="utf-8").splitlines()
+    printed = {}
+    for name, rows in {"twice": [first, first, *rest, first], "once": [first, *rest]}.items():
+        table.write_text("\n".join([header, *rows]) + "\n", encoding="utf-8")
+        found = packed(table, out=name)
+        refused = sum(entry["rows"] for entry in found["refused"].values())
+        assert found["rows"] == found["captions"] + found["repeated_rows"] + refused
+        printed[name] = "\n".join(lines(found, tmp_path / name))
+    assert "left out   2 rows with picture and captions of earlier rows" in printed["twice"]
+    assert "earlier rows" not in printed["once"]

@@ -223,7 +223,7 @@ def score_set(
         total = -(-len(part) // encoder.batch_size)
         # None: no bar in a file of lines
         hidden = None if ranks.rank == 0 else True
-        return tqdm(loader, total=total, desc=name, unit="batch", leave=False, disable=hidden)
+        return tqdm(loader, total=total, desc=name, unit=" batches", leave=False, disable=hidden)
 
     features = encode_on_ranks(model, dataset, batches, tokenizer, ranks, device=device)
     if features is None:

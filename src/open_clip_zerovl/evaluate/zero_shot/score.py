@@ -54,7 +54,7 @@ def class_features(
         encode: captions -> embeddings (b, D), L2-normalised.
     """
     bar = tqdm(
-        captions, desc="captions of the classes", unit="class", leave=False,
+        captions, desc="captions of the classes", unit=" classes", leave=False,
         disable=None if progress else True,
     )  # fmt: skip
     return torch.stack(

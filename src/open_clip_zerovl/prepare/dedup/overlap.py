@@ -140,7 +140,9 @@ def open_test_sets(
     hashed = chain.from_iterable(
         hash_all(((picture, picture.content()) for picture in pictures), threads)
     )
-    bar = tqdm(hashed, total=len(pictures), desc="test sets", unit="picture", disable=not progress)
+    bar = tqdm(
+        hashed, total=len(pictures), desc="test sets", unit=" pictures", disable=not progress
+    )
     for picture, _, picture_hashes in bar:
         if picture_hashes is not None:
             hashes += list(picture_hashes[::2])  # not those of its mirror image
@@ -185,7 +187,7 @@ def check_distance(within: int) -> None:
 
 def _pictures_of(source: Source, progress: bool) -> Iterator[tuple[Place, bytes]]:
     with tqdm(
-        total=source.num_samples, desc=source.name, unit="picture", disable=not progress
+        total=source.num_samples, desc=source.name, unit=" pictures", disable=not progress
     ) as bar:
         for shard in range(len(source.shards)):
             for sample in samples_of(source, shard):
@@ -317,7 +319,9 @@ def near_exclusion(
 
     def keys(candidates: Iterator[Candidate]) -> Iterator[str]:
         overlap = Overlap(sets.counts(), within)
-        bar = tqdm(candidates, desc=f"comparing with {names}", unit="picture", disable=not progress)
+        bar = tqdm(
+            candidates, desc=f"comparing with {names}", unit=" pictures", disable=not progress
+        )
         pictures = ((Place(c.source, "", c.key), c.content()) for c in bar if c.split == "train")
         match(pictures, sets, overlap, threads)
         write_overlap(overlap, out)

@@ -361,6 +361,3 @@ def _show(report: dict[str, Any], out: Path) -> None:
             f"{passing:,} rows failed for a reason that may pass: the same command with --retry-failed tries them again"
         )
     print(f"samples    {out / 'report.html'}")
-    print(reports.next_line(report))
-    for command in reports.commands(report, out):
-        print(command)

@@ -30,6 +30,11 @@ RELEASED = "ViT-B-32/laion2b_s34b_b79k"
 ENCODERS = (
     "--image timm:vit_base_patch14_dinov2.lvd142m --text hf:sentence-transformers/all-mpnet-base-v2"
 )
+_REPOSITORIES = {  # the models of the proposed commands -> their repositories on the hub
+    RELEASED: "laion/CLIP-ViT-B-32-laion2B-s34B-b79K",
+    "timm:vit_base_patch14_dinov2.lvd142m": "timm/vit_base_patch14_dinov2.lvd142m",
+    "hf:sentence-transformers/all-mpnet-base-v2": "sentence-transformers/all-mpnet-base-v2",
+}
 FEWEST = 10_000  # pictures for a training from nothing
 TOKENIZED = 2_000  # captions whose tokens are counted
 _AS_UTF8 = "probably Latin-1: convert the file to UTF-8 (iconv -f CP1252 -t UTF-8 OLD > NEW)"
@@ -87,6 +92,7 @@ def summarize(
         "tokens": _tokens(store),
         "captions_per_picture": _most_captions(store),
         "words_for_nothing": _words_for_nothing(store),
+        "repeated_rows": _repeated_rows(store),
         "repeated_captions": _repeated_captions(store),
         "repeated_pictures": _repeated_pictures(store),
         "sizes": _sizes(store),
@@ -215,9 +221,10 @@ def lines(report: dict[str, Any], out: Path) -> list[str]:
     if classes := report["classes"]:
         smallest = min(classes, key=classes.__getitem__)
         largest = max(classes, key=classes.__getitem__)
-        texts.append(
-            f"classes    {len(classes)}, of {classes[smallest]:,} ({smallest!r}) to {classes[largest]:,} ({largest!r}) pictures"
-        )
+        spread = f"{classes[smallest]:,} ({smallest!r}) to {classes[largest]:,} ({largest!r})"
+        equal = classes[smallest] == classes[largest]
+        spread = f"{classes[largest]:,}" if equal else spread
+        texts.append(f"classes    {len(classes)}, of {spread} pictures{' each' * equal}")
     texts += _refused_lines(report)
     texts += [
         f"left out   {count:,} pictures {reason}, in refused.csv too"
@@ -227,6 +234,10 @@ def lines(report: dict[str, Any], out: Path) -> list[str]:
         words = ", ".join(f"{count:,} {word!r}" for word, count in nothing.items())
         texts.append(
             f"nothing    captions that stand for an empty cell: {words}; leave their rows out"
+        )
+    if repeated := report["repeated_rows"]:
+        texts.append(
+            f"left out   {repeated:,} row{'s' * (repeated > 1)} with picture and captions of earlier rows"
         )
     if report["repeated_captions"]["best_rsum"] < LOW_BEST:
         texts.append(f"repeated   {SHARED_CAPTIONS}")
@@ -290,7 +301,8 @@ def commands(report: dict[str, Any], out: Path) -> list[str]:
         flags += ["--retrieval-data", shlex.quote(sets)]
     if sets and report["classes"] and len(folders["test"]) == 1:
         flags += ["--zero-shot-data", shlex.quote(sets)]
-    if report["classes"] or report["repeated_captions"]["best_rsum"] < LOW_BEST:
+    # where there are classes it is the default
+    if not report["classes"] and report["repeated_captions"]["best_rsum"] < LOW_BEST:
         flags += ["--positives", "caption"]
     smallest = min((part["pictures"] for part in folders["train"]), default=0)
     flags += ["--warmup-share", "0.025", "--batch-size", str(batch_size(smallest))]
@@ -304,6 +316,25 @@ def next_line(report: dict[str, Any]) -> str:
     if too_few(report):
         return f"next (with fewer than {FEWEST:,} pictures fine-tune or evaluate; a training from nothing needs more):"
     return "next, a released model fine-tuned, or one from nothing:"
+
+
+def next_lines(report: dict[str, Any], out: Path) -> list[str]:
+    """List the commands to type next under their heading, and which models of theirs would be fetched."""
+    proposals = commands(report, out)
+    missing = [
+        name
+        for name, repository in _REPOSITORIES.items()
+        if any(name in command for command in proposals) and not _in_cache(repository)
+    ]
+    note = f"(fetched from the hub: {', '.join(missing)}; a model on this disk takes its place)"
+    return [next_line(report), *([note] if missing else []), *proposals]
+
+
+def _in_cache(repository: str) -> bool:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folder = Path(HF_HUB_CACHE, f"models--{repository.replace('/', '--')}", "snapshots")
+    return folder.is_dir() and any(folder.iterdir())
 
 
 def few_to_hold_out(report: dict[str, Any]) -> bool:
@@ -377,6 +408,16 @@ def _tokens(store: PairDatabase) -> dict[str, Any]:
 def _most_captions(store: PairDatabase) -> int:
     return store.value(
         "SELECT COALESCE(MAX(n), 0) FROM (SELECT COUNT(DISTINCT text) AS n FROM written GROUP BY source, key)"
+    )
+
+
+def _repeated_rows(store: PairDatabase) -> int:
+    """Count the rows that add nothing: an earlier row of their source has the same picture with each of their captions."""
+    rows = store.value(
+        "SELECT COUNT(*) FROM good JOIN samples USING (source, key) WHERE dropped IS NULL"
+    )
+    return rows - store.value(
+        "SELECT COUNT(DISTINCT row) FROM (SELECT MIN(row) AS row FROM written GROUP BY source, key, text)"
     )
 
 

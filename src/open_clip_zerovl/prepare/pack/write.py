@@ -87,7 +87,7 @@ def write_split(
     bar = tqdm(
         desc=f"writing {source} {split}",
         total=count,
-        unit="pair",
+        unit=" pairs",
         disable=not progress,
         delay=SILENT_SECONDS,
     )

@@ -78,7 +78,7 @@ class Gathering:
         self.failures: Counter[str] = Counter()
         self.pairs = 0
         self.bar = tqdm(
-            desc=title, total=total_rows, unit="pair", disable=not work.progress, mininterval=1.0
+            desc=title, total=total_rows, unit=" pairs", disable=not work.progress, mininterval=1.0
         )
         self.shown = 0.0
 
@@ -133,7 +133,7 @@ class Gathering:
     def _count(self, *, refresh: bool) -> None:
         lost = ", ".join(f"{reason} {count}" for reason, count in self.failures.most_common(4))
         self.bar.set_postfix_str(
-            f"{self.pairs} came" + (f"; {lost}" if lost else ""), refresh=refresh
+            f"{self.pairs:,} read" + (f"; {lost}" if lost else ""), refresh=refresh
         )
 
     def _fetch(self, batch: Spool, number: int, row: Any) -> None:

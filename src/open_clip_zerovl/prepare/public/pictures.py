@@ -81,9 +81,9 @@ def encode_picture(content: bytes, encoding: Encoding, *, hashed: bool = False) 
     """A picture as it is stored; it is decoded to its end, so that a truncated one is refused.
 
     Args:
-        hashed: fill in `about`: width and height in pixels of the upright picture as it came, 1 or 0 for "turned", "shrunk"
-            and "whitened", and "key", a hash of its RGB pixels, the same for all files with these pixels. The picture is then
-            decoded in its whole size, even if it is stored smaller.
+        hashed: fill in `about`: width and height in pixels of the picture as it is stored, upright, 1 or 0 for "turned",
+            "shrunk" and "whitened", and "key", a hash of its RGB pixels before it is shrunk, the same for all files with these
+            pixels. The picture is then decoded in its whole size, even if it is stored smaller.
 
     Raises:
         Failure: no picture, or one that is broken, truncated, too small or too large. A broken one of which nobody knows the
@@ -116,7 +116,7 @@ def encode_picture(content: bytes, encoding: Encoding, *, hashed: bool = False) 
         same = extension is not None and not shrunk
         about: dict[str, Any] = {}
         if hashed:
-            width, height = picture.size
+            width, height = smaller.size
             about = {"key": picture_key(picture), "width": width, "height": height}
             about |= {"turned": int(turned and not same), "shrunk": int(shrunk)}
             about["whitened"] = int(whitened and not same)
