@@ -265,6 +265,10 @@ def test_the_committed_records_are_fair_runs_of_the_protocol(part):
         )
     assert all(len(each) == 1 for each in samples.values())
     if part == "debiased":
+        page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+        assert {f"{count:,} samples a run" for each in samples.values() for count in each} == {
+            "56,320 samples a run"
+        } and "56,320 samples a run" in page
         assert {data for data, *_ in by_unit} <= PROTOCOL["debiased"]["mixtures"].keys()
 
 
@@ -301,8 +305,15 @@ def test_the_readme_and_the_first_screen_say_what_the_rows_decide():
         arms[0][0]["rate"] == 3 * arms[1][0]["rate"]
         and arms[0][0]["samples"] == arms[1][0]["samples"]
     )
+    rates = [study_report.best_rate(batches, arm) for arm in ("16", "256", "1024")]
+    grown = "{:g} for 16, {:g} for 256, {:g} for 1,024".format(*rates)
+    assert f"The best rate grows with the batch: {grown}" in page and rates == sorted(rates)
     assert f"batch 256 scores {larger.mean:.1f} points of mean recall above 16" in page
-    gain = f"they gain {clean.mean:.1f} points on clean photographs"
-    assert gain in page and f"they lose {-pool.mean:.1f}." in page
+    cross, unseen = (rows["framed"].estimate(measure) for measure in ("cross", "unseen"))
+    gain = "they gain {:.1f} points on clean photographs and {:.1f} across the styles, {:.1f} in a look that no source has"
+    assert gain.format(clean.mean, cross.mean, unseen.mean) in page
+    assert f"they lose {-pool.mean:.1f}." in page and min(cross.low, unseen.low) > 0
+    content = [rows["products"].estimate("clean", rate) for rate in PROTOCOL["debiased"]["rates"]]
+    assert sum(estimate.high < 0 for estimate in content) == 2
     null = [rows["split"].estimate(measure) for measure in ("clean", "pool")]
     assert all(abs(edge) < PROTOCOL["margin"] for each in null for edge in each[1:3])

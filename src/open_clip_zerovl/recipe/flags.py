@@ -84,7 +84,7 @@ class SourceFlags:
             "--debiased-sampling",
             "debiased",
             "each optimizer step draws from one of the sources of --train-data NAME=SHARDS::NAME=SHARDS: --sampling debiased; "
-            "gains outside of and across sources that differ in style, loses where all are searched in one pool",
+            "gains across sources that differ in style, loses where all are searched in one pool",
         ),
         needs=(
             Requirement(
