@@ -8,30 +8,31 @@ import pytest
 import yaml
 
 from open_clip_zerovl.report.verdicts import student
-from scripts import align_study
+from support import align_records
 
 ROOT = Path(__file__).parents[2]
+RECORDS = ROOT / "docs" / "results" / "align"
 
 
 @pytest.fixture(scope="module")
 def protocol():
-    return yaml.safe_load(align_study.PROTOCOL.read_text(encoding="utf-8"))
+    return yaml.safe_load((RECORDS / "protocol.yaml").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
 def records():
-    return align_study.read_records(ROOT / align_study.RECORDS / "runs.json")
+    return align_records.read_records(RECORDS / "runs.json")
 
 
 def test_the_page_shows_the_tables_of_the_records(protocol, records):
     page = (ROOT / "docs" / "align.md").read_text(encoding="utf-8")
-    for table in (align_study.pairs_table, align_study.options_table):
+    for table in (align_records.pairs_table, align_records.options_table):
         assert table(records, protocol) in page
 
 
 def test_the_page_says_how_other_pairs_changed_the_scores(records):
     one, two = (
-        [align_study.measures_of(run) for run in records[setting, "default"].values()]
+        [align_records.measures_of(run) for run in records[setting, "default"].values()]
         for setting in ("one", "two")
     )
     clothing, rsum = (
@@ -62,7 +63,17 @@ def test_the_page_has_the_rows_of_one_pool(records, option):
 
 
 def test_each_record_is_a_run_of_the_protocol(protocol, records):
-    planned = {tuple(run.key) for run in align_study.runs_of(protocol)}
+    planned = {
+        ("pairs", f"{pairs}{plain}", seed)
+        for pairs in protocol["pairs"]
+        for plain in ("", " plain")
+        for seed in protocol["seeds"]
+    } | {
+        (question, arm, seed)
+        for question, setting in protocol["options"].items()
+        for arm in setting["arms"]
+        for seed in protocol["seeds"]
+    }
     stored = {(*row, seed) for row, runs in records.items() for seed in runs}
     assert stored <= planned
     assert len(planned) == 5 * (2 * 6 + 6 + 3)
@@ -82,7 +93,7 @@ def test_an_option_is_judged_by_its_differences_of_the_same_seed(protocol):
         ("one", "default"): {seed: record(100 + 120 * seed) for seed in range(5)},
         ("one", "mlp"): {seed: record(112 + 120 * seed + 0.1 * seed) for seed in range(5)},
     }
-    table = align_study.options_table(made_up, protocol)
+    table = align_records.options_table(made_up, protocol)
     row = next(line for line in table.splitlines() if line.startswith("| mlp"))
     assert (
         "| 5 | +2.0 (+2.0 to +2.1) | higher, above the margin | +0.0 (+0.0 to +0.0) | sign open, below the margin |"
