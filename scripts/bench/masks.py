@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,25 +148,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--draws", type=int, default=1000)
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse_args(argv)
-    rows = []
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         name = register(args.model, None, args.dropout, Path(scratch))
-        setup = Setup(build(name, 0.0, CPU, torch.float32), CPU)
-        setup.inner.logit_scale.data.fill_(math.log(1 / 0.07))
+        model: Any = build(name, 0.0, CPU, torch.float32)
+        model.logit_scale.data.fill_(math.log(1 / 0.07))
+        setup = Setup(model, CPU)
         train(name, setup, 4 * args.micro_batch, args.trained)
         for steps in map(int, args.steps.split(",")):
-            micro_batches = make_batches(name, setup.inner, [args.micro_batch] * steps, seed=1)
-            for way, columns in compare(setup, micro_batches, args.draws).items():
-                rows.append({"K": steps, "way": way, **columns})
-    columns = ("bias", "floor", "noise", "logit_scale")
-    shown = [
-        [str(row["K"]), row["way"], *(f"{row[column]:.3f}" for column in columns)] for row in rows
-    ]
-    about = (
-        f"{args.model}, micro-batch {args.micro_batch}, dropout {args.dropout}, {args.draws} draws"
-    )
-    markdown = f"{about}.\n\n{markdown_table(['K', 'way', *columns], shown)}"
-    write({"about": about, "rows": rows}, markdown, args.out)
+            micro_batches = make_batches(name, model, [args.micro_batch] * steps, seed=1)
+            for way, found in compare(setup, micro_batches, args.draws).items():
+                rows.append({"K": steps, "way": way, **found})
+    about = f"{args.model}, micro-batch {args.micro_batch}, dropout {args.dropout}, "
+    about += f"{args.trained} steps trained, {args.draws} draws"
+    write({"about": about, "rows": rows}, f"{about}.\n\n{table(rows)}", args.out)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows as Markdown; the reference's own row has no bias."""
+    lines = []
+    for row in rows:
+        bias = f"{row['bias']:.2f} ({row['floor']:.2f})" if row["way"] != ONE_GRAPH else ""
+        numbers = [f"{row[name]:.2f}" for name in ("noise", "logit_scale")]
+        lines.append([str(row["K"]), row["way"], bias, *numbers])
+    return markdown_table(["K", "way", "bias (floor)", "noise of a step", "logit_scale"], lines)
 
 
 if __name__ == "__main__":

@@ -74,8 +74,8 @@ def sources_of(store: Store, settings: Mapping[str, Any]) -> list[Source]:
             continue
         look, words = style
         images, texts = store.train["pictures"][look][rows], store.train["styled"][words][rows]
-        test = store.test["pictures"][look], store.test["styled"][words]
-        made.append(Source(images, texts, *test))
+        held_out = store.test["pictures"][look], store.test["styled"][words]
+        made.append(Source(images, texts, *held_out))
     return made
 
 

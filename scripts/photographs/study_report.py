@@ -89,8 +89,10 @@ class MixtureRow:
     def estimate(self, measure: str, rate: float | None = None) -> Estimate:
         """Debiased minus random at a rate; None: the verdict's."""
         at = self.rate if rate is None else rate
-        arms = [of_arm(self.records, arm=arm, rate=at) for arm in ("debiased", "random")]
-        return difference(*arms, measure)
+        debiased, random = (
+            of_arm(self.records, arm=arm, rate=at) for arm in ("debiased", "random")
+        )
+        return difference(debiased, random, measure)
 
 
 def mixture_rows(records: Sequence[Record], protocol: dict[str, Any]) -> list[MixtureRow]:

@@ -205,6 +205,22 @@ def broken_emphasis(text: str) -> list[str]:
     return re.findall(r"<em>.{0,40}|.{0,20}\*.{0,20}", html)
 
 
+def test_the_table_of_accumulation_is_that_of_its_records():
+    """The rows of docs/dga.md at K = 16."""
+    page = (ROOT / "docs" / "dga.md").read_text(encoding="utf-8")
+    file = ROOT / "docs" / "results" / "performance" / "masks.csv"
+    rows = [row for row in csv.DictReader(file.read_text().splitlines()) if row["K"] == "16"]
+    assert len(rows) == 4
+    for row in rows:
+        bias, floor, noise, scale = (
+            f"{float(row[name]):.2f}" for name in ("bias", "floor", "noise", "logit_scale")
+        )
+        shown = "" if row["way"] == "one graph" else f"{bias} ({floor}) "
+        assert f"| {row['way']} | {shown}| {noise} | {scale} |" in page
+    (theirs,) = [row for row in rows if "accum" in row["way"]]
+    assert float(theirs["bias"]) < float(theirs["floor"]) and float(theirs["noise"]) > 1
+
+
 @pytest.mark.parametrize(
     ("page", "words"),
     [("docs/results/emoji.md", 1500), ("docs/results.md", 1400), ("README.md", 710)],
