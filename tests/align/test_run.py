@@ -357,6 +357,7 @@ def test_a_sweep_ranks_the_pairings_and_a_second_run_reads_the_rows(
     assert ("counts" in verdict) != ("may turn the order round" in verdict)
     page = (tmp_path / "out" / "align.html").read_text()
     assert all(f"{one.rsum:.1f}" in page for one in results) and page.count("data:image/png") == 2
+    assert "RSUM of seeds" in page and any("RSUM of seeds" in line for line in said)
     model, _, _ = load_model(tmp_path / "out" / "model")
     assert model.visual(torch.zeros(1, 3, *results[0].image.preprocess_cfg["size"])).shape == (
         1,
@@ -396,6 +397,7 @@ def test_pictures_of_classes_have_their_top1_and_no_pair_of_a_class_as_a_negativ
     )
     text = "\n".join(said)
     assert result.recipe.positives == "caption" and text.count("--positives caption") == 1
+    assert "RSUM of seeds" not in text  # of one seed
     assert result.top1 == 1.0 and "top-1" in text and text.count("RSUM can reach") == 1
     assert result.rsum < 500 and "one step an epoch, of 32 of 50 pairs" in text
     record = json.loads((tmp_path / "out" / "align.json").read_text())

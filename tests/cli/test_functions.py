@@ -25,6 +25,7 @@ from open_clip_zerovl.checkpoints.weights import read_state_dict
 from open_clip_zerovl.cli.functions import words_of
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.launch import follow_training
+from open_clip_zerovl.evaluate.search.ranking import Hit
 from support import warm
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, write_bert
 
@@ -82,8 +83,7 @@ def run(home):
         name="call",
         logs=home / "logs",
         model_config=home / "tiny.json",
-        train_data=packed.train_data,
-        retrieval_data=packed.held_out,
+        train_data=packed,
         **TRAIN,
     )
 
@@ -224,6 +224,16 @@ def test_search(home, run, tmp_path):
     ]
     shown = hits._repr_html_()
     assert len(hits) == 3 and shown.count("<figure>") == 3 and "data:image/jpeg" in shown
+    packed = open_clip_zerovl.pack(home / "pictures", out=home / "packed", test_share=0.2)
+    pixels = {file: np.array(Image.open(file)) for file in (home / "pictures").glob("*.png")}
+    of_shards = open_clip_zerovl.search(run, packed, "a red house", **options)
+    for number, hit in enumerate([*hits, *of_shards]):
+        picture = hit.open()  # of a file, or of a member of a shard
+        assert picture.mode == "RGB" and picture.size == (40, 40)
+        same = [file for file, array in pixels.items() if np.array_equal(array, np.array(picture))]
+        assert len(same) == 1 and (number >= 3 or same[0].name in hit.picture)
+    with pytest.raises(UserError, match=r"x\.png has gone or changed since it was embedded"):
+        Hit("x.png", 1.0, "", None).open()
 
 
 def test_align(home, tmp_path):

@@ -74,18 +74,7 @@ from open_clip_zerovl.shards.urls import local_path
 
 DRAWS = 1000  # of an interval
 DRAWN = 5  # pairings, on the page
-HEADER = (
-    "image",
-    "text",
-    "widths",
-    "I2T R@1",
-    "T2I R@1",
-    "RSUM",
-    "95 %",
-    "RSUM of seeds",
-    "epoch",
-    "train",
-)
+OF_SEEDS = "RSUM of seeds"  # a column where there are several
 Say = Callable[[str], None]
 
 
@@ -131,15 +120,18 @@ class Pairing:
         hits = [hit_probabilities(ranks[way], RECALL_KS).sum(dim=0) for way in DIRECTIONS]
         return mean_over(list(zip(units, hits, strict=True)), len(held.images), 100.0)
 
-    def row(self) -> list[str]:
-        """Cells below HEADER."""
+    def row(self) -> dict[str, str]:
+        """Return the cells of a table by their columns."""
         metrics, (low, high) = self.outcome.metrics, self.interval
-        first = [f"{100 * metrics[f'{way}_R@1']:.1f}" for way in DIRECTIONS]
-        seeds = " ".join(f"{score:.0f}" for score in self.of_seeds)
-        row = [*self.names, f"{self.image.width}, {self.text.width}", *first]
-        row += [f"{self.rsum:.1f}", f"{low:.1f} to {high:.1f}", seeds, str(self.outcome.best_epoch)]
-        row += [duration(self.seconds)]
-        return row if self.top1 is None else [*row, f"{100 * self.top1:.1f}"]
+        recalls = [f"{100 * metrics[f'{way}_R@1']:.1f}" for way in DIRECTIONS]
+        row = dict(zip(("image", "text"), self.names, strict=True))
+        row["widths"] = f"{self.image.width}, {self.text.width}"
+        row |= zip(("I2T R@1", "T2I R@1"), recalls, strict=True)
+        row |= {"RSUM": f"{self.rsum:.1f}", "95 %": f"{low:.1f} to {high:.1f}"}
+        if len(self.of_seeds) > 1:
+            row[OF_SEEDS] = " ".join(f"{score:.0f}" for score in self.of_seeds)
+        row |= {"epoch": str(self.outcome.best_epoch), "train": duration(self.seconds)}
+        return row if self.top1 is None else {**row, "top-1": f"{100 * self.top1:.1f}"}
 
     def record(self) -> dict[str, Any]:
         """As JSON."""
@@ -454,8 +446,9 @@ class Alignment:
 
     def _write(self, ranked: Sequence[Pairing], facts: Sequence[str], chance: float) -> None:
         """Print and write the results."""
-        out, best, rows = self.request.out, ranked[0], [pairing.row() for pairing in ranked]
-        header = (*HEADER, "top-1") if self.classes else HEADER
+        out, best = self.request.out, ranked[0]
+        header = tuple(best.row())
+        rows = [[*pairing.row().values()] for pairing in ranked]
         self.say(text_table(header, rows, left=2))
         for fact in facts[1:]:
             self.say(fact)

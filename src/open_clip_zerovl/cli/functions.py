@@ -54,10 +54,15 @@ def train(*, name: str, logs: Model = "./logs/", **flags: Any) -> Run:
     Args:
         name, logs: the run's folder is logs/name.
         flags: those of `zerovl train --help`, open_clip's too, and `gpus`: the number of processes (default: one a GPU).
+            `train_data` also takes the result of `pack`, with its held-out sets unless `retrieval_data` is given.
 
     Raises:
         UserError: the training failed; its last error is in the sentence.
     """
+    data = flags.get("train_data")
+    if isinstance(data, Packed):
+        held_out = {"retrieval_data": data.held_out} if data.held_out else {}
+        flags = held_out | flags | {"train_data": data.train_data}
     given = {"name": name, "logs": logs, "resume": "latest", **flags}
     processes, arguments = take_gpus(words_of(given, {f"--{flag}" for flag in REPEATED}))
     follow_training(arguments, processes, lambda line: print(line, flush=True))

@@ -15,7 +15,8 @@ from open_clip_zerovl.recipe.arguments import Settings
 
 GPU_MICRO_BATCH = 256  # at first; halved for want of memory
 LARGEST_BATCH = 2048
-FEWEST_STEPS = 8  # of an epoch
+FEWEST_STEPS = 8  # of an epoch, unless its batches would be smaller than SMALLEST_BATCH
+SMALLEST_BATCH = 16
 FEWEST_SAMPLES = 2 * FEWEST_STEPS
 WARMUP_STEPS = 50  # 1 / (1 - beta2) of AdamW's second moment
 STEPS_BETWEEN_SAVES = 250
@@ -220,9 +221,12 @@ def _effective_batch(facts: Facts, given: Settings) -> tuple[int, str]:
     if asked is not None:
         check_batch(asked, facts.samples)
         return asked, AS_ASKED
-    batch = min(LARGEST_BATCH, _power_of_two(facts.samples / FEWEST_STEPS))
+    floor = min(SMALLEST_BATCH, _power_of_two(facts.samples / 2))
+    batch = max(floor, min(LARGEST_BATCH, _power_of_two(facts.samples / FEWEST_STEPS)))
     if batch == LARGEST_BATCH:
         return batch, "ZeroVL's for fine-tuning (5.2); more negatives change little"
+    if facts.samples // batch < FEWEST_STEPS:
+        return batch, f"{batch - 1} negatives a pair, from {facts.samples} samples"
     return (
         batch,
         f"the most negatives that leave {FEWEST_STEPS} steps an epoch of {facts.samples:,} samples",

@@ -63,6 +63,19 @@ class Hit:
     caption: str
     content: bytes | None = field(repr=False)
 
+    def open(self) -> Image.Image:
+        """Decode the picture, upright and in RGB.
+
+        Raises:
+            UserError: it has gone or changed since it was embedded.
+        """
+        try:
+            if self.content is not None:
+                return decode_image(self.content)
+        except BadPicture:
+            pass
+        raise UserError(f"{self.picture} has gone or changed since it was embedded; search again")
+
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -281,8 +294,8 @@ def _hit(collection: Collection, file: int, number: int, score: float) -> Hit:
 def thumbnail_of(hit: Hit) -> str | None:
     """The thumbnail of a hit; None if its picture has gone or changed since it was embedded."""
     try:
-        return None if hit.content is None else thumbnail(decode_image(hit.content))
-    except BadPicture:
+        return thumbnail(hit.open())
+    except UserError:
         return None
 
 
