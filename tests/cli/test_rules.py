@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import bz2
+import errno
+import fcntl
 import gzip
 import io
 import json
 import lzma
 import tarfile
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +19,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import locked
 from open_clip_zerovl.data.class_words import class_order
 from open_clip_zerovl.data.collection import open_collection
 from open_clip_zerovl.data.images import Crop, decode_image
@@ -786,3 +791,56 @@ def test_words_for_nothing_are_counted_in_the_printed_report(tmp_path, capsys):
     pack([str(tmp_path / "in/pairs.csv")], tmp_path / "out")
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("nothing")]
     assert all(f"1 {word!r}" in line for word in words if word != "None") and "2 'None'" in line
+
+
+# ------------------------------------------------------------------------------------------------- names of pictures
+
+NAMES = {  # (file, name in the table)
+    "the control": ("a.png", "a.png"),
+    "a number behind it": ("a.png", "a.png#0"),
+    "decomposed letters": (unicodedata.normalize("NFD", "\u00fc.png"), "\u00fc.png"),
+    "composed letters": ("\u00fc.png", unicodedata.normalize("NFD", "\u00fc.png")),
+    "%20": ("a b.png", "a%20b.png"),
+    "case": ("A.PNG", "a.png"),
+    "Windows": ("p/a.png", "p\\a.png"),
+}
+
+
+@pytest.mark.parametrize("case", NAMES)
+@pytest.mark.parametrize("first", ["", "sep=;\n"])
+def test_a_picture_is_found_by_the_name_that_a_table_gives_it(tmp_path, case, first):
+    file, name = NAMES[case]
+    (tmp_path / "in" / file).parent.mkdir(parents=True)
+    (tmp_path / "in" / file).write_bytes(encoded(picture(0)))
+    separator = ";" if first else ","
+    rows = [["image", "caption"], [name, "a dog"], [name, "a cat"]]
+    text = "".join(separator.join(row) + "\n" for row in rows)
+    (tmp_path / "in/pairs.csv").write_text(first + text)
+    report = pack([str(tmp_path / "in/pairs.csv")], tmp_path / "out", work=Work(progress=False))
+    assert (report["pictures"], report["captions"]) == (1, 2)
+
+
+def test_base64_is_named_in_a_short_sentence(tmp_path):
+    cell = base64.b64encode(bytes(12_000)).decode()
+    (tmp_path / "pairs.csv").write_text(f"image,caption\n{cell},a dog\n")
+    with pytest.raises(UserError, match="a text of 16,000 characters .*base64") as error:
+        pack([str(tmp_path / "pairs.csv")], tmp_path / "out", work=Work(progress=False))
+    assert len(str(error.value)) < 400
+
+
+def test_a_picture_with_a_large_text_chunk_is_a_picture(tmp_path):
+    about = PngImagePlugin.PngInfo()
+    about.add_text("settings", "x" * (3 << 20), zip=True)
+    content = encoded(picture(0), "PNG", pnginfo=about)
+    write_tar(tmp_path / "in/0.tar", [("0.png", content), ("0.txt", b"a dog")])
+    for door in ("pack", "train", "retrieval"):
+        assert DOORS[door](str(tmp_path / "in")) == {"a dog": look(picture(0))}
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    def without_locks(*_) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    with pytest.raises(UserError, match=f"of {tmp_path} has no locks .*--cache"), locked(tmp_path):
+        pass

@@ -49,20 +49,23 @@ class CsvRows:
     Args:
         file: the table, at its beginning.
         separator: between columns.
+        line: the number of the file's next line.
         pictures: endings of picture files (".jpg"): a line of a longer row is a row if its `image` has such an ending.
     """
 
-    def __init__(self, file: BinaryIO, separator: str, pictures: tuple[str, ...]) -> None:
+    def __init__(
+        self, file: BinaryIO, separator: str, pictures: tuple[str, ...], line: int = 1
+    ) -> None:
         self.file = file
         self.separator = separator
         self.pictures = pictures
         self.width, self.image = 0, 0  # fields of the header, and which one is the image
         self._waiting: deque[bytes] = deque()  # lines that a stray quote had taken into a row
         self._taken: list[bytes] = []  # lines of the current row
-        self._first = True
+        self._first, self._line = True, line
 
     def __iter__(self) -> Iterator[CsvRow]:
-        offset, line = 0, 1
+        offset, line = 0, self._line
         reader = self._reader()
         while True:
             self._taken.clear()

@@ -166,7 +166,8 @@ def lock_file(
         None if there is no file, or, without `wait`, if another process holds the lock.
 
     Raises:
-        OSError: the file cannot be opened, or its file system has no locks.
+        OSError: the file cannot be opened.
+        UserError: its file system has no locks.
     """
     kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
     while True:
@@ -187,6 +188,14 @@ def lock_file(
         except (BlockingIOError, PermissionError):  # lockf may give either for a lock that is held
             os.close(descriptor)
             return None
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP):
+                raise
+            folder = os.path.dirname(os.path.abspath(path))
+            raise UserError(
+                f"the file system of {folder} has no locks ({error.strerror}): give a folder on a local disk (--cache, --out)"
+            ) from error
         except BaseException:
             os.close(descriptor)
             raise

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 HAS_HEIF = importlib.util.find_spec("pillow_heif") is not None
 HEIF_EXTENSIONS = ("heic", "heif")
@@ -51,6 +51,7 @@ _TURNS = {  # EXIF's orientation -> how to turn the picture upright
 # of a JPEG's segments
 _EXIF, _XMP_TURNED = b"Exif\0\0", re.compile(rb'tiff:Orientation(="|>)[2-8]')
 _FILL, _APP1, _SCAN, _END = 0xFF, 0xE1, 0xDA, 0xD9
+_LARGEST_TEXT_BYTES = 64 << 20  # of a PNG: programs that draw pictures store their settings there
 _ORIENTATION, _SHORT = 0x112, 3  # EXIF's number of the tag, and its type
 
 Result = TypeVar("Result")
@@ -306,6 +307,7 @@ def forget_other_formats() -> None:
 
 def _known() -> Any:
     Image.init()
+    PngImagePlugin.MAX_TEXT_CHUNK = _LARGEST_TEXT_BYTES
     if HAS_HEIF and "HEIF" not in Image.OPEN:
         importlib.import_module("pillow_heif").register_heif_opener()
     # Pillow may be built without AVIF or JPEG 2000

@@ -405,7 +405,10 @@ def embed_collection(
     file_versions = [[file.path, file.size, file.changed_ns] for file in collection.files]
     fingerprint = model.fingerprints["image"]
     where = os.path.abspath(os.path.expanduser(collection.name))
-    check_writable(cache, folder=True)
+    try:
+        check_writable(cache, folder=True)
+    except UserError as error:  # as under a HOME that nobody may write
+        raise UserError(f"{error}; give a folder for the embeddings with --cache") from error
     store, computed = embedded(
         cache / digest_of(fingerprint, where)[:16],
         "search",

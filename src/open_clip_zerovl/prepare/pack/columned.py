@@ -114,8 +114,12 @@ class TableReader(ColumnReader):
     def __init__(self, path: Path, wanted: Columns) -> None:
         self._of_file(path, wanted)
         header = self._first_line()
+        # a spreadsheet's line of its own
+        said = re.fullmatch(r"sep=(.)", header)
+        self.begin = 1 if said else 0
         try:
-            self.separator = wanted.separator or guess_separator(header)
+            header = self._first_line(skip=self.begin)
+            self.separator = wanted.separator or (said[1] if said else guess_separator(header))
             self.names = [
                 name.strip() for name in next(csv.reader([header], delimiter=self.separator), [])
             ]
@@ -143,7 +147,11 @@ class TableReader(ColumnReader):
         least = max(place for _, place in places)
         stray: list[int] = []
         with opened_table(file) as table:
-            records = CsvRows(cast(BinaryIO, table), self.separator, tuple(PICTURE_SUFFIXES))
+            for _ in range(self.begin):
+                table.readline()
+            records = CsvRows(
+                cast(BinaryIO, table), self.separator, tuple(PICTURE_SUFFIXES), line=1 + self.begin
+            )
             shape = len(self.names), self.names.index(chosen.picture)
             if not self.has_header:
                 records.width, records.image = shape
@@ -164,8 +172,10 @@ class TableReader(ColumnReader):
                 f"a stray quote in {len(stray)} lines, which are read as they stand, quote included: {shown}"
             ]
 
-    def _first_line(self) -> str:
+    def _first_line(self, skip: int = 0) -> str:
         with opened_table(self.path) as file:
+            for _ in range(skip):
+                file.readline(1 << 20)
             first = file.readline(1 << 20)
         if b"\0" in first:
             raise UserError(

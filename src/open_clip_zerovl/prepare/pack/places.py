@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PureWindowsPath
+from urllib.parse import unquote
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.prepare.pack.rows import ADDRESS, PairRow
@@ -28,6 +31,7 @@ def public_name(name: str) -> str:
 #: Rows of a file whose pictures are looked for before work begins: if none of them is there, the paths are wrong.
 LOOKED_AT = 200
 _SEARCHED_ENTRIES = 20_000
+_LONGEST_NAME = 255  # bytes of a file's name
 
 
 class Places:
@@ -41,6 +45,7 @@ class Places:
     def __init__(self, file: Path, pictures_in: Path | None) -> None:
         self.file = file
         self.folder = str((pictures_in or file.parent).absolute())
+        self._names: dict[str, tuple[Counter[str], list[str]]] = {}  # of folders
 
     def place(self, name: str) -> str:
         """An address as it is, a path made absolute."""
@@ -49,9 +54,27 @@ class Places:
             return name
         name = name.removeprefix("file://")
         path = os.path.normpath(os.path.join(self.folder, os.path.expanduser(name)))
-        if "\\" in name and not os.path.exists(path):  # written on Windows
-            path = os.path.normpath(os.path.join(self.folder, name.replace("\\", "/")))
-        return path
+        return path if os.path.exists(path) else self._otherwise(path) or path
+
+    def _otherwise(self, path: str) -> str | None:
+        """Return the file that a path means which is not there as it is written; None if there is none.
+
+        Tables are written on Windows, on a Mac (decomposed letters), with %20, without case, and with `#0` behind the name of
+        a picture (Flickr30K's captions).
+        """
+        spellings = [path.rpartition("#")[0], unquote(path), path.replace("\\", "/")]
+        spellings += [unicodedata.normalize(form, path) for form in ("NFC", "NFD")]
+        written = next((each for each in spellings if each and os.path.isfile(each)), None)
+        if written is not None:
+            return os.path.normpath(written)
+        folder, name = os.path.split(path)
+        if folder not in self._names:
+            names = os.listdir(folder) if os.path.isdir(folder) else []
+            self._names[folder] = Counter(each.lower() for each in names), names
+        counts, names = self._names[folder]
+        if counts[name.lower()] != 1:
+            return None
+        return os.path.join(folder, next(each for each in names if each.lower() == name.lower()))
 
     def checked(self, rows: Iterable[PairRow]) -> Iterator[PairRow]:
         """The rows. UserError if not one of the first pictures exists."""
@@ -85,6 +108,11 @@ class Places:
             else f"relative paths start at {self.folder}: if the pictures are elsewhere, give their folder with --pictures-in"
         )
         where = f"line {first.line}" if first.line else first.file
+        if len(os.path.basename(first.place)) > _LONGEST_NAME:
+            return UserError(
+                f"the picture of {where} of {self.file} is a text of {len(os.path.basename(first.place)):,} characters "
+                f"({os.path.basename(first.place)[:20]}...), not a path: base64 becomes files, or bytes of a parquet file"
+            )
         return UserError(
             f"none of the first {len(missing)} pictures of {self.file} exists; that of {where} should be {first.place}; "
             f"{advice}"

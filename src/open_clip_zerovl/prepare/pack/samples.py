@@ -97,7 +97,7 @@ class SampleReader(Reader):
             if self.keys or self.wanted.source:
                 return row._replace(refused="no JSON object")
             fields = {}
-        row = row._replace(split=split_of_word(fields.get(self.split_column)) or row.split)
+        row = row._replace(split=split_of_word(fields.get(self.split_column or "")) or row.split)
         source = fields.get(self.wanted.source) if self.wanted.source is not None else None
         if self.keys:
             return row._replace(captions=[fields.get(key) for key in self.keys], source=source)
