@@ -69,7 +69,7 @@ def examine(logs: Path) -> list[Finding]:
     Args:
         logs: the runs' folder, whose free disk is checked.
     """
-    findings = []
+    findings: list[Finding] = []
     checks = {"packages": versions, "devices": devices, "limits": lambda: limits(logs)}
     for topic, check in checks.items():
         try:

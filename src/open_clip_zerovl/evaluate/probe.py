@@ -155,13 +155,14 @@ def probed_model(
     device = torch.device(device)
     precision = "amp_bf16" if amp else "fp32"
     digest = module_digest(tower, inputs=transform, precision=precision)
+    picture_transform, mean, std = split_transform(transform)
     return FrozenModel(
         "probed",
         tower,
-        None,
-        None,
-        device,
-        *split_transform(transform),
+        device=device,
+        picture_transform=picture_transform,
+        mean=mean,
+        std=std,
         context=autocast(device, amp),
         unit_length=False,
         fingerprints={"image": digest},

@@ -367,8 +367,12 @@ def write_csv(
         UserError: the file cannot be written.
     """
     rows = [
-        {"set": name, **settings, "captions_per_image": settings["captions_per_image"] or "all"}
-        | row
+        {
+            "set": name,
+            **settings,
+            "captions_per_image": settings["captions_per_image"] or "all",
+            **row,
+        }
         for settings, results in models
         for name, row in results.items()
     ]
