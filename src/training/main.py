@@ -26,7 +26,13 @@ if __name__ == "__main__" and not __package__:  # started by the path of this fi
     ]
 
 from open_clip_zerovl.core.errors import ended, say
-from open_clip_zerovl.core.launch import EACH_GPU, PROCESSES, name_of_rank, ranks_here
+from open_clip_zerovl.core.launch import (
+    EACH_GPU,
+    PROCESSES,
+    missing_ranks,
+    name_of_rank,
+    ranks_here,
+)
 from open_clip_zerovl.core.lazy import uncollected
 from open_clip_zerovl.core.processes import SLURM_RANKS, supervise
 from open_clip_zerovl.core.scratch import use_scratch_folder
@@ -72,6 +78,8 @@ def _train_here(words: Sequence[str]) -> NoReturn:
 
     command = read_command(words)
     use_scratch_folder()
+    if (missing := missing_ranks()) is not None:
+        say(missing)
     if command[1].active:
         say_loading()
     with uncollected():

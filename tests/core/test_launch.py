@@ -17,6 +17,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.launch import (
     gpu_memories,
     last_error,
+    missing_ranks,
     ranks_here,
     start_training,
     training_command,
@@ -343,3 +344,20 @@ def test_ctrl_c_in_the_moment_of_a_fork_is_not_lost(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         launch.start_training(["--help"], log=tmp_path / "log")
     assert children_of(os.getpid()) == before and not armed
+
+
+@pytest.mark.parametrize(
+    ("environment", "waits"),
+    [
+        ({}, False),
+        ({"SLURM_NTASKS": "1"}, False),
+        ({"SLURM_NTASKS": "2"}, True),  # a batch script
+        ({"SLURM_NTASKS": "2", "SLURM_STEP_ID": "4294967290"}, True),  # the shell of salloc
+        ({"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}, False),  # srun
+        ({"SLURM_NTASKS": "2", "WORLD_SIZE": "2"}, False),  # torchrun
+    ],
+)
+def test_a_process_without_its_ranks_says_that_it_waits(environment, waits):
+    sentence = missing_ranks(environment)
+    assert (sentence is not None) == waits
+    assert not waits or sentence.startswith("waiting for 1 of 2 ranks (SLURM_NTASKS=2)")

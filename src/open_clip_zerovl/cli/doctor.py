@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from open_clip_zerovl.cli.program import RunCommand
 from open_clip_zerovl.core.errors import UserError, kind_and_message
 from open_clip_zerovl.core.files import free_space
+from open_clip_zerovl.core.launch import missing_ranks
 from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.core.releases import INSTALL, line_of, supported, version_here
 
@@ -135,6 +136,10 @@ def devices() -> Iterator[Finding]:
     """Take a DGA step on the CPU and on every GPU."""
     import torch
 
+    if (missing := missing_ranks()) is not None:
+        yield Finding(
+            "SLURM", f"SLURM_NTASKS={os.environ['SLURM_NTASKS']}", f"a training is {missing}"
+        )
     threads = torch.get_num_threads()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if shutil.which("nvidia-smi") is not None and not gpus:

@@ -44,6 +44,7 @@ MEMORY_FULL = (
 )
 _STOP_SECONDS = 600.0  # for a step and its checkpoint
 _LAST_LINES = 40  # of a log, which are searched for an error
+_FIRST_SHELL_STEP = 0xFFFFFFF0  # SLURM's numbers of steps that are a shell or a script begin here
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The command
@@ -285,6 +286,21 @@ def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
     sizes = ("WORLD_SIZE", "SLURM_NTASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
     return any(
         environment.get(name, "").isdecimal() and int(environment[name]) > 1 for name in sizes
+    )
+
+
+def missing_ranks(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return a sentence for a process that waits for ranks which nobody has started; None for one that does not.
+
+    The shell of `salloc -n 2`, and a batch script, say the number of tasks; srun alone starts them, each in a step.
+    """
+    tasks, step = environment.get("SLURM_NTASKS", ""), environment.get("SLURM_STEP_ID", "")
+    by_srun = step.isdecimal() and int(step) < _FIRST_SHELL_STEP
+    if "WORLD_SIZE" in environment or by_srun or not tasks.isdecimal() or int(tasks) < 2:
+        return None
+    return (
+        f"waiting for {int(tasks) - 1} of {tasks} ranks (SLURM_NTASKS={tasks}), which this process alone does not start: start "
+        "the training with srun, or unset SLURM_NTASKS"
     )
 
 
