@@ -64,11 +64,13 @@ def features_of(shard: Path, model: FrozenModel, folder: Path) -> NDArray[np.flo
         samples = read_samples(shard)
         while batch := list(islice(samples, BATCH_SAMPLES)):
             pixels = list(pool.map(lambda sample: _pixels(sample, model), batch))
-            decoded = [number for number, picture in enumerate(pixels) if picture is not None]
+            decoded = {
+                number: picture for number, picture in enumerate(pixels) if picture is not None
+            }
             features = torch.zeros(len(batch), width, dtype=torch.float16)
             if decoded:
-                pictures = torch.stack([pixels[number] for number in decoded])
-                features[decoded] = model.images(pictures).cpu().half()
+                pictures = torch.stack(list(decoded.values()))
+                features[list(decoded)] = model.images(pictures).cpu().half()
             rows.append(features.numpy())
     table = np.concatenate(rows)
     with atomic_file(path) as file:
@@ -245,7 +247,7 @@ def cluster(
     counts = np.sort(np.bincount(labels[decoded]))
     print(
         f"{source.name}: {decoded.sum():,} samples in {len(counts)} clusters of {counts[0]:,} to {counts[-1]:,} (median "
-        f"{np.median(counts):,.0f}); {len(decoded) - decoded.sum():,} pictures could not be decoded and were left out.\n"
+        f"{np.median(counts):,.0f}); {np.sum(~decoded):,} pictures could not be decoded and were left out.\n"
         f'Train on them as sources: --debiased-sampling --train-data "$(cat {out / "train-data.txt"})"'
     )
     return train_data

@@ -98,7 +98,8 @@ class Tower:
                 "std": std,
             }
         else:
-            padding = module.config.pad_token_id if self.kind == "hf" else None
+            config: Any = getattr(module, "config", None)  # of transformers' towers
+            padding = config.pad_token_id if self.kind == "hf" else None
             given |= {
                 "text_tower": module,
                 "tokenizer": self.tokenizer,

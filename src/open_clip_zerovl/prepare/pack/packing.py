@@ -326,7 +326,7 @@ def _begin(out: Path, state: dict[str, Any]) -> bool:
         useful = same_pictures or not read
         return not complete and useful and not any(out.rglob(manifest.MANIFEST_FILE))
 
-    return claim(out / PACK_FILE, state, restart=restart) and complete
+    return claim(out / PACK_FILE, state, restart=restart) is not None and complete
 
 
 def _early(state: dict[str, Any]) -> dict[str, Any]:
