@@ -7,11 +7,13 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from huggingface_hub import ModelCard as HubCard
 
 from open_clip_zerovl.align.request import Recipe
-from open_clip_zerovl.checkpoints.card import _ELSEWHERE, ModelCard, run_facts
+from open_clip_zerovl.checkpoints.card import _ELSEWHERE, ModelCard, folder_card, run_facts
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.checkpoints.spec import ModelSpec
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import flags_of
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_run
@@ -98,7 +100,8 @@ def checkpoint(tmp_path) -> Path:
     recalls = {
         f"shop_{way}_R@{k}": 0.15 for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)
     }
-    row = {"epoch": 1, **recalls, "shop_rsum": 90.0, "pets_top1": 0.5}
+    row = {"epoch": 1, **recalls, "shop_rsum": 90.0, "pets_top1": 0.5, "num_samples": 8}
+    row |= {"retrieval_captions": 5, "retrieval_transform": "own"}
     (checkpoint.parent / "results.jsonl").write_text(json.dumps(row) + "\n")
     return checkpoint
 
@@ -111,3 +114,41 @@ def test_the_runs_record_gives_flags_sizes_and_chance(checkpoint, tmp_path):
     assert "| shop | 15.0 | 15.0 | 15.0 | 15.0 | 15.0 | 15.0 | 90.0 | 16.5 |" in card
     assert "- pets_top1: 0.5000 (chance 0.1000)" in card
     assert run_facts(checkpoint)["given"]["lr"] == "0.001"
+    assert "retrieval_captions" not in card and "num_samples" not in card  # settings are no scores
+
+
+def test_the_hub_reads_base_models_data_sets_and_scores_with_chance(checkpoint, tmp_path):
+    """By the hub's own reader; a later export and a model between two keep what the weights stand on."""
+    folder = export_local_dir(checkpoint, tmp_path / "export")
+    card = HubCard.load(folder / "README.md").data
+    scores = {(one.dataset_name, one.metric_type): one for one in card.eval_results}
+    assert card.base_model is None and card.model_name == "carded"
+    assert scores["shop", "rsum"].metric_value == 90.0
+    assert scores["shop", "rsum"].metric_name == "RSUM of 600 (chance 16.5)"
+    assert scores["shop", "image_to_text_recall_at_1"].metric_value == 15.0
+    assert scores["pets", "top1"].metric_value == 50.0 and len(scores) == 8
+    assert scores["pets", "top1"].metric_name == "top1 in % (chance 10.0)"
+    params = {"model": "ViT-B-32", "pretrained": "laion2b_s34b_b79k", "name": "yes: a 'name'"}
+    params["train_data"] = "a=hf://datasets/me/pairs/{0..3}.tar::b=/secret/b"
+    encoders = [
+        "timm:vit_base_patch14_dinov2.lvd142m",
+        "hf:someone/sentences",
+        "/secret/x",
+        "x/y/z",
+    ]
+    first = ModelCard(SPEC, {}, "x", params=params, metrics={"rsum": 1.0}, base_models=encoders)
+    (tmp_path / "README.md").write_text(first.text())
+    for text in (first.text(), folder_card(tmp_path, SPEC, {}).text()):
+        card = HubCard(text).data
+        assert card.base_model == [
+            "timm/vit_base_patch14_dinov2.lvd142m",
+            "someone/sentences",
+            "laion/CLIP-ViT-B-32-laion2B-s34B-b79K",
+        ]
+        assert card.datasets == ["me/pairs"] and "/secret" not in text
+        assert card.model_name.startswith("yes: a 'name'") and len(card.eval_results) == 1
+    second = ModelCard(SPEC, {}, "x", base_models=[f"local-dir:{tmp_path}"]).text()
+    assert HubCard(second).data.base_model == card.base_model
+    (tmp_path / "README.md").write_text("---\na: [\n---\n")
+    with pytest.raises(UserError, match=r"README\.md cannot be read .*between its first two ---"):
+        ModelCard(SPEC, {}, "x", base_models=[str(tmp_path)]).text()

@@ -73,6 +73,7 @@ def export_aligned(
         UserError: as `write_local_dir`; a folder whose model gives other embeddings than the heads.
     """
     metrics = {f"held-out_{key}": value for key, value in metrics.items()}
+    encoders = (image.name, text.name)
     origin = f"Linear heads trained on the frozen encoders {image.name} and {text.name}."
     if image.kind == "vision":
         cfg = {"embed_dim": heads.embed_dim, "vision_cfg": image.cfg, "text_cfg": text.cfg}
@@ -84,7 +85,13 @@ def export_aligned(
             out, force=True, is_export=is_transformers_folder, kind="export for transformers"
         )
         card = ModelCard(
-            spec, model.state_dict(), origin, metrics=metrics, params=params, library="transformers"
+            spec,
+            model.state_dict(),
+            origin,
+            metrics=metrics,
+            params=params,
+            base_models=encoders,
+            library="transformers",
         )
         return write_transformers(Opened(model, text.tokenizer, spec, {}), out, card)
     state = {name: value.detach().cpu() for name, value in heads.state_dict().items()}
@@ -103,7 +110,7 @@ def export_aligned(
     }
     model_cfg["quick_gelu"] = bool(image.quick_gelu or text.quick_gelu)
     spec = ModelSpec("aligned", model_cfg, image.preprocess_cfg)
-    card = ModelCard(spec, weights, origin, metrics=metrics, params=params)
+    card = ModelCard(spec, weights, origin, metrics=metrics, params=params, base_models=encoders)
     folder = write_local_dir(origin, weights, spec, out, card=card, force=True)
     _verify(folder, image, text, heads, scales)
     return folder

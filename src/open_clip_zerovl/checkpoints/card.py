@@ -16,6 +16,12 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from torch import Tensor
 
+from open_clip_zerovl.checkpoints.front_matter import (
+    CARD_FILE,
+    as_text,
+    front_matter,
+    read_front_matter,
+)
 from open_clip_zerovl.checkpoints.spec import ModelSpec, read_params
 from open_clip_zerovl.checkpoints.weights import read_epoch
 from open_clip_zerovl.core.errors import UserError
@@ -23,7 +29,6 @@ from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.models.text_towers import IMPORT_LINE
 from open_clip_zerovl.report.record import RECORD, read_record
 
-CARD_FILE = "README.md"
 FOLDER_HERE = "/path/to/this/folder"  # in the lines that load the model; `hub` writes the repository's name there
 # Of a model with a Hugging Face text tower in a folder; the hub's card is without it.
 MOVED = (
@@ -53,6 +58,8 @@ _ELSEWHERE = frozenset({
     "torchcompile", "trace", "grad_checkpointing", "dga_retain", "dga_check", "loss_chunk",
     "sort_text",
 })  # fmt: skip
+# What open_clip and `--retrieval-data` write into results.jsonl beside the scores.
+_NO_SCORES = ("epoch", "num_samples", "retrieval_captions", "retrieval_transform")
 _MODEL = "## Model"  # the heading from which on a card speaks of the model alone
 _RECALL = re.compile(r"(?:(.+)_)?(image_to_text|text_to_image)_R@(\d+)")
 
@@ -71,7 +78,8 @@ class ModelCard:
         notes: sentences for the end.
         library: the one that the folder is for, of `open_clip` and `transformers`.
         licence: a hub's name of it, such as `mit`.
-        title, body: of another card of the model, which replace what params, metrics and notes would give.
+        base_models: models and encoders on which the weights stand, as commands take them; those of params count too.
+        title, body, front: of another card of the model, which replace what params, metrics and notes would give.
 
     Raises:
         UserError: a licence that is not a name.
@@ -87,8 +95,10 @@ class ModelCard:
     notes: Sequence[str] = ()
     library: str = "open_clip"
     licence: str | None = None
+    base_models: Sequence[str] = ()
     title: str = ""
     body: str = ""
+    front: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.licence is not None and not re.fullmatch(
@@ -107,6 +117,14 @@ class ModelCard:
         """
         params, metrics = self.params or {}, self.metrics or {}
         name = _public(self.spec.name)
+        title = self.title or (f"{params['name']} ({name})" if params.get("name") else name)
+        front = {
+            "library_name": self.library,
+            "pipeline_tag": "zero-shot-image-classification",
+            **({"license": self.licence} if self.licence else {}),
+            "tags": ["clip", "zerovl"],
+            **(self.front or front_matter(title, metrics, params, self.base_models)),
+        }
         folder = Environment(
             loader=FileSystemLoader(Path(__file__).parent),
             trim_blocks=True,
@@ -117,8 +135,8 @@ class ModelCard:
         return folder.get_template("card.md.j2").render(
             vars(self)
             | {
-                "title": self.title
-                or (f"{params['name']} ({name})" if params.get("name") else name),
+                "title": title,
+                "front": as_text(front),
                 "about": _MODEL,
                 "here": FOLDER_HERE,
                 "import_line": IMPORT_LINE,
@@ -194,10 +212,10 @@ def folder_card(
         rf"^# (.+)$.*?^(.*?) ?It loads in .*?^{_MODEL}$\n(.*)", text, re.MULTILINE | re.DOTALL
     )
     if parts is None:
-        return ModelCard(
-            spec, weights, f"Made from {_public(spec.name)}, a model of open_clip.", **options
-        )
-    return ModelCard(spec, weights, parts[2], title=parts[1], body=parts[3].rstrip("\n"), **options)
+        origin = f"Made from {_public(spec.name)}, a model of open_clip."
+        return ModelCard(spec, weights, origin, base_models=[str(folder)], **options)
+    of_weights = {"front": read_front_matter(folder), "body": parts[3].rstrip("\n")}
+    return ModelCard(spec, weights, parts[2], title=parts[1], **of_weights, **options)
 
 
 def read_results(file: Path, epoch: int) -> dict[str, float]:
@@ -212,7 +230,11 @@ def read_results(file: Path, epoch: int) -> dict[str, float]:
             row = json.loads(line)
         if isinstance(row, dict) and row.pop("epoch", None) == epoch:
             metrics.update(
-                {name: value for name, value in row.items() if isinstance(value, (int, float))}
+                {
+                    name: value
+                    for name, value in row.items()
+                    if isinstance(value, (int, float)) and name not in _NO_SCORES
+                }
             )
     return metrics
 

@@ -170,7 +170,12 @@ def starting_folder(start: Encoder, out: Path, say: Say) -> str:
         spec = start.spec()
         loaded: Any = replace(start, device="cpu").load()
         weights = loaded[0].state_dict()
-        card = ModelCard(spec, weights, origin="The model that a training started from.")
+        card = ModelCard(
+            spec,
+            weights,
+            origin="The model that a training started from.",
+            base_models=[start.model],
+        )
         seen = trained_on([start.model])
         extra_files = None if seen is None else {TRAINED_ON: list_of_trained(seen)}
         write_local_dir(start.model, weights, spec, out, card=card, extra_files=extra_files)

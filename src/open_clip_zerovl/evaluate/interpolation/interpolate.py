@@ -137,6 +137,7 @@ def write_between(
         weights,
         origin=f"Weights between {before} (alpha 0) and {after} (alpha 1) at alpha {alpha:g}, as in WiSE-FT.",
         **run_facts(Path(ends.names[1])),
+        base_models=ends.names,
         metrics=metrics,
         notes=[] if curve is None else [curve.sentence],
     )
