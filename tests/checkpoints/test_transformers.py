@@ -376,7 +376,15 @@ def test_what_transformers_cannot_hold_is_refused(tmp_path, home):
         (".", {**timm, "timm_pool": "avg"}, bert, {}),
         (".", {**timm, "timm_proj": "mlp"}, bert, {}),
         (".", {**timm, "timm_proj_bias": True}, bert, {}),
-        (".", {**timm, "timm_model_name": "test_convnext", "timm_pool": "avg"}, bert, {}),
+        *(
+            (
+                rf"cannot hold this model: its image tower {kind} is not a plain ViT; the format open_clip",
+                {**timm, "timm_model_name": tower, "timm_pool": "avg"},
+                bert,
+                {},
+            )
+            for kind, tower in {"ConvNeXt": "test_convnext", "ByobNet": "test_byobnet"}.items()
+        ),
         ("beside CLIP's text tower", timm, CLIP_TEXT, {}),
         (
             "text tower computes",

@@ -115,9 +115,13 @@ def image_tower(model: ClipModel) -> TransformersTower:
         side, patch = _square(visual.image_size, "images"), _square(visual.patch_size, "patches")
     elif isinstance(visual, TimmModel):
         trunk = visual.trunk
-        weights = as_native_vit(
-            {key: value for key, value in trunk.state_dict().items() if not key.startswith("head.")}
-        )
+        of_trunk = {
+            key: value for key, value in trunk.state_dict().items() if not key.startswith("head.")
+        }
+        try:
+            weights = as_native_vit(of_trunk)
+        except UserError:  # its sentence is for the exchange of two towers in open_clip
+            refuse(f"its image tower {type(trunk).__name__} is not a plain ViT")
         attention, activation = trunk.blocks[0].attn.num_heads, _activation(trunk.blocks[0].mlp.act)
         projection = _linear(visual.head.proj) if len(visual.head) else torch.eye(trunk.embed_dim)
         has_first_norm = False
