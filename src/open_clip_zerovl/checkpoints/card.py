@@ -214,7 +214,7 @@ def folder_card(
     if parts is None:
         origin = f"Made from {_public(spec.name)}, a model of open_clip."
         return ModelCard(spec, weights, origin, base_models=[str(folder)], **options)
-    of_weights = {"front": read_front_matter(folder), "body": parts[3].rstrip("\n")}
+    of_weights: dict[str, Any] = {"front": read_front_matter(folder), "body": parts[3].rstrip("\n")}
     return ModelCard(spec, weights, parts[2], title=parts[1], **of_weights, **options)
 
 

@@ -80,6 +80,21 @@ def test_a_dropped_picture_finds_itself(client, photos):
     assert names(answer) == ["1.png"]
 
 
+@pytest.mark.parametrize("name", ["notes.txt", "cut.png", "one.png"])
+def test_a_file_that_is_no_picture_gives_a_sentence(client, photos, tmp_path, name):
+    from gradio_client import handle_file
+
+    content = io.BytesIO()
+    Image.new("RGB", (1, 1)).save(content, "PNG")
+    cut = (photos / "1.png").read_bytes()[:200]
+    given = {"notes.txt": b"no picture", "cut.png": cut, "one.png": content.getvalue()}
+    (tmp_path / name).write_bytes(given[name])
+    with pytest.raises(Exception) as caught:
+        client.predict("", handle_file(tmp_path / name), 1, api_name="/search")
+    assert f"{name} cannot be read as a picture" in str(caught.value), caught.value
+    assert "--image" not in str(caught.value) and "/tmp" not in str(caught.value)
+
+
 def test_requests_are_bounded_and_escaped(client, monkeypatch):
     answers = client.predict("", None, 3, api_name="/search")
     assert all("Type words" in answer for answer in answers)

@@ -14,9 +14,12 @@ from typing import Any
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.collection import open_collection
-from open_clip_zerovl.evaluate.search.ranking import Searcher, query_picture, thumbnail_of
+from open_clip_zerovl.data.images import decode_image
+from open_clip_zerovl.evaluate.search.ranking import Searcher, thumbnail_of
 from open_clip_zerovl.evaluate.settings import ServeSettings
 from open_clip_zerovl.report.html import render
+from open_clip_zerovl.shards.foreign import BadFile, read_foreign
+from open_clip_zerovl.shards.pictures import BadPicture
 
 BEST, MOST = 10, 50  # pictures shown of each model
 WORDS = 300  # characters of a query
@@ -61,7 +64,7 @@ def build_app(searchers: Mapping[str, Searcher]) -> Any:
         if not words.strip() and picture is None:
             return ["<p>Type words, or drop a picture.</p>"] * len(searchers)
         try:
-            query = None if picture is None else query_picture(Path(picture))
+            query = None if picture is None else uploaded_picture(Path(picture))
             return [answer(searcher, words, query, int(best)) for searcher in searchers.values()]
         except UserError as error:
             raise gradio.Error(html.escape(str(error))) from error
@@ -89,6 +92,8 @@ def build_app(searchers: Mapping[str, Searcher]) -> Any:
                 sources=["upload"],
                 height=220,
             )
+            # Gradio's own opens the file first, and its error is not shown.
+            picture.preprocess = lambda payload: None if payload is None else payload.path
         with gradio.Row():
             columns = []
             for name in searchers:
@@ -100,6 +105,20 @@ def build_app(searchers: Mapping[str, Searcher]) -> Any:
             [words.submit, button.click, picture.upload], search, inputs, columns, api_name="search"
         )
     return app
+
+
+def uploaded_picture(path: Path) -> Any:
+    """Decode a file that a visitor has sent.
+
+    Raises:
+        UserError: it is no picture; the sentence names the file without its folder on this machine.
+    """
+    try:
+        return decode_image(read_foreign(path))
+    except (BadFile, BadPicture) as error:
+        raise UserError(
+            f"{path.name} cannot be read as a picture; drop a whole JPEG, PNG or WebP of two pixels or more a side"
+        ) from error
 
 
 def answer(searcher: Searcher, words: str, query: Any, best: int) -> str:
