@@ -399,7 +399,14 @@ def test_pictures_of_classes_have_their_top1_and_no_pair_of_a_class_as_a_negativ
     assert result.recipe.positives == "caption" and text.count("--positives caption") == 1
     assert "RSUM of seeds" not in text  # of one seed
     assert result.top1 == 1.0 and "top-1" in text and text.count("RSUM can reach") == 1
-    assert result.rsum < 500 and "one step an epoch, of 32 of 50 pairs" in text
+    one_step = "one step an epoch, of 32 of 50 pairs"
+    advised = f"{one_step}: a smaller --batch-size takes more"
+    assert result.rsum < 500 and advised in text
+    given |= {"rows": tmp_path / "out" / "rows", "batch_size": None}
+    of_default: list[str] = []
+    run_align(request_of(tmp_path / "usual", **given, epochs=2), of_default.append)
+    text = "\n".join(of_default)
+    assert one_step in text and advised not in text  # the default does not advise against itself
     record = json.loads((tmp_path / "out" / "align.json").read_text())
     assert record["pairings"][0]["top1"] == 1.0
     page = (tmp_path / "out" / "align.html").read_text()

@@ -406,8 +406,10 @@ class Alignment:
             f"{steps:,} steps"
         )
         if steps == 1:
+            # Of a batch that nobody asked for this is no advice: smaller ones have scored lower (docs/align.md).
+            advice = ": a smaller --batch-size takes more" if request.batch_size else ""
             self.say(
-                f"       one step an epoch, of {batch:,} of {len(task.pairs.images):,} pairs: a smaller --batch-size takes more"
+                f"       one step an epoch, of {batch:,} of {len(task.pairs.images):,} pairs{advice}"
             )
         given = {each.name: getattr(request, each.name) for each in fields(Recipe)}
         given["positives"] = request.positives or ("caption" if self.classes else "pair")

@@ -85,7 +85,7 @@ def build_app(searchers: Mapping[str, Searcher]) -> Any:
                 best = gradio.Slider(1, MOST, value=BEST, step=1, label="Pictures")
                 button = gradio.Button("Search", variant="primary")
             # Without a mode the file stays as it is, and our own checks decode it.
-            picture = gradio.Image(
+            picture: Any = gradio.Image(
                 label="A picture like this",
                 type="filepath",
                 image_mode=None,
