@@ -219,7 +219,7 @@ def best_rate(records: Sequence[Record], arm: str) -> float:
 
 def draw(rows: Sequence[MixtureRow]) -> bytes:
     """Debiased minus random by mixture: clean, across, one pool, with their intervals."""
-    figure = new_figure(8, 0.42 * len(rows) + 1.1)
+    figure = new_figure(8, 0.45 * len(rows) + 1.2)
     axes = figure.add_subplot()
     plain_axes(axes)
     axes.grid(axis="y", visible=False)
@@ -242,7 +242,7 @@ def draw(rows: Sequence[MixtureRow]) -> bytes:
         )
     axes.set_yticks([-place for place in range(len(rows))], [row.says for row in rows], fontsize=9)
     axes.set_xlabel("debiased - random, points of mean recall (95 %, ten seeds)", fontsize=9)
-    axes.legend(frameon=False, fontsize=9, loc="lower left")
+    figure.legend(frameon=False, fontsize=9, loc="outside upper center", ncols=3)
     return png_bytes(figure)
 
 
