@@ -440,7 +440,7 @@ def test_each_source_is_scored_alone_and_a_further_one_keeps_the_texts_of_the_ot
         120 <= added <= 120 + 2 * 2 * 16
     )  # the other source's captions, and those of the estimated time
     assert set(result.of_sources) == {"a", "b"}
-    assert sum(scores["images"] for scores in result.of_sources.values()) == 12
+    assert sum(scores["images"] for scores in result.of_sources.values()) == 10
     assert sum("alone: RSUM" in line for line in said) == 2
 
 

@@ -17,7 +17,7 @@ pytest.importorskip(
     ("line", "words"),
     [
         ("zerovl al", {"align"}),
-        ("zerovl data re", {"report"}),
+        ("zerovl data ch", {"check"}),
         ("zerovl align --data D --batch", {"--batch-size"}),
         ("zerovl train --batch-size 64 --dga-s", {"--dga-steps"}),
         ("zerovl trial --equal ", {"time", "samples"}),

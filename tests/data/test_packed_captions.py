@@ -13,7 +13,7 @@ from open_clip_zerovl.data.sources import parse_sources
 from support.tars import png, write_tar
 
 LINES = [f"caption {letter}" for letter in "abc"]
-ONE, JOINED, FIRST = set(LINES), {"\n".join(LINES)}, {LINES[0]}
+ONE, JOINED, FIRST = set(LINES), {" ".join(LINES)}, {LINES[0]}
 
 
 @pytest.fixture(scope="module")

@@ -66,12 +66,13 @@ def hold_out(data: str, new: str, out, *, old=None, labelled=None, retrieval=Non
 
 
 def test_training_and_evaluation_divide_captions_at_newlines_alone(tmp_path):
-    """Unicode's line separators are parts of a caption: evaluation made three captions of one."""
+    """Unicode's line separators are white space within a caption: evaluation made three captions of one."""
     first, second = "a dog\u2028runs on \x85grass", "a \x0bcat"
+    shown = ("a dog runs on grass", "a cat")
     write_source(tmp_path / "a", [sample(0, first + "\r", "  ", f" {second} ")], shard_size=30)
     (source,) = open_sources(f"a={tmp_path / 'a'}")
-    assert [one.captions for one in samples_of(source, 0)] == [[first, second]]
-    assert open_retrieval_set(tmp_path / "a").samples[0].captions == (first, second)
+    assert [one.captions for one in samples_of(source, 0)] == [[*shown]]
+    assert open_retrieval_set(tmp_path / "a").samples[0].captions == shown
 
 
 def test_what_a_folder_holds(tmp_path):

@@ -316,7 +316,7 @@ PNG = picture(np.random.default_rng(0))
         ({}, "holds no sample"),
         ({"a.png": PNG}, r"0\.tar: sample 'a' has no \.txt; no member is a caption"),
         ({"a.png": PNG, "a.txt": b" \n"}, r"sample 'a' has an empty caption"),
-        ({"a.png": PNG, "a.txt": b"\xff\xfe"}, r"'a' has a caption that is not UTF-8"),
+        ({"a.png": PNG, "a.txt": b"caf\xe9"}, r"'a' has a caption that is not UTF-8"),
         ({"a.svg": PNG, "a.txt": b"a cat"}, r"0\.tar: sample 'a' has no image .jpg, png"),
     ],
 )

@@ -578,7 +578,7 @@ def test_the_progress_bar_counts_every_row(packed, tmp_path, capsys):
         work=Work(threads=2),
     )
     bars = capsys.readouterr().err.replace("\r", "\n").rstrip().splitlines()
-    assert any(" 4pair [" in bar and "2 came; empty caption 1]" in bar for bar in bars)
+    assert any(" 4 pairs" in bar and "2 read; empty caption 1]" in bar for bar in bars)
 
 
 def test_work_that_takes_long_is_announced(capsys, monkeypatch):

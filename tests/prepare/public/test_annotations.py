@@ -349,7 +349,7 @@ def test_a_test_set_that_lacks_a_picture_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        {"split": "dev"},
+        {"split": "extra"},
         {"sentences": []},
         {"filename": None, "sentences": "x"},
         {"sentences": [{}]},
