@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -141,7 +142,8 @@ def test_an_impossible_push_is_refused_before_the_work(
     monkeypatch.setenv("HF_TOKEN", "reader")
     assert "the hub's token of me may only read" in said()
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert "ConnectError" in said()
+    # httpx's name, and that of requests in releases of the hub before 1.0
+    assert re.search("Connect(ion)?Error", said())
 
 
 def test_a_push_that_fails_leaves_the_repository_as_it_was(hub, checkpoint, tmp_path, monkeypatch):
