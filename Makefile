@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml
 	@echo "Setting up $(VENV) (torch and its libraries, about 7.1 GB; once) ..."
 	test -x $(BIN)/python || { $(PYTHON) -m venv $(VENV) && touch $(VENV)/.zerovl; }
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet torch torchvision open_clip_torch --editable '.[demo,test,trainers,dev,docs,notebook]'
+	$(BIN)/python -m pip install --quiet torch torchvision open_clip_torch --editable '.[demo,test,app,trainers,dev,docs,notebook]'
 	@touch $@
 
 demo: $(STAMP) ## train on four emoji sources with debiased and random sampling, compare, export (about 5 minutes; ARGS="--epochs 40": training flags)
