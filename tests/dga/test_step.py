@@ -299,7 +299,7 @@ def test_a_new_graph_at_dynamos_limit_is_found_in_any_step():
         ContrastiveLoss(),
         retain=0,
     )
-    with torch._dynamo.config.patch(recompile_limit=3):
+    with torch._dynamo.config.patch(cache_size_limit=3):  # its name in all releases
         for _ in range(2):
             step.backward(batches([4, 4], torch.float32))
         with pytest.raises(ReplayError, match="recompile_limit that is too low"):

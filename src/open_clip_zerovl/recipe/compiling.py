@@ -54,6 +54,9 @@ def _enough_graphs() -> Iterator[None]:
             torch._dynamo.config,
             recompile_limit=RECOMPILE_LIMIT,
             fail_on_recompile_limit_hit=True,
+            # their names before torch 2.7
+            cache_size_limit=RECOMPILE_LIMIT,
+            fail_on_cache_limit_hit=True,
         ),
         # In torch 2.13 and 2.14 masks on a GPU depend on the form of the kernel that draws them (pytorch#198333).
         _patched(inductor, align_random_eager=True),
