@@ -318,11 +318,6 @@ def _of_table(name: str, table: CsvTable, captions: str | None = None) -> Source
     return Source(name, (table.path,) * len(sizes), sizes, table=table, captions=captions)
 
 
-def table_source(name: str, path: str, style: CsvFormat | None = None) -> Source:
-    """A table as a source, each row a sample. UserError if it cannot be read."""
-    return _of_table(name, open_table(path, style))
-
-
 def count_tar_samples(path: str | Path, *, torn: bool = False) -> int:
     """Number of samples in a local webdataset tar, from its headers (nothing is decoded); `tar/members` has the rule.
 

@@ -44,19 +44,6 @@ def describes_model(config: Any) -> bool:
     )
 
 
-def context_length_of(name: str, model: Any) -> int | None:
-    """Tokens to which texts are cut and filled for an open_clip model of this name; None if no config gives the number.
-
-    It is the config's. An HF text tower's own `context_length` is its number of positions, which is larger (BERT's is 512).
-    """
-    from open_clip.factory import get_model_config
-
-    config = get_model_config(name)
-    if config is not None:
-        return config["text_cfg"].get("context_length", DEFAULT_CONTEXT_LENGTH)
-    return getattr(model, "context_length", None)
-
-
 def register_model_configs() -> list[str]:
     """Register this package's models, and the text towers that they need, with open_clip; calling it again changes nothing.
 

@@ -93,11 +93,3 @@ def spread(positions: Sequence[Any], count: int) -> list[Any]:
     if len(positions) <= count:
         return list(positions)
     return [positions[(2 * i + 1) * len(positions) // (2 * count)] for i in range(count)]
-
-
-def middle_of_each(sources: Sequence[str]) -> list[int]:
-    """One index of each source, the middle one."""
-    indices: dict[str, list[int]] = {}
-    for index, source in enumerate(sources):
-        indices.setdefault(source, []).append(index)
-    return [rows[len(rows) // 2] for rows in indices.values()]
