@@ -390,7 +390,9 @@ def longest_kernels(bench: Bench) -> dict[str, Any]:
     return {
         "wall_ms": 1e3 * took,
         "busy_ms": sum(busy for busy, _, _ in rows),
-        "kernels": sum(calls for _, calls, _ in rows),
+        "kernels": sum(
+            calls for busy, calls, _ in rows if busy > 0
+        ),  # not the calls that launched them
         **{
             f"{n}. {key[:80]}": f"{busy:.2f} ms, {calls} calls"
             for n, (busy, calls, key) in enumerate(longest, 1)
@@ -414,7 +416,7 @@ def waits_of_a_step(bench: Bench) -> dict[str, Any]:
                 torch.cuda.set_sync_debug_mode("default")
     if step.mixup is not None:
         step.mixup.detach()
-    waited = [each for each in seen if "synchroniz" in str(each.message)]
+    waited = [each for each in seen if "called a synchronizing" in str(each.message)]
     lines = {f"{Path(each.filename).name}:{each.lineno}" for each in waited}
     return {"waits": len(waited), "lines": sorted(lines)}
 
