@@ -22,9 +22,9 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.cli.program import main as zerovl
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.collection import open_collection
-from open_clip_zerovl.embeddings.sources import SourceSamples
 from open_clip_zerovl.evaluate.search.ranking import Searcher, write_search_page
 from open_clip_zerovl.evaluate.settings import SearchSettings
+from open_clip_zerovl.features.sources import SourceSamples
 from open_clip_zerovl.finetune.data import find_data
 from scripts.drawn.emoji import EMOJI
 from scripts.drawn.make import prepare_drawn

@@ -14,7 +14,7 @@ FLOORS = (
     ("core",),
     ("losses", "sampling", "shards", "models", "report"),
     ("dga", "data", "checkpoints"),
-    ("embeddings",),
+    ("features",),
     ("recipe", "evaluate", "prepare"),
     ("training", "align", "finetune"),
     ("trial",),

@@ -37,7 +37,6 @@ from open_clip_zerovl.core.rates import warmup_cosine
 from open_clip_zerovl.data.indexed import IndexedSet, picture_batches
 from open_clip_zerovl.data.labelled import class_list
 from open_clip_zerovl.data.transforms import image_transform_train, paper_transform_of
-from open_clip_zerovl.embeddings.encoder import FrozenModel, tower_before_projection
 from open_clip_zerovl.evaluate.accuracy import accuracies, class_indices, distinct_names
 from open_clip_zerovl.evaluate.probe import (
     Transform,
@@ -46,6 +45,7 @@ from open_clip_zerovl.evaluate.probe import (
     probed_model,
     stored_features,
 )
+from open_clip_zerovl.features.encoder import FrozenModel, tower_before_projection
 from scripts.paper.probe_sets import open_set
 
 MOMENTUM = 0.9

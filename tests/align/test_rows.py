@@ -27,10 +27,10 @@ from open_clip_zerovl.align.rows import (
 )
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import Source
-from open_clip_zerovl.embeddings import reading as reading_module
-from open_clip_zerovl.embeddings import store as store_module
-from open_clip_zerovl.embeddings.encoder import FrozenModel
-from open_clip_zerovl.embeddings.sources import SourceSamples, cut_captions
+from open_clip_zerovl.features import reading as reading_module
+from open_clip_zerovl.features import store as store_module
+from open_clip_zerovl.features.encoder import FrozenModel
+from open_clip_zerovl.features.sources import SourceSamples, cut_captions
 from support.tars import write_tar
 
 CPU = torch.device("cpu")

@@ -26,10 +26,10 @@ from open_clip_zerovl.checkpoints.loading import Encoder, load_model
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.images import normalize
-from open_clip_zerovl.embeddings import reading
-from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.evaluate.retrieval.metrics import retrieval_metrics
 from open_clip_zerovl.evaluate.retrieval.score import run_retrieval
+from open_clip_zerovl.features import reading
+from open_clip_zerovl.features.encoder import FrozenModel
 from support import warm
 from support.tars import write_tar
 

@@ -21,7 +21,6 @@ from open_clip_zerovl.cli import program as cli
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.labelled import class_list, open_probe_set
-from open_clip_zerovl.embeddings import reading
 from open_clip_zerovl.evaluate.accuracy import (
     accuracies,
     confusion_counts,
@@ -36,6 +35,7 @@ from open_clip_zerovl.evaluate.probe import (
     stored_features,
     stratified_fifth,
 )
+from open_clip_zerovl.features import reading
 from support.colours import COLOURS, MeanColour, colour_set, drawn, write_folder
 from support.tars import png, write_tar
 

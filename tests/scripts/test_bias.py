@@ -17,8 +17,8 @@ from PIL import Image
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.evaluate.retrieval.metrics import recalls, retrieval_ranks
+from open_clip_zerovl.features.encoder import FrozenModel
 from scripts.paper.bias import Pair, encode, main, measure, read_pairs, rows_of
 from scripts.paper.bias_measures import (
     SourceFeatures,

@@ -205,7 +205,7 @@ def test_a_run_imports_only_the_rooms_that_it_uses():
     """Evaluation, teachers and pages come with the flags, or at the moment, that need them."""
     rooms = [
         "evaluate",
-        "embeddings.sources",
+        "features.sources",
         "report.run_page",
         "recipe.lora",
         "prepare",

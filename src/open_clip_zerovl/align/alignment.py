@@ -54,11 +54,11 @@ from open_clip_zerovl.data.held_out import (
     trained_on,
     write_trained_on,
 )
-from open_clip_zerovl.embeddings.sources import SourceSamples, cut_captions
-from open_clip_zerovl.embeddings.store import Rows, Store
 from open_clip_zerovl.evaluate.resampling import Measure, interval, mean_over, resampled
 from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet, gallery_of
 from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, hit_probabilities, recall_bounds
+from open_clip_zerovl.features.sources import SourceSamples, cut_captions
+from open_clip_zerovl.features.store import Rows, Store
 from open_clip_zerovl.report.bounds import RECALL_KS
 from open_clip_zerovl.report.html import write_page
 from open_clip_zerovl.report.plot import (

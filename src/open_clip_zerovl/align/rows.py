@@ -32,17 +32,17 @@ from open_clip_zerovl.data.components import kind_of
 from open_clip_zerovl.data.held_out import Identities, draw_held_out, identity_of
 from open_clip_zerovl.data.retrieval import parse_retrieval_data
 from open_clip_zerovl.data.sources import Source, parse_sources
-from open_clip_zerovl.embeddings.embed import (
+from open_clip_zerovl.features.embed import (
     embed,
     estimated_seconds,
     missing_units,
     require_room,
     size_words,
 )
-from open_clip_zerovl.embeddings.encoder import FrozenModel
-from open_clip_zerovl.embeddings.fingerprint import describe_source
-from open_clip_zerovl.embeddings.sources import SourceSamples
-from open_clip_zerovl.embeddings.store import WEIGHTS, ArraySpec, Manifest, Rows, Store
+from open_clip_zerovl.features.encoder import FrozenModel
+from open_clip_zerovl.features.fingerprint import describe_source
+from open_clip_zerovl.features.sources import SourceSamples
+from open_clip_zerovl.features.store import WEIGHTS, ArraySpec, Manifest, Rows, Store
 
 CAPTIONS = "one-per-epoch"
 

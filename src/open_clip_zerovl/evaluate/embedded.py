@@ -1,4 +1,4 @@
-"""Embeddings that an evaluation computes once and keeps on disk (`embeddings.store`)."""
+"""Embeddings that an evaluation computes once and keeps on disk (`features.store`)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.indexed import IndexedSet
-from open_clip_zerovl.embeddings import reading
-from open_clip_zerovl.embeddings.embed import embed
-from open_clip_zerovl.embeddings.encoder import FrozenModel
-from open_clip_zerovl.embeddings.reading import Embeddable, EmbeddableFiles, Listed
-from open_clip_zerovl.embeddings.store import WEIGHTS, ArraySpec, Manifest, Store
+from open_clip_zerovl.features import reading
+from open_clip_zerovl.features.embed import embed
+from open_clip_zerovl.features.encoder import FrozenModel
+from open_clip_zerovl.features.reading import Embeddable, EmbeddableFiles, Listed
+from open_clip_zerovl.features.store import WEIGHTS, ArraySpec, Manifest, Store
 
 
 def embedded(

@@ -28,13 +28,6 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.labelled import class_list, open_probe_set
-from open_clip_zerovl.embeddings.encoder import (
-    FrozenModel,
-    autocast,
-    split_transform,
-    tower_before_projection,
-)
-from open_clip_zerovl.embeddings.fingerprint import module_digest
 from open_clip_zerovl.evaluate.accuracy import (
     accuracies,
     class_indices,
@@ -44,6 +37,13 @@ from open_clip_zerovl.evaluate.accuracy import (
     most_confused,
 )
 from open_clip_zerovl.evaluate.embedded import picture_features
+from open_clip_zerovl.features.encoder import (
+    FrozenModel,
+    autocast,
+    split_transform,
+    tower_before_projection,
+)
+from open_clip_zerovl.features.fingerprint import module_digest
 
 Transform = Callable[[Any], Tensor]
 C_GRID = tuple(10.0**k for k in range(-5, 3))

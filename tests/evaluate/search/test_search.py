@@ -15,9 +15,9 @@ from PIL import Image
 
 from open_clip_zerovl.checkpoints.loading import Encoder, load_model
 from open_clip_zerovl.cli.program import main
-from open_clip_zerovl.embeddings import reading
-from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.evaluate.search.ranking import SearchSettings, nearest, run_search
+from open_clip_zerovl.features import reading
+from open_clip_zerovl.features.encoder import FrozenModel
 from support.tars import add_file
 from support.tiny_clip import picture
 

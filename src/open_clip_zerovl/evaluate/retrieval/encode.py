@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from open_clip_zerovl.embeddings.encoder import FrozenModel, padding_of
+from open_clip_zerovl.features.encoder import FrozenModel, padding_of
 from open_clip_zerovl.models.configs import ClipModel
 
 

@@ -35,11 +35,11 @@ from open_clip_zerovl.data.collection import Collection, open_collection
 from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.reading import picture_file
 from open_clip_zerovl.data.samples import samples_of
-from open_clip_zerovl.embeddings.encoder import FrozenModel
-from open_clip_zerovl.embeddings.reading import Embeddable, Lost
-from open_clip_zerovl.embeddings.store import Rows
 from open_clip_zerovl.evaluate.embedded import embedded
 from open_clip_zerovl.evaluate.settings import SearchSettings as SearchSettings
+from open_clip_zerovl.features.encoder import FrozenModel
+from open_clip_zerovl.features.reading import Embeddable, Lost
+from open_clip_zerovl.features.store import Rows
 from open_clip_zerovl.report.html import thumbnail, write_page
 from open_clip_zerovl.shards.foreign import BadFile, read_foreign
 from open_clip_zerovl.shards.pictures import BadPicture
@@ -352,7 +352,7 @@ def default_cache() -> Path:
 
 
 class _Pictures:
-    """The pictures of a collection (`embeddings.reading.EmbeddableFiles`)."""
+    """The pictures of a collection (`features.reading.EmbeddableFiles`)."""
 
     def __init__(self, collection: Collection) -> None:
         self.collection = collection

@@ -22,7 +22,6 @@ from tqdm.auto import tqdm
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.files import check_writable, scratch_folder, write_atomically
 from open_clip_zerovl.data.retrieval import parse_retrieval_data
-from open_clip_zerovl.embeddings.encoder import FrozenModel
 from open_clip_zerovl.evaluate.accuracy import (
     accuracies,
     class_indices,
@@ -35,6 +34,7 @@ from open_clip_zerovl.evaluate.accuracy import (
 from open_clip_zerovl.evaluate.embedded import picture_features
 from open_clip_zerovl.evaluate.settings import ZeroShotSettings
 from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet, open_labelled_set
+from open_clip_zerovl.features.encoder import FrozenModel
 from open_clip_zerovl.report.tables import text_table
 
 ROWS_AT_ONCE = 4096  # of the scores in float64

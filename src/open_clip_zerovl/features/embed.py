@@ -21,9 +21,9 @@ from tqdm.auto import tqdm
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import free_space
 from open_clip_zerovl.data.workers import read_batches
-from open_clip_zerovl.embeddings.encoder import CPU_PICTURES, FrozenModel
-from open_clip_zerovl.embeddings.reading import Batches, EmbeddableBatch, EmbeddableFiles, units_of
-from open_clip_zerovl.embeddings.store import Manifest, Store
+from open_clip_zerovl.features.encoder import CPU_PICTURES, FrozenModel
+from open_clip_zerovl.features.reading import Batches, EmbeddableBatch, EmbeddableFiles, units_of
+from open_clip_zerovl.features.store import Manifest, Store
 
 
 def missing_units(

@@ -34,7 +34,7 @@ from open_clip_zerovl.core import claim
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import UNREADABLE, locked, write_atomically
 from open_clip_zerovl.core.identity import digest_of
-from open_clip_zerovl.embeddings.fingerprint import difference_of_sources
+from open_clip_zerovl.features.fingerprint import difference_of_sources
 from open_clip_zerovl.shards.marks import Mark
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from open_clip_zerovl.data.reading import (
 )
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.stats import Fault
-from open_clip_zerovl.embeddings.reading import Embeddable, Lost
+from open_clip_zerovl.features.reading import Embeddable, Lost
 from open_clip_zerovl.shards.members import ShardError
 from open_clip_zerovl.shards.pictures import BadPicture
 

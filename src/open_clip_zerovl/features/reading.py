@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.images import collate_images
-from open_clip_zerovl.embeddings.fingerprint import plain_repr
+from open_clip_zerovl.features.fingerprint import plain_repr
 
 UNIT_SAMPLES = 1024
 

@@ -22,7 +22,7 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.memory import keep_freed_memory
 from open_clip_zerovl.data.images import normalize, split_normalize
-from open_clip_zerovl.embeddings.fingerprint import tower_digest
+from open_clip_zerovl.features.fingerprint import tower_digest
 
 CPU_PICTURES = 16  # in a forward pass on a CPU: more leave its caches, and take 1.2 times the time of a picture
 

@@ -14,7 +14,7 @@ from open_clip.transform import image_transform
 
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.table import CsvFormat
-from open_clip_zerovl.embeddings.fingerprint import (
+from open_clip_zerovl.features.fingerprint import (
     describe_source,
     difference_of_sources,
     module_digest,

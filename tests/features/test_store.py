@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.embeddings.store import Manifest, Store
+from open_clip_zerovl.features.store import Manifest, Store
 
 MARKS = [
     ["a.csv", 9, 1, "x"],
