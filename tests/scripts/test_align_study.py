@@ -24,10 +24,20 @@ def records():
     return align_records.read_records(RECORDS / "runs.json")
 
 
-def test_the_page_shows_the_tables_of_the_records(protocol, records):
+def test_the_page_shows_the_table_of_the_records(protocol, records):
     page = (ROOT / "docs" / "align.md").read_text(encoding="utf-8")
-    for table in (align_records.pairs_table, align_records.options_table):
-        assert table(records, protocol) in page
+    assert align_records.pairs_table(records, protocol) in page
+
+
+def test_the_page_says_what_the_options_did(protocol, records):
+    """Seven comparisons of two measures: what lost, and that none gained."""
+    found = align_records.options(records, protocol)
+    within, _ = found["one", "batch 256"]
+    page = " ".join((ROOT / "docs" / "align.md").read_text(encoding="utf-8").split())
+    said = "{:+.1f} points of mean recall ({:+.1f} to {:+.1f}, 99.64 % for seven comparisons)"
+    assert said.format(*within[:3]) in page and len(found) == 7
+    assert round(100 * (1 - 0.05 / 14), 2) == 99.64
+    assert all(measure.low <= 0 for both in found.values() for measure in both)
 
 
 def test_the_page_says_how_other_pairs_changed_the_scores(records):
@@ -44,9 +54,8 @@ def test_the_page_says_how_other_pairs_changed_the_scores(records):
     assert "on Flickr8k fell from {:.0f} to {:.0f}".format(*rsum) in page
 
 
-@pytest.mark.parametrize("option", ["debiased sampling", "cross-source weight 0.1"])
-def test_the_page_has_the_rows_of_one_pool(records, option):
-    runs, base = records["two", option], records["two", "default"]
+def test_the_page_has_the_row_of_one_pool(records):
+    runs, base = records["two", "debiased sampling"], records["two", "default"]
     pool = [
         (
             runs[seed]["scores"]["flickr8k+products"]["rsum"]
@@ -57,9 +66,7 @@ def test_the_page_has_the_rows_of_one_pool(records, option):
     ]
     mean, low, high, _ = student(pool)
     page = " ".join((ROOT / "docs" / "align.md").read_text(encoding="utf-8").split())
-    assert (
-        f"{option.replace('weight', 'weight of')} {mean:+.1f} ({low:+.1f} to {high:+.1f})" in page
-    )
+    assert f"debiased sampling {mean:+.1f} ({low:+.1f} to {high:+.1f})" in page
 
 
 def test_each_record_is_a_run_of_the_protocol(protocol, records):
@@ -80,23 +87,3 @@ def test_each_record_is_a_run_of_the_protocol(protocol, records):
     for runs in records.values():
         for run in runs.values():
             assert set(run["scores"]) and 0 <= run["clothing"] <= 100
-
-
-def test_an_option_is_judged_by_its_differences_of_the_same_seed(protocol):
-    """Made-up records: a gain of 2 points in each seed, although the seeds differ by 20."""
-
-    def record(rsum):
-        scores = {"rsum": rsum, "image_to_text_R@1": 0.1, "text_to_image_R@1": 0.1}
-        return {"scores": {"flickr8k": scores}, "clothing": 10.0}
-
-    made_up = {
-        ("one", "default"): {seed: record(100 + 120 * seed) for seed in range(5)},
-        ("one", "mlp"): {seed: record(112 + 120 * seed + 0.1 * seed) for seed in range(5)},
-    }
-    table = align_records.options_table(made_up, protocol)
-    row = next(line for line in table.splitlines() if line.startswith("| mlp"))
-    assert (
-        "| 5 | +2.0 (+2.0 to +2.1) | higher, above the margin | +0.0 (+0.0 to +0.0) | sign open, below the margin |"
-        in row
-    )
-    assert "| siglip, one source | 0 |  | not run |" in table

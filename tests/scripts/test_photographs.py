@@ -67,24 +67,18 @@ def test_the_page_of_fine_tuning_shows_the_table_of_forgetting():
     finished = {(run["arm"], run["seed"]) for run in records if run["lr"] == best}
     assert finished >= {(arm, seed) for arm in forgetting.ARMS for seed in forgetting.SEEDS}
     words = " ".join(page.split())
-    for arm, place, sentence in (
-        ("full", 1, "plain fine-tuning's weights at alpha 0.5 score {:.1f} and {:.1f}"),
-        (
-            "kept teacher",
-            1,
-            "At alpha 0.5 it scored {:.1f} and {:.1f}, which keeps more and learns less",
-        ),
-        ("kept teacher", 2, "At alpha 1 it scored {:.1f} and {:.1f}"),
-    ):
-        points = [
-            run["points"][place]
+    means: list[float] = []
+    for arm in ("kept teacher", "full"):
+        middle = [
+            run["points"][1]
             for run in records
-            if (run["arm"], run["seed"] != 100) == (arm, True)
+            if (run["arm"], run["seed"] != forgetting.PILOT) == (arm, True)
         ]
-        means = [
-            sum(point[key] for point in points) / len(points) for key in ("test_new", "test_old")
+        means += [
+            sum(each[key] for each in middle) / len(middle) for key in ("test_new", "test_old")
         ]
-        assert sentence.format(*means) in words
+    sentence = "at alpha 0.5 it scored {:.1f} and {:.1f}, plain fine-tuning {:.1f} and {:.1f}."
+    assert sentence.format(*means) in words
 
 
 @pytest.mark.parametrize(("old", "alpha"), [(24.5, 0.5), (23.0, 0.0)])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.report.tables import markdown_table
-from open_clip_zerovl.report.verdicts import student, verdict
+from open_clip_zerovl.report.verdicts import Estimate, student
 
 Records = dict[tuple[str, str], dict[int, dict[str, Any]]]  # (question, row) -> seed -> record
 
@@ -50,30 +50,23 @@ def pairs_table(records: Records, protocol: dict[str, Any]) -> str:
     return markdown_table(header, rows)
 
 
-def options_table(records: Records, protocol: dict[str, Any]) -> str:
-    """Each option's difference to the default of its setting, with the interval and the word of the protocol's rule."""
-    arms = [
-        (setting, arm)
-        for setting, content in protocol["options"].items()
-        for arm in content["arms"]
-        if arm != "default"
-    ]
-    confidence = 1 - 0.05 / (2 * len(arms))
-    rows = []
-    for setting, arm in arms:
-        runs, base = records.get((setting, arm), {}), records.get((setting, "default"), {})
-        seeds = sorted(set(runs) & set(base))
-        cells = [f"{arm}, {setting} source{'s' if setting != 'one' else ''}", str(len(seeds))]
-        for name, margin in protocol["margins"].items():
-            differences = [
-                measures_of(runs[seed])[name] - measures_of(base[seed])[name] for seed in seeds
-            ]
-            found = student(differences, confidence)
-            word = str(verdict(found, margin)) if seeds else "not run"
-            shown = f"{found.mean:+.1f}" if seeds else ""
-            if found.interval:
-                shown += f" ({found.low:+.1f} to {found.high:+.1f})"
-            cells += [shown, word]
-        rows.append(cells)
-    header = ["option", "seeds", "mean recall", "", "clothing top-1", ""]
-    return markdown_table(header, rows)
+def options(records: Records, protocol: dict[str, Any]) -> dict[tuple[str, str], list[Estimate]]:
+    """Estimate each option's difference to the default of its setting, for the two measures of the protocol."""
+    settings = protocol["options"]
+    arms = [(name, arm) for name, content in settings.items() for arm in content["arms"]]
+    compared = [key for key in arms if key[1] != "default"]
+    confidence = 1 - 0.05 / (2 * len(compared))
+    return {
+        (setting, arm): [
+            student(
+                differences(records[setting, arm], records[setting, "default"], name), confidence
+            )
+            for name in protocol["margins"]
+        ]
+        for setting, arm in compared
+    }
+
+
+def differences(runs: dict[int, dict], base: dict[int, dict], name: str) -> list[float]:
+    """Return a measure's differences of the same seed."""
+    return [measures_of(runs[seed])[name] - measures_of(base[seed])[name] for seed in sorted(runs)]
