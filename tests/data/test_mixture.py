@@ -14,6 +14,7 @@ from torchvision import transforms
 from open_clip_zerovl.data.mixture import content_numbers
 from open_clip_zerovl.data.reading import RawSample
 from open_clip_zerovl.data.sample_stream import reordered
+from open_clip_zerovl.sampling import STRATEGIES
 from open_clip_zerovl.sampling.order import LocalOrder
 from open_clip_zerovl.sampling.schedule import Batching
 from support import ROOT
@@ -34,7 +35,7 @@ def train_data(tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize("strategy", ["debiased", "random", "sequential"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     "workers, world_size, dga_steps", [(0, 1, 1), (2, 2, 2), (3, 4, 1), (2, 1, 3)]
 )

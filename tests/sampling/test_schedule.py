@@ -32,6 +32,17 @@ batchings = st.builds(
 )
 
 
+@pytest.mark.parametrize(("strategy", "holds"), [("proportional", True), ("random", False)])
+def test_each_micro_batch_holds_each_sources_share(strategy, holds):
+    sizes, batching = [9_000, 2_500, 700, 31], Batching(32, 2, 2, 3)
+    schedule = source_schedule(sizes, batching.effective_batch, strategy=strategy, seed=0, epoch=1)
+    counts = counts_of(Assignment(schedule, batching))
+    share = schedule.taken / schedule.taken.sum()
+    off = np.abs(counts - 32 * share)
+    assert bool((off <= 1 + len(sizes) * share).all()) == holds
+    assert bool((off.mean(axis=(0, 1)) < 1).all()) == holds
+
+
 def test_a_whole_batch_that_rounding_lowers_is_a_step():
     """0.1 * 4 + 0.6 * 6 samples fill a batch of 4, and are 0.9999999999999999 batches in floating point."""
     schedule = source_schedule([4, 6], 4, strategy="random", seed=0, epoch=0, weights=[0.1, 0.6])
@@ -110,7 +121,7 @@ def test_every_sample_once_but_for_the_stated_remainder(
     batching, sizes, strategy, seed, epoch, leaf, share
 ):
     """For each strategy: pure over ranks and micro-batches, any step entered."""
-    n, mixed = batching.effective_batch, strategy == "random"
+    n, mixed = batching.effective_batch, strategy in ("random", "proportional")
     sizes = [*sizes, n + 30] if mixed else [n + size for size in sizes]
     schedule = source_schedule(sizes, n, seed=seed, epoch=epoch, strategy=strategy)
     steps = np.bincount(

@@ -8,4 +8,4 @@
 `data.mixture` reads the samples that these functions name.
 """
 
-STRATEGIES = ("random", "sequential", "debiased")  # how sources make batches
+STRATEGIES = ("random", "proportional", "sequential", "debiased")  # how sources make batches

@@ -16,6 +16,8 @@ again and again, and a draw gives the number of labels of each source in the fir
 
 The numbers at any place follow from the nodes on the way down to its leaf: about 20 for a billion samples.
 
+`--sampling proportional` deals the labels of each source at equal distances instead.
+
     B  micro-batch   K  micro-batches of a step   W  ranks   V  readers a rank   S  sources   T  steps of an epoch
 """
 
@@ -113,6 +115,41 @@ class _Deck:
 
 
 @dataclass(frozen=True)
+class _EvenDeck:
+    """A deck in which the labels of each source lie at equal distances, dealt into micro-batches.
+
+    Label j of a source with n labels lies at (j + 1/2) / n of the deck, and equal places follow the order of the sources: any
+    stretch of the deck holds each source's share, up to rounding.
+
+    Args:
+        held: (S,) labels of each source.
+        length: micro-batches.
+        size: B, labels of a micro-batch.
+    """
+
+    held: np.ndarray
+    length: int
+    size: int
+
+    def up_to(self, place: int) -> np.ndarray:
+        """Count the samples of each source (S,) in the deck's first `place` micro-batches."""
+        held = self.held.astype(np.int64)
+        total, wanted, sources = self.length * self.size, place * self.size, len(held)
+        # Rounding moves the border by fewer than S labels: those before `low` lie before it, those from `high` on behind it.
+        low = np.clip(held * (wanted - sources) // total - 1, 0, held)
+        high = np.clip(held * (wanted + sources) // total + 2, 0, held)
+        of = np.repeat(np.arange(sources), high - low)
+        labels = np.concatenate([np.arange(*each) for each in zip(low, high, strict=True)])
+        following = np.argsort((labels + 0.5) / held[of], kind="stable")
+        nearest = of[following[: wanted - int(low.sum())]]
+        return low + np.bincount(nearest, minlength=sources)
+
+    def row(self, place: int) -> np.ndarray:
+        """Count the samples of each source (S,) in micro-batch `place`."""
+        return self.up_to(place + 1) - self.up_to(place)
+
+
+@dataclass(frozen=True)
 class Assignment:
     """The samples that each reader delivers in an epoch.
 
@@ -205,11 +242,14 @@ class Assignment:
         return rank * self.micro_batches + sum(map(self.of_reader, range(reader)))
 
     @cached_property
-    def _deck(self) -> _Deck:
+    def _deck(self) -> _Deck | _EvenDeck:
         """The deck of the epoch's samples."""
+        length = self.micro_batches * self.batching.world_size
+        if self.schedule.strategy == "proportional":
+            return _EvenDeck(self.schedule.taken, length, self.batching.micro_batch)
         return _Deck(
             self.schedule.taken,
-            self.micro_batches * self.batching.world_size,
+            length,
             self.batching.micro_batch,
             (self.schedule.seed, self.schedule.epoch),
             self.leaf_samples,

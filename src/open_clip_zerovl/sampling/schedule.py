@@ -10,6 +10,7 @@ Three layers:
 
 1. `source_schedule`: the number of samples of each source in an epoch, and the source(s) of each step.
    - random:     every micro-batch mixes the sources, as dealt from one shuffled deck of all samples
+   - proportional: every micro-batch holds each source's share, to within two samples
    - debiased:   every step, over all ranks and micro-batches, draws from one source. The order of the steps is shuffled, their
                  numbers are in exact proportion to the sources' sizes
    - sequential: as debiased, one source after the other (A.4)
@@ -154,7 +155,7 @@ def source_schedule(
             f"an epoch has {int(share.sum())} samples, fewer than one effective batch of {effective_batch}; "
             "lower --batch-size or --dga-steps"
         )
-    if strategy == "random":
+    if strategy in ("random", "proportional"):
         taken = apportion(share, total_steps * effective_batch)
         mixed = np.full(total_steps, MIXED, dtype=np.int16)
         return Schedule(strategy, seed, epoch, effective_batch, epoch * taken, taken, mixed)
