@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,9 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# What a test packs on its way is not put into the user's cache.
+_CACHE = tempfile.TemporaryDirectory(prefix="zerovl-tests-")
+os.environ["XDG_CACHE_HOME"] = _CACHE.name
 _BEFORE = (
     [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
 )  # where `make gpu` keeps unpacked wheels

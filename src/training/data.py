@@ -21,7 +21,6 @@ from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing, schedule_of
 from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.sources import Source, parse_sources
-from open_clip_zerovl.data.table import CsvFormat
 from open_clip_zerovl.data.words import WordAugment
 from open_clip_zerovl.recipe.flags import AllFlags, contradicted
 from open_clip_zerovl.sampling.schedule import Batching, Sampling, Schedule, few_steps
@@ -30,6 +29,7 @@ from training.stock_data import check_stock_data
 
 if TYPE_CHECKING:
     from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet
+    from open_clip_zerovl.prepare.pack.rows import Columns
 
 # open_clip's main calls evaluate() only if the data has one of its own keys; it does not read this one itself.
 PLACEHOLDER_KEY = "val"
@@ -119,11 +119,13 @@ def open_inputs(config: AllFlags, args: argparse.Namespace) -> TrainingInputs:
     check_stock_data(args, training=config.sampling is None)
     sources: tuple[Source, ...] = ()
     if config.sampling is not None:
+        from open_clip_zerovl.prepare.door import as_shards
+
+        strict = config.on_bad_sample == "fail"
         sources = parse_sources(
-            args.train_data,
+            as_shards(args.train_data, _columns(args), strict=strict),
             args.train_data_upsampling_factors,
             captions=config.captions,
-            table_format=_table_format(args),
             on_bad_sample=config.on_bad_sample,
         )
         if config.sampling == "debiased" and len(sources) == 1:
@@ -134,8 +136,12 @@ def open_inputs(config: AllFlags, args: argparse.Namespace) -> TrainingInputs:
         schedule_of(sources, batch, _sampling(config, args), seed=args.seed, epoch=0)
         if config.shard_cache is not None:
             check_writable(config.shard_cache, folder=True)
-    paths = parse_retrieval_data(config.retrieval_data) if config.retrieval_data else {}
-    retrieval = {name: open_retrieval_set(path) for name, path in paths.items()}
+    retrieval: dict[str, IndexedSet] = {}
+    if config.retrieval_data:
+        from open_clip_zerovl.prepare.door import sets_as_shards
+
+        paths = parse_retrieval_data(sets_as_shards(config.retrieval_data))
+        retrieval = {name: open_retrieval_set(path) for name, path in paths.items()}
     _tell_trained_pictures(sources, retrieval)
     labelled = parse_retrieval_data(config.zero_shot_data) if config.zero_shot_data else {}
     sets: dict[str, LabelledSet] = {}
@@ -306,14 +312,17 @@ def _sampling(config: AllFlags, args: argparse.Namespace) -> Sampling:
     )
 
 
-def _table_format(args: argparse.Namespace) -> CsvFormat:
-    """Columns and separator of tables if a flag differs from open_clip's default; None for the rest."""
+def _columns(args: argparse.Namespace) -> Columns:
+    """Return columns and separator of tables if a flag differs from open_clip's default; None for the rest."""
+    from open_clip_zerovl.prepare.pack.rows import Columns
+
     stock = {"csv_img_key": "filepath", "csv_caption_key": "title", "csv_separator": "\t"}
     image, caption, separator = (
         None if getattr(args, name) == default else getattr(args, name)
         for name, default in stock.items()
     )
-    return CsvFormat(image, caption, separator)
+    captions = None if caption is None else (caption,)
+    return Columns(picture=image, captions=captions, separator=separator)
 
 
 def log_schedule(sources: tuple[Source, ...], schedule: Schedule) -> None:

@@ -9,7 +9,7 @@ import argparse
 import logging
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import zip_longest
 from operator import index
@@ -27,7 +27,9 @@ from open_clip_zerovl.checkpoints.spec import (
 from open_clip_zerovl.checkpoints.weights import require_finite_weights
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import reading
+from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.core.randomness import STREAMS_VERSION
+from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.dga.retain import Decision
 from open_clip_zerovl.models.pickled import load_pickled
 from open_clip_zerovl.recipe.optimizer import parameter_groups
@@ -41,13 +43,23 @@ PREFIX = "module."  # DDP's, of every name
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def described(sources: Sequence[Source]) -> str:
+    """Name sources with their numbers of samples, and those that were packed with a digest of what they were packed from."""
+    parts = []
+    for source in sources:
+        packed = source.pack_file
+        of = "" if packed is None else f", packed {digest_of(packed.read_bytes())[:12]}"
+        parts.append(f"{source.name} ({source.num_samples}{of})")
+    return ", ".join(parts)
+
+
 @dataclass(frozen=True)
 class Position:
     """The position at which a checkpoint was taken: `step` optimizer steps of epoch `epoch` are done.
 
     Attributes:
         batching: how the run divides its effective batches; a rank without loader processes counts as one worker.
-        sources: names with numbers of samples, "" for open_clip's own pipeline.
+        sources: as `described` names them, "" for open_clip's own pipeline.
         order: flag -> value, of flags that decide the order of samples.
         retained: how many graphs `--dga-retain auto` keeps (`dga.retain.Decision`); empty if it has not decided.
     """

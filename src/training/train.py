@@ -39,7 +39,7 @@ from open_clip_zerovl.recipe.step import MicroBatch, RecipeStep
 from training.checkpointing import StepCheckpoints
 from training.data import batching_of
 from training.plan import Planned, StepTimer, plan_lines
-from training.resume import Position
+from training.resume import Position, described
 from training.run_log import RunFacts, RunLog
 from training.step_log import StepLog
 from training.stopping import Preemption, Stopped
@@ -277,8 +277,7 @@ class Trainer:
             "--train-num-samples": args.train_num_samples,
             "--dataset-resampled": args.dataset_resampled,
         }
-        names = ", ".join(f"{source.name} ({source.num_samples})" for source in sources)
-        return Position(epoch, 0, batching_of(config, args), names, order)
+        return Position(epoch, 0, batching_of(config, args), described(sources), order)
 
 
 def warn_of_equal_captions(micro_batches: Sequence[MicroBatch]) -> None:

@@ -163,7 +163,7 @@ def test_a_retrieval_set_in_the_files_of_a_source_gives_a_warning(sources, tmp_p
     other = write_source(tmp_path / "b", 100, 40, 10)
     table = tmp_path / "pairs.csv"
     for i in range(4):
-        (tmp_path / f"{i}.png").write_bytes(png((9 * i, 0, 0)))
+        (tmp_path / f"{i}.png").write_bytes(png((9 * i, 0, 0), 16))
     table.write_text("filepath,title\n" + "".join(f"{i}.png,picture {i}\n" for i in range(4)))
     (tmp_path / "link").symlink_to(tmp_path / "a")
 

@@ -27,7 +27,7 @@ import yaml
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.selection import SELECTION
 from open_clip_zerovl.data.splits import SPLITS
-from open_clip_zerovl.data.table import EXTENSIONS, PACKED, find_table
+from open_clip_zerovl.data.table import EXTENSIONS, PACKED
 from open_clip_zerovl.shards.transfers import matching_urls
 from open_clip_zerovl.shards.urls import REMOTE, is_command, is_parquet, local_path
 from open_clip_zerovl.shards.writing import RETRIEVAL_MARK, read_sizes
@@ -64,7 +64,7 @@ def kind_of(text: str) -> Component:
         return Component("shards", *sizes.groups()) if sizes else Component("shards", text)
     path = os.path.expanduser(text)
     if Path(path).is_dir():
-        return Component(_kind_of_folder(path), find_table(path) or path)
+        return Component(_kind_of_folder(path), path)
     if path.endswith(SELECTION):
         return Component("selection", path)
     if path.lower().endswith((".yaml", ".yml", ".json")) and os.path.isfile(path):
@@ -122,9 +122,10 @@ def packed_folders(folder: str | Path) -> dict[str, Path]:
     return {"": places[0]}
 
 
-def is_packed_split(folder: Path) -> bool:
-    """True for a split's folder in an output of `zerovl data pack`: of one source, or of one of several."""
-    return folder.name in SPLITS and any((above / PACKED).is_file() for above in folder.parents[:2])
+def pack_file(split: Path) -> Path | None:
+    """Return the `pack.json` above a split's folder in an output of `zerovl data pack`; None for other folders."""
+    files = [above / PACKED for above in split.parents[:2]] if split.name in SPLITS else []
+    return next((file for file in files if file.is_file()), None)
 
 
 def _has_splits(folder: Path) -> bool:
@@ -138,7 +139,8 @@ def _kind_of_folder(folder: str) -> str:
         return "shards"
     if Path(folder, RETRIEVAL_MARK).is_file():
         return "benchmark"
-    return "folder" if find_table(folder) is None else "table"
+    tables = [entry for entry in Path(folder).iterdir() if entry.suffix.lower() in EXTENSIONS]
+    return "table" if tables else "folder"
 
 
 def expand_shards(pattern: str) -> tuple[str, ...]:

@@ -164,6 +164,7 @@ def _read_annotations(component: Component, split: str) -> Iterator[IndexedSampl
 
 def _read_table(component: Component, split: str) -> Iterator[IndexedSample]:
     table = open_table(component.path, by_image=True, strict=True, split=split)
+    component = replace(component, path=table.path)
     numbers = {name: number for number, name in enumerate(table.columns)}
     images: list[str] = []
     samples: list[IndexedSample] = []

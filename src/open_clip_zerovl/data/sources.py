@@ -29,7 +29,7 @@ import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.columns import Chosen, listed
-from open_clip_zerovl.data.components import expand_shards, is_packed_split, kind_of, packed_folders
+from open_clip_zerovl.data.components import expand_shards, kind_of, pack_file, packed_folders
 from open_clip_zerovl.data.names import (
     CAPTIONS,
     CLASS_NAMES,
@@ -98,6 +98,12 @@ class Source:
         first = local_path(self.shards[0]) if self.shards and self.table is None else None
         names = file_of_words(Path(first).parent, CLASS_NAMES) if first is not None else None
         return names.parent if names is not None else None
+
+    @property
+    def pack_file(self) -> Path | None:
+        """The `pack.json` of the packed folder that its first shard lies in; None for shards of other programs."""
+        first = local_path(self.shards[0]) if self.shards else None
+        return None if first is None else pack_file(Path(first).absolute().parent)
 
     @property
     def layout(self) -> str:
@@ -458,11 +464,10 @@ def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: 
         raise UserError(
             f"source {name!r} holds no samples in its {len(shards)} shards; check the shards"
         )
-    captions = how.captions
-    first = local_path(shards[0])
-    if captions is None and first is not None and is_packed_split(Path(first).absolute().parent):
-        captions = "one-per-epoch"
-    return Source(name, shards, sizes, captions=captions, columns=columns)
+    source = Source(name, shards, sizes, captions=how.captions, columns=columns)
+    if how.captions is None and source.pack_file is not None:
+        return replace(source, captions="one-per-epoch")
+    return source
 
 
 def _parse_weights(weights: str | None, members: Mapping[str, Sequence[str]]) -> dict[str, float]:

@@ -207,6 +207,7 @@ def open_table(
             odd rows (`strict`, or all of them).
     """
     style = style or CsvFormat()
+    path = find_table(path) or path
     if style.separator and len(style.separator) != 1:
         raise UserError(
             f"--csv-separator {style.separator!r} has {len(style.separator)} characters, and columns are separated by one; "

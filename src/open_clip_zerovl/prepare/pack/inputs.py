@@ -13,7 +13,7 @@ from pathlib import Path
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import did_you_mean, write_atomically
 from open_clip_zerovl.core.identity import digest_of
-from open_clip_zerovl.data.components import expand_braces
+from open_clip_zerovl.data.components import expand_shards
 from open_clip_zerovl.data.splits import FolderSplits, split_above, split_of_name
 from open_clip_zerovl.prepare.pack.columned import (
     ArrowReader,
@@ -32,7 +32,7 @@ from open_clip_zerovl.shards.urls import REMOTE, is_command, local_path
 
 FORMATS = ("folder", "classes", "table", "json", "parquet", "arrow", "webdataset")
 
-_ENDINGS = {
+ENDINGS = {
     "table": (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".zip"),
     "json": (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz"),
     "parquet": (".parquet", ".pq"),
@@ -40,7 +40,7 @@ _ENDINGS = {
     "webdataset": (".tar", ".tar.gz", ".tgz"),
 }
 _IN_FOLDERS = {
-    **_ENDINGS,
+    **ENDINGS,
     "table": (".csv", ".tsv", ".csv.gz", ".tsv.gz"),
     "json": (".jsonl", ".ndjson"),
 }
@@ -69,14 +69,14 @@ def fetched(text: str, folder: Path, say: Callable[[str], None]) -> str:
     if (
         local_path(address) is not None
         or is_command(address)
-        or not address.lower().endswith(_ENDINGS["parquet"])
+        or not address.lower().endswith(ENDINGS["parquet"])
     ):
         return text
     place = folder / digest_of(address)[:16]
     identities = place.with_suffix(".json")
     known = json.loads(identities.read_text(encoding="utf-8")) if identities.is_file() else {}
     answers = True
-    for number, url in enumerate(expand_braces(address)):
+    for number, url in enumerate(expand_shards(address)):
         file = place / f"{number:05d}-{url.rpartition('/')[2]}"
         if file.is_file():
             answers = answers and _require_same(url, file, known.get(file.name), say)
@@ -154,7 +154,7 @@ def open_input(
 
 def _form_of_file(path: Path) -> str:
     name = path.name.lower()
-    for form, endings in _ENDINGS.items():
+    for form, endings in ENDINGS.items():
         if name.endswith(endings):
             return form
     raise UserError(

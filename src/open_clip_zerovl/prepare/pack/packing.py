@@ -43,7 +43,7 @@ REPORT_FILE = "report.json"
 SCRATCH = ".pack"
 
 #: Raised by one when the same inputs and settings give other shards than before.
-_FORMAT = 6
+FORMAT = 6
 #: Settings on which the shards depend, but not the pictures that are read.
 _LATE = ("test_share", "shard_size", "seed", "left_out")
 
@@ -127,6 +127,7 @@ def pack(
     *,
     limits: Limits | None = None,
     work: Work | None = None,
+    content: str | None = None,
 ) -> dict[str, Any]:
     """Pack inputs into shards, or go on with an interrupted call; returns the report.
 
@@ -136,6 +137,7 @@ def pack(
         settings: the settings of the shards.
         limits: the limits of downloads.
         work: threads, retries; `progress` also prints the report.
+        content: a digest of the inputs, by which a later call is the same; None digests names, sizes and times.
 
     Raises:
         UserError: an input of another form, a folder of other inputs, or nothing to pack.
@@ -154,11 +156,11 @@ def pack(
         raise UserError("--template needs a folder of classes (CLASS/PICTURE), and no input is one")
     _refuse_inside(out, readers)
     made_from = [
-        {"name": name, **_identity(reader)}
+        {"name": name, **_identity(reader, content)}
         for (name, _), reader in zip(named, readers, strict=True)
     ]
     state = {
-        "version": _FORMAT,
+        "version": FORMAT,
         "inputs": [entry["input"] for entry in made_from],
         f"{CONTENT}inputs": made_from,
         **settings.described(),
@@ -288,7 +290,7 @@ def _refuse_inside(out: Path, readers: Sequence[Reader]) -> None:
             )
 
 
-def _identity(reader: Reader) -> dict[str, Any]:
+def _identity(reader: Reader, known: str | None) -> dict[str, Any]:
     """The identity of an input: a hash over its files' names, sizes and times of change, or the contents of a table.
 
     Files of pictures that a table names count too, by their sizes and times. Addresses do not.
@@ -299,17 +301,15 @@ def _identity(reader: Reader) -> dict[str, Any]:
         for file in reader.files:
             yield file.name if file == reader.path else str(file.relative_to(reader.path))
             yield sha256_of(file) if hashed else stamp_of(file)
-        for row in reader.rows() if reader.names_pictures else ():
-            if row.content is not None:
-                break  # the pictures are in the input itself
-            if row.place and not is_address(row.place):
-                yield stamp_of(row.place)
+        for place in reader.places_outside():
+            if not is_address(place):
+                yield stamp_of(place)
 
     return {
         "input": reader.path.name,
         "form": reader.form,
         "files": len(reader.files),
-        "hash": digest_of_all(content()),
+        "hash": known or digest_of_all(content()),
     }
 
 

@@ -119,15 +119,23 @@ class Reader(ABC):
     def rows(self) -> Iterator[PairRow]:
         """The rows, the same at each call. UserError for an input of another form."""
 
+    def places_outside(self) -> Iterator[str]:
+        """Iterate over the paths and addresses of the pictures that are not in the input itself."""
+        for row in self.rows() if self.names_pictures else ():
+            if row.content is not None:
+                return
+            if row.place:
+                yield row.place
+
     def _splits_of_files(self) -> FolderSplits:
         """The splits of an input whose files hold many pairs each."""
-        names = (by_file_name(self._inside(file)) for file in self.files)
+        names = (by_file_name(self.inside(file)) for file in self.files)
         return FolderSplits(names, split_above(self.path))
 
     def _split_of(self, file: Path) -> str:
-        return self.splits(by_file_name(self._inside(file)))[1]
+        return self.splits(by_file_name(self.inside(file)))[1]
 
-    def _inside(self, file: Path) -> str:
+    def inside(self, file: Path) -> str:
         return file.name if file == self.path else str(file.relative_to(self.path))
 
     def obtain(self, place: str) -> bytes:

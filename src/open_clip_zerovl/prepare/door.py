@@ -1,0 +1,171 @@
+"""The door of every command: whatever is not shards is packed once, and read as shards from then on.
+
+    x=pairs.csv    x=rows/*.parquet    x=photos    x=saved_to_disk    x=dataset.json@pictures
+        ->  x=CACHE/packed/3f0c...     an output of `zerovl data pack`
+
+The name of the folder is a digest of the settings, of the bytes of the inputs and of the pictures that they name: a copy of the
+data is the same folder, and so is data with other times of change. Nothing removes these folders but their user.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+from open_clip_zerovl.core.errors import Say, UserError
+from open_clip_zerovl.core.files import locked, user_cache
+from open_clip_zerovl.core.identity import digest_of, file_digests
+from open_clip_zerovl.data.components import expand_shards, kind_of
+from open_clip_zerovl.data.names import NAME
+from open_clip_zerovl.data.retrieval import parse_retrieval_data
+from open_clip_zerovl.prepare.pack.collect import is_address
+from open_clip_zerovl.prepare.pack.inputs import ENDINGS, fetched, open_input
+from open_clip_zerovl.prepare.pack.packing import FORMAT, REPORT_FILE, PackSettings, pack
+from open_clip_zerovl.prepare.pack.rows import Columns, Reader
+from open_clip_zerovl.prepare.public.gather import Work
+from open_clip_zerovl.shards.urls import is_parquet, local_path
+
+MOST_ROWS = 1_000_000  # of an input; it is scanned at each start, which takes about 15 seconds then
+_ENDINGS = tuple(
+    ending for form, endings in ENDINGS.items() if form != "webdataset" for ending in endings
+)
+
+
+def as_shards(
+    data: str, columns: Columns | None = None, *, strict: bool = False, say: Say = logging.info
+) -> str:
+    """Pack the components of `--train-data` and its like that are not shards, unless an earlier call has packed them.
+
+    Args:
+        data: `name=DATA::name=DATA`.
+        columns: columns of tables that the command line names.
+        strict: refuse data with a row that cannot be used.
+        say: is called with a line about each component that is packed.
+
+    Returns:
+        The same components, each of shards.
+
+    Raises:
+        UserError: data that cannot be packed, with addresses of pictures, or of more than MOST_ROWS rows.
+    """
+    components = []
+    for component in data.split("::"):
+        match = NAME.fullmatch(component)
+        name, text = (match["name"], match["shards"]) if match else (None, component)
+        home, folder = _packed(text, columns or Columns(), strict, say)
+        components.append(component if folder is None else f"{name or _name_of(home)}={folder}")
+    return "::".join(components)
+
+
+def sets_as_shards(data: str, *, say: Say = logging.info) -> str:
+    """Pack the retrieval sets that are neither shards nor Karpathy's annotations; rows that cannot be used are refused.
+
+    Args:
+        data: sets as `parse_retrieval_data` takes them.
+
+    Returns:
+        Each set with its name; of one that names no splits, its only one.
+
+    Raises:
+        UserError: as `parse_retrieval_data` and `as_shards`.
+    """
+    sets = []
+    for name, place in parse_retrieval_data(data).items():
+        folder = None
+        if kind_of(str(place)).kind != "annotations":
+            _, folder = _packed(str(place), Columns(), True, say)
+        if folder is not None and not (folder / "test").is_dir():
+            folder /= "train"
+        sets.append(f"{name}={folder or place}")
+    return "::".join(sets)
+
+
+def _packed(text: str, columns: Columns, strict: bool, say: Say) -> tuple[Path, Path | None]:
+    """Return the folder that names a component, and the one that it is packed into, None for shards."""
+    home, inputs, pictures_in = _inputs(text)
+    if pictures_in is not None:
+        columns = replace(columns, pictures_in=pictures_in)
+    readers = [open_input(path, columns) for path in inputs]
+    if not readers or any(reader.form == "webdataset" for reader in readers):
+        return home, None
+    settings = PackSettings(columns=columns)
+    command = f"`zerovl data pack {' '.join(shlex.quote(str(path)) for path in inputs)} --out DIR`"
+    contents = [_content(reader, command) for reader in readers]
+    key = digest_of(FORMAT, {**settings.described(), "pictures_in": None}, contents)
+    folder = user_cache("open_clip_zerovl") / "packed" / key
+    if not (folder / REPORT_FILE).is_file():
+        say(f"Packing {text} into {folder}, once: it is read from there")
+    with locked(folder):  # another rank or another command waits here for its shards
+        if not (folder / REPORT_FILE).is_file():
+            pack(list(map(str, inputs)), folder, settings, work=Work(progress=False), content=key)
+    report = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
+    reasons = ", ".join(f"{entry['rows']:,} {why}" for why, entry in report["refused"].items())
+    if strict and reasons:
+        raise UserError(
+            f"{text} has rows that cannot be used ({reasons}; {folder}/refused.csv names them): mend or remove them"
+        )
+    left_out = f"; rows refused: {reasons} (refused.csv there)" if reasons else ""
+    if report["repeated_rows"]:
+        left_out += f"; {report['repeated_rows']:,} rows repeat earlier ones"
+    say(f"{text}: {report['pictures']:,} pictures as shards in {folder}{left_out}")
+    return home, folder
+
+
+def _inputs(text: str) -> tuple[Path, list[Path], Path | None]:
+    """Return the folder that names a component, the inputs to pack, [] for shards, and the folder of their pictures."""
+    if local_path(text) is None:
+        cache = user_cache("open_clip_zerovl") / "fetched"
+        inputs = [Path(fetched(text, cache, logging.info))] if is_parquet(text) else []
+        return Path(text.partition(":")[2]).parent, inputs, None
+    component = kind_of(local_path(text) or text)
+    place = Path(component.path)
+    if place.is_dir():
+        return place, [] if component.kind in ("shards", "packed", "benchmark") else [place], None
+    if not component.path.lower().endswith(_ENDINGS):
+        return place.parent, [], None
+    pictures_in = None if component.beside is None else Path(component.beside)
+    return place.parent, [Path(each) for each in expand_shards(component.path)], pictures_in
+
+
+def _name_of(folder: Path) -> str:
+    """Name a source by its folder.
+
+    Raises:
+        UserError: the folder's name cannot be a source's.
+    """
+    name = folder.absolute().name
+    if not re.fullmatch(r"[^\W_][\w.-]*", name):
+        raise UserError(
+            f"the name of the folder {str(folder)!r} cannot be a source's name; write NAME={folder}"
+        )
+    return name
+
+
+def _content(reader: Reader, command: str) -> list[str | None]:
+    """Name the files of an input, and digest them and the pictures that its rows name.
+
+    Raises:
+        UserError: addresses of pictures, or too many rows.
+    """
+    too_many = UserError(
+        f"{reader.path} has more than {MOST_ROWS:,} rows, which are not packed on the way: call {command} once and give DIR"
+    )
+    if max(reader.total or 0, len(reader.files)) > MOST_ROWS:
+        raise too_many
+    pictures: list[str] = []
+    for place in reader.places_outside():
+        if is_address(place):
+            raise UserError(
+                f"{reader.path} holds addresses of pictures ({place[:80]}): fetch them into shards with {command}"
+            )
+        pictures.append(place)
+        if len(pictures) > MOST_ROWS:
+            raise too_many
+    files = [str(file) for file in reader.files]
+    digests = file_digests([*files, *pictures])
+    names = [reader.inside(file) for file in reader.files]
+    return [*names, reader.splits.above, *(digests[file] for file in [*files, *pictures])]

@@ -1,0 +1,220 @@
+"""The door: each form of data is packed once, into a folder named by its content, and read as shards."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import user_cache
+from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.data.samples import samples_of
+from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.prepare import door
+from open_clip_zerovl.prepare.door import as_shards, sets_as_shards
+from open_clip_zerovl.prepare.pack.packing import pack
+from open_clip_zerovl.prepare.public.gather import Work
+from support.pairs import picture
+from training.resume import described
+
+PAIRS = 5
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return user_cache("open_clip_zerovl") / "packed"
+
+
+def write_table(place: Path, rows: int = PAIRS) -> str:
+    place.mkdir(parents=True)
+    lines = [f"{number}.png,caption {number}" for number in range(rows)]
+    (place / "pairs.csv").write_text("\n".join(["filepath,title", *lines]) + "\n")
+    for number in range(rows):
+        (place / f"{number}.png").write_bytes(picture(number))
+    return f"{place}/pairs.csv"
+
+
+def parquet(place: Path) -> str:
+    place.mkdir()
+    rows = [{"image": picture(n), "caption": f"caption {n}"} for n in range(PAIRS)]
+    for part in (0, 1):
+        table = pyarrow.Table.from_pylist(rows[part::2])
+        pyarrow.parquet.write_table(table, place / f"{part}.parquet")
+    return f"{place}/*.parquet"
+
+
+def texts(place: Path) -> str:
+    place.mkdir()
+    for number in range(PAIRS):
+        (place / f"{number}.png").write_bytes(picture(number))
+        (place / f"{number}.txt").write_text(f"caption {number}")
+    return str(place)
+
+
+def lines(place: Path) -> str:
+    write_table(place)
+    rows = [{"image": f"{number}.png", "caption": f"caption {number}"} for number in range(PAIRS)]
+    (place / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return f"{place}/pairs.jsonl"
+
+
+def karpathy(place: Path) -> str:
+    write_table(place / "pictures")
+    images = [
+        {
+            "filename": f"{n}.png",
+            "split": "train",
+            "imgid": n,
+            "sentences": [{"raw": f"caption {n}"}],
+        }
+        for n in range(PAIRS)
+    ]
+    (place / "dataset.json").write_text(json.dumps({"images": images, "dataset": "x"}))
+    return f"{place}/dataset.json@{place}/pictures"
+
+
+def packed(place: Path) -> str:
+    pack([write_table(place / "in")], place / "out", work=Work(progress=False))
+    return f"{place}/out"
+
+
+FORMS = {
+    "a table": write_table,
+    "a folder with a table": lambda place: os.path.dirname(write_table(place)),
+    "parquet": parquet,
+    "a folder with parquet": lambda place: os.path.dirname(parquet(place)),
+    "pictures with texts": texts,
+    "lines of JSON": lines,
+    "Karpathy's JSON": karpathy,
+    "a packed folder": packed,
+}
+
+
+def pairs(source) -> dict[str, bytes]:
+    samples = [
+        sample for shard in range(len(source.shards)) for sample in samples_of(source, shard)
+    ]
+    return {sample.captions[0]: sample.image for sample in samples}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_is_a_source_of_shards_that_is_packed_once(form, tmp_path, cache):
+    said: list[str] = []
+    data = as_shards(f"x={FORMS[form](tmp_path / 'in')}", say=said.append)
+    (source,) = parse_sources(data)
+    assert (source.name, source.captions) == ("x", "one-per-epoch")
+    assert all(shard.endswith(".tar") for shard in source.shards)
+    assert pairs(source) == {f"caption {number}": picture(number) for number in range(PAIRS)}
+    if form == "a packed folder":
+        assert not said and not cache.exists()
+        return
+    assert len(said) == 2 and "Packing" in said[0] and f"{PAIRS} pictures as shards" in said[1]
+    before = shard_times(source)
+    assert as_shards(data, say=said.append) == data and len(said) == 2
+    shutil.copytree(tmp_path / "in", tmp_path / "again")
+    for file in (tmp_path / "again").rglob("*"):
+        os.utime(file, (1, 1))
+    copy = data_at(tmp_path / "again", form)
+    assert as_shards(f"x={copy}", say=said.append) == data
+    assert len(said) == 3 and shard_times(source) == before and len(list(cache.iterdir())) == 1
+
+
+def data_at(place: Path, form: str) -> str:
+    """The same form where `place` is a copy."""
+    ends = {
+        "a table": "/pairs.csv", "parquet": "/*.parquet", "lines of JSON": "/pairs.jsonl",
+        "Karpathy's JSON": f"/dataset.json@{place}/pictures",
+    }  # fmt: skip
+    return f"{place}{ends.get(form, '')}"
+
+
+def shard_times(source) -> list[int]:
+    return [os.stat(shard).st_mtime_ns for shard in source.shards]
+
+
+def test_another_picture_or_caption_is_another_folder_and_a_resumed_run_sees_it(tmp_path):
+    table = write_table(tmp_path / "in")
+
+    def seen() -> tuple[str, str]:
+        data = as_shards(f"x={table}")
+        return data, described(parse_sources(data))
+
+    known = {seen()}
+    (tmp_path / "in/3.png").write_bytes(picture(77))
+    known.add(seen())
+    Path(table).write_text(Path(table).read_text().replace("caption 3", "caption thirty"))
+    known.add(seen())
+    os.utime(table, (5, 5))
+    known.add(seen())
+    assert len(known) == 3 and len({line for _, line in known}) == 3
+    assert all(line.startswith("x (5, packed ") for _, line in known)
+
+
+def packs(data: str, done: multiprocessing.Queue) -> None:
+    done.put(as_shards(data))
+
+
+def test_two_processes_at_once_end_in_one_folder(tmp_path, cache):
+    table, context = write_table(tmp_path / "in", 200), multiprocessing.get_context("fork")
+    done = context.Queue()
+    children = [context.Process(target=packs, args=(f"x={table}", done)) for _ in range(3)]
+    for child in children:
+        child.start()
+    ends = {done.get(timeout=120) for _ in children}
+    for child in children:
+        child.join()
+    assert len(ends) == 1 and [child.exitcode for child in children] == [0, 0, 0]
+    (source,) = parse_sources(ends.pop())
+    assert source.num_samples == 200 and len(list(cache.iterdir())) == 1
+
+
+def test_rows_that_cannot_be_used_are_said_or_end_a_strict_call(tmp_path):
+    table = write_table(tmp_path / "in")
+    with open(table, "a") as file:
+        file.write("gone.png,a caption\n3.png,\n")
+    said: list[str] = []
+    (source,) = parse_sources(as_shards(f"x={table}", say=said.append))
+    assert source.num_samples == PAIRS
+    assert "rows refused: 1 empty caption, 1 picture missing" in said[-1]
+    with pytest.raises(UserError, match=r"pairs\.csv has rows that cannot be used .*refused\.csv"):
+        as_shards(f"x={table}", strict=True)
+    with pytest.raises(UserError, match="has rows that cannot be used"):
+        sets_as_shards(table)
+
+
+def test_addresses_and_too_many_rows_get_the_command_to_type(tmp_path, monkeypatch):
+    table = write_table(tmp_path / "in")
+    (tmp_path / "web.csv").write_text("url,caption\nhttps://example.org/1.jpg,a dog\n")
+    with pytest.raises(
+        UserError, match=r"holds addresses of pictures .*`zerovl data pack .*web\.csv"
+    ):
+        as_shards(f"x={tmp_path}/web.csv")
+    for place in (table, parquet(tmp_path / "rows")):
+        monkeypatch.setattr(door, "MOST_ROWS", PAIRS - 1 if place == table else 1)
+        with pytest.raises(UserError, match=r"more than .*call `zerovl data pack .*--out DIR"):
+            as_shards(f"x={place}")
+
+
+def test_shards_and_what_lies_on_servers_are_left_alone(tmp_path):
+    for data in (
+        "a=s3://bucket/{0..3}.tar", "pipe:cat x.tar", f"a={tmp_path}/no/{{0..3}}.tar::b=/gone/*.tgz",
+    ):  # fmt: skip
+        assert as_shards(data) == data
+
+
+def test_a_retrieval_set_is_its_split_or_all_of_a_table_without_splits(tmp_path):
+    table = write_table(tmp_path / "in")
+    (place,) = parse_retrieval_data(sets_as_shards(table)).values()
+    assert len(open_retrieval_set(place)) == PAIRS
+    rows = [f"{n}.png,caption {n},{'test' if n < 2 else 'train'}" for n in range(PAIRS)]
+    Path(table).write_text("\n".join(["filepath,title,split", *rows]) + "\n")
+    sets = parse_retrieval_data(sets_as_shards(f"s={tmp_path}/in"))
+    assert list(sets) == ["s"] and len(open_retrieval_set(sets["s"])) == 2
