@@ -43,7 +43,7 @@ test-all: $(STAMP) ## run the slow tests too (long kills, full runs)
 
 # Installs nothing: .venv where it is there, else the machine's own Python. It is called again behind what broke CUDA's context
 # or hung (75), and behind what ended the process (134, 139), within one limit.
-gpu: ## what only a GPU can show, into docs/results/gpu-NAME.md (8 minutes, a second call 5; WHEELS=DIR, LIMIT=SECONDS, REHEARSE=1: on the CPU)
+gpu: ## what only a GPU can show, into docs/results/gpu-NAME.md (8 minutes, a second call 7; WHEELS=DIR, LIMIT=SECONDS, REHEARSE=1: on the CPU)
 	@end=$$(($$(date +%s) + $(or $(LIMIT),$(if $(REHEARSE),3600,480)))); status=75; \
 	while [ $$status = 75 ] || [ $$status = 134 ] || [ $$status = 139 ]; do \
 		$(or $(wildcard $(BIN)/python),$(PYTHON)) -m scripts.gpu --seconds $$((end - $$(date +%s))) \

@@ -3,9 +3,9 @@
     python -m scripts.gpu [--wheels DIR] [--seconds 480] [--out docs/results] [--name NAME] [--only PART ...]
     python -m scripts.gpu --rehearse --out DIR        # every part on the CPU, with tiny sizes
 
-    part         seconds on an H100, estimated
+    part         seconds on an H100
 {parts}
-The first call of 480 seconds ends with `training`, a second one of 270 seconds does the rest. Each result is written at once,
+The first call of 480 seconds ends with `training`, a second one of 400 seconds does the rest. Each result is written at once,
 to WORK/gpu-NAME.json, and copied to OUT with a page, OUT/gpu-NAME.md; NAME is the GPU's. The next call continues after the
 last result, also from OUT alone. A failure is a result; --only PART measures it again. Exit status:
 
@@ -50,18 +50,18 @@ from open_clip_zerovl.report.tables import markdown_table  # noqa: E402
 # Functions of scripts/bench/gpu_parts.py: (seconds on an H100, what they answer).
 PARTS = {
     "machine": (40, "rates of products and copies, the kernels that attention takes"),
-    "exactness": (40, "tests/gpu/test_exactness.py: fp32, bf16, fp16, attention's kernels, GradScaler"),
-    "gradients": (30, "errors of a step's gradient at paper size against one graph"),
-    "steps": (75, "speed and memory of eager steps: plain training, ours, open_clip's"),
-    "waits": (10, "where a step waits for the GPU, and the longest kernels of a micro-batch"),
-    "attention": (12, "a pass with and without cuDNN's attention, and at six new text lengths"),
-    "loss": (15, "the loss alone, to 262,144 pairs"),
+    "exactness": (30, "tests/gpu/test_exactness.py: fp32, bf16, fp16, attention's kernels, GradScaler"),
+    "gradients": (20, "errors of a step's gradient at paper size against one graph"),
+    "steps": (60, "speed and memory of eager steps: plain training, ours, open_clip's"),
+    "waits": (5, "where a step waits for the GPU, and the longest kernels of a micro-batch"),
+    "attention": (8, "a pass with and without cuDNN's attention, and at six new text lengths"),
+    "loss": (12, "the loss alone, to 262,144 pairs"),
     "blocks": (75, "the same steps with the towers' blocks compiled"),
-    "training": (110, "`zerovl train` from tars, stopped, and resumed from an earlier step"),
-    "tests": (90, "the other tests of tests/gpu: compile, resume, loss and memory"),
-    "ranks": (40, "gradient errors of two ranks that share the GPU"),
-    "plan": (50, "`zerovl plan` compared with that training"),
-    "whole": (90, "the same steps with the whole model compiled"),
+    "training": (155, "`zerovl train` from tars, stopped, and resumed from an earlier step"),
+    "tests": (70, "the other tests of tests/gpu: compile, resume, loss and memory"),
+    "ranks": (50, "gradient errors of two ranks that share the GPU"),
+    "plan": (35, "`zerovl plan` compared with that training"),
+    "whole": (200, "the same steps with the whole model compiled"),
 }  # fmt: skip
 LEAST_SHARE = 0.5  # of a part's estimate: with less time left it is not begun
 MOST_ATTEMPTS = 3  # a measurement that ends the process is given up after as many
