@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from contextlib import suppress
 from importlib import import_module
@@ -108,6 +109,30 @@ def test_the_weights_are_those_of_open_clips_own_loop(run, place, kind):
     for name in ("ours", "decoupled"):
         apart = max((weights["theirs"][key] - weights[name][key]).abs().max() for key in start)
         assert apart <= 1e-4 * moved, f"{name}: {apart} of {moved}"
+
+
+@pytest.mark.parametrize("loss", ["", "--loss-chunk 3"])
+def test_a_converted_siglip_keeps_its_scale_and_bias(run, place, loss):
+    """docs/siglip2.md: training begins with the checkpoint's numbers, not with `--siglip`'s; the scale is at most 100."""
+    config = {
+        "embed_dim": 24, "init_logit_bias": -10, "custom_text": True, "vision_cfg": NATIVE_VISION,
+        "text_cfg": {**CLIP_TEXT, "no_causal_mask": True, "proj_bias": True, "pool_type": "last"},
+    }  # fmt: skip
+    (place / "tiny-sigmoid.json").write_text(json.dumps(config))
+    open_clip.add_model_config(place / "tiny-sigmoid.json")
+    model = open_clip.create_model("tiny-sigmoid")
+    with torch.no_grad():
+        model.logit_bias.fill_(-16.5), model.logit_scale.fill_(4.7)
+    torch.save(model.state_dict(), place / "sigmoid.pt")
+    words = "--model tiny-sigmoid --pretrained sigmoid.pt --siglip --train-data a=s --batch-size 2 --dga-steps 4"
+    name = f"sigmoid{len(loss)}"
+    status, said = run(name, f"{words} --lr 1e-5 --epochs 1 {loss}")
+    assert status == 0, said
+    weights = read_state_dict(place / "logs" / name / "checkpoints" / "epoch_1.pt")
+    assert 0 < abs(weights["logit_bias"] + 16.5) < 1e-3
+    assert weights["logit_scale"] == pytest.approx(math.log(100), abs=1e-4)
+    status, said = run(f"{name}-sorted", f"{words} --epochs 1 --sort-text")
+    assert status == 2 and "--sort-text" in said and "padding" in said
 
 
 @pytest.mark.parametrize("words", ["", "--siglip", "--loss-chunk 3 --positives caption"])
