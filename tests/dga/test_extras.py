@@ -189,6 +189,43 @@ class Heads(nn.Module):
         }
 
 
+class PagesAndQueries(nn.Module):
+    """Four patches a page and three tokens a query, as late interaction compares them."""
+
+    def __init__(self):
+        super().__init__()
+        self.clip = bert_clip()
+
+    def forward(self, images, texts):
+        outputs = self.clip(images, texts)
+        for name, kind, count in (("patches", "image", 4), ("tokens", "text", 3)):
+            shifts = torch.arange(count, dtype=torch.float64)[:, None]
+            outputs[name] = normalize(
+                (outputs[f"{kind}_features"][:, None] * 3 + shifts).sin(), dim=2
+            )
+        return outputs
+
+
+def test_the_documented_late_interaction_is_exact():
+    page = (ROOT / "docs" / "dga.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    code = next(block for block in blocks if "def late_interaction" in block)
+    model, micro_batches = PagesAndQueries(), batches([3, 2, 2])
+    scope = {
+        "DecoupledGradientAccumulation": DecoupledGradientAccumulation, "nn": nn, "torch": torch,
+        "pages_and_queries": model,
+    }  # fmt: skip
+    exec(compile(code, "docs/dga.md", "exec"), scope)
+    more = {"patches": "images", "tokens": "texts"}
+
+    def loss(**values):
+        return {"contrastive_loss": scope["late_interaction"](**values)}
+
+    _, wanted = reference(model, loss, micro_batches, more=more)
+    _, found = accumulated(model, loss, micro_batches, features=more, check="always")
+    assert sharp_error(found, wanted) <= EXACT
+
+
 def test_the_documented_losses_and_terms_run_exactly():
     """docs/dga.md's examples: labels, Matryoshka; a head, a balance loss and captions as terms."""
     page = (ROOT / "docs" / "dga.md").read_text(encoding="utf-8")
