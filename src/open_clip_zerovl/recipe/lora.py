@@ -7,9 +7,11 @@ model is unchanged. Projections and the temperature train whole. `checkpoints.ad
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 import torch
+from open_clip.transformer import Attention
 from torch import nn
 
 from open_clip_zerovl.checkpoints.adapters import is_adapter
@@ -17,6 +19,8 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.recipe.flags import TOWERS
 from open_clip_zerovl.recipe.towers import batch_norms, freeze, group_of
 
+#: Attentions with the weights of query, key and value in one parameter: torch's, and open_clip's own (all of them in 4.x).
+PACKED = (nn.MultiheadAttention, Attention)
 ALPHA = 2  # times the rank: the scale of peft's and the paper's examples, whatever the rank
 
 
@@ -40,8 +44,17 @@ def add_lora(model: nn.Module, rank: int, on: str) -> None:
     config = peft.LoraConfig(
         r=rank, lora_alpha=ALPHA * rank, target_modules="|".join(map(re.escape, names))
     )
-    config._register_custom_module({nn.MultiheadAttention: _packed_attention()})
-    peft.inject_adapter_in_model(config, model)
+    config._register_custom_module(dict.fromkeys(PACKED, _packed_attention()))
+    for module in map(model.get_submodule, names):
+        if isinstance(module, Attention):  # peft asks for the sizes of what it does not know
+            module.out_features, module.in_features = module.in_proj_weight.shape
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Unsupported layer type")
+        peft.inject_adapter_in_model(config, model)
+    for layer in map(model.get_submodule, names):
+        if isinstance(layer.base_layer, Attention):  # peft looks for the dtype in its `weight`
+            layer.lora_A.to(layer.base_layer.in_proj_weight)
+            layer.lora_B.to(layer.base_layer.in_proj_weight)
     for parameter in trained:
         parameter.requires_grad_(True)
     if on != "both":
@@ -68,9 +81,13 @@ def _adapted_layers(model: nn.Module, tower: str) -> list[str]:
         for name, module in model.named_modules()
         if group_of(f"{name}.") == f"{tower} tower"
     }
-    packed = {name for name, module in modules.items() if isinstance(module, nn.MultiheadAttention)}
+    packed = {
+        name
+        for name, module in modules.items()
+        if isinstance(module, PACKED) and module.in_proj_weight is not None
+    }
     linear = {name for name, module in modules.items() if isinstance(module, nn.Linear)}
-    # its weight is read and its forward is not called
+    # the adapter of the attention holds it
     linear -= {f"{name}.out_proj" for name in packed}
     norms = sorted(batch_norms(model).keys() & modules.keys())
     bare = [
@@ -90,7 +107,7 @@ def _adapted_layers(model: nn.Module, tower: str) -> list[str]:
 
 
 def _packed_attention() -> type[nn.Module]:
-    """peft's adapter of nn.MultiheadAttention, made exact; a class that needs peft to be declared."""
+    """Declare peft's adapter of nn.MultiheadAttention, made exact and for all of PACKED, which needs peft."""
     from peft.tuners.lora.layer import MultiheadAttention
 
     class PackedAttention(MultiheadAttention):
@@ -104,14 +121,14 @@ def _packed_attention() -> type[nn.Module]:
         state_dict = nn.Module.state_dict
 
         def forward(self, query: torch.Tensor, *args: Any, **options: Any) -> Any:
-            """As nn.MultiheadAttention's."""
+            """Attend as the adapted module does."""
             base: Any = self.base_layer
             adapter = self.active_adapters[0]
-            sums = {
-                "in_proj_weight": base.in_proj_weight + self.get_delta_weight(adapter),
-                "out_proj.base_layer.weight": base.out_proj.weight
-                + base.out_proj.get_delta_weight(adapter),
-            }
+            sums = {"in_proj_weight": base.in_proj_weight + self.get_delta_weight(adapter)}
+            if isinstance(base, nn.MultiheadAttention):  # reads this weight and calls no layer
+                sums["out_proj.base_layer.weight"] = (
+                    base.out_proj.weight + base.out_proj.get_delta_weight(adapter)
+                )
             return torch.func.functional_call(base, sums, (query, *args), options)
 
     return PackedAttention

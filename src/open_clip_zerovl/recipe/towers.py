@@ -212,7 +212,8 @@ def checkpoint_without_reentry(model: nn.Module) -> None:
         vars(text)["set_grad_checkpointing"] = partial(_enable_checkpointing, text.transformer)
 
 
-def _enable_checkpointing(transformer: Any, enable: bool = True) -> None:
+def _enable_checkpointing(transformer: Any, enable: bool = True, impl: str = "inline") -> None:
+    """Turn checkpoints on; `impl`, which open_clip 4 passes, chooses nothing for a Hugging Face tower there either."""
     if enable:
         transformer.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False}
