@@ -49,7 +49,7 @@ class CaptionTerm:
     def __call__(
         self, outputs: Mapping[str, Tensor], _: Any, texts: Tensor, *__: Any
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """The weighted sum over tokens and their number.
+        """Compute the weighted sum over tokens and their number.
 
         Args:
             outputs: with `logits` (B, L-1, V) and `labels` (B, L-1), as open_clip 3 returns them, or with `logits` (B, L, V)
@@ -114,7 +114,9 @@ class Extras:
         self._leaves_checked = world_size == 1
 
     def of_teacher(self, inputs: tuple[Any, ...]) -> Outputs:
-        """The teacher's features of a micro-batch and its logit_scale, without graph, under the prefix of `DistillClipLoss`."""
+        """Compute the teacher's features of a micro-batch and its logit_scale, without graph, under the prefix of
+        `DistillClipLoss`.
+        """
         if self._teacher is None:
             return {}
         with torch.no_grad():
@@ -125,7 +127,7 @@ class Extras:
         return {TEACHER + name: outputs[name] for name in wanted if name in outputs}
 
     def of_terms(self, outputs: Any, inputs: tuple[Any, ...]) -> Outputs:
-        """The sum of each term of a micro-batch, and its count.
+        """Compute the sum of each term of a micro-batch, and its count.
 
         Raises:
             UserError: a term that is not a sum or a sum and its count, or one that learns what DDP does not average.
@@ -156,7 +158,7 @@ class Extras:
         return sums_and_counts
 
     def collected(self, outputs: Mapping[str, list[Tensor]], order: Tensor | None) -> Collected:
-        """The means of all terms over the effective batch, and the teacher's features in the order of the loss.
+        """Join the terms to their means over the effective batch, and the teacher's features in the order of the loss.
 
         Args:
             outputs: name -> its value in each micro-batch, without graph.
@@ -209,7 +211,9 @@ class Extras:
         return extras
 
     def _require_same_names(self, names: list[str], counted: list[str]) -> None:
-        """Compare the terms of all ranks before their sums are added up; a sum more on one rank would wait for ever.
+        """Compare the terms of all ranks before their sums are added up.
+
+        A sum more on one rank would wait for ever.
 
         Raises:
             UserError: another rank has other terms; raised by all ranks together.
@@ -225,7 +229,7 @@ class Extras:
             )
 
     def _check_leaves(self, sums: Outputs) -> None:
-        """UserError, once, for a term that trains something which DDP does not average over ranks."""
+        """Refuse a term, once, if it trains something outside of the model, where DDP does not average."""
         with_graph = [total for total in sums.values() if total.requires_grad]
         if self._leaves_checked or not with_graph:
             return
@@ -238,7 +242,7 @@ class Extras:
 
 
 def parts_of_coca_loss(loss: Any) -> tuple[Callable[..., Any], CaptionTerm]:
-    """open_clip's `CoCaLoss` as its contrastive part, a method of it that takes the features, and the term of its captions.
+    """Split open_clip's `CoCaLoss` into a method of it that takes the features, and the term of its captions.
 
     Raises:
         UserError: a class derived from it that computes something else.

@@ -35,7 +35,7 @@ class GradientHooks:
         }
 
     def release(self) -> None:
-        """The next backward pass is the step's last."""
+        """Let the hooks act in the next backward pass, which is the step's last."""
         for hooks in self._waiting.values():
             hooks.release()
 
@@ -96,7 +96,7 @@ class _WaitingHooks:
             self._after.update(self._given[1])
 
     def __call__(self, gradient: Tensor) -> Tensor:
-        """As autograd's hook: zero for `.grad` until the last backward pass, then the hooks' result for the sum."""
+        """Return zero for `.grad` until the last backward pass, then the hooks' result for the sum."""
         whole = gradient if self.gradient is None else self.gradient + gradient
         if not self._released:
             self.gradient = whole

@@ -143,7 +143,7 @@ class DeviceInputs:
         self._inputs: dict[int, Any] = {}
 
     def take(self, k: int) -> tuple[Any, ...]:
-        """The model's inputs for micro-batch k, in the first pass or the replay, and its further parts."""
+        """Take the model's inputs for micro-batch k, in the first pass or the replay, and its further parts."""
         first, second, *others = self._micro_batches[k]
         inputs = (
             self._inputs.pop(k) if k in self._inputs else on_device((first, second), self._device)
@@ -156,12 +156,15 @@ class DeviceInputs:
 
 
 def input_room(device: torch.device) -> float:
-    """Bytes of a device's memory that inputs may take between the passes."""
+    """Return the bytes of a device's memory that inputs may take between the passes."""
     return INPUT_SHARE * (total_bytes(device) or 0)
 
 
 def on_device(part: Any, device: torch.device) -> Any:
-    """The same input with its tensors on `device`. Containers are copied, so that the caller's input does not change."""
+    """Copy nested tensors to a device.
+
+    Containers are copied, so that the caller's input does not change.
+    """
     if isinstance(part, Tensor):
         return part.to(device, non_blocking=True)
     if isinstance(part, MutableMapping):

@@ -41,7 +41,10 @@ class Repeat(NamedTuple):
 
 
 def open_clips(*names: str) -> tuple[Any, ...]:
-    """Classes of open_clip, which is not imported here: where nobody has imported it, no object is an instance of them."""
+    """Return classes of open_clip, which is not imported here.
+
+    Where nobody has imported it, no object is an instance of them.
+    """
     modules = [
         sys.modules.get(name)
         for name in ("open_clip.model", "open_clip.coca_model", "open_clip.loss")
@@ -85,7 +88,7 @@ class Towers:
         self._logged = False
 
     def frozen(self) -> set[str]:
-        """The FEATURES that a step from now on needs to compute once per micro-batch only."""
+        """Return the FEATURES that a step from now on computes once per micro-batch only."""
         if self._extras.terms:  # they may use any output
             return set()
         names = self._without_training() - self._learning
@@ -110,7 +113,7 @@ class Towers:
         *,
         graph: bool,
     ) -> tuple[Outputs, Repeat]:
-        """The outputs for a micro-batch, with graph or without, and the state that its replay needs.
+        """Forward a micro-batch, with graph or without, and keep the state that its replay needs.
 
         Args:
             take: gives the micro-batch's two inputs, and its further parts; it may draw random numbers.
@@ -142,7 +145,7 @@ class Towers:
         *,
         rng: bool = True,
     ) -> Outputs:
-        """The outputs for a micro-batch with graph, under the random numbers of its first pass unless `rng` is False."""
+        """Forward a micro-batch again with graph, under the random numbers of its first pass unless `rng` is False."""
         if rng:
             repeat.start.restore()
         inputs = take()
@@ -160,7 +163,7 @@ class Towers:
             return self._extras.of_teacher(inputs)
 
     def _outputs(self, inputs: tuple[Any, ...], rows: dict[str, int], graph: bool) -> Outputs:
-        """The model's checked outputs for two inputs, and the sums of the terms."""
+        """Forward two inputs and check the outputs, with the sums of the terms."""
         if graph:
             # If the caller is in an autocast region, its cache holds weights that the first pass has cast without graph.
             torch.clear_autocast_cache()
@@ -170,7 +173,11 @@ class Towers:
             return checked | self._extras.of_terms(outputs, inputs)
 
     def _without_training(self) -> set[str]:
-        """The FEATURES whose tower has no trainable parameter now; none for a model without `visual`."""
+        """Return the FEATURES whose tower has no trainable parameter now.
+
+        Returns:
+            Nothing for a model without `visual`.
+        """
         visual = getattr(self._inner, "visual", None)
         if not isinstance(visual, nn.Module):
             return set()
@@ -185,7 +192,9 @@ class Towers:
 
 
 def checked_outputs(outputs: Any, rows: dict[str, int], *, others_used: bool = False) -> Outputs:
-    """The model's output dict with the features in `rows`; a pair of features becomes one.
+    """Check that the model's outputs are features in `rows` and scalars, as a dict.
+
+    A pair of features becomes one.
 
     Args:
         rows: feature -> number of its rows.
@@ -228,7 +237,7 @@ def checked_outputs(outputs: Any, rows: dict[str, int], *, others_used: bool = F
 
 
 def leaves_of(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The leaf tensors that a backward pass from `outputs` would reach."""
+    """Yield the leaf tensors that a backward pass from `outputs` would reach."""
     todo: list[Any] = [
         output.grad_fn if output.grad_fn is not None else output for output in outputs
     ]
@@ -247,7 +256,9 @@ def leaves_of(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
 
 @contextmanager
 def casts_kept() -> Iterator[None]:
-    """Keep autocast's copies of weights from one forward pass to the next; only for passes without graph.
+    """Keep autocast's copies of weights from one forward pass to the next.
+
+    Only for passes without graph.
 
     In a pass with graph a cast is part of the graph, and gradient checkpointing casts again in the backward pass.
     """
@@ -260,12 +271,18 @@ def casts_kept() -> Iterator[None]:
 
 
 def detached_copy(output: Tensor) -> Tensor:
-    """A copy in fp32 or fp64. Always a copy, because a compiled model may overwrite its output in the next call."""
+    """Copy an output in fp32 or fp64.
+
+    Always a copy, because a compiled model may overwrite its output in the next call.
+    """
     return output.detach().to(torch.promote_types(output.dtype, torch.float32), copy=True)
 
 
 def backpropagate(outputs: Outputs, gradients: dict[str, Tensor]) -> None:
-    """One backward pass from all outputs that depend on a trainable parameter; in several passes DDP would miss some."""
+    """Run one backward pass from all outputs that depend on a trainable parameter.
+
+    In several passes DDP would miss some.
+    """
     roots = [name for name in gradients if name in outputs and outputs[name].requires_grad]
     if roots:
         torch.autograd.backward(

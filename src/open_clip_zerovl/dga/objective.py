@@ -56,18 +56,19 @@ class Objective:
 
     @property
     def scaled(self) -> bool:
-        """True if gradients are multiplied by a GradScaler's scale."""
+        """Return whether gradients are multiplied by a GradScaler's scale."""
         return self._scaler is not None
 
     def scale(self, value: Tensor) -> Tensor:
-        """`value` times the GradScaler's scale, if there is one."""
+        """Multiply a value by the GradScaler's scale, if there is one."""
         return value if self._scaler is None else self._scaler.scale(value)
 
     def gradients(
         self, values: dict[str, Tensor], loss_inputs: dict[str, Any]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], OwnGradients]:
-        """The detached losses, the gradient of their sum (times the scaler's scale) by each of `values`, and by the loss' own
-        parameters, for `add_own_gradients`.
+        """Compute the detached losses and the gradients of their sum by `values` and by the loss' own parameters.
+
+        The gradients are times the scaler's scale; the own ones are for `add_own_gradients`.
 
         Args:
             values: the features (b, D) and (C*b, D), and the scalars that the model returned.
@@ -190,7 +191,7 @@ class Objective:
 
 
 def feature_factor(loss: Any, world_size: int) -> int:
-    """The factor on the features' gradient of `loss` with which DDP's mean over ranks is right.
+    """Return the factor on the features' gradient of `loss` that makes DDP's mean over ranks right.
 
     With d the gradient of the mean loss over all N pairs, DDP's mean needs W * d for each rank's own rows.
     - ContrastiveLoss gives W * d. So does ClipLoss(gather_with_grad=True): the gather's backward sums over ranks W equal
@@ -230,7 +231,10 @@ def feature_factor(loss: Any, world_size: int) -> int:
 
 
 def _module_of(loss: Callable[..., Any]) -> Any:
-    """The module of a `functools.partial` of it, or of a method of it; another callable as it is."""
+    """Return the module of a `functools.partial` or of a method.
+
+    Another callable is returned as it is.
+    """
     held: Any = loss
     while isinstance(held, functools.partial):
         held = held.func
@@ -242,7 +246,11 @@ def _name(loss: Callable[..., Any]) -> str:
 
 
 def _misfit(loss: Callable[..., Any], arguments: dict[str, Any]) -> str | None:
-    """The reason why `loss` cannot be called with these keyword arguments, or None; also None for an unknown signature."""
+    """Describe why `loss` cannot be called with these keyword arguments.
+
+    Returns:
+        None where it can, or where its signature is unknown.
+    """
     call: Any = loss
     if isinstance(call, functools.partial) and isinstance(call.func, nn.Module):
         call = functools.partial(call.func.forward, *call.args, **call.keywords)

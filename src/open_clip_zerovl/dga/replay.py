@@ -67,7 +67,7 @@ class BufferState:
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Within the block forward passes may change buffers; at its end they are as before."""
+    """Restore the model's buffers after forward passes within the block."""
     before = BufferState(model)
     try:
         yield
@@ -98,7 +98,7 @@ class ReplayCheck:
 
     @property
     def active(self) -> bool:
-        """True if anything may be compared in the present step."""
+        """Return whether anything may be compared in the present step."""
         return bool(self._due)
 
     def start(self, *, compiled: bool = False) -> None:
@@ -116,7 +116,10 @@ class ReplayCheck:
         self._seen = []
 
     def compare(self, name: str, index: int, replayed: Tensor, cached: Tensor) -> None:
-        """Record the difference of `name` (B, D), or of a number, of micro-batch `index`; two NaN count as equal."""
+        """Record the difference of `name` (B, D), or of a number, of micro-batch `index`.
+
+        Two NaN count as equal.
+        """
         if _kind(name) not in self._due:
             return
         replayed, cached = (
@@ -132,7 +135,11 @@ class ReplayCheck:
         self._seen.append((name, index, torch.stack([worst, difference.abs().max()])))
 
     def bits_of(self, model: nn.Module) -> dict[str, Tensor]:
-        """The sum of the bits of each parameter, for `compare_bits`; none in a step that does not compare them."""
+        """Return the sum of the bits of each parameter, for `compare_bits`.
+
+        Returns:
+            Nothing in a step that does not compare them.
+        """
         return {
             name: parameter.detach()
             .view(_INTEGERS[parameter.element_size()])
@@ -183,7 +190,7 @@ class ReplayCheck:
         )
 
     def _numbers(self) -> list[tuple[float, float]]:
-        """(relative, largest absolute) difference of each comparison, in one copy to the host."""
+        """Return the (relative, largest absolute) difference of each comparison, in one copy to the host."""
         if not self._seen:
             return []
         device = self._seen[0][2].device  # parameters may lie on several
@@ -196,12 +203,12 @@ class ReplayCheck:
 
 
 def _kind(name: str) -> str:
-    """The kind of a compared name: WEIGHTS, one of the SCALARS, or REPLAYED for features and sums of terms."""
+    """Return the kind of a compared name: WEIGHTS, one of the SCALARS, or REPLAYED for features and sums of terms."""
     return name if name in SCALARS else WEIGHTS if name.startswith(f"{WEIGHTS} ") else REPLAYED
 
 
 def _shows_bits(value: Tensor) -> bool:
-    """True for a plain dense tensor, whose elements can be read as integers."""
+    """Return whether a tensor is plain and dense, so that its elements can be read as integers."""
     plain = type(value) is Tensor and value.layout == torch.strided
     return (
         plain
@@ -211,7 +218,7 @@ def _shows_bits(value: Tensor) -> bool:
 
 
 def _difference(bad: list[tuple[float, float, str, int]], tolerance: float) -> str:
-    """The sentence for the largest of the differences."""
+    """Write the sentence for the largest of the differences."""
     relative, absolute, name, k = max(
         bad, key=lambda entry: (_kind(entry[2]) != REPLAYED, math.isnan(entry[0]), entry[0])
     )
@@ -238,7 +245,7 @@ def _difference(bad: list[tuple[float, float, str, int]], tolerance: float) -> s
 
 
 def replay_tolerance(model: nn.Module, device: torch.device, autocast: Callable[[], Any]) -> float:
-    """The `REPLAY_TOLERANCE` of the coarsest precision among those of parameters, autocast and fp32 products."""
+    """Choose the `REPLAY_TOLERANCE` of the coarsest precision among those of parameters, autocast and fp32 products."""
     precisions = {p.dtype for p in model.parameters() if p.dtype in REPLAY_TOLERANCE}
     with autocast():
         if torch.is_autocast_enabled(device.type):

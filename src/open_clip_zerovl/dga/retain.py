@@ -25,7 +25,10 @@ AUTO_SHARE = 0.9
 
 
 def most_graphs(k: int, world_size: int) -> int:
-    """The largest R. Over several ranks one of several micro-batches must be replayed, because DDP synchronises there."""
+    """Return the largest R.
+
+    Over several ranks one of several micro-batches must be replayed, because DDP synchronises there.
+    """
     return k - 1 if world_size > 1 and k > 1 else k
 
 
@@ -47,7 +50,7 @@ class Decision:
 
     @property
     def needed_bytes(self) -> float:
-        """Free memory that a step needs."""
+        """Sum the free memory that a step needs."""
         return self.other_bytes + max(0, self.graphs - 1) * self.graph_bytes
 
 
@@ -94,7 +97,10 @@ class Retention:
         ] = {}  # of each parameter with a gradient, after the first step
 
     def graphs(self, sizes: list[int]) -> int:
-        """R for a step with micro-batches of these sizes. Over ranks it is a collective until "auto" has decided."""
+        """Decide R for a step with micro-batches of these sizes.
+
+        Over ranks it is a collective until "auto" has decided.
+        """
         most = most_graphs(len(sizes), self._world_size)
         if isinstance(self._retain, int):
             if self._retain > most:
@@ -114,14 +120,17 @@ class Retention:
         return min(most, 1 if self._auto is None else self._auto)
 
     def adopt(self, decision: Decision) -> None:
-        """Before the first step: keep the number of graphs of an earlier process of this run, if all ranks have room."""
+        """Keep the number of graphs of an earlier process of this run, if all ranks have room, from the first step on."""
         if self._retain == "auto":
             self._adopted = decision
 
     def decision(self) -> Decision | None:
-        """The decision of "auto", made now if it can be; None before an optimizer step, and for a given R.
+        """Return the decision of "auto", made now if it can be.
 
         Call it between two steps, without gradients in memory. Over ranks it is a collective until "auto" has decided.
+
+        Returns:
+            None before an optimizer step, and for a given R.
         """
         if self._retain != "auto" or not self._sizes:
             return None
@@ -134,7 +143,11 @@ class Retention:
         )
 
     def keep_fewer(self) -> bool:
-        """Keep one graph fewer from now on, after a step has filled the device's memory; False if "auto" keeps one only."""
+        """Keep one graph fewer from now on, after a step has filled the device's memory.
+
+        Returns:
+            False if "auto" keeps one only.
+        """
         kept = min(self._auto or 1, most_graphs(len(self._sizes), self._world_size))
         if kept < 2:
             return False
@@ -174,7 +187,7 @@ class Retention:
         )
 
     def _smallest(self, number: int) -> int:
-        """The smallest of all ranks' numbers."""
+        """Return the smallest of all ranks' numbers."""
         if self._world_size == 1:
             return number
         agreed = torch.tensor([number], device=self._device)
@@ -183,7 +196,7 @@ class Retention:
 
     @contextmanager
     def measured(self, size: int) -> Iterator[None]:
-        """Around the forward pass of a retained micro-batch of `size` samples: measures its graph once, for "auto"."""
+        """Measure the graph of a retained micro-batch of `size` samples once, around its forward pass, for "auto"."""
         if self._retain != "auto" or self._bytes_per_sample or self._auto is not None:
             yield
         elif self._device.type == "cuda":
@@ -198,7 +211,7 @@ class Retention:
             self._bytes_per_sample = max(1, live.bytes()) / size
 
     def step_done(self, sizes: list[int]) -> None:
-        """After the backward passes of a step: records the step's peak memory, without tensors that stay between steps."""
+        """Record the step's peak memory after its backward passes, without tensors that stay between steps."""
         if self._retain != "auto" or self._auto is not None:
             return
         if not self._versions:
@@ -224,11 +237,18 @@ class Retention:
         return not changed or any(changed)
 
     def _decide(self, size: int) -> int | None:
-        """R if the optimizers of all ranks have stepped, else None."""
+        """Decide R if the optimizers of all ranks have stepped.
+
+        Returns:
+            None before that.
+        """
         return self._smallest(self._fitting(size) if self._optimizer_has_stepped() else 0) or None
 
     def _fitting(self, size: int) -> int:
-        """R from the free memory: one graph is part of the measured peak; further graphs may fill AUTO_SHARE of the rest."""
+        """Compute R from the free memory.
+
+        One graph is part of the measured peak; further graphs may fill AUTO_SHARE of the rest.
+        """
         free = available_bytes(self._device)
         graph = self._bytes_per_sample * size
         if free is None:

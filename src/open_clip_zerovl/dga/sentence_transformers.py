@@ -77,12 +77,17 @@ class DecoupledLoss(nn.Module):
 
     @property
     def model(self) -> nn.Module:
-        """The loss' model: the trainer replaces that by its DDP wrapper."""
+        """Return the loss' model.
+
+        The trainer replaces that by its DDP wrapper.
+        """
         model: nn.Module = self.loss.get_submodule("model")
         return model
 
     def forward(self, sentence_features: Iterable[Column], labels: Tensor | None = None) -> Tensor:
-        """The loss of a batch, (); its backward pass runs the mini-batches again (see `DecoupledGradientAccumulation.loss`).
+        """Compute the loss of a batch, ().
+
+        Its backward pass runs the mini-batches again (see `DecoupledGradientAccumulation.loss`).
 
         Args:
             sentence_features: C columns; tensors of n rows, and constants such as names.
@@ -115,7 +120,7 @@ class DecoupledLoss(nn.Module):
         return step.loss(micro_batches, labels=labels)
 
     def _made_for(self, model: nn.Module) -> tuple[_Columns, DecoupledGradientAccumulation]:
-        """The step on a model; another one when the trainer has wrapped or moved it."""
+        """Return the step on a model, made again when the trainer has wrapped or moved it."""
         key = model, next(model.parameters()).device
         if self._step is None or self._step[0] != key:
             towers = _Columns(model)
@@ -127,7 +132,7 @@ class DecoupledLoss(nn.Module):
         return self._step[1:]
 
     def get_config_dict(self) -> dict[str, Any]:
-        """The loss' settings for the model card."""
+        """Return the loss' settings for the model card."""
         settings: dict[str, Any] = getattr(self.loss, "get_config_dict", dict)()
         return {
             "loss": type(self.loss).__name__,
@@ -137,7 +142,7 @@ class DecoupledLoss(nn.Module):
 
     @property
     def citation(self) -> str:
-        """The wrapped loss' citation, for the model card."""
+        """Return the wrapped loss' citation, for the model card."""
         return getattr(self.loss, "citation", "")
 
 
@@ -193,7 +198,7 @@ class _Head(nn.Module):
 
 @contextmanager
 def _embedded(model: nn.Module) -> Iterator[None]:
-    """Within the block the model returns what it is given: features that hold their embeddings."""
+    """Make the model return what it is given within the block: features that hold their embeddings."""
     stock = vars(model).get("forward")
     model.forward = lambda features, *_, **__: dict(features)
     try:
@@ -211,7 +216,7 @@ def _with_inner_losses(loss: Any) -> Iterator[Any]:
 
 
 def _rows(columns: list[dict[str, Any]]) -> int:
-    """The number of samples.
+    """Count the samples.
 
     Raises:
         UserError: no column, or tensors that do not have a row a sample.

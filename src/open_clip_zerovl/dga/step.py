@@ -116,16 +116,22 @@ class _Step:
 
     @property
     def replayed(self) -> range:
-        """The micro-batches that are forwarded twice. The last R keep their graph, so that none is in memory before them."""
+        """Return the micro-batches that are forwarded twice.
+
+        The last R keep their graph, so that none is in memory before them.
+        """
         return range(len(self.sizes) - self.graphs)
 
     @property
     def backward_order(self) -> list[int]:
-        """Retained micro-batches first, which frees their memory for the replays. DDP averages gradients in the last one."""
+        """Order retained micro-batches first, which frees their memory for the replays.
+
+        DDP averages gradients in the last one.
+        """
         return [*range(len(self.sizes) - self.graphs, len(self.sizes)), *self.replayed]
 
     def rows_of(self, k: int) -> dict[str, int]:
-        """Rows of the features of micro-batch k."""
+        """Count the rows of the features of micro-batch k."""
         return dict.fromkeys(self.inputs_of, self.sizes[k])
 
 
@@ -229,7 +235,9 @@ class DecoupledGradientAccumulation:
         text_order: Tensor | None = None,
         **loss_inputs: Any,
     ) -> dict[str, Tensor]:
-        """Add the effective batch's gradient to every parameter's `.grad`; the caller steps the optimizer.
+        """Add the effective batch's gradient to every parameter's `.grad`.
+
+        The caller steps the optimizer.
 
         Args:
             micro_batches: K tuples (images, texts, ...), one row a sample; sizes may differ. Images and texts may be in
@@ -289,7 +297,7 @@ class DecoupledGradientAccumulation:
         text_order: Tensor | None = None,
         **loss_inputs: Any,
     ) -> Tensor:
-        """The loss of the effective batch, for a loop or trainer that calls `loss.backward()` itself.
+        """Compute the loss of the effective batch, for a loop or trainer that calls `loss.backward()` itself.
 
         This call runs phases (1) and (2); the backward pass of the returned number runs phase (3), once. Until then the
         weights must not change. A factor on the number (a GradScaler, a share of accumulated steps) multiplies the
@@ -333,13 +341,16 @@ class DecoupledGradientAccumulation:
         )
 
     def adopt(self, decision: Decision) -> None:
-        """With retain="auto", before the first step: keep the number of graphs of an earlier process of the same run."""
+        """Keep the number of graphs of an earlier process of the same run, with retain="auto" and before the first step."""
         self._retention.adopt(decision)
 
     def decision(self) -> Decision | None:
-        """The number of graphs that retain="auto" keeps, for `adopt`; None before it has decided, and for a given R.
+        """Return the number of graphs that retain="auto" keeps, for `adopt`.
 
         Call it between two steps after `zero_grad`, on every rank.
+
+        Returns:
+            None before it has decided, and for a given R.
         """
         return self._retention.decision()
 
@@ -352,7 +363,10 @@ class DecoupledGradientAccumulation:
         text_order: Tensor | None,
         graphs: int | None = None,
     ) -> _Step:
-        """(0) Check the arguments. `graphs` are retained; None: the number that `retain` asks for."""
+        """Check the arguments, phase (0).
+
+        `graphs` are retained; None: the number that `retain` asks for.
+        """
         if torch.is_inference_mode_enabled():
             raise UserError(
                 "decoupled gradient accumulation was called under torch.inference_mode(), where no graph is recorded; call it "
@@ -388,7 +402,7 @@ class DecoupledGradientAccumulation:
         )
 
     def _first_pass(self, step: _Step) -> None:
-        """(1) Features of every micro-batch, and the graphs of the last R."""
+        """Compute the features of every micro-batch and the graphs of the last R, phase (1)."""
         if self._ddp is not None and torch.is_grad_enabled():
             # DDP rebuilds its buckets, a collective, in the first forward pass with a graph, and broadcasts buffers in the
             # first of all. Those are one pass or two, by this rank's K and R; here all ranks have the same order.
@@ -422,7 +436,7 @@ class DecoupledGradientAccumulation:
             collected.setdefault(name, []).append(detached_copy(output))
 
     def _differentiate(self, step: _Step, loss_inputs: dict[str, Any]) -> None:
-        """(2) The loss on all features, and its gradients by features and scalars."""
+        """Compute the loss on all features and its gradients by features and scalars, phase (2)."""
         values = step.features | {name: parts[-1] for name, parts in step.scalars.items()}
         ordered: dict[str, Tensor] = {}
         if step.order is not None:
@@ -438,7 +452,7 @@ class DecoupledGradientAccumulation:
         self._add_terms(step)
 
     def _second_pass(self, step: _Step, factor: Tensor | None = None) -> None:
-        """(3) Backpropagate the gradients of (2), times `factor`, into the parameters, one graph at a time.
+        """Backpropagate the gradients of (2), times `factor`, into the parameters, one graph at a time, phase (3).
 
         The scalars' gradient is backpropagated once, with the graph that synchronises. Without it DDP would treat their
         parameters as unused, and the ranks would drift apart.
@@ -507,7 +521,7 @@ class DecoupledGradientAccumulation:
         }
 
     def _check_weights(self, step: _Step) -> None:
-        """UserError for a parameter that has changed since the step began."""
+        """Refuse a parameter that has changed since the step began."""
         changed = next(
             (parameter for parameter, version in step.versions if parameter._version != version),
             None,
@@ -520,7 +534,7 @@ class DecoupledGradientAccumulation:
             )
 
     def _check_graph(self, scalars: list[Tensor]) -> None:
-        """UserError if features without graph leave a trainable parameter without gradient."""
+        """Refuse features without graph that leave a trainable parameter without gradient."""
         reached = {id(leaf) for leaf in leaves_of(scalars)}
         lost = next(
             (p for p in self._inner.parameters() if p.requires_grad and id(p) not in reached), None
@@ -550,7 +564,9 @@ class DecoupledGradientAccumulation:
             raise
 
     def _synchronises(self, step: _Step, k: int) -> bool:
-        """True if DDP averages gradients in the backward pass of micro-batch k; it prepares for that in the forward pass.
+        """Return whether DDP averages gradients in the backward pass of micro-batch k.
+
+        It prepares for that in the forward pass.
 
         DDP of one rank may keep all graphs. Its reducer expects a forward and its backward pass to be adjacent, which they are
         not then, and it has nothing to average: it never synchronises.
@@ -569,7 +585,7 @@ class DecoupledGradientAccumulation:
 
 
 def _inputs_of(features: Mapping[str, str]) -> dict[str, str]:
-    """Further features -> IMAGES or TEXTS.
+    """Map further features to IMAGES or TEXTS.
 
     Raises:
         UserError: a feature of another input, or one that the loss takes already.
