@@ -109,7 +109,7 @@ class ContrastiveLoss(nn.Module):
         partner: Tensor | None = None,
         ids: Mapping[str, Tensor] | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """The loss of this rank's pairs against all ranks' pairs.
+        """Compute the loss of this rank's pairs against all ranks' pairs.
 
         Args:
             image_features, text_features: (b, D), L2-normalised; row j of both is a pair.
@@ -241,7 +241,7 @@ class SigmoidLoss(ContrastiveLoss):
 
 
 def reversed_partner(sizes: Sequence[int]) -> Tensor:
-    """Mixup partners of an effective batch: the reversal within each micro-batch (A.3's N-j, per rank and micro-batch).
+    """Reverse each micro-batch for the mixup partners of an effective batch (A.3's N-j, per rank and micro-batch).
 
     Args:
         sizes: the micro-batches' sizes on this rank, in order.
@@ -272,7 +272,11 @@ def _check_shapes(image_features: Tensor, text_features: Tensor) -> None:
 def _pairs(
     b: int, mixup_lambda: float | None, partner: Tensor | None
 ) -> list[tuple[float, Tensor | None]]:
-    """The non-zeros of the target matrix as (weight, local column of each local row); None stands for the diagonal."""
+    """Return the non-zeros of the target matrix as (weight, local column of each local row).
+
+    Returns:
+        None stands for the diagonal.
+    """
     if mixup_lambda is None or partner is None:
         return [(1.0, None)]
     if not 0 <= mixup_lambda <= 1:

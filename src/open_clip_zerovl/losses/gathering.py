@@ -28,7 +28,10 @@ def require_process_group(world_size: int, who: str) -> None:
 def gathered_sizes(
     size: int, world_size: int, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> list[int]:
-    """The `size` of each rank of a group, in rank order (one small collective; no collective for one rank)."""
+    """Gather the `size` of each rank of a group, in rank order.
+
+    This is one small collective, and none for one rank.
+    """
     if world_size == 1:
         return [size]
     sizes = torch.empty(world_size, dtype=torch.long, device=device)
@@ -53,16 +56,19 @@ class Ranks:
         self.mine = slice(start, start + b)
 
     def gather(self, rows: Tensor) -> Tensor:
-        """All ranks' rows: (b, ...) -> (N, ...)."""
+        """Gather all ranks' rows: (b, ...) -> (N, ...)."""
         return _gather_rows(rows, self.sizes)
 
     def stack(self, value: Tensor) -> Tensor:
-        """Each rank's tensor of one shape: (...) -> (W, ...)."""
+        """Stack each rank's tensor of one shape: (...) -> (W, ...)."""
         return _gather_rows(value[None], [1] * self.world_size)
 
 
 def _gather_rows(rows: Tensor, sizes: Sequence[int]) -> Tensor:
-    """All ranks' rows, (sum(sizes), ...) in rank order; a rank with fewer rows pads them for the collective."""
+    """Gather all ranks' rows, (sum(sizes), ...) in rank order.
+
+    A rank with fewer rows pads them for the collective.
+    """
     if len(sizes) == 1:
         return rows
     longest = max(sizes)

@@ -5,7 +5,7 @@ TEMPERATURE_RANGE = (0.001, 0.5)  # to which the paper's released code clamps th
 
 
 def heads_batch(gpu: bool, weights: int, embed_dim: int) -> int:
-    """Pairs N in a step that trains only heads with this number of weights, to D numbers.
+    """Choose the pairs N of a step that trains only heads with this number of weights, to D numbers.
 
     A pair costs 6 N D operations in the loss, and 4 to 6 for each weight of the heads. On a CPU N is as large as lets the loss
     cost no more than the heads; a GPU computes a large product better than a small one.

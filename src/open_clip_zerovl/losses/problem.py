@@ -59,7 +59,10 @@ class ChunkedLoss(torch.autograd.Function):
         report: Report,
         grad_enabled: bool,
     ) -> Tensor:
-        """The loss. `make` gives the problem of the four tensors, which have no graph."""
+        """Compute the loss.
+
+        `make` gives the problem of the four tensors, which have no graph.
+        """
         device_type = image_features.device.type
         with torch.autocast(device_type, enabled=False), ieee_products(device_type):
             problem = make(image_features, text_features, logit_scale, logit_bias)
@@ -95,7 +98,7 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 def row_chunks(rows: int, chunk_size: int | None) -> list[slice]:
-    """The local rows in chunks of `chunk_size`; None: all at once."""
+    """Cut the local rows into chunks of `chunk_size`, or into one."""
     step = min(chunk_size or rows, rows)
     return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
 
@@ -136,7 +139,10 @@ class Problem:
         self.only: Tensor | None = None
 
     def value(self) -> Tensor:
-        """Mean loss over the N pairs of all ranks. Keeps both softmaxes' normalisers for the gradients."""
+        """Compute the mean loss over the N pairs of all ranks.
+
+        Keeps both softmaxes' normalisers for the gradients.
+        """
         scale = self.logits.scale
         of_rows = scale.new_zeros(len(self.logits.local[0]))
         of_columns = scale.new_zeros(self.ranks.total)
@@ -164,7 +170,7 @@ class Problem:
         return self.pair_losses.mean()
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """W times the mean loss' gradient with respect to this rank's image and text rows, (b, D) each, s and b (its share)."""
+        """Compute W times the mean loss' gradient by this rank's image and text rows, (b, D) each, s and b (its share)."""
         n, w = self.ranks.total, self.ranks.world_size
         self.bias_sum = self.logits.scale.new_zeros(())
         # the texts' logits are the images' logits, transposed: one sweep gives both sides
@@ -186,7 +192,7 @@ class Problem:
         )
 
     def _sweep(self, side: int, other_sums: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(P + Q - Y_rows - Y_columns) @ others for the local rows of a side, and its inner product with these rows.
+        """Compute (P + Q - Y_rows - Y_columns) @ others for the local rows of a side, and its inner product with these rows.
 
         Without `gather_grad` it is (P - Y) @ others. (P + Q - Y_rows - Y_columns)^T @ local_rows is added to `other_sums`.
         """

@@ -31,7 +31,7 @@ class Sigmoid:
     shared: SharedTargets | None
 
     def losses(self, missed: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """N times the loss: sums over the texts for each image row (rows,), over the rows for each text (N,).
+        """Sum N times the loss over the texts for each image row (rows,), and over the rows for each text (N,).
 
         Args:
             missed: values for these local image rows; it is not changed.
@@ -41,13 +41,16 @@ class Sigmoid:
         return each.sum(dim=1), each.sum(dim=0)
 
     def derivative(self, missed: Tensor, rows: slice) -> Tensor:
-        """N times the derivative of the loss by the logits (rows, N), in the memory of `missed`; the same for both sides."""
+        """Compute N times the derivative of the loss by the logits (rows, N), in the memory of `missed`.
+
+        It is the same for both sides.
+        """
         each = missed.sigmoid_()
         self._negate_positives(each, rows)
         return each
 
     def missed(self, logits: Tensor, rows: slice) -> Tensor:
-        """-y z of s <I_i, T_j> (rows, N), positive where a pair is classified wrongly; in the logits' memory."""
+        """Compute -y z of s <I_i, T_j> (rows, N), positive where a pair is classified wrongly, in the logits' memory."""
         missed = logits.add_(self.bias)
         self._negate_positives(missed, rows)
         return missed

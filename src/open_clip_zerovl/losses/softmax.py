@@ -29,14 +29,16 @@ class Normaliser:
 
     @classmethod
     def of(cls, logits: Tensor, dim: int, out: Tensor | None = None) -> tuple[Normaliser, Tensor]:
-        """The normaliser, and the softmax before its division by `total`: in `out`, which may be the logits, or new memory."""
+        """Compute the normaliser, and the softmax before its division by `total`, in `out` (which may be the logits) or new
+        memory.
+        """
         maximum = logits.amax(dim=dim)
         exponentials = torch.sub(logits, maximum.unsqueeze(dim), out=out).exp_()
         return cls(maximum, exponentials.sum(dim=dim)), exponentials
 
     @classmethod
     def merged(cls, parts: Sequence[Normaliser]) -> Normaliser:
-        """The normaliser of rows whose columns were seen in parts."""
+        """Merge the normalisers of rows whose columns were seen in parts."""
         maximum = torch.stack([part.maximum for part in parts]).amax(dim=0)
         total = torch.stack([part.total * (part.maximum - maximum).exp() for part in parts]).sum(
             dim=0
@@ -50,11 +52,14 @@ class Normaliser:
         return Normaliser(self.maximum[rows], self.total[rows])
 
     def unsqueezed(self) -> Normaliser:
-        """(rows, 1), which divides the rows of a matrix; (rows,) divides its columns."""
+        """Add a dimension, (rows, 1), which divides the rows of a matrix.
+
+        (rows,) divides its columns.
+        """
         return Normaliser(self.maximum[:, None], self.total[:, None])
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """The softmax, in the logits' memory."""
+        """Compute the softmax, in the logits' memory."""
         return logits.sub_(self.maximum).exp_().div_(self.total)
 
 
@@ -92,7 +97,9 @@ class Normalisers:
     def gather(
         self, ranks: Ranks, *, rows: Sequence[Tensor] = (), columns: Sequence[Tensor] = ()
     ) -> list[Tensor]:
-        """Complete both over the ranks, in two collectives that also carry the given tensors; without chunks only these.
+        """Gather both over the ranks, in two collectives that also carry the given tensors.
+
+        Without chunks only these are gathered.
 
         Args:
             rows: each (b,), a number for each of this rank's images: gathered.
@@ -121,7 +128,11 @@ class Normalisers:
         return [*whole[len(whole) - len(rows) :], *parts.sum(dim=0)[len(seen) - len(columns) :]]
 
     def both(self) -> tuple[Tensor, Tensor] | None:
-        """P and Q (N, N) of the one chunk that was kept, once; None without."""
+        """Return P and Q (N, N) of the one chunk that was kept, once.
+
+        Returns:
+            None without.
+        """
         if self._whole_batch is None:
             return None
         of_texts, of_images = self._whole_batch
@@ -129,7 +140,7 @@ class Normalisers:
         return of_texts.div_(self.over_texts.total[:, None]), of_images.div_(self.over_images.total)
 
     def over_others(self, logits: Tensor, rows: slice, side: int) -> Tensor:
-        """P: the softmax of each of these local rows over the other side, (rows, N), in the logits' memory.
+        """Compute P, the softmax of each of these local rows over the other side, (rows, N), in the logits' memory.
 
         Args:
             rows: the logits' local rows.
@@ -139,5 +150,5 @@ class Normalisers:
         return normaliser[self._mine][rows].unsqueezed().probabilities(logits)
 
     def over_local(self, logits: Tensor, side: int) -> Tensor:
-        """Q: the softmaxes of the other side's rows, at each of these rows, (rows, N), in the logits' memory."""
+        """Compute Q, the softmaxes of the other side's rows at each of these rows, (rows, N), in the logits' memory."""
         return (self.over_images if side == 0 else self.over_texts).probabilities(logits)

@@ -37,7 +37,7 @@ class PairTargets:
         self._times = times
 
     def inner(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """For image rows: the sum over j of Y_rows z (rows,), and this rank's part of the sum over i of Y_columns z, (N,)."""
+        """Sum Y_rows z over j for image rows, (rows,), and this rank's part of Y_columns z over i, (N,)."""
         index = torch.arange(len(logits), device=logits.device)
         of_rows, of_columns = logits.new_zeros(len(logits)), logits.new_zeros(logits.shape[1])
         for weight, column in self._weighed:
@@ -47,7 +47,10 @@ class PairTargets:
         return of_rows, of_columns
 
     def subtract_from(self, weights: Tensor, rows: slice, side: int) -> None:
-        """weights -= times * Y for these local rows. On the matrix itself nothing is lost to rounding where P is near Y."""
+        """Subtract times * Y from the weights of these local rows.
+
+        On the matrix itself nothing is lost to rounding where P is near Y.
+        """
         index = torch.arange(len(weights), device=weights.device)
         for weight, column in self._weighed:
             weights[index, column[rows]] -= self._times * weight
@@ -79,25 +82,28 @@ class SharedTargets:
         return first
 
     def inner(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """For image rows: the sum over j of Y_rows z (rows,), and this rank's part of the sum over i of Y_columns z, (N,)."""
+        """Sum Y_rows z over j for image rows, (rows,), and this rank's part of Y_columns z over i, (N,)."""
         wanted = logits.masked_fill(~self.related(rows), 0.0)
         return wanted.sum(dim=1) * self._even[self._mine][rows], wanted.sum(dim=0) * self._even
 
     def subtract_from(self, weights: Tensor, rows: slice, side: int) -> None:
-        """weights -= Y_rows + Y_columns for these local rows."""
+        """Subtract Y_rows + Y_columns from the weights of these local rows."""
         # (rows, N), the same for images and texts
         even = self._even[self._mine][rows][:, None] + self._even
         weights.sub_(even.masked_fill_(~self.related(rows), 0.0))
 
 
 def _occurrences(ids: Tensor) -> Tensor:
-    """(N,) the number of ids equal to each of the ids (N,). No shape depends on values: the host does not wait."""
+    """Count the ids equal to each of the ids, (N,) -> (N,).
+
+    No shape depends on values: the host does not wait.
+    """
     ordered = ids.sort().values
     return torch.searchsorted(ordered, ids, right=True) - torch.searchsorted(ordered, ids)
 
 
 def _joined(first: Tensor, second: Tensor) -> Tensor:
-    """One id (N,) of two: equal where both ids are equal."""
+    """Join two ids to one (N,), equal where both are equal."""
     # each below N
     place, other_place = (torch.searchsorted(ids.sort().values, ids) for ids in (first, second))
     return place * len(first) + other_place
