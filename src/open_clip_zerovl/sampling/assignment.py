@@ -61,11 +61,11 @@ class _Deck:
 
     @property
     def _leaf_length(self) -> int:
-        """Micro-batches of a leaf."""
+        """Count the micro-batches of a leaf."""
         return max(1, self.leaf_samples // self.size)
 
     def up_to(self, place: int) -> np.ndarray:
-        """(S,) samples of each source in the deck's first `place` micro-batches."""
+        """Count the samples (S,) of each source in the deck's first `place` micro-batches."""
         if place == self.length:
             return self.held.astype(np.int64)
         number, rows = divmod(place, self._leaf_length)
@@ -73,12 +73,12 @@ class _Deck:
         return before + counts[:rows].sum(axis=0)
 
     def row(self, place: int) -> np.ndarray:
-        """(S,) samples of each source in micro-batch `place`."""
+        """Count the samples (S,) of each source in micro-batch `place`."""
         number, row = divmod(place, self._leaf_length)
         return self._leaf(number)[1][row]
 
     def _leaf(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Leaf `number`: (S,) samples in the deck before it, and (micro-batches, S) samples in each of its micro-batches."""
+        """Count the samples (S,) in the deck before leaf `number`, and (micro-batches, S) in each of its micro-batches."""
         if number not in self._leaves:
             # a reader needs both ends of its stretch at first, then one leaf after the other
             if len(self._leaves) > 4:
@@ -87,7 +87,7 @@ class _Deck:
         return self._leaves[number]
 
     def _descend(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """`_leaf`, drawn from the root of the tree down."""
+        """Draw `_leaf` from the root of the tree down."""
         length = self._leaf_length
         low, high = 0, -(-self.length // length)  # the node holds the leaves low .. high - 1
         held = self.held.astype(np.int64)
@@ -110,7 +110,7 @@ class _Deck:
         return before, np.bincount(labels, minlength=rows * len(held)).reshape(rows, len(held))
 
     def _stream(self, low: int, high: int) -> np.random.Generator:
-        """The stream of the node that holds the leaves low .. high - 1."""
+        """Return the stream of the node that holds the leaves low .. high - 1."""
         return stream(self.key[0], Purpose.ASSIGNMENT, self.key[1], low, high)
 
 
@@ -168,24 +168,24 @@ class Assignment:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of one rank: T*K."""
+        """Count the micro-batches of one rank: T*K."""
         return self.schedule.steps * self.batching.dga_steps
 
     def of_reader(self, reader: int, end: int | None = None) -> int:
-        """The number of micro-batches of a reader among the first `end` ones of its rank (None: among all)."""
+        """Count the micro-batches of a reader among the first `end` ones of its rank (None: among all)."""
         return max(
             0, -(-((self.micro_batches if end is None else end) - reader) // self.batching.workers)
         )
 
     def before(self, rank: int, reader: int) -> np.ndarray:
-        """(S,) samples that all readers before this one deliver in the epoch."""
+        """Count the samples (S,) that all readers before this one deliver in the epoch."""
         if self._mixed:
             return self._deck.up_to(self._place(rank, reader))
         of_readers = self._delivered(self.schedule.steps)
         return rank * of_readers.sum(axis=0) + of_readers[:reader].sum(axis=0)
 
     def quota(self, rank: int, reader: int, step: int | None = None) -> np.ndarray:
-        """(S,) samples that a reader delivers in the epoch, or before optimizer step `step`."""
+        """Count the samples (S,) that a reader delivers in the epoch, or before optimizer step `step`."""
         steps = self.schedule.steps if step is None else step
         if not self._mixed:
             return self._delivered(steps)[reader]
@@ -194,7 +194,7 @@ class Assignment:
         return self._deck.up_to(end) - self._deck.up_to(start)
 
     def counts(self, rank: int, reader: int, step: int = 0) -> Iterator[np.ndarray]:
-        """(S,) samples of each source, for each micro-batch of a reader from optimizer step `step` on."""
+        """Yield the samples (S,) of each source for each micro-batch of a reader from optimizer step `step` on."""
         k, v = self.batching.dga_steps, self.batching.workers
         first = step * k
         numbers = range(first + (reader - first) % v, self.micro_batches, v)
@@ -209,11 +209,11 @@ class Assignment:
 
     @cached_property
     def _mixed(self) -> bool:
-        """True if the steps mix all sources."""
+        """Return whether the steps mix all sources."""
         return bool((self.schedule.source_of_step == MIXED).any())
 
     def _delivered(self, steps: int) -> np.ndarray:
-        """(V, S) samples that each of a rank's readers delivers in the first `steps` steps, each of one source.
+        """Count the samples (V, S) that each of a rank's readers delivers in the first `steps` steps, each of one source.
 
         Step t has the micro-batches t*K .. t*K + K - 1. The readers that deliver them repeat every V / gcd(K, V) steps, so it
         is enough to count the steps of each source by their place in this period:
@@ -238,7 +238,7 @@ class Assignment:
         return (times @ share).T * self.batching.micro_batch
 
     def _place(self, rank: int, reader: int) -> int:
-        """The place of a reader's first micro-batch in the deck, counted in micro-batches."""
+        """Find the place of a reader's first micro-batch in the deck, counted in micro-batches."""
         return rank * self.micro_batches + sum(map(self.of_reader, range(reader)))
 
     @cached_property
@@ -259,7 +259,7 @@ class Assignment:
 def draw_without_replacement(
     rng: np.random.Generator, counts: np.ndarray, draws: int
 ) -> np.ndarray:
-    """Counts of each kind among `draws` items drawn without replacement: multivariate hypergeometric, of any size.
+    """Draw items without replacement and count each kind: multivariate hypergeometric, of any size.
 
     Args:
         counts: (S,) items of each kind to draw from.
@@ -280,7 +280,7 @@ def draw_without_replacement(
 
 
 def hypergeometric(rng: np.random.Generator, good: int, bad: int, draws: int) -> int:
-    """The number of good items among `draws` drawn without replacement from `good` and `bad` ones.
+    """Draw without replacement from `good` and `bad` items and count the good ones among `draws`.
 
     From a billion items on, which numpy's draw does not take, the distribution function is inverted. Probabilities are summed
     from the mode outwards, each from its neighbour by the ratio p(k + 1) / p(k), as far as twelve standard deviations; beyond

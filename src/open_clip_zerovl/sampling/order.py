@@ -38,7 +38,7 @@ class LocalOrder:
         return self.count
 
     def chunks(self, begin: int = 0) -> Iterator[np.ndarray]:
-        """The items from place `begin` on, in the shuffled order, as arrays of several."""
+        """Yield the items from place `begin` on, in the shuffled order, as arrays of several."""
         if self.count <= self.window:
             yield self.stream(0).permutation(self.count)[begin:]
             return
@@ -53,7 +53,7 @@ class LocalOrder:
             interval += 1
 
     def passed(self, begin: int, first: int) -> set[int]:
-        """The items from number `first` on that come before place `begin`."""
+        """Return the items from number `first` on that come before place `begin`."""
         places = max(0, begin - 2 * self._interval)  # places further back have items below `first`
         passed: set[int] = set()
         for items in self.chunks(places):
@@ -64,18 +64,18 @@ class LocalOrder:
         return passed
 
     def lowest(self, begin: int) -> int:
-        """The lowest item that comes at place `begin` or later."""
+        """Find the lowest item that comes at place `begin` or later."""
         return min(
             int(items.min()) for items in itertools.islice(self.chunks(begin), 2) if len(items)
         )
 
     @property
     def _interval(self) -> int:
-        """Length of the interval of keys that is sorted at a time."""
+        """Return the length of the interval of keys that is sorted at a time."""
         return max(self.window, _CHUNK)
 
     def _keys(self, low: int, high: int) -> np.ndarray:
-        """(high - low,) keys of items low .. high - 1."""
+        """Draw the keys (high - low,) of items low .. high - 1."""
         low, high = max(0, low), min(self.count, high)
         if low >= high:
             return np.zeros(0)
@@ -86,13 +86,13 @@ class LocalOrder:
         )
 
     def _below(self, key: int) -> int:
-        """The number of items with a key below `key`."""
+        """Count the items with a key below `key`."""
         # items below this one have keys below `key`
         certain = max(0, min(key - self.window, self.count))
         return certain + int((self._keys(certain, key) < key).sum())
 
     def _of_interval(self, number: int) -> np.ndarray:
-        """The items whose keys lie in interval `number`, in the order of their keys."""
+        """Return the items whose keys lie in interval `number`, in the order of their keys."""
         low, high = number * self._interval, (number + 1) * self._interval
         first = max(0, low - self.window)
         keys = self._keys(first, high)

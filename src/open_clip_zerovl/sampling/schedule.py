@@ -58,12 +58,12 @@ class Batching:
 
     @property
     def rank_batch(self) -> int:
-        """B*K, the samples of a step on one rank."""
+        """Return B*K, the samples of a step on one rank."""
         return self.micro_batch * self.dga_steps
 
     @property
     def effective_batch(self) -> int:
-        """N = B*K*W."""
+        """Return N = B*K*W."""
         return self.rank_batch * self.world_size
 
 
@@ -107,7 +107,7 @@ class Schedule:
 
     @property
     def steps(self) -> int:
-        """T, the optimizer steps of the epoch."""
+        """Return T, the optimizer steps of the epoch."""
         return len(self.source_of_step)
 
 
@@ -123,7 +123,7 @@ def source_schedule(
     source_order: Sequence[int] | None = None,
     names: Sequence[str] | None = None,
 ) -> Schedule:
-    """The schedule of one epoch: its steps, their sources, and the number of samples from each source.
+    """Schedule one epoch: its steps, their sources, and the number of samples from each source.
 
     Args:
         sizes: (S,) samples in each source.
@@ -176,15 +176,18 @@ def source_schedule(
 
 
 def _whole_steps(share: np.ndarray, effective_batch: int) -> np.ndarray:
-    """(S,) effective batches that each source fills with its samples of an epoch (S,)."""
+    """Count the effective batches (S,) that each source fills with its samples of an epoch (S,)."""
     return np.floor(share / effective_batch + 1e-9).astype(np.int64)
 
 
 def few_steps(schedule: Schedule, names: Sequence[str]) -> str | None:
-    """A sentence if a source fills few steps of its own in an epoch; None without such a source, or where steps are mixed.
+    """Write a sentence if a source fills few steps of its own in an epoch.
 
     Each of its steps then holds a large part of the source, again and again with the same samples, and a rest that does
     not fill a step waits for the next epoch.
+
+    Returns:
+        None without such a source, or where steps are mixed.
     """
     if len(names) < 2 or (schedule.source_of_step == MIXED).any():
         return None
@@ -207,7 +210,7 @@ def few_steps(schedule: Schedule, names: Sequence[str]) -> str | None:
 def _refuse_unseen(
     share: np.ndarray, steps: np.ndarray, effective_batch: int, names: Sequence[str] | None
 ) -> None:
-    """UserError for a source without a step (or a sample)."""
+    """Refuse a source without a step (or a sample)."""
     for index, (wanted, count) in enumerate(zip(share, steps, strict=True)):
         if count == 0:
             name = names[index] if names is not None else f"#{index}"
@@ -218,7 +221,7 @@ def _refuse_unseen(
 
 
 def _sequential_order(source_order: Sequence[int] | None, steps: np.ndarray) -> np.ndarray:
-    """(T,) the source of each step: all steps (S,) of one source, then all of the next."""
+    """Order the steps (T,) by their sources: all steps (S,) of one source, then all of the next."""
     sequence = np.asarray(
         source_order if source_order is not None else range(len(steps)), dtype=np.int16
     )
@@ -230,13 +233,13 @@ def _sequential_order(source_order: Sequence[int] | None, steps: np.ndarray) -> 
 
 
 def _shuffled_order(steps: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-    """(T,) the source of each step: the steps (S,) of all sources, shuffled."""
+    """Shuffle the steps (S,) of all sources to the source of each step, (T,)."""
     rng = stream(seed, Purpose.SCHEDULE, epoch)
     return rng.permutation(np.repeat(np.arange(len(steps), dtype=np.int16), steps))
 
 
 def apportion(share: np.ndarray, total: int) -> np.ndarray:
-    """(S,) whole numbers in proportion to `share` (S,) that sum to `total`, by largest remainders."""
+    """Divide `total` in proportion to `share` (S,) into whole numbers (S,), by largest remainders."""
     exact = share * (total / share.sum())
     whole = np.floor(exact + 1e-9).astype(np.int64)
     short = int(total - whole.sum())

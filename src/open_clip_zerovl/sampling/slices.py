@@ -51,14 +51,16 @@ class ShardSlices(Sequence[ShardSlice]):
 
     @property
     def samples(self) -> int:
-        """Samples of all slices."""
+        """Count the samples of all slices."""
         return int(self.ends[-1])
 
 
 def epoch_slices(
     sizes: Sequence[int], schedule: Schedule, source: int, *, resampled: bool = False
 ) -> ShardSlices:
-    """The slices of shards that make up one source's epoch; each pass over the source is shuffled for itself.
+    """Choose the slices of shards that make up one source's epoch.
+
+    Each pass over the source is shuffled for itself.
 
     Args:
         sizes: samples in each shard of the source.
@@ -104,7 +106,7 @@ def _resampled_slices(
 
 
 def slice_range(slices: ShardSlices, low: int, length: int) -> ShardSlices:
-    """Samples low .. low + length - 1 of the sequence of slices, as slices.
+    """Cut samples low .. low + length - 1 of the sequence of slices.
 
     Readers get consecutive stretches (`Assignment.before` and `quota`). All shards of a stretch are whole but the first and
     the last; a shard on the boundary of two stretches is read by both readers, each its own part. All stretches together are
