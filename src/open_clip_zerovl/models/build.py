@@ -76,12 +76,16 @@ def with_text_model(name: str, text_model: str | os.PathLike[str]) -> str:
 
 
 def registered_name(name: str) -> str:
-    """A model's name as open_clip.create_model reads it."""
+    """Return a model's name as open_clip.create_model reads it."""
     return name.replace("/", "-")
 
 
 def registered_config(name: str) -> dict[str, Any]:
-    """The config of a model that open_clip has registered; empty for an unknown name and for one with a schema."""
+    """Return the config of a model that open_clip has registered.
+
+    Returns:
+        Empty for an unknown name and for one with a schema.
+    """
     config = get_model_config(registered_name(name)) if parse_model_name(name)[0] is None else None
     return config or {}
 
@@ -153,7 +157,13 @@ def check_model(
 
 
 def _text_folder(source: str | os.PathLike[str]) -> Path | None:
-    """The folder that `source` names, or None for a hub id. A name that can only be a path is returned even if it is absent."""
+    """Return the folder that `source` names.
+
+    A name that can only be a path is returned even if it is absent.
+
+    Returns:
+        None for a hub id.
+    """
     text, path = os.fspath(source), Path(source).expanduser()
     looks_like_path = path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1
     return path if path.is_dir() or looks_like_path else None
@@ -232,7 +242,11 @@ def _check_padding(folder: Path) -> None:
 
 
 def _vocabulary_size(folder: Path) -> int:
-    """The number of tokens of the folder's tokenizer; 0 if its format does not list them."""
+    """Count the tokens of the folder's tokenizer.
+
+    Returns:
+        0 if its format does not list them.
+    """
     tokenizer, words = folder / "tokenizer.json", folder / "vocab.txt"
     if tokenizer.is_file():
         content = json.loads(tokenizer.read_text(encoding="utf-8"))
@@ -251,7 +265,8 @@ def _vocabulary_size(folder: Path) -> int:
 
 
 def pretrained_text_of(name: str) -> bool:
-    """The config's `hf_model_pretrained`, as the value of create_model's argument `pretrained_text`, which overwrites it.
+    """Return the config's `hf_model_pretrained`, as the value of create_model's argument `pretrained_text`, which overwrites
+    it.
 
     True, open_clip's default, for a model without HF tower or with a schema.
     """
@@ -262,7 +277,7 @@ def pretrained_text_of(name: str) -> bool:
 def create_model_and_transforms(
     model_name: str, pretrained: str | None = None, **options: Any
 ) -> tuple[Any, Any, Any]:
-    """open_clip's function of this name, which honours the config's `hf_model_pretrained`.
+    """Call open_clip's function of this name and honour the config's `hf_model_pretrained`.
 
     Args:
         model_name, pretrained, options: as for `open_clip.create_model_and_transforms`.

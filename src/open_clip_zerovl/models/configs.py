@@ -32,12 +32,12 @@ TEXT_WEIGHTS = (
 
 
 def logit_scale_of(temperature: float) -> float:
-    """The value of open_clip's `logit_scale` parameter for a softmax temperature: ln(1 / temperature)."""
+    """Convert a softmax temperature to open_clip's `logit_scale` parameter: ln(1 / temperature)."""
     return -math.log(temperature)
 
 
 def describes_model(config: Any) -> bool:
-    """True for a config of open_clip with the width of the embeddings and both towers."""
+    """Return whether a config of open_clip holds the width of the embeddings and both towers."""
     parts = {"embed_dim": int, "vision_cfg": dict, "text_cfg": dict}
     return isinstance(config, dict) and all(
         isinstance(config.get(name), kind) for name, kind in parts.items()
@@ -45,7 +45,9 @@ def describes_model(config: Any) -> bool:
 
 
 def register_model_configs() -> list[str]:
-    """Register this package's models, and the text towers that they need, with open_clip; calling it again changes nothing.
+    """Register this package's models, and the text towers that they need, with open_clip.
+
+    Calling it again changes nothing.
 
     Returns:
         The registered names, sorted.

@@ -13,7 +13,9 @@ ANSWER_SECONDS = 5.0
 
 @contextmanager
 def hub_or_cache(asked: bool = True) -> Iterator[None]:
-    """Within the block models of the hub come from its cache alone if it does not answer; it is not `asked` for local files.
+    """Take models of the hub from its cache within the block if it does not answer.
+
+    It is not `asked` for local files.
 
     huggingface_hub repeats each request that fails for half a minute, and a model that is not cached takes several.
     """

@@ -26,7 +26,7 @@ TOWER_FILE = "config.json"  # of a Hugging Face text tower
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's `open_clip_config.json`, whose `model_cfg` describes both towers.
+    """Read the folder's `open_clip_config.json`, whose `model_cfg` describes both towers.
 
     Raises:
         UserError: no JSON, or a config without `model_cfg`, towers or embedding width.
@@ -45,9 +45,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def tower_of(folder: Path, text_cfg: Mapping[str, Any]) -> str | None:
-    """Path or hub name of a folder's Hugging Face text tower; None for open_clip's own.
+    """Return the path or hub name of a folder's Hugging Face text tower.
 
     A folder that was moved or copied holds the tower's config, but `text_cfg` has the path at which it was written.
+
+    Returns:
+        None for open_clip's own.
     """
     source = text_cfg.get("hf_model_name")
     if isinstance(source, str) and os.path.isabs(source) and (folder / TOWER_FILE).is_file():
@@ -56,7 +59,7 @@ def tower_of(folder: Path, text_cfg: Mapping[str, Any]) -> str | None:
 
 
 def config_here(folder: Path) -> dict[str, Any]:
-    """`read_config` with the folder's present path in place of the one at which it was written."""
+    """Read the config with the folder's present path in place of the one at which it was written."""
     config = read_config(folder)
     text_cfg = config["model_cfg"]["text_cfg"]
     tower = tower_of(folder, text_cfg)
@@ -85,7 +88,7 @@ def write_paths_here(folder: Path) -> bool:
 
 @contextmanager
 def loadable(name: str) -> Iterator[str]:
-    """A model's name, of which open_clip finds all files within the block: another folder in place of one that was moved.
+    """Yield a model's name under which open_clip finds all files within the block: another folder replaces one that was moved.
 
     Args:
         name: a name of open_clip's, with or without a schema.
@@ -111,7 +114,11 @@ def loadable(name: str) -> Iterator[str]:
 
 
 def check_local_dir(folder: Path) -> None:
-    """UserError as from `read_config`, or for a text tower that is neither in the folder nor at the path in its config."""
+    """Refuse a text tower that is neither in the folder nor at the path in its config.
+
+    Raises:
+        UserError: also as from `read_config`.
+    """
     source = tower_of(folder, read_config(folder)["model_cfg"]["text_cfg"])
     if source is not None and os.path.isabs(source) and not os.path.isdir(source):
         raise UserError(
@@ -122,7 +129,7 @@ def check_local_dir(folder: Path) -> None:
 
 @contextmanager
 def no_code_from_data() -> Iterator[None]:
-    """Within the block (or the function that it decorates) transformers runs no Python file that came with a model.
+    """Keep transformers from running Python files that came with a model, within the block or the decorated function.
 
     A config may name such a file (`auto_map`) and set `trust_remote_code` itself; transformers would then import the file, or
     ask on the terminal whether it may.

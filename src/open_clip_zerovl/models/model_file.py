@@ -17,7 +17,9 @@ from open_clip_zerovl.models.configs import describes_model
 
 
 def register_model_file(path: str | os.PathLike[str], *, rename: bool = False) -> str:
-    """Register a model config with open_clip and return its name, the file's without `.json`; again changes nothing.
+    """Register a model config with open_clip and return its name, the file's without `.json`.
+
+    A second call changes nothing.
 
     Args:
         rename: append a mark of the content to the name if this process has another model of that name.

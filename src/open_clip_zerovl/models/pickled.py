@@ -24,7 +24,7 @@ _KINDS = (
 
 
 def load_pickled(file: Any, **options: Any) -> Any:
-    """Load a checkpoint with `torch.load(weights_only=True)`; its errors and its other arguments."""
+    """Load a checkpoint with `torch.load(weights_only=True)`, which has these errors and further arguments."""
     make = np.int64(0).__reduce__()[
         0
     ]  # NumPy's maker of numbers; 1 and 2 know it under other names

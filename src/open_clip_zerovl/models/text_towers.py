@@ -56,7 +56,9 @@ IMPORT_LINE = "import open_clip_zerovl"
 
 
 def register_text_towers() -> None:
-    """Make open_clip build the towers of TEXT_TOWERS; calling it again changes nothing.
+    """Make open_clip build the towers of TEXT_TOWERS.
+
+    Calling it again changes nothing.
 
     transformers no longer reports weights that a tower leaves unused, such as a pooler's; it does report missing ones.
     Where open_clip has other names than expected nothing is changed, and `check_model` refuses the towers as before.
@@ -81,14 +83,18 @@ def _is_no_report_of_unused_weights(record: logging.LogRecord) -> bool:
 
 
 def is_registered_here(model: nn.Module) -> bool:
-    """True if an open_clip model has a text tower or pooler that open_clip 3.3 has only with this package."""
+    """Return whether an open_clip model has a text tower or pooler that open_clip 3.3 has only with this package."""
     text = getattr(model, "text", None)
     kind = getattr(getattr(text, "config", None), "model_type", None)
     return kind in TEXT_TOWERS or isinstance(getattr(text, "pooler", None), LastTokenPooler)
 
 
 def import_note(model_type: str | None, pooler: str | None) -> str | None:
-    """The sentence about the import that an export needs, by its text tower's `model_type` and `hf_pooler_type`; else None."""
+    """Write the sentence about the import that an export needs, by its text tower's `model_type` and `hf_pooler_type`.
+
+    Returns:
+        None where it needs none.
+    """
     if model_type not in TEXT_TOWERS and pooler != LAST_TOKEN:
         return None
     return (
@@ -101,7 +107,7 @@ class LastTokenPooler(nn.Module):
     """The state of each text's last token, with padding on either side: open_clip's pooler `last_token_pooler`."""
 
     def forward(self, x: Any, attention_mask: Tensor) -> Tensor:
-        """A transformer's output with states (b, L, F), mask (b, L) -> (b, F)."""
+        """Pool a transformer's output with states (b, L, F) under a mask (b, L) to (b, F)."""
         last = attention_mask.shape[1] - 1 - attention_mask.flip(1).argmax(dim=1)
         return x.last_hidden_state[torch.arange(len(last), device=last.device), last]
 
@@ -120,14 +126,14 @@ class TowerModel(AutoModel):
 
     @classmethod
     def from_config(cls, config: Any, **options: Any) -> nn.Module:
-        """See AutoModel."""
+        """Build a tower as AutoModel does."""
         if config.model_type not in TEXT_TOWERS or config.model_type in _WITH_POOLER:
             return super().from_config(config, **options)
         return _prepared(super().from_config(config, **_without_pooler(options)))
 
     @classmethod
     def from_pretrained(cls, source: Any, *arguments: Any, **options: Any) -> nn.Module:
-        """See AutoModel."""
+        """Load a tower as AutoModel does."""
         config = options.get("config") or AutoConfig.from_pretrained(source)
         if config.model_type not in TEXT_TOWERS or config.model_type in _WITH_POOLER:
             return super().from_pretrained(source, *arguments, **options)
@@ -135,7 +141,10 @@ class TowerModel(AutoModel):
 
 
 def _without_pooler(options: dict[str, Any]) -> dict[str, Any]:
-    """The options without `add_pooling_layer`, unless a pooler is asked for: transformers then says that there is none."""
+    """Remove `add_pooling_layer` from the options unless a pooler is asked for.
+
+    transformers then says that there is none.
+    """
     others = {
         name: value for name, value in options.items() if name != "add_pooling_layer" or value
     }
@@ -158,7 +167,7 @@ def _prepared(tower: AutoModel) -> nn.Module:
 def _apply_but_keep_types(
     module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
-    """nn.Module._apply, after which the module's own buffers have the types that they had."""
+    """Run nn.Module._apply and give the module's own buffers the types that they had."""
     before = dict(module.named_buffers(recurse=False))
     type(module)._apply(module, change, recurse)
     for name, buffer in before.items():
