@@ -35,7 +35,9 @@ def build_model(
     start: Callable[[nn.Module], None] | None = None,
     **options: Any,
 ) -> tuple[Any, Callable[..., Any], Callable[..., Any], CoinFlipMixup | None]:
-    """open_clip's model with the methods of a run; its `lock_text_tower` also unlocks layers of BERT.
+    """Build open_clip's model with the methods of a run.
+
+    Its `lock_text_tower` also unlocks layers of BERT.
 
     Args:
         name, pretrained, options: as for `models.build.create_model_and_transforms`.

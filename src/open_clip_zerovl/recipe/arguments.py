@@ -18,7 +18,7 @@ REPEATED = ("ablate", "freeze")  # --ablate NAME --ablate NAME
 
 
 def parse_settings(texts: Sequence[str]) -> Settings:
-    """`--set` as flags: "a=1" sets a flag, "a" a switch, "a=" removes a flag."""
+    """Parse `--set` as flags: "a=1" sets a flag, "a" a switch, "a=" removes a flag."""
     settings: Settings = {}
     for text in texts:
         flag, separator, value = text.partition("=")
@@ -27,7 +27,7 @@ def parse_settings(texts: Sequence[str]) -> Settings:
 
 
 def settings_of(words: Sequence[str]) -> Settings:
-    """A command line as flags: `--lr 1e-4 --aug-cfg a=1 b=2` is {"lr": "1e-4", "aug-cfg": "a=1 b=2"}.
+    """Parse a command line as flags: `--lr 1e-4 --aug-cfg a=1 b=2` is {"lr": "1e-4", "aug-cfg": "a=1 b=2"}.
 
     Raises:
         UserError: it does not begin with a flag.
@@ -50,7 +50,7 @@ def settings_of(words: Sequence[str]) -> Settings:
 
 
 def as_arguments(flags: Mapping[str, str | None]) -> list[str]:
-    """The command line of flags."""
+    """Convert flags to the words of a command line."""
     arguments: list[str] = []
     for flag, value in flags.items():
         if value is not None and flag in REPEATED:

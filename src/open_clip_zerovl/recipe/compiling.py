@@ -25,7 +25,7 @@ _LISTS = (nn.ModuleList, nn.Sequential)
 
 @contextmanager
 def same_masks(model: nn.Module, *, cut_texts: bool) -> Iterator[None]:
-    """Set torch such that both passes of a step within the block draw the same masks; its settings return afterwards.
+    """Set torch within the block such that both passes of a step draw the same masks.
 
     Args:
         cut_texts: micro-batches have texts of other lengths.
@@ -76,7 +76,9 @@ def _patched(config: Any, **values: Any) -> Any:
 
 
 def compile_blocks(model: nn.Module) -> int:
-    """Compile each block of a model's towers in its place: equal blocks share their graphs, so that the first step comes soon.
+    """Replace each block of a model's towers by its compiled form.
+
+    Equal blocks share their graphs, so that the first step comes soon.
 
     A block is a module of a list whose modules are all of one class, such as the layers of a transformer.
 

@@ -63,7 +63,7 @@ _DETACHED_GATHER = Contradiction(
 
 
 def _conflict(name: str, advice: str, **more: Any) -> Contradiction:
-    """A contradiction with another flag, given with any value that is not False, None or empty."""
+    """Declare a contradiction with another flag, given with any value that is not False, None or empty."""
     option = "--" + name.replace("_", "-")
     return Contradiction(option, lambda given: bool(getattr(given, name)), advice, **more)
 
@@ -398,7 +398,7 @@ class TuningFlags:
 
     @property
     def own_rates(self) -> bool:
-        """True if parts of the model have learning rates of their own."""
+        """Return whether parts of the model have learning rates of their own."""
         return any(
             each is not None
             for each in (self.lr_image, self.lr_text, self.lr_head, self.layer_decay)
@@ -559,7 +559,7 @@ class RecipeConfig(
 
     @property
     def active(self) -> bool:
-        """True if any of our flags was given that changes a training."""
+        """Return whether any of our flags was given that changes a training."""
         return any(
             getattr(self, each.name) != each.default
             for each in flags_of(RecipeConfig)
@@ -568,12 +568,12 @@ class RecipeConfig(
 
     @property
     def step_flags(self) -> bool:
-        """True if a flag needs our optimizer step (DGA and ContrastiveLoss)."""
+        """Return whether a flag needs our optimizer step (DGA and ContrastiveLoss)."""
         of_step = (*flags_of(DgaFlags), *flags_of(LossFlags))
         return self.changes("coin_flip_mixup", *(each.name for each in of_step))
 
     def changes(self, *names: str) -> bool:
-        """True if one of these flags has another value than its default."""
+        """Return whether one of these flags has another value than its default."""
         return any(
             getattr(self, each.name) != each.default
             for each in flags_of(RecipeConfig)
@@ -716,7 +716,9 @@ class AllFlags(OpenClipFlags, RecipeConfig):
     def of(
         cls, ours: Mapping[str, Any], stock: argparse.Namespace, typed: Mapping[str, Any]
     ) -> AllFlags:
-        """Our flags' values and open_clip's namespace in one record; a flag that another release lacks counts as not given.
+        """Join our flags' values and open_clip's namespace in one record.
+
+        A flag that another release lacks counts as not given.
 
         Args:
             typed: open_clip's flags that were typed; open_clip derives the values of some other flags from the model.
@@ -733,17 +735,17 @@ class AllFlags(OpenClipFlags, RecipeConfig):
 
     @property
     def strategy(self) -> str:
-        """The value of --sampling, or random for open_clip's own pipeline."""
+        """Return the value of --sampling, or random for open_clip's own pipeline."""
         return self.sampling or "random"
 
     @property
     def mixture(self) -> bool:
-        """True if training reads our mixture of sources instead of open_clip's own pipeline."""
+        """Return whether training reads our mixture of sources instead of open_clip's own pipeline."""
         return self.sampling is not None or is_named(self.train_data)
 
     @property
     def own_step(self) -> bool:
-        """True if the run takes our optimizer step: with a step flag, or with a mixture.
+        """Return whether the run takes our optimizer step: with a step flag, or with a mixture.
 
         A mixture takes it because over several ranks open_clip's default gather gives 1/W of the gradient.
         """
@@ -751,19 +753,24 @@ class AllFlags(OpenClipFlags, RecipeConfig):
 
     @property
     def captions_images(self) -> bool:
-        """True if the model, by its name, also learns to write captions."""
+        """Return whether the model, by its name, also learns to write captions."""
         return any(kind in self.model.lower() for kind in CAPTIONERS)
 
 
 def contradicted(given: AllFlags, names: Iterable[str] | None = None) -> Iterator[str]:
-    """One sentence for each of our flags that was given and lacks or contradicts something; see `core.flags.conflicts`."""
+    """Yield one sentence for each of our flags that was given and lacks or contradicts something.
+
+    See `core.flags.conflicts`.
+    """
     return conflicts(
         given, {each.name for each in flags_of(RecipeConfig)} if names is None else names
     )
 
 
 def values_of(parsed: argparse.Namespace | Mapping[str, Any]) -> dict[str, Any]:
-    """The values that a parser of `add_flags` found, in the form of the fields; a flag that was not given stays None.
+    """Return the values that a parser of `add_flags` found, in the form of the fields.
+
+    A flag that was not given stays None.
 
     Raises:
         UserError: a switch together with another value of its flag.

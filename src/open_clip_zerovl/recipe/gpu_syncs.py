@@ -41,7 +41,7 @@ def without_gpu_syncs(model: nn.Module) -> None:
 
 
 def _reads_masks(module: nn.Module) -> bool:
-    """True for a bidirectional BERT or RoBERTa with torch's attention, which takes a boolean mask."""
+    """Return whether a module is a bidirectional BERT or RoBERTa with torch's attention, which takes a boolean mask."""
     config = getattr(module, "config", None)
     return (
         type(module).__name__ in ("BertModel", "RobertaModel", "XLMRobertaModel")
@@ -51,7 +51,7 @@ def _reads_masks(module: nn.Module) -> bool:
 
 
 def _reads_both_masks(module: nn.Module) -> bool:
-    """True for a ModernBERT with torch's attention that takes one mask per kind of layer."""
+    """Return whether a module is a ModernBERT with torch's attention, which takes one mask per kind of layer."""
     return (
         type(module).__name__ == "ModernBertModel"
         and getattr(module.config, "_attn_implementation", None) == "sdpa"
@@ -61,7 +61,7 @@ def _reads_both_masks(module: nn.Module) -> bool:
 
 
 def _prepared_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """(B, L) numbers, 0 for padding -> (B, 1, L, L) booleans: which token attends to which.
+    """Convert numbers (B, L), 0 for padding, to booleans (B, 1, L, L): which token attends to which.
 
     transformers 4 takes (B, L, L), makes numbers of them and adds the dimension of the heads itself. torch.compile of torch
     2.6 breaks its graph at `kwargs | {...}`.
@@ -74,7 +74,9 @@ def _prepared_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _both_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """(B, L) numbers, 0 for padding -> (B, 1, L, L) booleans for layers that see all tokens, and for those with a window."""
+    """Convert numbers (B, L), 0 for padding, to booleans (B, 1, L, L) for layers that see all tokens, and for those with a
+    window.
+    """
     from transformers.masking_utils import (
         create_bidirectional_mask,
         create_bidirectional_sliding_window_mask,
@@ -102,7 +104,7 @@ class DevicePatchDropout(open_clip.transformer.PatchDropout):
     """open_clip's patch dropout, drawn and applied on the device of the tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Keep the class token and a random share of the patch tokens; x is (B, T, D)."""
+        """Keep the class token and a random share of the patch tokens of x (B, T, D)."""
         if not self.training or self.prob == 0.0:
             return x
         first = x[:, :1]

@@ -63,7 +63,7 @@ def add_lora(model: nn.Module, rank: int, on: str) -> None:
 
 
 def lora_entry(model: nn.Module, rank: int) -> dict[str, Any]:
-    """The entry of a checkpoint from which its adapters are merged: their scale, and the names of other trained parameters."""
+    """Return the entry of a checkpoint for merging its adapters: their scale, and the names of other trained parameters."""
     whole = [
         name for name, p in model.named_parameters() if p.requires_grad and not is_adapter(name)
     ]
@@ -71,7 +71,7 @@ def lora_entry(model: nn.Module, rank: int) -> dict[str, Any]:
 
 
 def _adapted_layers(model: nn.Module, tower: str) -> list[str]:
-    """The names of a tower's linear layers and packed attentions.
+    """Return the names of a tower's linear layers and packed attentions.
 
     Raises:
         UserError: there are none, or batch norms, whose statistics a constant tower would go on changing.
@@ -136,7 +136,7 @@ def _packed_attention() -> type[nn.Module]:
 
 @torch.no_grad()
 def _require_effect(model: Any, names: list[str]) -> None:
-    """UserError if a forward pass does not call an adapted layer: its tower reads the bare weight."""
+    """Refuse an adapted layer that a forward pass does not call: its tower reads the bare weight."""
     called: set[str] = set()
     hooks = [
         model.get_submodule(name).register_forward_hook(lambda *_, name=name: called.add(name))

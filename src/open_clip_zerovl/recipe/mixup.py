@@ -47,7 +47,7 @@ class Mix:
     weight: float
 
     def prepare(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
-        """Mix the images (B, C, H, W) of a micro-batch if this mix is for images; texts (B, L) are returned unchanged.
+        """Mix the images (B, C, H, W) of a micro-batch if this mix is for images, and leave texts (B, L).
 
         Call it with the whole micro-batch, in both passes of `DecoupledGradientAccumulation` (as its `prepare`).
 
@@ -59,7 +59,7 @@ class Mix:
         return images, texts
 
     def loss_inputs(self, sizes: Sequence[int], text_order: Tensor | None = None) -> dict[str, Any]:
-        """Arguments for `ContrastiveLoss`: `mixup_lambda`, and `partner` (sum(sizes),) of this rank's rows.
+        """Return the arguments for `ContrastiveLoss`: `mixup_lambda`, and `partner` (sum(sizes),) of this rank's rows.
 
         Args:
             sizes: of this rank's micro-batches, in order: their images if images are mixed, else their texts.
@@ -74,7 +74,9 @@ class Mix:
 
 
 def mix_rows(rows: Tensor, weight: float | Tensor) -> Tensor:
-    """weight * rows + (1 - weight) * rows in reverse order, for rows (B, ...); computed in fp32 or fp64, in the rows' dtype.
+    """Compute weight * rows + (1 - weight) * rows in reverse order, for rows (B, ...).
+
+    Computed in fp32 or fp64, in the rows' dtype.
 
     Args:
         weight: lambda, a number or a tensor of shape ().
@@ -151,7 +153,7 @@ class CoinFlipMixup:
         self._text, self._handles = None, []
 
     def draw(self) -> Mix:
-        """The next effective batch's coin and lambda."""
+        """Draw the next effective batch's coin and lambda."""
         generator = stream(self.seed, Purpose.MIXUP, self._draws)
         self._draws += 1
         gamma, weight = generator.random(), generator.beta(self.alpha, self.alpha)
@@ -159,7 +161,9 @@ class CoinFlipMixup:
 
     @contextmanager
     def step(self) -> Iterator[Mix]:
-        """Draw a mix; within the block the attached model's texts are mixed if the coin falls on texts.
+        """Draw a mix.
+
+        Within the block the attached model's texts are mixed if the coin falls on texts.
 
         Raises:
             UserError: no model is attached.
@@ -169,7 +173,7 @@ class CoinFlipMixup:
 
     @contextmanager
     def applied(self, mix: Mix) -> Iterator[Mix]:
-        """Within the block every forward pass of the attached model mixes its texts if `mix` is for texts.
+        """Mix the attached model's texts in every forward pass within the block if `mix` is for texts.
 
         Raises:
             UserError: no model is attached.
@@ -182,7 +186,10 @@ class CoinFlipMixup:
             self._text.weight = None
 
     def seek(self, draws: int) -> None:
-        """Go on as after `draws` draws; a run that resumes at optimizer step n calls `seek(n)`."""
+        """Move to the state after `draws` draws.
+
+        A run that resumes at optimizer step n calls `seek(n)`.
+        """
         self._draws = int(draws)
 
 
@@ -195,11 +202,11 @@ class _TextMixing:
         self.tokens: Tensor | None = None
 
     def on_features(self) -> list[Any]:
-        """Put the hook on the tower's output; returns its handle."""
+        """Put the hook on the tower's output and return its handle."""
         return [self.tower.register_forward_hook(self)]
 
     def on_pooled(self) -> list[Any]:
-        """Put hooks on the first and the last module of `CLIP`'s texts; returns their handles.
+        """Put hooks on the first and the last module of `CLIP`'s texts and return their handles.
 
         What follows the last one is linear: it takes a position of each text, and projects. So each position gets the mixture.
         """
@@ -214,7 +221,11 @@ class _TextMixing:
         self.tokens = None if self.weight is None else inputs[0]
 
     def mix_pooled(self, _: nn.Module, inputs: tuple[Any, ...], states: Tensor) -> Tensor | None:
-        """The mixture of the positions that `CLIP` takes, at each position (B, L, width); None if texts are not mixed."""
+        """Mix the positions that `CLIP` takes, at each position (B, L, width).
+
+        Returns:
+            None if texts are not mixed.
+        """
         if self.weight is None:
             return None
         tower: Any = self.tower

@@ -85,7 +85,7 @@ def parameter_groups(
     exempt_embeddings: bool = False,
     rates: Rates | None = None,
 ) -> list[dict[str, Any]]:
-    """The two parameter groups of open_clip's training program: no decay, decay; trainable parameters only.
+    """Split the trainable parameters into the groups of open_clip's training program: no decay, decay.
 
     Args:
         model: plain, or in DistributedDataParallel; plain with `rates`.
@@ -121,7 +121,9 @@ def parameter_groups(
 
 
 def scale_rates(optimizer: torch.optim.Optimizer) -> None:
-    """Let each step multiply the rate of a group by its `rate_scale`; a schedule sets one rate for all groups.
+    """Multiply the rate of a group by its `rate_scale` in each step.
+
+    A schedule sets one rate for all groups.
 
     The key is not timm's `lr_scale`, which the schedules of open_clip 4 apply themselves: the scale would count twice.
     """
@@ -141,7 +143,11 @@ def scale_rates(optimizer: torch.optim.Optimizer) -> None:
 
 
 def described_groups(optimizer: torch.optim.Optimizer) -> list[tuple[str, float, float, int, int]]:
-    """Part, multiple of the learning rate, weight decay, tensors and numbers of each group made with `Rates`; else empty."""
+    """Describe each group made with `Rates`: part, multiple of the learning rate, weight decay, tensors and numbers.
+
+    Returns:
+        Nothing for other groups.
+    """
     groups = [group for group in optimizer.param_groups if "rate_scale" in group]
     return [
         (

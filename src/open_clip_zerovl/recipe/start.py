@@ -62,7 +62,7 @@ class InitReport:
 
     @property
     def loaded(self) -> tuple[str, ...]:
-        """Names of the groups that were loaded."""
+        """Return the names of the groups that were loaded."""
         return tuple(group for group in self.tensors if group not in self.left)
 
     def __str__(self) -> str:
@@ -135,7 +135,7 @@ def init_from(
 def _require_same_function(
     model: nn.Module, model_cfg: Mapping[str, Any], checkpoint: Path, groups: tuple[str, ...]
 ) -> None:
-    """UserError for a tower among `groups` with another setting than in the checkpoint's config; warns of a config to doubt."""
+    """Refuse a tower among `groups` with another setting than in the checkpoint's config, and warn of a config to doubt."""
     try:
         spec = _spec_of(checkpoint)
         if spec is None:
@@ -165,7 +165,14 @@ def _require_same_function(
 
 
 def _spec_of(checkpoint: Path) -> ModelSpec | None:
-    """The configs of a checkpoint's model; None if none lies with it. UserError if they cannot be read."""
+    """Read the configs of a checkpoint's model.
+
+    Returns:
+        None if none lies with it.
+
+    Raises:
+        UserError: they cannot be read.
+    """
     if checkpoint.is_dir():
         return (
             named_model_spec(LOCAL_DIR + str(checkpoint))
@@ -177,7 +184,11 @@ def _spec_of(checkpoint: Path) -> ModelSpec | None:
 
 
 def _text_configs(model: nn.Module, spec: ModelSpec) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The checkpoint's and the model's config of a Hugging Face text tower; empty for open_clip's own."""
+    """Return the checkpoint's and the model's config of a Hugging Face text tower.
+
+    Returns:
+        Empty for open_clip's own.
+    """
     config: Any = getattr(getattr(model, "text", None), "config", None)
     if config is None or spec.text_source is None:
         return {}, {}
@@ -210,7 +221,11 @@ def _by_group(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def _misfit(model_tensors: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> str | None:
-    """The reason why `theirs` cannot replace `model_tensors`, or None."""
+    """Describe why `theirs` cannot replace `model_tensors`.
+
+    Returns:
+        None if it can.
+    """
     if not theirs:
         return "the checkpoint has none"
     for kind, names in (

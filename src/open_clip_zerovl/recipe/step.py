@@ -35,12 +35,12 @@ AUTOCAST_DTYPES = {"amp": torch.float16, "amp_bf16": torch.bfloat16, "amp_bfloat
 
 
 def precision_on(device_type: str, precision: str) -> str:
-    """The precision to train in: fp32 instead of amp on a CPU, where fp16 products take several times as long."""
+    """Choose the precision to train in: fp32 instead of amp on a CPU, where fp16 products take several times as long."""
     return "fp32" if device_type == "cpu" and precision == "amp" else precision
 
 
 def autocast_of(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """A factory of the forward pass' context for open_clip's `--precision`, as in its training program."""
+    """Choose the factory of the forward pass' context for open_clip's `--precision`, as in its training program."""
     if precision not in AUTOCAST_DTYPES:
         return nullcontext
     return partial(torch.autocast, device.type, dtype=AUTOCAST_DTYPES[precision])
@@ -55,7 +55,7 @@ def prepare(
     normalize: Callable[[Tensor], Tensor] | None = None,
     mix: Mix | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The model's inputs from a micro-batch that is on the device.
+    """Prepare the model's inputs from a micro-batch on the device.
 
     In this order: normalise images to fp32, mix them, cast them to the dtype of the
     model's input. So the mixture is computed in fp32 also where the input is fp16 or bf16.
@@ -143,9 +143,12 @@ class RecipeStep:
             self._dga.adopt(adopted)
 
     def decision(self) -> Decision | None:
-        """The number of graphs that retain="auto" keeps from the next step on; None before it can decide, and for a given R.
+        """Return the number of graphs that retain="auto" keeps from the next step on.
 
         Call it between two steps, on every rank. The gradients of the last step are dropped, as the next step would do.
+
+        Returns:
+            None before it can decide, and for a given R.
         """
         self.optimizer.zero_grad()
         return self._dga.decision()

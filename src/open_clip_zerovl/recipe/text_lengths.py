@@ -62,7 +62,9 @@ class CutTextTransformer(TextTransformer):
 
 
 def text_padding(model: nn.Module) -> int:
-    """The padding token of an open_clip model's text tower, whose features do not depend on how much of it follows a text.
+    """Find the padding token of an open_clip model's text tower.
+
+    The tower's features must not depend on how much of it follows a text.
 
     Two texts are encoded with and without padding, in evaluation mode and fp32. open_clip's own text transformer is made to
     take short texts first; call this before the model is compiled.

@@ -44,7 +44,7 @@ GROUPS = (
 
 
 def group_of(name: str) -> str:
-    """The group (of GROUPS) of a parameter or buffer of an open_clip model, by its name."""
+    """Find the group (of GROUPS) of a parameter or buffer of an open_clip model, by its name."""
     if name in ("logit_scale", "logit_bias"):
         return name
     if name.startswith("visual."):
@@ -60,7 +60,7 @@ def group_of(name: str) -> str:
 
 
 def layers_of(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """The layer of each parameter of both towers, and the layer above the top block: 0 for embeddings, then the blocks.
+    """Number the layers of both towers' parameters, and the layer above the top block: 0 for embeddings, then the blocks.
 
     timm's towers define it (`group_matcher`); open_clip's and Hugging Face's transformers follow `_LAYERS`.
 
@@ -94,7 +94,9 @@ def layers_of(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def freeze(model: nn.Module, towers: Iterable[str], *, projection: bool = True) -> int:
-    """Make towers constant: no gradient, no graph, no optimizer state; dropout, token drop and batch norm stay off.
+    """Make towers constant: no gradient, no graph, no optimizer state.
+
+    Dropout, token drop and batch norm stay off.
 
     The frozen modules stay in evaluation mode when `train()` is called on them or on a module around them. Call this before
     DistributedDataParallel and the optimizer are made. `DecoupledGradientAccumulation` then forwards a tower that is frozen
@@ -126,7 +128,11 @@ def freeze(model: nn.Module, towers: Iterable[str], *, projection: bool = True) 
 
 
 def _hold_in_eval(module: nn.Module, name: str, frozen: set[str]) -> bool:
-    """Keep `module` in evaluation mode if it is of a frozen group; returns whether something inside still follows `train`."""
+    """Keep `module` in evaluation mode if it is of a frozen group.
+
+    Returns:
+        Whether something inside still follows `train`.
+    """
     if group_of(f"{name}.") not in frozen:
         return True
     following = tuple(
@@ -148,7 +154,7 @@ def _train_only(module: nn.Module, following: tuple[str, ...], mode: bool = True
 
 
 def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a model that change running statistics in training mode, by name."""
+    """Find the modules of a model that change running statistics in training mode, by name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -159,7 +165,7 @@ def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def holds_statistics(module: nn.Module) -> bool:
-    """True for a module that stays in evaluation mode when `train()` is called on it or around it."""
+    """Return whether a module stays in evaluation mode when `train()` is called on it or around it."""
     return "train" in vars(module)
 
 
@@ -180,7 +186,7 @@ def freeze_norm_statistics(model: nn.Module) -> int:
 
 
 def open_clip_locks_layers(model: nn.Module) -> bool:
-    """True if open_clip's own `model.lock_text_tower(unlocked_layers=n)` works: it must find the tower's layers.
+    """Return whether open_clip's own `model.lock_text_tower(unlocked_layers=n)` works: it must find the tower's layers.
 
     open_clip 3.3 has a table of their names that lacks those of BERT, so it raises KeyError there; use `lock_text_layers`
     instead. It also knows LayerNorms by the name that BERT gives them, and ModernBERT gives them other names. open_clip 4
@@ -202,7 +208,7 @@ def open_clip_locks_layers(model: nn.Module) -> bool:
 
 
 def checkpoint_without_reentry(model: nn.Module) -> None:
-    """Let gradient checkpointing of a Hugging Face text tower give gradients where the embeddings are constant.
+    """Make gradient checkpointing of a Hugging Face text tower give gradients where the embeddings are constant.
 
     The default of transformers 4, reentrant checkpoints, gives none to a layer whose input needs none: adapters, or the layers
     that `--lock-text-unlocked-layers` trains, would stay as they are.
@@ -223,7 +229,7 @@ def _enable_checkpointing(transformer: Any, enable: bool = True, impl: str = "in
 def lock_text_layers(
     model: nn.Module, unlocked_layers: int = 0, freeze_layer_norm: bool = True
 ) -> None:
-    """open_clip's `lock_text_tower` for Hugging Face text towers, BERT included (open_clip 3.3 raises KeyError there).
+    """Lock layers of Hugging Face text towers, BERT included, as `lock_text_tower` (open_clip 3.3 raises KeyError there).
 
     The embeddings and all but the last `unlocked_layers` layers get no gradient; pooler and projection, which follow them, are
     trained. Dropout stays on, as in open_clip; `freeze` turns it off.
