@@ -13,7 +13,7 @@ SHARED_CAPTIONS = (
 
 
 def bounds_remarks(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """One sentence on the sets whose score is not above chance, and one on those on which no model can score high.
+    """Write a sentence on the sets with a score not above chance, and one on those on which no model can score high.
 
     Args:
         results: set -> `rsum`, and `rsum_chance`, `rsum_chance_upper`, `rsum_best` if they are known.
@@ -30,10 +30,13 @@ def bounds_remarks(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def ceiling_remarks(best: Mapping[str, float]) -> list[str]:
-    """One sentence on the sets in which few captions serve many pictures; [] if there are none.
+    """Write a sentence on the sets in which few captions serve many pictures.
 
     Args:
         best: set -> RSUM of the best possible model, which cannot tell pictures of one caption apart by it.
+
+    Returns:
+        [] if there are none.
     """
     low = [f"{name} {value:.0f}" for name, value in best.items() if value < LOW_BEST]
     if not low:
@@ -44,7 +47,11 @@ def ceiling_remarks(best: Mapping[str, float]) -> list[str]:
 
 
 def not_above_chance(metrics: Mapping[str, Any]) -> bool:
-    """True if random orders reach this RSUM; False if their bounds are not known."""
+    """Return whether random orders reach this RSUM.
+
+    Returns:
+        False if their bounds are not known.
+    """
     return {"rsum_chance", "rsum_chance_upper"} <= metrics.keys() and metrics["rsum"] <= metrics[
         "rsum_chance_upper"
     ]

@@ -23,13 +23,17 @@ THUMBNAIL_PX = 224
 
 
 def write_page(path: str | os.PathLike[str], template: str, /, **values: Any) -> Path:
-    """Write a page; arguments as for `render`. UserError if the file cannot be written."""
+    """Write a page from the arguments of `render`.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
     write_atomically(path, render(template, **values))
     return Path(path)
 
 
 def render(template: str, folder: Path = TEMPLATES, /, **values: Any) -> str:
-    """A page as text.
+    """Render a page as text.
 
     Args:
         template: name of its file.
@@ -53,7 +57,9 @@ def render(template: str, folder: Path = TEMPLATES, /, **values: Any) -> str:
 
 
 def thumbnail(image: Image.Image | np.ndarray | str) -> str:
-    """A data URI of the image, as JPEG of at most THUMBNAIL_PX in width and height; a data URI stays as it is.
+    """Encode an image as a data URI, a JPEG of at most THUMBNAIL_PX in width and height.
+
+    A data URI stays as it is.
 
     Args:
         image: (H, W, 3) uint8, or a PIL image.
@@ -73,7 +79,7 @@ def _embedded(content: bytes, form: str = "png") -> str:
 
 
 def _chart_width(png: bytes) -> int:
-    """The width in CSS pixels at which a chart's text has the size for which it was drawn."""
+    """Return the width in CSS pixels for a chart's text to have the size for which it was drawn."""
     return int.from_bytes(png[16:20], "big") * 105 // DPI  # of the IHDR chunk
 
 

@@ -34,7 +34,7 @@ LABEL_POINTS = 11  # height of a line of a level's label
 def new_figure(
     width: float, height: float, *, dpi: float = DPI, layout: Any = "constrained"
 ) -> Any:
-    """An empty white figure, width and height in inches."""
+    """Make an empty white figure, width and height in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -44,19 +44,22 @@ def new_figure(
 
 
 def png_bytes(figure: Any) -> bytes:
-    """The figure as PNG; the same figure gives the same bytes."""
+    """Save a figure as PNG.
+
+    The same figure gives the same bytes.
+    """
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
 
 
 def plain(text: str) -> str:
-    """Text from data for a chart, where matplotlib would read the text between two dollar signs as a formula."""
+    """Mark text from data for a chart, where matplotlib would read the text between two dollar signs as a formula."""
     return text.replace("$", r"\$")
 
 
 def plain_axes(axes: Any) -> None:
-    """Axes with two sides and horizontal grid lines."""
+    """Draw axes with two sides and horizontal grid lines."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
@@ -67,7 +70,10 @@ def plain_axes(axes: Any) -> None:
 
 
 def colours_of(names: Sequence[str], palette: Sequence[str]) -> dict[str, str]:
-    """Name -> colour; colours repeat if there are more names than colours."""
+    """Choose a colour for each name.
+
+    Colours repeat if there are more names than colours.
+    """
     return {name: palette[i % len(palette)] for i, name in enumerate(dict.fromkeys(names))}
 
 
@@ -87,7 +93,10 @@ class Line(NamedTuple):
 
 
 def draw_lines(axes: Any, lines: Sequence[Line]) -> None:
-    """Draw lines; a line of a single point gets a mark, since matplotlib would show nothing."""
+    """Draw lines.
+
+    A line of a single point gets a mark, since matplotlib would show nothing.
+    """
     for line in lines:
         x, y = np.asarray(line.x, dtype=float), np.asarray(line.y, dtype=float)
         seen = np.isfinite(y)
@@ -104,7 +113,7 @@ def line_chart(
     size: tuple[float, float] = (8.6, 3.4),
     finish: Callable[[Any], object] = lambda axes: None,
 ) -> bytes:
-    """A chart of lines with their legend, as PNG.
+    """Draw a chart of lines with their legend, as PNG.
 
     Args:
         x, y: labels of the axes.
@@ -136,7 +145,9 @@ def mark_base(axes: Any) -> None:
 
 
 def draw_levels(axes: Any, levels: Mapping[str, tuple[float, str]], form: str = "{:.1f}") -> None:
-    """Dotted horizontal lines with a word: label -> (height, colour). Heights that are not finite are left out.
+    """Draw dotted horizontal lines with a word: label -> (height, colour).
+
+    Heights that are not finite are left out.
 
     Levels of one number share a label; labels that would overprint each other are moved up.
     """
@@ -165,7 +176,7 @@ def draw_levels(axes: Any, levels: Mapping[str, tuple[float, str]], form: str = 
 
 
 def top_legend(figure: Any, looks: Mapping[str, Mapping[str, Any]]) -> None:
-    """A legend above the figure: label -> arguments of matplotlib's Line2D."""
+    """Draw a legend above the figure: label -> arguments of matplotlib's Line2D."""
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], label=plain(label), **look) for label, look in looks.items()]
@@ -176,7 +187,7 @@ def top_legend(figure: Any, looks: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def moving_average(values: np.ndarray, reach: int) -> np.ndarray:
-    """Mean of each value and up to `reach` neighbours on either side, fewer at the ends: (n,) -> (n,).
+    """Compute the mean of each value and up to `reach` neighbours on either side, fewer at the ends: (n,) -> (n,).
 
     Values that are not finite (the loss of a diverged step) are left out; a mean of no values is NaN.
 

@@ -55,7 +55,7 @@ class Record:
             write_atomically(self.path, "".join(_as_line(line) for line in earlier))
 
     def add(self, kind: str, at: float, **entries: Any) -> None:
-        """Append a line.
+        """Write a line at the record's end.
 
         Raises:
             OSError: it cannot be written.
@@ -66,7 +66,9 @@ class Record:
 
 
 def read_record(folder: str | os.PathLike[str]) -> dict[str, list[dict[str, Any]]]:
-    """The lines of a run's record, by kind, each in order of its position. If a position comes twice, the last line is kept.
+    """Read the lines of a run's record, by kind, each in order of its position.
+
+    If a position comes twice, the last line is kept.
 
     Raises:
         OSError: there is no record.
@@ -93,7 +95,10 @@ def write_examples(folder: str | os.PathLike[str], epoch: int, examples: Sequenc
 
 
 def read_examples(folder: str | os.PathLike[str]) -> tuple[int, list[dict[str, Any]]]:
-    """The epoch of a run's examples, and the examples; (0, []) if it has none.
+    """Read the epoch of a run's examples, and the examples.
+
+    Returns:
+        (0, []) if it has none.
 
     Raises:
         UserError: the file cannot be read, or holds a picture that a page would load from elsewhere.
@@ -122,7 +127,7 @@ def _as_line(line: Mapping[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The value with None for numbers that JSON cannot represent."""
+    """Replace numbers that JSON cannot represent by None."""
     if isinstance(value, Mapping):
         return {str(key): _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -133,7 +138,10 @@ def _finite(value: Any) -> Any:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """The whole lines. A killed process may have left half a line, and a disk may have lost some."""
+    """Read the whole lines.
+
+    A killed process may have left half a line, and a disk may have lost some.
+    """
     lines, left_out = [], 0
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:

@@ -32,14 +32,18 @@ _COURSE = (
 
 
 def number(value: Any) -> float:
-    """A number of the record; NaN if there is none."""
+    """Read a number of the record.
+
+    Returns:
+        NaN if there is none.
+    """
     return (
         float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     )
 
 
 def loss_picture(steps: Lines, sources: Mapping[str, str], chance: float = math.nan) -> bytes:
-    """The loss of each logged step, its moving average, and that of each source's pairs.
+    """Draw the loss of each logged step, its moving average, and that of each source's pairs.
 
     Args:
         sources: name -> colour.
@@ -84,7 +88,7 @@ def evaluation_picture(
     label: str = "RSUM",
     scale: float = 1,
 ) -> bytes:
-    """A metric of each set over the epochs, with its level by chance, `KEY_chance`: RSUM of retrieval sets, or another.
+    """Draw a metric of each set over the epochs with its level by chance, `KEY_chance`: RSUM of retrieval sets, or another.
 
     Args:
         colours: name of a set -> colour.
@@ -121,7 +125,7 @@ def evaluation_picture(
 
 
 def course_picture(steps: Lines) -> bytes:
-    """Learning rate, samples a second, and the share of the time in which the first rank waited for data."""
+    """Draw the learning rate, samples a second, and the share of the time in which the first rank waited for data."""
     figure = new_figure(8.6, 2.6)
     at = [step["at"] for step in steps]
     for axes, (title, key, scale) in zip(figure.subplots(1, len(_COURSE)), _COURSE, strict=True):

@@ -94,7 +94,11 @@ def _written(folder: Path, record: Mapping[str, list[dict[str, Any]]]) -> Path:
 
 
 def best_evaluation(evaluations: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The evaluation with the largest RSUM, on average over the sets; None if there is none."""
+    """Find the evaluation with the largest RSUM, on average over the sets.
+
+    Returns:
+        None if there is none.
+    """
 
     def mean_rsum(line: Mapping[str, Any]) -> float:
         sums = [number(metrics.get("rsum")) for metrics in line["metrics"].values()]
@@ -104,7 +108,11 @@ def best_evaluation(evaluations: Sequence[Mapping[str, Any]]) -> Mapping[str, An
 
 
 def best_words(evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """The best evaluation in a sentence, with remarks on chance; "" if there is none."""
+    """Describe the best evaluation in a sentence, with remarks on chance.
+
+    Returns:
+        "" if there is none.
+    """
     if (best := best_evaluation(evaluations)) is None:
         return ""
     sums = ", ".join(
@@ -121,7 +129,11 @@ def best_words(evaluations: Sequence[Mapping[str, Any]]) -> str:
 
 
 def accuracy_words(evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """The last zero-shot evaluation in a sentence; "" if there is none."""
+    """Describe the last zero-shot evaluation in a sentence.
+
+    Returns:
+        "" if there is none.
+    """
     if not evaluations:
         return ""
     shares = ", ".join(
@@ -132,7 +144,11 @@ def accuracy_words(evaluations: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _loss_at_end(steps: Sequence[Mapping[str, Any]], chance: float) -> str:
-    """A sentence if the last losses are about that of chance; "" if they are lower, or chance is not known."""
+    """Warn in a sentence if the last losses are about that of chance.
+
+    Returns:
+        "" if they are lower, or chance is not known.
+    """
     last = [number(step.get("loss")) for step in steps[-max(1, len(steps) // 20) :]]
     mean = sum(last) / len(last) if last else math.nan
     if not mean >= 0.98 * chance:
@@ -156,7 +172,11 @@ def _lead(record: Mapping[str, list[dict[str, Any]]]) -> str:
 
 
 def verdict_words(record: Mapping[str, list[dict[str, Any]]]) -> str:
-    """The results in sentences, zero-shot accuracy first; "" if nothing was evaluated."""
+    """Describe the results in sentences, zero-shot accuracy first.
+
+    Returns:
+        "" if nothing was evaluated.
+    """
     words = [accuracy_words(record["zero-shot"]), best_words(record["retrieval"])]
     if _shares_captions(record):
         words.append(f"{SHARED_CAPTIONS.capitalize()}.")
@@ -164,7 +184,7 @@ def verdict_words(record: Mapping[str, list[dict[str, Any]]]) -> str:
 
 
 def _shares_captions(record: Mapping[str, list[dict[str, Any]]]) -> bool:
-    """True if few captions serve many pictures of a set, and the run trained as if they did not."""
+    """Return whether few captions serve many pictures of a set, and the run trained as if they did not."""
     if not record["start"] or not record["retrieval"]:
         return False
     settings = record["start"][-1].get("settings") or {}
@@ -194,7 +214,7 @@ def _best_and_last(
 def _data(
     sources: Mapping[str, Any], lost: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, str, str, str]]:
-    """The table's rows: source, samples, shown, replaced."""
+    """List the table's rows: source, samples, shown, replaced."""
     delivered: Counter[str] = Counter()
     reasons: dict[str, Counter[str]] = {}
     for line in lost:

@@ -36,7 +36,11 @@ class Estimate(NamedTuple):
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """(low, high); None where they are infinite."""
+        """Return (low, high).
+
+        Returns:
+            None where they are infinite.
+        """
         return (self.low, self.high) if math.isfinite(self.low) else None
 
 
@@ -52,7 +56,10 @@ def estimate_by_t(
 
 
 def student(values: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
-    """Student's interval of the mean of paired differences; no mean where a value is infinite (a score never reached)."""
+    """Compute Student's interval of the mean of paired differences.
+
+    No mean where a value is infinite (a score never reached).
+    """
     if not values or not all(map(math.isfinite, values)):
         return Estimate()
     mean = sum(values) / len(values)
@@ -63,7 +70,10 @@ def student(values: Sequence[float], confidence: float = CONFIDENCE) -> Estimate
 
 
 def holm(p_values: Mapping[Key, float], level: float = 1 - CONFIDENCE) -> set[Key]:
-    """The keys that stay below `level` by Holm's correction: the k-th smallest of n times (n - k + 1), and all before it."""
+    """Find the keys that stay below `level` by Holm's correction.
+
+    The k-th smallest of n counts times (n - k + 1), and a key is among them only with all before it.
+    """
     significant: set[Key] = set()
     ascending = sorted(p_values, key=p_values.__getitem__)
     for tests_left, key in zip(range(len(p_values), 0, -1), ascending, strict=True):
@@ -85,7 +95,7 @@ class Verdict(NamedTuple):
     size: str
 
     def __str__(self) -> str:
-        """Return the facts in words; "open" if both are."""
+        """Describe the facts in words, "open" if both are."""
         if self.sign == self.size:
             return OPEN
         size = "size open" if self.size == OPEN else self.size
@@ -106,7 +116,7 @@ def verdict(estimate: Estimate, margin: float) -> Verdict:
 
 
 def sentence(estimate: Estimate, margin: float, *, of: str, measure: str, over: str) -> str:
-    """Say sign and size of a difference with its numbers.
+    """Describe sign and size of a difference with its numbers.
 
     Args:
         of: the two that are compared, "dga over plain".
