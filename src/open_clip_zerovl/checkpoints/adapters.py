@@ -23,12 +23,12 @@ _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 
 
 def is_adapter(name: str) -> bool:
-    """True if a parameter of this name belongs to an adapter."""
+    """Return whether a parameter of this name belongs to an adapter."""
     return name.endswith((_A, _B))
 
 
 def merged(weights: Mapping[str, Tensor], entry: Any, origin: Path) -> dict[str, Tensor]:
-    """The weights with their adapters added in double precision, under open_clip's own names.
+    """Merge the adapters into the weights in double precision, under open_clip's own names.
 
     Args:
         entry: `ENTRY` of the checkpoint.
@@ -56,8 +56,9 @@ def merged(weights: Mapping[str, Tensor], entry: Any, origin: Path) -> dict[str,
 def adapter_files(
     weights: Mapping[str, Tensor], entry: Mapping[str, Any]
 ) -> dict[str, bytes | str]:
-    """Adapters and other trained parameters as files in `FOLDER`, name -> content, for peft:
-    `PeftModel.from_pretrained(OPEN_CLIP_MODEL, FOLDER)`.
+    """Write adapters and other trained parameters as files for peft, name -> content.
+
+    `PeftModel.from_pretrained(OPEN_CLIP_MODEL, FOLDER)` loads them.
 
     With adapters of packed attention the config is left out, without which peft refuses the folder: peft 0.21.2 adds the
     adapter of nn.MultiheadAttention's output projection twice.

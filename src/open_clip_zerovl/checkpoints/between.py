@@ -54,11 +54,14 @@ class Ends:
     after: Mapping[str, Tensor]
 
     def weights(self, alpha: float) -> dict[str, Tensor]:
-        """`weights_between` the two ends."""
+        """Compute `weights_between` the two ends."""
         return weights_between(self.before, self.after, alpha)
 
     def at(self, alpha: float) -> ClipModel:
-        """The model with the weights at `alpha`; the next call changes it."""
+        """Load the weights at `alpha` into the model.
+
+        The next call changes it.
+        """
         self.model.load_state_dict(self.weights(alpha))
         return self.model.eval()
 
@@ -103,12 +106,13 @@ def open_ends(before: Encoder, after: Encoder) -> Ends:
 def weights_between(
     before: Mapping[str, Tensor], after: Mapping[str, Tensor], alpha: float
 ) -> dict[str, Tensor]:
-    """The weights at `alpha` of the way from `before` to `after`; see the module's text for each kind.
+    """Compute the weights at `alpha` of the way from `before` to `after`.
+
+    See the module's text for each kind.
 
     Args:
         before, after: the same names and shapes.
         alpha: 0 to 1.
-
     """
     if alpha in (0, 1):
         return dict(after if alpha else before)
@@ -125,7 +129,7 @@ def _between(before: Tensor, after: Tensor, alpha: float) -> Tensor:
 def check_same_tensors(
     names: tuple[str, str], before: Mapping[str, Tensor], after: Mapping[str, Tensor]
 ) -> None:
-    """UserError unless both have the same tensors of the same shapes, all finite, with the same integers."""
+    """Refuse weights that do not have the same tensors of the same shapes, all finite, with the same integers."""
     if different := sorted(before.keys() ^ after.keys()):
         raise UserError(f"{_different(names)} only one has {different[0]}")
     for key, tensor in before.items():
@@ -151,7 +155,7 @@ def _require_same(
     second: Mapping[str, Any],
     ignored: frozenset[str],
 ) -> None:
-    """UserError that names the first entry in which two configs differ."""
+    """Refuse two configs and name the first entry in which they differ."""
     difference = first_difference(first, second, ignored)
     if difference is not None:
         key, a, b = difference

@@ -109,7 +109,7 @@ class ModelCard:
             )
 
     def text(self, *, needs_import: bool = False, trainable: bool = True) -> str:
-        """The card as Markdown with the front matter that a hub reads.
+        """Render the card as Markdown with the front matter of a hub.
 
         Args:
             needs_import: open_clip 3.3 builds the model only after this package's import.
@@ -154,7 +154,9 @@ class ModelCard:
 def run_card(
     checkpoint: Path, spec: ModelSpec, weights: Mapping[str, Tensor], **options: Any
 ) -> ModelCard:
-    """The card of a training checkpoint, with the metrics of its own epoch; `options` are attributes of `ModelCard`.
+    """Describe a training checkpoint as a card, with the metrics of its own epoch.
+
+    `options` are attributes of `ModelCard`.
 
     Raises:
         UserError: `results.jsonl` beside the checkpoint is not JSON, or `params.txt` holds a value that no training writes.
@@ -174,7 +176,7 @@ def run_card(
 
 
 def run_facts(checkpoint: Path) -> dict[str, Any]:
-    """`params`, `given` and `sizes` of a card, from the `params.txt` and the record of a checkpoint's run."""
+    """Read `params`, `given` and `sizes` of a card from the `params.txt` and the record of a checkpoint's run."""
     params, record = read_params(checkpoint), _record_of(checkpoint)
     if not record.get("start"):
         return {"params": params}
@@ -189,7 +191,7 @@ def _record_of(checkpoint: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _chances(checkpoint: Path, epoch: int) -> dict[str, float]:
-    """The scores of chance in the record of an epoch, as `SET_rsum_chance` and `SET_top1_chance`."""
+    """Read the scores of chance in the record of an epoch, as `SET_rsum_chance` and `SET_top1_chance`."""
     chances: dict[str, float] = {}
     record = _record_of(checkpoint)
     for line in [*record.get("retrieval", ()), *record.get("zero-shot", ())]:
@@ -202,7 +204,7 @@ def _chances(checkpoint: Path, epoch: int) -> dict[str, float]:
 def folder_card(
     folder: Path, spec: ModelSpec, weights: Mapping[str, Tensor], **options: Any
 ) -> ModelCard:
-    """The card of an exported folder for another library, with the model, recipe, data and scores of the folder's own card.
+    """Describe an exported folder for another library, with the model, recipe, data and scores of the folder's own card.
 
     A folder without a card of ours has the facts of its model alone; `options` are attributes of `ModelCard`.
     """
@@ -219,7 +221,13 @@ def folder_card(
 
 
 def read_results(file: Path, epoch: int) -> dict[str, float]:
-    """The metrics of an epoch in a run's results; of two with the same name the later. {} without a file."""
+    """Read the metrics of an epoch in a run's results.
+
+    Of two with the same name the later.
+
+    Returns:
+        {} without a file.
+    """
     metrics: dict[str, float] = {}
     if not file.is_file():
         return metrics
@@ -240,7 +248,7 @@ def read_results(file: Path, epoch: int) -> dict[str, float]:
 
 
 def _public(name: str) -> str:
-    """The model's name without the path of a local folder."""
+    """Return the model's name without the path of a local folder."""
     return Path(name.partition(":")[2]).name if name.startswith("local-dir:") else name
 
 
@@ -294,13 +302,13 @@ def _recipe_facts(
 
 
 def _without_folders(value: Any) -> str:
-    """A value as text; of a path of the training machine the last part."""
+    """Write a value as text, of a path of the training machine the last part."""
     parts = str(value).split("::")
     return "::".join(Path(part).name if part[:1] in ("/", "~", ".") else part for part in parts)
 
 
 def _data(params: Mapping[str, Any], sizes: Mapping[str, int]) -> list[str]:
-    """The sources of a run with their samples and weights."""
+    """List the sources of a run with their samples and weights."""
     factors = str(params.get("train_data_upsampling_factors") or "").split("::")
     lines = []
     for i, entry in enumerate(str(params.get("train_data") or "").split("::")):
@@ -317,7 +325,7 @@ def _data(params: Mapping[str, Any], sizes: Mapping[str, int]) -> list[str]:
 
 
 def _measured(metrics: Mapping[str, float]) -> dict[str, Any]:
-    """The template's `recalls` (set -> cells of a row), `ks` and `others`."""
+    """Prepare the template's `recalls` (set -> cells of a row), `ks` and `others`."""
     tables: dict[str, dict[tuple[str, int], float]] = {}
     for name, value in metrics.items():
         if match := _RECALL.fullmatch(name):

@@ -155,7 +155,9 @@ def write_local_dir(
 
 
 def loading_notes(folder: str | os.PathLike[str], *, moved: bool = True) -> list[str]:
-    """Sentences for the person who loads an exported folder: the import before it, and the remedy after it was `moved`."""
+    """Write the sentences for the person who loads an exported folder: the import before it, and the remedy after it was
+    `moved`.
+    """
     tower = Path(folder) / "config.json"  # of a Hugging Face text tower
     kind = (
         json.loads(tower.read_text(encoding="utf-8")).get("model_type") if tower.is_file() else None
@@ -172,7 +174,10 @@ def loading_notes(folder: str | os.PathLike[str], *, moved: bool = True) -> list
 
 @contextlib.contextmanager
 def new_folder(final: Path) -> Iterator[Path]:
-    """A folder beside `final`, which takes its name and place when the block ends without an error; else nothing is left."""
+    """Make a folder that takes the name and place of `final` when the block ends without an error.
+
+    Else nothing is left.
+    """
     final.parent.mkdir(parents=True, exist_ok=True)
     for earlier in final.parent.glob(f".{glob.escape(final.name)}.*/{REPLACED}"):
         if not final.exists():  # a process was killed between the two renames below
@@ -188,7 +193,7 @@ def new_folder(final: Path) -> Iterator[Path]:
 
 
 def absolute(folder: str | os.PathLike[str]) -> Path:
-    """The full path of a folder to write."""
+    """Return the full path of a folder to write."""
     return Path(os.path.abspath(Path(folder).expanduser()))
 
 
@@ -210,7 +215,11 @@ def save_weights(weights: Mapping[str, Tensor], file: Path) -> None:
 
 
 def stored_as(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A weight in the dtype of the stored file (None: its own). UserError for a finite one that is too large for it."""
+    """Convert a weight to the dtype of the stored file (None: its own).
+
+    Raises:
+        UserError: a finite one is too large for it.
+    """
     if dtype is None or not tensor.is_floating_point():
         return tensor
     stored = tensor.to(dtype)
@@ -228,7 +237,9 @@ def check_destination(
     is_export: Callable[[Path], bool] = _is_export,
     kind: str = "export",
 ) -> None:
-    """UserError if the folder cannot be written or exists; `force` allows it to replace an earlier export.
+    """Refuse a folder that cannot be written or exists.
+
+    `force` allows it to replace an earlier export.
 
     Args:
         is_export: whether a folder holds an export of this kind.
@@ -268,7 +279,11 @@ def _verify(
     tokenizer: HFTokenizer | SimpleTokenizer,
     spec: ModelSpec,
 ) -> None:
-    """Loads the folder with stock open_clip and compares tensors and tokens. UserError if they differ."""
+    """Load the folder with stock open_clip and compare tensors and tokens.
+
+    Raises:
+        UserError: they differ.
+    """
     name = LOCAL_DIR + str(folder)
     model, _, _ = open_clip.create_model_and_transforms(name)
     for key, tensor in model.state_dict().items():

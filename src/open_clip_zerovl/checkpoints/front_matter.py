@@ -105,7 +105,7 @@ def front_matter(
 
 
 def _results(metrics: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Group the scores by task and set; chance stands in a score's name."""
+    """Group the scores by task and set, with chance in a score's name."""
     results: dict[tuple[str, str], dict[str, Any]] = {}
     for name, value in metrics.items():
         if match := _RECALL.fullmatch(name):

@@ -36,7 +36,9 @@ def check_hub(repo: str) -> None:
 
 
 def push_folder(folder: Path, repo: str, *, private: bool = False) -> str:
-    """Writes an exported folder to a repository in one commit; the repository is made if it is missing.
+    """Push an exported folder to a repository in one commit.
+
+    The repository is made if it is missing.
 
     Files of the repository that the folder does not have are kept; a card that is there is replaced (its history keeps it).
 
@@ -66,7 +68,7 @@ def push_folder(folder: Path, repo: str, *, private: bool = False) -> str:
 
 
 def _for_repository(folder: Path, repo: str) -> dict[str, bytes]:
-    """The files whose content differs between the repository and the folder."""
+    """List the files with another content in the repository than in the folder."""
     changed = {}
     if (folder / CARD_FILE).is_file():
         card = (folder / CARD_FILE).read_text(encoding="utf-8").replace(f"\n{MOVED}\n", "")

@@ -58,7 +58,7 @@ _OUTSIDE = (
 def renamed(
     weights: Mapping[str, Tensor], source: str, target: str
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors of a ViT or a text transformer under another layout's names, and the names that have no place there.
+    """Rename the tensors of a ViT or a text transformer to another layout, and name those that have no place there.
 
     In the layout "timm" and "DINOv2" class token and positions have leading dimensions of one, which the other layouts lack.
     """
@@ -98,7 +98,7 @@ def renamed(
 
 
 def as_native_vit(image: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of a plain timm ViT (class token, no classifier) under the names of open_clip's VisionTransformer.
+    """Rename the state dict of a plain timm ViT (class token, no classifier) to open_clip's VisionTransformer.
 
     Raises:
         UserError: a tensor that open_clip's ViT has no place for.

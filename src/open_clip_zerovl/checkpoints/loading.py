@@ -50,7 +50,7 @@ Tokenizer = Callable[[list[str]], Tensor]
 
 
 def choose_device(name: str | torch.device = "auto", *, local_rank: int = 0) -> torch.device:
-    """A device of this machine: `auto` takes GPU `local_rank` if there are GPUs, else the CPU.
+    """Choose a device of this machine: `auto` takes GPU `local_rank` if there are GPUs, else the CPU.
 
     Raises:
         UserError: a device that torch does not know, or that is not here.
@@ -68,7 +68,7 @@ def choose_device(name: str | torch.device = "auto", *, local_rank: int = 0) -> 
 
 
 def _skeleton(spec: ModelSpec) -> ClipModel:
-    """The model without its weights, built by open_clip from the config that an export would hold."""
+    """Build the model without its weights by open_clip from the config that an export would hold."""
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), spec.model_cfg, spec.preprocess_cfg)
         with no_alarm():
@@ -78,7 +78,11 @@ def _skeleton(spec: ModelSpec) -> ClipModel:
 
 
 def tokenizer_of(spec: ModelSpec) -> HFTokenizer | SimpleTokenizer:
-    """The model's tokenizer. UserError if open_clip would silently give another one."""
+    """Return the model's tokenizer.
+
+    Raises:
+        UserError: open_clip would silently give another one.
+    """
     text_cfg = spec.model_cfg["text_cfg"]
     source = spec.tokenizer_source
     if source is None:
@@ -111,7 +115,7 @@ def load_model(
     text_model: str | None = None,
     device: str | torch.device = "cpu",
 ) -> tuple[ClipModel, Preprocess, Tokenizer]:
-    """A model ready for evaluation, in float32 and eval mode, with its own evaluation transform and tokenizer.
+    """Load a model for evaluation, in float32 and eval mode, with its own evaluation transform and tokenizer.
 
     Args:
         name_or_path: `local-dir:/folder` or a folder with open_clip_config.json; a training checkpoint `epoch_N.pt`; or
@@ -156,7 +160,7 @@ def spec_of(
     model_name: str | None = None,
     text_model: str | None = None,
 ) -> ModelSpec:
-    """The description of the model that `load_model` loads, from which `export.write_local_dir` writes a folder.
+    """Describe the model that `load_model` loads, for `export.write_local_dir`.
 
     Raises:
         UserError: as `load_model`; a model of the hub, whose config lies there.
@@ -171,7 +175,7 @@ def spec_of(
 
 
 def _kind_of(name_or_path: str | os.PathLike[str]) -> tuple[str, str, Path]:
-    """The kind of model that a name means ("checkpoint", "folder", "hub" or "name"), the name, and the name as a path."""
+    """Find the kind of model that a name means ("checkpoint", "folder", "hub" or "name"), the name, and the name as a path."""
     text = os.fspath(name_or_path)
     path = Path(text.removeprefix(LOCAL_DIR)).expanduser()
     if text.startswith(LOCAL_DIR) or path.is_dir():
@@ -192,19 +196,30 @@ class Encoder(EncoderFlags):
     model: str
 
     def load(self, *, local_rank: int = 0) -> tuple[ClipModel, Preprocess, Tokenizer, torch.device]:
-        """`load_model` on the device, and the device. UserError as there."""
+        """Load the model on its device, and return both.
+
+        Raises:
+            UserError: as `load_model`.
+        """
         device = choose_device(self.device, local_rank=local_rank)
         return *load_model(
             self.model, model_name=self.model_name, text_model=self.text_model, device=device
         ), device
 
     def check(self) -> None:
-        """UserError if the model cannot be found or described. No weights are read, so that this comes before long work."""
+        """Refuse a model that cannot be found or described.
+
+        No weights are read, so that this comes before long work.
+        """
         if not self.model.startswith("hf-hub:"):
             self.spec()
 
     def spec(self) -> ModelSpec:
-        """`spec_of` the model. UserError as there."""
+        """Return `spec_of` the model.
+
+        Raises:
+            UserError: as there.
+        """
         return spec_of(self.model, model_name=self.model_name, text_model=self.text_model)
 
 
@@ -212,7 +227,11 @@ class Encoder(EncoderFlags):
 def assemble(
     checkpoint: Path, spec: ModelSpec, weights: dict[str, Tensor]
 ) -> tuple[ClipModel, HFTokenizer | SimpleTokenizer]:
-    """The model of a spec with a checkpoint's weights, and its tokenizer. UserError if they do not fit."""
+    """Build the model of a spec with a checkpoint's weights, and its tokenizer.
+
+    Raises:
+        UserError: they do not fit.
+    """
     model = _skeleton(spec)
     # Constants that the model itself does not store: a scripted model does, and transformers did before 4.31.
     unstored = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
@@ -224,12 +243,12 @@ def assemble(
 
 
 def evaluation_transform(model: ClipModel) -> Preprocess:
-    """The transform that an open_clip model's own settings describe."""
+    """Make the transform that an open_clip model's own settings describe."""
     return image_transform_v2(PreprocessCfg(**model.visual.preprocess_cfg), is_train=False)
 
 
 def _name_and_tag(text: str) -> tuple[str, str]:
-    """`ViT-B/32/laion2b_s34b_b79k` -> ("ViT-B-32", "laion2b_s34b_b79k")."""
+    """Split `ViT-B/32/laion2b_s34b_b79k` into ("ViT-B-32", "laion2b_s34b_b79k")."""
     known = open_clip.list_models()
     name, _, tag = text.rpartition("/")
     name = name.replace("/", "-")

@@ -56,19 +56,30 @@ class ModelSpec:
 
     @property
     def text_source(self) -> str | None:
-        """Folder or hub name of the Hugging Face text tower, None for open_clip's own."""
+        """Return the folder or hub name of the Hugging Face text tower.
+
+        Returns:
+            None for open_clip's own.
+        """
         return self.model_cfg["text_cfg"].get("hf_model_name") or None
 
     @property
     def tokenizer_source(self) -> str | None:
-        """Folder or hub name of the Hugging Face tokenizer, None for CLIP's BPE."""
+        """Return the folder or hub name of the Hugging Face tokenizer.
+
+        Returns:
+            None for CLIP's BPE.
+        """
         return self.model_cfg["text_cfg"].get("hf_tokenizer_name") or None
 
 
 def read_params(checkpoint: Path) -> dict[str, Any]:
-    """The arguments of the checkpoint's run (`params.txt` beside `checkpoints/` or beside the file), {} without the file.
+    """Read the arguments of the checkpoint's run (`params.txt` beside `checkpoints/` or beside the file).
 
     Values are read as Python literals, else as plain text, and never evaluated. UserError for a file that is not text.
+
+    Returns:
+        {} without the file.
     """
     for folder in (checkpoint.parent.parent, checkpoint.parent):
         file = folder / "params.txt"
@@ -98,7 +109,7 @@ def _literal(text: str) -> Any:
 def read_model_spec(
     checkpoint: str | os.PathLike[str], *, model: str | None = None, text_model: str | None = None
 ) -> ModelSpec:
-    """The complete model and preprocessing configs of a training checkpoint.
+    """Read the complete model and preprocessing configs of a training checkpoint.
 
     Honours the run's arguments that change either: `--model`, `--text-model`, `--siglip`, `--force-image-size`,
     `--force-context-length`, `--force-custom-text`, `--force-quick-gelu`, the `--image-*` preprocessing and the
@@ -142,7 +153,7 @@ def _register_own(file: str, checkpoint: Path) -> str:
 
 
 def named_model_spec(name: str, pretrained: str | None = None) -> ModelSpec:
-    """The configs of `local-dir:FOLDER`, or of open_clip's model of a name with the preprocessing that a tag brings.
+    """Read the configs of `local-dir:FOLDER`, or of open_clip's model of a name with the preprocessing that a tag brings.
 
     Raises:
         UserError: a folder without config, or a name that open_clip does not know.
@@ -151,7 +162,11 @@ def named_model_spec(name: str, pretrained: str | None = None) -> ModelSpec:
 
 
 def spec_of_run(name: str, params: Mapping[str, Any], text_model: str | None = None) -> ModelSpec:
-    """The configs of a model by name, with the changes that the arguments of a run make. UserError for an unknown name."""
+    """Read the configs of a model by name, with the changes that the arguments of a run make.
+
+    Raises:
+        UserError: an unknown name.
+    """
     name, model_cfg, base_preprocess = _registered(name, params.get("pretrained"), text_model)
 
     vision_cfg = model_cfg["vision_cfg"]
@@ -195,7 +210,7 @@ def spec_of_run(name: str, params: Mapping[str, Any], text_model: str | None = N
 def _registered(
     name: str, pretrained: str | None, text_model: str | os.PathLike[str] | None
 ) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """open_clip's config of a model name (with or without schema) and the preprocessing that comes with it."""
+    """Read open_clip's config of a model name (with or without schema) and the preprocessing that comes with it."""
     schema, identifier = parse_model_name(name)
     # open_clip itself would hand out CLIP's BPE tokenizer for a name that it does not know.
     check_model(name, text_model=text_model)
@@ -216,7 +231,7 @@ def _registered(
 
 
 def _unwrapped(size: Any) -> Any:
-    """`[224]` -> 224, as open_clip's main reads `--force-image-size`."""
+    """Unpack `[224]` to 224, as open_clip's main reads `--force-image-size`."""
     if isinstance(size, (list, tuple)):
         return size[0] if len(size) == 1 else list(size)
     return size
@@ -230,7 +245,11 @@ def _unwrapped(size: Any) -> Any:
 def first_difference(
     first: Mapping[str, Any], second: Mapping[str, Any], ignored: frozenset[str]
 ) -> tuple[str, str, str] | None:
-    """The first entry in which two nested configs differ: its dotted name and both values as text; None if in none."""
+    """Find the first entry in which two nested configs differ: its dotted name and both values as text.
+
+    Returns:
+        None if in none.
+    """
     left, right = (dict(_entries(config, ignored)) for config in (first, second))
     for key in sorted(left.keys() | right.keys()):
         a, b = left.get(key), right.get(key)
@@ -242,7 +261,7 @@ def first_difference(
 
 
 def complete_config(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's config with open_clip's values for the settings of its towers that it leaves out."""
+    """Fill a model's config with open_clip's values for the settings of its towers that it leaves out."""
     return {
         **model_cfg,
         **{part: {**defaults, **model_cfg[part]} for part, defaults in _TOWERS.values()},
@@ -250,7 +269,7 @@ def complete_config(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tower_config(model_cfg: Mapping[str, Any], tower: str) -> dict[str, Any]:
-    """The entries of a model's config on which the function of a tower, "image" or "text", depends, with open_clip's defaults.
+    """Select the entries of a model's config that decide the function of a tower, "image" or "text", with open_clip's defaults.
 
     Sizes of inputs are left out: shapes of tensors show those that matter.
     """
@@ -268,7 +287,7 @@ def tower_config(model_cfg: Mapping[str, Any], tower: str) -> dict[str, Any]:
 def _entries(
     config: Mapping[str, Any], ignored: frozenset[str], prefix: str = ""
 ) -> list[tuple[str, Any]]:
-    """The entries of a nested config under dotted names."""
+    """List the entries of a nested config under dotted names."""
     entries: list[tuple[str, Any]] = []
     for key, value in config.items():
         if key in ignored:

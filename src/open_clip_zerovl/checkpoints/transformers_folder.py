@@ -145,7 +145,7 @@ def write_transformers(
 
 
 def is_transformers_folder(folder: Path) -> bool:
-    """True if a folder is an export of `export_transformers`."""
+    """Return whether a folder is an export of `export_transformers`."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -175,7 +175,7 @@ def _card(source: str, opened: Opened, licence: str | None) -> ModelCard:
 
 
 def whole_model(model: ClipModel) -> tuple[Any, dict[str, Tensor], bool]:
-    """The config and the state dict of the whole model in transformers, and whether it can be trained there.
+    """Build the config and the state dict of the whole model in transformers, and say whether it can be trained there.
 
     Raises:
         UserError: transformers has no place for a part of the model.
@@ -222,7 +222,7 @@ def whole_model(model: ClipModel) -> tuple[Any, dict[str, Tensor], bool]:
 
 
 def image_processor(preprocess_cfg: Mapping[str, Any]) -> Any:
-    """open_clip's evaluation transform as transformers' CLIPImageProcessor.
+    """Convert open_clip's evaluation transform to transformers' CLIPImageProcessor.
 
     Raises:
         UserError: resize mode `longest`, which pads, or images that are not square.
@@ -252,7 +252,8 @@ def image_processor(preprocess_cfg: Mapping[str, Any]) -> Any:
 
 
 def preprocess_of(processor: Any) -> dict[str, Any]:
-    """An image processor of transformers as open_clip's preprocess_cfg, which shows the whole picture: no margin is cut off.
+    """Convert an image processor of transformers to open_clip's preprocess_cfg, which shows the whole picture without a margin
+    cut off.
 
     Raises:
         UserError: it does not scale and normalise pictures, or resizes in a way that open_clip does not know.
@@ -285,7 +286,7 @@ def preprocess_of(processor: Any) -> dict[str, Any]:
 
 
 def _save_processor(folder: Path, opened: Opened, model_type: str) -> None:
-    """Image processor and tokenizer, in the files that transformers 4 and 5 read."""
+    """Save image processor and tokenizer in the files that transformers 4 and 5 read."""
     processor_class = "CLIPProcessor" if model_type == "clip" else "VisionTextDualEncoderProcessor"
     image_processor(opened.model.visual.preprocess_cfg).save_pretrained(folder)
     words = _tokenizer(opened.tokenizer, model_type)
@@ -301,14 +302,18 @@ def _save_processor(folder: Path, opened: Opened, model_type: str) -> None:
 
 
 def _tokenizer(tokenizer: HFTokenizer | SimpleTokenizer, model_type: str) -> Any:
-    """transformers' tokenizer. UserError for an option of open_clip's that it does not have."""
+    """Make transformers' tokenizer.
+
+    Raises:
+        UserError: an option of open_clip's that it does not have.
+    """
     if isinstance(tokenizer, SimpleTokenizer):
         return _clip_tokenizer()
     return copy.deepcopy(tokenizer.tokenizer)
 
 
 def _clip_tokenizer() -> Any:
-    """CLIP's byte pair encoding, from the file that open_clip brings."""
+    """Read CLIP's byte pair encoding from the file that open_clip brings."""
     from transformers import CLIPTokenizer
 
     open_clip_tokenizer = SimpleTokenizer()
@@ -333,7 +338,7 @@ def _clip_tokenizer() -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' progress bars and notes."""
+    """Suppress transformers' progress bars and notes within the block."""
     from transformers.utils import logging as transformers_logging
 
     verbosity = transformers_logging.get_verbosity()
@@ -349,7 +354,11 @@ def _quiet() -> Iterator[None]:
 
 
 def _verify(folder: Path, opened: Opened) -> None:
-    """Loads the folder with transformers and compares it with the model. UserError if they differ."""
+    """Load the folder with transformers and compare it with the model.
+
+    Raises:
+        UserError: they differ.
+    """
     from transformers import AutoModel, AutoProcessor
 
     model = opened.model
@@ -392,7 +401,7 @@ def _verify(folder: Path, opened: Opened) -> None:
 
 
 def _probe_picture(height: int, width: int) -> Image.Image:
-    """A smooth picture whose four sides differ."""
+    """Draw a smooth picture with four sides that differ."""
     rows, columns = torch.meshgrid(
         torch.linspace(0, 1, height), torch.linspace(0, 1, width), indexing="ij"
     )

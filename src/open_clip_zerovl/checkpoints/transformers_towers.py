@@ -86,14 +86,14 @@ class PooledVision(nn.Module):
 
 
 def refuse(what: str) -> NoReturn:
-    """UserError for a part of the model that transformers cannot represent."""
+    """Refuse a part of the model that transformers cannot represent."""
     raise UserError(
         f"transformers cannot hold this model: {what}; the format open_clip, which is the default, takes every model"
     )
 
 
 def image_tower(model: ClipModel) -> TransformersTower:
-    """The image tower of an open_clip model.
+    """Convert the image tower of an open_clip model.
 
     Raises:
         UserError: it is not a ViT with a class token, or has a part that transformers' ViT lacks; the sentence names it.
@@ -141,7 +141,7 @@ def image_tower(model: ClipModel) -> TransformersTower:
 
 
 def text_tower(model: ClipModel) -> TransformersTower:
-    """The text tower of an open_clip model.
+    """Convert the text tower of an open_clip model.
 
     Raises:
         UserError: a tower or a pooling that transformers lacks; the sentence names it.
@@ -153,7 +153,7 @@ def text_tower(model: ClipModel) -> TransformersTower:
 
 
 def straight_pooler(norm_weight: Tensor, norm_bias: Tensor) -> tuple[dict[str, Tensor], float]:
-    """A pooler tanh(W h + b) that passes h on as h / factor, and the factor, a power of two.
+    """Make a pooler tanh(W h + b) that passes h on as h / factor, and the factor, a power of two.
 
     Args:
         norm_weight, norm_bias: (width,), of the LayerNorm that h comes from. |h| <= sqrt(width) |weight| + |bias|.
@@ -275,7 +275,7 @@ def _config_of(model: Any) -> Any:
 
 
 def _saved(model: Any) -> dict[str, Tensor]:
-    """A model's tensors under the names that hubs hold, which transformers 5 has in files alone."""
+    """Return a model's tensors under the names that hubs hold, which transformers 5 has in files alone."""
     with tempfile.TemporaryDirectory() as scratch:
         model.save_pretrained(scratch, max_shard_size="1TB")
         return load_file(Path(scratch, "model.safetensors"))
@@ -284,7 +284,7 @@ def _saved(model: Any) -> dict[str, Tensor]:
 def _transformer(
     weights: Mapping[str, Tensor], layout: str
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """The tensors of an open_clip transformer under the names of a layout, and its sizes as a config has them."""
+    """Rename the tensors of an open_clip transformer to a layout, and read its sizes as a config has them."""
     placed, unknown = renamed(
         {name: tensor for name, tensor in weights.items() if name != "proj"}, "open_clip", layout
     )
@@ -301,7 +301,11 @@ def _transformer(
 
 
 def _linear(projection: nn.Module) -> Tensor:
-    """The matrix (D, width) of a projection. UserError for an MLP or one with a bias."""
+    """Return the matrix (D, width) of a projection.
+
+    Raises:
+        UserError: an MLP, or one with a bias.
+    """
     if not isinstance(projection, nn.Linear):
         refuse(
             f"its projection is a {type(projection).__name__} (an MLP), and transformers' is linear"
@@ -312,7 +316,7 @@ def _linear(projection: nn.Module) -> Tensor:
 
 
 def _activation(module: nn.Module) -> str:
-    """transformers' name of an activation."""
+    """Return transformers' name of an activation."""
     if isinstance(module, (QuickGELU, timm.layers.QuickGELU)):
         return "quick_gelu"
     if isinstance(module, nn.GELU):
@@ -323,7 +327,7 @@ def _activation(module: nn.Module) -> str:
 
 
 def _norm_epsilon(*modules: nn.Module) -> float:
-    """The one epsilon of all LayerNorms."""
+    """Return the one epsilon of all LayerNorms."""
     epsilons = {
         norm.eps
         for module in modules
@@ -338,7 +342,7 @@ def _norm_epsilon(*modules: nn.Module) -> float:
 
 
 def _square(size: Any, what: str) -> int:
-    """The side of (height, width)."""
+    """Return the side of (height, width)."""
     height, width = (size, size) if isinstance(size, int) else size
     if height != width:
         refuse(f"its {what} are {height} x {width} px, and transformers' are square")

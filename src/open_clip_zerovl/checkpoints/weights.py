@@ -22,7 +22,7 @@ WEIGHTS_FILE = "open_clip_model.safetensors"
 
 
 def read_state_dict(checkpoint: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The weights of a checkpoint under open_clip's own names, adapters of --lora merged.
+    """Read the weights of a checkpoint under open_clip's own names, adapters of --lora merged.
 
     Only tensors, plain containers and numbers are loaded (`load_pickled`); a pickle that wants to run code is refused.
 
@@ -33,7 +33,9 @@ def read_state_dict(checkpoint: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def read_unmerged(checkpoint: Path) -> tuple[dict[str, Tensor], Any]:
-    """The weights with adapters as training keeps them, without `module.` (DDP) and `_orig_mod.` (compile); entry of adapters.
+    """Read the weights with adapters as training keeps them, and the entry of the adapters.
+
+    Names have no `module.` (DDP) and `_orig_mod.` (compile).
 
     Errors as `read_state_dict`.
     """
@@ -71,13 +73,27 @@ def require_finite_weights(
 
 
 def read_epoch(checkpoint: str | os.PathLike[str]) -> int | None:
-    """The epoch after which open_clip saved a checkpoint, None if it is not recorded. Errors as `read_state_dict`."""
+    """Read the epoch after which open_clip saved a checkpoint.
+
+    Returns:
+        None if it is not recorded.
+
+    Raises:
+        UserError: as `read_state_dict`.
+    """
     epoch = read_entry(checkpoint, "epoch")
     return int(epoch) if isinstance(epoch, Integral) else None
 
 
 def read_entry(checkpoint: str | os.PathLike[str], name: str) -> Any:
-    """An entry of a checkpoint besides its weights, None if there is none. Errors as `read_state_dict`."""
+    """Read an entry of a checkpoint besides its weights.
+
+    Returns:
+        None if there is none.
+
+    Raises:
+        UserError: as `read_state_dict`.
+    """
     content = _read_content(Path(checkpoint))
     return content.get(name) if isinstance(content, dict) else None
 
@@ -91,7 +107,7 @@ def _read_content(checkpoint: Path) -> Any:
 
 @contextmanager
 def no_alarm() -> Iterator[None]:
-    """Suppresses open_clip's warning of random weights while a model is built whose weights are loaded right after."""
+    """Suppress open_clip's warning of random weights while a model is built that gets its weights right after."""
     root = logging.getLogger()  # open_clip logs there
 
     def keep(record: logging.LogRecord) -> bool:
