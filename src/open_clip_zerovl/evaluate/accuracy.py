@@ -21,19 +21,22 @@ from open_clip_zerovl.report.verdicts import Estimate, estimate_by_t
 
 
 def class_indices(labels: Sequence[str], classes: Sequence[str]) -> Tensor:
-    """(N,) index in `classes` of each label."""
+    """Find the index in `classes` of each label, (N,)."""
     index_of = {label: i for i, label in enumerate(classes)}
     return torch.tensor([index_of[label] for label in labels])
 
 
 def distinct_names(named: Mapping[str, str]) -> list[str]:
-    """The name of each class, from label -> name; with the label where classes share a name, as in CLIP's names of ImageNet."""
+    """Name each class, from label -> name.
+
+    With the label where classes share a name, as in CLIP's names of ImageNet.
+    """
     times = Counter(named.values())
     return [name if times[name] == 1 else f"{name} ({label})" for label, name in named.items()]
 
 
 def accuracies(scores: Tensor, targets: Tensor) -> dict[str, Any]:
-    """Accuracies from scores (N, C) and class indices (N,), as shares.
+    """Compute accuracies from scores (N, C) and class indices (N,), as shares.
 
     Returns:
         `images`; `top1`; `top1_interval` (95 %, over pictures); `top5` with more than five classes; `mean_per_class`, over the
@@ -62,7 +65,9 @@ def accuracies(scores: Tensor, targets: Tensor) -> dict[str, Any]:
 
 
 def in_top(k: int, scores: Tensor, targets: Tensor) -> Tensor:
-    """(N,) the probability that the class is among the first k, where ties have a random order; as `accuracies`.
+    """Compute the probability (N,) that the class is among the first k, where ties have a random order.
+
+    Arguments as for `accuracies`.
 
     Raises:
         UserError: scores that are not finite. A class of NaN would be above none and tie with none: always right.
@@ -85,7 +90,7 @@ def _share(right: Tensor) -> dict[str, Any]:
 
 
 def is_above_chance(metrics: Mapping[str, Any]) -> bool:
-    """True if the metrics of `accuracies` are above chance, by their interval and by the mean per class.
+    """Return whether the metrics of `accuracies` are above chance, by their interval and by the mean per class.
 
     A model that guesses one class for all pictures has a mean per class of exactly 1/C, whatever the classes' sizes.
     """
@@ -93,7 +98,7 @@ def is_above_chance(metrics: Mapping[str, Any]) -> bool:
 
 
 def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share of `count` pictures."""
+    """Compute Wilson's 95 % interval of a share of `count` pictures."""
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
     reach = (
         z
@@ -113,13 +118,13 @@ def difference_of_shares(first: float, second: float, count: int) -> Estimate:
 
 
 def in_percent(metrics: Mapping[str, Any]) -> str:
-    """Top-1 of `accuracies` with its interval: `52.0 [45.1 to 58.8]`."""
+    """Write top-1 of `accuracies` with its interval: `52.0 [45.1 to 58.8]`."""
     low, high = metrics["top1_interval"]
     return f"{100 * metrics['top1']:.1f} [{100 * low:.1f} to {100 * high:.1f}]"
 
 
 def confusion_counts(scores: Tensor, targets: Tensor) -> np.ndarray:
-    """Confusion matrix (C, C) of scores (N, C) and class indices (N,): row the class, column the guess."""
+    """Count the confusion matrix (C, C) of scores (N, C) and class indices (N,): row the class, column the guess."""
     classes = scores.shape[1]
     return (
         torch.bincount(targets * classes + scores.argmax(dim=1), minlength=classes**2)
@@ -129,7 +134,7 @@ def confusion_counts(scores: Tensor, targets: Tensor) -> np.ndarray:
 
 
 def most_confused(counts: np.ndarray, names: Sequence[str]) -> list[dict[str, Any]]:
-    """The 20 most frequent errors in counts (C, C): `class`, `guess`, `count`, and `of` how many images of the class."""
+    """List the 20 most frequent errors in counts (C, C): `class`, `guess`, `count`, and `of` how many images of the class."""
     wrong = counts - np.diag(np.diag(counts))
     order = np.argsort(wrong, axis=None, kind="stable")[::-1][:20]
     rows, columns = np.unravel_index(order, counts.shape)

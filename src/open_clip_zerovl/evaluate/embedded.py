@@ -32,7 +32,7 @@ def embedded(
     desc: str | None = None,
     progress: bool = True,
 ) -> tuple[Store, int]:
-    """The embeddings of a collection by one model: read from a folder, and completed where rows are missing or out of date.
+    """Embed a collection by one model: read from a folder, and complete where rows are missing or out of date.
 
     Args:
         folder: folder of these embeddings alone.
@@ -86,7 +86,9 @@ def picture_features(
     name: str = "features",
     progress: bool = True,
 ) -> Tensor:
-    """Embeddings (N, D) of a labelled set, on the CPU; computed once and kept below `folder`.
+    """Embed the pictures (N, D) of a labelled set, on the CPU.
+
+    Computed once and kept below `folder`.
 
     The name of their folder has a hash of the model's digest and of the set's content.
 

@@ -179,7 +179,9 @@ def stored_features(
     workers: int = 0,
     name: str = "features",
 ) -> tuple[Tensor, Tensor]:
-    """Return features (N, F) and class indices (N,) of a set, on the CPU; computed once and kept below `folder`.
+    """Embed the features (N, F) and class indices (N,) of a set, on the CPU.
+
+    Computed once and kept below `folder`.
 
     A call after an interruption computes the missing features; those of other pictures or another tower are not used.
 
@@ -304,7 +306,10 @@ def stratified_fifth(targets: np.ndarray, seed: int) -> tuple[np.ndarray, np.nda
 
 
 def middle_of_best(accuracy: dict[float, float]) -> float:
-    """Return the middle one of the Cs with the best accuracy; of two, the smaller one, which penalises more."""
+    """Choose the middle one of the Cs with the best accuracy.
+
+    Of two, the smaller one, which penalises more.
+    """
     best = max(accuracy.values())
     tied = sorted(c for c, value in accuracy.items() if value == best)
     return tied[(len(tied) - 1) // 2]

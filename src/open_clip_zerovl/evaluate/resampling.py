@@ -42,17 +42,20 @@ class Measure:
 
     @property
     def value(self) -> float:
-        """The number itself."""
+        """Return the number itself."""
         return float(self.weighted(np.ones((1, self.sums.shape[1])))[0])
 
     def weighted(self, weights: NDArray) -> NDArray[np.float64]:
-        """(R,) the number where unit u counts `weights[r, u]` times; weights (R, U). NaN where a mean has no query."""
+        """Compute the number (R,) where unit u counts `weights[r, u]` times.
+
+        Weights (R, U). NaN where a mean has no query.
+        """
         with np.errstate(invalid="ignore"):
             return (weights @ self.sums.T / (weights @ self.counts.T)) @ self.factors
 
 
 def mean_over(terms: Sequence[tuple[Tensor, Tensor]], units: int, factor: float = 1.0) -> Measure:
-    """A measure that is `factor` times the sum of some means.
+    """Make a measure of `factor` times the sum of some means.
 
     Args:
         terms: for each mean (unit (Q,) of each query, values (Q,), or (2, Q) of sums and counts).
@@ -70,7 +73,10 @@ def mean_over(terms: Sequence[tuple[Tensor, Tensor]], units: int, factor: float 
 def resampled(
     measures: Mapping[str, Measure], draws: int, seed: int
 ) -> dict[str, NDArray[np.float64]]:
-    """Name -> (R,) the measure on each of R draws of U units with replacement; all measures on the same draws."""
+    """Compute each measure (R,) on R draws of U units with replacement.
+
+    All measures are on the same draws.
+    """
     units = next(iter(measures.values())).sums.shape[1]
     rng = stream(seed, Purpose.BOOTSTRAP)
     at_once = max(1, _DRAWS_AT_ONCE_BYTES // (8 * units))
@@ -85,6 +91,6 @@ def resampled(
 
 
 def interval(values: NDArray) -> Interval:
-    """The central CONFIDENCE of the values (R,), NaN left out."""
+    """Compute the central CONFIDENCE of the values (R,), NaN left out."""
     low, high = np.nanquantile(values, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)

@@ -54,7 +54,7 @@ class RetrievalFiles:
     )
 
     def check(self) -> None:
-        """UserError if one of them cannot be written."""
+        """Refuse files that cannot be written."""
         for path in (self.json, self.csv, self.gallery):
             if path is not None:
                 check_writable(path)

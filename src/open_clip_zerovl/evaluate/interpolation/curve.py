@@ -50,7 +50,7 @@ class Point:
     accuracies: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def score(self, name: str) -> float:
-        """RSUM of a set; zero-shot top-1 in percent of a set of classes."""
+        """Return the RSUM of a set, or the zero-shot top-1 in percent of a set of classes."""
         return (
             100 * self.accuracies[name]["top1"]
             if name in self.accuracies
@@ -58,7 +58,11 @@ class Point:
         )
 
     def chance(self, name: str) -> float:
-        """The score of random orders, or of guessing, on a set; NaN if it is not known."""
+        """Return the score of random orders, or of guessing, on a set.
+
+        Returns:
+            NaN if it is not known.
+        """
         accuracy = self.accuracies.get(name)
         return (
             self.metrics[name].get("rsum_chance", math.nan)
@@ -67,7 +71,7 @@ class Point:
         )
 
     def mean_score(self, names: Sequence[str]) -> float:
-        """The mean score of some sets."""
+        """Return the mean score of some sets."""
         return fmean(map(self.score, names))
 
 
@@ -88,7 +92,7 @@ class Curve:
     reason: str
 
     def as_dict(self) -> dict[str, Any]:
-        """The curve as a dict for JSON."""
+        """Return the curve as a dict for JSON."""
         return {
             "new": list(self.new),
             "kept": list(self.kept),
@@ -102,12 +106,12 @@ class Curve:
 
     @property
     def sentence(self) -> str:
-        """The reason as a sentence."""
+        """Write the reason as a sentence."""
         return f"{self.reason[0].upper()}{self.reason[1:]}."
 
     @property
     def advice(self) -> str | None:
-        """A sentence on the best point on the new sets, if the rule has not chosen it or it is the model before."""
+        """Advise on the best point on the new sets, if the rule has not chosen it or it is the model before."""
         before = self.points[0]
         best = max(self.points, key=lambda point: (point.mean_score(self.new), -point.alpha))
         if best.alpha == 0:
@@ -125,7 +129,7 @@ class Curve:
 
     @property
     def measures(self) -> set[str]:
-        """The measures of the scores: "RSUM", "top-1 %", or both."""
+        """Name the measures of the scores: "RSUM", "top-1 %", or both."""
         return {
             "top-1 %" if name in self.chosen.accuracies else "RSUM"
             for name in (*self.new, *self.kept)
@@ -133,7 +137,7 @@ class Curve:
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences on chance and on the best possible score, of the chosen point."""
+        """Write sentences on chance and on the best possible score, of the chosen point."""
         return bounds_remarks(self.chosen.metrics)
 
     @property
@@ -147,7 +151,7 @@ class Curve:
 
     @property
     def labelled(self) -> dict[str, Point]:
-        """The points before, after and chosen."""
+        """Return the points before, after and chosen."""
         return {
             "before": self.points[0],
             "after": self.points[-1],
@@ -155,7 +159,10 @@ class Curve:
         }
 
     def rows(self) -> list[list[str]]:
-        """A row a point: alpha, score of each set, what marks the point; then a row of chance."""
+        """List a row a point: alpha, score of each set, what marks the point.
+
+        Then a row of chance.
+        """
         ends = {0.0: "before", 1.0: "after"}
         rows = [
             [
@@ -174,13 +181,15 @@ class Curve:
         ]
 
     def table(self) -> str:
-        """A text table of scores, one row an alpha, a column a set; the chosen row is marked."""
+        """Format the scores as text, one row an alpha, a column a set, the chosen row marked."""
         return "\n".join(
             [text_table(["alpha", *self.heads.values(), ""], self.rows()), *self.remarks]
         )
 
     def picture(self) -> bytes:
-        """Scores by alpha as PNG, a line a set: solid for new sets, dashed for kept ones; the chosen alpha is marked.
+        """Plot the scores by alpha as PNG, a line a set: solid for new sets, dashed for kept ones.
+
+        The chosen alpha is marked.
 
         Raises:
             UserError: matplotlib is missing.
@@ -269,7 +278,7 @@ def choose(
 
 
 def require_possible(rule: str | None, has_kept: bool) -> None:
-    """UserError for a rule that needs kept sets without them."""
+    """Refuse a rule that needs kept sets without them."""
     if rule in ("kept", "mean") and not has_kept:
         raise UserError(
             f"--rule {rule} needs retrieval sets of the ability to keep; give --kept, or --rule new"
@@ -277,12 +286,15 @@ def require_possible(rule: str | None, has_kept: bool) -> None:
 
 
 def in_percent(metrics: Mapping[str, float]) -> dict[str, float]:
-    """A result of `run_retrieval` with its recalls in percent; RSUM, its bounds and counts are as they were."""
+    """Convert the recalls of a result of `run_retrieval` to percent.
+
+    RSUM, its bounds and counts are as they were.
+    """
     return {key: 100 * value if "_R@" in key else value for key, value in metrics.items()}
 
 
 def recall_table(columns: Mapping[str, Mapping[str, float]]) -> str:
-    """Recalls and RSUM of several models side by side, as Markdown that is aligned for a terminal.
+    """Format recalls and RSUM of several models side by side, as Markdown with columns that are aligned for a terminal.
 
     Args:
         columns: head -> metrics by the names of ROWS, in percent; a metric that a column lacks leaves its cell empty.

@@ -52,7 +52,11 @@ class CurveSettings(CurveFlags):
         require_possible(self.rule, bool(self.kept))
 
     def open(self) -> tuple[dict[str, IndexedSet], tuple[str, ...], tuple[str, ...]]:
-        """All sets by name, the names of the new ones, and of the kept ones. UserError for a name given twice."""
+        """Open all sets by name, with the names of the new ones and of the kept ones.
+
+        Raises:
+            UserError: a name given twice.
+        """
         new_sets = parse_retrieval_data(self.new)
         kept_sets = parse_retrieval_data(self.kept) if self.kept else {}
         both = sorted(new_sets.keys() & kept_sets.keys())
@@ -73,7 +77,9 @@ def score_curve(
     classes: Mapping[str, LabelledSet] | None = None,
     say: Say | None = None,
 ) -> Curve:
-    """Score the models between two ends and choose one; the checkpoints' own transform is used.
+    """Score the models between two ends and choose one.
+
+    The checkpoints' own transform is used.
 
     Args:
         encoder: how many images at once, by how many loader processes.
@@ -173,7 +179,10 @@ def write_between(
 
 
 def _public(name: str) -> str:
-    """A model's name without the folders above it; for a checkpoint the names of its run and its file."""
+    """Return a model's name without the folders above it.
+
+    For a checkpoint the names of its run and its file.
+    """
     path = Path(name.removeprefix("local-dir:"))
     if path.parent.name == "checkpoints":
         return f"{path.parent.parent.name}/{path.name}"

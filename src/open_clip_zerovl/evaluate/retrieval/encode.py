@@ -18,7 +18,10 @@ from open_clip_zerovl.models.configs import ClipModel
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """`model.eval()` inside; afterwards each module has its own mode again (a frozen tower stays in eval)."""
+    """Set a model to evaluation within the block.
+
+    Afterwards each module has its own mode again (a frozen tower stays in eval).
+    """
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -37,7 +40,7 @@ def encode_retrieval(
     autocast: Callable[[], AbstractContextManager[Any]] | None = None,
     input_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Encodes images and their captions.
+    """Encode images and their captions.
 
     Args:
         model: an open_clip model on `device`, not wrapped in DDP. It runs in eval mode; its modes are restored afterwards.

@@ -84,12 +84,15 @@ def retrieval_examples(
 
 
 def best_of(scores: Tensor, k: int) -> list[int]:
-    """Indices of the k largest scores, best first; equal scores keep their order."""
+    """Find the indices of the k largest scores, best first.
+
+    Equal scores keep their order.
+    """
     return torch.argsort(scores, descending=True, stable=True)[:k].tolist()
 
 
 def spread(positions: Sequence[Any], count: int) -> list[Any]:
-    """At most `count` of the items, evenly spaced among them: examples that are chosen whatever their results."""
+    """Choose at most `count` of the items, evenly spaced among them, whatever their results."""
     if len(positions) <= count:
         return list(positions)
     return [positions[(2 * i + 1) * len(positions) // (2 * count)] for i in range(count)]

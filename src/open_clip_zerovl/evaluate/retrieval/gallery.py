@@ -66,7 +66,13 @@ class GallerySet:
         read_image: Callable[[int], Image.Image],
         features: tuple[Tensor, Tensor, Tensor],
     ) -> GallerySet:
-        """A set with the ranks and metrics of its features; the captions lie image by image. UserError as `retrieval_ranks`."""
+        """Make a set with the ranks and metrics of its features.
+
+        The captions lie image by image.
+
+        Raises:
+            UserError: as `retrieval_ranks`.
+        """
         ranks = retrieval_ranks(*features)
         captions = [caption for image_captions in captions_of for caption in image_captions]
         counts = {"images": len(captions_of), "captions": len(captions)}
@@ -75,11 +81,11 @@ class GallerySet:
 
     @property
     def captions(self) -> list[str]:
-        """(T,) the captions."""
+        """Read the captions (T,)."""
         return [caption for image_captions in self.captions_of for caption in image_captions]
 
     def examples(self, queries: Sequence[int] | None = None, k: int = 5) -> list[RetrievalExample]:
-        """Some captions with their best pictures; None takes six captions, spread evenly over the set."""
+        """Choose some captions with their best pictures, by default six spread evenly over the set."""
         return retrieval_examples(
             lambda image: thumbnail(self.read_image(image)),
             self.captions,
@@ -108,7 +114,10 @@ def write_gallery(path: str | os.PathLike[str], sets: Sequence[GallerySet], *, m
 
 
 def gallery_of(sets: Sequence[GallerySet]) -> dict[str, Any]:
-    """The variable `gallery` of the template `gallery_parts.html`; arguments and errors as for `write_gallery`."""
+    """Make the variable `gallery` of the template `gallery_parts.html`.
+
+    Arguments and errors as for `write_gallery`.
+    """
     sections = [
         {
             "name": gallery_set.name,
@@ -125,7 +134,7 @@ _PARTS = [(way, kind) for way in ("text_to_image", "image_to_text") for kind in 
 
 
 def _part(shown: GallerySet, way: str, kind: str) -> dict[str, Any]:
-    """The hits or the misses of one direction."""
+    """Select the hits or the misses of one direction."""
     ranks = shown.ranks[way]
     mask = (
         (ranks.above == 0) & (ranks.tied == ranks.tied_positives)
@@ -150,7 +159,7 @@ def _part(shown: GallerySet, way: str, kind: str) -> dict[str, Any]:
 
 
 def _caption(shown: GallerySet, query: int) -> dict[str, Any]:
-    """A caption with its ten best pictures, (picture, whether the caption is its own), and its own picture."""
+    """Describe a caption with its ten best pictures, (picture, whether the caption is its own), and its own picture."""
     (example,) = shown.examples([query], MISSED_BEYOND)
     return {
         "words": example.query,
@@ -160,7 +169,7 @@ def _caption(shown: GallerySet, query: int) -> dict[str, Any]:
 
 
 def _picture(shown: GallerySet, query: int) -> dict[str, Any]:
-    """A picture with its ten best captions, (caption, whether it is its own), and its own captions."""
+    """Describe a picture with its ten best captions, (caption, whether it is its own), and its own captions."""
     scores = shown.text_features.double() @ shown.image_features[query].double()
     captions = shown.captions_of[query]
     top = [shown.captions[text] for text in best_of(scores.float(), MISSED_BEYOND)]

@@ -40,7 +40,7 @@ def retrieval_metrics(
     ks: Sequence[int] = RECALL_KS,
     chunk_size: int | None = None,
 ) -> dict[str, float]:
-    """Recall@K both ways and RSUM from features, in memory bounded by a block of rows of scores.
+    """Compute recall@K both ways and RSUM from features, in memory bounded by a block of rows of scores.
 
     Args:
         image_features: (I, D), L2-normalised (a pair's score is the plain inner product), on the CPU or a CUDA device.
@@ -89,7 +89,9 @@ def retrieval_ranks(
     *,
     chunk_size: int | None = None,
 ) -> dict[str, QueryRanks]:
-    """Direction -> ranks of each query's best positive; arguments and errors as `retrieval_metrics`.
+    """Rank each query's best positive, by direction.
+
+    Arguments and errors as `retrieval_metrics`.
 
     `recalls` makes metrics of them; the gallery finds hits and misses by them.
     """
@@ -120,7 +122,7 @@ def retrieval_ranks(
 def _paired_scores(
     images: Tensor, texts: Tensor, links: Tensor, captions_at_once: int = 4096
 ) -> Tensor:
-    """(T,) score of each caption with its own image."""
+    """Compute the score (T,) of each caption with its own image."""
     scores = texts.new_empty(len(texts))
     image_rows = texts.new_empty(min(captions_at_once, len(texts)), texts.shape[1])
     for start in range(0, len(texts), captions_at_once):
@@ -133,7 +135,7 @@ def _paired_scores(
 
 
 def _rows_at_once(chunk_size: int | None, num_texts: int) -> int:
-    """`C`."""
+    """Return `C`."""
     return chunk_size or max(1, CHUNK_BYTES // (16 * num_texts))
 
 
@@ -144,7 +146,7 @@ def _rank(
     num_images: int,
     chunk_size: int,
 ) -> dict[str, QueryRanks]:
-    """Both directions from one pass over the scores, a block of rows at a time.
+    """Rank both directions in one pass over the scores, a block of rows at a time.
 
     Args:
         score_rows: (a, b) -> (b - a, T) scores of images a .. b - 1; a call may overwrite the result of the one before.
@@ -201,7 +203,7 @@ def _rank(
 
 
 def recalls(ranks: Mapping[str, QueryRanks], ks: Sequence[int] = RECALL_KS) -> dict[str, float]:
-    """The metrics of `retrieval_metrics`, from ranks."""
+    """Compute the metrics of `retrieval_metrics` from ranks."""
     ks = sorted(set(ks))
     metrics: dict[str, float] = {}
     for direction in DIRECTIONS:
@@ -217,7 +219,9 @@ def recalls(ranks: Mapping[str, QueryRanks], ks: Sequence[int] = RECALL_KS) -> d
 
 
 def hit_probabilities(ranks: QueryRanks, ks: Sequence[int]) -> Tensor:
-    """Probability that a positive is in the top K of each query, over all orders of tied items; (len(ks), Q), float64.
+    """Compute the probability that a positive is in the top K of each query, over all orders of tied items.
+
+    (len(ks), Q), float64.
 
     With g items scored above the best positive and p positives and t other items scored like it, the top K has s = K - g
     places left for the p + t tied items, and misses all p positives with probability
@@ -240,7 +244,7 @@ def hit_probabilities(ranks: QueryRanks, ks: Sequence[int]) -> Tensor:
 def recall_bounds(
     captions: Sequence[str], text_to_image: Tensor | Sequence[int]
 ) -> dict[str, float]:
-    """RSUM of chance and of the best possible model, as entries to add to the metrics of a set.
+    """Compute RSUM of chance and of the best possible model, as entries to add to the metrics of a set.
 
     Pictures with the same caption cannot be distinguished by it: the best model ranks all of them
     alike. Where few captions serve many pictures, RSUM stays far below 600.
@@ -287,7 +291,7 @@ def recall_bounds(
 
 
 def chance_bounds(ranks: Mapping[str, QueryRanks]) -> dict[str, float]:
-    """`rsum_chance` and `rsum_chance_upper` of `recall_bounds`, from ranks where all candidates tie."""
+    """Compute `rsum_chance` and `rsum_chance_upper` of `recall_bounds`, from ranks where all candidates tie."""
     deviation = 0.0
     for query_ranks in ranks.values():
         first, five, ten = hit_probabilities(query_ranks, RECALL_KS)

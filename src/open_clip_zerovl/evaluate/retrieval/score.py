@@ -133,7 +133,11 @@ def run_retrievals(
 def _score(
     encoders: Sequence[Encoder], data: str, settings: RetrievalSettings, files: RetrievalFiles
 ) -> list[dict[str, GallerySet]]:
-    """For each model set -> its scores; {} on all ranks but the first."""
+    """Score each model on each set.
+
+    Returns:
+        {} on all ranks but the first.
+    """
     # The cheap checks come before a model is loaded.
     files.check()
     sets = {
@@ -196,7 +200,7 @@ def score_set(
     encoder: Encoder,
     ranks: ProcessRank | None = None,
 ) -> GallerySet | None:
-    """Features, ranks and metrics of a loaded model on one set.
+    """Score a loaded model on one set: features, ranks and metrics.
 
     Args:
         loaded: model, transform, tokenizer and device, as `Encoder.load` gives them; the transform is used as it is.
@@ -234,7 +238,7 @@ def score_set(
 
 
 def _how(model: str, settings: RetrievalSettings) -> dict[str, Any]:
-    """How a model was scored, for files."""
+    """Describe how a model was scored, for files."""
     return {
         "model": model,
         "split": settings.split,
@@ -259,7 +263,10 @@ class ProcessRank:
 
 @contextmanager
 def _ranks() -> Iterator[ProcessRank]:
-    """The processes that torchrun started, joined by gloo inside the block; without torchrun, this one."""
+    """Join the processes that torchrun started by gloo within the block.
+
+    Without torchrun, this one.
+    """
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if world_size == 1:
         yield ProcessRank()
@@ -280,10 +287,13 @@ def encode_on_ranks(
     *,
     device: str | torch.device,
 ) -> Features | None:
-    """`encode_retrieval` of a whole set, a part on each rank; returns the features on the first rank, else None.
+    """Encode a whole set as `encode_retrieval`, a part on each rank.
 
     Args:
         batches: part of the set -> its batches.
+
+    Returns:
+        The features on the first rank, else None.
 
     Raises:
         UserError: the error of one rank, on every rank, so that none waits for a rank that has ended.
@@ -317,7 +327,10 @@ def encode_on_ranks(
 
 
 def format_retrieval(results: Mapping[str, Mapping[str, float]]) -> str:
-    """A text table, one row a set, as the paper's, and remarks: recalls in percent both ways, RSUM and that of chance."""
+    """Format the scores as text, one row a set, as the paper's.
+
+    Recalls in percent both ways, RSUM and that of chance, with remarks.
+    """
     header = [
         "set",
         "images",

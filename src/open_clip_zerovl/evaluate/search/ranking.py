@@ -96,7 +96,7 @@ class SearchResult:
 def run_search(
     encoders: Mapping[str, Encoder], data: str, settings: SearchSettings
 ) -> dict[str, SearchResult]:
-    """Searches, prints the best pictures of each model, and writes the files asked for.
+    """Search, print the best pictures of each model, and write the files asked for.
 
     Args:
         encoders: models by name.
@@ -137,7 +137,9 @@ def run_search(
 
 
 def nearest(blocks: Iterable[Tensor], query: Tensor, best: int) -> list[tuple[int, float]]:
-    """(row, cosine) of the `best` features (P, D) nearest to a query (D,), best first; equal cosines keep their order.
+    """Find the (row, cosine) of the `best` features (P, D) nearest to a query (D,), best first.
+
+    Equal cosines keep their order.
 
     Args:
         blocks: the features, some thousand rows at a time. A row of zeros, of a picture that cannot be shown, is left out.
@@ -155,7 +157,10 @@ def _cosines(block: Tensor, query: Tensor) -> Tensor:
 
 
 def table(results: Mapping[str, SearchResult]) -> str:
-    """The hits of all models side by side, as text; a picture's caption stands below its name."""
+    """Format the hits of all models side by side, as text.
+
+    A picture's caption stands below its name.
+    """
     columns = [
         [name, *(line for hit in result.hits for line in _lines(hit))]
         for name, result in results.items()
@@ -245,12 +250,12 @@ class Searcher:
             raise UserError(f"none of the {self.bad} pictures of {collection.name} can be decoded")
 
     def blocks(self) -> Iterable[Tensor]:
-        """The embeddings of all pictures, some thousand at a time."""
+        """Yield the embeddings of all pictures, some thousand at a time."""
         return self.embedded.rows.blocks() if self.rows_in_memory is None else self.rows_in_memory
 
     @torch.no_grad()
     def find(self, words: str, query: Image.Image | None, best: int) -> SearchResult:
-        """The `best` pictures nearest to words, to a picture, or to both.
+        """Find the `best` pictures nearest to words, to a picture, or to both.
 
         Raises:
             UserError: the model's embedding of the query is not finite.
@@ -283,7 +288,7 @@ def query_picture(path: Path) -> Image.Image:
 
 
 def _hit(collection: Collection, file: int, number: int, score: float) -> Hit:
-    """A hit with its name, caption and picture, read from picture `number` of a file."""
+    """Read a hit with its name, caption and picture from picture `number` of a file."""
     if collection.shards is None:
         return Hit(collection.shown(file), score, "", picture_file(collection.files[file].path))
     sample = next(islice(samples_of(*collection.shards[file]), number, None))
@@ -292,7 +297,11 @@ def _hit(collection: Collection, file: int, number: int, score: float) -> Hit:
 
 
 def thumbnail_of(hit: Hit) -> str | None:
-    """The thumbnail of a hit; None if its picture has gone or changed since it was embedded."""
+    """Make the thumbnail of a hit.
+
+    Returns:
+        None if its picture has gone or changed since it was embedded.
+    """
     try:
         return thumbnail(hit.open())
     except UserError:
@@ -337,17 +346,17 @@ class Embedded:
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """The row after the last one of each file."""
+        """Return the row after the last one of each file."""
         return np.cumsum(self.sizes)
 
     def place(self, row: int) -> tuple[int, int]:
-        """(file's number in the collection, number of the picture in the file) of a row."""
+        """Find the file's number in the collection and the picture's number in the file of a row."""
         file = int(np.searchsorted(self.ends, row, side="right"))
         return file, row - int(self.ends[file]) + self.sizes[file]
 
 
 def default_cache() -> Path:
-    """The default folder of embeddings: in the user's cache folder."""
+    """Return the default folder of embeddings: in the user's cache folder."""
     return user_cache("zerovl") / "search"
 
 
@@ -390,7 +399,7 @@ def embed_collection(
     workers: int = 0,
     name: str = "model",
 ) -> Embedded:
-    """Embeds the pictures that the cache does not hold yet, and returns all.
+    """Embed the pictures that the cache does not hold yet, and return all.
 
     Args:
         cache: the folder of all collections and models.

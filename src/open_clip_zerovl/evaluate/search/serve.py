@@ -55,7 +55,7 @@ def serve(
 
 
 def build_app(searchers: Mapping[str, Searcher]) -> Any:
-    """The page: words, a picture, how many, and a column of pictures for each model."""
+    """Build the page: words, a picture, how many, and a column of pictures for each model."""
     import gradio
 
     def search(words: str, picture: str | None, best: float) -> list[str]:
@@ -122,7 +122,7 @@ def uploaded_picture(path: Path) -> Any:
 
 
 def answer(searcher: Searcher, words: str, query: Any, best: int) -> str:
-    """The best pictures of a model as HTML, with thumbnails inside."""
+    """Render the best pictures of a model as HTML, with thumbnails inside."""
     figures = [
         (thumbnail_of(hit), f"{hit.score:.3f} {hit.picture} {hit.caption}".strip())
         for hit in searcher.find(words, query, best).hits
@@ -131,7 +131,7 @@ def answer(searcher: Searcher, words: str, query: Any, best: int) -> str:
 
 
 def launch(app: Any, *, host: str, port: int | None, wait: bool = True) -> str:
-    """Answer requests at an address, one at a time, without Gradio's share links; returns the address."""
+    """Serve requests at an address, one at a time, without Gradio's share links, and return the address."""
     import gradio
 
     theme = gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])

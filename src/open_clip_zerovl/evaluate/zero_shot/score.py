@@ -47,7 +47,7 @@ def class_features(
     *,
     progress: bool = True,
 ) -> Tensor:
-    """(C, D) one vector a class: the normalised mean over its captions.
+    """Embed one vector a class (C, D): the normalised mean over its captions.
 
     Args:
         captions: for each class.
@@ -66,7 +66,7 @@ def class_features(
 
 
 def classify(images: Tensor, classes: Tensor) -> Tensor:
-    """Scores (N, C) of image features (N, D), computed in float64 and rounded, so that equal features tie."""
+    """Score image features (N, D) by classes (N, C), in float64 and rounded, so that equal features tie."""
     exact = classes.double().T
     return torch.cat([(block.double() @ exact).float() for block in images.split(ROWS_AT_ONCE)])
 
@@ -81,7 +81,7 @@ def labelled_scores(
     name: str,
     progress: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Scores (N, C) of a model on one set, and class indices (N,).
+    """Score a model on one set: scores (N, C) and class indices (N,).
 
     Args:
         folder: folder for the pictures' embeddings.
@@ -100,7 +100,10 @@ def labelled_scores(
 def score_labelled(
     model: FrozenModel, dataset: LabelledSet, folder: Path, **reading: Any
 ) -> dict[str, Any]:
-    """`accuracies` of a model on one set, with classes by name, and by source; arguments as `labelled_scores`."""
+    """Compute `accuracies` of a model on one set, with classes by name, and by source.
+
+    Arguments as `labelled_scores`.
+    """
     scores, targets = labelled_scores(model, dataset, folder, **reading)
     shown = distinct_names(dict(zip(dataset.classes, dataset.names, strict=True)))
 
@@ -126,7 +129,10 @@ def score_labelled(
 def score_loaded(
     loaded: tuple[Any, Any, Any, torch.device], dataset: LabelledSet, *, encoder: Encoder, name: str
 ) -> dict[str, Any]:
-    """`score_labelled` of a loaded model, as `Encoder.load` gives it, without bars; `encoder` has batch size and workers."""
+    """Score a loaded model, as `Encoder.load` gives it, by `score_labelled` without bars.
+
+    `encoder` has batch size and workers.
+    """
     model = FrozenModel.of(name, loaded, fingerprints={"image": name})
     with tempfile.TemporaryDirectory(prefix="zerovl-zero-shot-") as passing:
         reading: dict[str, Any] = {
@@ -140,7 +146,9 @@ def score_loaded(
 def run_zero_shot(
     encoder: Encoder, data: str, settings: ZeroShotSettings | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Score a checkpoint on labelled sets; prints tables, and writes the JSON that the settings ask for.
+    """Score a checkpoint on labelled sets.
+
+    Prints tables, and writes the JSON that the settings ask for.
 
     Args:
         data: `name=set::name=set`; see `open_labelled_set`.
@@ -186,7 +194,10 @@ def run_zero_shot(
 
 
 def format_zero_shot(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Tables in percent: a row for each set and source, then one for each class; a sentence on each set at chance."""
+    """Format tables in percent: a row for each set and source, then one for each class.
+
+    A sentence on each set at chance.
+    """
     rows, classes, remarks = [], [], []
     for name, result in results.items():
         sources = {f"  {source}": metrics for source, metrics in result.get("sources", {}).items()}

@@ -49,12 +49,12 @@ class LabelledSet:
     templates: Sequence[str]
 
     def content(self) -> str:
-        """Digest pictures, classes, words and templates, so that a copy is the same set."""
+        """Hash pictures, classes, words and templates, so that a copy is the same set."""
         words = [list(self.classes), list(self.names), list(self.templates)]
         return digest_of(self.images.content(), words)
 
     def captions(self) -> list[list[str]]:
-        """The captions of each class, one for each template."""
+        """List the captions of each class, one for each template."""
         return [
             [name.join(re.split(r"\{c?\}", template)) for template in self.templates]
             for name in self.names
@@ -62,7 +62,9 @@ class LabelledSet:
 
 
 def open_labelled_set(where: str, settings: ZeroShotSettings | None = None) -> LabelledSet:
-    """Index a labelled set; the module's text lists the forms of `where`.
+    """Index a labelled set.
+
+    The module's text lists the forms of `where`.
 
     Raises:
         UserError: what `open_probe_set` refuses, a split that the set does not have, a template without a place for the class,
@@ -110,7 +112,7 @@ def open_labelled_set(where: str, settings: ZeroShotSettings | None = None) -> L
 def _classes(
     images: IndexedSet, given: Path | None, *, numbers: bool
 ) -> tuple[list[str], list[str]]:
-    """The labels in the order of their indices, and the words for each.
+    """List the labels in the order of their indices, and the words for each.
 
     Raises:
         UserError: labels that classnames.txt does not name, numbers or WordNet ids without words.
@@ -129,7 +131,11 @@ def _classes(
 
 
 def _sources_of(folder: Path) -> list[Path]:
-    """The folders of sources, each with folders of classes; [] if the pictures lie one level higher."""
+    """Find the folders of sources, each with folders of classes.
+
+    Returns:
+        [] if the pictures lie one level higher.
+    """
     if not folder.is_dir():
         return []
     parts = sorted(
@@ -171,7 +177,10 @@ _PYTHON = re.compile(r"""^(?:lambda c: *)?f?(["'])(.+)\1,?$""")
 
 
 def _templates(settings: ZeroShotSettings, folder: Path) -> tuple[str, ...]:
-    """The templates of `--template`, captions or files of them; else those of the set's folder; else CLIP's short list."""
+    """Read the templates of `--template`, captions or files of them.
+
+    Without it those of the set's folder, or CLIP's short list.
+    """
     template_file = file_of_words(folder, TEMPLATES)
     given: list[str] = []
     for template in settings.template or (
