@@ -30,7 +30,7 @@ LATEST = "epoch_latest.pt"  # written by open_clip with --save-most-recent, whic
 
 
 def newest_whole(folder: str, remote: bool = False) -> str | None:
-    """The `get_latest_checkpoint` hook: the checkpoint that is furthest in training and not damaged.
+    """Make the `get_latest_checkpoint` hook: the latest checkpoint in training that is not damaged.
 
     open_clip takes the last name in sorting order: a leftover tmp.pt comes after all epochs, and so does any step checkpoint.
     It does not notice a damaged file. On a remote store (`--remote-sync`) progress is read from names only.
@@ -56,7 +56,11 @@ def newest_whole(folder: str, remote: bool = False) -> str | None:
 
 
 def _progress(name: str) -> tuple[int, int] | None:
-    """(epochs done, steps of the next epoch done) from a checkpoint's name: `step_0003_00000120.pt` is (3, 120). Else None."""
+    """Read the (epochs done, steps of the next epoch done) from a checkpoint's name: `step_0003_00000120.pt` is (3, 120).
+
+    Returns:
+        None for another name.
+    """
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -64,7 +68,7 @@ def _progress(name: str) -> tuple[int, int] | None:
 
 
 def _remote_names(folder: str) -> list[str]:
-    """Names in a folder of a remote store, listed as open_clip lists them."""
+    """List the names in a folder of a remote store as open_clip lists them."""
     listing = subprocess.run(["aws", "s3", "ls", f"{folder}/"], capture_output=True, text=True)
     return (
         [line.split(" ")[-1] for line in listing.stdout.splitlines()]
@@ -74,7 +78,10 @@ def _remote_names(folder: str) -> list[str]:
 
 
 def is_archive(path: Path) -> bool:
-    """True for a file that begins as torch's checkpoints do since 1.6; `damage_of` checks the rest."""
+    """Return whether a file begins as torch's checkpoints do since 1.6.
+
+    `damage_of` checks the rest.
+    """
     if not path.is_file():
         return False
     with open(path, "rb") as file:
@@ -82,13 +89,16 @@ def is_archive(path: Path) -> bool:
 
 
 def damage_of(path: Path, *, checksums: bool = True) -> str | None:
-    """The damage of a checkpoint file as a verb phrase; None for a whole file.
+    """Describe the damage of a checkpoint file as a verb phrase.
 
     torch writes zip archives. Their directory comes last and holds a checksum of each tensor, which torch does not compare when
     it loads.
 
     Args:
         checksums: read all of the file and compare them (about a second a gigabyte).
+
+    Returns:
+        None for a whole file.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -101,7 +111,10 @@ def damage_of(path: Path, *, checksums: bool = True) -> str | None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete half-written files of killed processes; no other process may be writing there."""
+    """Delete half-written files of killed processes.
+
+    No other process may be writing there.
+    """
     for path in folder.glob("*") if folder.is_dir() else ():
         if _LEFTOVER.fullmatch(path.name):
             logging.warning(f"Removing {path}, which a killed process left half-written.")
@@ -148,17 +161,23 @@ class StepCheckpoints:
 
     @property
     def kept(self) -> bool:
-        """True if this run keeps checkpoints at all: not with `--logs none`. The same on every rank."""
+        """Return whether this run keeps checkpoints at all, which it does not with `--logs none`.
+
+        The same on every rank.
+        """
         return self.args.logs.lower() != "none"
 
     def due(self, steps_done: int) -> bool:
-        """True if a checkpoint is due after this many optimizer steps of the run."""
+        """Return whether a checkpoint is due after this many optimizer steps of the run."""
         return self.every is not None and steps_done % self.every == 0
 
     def write(
         self, model, optimizer, scaler, position: Position, entries: Mapping[str, Any] | None = None
     ) -> None:
-        """Write the checkpoint, with further entries, on the first rank; other ranks do nothing."""
+        """Write the checkpoint, with further entries, on the first rank.
+
+        Other ranks do nothing.
+        """
         if not self.args.save_logs:
             return
         folder = Path(self.args.checkpoint_path)

@@ -38,7 +38,7 @@ class EarlyHandler(logging.StreamHandler):
             logging.root.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show a message if no other handler does."""
+        """Print a message if no other handler does."""
         if logging.root.handlers == [self]:
             super().emit(record)
 
@@ -49,7 +49,10 @@ class EarlyHandler(logging.StreamHandler):
 
 
 def shorten(rank: int) -> None:
-    """Show the short form from now on; call it when open_clip's main has set up its log."""
+    """Set the short form from now on.
+
+    Call it when open_clip's main has set up its log.
+    """
     for handler in logging.root.handlers:
         if type(handler) is logging.StreamHandler:
             handler.addFilter(lambda record: _is_shown(record, rank))

@@ -87,13 +87,16 @@ class TrainingInputs:
 
 
 def batching_of(config: AllFlags, args: argparse.Namespace) -> Batching:
-    """Return how a run divides its effective batch; before open_clip's main has the ranks they are the environment's."""
+    """Divide the effective batch of a run.
+
+    Before open_clip's main has the ranks they are the environment's.
+    """
     ranks = getattr(args, "world_size", None) or world_info_from_env()[2]
     return Batching(args.batch_size, config.dga_steps, ranks, max(1, args.workers))
 
 
 def with_positives(config: AllFlags, sources: Sequence[Source]) -> AllFlags:
-    """The flags, with `--positives caption` if none was given and a source has captions of classes.
+    """Set `--positives caption` if none was given and a source has captions of classes.
 
     Pictures of a class would be each other's negatives. A flag that does not work with it wins, with a warning.
     """
@@ -173,7 +176,7 @@ def get_data(
     tokenizer=None,
     paper_transform: Callable[[], Callable[..., Any]] | None = None,
 ) -> dict:
-    """open_clip's data with our training data and retrieval sets.
+    """Open open_clip's data with our training data and retrieval sets.
 
     Args:
         stock: open_clip's own function for these arguments.
@@ -214,7 +217,10 @@ def get_data(
 def _retrieval_data(
     config: AllFlags, inputs: TrainingInputs, args: argparse.Namespace, transform, paper_transform
 ) -> RetrievalData:
-    """The sets with the transform and captions of the flags; the log names both."""
+    """Open the sets with the transform and captions of the flags.
+
+    The log names both.
+    """
     captions = None if isinstance(config.retrieval_captions, str) else config.retrieval_captions
     if config.retrieval_transform == "paper":
         assert paper_transform is not None

@@ -42,8 +42,10 @@ def evaluate(
     tb_writer=None,
     tokenizer=None,
 ) -> dict[str, Any]:
-    """open_clip's metrics of this epoch, `NAME_image_to_text_R@1` ... `NAME_rsum` of each retrieval set, and `NAME_top1`,
-    `NAME_top5` (of more than five classes) and `NAME_mean_per_class` of each labelled set.
+    """Compute open_clip's metrics of this epoch and those of our sets.
+
+    `NAME_image_to_text_R@1` ... `NAME_rsum` of each retrieval set, `NAME_top1`, `NAME_top5` (of more than five classes) and
+    `NAME_mean_per_class` of each labelled set.
 
     Only the first rank evaluates, as in open_clip; the other ranks wait at main's barrier.
 
@@ -89,7 +91,7 @@ def _retrieval(
     epoch: int,
     towers: dict[str, Any],
 ) -> dict[str, float]:
-    """Metrics of each retrieval set, recorded with examples."""
+    """Compute metrics of each retrieval set, recorded with examples."""
     by_set: dict[str, dict[str, float]] = {}
     bounds: dict[str, dict[str, float]] = {}
     examples: list[RetrievalExample] = []
@@ -136,7 +138,7 @@ def _zero_shot(
     epoch: int,
     towers: dict[str, Any],
 ) -> dict[str, float]:
-    """Accuracies of each labelled set, recorded."""
+    """Compute accuracies of each labelled set, recorded."""
     frozen = FrozenModel.of(
         "training", (model, data.transform, tokenizer, towers["device"]), context=towers["autocast"],
         input_dtype=towers["input_dtype"], fingerprints={"image": f"epoch {epoch}"},

@@ -31,7 +31,7 @@ TABLES: dict[ReleaseLine, Any] = {table.LINE: table for table in (openclip_v3, o
 
 
 def check_host(main: ModuleType | None = None, version: str = open_clip.__version__) -> Any:
-    """Make sure that the installed open_clip is one whose names are known; returns the module of its line.
+    """Check that the installed open_clip is one with known names, and return the module of its line.
 
     Raises:
         UserError: a release of no line, a name that is missing or not used, or a function without an expected parameter.
@@ -74,8 +74,9 @@ def replaced(
     entry: Callable[[], dict[str, Any]] = dict,
     compiled: Callable[[nn.Module], nn.Module | None] | None = None,
 ) -> Iterator[None]:
-    """Within the block, `open_clip_train.main` finds `replacements` under their names, a DDP that also runs on CPU, and a
-    `torch.save` that is atomic.
+    """Replace names of `open_clip_train.main` within the block.
+
+    It finds `replacements` under their names, a DDP that also runs on CPU, and a `torch.save` that is atomic.
 
     Args:
         entry: makes the entries to add to each checkpoint that main saves.
@@ -107,7 +108,7 @@ def replaced(
 
 
 def _check_parameters(name: str, replacement: Any, table: Any) -> None:
-    """UserError if main could pass a parameter that a replacement neither takes nor forwards."""
+    """Refuse a main that could pass a parameter which a replacement neither takes nor forwards."""
     stock = getattr(host, name)
     if not (callable(replacement) and callable(stock)):
         return
@@ -130,13 +131,16 @@ def _compile(
     model: Any = None,
     **options: Any,
 ) -> Any:
-    """`torch.compile`, which first asks `compiled` about a module; a module's own `compile` calls it with a method."""
+    """Run `torch.compile`, but first ask `compiled` about a module.
+
+    A module's own `compile` calls it with a method.
+    """
     instead = compiled(model) if isinstance(model, nn.Module) else None
     return stock(model, **options) if instead is None else instead
 
 
 def _save(entry: Callable[[], dict[str, Any]], content: Any, file: Any, **options: Any) -> None:
-    """`torch.save`, atomic where it writes to a path, of main's checkpoint and an entry."""
+    """Save main's checkpoint and an entry as `torch.save` does, atomically where it writes to a path."""
     if isinstance(content, dict) and "optimizer" in content:
         content = {**content, **entry()}
     if isinstance(file, str | os.PathLike):

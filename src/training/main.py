@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_as_program() -> NoReturn:
-    """`program` as a process, whose exit status says how it ended."""
+    """Run `program` as a process with an exit status that says how it ended."""
     words = sys.argv[1:]
     sys.exit(
         ended(lambda: program(words), name_of_rank(), words, interrupted="no training has begun")
@@ -89,7 +89,7 @@ def _train_here(words: Sequence[str]) -> NoReturn:
 
 
 def program(words: Sequence[str]) -> int:
-    """Train, or start the processes that do; returns the exit status."""
+    """Train, or start the processes that do, and return the exit status."""
     if words[:1] == [TORCHRUN]:
         return torchrun(list(words[1:]))
     if words[:1] == [PROCESSES]:
@@ -126,7 +126,7 @@ def start(processes: str, rendezvous: Sequence[str], arguments: Sequence[str]) -
 
 
 def torchrun(words: list[str]) -> int:
-    """torchrun, which ends with the status of the rank that failed first, and with a sentence in place of its traceback."""
+    """Run torchrun, which ends with the status of the rank that failed first, and with a sentence in place of its traceback."""
     import logging
     import signal
 

@@ -35,7 +35,9 @@ def create_model(
     pretrained: str | None,
     **options: Any,
 ) -> tuple[torch.nn.Module, Any, Any, CoinFlipMixup | None]:
-    """open_clip's model and transforms with starting weights and the recipe's methods; see `recipe.apply.build_model`.
+    """Build open_clip's model and transforms with starting weights and the recipe's methods.
+
+    See `recipe.apply.build_model`.
 
     Raises:
         UserError: weights that do not fit, a tower that does not support a flag.
@@ -74,7 +76,11 @@ def create_model(
 
 
 def _model_cfg(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
-    """The config of a run's model; None, with a warning, of a model whose config lies on the hub."""
+    """Read the config of a run's model.
+
+    Returns:
+        None, with a warning, of a model whose config lies on the hub.
+    """
     if name.startswith("hf-hub:"):
         logging.warning(
             f"--init-from compares only names and shapes of tensors: the config of {name} lies on the hub."
@@ -84,7 +90,7 @@ def _model_cfg(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def check_contrastive(model: torch.nn.Module, name: str) -> None:
-    """UserError for a captioner other than CoCa, which the recipe's step would train without its caption loss.
+    """Refuse a captioner other than CoCa, which the recipe's step would train without its caption loss.
 
     open_clip 4 knows its models' traits. Its later captioners have CoCa's decoder and another loss.
     """
@@ -102,7 +108,7 @@ def check_contrastive(model: torch.nn.Module, name: str) -> None:
 
 
 def _check_precision(model: torch.nn.Module, precision: str) -> None:
-    """UserError for a precision to which open_clip casts only a part of the text tower: its first forward pass would fail."""
+    """Refuse a precision to which open_clip casts only a part of the text tower: its first forward pass would fail."""
     text = getattr(getattr(model, "text", None), "transformer", None)
     if precision in ("bf16", "fp16") and hasattr(text, "config"):
         raise UserError(
@@ -119,7 +125,9 @@ def _check_precision(model: torch.nn.Module, precision: str) -> None:
 def create_adamw(
     model: torch.nn.Module, config: RecipeConfig, weight_decay: float, lr: float, **options: Any
 ) -> torch.optim.Optimizer:
-    """AdamW on groups with rates of their own, or that exempt class tokens and embeddings from decay. Groups are logged.
+    """Build AdamW on groups with rates of their own, or with class tokens and embeddings exempt from decay.
+
+    Groups are logged.
 
     Args:
         options: `betas`, `eps`.
@@ -150,7 +158,8 @@ def cosine_lr(
     *,
     lr_min: float,
 ) -> Callable[[int], float]:
-    """open_clip's warm-up and cosine with a floor (section 2.2: 1e-4 down to 1e-5): sets and returns the rate of a step.
+    """Make open_clip's warm-up and cosine with a floor (section 2.2: 1e-4 down to 1e-5), which sets and returns the rate of a
+    step.
 
     See `core.rates.warmup_cosine`.
     """

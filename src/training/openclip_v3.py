@@ -30,7 +30,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 
 def filled(run: Any, host: Any) -> dict[str, Any]:
-    """Replacements for the names of this line's main (`host`): name -> a hook of `run`, called as that main calls it."""
+    """Map the names of this line's main (`host`) to hooks of `run`, called as that main calls them."""
     stock_data = host.get_data
     stock_tokenizer = host.get_tokenizer
     stock_epoch = host.train_one_epoch

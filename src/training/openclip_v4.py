@@ -40,7 +40,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 
 def filled(run: Any, host: Any) -> dict[str, Any]:
-    """Replacements for the names of this line's main (`host`): name -> a hook of `run`, called as that main calls it."""
+    """Map the names of this line's main (`host`) to hooks of `run`, called as that main calls them."""
     ours = _Adapters(run, host)
     stock_tokenizer = host.get_tokenizer
     return {
@@ -126,7 +126,10 @@ class _Adapters:
     def load_checkpoint(
         self, task, path, optimizer=None, scaler=None, metadata=None, **_: Any
     ) -> int:
-        """As open_clip's, after our checks. The checkpoint has bare names; 3.3 or this line wrote it."""
+        """Load as open_clip does, after our checks.
+
+        The checkpoint has bare names; 3.3 or this line wrote it.
+        """
         checkpoint = self.run.load_checkpoint(path, "cpu")
         if "epoch" not in checkpoint:  # bare weights
             task.load_state_dict({"state_dict": checkpoint})
@@ -151,7 +154,7 @@ class _Adapters:
         return checkpoint["epoch"]
 
     def newest_checkpoint(self, path: str, remote: bool = False) -> str | None:
-        """open_clip's answer if it is a folder (a sharded checkpoint), else ours, which is a file."""
+        """Return open_clip's answer if it is a folder (a sharded checkpoint), else ours, which is a file."""
         sharded = None if remote else self.stock_newest(path, remote=False)
         if sharded is not None and os.path.isdir(sharded):
             return sharded
@@ -175,7 +178,7 @@ class _Loader:
 
     @property
     def unwrapped(self) -> Any:
-        """The loader itself."""
+        """Return the loader itself."""
         return self._loader
 
     def __len__(self) -> int:

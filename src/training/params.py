@@ -40,7 +40,7 @@ class TrainingParser(argparse.ArgumentParser):
     """A parser whose errors are one sentence, with the nearest flag for an unknown one."""
 
     def parse_args(self, args=None, namespace=None):
-        """As argparse's, with a sentence for a word that open_clip's KEY=VALUE flags cannot parse."""
+        """Parse as argparse does, with a sentence for a word that open_clip's KEY=VALUE flags cannot parse."""
         try:
             arguments = super().parse_args(args, namespace)
         except UserError:
@@ -69,7 +69,10 @@ class TrainingParser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of our flags. It allows no abbreviations: `--lr` must stay open_clip's."""
+    """Make the parser of our flags.
+
+    It allows no abbreviations: `--lr` must stay open_clip's.
+    """
     parser = TrainingParser(
         prog="python -m training.main",
         description="open_clip's training program with the ZeroVL recipe. All flags of this page are off by default; "
@@ -84,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def open_clip_parser() -> TrainingParser:
-    """open_clip's own parser, which its `parse_args` makes in each call."""
+    """Return open_clip's own parser, which its `parse_args` makes in each call."""
     with _made_by_open_clip() as made:
         host_params.parse_args([])
     return made[0]
@@ -92,7 +95,10 @@ def open_clip_parser() -> TrainingParser:
 
 @contextmanager
 def _made_by_open_clip() -> Iterator[list[TrainingParser]]:
-    """Within the block open_clip's `parse_args` makes a `TrainingParser`; those made are in the list."""
+    """Make open_clip's `parse_args` use a `TrainingParser` within the block.
+
+    Those made are in the list.
+    """
     made: list[TrainingParser] = []
 
     def make() -> TrainingParser:
@@ -153,7 +159,10 @@ def parse(argv: Sequence[str]) -> Command:
 
 
 def _default_betas(args: argparse.Namespace, file: str, typed: Mapping[str, Any]) -> None:
-    """open_clip's defaults of AdamW for a model config's file, by its image tower; open_clip itself goes by "vit" in a name."""
+    """Choose open_clip's defaults of AdamW for a model config's file, by its image tower.
+
+    open_clip itself goes by "vit" in a name.
+    """
     vision = json.loads(Path(file).read_text(encoding="utf-8"))["vision_cfg"]
     timm_name = vision.get("timm_model_name")
     has_vit = "vit" in timm_name if timm_name else not isinstance(vision.get("layers", 12), list)
@@ -167,7 +176,11 @@ def _default_betas(args: argparse.Namespace, file: str, typed: Mapping[str, Any]
 
 
 def _own_model(file: str, given: str, default: str) -> str:
-    """The name of a model config's file, which is registered. UserError if `--model` names another."""
+    """Register a model config's file and return its name.
+
+    Raises:
+        UserError: `--model` names another.
+    """
     say_loading()
     from open_clip_zerovl.models.model_file import register_model_file
 
@@ -185,7 +198,10 @@ def _own_model(file: str, given: str, default: str) -> str:
 
 
 def say_loading() -> None:
-    """Load torch and open_clip, which takes seconds, after a line about it from the first rank; once in a process."""
+    """Load torch and open_clip, which takes seconds, after a line about it from the first rank.
+
+    Once in a process.
+    """
     if "open_clip" not in sys.modules:
         if rank_here() in ("", "0"):
             say("training.main: loading torch and open_clip")
@@ -231,7 +247,10 @@ def without_a_trace(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def _check_checkpoint(flag: str, path: str | None) -> None:
-    """UserError for a file of this machine that does not exist; data and model are opened before it is read."""
+    """Refuse a file of this machine that does not exist.
+
+    Data and model are opened before it is read.
+    """
     if path is None or "://" in path or os.path.isdir(path):  # a folder is checked when it is read
         return
     if not os.path.isfile(path):

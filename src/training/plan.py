@@ -60,7 +60,10 @@ class StepTimer:
         self._at = time.perf_counter()
 
     def shortened(self, micro_batches: list[Any]) -> list[Any]:
-        """Return the micro-batches to take; call when they have come."""
+        """Take fewer micro-batches where the plan needs no more.
+
+        Call when they have come.
+        """
         now = time.perf_counter()
         self.wait_seconds, self._at = now - self._at, now
         taken = micro_batches if self.device.type == "cuda" else micro_batches[:CPU_MICRO_BATCHES]
@@ -68,7 +71,10 @@ class StepTimer:
         return taken
 
     def is_last(self) -> bool:
-        """Return whether the plan is done; call after each step."""
+        """Return whether the plan is done.
+
+        Call after each step.
+        """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         now = time.perf_counter()

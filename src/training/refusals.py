@@ -51,7 +51,7 @@ def _scripted_and_changed(f: AllFlags) -> bool:
 
 
 def _needs_our_loss(f: AllFlags) -> bool:
-    """True if a flag needs `ContrastiveLoss`, in a run with our step."""
+    """Return whether a flag needs `ContrastiveLoss`, in a run with our step."""
     ours = f.changes("loss_chunk", "coin_flip_mixup", "sort_text") or f.positives in (
         "caption",
         "image",

@@ -72,12 +72,18 @@ class Position:
     retained: Mapping[str, float] = field(default_factory=dict)
 
     def graphs_for(self, now: Position) -> Decision | None:
-        """The decision of `--dga-retain auto`, if the split of the batch is that of `now`, else None."""
+        """Return the decision of `--dga-retain auto`.
+
+        Returns:
+            None if the split of the batch is not that of `now`.
+        """
         same = replace(self.batching, workers=1) == replace(now.batching, workers=1)
         return Decision(**self.retained) if self.retained and same else None  # type: ignore[arg-type]
 
     def start_step(self, now: Position, steps: int = sys.maxsize) -> int:
-        """The step at which a run with the batching of `now` continues. The log names approximations.
+        """Find the step at which a run with the batching of `now` continues.
+
+        The log names approximations.
 
         Args:
             steps: number of steps of the epoch, as `now` divides it. With a larger effective batch, or less data, it
@@ -116,7 +122,7 @@ class Position:
         return step
 
     def _changed_order(self, now: Position) -> list[tuple[str, str, str]]:
-        """The changed flags among those that decide the order of samples, with both values in words."""
+        """List the changed flags among those that decide the order of samples, with both values in words."""
         pairs = [
             (flag, self.order.get(flag), value)
             for flag, value in sorted(now.order.items())
@@ -159,7 +165,10 @@ def _shown(batching: Batching) -> str:
 
 
 def entry_of(position: Position) -> dict[str, Any]:
-    """The checkpoint's entry `zerovl` for a position, of plain containers; `read_position` reads it."""
+    """Make the checkpoint's entry `zerovl` for a position, of plain containers.
+
+    `read_position` reads it.
+    """
     values = {
         each.name: getattr(position, each.name)
         for each in fields(Position)
@@ -169,7 +178,10 @@ def entry_of(position: Position) -> dict[str, Any]:
 
 
 def read_position(checkpoint: dict) -> Position | None:
-    """The position of a checkpoint; None for one of open_clip's own, which is from an epoch's end.
+    """Read the position of a checkpoint.
+
+    Returns:
+        None for one of open_clip's own, which is from an epoch's end.
 
     Raises:
         UserError: another format.
@@ -218,17 +230,20 @@ _OF_START = frozenset((
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, str]:
-    """The settings of a command line that a resumed run compares: name -> value in words."""
+    """Collect the settings of a command line that a resumed run compares: name -> value in words."""
     return {
         name: str(value) for name, value in sorted(vars(args).items()) if name not in _NOT_COMPARED
     }
 
 
 def changed_settings(checkpoint: Mapping[str, Any], now: Mapping[str, str]) -> str | None:
-    """Say which settings are others than those of a checkpoint's command line, and what happens; None if none is.
+    """Describe which settings are others than those of a checkpoint's command line, and what happens.
 
     Args:
         now: `settings_of` this run.
+
+    Returns:
+        None if none is.
     """
     before = dict(checkpoint.get(SETTINGS_ENTRY) or {})
     changed = [name for name in sorted(before.keys() & now.keys()) if before[name] != now[name]]
@@ -251,7 +266,7 @@ def changed_settings(checkpoint: Mapping[str, Any], now: Mapping[str, str]) -> s
 
 
 def keep_settings(optimizer: torch.optim.Optimizer, *, taken: bool) -> torch.optim.Optimizer:
-    """Let an optimizer keep its own settings when it loads a checkpoint's state, whose settings torch takes without a word.
+    """Keep an optimizer's own settings when it loads a checkpoint's state, whose settings torch takes without a word.
 
     Args:
         taken: False: the checkpoint's settings hold, as in open_clip's own program. Either way changes are logged.
@@ -291,7 +306,9 @@ def keep_settings(optimizer: torch.optim.Optimizer, *, taken: bool) -> torch.opt
 
 
 def load_checkpoint(args: argparse.Namespace, file_path: str, map_location: Any = None) -> dict:
-    """Load a training or bare checkpoint for `--resume`; torch compares its tensors with the model's when main loads them.
+    """Load a training or bare checkpoint for `--resume`.
+
+    Torch compares its tensors with the model's when main loads them.
 
     Names are returned without `module.`, so that a single-process checkpoint resumes under DDP and the other way round
     (open_clip 3.3 fails on the prefix). Only tensors and plain containers are loaded; a file that would run code is refused.
@@ -310,7 +327,9 @@ def load_checkpoint(args: argparse.Namespace, file_path: str, map_location: Any 
 
 
 def of_this_line(state: dict, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """The state of an optimizer of open_clip 3.3 in the groups of this one; any other state as it is.
+    """Convert the state of an optimizer of open_clip 3.3 to the groups of this one.
+
+    Any other state stays as it is.
 
     open_clip 4 spares more parameters from weight decay, so that its groups have other sizes. Each parameter keeps its moments
     and gets the weight decay that this release has for it.
@@ -356,7 +375,7 @@ def _trains(args: argparse.Namespace) -> bool:
 
 
 def require_same_function(checkpoint: dict, model_cfg: Mapping[str, Any] | None, path: str) -> None:
-    """UserError if a checkpoint's config computes another function than this run's with tensors of the same shapes.
+    """Refuse a checkpoint's config that computes another function than this run's with tensors of the same shapes.
 
     Args:
         model_cfg: this run's; None if it is not known.
@@ -378,7 +397,7 @@ def require_same_function(checkpoint: dict, model_cfg: Mapping[str, Any] | None,
 
 
 def require_finite(checkpoint: dict, model: torch.nn.Module, path: str) -> None:
-    """UserError if weights of a checkpoint, or moments of its optimizer, are not finite numbers.
+    """Refuse weights of a checkpoint, or moments of its optimizer, that are not finite numbers.
 
     Args:
         checkpoint: with bare names; of a training, or weights alone.
@@ -397,7 +416,7 @@ def require_finite(checkpoint: dict, model: torch.nn.Module, path: str) -> None:
 def require_same_rates(
     checkpoint: dict, optimizer: torch.optim.Optimizer | None, args: argparse.Namespace, path: str
 ) -> None:
-    """UserError if the groups of a checkpoint's optimizer have other rates than this run's, if this run trains.
+    """Refuse a checkpoint's optimizer with other rates of its groups than this run's, if this run trains.
 
     An optimizer that loads a state takes its rates without a word.
 

@@ -54,7 +54,10 @@ PACKAGES = ("open_clip_zerovl", "training", "open_clip", "open_clip_train")
 
 
 def train(args: argparse.Namespace, config: AllFlags) -> int:
-    """Run open_clip's main with the recipe; returns the exit status, see `main.main`. Errors are raised."""
+    """Run open_clip's main with the recipe and return the exit status (see `main.main`).
+
+    Errors are raised.
+    """
     # Loader workers are forked after the tokenizer was used. Its threads are not forked, and a worker would wait for them.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _, rank, _ = world_info_from_env()
@@ -125,7 +128,10 @@ class TrainingRun:
 
     @property
     def folder(self) -> Path:
-        """The run's folder; it has a name once open_clip's main has begun."""
+        """Return the run's folder.
+
+        It has a name once open_clip's main has begun.
+        """
         return Path(self.args.logs) / self.args.name
 
     def open(self, rank: int) -> None:
@@ -220,7 +226,7 @@ class TrainingRun:
         logging.error(f"The traceback is in {file}.")
 
     def _leave(self, stopped: stopping.Stopped) -> None:
-        """On the first rank of a stopped run: write the launcher's marker, and sync to the remote store for the last time."""
+        """Write the launcher's marker on the first rank of a stopped run, and sync to the remote store for the last time."""
         if not stopped.saved:
             return
         if stopped.asked == stopping.PREEMPTED:
@@ -258,7 +264,9 @@ class TrainingRun:
     # -----------------------------------------------------------------------------------------------------------------
 
     def copy_codebase(self, args: argparse.Namespace) -> None:
-        """`--copy-codebase`: the first rank copies the code of `PACKAGES`; a resumed run keeps its first copy.
+        """Copy the code of `PACKAGES` on the first rank for `--copy-codebase`.
+
+        A resumed run keeps its first copy.
 
         open_clip copies the folder three levels above its own main: for an installed package that is the whole environment.
         """
@@ -317,16 +325,19 @@ class TrainingRun:
         return self.model, transform_train, transform_eval
 
     def _config_copy(self, file: str) -> str:
-        """The run's own copy of a model config, which params.txt names: the user's file may be edited later."""
+        """Copy a model config into the run, which params.txt names: the user's file may be edited later."""
         copy = self.folder / Path(file).name
         if self.args.rank == 0 and self.args.logs.lower() != "none" and not copy.exists():
             shutil.copy(file, copy)
         return os.path.abspath(copy) if self.args.logs.lower() != "none" else file
 
     def compiled(self, model: torch.nn.Module) -> torch.nn.Module | None:
-        """Compile each block of main's model for `--torchcompile`; None for a model without blocks, and for any other.
+        """Replace each block of main's model by its compiled form for `--torchcompile`.
 
         The first step comes much sooner than with one graph of all blocks. open_clip 4 has a flag for it.
+
+        Returns:
+            None for a model without blocks, and for any other.
         """
         inner, _ = unwrapped(model)
         blocks = compile_blocks(inner) if inner is self.model else 0
@@ -338,7 +349,10 @@ class TrainingRun:
     def create_optimizer(
         self, stock: Callable[[], torch.optim.Optimizer], **options: Any
     ) -> torch.optim.Optimizer:
-        """(lr, betas, eps) -> AdamW on our groups, where `own_adamw`, else `stock()`; on a resume it keeps its settings."""
+        """Build AdamW on our groups from (lr, betas, eps), where `own_adamw`, else call `stock()`.
+
+        On a resume it keeps its settings.
+        """
         assert self.model is not None  # main makes the optimizer after it
         if self.own_adamw:
             optimizer = model.create_adamw(self.model, self.config, self.args.wd, **options)
@@ -355,7 +369,7 @@ class TrainingRun:
         steps: int,
         **_: Any,
     ):
-        """As open_clip's, where `own_schedule`."""
+        """Schedule the rate as open_clip does, or as our own where `own_schedule`."""
         share = self.config.warmup_share
         warmup = warmup_length if share is None else round(share * steps)
         return model.cosine_lr(optimizer, base_lr, warmup, steps, lr_min=self.config.lr_min or 0.0)
@@ -363,7 +377,10 @@ class TrainingRun:
     def get_data(
         self, stock: Callable[..., dict], args: argparse.Namespace, transforms, tokenizer
     ) -> dict:
-        """Data by name; `stock(args)` is open_clip's own. Its training data yields batches for the loop of `train_epoch`."""
+        """Open the data by name.
+
+        `stock(args)` is open_clip's own. Its training data yields batches for the loop of `train_epoch`.
+        """
 
         def paper_transform() -> Callable[..., Any]:
             assert self.model is not None  # main makes the data after it
@@ -374,11 +391,15 @@ class TrainingRun:
         )
 
     def newest_checkpoint(self, path: str, remote: bool = False) -> str | None:
-        """The file that `--resume latest` continues from; None if there is none."""
+        """Find the file that `--resume latest` continues from.
+
+        Returns:
+            None if there is none.
+        """
         return checkpointing.newest_whole(path, remote)
 
     def load_checkpoint(self, file_path: str, map_location: Any = None) -> dict:
-        """The checkpoint with bare names, checked against the model."""
+        """Load the checkpoint with bare names, checked against the model."""
         if self.args.rank == 0:
             logging.info(f"Reading {file_path}")
         file_path = self._undamaged(file_path)
@@ -416,7 +437,9 @@ class TrainingRun:
         return checkpoint
 
     def _undamaged(self, file_path: str) -> str:
-        """The checkpoint to resume from; if epoch_latest.pt is damaged, the newest whole one beside it.
+        """Choose the checkpoint to resume from.
+
+        If epoch_latest.pt is damaged, the newest whole one beside it.
 
         Raises:
             UserError: it is damaged, and the folder has no other checkpoint.
@@ -437,7 +460,10 @@ class TrainingRun:
         return other
 
     def create_loss(self, args: argparse.Namespace, *_: Any, **__: Any) -> torch.nn.Module:
-        """The loss of our step, where `own_step`. (open_clip's main of September 2026 also passes the model.)"""
+        """Make the loss of our step, where `own_step`.
+
+        (open_clip's main of September 2026 also passes the model.)
+        """
         return create_loss(self.config, args, self.model)
 
     def train_epoch(
@@ -485,7 +511,10 @@ class TrainingRun:
     def evaluate(
         self, stock: Callable[[dict], dict], model, data: dict, epoch: int, tb_writer, tokenizer
     ) -> dict:
-        """Metrics of an epoch; `stock(data)` gives open_clip's own."""
+        """Compute the metrics of an epoch.
+
+        `stock(data)` gives open_clip's own.
+        """
         from training.evaluate import evaluate as evaluate_epoch  # its rooms serve no other run
 
         return evaluate_epoch(
@@ -493,13 +522,16 @@ class TrainingRun:
         )
 
     def checkpoint_entry(self) -> dict[str, Any]:
-        """Entries added to open_clip's epoch checkpoint: the model's config, and the position, for an exact resume."""
+        """Make the entries added to open_clip's epoch checkpoint: the model's config, and the position, for an exact resume."""
         end = self.trainer.epoch_end if self.trainer is not None else None
         return self.entries if end is None else {**self.entries, "zerovl": resume.entry_of(end)}
 
 
 def close_logs_in(folder: Path) -> None:
-    """Close the log files in a folder that is removed; a later run in this process would write to them again."""
+    """Close the log files in a folder that is removed.
+
+    A later run in this process would write to them again.
+    """
     for handler in list(logging.root.handlers):
         if (
             isinstance(handler, logging.FileHandler)
@@ -510,7 +542,7 @@ def close_logs_in(folder: Path) -> None:
 
 
 def lock_folder(folder: Path, wait_seconds: float = WAIT_SECONDS) -> int:
-    """A descriptor that holds a lock on a run's folder until it is closed or this process ends: one process writes there.
+    """Hold a lock on a run's folder until its descriptor is closed or this process ends: one process writes there.
 
     A file system without locks is logged, and the run continues without.
 

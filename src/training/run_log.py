@@ -46,7 +46,7 @@ class RunFacts:
 
     @property
     def batch(self) -> str:
-        """The effective batch and its factors."""
+        """Write the effective batch and its factors."""
         b, k, w = self.batching.micro_batch, self.batching.dga_steps, self.batching.world_size
         return f"{b} x {k} x {w} = {self.batching.effective_batch:,} pairs a step (micro-batch x DGA steps x ranks)"
 
@@ -121,7 +121,11 @@ class RunLog:
             self.add("step", at, epoch=epoch, step=index, **entries)
 
     def eta(self, epoch: int, index: int) -> str:
-        """Return the time that the rest of the steps takes at this process's mean pace; "" before `begin`."""
+        """Estimate the time of the remaining steps at this process's mean pace.
+
+        Returns:
+            "" before `begin`.
+        """
         if self._facts is None:
             return ""
         done = self._facts.steps * epoch + index + 1
@@ -130,7 +134,9 @@ class RunLog:
         return duration(round(left * (time.monotonic() - self._began) / max(1, here)))
 
     def end(self, how: str, words: str = "") -> None:
-        """Close the record and write the page; after a run that is done, log its results and the next command.
+        """Close the record and write the page.
+
+        After a run that is done, log its results and the next command.
 
         Args:
             how: done, stopped or failed.

@@ -28,13 +28,16 @@ LIMITING_SHARE = (
 
 
 def loader_sentence(waited: float, total: float, samples: int, workers: int) -> str | None:
-    """A sentence if the loader limits a rank, else None.
+    """Warn in a sentence if the loader limits a rank.
 
     Args:
         waited: seconds of `total` in which the rank waited for its loader. On a GPU computation may have gone on meanwhile, so
             this is an upper bound.
         samples: that the rank trained on in `total`.
         workers: its loader processes; 0 reads in the training process, which always waits.
+
+    Returns:
+        None if it does not.
     """
     computed = total - waited
     if total <= 0 or computed <= 0 or waited < LIMITING_SHARE * total:
@@ -54,11 +57,14 @@ def loader_sentence(waited: float, total: float, samples: int, workers: int) -> 
 
 
 def stuck_sentence(loss: float, effective_batch: int) -> str | None:
-    """A sentence if a contrastive loss is that of a model at chance, else None.
+    """Warn in a sentence if a contrastive loss is that of a model at chance.
 
     Args:
         loss: mean of an epoch.
         effective_batch: N; chance is ln N.
+
+    Returns:
+        None if it is not.
     """
     chance = math.log(effective_batch)
     if effective_batch < 2 or not loss >= STUCK_SHARE * chance:
@@ -71,7 +77,11 @@ def stuck_sentence(loss: float, effective_batch: int) -> str | None:
 
 
 def reporter_of(args: argparse.Namespace) -> Any:
-    """The module with wandb's `log` that `--report-to` names: wandb or, in open_clip 4, trackio; None for neither."""
+    """Return the module with wandb's `log` that `--report-to` names: wandb or, in open_clip 4, trackio.
+
+    Returns:
+        None for neither.
+    """
     name = "trackio" if getattr(args, "trackio", False) else "wandb" if args.wandb else None
     return None if name is None else importlib.import_module(name)
 
@@ -115,7 +125,9 @@ class BySource:
         )
 
     def take(self) -> tuple[dict[str, float], str]:
-        """The metrics by name (`loss/SOURCE`, `duplicates/SOURCE`: a share), and words for the log line; resets the sums."""
+        """Take the metrics by name (`loss/SOURCE`, `duplicates/SOURCE`: a share) and words for the log line, and reset the
+        sums.
+        """
         if self._sums is None:
             return {}, ""
         metrics, words = {}, []
@@ -181,7 +193,9 @@ class StepLog:
             self.waited += wait
 
     def step_done(self, index: int, step: int, outputs: dict[str, Any], lr: float) -> None:
-        """Log an optimizer step, if it is due; call it after the step, on all ranks.
+        """Log an optimizer step, if it is due.
+
+        Call it after the step, on all ranks.
 
         Raises:
             UserError: a loss since the last logged step was not a finite number, and so the weights are none.
@@ -290,7 +304,7 @@ class StepLog:
                 )
 
     def _first(self, kind: str) -> bool:
-        """True for the first message of a kind: each epoch would repeat it."""
+        """Return whether a message is the first of its kind: each epoch would repeat it."""
         return self.run_log is None or self.run_log.first(kind)
 
     def _report(self, step: int, metrics: dict[str, float]) -> None:

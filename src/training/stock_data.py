@@ -56,7 +56,7 @@ def check_stock_data(args: argparse.Namespace, *, training: bool) -> None:
 
 
 def _check_accuracy() -> None:
-    """UserError if open_clip's accuracy fails: 3.3 makes floats of arrays with one element, which numpy 2.4 refuses."""
+    """Refuse a numpy with which open_clip's accuracy fails: 3.3 makes floats of arrays with one element, which 2.4 refuses."""
     try:
         accuracy(torch.eye(2), torch.arange(2))
     except TypeError as error:
@@ -95,7 +95,10 @@ def _left_unread(extension: str, data: bytes) -> bytes:
 
 
 def _check_shards(flag: str, path: str, args: argparse.Namespace) -> None:
-    """A missing shard makes open_clip's pipeline hang; a shard that sizes.json lacks raises a bare KeyError there."""
+    """Refuse a missing shard, which makes open_clip's pipeline hang.
+
+    A shard that sizes.json lacks raises a bare KeyError there.
+    """
     weights = (
         args.train_data_upsampling_factors
         if flag == "--train-data" and args.dataset_resampled

@@ -65,7 +65,7 @@ class Stopped(Exception):
 
 
 def end_by_signals() -> None:
-    """Have SIGUSR1 end this process, as SIGTERM does: for a run that could not go on from a step checkpoint.
+    """Make SIGUSR1 end this process as SIGTERM does, for a run that could not go on from a step checkpoint.
 
     `processes.supervise` has its ranks ignore SIGUSR1 until they are ready for it, and sends it in place of SIGTERM.
     """
@@ -112,7 +112,10 @@ class Preemption(StopSignals):
             os.write(number, words.encode())
 
     def agreed(self, distributed: bool) -> int:
-        """0, or who asked any rank to stop. All ranks call it after the same step and get the same answer."""
+        """Return 0, or who asked any rank to stop.
+
+        All ranks call it after the same step and get the same answer.
+        """
         if not distributed:
             return self.asked
         if self._group is None:  # on the CPU, so that the GPU's queue is not waited for every step
@@ -129,7 +132,9 @@ class Preemption(StopSignals):
 
 
 def new_cpu_group(seconds: float = CONNECT_SECONDS) -> Any:
-    """A gloo group of all ranks. Every rank calls this at about the same time.
+    """Create a gloo group of all ranks.
+
+    Every rank calls this at about the same time.
 
     To connect, a rank waits in a store for the other ranks' addresses; meanwhile it notices neither a signal nor the end of a
     rank. With torch's own time-out, that of a collective, it would wait half an hour for a lost rank. It does so before torch
@@ -179,7 +184,11 @@ def run(program: Callable[[], int], words: Sequence[str] = ()) -> NoReturn:
 
 
 def sentence_of(error: BaseException) -> str | None:
-    """The sentence for an error that only training has: a full GPU or disk, a lost rank. None for any other error."""
+    """Describe an error that only training has: a full GPU or disk, a lost rank.
+
+    Returns:
+        None for any other error.
+    """
     first_line = (str(error).splitlines() or [""])[0]
     if isinstance(error, torch.OutOfMemoryError):
         return (

@@ -48,7 +48,9 @@ from training.stopping import Preemption, Stopped
 def create_loss(
     config: AllFlags, args: argparse.Namespace, model: torch.nn.Module | None = None
 ) -> torch.nn.Module:
-    """The loss of our step: ContrastiveLoss; with `--siglip` SigmoidLoss, or open_clip's if no flag needs ours.
+    """Make the loss of our step, ContrastiveLoss.
+
+    With `--siglip` SigmoidLoss, or open_clip's if no flag needs ours.
 
     Args:
         model: for open_clip's own function, where it takes one.
@@ -81,7 +83,7 @@ def create_loss(
 
 
 def captions(model: torch.nn.Module | None) -> bool:
-    """True for open_clip's CoCa, which returns the logits of a caption's tokens beside its features."""
+    """Return whether a model is open_clip's CoCa, which returns the logits of a caption's tokens beside its features."""
     return model is not None and hasattr(unwrapped(model)[0], "text_decoder")
 
 
@@ -240,7 +242,10 @@ class Trainer:
             self.log.add("lost", at, delivered=counted.delivered, lost=counted.lost)
 
     def _retained(self) -> dict[str, float]:
-        """The decision of `--dga-retain auto`; all ranks call this together."""
+        """Decide `--dga-retain auto`.
+
+        All ranks call this together.
+        """
         assert self.step is not None
         decision = self.step.decision() if self.config.dga_retain == "auto" else None
         return {} if decision is None else asdict(decision)
@@ -297,7 +302,9 @@ def warn_of_equal_captions(micro_batches: Sequence[MicroBatch]) -> None:
 
 
 def require_finite(model: torch.nn.Module, when: str) -> None:
-    """Refuse weights that are not finite, before a checkpoint of them is written; called by all ranks, which agree.
+    """Refuse weights that are not finite, before a checkpoint of them is written.
+
+    Called by all ranks, which agree.
 
     Raises:
         UserError: a weight is NaN or infinite, or a saved buffer NaN: a GradScaler leaves out the step of an overflow, and
