@@ -62,7 +62,7 @@ VISION_SIZES = {
     "tiny": {"layers": 1, "width": 32, "head_width": 16, "patch_size": 16, "image_size": 32},
 }
 CONTEXT_LENGTH = 25
-SORTED, COMPILED = "texts sorted", "compiled"  # in the names of rows
+SORTED = "texts sorted"  # in the names of rows
 # Tokens of a caption before it is cut to the context, mean and deviation: 10.3 +- 4.5 words as in CC3M (Changpinyo et al.,
 # 2021), 1.15 word pieces a word, [CLS] and [SEP]. Then 45 % of 25 tokens are padding.
 CAPTION_TOKENS = (13.8, 5.2)
@@ -198,15 +198,12 @@ class Setup:
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     rank: int = 0
     world_size: int = 1
-    compiled: bool = False
 
     def __post_init__(self) -> None:
         self.model: Any = self.inner
         if self.world_size > 1:
             ids = [self.device] if self.device.type == "cuda" else None
             self.model = DistributedDataParallel(self.inner, device_ids=ids)
-        if self.compiled:
-            self.model = torch.compile(self.model)
         # Over ranks these flags give open_clip's exact gradient.
         over = self.world_size > 1
         self.clip_loss = ClipLoss(
@@ -349,18 +346,6 @@ def ways(setup: Setup, steps: int, loss_chunk: int | None, with_one_graph: bool)
     with suppress(UserError):  # a tower that takes no shorter texts
         found[f"ours, retain 1, {SORTED}"] = decoupled_and_sorted(setup, 1, loss_chunk)
     return found
-
-
-def compiled_ways(setup: Setup, steps: int, loss_chunk: int | None) -> dict[str, Way]:
-    """Those that are also timed with a compiled model; `setup` is the compiled one."""
-    found: dict[str, Way] = {
-        "plain micro-batches": partial(plain, setup),
-        "ours, retain 1": decoupled(setup, 1, loss_chunk),
-    }
-    if steps > 1:
-        with suppress(UserError):
-            found[f"ours, retain 1, {SORTED}"] = decoupled_and_sorted(setup, 1, loss_chunk)
-    return {f"{row}, {COMPILED}": way for row, way in found.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
     python -m scripts.bench.loss [--pairs 4096,16384,65536] [--width 512] [--chunk 256] [--out FILE.json]
     python -m scripts.bench.loss --options [--pairs 65536]
-    python -m scripts.bench.loss --kept [--pairs 2048] [--chunk 256]
 
 The first form takes one forward and backward pass of `ContrastiveLoss` and, where the memory suffices, of open_clip's
 `ClipLoss` on N pairs of unit features in fp32 in one process. Memory counts the features and their gradients.
@@ -10,21 +9,17 @@ The first form takes one forward and backward pass of `ContrastiveLoss` and, whe
 The second form needs neither GPU nor time: tensors have shapes only. A line holds the GiB of live tensors at the peak of the
 loss and its gradient with each option, without and with the inputs (features in fp32).
 An allocator's overhead and the products' scratch memory are not included.
-
-The third form counts the MiB that autograd keeps of the sigmoid losses between the forward and the backward pass, without the
-features themselves. open_clip has a chunked loss on its main branch: PYTHONPATH=open_clip/src.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from open_clip.loss import ClipLoss, SigLipLoss
+from open_clip.loss import ClipLoss
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -132,39 +127,6 @@ def peak_gib(
     return seen.peak / 2**30, (seen.peak + given) / 2**30
 
 
-def kept_mib(pairs: int, width: int, chunk: int) -> dict[str, float]:
-    """MiB that the graph of each sigmoid loss keeps beside its inputs."""
-    losses = {
-        f"SigmoidLoss(chunk_size={chunk})": SigmoidLoss(chunk_size=chunk),
-        "open_clip SigLipLoss": SigLipLoss(),
-    }
-    if "chunk_size" in inspect.signature(SigLipLoss).parameters:
-        losses[f"open_clip SigLipLoss(chunk_size={chunk})"] = SigLipLoss(chunk_size=chunk)
-    torch.manual_seed(SEED)
-    features = [
-        nn.functional.normalize(torch.randn(pairs, width), dim=1).requires_grad_() for _ in range(2)
-    ]
-    others = [torch.tensor(10.0, requires_grad=True), torch.tensor(-10.0, requires_grad=True)]
-    given = {tensor.untyped_storage().data_ptr() for tensor in (*features, *others)}
-    found = {}
-    for name, loss in losses.items():
-        kept: dict[int, torch.UntypedStorage] = {}
-
-        def keep(
-            tensor: torch.Tensor, kept: dict[int, torch.UntypedStorage] = kept
-        ) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in given:
-                kept[storage.data_ptr()] = storage
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            value = loss(*features, *others)
-        found[name] = sum(storage.nbytes() for storage in kept.values()) / 2**20
-        value.backward()
-    return found
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -178,22 +140,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--options", action="store_true", help="count the memory of each option, without computing"
     )
-    parser.add_argument(
-        "--kept",
-        action="store_true",
-        help="count the bytes that the graphs of the sigmoid losses keep",
-    )
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse_args(argv)
     pairs = [int(n) for n in args.pairs.split(",")]
-    if args.kept:
-        table = [
-            [str(n), name, f"{mib:.1f}"]
-            for n in pairs
-            for name, mib in kept_mib(n, args.width, args.chunk).items()
-        ]
-        print(markdown_table(["pairs", "loss", "kept, MiB"], table))
-        return
     if not args.options:
         rows = measure(pairs, args.width, args.chunk, torch.device(args.device))
         write({"loss": rows}, markdown(rows), args.out)

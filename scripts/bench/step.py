@@ -4,8 +4,7 @@
 
 It takes steps of K micro-batches of B samples on each of W ranks in every way, in turn: plain training on K small
 batches (the baseline), one graph over all, open_clip's --accum-freq, a two-pass step as in GradCache, and ours with 1, 2, K/2
-and an automatic number R of graphs retained, and with texts sorted (--sort-text). With --compile plain training and ours
-are timed with a compiled model, too, beside the eager one. A row holds
+and an automatic number R of graphs retained, and with texts sorted (--sort-text). `make gpu` times compiled models. A row holds
 
     time        seconds a sample, as a ratio to plain training's in the step just before; median over rounds, with range
     passes      forward and backward passes a sample, counted
@@ -41,13 +40,11 @@ import torch.distributed as dist
 from open_clip_zerovl.core.memory import available_bytes, keep_freed_memory
 from open_clip_zerovl.report.tables import markdown_table
 from scripts.bench.harness import (
-    COMPILED,
     SORTED,
     MicroBatch,
     Setup,
     Way,
     build,
-    compiled_ways,
     counts,
     gradient_errors,
     make_batches,
@@ -104,9 +101,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--error-batch", type=int, default=4, metavar="B")
     parser.add_argument("--error-precision", choices=("fp64", "fp32", "amp_bf16"), default="fp64")
     parser.add_argument(
-        "--compile", action="store_true", help="time plain training and ours compiled, too"
-    )
-    parser.add_argument(
         "--no-one-graph", action="store_true", help="leave out one graph over all, even if it fits"
     )
     parser.add_argument(
@@ -161,14 +155,11 @@ def make_setup(
     device: torch.device,
     rank: int,
     precision: str,
-    compiled: bool = False,
 ) -> Setup:
     dtype = torch.float64 if precision == "fp64" else torch.float32
     amp = partial(torch.autocast, device.type, dtype=torch.bfloat16)
     model = build(name, args.token_drop, device, dtype)
-    return Setup(
-        model, device, amp if precision == "amp_bf16" else nullcontext, rank, args.ranks, compiled
-    )
+    return Setup(model, device, amp if precision == "amp_bf16" else nullcontext, rank, args.ranks)
 
 
 def measure_steps(
@@ -176,11 +167,6 @@ def measure_steps(
 ) -> dict[str, Any]:
     errors = measure_errors(name, args, device, rank) if args.error_steps else {}
     setup = make_setup(name, args, device, rank, args.precision)
-    compiled = (
-        make_setup(name, args, device, rank, args.precision, compiled=True)
-        if args.compile
-        else setup
-    )
     most = max(args.steps)
     batches = make_batches(name, setup.inner, [args.micro_batch] * most, SEED + rank)
     one = partial(plain, setup)
@@ -213,13 +199,9 @@ def measure_steps(
     for steps in args.steps:
         fits = not args.no_one_graph and _agreed_free(setup) > 1.2 * graph * steps
         contestants = ways(setup, steps, args.loss_chunk, fits)
-        if args.compile:
-            contestants |= compiled_ways(compiled, steps, args.loss_chunk)
         timed = measure_times(setup, contestants, batches[:steps], args)
         plain_flops = counts(setup, contestants["plain micro-batches"], batches[:steps]).flops
         for row, way in contestants.items():
-            # Passes and FLOPs of a compiled model are counted on its eager model: compiled code hides its operations.
-            way = contestants[row.removesuffix(f", {COMPILED}")]
             counted = counts(setup, way, batches[:steps])
             record = {
                 "way": row,
@@ -232,9 +214,7 @@ def measure_steps(
                 "backwards_per_sample": counted.backwards,
                 "flops": counted.flops / plain_flops,
                 "flops_due": counted.forwards * share + counted.backwards * (1 - share),
-                "memory": None
-                if row.endswith(COMPILED)
-                else peak_bytes(setup, way, batches[:steps]) / single,
+                "memory": peak_bytes(setup, way, batches[:steps]) / single,
                 "errors": errors.get(row),
             }
             if args.rounds:
@@ -313,15 +293,6 @@ def measure_errors(
         row: gradient_errors(setup, way, batches, SEED + rank, references[SORTED in row])
         for row, way in contestants.items()
     }
-    if args.compile:
-        with torch._inductor.config.patch(fallback_random=True):  # the eager model's masks
-            compiled = make_setup(name, args, device, rank, args.error_precision, compiled=True)
-            for row, way in compiled_ways(compiled, args.error_steps, args.loss_chunk).items():
-                if row.startswith("ours"):
-                    errors[row] = gradient_errors(
-                        compiled, way, batches, SEED + rank, references[SORTED in row]
-                    )
-        torch._dynamo.reset()
     half = errors.get(f"ours, retain {args.error_steps // 2}")
     for steps in args.steps:
         if half is not None and steps > 1:
@@ -354,7 +325,7 @@ def steps_markdown(results: dict[str, Any]) -> str:
         cells += [f"{row['forwards_per_sample']:.4g}, {row['backwards_per_sample']:.4g}"]
         cells += [
             f"{row['flops']:.4f} ({row['flops_due']:.4f})",
-            "-" if row["memory"] is None else f"{row['memory']:.3f}",
+            f"{row['memory']:.3f}",
         ]
         cells += [
             f"{row['errors'][part]:.1e}" if row["errors"] else "-"

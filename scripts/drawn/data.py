@@ -82,7 +82,6 @@ class DrawnData:
         read: a tarball's path for each package -> the sources' drawings.
         split: (drawings, held_out_per_source=, seed=) -> the held-out concepts.
         held_out_per_source: pairs of each source for the test, and as many for validation.
-        format: raised by one when the same packages and settings give other files than before.
     """
 
     name: str
@@ -95,7 +94,6 @@ class DrawnData:
     sources: Mapping[str, Source]
     read: Callable[[Mapping[str, Path]], dict[str, dict[str, Drawing]]]
     split: Callable[..., Split]
-    format: int = 1
 
     @classmethod
     def described(cls, name: str, read: Callable, split: Callable[..., Split]) -> DrawnData:

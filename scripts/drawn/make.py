@@ -66,20 +66,15 @@ def prepare_drawn(
         The data card: settings, package versions, and per source counts, licence and example captions.
 
     Raises:
-        UserError: a setting out of range, a folder that holds other things, no npm, a package that cannot be fetched,
-            or too few concepts for the split.
+        UserError: a folder that holds other things, no npm, a package that cannot be fetched, or too few concepts for
+            the split.
     """
     out = Path(out)
     held_out = data.held_out_per_source if held_out_per_source is None else held_out_per_source
     settings = {
         "px": px, "seed": seed, "shard_size": shard_size, "held_out_per_source": held_out, "vocab_size": vocab_size,
     }  # fmt: skip
-    for name, value in settings.items():
-        least = 0 if name == "seed" else 1
-        if value < least:
-            raise UserError(f"{name} is {value}: it must be {least} or more.")
     made_from = {
-        "format": data.format,
         "settings": settings,
         "packages": {k: str(p) for k, p in data.packages.items()},
     }
@@ -90,14 +85,8 @@ def prepare_drawn(
             f"The {data.name} data in {out} is complete and made with these settings: nothing to do."
         )
         return manifest["card"]
-    if out.is_file() or (
-        out.is_dir() and any(out.iterdir()) and not (out / _CACHE).is_dir() and manifest is None
-    ):
-        raise UserError(
-            f"{out} is a file: give a folder for the {data.name} data."
-            if out.is_file()
-            else f"{out} is not empty and holds no {data.name} data: give a new folder."
-        )
+    if out.is_dir() and any(out.iterdir()) and not (out / _CACHE).is_dir() and manifest is None:
+        raise UserError(f"{out} is not empty and holds no {data.name} data: give a new folder.")
     (out / _CACHE).mkdir(parents=True, exist_ok=True)
     card = _build(data, out, settings, fingerprint)
     pairs = ", ".join(f"{source} {card['sources'][source]['train']}" for source in data.sources)
@@ -186,7 +175,7 @@ def _draw(
     packages = "+".join(
         data.packages[key].file_name.removesuffix(".tgz") for key in data.sources[source].packages
     )
-    drawn = cache / "pictures" / f"{source}-{px}px-format{data.format}-{packages}.tar"
+    drawn = cache / "pictures" / f"{source}-{px}px-{packages}.tar"
     if not drawn.is_file():
         bar = tqdm(drawings.items(), desc=f"draw {source}", unit="picture")
         write_shard(drawn, (Sample(concept, {"png": rasterise(e.svg, px)}) for concept, e in bar))

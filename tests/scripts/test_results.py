@@ -187,6 +187,28 @@ def test_the_readme_says_what_the_records_decide(run, against, measure, word):
     assert student(run, against, measure)[-1] == word
 
 
+def test_the_readme_has_the_number_of_the_row_end_to_end():
+    """Batch 256 (B) over batch 16 (A), ten seeds, with the interval of a primary row: 97.5 %."""
+    records = [
+        json.loads(file.read_text(encoding="utf-8"))
+        for file in (ROOT / "docs" / "results" / "photographs").glob("run-[AB]-*.json")
+    ]
+    of = {
+        arm: [
+            one["scores"]["flickr8k_mean_recall"]
+            for one in sorted(records, key=lambda one: one["seed"])
+            if one["arm"] == arm
+        ]
+        for arm in "AB"
+    }
+    assert len(of["A"]) == len(of["B"]) == 10
+    found = ttest_rel(of["B"], of["A"])
+    low, high = found.confidence_interval(0.975)
+    gain = mean(of["B"]) - mean(of["A"])
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"a fifth more samples: {gain:+.1f} ({low:+.1f} to {high:+.1f})" in readme
+
+
 def test_the_readmes_first_picture_and_its_costs_are_of_the_rows():
     batches, memory, time = figure.series("ours, retain 1")
     _, of_one_graph, time_of_one_graph = figure.series("one graph")
