@@ -1,12 +1,14 @@
-"""Kills trainings at random, resumes them, and compares the result with runs that were not interrupted.
+"""Kills trainings and commands at random moments, calls them again, and compares their files with those of undisturbed calls.
 
-    python -m scripts.soak --kills 60 --minutes 30 [--seed 0] [--ranks 1 2] [--out docs/reliability.md]
+    python -m scripts.soak --kills 60 --minutes 30 [--seed 0] [--targets train-2 search align] [--out docs/reliability.md]
 
-Each run trains a tiny model on the CPU with dropout, mixup and loader workers, and saves every three steps. Kills are drawn
-from `KILLS`; the same command with --resume latest goes on. The last checkpoint of a finished run is compared bit for bit
-with that of an uninterrupted run with as many ranks. Ranks are forks of a launcher, which is a fork of this process: Python and
-torch start once, the ranks meet over gloo, and they end with their launcher as they do with torchrun. For the kill "disk full"
-the runs are on a small file system in memory, which is filled; without root the size of files is limited instead.
+Each target runs in a session of its own, in forks of this process: Python and torch start once. A training has dropout, mixup,
+a loader worker, step checkpoints and one or two ranks under a launcher. They meet over gloo and end with their launcher, as
+with torchrun. After each kill the same call goes on (a training by --resume latest) until it ends by itself. Then its files
+must be those of the whole call, byte for byte, tensors of checkpoints bit for bit (`Target.left_out` names files with times),
+and no part file may be left beside them, nor, by a command, a file in TMPDIR. Limits of memory and of file sizes count as
+kills: the call must end with one sentence or work. A command after a kill may refuse with one sentence, which is counted; a
+traceback, a hang and other files are faults.
 """
 
 from __future__ import annotations
@@ -19,39 +21,49 @@ import argparse
 import atexit
 import collections
 import contextlib
+import hashlib
 import io
 import json
 import random
+import re
 import resource
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import open_clip
 import torch
 from PIL import Image
 
+from open_clip_zerovl.checkpoints.export import export_local_dir
+from open_clip_zerovl.cli.program import main as zerovl
+from open_clip_zerovl.core.errors import DEFECT
+from open_clip_zerovl.core.files import remove_scratch_folders
+from open_clip_zerovl.core.scratch import PREFIX
 from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.writing import write_source
 from scripts.sections import replace_section, write_table
 from training.main import run_as_program
 
-EPOCHS = 3
-LIMIT_SECONDS = 20.0  # a run must end within this time after a kill
-SILENT_SECONDS = 120.0  # a run without a new step for this time counts as hanging
-KILLS = (
-    "SIGKILL to a rank", "SIGTERM to a rank", "SIGINT to a rank", "SIGHUP to a rank", "SIGTERM to all processes",
-    "SIGINT to all processes", "SIGHUP to all processes", "SIGKILL to a loader worker", "SIGKILL to the launcher",
-    "SIGKILL during a write", "disk full",
+LIMIT_SECONDS = 20.0  # a call must end within this time after a signal
+WHOLE_SECONDS = 300.0  # no call that is not killed takes longer
+FILE_LIMIT_BYTES = 20_000
+NO_MEMORY = "memory allocation of"  # with these words libraries in Rust end the process
+SIGNALS = (
+    "SIGKILL to one process", "SIGTERM to one process", "SIGINT to one process", "SIGHUP to one process",
+    "SIGKILL to all processes", "SIGTERM to all processes", "SIGINT to all processes", "SIGHUP to all processes",
+    "SIGKILL to the launcher", "SIGKILL to a loader worker", "SIGKILL during a write",
 )  # fmt: skip
+KILLS = (*SIGNALS, "memory limit", "file limit")
 MODEL = {
     "embed_dim": 16,
     "custom_text": True,
@@ -67,359 +79,436 @@ MODEL = {
 }
 
 
-def write_data(folder: Path) -> None:
-    """A source of 96 samples in 8 shards, and the model's config."""
-    samples = []
-    for number in range(96):
-        picture = io.BytesIO()
-        Image.new("RGB", (24, 20), (2 * number, 255 - 2 * number, 99)).save(picture, "PNG")
-        samples.append(
-            Sample(f"{number:03d}", {"png": picture.getvalue(), "txt": b"number %d" % number})
+@dataclass(frozen=True)
+class Target:
+    """A command line; `{out}` is its folder, `{home}` that of its inputs.
+
+    Attributes:
+        left_out: patterns of files whose content depends on the time, or on where a run was resumed.
+        ranks: processes of a training; None for a command, which is one process and its own launcher.
+    """
+
+    line: str
+    left_out: tuple[str, ...] = ()
+    ranks: int | None = None
+
+
+TRAINED = ("*.log", "*.html", "record.jsonl", "params.txt", "step_*.pt")
+TRAIN = (
+    "--model soak-tiny --device cpu --precision fp32 --log-every-n-steps 1 --warmup 2 --train-data a={home}/a --dga-steps 2 "
+    "--workers 1 --epochs 3 --save-every-steps 3 --coin-flip-mixup --mixup-alpha 1.0 --aug-cfg scale=(0.6,1.0) "
+    "--logs {out} --name run --resume latest --batch-size "
+)
+TARGETS = {
+    "train-1": Target(TRAIN + "4", TRAINED, ranks=1),
+    "train-2": Target(TRAIN + "2", TRAINED, ranks=2),
+    "search": Target(
+        "search {home}/model {home}/photos red --cache {out} --output {out}/hits.json --batch-size 8 --workers 1 --device cpu"
+    ),
+    "data pack": Target("data pack {home}/photos --out {out} --test-share 0.1 --shard-size 40 --threads 2 --max-side 24"),
+    "align": Target(
+        "align --image {home}/model --text {home}/model --data a={home}/a::b={home}/b --epochs 40 --batch-size 16 "
+        "--embed-dim 16 --out {out} --workers 1 --device cpu",
+        ("align.html", "align.json"),
+    ),
+    "finetune": Target(
+        "finetune --from {home}/model --data a={home}/a::b={home}/b --out {out} --batch-size 16 --device cpu --seed 0 "
+        "--set epochs=3 --set lr=5e-4 --set text-augment= --set save-every-steps=5 --alphas 0.5",
+        (*TRAINED, "train-00000.tar.npz"),
+    ),
+}  # fmt: skip
+
+
+def write_inputs(home: Path) -> None:
+    """Write two sources of 120 pictures, a folder of all 240 with captions, and a small exported model."""
+    dice = np.random.default_rng(0)
+    colours = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 220)}
+    made = []
+    (home / "photos").mkdir()
+    for number in range(240):
+        colour, place = list(colours)[number % 3], int(dice.integers(40))
+        pixels = np.clip(
+            np.array(colours[colour]) + dice.integers(-30, 30, (48, 40, 3)), 0, 255
+        ).astype(np.uint8)
+        pixels[place : place + 4] = 255
+        content = io.BytesIO()
+        Image.fromarray(pixels).save(content, "PNG")
+        caption = (
+            f"a {colour} field with a line {place} of number {number}\nline {place} on {colour}"
         )
-    write_source(folder / "data", samples, shard_size=12)
-    (folder / "soak-tiny.json").write_text(json.dumps(MODEL))
+        made.append(Sample(f"{number:05d}", {"png": content.getvalue(), "txt": caption.encode()}))
+        (home / "photos" / f"{number:05d}.png").write_bytes(content.getvalue())
+        (home / "photos" / f"{number:05d}.txt").write_text(caption)
+    write_source(home / "a", made[:120], shard_size=20)
+    write_source(home / "b", made[120:], shard_size=20)
+    for name, config in (("tiny", MODEL), ("small", {**MODEL, "custom_text": False})):
+        (home / f"soak-{name}.json").write_text(json.dumps(config))
+        open_clip.add_model_config(home / f"soak-{name}.json")
+    torch.manual_seed(0)
+    checkpoint = home / "run" / "checkpoints" / "epoch_1.pt"
+    checkpoint.parent.mkdir(parents=True)
+    (home / "run" / "params.txt").write_text("model: soak-small\n")
+    state = open_clip.create_model("soak-small").state_dict()
+    torch.save({"epoch": 1, "name": "run", "state_dict": state}, checkpoint)
+    export_local_dir(checkpoint, home / "model")
 
 
 def processes_of(session: int) -> list[int]:
-    """The running processes of a session, from /proc."""
+    """List the running processes of a session, from /proc."""
     found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for number in filter(str.isdigit, os.listdir("/proc")):
         try:
-            state, _, _, of = stat.read_text().rpartition(")")[2].split()[:4]
+            stat = Path("/proc", number, "stat").read_text()
         except OSError:  # it has ended since it was listed
             continue
+        state, _, _, of = stat.rpartition(")")[2].split()[:4]
         if int(of) == session and state != "Z":
-            found.append(int(stat.parent.name))
+            found.append(int(number))
     return found
 
 
-class Fork:
-    """A session of processes that a fork of this program leads."""
+class Call:
+    """One call of a target, in a session of its own."""
 
-    launcher: int
+    def __init__(
+        self,
+        words: list[str],
+        home: Path,
+        ranks: int | None = None,
+        limit: tuple[int, int] | None = None,
+    ) -> None:
+        self.output = home / "words.txt"
+        self.output.write_bytes(b"")
+        self.limit = limit
+        self.tmpdir = home / ("tmp-command" if ranks is None else "tmp-training")
+        ready, done = os.pipe()
+        self.launcher = os.fork()
+        if self.launcher == 0:
+            self._lead()
+            if ranks is None:
+                os.write(done, f"{os.getpid()}\n".encode())
+                self._work(lambda: zerovl(words))
+            else:
+                self._launch(words, ranks, done)
+        os.close(done)
+        with os.fdopen(ready) as pids:
+            self.pids = [int(pid) for pid in pids.readline().split()]
 
-    def lead(self, output: Path) -> None:
-        """Called by the fork: make the session; the output of its processes goes to a file."""
+    def _lead(self) -> None:
+        """Make the fork lead a session whose output goes to a file."""
         os.setsid()
         # Under nohup, or in the background of a shell, it would inherit that these signals are ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         atexit._clear()  # the fork must not run this program's exit handlers
-        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        file = os.open(self.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, 1)
         os.dup2(file, 2)
 
-    def ended(self) -> bool:
-        return not processes_of(self.launcher)
+    def _work(self, program: Any) -> None:
+        """Run a function as the whole of this fork."""
+        status: Any = 1
+        try:
+            os.environ["TMPDIR"] = tempfile.tempdir = str(self.tmpdir)
+            torch.set_num_threads(1)
+            if self.limit is not None:
+                resource.setrlimit(self.limit[0], (self.limit[1], resource.RLIM_INFINITY))
+            status = program()
+        except BaseException:
+            traceback.print_exc()
+        finally:  # the fork must not run the rest of this program
+            atexit._run_exitfuncs()
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
+            os._exit(status or 0)
 
-    def wait(self, limit_seconds: float) -> float | None:
-        """Seconds until all its processes have ended; None if they did not within the limit and were killed."""
-        begin = time.monotonic()
-        while not self.ended():
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(self.launcher, os.WNOHANG)
-            if time.monotonic() > begin + limit_seconds:
-                for pid in processes_of(self.launcher):
-                    os.kill(pid, signal.SIGKILL)
-                return None
-            time.sleep(0.02)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.launcher, 0)
-        return time.monotonic() - begin
-
-
-class Run(Fork):
-    """One start of a training, under a launcher."""
-
-    def __init__(
-        self, folder: Path, name: str, ranks: int, *, limit_bytes: int | None = None
-    ) -> None:
-        self.folder, self.name, self.ranks = folder, name, ranks
-        self.checkpoints = folder / "logs" / name / "checkpoints"
-        self.log = folder / "logs" / name / "out.log"
-        self.steps_before = self.steps()
+    def _launch(self, words: list[str], ranks: int, done: int) -> None:
+        """Fork the ranks of a training and end with the highest of their statuses."""
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
-        ready, done = os.pipe()
-        self.launcher = os.fork()
-        if self.launcher == 0:
-            try:
-                self._launch(port, done, limit_bytes)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    traceback.print_exc()
-            finally:  # the fork must not run the rest of this program
-                os._exit(1)
-        os.close(done)
-        with os.fdopen(ready) as pids:
-            self.pids = [int(pid) for pid in pids.readline().split()]
-        if not self.pids:
-            raise SystemExit("soak: the launcher could not start its ranks; its message is above")
-
-    def _launch(self, port: int, done: int, limit_bytes: int | None) -> None:
-        self.lead(self.folder / f"{self.name}.out")
         pids = []
-        for rank in range(self.ranks):
+        for rank in range(ranks):
             pids.append(os.fork())
             if pids[-1] == 0:
                 os.close(done)
                 os.environ["TORCHELASTIC_RUN_ID"] = "soak"  # ranks end with their launcher
-                if self.ranks > 1:
+                if ranks > 1:
                     os.environ.update(
-                        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(self.ranks), MASTER_ADDR="localhost",
+                        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost",
                         MASTER_PORT=str(port),
                     )  # fmt: skip
-                if limit_bytes is not None:
-                    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, resource.RLIM_INFINITY))
-                os.chdir(self.folder)
-                open_clip.add_model_config(self.folder / "soak-tiny.json")
                 torch.use_deterministic_algorithms(True)
-                sys.argv = ["training.main", *self.arguments()]
-                run_as_program()
-        for number in (
-            signal.SIGTERM,
-            signal.SIGINT,
-            signal.SIGHUP,
-        ):  # the launcher ends after its ranks
+                sys.argv = ["training.main", *words]
+                self._work(run_as_program)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # it ends after its ranks
             signal.signal(number, signal.SIG_IGN)
         os.write(done, f"{' '.join(map(str, pids))}\n".encode())
         statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         os._exit(max(abs(status) for status in statuses))
 
-    def arguments(self) -> list[str]:
-        return [
-            "--model", "soak-tiny", "--device", "cpu", "--precision", "fp32", "--log-every-n-steps", "1", "--warmup", "2",
-            "--train-data", f"a={self.folder / 'data'}", "--batch-size", str(4 // self.ranks),
-            "--dga-steps", "2", "--workers", "1", "--epochs", str(EPOCHS), "--save-every-steps", "3", "--coin-flip-mixup",
-            "--mixup-alpha", "1.0", "--aug-cfg", "scale=(0.6,1.0)", "--name", self.name, "--resume", "latest",
-        ]  # fmt: skip
+    def wait(self, limit_seconds: float) -> tuple[float | None, int]:
+        """Wait for the end of all its processes.
 
-    def steps(self) -> int:
-        """Optimizer steps in the log, of all starts of this run."""
-        return self.log.read_text().count("Train Epoch") if self.log.exists() else 0
+        Returns:
+            The seconds, None if they had to be ended by force, and the launcher's exit status.
+        """
+        status, begin, running = None, time.monotonic(), True
+        while status is None or running:
+            if status is None:
+                pid, word = os.waitpid(self.launcher, os.WNOHANG)
+                status = os.waitstatus_to_exitcode(word) if pid else None
+            running = bool(processes_of(self.launcher))
+            if time.monotonic() > begin + limit_seconds:
+                for pid in processes_of(self.launcher):
+                    os.kill(pid, signal.SIGKILL)
+                if status is None:
+                    os.waitpid(self.launcher, 0)
+                return None, -1
+            time.sleep(0.02)
+        return time.monotonic() - begin, status
 
-    def wait_for_steps(self, new_steps: int) -> bool:
-        """Wait for this many new steps; False if the run has ended before."""
-        last, seen = time.monotonic(), -1
-        while (now := self.steps() - self.steps_before) < new_steps:
-            if now != seen:
-                last, seen = time.monotonic(), now
-            if time.monotonic() > last + SILENT_SECONDS:
-                raise SystemExit(
-                    f"soak: a run hangs that was not killed; see {self.folder}/{self.name}.out"
-                )
-            if self.ended():
+    def kill(self, kind: str, dice: random.Random, out: Path, after_seconds: float) -> bool:
+        """Do one of SIGNALS after some seconds.
+
+        Returns:
+            Whether it met a running call.
+        """
+        begin = time.monotonic()
+        while time.monotonic() < begin + after_seconds or kind.endswith("a write"):
+            if self.launcher not in processes_of(self.launcher):
                 return False
-            time.sleep(0.01)
-        return True
-
-    def kill(self, kind: str, dice: random.Random, disk: Disk) -> bool:
-        """Do one of `KILLS`; False if the run has ended before."""
-        rank = dice.choice(self.pids)
+            if not self.has_begun():
+                begin = time.monotonic()
+            late = time.monotonic() > begin + after_seconds / 2
+            if late and kind.endswith("a write") and any(out.rglob("*.part")):
+                break
+            time.sleep(0.001)
+        workers = set(processes_of(self.launcher)) - {self.launcher, *self.pids}
+        if kind.endswith("worker") and not workers:
+            return False
+        number = getattr(signal, kind.split()[0])
         with contextlib.suppress(ProcessLookupError):
-            if kind.endswith("to a rank"):
-                os.kill(rank, getattr(signal, kind.split()[0]))
-            elif kind.endswith("to all processes"):
-                os.killpg(self.launcher, getattr(signal, kind.split()[0]))
-            elif kind == "SIGKILL to the launcher":
-                os.kill(self.launcher, signal.SIGKILL)
-            elif kind == "SIGKILL to a loader worker":
-                workers = [
-                    pid
-                    for pid in processes_of(self.launcher)
-                    if pid not in (self.launcher, *self.pids)
-                ]
-                if not workers:
-                    return False
-                os.kill(dice.choice(workers), signal.SIGKILL)
-            elif kind == "SIGKILL during a write":
-                while not list(self.checkpoints.glob(".*.part")):
-                    if self.ended():
-                        return False
-                os.kill(self.pids[0], signal.SIGKILL)
-            elif kind == "disk full":
-                disk.fill()
+            if kind.endswith("all processes"):
+                os.killpg(self.launcher, number)
+            elif kind.endswith("worker"):
+                os.kill(dice.choice(sorted(workers)), number)
+            elif kind.endswith("the launcher"):
+                os.kill(self.launcher, number)
+            else:
+                os.kill(dice.choice(self.pids), number)
             return True
         return False
 
+    def has_begun(self) -> bool:
+        """Return whether a training has taken a step: before, a rank whose peer has ended waits for torchrun's signal."""
+        return self.pids == [self.launcher] or "Train Epoch" in self.words()
 
-class Disk:
-    """The folder of the runs: a small file system in memory for root, else a plain folder."""
+    def words(self) -> str:
+        return self.output.read_text(errors="replace")
 
-    SIZE_MIB = 400
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        mount = ["mount", "-t", "tmpfs", "-o", f"size={self.SIZE_MIB}m", "tmpfs", str(folder)]
-        self.mounted = (
-            os.geteuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0
-        )
+def sentence_in(words: str) -> str | None:
+    """Return the one sentence with which a command refused.
 
-    def fill(self) -> None:
-        with open(self.folder / "ballast", "wb") as file, contextlib.suppress(OSError):
-            while True:
-                file.write(bytes(1 << 18))
-                file.flush()
-
-    def free(self) -> None:
-        (self.folder / "ballast").unlink(missing_ok=True)
-
-    def close(self) -> None:
-        if self.mounted:
-            subprocess.run(["umount", "-l", str(self.folder)], check=True)
+    Returns:
+        None where there is no sentence, more than one, or a traceback.
+    """
+    errors = [line for line in words.splitlines() if line.startswith("zerovl: error: ")]
+    return errors[0] if len(errors) == 1 and "Traceback" not in words else None
 
 
 def tensors(value: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of nested dicts and lists by their paths."""
     if isinstance(value, torch.Tensor):
         yield prefix, value
-    for name, item in (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    ):
-        yield from tensors(item, f"{prefix}/{name}")
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from tensors(item, f"{prefix}/{name}")
 
 
-def same(first: Path, second: Path) -> bool:
-    """True if two checkpoints hold the same tensors of weights and optimizer, bit for bit."""
-    ours, theirs = (dict(tensors(torch.load(path, weights_only=True))) for path in (first, second))
-    return (
-        ours.keys() == theirs.keys()
-        and len(ours) > 20
-        and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    )
+# Embeddings that this call of `search` made; fewer after a kill, which has left some in the cache.
+COMPUTED = re.compile(rb'"computed": \d+')
+
+
+def contents(out: Path, left_out: tuple[str, ...]) -> dict[str, str]:
+    """Digest each file below a folder, checkpoints by their tensors; locks and the files of `left_out` are left out."""
+    digests = {}
+    for path in sorted(out.rglob("*")):
+        if not path.is_file() or any(path.match(pattern) for pattern in ("*lock", *left_out)):
+            continue
+        digest = hashlib.sha256()
+        if path.suffix == ".pt":
+            for name, tensor in tensors(torch.load(path, weights_only=True)):
+                digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+                digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            digest.update(COMPUTED.sub(b"", path.read_bytes()))
+        digests[str(path.relative_to(out))] = digest.hexdigest()
+    return digests
+
+
+class Soak:
+    """Kills calls of the targets in turn until enough kills are done or the time is over."""
+
+    def __init__(self, home: Path, options: argparse.Namespace) -> None:
+        self.home, self.options = home, options
+        # the same folder for all calls of a target: its name may stand in the files
+        self.out = {name: home / f"out-{name.replace(' ', '-')}" for name in options.targets}
+        self.dice, self.begin = random.Random(options.seed), time.monotonic()
+        self.kills: collections.Counter[tuple[str, str]] = collections.Counter()
+        # kinds of kills still to come before any comes again
+        self.kinds: dict[str, list[str]] = {name: [] for name in options.targets}
+        self.slowest: dict[str, float] = collections.defaultdict(float)
+        self.compared, self.equal, self.refused = 0, 0, 0
+        self.faults: list[str] = []
+        for kind in ("command", "training"):
+            (home / f"tmp-{kind}").mkdir()
+
+    def call(self, name: str, limit: tuple[int, int] | None = None) -> Call:
+        target = TARGETS[name]
+        words = target.line.format(home=self.home, out=self.out[name]).split()
+        return Call(words, self.home, target.ranks, limit)
+
+    def fault(self, name: str, kind: str, words: str) -> None:
+        self.faults.append(f"{name}, {kind}: {words[-3000:]}")
+        print(f"FAULT {self.faults[-1]}", flush=True)
+
+    def run(self) -> None:
+        """Kill the targets in turn, then let each come to its end."""
+        seconds, whole = {}, {}
+        for name, out in self.out.items():
+            call = self.call(name)
+            ended, status = call.wait(WHOLE_SECONDS)
+            if ended is None or status != 0:
+                raise SystemExit(f"soak: {name} ends with {status}:\n{call.words()[-3000:]}")
+            seconds[name], whole[name] = ended, contents(out, TARGETS[name].left_out)
+            print(f"{name}: {ended:.1f} s, {len(whole[name])} files", flush=True)
+            shutil.rmtree(out)
+        begun: set[str] = set()
+        while begun or not self.is_over():
+            for name in begun if self.is_over() else self.out:
+                begun.add(name)
+                if self.kill_once(name, seconds[name]):
+                    self.compare(name, whole[name])
+                    begun = begun - {name}
+
+    def is_over(self) -> bool:
+        return (
+            sum(self.kills.values()) >= self.options.kills
+            or time.monotonic() > self.begin + 60 * self.options.minutes
+        )
+
+    def compare(self, name: str, whole: dict[str, str]) -> None:
+        """Compare the files of a target that has ended by itself with those of the whole call, and remove them."""
+        out, tmpdir = self.out[name], self.home / "tmp-command"
+        made = contents(out, TARGETS[name].left_out) if out.is_dir() else {}
+        # As the next call with loader workers does: this one may have needed none, since all was stored.
+        remove_scratch_folders(tmpdir, PREFIX)
+        left = [str(path) for path in (*out.rglob("*.part"), *tmpdir.iterdir())]
+        differing = sorted({path for path, _ in made.items() ^ whole.items()})
+        self.compared += 1
+        self.equal += not differing and not left
+        if differing or left:
+            self.fault(name, "after its end", f"differing files {differing}; left behind {left}")
+            for path in tmpdir.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(out, ignore_errors=True)
+
+    def kill_once(self, name: str, seconds: float) -> bool:
+        """Call a target and kill it at a random moment.
+
+        Returns:
+            Whether it has ended by itself with status 0.
+        """
+        if not self.kinds[name]:
+            self.kinds[name] = self.dice.sample(KILLS, len(KILLS))
+        kind = None if self.is_over() else self.kinds[name].pop()
+        limit = None
+        if kind == "memory limit":
+            held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            limit = (resource.RLIMIT_AS, held + self.dice.randrange(4 << 20, 400 << 20))
+        elif kind == "file limit":
+            limit = (resource.RLIMIT_FSIZE, FILE_LIMIT_BYTES)
+        call = self.call(name, limit)
+        killed = kind is not None and (
+            limit is not None
+            or call.kill(kind, self.dice, self.out[name], self.dice.uniform(0, 0.6 * seconds))
+        )
+        ended, status = call.wait(LIMIT_SECONDS if killed and limit is None else WHOLE_SECONDS)
+        words = call.words()
+        if killed:
+            self.kills[name, str(kind)] += 1
+            if limit is None:
+                self.slowest[name] = max(self.slowest[name], ended or 0.0)
+            shown = "HANGS" if ended is None else f"{ended:.1f} s, status {status}"
+            number = sum(self.kills.values())
+            print(f"{number:3d} {name}, {kind}: {shown} {sentence_in(words) or ''}", flush=True)
+        if ended is None:
+            self.fault(name, f"{kind}, does not end", words)
+        elif TARGETS[name].ranks is None and self.is_fault(status, words, limit is not None):
+            self.fault(name, f"{kind}, status {status}", words)
+        elif status == 2 and not killed:
+            self.refused += 1
+            print(f"    refused: {sentence_in(words)}", flush=True)
+            shutil.rmtree(self.out[name], ignore_errors=True)  # as its sentence asks
+        return status == 0
+
+    @staticmethod
+    def is_fault(status: int, words: str, limited: bool) -> bool:
+        """Return whether a command ended in another way than by a signal, one sentence or success."""
+        if status != 0 and any(mark in words for mark in ("Traceback", DEFECT)):
+            return True
+        return limited and status not in (0, 2) and NO_MEMORY not in words
+
+    def report(self) -> list[str]:
+        """Return the counts as a table in Markdown."""
+        options = self.options
+        lines = [
+            f"| kill | {' | '.join(options.targets)} |",
+            "|---|" + "--:|" * len(options.targets),
+        ]
+        for kind in KILLS:
+            counts = " | ".join(str(self.kills[name, kind]) for name in options.targets)
+            lines.append(f"| {kind} | {counts} |")
+        minutes = (time.monotonic() - self.begin) / 60
+        lines.append("")
+        lines.append(
+            f"{sum(self.kills.values())} kills in {minutes:.0f} minutes (`python -m scripts.soak --kills {options.kills} "
+            f"--minutes {options.minutes:g} --seed {options.seed}`); after a signal all processes ended within "
+            f"{max(self.slowest.values(), default=0):.1f} s; {self.refused} calls after a kill were refused with a sentence; "
+            f"{self.equal} of {self.compared} calls that came to their end left the files of the call never interrupted, byte "
+            f"for byte; {len(self.faults)} faults."
+        )
+        return lines
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kills", type=int, default=60)
-    parser.add_argument("--minutes", type=float, default=30, help="kill no run after this time")
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--minutes", type=float, default=30, help="kill no call after this time")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument(
-        "--out", type=Path, help="a page in which the section between the marks `soak` is replaced"
-    )
+    parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
+    parser.add_argument("--out", type=Path, help="a page in which the section `soak` is replaced")
     options = parser.parse_args()
     # Not a TemporaryDirectory: each fork would remove it at its end.
-    folder = Path(tempfile.mkdtemp(prefix="soak-"))
-    disk = Disk(folder)
+    home = Path(tempfile.mkdtemp(prefix="soak-"))
     try:
-        outcome = Soak(folder, disk, options)
-        outcome.run()
+        write_inputs(home)
+        soak = Soak(home, options)
+        soak.run()
     finally:
-        disk.close()
-        shutil.rmtree(folder)
-    lines, faults = outcome.report()
+        shutil.rmtree(home)
+    lines = soak.report()
     print("\n".join(lines))
     if options.out is not None:
         write_table(options.out.parent / "results" / "soak.csv", lines)
         replace_section(options.out, "soak", lines[-1:])
-    return int(faults > 0)
-
-
-class Soak:
-    """Kills runs until enough kills are done or the time is over."""
-
-    LAST = f"checkpoints/epoch_{EPOCHS}.pt"
-
-    def __init__(self, folder: Path, disk: Disk, options: argparse.Namespace) -> None:
-        self.folder, self.disk, self.options = folder, disk, options
-        self.dice, self.begin = random.Random(options.seed), time.monotonic()
-        self.kinds: list[str] = []  # kinds of kills still to come before any comes again
-        self.seconds: dict[str, dict[int, list[float | None]]] = {
-            kind: collections.defaultdict(list) for kind in KILLS
-        }
-        self.kills, self.compared, self.equal = 0, 0, 0
-
-    def run(self) -> None:
-        write_data(self.folder)
-        whole = {ranks: self.train_whole(ranks) for ranks in self.options.ranks}
-        runs = 0
-        while not self.is_over():
-            ranks = self.options.ranks[runs % len(self.options.ranks)]
-            runs += 1
-            logs = self.folder / "logs" / f"run{runs}"
-            while not (logs / self.LAST).exists():
-                self.start_and_kill(logs.name, ranks)
-            self.compared += 1
-            self.equal += same(logs / self.LAST, whole[ranks])
-            shutil.rmtree(logs)
-
-    def is_over(self) -> bool:
-        return (
-            self.kills >= self.options.kills
-            or time.monotonic() > self.begin + 60 * self.options.minutes
-        )
-
-    def train_whole(self, ranks: int) -> Path:
-        """The last checkpoint of a run that is not killed."""
-        name = f"whole{ranks}"
-        Run(self.folder, name, ranks).wait_for_steps(10**9)
-        checkpoint = self.folder / "logs" / name / self.LAST
-        if not checkpoint.exists():
-            raise SystemExit((self.folder / f"{name}.out").read_text()[-3000:])
-        return checkpoint
-
-    def start_and_kill(self, name: str, ranks: int) -> None:
-        """Start or resume a run and kill it after some steps; let it finish if the soak is over."""
-        if not self.kinds:
-            self.kinds = self.dice.sample(KILLS, len(KILLS))
-        kind = None if self.is_over() else self.kinds[-1]
-        limit = 100_000 if kind == "disk full" and not self.disk.mounted else None
-        run = Run(self.folder, name, ranks, limit_bytes=limit)
-        if kind is None or (not run.wait_for_steps(self.dice.randrange(1, 9)) and limit is None):
-            run.wait_for_steps(10**9)
-            return
-        if run.kill(kind, self.dice, self.disk):
-            self.kinds.pop()
-            # The run meets a full disk at its next checkpoint, and obeys a signal after the current step.
-            seconds = run.wait(LIMIT_SECONDS)
-            self.kills += 1
-            self.seconds[kind][ranks].append(seconds)
-            ended = "HANGS" if seconds is None else f"{seconds:.1f} s"
-            print(f"{self.kills:3d} {name} {ranks} rank(s), {kind}: {ended}", flush=True)
-        else:
-            run.wait(LIMIT_SECONDS)
-        self.disk.free()
-
-    def report(self) -> tuple[list[str], int]:
-        """A table in Markdown, and how many runs hung or ended with other weights."""
-        options = self.options
-        heads = [f"{ranks} rank{'s' * (ranks > 1)}" for ranks in options.ranks]
-        lines = [
-            f"| kill | {' | '.join(heads)} | slowest end |",
-            "|---|" + "--:|" * (len(heads) + 1),
-        ]
-        for kind, by_ranks in self.seconds.items():
-            times = [seconds for found in by_ranks.values() for seconds in found]
-            ended_times = [seconds for seconds in times if seconds is not None]
-            slowest = (
-                f"over {LIMIT_SECONDS:.0f} s"
-                if None in times
-                else f"{max(ended_times):.1f} s"
-                if times
-                else ""
-            )
-            counts = " | ".join(str(len(by_ranks[ranks])) for ranks in options.ranks)
-            lines.append(f"| {kind} | {counts} | {slowest} |")
-        hung = sum(
-            found.count(None) for by_ranks in self.seconds.values() for found in by_ranks.values()
-        )
-        minutes = (time.monotonic() - self.begin) / 60
-        disk = "a full tmpfs" if self.disk.mounted else "a limit on the size of files"
-        lines.append("")
-        lines.append(
-            f"{self.kills} kills in {minutes:.0f} minutes "
-            f"(`--kills {options.kills} --minutes {options.minutes:g} --seed {options.seed}`), "
-            f"{disk} for a full disk; {hung} runs had to be ended by force; {self.equal} of {self.compared} finished runs are "
-            "bit-equal to the run never interrupted, weights and optimizer."
-        )
-        return lines, hung + self.compared - self.equal
+    return int(bool(soak.faults))
 
 
 if __name__ == "__main__":
