@@ -213,11 +213,12 @@ def test_the_readmes_first_picture_and_its_costs_are_of_the_rows():
     batches, memory, time = figure.series("ours, retain 1")
     _, of_one_graph, time_of_one_graph = figure.series("one graph")
     assert batches == [16, 64, 256] and max(memory) < 1.3 and of_one_graph[-1] > 12
-    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert f"{time[-1] - 1:.0%}".replace("%", " % more than training on micro-batches") in readme
-    ratio = time[-1] / time_of_one_graph[-1] - 1
-    assert f"{ratio:.0%}".replace("%", " % more time than that graph") in readme
-    assert figure.draw() == figure.draw()
+    assert 1.2 < time[-1] < 1.4 and time_of_one_graph[-1] < 1 and figure.draw() == figure.draw()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    measured = (ROOT / "docs/results/gpu-nvidia-h100-80gb-hbm3.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (?:plain training|`--dga|`--acc).*", readme, re.MULTILINE)
+    rates = [rate for row in rows for rate in row.split("|")[3:5] if rate.strip()]
+    assert len(rows) == 4 and all(f"|{rate}|" in measured for rate in rates)
 
 
 def broken_emphasis(text: str) -> list[str]:
@@ -253,7 +254,7 @@ def test_the_table_of_accumulation_is_that_of_its_records():
 
 @pytest.mark.parametrize(
     ("page", "words"),
-    [("docs/results/emoji.md", 1200), ("docs/results.md", 1600), ("README.md", 710)],
+    [("docs/results/emoji.md", 1200), ("docs/results.md", 1600), ("README.md", 760)],
 )
 def test_the_page_is_short_and_has_no_broken_emphasis(page, words):
     text = (ROOT / page).read_text(encoding="utf-8")

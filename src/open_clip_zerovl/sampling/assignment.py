@@ -243,7 +243,7 @@ class Assignment:
 
     @cached_property
     def _deck(self) -> _Deck | _EvenDeck:
-        """The deck of the epoch's samples."""
+        """Make the deck of the epoch's samples."""
         length = self.micro_batches * self.batching.world_size
         if self.schedule.strategy == "proportional":
             return _EvenDeck(self.schedule.taken, length, self.batching.micro_batch)
