@@ -1,6 +1,7 @@
-"""Features of pictures and captions by frozen models, made once: align, search, zero-shot and probes read them.
+"""Embeddings of a collection by frozen encoders, stored once: search, probes, teachers and frozen towers read them.
 
-    collection --pictures or captions--> model (encoder) --rows--> one file a shard (store)
+    collection (reading, sources) --pictures, captions--> encoders (encoder) --rows--> a folder of mapped arrays (store)
 
-`embed` makes what is missing. `digest` tells models and transforms apart.
+`embed` does the work unit by unit, continues after a kill, and shares it over processes. `fingerprint` distinguishes models,
+transforms and files.
 """
